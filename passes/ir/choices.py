@@ -1,0 +1,123 @@
+"""The planning problem: what each op, parameter, input and output may do, at what price. `candidates` writes it,
+`solve` chooses."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from passes.ir.layout import Layout
+from passes.ir.program import TensorType
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """One way to run an op: the method on every axis, and what that makes of its operands and results.
+
+    For a parameter, input or output the methods are the letters of its layout.
+    """
+
+    methods: tuple[str, ...]
+    operands: tuple[Layout, ...]
+    results: tuple[Layout, ...]
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes that a strategy of a node holds, all its copies together.
+
+    `held` lies there throughout the step; `gradient` from its backward pass to the optimizer step; `transient` is what
+    the backward pass of one copy needs while it runs.
+    """
+
+    held: float = 0.0
+    gradient: float = 0.0
+    transient: float = 0.0
+
+
+@dataclass(frozen=True)
+class Node:
+    """Something that decides: an op, or where a parameter, input, carried tensor or output lies.
+
+    `key` names it in the plan; `kind` is "op", "parameter", "input", "buffer", "carry" or "output". `count` is how
+    often it occurs in a step, `block` the region it stands in (0 is outside all, region r is r + 1). `seconds` and
+    `memory` are per strategy, for all copies together. `saves_result` says that autograd keeps its result, of `results`
+    bytes per strategy; `copies` are the bytes of what else it keeps.
+    """
+
+    key: str
+    kind: str
+    name: str
+    count: int
+    block: int
+    strategies: tuple[Strategy, ...]
+    seconds: tuple[float, ...]
+    memory: tuple[Memory, ...]
+    saves_result: bool = False
+    results: tuple[float, ...] = ()
+    copies: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class Edge:
+    """A use of a tensor: result `result` of node `producer` as operand `operand` of node `consumer`, `count` times.
+
+    Edges of one `group` are in one place of the program: a redistribution to the same layout is done once for all.
+    `saved` says that autograd keeps the operand.
+    """
+
+    producer: int
+    result: int
+    consumer: int
+    operand: int
+    group: int
+    saved: bool
+
+
+@dataclass(frozen=True)
+class Group:
+    """Uses of one tensor in one place, `count` times in a step.
+
+    `gradient` says that a gradient flows back, in elements of `gradient_itemsize` bytes; `parameter` that the tensor
+    is a parameter, so that it is in memory anyway as it is stored; `strided` that it does not lie in memory in the order
+    of its dims.
+    """
+
+    tensor: str
+    type: TensorType
+    count: int
+    block: int
+    gradient: bool
+    gradient_itemsize: int
+    parameter: bool
+    strided: bool
+
+
+@dataclass(frozen=True)
+class Problem:
+    """All nodes, and the edges between them in groups. `blocks` names the places of nodes, each `counts` times there;
+    `index` finds a node by its key."""
+
+    nodes: Sequence[Node]
+    edges: Sequence[Edge]
+    groups: Sequence[Group]
+    blocks: Sequence[str]
+    counts: Sequence[int]
+    index: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Solution:
+    """What was chosen: for every node one of its strategies, and which redistributions run again in the backward pass
+    instead of keeping their result (group, target layout).
+
+    `seconds` is the step time of the choice, `bound` one that no choice can be below; `seconds` is optimal up to the
+    difference.
+    """
+
+    picks: tuple[int, ...]
+    again: frozenset[tuple[int, Layout]]
+    seconds: float
+    bound: float
+
+    def strategy(self, problem: Problem, node: int) -> Strategy:
+        """The chosen strategy of a node."""
+        return problem.nodes[node].strategies[self.picks[node]]

@@ -1,0 +1,29 @@
+"""The errors that autopar raises on purpose. `autopar` exports them all; catch `AutoparError` for any of them."""
+
+
+class AutoparError(Exception):
+    """Base class: the message says in one sentence what is wrong, where, and what to do."""
+
+
+class CaptureError(AutoparError):
+    """The model cannot be traced, or holds something that cannot be parallelized exactly."""
+
+
+class ConstraintError(AutoparError):
+    """A constraint matches nothing, contradicts another one, or cannot be met."""
+
+
+class InfeasibleError(AutoparError):
+    """No plan fits the memory limit."""
+
+
+class InputError(AutoparError):
+    """The inputs of a call are missing, additional, or of another shape or dtype than planned."""
+
+
+class MeshError(AutoparError):
+    """The device mesh is not one that a plan can be made for."""
+
+
+class PlanMismatchError(AutoparError):
+    """A plan belongs to another model, mesh or version, or the ranks hold different models."""

@@ -1,0 +1,147 @@
+"""Layouts: how one tensor lies on the mesh, one letter per mesh axis, and what that says of its gradient.
+
+====== ==================================================== =============
+letter forward                                              its gradient
+====== ==================================================== =============
+R      the same value on every rank, *used differently*     P
+I      the same value on every rank, *used the same way*    I
+S      one part per rank                                    S
+P      a pending sum over the ranks                         R
+====== ==================================================== =============
+
+`S(d, m)` views dim d of the whole tensor as (m, n, rest), with n the size of the axis, and splits n. `m` is called
+`major` here: the number of more significant parts that stay together. Several axes may split one dim: each takes a
+*digit* of it, and the digits must not overlap.
+"""
+
+import re
+from dataclasses import dataclass
+from itertools import pairwise
+from math import prod
+
+from passes.ir.mesh import Mesh
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class Letter:
+    """One letter of a layout: `kind` is "R", "I", "S" or "P"; `dim` and `major` belong to "S" alone."""
+
+    kind: str
+    dim: int = -1
+    major: int = 1
+
+    def __str__(self) -> str:
+        if self.kind != "S":
+            return self.kind
+        return f"S({self.dim})" if self.major == 1 else f"S({self.dim}, {self.major})"
+
+    __repr__ = __str__
+
+    @property
+    def gradient(self) -> "Letter":
+        """The letter of the gradient of a tensor with this letter."""
+        return _GRADIENTS.get(self.kind, self)
+
+
+R = Letter("R")
+I = Letter("I")  # noqa: E741
+P = Letter("P")
+
+
+def S(dim: int, major: int = 1) -> Letter:  # noqa: N802
+    """The letter that splits `dim` after its `major` most significant parts."""
+    return Letter("S", dim, major)
+
+
+_GRADIENTS = {"R": P, "P": R}
+
+Layout = tuple[Letter, ...]
+
+_LETTER = re.compile(r"(?:([RIP])|S\(\s*(\d+)\s*(?:,\s*(\d+)\s*)?\))")
+
+
+def parse_letter(text: str) -> Letter:
+    """Read a letter as it is printed: "R", "I", "P", "S(1)", "S(0, 3)".
+
+    Raises ValueError for anything else.
+    """
+    match = _LETTER.fullmatch(text.strip())
+    if match is None or match.group(3) == "0":
+        raise ValueError(f"{text!r} is no layout: write 'R', 'I', 'P', 'S(dim)' or 'S(dim, major)'")
+    kind, dim, major = match.groups()
+    return Letter(kind) if kind else S(int(dim), int(major or 1))
+
+
+def gradient(layout: Layout) -> Layout:
+    """The layout of the gradient of a tensor in `layout`."""
+    return tuple(letter.gradient for letter in layout)
+
+
+def digits(layout: Layout, dim: int, mesh: Mesh) -> list[tuple[int, int, int]]:
+    """The digits that split `dim`, most significant first, as (major, size, axis)."""
+    found = [
+        (letter.major, mesh.sizes[axis], axis)
+        for axis, letter in enumerate(layout)
+        if letter.kind == "S" and letter.dim == dim
+    ]
+    return sorted(found)
+
+
+def fits(shape: Shape, layout: Layout, mesh: Mesh) -> bool:
+    """Whether every split divides and no two digits of one dim overlap."""
+    for dim in {letter.dim for letter in layout if letter.kind == "S"}:
+        if dim >= len(shape) or shape[dim] == 0:
+            return False
+        taken = digits(layout, dim, mesh)
+        if any(low * size > high or high % (low * size) for (low, size, _), (high, _, _) in pairwise(taken)):
+            return False
+        major, size, _ = taken[-1]
+        if shape[dim] % (major * size):
+            return False
+    return True
+
+
+def split_ways(layout: Layout, dim: int, mesh: Mesh) -> int:
+    """Into how many parts `dim` is split."""
+    return prod(mesh.sizes[axis] for axis, letter in enumerate(layout) if letter.kind == "S" and letter.dim == dim)
+
+
+def local_shape(shape: Shape, layout: Layout, mesh: Mesh) -> Shape:
+    """The shape that one rank holds of a tensor of global `shape`."""
+    local = list(shape)
+    for axis, letter in enumerate(layout):
+        if letter.kind == "S":
+            local[letter.dim] //= mesh.sizes[axis]
+    return tuple(local)
+
+
+def local_major(letter: Letter, others: Layout, mesh: Mesh) -> int:
+    """`major` of a split as ranks see it: without the more significant digits that the splits in `others` took away."""
+    return letter.major // prod(size for major, size, _ in digits(others, letter.dim, mesh) if major < letter.major)
+
+
+def format_layout(layout: Layout, mesh: Mesh) -> str:
+    """`layout` for people: "dp S(0), tp R"; one word where all axes agree."""
+    if len(set(layout)) == 1 and layout[0].kind != "S":
+        return str(layout[0])
+    return ", ".join(f"{name} {letter}" for name, letter in zip(mesh.names, layout, strict=True))
+
+
+def is_dtensor(layout: Layout, mesh: Mesh) -> bool:
+    """Whether `torch.distributed.tensor` can express `layout` so that `full_tensor()` is exact.
+
+    Placements are applied in mesh order. What works (tried for every digit on two and three axes with torch 2.11 and
+    2.13) is, per dim: digits that together form one contiguous split, whatever their order, or digits in mesh order
+    that are contiguous but for the last, which may lie anywhere.
+    """
+    for dim in {letter.dim for letter in layout if letter.kind == "S"}:
+        by_size = digits(layout, dim, mesh)
+        by_axis = sorted(by_size, key=lambda digit: digit[2])
+        compact = all(high == low * size for (low, size, _), (high, _, _) in pairwise([(1, 1, -1), *by_size]))
+        leading = all(high == low * size for (low, size, _), (high, _, _) in pairwise([(1, 1, -1), *by_axis[:-1]]))
+        last = max(major for major, _, _ in by_axis) == by_axis[-1][0]
+        if not compact and not (leading and last):
+            return False
+    return True

@@ -1,0 +1,106 @@
+"""A lowered program: what one rank runs, statement by statement. It is what is priced, printed and generated."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from passes.ir.choices import Strategy
+from passes.ir.layout import Layout
+from passes.ir.program import Argument, Op, Program, Region, TensorType
+from passes.ir.redistribution import Step
+
+
+@dataclass(frozen=True)
+class Split:
+    """A factor that is split over axes, for a local form: its whole size, and (axis, major) of every digit."""
+
+    size: int
+    digits: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class Compute:
+    """Run an op on local tensors.
+
+    `op` has local sizes among its arguments and names of lowered values as references. With `body` that local form
+    runs instead; `split` is the factor that it is about. `copies` says that it is a view that must copy.
+    """
+
+    op: Op
+    strategy: Strategy
+    body: str = ""
+    split: Split | None = None
+    copies: bool = False
+
+
+@dataclass(frozen=True)
+class Change:
+    """Bring a value to another layout. `again` says that the backward pass does it once more instead of keeping the
+    result; `parameter` that `source` is a parameter, of which this is the local shard. `dtypes` are what it is cast to
+    before, and what its gradient is reduced in (None: as it is)."""
+
+    source: str
+    result: str
+    type: TensorType
+    before: Layout
+    after: Layout
+    steps: tuple[Step, ...]
+    gradient: bool
+    gradient_itemsize: int
+    again: bool = False
+    parameter: bool = False
+    dtypes: tuple[torch.dtype | None, torch.dtype | None] = (None, None)
+
+
+@dataclass(frozen=True)
+class Loop:
+    """Run all copies of a region one after the other.
+
+    `initial` are the carried values for the first copy, `between` changes what one copy gives (names of the body) into
+    what the next takes. `shared` are the values that all copies read. `exports` are values of the body and their names
+    outside, per copy.
+    """
+
+    region: Region
+    body: "Body"
+    initial: tuple[str, ...]
+    between: tuple[Change | None, ...]
+    shared: tuple[str, ...]
+    exports: tuple[tuple[str, tuple[str | None, ...]], ...]
+
+
+Statement = Compute | Change | Loop
+
+
+@dataclass(frozen=True)
+class Body:
+    """Straight code. `arguments` are what it takes (carried values first) and `results` what it gives; `layouts` has
+    the layout of every value in it, `types` the global type."""
+
+    arguments: tuple[str, ...]
+    statements: tuple[Statement, ...]
+    results: tuple[str, ...]
+    layouts: Mapping[str, Layout]
+    types: Mapping[str, TensorType]
+
+
+@dataclass(frozen=True)
+class Returned:
+    """A leaf of the output: a plain value, or a lowered value and its layout."""
+
+    name: str
+    value: Argument
+    layout: Layout | None
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """A whole lowered program. `inputs` and `parameters` are the layouts that they lie in."""
+
+    program: Program
+    body: Body
+    inputs: Mapping[str, Layout]
+    parameters: Mapping[str, Layout]
+    outputs: tuple[Returned, ...]
+    updates: tuple[tuple[str, str], ...]

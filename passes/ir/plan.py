@@ -1,0 +1,199 @@
+"""The plan: everything that was decided, as data. It is saved, loaded, compared, printed and replayed."""
+
+import dataclasses
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import UnionType
+from typing import get_args, get_origin, get_type_hints
+
+from passes.ir.errors import PlanMismatchError
+from passes.ir.plan_text import plan_text
+
+FORMAT_VERSION = 1
+
+# Per axis a letter of a layout, as text.
+AxisText = Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class InputPlan:
+    """An input: its global shape, dtype, and per axis how it is split."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    layout: AxisText
+
+
+@dataclass(frozen=True)
+class ParameterPlan:
+    """A parameter (under its first name): shape, dtype as stored, and per axis how it is stored."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    layout: AxisText
+    trainable: bool
+
+
+@dataclass(frozen=True)
+class Row:
+    """A statement of the program, for people: an op with its layouts, or a redistribution with its collectives.
+
+    `kind` is "op" or "change". For an op `name` is its key, `how` its methods per axis and local form; for a change the
+    tensor and its collectives. `before` and `after` are layouts of operands and results.
+    """
+
+    kind: str
+    name: str
+    how: str
+    before: tuple[str, ...]
+    after: tuple[str, ...]
+    type: str
+    again: bool = False
+
+
+@dataclass(frozen=True)
+class Block:
+    """A run of statements that stands `count` times."""
+
+    name: str
+    count: int
+    rows: tuple[Row, ...]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A part of the program between two pipeline cuts.
+
+    `decisions` are the methods of every node by its key; `again` the uses (op, operand) whose redistribution is made
+    again in the backward pass. That is all that replaying needs; `blocks` are for people.
+    """
+
+    decisions: Mapping[str, tuple[str, ...]]
+    again: tuple[tuple[str, int], ...]
+    blocks: tuple[Block, ...]
+
+
+@dataclass(frozen=True)
+class ProgramPlan:
+    """One mode of the model: its stages, how they take turns, and into how many micro-batches the batch is cut.
+
+    `seconds` is the predicted step time by what it is spent on, `memory` the predicted bytes per device by kind at the
+    peak, which is at `peak_moment`. `gap` is how much shorter the step could be at most, relative to it.
+    """
+
+    stages: tuple[Stage, ...]
+    schedule: str
+    micro_batches: int
+    seconds: Mapping[str, float]
+    memory: Mapping[str, float]
+    peak_moment: str
+    gap: float
+
+
+@dataclass(frozen=True)
+class PrecisionPlan:
+    """dtypes by name, or None for those of the model: of computing, of gradient reductions, of stored parameters."""
+
+    compute: str | None = None
+    reduce: str | None = None
+    master: str | None = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that was decided for one model, mesh and batch.
+
+    `print` shows it as a table; `save` and `load` keep it as JSON; `autopar.parallelize(..., plan=plan)` replays it.
+    """
+
+    model: str
+    fingerprint: str
+    objective: str
+    mesh: Mapping[str, int]
+    cluster: str
+    memory_limit: float
+    optimizer: str
+    precision: PrecisionPlan
+    inputs: Mapping[str, InputPlan]
+    constants: Mapping[str, str]
+    parameters: Mapping[str, ParameterPlan]
+    programs: Mapping[str, ProgramPlan]
+    whole_ops: tuple[str, ...]
+    constraints: Mapping[str, Mapping[str, AxisText]]
+    format_version: int = FORMAT_VERSION
+
+    def __str__(self) -> str:
+        return plan_text(self)
+
+    def to_json(self) -> str:
+        """The plan as JSON; equal plans give equal text."""
+        return json.dumps(dataclasses.asdict(self), indent=1) + "\n"
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan to a file, as JSON."""
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(self.to_json())
+
+    @classmethod
+    def from_json(cls, text: str) -> "Plan":
+        """Read a plan from JSON.
+
+        Raises PlanMismatchError if it is none, or one of another version of the format.
+        """
+        try:
+            data = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise PlanMismatchError(f"this is no plan: not JSON ({error})") from None
+        if not isinstance(data, dict) or "format_version" not in data:
+            raise PlanMismatchError("this is no plan: it has no format_version")
+        if data["format_version"] != FORMAT_VERSION:
+            raise PlanMismatchError(
+                f"the plan has format version {data['format_version']}, this autopar reads {FORMAT_VERSION}: plan again"
+            )
+        try:
+            plan = _decode(cls, data, "plan")
+        except (KeyError, ValueError) as error:
+            raise PlanMismatchError(f"the plan is damaged: {error}") from None
+        assert isinstance(plan, cls)
+        return plan
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> "Plan":
+        """Read a plan from a file.
+
+        Raises PlanMismatchError if it holds none, or one of another version of the format.
+        """
+        with open(path, encoding="utf-8") as file:
+            return cls.from_json(file.read())
+
+
+def _decode(kind: object, value: object, place: str) -> object:
+    """A value of type `kind` from what JSON has of it; `kind` is made of dataclasses, tuples, mappings and scalars."""
+    origin, arguments = get_origin(kind), get_args(kind)
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+        if not isinstance(value, dict):
+            raise ValueError(f"{place} is no object")
+        hints = get_type_hints(kind)
+        return kind(
+            **{
+                item.name: _decode(hints[item.name], value[item.name], f"{place}.{item.name}")
+                for item in dataclasses.fields(kind)
+            }
+        )
+    if origin is UnionType:
+        return None if value is None else _decode(arguments[0], value, place)
+    if origin is tuple and isinstance(value, list):
+        kinds = [arguments[0]] * len(value) if arguments[-1] is Ellipsis else list(arguments)
+        return tuple(
+            _decode(item_kind, item, f"{place}[{index}]")
+            for index, (item_kind, item) in enumerate(zip(kinds, value, strict=True))
+        )
+    if origin is Mapping and isinstance(value, dict):
+        return {key: _decode(arguments[1], item, f"{place}[{key!r}]") for key, item in value.items()}
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if isinstance(kind, type) and type(value) is kind:
+        return value
+    raise ValueError(f"{place} is {value!r}")

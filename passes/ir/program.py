@@ -1,0 +1,335 @@
+"""The program: what a traced model does, as plain data. Passes read it and return new ones; nobody changes one.
+
+It prints as text that a person can read, one op per line:
+
+    input input_ids: int64[2, 16]
+    parameter lm_head.weight: float32[64, 32]
+    %linear = linear(%mul, lm_head.weight)  # float32[2, 16, 64]  lm_head
+    output logits: %linear
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+
+import torch
+from torch.utils._pytree import TreeSpec
+
+from passes.ir.layout import Shape
+
+
+@dataclass(frozen=True, slots=True)
+class TensorType:
+    """Global shape and dtype of a tensor."""
+
+    shape: Shape
+    dtype: torch.dtype
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return self.size * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """A use of a tensor: an input, a parameter, a buffer or constant by its name, or a result as "%name"."""
+
+    name: str
+
+    def __str__(self) -> str:
+        return self.name
+
+
+Argument = (
+    None
+    | bool
+    | int
+    | float
+    | complex
+    | str
+    | torch.dtype
+    | torch.device
+    | torch.layout
+    | torch.memory_format
+    | Ref
+    | tuple["Argument", ...]
+)
+
+
+@dataclass(frozen=True)
+class Op:
+    """One call of an operator.
+
+    `arguments` are by the names of its schema, in the order of the schema, those left at their default included.
+    `results` are the names of the tensors that it gives. `module` is the path of the module in which it stands and
+    `line` where in the model's source. `key` names it in plans: module path, operator, and a number where a module
+    calls an operator more than once.
+    """
+
+    target: str
+    arguments: Mapping[str, Argument]
+    results: tuple[str, ...]
+    module: str = ""
+    module_class: str = ""
+    line: str = ""
+    key: str = ""
+
+    @property
+    def kind(self) -> str:
+        """The operator's name: "linear" for `aten.linear.default`."""
+        return self.target.split(".")[1]
+
+    @property
+    def overload(self) -> torch._ops.OpOverload:
+        """The operator itself."""
+        return find_overload(self.target)
+
+    @property
+    def operands(self) -> tuple[str, ...]:
+        """Names of the tensors that it reads, in the order of the schema; one that is read twice stands twice."""
+        return tuple(references(tuple(self.arguments.values())))
+
+    def __str__(self) -> str:
+        defaults = {argument.name: argument.default_value for argument in self.overload._schema.arguments}
+        shown = [
+            (name, value)
+            for name, value in self.arguments.items()
+            if isinstance(value, Ref) or (name not in defaults) or value != freeze(defaults[name])
+        ]
+        given = [format_argument(value) if isinstance(value, Ref) else f"{name}={format_argument(value)}" for name, value in shown]
+        return f"{', '.join(self.results)} = {self.kind}({', '.join(given)})"
+
+
+@dataclass(frozen=True)
+class Input:
+    """A tensor of the batch: `argument` is its place in the arguments of the model's forward, `name` what ops refer to it
+    by (the same, if no parameter is called so)."""
+
+    name: str
+    argument: str
+    type: TensorType
+    trainable: bool = False
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A parameter under all the names it has; `trainable` is its `requires_grad`."""
+
+    names: tuple[str, ...]
+    type: TensorType
+    trainable: bool
+
+    @property
+    def name(self) -> str:
+        """The first of its names, by which ops refer to it."""
+        return self.names[0]
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """A buffer under all the names it has."""
+
+    names: tuple[str, ...]
+    type: TensorType
+    persistent: bool = True
+
+    @property
+    def name(self) -> str:
+        """The first of its names, by which ops refer to it."""
+        return self.names[0]
+
+
+@dataclass(frozen=True)
+class Update:
+    """A buffer that the program changes, and the result that it holds afterwards."""
+
+    buffer: str
+    value: str
+
+
+@dataclass(frozen=True)
+class Program:
+    """A whole model in one mode.
+
+    `outputs` are the leaves of what the model returns (references and plain values) and `output_tree` puts them
+    together again; `output_names` names each leaf. `types` has the type of every tensor.
+    """
+
+    inputs: tuple[Input, ...]
+    parameters: tuple[Parameter, ...]
+    buffers: tuple[Buffer, ...]
+    constants: Mapping[str, torch.Tensor]
+    ops: tuple[Op, ...]
+    outputs: tuple[Argument, ...]
+    output_names: tuple[str, ...]
+    output_tree: TreeSpec
+    types: Mapping[str, TensorType]
+    updates: tuple[Update, ...] = ()
+
+    def __str__(self) -> str:
+        lines = [f"input {item.name}: {item.type}" for item in self.inputs]
+        lines += [f"parameter {' = '.join(item.names)}: {item.type}" for item in self.parameters]
+        lines += [f"buffer {' = '.join(item.names)}: {item.type}" for item in self.buffers]
+        lines += [f"constant {name}: {self.types[name]}" for name in self.constants]
+        for op in self.ops:
+            types = ", ".join(str(self.types[name]) for name in op.results)
+            lines.append(f"{op}  # {types}" + (f"  {op.module}" if op.module else ""))
+        lines += [f"update {update.buffer}: {update.value}" for update in self.updates]
+        lines += [
+            f"output {name}: {format_argument(value)}"
+            for name, value in zip(self.output_names, self.outputs, strict=True)
+        ]
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Carry:
+    """A tensor that every copy of a region takes from the copy before: the first takes `initial`."""
+
+    argument: str
+    initial: str
+    next: str
+
+
+@dataclass(frozen=True)
+class Export:
+    """A tensor of a region's body that is used outside: its name there for each copy, or None where it is not."""
+
+    value: str
+    names: tuple[str | None, ...]
+
+
+@dataclass(frozen=True)
+class Region:
+    """A run of ops that repeats, written once.
+
+    `ops` is the body. In it stand the arguments of the carries, the region's own names for what differs from copy to
+    copy (`owned`: a parameter or buffer of the body -> its name in each copy), and names from outside that all copies
+    share. `copies` are the module paths that each copy stands for.
+    """
+
+    name: str
+    copies: tuple[tuple[str, ...], ...]
+    ops: tuple[Op, ...]
+    carries: tuple[Carry, ...]
+    owned: Mapping[str, tuple[str, ...]]
+    exports: tuple[Export, ...]
+
+    @property
+    def count(self) -> int:
+        """How many copies there are."""
+        return len(self.copies)
+
+
+@dataclass(frozen=True)
+class Folded:
+    """A program whose repeated runs are folded into regions: `items` are ops and regions in order.
+
+    `types` has the type of every tensor that stands in `items`, those of the regions' bodies included; `flowing` are
+    the names of those that a gradient flows through.
+    """
+
+    program: Program
+    items: tuple[Op | Region, ...]
+    types: Mapping[str, TensorType]
+    flowing: frozenset[str]
+
+    @property
+    def regions(self) -> tuple[Region, ...]:
+        """The regions, in order."""
+        return tuple(item for item in self.items if isinstance(item, Region))
+
+    @property
+    def ops(self) -> tuple[Op, ...]:
+        """All ops, those of the regions' bodies once."""
+        return tuple(op for item in self.items for op in (item.ops if isinstance(item, Region) else (item,)))
+
+    def __str__(self) -> str:
+        lines = []
+        for item in self.items:
+            if isinstance(item, Op):
+                lines.append(str(item))
+                continue
+            lines.append(f"region {item.name} x {item.count}")
+            lines += [f"  carry {carry.argument}: {carry.initial}, then {carry.next}" for carry in item.carries]
+            lines += [f"  own {name}: {names[0]}, ..., {names[-1]}" for name, names in item.owned.items()]
+            lines += [f"  {op}" for op in item.ops]
+            lines += [f"  export {export.value}: {export.names[-1]}" for export in item.exports]
+        return "\n".join(lines)
+
+
+def flow(ops: Iterable[Op], flowing: set[str], types: Mapping[str, TensorType]) -> None:
+    """Add to `flowing` the floating results of ops that read something in it: a gradient flows through them too."""
+    for op in ops:
+        if op.kind != "detach" and any(name in flowing for name in op.operands):
+            flowing.update(name for name in op.results if types[name].dtype.is_floating_point)
+
+
+def dependents(folded: Folded) -> frozenset[str]:
+    """Tensors that depend on the batch or on a parameter; the others are the same for every batch."""
+    depends = {item.name for item in folded.program.inputs} | {item.name for item in folded.program.parameters}
+    for region in folded.regions:
+        depends.update(own for own, names in region.owned.items() if names[0] in depends)
+    for _ in range(2):
+        for item in folded.items:
+            if isinstance(item, Region):
+                depends.update(carry.argument for carry in item.carries if {carry.initial, carry.next} & depends)
+            for op in item.ops if isinstance(item, Region) else (item,):
+                if any(name in depends for name in op.operands):
+                    depends.update(op.results)
+            if isinstance(item, Region):
+                depends.update(name for export in item.exports if export.value in depends for name in export.names if name)
+    return frozenset(depends)
+
+
+@lru_cache(maxsize=None)
+def find_overload(target: str) -> torch._ops.OpOverload:
+    """The operator called `target`, such as "aten.linear.default"."""
+    namespace, name, overload = target.split(".")
+    found = getattr(getattr(getattr(torch.ops, namespace), name), overload)
+    assert isinstance(found, torch._ops.OpOverload)
+    return found
+
+
+def references(argument: Argument) -> Iterator[str]:
+    """The names that an argument refers to, in order."""
+    if isinstance(argument, Ref):
+        yield argument.name
+    elif isinstance(argument, tuple):
+        for item in argument:
+            yield from references(item)
+
+
+def rename(argument: Argument, names: Callable[[str], Argument]) -> Argument:
+    """`argument` with what it refers to replaced."""
+    if isinstance(argument, Ref):
+        return names(argument.name)
+    if isinstance(argument, tuple):
+        return tuple(rename(item, names) for item in argument)
+    return argument
+
+
+def freeze(value: object) -> Argument:
+    """A value of an operator's schema as an argument: lists become tuples."""
+    if isinstance(value, (list, tuple)):
+        return tuple(freeze(item) for item in value)
+    return value  # type: ignore[return-value]
+
+
+def format_argument(argument: Argument) -> str:
+    """An argument as text."""
+    if isinstance(argument, tuple):
+        return "[" + ", ".join(format_argument(item) for item in argument) + "]"
+    if isinstance(argument, float):
+        return repr(argument)
+    return str(argument)
