@@ -1,0 +1,379 @@
+"""capture: a module and the types of its inputs in, a program out. `torch.export` does the tracing.
+
+The program is the training IR: `linear`, `scaled_dot_product_attention`, `layer_norm` and `cross_entropy_loss` stay
+whole, and the backward is left to autograd. The module is left as it was.
+"""
+
+import contextlib
+import io
+import logging
+import operator
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from unittest import mock
+
+import torch
+from torch import nn
+from torch.export.graph_signature import ConstantArgument, InputKind
+from torch.utils import _pytree as pytree
+
+from passes.ir.errors import CaptureError
+from passes.ir.program import (
+    Argument,
+    Buffer,
+    Input,
+    Op,
+    Parameter,
+    Program,
+    Ref,
+    TensorType,
+    freeze,
+)
+
+logger = logging.getLogger("autopar")
+
+Inputs = Mapping[str, object]
+
+
+@dataclass(frozen=True)
+class Tracing:
+    """How to trace: `training` is the mode of the module, `gradients` whether there will be a backward pass; `context` is
+    entered around it; with `dtype` parameters and floating inputs are taken to be of that dtype."""
+
+    training: bool
+    gradients: bool
+    context: AbstractContextManager[object]
+    dtype: torch.dtype | None = None
+
+
+def capture(module: nn.Module, inputs: Inputs, tracing: Tracing) -> Program:
+    """Trace `module(**inputs)`.
+
+    `inputs` are keyword arguments that hold the global batch; of tensors only shape, dtype, device type and
+    `requires_grad` matter, other values become part of the program.
+
+    Raises CaptureError where `torch.export` cannot trace the module, or where the trace would not have its gradients.
+    """
+    stack = contextlib.ExitStack()
+    with stack:
+        stack.enter_context(_mode(module, tracing.training))
+        stack.enter_context(_autograd_functions_refused())
+        stack.enter_context(tracing.context)
+        if tracing.dtype is not None:
+            stack.enter_context(_parameters_as(module, tracing.dtype))
+        example = _example(module, inputs, tracing.dtype)
+        exported = _export(module, example)
+    return _program(module, exported, example, tracing.gradients)
+
+
+def input_leaves(inputs: Inputs) -> list[tuple[str, object]]:
+    """The leaves of the inputs with their names: "input_ids", or "pixels[0]" inside a list."""
+    leaves, _ = pytree.tree_flatten_with_path(dict(inputs))
+    return [(_path_name(path), leaf) for path, leaf in leaves]
+
+
+def _path_name(path: pytree.KeyPath) -> str:
+    first, *rest = path
+    assert isinstance(first, pytree.MappingKey)
+    return str(first.key) + pytree.keystr(tuple(rest))
+
+
+@contextlib.contextmanager
+def _mode(module: nn.Module, training: bool) -> Iterator[None]:
+    """Put every part of `module` into one mode, without gradient checkpointing; afterwards as it was."""
+    modes = [(part, part.training) for part in module.modules()]
+    checkpointed = [part for part in module.modules() if getattr(part, "gradient_checkpointing", False)]
+    try:
+        module.train(training)
+        for part in checkpointed:
+            part.gradient_checkpointing = False
+        yield
+    finally:
+        for part, mode in modes:
+            part.training = mode
+        for part in checkpointed:
+            part.gradient_checkpointing = True
+
+
+@contextlib.contextmanager
+def _autograd_functions_refused() -> Iterator[None]:
+    """`torch.export` keeps only the forward of an `autograd.Function`: its gradients would be silently wrong."""
+    original = torch.autograd.Function.apply
+
+    def apply(cls: type, *args: object, **kwargs: object) -> object:
+        if cls.__module__.split(".")[0] == "torch" and "checkpoint" not in cls.__module__:
+            return original.__func__(cls, *args, **kwargs)
+        raise CaptureError(
+            f"{cls.__module__}.{cls.__qualname__} is a custom autograd.Function, whose backward a trace does not keep: "
+            "write it with plain operators"
+        )
+
+    with mock.patch.object(torch.autograd.Function, "apply", classmethod(apply)):
+        yield
+
+
+@contextlib.contextmanager
+def _parameters_as(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    """Floating parameters and buffers stand as empty tensors of `dtype`; afterwards as they were."""
+    replaced: dict[int, torch.Tensor] = {}
+    undo: list[tuple[dict[str, torch.Tensor | None], str, torch.Tensor]] = []
+    try:
+        for part in module.modules():
+            for name, parameter in part._parameters.items():
+                if parameter is not None and parameter.is_floating_point():
+                    if id(parameter) not in replaced:
+                        cast = torch.empty_like(parameter, dtype=dtype, device=parameter.device)
+                        replaced[id(parameter)] = nn.Parameter(cast, parameter.requires_grad)
+                    undo.append((part._parameters, name, parameter))
+        for holder, name, parameter in undo:
+            holder[name] = replaced[id(parameter)]
+        yield
+    finally:
+        for holder, name, parameter in undo:
+            holder[name] = parameter
+
+
+def _device(module: nn.Module) -> torch.device:
+    tensors = [*module.parameters(), *module.buffers()]
+    return tensors[0].device if tensors else torch.device("cpu")
+
+
+def _example(module: nn.Module, inputs: Inputs, dtype: torch.dtype | None) -> Inputs:
+    """Fresh tensors like `inputs`, on the module's device: two inputs that are one tensor stay two inputs."""
+    device = _device(module)
+
+    def fresh(leaf: object) -> object:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        floating = leaf.is_floating_point() and dtype is not None
+        kept = dtype if floating else leaf.dtype
+        return torch.empty(leaf.shape, dtype=kept, device=device, requires_grad=leaf.requires_grad)
+
+    return pytree.tree_map(fresh, dict(inputs))
+
+
+def _export(module: nn.Module, example: Inputs) -> torch.export.ExportedProgram:
+    output = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(output), contextlib.redirect_stdout(output):
+            return torch.export.export(module, (), dict(example), strict=False)
+    except CaptureError:
+        raise
+    except Exception as error:
+        logger.debug("torch.export printed:\n%s", output.getvalue())
+        where = _model_line(error)
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise CaptureError(
+            f"torch.export cannot trace {type(module).__name__}{where}: {type(error).__name__}: {reason} "
+            "(a model must run on shapes alone: no branch on the values of tensors, no .item() or .tolist())"
+        ) from error
+
+
+def _model_line(error: BaseException) -> str:
+    """The innermost line of a traceback that is not torch's or ours."""
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if "/torch/" not in frame.filename and not frame.filename.startswith("<") and frame.filename != __file__
+    ]
+    return f" at {frames[-1].filename}:{frames[-1].lineno} ({frames[-1].line})" if frames else ""
+
+
+class _Builder:
+    """Writes the ops of one exported graph and of the graphs inside it."""
+
+    def __init__(self) -> None:
+        self.ops: list[Op] = []
+        self.types: dict[str, TensorType] = {}
+        self.taken: dict[str, int] = {}
+
+    def name(self, hint: str) -> str:
+        """A new result name."""
+        count = self.taken.get(hint, 0)
+        self.taken[hint] = count + 1
+        return f"%{hint}_{count}" if count else f"%{hint}"
+
+    def graph(self, graph_module: torch.fx.GraphModule, known: dict[torch.fx.Node, object]) -> object:
+        """Write a graph whose placeholders are `known`; returns what it returns."""
+        for node in graph_module.graph.nodes:
+            if node.op == "get_attr":
+                known[node] = operator.attrgetter(str(node.target))(graph_module)
+            elif node.op == "call_function":
+                known[node] = self.call(node, known)
+            elif node.op == "output":
+                return torch.fx.node.map_arg(node.args[0], lambda used: known[used])
+        raise AssertionError("an exported graph has an output")
+
+    def call(self, node: torch.fx.Node, known: dict[torch.fx.Node, object]) -> object:
+        """Write one call; returns a reference or a list of them."""
+        args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda used: known[used])
+        if node.target is operator.getitem:
+            return args[0][args[1]]
+        if isinstance(node.target, torch._ops.HigherOrderOperator):
+            return self.higher_order(node, args)
+        if not isinstance(node.target, torch._ops.OpOverload):
+            raise CaptureError(f"{node.target} {_source(node)} is not an operator on tensors: it cannot be traced")
+        return self.write(node.target, args, kwargs, node)
+
+    def write(
+        self, target: torch._ops.OpOverload, args: tuple[object, ...], kwargs: dict[str, object], node: torch.fx.Node
+    ) -> object:
+        """Append an op whose results have the types that tracing found."""
+        arguments: dict[str, Argument] = {}
+        for position, parameter in enumerate(target._schema.arguments):
+            given = args[position] if position < len(args) else kwargs.get(parameter.name, parameter.default_value)
+            arguments[parameter.name] = freeze(given)
+        value = node.meta.get("val")
+        values = list(value) if isinstance(value, (list, tuple)) else [value]
+        results = []
+        for item in values:
+            if isinstance(item, torch.Tensor):
+                name = self.name(target._schema.name.split("::")[1])
+                self.types[name] = _type(item)
+                results.append(name)
+            elif item is not None:
+                raise CaptureError(
+                    f"{target} {_source(node)} gives a {type(item).__name__} that depends on the data: "
+                    "sizes and branches must not depend on the values of tensors"
+                )
+        module, module_class = _module(node)
+        self.ops.append(Op(str(target), arguments, tuple(results), module, module_class, _source(node)))
+        references = [Ref(name) for name in results]
+        return references if isinstance(value, (list, tuple)) else (references[0] if references else None)
+
+    def higher_order(self, node: torch.fx.Node, args: tuple[object, ...]) -> object:
+        """Write the graph inside `torch.no_grad()` in place; what it returns has no gradient."""
+        if str(node.target) != "wrap_with_set_grad_enabled":
+            raise CaptureError(
+                f"{node.target} {_source(node)} cannot be parallelized: "
+                "call the model without autocast (see precision=) and without control flow on tensors"
+            )
+        enabled, inner, *operands = args
+        assert isinstance(inner, torch.fx.GraphModule)
+        placeholders = [item for item in inner.graph.nodes if item.op == "placeholder"]
+        outputs = self.graph(inner, dict(zip(placeholders, operands, strict=True)))
+        if enabled:
+            return outputs
+        detach = torch.ops.aten.detach.default
+
+        def detached(value: object) -> object:
+            if not isinstance(value, Ref) or not self.types[value.name].dtype.is_floating_point:
+                return value
+            name = self.name("detach")
+            self.types[name] = self.types[value.name]
+            module, module_class = _module(node)
+            self.ops.append(Op(str(detach), {"self": value}, (name,), module, module_class, _source(node)))
+            return Ref(name)
+
+        assert isinstance(outputs, (list, tuple))
+        return [detached(value) for value in outputs]
+
+
+def _type(tensor: torch.Tensor) -> TensorType:
+    if not all(isinstance(size, int) for size in tensor.shape):
+        raise CaptureError(f"a tensor has the size {list(tensor.shape)}, which depends on the data")
+    return TensorType(tuple(tensor.shape), tensor.dtype)
+
+
+def _module(node: torch.fx.Node) -> tuple[str, str]:
+    """Path and class of the innermost module that a node stands in."""
+    stack = list(node.meta.get("nn_module_stack", {}).values())
+    if not stack:
+        return "", ""
+    path, owner = stack[-1]
+    return path, (owner if isinstance(owner, str) else owner.__name__).split(".")[-1]
+
+
+def _source(node: torch.fx.Node) -> str:
+    """The line of the model that a node comes from: "modeling_llama.py:123"."""
+    frames = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines() if "File " in line]
+    frames = [line for line in frames if "/torch/" not in line]
+    if not frames:
+        return ""
+    file, line, *_ = frames[-1].removeprefix("File ").split(", ")
+    return f"{file.strip(chr(34)).rsplit('/', 1)[-1]}:{line.removeprefix('line ')}"
+
+
+def _aliases(named: Iterator[tuple[str, torch.Tensor]]) -> dict[str, tuple[str, ...]]:
+    """For every name all the names of the same tensor, in the module's order."""
+    by_identity: dict[int, list[str]] = {}
+    for name, tensor in named:
+        by_identity.setdefault(id(tensor), []).append(name)
+    return {name: tuple(names) for names in by_identity.values() for name in names}
+
+
+def _program(
+    module: nn.Module, exported: torch.export.ExportedProgram, example: Inputs, gradients: bool
+) -> Program:
+    builder = _Builder()
+    types = builder.types
+    parameter_names = _aliases(module.named_parameters(remove_duplicate=False))
+    buffer_names = _aliases(module.named_buffers(remove_duplicate=False))
+    persistent = set(module.state_dict(keep_vars=True))
+    parameters = {
+        names[0]: Parameter(names, _type(parameter), gradients and parameter.requires_grad)
+        for name, parameter in _traced_parameters(module, exported)
+        if (names := parameter_names[name])
+    }
+    buffers = {
+        names[0]: Buffer(names, _type(buffer), names[0] in persistent)
+        for name, buffer in module.named_buffers()
+        if (names := buffer_names[name])
+    }
+    constants: dict[str, torch.Tensor] = {}
+    leaves = iter(input_leaves(example))
+    inputs: list[Input] = []
+    known: dict[torch.fx.Node, object] = {}
+    placeholders = [node for node in exported.graph.nodes if node.op == "placeholder"]
+    for node, spec in zip(placeholders, exported.graph_signature.input_specs, strict=True):
+        if spec.kind == InputKind.PARAMETER:
+            known[node] = Ref(parameter_names[str(spec.target)][0])
+        elif spec.kind == InputKind.BUFFER:
+            known[node] = Ref(buffer_names[str(spec.target)][0])
+        elif spec.kind == InputKind.CONSTANT_TENSOR:
+            constants[str(spec.target)] = exported.constants[str(spec.target)]
+            known[node] = Ref(str(spec.target))
+        elif spec.kind == InputKind.USER_INPUT:
+            name, leaf = next(leaves)
+            if isinstance(spec.arg, ConstantArgument) or not isinstance(leaf, torch.Tensor):
+                known[node] = freeze(leaf)
+            else:
+                inner = f"{name} (input)" if name in parameter_names or name in buffer_names else name
+                inputs.append(Input(inner, name, _type(leaf), gradients and leaf.requires_grad))
+                known[node] = Ref(inner)
+        else:
+            raise CaptureError(f"the model holds {spec.target!r}, an input of the kind {spec.kind.name}")
+    for item in (*parameters.values(), *buffers.values(), *inputs):
+        types[item.name] = item.type
+    types.update({name: _type(constant) for name, constant in constants.items()})
+    returned = builder.graph(exported.graph_module, known)
+    tree = exported.module_call_graph[0].signature.out_spec
+    outputs = tuple(freeze(item) for item in returned)
+    return Program(
+        tuple(inputs),
+        tuple(parameters.values()),
+        tuple(buffers.values()),
+        constants,
+        tuple(builder.ops),
+        outputs,
+        _output_names(tree, len(outputs)),
+        tree,
+        types,
+    )
+
+
+def _traced_parameters(
+    module: nn.Module, exported: torch.export.ExportedProgram
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The module's parameters in the dtype that they were traced in."""
+    for name, parameter in module.named_parameters():
+        yield name, exported.state_dict.get(name, parameter)
+
+
+def _output_names(tree: pytree.TreeSpec, count: int) -> tuple[str, ...]:
+    """A name for every leaf of the output: "loss", "past_key_values[3]"."""
+    whole = pytree.tree_unflatten(list(range(count)), tree)
+    leaves, _ = pytree.tree_flatten_with_path(whole)
+    return tuple(pytree.keystr(path).replace("['", "").replace("']", "").lstrip(".") for path, _ in leaves)

@@ -1,0 +1,186 @@
+"""constrain: what a user demands of the plan, matched against a program in normal form.
+
+Constraints are `{pattern: {what: {axis: layout}}}`. A pattern is matched (fnmatch) against names of parameters, modules
+and ops, or is an op kind such as "@linear". `what` is "stored" or "used" (parameters), "in", "out" or "method" (ops, and
+modules: what enters and leaves them). Of several that say something of the same thing the longest pattern holds.
+"""
+
+from collections.abc import Hashable, Iterator, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from passes.ir.errors import ConstraintError
+from passes.ir.layout import Layout, Letter, parse_letter
+from passes.ir.mesh import Mesh
+from passes.ir.program import Op, Program, references
+
+Constraints = Mapping[str, Mapping[str, Mapping[str, str]]]
+
+_WHATS = ("stored", "used", "in", "out", "method")
+
+
+@dataclass(frozen=True)
+class Demand:
+    """One demand: on `axis`, `what` of what matches `pattern` is `letter`, or its method is `method`."""
+
+    pattern: str
+    what: str
+    axis: int
+    letter: Letter | None
+    method: str
+
+    def __str__(self) -> str:
+        return f"{self.pattern!r}: {self.what} {self.letter or self.method}"
+
+
+# Where a demand holds: ("stored" | "used", parameter), ("in", op, slot), ("out", op, result), ("method", op), or
+# ("method within", op) for the ops of a module, which follow it if they can; an op is known by its first result.
+Place = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Demands:
+    """All demands by where they hold and on which axis."""
+
+    placed: Mapping[Place, Mapping[int, Demand]]
+
+    def at(self, *place: str) -> Mapping[int, Demand]:
+        """The demands at one place, by axis."""
+        return self.placed.get(place, {})
+
+    def label(self, op: Op) -> Hashable:
+        """Equal for ops of which the same is demanded."""
+        places: list[Place] = [("method", op.results[0]), ("method within", op.results[0])]
+        places += [("in", op.results[0], str(slot)) for slot in range(len(op.operands))]
+        places += [("out", op.results[0], str(index)) for index in range(len(op.results))]
+        for name in op.operands:
+            places += [("stored", name), ("used", name)]
+        return tuple(
+            (number, tuple(sorted((axis, str(demand)) for axis, demand in self.placed[place].items())))
+            for number, place in enumerate(places)
+            if place in self.placed
+        )
+
+
+def parse(constraints: Constraints, mesh: Mesh) -> list[Demand]:
+    """The demands that `constraints` write down.
+
+    Raises ConstraintError for what cannot be read, MeshError for an axis that the mesh has not.
+    """
+    demands = []
+    for pattern, whats in constraints.items():
+        for what, axes in whats.items():
+            if what not in _WHATS:
+                raise ConstraintError(f"constraint {pattern!r}: {what!r} is none of {', '.join(_WHATS)}")
+            for axis, text in axes.items():
+                letter = None
+                if what != "method":
+                    try:
+                        letter = parse_letter(text)
+                    except ValueError as error:
+                        raise ConstraintError(f"constraint {pattern!r}, {what}, axis {axis!r}: {error}") from None
+                if what == "stored" and letter is not None and letter.kind == "P":
+                    raise ConstraintError(f"constraint {pattern!r}: a parameter cannot be stored as a pending sum")
+                demands.append(Demand(pattern, what, mesh.index(axis), letter, text))
+    return demands
+
+
+def constrain(program: Program, constraints: Constraints, mesh: Mesh) -> Demands:
+    """Find where each constraint holds.
+
+    Raises ConstraintError where a pattern matches nothing, and where two of the same length contradict each other.
+    """
+    demands = parse(constraints, mesh)
+    matched: dict[Demand, list[Place]] = {demand: [] for demand in demands}
+    names = _names(program)
+    for demand in demands:
+        if demand.what in ("stored", "used"):
+            for parameter in program.parameters:
+                if any(fnmatchcase(name, demand.pattern) for name in parameter.names):
+                    matched[demand].append((demand.what, parameter.name))
+        else:
+            for op in program.ops:
+                matched[demand] += _op_places(op, demand, names)
+    for demand, places in matched.items():
+        if not places:
+            kind = "parameter" if demand.what in ("stored", "used") else "op or module"
+            raise ConstraintError(
+                f"constraint {demand.pattern!r}, {demand.what}: it matches no {kind} (print a plan for their names)"
+            )
+    placed: dict[Place, dict[int, Demand]] = {}
+    for demand in sorted(demands, key=lambda demand: len(demand.pattern)):
+        for place in matched[demand]:
+            before = placed.setdefault(place, {}).get(demand.axis)
+            if before and len(before.pattern) == len(demand.pattern) and before.method != demand.method:
+                raise ConstraintError(
+                    f"constraints contradict each other at {place[1]} on axis {mesh.names[demand.axis]!r}: "
+                    f"{before} and {demand}"
+                )
+            placed[place][demand.axis] = demand
+    return Demands(placed)
+
+
+def stored_as(program: Program, layouts: Mapping[str, Layout]) -> Demands:
+    """The demand that parameters are stored as `layouts` say."""
+    placed: dict[Place, dict[int, Demand]] = {}
+    for parameter in program.parameters:
+        letters = enumerate(layouts[parameter.name])
+        placed["stored", parameter.name] = {
+            axis: Demand(parameter.name, "stored", axis, letter, str(letter)) for axis, letter in letters
+        }
+    return Demands(placed)
+
+
+@dataclass(frozen=True)
+class _Names:
+    """Who makes and who reads each tensor, as module paths; `data` are those that depend on the batch or on a
+    parameter and are no parameter themselves."""
+
+    made: Mapping[str, str]
+    read: Mapping[str, list[str]]
+    data: frozenset[str]
+
+
+def _names(program: Program) -> _Names:
+    made = {name: op.module for op in program.ops for name in op.results}
+    read: dict[str, list[str]] = {}
+    for op in program.ops:
+        for name in op.operands:
+            read.setdefault(name, []).append(op.module)
+    for name in (name for value in program.outputs for name in references(value)):
+        read.setdefault(name, []).append("")
+    parameters = {item.name for item in program.parameters}
+    data = parameters | {item.name for item in program.inputs}
+    for op in program.ops:
+        if any(name in data for name in op.operands):
+            data.update(name for name in op.results if program.types[name].dtype.is_floating_point)
+    return _Names(made, read, frozenset(data - parameters))
+
+
+def _op_places(op: Op, demand: Demand, names: _Names) -> Iterator[Place]:
+    """Where a demand on ops or modules holds at `op`."""
+    pattern = demand.pattern
+    itself = pattern == f"@{op.kind}" or fnmatchcase(op.key, pattern)
+    around = [path for path in _paths(op.module) if fnmatchcase(path, pattern)]
+    if not itself and not around:
+        return
+    if demand.what == "method":
+        yield ("method" if itself else "method within", op.results[0])
+    elif demand.what == "out":
+        for index, name in enumerate(op.results):
+            if itself or any(not _inside(reader, path) for path in around for reader in names.read.get(name, ())):
+                yield ("out", op.results[0], str(index))
+    else:
+        for slot, name in enumerate(op.operands):
+            enters = any(not _inside(names.made.get(name, ""), path) for path in around)
+            if name in names.data and (itself or enters):
+                yield ("in", op.results[0], str(slot))
+
+
+def _paths(module: str) -> list[str]:
+    parts = module.split(".")
+    return [".".join(parts[: count + 1]) for count in range(len(parts))] if module else []
+
+
+def _inside(module: str, path: str) -> bool:
+    return module == path or module.startswith(path + ".")
