@@ -1,0 +1,26 @@
+"""Table look-ups."""
+
+from collections.abc import Mapping
+
+from passes.ir.program import Op, TensorType
+from passes.rules.parts import factors, named
+from passes.rules.registry import rule_for
+from passes.rules.rule import Part, Role, Rule, Saved
+
+
+@rule_for("embedding")
+def embedding(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
+    """vocab features, ids -> ids features. Where the table's rows are split, each rank looks up those it has."""
+    if op.arguments["scale_grad_by_freq"] or op.arguments["sparse"]:
+        return None
+    table, ids = (types[name].shape for name in op.operands)
+    rows, features = (Part("vocab", table[0]),), (Part("features", table[1]),)
+    tokens = named(ids)
+    return Rule(
+        factors((rows, features), tokens, roles={"vocab": Role.SUM}),
+        ((rows, features), tokens),
+        ((*tokens, features),),
+        linear=(frozenset({0}),),
+        bodies={"vocab": "vocabulary_embedding"},
+        saved=(Saved(1),),
+    )

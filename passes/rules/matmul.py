@@ -1,0 +1,72 @@
+"""Matrix products."""
+
+from collections.abc import Mapping
+from math import prod
+
+from passes.ir.program import Op, TensorType
+from passes.rules.parts import broadcast, factors, is_tensor, named
+from passes.rules.registry import rule_for
+from passes.rules.rule import Dims, Part, Role, Rule, Saved
+
+_SUMMED = {"in": Role.SUM}
+
+
+def _product(left: Dims, right: Dims, result: Dims, bias: Dims | None, first: bool) -> Rule:
+    """A product of two operands, and a bias that is added to it and stands first or last among the operands."""
+    at = 1 if bias is not None and first else 0
+    operands = [left, right]
+    if bias is not None:
+        operands.insert(0 if first else 2, bias)
+    added = frozenset() if bias is None else frozenset({0 if first else 2})
+    found = factors(*operands, result, roles=_SUMMED)
+    return Rule(
+        found,
+        tuple(operands),
+        (result,),
+        added=added,
+        linear=(frozenset({at}) | added, frozenset({at + 1}) | added),
+        multiplications=2.0 * prod(factor.size for factor in found.values()),
+        backward=tuple(0.0 if slot in added else 1.0 for slot in range(len(operands))),
+        saved=(Saved(at, needed_by=(at + 1,)), Saved(at + 1, needed_by=(at,))),
+    )
+
+
+@rule_for("linear")
+def linear(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
+    """rows in, out in, out -> rows out. The rows are all dims of the input but the last: d0, d1, …"""
+    shape = types[op.operands[0]].shape
+    weight = types[op.operands[1]].shape
+    rows = named(shape[:-1])
+    bias: Dims | None = ((Part("out", weight[0]),),) if is_tensor(op, "bias") else None
+    inner, outer = (Part("in", shape[-1]),), (Part("out", weight[0]),)
+    return _product((*rows, inner), (outer, inner), (*rows, outer), bias, first=False)
+
+
+@rule_for("addmm")
+def addmm(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
+    """bias + rows in, in out -> rows out."""
+    if op.arguments["beta"] != 1 or op.arguments["alpha"] != 1:
+        return None
+    bias, left, right = (types[name].shape for name in op.operands)
+    inner = (Part("in", left[1]),)
+    result: Dims = ((Part("d0", left[0]),), (Part("out", right[1]),))
+    added = tuple(result[2 - len(bias) + dim] if size != 1 else () for dim, size in enumerate(bias))
+    return _product((result[0], inner), (inner, result[1]), result, added, first=True)
+
+
+@rule_for("matmul", "bmm", "mm")
+def matmul(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
+    """batch rows in, batch in out -> batch rows out, batch dims broadcast: d0, d1, …, then rows and out."""
+    left, right = (types[name].shape for name in op.operands)
+    result = types[op.results[0]].shape
+    if len(left) < 2 or len(right) < 2:
+        return None
+    batch = result[:-2]
+    rows, inner, outer = (Part("rows", left[-2]),), (Part("in", left[-1]),), (Part("out", right[-1]),)
+    return _product(
+        (*broadcast(left[:-2], batch), rows, inner),
+        (*broadcast(right[:-2], batch), inner, outer),
+        (*named(batch), rows, outer),
+        None,
+        first=False,
+    )

@@ -1,0 +1,69 @@
+"""Helpers with which the families write their dims."""
+
+from collections.abc import Iterable, Mapping
+from math import gcd
+
+from passes.ir.layout import Shape
+from passes.ir.program import Argument, Op, Ref, TensorType
+from passes.rules.rule import Dims, Factor, Part, Role
+
+
+def named(shape: Shape, prefix: str = "d") -> Dims:
+    """One factor per dim: d0, d1, …; a dim of size 1 has none."""
+    return tuple((Part(f"{prefix}{dim}", size),) if size != 1 else () for dim, size in enumerate(shape))
+
+
+def broadcast(shape: Shape, result: Shape, prefix: str = "d") -> Dims:
+    """The dims of an operand that broadcasts to `result`, whose dims are d0, d1, …"""
+    offset = len(result) - len(shape)
+    return tuple((Part(f"{prefix}{dim + offset}", size),) if size != 1 else () for dim, size in enumerate(shape))
+
+
+def factors(*tensors: Dims, roles: Mapping[str, Role] | None = None) -> dict[str, Factor]:
+    """The factors that stand in `tensors`; those in `roles` have that role, the others are free."""
+    roles = roles or {}
+    found: dict[str, Factor] = {}
+    for dims in tensors:
+        for parts in dims:
+            for part in parts:
+                size = max(part.start * part.size, found[part.factor].size if part.factor in found else 1)
+                found[part.factor] = Factor(size, roles.get(part.factor, Role.FREE))
+    return found
+
+
+def shapes(names: Iterable[str], types: Mapping[str, TensorType]) -> list[Shape]:
+    """The shapes of the tensors called `names`."""
+    return [types[name].shape for name in names]
+
+
+def dim_argument(value: Argument, rank: int) -> int:
+    """A dim given as an argument, counted from the front."""
+    assert isinstance(value, int)
+    return value % max(rank, 1)
+
+
+def dims_argument(value: Argument, rank: int) -> tuple[int, ...]:
+    """Dims given as an argument, counted from the front; None means all of them."""
+    if value is None or value == ():
+        return tuple(range(rank))
+    if isinstance(value, int):
+        return (value % max(rank, 1),)
+    assert isinstance(value, tuple)
+    return tuple(dim_argument(item, rank) for item in value)
+
+
+def unit_parts(size: int, unit: int, whole: str, name: str) -> tuple[Part, ...]:
+    """A dim of `size` as whole units: an unsplittable count of them, then the unit itself."""
+    count = size // unit
+    head = (Part(whole, count),) if count != 1 else ()
+    return (*head, Part(name, unit)) if unit != 1 else head
+
+
+def common_unit(*sizes: int) -> int:
+    """The greatest common divisor."""
+    return gcd(*sizes)
+
+
+def is_tensor(op: Op, argument: str) -> bool:
+    """Whether `argument` of `op` is a tensor."""
+    return isinstance(op.arguments.get(argument), Ref)

@@ -1,0 +1,99 @@
+"""Pointwise ops: every dim of the result is a factor, and operands broadcast to it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from passes.ir.program import Op, TensorType
+from passes.rules.parts import broadcast, factors, named
+from passes.rules.registry import rule_for
+from passes.rules.rule import Rule, Saved
+
+NONE: tuple[Saved, ...] = ()
+SELF = (Saved(0),)
+RESULT = (Saved(0, result=True),)
+
+
+@dataclass(frozen=True)
+class Pointwise:
+    """`saved` is what autograd keeps; `linear` the operand sets in which the op is linear, for one and two operands."""
+
+    saved: tuple[Saved, ...] = NONE
+    linear_one: tuple[frozenset[int], ...] = ()
+    linear_two: tuple[frozenset[int], ...] = ()
+
+
+_FIRST = (frozenset({0}),)
+_EITHER = (frozenset({0}), frozenset({1}))
+_BOTH = (frozenset({0, 1}),)
+
+TABLE: dict[str, Pointwise] = {
+    "add": Pointwise(NONE, (), _BOTH),
+    "sub": Pointwise(NONE, (), _BOTH),
+    "rsub": Pointwise(NONE, (), _BOTH),
+    "mul": Pointwise((Saved(0, needed_by=(1,)), Saved(1, needed_by=(0,))), _FIRST, _EITHER),
+    "div": Pointwise((Saved(0, needed_by=(1,)), Saved(1)), _FIRST, _FIRST),
+    "neg": Pointwise(NONE, _FIRST),
+    "pow": Pointwise((Saved(0), Saved(1))),
+    "maximum": Pointwise((Saved(0), Saved(1))),
+    "minimum": Pointwise((Saved(0), Saved(1))),
+    "masked_fill": Pointwise((Saved(1, needed_by=(0,)),)),
+    "floor_divide": Pointwise(),
+    "remainder": Pointwise(),
+    **{kind: Pointwise() for kind in ("eq", "ne", "lt", "le", "gt", "ge")},
+    **{kind: Pointwise() for kind in ("logical_and", "logical_or", "logical_xor", "logical_not")},
+    **{kind: Pointwise() for kind in ("bitwise_and", "bitwise_or", "bitwise_xor", "bitwise_not")},
+    **{kind: Pointwise() for kind in ("__and__", "__or__", "__xor__", "floor", "ceil", "round", "sign", "isnan")},
+    **{kind: Pointwise() for kind in ("zeros_like", "ones_like", "full_like", "empty_like")},
+    **{kind: Pointwise(SELF) for kind in ("silu", "gelu", "log", "log1p", "abs", "sin", "cos", "erf", "softplus")},
+    **{kind: Pointwise(SELF) for kind in ("clamp", "clamp_min", "clamp_max", "elu", "leaky_relu", "mish", "square")},
+    **{kind: Pointwise(SELF) for kind in ("hardtanh", "hardswish", "hardsigmoid", "logsigmoid", "relu6", "selu")},
+    **{kind: Pointwise(RESULT) for kind in ("relu", "tanh", "sigmoid", "exp", "expm1", "sqrt", "rsqrt", "reciprocal")},
+}
+
+
+@rule_for(*TABLE)
+def pointwise(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
+    """Every dim may be split; sums pass where the op is linear."""
+    spec = TABLE[op.kind]
+    if len(op.results) != 1 or op.arguments.get("rounding_mode") is not None:
+        return None
+    result = types[op.results[0]].shape
+    operands = tuple(broadcast(types[name].shape, result) for name in op.operands)
+    dims = named(result)
+    linear = {1: spec.linear_one, 2: spec.linear_two}.get(len(operands), ())
+    if not types[op.results[0]].dtype.is_floating_point or _starts_with_number(op):
+        linear = ()
+    count = len(operands)
+    saved = tuple(
+        item
+        for item in spec.saved
+        if (item.result or item.index < count) and all(slot < count for slot in item.needed_by)
+    )
+    return Rule(factors(dims, *operands), operands, (dims,), linear=linear, saved=saved)
+
+
+def _starts_with_number(op: Op) -> bool:
+    """Whether the only tensor is the second operand, as the divisor of a number."""
+    first = next(iter(op.overload._schema.arguments)).name
+    return len(op.operands) == 1 and op.kind == "div" and op.arguments[first] is not None and first != "self"
+
+
+@rule_for("to")
+def cast(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
+    """A change of dtype is linear between floating dtypes."""
+    source, result = types[op.operands[0]], types[op.results[0]]
+    dims = named(result.shape)
+    floating = source.dtype.is_floating_point and result.dtype.is_floating_point
+    return Rule(factors(dims), (dims,), (dims,), linear=(frozenset({0}),) if floating else ())
+
+
+@rule_for("where")
+def where(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
+    """Sums pass through both branches together, where both are tensors; the condition must be whole or split alike."""
+    if len(op.results) != 1:
+        return None
+    result = types[op.results[0]].shape
+    operands = tuple(broadcast(types[name].shape, result) for name in op.operands)
+    dims = named(result)
+    linear = (frozenset({1, 2}),) if len(operands) == 3 else ()
+    return Rule(factors(dims, *operands), operands, (dims,), linear=linear, saved=(Saved(0),))

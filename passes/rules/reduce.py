@@ -1,0 +1,57 @@
+"""Sums, means and other reductions, and running ones."""
+
+from collections.abc import Mapping
+
+from passes.ir.program import Op, TensorType
+from passes.rules.parts import dim_argument, dims_argument, factors, named
+from passes.rules.registry import rule_for
+from passes.rules.rule import Part, Role, Rule
+
+
+def _reduced(op: Op, types: Mapping[str, TensorType], role: Role) -> Rule:
+    operand = types[op.operands[0]].shape
+    reduced = dims_argument(op.arguments.get("dim"), len(operand))
+    dims = list(named(operand))
+    for dim in reduced:
+        dims[dim] = (Part(f"in{dim}", operand[dim]),) if operand[dim] != 1 else ()
+    kept = [() if dim in reduced else parts for dim, parts in enumerate(dims)]
+    if not op.arguments.get("keepdim"):
+        kept = [parts for dim, parts in enumerate(kept) if dim not in reduced]
+    roles = {f"in{dim}": role for dim in reduced}
+    return Rule(factors(tuple(dims), roles=roles), (tuple(dims),), (tuple(kept),) * len(op.results))
+
+
+@rule_for("sum")
+def sum_(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
+    """Parts sum to parts of the sum."""
+    rule = _reduced(op, types, Role.SUM)
+    return Rule(rule.factors, rule.operands, rule.results, linear=(frozenset({0}),))
+
+
+@rule_for("mean")
+def mean(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
+    """Over a split dim: the sum of the part by the size of the whole."""
+    rule = _reduced(op, types, Role.SUM)
+    bodies = {name: "mean" for name, factor in rule.factors.items() if factor.role is Role.SUM}
+    return Rule(rule.factors, rule.operands, rule.results, linear=(frozenset({0}),), bodies=bodies)
+
+
+@rule_for("amax", "amin", "any", "all", "argmax", "argmin", "logsumexp", "max", "min", "prod", "std", "var")
+def whole(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
+    """Reduced dims stay whole."""
+    if len(op.operands) != 1:
+        return None
+    return _reduced(op, types, Role.WHOLE)
+
+
+@rule_for("cumsum")
+def cumsum(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
+    """The dim that is summed along stays whole."""
+    shape = types[op.operands[0]].shape
+    dim = dim_argument(op.arguments["dim"], len(shape))
+    dims = list(named(shape))
+    if dims:
+        dims[dim] = (Part("whole", shape[dim]),)
+    floating = types[op.results[0]].dtype.is_floating_point
+    found = factors(tuple(dims), roles={"whole": Role.WHOLE})
+    return Rule(found, (tuple(dims),), (tuple(dims),), linear=(frozenset({0}),) if floating else ())

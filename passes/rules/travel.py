@@ -1,0 +1,93 @@
+"""Letters travel: from the first digit of every factor to all splits that neighbours can take over as they are."""
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+
+from passes.ir.layout import Letter
+from passes.ir.program import Op
+from passes.rules.rule import Rule, digit, split, starts
+from passes.rules.strategies import Digit
+
+_MOST = 16
+
+
+def travel(
+    ops: Sequence[tuple[Op, Rule | None]],
+    same: Iterable[tuple[str, ...]],
+    offered: Mapping[str, Iterable[Letter]],
+    size: int,
+) -> tuple[list[list[Digit]], dict[str, set[Letter]]]:
+    """The digits at which each op may be split on an axis of `size`, and the splits that each tensor may have.
+
+    Every op offers the first digit of each of its factors. A split of one tensor becomes a digit of the ops that make
+    or read it, and so a split of their other tensors, until nothing changes. Tensors in a tuple of `same` share their
+    splits; `offered` are splits to start from besides. No op gets more than 16 digits.
+    """
+    alias = _representatives(same)
+    letters: dict[str, set[Letter]] = {}
+    touching: dict[str, list[int]] = {}
+    for position, (op, rule) in enumerate(ops):
+        if rule is not None:
+            for name in {alias.get(name, name) for name in (*op.operands, *op.results)}:
+                touching.setdefault(name, []).append(position)
+    found: list[dict[Digit, None]] = [{} for _ in ops]
+    waiting = deque(range(len(ops)))
+    queued = set(waiting)
+
+    def add(name: str, letter: Letter) -> None:
+        name = alias.get(name, name)
+        if letter not in letters.setdefault(name, set()):
+            letters[name].add(letter)
+            for position in touching.get(name, ()):
+                if position not in queued:
+                    queued.add(position)
+                    waiting.append(position)
+
+    for name, given in offered.items():
+        for letter in given:
+            add(name, letter)
+    first = set(range(len(ops)))
+    while waiting:
+        position = waiting.popleft()
+        queued.discard(position)
+        op, rule = ops[position]
+        if rule is None:
+            continue
+        tensors = [*zip(op.operands, rule.operands, strict=True), *zip(op.results, rule.results, strict=True)]
+        new: list[Digit] = []
+        if position in first:
+            first.discard(position)
+            new += starts(rule)
+        for name, dims in tensors:
+            for letter in sorted(letters.get(alias.get(name, name), ())):
+                arrived = digit(dims, letter, size)
+                if arrived is not None:
+                    new.append(arrived)
+        for factor, major in new:
+            if (factor, major) in found[position] or len(found[position]) >= _MOST:
+                continue
+            choice = split(rule, factor, major, size)
+            if choice is None:
+                continue
+            found[position][factor, major] = None
+            for (name, _), letter in zip(tensors, (*choice.operands, *choice.results), strict=True):
+                if letter.kind == "S":
+                    add(name, letter)
+    spread = {name: letters.get(alias.get(name, name), set()) for op, _ in ops for name in (*op.operands, *op.results)}
+    spread.update({name: letters.get(alias[name], set()) for name in alias})
+    return [list(digits) for digits in found], spread
+
+
+def _representatives(same: Iterable[tuple[str, ...]]) -> dict[str, str]:
+    """For every name in `same` one name that stands for all that are linked to it."""
+    parent: dict[str, str] = {}
+
+    def find(name: str) -> str:
+        while parent.setdefault(name, name) != name:
+            name = parent[name]
+        return name
+
+    for names in same:
+        for name in names[1:]:
+            parent[find(name)] = find(names[0])
+    return {name: find(name) for name in parent}
