@@ -1,0 +1,489 @@
+"""candidates: a folded program, a mesh and a cluster in; the planning problem out.
+
+For every op the strategies that its rule allows and that divide, with their price; for parameters, inputs and outputs
+the layouts that they may have; and who reads what from whom.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from math import prod
+
+import torch
+
+from passes.constrain import Demand, Demands
+from passes.cost.cluster import Cluster
+from passes.cost.compute import Work, compute_seconds
+from passes.cost.price import op_seconds, update_seconds
+from passes.ir.choices import Edge, Group, Memory, Node, Problem, Strategy
+from passes.ir.errors import ConstraintError
+from passes.ir.layout import I, Layout, Letter, R, S, Shape, digits, fits, is_dtensor, local_shape
+from passes.ir.mesh import Mesh
+from passes.ir.program import Folded, Op, Region, TensorType, dependents, references
+from passes.rules import find_rule
+from passes.rules.rule import Rule, Saved
+from passes.rules.strides import strided
+from passes.rules.strategies import Digit, Subject, named_choices, op_strategies, subject
+from passes.rules.travel import travel
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What candidates are made for.
+
+    `optimizer_states` is how many tensors of its size the optimizer keeps per parameter; `master` the dtype that
+    parameters are stored in (None: as they are), `reduce` the one that their gradients are reduced in.
+    """
+
+    mesh: Mesh
+    cluster: Cluster
+    optimizer_states: int = 2
+    master: torch.dtype | None = None
+    reduce: torch.dtype | None = None
+
+
+def candidates(folded: Folded, demands: Demands, setting: Setting) -> Problem:
+    """The planning problem of `folded`.
+
+    Raises ConstraintError where a demand leaves an op or parameter without any strategy.
+    """
+    return _Builder(folded, demands, setting).build()
+
+
+@dataclass(frozen=True)
+class _Placed:
+    """An op, where it stands (block 0, 1, …: before, inside and after each region), and how often."""
+
+    op: Op
+    rule: Rule | None
+    block: int
+    region: Region | None
+
+    @property
+    def count(self) -> int:
+        return self.region.count if self.region else 1
+
+
+@dataclass
+class _Builder:
+    folded: Folded
+    demands: Demands
+    setting: Setting
+    nodes: list[Node] = field(default_factory=list)
+    edges: list[Edge] = field(default_factory=list)
+    groups: list[Group] = field(default_factory=list)
+    group_index: dict[tuple[object, ...], int] = field(default_factory=dict)
+    index: dict[str, int] = field(default_factory=dict)
+
+    def build(self) -> Problem:
+        folded, mesh = self.folded, self.setting.mesh
+        program = folded.program
+        self.types = folded.types
+        self.flowing = folded.flowing
+        self.placed, self.blocks = _place(folded)
+        self.parameters = {item.name: (item.trainable, 1) for item in program.parameters}
+        self.fixed = {item.name for item in program.buffers} | set(program.constants)
+        trainable = {item.name for item in program.parameters if item.trainable}
+        for region in folded.regions:
+            for own, names in region.owned.items():
+                if names[0] in self.parameters:
+                    self.parameters[own] = (names[0] in trainable, region.count)
+                else:
+                    self.fixed.add(own)
+        self.depends = dependents(folded)
+        self.strided = strided(folded)
+        self.digits, self.letters = self._travel()
+        self.producers: dict[str, tuple[int, int]] = {}
+        self._inputs()
+        self._fixed()
+        self._ops()
+        self._parameters()
+        self._connect()
+        self._outputs()
+        counts = [1] * len(self.blocks)
+        for number, region in enumerate(self.folded.regions):
+            counts[2 * number + 1] = region.count
+        return Problem(self.nodes, self.edges, self.groups, self.blocks, counts, self.index)
+
+    # --- what may be split where ---
+
+    def _travel(self) -> tuple[dict[int, list[list[Digit]]], dict[int, dict[str, set[Letter]]]]:
+        """For every size of axis the digits of each op and the splits of each tensor."""
+        same: list[tuple[str, ...]] = []
+        for region in self.folded.regions:
+            same += [(carry.argument, carry.initial, carry.next) for carry in region.carries]
+            same += [(export.value, *(name for name in export.names if name)) for export in region.exports]
+        ops = [(placed.op, placed.rule) for placed in self.placed]
+        found: dict[int, list[list[Digit]]] = {}
+        letters: dict[int, dict[str, set[Letter]]] = {}
+        for size in set(self.setting.mesh.sizes) - {1}:
+            found[size], letters[size] = travel(ops, same, self._demanded(size), size)
+        return found, letters
+
+    def _demanded(self, size: int) -> dict[str, list[Letter]]:
+        """Splits that are demanded of tensors on an axis of `size`."""
+        offered: dict[str, list[Letter]] = {}
+        for placed in self.placed:
+            op = placed.op
+            for slot, name in enumerate(op.operands):
+                places = [self.demands.at("in", op.results[0], str(slot)), self.demands.at("used", self._real(name))]
+                for demand in (demand for place in places for demand in place.items()):
+                    self._offer(offered, name, demand, size)
+            for index, name in enumerate(op.results):
+                for demand in self.demands.at("out", op.results[0], str(index)).items():
+                    self._offer(offered, name, demand, size)
+        return offered
+
+    def _offer(self, offered: dict[str, list[Letter]], name: str, demand: tuple[int, Demand], size: int) -> None:
+        axis, wanted = demand
+        if wanted.letter is not None and wanted.letter.kind == "S" and self.setting.mesh.sizes[axis] == size:
+            offered.setdefault(name, []).append(wanted.letter)
+
+    def _real(self, name: str) -> str:
+        """The name in the program of what a region calls `name`."""
+        for region in self.folded.regions:
+            if name in region.owned:
+                return region.owned[name][0]
+        return name
+
+    # --- nodes ---
+
+    def _add(self, node: Node) -> int:
+        if not node.strategies:
+            raise AssertionError(f"{node.key} has no strategy")
+        self.index[node.key] = len(self.nodes)
+        self.nodes.append(node)
+        return len(self.nodes) - 1
+
+    def _layouts(self, name: str, others: Sequence[Letter]) -> list[Layout]:
+        """The layouts of a tensor from `others` and the splits that reached it, where they divide."""
+        mesh, type = self.setting.mesh, self.types[name]
+        options = [
+            [*others, *sorted(self.letters[size].get(name, ()))] if size != 1 else list(others[:1])
+            for size in mesh.sizes
+        ]
+        return [layout for layout in product(*options) if fits(type.shape, layout, mesh)]
+
+    def _inputs(self) -> None:
+        """Inputs may lie in any layout that DTensor can express; what a rank needs of them it must be given."""
+        for item in self.folded.program.inputs:
+            whole = I if item.name in self.flowing else R
+            layouts = [layout for layout in self._layouts(item.name, [whole]) if is_dtensor(layout, self.setting.mesh)]
+            seconds = tuple(self._bytes(item.name, layout) / self.setting.cluster.host for layout in layouts)
+            memory = tuple(Memory(held=self._bytes(item.name, layout)) for layout in layouts)
+            self._source(item.name, "input", layouts, seconds, memory)
+
+    def _fixed(self) -> None:
+        """Buffers and constants are whole on every rank."""
+        layout = (R,) * len(self.setting.mesh.sizes)
+        for name in sorted(self.fixed):
+            memory = (Memory(held=float(self.types[name].bytes)),)
+            self._source(name, "buffer", [layout], (0.0,), memory)
+
+    def _source(
+        self,
+        name: str,
+        kind: str,
+        layouts: Sequence[Layout],
+        seconds: tuple[float, ...],
+        memory: tuple[Memory, ...],
+        block: int = 0,
+        count: int = 1,
+    ) -> int:
+        strategies = tuple(Strategy(tuple(map(str, layout)), (), (layout,)) for layout in layouts)
+        index = self._add(Node(name, kind, name, count, block, strategies, seconds, memory))
+        self.producers[name] = (index, 0)
+        return index
+
+    def _bytes(self, name: str, layout: Layout) -> float:
+        return float(prod(local_shape(self.types[name].shape, layout, self.setting.mesh)) * self.types[name].dtype.itemsize)
+
+    def _ops(self) -> None:
+        """Carried tensors and ops."""
+        for number, region in enumerate(self.folded.regions):
+            block = 2 * number + 1
+            for carry in region.carries:
+                letters = [I, R] if carry.argument in self.flowing else [R]
+                layouts = self._layouts(carry.argument, letters)
+                strategies = tuple(Strategy(tuple(map(str, layout)), (layout,), (layout,)) for layout in layouts)
+                key = f"{region.name}/carry" + (f".{carry.argument[7:]}" if len(region.carries) > 1 else "")
+                zeros = (0.0,) * len(strategies)
+                memory = (Memory(),) * len(strategies)
+                node = Node(key, "carry", carry.argument, region.count, block, strategies, zeros, memory)
+                self.producers[carry.argument] = (self._add(node), 0)
+        for position, placed in enumerate(self.placed):
+            self._op(position, placed)
+
+    def _op(self, position: int, placed: _Placed) -> None:
+        op, mesh, cluster = placed.op, self.setting.mesh, self.setting.cluster
+        about = subject(op, placed.rule, self.types, self.flowing, set(self.parameters), self.strided)
+        whole = Strategy(
+            ("R",) * len(mesh.sizes),
+            ((R,) * len(mesh.sizes),) * len(op.operands),
+            ((R,) * len(mesh.sizes),) * len(op.results),
+        )
+        if self._negligible(about):
+            strategies = [whole]
+        else:
+            digits = {size: found[position] for size, found in self.digits.items()}
+            strategies = self._demand(about, op_strategies(about, digits, mesh))
+        seconds, memory, kept = [], [], []
+        for strategy in strategies:
+            choices = named_choices(about, strategy.methods, mesh)
+            assert choices is not None
+            seconds.append(placed.count * sum(op_seconds(about, choices, strategy, cluster, mesh)))
+            results = sum(self._bytes(name, layout) for name, layout in zip(op.results, strategy.results, strict=True))
+            operands = sum(
+                self._bytes(name, layout)
+                for name, layout in zip(op.operands, strategy.operands, strict=True)
+                if name in self.flowing or not about.flows
+            )
+            memory.append(Memory(transient=results + operands))
+            kept.append(placed.count * results)
+        saved = _saved(about)
+        copies = [
+            sum(self._bytes(op.operands[item.index], strategy.operands[item.index]) for item in saved if item.copy)
+            for strategy in strategies
+        ]
+        index = self._add(
+            Node(
+                op.key,
+                "op",
+                op.results[0],
+                placed.count,
+                placed.block,
+                tuple(strategies),
+                tuple(seconds),
+                tuple(memory),
+                any(item.result for item in saved),
+                tuple(kept),
+                tuple(placed.count * size for size in copies),
+            )
+        )
+        self.producers.update({name: (index, number) for number, name in enumerate(op.results)})
+
+    def _negligible(self, about: Subject) -> bool:
+        """Whether an op on positions or masks takes no longer whole than starting it does: splitting gains nothing."""
+        if about.flows or any(name in self.depends for name in about.op.operands):
+            return False
+        touched = sum(type.bytes for type in (*about.operands, *about.results))
+        return touched / self.setting.cluster.device.bandwidth <= self.setting.cluster.device.launch
+
+    def _demand(self, about: Subject, strategies: list[Strategy]) -> list[Strategy]:
+        """Keep the strategies that meet what is demanded of an op and of the parameters it uses."""
+        op, first = about.op, about.op.results[0]
+
+        def keep(demand: Demand, axis: int, met: Iterable[bool]) -> list[Strategy]:
+            kept = [strategy for strategy, good in zip(strategies, met, strict=True) if good]
+            if not kept:
+                raise ConstraintError(
+                    f"constraint {demand.pattern!r}, {demand.what} {demand.letter or demand.method} on axis "
+                    f"{self.setting.mesh.names[axis]!r} cannot be met at {op.key}: no strategy has it "
+                    "together with the other constraints"
+                )
+            return kept
+
+        for axis, demand in self.demands.at("method", first).items():
+            strategies = keep(demand, axis, (strategy.methods[axis] == demand.method for strategy in strategies))
+        for axis, demand in self.demands.at("method within", first).items():
+            following = [strategy for strategy in strategies if strategy.methods[axis] == demand.method]
+            strategies = following or strategies
+        for slot, name in enumerate(op.operands):
+            wanted = {**self.demands.at("used", self._real(name)), **self.demands.at("in", first, str(slot))}
+            for axis, demand in wanted.items():
+                letter = _meant(demand, about.flowing_operands[slot])
+                strategies = keep(
+                    demand, axis, (strategy.operands[slot][axis] == letter for strategy in strategies)
+                )
+        for number in range(len(op.results)):
+            for axis, demand in self.demands.at("out", first, str(number)).items():
+                letter = _meant(demand, about.flowing_results[number])
+                strategies = keep(
+                    demand, axis, (strategy.results[number][axis] == letter for strategy in strategies)
+                )
+        return strategies
+
+    def _parameters(self) -> None:
+        """Parameters may be stored as they are used, and split further on the axes where all ranks use the same."""
+        uses: dict[str, set[Layout]] = {}
+        blocks: dict[str, int] = {}
+        for placed in self.placed:
+            index = self.index[placed.op.key]
+            for slot, name in enumerate(placed.op.operands):
+                if name in self.parameters:
+                    uses.setdefault(name, set()).update(item.operands[slot] for item in self.nodes[index].strategies)
+                    blocks.setdefault(name, placed.block)
+        owned = {name for region in self.folded.regions for names in region.owned.values() for name in names}
+        for name, (trainable, count) in self.parameters.items():
+            if name in owned:
+                continue
+            layouts = self._storage(name, uses.get(name, set()), trainable)
+            updated = trainable and name in uses
+            seconds = tuple(count * self._update_seconds(name, layout) if updated else 0.0 for layout in layouts)
+            memory = tuple(self._parameter_memory(name, layout, updated, count) for layout in layouts)
+            self._source(name, "parameter", layouts, seconds, memory, blocks.get(name, 0), count)
+
+    def _storage(self, name: str, uses: set[Layout], trainable: bool) -> list[Layout]:
+        """The layouts that a parameter may be stored in."""
+        mesh, shape = self.setting.mesh, self.types[name].shape
+        whole = I if trainable else R
+        demanded = self.demands.at("stored", self._real(name))
+        found: dict[Layout, None] = {}
+        for used in [(whole,) * len(mesh.sizes), *sorted(uses)]:
+            base = tuple(letter if letter.kind == "S" else whole for letter in used)
+            for axis, demand in demanded.items():
+                base = (*base[:axis], _meant(demand, trainable), *base[axis + 1 :])
+            if fits(shape, base, mesh):
+                found.update(dict.fromkeys(_split_further(base, shape, mesh, len(demanded) and set(demanded))))
+        layouts = [
+            layout
+            for layout in found
+            if is_dtensor(layout, mesh)
+            and all(layout[axis] == _meant(demand, trainable) for axis, demand in demanded.items())
+        ]
+        if not layouts:
+            demand = next(iter(demanded.values()))
+            raise ConstraintError(
+                f"constraint {demand.pattern!r}, stored {demand.letter} on axis {mesh.names[demand.axis]!r} cannot be "
+                f"met for {name} of shape {list(shape)}: the split does not divide, or collides with another"
+            )
+        return layouts
+
+    def _stored_itemsize(self, name: str) -> int:
+        return (self.setting.master or self.types[name].dtype).itemsize
+
+    def _update_seconds(self, name: str, layout: Layout) -> float:
+        size = prod(local_shape(self.types[name].shape, layout, self.setting.mesh)) * self._stored_itemsize(name)
+        return update_seconds(size, self.setting.optimizer_states, self.setting.cluster)
+
+    def _parameter_memory(self, name: str, layout: Layout, updated: bool, count: int) -> Memory:
+        size = count * prod(local_shape(self.types[name].shape, layout, self.setting.mesh)) * self._stored_itemsize(name)
+        if not updated:
+            return Memory(held=float(size))
+        return Memory(held=float(size * (1 + self.setting.optimizer_states)), gradient=float(size))
+
+    # --- edges ---
+
+    def _group(self, key: tuple[object, ...], name: str, count: int, block: int, parameter: bool) -> int:
+        if key not in self.group_index:
+            self.group_index[key] = len(self.groups)
+            type = self.types[name]
+            itemsize = (self.setting.reduce or type.dtype).itemsize if parameter else type.dtype.itemsize
+            flows = name in self.flowing
+            self.groups.append(Group(name, type, count, block, flows, itemsize, parameter, name in self.strided))
+        return self.group_index[key]
+
+    def _connect(self) -> None:
+        """Every operand of every op to what makes it."""
+        exported: dict[str, tuple[Region, str]] = {}
+        inner: dict[str, Region] = {}
+        for number, region in enumerate(self.folded.regions):
+            inner.update({name: region for op in region.ops for name in op.results})
+            inner.update({carry.argument: region for carry in region.carries})
+            for export in region.exports:
+                exported.update({name: (region, export.value) for name in export.names if name})
+        self.exported = exported
+        for placed in self.placed:
+            consumer = self.index[placed.op.key]
+            kept = {item.index for item in _saved_of(placed, self) if not item.result and not item.copy}
+            for slot, name in enumerate(placed.op.operands):
+                if name in self.parameters:
+                    group = self._group(("use", consumer, slot), name, placed.count, placed.block, True)
+                elif name in inner:
+                    group = self._group(("inside", name), name, placed.count, placed.block, False)
+                else:
+                    group = self._group(("outside", name), name, 1, placed.block, False)
+                self._edge(name, consumer, slot, group, slot in kept)
+        for number, region in enumerate(self.folded.regions):
+            block = 2 * number + 1
+            for carry in region.carries:
+                consumer, _ = self.producers[carry.argument]
+                if carry.initial in self.parameters:
+                    group = self._group(("use", consumer, "initial"), carry.initial, 1, block, True)
+                else:
+                    group = self._group(("outside", carry.initial), carry.initial, 1, block, False)
+                self._edge(carry.initial, consumer, 0, group, False)
+                group = self._group(("carry", carry.argument), carry.next, region.count - 1, block, False)
+                self._edge(carry.next, consumer, 0, group, False)
+
+    def _edge(self, name: str, consumer: int, slot: int, group: int, saved: bool) -> None:
+        producer, result = self.producers[self.exported[name][1] if name in self.exported else name]
+        self.edges.append(Edge(producer, result, consumer, slot, group, saved))
+
+    def _outputs(self) -> None:
+        """What the program returns, and the new values of buffers, which are whole."""
+        program = self.folded.program
+        mesh = self.setting.mesh
+        wanted: dict[str, list[str]] = {}
+        for label, value in zip(program.output_names, program.outputs, strict=True):
+            for name in references(value):
+                source = self.exported[name][1] if name in self.exported else name
+                wanted.setdefault(source, []).append(label)
+        for source, labels in wanted.items():
+            whole = I if source in self.flowing else R
+            layouts = [layout for layout in self._layouts(source, [whole]) if is_dtensor(layout, mesh)]
+            self._sink(f"output {labels[0]}", source, layouts, len(labels))
+        for update in program.updates:
+            source = self.exported[update.value][1] if update.value in self.exported else update.value
+            whole = I if source in self.flowing else R
+            self._sink(f"update {update.buffer}", source, [(whole,) * len(mesh.sizes)], 1)
+
+    def _sink(self, key: str, source: str, layouts: Sequence[Layout], count: int) -> None:
+        strategies = tuple(Strategy(tuple(map(str, layout)), (layout,), ()) for layout in layouts)
+        zeros, block = (0.0,) * len(layouts), len(self.blocks) - 1
+        memory = tuple(Memory(held=count * self._bytes(source, layout)) for layout in layouts)
+        node = self._add(Node(key, "output", source, count, block, strategies, zeros, memory))
+        parameter = source in self.parameters
+        group = self._group(("output", source), source, count, block, parameter)
+        producer, result = self.producers[source]
+        self.edges.append(Edge(producer, result, node, 0, group, False))
+
+
+def _place(folded: Folded) -> tuple[list[_Placed], list[str]]:
+    """All ops with their blocks, and the names of the blocks."""
+    placed: list[_Placed] = []
+    blocks = ["before"]
+    for item in folded.items:
+        if isinstance(item, Region):
+            blocks += [item.name, f"after {item.name}"]
+            placed += [_Placed(op, find_rule(op, folded.types), len(blocks) - 2, item) for op in item.ops]
+        else:
+            placed.append(_Placed(item, find_rule(item, folded.types), len(blocks) - 1, None))
+    return placed, blocks
+
+
+def _saved(about: Subject) -> list[Saved]:
+    """What autograd keeps for an op; of one without a rule everything, to be safe."""
+    if not about.flows:
+        return []
+    if about.rule is None:
+        every = [Saved(slot) for slot in range(len(about.operands))]
+        return [*every, Saved(0, result=True)]
+    return [
+        item
+        for item in about.rule.saved
+        if not item.needed_by or any(about.flowing_operands[slot] for slot in item.needed_by)
+    ]
+
+
+def _saved_of(placed: _Placed, builder: _Builder) -> list[Saved]:
+    return _saved(subject(placed.op, placed.rule, builder.types, builder.flowing, set(builder.parameters), set()))
+
+
+def _meant(demand: Demand, flows: bool) -> Letter | None:
+    """The letter that is demanded: without a gradient R and I are the same."""
+    return R if demand.letter == I and not flows else demand.letter
+
+
+def _split_further(base: Layout, shape: Shape, mesh: Mesh, fixed: object) -> Iterator[Layout]:
+    """`base`, and `base` with axes that do not split it splitting the least significant part of some dim."""
+    yield base
+    for axis, letter in enumerate(base):
+        if letter.kind == "S" or mesh.sizes[axis] == 1:
+            continue
+        for dim in range(len(shape)):
+            taken = digits(base, dim, mesh)
+            major = taken[-1][0] * taken[-1][1] if taken else 1
+            layout = (*base[:axis], S(dim, major), *base[axis + 1 :])
+            if fits(shape, layout, mesh):
+                yield from _split_further(layout, shape, mesh, fixed)

@@ -1,0 +1,2 @@
+"""How the planning problem is solved: as arrays (`arrays`), narrowed by bounds (`bounds`), as an integer program
+(`integer`)."""

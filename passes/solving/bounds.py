@@ -1,0 +1,218 @@
+"""Lower bounds by message passing: what no choice can be below, and what a choice with a given label cannot be below.
+
+Sequential tree-reweighted message passing (Kolmogorov, PAMI 2006) on the network: costs are moved between nodes and
+pairs so that the sum of all minima, which is a lower bound, grows. Where consumers share a redistribution its price is
+divided among them, and divided anew as they turn out to need it.
+"""
+
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from passes.solving.network import Network
+from passes.solving.prices import Flags, Floats, Integers
+
+
+@dataclass
+class _Link:
+    """A use of a tensor, or a pair: the layouts (rows, columns) of both ends, and what of its costs is left there."""
+
+    producer: int
+    consumer: int
+    made: Integers
+    wanted: Integers
+    rest: Floats
+    to_producer: Floats
+    to_consumer: Floats
+
+
+class Bounds:
+    """Costs as they have been moved so far. `alive[n]` are the labels of node n that may be in an optimal choice."""
+
+    def __init__(self, network: Network) -> None:
+        self.network = network
+        self.own = {node: costs.copy() for node, costs in network.costs.items()}
+        self.alive: dict[int, Flags] = {node: np.ones(len(costs), dtype=bool) for node, costs in self.own.items()}
+        self.links: list[_Link] = []
+        self.shares: list[list[tuple[int, Integers]]] = []
+        self.around: dict[int, list[int]] = {node: [] for node in self.own}
+        for (first, second), costs in sorted(network.pairs.items()):
+            made, wanted = (np.arange(size) for size in costs.shape)
+            self._link(first, second, made, wanted, costs.copy())
+        for sharing in network.sharings:
+            wanting = np.zeros(sharing.costs.shape[1])
+            for _, wanted in sharing.consumers:
+                wanting[np.unique(wanted)] += 1
+            share = []
+            for consumer, wanted in sharing.consumers:
+                columns, inverse = np.unique(wanted, return_inverse=True)
+                costs = sharing.costs[:, columns] / wanting[columns]
+                share.append((self._link(sharing.producer, consumer, sharing.made, inverse, costs), columns))
+            self.shares.append(share)
+        self.least = {node: float(costs.min()) for node, costs in self.own.items()}
+        self.rest = [float(link.rest.min()) for link in self.links]
+        self.large = sum(float(costs.max()) for costs in self.own.values())
+        self.large += sum(float(link.rest.max()) for link in self.links)
+        self.order = self._order()
+        self.rank = {node: position for position, node in enumerate(self.order)}
+
+    def _link(self, producer: int, consumer: int, made: Integers, wanted: Integers, costs: Floats) -> int:
+        rows, columns = costs.shape
+        self.links.append(_Link(producer, consumer, made, wanted, costs, np.zeros(rows), np.zeros(columns)))
+        for node in (producer, consumer):
+            self.around[node].append(len(self.links) - 1)
+        return len(self.links) - 1
+
+    def _order(self) -> list[int]:
+        """Nodes so that producers stand before their consumers, where there is no cycle."""
+        following: dict[int, list[int]] = {node: [] for node in self.own}
+        for link in self.links:
+            following[link.producer].append(link.consumer)
+        order: list[int] = []
+        seen: set[int] = set()
+        for root in sorted(self.own):
+            stack = [(root, iter(sorted(following[root])))] if root not in seen else []
+            seen.add(root)
+            while stack:
+                node, rest = stack[-1]
+                child = next((item for item in rest if item not in seen), None)
+                if child is None:
+                    order.append(node)
+                    stack.pop()
+                else:
+                    seen.add(child)
+                    stack.append((child, iter(sorted(following[child]))))
+        return order[::-1]
+
+    @property
+    def bound(self) -> float:
+        """No choice costs less."""
+        return self.network.constant + sum(self.least.values()) + sum(self.rest)
+
+    def sweep(self, best: float = np.inf) -> None:
+        """Once forward and once backward through all nodes; labels that no choice cheaper than `best` has, die."""
+        for forward in (True, False):
+            for node in self.order if forward else reversed(self.order):
+                self._absorb(node)
+                self._kill(node, best)
+                self._pass_on(node, forward)
+        self._divide_anew()
+
+    def scores(self) -> dict[int, Floats]:
+        """For every label a figure that is lower the better it looks."""
+        for node in self.order:
+            self._absorb(node)
+        return self.own
+
+    def decode(self) -> dict[int, int]:
+        """A choice that looks good: node by node the best label, given those before."""
+        picks: dict[int, int] = {}
+        for node in self.order:
+            costs = self.own[node].copy()
+            for index in self.around[node]:
+                link = self.links[index]
+                if link.producer == node:
+                    chosen = picks.get(link.consumer)
+                    there = link.rest.min(axis=1) if chosen is None else link.rest[:, link.wanted[chosen]]
+                    costs += there[link.made]
+                else:
+                    chosen = picks.get(link.producer)
+                    there = link.rest.min(axis=0) if chosen is None else link.rest[link.made[chosen]]
+                    costs += there[link.wanted]
+            picks[node] = int(np.argmin(costs))
+        return picks
+
+    def _absorb(self, node: int) -> None:
+        """Move to a node what its links cost at least for each of its labels."""
+        own = self.own[node]
+        for index in self.around[node]:
+            link = self.links[index]
+            if link.producer == node:
+                moved = link.rest.min(axis=1)
+                link.rest -= moved[:, None]
+                link.to_producer += moved
+                own += moved[link.made]
+            else:
+                moved = link.rest.min(axis=0)
+                link.rest -= moved
+                link.to_consumer += moved
+                own += moved[link.wanted]
+            self.rest[index] = 0.0
+        self.least[node] = float(own.min())
+
+    def _kill(self, node: int, best: float) -> None:
+        if not np.isfinite(best):
+            return
+        own = self.own[node]
+        dead = self.alive[node] & (self.bound - self.least[node] + own > best)
+        if dead.any():
+            self.alive[node] &= ~dead
+            own[dead] = np.inf
+
+    def _pass_on(self, node: int, forward: bool) -> None:
+        """Move what labels cost above the least one to the links with nodes that follow, an equal part to each."""
+        following = []
+        for index in self.around[node]:
+            link = self.links[index]
+            other = link.consumer if link.producer == node else link.producer
+            if (self.rank[other] > self.rank[node]) == forward:
+                following.append(index)
+        if not following:
+            return
+        part = 1.0 / max(len(following), len(self.around[node]) - len(following))
+        own = self.own[node]
+        before = own.copy()
+        for index in following:
+            link = self.links[index]
+            at_producer = link.producer == node
+            layouts, size = (link.made, link.rest.shape[0]) if at_producer else (link.wanted, link.rest.shape[1])
+            moved = part * _above_least(before, layouts, size, self.large)
+            self._move(index, moved, at_producer)
+            own -= moved[layouts]
+        self.least[node] = float(own.min())
+
+    def _move(self, index: int, moved: Floats, at_producer: bool) -> None:
+        """Put costs per layout from one end of a link onto the link."""
+        link = self.links[index]
+        if at_producer:
+            link.rest += moved[:, None]
+            link.to_producer -= moved
+        else:
+            link.rest += moved
+            link.to_consumer -= moved
+        self.rest[index] = float(link.rest.min())
+
+    def _divide_anew(self) -> None:
+        """In every group: give back what consumers do not need of the price, and divide what is left equally."""
+        for sharing, share in zip(self.network.sharings, self.shares, strict=True):
+            for index, _ in share:
+                link = self.links[index]
+                self._absorb(link.consumer)
+                moved = _above_least(self.own[link.consumer], link.wanted, link.rest.shape[1], self.large)
+                self._move(index, moved, False)
+                self.own[link.consumer] -= moved[link.wanted]
+                self.least[link.consumer] = float(self.own[link.consumer].min())
+            wanting = np.zeros(sharing.costs.shape[1])
+            needed = np.zeros(sharing.costs.shape)
+            needs = []
+            for index, columns in share:
+                link = self.links[index]
+                needs.append(np.maximum(0.0, link.to_producer[:, None] + link.to_consumer))
+                needed[:, columns] += needs[-1]
+                wanting[columns] += 1
+            left = np.maximum(sharing.costs - needed, 0.0)
+            for (index, columns), need in zip(share, needs, strict=True):
+                link = self.links[index]
+                costs = need + left[:, columns] / wanting[columns]
+                link.rest = costs - link.to_producer[:, None] - link.to_consumer
+                self.rest[index] = float(link.rest.min())
+
+
+def _above_least(costs: Floats, layouts: Integers, size: int, none: float) -> Floats:
+    """For every layout the least cost of its labels above the least of all; `none` for layouts without a living label."""
+    least = np.full(size, np.inf)
+    np.minimum.at(least, layouts, costs)
+    living = np.isfinite(least)
+    above: Floats = np.where(living, least - least[living].min(initial=np.inf), none)
+    return above

@@ -1,0 +1,171 @@
+"""The integer program over a network, solved by HiGHS through OR-Tools MathOpt. The model is built from arrays.
+
+Variables: y[n, label] is 1 for the label that node n takes. z[pair, a, b] flows from row a to column b of a pair of nodes:
+its sums over rows and columns are those of y (a transport polytope, so that z need not be integer). m[group, a, b] is at
+least every flow of the group from a to b: a redistribution that several consumers want is paid once.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+from ortools.math_opt import model_pb2
+from ortools.math_opt.python import mathopt
+
+from passes.solving.network import Network
+from passes.solving.prices import Flags, Floats, Integers
+
+SCALE = 1e4
+
+
+class InfeasibleProgram(Exception):
+    """No choice meets all rows."""
+
+
+@dataclass
+class Model:
+    """A mixed integer program as it grows: columns with costs, and rows as triplets. All columns are at least 0."""
+
+    costs: list[Floats] = field(default_factory=list)
+    integer: list[Flags] = field(default_factory=list)
+    columns: int = 0
+    rows: list[Integers] = field(default_factory=list)
+    places: list[Integers] = field(default_factory=list)
+    values: list[Floats] = field(default_factory=list)
+    lower: list[Floats] = field(default_factory=list)
+    upper: list[Floats] = field(default_factory=list)
+    count: int = 0
+
+    def add_columns(self, costs: Floats, *, integer: bool = False) -> Integers:
+        """Add columns; returns their numbers in the shape of `costs`."""
+        numbers = self.columns + np.arange(costs.size)
+        self.costs.append(costs.ravel())
+        self.integer.append(np.full(costs.size, integer))
+        self.columns += costs.size
+        return numbers.reshape(costs.shape)
+
+    def add_rows(
+        self, count: int, rows: Integers, columns: Integers, values: Floats, lower: float, upper: float
+    ) -> None:
+        """Add `count` rows; `rows` counts from the first of them."""
+        self.rows.append(rows + self.count)
+        self.places.append(columns)
+        self.values.append(values)
+        self.lower.append(np.full(count, lower))
+        self.upper.append(np.full(count, upper))
+        self.count += count
+
+    def at_least(self, larger: Integers, smaller: Integers, extra: Integers | None = None) -> None:
+        """Rows larger[i] + extra[i] >= smaller[i]."""
+        count = len(larger)
+        rows = np.arange(count)
+        parts = [(larger, 1.0), (smaller, -1.0)] + ([(extra, 1.0)] if extra is not None else [])
+        self.add_rows(
+            count,
+            np.tile(rows, len(parts)),
+            np.concatenate([columns for columns, _ in parts]),
+            np.repeat([value for _, value in parts], count),
+            0.0,
+            np.inf,
+        )
+
+    def solve(self, gap: float) -> tuple[Floats, float, float]:
+        """The values of the columns, the objective and a bound on it.
+
+        Raises InfeasibleProgram where the rows cannot be met.
+        """
+        proto = model_pb2.ModelProto()
+        variables, constraints, matrix = proto.variables, proto.linear_constraints, proto.linear_constraint_matrix
+        variables.ids.extend(range(self.columns))
+        variables.lower_bounds.extend([0.0] * self.columns)
+        variables.upper_bounds.extend([float("inf")] * self.columns)
+        variables.integers.extend(np.concatenate(self.integer).tolist())
+        costs = np.concatenate(self.costs)
+        used = np.flatnonzero(costs)
+        proto.objective.linear_coefficients.ids.extend(used.tolist())
+        proto.objective.linear_coefficients.values.extend(costs[used].tolist())
+        constraints.ids.extend(range(self.count))
+        constraints.lower_bounds.extend(np.concatenate(self.lower).tolist())
+        constraints.upper_bounds.extend(np.concatenate(self.upper).tolist())
+        rows, places, values = (np.concatenate(item) for item in (self.rows, self.places, self.values))
+        order = np.lexsort((places, rows))
+        matrix.row_ids.extend(rows[order].tolist())
+        matrix.column_ids.extend(places[order].tolist())
+        matrix.coefficients.extend(values[order].tolist())
+        model = mathopt.Model.from_model_proto(proto)
+        parameters = mathopt.SolveParameters(relative_gap_tolerance=gap)
+        result = mathopt.solve(model, mathopt.SolverType.HIGHS, params=parameters)
+        reason = result.termination.reason
+        if reason in (mathopt.TerminationReason.INFEASIBLE, mathopt.TerminationReason.INFEASIBLE_OR_UNBOUNDED):
+            raise InfeasibleProgram
+        if reason != mathopt.TerminationReason.OPTIMAL:
+            raise ArithmeticError(f"HiGHS stopped with {reason.name}: {result.termination.detail}")
+        found = result.variable_values()
+        solution = np.array([found[variable] for variable in model.variables()])
+        return solution, result.objective_value(), result.best_objective_bound()
+
+
+@dataclass(frozen=True)
+class Labels:
+    """The labels of a node that are left, and their columns."""
+
+    kept: Integers
+    columns: Integers
+
+
+class Program:
+    """The integer program of a network, over the labels that are `alive`. Costs are scaled by `scale`."""
+
+    def __init__(self, network: Network, alive: Mapping[int, Flags], scale: float) -> None:
+        self.network = network
+        self.scale = scale
+        self.model = Model()
+        self.labels: dict[int, Labels] = {}
+        for node, costs in sorted(network.costs.items()):
+            kept = np.flatnonzero(alive[node])
+            columns = self.model.add_columns(costs[kept] * scale, integer=True)
+            self.labels[node] = Labels(kept, columns)
+            size = len(kept)
+            self.model.add_rows(1, np.zeros(size, dtype=np.int64), columns, np.ones(size), 1.0, 1.0)
+        for (first, second), costs in sorted(network.pairs.items()):
+            self._pair(first, second, costs)
+        for sharing in network.sharings:
+            made = sharing.made[self.labels[sharing.producer].kept]
+            rows = np.unique(made)
+            paid = self.model.add_columns(sharing.costs[rows] * scale)
+            for consumer, wanted in sharing.consumers:
+                flows, sources, targets = self.flows(sharing.producer, made, consumer, wanted[self.labels[consumer].kept])
+                dear = sharing.costs[np.ix_(sources, targets)] > 0
+                self.model.at_least(paid[:, targets][dear], flows[dear])
+
+    def _pair(self, first: int, second: int, costs: Floats) -> None:
+        """Flows between the labels of two nodes; labels whose costs are alike are one row or column."""
+        here, there = self.labels[first], self.labels[second]
+        costs = costs[np.ix_(here.kept, there.kept)]
+        rows, made = np.unique(costs, axis=0, return_inverse=True)
+        columns, wanted = np.unique(rows, axis=1, return_inverse=True)
+        flows = self.model.add_columns(columns * self.scale)
+        self._marginals(flows, made.ravel(), here.columns)
+        self._marginals(flows.T, wanted.ravel(), there.columns)
+
+    def flows(self, producer: int, made: Integers, consumer: int, wanted: Integers) -> tuple[Integers, Integers, Integers]:
+        """Flows without costs between the layouts of two nodes' labels: their columns, and the layouts."""
+        sources, rows = np.unique(made, return_inverse=True)
+        targets, columns = np.unique(wanted, return_inverse=True)
+        flows = self.model.add_columns(np.zeros((len(sources), len(targets))))
+        self._marginals(flows, rows, self.labels[producer].columns)
+        self._marginals(flows.T, columns, self.labels[consumer].columns)
+        return flows, sources, targets
+
+    def _marginals(self, flows: Integers, layouts: Integers, columns: Integers) -> None:
+        """What flows from or to each layout is what the labels with that layout take."""
+        count, width = flows.shape
+        rows = np.concatenate([np.repeat(np.arange(count), width), layouts])
+        values = np.concatenate([np.ones(count * width), -np.ones(len(layouts))])
+        self.model.add_rows(count, rows, np.concatenate([flows.ravel(), columns]), values, 0.0, 0.0)
+
+    def solve(self, gap: float) -> tuple[dict[int, int], Floats, float]:
+        """The label of every node, the values of all columns, and a bound on the cost."""
+        solution, _, bound = self.model.solve(gap)
+        picks = {node: int(item.kept[np.argmax(solution[item.columns])]) for node, item in self.labels.items()}
+        return picks, solution, bound / self.scale
