@@ -1,0 +1,148 @@
+"""record: what was decided and lowered in, the program's part of the plan out."""
+
+from collections.abc import Iterator, Mapping
+
+from passes.cost.memory import MemoryUse
+from passes.cost.walk import Seconds
+from passes.ir.choices import Problem, Solution
+from passes.ir.layout import Layout, format_layout
+from passes.ir.lowered import Body, Change, Compute, Loop, Lowered
+from passes.ir.mesh import Mesh
+from passes.ir.plan import Block, ProgramPlan, Row, Stage
+from passes.ir.program import Folded, dependents
+from passes.rules import find_rule
+
+
+def record(
+    folded: Folded,
+    problem: Problem,
+    solution: Solution,
+    lowered: Lowered,
+    seconds: Seconds,
+    memory: MemoryUse,
+    mesh: Mesh,
+) -> ProgramPlan:
+    """The plan of one program: every decision, what follows from it statement by statement, and what it costs."""
+    decisions = {
+        node.key: node.strategies[pick].methods for node, pick in zip(problem.nodes, solution.picks, strict=True)
+    }
+    stage = Stage(decisions, tuple(_again(problem, solution)), tuple(_blocks(lowered.body, mesh)))
+    total = seconds.total
+    return ProgramPlan(
+        (stage,),
+        "none",
+        1,
+        {name.replace("_", " "): value for name, value in vars(seconds).items()},
+        {name: value for name, value in memory.kinds().items()},
+        memory.moment,
+        max(0.0, (solution.seconds - solution.bound) / total) if total else 0.0,
+    )
+
+
+def find_decisions(problem: Problem, stage: Stage) -> Solution | str:
+    """The solution that a stage of a plan stands for, or the first key for which the problem or the plan has none."""
+    picks = []
+    for node in problem.nodes:
+        wanted = stage.decisions.get(node.key)
+        found = [index for index, strategy in enumerate(node.strategies) if strategy.methods == wanted]
+        if not found:
+            return node.key
+        picks.append(found[0])
+    unknown = set(stage.decisions) - set(problem.index)
+    if unknown:
+        return min(unknown)
+    groups = {(problem.nodes[edge.consumer].key, edge.operand): edge for edge in problem.edges}
+    again = set()
+    for use in stage.again:
+        if use not in groups:
+            return use[0]
+        edge = groups[use]
+        strategy = problem.nodes[edge.consumer].strategies[picks[edge.consumer]]
+        again.add((edge.group, strategy.operands[edge.operand]))
+    return Solution(tuple(picks), frozenset(again), 0.0, 0.0)
+
+
+def whole_ops(folded: Folded) -> tuple[str, ...]:
+    """Ops on the batch or on parameters that no rule speaks for, so that nothing of them is split."""
+    depends = dependents(folded)
+    return tuple(
+        op.key
+        for op in folded.ops
+        if find_rule(op, folded.types) is None and any(name in depends for name in op.operands)
+    )
+
+
+def idle_axes(problem: Problem, solution: Solution, mesh: Mesh) -> list[int]:
+    """Axes of more than one device on which no op and no parameter is split."""
+    used: set[int] = set()
+    for index, node in enumerate(problem.nodes):
+        strategy = solution.strategy(problem, index)
+        layouts: tuple[Layout, ...] = (*strategy.operands, *strategy.results)
+        if node.kind in ("op", "parameter"):
+            used.update(axis for layout in layouts for axis, letter in enumerate(layout) if letter.kind == "S")
+    return [axis for axis in mesh.dimensions if axis not in used and mesh.sizes[axis] > 1]
+
+
+def _again(problem: Problem, solution: Solution) -> Iterator[tuple[str, int]]:
+    """One use for every redistribution that is made again."""
+    seen = set()
+    for edge in problem.edges:
+        target = solution.strategy(problem, edge.consumer).operands[edge.operand]
+        place = (edge.group, target)
+        source = solution.strategy(problem, edge.producer).results[edge.result]
+        if place in solution.again and place not in seen and source != target:
+            seen.add(place)
+            yield problem.nodes[edge.consumer].key, edge.operand
+
+
+def _blocks(body: Body, mesh: Mesh) -> Iterator[Block]:
+    """Runs of statements outside the regions, and each region."""
+    makers: dict[str, str] = {}
+    rows: list[Row] = []
+    last = "before"
+    for statement in body.statements:
+        if not isinstance(statement, Loop):
+            rows.append(_row(statement, body, mesh, makers))
+            continue
+        yield Block(last, 1, tuple(rows))
+        inner = dict(makers)
+        inner.update({carry.argument: f"{statement.region.name}/carry" for carry in statement.region.carries})
+        region_rows = [
+            _row(item, statement.body, mesh, inner) for item in statement.body.statements if not isinstance(item, Loop)
+        ]
+        region_rows += [_row(change, statement.body, mesh, inner) for change in statement.between if change is not None]
+        yield Block(statement.region.name, statement.region.count, tuple(region_rows))
+        for value, names in statement.exports:
+            makers.update({name: inner[value.partition("~")[0]] for name in names if name})
+        last, rows = f"after {statement.region.name}", []
+    yield Block(last, 1, tuple(rows))
+
+
+def _row(statement: Compute | Change, body: Body, mesh: Mesh, makers: dict[str, str]) -> Row:
+    """One statement; `makers` knows, and learns, the key of the op that made each value."""
+    if isinstance(statement, Change):
+        name = makers.get(statement.source.partition("~")[0], statement.source)
+        makers[statement.result] = name
+        how = ", ".join(f"{step.collective} {mesh.names[step.axis]}" for step in statement.steps)
+        before, after = (format_layout(layout, mesh) for layout in (statement.before, statement.after))
+        return Row("change", name, how, (before,), (after,), str(statement.type), statement.again)
+    op = statement.op
+    makers.update(dict.fromkeys(op.results, op.key))
+    how = ", ".join(f"{axis} {method}" for axis, method in zip(mesh.names, statement.strategy.methods, strict=True))
+    if len(set(statement.strategy.methods)) == 1 and statement.strategy.methods[0] in ("R", "I"):
+        how = "whole"
+    if statement.body:
+        how += f" ({statement.body})"
+    return Row(
+        "op",
+        op.key,
+        how,
+        tuple(format_layout(layout, mesh) for layout in statement.strategy.operands),
+        tuple(format_layout(layout, mesh) for layout in statement.strategy.results),
+        ", ".join(str(body.types[name]) for name in op.results),
+    )
+
+
+def layout_texts(layout: Layout, mesh: Mesh) -> Mapping[str, str]:
+    """A layout as letters by axis."""
+    return {name: str(letter) for name, letter in zip(mesh.names, layout, strict=True)}
