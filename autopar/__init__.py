@@ -1,0 +1,34 @@
+"""autopar: parallelizes PyTorch models by itself."""
+
+from autopar.api import parallelize, plan
+from autopar.precision import Precision
+from autopar.runtime import DistributedModule
+from passes.cost.cluster import Cluster, Device, Link
+from passes.ir.errors import (
+    AutoparError,
+    CaptureError,
+    ConstraintError,
+    InfeasibleError,
+    InputError,
+    MeshError,
+    PlanMismatchError,
+)
+from passes.ir.plan import Plan
+
+__all__ = [
+    "AutoparError",
+    "CaptureError",
+    "Cluster",
+    "ConstraintError",
+    "Device",
+    "DistributedModule",
+    "InfeasibleError",
+    "InputError",
+    "Link",
+    "MeshError",
+    "Plan",
+    "PlanMismatchError",
+    "Precision",
+    "parallelize",
+    "plan",
+]

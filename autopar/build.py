@@ -1,0 +1,309 @@
+"""From a model and a request to a plan and its source, and from these to a module that runs."""
+
+import logging
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from hashlib import sha256
+from pathlib import Path
+from types import ModuleType
+from typing import TypeVar
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from autopar import huggingface
+from autopar.fingerprint import structure_fingerprint
+from autopar.request import Request
+from autopar.runtime import CompiledProgram, Container, DistributedModule, LoadedProgram, PlannedInput, PlannedOutput
+from autopar.runtime.state import from_local, local_part
+from passes.candidates import Setting, candidates
+from passes.capture import Tracing, capture, input_leaves
+from passes.constrain import Demands, constrain, stored_as
+from passes.cost.memory import memory_use
+from passes.cost.walk import Optimizer, walk
+from passes.emit import Naming, emit
+from passes.ir.choices import Problem, Solution
+from passes.ir.errors import CaptureError, PlanMismatchError
+from passes.ir.layout import I, Layout
+from passes.ir.lowered import Lowered
+from passes.ir.plan import InputPlan, ParameterPlan, Plan, PrecisionPlan, ProgramPlan
+from passes.ir.program import Folded, Program, references
+from passes.lower import Casts, lower
+from passes.normalize import normalize
+from passes.record import find_decisions, idle_axes, layout_texts, record, whole_ops
+from passes.regions import fold
+from passes.solve import Limits, solve
+
+logger = logging.getLogger("autopar")
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A plan and what runs it: programs by name, how each parameter is stored, and where time went (seconds)."""
+
+    plan: Plan
+    programs: Mapping[str, CompiledProgram]
+    stored: Mapping[str, Layout]
+    times: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class _Planned:
+    """One program, planned."""
+
+    folded: Folded
+    lowered: Lowered
+    record: ProgramPlan
+    source: CompiledProgram
+
+
+class _Clock:
+    """Seconds spent in each pass."""
+
+    def __init__(self) -> None:
+        self.times: dict[str, float] = {}
+
+    def __call__(self, name: str, run: Callable[[], T]) -> T:
+        start = time.perf_counter()
+        result = run()
+        self.times[name] = self.times.get(name, 0.0) + time.perf_counter() - start
+        return result
+
+
+def compile_model(model: nn.Module, request: Request, *, both_modes: bool = False) -> Compiled:
+    """Plan `model` and generate its source. With `both_modes` a model that does something else in evaluation than in
+    training gets a second program for it.
+
+    Raises CaptureError, ConstraintError, InfeasibleError or PlanMismatchError.
+    """
+    clock = _Clock()
+    fingerprint = structure_fingerprint(model)
+    given = request.plan
+    if given is not None:
+        _check_plan(given, fingerprint, request)
+        request = replace(request, constraints=given.constraints)
+    training = request.objective == "train"
+    program = clock("capture", lambda: _captured(model, request, training=training, gradients=training))
+    program = clock("normalize", lambda: normalize(program))
+    demands = clock("constrain", lambda: constrain(program, request.constraints, request.mesh))
+    first = _planned(model, program, demands, request, request.objective, clock)
+    programs = {request.objective: first}
+    stored = first.lowered.parameters
+    if training and both_modes:
+        evaluated = clock("capture", lambda: _captured(model, request, training=False, gradients=True))
+        evaluated = clock("normalize", lambda: normalize(evaluated))
+        if str(evaluated) != str(program):
+            frozen = replace(evaluated, parameters=tuple(replace(item, trainable=False) for item in evaluated.parameters))
+            inference = replace(request, objective="infer")
+            programs["infer"] = _planned(model, frozen, stored_as(frozen, stored), inference, "infer", clock)
+    plan = _plan(model, fingerprint, request, program, programs)
+    return Compiled(plan, {name: item.source for name, item in programs.items()}, stored, clock.times)
+
+
+def _captured(model: nn.Module, request: Request, *, training: bool, gradients: bool) -> Program:
+    context = huggingface.tracing(model, request.inputs)
+    return capture(model, request.inputs, Tracing(training, gradients, context, request.precision.compute))
+
+
+def _planned(
+    model: nn.Module, program: Program, demands: Demands, request: Request, name: str, clock: _Clock
+) -> _Planned:
+    """One program through the passes from regions to emit."""
+    mesh, cluster, precision = request.mesh, request.cluster, request.precision
+    states = request.optimizer_states
+    master = precision.master or (None if precision.compute is None else _stored_dtype(model))
+    folded = clock("regions", lambda: fold(program, demands.label))
+    setting = Setting(mesh, cluster, states, master, precision.reduce)
+    problem = clock("candidates", lambda: candidates(folded, demands, setting))
+    solution = clock("solve", lambda: _solution(problem, request, name))
+    lowered = clock("lower", lambda: lower(folded, problem, solution, mesh, Casts(master, precision.reduce)))
+    seconds = walk(lowered, folded.flowing, cluster, mesh, Optimizer(states, master))
+    if solution.bound == 0.0:
+        solution = replace(solution, seconds=seconds.total, bound=seconds.total * (1 - _gap(request, name)))
+    memory = memory_use(problem, solution, states, mesh)
+    for axis in idle_axes(problem, solution, mesh):
+        logger.warning(
+            "mesh axis %r of size %d splits nothing: no split divides, or none pays; its devices repeat each other's work",
+            mesh.names[axis],
+            mesh.sizes[axis],
+        )
+    title = f"{type(model).__name__} on {mesh}, for {'training' if name == 'train' else 'inference'}."
+    naming = Naming(type(model).__name__, title)
+    source = clock("emit", lambda: emit(lowered, mesh, naming))
+    plan = record(folded, problem, solution, lowered, seconds, memory, mesh)
+    return _Planned(folded, lowered, plan, _compiled(lowered, source, naming, request))
+
+
+def _gap(request: Request, name: str) -> float:
+    return request.plan.programs[name].gap if request.plan is not None else 0.0
+
+
+def _solution(problem: Problem, request: Request, name: str) -> Solution:
+    """What the given plan says, or the best choice."""
+    if request.plan is None or name not in request.plan.programs:
+        return solve(problem, request.cluster, request.mesh, Limits(request.memory_limit, request.optimizer_states))
+    found = find_decisions(problem, request.plan.programs[name].stages[0])
+    if isinstance(found, str):
+        raise PlanMismatchError(f"the plan does not fit the model as it is traced now: it differs at {found!r}")
+    return found
+
+
+def _stored_dtype(model: nn.Module) -> torch.dtype | None:
+    """The dtype of a model's floating parameters."""
+    return next((item.dtype for item in model.parameters() if item.is_floating_point()), None)
+
+
+def _compiled(lowered: Lowered, source: str, naming: Naming, request: Request) -> CompiledProgram:
+    program = lowered.program
+    given = {name: leaf for name, leaf in input_leaves(request.inputs)}
+    inputs = []
+    for item in program.inputs:
+        leaf = given[item.argument]
+        assert isinstance(leaf, torch.Tensor)
+        type = replace(item.type, dtype=leaf.dtype)
+        inputs.append(PlannedInput(item.argument, type, item.type.dtype, lowered.inputs[item.name]))
+    outputs = []
+    for output in lowered.outputs:
+        shape = tuple(
+            size for name in references(output.value) for size in program.types[name.partition("~")[0]].shape
+        )
+        outputs.append(PlannedOutput(output.name, output.layout, shape))
+    return CompiledProgram(
+        source,
+        naming.class_name,
+        tuple(inputs),
+        {name: leaf for name, leaf in given.items() if not isinstance(leaf, torch.Tensor)},
+        tuple(outputs),
+        program.output_tree,
+        program.constants,
+        "keep=False" in source,
+        any(item.trainable for item in (*program.parameters, *program.inputs)),
+    )
+
+
+def _plan(
+    model: nn.Module, fingerprint: str, request: Request, program: Program, programs: Mapping[str, _Planned]
+) -> Plan:
+    mesh, precision = request.mesh, request.precision
+    first = programs[request.objective]
+    parameters = {
+        item.name: ParameterPlan(
+            item.type.shape,
+            _dtype_text(precision.master or item.type.dtype),
+            layout_texts(first.lowered.parameters[item.name], mesh),
+            item.trainable,
+        )
+        for item in program.parameters
+    }
+    inputs = {
+        item.name: InputPlan(item.type.shape, _dtype_text(item.type.dtype), layout_texts(item.layout, mesh))
+        for item in first.source.inputs
+    }
+    return Plan(
+        model=type(model).__name__,
+        fingerprint=fingerprint,
+        objective=request.objective,
+        mesh=dict(zip(mesh.names, mesh.sizes, strict=True)),
+        cluster=request.cluster.name,
+        memory_limit=request.memory_limit,
+        optimizer=request.optimizer,
+        precision=PrecisionPlan(*(_dtype_text(dtype) for dtype in vars(precision).values())),
+        inputs=inputs,
+        constants={name: repr(value) for name, value in first.source.constants.items()},
+        parameters=parameters,
+        programs={name: item.record for name, item in programs.items()},
+        whole_ops=whole_ops(first.folded),
+        constraints=request.constraints,
+    )
+
+
+def _dtype_text(dtype: torch.dtype | None) -> str | None:
+    return None if dtype is None else str(dtype).removeprefix("torch.")
+
+
+def _check_plan(plan: Plan, fingerprint: str, request: Request) -> None:
+    """Raise PlanMismatchError where a given plan is one for something else."""
+    mesh = dict(zip(request.mesh.names, request.mesh.sizes, strict=True))
+    if plan.fingerprint != fingerprint:
+        raise PlanMismatchError(
+            f"the plan was made for another {plan.model}: class, parameters or configuration differ; plan this model anew"
+        )
+    if list(plan.mesh.items()) != list(mesh.items()):
+        raise PlanMismatchError(f"the plan was made for the mesh {dict(plan.mesh)}, this one is {mesh}: plan anew")
+    if request.objective not in plan.programs:
+        raise PlanMismatchError(f"the plan has no program for objective={request.objective!r}: plan anew")
+    given = {name: leaf for name, leaf in input_leaves(request.inputs) if isinstance(leaf, torch.Tensor)}
+    shapes = {name: (tuple(leaf.shape), _dtype_text(leaf.dtype)) for name, leaf in given.items()}
+    planned = {name: (item.shape, item.dtype) for name, item in plan.inputs.items()}
+    if shapes != planned:
+        raise PlanMismatchError(f"the plan was made for the inputs {planned}, these are {shapes}: plan anew")
+
+
+def refuse_meta(model: nn.Module) -> None:
+    """Raise CaptureError for a parameter without values."""
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta:
+            raise CaptureError(
+                f"parameter {name!r} is on meta: give it values before parallelize (plan alone needs none)"
+            )
+
+
+def distribute(model: nn.Module, compiled: Compiled, request: Request, mesh: DeviceMesh) -> DistributedModule:
+    """The module of one rank: its part of every parameter, and the generated programs."""
+    device = torch.device(mesh.device_type)
+    if device.type == "cuda":
+        device = torch.device("cuda", torch.cuda.current_device())
+    root = _root(model, compiled, request, mesh, device)
+    loaded = {}
+    for name, program in compiled.programs.items():
+        path, module = load_source(program.source, f"{program.class_name}_{name}")
+        loaded[name] = LoadedProgram(program, path, getattr(module, program.class_name))
+    return DistributedModule(root, mesh, device, compiled.plan, loaded, request.signature)
+
+
+def _root(
+    model: nn.Module, compiled: Compiled, request: Request, mesh: DeviceMesh, device: torch.device
+) -> Container:
+    """Parameters as this rank's parts, and buffers, under the model's names; ties stay ties."""
+    root = Container()
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None
+    placed: dict[int, nn.Parameter | torch.Tensor] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if id(parameter) not in placed:
+            layout = compiled.stored.get(name, (I,) * len(request.mesh.sizes))
+            whole = parameter.detach()
+            dtype = request.precision.master if whole.is_floating_point() else None
+            part = local_part(whole, layout, coordinate, request.mesh).to(device, dtype or whole.dtype)
+            distributed = from_local(part, layout, parameter.shape, mesh, request.mesh)
+            placed[id(parameter)] = nn.Parameter(distributed, parameter.requires_grad)
+        root.place(name, placed[id(parameter)])
+    persistent = set(model.state_dict(keep_vars=True))
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        if id(buffer) not in placed:
+            placed[id(buffer)] = buffer.detach().clone().to(device)
+        root.place(name, placed[id(buffer)], name in persistent)
+    return root
+
+
+def load_source(source: str, name: str) -> tuple[Path, ModuleType]:
+    """Write generated source to a file, so that tracebacks and debuggers show it, and import it from there."""
+    digest = sha256(source.encode()).hexdigest()[:16]
+    folder = Path(tempfile.gettempdir()) / f"autopar-{os.getuid() if hasattr(os, 'getuid') else 'user'}" / digest
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name.lower()}.py"
+    scratch = folder / f".{name.lower()}.{os.getpid()}"
+    scratch.write_text(source, encoding="utf-8")
+    scratch.replace(path)
+    module = ModuleType(f"autopar_generated_{digest}_{name}")
+    module.__file__ = str(path)
+    sys.modules[module.__name__] = module
+    exec(compile(source, str(path), "exec"), module.__dict__)
+    return path, module

@@ -1,0 +1,103 @@
+"""What is particular to Hugging Face models: inputs made from the config, and hooks around tracing.
+
+The hooks reach for internals of `transformers` by name; what a version does not have is left out with a warning, and
+the trace is then slower at run time, but still exact.
+"""
+
+import contextlib
+import importlib
+import inspect
+import logging
+import sys
+from collections.abc import Iterator, Mapping
+from unittest import mock
+
+import torch
+from torch import nn
+
+from passes.ir.errors import InputError
+
+logger = logging.getLogger("autopar")
+
+# Sequences that inputs are made with are at most this long.
+_LONGEST = 2048
+
+
+def is_huggingface(model: nn.Module) -> bool:
+    """Whether `model` is a model of `transformers`."""
+    transformers = sys.modules.get("transformers")
+    return transformers is not None and isinstance(model, transformers.PreTrainedModel)
+
+
+def made_inputs(model: nn.Module, objective: str, batch: int) -> dict[str, object]:
+    """Inputs from the config: the main input, and labels for training if the model takes them.
+
+    `batch` samples; sequences as long as the model allows, at most 2048. All tensors are on `meta`.
+
+    Raises InputError for a model whose main input is not known here.
+    """
+    config = model.config
+    main = getattr(model, "main_input_name", "input_ids")
+    longest = getattr(config, "max_position_embeddings", None) or _LONGEST
+    length = min(int(longest), _LONGEST)
+    inputs: dict[str, object] = {}
+    if main == "input_ids":
+        inputs[main] = torch.empty(batch, length, dtype=torch.int64, device="meta")
+    elif main == "pixel_values" and isinstance(getattr(config, "image_size", None), int):
+        size = config.image_size
+        channels = getattr(config, "num_channels", 3)
+        inputs[main] = torch.empty(batch, channels, size, size, dtype=model.dtype, device="meta")
+    else:
+        raise InputError(
+            f"{type(model).__name__} takes {main!r}, which cannot be made from its config: pass example_inputs, a dict "
+            "of its keyword arguments with the global batch (tensors on meta will do)"
+        )
+    if objective == "train" and "labels" in inspect.signature(model.forward).parameters:
+        whole = type(model).__name__.endswith("Classification") and "Token" not in type(model).__name__
+        shape = (batch,) if whole or main != "input_ids" else (batch, length)
+        inputs["labels"] = torch.empty(shape, dtype=torch.int64, device="meta")
+    return inputs
+
+
+def settings(model: nn.Module, inputs: Mapping[str, object], objective: str) -> dict[str, object]:
+    """Arguments that tracing adds: training leaves the cache out."""
+    takes_cache = "use_cache" in inspect.signature(model.forward).parameters
+    if objective == "train" and takes_cache and "use_cache" not in inputs:
+        return {"use_cache": False}
+    return {}
+
+
+@contextlib.contextmanager
+def tracing(model: nn.Module, inputs: Mapping[str, object]) -> Iterator[None]:
+    """Enter around a trace: causal masks that the model would build are left to attention, caches may be returned.
+
+    Masks are left as they are where positions are given, because these may pack several sequences into one.
+    """
+    if not is_huggingface(model):
+        yield
+        return
+    with contextlib.ExitStack() as stack:
+        register_caches(model)
+        if inputs.get("position_ids") is None:
+            masks = importlib.import_module("transformers.masking_utils")
+            for name, replacement in (
+                ("is_torchdynamo_exporting", lambda: False),
+                ("find_packed_sequence_indices", lambda positions: None),
+            ):
+                if hasattr(masks, name):
+                    stack.enter_context(mock.patch.object(masks, name, replacement))
+                else:
+                    logger.warning("transformers has no masking_utils.%s: causal masks will be built in full", name)
+        yield
+
+
+def register_caches(model: nn.Module) -> None:
+    """Let caches of keys and values be part of what a trace returns."""
+    for place, name, arguments in (
+        ("transformers.exporters.exporter_dynamo", "register_cache_pytrees_for_model", (model,)),
+        ("transformers.integrations.executorch", "register_dynamic_cache_export_support", ()),
+    ):
+        with contextlib.suppress(ImportError, AttributeError):
+            getattr(importlib.import_module(place), name)(*arguments)
+            return
+    logger.warning("transformers has no way to return caches from a trace: pass use_cache=False")

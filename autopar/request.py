@@ -1,0 +1,165 @@
+"""What a user asks for, checked and put in the words of the passes."""
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from autopar import huggingface
+from autopar.precision import Precision
+from autopar.runtime import named_arguments
+from passes.constrain import Constraints
+from passes.cost.cluster import Cluster, cluster_of_device, find_cluster
+from passes.ir.errors import InputError, MeshError
+from passes.ir.mesh import Mesh
+from passes.ir.plan import Plan
+
+OBJECTIVES = ("train", "infer")
+
+# How many tensors of a parameter's size each optimizer keeps for it.
+OPTIMIZERS = {"adam": 2, "adamw": 2, "lion": 1, "rmsprop": 1, "adagrad": 1, "sgd": 0, "sgd_momentum": 1}
+
+MeshLike = DeviceMesh | Mapping[str, int] | int
+ExampleInputs = Mapping[str, object] | tuple[object, ...]
+
+
+@dataclass(frozen=True)
+class Request:
+    """Everything that a plan depends on besides the model.
+
+    `inputs` are by name and hold the global batch; `memory_limit` is in bytes per device.
+    """
+
+    mesh: Mesh
+    cluster: Cluster
+    memory_limit: float
+    objective: str
+    optimizer: str
+    precision: Precision
+    constraints: Constraints
+    inputs: Mapping[str, object]
+    signature: inspect.Signature
+    plan: Plan | None
+
+    @property
+    def optimizer_states(self) -> int:
+        """Tensors that the optimizer keeps per trained parameter; none when nothing is trained."""
+        return OPTIMIZERS[self.optimizer] if self.objective == "train" else 0
+
+
+@dataclass(frozen=True)
+class Options:
+    """The keyword arguments of `plan` and `parallelize`, as they were given."""
+
+    objective: str = "train"
+    cluster: Cluster | str | None = None
+    memory_limit: float | None = None
+    optimizer: str = "adamw"
+    precision: Precision | None = None
+    constraints: Constraints | None = None
+    plan: Plan | None = None
+
+
+def make_request(model: nn.Module, mesh: MeshLike, example_inputs: ExampleInputs | None, options: Options) -> Request:
+    """Check what was asked for and fill in what was left out.
+
+    Raises MeshError and InputError for what cannot be meant.
+    """
+    shape = read_mesh(mesh)
+    if options.objective not in OBJECTIVES:
+        raise InputError(f"objective is {options.objective!r}: it must be 'train' or 'infer'")
+    if options.optimizer not in OPTIMIZERS:
+        raise InputError(f"optimizer is {options.optimizer!r}: its memory is known for {', '.join(OPTIMIZERS)}")
+    cluster = _cluster(options.cluster, mesh)
+    limit = cluster.usable_memory if options.memory_limit is None else options.memory_limit
+    if not isinstance(limit, (int, float)) or not limit > 0:
+        raise InputError(f"memory_limit is {limit!r}: it must be a positive number of bytes per device")
+    signature = inspect.signature(model.forward)
+    return Request(
+        shape,
+        cluster,
+        float(limit),
+        options.objective,
+        options.optimizer,
+        options.precision or Precision(),
+        options.constraints if options.constraints is not None else {},
+        _inputs(model, shape, signature, example_inputs, options),
+        signature,
+        options.plan,
+    )
+
+
+def read_mesh(mesh: MeshLike) -> Mesh:
+    """A mesh in the passes' words.
+
+    Raises MeshError for one without names, an int, or anything else.
+    """
+    if isinstance(mesh, DeviceMesh):
+        names = mesh.mesh_dim_names
+        if not names:
+            raise MeshError(
+                "the DeviceMesh has no axis names: make it with init_device_mesh(..., mesh_dim_names=('dp', 'tp'))"
+            )
+        return Mesh(tuple(names), tuple(mesh.shape))
+    if isinstance(mesh, Mapping):
+        return Mesh(tuple(mesh), tuple(mesh.values()))
+    if isinstance(mesh, int) and not isinstance(mesh, bool):
+        raise MeshError(
+            f"the mesh is the number {mesh}: its shape cannot be searched yet, give one such as {{'dp': {mesh}}}"
+        )
+    raise MeshError(f"the mesh is {mesh!r}: give a DeviceMesh with named axes, or a dict such as {{'dp': 8, 'tp': 8}}")
+
+
+def _cluster(cluster: Cluster | str | None, mesh: MeshLike) -> Cluster:
+    if isinstance(cluster, Cluster):
+        return cluster
+    if isinstance(cluster, str):
+        return find_cluster(cluster)
+    if not isinstance(mesh, DeviceMesh):
+        raise MeshError("with a mesh that is no DeviceMesh, say for which devices: cluster='h100', for instance")
+    if mesh.device_type == "cuda":
+        return cluster_of_device(torch.cuda.get_device_name())
+    return cluster_of_device(mesh.device_type)
+
+
+def _inputs(
+    model: nn.Module,
+    mesh: Mesh,
+    signature: inspect.Signature,
+    example_inputs: ExampleInputs | None,
+    options: Options,
+) -> dict[str, object]:
+    """The inputs by name, and what tracing adds to them."""
+    inputs: dict[str, object]
+    if example_inputs is None and options.plan is not None:
+        inputs = _planned_inputs(options.plan)
+    elif example_inputs is None:
+        if not huggingface.is_huggingface(model):
+            raise InputError(
+                f"{type(model).__name__} is no Hugging Face model, so its inputs are not known: pass example_inputs, a "
+                "dict of keyword arguments or a tuple of positional ones with the global batch (tensors on meta will do)"
+            )
+        inputs = huggingface.made_inputs(model, options.objective, mesh.size)
+    else:
+        args, kwargs = (example_inputs, {}) if isinstance(example_inputs, tuple) else ((), dict(example_inputs))
+        try:
+            bound = signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise InputError(f"{type(model).__name__} does not take these example_inputs: {error}") from None
+        inputs = {name: value for name, value in named_arguments(signature, bound) if value is not None}
+    if huggingface.is_huggingface(model):
+        inputs.update(huggingface.settings(model, inputs, options.objective))
+    return inputs
+
+
+def _planned_inputs(plan: Plan) -> dict[str, object]:
+    """Inputs of the shapes that a plan was made for."""
+    if any("[" in name for name in plan.inputs):
+        raise InputError("the plan has inputs inside lists or dicts: pass example_inputs too")
+    return {
+        name: torch.empty(item.shape, dtype=getattr(torch, item.dtype), device="meta")
+        for name, item in plan.inputs.items()
+    }

@@ -1,0 +1,27 @@
+"""An axis of the mesh as running code sees it."""
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One axis: its name, how many ranks lie on it, which of them this is, and the name of their process group."""
+
+    name: str
+    size: int
+    rank: int
+    group: str
+
+
+def axes_of(mesh: DeviceMesh) -> tuple[Axis, ...]:
+    """The axes of `mesh`, outermost first, as this rank sees them."""
+    names = mesh.mesh_dim_names
+    assert names is not None
+    found = []
+    for name in names:
+        group = mesh.get_group(name)
+        found.append(Axis(name, group.size(), dist.get_rank(group), group.group_name))
+    return tuple(found)

@@ -1,0 +1,268 @@
+"""The collectives that generated code calls.
+
+Each brings a tensor from one letter to another on one axis and is named after what runs forward; what runs backward is
+the change from the gradient of `dst` to the gradient of `src` (R <-> P, I -> I, S -> S).
+
+Ranks of an axis of size 2 as columns; a, b are parts of a tensor, x, y pending sums::
+
+    all_gather      S -> R, I   [a] [b]      ->  [ab] [ab]      backward: R: reduce-scatter, I: take the own part
+    reduce_scatter  P -> S      [ab] [xy]    ->  [a+x] [b+y]    backward: all-gather
+    all_reduce      P -> R, I   [x] [y]      ->  [x+y] [x+y]    backward: R: all-reduce, I: nothing
+    all_to_all      S -> S      [ab] [cd]    ->  [ac] [bd]      backward: all-to-all
+    convert         R, I -> S   [ab] [ab]    ->  [a] [b]        backward: R: pad with zeros, I: all-gather
+                    S -> P      [a] [b]      ->  [a0] [0b]      backward: take the own part
+                    R, I -> P   [a] [a]      ->  [a] [0]        backward: R: zeros on the others, I: nothing
+                    R <-> I     [a] [a]      ->  [a] [a]        backward: I -> R all-reduce, R -> I zeros on the others
+
+`S(dim, m)` splits dim after its m most significant parts: a dim of size m * n * k is (m, n, k), and n is split.
+
+They are operators of torch (`torch.ops.autopar`), so that graphs and profiles show them by name; the process group goes
+into each by its name, so that two models on two meshes live in one process.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+
+import torch
+import torch.distributed._functional_collectives  # noqa: F401  (registers the operators below)
+from torch import Tensor
+
+from autopar.runtime.axis import Axis
+from autopar.runtime.saving import note_gathered
+from passes.ir.layout import Letter, parse_letter
+from passes.ir.redistribution import COLLECTIVES
+
+_c10d = torch.ops._c10d_functional
+
+
+def _wait(tensor: Tensor) -> Tensor:
+    waited: Tensor = _c10d.wait_tensor(tensor)
+    return waited
+
+
+def _cut(tensor: Tensor, letter: Letter, size: int) -> Tensor:
+    """The parts of `tensor` along a new first dim, one per rank."""
+    dim = letter.dim
+    shape = tensor.shape
+    parts = tensor.reshape(*shape[:dim], letter.major, size, -1, *shape[dim + 1 :])
+    merged = parts.movedim(dim + 1, 0)
+    return merged.reshape(size, *shape[:dim], shape[dim] // size, *shape[dim + 1 :])
+
+
+def _join(parts: Tensor, letter: Letter) -> Tensor:
+    """Put parts that lie along the first dim together; the reverse of `_cut`."""
+    size, dim = parts.shape[0], letter.dim
+    shape = parts.shape[1:]
+    spread = parts.reshape(size, *shape[:dim], letter.major, -1, *shape[dim + 1 :]).movedim(0, dim + 1)
+    return spread.reshape(*shape[:dim], shape[dim] * size, *shape[dim + 1 :])
+
+
+def _own_part(tensor: Tensor, letter: Letter, size: int, rank: int) -> Tensor:
+    dim, shape = letter.dim, tensor.shape
+    parts = tensor.reshape(*shape[:dim], letter.major, size, -1, *shape[dim + 1 :]).select(dim + 1, rank)
+    # A copy, so that the whole tensor need not stay.
+    return parts.reshape(*shape[:dim], shape[dim] // size, *shape[dim + 1 :]).clone(
+        memory_format=torch.contiguous_format
+    )
+
+
+def _only_first(tensor: Tensor, rank: int) -> Tensor:
+    # A new tensor on every rank, the first included: what shares memory must not differ between ranks, because what is
+    # gathered again in the backward pass is told by it.
+    return tensor.clone() if rank == 0 else torch.zeros_like(tensor)
+
+
+def _padded(tensor: Tensor, letter: Letter, size: int, rank: int) -> Tensor:
+    parts = tensor.new_zeros(size, *tensor.shape)
+    parts[rank] = tensor
+    return _join(parts, letter)
+
+
+def run_change(tensor: Tensor, group: str, size: int, rank: int, source: Letter, target: Letter) -> Tensor:
+    """Bring the local `tensor` from `source` to `target` on the axis of `group`, without gradient."""
+    kinds = source.kind, target.kind
+    collective = COLLECTIVES[kinds]
+    if collective == "all_gather":
+        parts = _wait(_c10d.all_gather_into_tensor(tensor.contiguous(), size, group))
+        return _join(parts.reshape(size, *tensor.shape), source)
+    if collective == "all_reduce":
+        return _wait(_c10d.all_reduce(tensor.contiguous(), "sum", group))
+    if collective == "reduce_scatter":
+        parts = _cut(tensor, target, size)
+        flat = parts.reshape(-1)
+        return _wait(_c10d.reduce_scatter_tensor(flat, "sum", size, group)).reshape(parts.shape[1:])
+    if collective == "all_to_all":
+        parts = _cut(tensor, target, size).contiguous()
+        splits = [1] * size
+        return _join(_wait(_c10d.all_to_all_single(parts, splits, splits, group)).reshape(parts.shape), source)
+    if target.kind == "S":
+        return _own_part(tensor, target, size, rank)
+    if target.kind == "P":
+        return _padded(tensor, source, size, rank) if source.kind == "S" else _only_first(tensor, rank)
+    return tensor.view_as(tensor)
+
+
+class _Change(torch.autograd.Function):
+    """A change of letter and its conjugate."""
+
+    @staticmethod
+    def forward(
+        ctx: torch.autograd.function.FunctionCtx,
+        tensor: Tensor,
+        place: tuple[str, int, int],
+        letters: tuple[Letter, Letter],
+        dtypes: tuple[torch.dtype | None, torch.dtype | None],
+    ) -> Tensor:
+        compute, reduce = dtypes
+        ctx.change = (place, letters, reduce, tensor.dtype)  # type: ignore[attr-defined]
+        source = tensor if compute is None else tensor.to(compute)
+        return run_change(source, *place, *letters)
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        (gradient,) = grads
+        place, (source, target), reduce, dtype = ctx.change  # type: ignore[attr-defined]
+        if reduce is not None:
+            gradient = gradient.to(reduce)
+        return run_change(gradient, *place, target.gradient, source.gradient).to(dtype), None, None, None
+
+
+@lru_cache(maxsize=None)
+def _letters(src: str, dst: str) -> tuple[Letter, Letter]:
+    return parse_letter(src), parse_letter(dst)
+
+
+def _operator(name: str) -> Callable[..., Tensor]:
+    def run(
+        x: Tensor,
+        group: str,
+        size: int,
+        rank: int,
+        src: str,
+        dst: str,
+        dtype: torch.dtype | None = None,
+        grad_dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        result: Tensor = _Change.apply(x, (group, size, rank), _letters(src, dst), (dtype, grad_dtype))
+        return result
+
+    run.__name__ = name
+    return run
+
+
+_NAMES = ("all_gather", "all_reduce", "all_to_all", "convert", "reduce_scatter")
+_library = torch.library.Library("autopar", "DEF")
+for _name in _NAMES:
+    _library.define(
+        f"{_name}(Tensor x, str group, int size, int rank, str src, str dst, *, "
+        "ScalarType? dtype=None, ScalarType? grad_dtype=None) -> Tensor",
+        tags=(torch.Tag.pt2_compliant_tag,),
+    )
+    _library.impl(_name, _operator(_name), "CompositeImplicitAutograd")
+
+
+def _call(
+    name: str,
+    x: Tensor,
+    axis: Axis,
+    src: Letter,
+    dst: Letter,
+    keep: bool,
+    dtype: torch.dtype | None,
+    grad_dtype: torch.dtype | None,
+) -> Tensor:
+    assert COLLECTIVES.get((src.kind, dst.kind)) == name, f"{name} does not go from {src} to {dst}"
+    operator = getattr(torch.ops.autopar, name)
+
+    def run(tensor: Tensor) -> Tensor:
+        result: Tensor = operator(
+            tensor, axis.group, axis.size, axis.rank, str(src), str(dst), dtype=dtype, grad_dtype=grad_dtype
+        )
+        return result
+
+    result = run(x)
+    if not keep:
+        note_gathered(result, x, run)
+    return result
+
+
+def all_gather(
+    x: Tensor,
+    axis: Axis,
+    *,
+    src: Letter,
+    dst: Letter,
+    keep: bool = True,
+    dtype: torch.dtype | None = None,
+    grad_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """S -> R or I: every rank gets the whole.
+
+    With `keep=False` the backward pass gathers it again instead of keeping it. `dtype` is what is sent forward,
+    `grad_dtype` what is reduced in backward (None: as the tensor is).
+    """
+    return _call("all_gather", x, axis, src, dst, keep, dtype, grad_dtype)
+
+
+def all_reduce(
+    x: Tensor,
+    axis: Axis,
+    *,
+    src: Letter,
+    dst: Letter,
+    keep: bool = True,
+    dtype: torch.dtype | None = None,
+    grad_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """P -> R or I: every rank gets the sum."""
+    return _call("all_reduce", x, axis, src, dst, keep, dtype, grad_dtype)
+
+
+def reduce_scatter(
+    x: Tensor,
+    axis: Axis,
+    *,
+    src: Letter,
+    dst: Letter,
+    keep: bool = True,
+    dtype: torch.dtype | None = None,
+    grad_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """P -> S: every rank gets its part of the sum."""
+    return _call("reduce_scatter", x, axis, src, dst, keep, dtype, grad_dtype)
+
+
+def all_to_all(
+    x: Tensor,
+    axis: Axis,
+    *,
+    src: Letter,
+    dst: Letter,
+    keep: bool = True,
+    dtype: torch.dtype | None = None,
+    grad_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """S -> S: from parts of one dim to parts of another."""
+    return _call("all_to_all", x, axis, src, dst, keep, dtype, grad_dtype)
+
+
+def convert(
+    x: Tensor,
+    axis: Axis,
+    *,
+    src: Letter,
+    dst: Letter,
+    keep: bool = True,
+    dtype: torch.dtype | None = None,
+    grad_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """R, I -> S; R, I, S -> P; R <-> I: nothing is sent forward."""
+    return _call("convert", x, axis, src, dst, keep, dtype, grad_dtype)
+
+
+def reduce_largest(x: Tensor, axes: Sequence[Axis]) -> Tensor:
+    """The elementwise largest over all ranks of `axes`, without gradient."""
+    with torch.no_grad():
+        for axis in axes:
+            x = _wait(_c10d.all_reduce(x.contiguous(), "max", axis.group))
+    return x

@@ -1,0 +1,97 @@
+"""Local forms: what generated code calls on a shard where the op itself would not be right.
+
+`digits` says how the split dim lies: for every axis that splits it the axis and its major, in the order of majors.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.functional import embedding, scaled_dot_product_attention
+
+from autopar.runtime.axis import Axis
+from autopar.runtime.collectives import all_reduce, reduce_largest
+from passes.ir.layout import I, P
+
+Digits = Sequence[tuple[Axis, int]]
+
+
+def _to_local(index: Tensor, size: int, digits: Digits) -> tuple[Tensor, Tensor]:
+    """Indices into a whole dim of `size` as indices into this rank's part, and which of them lie in it."""
+    mine = torch.ones_like(index, dtype=torch.bool)
+    taken = 1
+    for axis, major in digits:
+        unit = size // (major // taken * axis.size)
+        mine &= (index // unit) % axis.size == axis.rank
+        index = index // (unit * axis.size) * unit + index % unit
+        size //= axis.size
+        taken *= axis.size
+    return torch.where(mine, index, 0), mine
+
+
+def _positions(count: int, digits: Digits, device: torch.device) -> Tensor:
+    """The places in the whole dim of this rank's `count` entries."""
+    size = count
+    for axis, _ in digits:
+        size *= axis.size
+    places = torch.arange(size, device=device)
+    taken = 1
+    for axis, major in digits:
+        places = places.reshape(major // taken, axis.size, -1)[:, axis.rank].reshape(-1)
+        taken *= axis.size
+    return places
+
+
+def vocabulary_embedding(ids: Tensor, weight: Tensor, *, size: int, digits: Digits, padding_idx: int = -1) -> Tensor:
+    """Look up `ids` in a table whose rows are split: zeros for rows of other ranks, so the result is a pending sum.
+
+    ids: [...], the same on every rank of the axes; weight: [rows of this rank, features]; result: [..., features].
+    """
+    rows, mine = _to_local(ids, size, digits)
+    found = embedding(rows, weight)
+    if padding_idx != -1:
+        found = torch.where((ids == padding_idx).unsqueeze(-1), found.detach(), found)
+    return found.masked_fill(~mine.unsqueeze(-1), 0.0)
+
+
+def vocabulary_cross_entropy(
+    logits: Tensor, target: Tensor, *, size: int, digits: Digits, ignore_index: int = -100
+) -> Tensor:
+    """The sum of cross entropies over tokens whose classes are split; the same on every rank of the axes.
+
+    logits: [tokens, classes of this rank]; target: [tokens]. Each rank reduces its classes; the largest logit, the sum
+    of exponentials and the logit of the label are then reduced over the axes (Megatron-LM, arXiv 1909.08053, 3).
+    """
+    axes = [axis for axis, _ in digits]
+    largest = reduce_largest(logits.detach().amax(-1), axes)
+    shifted = logits - largest.unsqueeze(-1)
+    counted = target != ignore_index
+    classes, mine = _to_local(torch.where(counted, target, 0), size, digits)
+    total = shifted.exp().sum(-1)
+    picked = shifted.gather(-1, classes.unsqueeze(-1)).squeeze(-1) * mine
+    for axis in axes:
+        total = all_reduce(total, axis, src=P, dst=I)
+        picked = all_reduce(picked, axis, src=P, dst=I)
+    return torch.where(counted, total.log() - picked, 0.0).sum()
+
+
+def causal_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    digits: Digits,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Causal attention for a part of the queries and all keys.
+
+    query: [batch, heads, queries of this rank, width]; key, value: [batch, heads, keys, width]. A query attends to the
+    keys up to its place in the whole sequence; keys after the last of them are left out.
+    """
+    places = _positions(query.shape[2], digits, query.device)
+    last = min(int(places[-1]) + 1, key.shape[2])
+    allowed = torch.arange(last, device=query.device) <= places.unsqueeze(-1)
+    return scaled_dot_product_attention(
+        query, key[:, :, :last], value[:, :, :last], attn_mask=allowed, scale=scale, enable_gqa=enable_gqa
+    )

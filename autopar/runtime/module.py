@@ -1,0 +1,356 @@
+"""The module that `parallelize` returns, and the bases of generated classes."""
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+
+from autopar.runtime.axis import Axis, axes_of
+from autopar.runtime.saving import saving
+from autopar.runtime.state import from_local, local_part, mesh_of, placements
+from passes.capture import input_leaves
+from passes.ir.errors import InputError
+from passes.ir.layout import Layout, local_shape
+from passes.ir.plan import Plan
+from passes.ir.program import TensorType
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a parameter, or a buffer as it is. Gradients come back in the same layout."""
+    if isinstance(tensor, DTensor):
+        return tensor.to_local()
+    return tensor
+
+
+class Region(nn.Module):
+    """One copy of a region; generated subclasses define `forward`. `entries` are its parts of the model."""
+
+    def __init__(self, entries: Sequence[nn.Module], program: "Generated") -> None:
+        super().__init__()
+        self.entries = tuple(entries)
+        self.axes = program.axes
+        self.device = program.device
+
+
+class Generated:
+    """A generated program; subclasses define `forward`, which takes local inputs and returns local outputs.
+
+    `root` holds parameters and buffers under the model's names, `axes` are those of the mesh.
+    """
+
+    def __init__(
+        self, root: nn.Module, axes: tuple[Axis, ...], device: torch.device, constants: Mapping[str, Tensor]
+    ) -> None:
+        self.root = root
+        self.axes = axes
+        self.device = device
+        self.constants = constants
+        self.build()
+
+    def build(self) -> None:
+        """Make the copies of the regions; generated classes with regions define it."""
+
+    def copies(self, kind: type[Region], entries: Sequence[Sequence[str]]) -> tuple[Region, ...]:
+        """One `kind` for each of `entries`, which are paths in the model."""
+        return tuple(kind([self.root.get_submodule(path) for path in paths], self) for paths in entries)
+
+    def forward(self, *inputs: Tensor) -> tuple[object, ...]:
+        """Run on local inputs, in the order of the plan; generated classes define it."""
+        raise TypeError("a generated class defines forward")
+
+
+@dataclass(frozen=True)
+class PlannedInput:
+    """An input leaf as the plan has it: `type` is what is given, `dtype` what it is computed in."""
+
+    name: str
+    type: TensorType
+    dtype: torch.dtype
+    layout: Layout
+
+
+@dataclass(frozen=True)
+class PlannedOutput:
+    """An output leaf: `layout` is None for what is no tensor."""
+
+    name: str
+    layout: Layout | None
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class CompiledProgram:
+    """A program ready to run on every rank: its source and what surrounds it.
+
+    `constants` are inputs that are no tensors, by name; `tensors` are constant tensors of the model.
+    """
+
+    source: str
+    class_name: str
+    inputs: tuple[PlannedInput, ...]
+    constants: Mapping[str, object]
+    outputs: tuple[PlannedOutput, ...]
+    output_tree: pytree.TreeSpec
+    tensors: Mapping[str, Tensor]
+    regathers: bool
+    differentiable: bool
+
+
+@dataclass(frozen=True)
+class LoadedProgram:
+    """A compiled program, the file that its source lies in, and the generated class."""
+
+    compiled: CompiledProgram
+    path: Path
+    kind: type[Generated]
+
+
+class Container(nn.Module):
+    """A part of the model: it holds parameters, buffers and parts under their names."""
+
+    def __getitem__(self, name: int | str) -> object:
+        """What lies here under a name that is no identifier: `layers[0]`."""
+        return getattr(self, str(name))
+
+    def place(self, name: str, tensor: Tensor, persistent: bool = True) -> None:
+        """Put a parameter or buffer under its path."""
+        first, _, rest = name.partition(".")
+        if rest:
+            if first not in self._modules:
+                self._modules[first] = Container()
+            part = self._modules[first]
+            assert isinstance(part, Container)
+            part.place(rest, tensor, persistent)
+        elif isinstance(tensor, nn.Parameter):
+            self.register_parameter(first, tensor)
+        else:
+            self.register_buffer(first, tensor, persistent)
+
+
+class DistributedModule(nn.Module):
+    """A model that runs on a mesh as planned.
+
+    Called with the global batch, the same on every rank, it returns what the model returns: scalars as plain tensors,
+    equal on all ranks, other tensors as `DTensor` in the plan's layout. Parameters are `DTensor`s under the model's own
+    names.
+    """
+
+    def __init__(
+        self,
+        root: Container,
+        mesh: DeviceMesh,
+        device: torch.device,
+        plan: Plan,
+        programs: Mapping[str, LoadedProgram],
+        signature: inspect.Signature,
+    ) -> None:
+        super().__init__()
+        # The model's parts under their own names; they also hang on `root`, where no name of this class is in the way.
+        self._modules.update(root._modules)
+        self._parameters.update(root._parameters)
+        self._buffers.update(root._buffers)
+        self._non_persistent_buffers_set.update(root._non_persistent_buffers_set)
+        axes = axes_of(mesh)
+        self._mesh = mesh
+        self._shape = mesh_of(mesh)
+        self._device = device
+        self._signature = signature
+        self._plan = plan
+        self._loaded = dict(programs)
+        self._programs = {
+            name: (item.compiled, item.kind(root, axes, device, item.compiled.tensors)) for name, item in programs.items()
+        }
+        self.train("train" in programs)
+
+    def train(self, mode: bool = True) -> "DistributedModule":
+        """Switch between training and evaluation; a module planned for inference only cannot train."""
+        if mode and "train" not in self._programs:
+            raise InputError("this module was planned for inference: plan it with objective='train' to train it")
+        super().train(mode)
+        return self
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The device mesh that it runs on."""
+        return self._mesh
+
+    @property
+    def plan(self) -> Plan:
+        """What was decided."""
+        return self._plan
+
+    @property
+    def code(self) -> str:
+        """The generated source of the current mode."""
+        return self._loaded[self._mode()].compiled.source
+
+    @property
+    def code_path(self) -> Path:
+        """The file that `code` lies in."""
+        return self._loaded[self._mode()].path
+
+    @property
+    def input_layouts(self) -> dict[str, dict[str, str]]:
+        """How each input is split, per axis: {"input_ids": {"dp": "S(0)", "tp": "R"}}."""
+        compiled, _ = self._program()
+        return {
+            item.name: dict(zip(self._shape.names, map(str, item.layout), strict=True)) for item in compiled.inputs
+        }
+
+    def from_local(self, batch: Mapping[str, object]) -> dict[str, object]:
+        """Each rank's own part of a batch, as data loaders give it, as arguments for a call.
+
+        `batch` holds, by name, the part that `input_layouts` says; the result holds `DTensor`s of the whole batch:
+        `dist_model(**dist_model.from_local(batch))`.
+
+        Raises InputError for a part of another shape or dtype than planned.
+        """
+        compiled, _ = self._program()
+        planned = {item.name: item for item in compiled.inputs}
+        leaves = input_leaves(batch)
+        _check_names([name for name, _ in leaves], planned, compiled.constants)
+        whole = []
+        for name, leaf in leaves:
+            item = planned.get(name)
+            if item is None:
+                whole.append(leaf)
+                continue
+            assert isinstance(leaf, Tensor)
+            shape = local_shape(item.type.shape, item.layout, self._shape)
+            _check_tensor(name, leaf, TensorType(shape, item.type.dtype), "this rank's part of ")
+            whole.append(from_local(leaf.to(self._device), item.layout, item.type.shape, self._mesh, self._shape))
+        filled: dict[str, object] = pytree.tree_unflatten(whole, pytree.tree_structure(dict(batch)))
+        return filled
+
+    def forward(self, *args: object, **kwargs: object) -> object:
+        """Run the plan on the global batch.
+
+        Raises InputError for a missing or additional argument, and for a tensor of another shape or dtype than planned.
+        """
+        compiled, generated = self._program()
+        local_inputs = self._local_inputs(compiled, self._bind(args, kwargs))
+        if not compiled.differentiable:
+            with torch.no_grad():
+                leaves = generated.forward(*local_inputs)
+        elif compiled.regathers and torch.is_grad_enabled():
+            with saving():
+                leaves = generated.forward(*local_inputs)
+        else:
+            leaves = generated.forward(*local_inputs)
+        outputs = [self._surface(leaf, item) for leaf, item in zip(leaves, compiled.outputs, strict=True)]
+        return pytree.tree_unflatten(outputs, compiled.output_tree)
+
+    def forward_backward(self, *args: object, **kwargs: object) -> object:
+        """Run forward and backward: returns the output with the loss, and leaves gradients in `.grad`.
+
+        Raises InputError if the output has no loss.
+        """
+        output = self(*args, **kwargs)
+        loss = _loss(output)
+        if loss is None or not loss.requires_grad:
+            raise InputError("the output has no loss to run backward from: pass labels, or plan with objective='train'")
+        loss.backward()
+        return output
+
+    def _mode(self) -> str:
+        """The program that runs: an evaluation that does nothing else than training has none of its own."""
+        return "train" if self.training or "infer" not in self._programs else "infer"
+
+    def _program(self) -> tuple[CompiledProgram, Generated]:
+        return self._programs[self._mode()]
+
+    def _bind(self, args: Sequence[object], kwargs: Mapping[str, object]) -> dict[str, object]:
+        """Arguments by name; those left out stay out."""
+        try:
+            bound = self._signature.bind_partial(*args, **kwargs)
+        except TypeError as error:
+            raise InputError(f"the model does not take these arguments: {error}") from None
+        return dict(named_arguments(self._signature, bound))
+
+    def _local_inputs(self, compiled: CompiledProgram, batch: Mapping[str, object]) -> list[Tensor]:
+        """This rank's part of every input, in the order of the plan."""
+        planned = {item.name: item for item in compiled.inputs}
+        leaves = input_leaves({name: value for name, value in batch.items() if value is not None or name in planned})
+        _check_names([name for name, _ in leaves], planned, compiled.constants)
+        found: dict[str, Tensor] = {}
+        for name, leaf in leaves:
+            if name in planned:
+                found[name] = self._local_input(planned[name], leaf)
+            elif leaf != compiled.constants[name]:
+                raise InputError(f"{name} is {leaf!r}, but was planned as {compiled.constants[name]!r}: plan again")
+        return [found[item.name] for item in compiled.inputs]
+
+    def _local_input(self, item: PlannedInput, leaf: object) -> Tensor:
+        if not isinstance(leaf, Tensor):
+            raise InputError(f"{item.name} must be a tensor, got {type(leaf).__name__}")
+        _check_tensor(item.name, leaf, item.type, "")
+        if isinstance(leaf, DTensor):
+            wanted = placements(item.layout, self._shape)
+            if tuple(leaf.placements) != wanted:
+                raise InputError(f"{item.name} lies as {leaf.placements}, but is planned as {wanted}: see input_layouts")
+            part = leaf.to_local()
+        elif _is_split(item.layout):
+            coordinate = self._mesh.get_coordinate()
+            assert coordinate is not None
+            part = local_part(leaf, item.layout, coordinate, self._shape)
+        else:
+            part = leaf
+        return part.to(self._device, item.dtype)
+
+    def _surface(self, leaf: object, item: PlannedOutput) -> object:
+        if not isinstance(leaf, Tensor) or item.layout is None or not item.shape:
+            return leaf
+        return from_local(leaf, item.layout, item.shape, self._mesh, self._shape)
+
+
+def named_arguments(signature: inspect.Signature, bound: inspect.BoundArguments) -> list[tuple[str, object]]:
+    """The given arguments by name, those in `**kwargs` among them."""
+    found: list[tuple[str, object]] = []
+    for name, value in bound.arguments.items():
+        if signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
+            found += list(value.items())
+        elif signature.parameters[name].kind is inspect.Parameter.VAR_POSITIONAL:
+            raise InputError(f"the model takes *{name}: pass its inputs by name")
+        else:
+            found.append((name, value))
+    return found
+
+
+def _is_split(layout: Layout) -> bool:
+    return any(letter.kind == "S" for letter in layout)
+
+
+def _check_names(given: Sequence[str], planned: Mapping[str, object], constants: Mapping[str, object]) -> None:
+    missing = [name for name in planned if name not in given]
+    if missing:
+        raise InputError(f"missing {_listed(missing)}: the plan was made for inputs {', '.join(planned)}")
+    additional = [name for name in given if name not in planned and name not in constants]
+    if additional:
+        raise InputError(
+            f"additional {_listed(additional)}: the plan was made for inputs {', '.join(planned)} (plan again with it)"
+        )
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ("argument " if len(names) == 1 else "arguments ") + ", ".join(names)
+
+
+def _check_tensor(name: str, tensor: Tensor, planned: TensorType, what: str) -> None:
+    if tuple(tensor.shape) != planned.shape or tensor.dtype != planned.dtype:
+        given = TensorType(tuple(tensor.shape), tensor.dtype)
+        raise InputError(f"{what}{name} is {given}, but was planned as {planned}: pass that, or plan again")
+
+
+def _loss(output: object) -> Tensor | None:
+    """The loss in an output: what is called so, or the only scalar."""
+    named = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if isinstance(named, Tensor):
+        return named
+    scalars = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor) and leaf.dim() == 0]
+    return scalars[0] if len(scalars) == 1 else None

@@ -1,0 +1,58 @@
+"""How layouts lie at the surface: as placements of `torch.distributed.tensor`, and how whole tensors are cut."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from passes.ir.layout import Layout, digits
+from passes.ir.mesh import Mesh
+
+
+def placements(layout: Layout, mesh: Mesh) -> tuple[Placement, ...]:
+    """`layout` as placements. R and I are both `Replicate`; `layout` must satisfy `passes.ir.layout.is_dtensor`."""
+    found: list[Placement] = []
+    for axis, letter in enumerate(layout):
+        if letter.kind == "P":
+            found.append(Partial())
+        elif letter.kind != "S":
+            found.append(Replicate())
+        else:
+            before = [item for item in digits(layout[:axis], letter.dim, mesh) if item[0] < letter.major]
+            factor = letter.major
+            for _, size, _ in before:
+                factor //= size
+            found.append(Shard(letter.dim) if factor == 1 else _StridedShard(letter.dim, split_factor=factor))
+    return tuple(found)
+
+
+def local_part(whole: Tensor, layout: Layout, coordinate: Sequence[int], mesh: Mesh) -> Tensor:
+    """The part of `whole` that the rank at `coordinate` holds in `layout`: a tensor of its own."""
+    part = whole
+    for dim in range(whole.dim()):
+        taken = 1
+        for major, size, axis in digits(layout, dim, mesh):
+            shape = part.shape
+            cut = part.reshape(*shape[:dim], major // taken, size, -1, *shape[dim + 1 :])
+            cut = cut.select(dim + 1, coordinate[axis])
+            part = cut.reshape(*shape[:dim], shape[dim] // size, *shape[dim + 1 :])
+            taken *= size
+    return part.contiguous().clone() if part.data_ptr() == whole.data_ptr() else part.contiguous()
+
+
+def from_local(local: Tensor, layout: Layout, shape: torch.Size | Sequence[int], device_mesh: DeviceMesh, mesh: Mesh) -> DTensor:
+    """The whole tensor of global `shape` whose part on this rank is `local`."""
+    stride = torch.empty(tuple(shape), device="meta").stride()
+    return DTensor.from_local(
+        local, device_mesh, placements(layout, mesh), run_check=False, shape=torch.Size(shape), stride=stride
+    )
+
+
+def mesh_of(device_mesh: DeviceMesh) -> Mesh:
+    """A device mesh as passes see it."""
+    names = device_mesh.mesh_dim_names
+    assert names is not None
+    return Mesh(tuple(names), tuple(device_mesh.shape))

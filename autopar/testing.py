@@ -1,0 +1,254 @@
+"""Hold a parallelized model against the model itself, on this machine: for our tests, and for users' CI."""
+
+import copy
+import inspect
+import io
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from autopar import huggingface
+from autopar.api import parallelize
+from autopar.ranks import RankError, run_ranks
+from autopar.request import OBJECTIVES
+
+__all__ = ["Comparison", "LiftFloat32", "RankError", "assert_equivalent", "compare", "random_inputs", "run_ranks"]
+
+# Errors are relative to at least this part of the model's largest gradient.
+_FLOOR = 1e-6
+# What float32 inside a float64 model may differ by.
+_FLOAT32_TOLERANCE = 1e-4
+
+
+class LiftFloat32(TorchFunctionMode):
+    """While entered, casts to float32 go to `dtype`: what models compute in float32 inside is then as exact as the rest."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+
+    def __torch_function__(
+        self, function: Callable[..., object], types: object, args: tuple[object, ...] = (), kwargs: object = None
+    ) -> object:
+        given = dict(kwargs) if isinstance(kwargs, Mapping) else {}
+        if function is torch.Tensor.float:
+            function, args = torch.Tensor.to, (args[0], self.dtype)
+        lifted = tuple(self._lift(item) for item in args)
+        return function(*lifted, **{name: self._lift(item) for name, item in given.items()})
+
+    def _lift(self, item: object) -> object:
+        return self.dtype if item is torch.float32 else item
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The error of every tensor: outputs under "output ...", gradients under "gradient of ...".
+
+    An error is max|a - b| / max(max|b|, 1e-6 x the model's largest gradient) of the parallelized a and the model's own b.
+    """
+
+    errors: Mapping[str, float]
+
+    @property
+    def worst(self) -> tuple[str, float]:
+        """The tensor that is off most, and by how much."""
+        return max(self.errors.items(), key=lambda item: item[1] if item[1] == item[1] else float("inf"))
+
+    def __str__(self) -> str:
+        name, error = self.worst
+        return f"worst of {len(self.errors)} tensors: {name} with relative error {error:.2e}"
+
+
+def assert_equivalent(
+    model_or_factory: nn.Module | Callable[[], nn.Module],
+    mesh: Mapping[str, int] | None = None,
+    example_inputs: Mapping[str, object] | tuple[object, ...] | None = None,
+    dtype: torch.dtype = torch.float64,
+    rtol: float = 1e-9,
+    **options: object,
+) -> Comparison:
+    """Compare a model with its parallelized self: outputs, loss, and the gradient of every parameter.
+
+    Gloo ranks on this machine run it on `mesh` (by default {"dp": 2, "tp": 2}), in `dtype`. What the model casts to
+    float32 is lifted to `dtype` on both sides; a second comparison leaves these casts and uses float32 tolerances.
+    `options` go to `autopar.parallelize`. Without `example_inputs` a Hugging Face model gets random ones. Prints the
+    worst tensor, and returns the (first) comparison.
+
+    Raises AssertionError where a tensor is off by more than `rtol`, or is there on one side only.
+    """
+    sizes = dict(mesh or {"dp": 2, "tp": 2})
+    model = model_or_factory if isinstance(model_or_factory, nn.Module) else model_or_factory()
+    objective = str(options.get("objective", "train"))
+    inputs = _by_name(model, example_inputs) if example_inputs is not None else None
+    if inputs is None:
+        devices = 1
+        for size in sizes.values():
+            devices *= size
+        inputs = random_inputs(model, objective, devices)
+    first: Comparison | None = None
+    for lifted, tolerance in ((True, rtol), (False, max(rtol, _FLOAT32_TOLERANCE))):
+        comparison = compare(model, sizes, inputs, dtype, lifted=lifted, **options)
+        print(f"{type(model).__name__} on {sizes}{'' if lifted else ', float32 inside'}: {comparison}")
+        first = first or comparison
+        name, error = comparison.worst
+        if not error <= tolerance:
+            raise AssertionError(
+                f"{type(model).__name__} on {sizes} is not what it is on one device"
+                f"{'' if lifted else ' (float32 inside)'}: {name} has relative error {error:.3e}, allowed are {tolerance:.1e}"
+            )
+    assert first is not None
+    return first
+
+
+def compare(
+    model: nn.Module,
+    mesh: Mapping[str, int],
+    inputs: Mapping[str, object],
+    dtype: torch.dtype = torch.float64,
+    *,
+    lifted: bool = True,
+    **options: object,
+) -> Comparison:
+    """Run `model` and its parallelized self on gloo ranks and return all errors.
+
+    With `lifted` what the model casts to float32 is lifted to `dtype` on both sides.
+    """
+    ranks = 1
+    for size in mesh.values():
+        ranks *= size
+    stream = io.BytesIO()
+    torch.save((copy.deepcopy(model).to(dtype), _cast(inputs, dtype)), stream)
+    results = run_ranks(_compare_on_rank, ranks, stream.getvalue(), dict(mesh), dtype if lifted else None, options)
+    return results[0]
+
+
+def random_inputs(model: nn.Module, objective: str, batch: int, length: int = 16) -> dict[str, object]:
+    """Random inputs for a Hugging Face model; some labels are ignored, in some samples more than in others."""
+    assert objective in OBJECTIVES
+    generator = torch.Generator().manual_seed(0)
+    inputs = huggingface.made_inputs(model, objective, batch)
+    filled: dict[str, object] = {}
+    for name, leaf in inputs.items():
+        assert isinstance(leaf, Tensor)
+        shape = (leaf.shape[0], min(length, leaf.shape[1])) if leaf.dim() == 2 else tuple(leaf.shape)
+        if leaf.is_floating_point():
+            filled[name] = torch.randn(shape, generator=generator, dtype=torch.float64)
+        else:
+            classes = model.config.vocab_size if leaf.dim() == 2 else getattr(model.config, "num_labels", 2)
+            filled[name] = torch.randint(0, classes, shape, generator=generator)
+    labels = filled.get("labels")
+    if isinstance(labels, Tensor) and labels.dim() == 2:
+        for sample in range(labels.shape[0]):
+            labels[sample, : sample % labels.shape[1]] = -100
+    return filled
+
+
+def _by_name(model: nn.Module, example_inputs: Mapping[str, object] | tuple[object, ...]) -> dict[str, object]:
+    if isinstance(example_inputs, Mapping):
+        return dict(example_inputs)
+    return dict(inspect.signature(model.forward).bind(*example_inputs).arguments)
+
+
+def _cast(inputs: Mapping[str, object], dtype: torch.dtype) -> dict[str, object]:
+    """Floating tensors in `dtype`."""
+
+    def cast(leaf: object) -> object:
+        return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+
+    cast_inputs: dict[str, object] = pytree.tree_map(cast, dict(inputs))
+    return cast_inputs
+
+
+def _compare_on_rank(
+    payload: bytes, mesh: Mapping[str, int], lifted: torch.dtype | None, options: Mapping[str, object]
+) -> Comparison:
+    """What each rank does: run both, and compare."""
+    model, inputs = torch.load(io.BytesIO(payload), weights_only=False)
+    objective = options.get("objective", "train")
+    device_mesh = init_device_mesh("cpu", tuple(mesh.values()), mesh_dim_names=tuple(mesh))
+    with _lifting(lifted):
+        distributed = parallelize(model, device_mesh, inputs, **options)  # type: ignore[arg-type]
+    if huggingface.is_huggingface(model):
+        huggingface.register_caches(model)
+    settings = huggingface.settings(model, inputs, str(objective)) if huggingface.is_huggingface(model) else {}
+    model.train(objective == "train")
+    with _lifting(lifted), torch.set_grad_enabled(objective == "train"):
+        expected = model(**inputs, **settings)
+    got = distributed(**inputs)
+    errors = dict(_output_errors(got, expected))
+    if objective == "train":
+        _backward(got)
+        _backward(expected)
+        errors.update(_gradient_errors(distributed, model))
+    return Comparison(errors)
+
+
+def _lifting(dtype: torch.dtype | None) -> AbstractContextManager[object]:
+    return nullcontext() if dtype is None else LiftFloat32(dtype)
+
+
+def _output_errors(got: object, expected: object) -> Iterator[tuple[str, float]]:
+    """The error of every leaf of the output; infinite where the leaves are not the same."""
+    theirs, _ = pytree.tree_flatten_with_path(expected)
+    ours, _ = pytree.tree_flatten_with_path(got)
+    if [pytree.keystr(path) for path, _ in ours] != [pytree.keystr(path) for path, _ in theirs]:
+        yield "output structure", float("inf")
+        return
+    for (path, mine), (_, other) in zip(ours, theirs, strict=True):
+        name = f"output {pytree.keystr(path)}"
+        if isinstance(other, Tensor):
+            whole = mine.full_tensor() if isinstance(mine, DTensor) else mine
+            yield name, _error(whole.detach(), other.detach(), 0.0)
+        else:
+            yield name, 0.0 if mine == other else float("inf")
+
+
+def _backward(output: object) -> None:
+    """From the loss, or from a fixed weighting of all outputs where there is none."""
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if isinstance(loss, Tensor):
+        loss.backward()
+        return
+    generator = torch.Generator().manual_seed(0)
+    total: Tensor | None = None
+    for leaf in pytree.tree_leaves(output):
+        if isinstance(leaf, Tensor) and leaf.is_floating_point():
+            whole = leaf.full_tensor() if isinstance(leaf, DTensor) else leaf
+            weighted = (whole * torch.randn(whole.shape, generator=generator, dtype=whole.dtype)).sum()
+            total = weighted if total is None else total + weighted
+    if total is not None and total.requires_grad:
+        total.backward()
+
+
+def _gradient_errors(distributed: nn.Module, model: nn.Module) -> Iterator[tuple[str, float]]:
+    own = dict(distributed.named_parameters())
+    expected = dict(model.named_parameters())
+    if set(own) != set(expected):
+        yield "parameter names", float("inf")
+        return
+    largest = max((item.grad.abs().max().item() for item in expected.values() if item.grad is not None), default=0.0)
+    for name, parameter in expected.items():
+        mine, other = own[name].grad, parameter.grad
+        if mine is None or other is None:
+            yield f"gradient of {name}", 0.0 if mine is other else float("inf")
+            continue
+        assert isinstance(mine, DTensor)
+        yield f"gradient of {name}", _error(mine.full_tensor(), other, _FLOOR * largest)
+
+
+def _error(got: Tensor, expected: Tensor, floor: float) -> float:
+    if got.shape != expected.shape or got.dtype != expected.dtype:
+        return float("inf")
+    if not expected.is_floating_point():
+        return 0.0 if torch.equal(got, expected) else float("inf")
+    if expected.numel() == 0:
+        return 0.0
+    difference = (got - expected).abs().max().item()
+    return 0.0 if difference == 0.0 else difference / max(expected.abs().max().item(), floor, 1e-300)
