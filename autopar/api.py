@@ -16,7 +16,7 @@ from autopar.request import ExampleInputs, MeshLike, Options, make_request
 from autopar.runtime import DistributedModule
 from passes.constrain import Constraints
 from passes.cost.cluster import Cluster
-from passes.ir.errors import AutoparError, MeshError, PlanMismatchError
+from passes.ir.errors import MeshError, PlanMismatchError
 from passes.ir.plan import Plan
 
 T = TypeVar("T")
@@ -86,20 +86,19 @@ def parallelize(
 
 def _together(mesh: DeviceMesh, run: Callable[[], T]) -> T:
     """Run on every rank; if it raises on any, raise on all."""
-    result: T | None = None
-    error: AutoparError | None = None
+    result: list[T] = []
+    error: Exception | None = None
     try:
-        result = run()
-    except AutoparError as raised:
+        result.append(run())
+    except Exception as raised:
         error = raised
-    errors = [item for item in _gathered(mesh, error) if item is not None]
+    errors = _gathered(mesh, None if error is None else _sendable(error))
     if error is not None:
         raise error
-    if errors:
-        assert isinstance(errors[0], AutoparError)
-        raise errors[0]
-    assert result is not None or error is None
-    return result  # type: ignore[return-value]
+    for other in errors:
+        if isinstance(other, Exception):
+            raise other
+    return result[0]
 
 
 def _from_first(mesh: DeviceMesh, run: Callable[[], Compiled]) -> Compiled:

@@ -257,6 +257,8 @@ def refuse_meta(model: nn.Module) -> None:
 
 def distribute(model: nn.Module, compiled: Compiled, request: Request, mesh: DeviceMesh) -> DistributedModule:
     """The module of one rank: its part of every parameter, and the generated programs."""
+    if huggingface.is_huggingface(model):
+        huggingface.register_caches(model)
     device = torch.device(mesh.device_type)
     if device.type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())

@@ -7,7 +7,7 @@ import pickle
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from typing import TypeVar
@@ -15,7 +15,21 @@ from typing import TypeVar
 T = TypeVar("T")
 
 # What the fork server imports once, so that a rank starts in tenths of a second. What is not installed is passed over.
-_PRELOADED = ["torch", "torch.distributed.tensor", "torch.export", "transformers", "autopar", "autopar.testing"]
+_PRELOADED = [
+    "torch",
+    "torch._dynamo",
+    "torch.distributed.tensor",
+    "torch.export",
+    "transformers.generation",
+    "transformers.modeling_utils",
+    "transformers.models.llama.modeling_llama",
+    "autopar",
+    "autopar.testing",
+]
+
+
+# Seconds that the other ranks get to say something once one has failed, and to leave once all are done.
+_PARTING = 5.0
 
 
 class RankError(RuntimeError):
@@ -36,19 +50,25 @@ def run_ranks(function: Callable[..., T], ranks: int, *args: object, timeout: fl
         pipes: list[Connection] = []
         processes: list[ForkServerProcess] = []
         for rank in range(ranks):
-            receiver, sender = context.Pipe(duplex=False)
+            receiver, sender = context.Pipe()
             process = context.Process(target=_rank, args=(rank, ranks, folder, payload, sender), daemon=True)
             process.start()
             sender.close()
             pipes.append(receiver)
             processes.append(process)
+        succeeded = False
         try:
-            return _results(pipes, processes, timeout)
+            results: list[T] = _results(pipes, processes, timeout)
+            succeeded = True
+            return results
         finally:
+            for pipe in pipes:
+                pipe.close()
             for process in processes:
+                process.join(_PARTING if succeeded else 0)
                 if process.is_alive():
                     process.kill()
-                process.join()
+                    process.join()
 
 
 def _context() -> ForkServerContext:
@@ -81,12 +101,20 @@ def _results(pipes: Sequence[Connection], processes: Sequence[ForkServerProcess]
                 found[rank] = value
             else:
                 failures[rank] = value
-                deadline = min(deadline, time.monotonic() + 5)
+                deadline = min(deadline, time.monotonic() + _PARTING)
     if failures or waiting:
         silent = [f"rank {rank} did not finish" for rank in waiting]
-        said = [f"rank {rank}: {text}" for rank, text in sorted(failures.items())]
-        raise RankError("\n".join([*said, *silent]))
+        raise RankError("\n".join([*(_said(failures) if failures else ()), *silent]))
     return [found[rank] for rank in range(len(pipes))]
+
+
+def _said(failures: Mapping[int, str]) -> Iterator[str]:
+    """What failed ranks said: the first one in full, of the others the last line where it is another."""
+    first, *others = sorted(failures)
+    yield f"rank {first}: {failures[first]}"
+    for rank in others:
+        last = failures[rank].strip().splitlines()[-1]
+        yield f"rank {rank}: {'the same' if last in failures[first] else last}"
 
 
 def _rank(rank: int, ranks: int, folder: str, payload: bytes, pipe: Connection) -> None:
@@ -101,8 +129,9 @@ def _rank(rank: int, ranks: int, folder: str, payload: bytes, pipe: Connection) 
         message = pickle.dumps((True, function(*args)))
     except BaseException:
         message = pickle.dumps((False, traceback.format_exc()))
-    with contextlib.suppress(BrokenPipeError):
+    # A rank stays until all have reported: gloo takes one that leaves early for a crash. Nor is the group closed
+    # properly, which would wait for ranks that failed.
+    with contextlib.suppress(OSError, EOFError):
         pipe.send_bytes(message)
-    pipe.close()
-    # Another rank may have failed, and then closing the group properly would wait for it.
+        pipe.recv_bytes()
     os._exit(0)

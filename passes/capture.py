@@ -358,7 +358,7 @@ def _program(
         constants,
         tuple(builder.ops),
         outputs,
-        _output_names(tree, len(outputs)),
+        _output_names(tree),
         tree,
         types,
     )
@@ -372,8 +372,18 @@ def _traced_parameters(
         yield name, exported.state_dict.get(name, parameter)
 
 
-def _output_names(tree: pytree.TreeSpec, count: int) -> tuple[str, ...]:
+def _output_names(tree: pytree.TreeSpec) -> tuple[str, ...]:
     """A name for every leaf of the output: "loss", "past_key_values[3]"."""
-    whole = pytree.tree_unflatten(list(range(count)), tree)
-    leaves, _ = pytree.tree_flatten_with_path(whole)
-    return tuple(pytree.keystr(path).replace("['", "").replace("']", "").lstrip(".") for path, _ in leaves)
+
+    def names(spec: pytree.TreeSpec, path: str) -> Iterator[str]:
+        if spec.is_leaf():
+            yield path
+            return
+        children = spec.children()
+        keys = spec.context if isinstance(spec.context, (list, tuple)) else ()
+        named = len(keys) == len(children) and all(isinstance(key, str) for key in keys)
+        for index, child in enumerate(children):
+            inner = f".{keys[index]}".lstrip("" if path else ".") if named else f"[{index}]"
+            yield from names(child, path + inner)
+
+    return tuple(names(tree, ""))

@@ -13,7 +13,6 @@ from typing import cast
 import torch
 
 from passes.ir.errors import CaptureError
-
 from passes.ir.program import Argument, Op, Program, Ref, TensorType, Update, find_overload, flow, references, rename
 
 
@@ -56,7 +55,7 @@ class Rewriter:
         """Write `op` as it is."""
         self.ops.append(op)
 
-    def write(self, like: Op, target: str, type: TensorType, *args: Argument, **kwargs: Argument) -> Ref:
+    def write(self, like: Op, target: str, type: TensorType, /, *args: Argument, **kwargs: Argument) -> Ref:
         """Write a new op where `like` stands, with one result of `type`."""
         schema = find_overload(target)._schema.arguments
         arguments: dict[str, Argument] = {}
@@ -119,7 +118,6 @@ def functional(program: Program) -> Program:
                 for name in references(original.arguments[argument.name]):
                     base.update(dict.fromkeys(original.results, base.get(name, name)))
             continue
-        ((_, _),) = written[:1]
         target = next(references(original.arguments[written[0][0]]))
         root = base.get(target, target)
         if root in inputs or root in parameters:
