@@ -1,0 +1,187 @@
+"""What the tests of the passes share: programs from small modules, and all ranks of a mesh simulated in one process."""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from itertools import product
+
+import torch
+from torch import Tensor, nn
+
+from passes.capture import Tracing, capture
+from passes.ir.layout import Layout, Letter, digits, fits
+from passes.ir.mesh import Mesh
+from passes.ir.program import Op, Program
+from passes.ir.redistribution import Step
+from passes.normalize import normalize
+
+Coordinate = tuple[int, ...]
+Values = dict[Coordinate, Tensor]
+
+
+def mesh_of(**sizes: int) -> Mesh:
+    """A mesh from sizes by axis."""
+    return Mesh(tuple(sizes), tuple(sizes.values()))
+
+
+# --- programs ------------------------------------------------------------------------------------------------------
+
+
+def captured(module: nn.Module, training: bool = True, **inputs: object) -> Program:
+    """The program of `module(**inputs)`, traced for training."""
+    return capture(module, inputs, Tracing(training, True, contextlib.nullcontext()))
+
+
+def normalized(module: nn.Module, training: bool = True, **inputs: object) -> Program:
+    """The same in normal form."""
+    return normalize(captured(module, training, **inputs))
+
+
+def printed(program: Program) -> list[str]:
+    """The lines of a program as it prints, without the comments."""
+    return [line.split("  #")[0] for line in str(program).splitlines()]
+
+
+def op_lines(ops: Program | Sequence[Op]) -> list[str]:
+    """The ops of a program as they print."""
+    return [str(op) for op in (ops.ops if isinstance(ops, Program) else ops)]
+
+
+class Apply(nn.Module):
+    """A module without parameters that computes what `forward` is given as: a function of named inputs."""
+
+    def __init__(self, function: object) -> None:
+        super().__init__()
+        self.forward = function
+
+
+# --- all ranks in one process ----------------------------------------------------------------------------------------
+
+
+def part(whole: Tensor, layout: Layout, coordinate: Coordinate, mesh: Mesh) -> Tensor:
+    """What the splits of `layout` leave of `whole` for the rank at `coordinate`, by picking single indices.
+
+    Written from the definition: S(d, m) views dim d of the whole tensor as (m, n, rest) and takes index `coordinate` of
+    n. An index i of the dim is kept if (i // (size / (m * n))) % n is the coordinate, for every digit.
+    """
+    for dim, size in enumerate(whole.shape):
+        index = torch.arange(size)
+        for major, ways, axis in digits(layout, dim, mesh):
+            index = index[(index // (size // (major * ways))) % ways == coordinate[axis]]
+        whole = whole.index_select(dim, index) if len(index) != size else whole
+    return whole
+
+
+def axes_with(layout: Layout, kinds: str) -> list[int]:
+    """The axes whose letter is one of `kinds`."""
+    return [axis for axis, letter in enumerate(layout) if letter.kind in kinds]
+
+
+def spread(whole: Tensor, layout: Layout, mesh: Mesh, generator: torch.Generator) -> Values:
+    """`whole` on all ranks in `layout`; pending sums are random addends that sum to it (of integers, exactly)."""
+    pending = axes_with(layout, "P")
+    places = list(product(*(range(mesh.sizes[axis]) for axis in pending)))
+    addends = [torch.randint(-9, 10, whole.shape, generator=generator).to(whole.dtype) for _ in places[1:]]
+    addends.insert(0, whole - sum(addends, torch.zeros_like(whole)) if addends else whole)
+    by_place = dict(zip(places, addends, strict=True))
+    return {
+        coordinate: part(by_place[tuple(coordinate[axis] for axis in pending)], layout, coordinate, mesh)
+        for coordinate in mesh.coordinates()
+    }
+
+
+def summed(values: Values, layout: Layout, mesh: Mesh) -> Values:
+    """`values` with pending sums summed: what a rank has of the whole tensor according to its other letters."""
+    for axis in axes_with(layout, "P"):
+        values = {
+            coordinate: torch.stack([values[other] for other in line(coordinate, axis, mesh)]).sum(0)
+            for coordinate in values
+        }
+    return values
+
+
+def line(coordinate: Coordinate, axis: int, mesh: Mesh) -> list[Coordinate]:
+    """The ranks that lie with `coordinate` on `axis`."""
+    return [(*coordinate[:axis], index, *coordinate[axis + 1 :]) for index in range(mesh.sizes[axis])]
+
+
+def pairing(values: Values, gradients: Values, layout: Layout, mesh: Mesh) -> float:
+    """The inner product of a tensor and its gradient from what the ranks have of both.
+
+    Summed over all ranks; where a letter is I both are whole on every rank, which counts once.
+    """
+    total = sum(float((values[coordinate] * gradients[coordinate]).sum()) for coordinate in values)
+    for axis in axes_with(layout, "I"):
+        total /= mesh.sizes[axis]
+    return total
+
+
+def run_step(step: Step, values: Values, mesh: Mesh) -> Values:
+    """Run one step on all ranks; local shapes must be those that the step says."""
+    result = {}
+    for coordinate in values:
+        given = [values[other] for other in line(coordinate, step.axis, mesh)]
+        result[coordinate] = _run(step, given, coordinate[step.axis])
+        assert tuple(values[coordinate].shape) == step.before, step
+        assert tuple(result[coordinate].shape) == step.after, step
+    return result
+
+
+def run_steps(steps: Sequence[Step], values: Values, mesh: Mesh) -> Values:
+    """Run steps one after the other on all ranks."""
+    for step in steps:
+        values = run_step(step, values, mesh)
+    return values
+
+
+def _run(step: Step, given: list[Tensor], rank: int) -> Tensor:
+    """What rank `rank` of an axis has after a step, when the ranks of the axis have `given` before."""
+    source, target, ways = step.source, step.target, len(given)
+    own = given[rank]
+    match source.kind + target.kind:
+        case "RI" | "IR":
+            return own
+        case "RS" | "IS":
+            return _take(own, target, ways, rank)
+        case "RP" | "IP":
+            return own if rank == 0 else torch.zeros_like(own)
+        case "SR" | "SI":
+            return _put(given, source)
+        case "SS":
+            return _put([_take(other, target, ways, rank) for other in given], source)
+        case "SP":
+            return _put([own if other == rank else torch.zeros_like(own) for other in range(ways)], source)
+        case "PR" | "PI":
+            return torch.stack(given).sum(0)
+        case "PS":
+            return _take(torch.stack(given).sum(0), target, ways, rank)
+    raise AssertionError(step)
+
+
+def _take(tensor: Tensor, letter: Letter, ways: int, rank: int) -> Tensor:
+    """Part `rank` of the local `tensor` when its dim is viewed as (major, ways, rest)."""
+    chunks = tensor.chunk(letter.major * ways, letter.dim)
+    return torch.cat(chunks[rank::ways], letter.dim)
+
+
+def _put(parts: list[Tensor], letter: Letter) -> Tensor:
+    """The reverse of `_take`."""
+    chunks = [part.chunk(letter.major, letter.dim) for part in parts]
+    return torch.cat([own[place] for place in range(letter.major) for own in chunks], letter.dim)
+
+
+def layouts_on(shape: Sequence[int], letters: Sequence[Letter], mesh: Mesh) -> Iterator[Layout]:
+    """All layouts of a tensor of `shape` made of `letters` that divide."""
+    for layout in product(letters, repeat=len(mesh.sizes)):
+        if fits(tuple(shape), layout, mesh):
+            yield layout
+
+
+def assert_lies(values: Values, whole: Tensor, layout: Layout, mesh: Mesh, tolerance: float = 0.0) -> None:
+    """Assert that `values` are `whole` in `layout`, on every rank."""
+    for coordinate, value in summed(values, layout, mesh).items():
+        expected = part(whole, layout, coordinate, mesh)
+        assert value.shape == expected.shape, (layout, coordinate)
+        if tolerance:
+            torch.testing.assert_close(value, expected, rtol=tolerance, atol=tolerance)
+        else:
+            assert torch.equal(value, expected), (layout, coordinate)

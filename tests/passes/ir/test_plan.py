@@ -1,0 +1,170 @@
+"""Plans as data: saved, loaded, refused, printed."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from passes.ir.errors import PlanMismatchError
+from passes.ir.plan import (
+    Block,
+    InputPlan,
+    ParameterPlan,
+    Plan,
+    PrecisionPlan,
+    ProgramPlan,
+    Row,
+    Stage,
+)
+from passes.ir.plan_text import bytes_text, layout_text, seconds_text
+
+SPLIT = {"dp": "S(0)", "tp": "R"}
+
+
+def example() -> Plan:
+    """A plan with something in every field."""
+    rows = (
+        Row("op", "layers.*/linear", "dp d0, tp out", ("dp S(0), tp R", "dp R, tp S(0)"), ("dp S(0), tp S(1)",), "f[4]"),
+        Row("change", "layers.*/linear", "all_reduce tp", ("dp S(0), tp P",), ("dp S(0), tp I",), "f[4]", True),
+    )
+    stage = Stage(
+        {"x": ("S(0)", "R"), "layers.*/linear": ("d0", "out")}, (("head/linear", 0),), (Block("layers.*", 3, rows),)
+    )
+    program = ProgramPlan(
+        (stage,), "none", 1, {"forward compute": 1.5e-3}, {"parameters": 2**30, "activations": 0.5}, "optimizer step", 0.0
+    )
+    parameters = {
+        f"layers.{number}.weight": ParameterPlan((8, 4), "float32", {"dp": "S(1)", "tp": "S(0)"}, True)
+        for number in range(3)
+    }
+    parameters["head.weight"] = ParameterPlan((8, 4), "float32", {"dp": "R", "tp": "R"}, False)
+    return Plan(
+        model="Model",
+        fingerprint="abc",
+        objective="train",
+        mesh={"dp": 2, "tp": 2},
+        cluster="cpu",
+        memory_limit=1e9,
+        optimizer="adamw",
+        precision=PrecisionPlan("bfloat16", None, "float32"),
+        inputs={"x": InputPlan((4, 8), "float32", SPLIT)},
+        constants={"flag": "True"},
+        parameters=parameters,
+        programs={"train": program},
+        whole_ops=("odd/op",),
+        constraints={"head.weight": {"stored": {"dp": "R"}}},
+    )
+
+
+def test_json_gives_back_the_same_plan() -> None:
+    """What is written is read as an equal plan, tuples and nested parts included."""
+    assert Plan.from_json(example().to_json()) == example()
+
+
+def test_saved_plans_load(tmp_path: Path) -> None:
+    """The same through a file; whole numbers where floats stand are floats again."""
+    path = tmp_path / "plan.json"
+    example().save(path)
+    loaded = Plan.load(path)
+    assert loaded == example()
+    assert isinstance(loaded.programs["train"].memory["parameters"], float)
+
+
+def test_equal_plans_give_equal_text() -> None:
+    """Plans can be compared as files."""
+    assert example().to_json() == example().to_json()
+    other = dataclasses.replace(example(), optimizer="sgd")
+    assert other.to_json() != example().to_json()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("not json", "this is no plan: not JSON"),
+        ("[]", "it has no format_version"),
+        ('{"model": "x"}', "it has no format_version"),
+        ('{"format_version": 99}', "format version 99, this autopar reads 1: plan again"),
+    ],
+)
+def test_what_is_no_plan_is_refused(text: str, message: str) -> None:
+    """Anything that is no plan of this version is refused, saying why."""
+    with pytest.raises(PlanMismatchError, match=message):
+        Plan.from_json(text)
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("model",), 3),
+        (("memory_limit",), "much"),
+        (("inputs", "x", "shape"), [4, "8"]),
+        (("inputs", "x", "layout"), ["S(0)"]),
+        (("programs", "train", "stages"), [3]),
+        (("precision", "compute"), 16),
+    ],
+    ids=lambda item: ".".join(item) if isinstance(item, tuple) else "",
+)
+def test_damaged_plans_are_refused(path: tuple[str, ...], value: object) -> None:
+    """A value of the wrong kind is refused by the place that it stands in."""
+    data = json.loads(example().to_json())
+    holder = data
+    for key in path[:-1]:
+        holder = holder[key]
+    holder[path[-1]] = value
+    with pytest.raises(PlanMismatchError, match="the plan is damaged") as caught:
+        Plan.from_json(json.dumps(data))
+    assert path[-1] in str(caught.value)
+
+
+def test_missing_fields_are_refused() -> None:
+    """A plan that lacks a field is refused by its name."""
+    data = json.loads(example().to_json())
+    del data["inputs"]["x"]["dtype"]
+    with pytest.raises(PlanMismatchError, match="dtype"):
+        Plan.from_json(json.dumps(data))
+
+
+def test_the_table_shows_what_was_decided() -> None:
+    """The text names mesh, inputs, cost, every statement and every kind of parameter."""
+    text = str(example())
+    lines = [" ".join(line.split()) for line in text.splitlines()]
+    assert lines[0] == "Model: dp 2 x tp 2 on cpu (4 devices)"
+    assert "input x: float32[4, 8], dp S(0), tp R" in lines
+    assert "constant flag: True" in lines
+    assert "train: predicted step 1.5 ms, optimal" in lines
+    assert "layers.* x 3" in lines
+    assert "layers.*/linear dp d0, tp out dp S(0), tp R | dp R, tp S(0) -> dp S(0), tp S(1) f[4]" in lines
+    assert "~ layers.*/linear all_reduce tp, again in backward dp S(0), tp P -> dp S(0), tp I f[4]" in lines
+    assert "layers.*.weight x 3 float32[8, 4] stored dp S(1), tp S(0)" in lines
+    assert "head.weight float32[8, 4] stored R frozen" in lines
+    assert lines[-1].endswith("for want of a sharding rule: odd/op")
+
+
+def test_a_gap_is_shown() -> None:
+    """A plan that is not proven optimal says by how much it may be off."""
+    program = dataclasses.replace(example().programs["train"], gap=0.025)
+    text = str(dataclasses.replace(example(), programs={"train": program}))
+    assert "at most 2.50% above the optimum" in text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(2.5, "2.5 s"), (1.0, "1 s"), (0.0456, "45.6 ms"), (7.89e-4, "789 us"), (0.0, "0 us")]
+)
+def test_times_have_units(seconds: float, text: str) -> None:
+    """Times are shown in the unit that keeps them above one."""
+    assert seconds_text(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("size", "text"), [(3 * 2**30, "3 GiB"), (1.5 * 2**20, "1.5 MiB"), (2048, "2 KiB"), (256, "0.25 KiB")]
+)
+def test_sizes_have_units(size: float, text: str) -> None:
+    """Sizes are shown in binary units."""
+    assert bytes_text(size) == text
+
+
+def test_layouts_that_agree_show_one_letter() -> None:
+    """One letter stands for all axes if it needs no dim."""
+    assert layout_text({"dp": "I", "tp": "I"}) == "I"
+    assert layout_text({"dp": "S(0)", "tp": "S(0)"}) == "dp S(0), tp S(0)"
