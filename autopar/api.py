@@ -152,7 +152,8 @@ def _check_same_model(model: nn.Module, mesh: DeviceMesh) -> None:
         assert isinstance(other, tuple)
         if other[0] != first[0]:
             raise PlanMismatchError(
-                f"ranks hold different models: the one of rank {rank} of the mesh is built otherwise than that of rank 0"
+                f"ranks hold different models: the one of rank {rank} of the mesh is built otherwise than that of "
+                "rank 0"
             )
         name = first_difference(first[1], other[1])
         if name is not None:
@@ -160,4 +161,3 @@ def _check_same_model(model: nn.Module, mesh: DeviceMesh) -> None:
                 f"ranks hold different models: {name!r} has other values on rank {rank} of the mesh than on rank 0; "
                 "make the model from the same seed or the same checkpoint on every rank"
             )
-

@@ -32,7 +32,7 @@ from passes.ir.errors import CaptureError, PlanMismatchError
 from passes.ir.layout import I, Layout
 from passes.ir.lowered import Lowered
 from passes.ir.plan import InputPlan, ParameterPlan, Plan, PrecisionPlan, ProgramPlan
-from passes.ir.program import Folded, Program, references
+from passes.ir.program import Folded, Input, Parameter, Program, references
 from passes.lower import Casts, lower
 from passes.normalize import normalize
 from passes.record import find_decisions, idle_axes, layout_texts, record, whole_ops
@@ -100,7 +100,9 @@ def compile_model(model: nn.Module, request: Request, *, both_modes: bool = Fals
         evaluated = clock("capture", lambda: _captured(model, request, training=False, gradients=True))
         evaluated = clock("normalize", lambda: normalize(evaluated))
         if str(evaluated) != str(program):
-            frozen = replace(evaluated, parameters=tuple(replace(item, trainable=False) for item in evaluated.parameters))
+            frozen = replace(
+                evaluated, parameters=tuple(replace(item, trainable=False) for item in evaluated.parameters)
+            )
             inference = replace(request, objective="infer")
             programs["infer"] = _planned(model, frozen, stored_as(frozen, stored), inference, "infer", clock)
     plan = _plan(model, fingerprint, request, program, programs)
@@ -130,7 +132,8 @@ def _planned(
     memory = memory_use(problem, solution, states, mesh)
     for axis in idle_axes(problem, solution, mesh):
         logger.warning(
-            "mesh axis %r of size %d splits nothing: no split divides, or none pays; its devices repeat each other's work",
+            "mesh axis %r of size %d splits nothing: no split divides, or none pays; "
+            "its devices repeat each other's work",
             mesh.names[axis],
             mesh.sizes[axis],
         )
@@ -162,7 +165,7 @@ def _stored_dtype(model: nn.Module) -> torch.dtype | None:
 
 def _compiled(lowered: Lowered, source: str, naming: Naming, request: Request) -> CompiledProgram:
     program = lowered.program
-    given = {name: leaf for name, leaf in input_leaves(request.inputs)}
+    given = dict(input_leaves(request.inputs))
     inputs = []
     for item in program.inputs:
         leaf = given[item.argument]
@@ -171,10 +174,9 @@ def _compiled(lowered: Lowered, source: str, naming: Naming, request: Request) -
         inputs.append(PlannedInput(item.argument, type, item.type.dtype, lowered.inputs[item.name]))
     outputs = []
     for output in lowered.outputs:
-        shape = tuple(
-            size for name in references(output.value) for size in program.types[name.partition("~")[0]].shape
-        )
+        shape = tuple(size for name in references(output.value) for size in program.types[name.partition("~")[0]].shape)
         outputs.append(PlannedOutput(output.name, output.layout, shape))
+    sources: tuple[Parameter | Input, ...] = (*program.parameters, *program.inputs)
     return CompiledProgram(
         source,
         naming.class_name,
@@ -184,7 +186,7 @@ def _compiled(lowered: Lowered, source: str, naming: Naming, request: Request) -
         program.output_tree,
         program.constants,
         "keep=False" in source,
-        any(item.trainable for item in (*program.parameters, *program.inputs)),
+        any(item.trainable for item in sources),
     )
 
 
@@ -214,7 +216,7 @@ def _plan(
         cluster=request.cluster.name,
         memory_limit=request.memory_limit,
         optimizer=request.optimizer,
-        precision=PrecisionPlan(*(_dtype_text(dtype) for dtype in vars(precision).values())),
+        precision=PrecisionPlan(*(None if dtype is None else _dtype_text(dtype) for dtype in vars(precision).values())),
         inputs=inputs,
         constants={name: repr(value) for name, value in first.source.constants.items()},
         parameters=parameters,
@@ -224,8 +226,8 @@ def _plan(
     )
 
 
-def _dtype_text(dtype: torch.dtype | None) -> str | None:
-    return None if dtype is None else str(dtype).removeprefix("torch.")
+def _dtype_text(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _check_plan(plan: Plan, fingerprint: str, request: Request) -> None:
@@ -233,7 +235,8 @@ def _check_plan(plan: Plan, fingerprint: str, request: Request) -> None:
     mesh = dict(zip(request.mesh.names, request.mesh.sizes, strict=True))
     if plan.fingerprint != fingerprint:
         raise PlanMismatchError(
-            f"the plan was made for another {plan.model}: class, parameters or configuration differ; plan this model anew"
+            f"the plan was made for another {plan.model}: class, parameters or configuration differ; "
+            "plan this model anew"
         )
     if list(plan.mesh.items()) != list(mesh.items()):
         raise PlanMismatchError(f"the plan was made for the mesh {dict(plan.mesh)}, this one is {mesh}: plan anew")
@@ -270,9 +273,7 @@ def distribute(model: nn.Module, compiled: Compiled, request: Request, mesh: Dev
     return DistributedModule(root, mesh, device, compiled.plan, loaded, request.signature)
 
 
-def _root(
-    model: nn.Module, compiled: Compiled, request: Request, mesh: DeviceMesh, device: torch.device
-) -> Container:
+def _root(model: nn.Module, compiled: Compiled, request: Request, mesh: DeviceMesh, device: torch.device) -> Container:
     """Parameters as this rank's parts, and buffers, under the model's names; ties stay ties."""
     root = Container()
     coordinate = mesh.get_coordinate()

@@ -11,7 +11,7 @@ def structure_fingerprint(model: nn.Module) -> str:
     """Equal for models that are built alike: class, parts, parameters and buffers with their ties, configuration."""
     lines = [f"{type(model).__module__}.{type(model).__qualname__}", repr(model)]
     config = getattr(model, "config", None)
-    if hasattr(config, "to_dict"):
+    if config is not None and hasattr(config, "to_dict"):
         lines += [f"{name}={value!r}" for name, value in sorted(_settings(config.to_dict()))]
     lines += _tensor_lines("parameter", model.named_parameters(remove_duplicate=False))
     lines += _tensor_lines("buffer", model.named_buffers(remove_duplicate=False))
@@ -48,6 +48,7 @@ def _settings(config: Mapping[str, object]) -> Iterable[tuple[str, object]]:
 def _tensor_lines(kind: str, named: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
     first: dict[int, str] = {}
     return [
-        f"{kind} {name} {first.setdefault(id(tensor), name)} {tuple(tensor.shape)} {tensor.dtype} {tensor.requires_grad}"
+        f"{kind} {name} {first.setdefault(id(tensor), name)} "
+        f"{tuple(tensor.shape)} {tensor.dtype} {tensor.requires_grad}"
         for name, tensor in named
     ]

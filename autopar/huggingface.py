@@ -10,6 +10,7 @@ import inspect
 import logging
 import sys
 from collections.abc import Iterator, Mapping
+from typing import Protocol, cast
 from unittest import mock
 
 import torch
@@ -21,6 +22,20 @@ logger = logging.getLogger("autopar")
 
 # Sequences that inputs are made with are at most this long.
 _LONGEST = 2048
+
+
+class Config(Protocol):
+    """What is read of a configuration; models have the parts that fit them."""
+
+    vocab_size: int
+    image_size: int
+
+
+class Pretrained(Protocol):
+    """What is read of a model of `transformers`."""
+
+    config: Config
+    dtype: torch.dtype
 
 
 def is_huggingface(model: nn.Module) -> bool:
@@ -36,7 +51,8 @@ def made_inputs(model: nn.Module, objective: str, batch: int) -> dict[str, objec
 
     Raises InputError for a model whose main input is not known here.
     """
-    config = model.config
+    pretrained = cast(Pretrained, model)
+    config = pretrained.config
     main = getattr(model, "main_input_name", "input_ids")
     longest = getattr(config, "max_position_embeddings", None) or _LONGEST
     length = min(int(longest), _LONGEST)
@@ -46,7 +62,7 @@ def made_inputs(model: nn.Module, objective: str, batch: int) -> dict[str, objec
     elif main == "pixel_values" and isinstance(getattr(config, "image_size", None), int):
         size = config.image_size
         channels = getattr(config, "num_channels", 3)
-        inputs[main] = torch.empty(batch, channels, size, size, dtype=model.dtype, device="meta")
+        inputs[main] = torch.empty(batch, channels, size, size, dtype=pretrained.dtype, device="meta")
     else:
         raise InputError(
             f"{type(model).__name__} takes {main!r}, which cannot be made from its config: pass example_inputs, a dict "

@@ -23,4 +23,6 @@ class Precision:
         for name in ("compute", "reduce", "master"):
             dtype = getattr(self, name)
             if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-                raise InputError(f"precision: {name} must be a floating torch.dtype such as torch.bfloat16, got {dtype!r}")
+                raise InputError(
+                    f"precision: {name} must be a floating torch.dtype such as torch.bfloat16, got {dtype!r}"
+                )

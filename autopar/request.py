@@ -139,8 +139,9 @@ def _inputs(
     elif example_inputs is None:
         if not huggingface.is_huggingface(model):
             raise InputError(
-                f"{type(model).__name__} is no Hugging Face model, so its inputs are not known: pass example_inputs, a "
-                "dict of keyword arguments or a tuple of positional ones with the global batch (tensors on meta will do)"
+                f"{type(model).__name__} is no Hugging Face model, so its inputs are not known: pass example_inputs, "
+                "a dict of keyword arguments or a tuple of positional ones with the global batch "
+                "(tensors on meta will do)"
             )
         inputs = huggingface.made_inputs(model, options.objective, mesh.size)
     else:

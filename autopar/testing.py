@@ -6,6 +6,7 @@ import io
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +29,10 @@ _FLOAT32_TOLERANCE = 1e-4
 
 
 class LiftFloat32(TorchFunctionMode):
-    """While entered, casts to float32 go to `dtype`: what models compute in float32 inside is then as exact as the rest."""
+    """While entered, casts to float32 go to `dtype`.
+
+    What models compute in float32 inside is then as exact as the rest.
+    """
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -51,7 +55,8 @@ class LiftFloat32(TorchFunctionMode):
 class Comparison:
     """The error of every tensor: outputs under "output ...", gradients under "gradient of ...".
 
-    An error is max|a - b| / max(max|b|, 1e-6 x the model's largest gradient) of the parallelized a and the model's own b.
+    An error is max|a - b| / max(max|b|, 1e-6 x the model's largest gradient) of the parallelized a and the model's
+    own b.
     """
 
     errors: Mapping[str, float]
@@ -101,7 +106,8 @@ def assert_equivalent(
         if not error <= tolerance:
             raise AssertionError(
                 f"{type(model).__name__} on {sizes} is not what it is on one device"
-                f"{'' if lifted else ' (float32 inside)'}: {name} has relative error {error:.3e}, allowed are {tolerance:.1e}"
+                f"{'' if lifted else ' (float32 inside)'}: {name} has relative error {error:.3e}, "
+                f"allowed are {tolerance:.1e}"
             )
     assert first is not None
     return first
@@ -134,6 +140,7 @@ def random_inputs(model: nn.Module, objective: str, batch: int, length: int = 16
     assert objective in OBJECTIVES
     generator = torch.Generator().manual_seed(0)
     inputs = huggingface.made_inputs(model, objective, batch)
+    config = cast(huggingface.Pretrained, model).config
     filled: dict[str, object] = {}
     for name, leaf in inputs.items():
         assert isinstance(leaf, Tensor)
@@ -141,7 +148,7 @@ def random_inputs(model: nn.Module, objective: str, batch: int, length: int = 16
         if leaf.is_floating_point():
             filled[name] = torch.randn(shape, generator=generator, dtype=torch.float64)
         else:
-            classes = model.config.vocab_size if leaf.dim() == 2 else getattr(model.config, "num_labels", 2)
+            classes = config.vocab_size if leaf.dim() == 2 else getattr(config, "num_labels", 2)
             filled[name] = torch.randint(0, classes, shape, generator=generator)
     labels = filled.get("labels")
     if isinstance(labels, Tensor) and labels.dim() == 2:
@@ -214,7 +221,7 @@ def _backward(output: object) -> None:
     """From the loss, or from a fixed weighting of all outputs where there is none."""
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if isinstance(loss, Tensor):
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         return
     generator = torch.Generator().manual_seed(0)
     total: Tensor | None = None
@@ -224,7 +231,7 @@ def _backward(output: object) -> None:
             weighted = (whole * torch.randn(whole.shape, generator=generator, dtype=whole.dtype)).sum()
             total = weighted if total is None else total + weighted
     if total is not None and total.requires_grad:
-        total.backward()
+        total.backward()  # type: ignore[no-untyped-call]
 
 
 def _gradient_errors(distributed: nn.Module, model: nn.Module) -> Iterator[tuple[str, float]]:

@@ -4,7 +4,7 @@ For every op the strategies that its rule allows and that divide, with their pri
 the layouts that they may have; and who reads what from whom.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from math import prod
@@ -13,17 +13,16 @@ import torch
 
 from passes.constrain import Demand, Demands
 from passes.cost.cluster import Cluster
-from passes.cost.compute import Work, compute_seconds
 from passes.cost.price import op_seconds, update_seconds
 from passes.ir.choices import Edge, Group, Memory, Node, Problem, Strategy
 from passes.ir.errors import ConstraintError
 from passes.ir.layout import I, Layout, Letter, R, S, Shape, digits, fits, is_dtensor, local_shape
 from passes.ir.mesh import Mesh
-from passes.ir.program import Folded, Op, Region, TensorType, dependents, references
+from passes.ir.program import Folded, Op, Region, dependents, references
 from passes.rules import find_rule
 from passes.rules.rule import Rule, Saved
-from passes.rules.strides import strided
 from passes.rules.strategies import Digit, Subject, named_choices, op_strategies, subject
+from passes.rules.strides import strided
 from passes.rules.travel import travel
 
 
@@ -76,7 +75,7 @@ class _Builder:
     index: dict[str, int] = field(default_factory=dict)
 
     def build(self) -> Problem:
-        folded, mesh = self.folded, self.setting.mesh
+        folded = self.folded
         program = folded.program
         self.types = folded.types
         self.flowing = folded.flowing
@@ -196,7 +195,9 @@ class _Builder:
         return index
 
     def _bytes(self, name: str, layout: Layout) -> float:
-        return float(prod(local_shape(self.types[name].shape, layout, self.setting.mesh)) * self.types[name].dtype.itemsize)
+        return float(
+            prod(local_shape(self.types[name].shape, layout, self.setting.mesh)) * self.types[name].dtype.itemsize
+        )
 
     def _ops(self) -> None:
         """Carried tensors and ops."""
@@ -292,15 +293,11 @@ class _Builder:
             wanted = {**self.demands.at("used", self._real(name)), **self.demands.at("in", first, str(slot))}
             for axis, demand in wanted.items():
                 letter = _meant(demand, about.flowing_operands[slot])
-                strategies = keep(
-                    demand, axis, (strategy.operands[slot][axis] == letter for strategy in strategies)
-                )
+                strategies = keep(demand, axis, (strategy.operands[slot][axis] == letter for strategy in strategies))
         for number in range(len(op.results)):
             for axis, demand in self.demands.at("out", first, str(number)).items():
                 letter = _meant(demand, about.flowing_results[number])
-                strategies = keep(
-                    demand, axis, (strategy.results[number][axis] == letter for strategy in strategies)
-                )
+                strategies = keep(demand, axis, (strategy.results[number][axis] == letter for strategy in strategies))
         return strategies
 
     def _parameters(self) -> None:
@@ -357,7 +354,9 @@ class _Builder:
         return update_seconds(size, self.setting.optimizer_states, self.setting.cluster)
 
     def _parameter_memory(self, name: str, layout: Layout, updated: bool, count: int) -> Memory:
-        size = count * prod(local_shape(self.types[name].shape, layout, self.setting.mesh)) * self._stored_itemsize(name)
+        size = (
+            count * prod(local_shape(self.types[name].shape, layout, self.setting.mesh)) * self._stored_itemsize(name)
+        )
         if not updated:
             return Memory(held=float(size))
         return Memory(held=float(size * (1 + self.setting.optimizer_states)), gradient=float(size))
@@ -377,7 +376,7 @@ class _Builder:
         """Every operand of every op to what makes it."""
         exported: dict[str, tuple[Region, str]] = {}
         inner: dict[str, Region] = {}
-        for number, region in enumerate(self.folded.regions):
+        for region in self.folded.regions:
             inner.update({name: region for op in region.ops for name in op.results})
             inner.update({carry.argument: region for carry in region.carries})
             for export in region.exports:
@@ -470,8 +469,9 @@ def _saved_of(placed: _Placed, builder: _Builder) -> list[Saved]:
     return _saved(subject(placed.op, placed.rule, builder.types, builder.flowing, set(builder.parameters), set()))
 
 
-def _meant(demand: Demand, flows: bool) -> Letter | None:
+def _meant(demand: Demand, flows: bool) -> Letter:
     """The letter that is demanded: without a gradient R and I are the same."""
+    assert demand.letter is not None, "only demands of a method have no letter"
     return R if demand.letter == I and not flows else demand.letter
 
 

@@ -9,9 +9,10 @@ import io
 import logging
 import operator
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import cast
 from unittest import mock
 
 import torch
@@ -39,8 +40,11 @@ Inputs = Mapping[str, object]
 
 @dataclass(frozen=True)
 class Tracing:
-    """How to trace: `training` is the mode of the module, `gradients` whether there will be a backward pass; `context` is
-    entered around it; with `dtype` parameters and floating inputs are taken to be of that dtype."""
+    """How to trace.
+
+    `training` is the mode of the module, `gradients` whether there will be a backward pass; `context` is entered around
+    it; with `dtype` parameters and floating inputs are taken to be of that dtype.
+    """
 
     training: bool
     gradients: bool
@@ -88,13 +92,13 @@ def _mode(module: nn.Module, training: bool) -> Iterator[None]:
     try:
         module.train(training)
         for part in checkpointed:
-            part.gradient_checkpointing = False
+            part.gradient_checkpointing = False  # type: ignore[assignment]
         yield
     finally:
         for part, mode in modes:
             part.training = mode
         for part in checkpointed:
-            part.gradient_checkpointing = True
+            part.gradient_checkpointing = True  # type: ignore[assignment]
 
 
 @contextlib.contextmanager
@@ -102,9 +106,9 @@ def _autograd_functions_refused() -> Iterator[None]:
     """`torch.export` keeps only the forward of an `autograd.Function`: its gradients would be silently wrong."""
     original = torch.autograd.Function.apply
 
-    def apply(cls: type, *args: object, **kwargs: object) -> object:
+    def apply(cls: type, /, *args: object, **kwargs: object) -> object:
         if cls.__module__.split(".")[0] == "torch" and "checkpoint" not in cls.__module__:
-            return original.__func__(cls, *args, **kwargs)
+            return original.__func__(cls, *args, **kwargs)  # type: ignore[attr-defined]
         raise CaptureError(
             f"{cls.__module__}.{cls.__qualname__} is a custom autograd.Function, whose backward a trace does not keep: "
             "write it with plain operators"
@@ -117,8 +121,8 @@ def _autograd_functions_refused() -> Iterator[None]:
 @contextlib.contextmanager
 def _parameters_as(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     """Floating parameters and buffers stand as empty tensors of `dtype`; afterwards as they were."""
-    replaced: dict[int, torch.Tensor] = {}
-    undo: list[tuple[dict[str, torch.Tensor | None], str, torch.Tensor]] = []
+    replaced: dict[int, nn.Parameter] = {}
+    undo: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]] = []
     try:
         for part in module.modules():
             for name, parameter in part._parameters.items():
@@ -151,7 +155,8 @@ def _example(module: nn.Module, inputs: Inputs, dtype: torch.dtype | None) -> In
         kept = dtype if floating else leaf.dtype
         return torch.empty(leaf.shape, dtype=kept, device=device, requires_grad=leaf.requires_grad)
 
-    return pytree.tree_map(fresh, dict(inputs))
+    example: Inputs = pytree.tree_map(fresh, dict(inputs))
+    return example
 
 
 def _export(module: nn.Module, example: Inputs) -> torch.export.ExportedProgram:
@@ -203,14 +208,15 @@ class _Builder:
             elif node.op == "call_function":
                 known[node] = self.call(node, known)
             elif node.op == "output":
-                return torch.fx.node.map_arg(node.args[0], lambda used: known[used])
+                return _known(node.args[0], known)
         raise AssertionError("an exported graph has an output")
 
     def call(self, node: torch.fx.Node, known: dict[torch.fx.Node, object]) -> object:
         """Write one call; returns a reference or a list of them."""
-        args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda used: known[used])
+        args = tuple(_known(item, known) for item in node.args)
+        kwargs = {name: _known(item, known) for name, item in node.kwargs.items()}
         if node.target is operator.getitem:
-            return args[0][args[1]]
+            return cast(Sequence[object], args[0])[cast(int, args[1])]
         if isinstance(node.target, torch._ops.HigherOrderOperator):
             return self.higher_order(node, args)
         if not isinstance(node.target, torch._ops.OpOverload):
@@ -271,6 +277,11 @@ class _Builder:
         return [detached(value) for value in outputs]
 
 
+def _known(argument: torch.fx.node.Argument, known: Mapping[torch.fx.Node, object]) -> object:
+    """An argument of a node with the nodes in it replaced by what they are known as."""
+    return torch.fx.node.map_arg(argument, lambda used: cast(torch.fx.node.Argument, known[used]))
+
+
 def _type(tensor: torch.Tensor) -> TensorType:
     if not all(isinstance(size, int) for size in tensor.shape):
         raise CaptureError(f"a tensor has the size {list(tensor.shape)}, which depends on the data")
@@ -304,9 +315,7 @@ def _aliases(named: Iterator[tuple[str, torch.Tensor]]) -> dict[str, tuple[str, 
     return {name: tuple(names) for names in by_identity.values() for name in names}
 
 
-def _program(
-    module: nn.Module, exported: torch.export.ExportedProgram, example: Inputs, gradients: bool
-) -> Program:
+def _program(module: nn.Module, exported: torch.export.ExportedProgram, example: Inputs, gradients: bool) -> Program:
     builder = _Builder()
     types = builder.types
     parameter_names = _aliases(module.named_parameters(remove_duplicate=False))
@@ -345,10 +354,12 @@ def _program(
                 known[node] = Ref(inner)
         else:
             raise CaptureError(f"the model holds {spec.target!r}, an input of the kind {spec.kind.name}")
-    for item in (*parameters.values(), *buffers.values(), *inputs):
+    given: tuple[Parameter | Buffer | Input, ...] = (*parameters.values(), *buffers.values(), *inputs)
+    for item in given:
         types[item.name] = item.type
     types.update({name: _type(constant) for name, constant in constants.items()})
     returned = builder.graph(exported.graph_module, known)
+    assert isinstance(returned, (list, tuple))
     tree = exported.module_call_graph[0].signature.out_spec
     outputs = tuple(freeze(item) for item in returned)
     return Program(
@@ -364,9 +375,7 @@ def _program(
     )
 
 
-def _traced_parameters(
-    module: nn.Module, exported: torch.export.ExportedProgram
-) -> Iterator[tuple[str, torch.Tensor]]:
+def _traced_parameters(module: nn.Module, exported: torch.export.ExportedProgram) -> Iterator[tuple[str, torch.Tensor]]:
     """The module's parameters in the dtype that they were traced in."""
     for name, parameter in module.named_parameters():
         yield name, exported.state_dict.get(name, parameter)

@@ -1,8 +1,8 @@
 """constrain: what a user demands of the plan, matched against a program in normal form.
 
 Constraints are `{pattern: {what: {axis: layout}}}`. A pattern is matched (fnmatch) against names of parameters, modules
-and ops, or is an op kind such as "@linear". `what` is "stored" or "used" (parameters), "in", "out" or "method" (ops, and
-modules: what enters and leaves them). Of several that say something of the same thing the longest pattern holds.
+and ops, or is an op kind such as "@linear". `what` is "stored" or "used" (parameters), "in", "out" or "method" (ops,
+and modules: what enters and leaves them). Of several that say something of the same thing the longest pattern holds.
 """
 
 from collections.abc import Hashable, Iterator, Mapping

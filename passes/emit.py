@@ -7,14 +7,14 @@ says where in the model it comes from, layouts stand as comments, collectives ar
 import keyword
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
 from passes.ir.layout import Letter, format_layout
 from passes.ir.lowered import Body, Change, Compute, Loop, Lowered
 from passes.ir.mesh import Mesh
-from passes.ir.program import Argument, Op, Ref, freeze
+from passes.ir.program import Argument, Buffer, Op, Parameter, Ref, freeze
 from passes.ir.redistribution import Step
 
 COLLECTIVES = ("all_gather", "all_reduce", "all_to_all", "convert", "reduce_scatter")
@@ -87,7 +87,7 @@ class _Module:
         """The class of the whole program."""
         self.used.add("Generated")
         lowered = self.lowered
-        held = (*lowered.program.parameters, *lowered.program.buffers)
+        held: tuple[Parameter | Buffer, ...] = (*lowered.program.parameters, *lowered.program.buffers)
         names = {item.name: f"self.root{_attribute(item.name.split('.'))}" for item in held}
         names.update({name: f"self.constants[{name!r}]" for name in lowered.program.constants})
         code = _Code(self, lowered.body, names)
@@ -102,7 +102,9 @@ class _Module:
             lines.append("    def build(self):")
             for index, loop in enumerate(loops):
                 entries = ", ".join(repr(copy) for copy in loop.region.copies)
-                lines.append(f"        self.{_loop_name(index, loops)} = self.copies({self.classes[id(loop)]}, [{entries}])")
+                lines.append(
+                    f"        self.{_loop_name(index, loops)} = self.copies({self.classes[id(loop)]}, [{entries}])"
+                )
             lines.append("")
         lines.append(f"    def forward(self, {', '.join(arguments)}):" if arguments else "    def forward(self):")
         return [*lines, *code.prologue(), *code.lines, f"        return ({', '.join(leaves)},)"]
@@ -303,7 +305,7 @@ class _Code:
         for carry in region.carries:
             results.setdefault(carry.next, carried[carry.argument])
         collected = {value: names for value, names in loop.exports if self.collects(names)}
-        for value, names in collected.items():
+        for value in collected:
             base = _identifier(value.lstrip("%") + "s")
             results[value] = results.get(value) or self.fresh(f"each_{base}", f"{value}~each")
         gathers = {value: self.fresh(f"all_{_identifier(value.lstrip('%'))}", f"{value}~all") for value in collected}
@@ -355,7 +357,18 @@ _SUFFIXES = {
     "convert": "converted",
 }
 
-_NAMED_AFTER_MODULE = {"linear", "addmm", "embedding", "layer_norm", "rms_norm", "silu", "gelu", "relu", "conv1d", "conv2d"}
+_NAMED_AFTER_MODULE = {
+    "linear",
+    "addmm",
+    "embedding",
+    "layer_norm",
+    "rms_norm",
+    "silu",
+    "gelu",
+    "relu",
+    "conv1d",
+    "conv2d",
+}
 
 
 def _last_uses(body: Body) -> dict[str, int]:
@@ -409,7 +422,9 @@ def _path(own: str, region: str, entries: int) -> str:
 def _attribute(path: Sequence[str]) -> str:
     """How a part of the model is reached: ".layers[0].mlp"."""
     return "".join(
-        f".{part}" if part.isidentifier() and not keyword.iskeyword(part) else f"[{int(part) if part.isdigit() else part!r}]"
+        f".{part}"
+        if part.isidentifier() and not keyword.iskeyword(part)
+        else f"[{int(part) if part.isdigit() else part!r}]"
         for part in path
     )
 

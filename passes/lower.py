@@ -16,8 +16,8 @@ from passes.ir.mesh import Mesh
 from passes.ir.program import Argument, Folded, Op, Ref, Region, TensorType, references, rename
 from passes.ir.redistribution import redistribution
 from passes.rules import find_rule
-from passes.rules.strides import strided
 from passes.rules.strategies import named_choices, subject
+from passes.rules.strides import strided
 
 
 @dataclass(frozen=True)
@@ -160,9 +160,7 @@ class _Lowering:
             return inner
         return self._change(name, scope.layouts[name], layout, group, scope, remember=True)
 
-    def _change(
-        self, name: str, before: Layout, after: Layout, group: int, scope: _Scope, *, remember: bool
-    ) -> str:
+    def _change(self, name: str, before: Layout, after: Layout, group: int, scope: _Scope, *, remember: bool) -> str:
         about = self.problem.groups[group]
         dtypes = self._dtypes(name, about.type)
         if before == after and dtypes == (None, None):
@@ -236,9 +234,7 @@ class _Lowering:
 
     def _carry(self, region: Region, argument: str) -> tuple[int, Strategy]:
         index = next(
-            index
-            for index, node in enumerate(self.problem.nodes)
-            if node.kind == "carry" and node.name == argument
+            index for index, node in enumerate(self.problem.nodes) if node.kind == "carry" and node.name == argument
         )
         return index, self.solution.strategy(self.problem, index)
 
@@ -303,7 +299,9 @@ def _bounds(about: _Localizing) -> dict[str, Argument]:
     """A slice takes whole units; of each a rank has an equal part."""
     shape = about.types[about.op.operands[0]].shape
     dim, start, end = (about.arguments[name] for name in ("dim", "start", "end"))
-    assert isinstance(dim, int) and isinstance(start, int) and isinstance(end, int)
+    assert isinstance(dim, int)
+    assert isinstance(start, int)
+    assert isinstance(end, int)
     ways = split_ways(about.strategy.operands[0], dim % len(shape), about.mesh)
     return {**about.arguments, "start": start // ways, "end": end // ways}
 

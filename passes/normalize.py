@@ -13,7 +13,21 @@ from typing import cast
 import torch
 
 from passes.ir.errors import CaptureError
-from passes.ir.program import Argument, Op, Program, Ref, TensorType, Update, find_overload, flow, references, rename
+from passes.ir.program import (
+    Argument,
+    Buffer,
+    Input,
+    Op,
+    Parameter,
+    Program,
+    Ref,
+    TensorType,
+    Update,
+    find_overload,
+    flow,
+    references,
+    rename,
+)
 
 
 def normalize(program: Program) -> Program:
@@ -80,9 +94,7 @@ class Rewriter:
             ops=tuple(self.ops),
             types=self.types,
             outputs=tuple(self.follow(value) for value in self.program.outputs),
-            updates=tuple(
-                Update(update.buffer, next(references(self.follow(Ref(update.value))))) for update in kept
-            ),
+            updates=tuple(Update(update.buffer, next(references(self.follow(Ref(update.value))))) for update in kept),
         )
 
 
@@ -444,7 +456,8 @@ _REWRITES: dict[str, Rewrite] = {
 
 def gradients(program: Program) -> frozenset[str]:
     """Names of the tensors that a gradient flows through: they depend on something trainable."""
-    flowing = {item.name for item in (*program.parameters, *program.inputs) if item.trainable}
+    sources: tuple[Parameter | Input, ...] = (*program.parameters, *program.inputs)
+    flowing = {item.name for item in sources if item.trainable}
     flow(program.ops, flowing, program.types)
     return frozenset(flowing)
 
@@ -458,7 +471,8 @@ def without_unused(program: Program) -> Program:
         if any(name in used for name in op.results):
             kept.append(op)
             used.update(op.operands)
-    named = {item.name for item in (*program.inputs, *program.parameters, *program.buffers)}
+    given: tuple[Input | Parameter | Buffer, ...] = (*program.inputs, *program.parameters, *program.buffers)
+    named = {item.name for item in given}
     constants = {name: value for name, value in program.constants.items() if name in used}
     results = {name for op in kept for name in op.results}
     types = {name: type for name, type in program.types.items() if name in named | set(constants) | results}

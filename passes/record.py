@@ -33,7 +33,7 @@ def record(
         "none",
         1,
         {name.replace("_", " "): value for name, value in vars(seconds).items()},
-        {name: value for name, value in memory.kinds().items()},
+        dict(memory.kinds()),
         memory.moment,
         max(0.0, (solution.seconds - solution.bound) / total) if total else 0.0,
     )

@@ -13,7 +13,9 @@ from passes.ir.program import (
     Carry,
     Export,
     Folded,
+    Input,
     Op,
+    Parameter,
     Program,
     Ref,
     Region,
@@ -35,7 +37,8 @@ def fold(program: Program, label: Callable[[Op], Hashable] = lambda op: None) ->
     folder = _Folder(program, label)
     items = folder.items(0, len(program.ops), 0)
     types = dict(folder.types)
-    flowing = {item.name for item in (*program.parameters, *program.inputs) if item.trainable}
+    sources: tuple[Parameter | Input, ...] = (*program.parameters, *program.inputs)
+    flowing = {item.name for item in sources if item.trainable}
     trainable = set(flowing)
     for item in items:
         if isinstance(item, Op):
@@ -70,9 +73,7 @@ class _Folder:
         self.label = label
         self.types: dict[str, TensorType] = dict(program.types)
         self.producer = {
-            name: (position, index)
-            for position, op in enumerate(program.ops)
-            for index, name in enumerate(op.results)
+            name: (position, index) for position, op in enumerate(program.ops) for index, name in enumerate(op.results)
         }
         self.states = {item.name: item.trainable for item in program.parameters}
         self.states.update({item.name: False for item in program.buffers})

@@ -1,8 +1,8 @@
 """solve: the planning problem in, the best strategy for every node out.
 
-The problem is made smaller without losing the optimum (`network`), labels that cannot be in it are found by lower bounds
-(`bounds`), and what is left is an integer program (`integer`). Where memory is short, bytes get a price until the plan
-fits, and the integer program over what can then still be best closes the gap.
+The problem is made smaller without losing the optimum (`network`), labels that cannot be in it are found by lower
+bounds (`bounds`), and what is left is an integer program (`integer`). Where memory is short, bytes get a price until
+the plan fits, and the integer program over what can then still be best closes the gap.
 """
 
 import logging
@@ -19,7 +19,7 @@ from passes.ir.layout import Layout
 from passes.ir.mesh import Mesh
 from passes.solving.arrays import Arrays, arrays
 from passes.solving.bounds import Bounds
-from passes.solving.integer import SCALE, InfeasibleProgram, Program
+from passes.solving.integer import SCALE, InfeasibleProgramError, Program
 from passes.solving.memory import limit_memory, made_again, node_bytes, priced
 from passes.solving.network import Network, Sharing, drop_dominated, eliminate, restore
 from passes.solving.prices import Flags, Prices
@@ -233,8 +233,7 @@ class _Solver:
                 bounds.sweep(_a_little_more(threshold))
             alive = bounds.alive
             for node, flags in alive.items():
-                strategies = network.labels[node]
-                flags[int(np.searchsorted(strategies, best.picks[node]))] = True
+                flags[int(np.searchsorted(network.labels[node], best.picks[node]))] = True
         limit = self.limits.memory
         for _ in range(4):
             scale = SCALE / (best.seconds if best is not None else self.arrays.value([0] * len(self.arrays.costs)))
@@ -242,7 +241,7 @@ class _Solver:
             columns = limit_memory(program, self.arrays, self.problem, self.moments, limit)
             try:
                 picks, values, bound = program.solve(1e-6)
-            except InfeasibleProgram:
+            except InfeasibleProgramError:
                 break
             strategies = restore(network, picks)
             chosen = [strategies[node] for node in range(len(self.arrays.costs))]

@@ -21,10 +21,10 @@ into each by its name, so that two models on two meshes live in one process.
 """
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import cache
 
 import torch
-import torch.distributed._functional_collectives  # noqa: F401  (registers the operators below)
+import torch.distributed._functional_collectives
 from torch import Tensor
 
 from autopar.runtime.axis import Axis
@@ -33,6 +33,9 @@ from passes.ir.layout import Letter, parse_letter
 from passes.ir.redistribution import COLLECTIVES
 
 _c10d = torch.ops._c10d_functional
+
+# What a change keeps for the backward pass: group, size and rank; the letters; the dtypes to reduce in and to return.
+_Kept = tuple[tuple[str, int, int], tuple[Letter, Letter], torch.dtype | None, torch.dtype]
 
 
 def _wait(tensor: Tensor) -> Tensor:
@@ -121,13 +124,14 @@ class _Change(torch.autograd.Function):
     @staticmethod
     def backward(ctx: torch.autograd.function.FunctionCtx, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         (gradient,) = grads
-        place, (source, target), reduce, dtype = ctx.change  # type: ignore[attr-defined]
+        kept: _Kept = ctx.change  # type: ignore[attr-defined]
+        place, (source, target), reduce, dtype = kept
         if reduce is not None:
             gradient = gradient.to(reduce)
         return run_change(gradient, *place, target.gradient, source.gradient).to(dtype), None, None, None
 
 
-@lru_cache(maxsize=None)
+@cache
 def _letters(src: str, dst: str) -> tuple[Letter, Letter]:
     return parse_letter(src), parse_letter(dst)
 
@@ -143,7 +147,8 @@ def _operator(name: str) -> Callable[..., Tensor]:
         dtype: torch.dtype | None = None,
         grad_dtype: torch.dtype | None = None,
     ) -> Tensor:
-        result: Tensor = _Change.apply(x, (group, size, rank), _letters(src, dst), (dtype, grad_dtype))
+        place, letters, dtypes = (group, size, rank), _letters(src, dst), (dtype, grad_dtype)
+        result: Tensor = _Change.apply(x, place, letters, dtypes)  # type: ignore[no-untyped-call]
         return result
 
     run.__name__ = name
@@ -151,14 +156,14 @@ def _operator(name: str) -> Callable[..., Tensor]:
 
 
 _NAMES = ("all_gather", "all_reduce", "all_to_all", "convert", "reduce_scatter")
-_library = torch.library.Library("autopar", "DEF")
+_library = torch.library.Library("autopar", "DEF")  # type: ignore[no-untyped-call]
 for _name in _NAMES:
-    _library.define(
+    _library.define(  # type: ignore[no-untyped-call]
         f"{_name}(Tensor x, str group, int size, int rank, str src, str dst, *, "
         "ScalarType? dtype=None, ScalarType? grad_dtype=None) -> Tensor",
         tags=(torch.Tag.pt2_compliant_tag,),
     )
-    _library.impl(_name, _operator(_name), "CompositeImplicitAutograd")
+    _library.impl(_name, _operator(_name), "CompositeImplicitAutograd")  # type: ignore[no-untyped-call]
 
 
 def _call(

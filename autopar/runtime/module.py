@@ -164,7 +164,8 @@ class DistributedModule(nn.Module):
         self._plan = plan
         self._loaded = dict(programs)
         self._programs = {
-            name: (item.compiled, item.kind(root, axes, device, item.compiled.tensors)) for name, item in programs.items()
+            name: (item.compiled, item.kind(root, axes, device, item.compiled.tensors))
+            for name, item in programs.items()
         }
         self.train("train" in programs)
 
@@ -199,9 +200,7 @@ class DistributedModule(nn.Module):
     def input_layouts(self) -> dict[str, dict[str, str]]:
         """How each input is split, per axis: {"input_ids": {"dp": "S(0)", "tp": "R"}}."""
         compiled, _ = self._program()
-        return {
-            item.name: dict(zip(self._shape.names, map(str, item.layout), strict=True)) for item in compiled.inputs
-        }
+        return {item.name: dict(zip(self._shape.names, map(str, item.layout), strict=True)) for item in compiled.inputs}
 
     def from_local(self, batch: Mapping[str, object]) -> dict[str, object]:
         """Each rank's own part of a batch, as data loaders give it, as arguments for a call.
@@ -255,7 +254,7 @@ class DistributedModule(nn.Module):
         loss = _loss(output)
         if loss is None or not loss.requires_grad:
             raise InputError("the output has no loss to run backward from: pass labels, or plan with objective='train'")
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         return output
 
     def _mode(self) -> str:
@@ -293,7 +292,9 @@ class DistributedModule(nn.Module):
         if isinstance(leaf, DTensor):
             wanted = placements(item.layout, self._shape)
             if tuple(leaf.placements) != wanted:
-                raise InputError(f"{item.name} lies as {leaf.placements}, but is planned as {wanted}: see input_layouts")
+                raise InputError(
+                    f"{item.name} lies as {leaf.placements}, but is planned as {wanted}: see input_layouts"
+                )
             part = leaf.to_local()
         elif _is_split(item.layout):
             coordinate = self._mesh.get_coordinate()

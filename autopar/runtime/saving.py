@@ -59,7 +59,7 @@ class _View:
     gathered: _Gathered
     shape: torch.Size
     stride: tuple[int, ...]
-    offset: int
+    offset: int | torch.SymInt
 
 
 _Packed = _Kept | _View
@@ -77,7 +77,7 @@ def note_gathered(result: Tensor, source: Tensor, run: Callable[[Tensor], Tensor
         return
     if result.untyped_storage()._cdata == source.untyped_storage()._cdata:
         return
-    storage = StorageWeakRef(result.untyped_storage())
+    storage = StorageWeakRef(result.untyped_storage())  # type: ignore[no-untyped-call]
     noted[storage.cdata] = _Gathered(storage, source.detach(), run)
 
 

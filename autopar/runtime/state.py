@@ -43,7 +43,9 @@ def local_part(whole: Tensor, layout: Layout, coordinate: Sequence[int], mesh: M
     return part.contiguous().clone() if part.data_ptr() == whole.data_ptr() else part.contiguous()
 
 
-def from_local(local: Tensor, layout: Layout, shape: torch.Size | Sequence[int], device_mesh: DeviceMesh, mesh: Mesh) -> DTensor:
+def from_local(
+    local: Tensor, layout: Layout, shape: torch.Size | Sequence[int], device_mesh: DeviceMesh, mesh: Mesh
+) -> DTensor:
     """The whole tensor of global `shape` whose part on this rank is `local`."""
     stride = torch.empty(tuple(shape), device="meta").stride()
     return DTensor.from_local(

@@ -71,7 +71,9 @@ class Cluster:
         if stride * mesh.sizes[axis] <= self.node_size:
             return self.inside
         together = max(1, min(mesh.sizes[axis], self.node_size // stride))
-        bandwidth = min(self.inside.bandwidth, together * self.between.bandwidth) if together > 1 else self.between.bandwidth
+        bandwidth = (
+            min(self.inside.bandwidth, together * self.between.bandwidth) if together > 1 else self.between.bandwidth
+        )
         return Link(bandwidth, self.between.latency)
 
     @property

@@ -1,8 +1,8 @@
 """Bytes on one device at the points of a step that can be its peak.
 
 What lies there throughout: parameters and optimizer states as they are stored, buffers, inputs, outputs. What autograd
-keeps from the forward pass goes in the backward pass, block by block, while gradients come. A tensor that is kept counts
-once per layout, whoever keeps it; one that the backward pass gathers again counts as what it is gathered from.
+keeps from the forward pass goes in the backward pass, block by block, while gradients come. A tensor that is kept
+counts once per layout, whoever keeps it; one that the backward pass gathers again counts as what it is gathered from.
 """
 
 from collections.abc import Sequence
@@ -37,7 +37,9 @@ def moments(blocks: Sequence[str], counts: Sequence[int]) -> list[Moment]:
         )
         if count > 1:
             found.append(
-                Moment(f"backward of {name} ends", [*before, 1 / count, *none_after], [*none_before, 1.0, *after], block)
+                Moment(
+                    f"backward of {name} ends", [*before, 1 / count, *none_after], [*none_before, 1.0, *after], block
+                )
             )
     found.append(Moment("optimizer step", [0.0] * size, [1.0] * size, None))
     return found

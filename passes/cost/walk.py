@@ -90,9 +90,7 @@ def _compute(statement: Compute, body: Body, flowing: Set[str], cluster: Cluster
 
 def _change(statement: Change, cluster: Cluster, mesh: Mesh) -> Seconds:
     size, gradient_size = statement.type.dtype.itemsize, statement.gradient_itemsize
-    forward, backward = redistribution_seconds(
-        statement.steps, size, gradient_size, statement.gradient, cluster, mesh
-    )
+    forward, backward = redistribution_seconds(statement.steps, size, gradient_size, statement.gradient, cluster, mesh)
     return Seconds(
         forward_communication=forward, backward_communication=backward + (forward if statement.again else 0.0)
     )

@@ -77,8 +77,8 @@ class Group:
     """Uses of one tensor in one place, `count` times in a step.
 
     `gradient` says that a gradient flows back, in elements of `gradient_itemsize` bytes; `parameter` that the tensor
-    is a parameter, so that it is in memory anyway as it is stored; `strided` that it does not lie in memory in the order
-    of its dims.
+    is a parameter, so that it is in memory anyway as it is stored; `strided` that it does not lie in memory in the
+    order of its dims.
     """
 
     tensor: str

@@ -63,7 +63,8 @@ def _program(name: str, program: ProgramPlan, plan: Plan) -> list[str]:
     lines = [
         f"{name}: predicted step {seconds_text(total)}, {proven}",
         f"  {spent}",
-        f"  memory per device {bytes_text(peak)} of {bytes_text(plan.memory_limit)}, at its peak ({program.peak_moment})",
+        f"  memory per device {bytes_text(peak)} of {bytes_text(plan.memory_limit)}, "
+        f"at its peak ({program.peak_moment})",
         f"  {held}",
     ]
     many = len(program.stages) > 1
@@ -91,14 +92,13 @@ def _block(block: Block) -> list[str]:
 
 def _parameters(parameters: Mapping[str, ParameterPlan]) -> list[str]:
     """Parameters, those that differ only in numbers in their names on one line."""
-    groups: dict[tuple[object, ...], list[str]] = {}
+    groups: dict[tuple[str, str, tuple[int, ...], tuple[tuple[str, str], ...], bool], list[str]] = {}
     for name, item in parameters.items():
         pattern = ".".join("*" if part.isdigit() else part for part in name.split("."))
         kind = (pattern, item.dtype, item.shape, tuple(item.layout.items()), item.trainable)
         groups.setdefault(kind, []).append(name)
     rows = []
     for (pattern, dtype, shape, layout, trainable), names in groups.items():
-        assert isinstance(pattern, str) and isinstance(shape, tuple) and isinstance(layout, tuple)
         shown = f"{pattern} x {len(names)}" if len(names) > 1 else names[0]
         frozen = "" if trainable else "frozen"
         rows.append((f"  {shown}", f"{dtype}{list(shape)}", f"stored {layout_text(dict(layout))}", frozen))

@@ -10,7 +10,7 @@ It prints as text that a person can read, one op per line:
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from math import prod
 
 import torch
@@ -106,14 +106,20 @@ class Op:
             for name, value in self.arguments.items()
             if isinstance(value, Ref) or (name not in defaults) or value != freeze(defaults[name])
         ]
-        given = [format_argument(value) if isinstance(value, Ref) else f"{name}={format_argument(value)}" for name, value in shown]
+        given = [
+            format_argument(value) if isinstance(value, Ref) else f"{name}={format_argument(value)}"
+            for name, value in shown
+        ]
         return f"{', '.join(self.results)} = {self.kind}({', '.join(given)})"
 
 
 @dataclass(frozen=True)
 class Input:
-    """A tensor of the batch: `argument` is its place in the arguments of the model's forward, `name` what ops refer to it
-    by (the same, if no parameter is called so)."""
+    """A tensor of the batch.
+
+    `argument` is its place in the arguments of the model's forward, `name` what ops refer to it by (the same, if no
+    parameter is called so).
+    """
 
     name: str
     argument: str
@@ -288,11 +294,13 @@ def dependents(folded: Folded) -> frozenset[str]:
                 if any(name in depends for name in op.operands):
                     depends.update(op.results)
             if isinstance(item, Region):
-                depends.update(name for export in item.exports if export.value in depends for name in export.names if name)
+                depends.update(
+                    name for export in item.exports if export.value in depends for name in export.names if name
+                )
     return frozenset(depends)
 
 
-@lru_cache(maxsize=None)
+@cache
 def find_overload(target: str) -> torch._ops.OpOverload:
     """The operator called `target`, such as "aten.linear.default"."""
     namespace, name, overload = target.split(".")

@@ -55,10 +55,10 @@ _SAME_SIZE = 3
 class Step:
     """One change of letter on one axis, as the ranks see it.
 
-    `source` and `target` hold local majors (see `layout.local_major`); `before` and `after` are local shapes. `cut` says
-    that the parts of `target` do not lie one after the other in memory, so that they are copied before they are sent;
-    `join` the same of `source` and what is received. Both are told by the layouts that the whole change begins and ends
-    with.
+    `source` and `target` hold local majors (see `layout.local_major`); `before` and `after` are local shapes. `cut`
+    says that the parts of `target` do not lie one after the other in memory, so that they are copied before they are
+    sent; `join` the same of `source` and what is received. Both are told by the layouts that the whole change begins
+    and ends with.
     """
 
     axis: int
@@ -82,9 +82,7 @@ class Step:
     @property
     def backward(self) -> "Step":
         """What runs backward: the change from the gradient of the target to the gradient of the source."""
-        return Step(
-            self.axis, self.target.gradient, self.source.gradient, self.after, self.before, self.join, self.cut
-        )
+        return Step(self.axis, self.target.gradient, self.source.gradient, self.after, self.before, self.join, self.cut)
 
 
 def redistribution(

@@ -8,7 +8,7 @@ from passes.rules.parts import factors, is_tensor
 from passes.rules.registry import rule_for
 from passes.rules.rule import Dims, Part, Role, Rule, Saved
 
-_WHOLE = {name: Role.WHOLE for name in ("keys", "width", "value_width")}
+_WHOLE = dict.fromkeys(("keys", "width", "value_width"), Role.WHOLE)
 
 
 @rule_for("scaled_dot_product_attention")
@@ -30,7 +30,11 @@ def attention(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
     queries, keys = (Part("queries", query[2]),), (Part("keys", key[2]),)
     width, value_width = (Part("width", query[3]),), (Part("value_width", value[3]),)
     result: Dims = (batch, own, queries, value_width)
-    operands: list[Dims] = [(batch, own, queries, width), (batch, shared, keys, width), (batch, shared, keys, value_width)]
+    operands: list[Dims] = [
+        (batch, own, queries, width),
+        (batch, shared, keys, width),
+        (batch, shared, keys, value_width),
+    ]
     causal = bool(op.arguments["is_causal"])
     if is_tensor(op, "attn_mask"):
         scores = (batch, own, queries, keys)

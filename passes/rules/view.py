@@ -29,9 +29,7 @@ def reshape(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
         return None
 
     def flat(shape: Shape) -> Dims:
-        return tuple(
-            (Part("flat", size, prod(shape[:dim])),) if size != 1 else () for dim, size in enumerate(shape)
-        )
+        return tuple((Part("flat", size, prod(shape[:dim])),) if size != 1 else () for dim, size in enumerate(shape))
 
     return _view(flat(operand), flat(result))
 

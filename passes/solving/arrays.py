@@ -24,9 +24,10 @@ class EdgeArrays:
 class GroupArrays:
     """Uses of one tensor in one place, all its occurrences together.
 
-    `made[y]` is the layout (a row) that strategy y of `producer` gives, `targets` are those of the columns. `seconds[a, b]` is what it costs to bring layout
-    a to layout b forward and backward, `again[a, b]` what doing it once more in the backward pass adds. `source_bytes`
-    and `target_bytes` are what keeping the tensor in each layout takes; `same[a, b]` says that b is the very tensor a.
+    `made[y]` is the layout (a row) that strategy y of `producer` gives, `targets` are those of the columns.
+    `seconds[a, b]` is what it costs to bring layout a to layout b forward and backward, `again[a, b]` what doing it
+    once more in the backward pass adds. `source_bytes` and `target_bytes` are what keeping the tensor in each layout
+    takes; `same[a, b]` says that b is the very tensor a.
     """
 
     group: Group
@@ -44,8 +45,11 @@ class GroupArrays:
 
 @dataclass(frozen=True)
 class Arrays:
-    """The whole problem: `costs[n][y]` is what strategy y of node n costs itself; `oddness[n][y]` counts what is unusual
-    about it, to choose among equals."""
+    """The whole problem.
+
+    `costs[n][y]` is what strategy y of node n costs itself; `oddness[n][y]` counts what is unusual about it, to choose
+    among equals.
+    """
 
     costs: Sequence[Floats]
     oddness: Sequence[Integers]

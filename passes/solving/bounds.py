@@ -5,7 +5,6 @@ pairs so that the sum of all minima, which is a lower bound, grows. Where consum
 divided among them, and divided anew as they turn out to need it.
 """
 
-
 from dataclasses import dataclass
 
 import numpy as np
@@ -210,7 +209,7 @@ class Bounds:
 
 
 def _above_least(costs: Floats, layouts: Integers, size: int, none: float) -> Floats:
-    """For every layout the least cost of its labels above the least of all; `none` for layouts without a living label."""
+    """For every layout the least cost of its labels above the least of all; `none` where no label of it is living."""
     least = np.full(size, np.inf)
     np.minimum.at(least, layouts, costs)
     living = np.isfinite(least)

@@ -1,8 +1,9 @@
 """The integer program over a network, solved by HiGHS through OR-Tools MathOpt. The model is built from arrays.
 
-Variables: y[n, label] is 1 for the label that node n takes. z[pair, a, b] flows from row a to column b of a pair of nodes:
-its sums over rows and columns are those of y (a transport polytope, so that z need not be integer). m[group, a, b] is at
-least every flow of the group from a to b: a redistribution that several consumers want is paid once.
+Variables: y[n, label] is 1 for the label that node n takes. z[pair, a, b] flows from row a to column b of a pair of
+nodes: its sums over rows and columns are those of y (a transport polytope, so that z need not be integer).
+m[group, a, b] is at least every flow of the group from a to b: a redistribution that several consumers want is paid
+once.
 """
 
 from collections.abc import Mapping
@@ -18,7 +19,7 @@ from passes.solving.prices import Flags, Floats, Integers
 SCALE = 1e4
 
 
-class InfeasibleProgram(Exception):
+class InfeasibleProgramError(Exception):
     """No choice meets all rows."""
 
 
@@ -72,7 +73,7 @@ class Model:
     def solve(self, gap: float) -> tuple[Floats, float, float]:
         """The values of the columns, the objective and a bound on it.
 
-        Raises InfeasibleProgram where the rows cannot be met.
+        Raises InfeasibleProgramError where the rows cannot be met.
         """
         proto = model_pb2.ModelProto()
         variables, constraints, matrix = proto.variables, proto.linear_constraints, proto.linear_constraint_matrix
@@ -97,7 +98,7 @@ class Model:
         result = mathopt.solve(model, mathopt.SolverType.HIGHS, params=parameters)
         reason = result.termination.reason
         if reason in (mathopt.TerminationReason.INFEASIBLE, mathopt.TerminationReason.INFEASIBLE_OR_UNBOUNDED):
-            raise InfeasibleProgram
+            raise InfeasibleProgramError
         if reason != mathopt.TerminationReason.OPTIMAL:
             raise ArithmeticError(f"HiGHS stopped with {reason.name}: {result.termination.detail}")
         found = result.variable_values()
@@ -134,7 +135,9 @@ class Program:
             rows = np.unique(made)
             paid = self.model.add_columns(sharing.costs[rows] * scale)
             for consumer, wanted in sharing.consumers:
-                flows, sources, targets = self.flows(sharing.producer, made, consumer, wanted[self.labels[consumer].kept])
+                flows, sources, targets = self.flows(
+                    sharing.producer, made, consumer, wanted[self.labels[consumer].kept]
+                )
                 dear = sharing.costs[np.ix_(sources, targets)] > 0
                 self.model.at_least(paid[:, targets][dear], flows[dear])
 
@@ -148,7 +151,9 @@ class Program:
         self._marginals(flows, made.ravel(), here.columns)
         self._marginals(flows.T, wanted.ravel(), there.columns)
 
-    def flows(self, producer: int, made: Integers, consumer: int, wanted: Integers) -> tuple[Integers, Integers, Integers]:
+    def flows(
+        self, producer: int, made: Integers, consumer: int, wanted: Integers
+    ) -> tuple[Integers, Integers, Integers]:
         """Flows without costs between the layouts of two nodes' labels: their columns, and the layouts."""
         sources, rows = np.unique(made, return_inverse=True)
         targets, columns = np.unique(wanted, return_inverse=True)

@@ -10,7 +10,7 @@ from passes.ir.choices import Problem
 from passes.ir.layout import Layout
 from passes.solving.arrays import Arrays, GroupArrays
 from passes.solving.integer import Program
-from passes.solving.prices import Floats
+from passes.solving.prices import Floats, Integers
 
 UNIT = float(1 << 30)
 
@@ -93,9 +93,9 @@ class AgainColumns:
     """The columns of an integer program that say which redistributions of a group are made again."""
 
     group: int
-    columns: Floats
-    sources: Floats
-    targets: Floats
+    columns: Integers
+    sources: Integers
+    targets: Integers
 
 
 def limit_memory(

@@ -1,10 +1,10 @@
 """The planning problem as a network of nodes with labels, and how it is made smaller without losing the optimum.
 
-Nodes cost what their label says, pairs of nodes what their two labels say; a group costs, for the label of its producer,
-once for every different layout that its consumers want. A node with at most two neighbours and in no group can be
-eliminated: what it adds at best becomes a cost of its neighbours (dynamic programming, as in nonserial optimization by
-Bertelè and Brioschi, 1972). Labels that are never better than another one are dropped (dead-end elimination,
-Goldstein 1994).
+Nodes cost what their label says, pairs of nodes what their two labels say; a group costs, for the label of its
+producer, once for every different layout that its consumers want. A node with at most two neighbours and in no group
+can be eliminated: what it adds at best becomes a cost of its neighbours (dynamic programming, as in nonserial
+optimization by Bertelè and Brioschi, 1972). Labels that are never better than another one are dropped (dead-end
+elimination, Goldstein 1994).
 """
 
 from collections.abc import Mapping

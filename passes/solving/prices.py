@@ -105,8 +105,9 @@ def _letters(layouts: Sequence[Layout], axis: int) -> tuple[Integers, Integers, 
 def _conflicts(
     held: tuple[Integers, Integers, Integers], held_size: int, wanted: tuple[Integers, Integers, Integers], size: int
 ) -> Flags:
-    """Where the digit that is held (rows) and the one that is wanted (columns) split one dim and cannot do so together."""
+    """Where the digit held (rows) and the one wanted (columns) split one dim and cannot do so together."""
     both = (held[0] == _SPLIT)[:, None] & (wanted[0] == _SPLIT) & (held[1][:, None] == wanted[1])
     first, second = held[2][:, None], wanted[2][None, :]
     apart = ((second % (first * held_size)) == 0) | ((first % (second * size)) == 0)
-    return both & ~apart
+    conflicts: Flags = both & ~apart
+    return conflicts
