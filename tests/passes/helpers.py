@@ -77,11 +77,17 @@ def axes_with(layout: Layout, kinds: str) -> list[int]:
 
 
 def spread(whole: Tensor, layout: Layout, mesh: Mesh, generator: torch.Generator) -> Values:
-    """`whole` on all ranks in `layout`; pending sums are random addends that sum to it (of integers, exactly)."""
+    """`whole` on all ranks in `layout`; pending sums are random addends that sum to it (of whole numbers, exactly).
+
+    The first rank has all of a pending sum of flags.
+    """
     pending = axes_with(layout, "P")
     places = list(product(*(range(mesh.sizes[axis]) for axis in pending)))
-    addends = [torch.randint(-9, 10, whole.shape, generator=generator).to(whole.dtype) for _ in places[1:]]
-    addends.insert(0, whole - sum(addends, torch.zeros_like(whole)) if addends else whole)
+    if whole.dtype == torch.bool:
+        addends = [whole, *(torch.zeros_like(whole) for _ in places[1:])]
+    else:
+        addends = [torch.randint(-9, 10, whole.shape, generator=generator).to(whole.dtype) for _ in places[1:]]
+        addends.insert(0, whole - sum(addends, torch.zeros_like(whole)))
     by_place = dict(zip(places, addends, strict=True))
     return {
         coordinate: part(by_place[tuple(coordinate[axis] for axis in pending)], layout, coordinate, mesh)

@@ -1,0 +1,274 @@
+"""Programs of one op, lowered and generated under a given strategy, and run on simulated or real ranks."""
+
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils import _pytree as pytree
+
+from autopar.ranks import run_ranks
+from autopar.runtime import Axis
+from autopar.runtime.axis import axes_of
+from passes.emit import Naming, emit
+from passes.ir.choices import Edge, Group, Memory, Node, Problem, Solution, Strategy
+from passes.ir.layout import Layout, gradient
+from passes.ir.mesh import Mesh
+from passes.ir.program import Argument, Folded, Input, Op, Program, Ref, TensorType, find_overload
+from passes.lower import Casts, lower
+from passes.regions import fold
+from passes.rules import find_rule
+from passes.rules.rule import Rule, split, starts
+from passes.rules.strategies import Digit, Subject, op_strategies, subject
+from tests.passes.helpers import Coordinate, Values, part, spread, summed
+from tests.passes.rules.samples import Sample
+
+
+@dataclass(frozen=True)
+class OneOp:
+    """A sample as a program: its tensors are inputs called x0, x1, …; floating ones have a gradient."""
+
+    sample: Sample
+    folded: Folded
+    op: Op
+    operands: list[Tensor]
+    results: list[Tensor]
+
+    @property
+    def rule(self) -> Rule | None:
+        """The rule of the op."""
+        return find_rule(self.op, self.folded.types)
+
+    @property
+    def subject(self) -> Subject:
+        """What strategies are made for."""
+        return subject(self.op, self.rule, self.folded.types, self.folded.flowing, set(), set())
+
+    def strategies(self, mesh: Mesh) -> list[Strategy]:
+        """Every strategy whose splits begin at a part of a factor, or at its second digit of two."""
+        digits = {size: list(digits_of(self.rule, size)) for size in mesh.sizes}
+        return op_strategies(self.subject, digits, mesh)
+
+
+def digits_of(rule: Rule | None, size: int) -> dict[Digit, None]:
+    """The digits of every factor that an axis of `size` may split: from the front of each part, and after two."""
+    found: dict[Digit, None] = {}
+    for factor, start in starts(rule) if rule else ():
+        for major in (start, 2 * start):
+            if split(rule, factor, major, size) is not None:
+                found[factor, major] = None
+    return found
+
+
+def one_op(sample: Sample, trainable: Container[int] = range(100)) -> OneOp:
+    """The program of a sample; its floating operands in `trainable` have a gradient."""
+    operands: list[Tensor] = []
+
+    def named(value: object) -> Argument:
+        if isinstance(value, Tensor):
+            operands.append(value.clone().requires_grad_(value.is_floating_point() and len(operands) in trainable))
+            return Ref(f"x{len(operands) - 1}")
+        if isinstance(value, (list, tuple)):
+            return tuple(named(item) for item in value)
+        return value  # type: ignore[return-value]
+
+    arguments: dict[str, Argument] = {}
+    for position, item in enumerate(find_overload(sample.target)._schema.arguments):
+        given = sample.options.get(item.name, item.default_value)
+        arguments[item.name] = named(sample.arguments[position] if position < len(sample.arguments) else given)
+    results = sample.run(operands)
+    names = tuple(f"%y{index}" for index in range(len(results)))
+    op = Op(sample.target, arguments, names, key=f"/{sample.kind}")
+    inputs = tuple(
+        Input(f"x{index}", f"x{index}", _type(tensor), tensor.requires_grad) for index, tensor in enumerate(operands)
+    )
+    types = {item.name: item.type for item in inputs}
+    types.update({name: _type(tensor) for name, tensor in zip(names, results, strict=True)})
+    program = Program(
+        inputs, (), (), {}, (op,), tuple(map(Ref, names)), tuple(name[1:] for name in names),
+        pytree.tree_structure(tuple(names)), types,
+    )  # fmt: skip
+    return OneOp(sample, fold(program), op, operands, results)
+
+
+def _type(tensor: Tensor) -> TensorType:
+    return TensorType(tuple(tensor.shape), tensor.dtype)
+
+
+def problem_of(one: OneOp, strategy: Strategy) -> Problem:
+    """The problem whose only choice is `strategy`, with inputs and outputs in just the layouts that it has."""
+    nodes: list[Node] = []
+    edges: list[Edge] = []
+    groups: list[Group] = []
+
+    def add(key: str, kind: str, name: str, operands: Sequence[Layout], results: Sequence[Layout]) -> int:
+        chosen = strategy if kind == "op" else Strategy(("",), tuple(operands), tuple(results))
+        nodes.append(Node(key, kind, name, 1, 0, (chosen,), (0.0,), (Memory(),)))
+        return len(nodes) - 1
+
+    def use(producer: int, result: int, consumer: int, operand: int, name: str) -> None:
+        type = one.folded.types[name]
+        edges.append(Edge(producer, result, consumer, operand, len(groups), False))
+        groups.append(Group(name, type, 1, 0, name in one.folded.flowing, type.dtype.itemsize, False, False))
+
+    sources = [
+        add(name, "input", name, (), (layout,))
+        for name, layout in zip(one.op.operands, strategy.operands, strict=True)
+    ]
+    node = add(one.op.key, "op", one.op.results[0], strategy.operands, strategy.results)
+    for slot, (source, name) in enumerate(zip(sources, one.op.operands, strict=True)):
+        use(source, 0, node, slot, name)
+    for index, (name, layout) in enumerate(zip(one.op.results, strategy.results, strict=True)):
+        sink = add(f"output {name[1:]}", "output", name, (layout,), ())
+        use(node, index, sink, 0, name)
+    return Problem(nodes, edges, groups, ["before"], [1], {item.key: index for index, item in enumerate(nodes)})
+
+
+@dataclass
+class Case:
+    """A strategy, the source that was generated for it, and what each rank is given and gives back.
+
+    `inputs` and `cotangents` are per operand and per result (None where no gradient flows)."""
+
+    strategy: Strategy
+    source: str
+    body: str
+    inputs: list[Values]
+    trainable: list[int]
+    cotangents: list[Values | None]
+    wholes: list[Tensor | None]
+    outcomes: dict[Coordinate, "Outcome"] = field(default_factory=dict)
+
+
+Outcome = tuple[list[Tensor], list[Tensor | None]]
+
+
+def make_case(one: OneOp, strategy: Strategy, mesh: Mesh, generator: torch.Generator) -> Case:
+    """Lower and generate `one` under `strategy`, and lay out its operands and the gradients of its results."""
+    problem = problem_of(one, strategy)
+    chosen = Solution((0,) * len(problem.nodes), frozenset(), 0.0, 0.0)
+    lowered = lower(one.folded, problem, chosen, mesh, Casts())
+    (statement,) = lowered.body.statements
+    source = emit(lowered, mesh, Naming("OneOp", "One op."))
+    inputs = [
+        spread(tensor.detach(), layout, mesh, generator)
+        for tensor, layout in zip(one.operands, strategy.operands, strict=True)
+    ]
+    wholes: list[Tensor | None] = []
+    cotangents: list[Values | None] = []
+    for tensor, layout in zip(one.results, strategy.results, strict=True):
+        whole = None
+        if tensor.requires_grad:
+            whole = torch.randn(tensor.shape, generator=generator, dtype=torch.float64).to(tensor.dtype)
+        wholes.append(whole)
+        cotangents.append(None if whole is None else spread(whole, gradient(layout), mesh, generator))
+    trainable = [slot for slot, tensor in enumerate(one.operands) if tensor.requires_grad]
+    return Case(strategy, source, statement.body, inputs, trainable, cotangents, wholes)
+
+
+def run_source(
+    source: str,
+    axes: tuple[Axis, ...],
+    inputs: Sequence[Tensor],
+    trainable: Sequence[int],
+    cotangents: Sequence[Tensor | None],
+) -> Outcome:
+    """Run generated source on the local `inputs` of one rank, forward and backward: results and gradients."""
+    namespace: dict[str, object] = {}
+    exec(compile(source, "<generated>", "exec"), namespace)
+    kind = namespace["OneOp"]
+    own = [tensor.clone().requires_grad_(slot in trainable) for slot, tensor in enumerate(inputs)]
+    results = kind(nn.Module(), axes, torch.device("cpu"), {}).forward(*own)  # type: ignore[operator]
+    pairs = [(result, cotangent) for result, cotangent in zip(results, cotangents, strict=True) if cotangent is not None]
+    gradients: list[Tensor | None] = [None] * len(own)
+    if pairs:
+        outputs, given = zip(*pairs, strict=True)
+        found = torch.autograd.grad(outputs, [own[slot] for slot in trainable], given, allow_unused=True)
+        for slot, item in zip(trainable, found, strict=True):
+            gradients[slot] = torch.zeros_like(own[slot]) if item is None else item
+    return [result.detach() for result in results], gradients
+
+
+def run_here(case: Case, mesh: Mesh) -> None:
+    """Run a case on all ranks, one after the other in this process: it must not need a process group."""
+    for coordinate in mesh.coordinates():
+        axes = tuple(
+            Axis(name, size, index, "no group")
+            for name, size, index in zip(mesh.names, mesh.sizes, coordinate, strict=True)
+        )
+        inputs = [values[coordinate] for values in case.inputs]
+        cotangents = [None if values is None else values[coordinate] for values in case.cotangents]
+        case.outcomes[coordinate] = run_source(case.source, axes, inputs, case.trainable, cotangents)
+
+
+_Given = tuple[str, list[Tensor], list[int], list[Tensor | None]]
+
+
+def _on_rank(mesh: Mesh, cases: Sequence[Mapping[Coordinate, _Given]]) -> list[Outcome]:
+    device_mesh = init_device_mesh("cpu", mesh.sizes, mesh_dim_names=mesh.names)
+    axes, coordinate = axes_of(device_mesh), tuple(device_mesh.get_coordinate() or ())
+    outcomes = []
+    for case in cases:
+        source, *given = case[coordinate]
+        outcomes.append(run_source(source, axes, *given))
+    return outcomes
+
+
+def run_on_ranks(cases: Sequence[Case], mesh: Mesh) -> None:
+    """Run cases whose local form communicates on gloo ranks."""
+    given = [
+        {
+            coordinate: (
+                case.source,
+                [values[coordinate] for values in case.inputs],
+                case.trainable,
+                [None if values is None else values[coordinate] for values in case.cotangents],
+            )
+            for coordinate in mesh.coordinates()
+        }
+        for case in cases
+    ]
+    for coordinate, outcomes in zip(mesh.coordinates(), run_ranks(_on_rank, mesh.size, mesh, given), strict=True):
+        for case, outcome in zip(cases, outcomes, strict=True):
+            case.outcomes[coordinate] = outcome
+
+
+def check(one: OneOp, case: Case, mesh: Mesh) -> None:
+    """Assert that what the ranks gave is, put together, what the op gives for the whole, and so its gradients."""
+    strategy = case.strategy
+    where = f"{one.op} with {', '.join(strategy.methods)} on {mesh}: {strategy.operands} -> {strategy.results}"
+    single = any(tensor.dtype == torch.float32 for tensor in (*one.operands, *one.results))
+    tolerance = float("inf") if one.sample.random else 1e-5 if single else 1e-12
+    for index, (expected, layout) in enumerate(zip(one.results, strategy.results, strict=True)):
+        values = {coordinate: results[index] for coordinate, (results, _) in case.outcomes.items()}
+        _check_values(values, expected.detach(), layout, mesh, f"result {index} of {where}", tolerance)
+    pairs = [(result, whole) for result, whole in zip(one.results, case.wholes, strict=True) if whole is not None]
+    if not pairs:
+        return
+    outputs, given = zip(*pairs, strict=True)
+    trained = [one.operands[slot] for slot in case.trainable]
+    found = torch.autograd.grad(outputs, trained, given, retain_graph=True, allow_unused=True)
+    for slot, expected in zip(case.trainable, found, strict=True):
+        whole = torch.zeros_like(one.operands[slot]) if expected is None else expected
+        gradients = {}
+        for coordinate, (_, given_back) in case.outcomes.items():
+            value = given_back[slot]
+            assert value is not None, where
+            gradients[coordinate] = value
+        layout = gradient(strategy.operands[slot])
+        _check_values(gradients, whole, layout, mesh, f"gradient of operand {slot} of {where}", tolerance)
+
+
+def _check_values(
+    values: Values, whole: Tensor, layout: Layout, mesh: Mesh, where: str, tolerance: float
+) -> None:
+    for coordinate, value in summed(values, layout, mesh).items():
+        expected = part(whole, layout, coordinate, mesh)
+        assert value.shape == expected.shape, f"{where}: {value.shape} is not {expected.shape}"
+        assert value.dtype == expected.dtype, f"{where}: {value.dtype} is not {expected.dtype}"
+        if not value.is_floating_point():
+            assert torch.equal(value, expected), where
+            continue
+        error = float((value - expected).abs().max()) / max(1.0, float(whole.abs().max()))
+        assert not error > tolerance, f"{where}: off by {error:.1e} on rank {coordinate}"
