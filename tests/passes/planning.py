@@ -1,0 +1,196 @@
+"""Planning small modules step by step, and the best choice found by trying all."""
+
+import contextlib
+import random
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import combinations, product
+
+import torch
+from torch import Tensor, nn
+
+from passes.candidates import Setting, candidates
+from passes.capture import Tracing, capture
+from passes.constrain import Constraints, constrain
+from passes.cost.cluster import CLUSTERS, Cluster
+from passes.cost.memory import memory_use, same_tensor
+from passes.cost.walk import Optimizer, walk
+from passes.ir.choices import Node, Problem, Solution
+from passes.ir.layout import Layout
+from passes.ir.lowered import Lowered
+from passes.ir.mesh import Mesh
+from passes.ir.program import Folded
+from passes.lower import Casts, lower
+from passes.normalize import normalize
+from passes.regions import fold
+
+STATES = 2
+
+
+@dataclass(frozen=True)
+class Planning:
+    """A planning problem with what it was made from."""
+
+    folded: Folded
+    problem: Problem
+    mesh: Mesh
+    cluster: Cluster
+
+    def lowered(self, solution: Solution) -> Lowered:
+        """The program that a solution stands for."""
+        return lower(self.folded, self.problem, solution, self.mesh, Casts())
+
+    def seconds(self, solution: Solution) -> float:
+        """The step time of a solution, from the program that it stands for."""
+        lowered = self.lowered(solution)
+        return walk(lowered, self.folded.flowing, self.cluster, self.mesh, Optimizer(STATES)).total
+
+    def peak(self, solution: Solution) -> float:
+        """The memory of a solution."""
+        return memory_use(self.problem, solution, STATES, self.mesh).peak
+
+    def changed_and_kept(self, picks: tuple[int, ...]) -> list[tuple[int, Layout]]:
+        """The redistributions whose result autograd keeps under `picks`, so that they could be made again instead."""
+        chosen = Solution(picks, frozenset(), 0.0, 0.0)
+        found: dict[tuple[int, Layout], None] = {}
+        for edge in self.problem.edges:
+            before = chosen.strategy(self.problem, edge.producer).results[edge.result]
+            after = chosen.strategy(self.problem, edge.consumer).operands[edge.operand]
+            if edge.saved and not same_tensor(before, after):
+                found[edge.group, after] = None
+        return list(found)
+
+    def choices(self, again: bool) -> Iterator[Solution]:
+        """Every solution; with `again` in every way to make redistributions again."""
+        for picks in product(*(range(len(node.strategies)) for node in self.problem.nodes)):
+            redone = self.changed_and_kept(picks) if again else []
+            for count in range(len(redone) + 1):
+                for chosen in combinations(redone, count):
+                    yield Solution(picks, frozenset(chosen), 0.0, 0.0)
+
+
+def planning(
+    module: nn.Module,
+    inputs: Mapping[str, Tensor],
+    mesh: Mesh,
+    cluster: str | Cluster = "cpu",
+    constraints: Constraints | None = None,
+) -> Planning:
+    """The planning problem of a module in training."""
+    program = normalize(capture(module, inputs, Tracing(True, True, contextlib.nullcontext())))
+    demands = constrain(program, constraints or {}, mesh)
+    folded = fold(program, demands.label)
+    devices = CLUSTERS[cluster] if isinstance(cluster, str) else cluster
+    return Planning(folded, candidates(folded, demands, Setting(mesh, devices, STATES)), mesh, devices)
+
+
+def thinned(problem: Problem, budget: int, choose: random.Random) -> Problem:
+    """`problem` with a few random strategies per node, so that there are at most `budget` solutions."""
+    kept = [[choose.randrange(len(node.strategies))] for node in problem.nodes]
+    total, stuck = 1, 0
+    while stuck < 200:
+        index = choose.randrange(len(kept))
+        rest = sorted(set(range(len(problem.nodes[index].strategies))) - set(kept[index]))
+        larger = total // len(kept[index]) * (len(kept[index]) + 1)
+        if not rest or larger > budget:
+            stuck += 1
+            continue
+        kept[index].append(choose.choice(rest))
+        total = larger
+    nodes = [_thinned(node, sorted(own)) for node, own in zip(problem.nodes, kept, strict=True)]
+    return replace(problem, nodes=nodes)
+
+
+def _thinned(node: Node, kept: list[int]) -> Node:
+    def chosen(values: tuple[object, ...]) -> tuple[object, ...]:
+        return tuple(values[index] for index in kept) if values else values
+
+    return replace(
+        node,
+        strategies=chosen(node.strategies),
+        seconds=chosen(node.seconds),
+        memory=chosen(node.memory),
+        results=chosen(node.results),
+        copies=chosen(node.copies),
+    )
+
+
+class RandomModel(nn.Module):
+    """Three to six random ops on tensors of [batch, length, width]; `blocks` repeats them as layers of a list."""
+
+    def __init__(self, seed: int, blocks: int = 0) -> None:
+        super().__init__()
+        choose = random.Random(seed)
+        count = choose.randrange(3, 7) if not blocks else 3
+        width = 8
+        self.layers = nn.ModuleList(Steps(choose.getrandbits(30), count, width) for _ in range(blocks and 1))
+        if blocks:
+            recipe = choose.getrandbits(30)
+            self.layers = nn.ModuleList(Steps(recipe, count, width) for _ in range(blocks))
+        self.steps = Steps(choose.getrandbits(30), count, width) if not blocks else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Run the steps, and sum what comes out."""
+        for layer in self.layers:
+            x = layer(x)
+        if self.steps is not None:
+            x = self.steps(x)
+        return x.sum()
+
+
+class Steps(nn.Module):
+    """Random ops one after the other; some take an earlier tensor besides the last one."""
+
+    KINDS = ("linear", "add", "mul", "relu", "norm", "matmul", "reshape", "softmax", "mean")
+
+    def __init__(self, seed: int, count: int, width: int) -> None:
+        super().__init__()
+        choose = random.Random(seed)
+        self.kinds = [choose.choice(self.KINDS) for _ in range(count)]
+        self.kinds[choose.randrange(count)] = "linear"
+        self.others = [choose.randrange(number + 1) for number in range(count)]
+        self.parts = nn.ModuleDict()
+        for number, kind in enumerate(self.kinds):
+            if kind == "linear":
+                self.parts[str(number)] = nn.Linear(width, width, bias=bool(choose.getrandbits(1)))
+            elif kind == "norm":
+                self.parts[str(number)] = nn.LayerNorm(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Run them."""
+        seen = [x]
+        for number, (kind, other) in enumerate(zip(self.kinds, self.others, strict=True)):
+            last, earlier = seen[-1], seen[other]
+            match kind:
+                case "linear" | "norm":
+                    result = self.parts[str(number)](last)
+                case "add":
+                    result = last + earlier
+                case "mul":
+                    result = last * earlier
+                case "relu":
+                    result = last.relu()
+                case "matmul":
+                    result = last @ earlier.transpose(1, 2) @ last
+                case "reshape":
+                    result = last.reshape(-1, 2, 4).transpose(1, 2).reshape(last.shape)
+                case "softmax":
+                    result = last.softmax(-1)
+                case "mean":
+                    result = last - last.mean(1, keepdim=True)
+            seen.append(result)
+        return seen[-1]
+
+
+def random_planning(seed: int, blocks: int = 0) -> Planning:
+    """A random module on a random mesh, cluster and batch."""
+    choose = random.Random(seed)
+    mesh = choose.choice([Mesh(("a",), (2,)), Mesh(("a",), (4,)), Mesh(("a", "b"), (2, 2))])
+    cluster = CLUSTERS[choose.choice(["cpu", "h100", "a100", "ideal"])]
+    if choose.random() < 0.3:
+        cluster = replace(cluster, node_size=2)
+    scale = choose.choice([1, 4, 64])
+    inputs = {"x": torch.empty(4 * scale, 4 * choose.choice([1, 16]), 8, device="meta")}
+    with torch.device("meta"):
+        model = RandomModel(seed, blocks)
+    return planning(model, inputs, mesh, cluster)
