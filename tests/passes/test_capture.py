@@ -1,0 +1,289 @@
+"""capture: what a trace holds, and what it refuses."""
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from passes.capture import input_leaves
+from passes.ir.errors import CaptureError
+from passes.ir.layout import Shape
+from tests.passes.helpers import captured, printed
+
+
+class Square(torch.autograd.Function):
+    """A function with a backward of its own."""
+
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor) -> Tensor:
+        """The square."""
+        return x * x
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, *gradients: Tensor) -> Tensor:
+        """Something else."""
+        return gradients[0]
+
+
+class Custom(nn.Module):
+    """Calls it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Square."""
+        return Square.apply(x)
+
+
+class Branches(nn.Module):
+    """Looks at values."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Positive or negative."""
+        if x.sum() > 0:  # the line that the error names
+            return x
+        return -x
+
+
+class Item(nn.Module):
+    """Reads a value."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Scale by a number."""
+        return x * x.sum().item()
+
+
+class Selects(nn.Module):
+    """Has a size that depends on values."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """What is positive."""
+        return x[x > 0]
+
+
+class Conditional(nn.Module):
+    """Has control flow on tensors."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """One of two."""
+        return torch.cond(x.sum() > 0, lambda x: x + 1, lambda x: x - 1, (x,))
+
+
+class Autocast(nn.Module):
+    """Enters autocast."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """A product in bfloat16."""
+        with torch.autocast("cpu", torch.bfloat16):
+            return x @ x.T
+
+
+X = torch.ones(4, 6)
+
+
+def test_custom_autograd_functions_are_refused() -> None:
+    """A trace would keep their forward only; the error names the function."""
+    with pytest.raises(CaptureError, match=r"Square is a custom autograd.Function.*write it with plain operators"):
+        captured(Custom(), x=X)
+
+
+def test_custom_autograd_functions_work_again_afterwards() -> None:
+    """The refusal holds only while tracing."""
+    with pytest.raises(CaptureError):
+        captured(Custom(), x=X)
+    assert torch.equal(Custom()(X), X)
+
+
+def test_the_line_of_an_untraceable_model_is_named() -> None:
+    """The error says where in the model, what is in that line, and what a model must not do."""
+    with pytest.raises(CaptureError) as caught:
+        captured(Branches(), x=X)
+    message = str(caught.value)
+    assert "cannot trace Branches" in message
+    assert "test_capture.py:" in message
+    assert "if x.sum() > 0:  # the line that the error names" in message
+    assert "no branch on the values of tensors" in message
+
+
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [
+        (Item(), r"aten.item.default test_capture.py:\d+ gives a SymFloat that depends on the data"),
+        (Selects(), "size .* depends on the data"),
+        (Conditional(), "cannot be parallelized: .*without control flow on tensors"),
+        (Autocast(), r"cannot be parallelized: call the model without autocast \(see precision=\)"),
+    ],
+    ids=lambda item: type(item).__name__ if isinstance(item, nn.Module) else "",
+)
+def test_what_depends_on_values_is_refused(module: nn.Module, message: str) -> None:
+    """Each by its own message."""
+    with pytest.raises(CaptureError, match=message):
+        captured(module, x=X)
+
+
+class Tied(nn.Module):
+    """One weight under two names, a frozen one, and buffers of both kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(5, 6)
+        self.head = nn.Linear(6, 5, bias=False)
+        self.head.weight = self.embed.weight
+        self.twin = nn.Parameter(torch.ones(6), requires_grad=False)
+        self.register_buffer("scale", torch.ones(6))
+        self.register_buffer("shift", torch.ones(6), persistent=False)
+        self.unused = nn.Parameter(torch.ones(2))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """There and back."""
+        return self.head(self.embed(ids) * self.scale * self.twin + self.shift)
+
+
+def test_ties_are_found_by_identity() -> None:
+    """A parameter stands once with all its names, and both uses refer to it; equal values alone make no tie."""
+    model = Tied()
+    program = captured(model, ids=torch.zeros(3, dtype=torch.long))
+    assert [item.names for item in program.parameters] == [("twin",), ("unused",), ("embed.weight", "head.weight")]
+    lines = printed(program)
+    assert "%embedding = embedding(embed.weight, ids)" in lines
+    assert any(line.startswith("%linear = linear(") and line.endswith(", embed.weight)") for line in lines)
+    assert torch.equal(model.twin, model.scale)
+
+
+def test_parameters_and_buffers_are_told_apart() -> None:
+    """Frozen parameters are not trainable; buffers know whether they are saved."""
+    program = captured(Tied(), ids=torch.zeros(3, dtype=torch.long))
+    assert {item.name: item.trainable for item in program.parameters} == {
+        "twin": False,
+        "unused": True,
+        "embed.weight": True,
+    }
+    assert {item.name: item.persistent for item in program.buffers} == {"scale": True, "shift": False}
+
+
+class Nested(nn.Module):
+    """Takes and gives nested values."""
+
+    def forward(self, xs: list[object], flag: bool, y: Tensor | None = None) -> dict[str, object]:
+        """A sum, what was given, and plain values."""
+        first, second = xs
+        assert isinstance(first, Tensor)
+        assert isinstance(second, dict)
+        return {"sum": [first + second["k"], 3], "rest": (first if flag else y, None, "text")}
+
+
+def test_names_of_nested_inputs_and_outputs() -> None:
+    """Leaves are named by their place; values that are no tensors become part of the program."""
+    program = captured(Nested(), xs=[X, {"k": X.clone()}], flag=True, y=X.clone())
+    assert printed(program) == [
+        "input xs[0]: float32[4, 6]",
+        "input xs[1]['k']: float32[4, 6]",
+        "input y: float32[4, 6]",
+        "%add = add(xs[0], xs[1]['k'])",
+        "output sum[0]: %add",
+        "output sum[1]: 3",
+        "output rest[0]: xs[0]",
+        "output rest[1]: None",
+        "output rest[2]: text",
+    ]
+
+
+def test_input_leaves_name_each_leaf() -> None:
+    """The same names, from the inputs alone."""
+    names = [name for name, _ in input_leaves({"a": [1, {"b": 2}], "c": 3})]
+    assert names == ["a[0]", "a[1]['b']", "c"]
+
+
+def test_inputs_that_are_one_tensor_stay_two() -> None:
+    """Two inputs do not become one because the example passes the same tensor."""
+    program = captured(Nested(), xs=[X, {"k": X}], flag=True)
+    assert "%add = add(xs[0], xs[1]['k'])" in printed(program)
+
+
+class Shadowed(nn.Module):
+    """Has a parameter with the name of an input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.x = nn.Parameter(torch.ones(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Their product."""
+        return x * self.x
+
+
+def test_an_input_with_the_name_of_a_parameter() -> None:
+    """The two are told apart; the input still knows the argument that it is."""
+    program = captured(Shadowed(), x=X)
+    assert [item.argument for item in program.inputs] == ["x"]
+    (line,) = [line for line in printed(program) if line.startswith("%mul")]
+    assert line == "%mul = mul(x (input), x)"
+
+
+class Detached(nn.Module):
+    """Computes a part without gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Linear(6, 6, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """What is inside no_grad is a constant to the backward pass."""
+        with torch.no_grad():
+            scale = self.proj(x).exp()
+            top = scale.argmax(-1)
+        return self.proj(x) * scale + top.unsqueeze(-1)
+
+
+def test_no_grad_regions_are_written_out_and_detached() -> None:
+    """Their ops stand in the program; what leaves them is detached where it could have a gradient."""
+    lines = printed(captured(Detached(), x=X))
+    assert "%exp = exp(%linear)" in lines
+    assert "%detach = detach(%exp)" in lines
+    assert "%mul = mul(%linear_1, %detach)" in lines
+    assert sum(line.startswith("%detach") for line in lines) == 1
+
+
+class Modes(nn.Module):
+    """Does something else in evaluation, and checkpoints in training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Dropout(0.5)
+        self.inner.gradient_checkpointing = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Depends on the mode."""
+        assert not self.inner.gradient_checkpointing
+        return x.relu() if self.training else x.tanh()
+
+
+@pytest.mark.parametrize(("training", "kind"), [(True, "relu"), (False, "tanh")])
+def test_the_mode_is_that_of_the_trace(training: bool, kind: str) -> None:
+    """Every part is traced in the mode asked for, and is afterwards as it was, mixed modes included."""
+    model = Modes()
+    model.inner.eval()
+    program = captured(model, training, x=X)
+    assert [op.kind for op in program.ops] == [kind]
+    assert model.training
+    assert not model.inner.training
+    assert model.inner.gradient_checkpointing is True
+
+
+def test_the_module_is_left_as_it_was() -> None:
+    """Parameters, buffers and their values do not change, although the forward pass would change a buffer."""
+    model = nn.BatchNorm1d(6)
+    before = copy.deepcopy(model.state_dict())
+    identities = [id(item) for item in model.parameters()]
+    captured(model, input=torch.randn(4, 6))
+    assert [id(item) for item in model.parameters()] == identities
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("shape", [(4, 6), (2, 3, 6)])
+def test_types_of_results(shape: Shape) -> None:
+    """Every result has the type that running the module gives; meta parameters and inputs will do."""
+    with torch.device("meta"):
+        model = nn.Linear(6, 5)
+    program = captured(model, input=torch.empty(shape, device="meta"))
+    (op,) = program.ops
+    assert program.types[op.results[0]].shape == (*shape[:-1], 5)
