@@ -1,0 +1,91 @@
+"""The solver's parts on random networks of costs, against trying every choice."""
+
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+
+from passes.ir.choices import Group
+from passes.ir.program import TensorType
+from passes.solve import network_of, optimum
+from passes.solving.arrays import Arrays, EdgeArrays, GroupArrays
+from passes.solving.bounds import Bounds
+from passes.solving.network import drop_dominated, eliminate, restore
+
+GROUP = Group("x", TensorType((1,), torch.float32), 1, 0, True, 4, False, False)
+
+
+def random_arrays(seed: int, nodes: int = 7, layouts: int = 3) -> Arrays:
+    """Random costs: a few nodes with a few labels, tensors with one to three consumers, many costs zero or equal."""
+    draw = np.random.default_rng(seed)
+    sizes = draw.integers(1, 5, size=nodes)
+    coarse = seed % 2
+
+    def cost(*shape: int) -> np.ndarray:
+        values = draw.integers(0, 4, size=shape).astype(float) if coarse else draw.random(shape)
+        return np.where(draw.random(shape) < 0.3, 0.0, values)
+
+    groups = []
+    for producer in range(nodes - 1):
+        for _ in range(draw.integers(1, 3)):
+            count = int(draw.integers(1, min(4, nodes - producer)))
+            consumers = draw.choice(np.arange(producer + 1, nodes), size=count, replace=False)
+            made = draw.integers(0, layouts, size=sizes[producer])
+            edges = [EdgeArrays(int(node), draw.integers(0, layouts, size=sizes[node]), False) for node in consumers]
+            seconds = cost(layouts, layouts)
+            none = np.zeros((layouts, layouts))
+            groups.append(
+                GroupArrays(
+                    GROUP, producer, made, edges, tuple(() for _ in range(layouts)), seconds, none,
+                    np.zeros(layouts), np.zeros(layouts), none > 0, none.astype(int),
+                )
+            )  # fmt: skip
+    costs = [cost(size) + 0.1 for size in sizes]
+    return Arrays(costs, [np.zeros(size, dtype=int) for size in sizes], groups)
+
+
+def least(arrays: Arrays) -> float:
+    """The cost of the best choice, by trying all."""
+    return min(arrays.value(picks) for picks in product(*(range(len(costs)) for costs in arrays.costs)))
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_optimum_of_random_networks(seed: int) -> None:
+    """No choice costs less, and the bound is below it and close to it."""
+    arrays = random_arrays(seed)
+    picks, bound = optimum(arrays)
+    best = least(arrays)
+    assert arrays.value(picks) == pytest.approx(best, rel=1e-9)
+    assert best * (1 - 1e-6) <= bound <= best * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_making_the_network_smaller_keeps_the_optimum(seed: int) -> None:
+    """Eliminated nodes and dropped labels: the best choice of what is left, restored, is as good as the best of all."""
+    arrays = random_arrays(seed)
+    network = network_of(arrays)
+    eliminate(network)
+    drop_dominated(network)
+    nodes = sorted(network.costs)
+    every = product(*(range(len(network.costs[node])) for node in nodes))
+    picks = min((dict(zip(nodes, labels, strict=True)) for labels in every), key=network.value)
+    chosen = restore(network, picks)
+    strategies = [chosen[node] for node in range(len(arrays.costs))]
+    assert arrays.value(strategies) == pytest.approx(least(arrays), rel=1e-9)
+    assert network.value(picks) == pytest.approx(least(arrays), rel=1e-9)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_bounds_are_below_the_optimum_and_keep_it(seed: int) -> None:
+    """Message passing never exceeds the least cost, and does not rule out the labels of a best choice."""
+    arrays = random_arrays(seed)
+    best = least(arrays)
+    bounds = Bounds(network_of(arrays))
+    for _ in range(8):
+        before = bounds.bound
+        bounds.sweep(best * (1 + 1e-9))
+        assert bounds.bound <= best * (1 + 1e-9)
+        assert bounds.bound >= before - 1e-9 * abs(best)
+    alive = [np.flatnonzero(bounds.alive[node]) for node in range(len(arrays.costs))]
+    assert min(arrays.value(picks) for picks in product(*alive)) == pytest.approx(best, rel=1e-9)

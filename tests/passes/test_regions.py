@@ -1,0 +1,228 @@
+"""regions: what folds, into how many copies, and under which names."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from passes.ir.program import Folded, Op, Region
+from passes.regions import fold
+from tests.passes.helpers import normalized, op_lines
+
+X = torch.ones(2, 6)
+
+
+class Block(nn.Module):
+    """A layer: linear and relu, with a residual."""
+
+    def __init__(self, width: int = 6, inner: int = 6, gate: bool = False) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, inner)
+        self.down = nn.Linear(inner, width)
+        self.gate = gate
+
+    def forward(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
+        """One layer."""
+        hidden = self.up(x).relu()
+        if self.gate:
+            hidden = hidden.tanh()
+        out = x + self.down(hidden)
+        return out if scale is None else out * scale
+
+
+class Stack(nn.Module):
+    """Layers between two other ops; with `scale` a tensor from outside is used by all of them."""
+
+    def __init__(self, *layers: nn.Module, scale: bool = False, collect: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+        self.scale = scale
+        self.collect = collect
+
+    def forward(self, x: Tensor) -> object:
+        """One layer after the other."""
+        scale = x.exp() if self.scale else None
+        seen = []
+        for layer in self.layers:
+            x = layer(x) if scale is None else layer(x, scale)
+            seen.append(x)
+        return (x.sum(), seen) if self.collect else x.sum()
+
+
+def folded(*layers: nn.Module, scale: bool = False, collect: bool = False) -> Folded:
+    """A stack of layers, folded."""
+    return fold(normalized(Stack(*layers, scale=scale, collect=collect), x=X))
+
+
+@pytest.mark.parametrize("count", [2, 3, 7])
+def test_equal_blocks_are_one_region(count: int) -> None:
+    """A stack of equal layers folds to one region with that many copies; the rest stays as it is."""
+    result = folded(*(Block() for _ in range(count)))
+    region, last = result.items
+    assert isinstance(region, Region)
+    assert isinstance(last, Op)
+    assert region.count == count
+    assert region.copies == tuple((f"layers.{index}",) for index in range(count))
+    assert [op.kind for op in region.ops] == ["linear", "relu", "linear", "add"]
+    assert last.kind == "sum"
+
+
+def test_a_region_prints_as_its_first_copy() -> None:
+    """Carried tensors and the region's own parameters have names of their own; all copies' names are listed."""
+    text = str(folded(Block(), Block(), Block()))
+    assert text.splitlines() == [
+        "region layers.* x 3",
+        "  carry %carry_0: x, then %add",
+        "  own layers.*.up.weight: layers.0.up.weight, ..., layers.2.up.weight",
+        "  own layers.*.up.bias: layers.0.up.bias, ..., layers.2.up.bias",
+        "  own layers.*.down.weight: layers.0.down.weight, ..., layers.2.down.weight",
+        "  own layers.*.down.bias: layers.0.down.bias, ..., layers.2.down.bias",
+        "  %linear = linear(%carry_0, layers.*.up.weight, layers.*.up.bias)",
+        "  %relu = relu(%linear)",
+        "  %linear_1 = linear(%relu, layers.*.down.weight, layers.*.down.bias)",
+        "  %add = add(%carry_0, %linear_1)",
+        "  export %add: %add_2",
+        "%sum = sum(%add_2)",
+    ]
+
+
+def test_keys_of_ops_in_a_region() -> None:
+    """The copy's number is a star, so that one key stands for all copies."""
+    (region,) = folded(Block(), Block()).regions
+    assert [op.key for op in region.ops] == [
+        "layers.*.up/linear",
+        "layers.*/relu",
+        "layers.*.down/linear",
+        "layers.*/add",
+    ]
+
+
+def test_alternating_layers_make_one_longer_region() -> None:
+    """A A' A A' is two copies of the pair; each of the pair has its own number in the names."""
+    pairs = [Block(gate=bool(index % 2)) for index in range(6)]
+    (region,) = folded(*pairs).regions
+    assert region.count == 3
+    assert region.copies[1] == ("layers.2", "layers.3")
+    assert [op.kind for op in region.ops].count("tanh") == 1
+    assert "layers.*[0].up/linear" in [op.key for op in region.ops]
+    assert "layers.*[1]/tanh" in [op.key for op in region.ops]
+    assert region.owned["layers.*[1].up.weight"] == ("layers.1.up.weight", "layers.3.up.weight", "layers.5.up.weight")
+
+
+def test_a_different_block_breaks_the_run() -> None:
+    """Equal layers before and after a different one are two regions, and the different one stays as its ops."""
+    result = folded(Block(), Block(), Block(inner=9), Block(), Block(), Block())
+    assert [item.count for item in result.items if isinstance(item, Region)] == [2, 3]
+    outside = [op for op in result.items if isinstance(op, Op)]
+    assert [op.module for op in outside if op.kind == "linear"] == ["layers.2.up", "layers.2.down"]
+
+
+def test_single_layers_and_different_ones_do_not_fold() -> None:
+    """Nothing repeats, nothing folds."""
+    assert not folded(Block()).regions
+    assert not folded(Block(inner=6), Block(inner=7), Block(inner=8)).regions
+
+
+def test_frozen_layers_do_not_fold_with_trained_ones() -> None:
+    """What differs in having a gradient differs."""
+    layers = [Block() for _ in range(4)]
+    for parameter in [*layers[0].parameters(), *layers[1].parameters()]:
+        parameter.requires_grad_(False)
+    assert [region.count for region in folded(*layers).regions] == [2, 2]
+
+
+def test_labels_keep_ops_apart() -> None:
+    """Layers whose ops are labelled differently do not fold together."""
+    program = normalized(Stack(*(Block() for _ in range(4))), x=X)
+    result = fold(program, lambda op: op.module.startswith("layers.0"))
+    assert [region.count for region in result.regions] == [3]
+
+
+def test_tensors_from_outside_are_shared() -> None:
+    """What all copies read from outside keeps its name, and is neither carried nor owned."""
+    (region,) = folded(Block(), Block(), Block(), scale=True).regions
+    assert [carry.initial for carry in region.carries] == ["x"]
+    outside = {name for op in region.ops for name in op.operands} - {name for op in region.ops for name in op.results}
+    assert "%exp" in outside - set(region.owned)
+
+
+def test_tied_parameters_are_shared() -> None:
+    """A parameter that all copies have in common is the same tensor in every copy, and not one of the region's own."""
+    layers = [Block() for _ in range(3)]
+    for layer in layers[1:]:
+        layer.up.weight = layers[0].up.weight
+    (region,) = folded(*layers).regions
+    assert set(region.owned) == {"layers.*.up.bias", "layers.*.down.weight", "layers.*.down.bias"}
+    assert "layers.0.up.weight" in region.ops[0].operands
+
+
+def test_results_of_every_copy_are_exported() -> None:
+    """What each copy gives to the outside has a name per copy; what only the last does, a name there alone."""
+    (region,) = folded(Block(), Block(), Block(), collect=True).regions
+    (export,) = region.exports
+    assert export.names == ("%add", "%add_1", "%add_2")
+    (region,) = folded(Block(), Block(), Block()).regions
+    (export,) = region.exports
+    assert export.names == (None, None, "%add_2")
+
+
+class Pairs(nn.Module):
+    """A layer with a list of parts in it."""
+
+    def __init__(self, parts: int) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.ReLU()) for _ in range(parts))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """All parts."""
+        for part in self.parts:
+            x = part(x)
+        return x
+
+
+def test_lists_in_a_layer_that_does_not_repeat_fold_inside() -> None:
+    """Where layers differ, the lists inside them are folded."""
+    result = folded(Pairs(2), Pairs(3))
+    assert [(region.name, region.count) for region in result.regions] == [("layers.0.parts.*", 2), ("layers.1.parts.*", 3)]
+
+
+def test_layers_that_repeat_fold_as_a_whole() -> None:
+    """Where layers are equal, they fold, with the lists inside them written out."""
+    (region,) = folded(Pairs(2), Pairs(2)).regions
+    assert (region.name, region.count, len(region.ops)) == ("layers.*", 2, 4)
+
+
+def test_gradients_flow_through_carries() -> None:
+    """What is carried has a gradient from the first copy that has trained parameters, although the input has none."""
+    result = folded(Block(), Block(), Block())
+    (region,) = result.regions
+    assert region.carries[0].argument in result.flowing
+    assert set(region.owned) <= result.flowing
+    assert "x" not in result.flowing
+    assert "%sum" in result.flowing
+
+
+def test_unfolding_gives_the_program_again() -> None:
+    """The ops of all copies, with their own names put back, are the ops of the program, in order."""
+    program = normalized(Stack(*(Block(gate=bool(index % 2)) for index in range(4)), scale=True), x=X)
+    result = fold(program)
+    lines = []
+    for item in result.items:
+        if isinstance(item, Op):
+            lines.append((item.target, item.operands[:0], len(item.operands)))
+            continue
+        for _ in range(item.count):
+            lines += [(op.target, op.operands[:0], len(op.operands)) for op in item.ops]
+    assert lines == [(op.target, op.operands[:0], len(op.operands)) for op in program.ops]
+    assert len(op_lines(result.ops)) < len(op_lines(program))
+
+
+def test_the_work_grows_with_the_number_of_ops() -> None:
+    """Twice the layers ask for twice the labels, not for four times as many."""
+
+    def asked(layers: int) -> int:
+        program = normalized(Stack(*(Block() for _ in range(layers))), x=X)
+        seen = []
+        fold(program, lambda op: seen.append(op))
+        return len(seen)
+
+    assert asked(32) <= 2.2 * asked(16)
