@@ -159,7 +159,7 @@ def test_kinds_of_ops(program: Program) -> None:
 
 
 def test_modules_are_what_enters_and_leaves_them(program: Program) -> None:
-    """"in" of a module holds where tensors enter it, "out" where they leave it; parameters do not enter."""
+    """ "in" of a module holds where tensors enter it, "out" where they leave it; parameters do not enter."""
     demands = constrain(program, {"layers.1": {"in": {"dp": "S(0)"}, "out": {"tp": "I"}}}, MESH)
     up, down = (result_of(program, f"layers.1.{name}/linear") for name in ("up", "down"))
     assert letter(demands, 0, "in", up, "0") == S(0)
@@ -206,8 +206,14 @@ def test_demands_open_splits_that_would_not_be_tried(program: Program) -> None:
     ("constraints", "message"),
     [
         ({"head/linear": {"method": {"dp": "nothing"}}}, "'head/linear', method nothing on axis 'dp' cannot be met at"),
-        ({"head/linear": {"out": {"dp": "S(5)"}}}, r"'head/linear', out S\(5\) on axis 'dp' cannot be met at head/linear"),
-        ({"head.weight": {"stored": {"dp": "S(7)"}}}, r"'head.weight', stored S\(7\) on axis 'dp' cannot be met for head"),
+        (
+            {"head/linear": {"out": {"dp": "S(5)"}}},
+            r"'head/linear', out S\(5\) on axis 'dp' cannot be met at head/linear",
+        ),
+        (
+            {"head.weight": {"stored": {"dp": "S(7)"}}},
+            r"'head.weight', stored S\(7\) on axis 'dp' cannot be met for head",
+        ),
         (
             {"head/linear": {"method": {"tp": "in"}}, "head.weight": {"used": {"tp": "S(0)"}}},
             r"used S\(0\) on axis 'tp' cannot be met at head/linear: no strategy has it together with",

@@ -183,9 +183,7 @@ def test_regions_are_lowered_once() -> None:
     """The body stands once; the first copy's input, what lies between copies, and what comes out are brought to the
     layouts that were chosen."""
     case = planning(Stack(), {"x": torch.ones(4, 8)}, MESH)
-    lowered = case.lowered(
-        choose(case, x="S(0)", layers___carry="R", layers___linear="out", layers___weight="S(1)")
-    )
+    lowered = case.lowered(choose(case, x="S(0)", layers___carry="R", layers___linear="out", layers___weight="S(1)"))
     (loop,) = [statement for statement in lowered.body.statements if isinstance(statement, Loop)]
     (initial,) = loop.initial
     assert lowered.body.layouts[initial] == (R,)
@@ -194,9 +192,7 @@ def test_regions_are_lowered_once() -> None:
     assert (between.before, between.after) == ((S(1),), (R,))
     assert [type(statement) for statement in loop.body.statements] == [Change, Compute]
     assert loop.body.arguments == (loop.region.carries[0].argument,)
-    assert {name: layout for name, layout in lowered.parameters.items()} == {
-        f"layers.{number}.weight": (S(1),) for number in range(3)
-    }
+    assert dict(lowered.parameters) == {f"layers.{number}.weight": (S(1),) for number in range(3)}
 
 
 def test_nothing_lies_between_copies_that_agree() -> None:

@@ -91,7 +91,7 @@ def test_changes_seen_through_views_are_refused(how: str) -> None:
         y.add_(1)
         return z
 
-    with pytest.raises(CaptureError, match="add_ at .*changes a view of a tensor that is used elsewhere"):
+    with pytest.raises(CaptureError, match=r"add_ at .*changes a view of a tensor that is used elsewhere"):
         lines_of(function)
 
 
@@ -254,7 +254,9 @@ def test_mean_cross_entropy_is_a_sum_by_a_count(options: dict[str, float]) -> No
     ]
 
 
-@pytest.mark.parametrize("options", [{"reduction": "sum"}, {"weight": torch.ones(6)}], ids=lambda item: next(iter(item)))
+@pytest.mark.parametrize(
+    "options", [{"reduction": "sum"}, {"weight": torch.ones(6)}], ids=lambda item: next(iter(item))
+)
 def test_other_cross_entropies_stay(options: dict[str, object]) -> None:
     """A sum is one already; a weighted mean counts otherwise."""
 
@@ -312,7 +314,9 @@ def test_views_are_reshapes(view: Callable[[Tensor], Tensor], shape: str) -> Non
     assert lines[-1] == "%add = add(%reshape_n0, other=1)"
 
 
-@pytest.mark.parametrize("view", [lambda x: x.t(), lambda x: x.T, lambda x: x.permute(-1, 0)], ids=["t", "T", "permute"])
+@pytest.mark.parametrize(
+    "view", [lambda x: x.t(), lambda x: x.T, lambda x: x.permute(-1, 0)], ids=["t", "T", "permute"]
+)
 def test_orders_of_dims_are_permutes(view: Callable[[Tensor], Tensor]) -> None:
     """With dims counted from the front."""
     assert lines_of(lambda x: view(x) + 1)[0] == "%permute_n0 = permute(x, dims=[1, 0])"

@@ -182,7 +182,10 @@ class Pairs(nn.Module):
 def test_lists_in_a_layer_that_does_not_repeat_fold_inside() -> None:
     """Where layers differ, the lists inside them are folded."""
     result = folded(Pairs(2), Pairs(3))
-    assert [(region.name, region.count) for region in result.regions] == [("layers.0.parts.*", 2), ("layers.1.parts.*", 3)]
+    assert [(region.name, region.count) for region in result.regions] == [
+        ("layers.0.parts.*", 2),
+        ("layers.1.parts.*", 3),
+    ]
 
 
 def test_layers_that_repeat_fold_as_a_whole() -> None:

@@ -25,14 +25,22 @@ SPLIT = {"dp": "S(0)", "tp": "R"}
 def example() -> Plan:
     """A plan with something in every field."""
     rows = (
-        Row("op", "layers.*/linear", "dp d0, tp out", ("dp S(0), tp R", "dp R, tp S(0)"), ("dp S(0), tp S(1)",), "f[4]"),
+        Row(
+            "op", "layers.*/linear", "dp d0, tp out", ("dp S(0), tp R", "dp R, tp S(0)"), ("dp S(0), tp S(1)",), "f[4]"
+        ),
         Row("change", "layers.*/linear", "all_reduce tp", ("dp S(0), tp P",), ("dp S(0), tp I",), "f[4]", True),
     )
     stage = Stage(
         {"x": ("S(0)", "R"), "layers.*/linear": ("d0", "out")}, (("head/linear", 0),), (Block("layers.*", 3, rows),)
     )
     program = ProgramPlan(
-        (stage,), "none", 1, {"forward compute": 1.5e-3}, {"parameters": 2**30, "activations": 0.5}, "optimizer step", 0.0
+        (stage,),
+        "none",
+        1,
+        {"forward compute": 1.5e-3},
+        {"parameters": 2**30, "activations": 0.5},
+        "optimizer step",
+        0.0,
     )
     parameters = {
         f"layers.{number}.weight": ParameterPlan((8, 4), "float32", {"dp": "S(1)", "tp": "S(0)"}, True)

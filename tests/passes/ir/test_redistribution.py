@@ -1,7 +1,7 @@
 """Redistributions, run on all ranks of a simulated mesh."""
 
 import random
-from itertools import product
+from itertools import pairwise, product
 
 import pytest
 import torch
@@ -176,7 +176,7 @@ def _lies_in_pieces(layout: Layout, shape: tuple[int, ...], mesh: Mesh, axis: in
 
 @pytest.mark.parametrize("sizes", [(2, 2), (2, 3)])
 def test_scattered_parts(sizes: tuple[int, int]) -> None:
-    """`is_scattered` is true just where a part does not lie in one piece in memory, which is found by listing places."""
+    """`is_scattered` is true just where a part does not lie in one piece in memory, found by listing places."""
     mesh = Mesh(("a", "b"), sizes)
     letters = [R, S(0), S(1), S(0, 2), S(0, 3), S(1, 2)]
     for layout in layouts_on((12, 12), letters, mesh):
@@ -203,4 +203,4 @@ def test_shapes_of_steps_are_those_of_the_layouts() -> None:
     steps = redistribution(source, target, (12, 6), mesh)
     assert steps[0].before == local_shape((12, 6), source, mesh)
     assert steps[-1].after == local_shape((12, 6), target, mesh)
-    assert all(one.after == other.before for one, other in zip(steps, steps[1:], strict=False))
+    assert all(one.after == other.before for one, other in pairwise(steps))

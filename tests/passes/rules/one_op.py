@@ -113,8 +113,7 @@ def problem_of(one: OneOp, strategy: Strategy) -> Problem:
         groups.append(Group(name, type, 1, 0, name in one.folded.flowing, type.dtype.itemsize, False, False))
 
     sources = [
-        add(name, "input", name, (), (layout,))
-        for name, layout in zip(one.op.operands, strategy.operands, strict=True)
+        add(name, "input", name, (), (layout,)) for name, layout in zip(one.op.operands, strategy.operands, strict=True)
     ]
     node = add(one.op.key, "op", one.op.results[0], strategy.operands, strategy.results)
     for slot, (source, name) in enumerate(zip(sources, one.op.operands, strict=True)):
@@ -180,7 +179,9 @@ def run_source(
     kind = namespace["OneOp"]
     own = [tensor.clone().requires_grad_(slot in trainable) for slot, tensor in enumerate(inputs)]
     results = kind(nn.Module(), axes, torch.device("cpu"), {}).forward(*own)  # type: ignore[operator]
-    pairs = [(result, cotangent) for result, cotangent in zip(results, cotangents, strict=True) if cotangent is not None]
+    pairs = [
+        (result, cotangent) for result, cotangent in zip(results, cotangents, strict=True) if cotangent is not None
+    ]
     gradients: list[Tensor | None] = [None] * len(own)
     if pairs:
         outputs, given = zip(*pairs, strict=True)
@@ -260,9 +261,7 @@ def check(one: OneOp, case: Case, mesh: Mesh) -> None:
         _check_values(gradients, whole, layout, mesh, f"gradient of operand {slot} of {where}", tolerance)
 
 
-def _check_values(
-    values: Values, whole: Tensor, layout: Layout, mesh: Mesh, where: str, tolerance: float
-) -> None:
+def _check_values(values: Values, whole: Tensor, layout: Layout, mesh: Mesh, where: str, tolerance: float) -> None:
     for coordinate, value in summed(values, layout, mesh).items():
         expected = part(whole, layout, coordinate, mesh)
         assert value.shape == expected.shape, f"{where}: {value.shape} is not {expected.shape}"

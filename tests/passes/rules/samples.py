@@ -83,11 +83,14 @@ def _samples(make: Maker) -> Iterator[Sample]:
 
 Call = Callable[..., Sample]
 
+# fmt: off
 _ANY_SIGN = (
-    "abs ceil cos elu erf exp expm1 floor gelu hardsigmoid hardswish hardtanh isnan leaky_relu mish neg relu relu6 round "
-    "selu sigmoid sign silu sin softplus square tanh log_sigmoid"
-).split()
-_POSITIVE = "log log1p reciprocal rsqrt sqrt".split()
+    "abs", "ceil", "cos", "elu", "erf", "exp", "expm1", "floor", "gelu", "hardsigmoid", "hardswish", "hardtanh",
+    "isnan", "leaky_relu", "mish", "neg", "relu", "relu6", "round", "selu", "sigmoid", "sign", "silu", "sin", "softplus",
+    "square", "tanh", "log_sigmoid",
+)
+# fmt: on
+_POSITIVE = ("log", "log1p", "reciprocal", "rsqrt", "sqrt")
 
 
 def _unary(make: Maker, call: Call) -> Iterator[Sample]:

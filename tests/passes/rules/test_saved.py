@@ -38,9 +38,7 @@ def _named(sample: Sample) -> str:
     return sample.target.removeprefix("aten.")
 
 
-@pytest.mark.parametrize(
-    "sample", [sample for sample in samples() if sample.kind not in ELSEWHERE], ids=_named
-)
+@pytest.mark.parametrize("sample", [sample for sample in samples() if sample.kind not in ELSEWHERE], ids=_named)
 def test_nothing_is_kept_that_the_rule_does_not_say(sample: Sample) -> None:
     """Each operand and result of some size that autograd keeps is among what the rule says, or the memory of a plan
     would be too low."""

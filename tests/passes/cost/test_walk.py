@@ -1,0 +1,180 @@
+"""Seconds and bytes of whole programs."""
+
+import contextlib
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from passes.candidates import Setting, candidates
+from passes.capture import Tracing, capture
+from passes.constrain import constrain
+from passes.cost.cluster import CLUSTERS
+from passes.cost.compute import Work, compute_seconds
+from passes.cost.memory import memory_use, moments
+from passes.cost.walk import Optimizer, Seconds, walk
+from passes.ir.choices import Solution
+from passes.normalize import normalize
+from passes.regions import fold
+from tests.passes.helpers import mesh_of
+from tests.passes.planning import STATES, Planning, planning
+
+MESH = mesh_of(a=2)
+DEVICE = replace(CLUSTERS["h100"].device, flops={"float32": 1e12}, efficiency=0.5, bandwidth=1e11, launch=1e-6)
+CLUSTER = replace(CLUSTERS["h100"], device=DEVICE, host=1e10)
+
+
+def test_roofline() -> None:
+    """The larger of the time to multiply and the time to read and write, and a launch per kernel."""
+    work = Work(1e9, 2e9, (1e6, 2e6), 1e6, (1e6,), torch.float32)
+    forward, backward = compute_seconds(work, DEVICE)
+    assert forward == pytest.approx(1e-6 + 1e9 / 0.5e12)
+    assert backward == pytest.approx(1e-6 + 2e9 / 0.5e12)
+    forward, backward = compute_seconds(replace(work, forward=0.0, backward=0.0), DEVICE)
+    assert forward == pytest.approx(1e-6 + 4e6 / 1e11)
+    assert backward == pytest.approx(1e-6 + 5e6 / 1e11)
+    assert compute_seconds(replace(work, gradients=()), DEVICE)[1] == 0.0
+    assert compute_seconds(replace(work, moves=False), DEVICE) == (0.0, 0.0)
+
+
+class Model(nn.Module):
+    """A product and a sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Linear(64, 128, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """A number."""
+        return self.proj(x).sum()
+
+
+def whole(case: Planning) -> Solution:
+    """Everything whole on every rank."""
+    picks = []
+    for node in case.problem.nodes:
+        methods = [set(strategy.methods) for strategy in node.strategies]
+        picks.append(methods.index({"I"} if {"I"} in methods else {"R"}))
+    return Solution(tuple(picks), frozenset(), 0.0, 0.0)
+
+
+def test_a_step_on_one_device_adds_up() -> None:
+    """Compute, reading the batch, and the optimizer, by hand."""
+    case = planning(Model(), {"x": torch.ones(32, 64)}, MESH, CLUSTER)
+    seconds = walk(case.lowered(whole(case)), case.folded.flowing, CLUSTER, MESH, Optimizer(2))
+    x, weight, y = 32 * 64 * 4, 128 * 64 * 4, 32 * 128 * 4
+    flops = 2 * 32 * 64 * 128
+    linear = 1e-6 + max(flops / 0.5e12, (x + weight + y) / 1e11)
+    total = 1e-6 + (y + 4) / 1e11
+    assert seconds.forward_compute == pytest.approx(linear + total)
+    linear_back = 1e-6 + max(flops / 0.5e12, (x + weight + y + weight) / 1e11)
+    total_back = 1e-6 + (y + 4 + y) / 1e11
+    assert seconds.backward_compute == pytest.approx(linear_back + total_back)
+    assert seconds.inputs == pytest.approx(x / 1e10)
+    assert seconds.optimizer == pytest.approx(weight * 7 / 1e11)
+    assert seconds.forward_communication == seconds.backward_communication == 0.0
+    parts = (getattr(seconds, name) for name in seconds.__dataclass_fields__)
+    assert seconds.total == pytest.approx(sum(parts))
+
+
+def test_memory_of_a_step_on_one_device() -> None:
+    """Parameters, states, inputs and outputs throughout; activations until backward, gradients from there."""
+    case = planning(Model(), {"x": torch.ones(32, 64)}, MESH, CLUSTER)
+    use = memory_use(case.problem, whole(case), STATES, MESH)
+    weight = 128 * 64 * 4
+    assert (use.parameters, use.optimizer, use.inputs, use.outputs) == (weight, 2 * weight, 32 * 64 * 4, 4)
+    assert use.moment in ("optimizer step", "backward of before begins")
+    assert use.peak == sum(use.kinds().values())
+
+
+def test_moments_of_a_step() -> None:
+    """Blocks lose what they keep as backward goes from the last to the first, and their gradients come."""
+    found = {moment.name: moment for moment in moments(("before", "layers", "after"), (1, 4, 1))}
+    assert found["backward of after begins"].kept == [1.0, 1.0, 1.0]
+    assert found["backward of after begins"].gradients == [0.0, 0.0, 0.0]
+    assert found["backward of layers begins"].kept == [1.0, 1.0, 0.0]
+    assert found["backward of layers begins"].gradients == [0.0, 0.0, 1.0]
+    assert found["backward of layers ends"].kept == [1.0, 0.25, 0.0]
+    assert found["backward of layers ends"].gradients == [0.0, 1.0, 1.0]
+    assert found["optimizer step"].kept == [0.0, 0.0, 0.0]
+    assert found["optimizer step"].gradients == [1.0, 1.0, 1.0]
+
+
+class Stack(nn.Module):
+    """Equal layers."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(count))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """A number."""
+        for layer in self.layers:
+            x = layer(x)
+        return x.sum()
+
+
+def _unfolded(module: nn.Module, x: Tensor) -> Planning:
+    """The same problem with nothing folded."""
+    program = normalize(capture(module, {"x": x}, Tracing(True, True, contextlib.nullcontext())))
+    folded = fold(program, lambda op: op.key)
+    return Planning(
+        folded, candidates(folded, constrain(program, {}, MESH), Setting(MESH, CLUSTER, STATES)), MESH, CLUSTER
+    )
+
+
+@pytest.mark.parametrize(
+    ("linear", "carry", "weight"), [("d0", "S(0)", "S(0)"), ("out", "R", "S(0)"), ("in", "S(1)", "S(1)")]
+)
+def test_a_region_costs_as_its_copies_do(linear: str, carry: str, weight: str) -> None:
+    """The same decisions for every layer cost the same, folded and written out."""
+
+    def decided(case: Planning) -> Solution:
+        picks = []
+        for node in case.problem.nodes:
+            names = [strategy.methods[0] for strategy in node.strategies]
+            kind = node.key.rsplit("/", 1)[-1].split(".")[0]
+            wanted = {"linear": linear, "carry": carry, "relu": {"d0": "d0", "out": "d1", "in": "d1"}[linear]}.get(kind)
+            if node.kind == "parameter":
+                wanted = weight if len(case.folded.types[node.name].shape) == 2 else "I"
+            elif node.kind == "input":
+                wanted = {"d0": "S(0)", "out": "R", "in": "S(1)"}[linear]
+            picks.append(names.index(wanted if wanted in names else "I" if "I" in names else "R"))
+        return Solution(tuple(picks), frozenset(), 0.0, 0.0)
+
+    x = torch.ones(32, 64, requires_grad=True)
+    one, other = planning(Stack(4), {"x": x}, MESH, CLUSTER), _unfolded(Stack(4), x)
+    assert len(one.folded.regions) == 1
+    assert not other.folded.regions
+    costs = [
+        walk(case.lowered(decided(case)), case.folded.flowing, CLUSTER, MESH, Optimizer(STATES))
+        for case in (one, other)
+    ]
+    for name in Seconds.__dataclass_fields__:
+        assert getattr(costs[0], name) == pytest.approx(getattr(costs[1], name), rel=1e-12), name
+    memories = [memory_use(case.problem, decided(case), STATES, MESH) for case in (one, other)]
+    for name in ("parameters", "optimizer", "inputs", "outputs", "buffers"):
+        assert getattr(memories[0], name) == pytest.approx(getattr(memories[1], name)), name
+
+
+def test_recomputing_costs_its_forward_once_more() -> None:
+    """A redistribution that is made again adds its forward seconds to the backward pass, and frees what it kept."""
+    case = planning(Stack(1), {"x": torch.ones(32, 64)}, MESH, CLUSTER)
+    names = {
+        index: [strategy.methods[0] for strategy in node.strategies] for index, node in enumerate(case.problem.nodes)
+    }
+    picks = list(whole(case).picks)
+    picks[case.problem.index["layers.0.0/linear"]] = names[case.problem.index["layers.0.0/linear"]].index("R")
+    picks[case.problem.index["x"]] = names[case.problem.index["x"]].index("S(0)")
+    (redone,) = case.changed_and_kept(tuple(picks))
+    kept, again = (Solution(tuple(picks), frozenset(made), 0.0, 0.0) for made in ((), (redone,)))
+    costs = [
+        walk(case.lowered(choice), case.folded.flowing, CLUSTER, MESH, Optimizer(STATES)) for choice in (kept, again)
+    ]
+    assert costs[1].backward_communication - costs[0].backward_communication == pytest.approx(
+        costs[0].forward_communication
+    )
+    assert costs[1].forward_communication == costs[0].forward_communication > 0
+    uses = [memory_use(case.problem, choice, STATES, MESH).activations for choice in (kept, again)]
+    assert uses[0] - uses[1] == 32 * 64 * 4

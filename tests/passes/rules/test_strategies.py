@@ -1,0 +1,137 @@
+"""Strategies: which there are, how they are named, and how splits travel from op to op."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from passes.ir.layout import I, Layout, P, R, S, fits
+from passes.ir.mesh import Mesh
+from passes.regions import fold
+from passes.rules.rule import parse_choice
+from passes.rules.strategies import combine, named_choices, op_strategies, subject
+from passes.rules.strides import strided
+from tests.passes.helpers import Apply, mesh_of, normalized
+from tests.passes.planning import planning
+from tests.passes.rules.one_op import digits_of, one_op
+from tests.passes.rules.samples import Sample, samples
+
+LINEAR = Sample("aten.linear.default", (torch.ones(4, 6, 12), torch.ones(8, 12), torch.ones(8)), {})
+
+
+def test_linear_has_all_the_known_splits() -> None:
+    """Data, sequence, column and row parallel, and pending sums of input or weight, each with its layouts."""
+    found = {
+        strategy.methods[0]: (*strategy.operands, *strategy.results)
+        for strategy in one_op(LINEAR).strategies(mesh_of(a=2))
+    }
+    expected: dict[str, tuple[Layout, ...]] = {
+        "I": ((I,), (I,), (I,), (I,)),
+        "R": ((R,), (R,), (R,), (R,)),
+        "d0": ((S(0),), (R,), (R,), (S(0),)),
+        "d1": ((S(1),), (R,), (R,), (S(1),)),
+        "out": ((R,), (S(0),), (S(0),), (S(2),)),
+        "in": ((S(2),), (S(1),), (P,), (P,)),
+        "P(0, 2)": ((P,), (R,), (P,), (P,)),
+        "P(1, 2)": ((R,), (P,), (P,), (P,)),
+    }
+    assert {name: found[name] for name in expected} == expected
+    assert {name.partition("@")[0] for name in found} == set(expected)
+
+
+def test_parameters_are_no_pending_sums() -> None:
+    """A parameter is never a pending sum by itself, although its product would pass one."""
+    one = one_op(LINEAR)
+    about = subject(one.op, one.rule, one.folded.types, one.folded.flowing, {"x1", "x2"}, set())
+    methods = {strategy.methods[0] for strategy in op_strategies(about, {2: []}, mesh_of(a=2))}
+    assert methods == {"I", "R", "P(0, 2)"}
+
+
+def test_ops_without_a_rule_are_whole() -> None:
+    """Nothing of them is split."""
+    sample = Sample("aten.flip.default", (torch.ones(4, 6), [0]), {})
+    one = one_op(sample)
+    assert one.rule is None
+    assert {strategy.methods for strategy in one.strategies(mesh_of(a=2, b=2))} == {
+        (first, second) for first in "IR" for second in "IR"
+    }
+
+
+def test_axes_take_digits_of_one_factor_in_mesh_order() -> None:
+    """Two axes on one dim: the first splits its front, the second what is left; both are one contiguous split."""
+    found = {strategy.methods: strategy for strategy in one_op(LINEAR).strategies(mesh_of(a=2, b=3))}
+    assert found["in", "in@2"].operands[0] == (S(2), S(2, 2))
+    assert ("in", "in") not in found
+
+
+@pytest.mark.parametrize("sample", samples()[::7], ids=lambda item: item.target)
+@pytest.mark.parametrize("mesh", [mesh_of(a=2), mesh_of(a=2, b=3)], ids=str)
+def test_methods_name_their_strategy(sample: Sample, mesh: Mesh) -> None:
+    """The methods of a strategy, as a plan keeps them, give it again; all layouts divide; none stands twice."""
+    one = one_op(sample)
+    strategies = one.strategies(mesh)
+    assert len({(strategy.operands, strategy.results) for strategy in strategies}) == len(strategies)
+    for strategy in strategies:
+        choices = named_choices(one.subject, strategy.methods, mesh)
+        assert choices is not None
+        again = combine(one.subject, choices)
+        assert (again.operands, again.results) == (strategy.operands, strategy.results)
+        for tensor, layout in zip((*one.operands, *one.results), (*strategy.operands, *strategy.results), strict=True):
+            assert fits(tuple(tensor.shape), layout, mesh)
+
+
+@pytest.mark.parametrize("name", ["X", "d9", "out@x", "out@3", "P(5)", ""])
+def test_names_of_no_method(name: str) -> None:
+    """What names no choice gives none (8 outputs have no split into 2 after 3)."""
+    one = one_op(LINEAR)
+    assert parse_choice(name, one.rule, 3, 1, 2) is None
+    assert digits_of(one.rule, 2)
+
+
+class Fused(nn.Module):
+    """Attention in the manner of gpt2: one projection for queries, keys and values."""
+
+    def __init__(self, width: int = 12, heads: int = 4) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Attention."""
+        split = [part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1)]
+        return nn.functional.scaled_dot_product_attention(*split).sum()
+
+
+def test_splits_travel_to_fused_projections() -> None:
+    """Where heads are split, what makes queries, keys and values is split after its three parts, and so its weight."""
+    problem = planning(Fused(), {"x": torch.ones(2, 5, 12)}, mesh_of(tp=2)).problem
+    linear = problem.nodes[problem.index["qkv/linear"]]
+    assert {strategy.results[0][0] for strategy in linear.strategies} >= {S(2), S(2, 3)}
+    stored = problem.nodes[problem.index["qkv.weight"]]
+    assert (S(0, 3),) in [strategy.results[0] for strategy in stored.strategies]
+    attention = problem.nodes[problem.index["/scaled_dot_product_attention"]]
+    assert ("heads",) in [strategy.methods for strategy in attention.strategies]
+
+
+VIEWS = {
+    "transpose": lambda x: x.transpose(0, 1),
+    "permute": lambda x: x.permute(1, 2, 0),
+    "transpose twice": lambda x: x.transpose(0, 1).transpose(0, 1),
+    "slice": lambda x: x[:, 1:3],
+    "select": lambda x: x[:, 1],
+    "expand": lambda x: x[:1].expand(4, 6, 8),
+    "pointwise": lambda x: x.transpose(0, 1) * 2,
+    "pointwise with a small operand": lambda x: x * x[0, :1].transpose(0, 1)[:, :1].transpose(0, 1),
+    "reshape": lambda x: x.reshape(24, 8),
+    "reshape that copies": lambda x: x.transpose(0, 1).reshape(24, 8),
+    "product": lambda x: x.transpose(1, 2) @ x,
+    "softmax": lambda x: x.softmax(-1),
+}
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_strides_are_those_of_torch(name: str) -> None:
+    """A result is said to be strided just where torch says that it does not lie in the order of its dims."""
+    program = normalized(Apply(lambda x: VIEWS[name](x)), x=torch.ones(4, 6, 8))
+    (result,) = [value.name for value in program.outputs]  # type: ignore[union-attr]
+    eager = VIEWS[name](torch.ones(4, 6, 8))
+    assert (result in strided(fold(program))) == (not eager.is_contiguous())
