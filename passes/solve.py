@@ -19,7 +19,7 @@ from passes.ir.layout import Layout
 from passes.ir.mesh import Mesh
 from passes.solving.arrays import Arrays, arrays
 from passes.solving.bounds import Bounds
-from passes.solving.integer import SCALE, InfeasibleProgramError, Program
+from passes.solving.integer import SCALE, InfeasibleProgramError, OutOfTimeError, Program
 from passes.solving.memory import limit_memory, made_again, node_bytes, priced
 from passes.solving.network import Network, Sharing, drop_dominated, eliminate, restore
 from passes.solving.prices import Flags, Prices
@@ -33,6 +33,8 @@ TIE = 1e-9
 SWEEPS = 12
 # An integer program with at most this many flows is solved as it is.
 SMALL = 20_000
+# The integer program with the memory as rows gets so many seconds; the gap of the plan says what is not proven then.
+PATIENCE = 30.0
 
 
 @dataclass(frozen=True)
@@ -134,6 +136,7 @@ class _Solver:
         self.limits = limits
         self.moments = moments(problem.blocks, problem.counts)
         self.targets = [list(group.targets) for group in found.groups]
+        self._bound = -np.inf
 
     def use(self, solution: Solution) -> MemoryUse:
         """The memory that a choice takes at its peak."""
@@ -172,9 +175,18 @@ class _Solver:
                 best = min(best, candidate, key=lambda item: item.seconds)
             else:
                 low = middle
+        self._bound = bound
         if best is not None and best.seconds - bound <= 1e-6 * best.seconds:
             return replace(best, bound=bound)
         return self._exactly(moment, found_price, best)
+
+    def _told(self, best: Solution, bound: float) -> Solution:
+        """`best` with a bound that holds, and a word where the two are apart."""
+        bound = min(best.seconds, max(bound, self._bound))
+        if best.seconds - bound > 1e-6 * best.seconds:
+            gap = (best.seconds - bound) / best.seconds
+            logger.warning("the plan fits the memory limit, but may be up to %.2g%% slower than the best", 100 * gap)
+        return replace(best, bound=bound)
 
     def _ties(self) -> float:
         """At most this much of a bound is the price of what is unusual."""
@@ -211,10 +223,10 @@ class _Solver:
         raise self._infeasible(use)
 
     def _infeasible(self, use: MemoryUse) -> InfeasibleError:
-        terms = ", ".join(f"{name} {size / GIB:.2f} GiB" for name, size in largest_terms(use))
-        missing = (use.peak - self.limits.memory) / GIB
+        terms = ", ".join(f"{name} {_gib(size)}" for name, size in largest_terms(use))
+        missing = use.peak - self.limits.memory
         return InfeasibleError(
-            f"no plan fits the memory limit of {self.limits.memory / GIB:.2f} GiB per device: {missing:.2f} GiB are "
+            f"no plan fits the memory limit of {_gib(self.limits.memory)} per device: {_gib(missing)} are "
             f"missing ({use.moment}: {terms}); more devices, a smaller batch or shorter sequences would help"
         )
 
@@ -240,8 +252,8 @@ class _Solver:
             program = Program(network, alive, scale)
             columns = limit_memory(program, self.arrays, self.problem, self.moments, limit)
             try:
-                picks, values, bound = program.solve(1e-6)
-            except InfeasibleProgramError:
+                picks, values, bound = program.solve(1e-6, PATIENCE)
+            except (InfeasibleProgramError, OutOfTimeError):
                 break
             strategies = restore(network, picks)
             chosen = [strategies[node] for node in range(len(self.arrays.costs))]
@@ -257,10 +269,12 @@ class _Solver:
             )
             over = self.use(solution).peak - self.limits.memory
             if over <= 0:
-                return solution
+                return self._told(
+                    solution if best is None or solution.seconds <= best.seconds else best, solution.bound
+                )
             limit -= over
         if best is not None:
-            return best
+            return self._told(best, self._bound)
         raise self._infeasible(self.use(self._at_price(moment, price * 1e6)[0]))
 
     def _fixed(self) -> frozenset[int]:
@@ -275,6 +289,10 @@ class _Solver:
                 fixed.add(group.producer)
                 fixed.update(edge.consumer for edge in group.edges if edge.saved)
         return frozenset(fixed)
+
+
+def _gib(size: float) -> str:
+    return f"{size / GIB:.3g} GiB"
 
 
 def _a_little_more(cost: float) -> float:

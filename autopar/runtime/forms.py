@@ -92,6 +92,6 @@ def causal_attention(
     places = _positions(query.shape[2], digits, query.device)
     last = min(int(places[-1]) + 1, key.shape[2])
     allowed = torch.arange(last, device=query.device) <= places.unsqueeze(-1)
-    return scaled_dot_product_attention(
-        query, key[:, :, :last], value[:, :, :last], attn_mask=allowed, scale=scale, enable_gqa=enable_gqa
-    )
+    # Copies, also where all keys are needed: what shares memory must be the same on all ranks.
+    key, value = key[:, :, :last].clone(), value[:, :, :last].clone()
+    return scaled_dot_product_attention(query, key, value, attn_mask=allowed, scale=scale, enable_gqa=enable_gqa)

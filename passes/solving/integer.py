@@ -8,6 +8,7 @@ once.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from datetime import timedelta
 
 import numpy as np
 from ortools.math_opt import model_pb2
@@ -21,6 +22,10 @@ SCALE = 1e4
 
 class InfeasibleProgramError(Exception):
     """No choice meets all rows."""
+
+
+class OutOfTimeError(Exception):
+    """No choice was found in the time given."""
 
 
 @dataclass
@@ -70,10 +75,10 @@ class Model:
             np.inf,
         )
 
-    def solve(self, gap: float) -> tuple[Floats, float, float]:
-        """The values of the columns, the objective and a bound on it.
+    def solve(self, gap: float, seconds: float) -> tuple[Floats, float, float]:
+        """The values of the columns, the objective and a bound on it: the best that is found in so many `seconds`.
 
-        Raises InfeasibleProgramError where the rows cannot be met.
+        Raises InfeasibleProgramError where the rows cannot be met, OutOfTimeError where nothing is found in time.
         """
         proto = model_pb2.ModelProto()
         variables, constraints, matrix = proto.variables, proto.linear_constraints, proto.linear_constraint_matrix
@@ -95,11 +100,15 @@ class Model:
         matrix.coefficients.extend(values[order].tolist())
         model = mathopt.Model.from_model_proto(proto)
         parameters = mathopt.SolveParameters(relative_gap_tolerance=gap)
+        if seconds != float("inf"):
+            parameters.time_limit = timedelta(seconds=seconds)
         result = mathopt.solve(model, mathopt.SolverType.HIGHS, params=parameters)
         reason = result.termination.reason
         if reason in (mathopt.TerminationReason.INFEASIBLE, mathopt.TerminationReason.INFEASIBLE_OR_UNBOUNDED):
             raise InfeasibleProgramError
-        if reason != mathopt.TerminationReason.OPTIMAL:
+        if reason == mathopt.TerminationReason.NO_SOLUTION_FOUND:
+            raise OutOfTimeError
+        if reason not in (mathopt.TerminationReason.OPTIMAL, mathopt.TerminationReason.FEASIBLE):
             raise ArithmeticError(f"HiGHS stopped with {reason.name}: {result.termination.detail}")
         found = result.variable_values()
         solution = np.array([found[variable] for variable in model.variables()])
@@ -169,8 +178,8 @@ class Program:
         values = np.concatenate([np.ones(count * width), -np.ones(len(layouts))])
         self.model.add_rows(count, rows, np.concatenate([flows.ravel(), columns]), values, 0.0, 0.0)
 
-    def solve(self, gap: float) -> tuple[dict[int, int], Floats, float]:
-        """The label of every node, the values of all columns, and a bound on the cost."""
-        solution, _, bound = self.model.solve(gap)
+    def solve(self, gap: float, seconds: float = float("inf")) -> tuple[dict[int, int], Floats, float]:
+        """The label of every node, the values of all columns, and a bound on the cost; see `Model.solve`."""
+        solution, _, bound = self.model.solve(gap, seconds)
         picks = {node: int(item.kept[np.argmax(solution[item.columns])]) for node, item in self.labels.items()}
         return picks, solution, bound / self.scale
