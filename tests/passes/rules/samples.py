@@ -86,8 +86,8 @@ Call = Callable[..., Sample]
 # fmt: off
 _ANY_SIGN = (
     "abs", "ceil", "cos", "elu", "erf", "exp", "expm1", "floor", "gelu", "hardsigmoid", "hardswish", "hardtanh",
-    "isnan", "leaky_relu", "mish", "neg", "relu", "relu6", "round", "selu", "sigmoid", "sign", "silu", "sin", "softplus",
-    "square", "tanh", "log_sigmoid",
+    "isnan", "leaky_relu", "mish", "neg", "relu", "relu6", "round", "selu", "sigmoid", "sign", "silu", "sin",
+    "softplus", "square", "tanh", "log_sigmoid",
 )
 # fmt: on
 _POSITIVE = ("log", "log1p", "reciprocal", "rsqrt", "sqrt")
