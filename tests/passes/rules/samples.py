@@ -214,6 +214,7 @@ def _views(make: Maker, call: Call) -> Iterator[Sample]:
     yield call("aten.slice.Tensor", make.normal(12, 48), 1, 0, 24)
     yield call("aten.slice.Tensor", make.normal(12, 72), 1, 24, 48)
     yield call("aten.slice.Tensor", make.normal(12, 48), -1, 36, 48)
+    yield call("aten.slice.Tensor", make.normal(12, 24), 1, 6, 18)
     yield call("aten.slice.Tensor", make.normal(12, 24), 1, 0, 23)
     yield call("aten.slice.Tensor", make.normal(12, 24), 1, 0, 24, 2)
     yield call("aten.select.int", make.normal(12, 24, 36), 1, 5)

@@ -1,0 +1,91 @@
+"""record: decisions as data, and back."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from passes.cost.memory import memory_use
+from passes.cost.walk import Optimizer, walk
+from passes.ir.choices import Solution
+from passes.ir.plan import Stage
+from passes.record import find_decisions, idle_axes, record, whole_ops
+from passes.solve import Limits, solve
+from tests.passes.helpers import Apply, mesh_of
+from tests.passes.planning import STATES, Planning, planning, random_planning
+
+
+def _stage(case: Planning, solution: Solution) -> Stage:
+    """The recorded stage of a solution."""
+    lowered = case.lowered(solution)
+    seconds = walk(lowered, case.folded.flowing, case.cluster, case.mesh, Optimizer(STATES))
+    memory = memory_use(case.problem, solution, STATES, case.mesh)
+    plan = record(case.folded, case.problem, solution, lowered, seconds, memory, case.mesh)
+    assert sum(plan.seconds.values()) == pytest.approx(seconds.total)
+    assert sum(plan.memory.values()) == pytest.approx(memory.peak)
+    return plan.stages[0]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_decisions_are_found_again(seed: int) -> None:
+    """A recorded stage gives the same strategies in a problem that is made anew, and what is made again."""
+    case = random_planning(seed, blocks=2 if seed == 3 else 0)
+    solution = solve(case.problem, case.cluster, case.mesh, Limits(1e30, STATES))
+    solution = replace(solution, again=frozenset(case.changed_and_kept(solution.picks)))
+    found = find_decisions(random_planning(seed, blocks=2 if seed == 3 else 0).problem, _stage(case, solution))
+    assert isinstance(found, Solution)
+    assert found.picks == solution.picks
+    assert case.seconds(found) == pytest.approx(case.seconds(solution))
+    assert case.peak(found) == case.peak(solution)
+
+
+@pytest.mark.parametrize("how", ["missing", "unknown", "other method", "unknown use"])
+def test_decisions_that_do_not_fit_are_named(how: str) -> None:
+    """The first key on which plan and problem differ."""
+    case = random_planning(1)
+    solution = solve(case.problem, case.cluster, case.mesh, Limits(1e30, STATES))
+    stage = _stage(case, solution)
+    first = case.problem.nodes[0].key
+    decisions = dict(stage.decisions)
+    again: tuple[tuple[str, int], ...] = ()
+    if how == "missing":
+        del decisions[first]
+    elif how == "unknown":
+        decisions["odd/op"] = ("R",)
+    elif how == "other method":
+        decisions[first] = ("nothing",) * len(case.mesh.sizes)
+    else:
+        again = (("odd/op", 0),)
+    expected = "odd/op" if how.startswith("unknown") else first
+    assert find_decisions(case.problem, replace(stage, decisions=decisions, again=again)) == expected
+
+
+def test_ops_that_are_computed_whole() -> None:
+    """Ops without a rule are named if they depend on the batch, and not if they are the same for every batch."""
+
+    def function(x: Tensor) -> Tensor:
+        return x.flip(0) + torch.arange(4).flip(0)
+
+    case = planning(Apply(function), {"x": torch.ones(6, 4)}, mesh_of(a=2))
+    assert whole_ops(case.folded) == ("/flip",)
+
+
+def test_axes_that_split_nothing() -> None:
+    """An axis on which no op and no parameter is split is idle; one of a single device never is."""
+    mesh = mesh_of(one=1, idle=5, used=2)
+    case = planning(nn.Linear(8, 8), {"input": torch.ones(4, 8)}, mesh, "ideal")
+    solution = solve(case.problem, case.cluster, mesh, Limits(1e30, STATES))
+    assert idle_axes(case.problem, solution, mesh) == [1]
+
+
+def test_rows_show_every_statement() -> None:
+    """Each op of the program has a row under its key, in the block that it stands in; collectives are spelled out."""
+    case = random_planning(3, blocks=3)
+    solution = solve(case.problem, case.cluster, case.mesh, Limits(1e30, STATES))
+    stage = _stage(case, solution)
+    shown = {row.name for block in stage.blocks for row in block.rows if row.kind == "op"}
+    assert shown == {op.key for op in case.folded.ops}
+    region = next(block for block in stage.blocks if block.name.endswith("*"))
+    assert region.count == 3
+    assert {row.name for row in region.rows if row.kind == "op"} == {op.key for op in case.folded.regions[0].ops}
