@@ -132,9 +132,9 @@ def _sendable(error: Exception) -> Exception:
 
 
 def _gathered(mesh: DeviceMesh, item: object) -> list[object]:
-    """What every rank of the mesh has."""
+    """What every rank of the mesh has, in the order of ranks."""
     items = [item]
-    for axis in range(mesh.ndim):
+    for axis in reversed(range(mesh.ndim)):
         group = mesh.get_group(axis)
         boxes: list[list[object]] = [[] for _ in range(group.size())]
         dist.all_gather_object(boxes, items, group=group)

@@ -284,7 +284,9 @@ def _root(model: nn.Module, compiled: Compiled, request: Request, mesh: DeviceMe
             layout = compiled.stored.get(name, (I,) * len(request.mesh.sizes))
             whole = parameter.detach()
             dtype = request.precision.master if whole.is_floating_point() else None
-            part = local_part(whole, layout, coordinate, request.mesh).to(device, dtype or whole.dtype)
+            part = local_part(whole, layout, coordinate, request.mesh)
+            # A copy: training must not change the model.
+            part = part.to(device, dtype or whole.dtype, copy=True).contiguous()
             distributed = from_local(part, layout, parameter.shape, mesh, request.mesh)
             placed[id(parameter)] = nn.Parameter(distributed, parameter.requires_grad)
         root.place(name, placed[id(parameter)])

@@ -1,0 +1,79 @@
+"""Stock models on gloo ranks equal themselves on one device: outputs, loss and every gradient, in float64."""
+
+import pytest
+
+from autopar.testing import assert_equivalent, compare
+from tests.models import MODELS, gemma2, gpt2, llama, qwen3, tokens
+
+MESHES = {"2": {"dp": 2}, "4": {"tp": 4}, "2x2": {"dp": 2, "tp": 2}, "2x2x2": {"dp": 2, "cp": 2, "tp": 2}}
+TOLERANCE = 1e-9
+
+
+def exact(model, mesh, inputs, **options):
+    """Compare and hold against the tolerance; the cluster has free links, so that all that can be split is."""
+    comparison = compare(model, MESHES[mesh], inputs, **{"cluster": "ideal", **options})
+    assert comparison.worst[1] <= TOLERANCE, str(comparison)
+    return comparison
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_train_and_infer(name):
+    """What users call: training and inference on (2, 2), with casts to float32 lifted and as they are."""
+    model = MODELS[name]()
+    for objective in ("train", "infer"):
+        inputs = tokens(labels=objective == "train")
+        comparison = assert_equivalent(model, MESHES["2x2"], inputs, objective=objective, cluster="ideal")
+        gradients = [item for item in comparison.errors if item.startswith("gradient of ")]
+        assert len(gradients) == (len(list(model.parameters())) if objective == "train" else 0)
+
+
+@pytest.mark.parametrize("mesh", ["2", "4", "2x2x2"])
+@pytest.mark.parametrize("name", MODELS)
+def test_meshes(name, mesh):
+    exact(MODELS[name](), mesh, tokens(batch=8))
+
+
+@pytest.mark.parametrize("padding", [False, True], ids=["full", "padded"])
+@pytest.mark.parametrize("name", MODELS)
+def test_eager_attention(name, padding):
+    exact(MODELS[name](attn_implementation="eager"), "2x2", tokens(padding=padding))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_padding_mask(name):
+    exact(MODELS[name](), "2x2", tokens(padding=True))
+
+
+@pytest.mark.parametrize("objective", ["train", "infer"])
+def test_padding_mask_on_three_axes(objective):
+    exact(llama(), "2x2x2", tokens(batch=8, padding=True, labels=objective == "train"), objective=objective)
+
+
+@pytest.mark.parametrize(
+    ("model", "vocabulary"),
+    [
+        pytest.param(lambda: llama(tie_word_embeddings=True), 64, id="tied"),
+        pytest.param(lambda: gpt2(tie_word_embeddings=False), 64, id="untied gpt2"),
+        pytest.param(lambda: qwen3(num_key_value_heads=1), 64, id="one head of keys and values"),
+        pytest.param(lambda: llama(vocab_size=61), 61, id="odd vocabulary"),
+        pytest.param(lambda: gemma2(vocab_size=67), 67, id="odd vocabulary, tied"),
+        pytest.param(lambda: llama(attention_bias=True, mlp_bias=True), 64, id="biases"),
+    ],
+)
+def test_shapes(model, vocabulary):
+    exact(model(), "2x2", tokens(vocabulary=vocabulary))
+
+
+@pytest.mark.parametrize("mesh", ["4", "2x2"])
+def test_batch_of_one(mesh):
+    exact(llama(), mesh, tokens(batch=1))
+
+
+def test_odd_sizes_are_exact():
+    """Where nothing divides, nothing is split, and all is right."""
+    exact(llama(), "2x2", tokens(batch=3, length=7))
+
+
+def test_evaluation_with_labels():
+    """Planned for inference, with labels: there is a loss, and no gradient."""
+    exact(gpt2(), "2x2", tokens(), objective="infer")
