@@ -2,6 +2,7 @@
 
 import pickle
 import traceback
+import warnings
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -111,11 +112,17 @@ def _from_first(mesh: DeviceMesh, run: Callable[[], Compiled]) -> Compiled:
             result = run()
         except Exception as error:
             result = _sendable(error)
+    sent = pickle.dumps(result)
     for axis in range(mesh.ndim):
         group = mesh.get_group(axis)
-        box = [result]
+        box = [sent]
         dist.broadcast_object_list(box, src=dist.get_global_rank(group, 0), group=group)
-        result = box[0]
+        sent = box[0]
+    if any(coordinate):
+        with warnings.catch_warnings():
+            # A tree's specification warns about its own parts when it is unpickled.
+            warnings.simplefilter("ignore", FutureWarning)
+            result = pickle.loads(sent)
     if isinstance(result, Exception):
         raise result
     assert result is not None

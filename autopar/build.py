@@ -22,14 +22,16 @@ from autopar.request import Request
 from autopar.runtime import CompiledProgram, Container, DistributedModule, LoadedProgram, PlannedInput, PlannedOutput
 from autopar.runtime.state import from_local, local_part
 from passes.candidates import Setting, candidates
-from passes.capture import Tracing, capture, input_leaves
-from passes.constrain import Demands, constrain, stored_as
+from passes.capture import Tracing, capture
+from passes.constrain import constrain, stored_as
 from passes.cost.memory import memory_use
 from passes.cost.walk import Optimizer, walk
 from passes.emit import Naming, emit
 from passes.ir.choices import Problem, Solution
+from passes.ir.demands import Demands
 from passes.ir.errors import CaptureError, PlanMismatchError
 from passes.ir.layout import I, Layout
+from passes.ir.leaves import input_leaves
 from passes.ir.lowered import Lowered
 from passes.ir.plan import InputPlan, ParameterPlan, Plan, PrecisionPlan, ProgramPlan
 from passes.ir.program import Folded, Input, Parameter, Program, references
@@ -195,10 +197,16 @@ def _plan(
 ) -> Plan:
     mesh, precision = request.mesh, request.precision
     first = programs[request.objective]
+
+    def kept_as(name: str) -> torch.dtype:
+        """What a parameter is stored in: a precision for computing alone leaves that as it is."""
+        dtype = model.get_parameter(name).dtype
+        return precision.master or dtype if dtype.is_floating_point else dtype
+
     parameters = {
         item.name: ParameterPlan(
             item.type.shape,
-            _dtype_text(precision.master or item.type.dtype),
+            _dtype_text(kept_as(item.name)),
             layout_texts(first.lowered.parameters[item.name], mesh),
             item.trainable,
         )

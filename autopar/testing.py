@@ -83,13 +83,15 @@ def assert_equivalent(
 
     Gloo ranks on this machine run it on `mesh` (by default {"dp": 2, "tp": 2}), in `dtype`. What the model casts to
     float32 is lifted to `dtype` on both sides; a second comparison leaves these casts and uses float32 tolerances.
-    `options` go to `autopar.parallelize`. Without `example_inputs` a Hugging Face model gets random ones. Prints the
-    worst tensor, and returns the (first) comparison.
+    `options` go to `autopar.parallelize`; without a cluster among them links cost nothing ("ideal"), so that all is
+    split that can be. Without `example_inputs` a Hugging Face model gets random ones. Prints the worst tensor, and
+    returns the (first) comparison.
 
     Raises AssertionError where a tensor is off by more than `rtol`, or is there on one side only.
     """
     sizes = dict(mesh or {"dp": 2, "tp": 2})
     model = model_or_factory if isinstance(model_or_factory, nn.Module) else model_or_factory()
+    options = {"cluster": "ideal", **options}
     objective = str(options.get("objective", "train"))
     inputs = _by_name(model, example_inputs) if example_inputs is not None else None
     if inputs is None:

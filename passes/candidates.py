@@ -11,10 +11,10 @@ from math import prod
 
 import torch
 
-from passes.constrain import Demand, Demands
 from passes.cost.cluster import Cluster
 from passes.cost.price import op_seconds, update_seconds
 from passes.ir.choices import Edge, Group, Memory, Node, Problem, Strategy
+from passes.ir.demands import Demand, Demands
 from passes.ir.errors import ConstraintError
 from passes.ir.layout import I, Layout, Letter, R, S, Shape, digits, fits, is_dtensor, local_shape
 from passes.ir.mesh import Mesh

@@ -21,6 +21,7 @@ from torch.export.graph_signature import ConstantArgument, InputKind
 from torch.utils import _pytree as pytree
 
 from passes.ir.errors import CaptureError
+from passes.ir.leaves import Inputs, input_leaves
 from passes.ir.program import (
     Argument,
     Buffer,
@@ -34,8 +35,6 @@ from passes.ir.program import (
 )
 
 logger = logging.getLogger("autopar")
-
-Inputs = Mapping[str, object]
 
 
 @dataclass(frozen=True)
@@ -70,18 +69,6 @@ def capture(module: nn.Module, inputs: Inputs, tracing: Tracing) -> Program:
         example = _example(module, inputs, tracing.dtype)
         exported = _export(module, example)
     return _program(module, exported, example, tracing.gradients)
-
-
-def input_leaves(inputs: Inputs) -> list[tuple[str, object]]:
-    """The leaves of the inputs with their names: "input_ids", or "pixels[0]" inside a list."""
-    leaves, _ = pytree.tree_flatten_with_path(dict(inputs))
-    return [(_path_name(path), leaf) for path, leaf in leaves]
-
-
-def _path_name(path: pytree.KeyPath) -> str:
-    first, *rest = path
-    assert isinstance(first, pytree.MappingKey)
-    return str(first.key) + pytree.keystr(tuple(rest))
 
 
 @contextlib.contextmanager

@@ -5,61 +5,19 @@ and ops, or is an op kind such as "@linear". `what` is "stored" or "used" (param
 and modules: what enters and leaves them). Of several that say something of the same thing the longest pattern holds.
 """
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
+from passes.ir.demands import Demand, Demands, Place
 from passes.ir.errors import ConstraintError
-from passes.ir.layout import Layout, Letter, parse_letter
+from passes.ir.layout import Layout, parse_letter
 from passes.ir.mesh import Mesh
 from passes.ir.program import Op, Program, references
 
 Constraints = Mapping[str, Mapping[str, Mapping[str, str]]]
 
 _WHATS = ("stored", "used", "in", "out", "method")
-
-
-@dataclass(frozen=True)
-class Demand:
-    """One demand: on `axis`, `what` of what matches `pattern` is `letter`, or its method is `method`."""
-
-    pattern: str
-    what: str
-    axis: int
-    letter: Letter | None
-    method: str
-
-    def __str__(self) -> str:
-        return f"{self.pattern!r}: {self.what} {self.letter or self.method}"
-
-
-# Where a demand holds: ("stored" | "used", parameter), ("in", op, slot), ("out", op, result), ("method", op), or
-# ("method within", op) for the ops of a module, which follow it if they can; an op is known by its first result.
-Place = tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Demands:
-    """All demands by where they hold and on which axis."""
-
-    placed: Mapping[Place, Mapping[int, Demand]]
-
-    def at(self, *place: str) -> Mapping[int, Demand]:
-        """The demands at one place, by axis."""
-        return self.placed.get(place, {})
-
-    def label(self, op: Op) -> Hashable:
-        """Equal for ops of which the same is demanded."""
-        places: list[Place] = [("method", op.results[0]), ("method within", op.results[0])]
-        places += [("in", op.results[0], str(slot)) for slot in range(len(op.operands))]
-        places += [("out", op.results[0], str(index)) for index in range(len(op.results))]
-        for name in op.operands:
-            places += [("stored", name), ("used", name)]
-        return tuple(
-            (number, tuple(sorted((axis, str(demand)) for axis, demand in self.placed[place].items())))
-            for number, place in enumerate(places)
-            if place in self.placed
-        )
 
 
 def parse(constraints: Constraints, mesh: Mesh) -> list[Demand]:

@@ -110,6 +110,7 @@ def functional(program: Program) -> Program:
     last_use = {name: position for position, op in enumerate(program.ops) for name in op.operands}
     last_use.update(dict.fromkeys((name for value in program.outputs for name in references(value)), len(program.ops)))
     base: dict[str, str] = {}
+    same: dict[str, str] = {}
     changed: dict[str, str] = {}
     for position, original in enumerate(program.ops):
         op = rewriter.current(original)
@@ -131,6 +132,7 @@ def functional(program: Program) -> Program:
                     base.update(dict.fromkeys(original.results, base.get(name, name)))
             continue
         target = next(references(original.arguments[written[0][0]]))
+        target = same.get(target, target)
         root = base.get(target, target)
         if root in inputs or root in parameters:
             kind = "input" if root in inputs else "parameter"
@@ -144,6 +146,8 @@ def functional(program: Program) -> Program:
         value = _out_of_place(rewriter, op)
         for name in (target, *original.results):
             rewriter.replaced[name] = value
+        # The op's result is the target itself.
+        same.update(dict.fromkeys(original.results, target))
         if target in buffers:
             changed[target] = value.name
     return rewriter.finish(tuple(Update(buffer, value) for buffer, value in changed.items()))

@@ -14,9 +14,9 @@ from torch.utils import _pytree as pytree
 from autopar.runtime.axis import Axis, axes_of
 from autopar.runtime.saving import saving
 from autopar.runtime.state import from_local, local_part, mesh_of, placements
-from passes.capture import input_leaves
 from passes.ir.errors import InputError
 from passes.ir.layout import Layout, local_shape
+from passes.ir.leaves import input_leaves
 from passes.ir.plan import Plan
 from passes.ir.program import TensorType
 

@@ -33,7 +33,7 @@ TABLE: dict[str, Pointwise] = {
     "mul": Pointwise((Saved(0, needed_by=(1,)), Saved(1, needed_by=(0,))), _FIRST, _EITHER),
     "div": Pointwise((Saved(0, needed_by=(1,)), Saved(1)), _FIRST, _FIRST),
     "neg": Pointwise(NONE, _FIRST),
-    "pow": Pointwise((Saved(0), Saved(1))),
+    "pow": Pointwise((Saved(0), Saved(1), Saved(0, result=True))),
     "maximum": Pointwise((Saved(0), Saved(1))),
     "minimum": Pointwise((Saved(0), Saved(1))),
     "masked_fill": Pointwise((Saved(1, needed_by=(0,)),)),
@@ -46,7 +46,7 @@ TABLE: dict[str, Pointwise] = {
     **{kind: Pointwise() for kind in ("zeros_like", "ones_like", "full_like", "empty_like")},
     **{kind: Pointwise(SELF) for kind in ("silu", "gelu", "log", "log1p", "abs", "sin", "cos", "erf", "softplus")},
     **{kind: Pointwise(SELF) for kind in ("clamp", "clamp_min", "clamp_max", "elu", "leaky_relu", "mish", "square")},
-    **{kind: Pointwise(SELF) for kind in ("hardtanh", "hardswish", "hardsigmoid", "logsigmoid", "relu6", "selu")},
+    **{kind: Pointwise(SELF) for kind in ("hardtanh", "hardswish", "hardsigmoid", "log_sigmoid", "relu6", "selu")},
     **{kind: Pointwise(RESULT) for kind in ("relu", "tanh", "sigmoid", "exp", "expm1", "sqrt", "rsqrt", "reciprocal")},
 }
 

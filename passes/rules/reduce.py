@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from passes.ir.program import Op, TensorType
 from passes.rules.parts import dim_argument, dims_argument, factors, named
 from passes.rules.registry import rule_for
-from passes.rules.rule import Part, Role, Rule
+from passes.rules.rule import Part, Role, Rule, Saved
 
 
 def _reduced(op: Op, types: Mapping[str, TensorType], role: Role) -> Rule:
@@ -36,12 +36,25 @@ def mean(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
     return Rule(rule.factors, rule.operands, rule.results, linear=(frozenset({0}),), bodies=bodies)
 
 
-@rule_for("amax", "amin", "any", "all", "argmax", "argmin", "logsumexp", "max", "min", "prod", "std", "var")
+_BOTH = (Saved(0), Saved(0, result=True))
+
+# What autograd keeps of reductions whose reduced dims stay whole.
+_WHOLE: dict[str, tuple[Saved, ...]] = {
+    **dict.fromkeys(("all", "any", "argmax", "argmin"), ()),
+    **dict.fromkeys(("amax", "amin", "logsumexp", "max", "min", "prod", "std"), _BOTH),
+    "var": (Saved(0),),
+}
+
+
+@rule_for(*_WHOLE)
 def whole(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
     """Reduced dims stay whole."""
     if len(op.operands) != 1:
         return None
-    return _reduced(op, types, Role.WHOLE)
+    rule = _reduced(op, types, Role.WHOLE)
+    # Where places are a result too, they alone are kept.
+    kept = (Saved(1, result=True),) if len(op.results) == 2 else _WHOLE[op.kind]
+    return Rule(rule.factors, rule.operands, rule.results, saved=kept)
 
 
 @rule_for("cumsum")

@@ -182,4 +182,4 @@ class Program:
         """The label of every node, the values of all columns, and a bound on the cost; see `Model.solve`."""
         solution, _, bound = self.model.solve(gap, seconds)
         picks = {node: int(item.kept[np.argmax(solution[item.columns])]) for node, item in self.labels.items()}
-        return picks, solution, bound / self.scale
+        return picks, solution, bound / self.scale + self.network.constant

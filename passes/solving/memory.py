@@ -12,8 +12,6 @@ from passes.solving.arrays import Arrays, GroupArrays
 from passes.solving.integer import Program
 from passes.solving.prices import Floats, Integers
 
-UNIT = float(1 << 30)
-
 
 @dataclass(frozen=True)
 class NodeBytes:
@@ -107,6 +105,8 @@ def limit_memory(
     again, which costs time and is a yes or no.
     """
     network, model = program.network, program.model
+    # The solver takes rows to be met within a millionth: bytes are counted in thousandths of the limit.
+    unit = limit / 1000
     rows: list[list[tuple[np.ndarray, np.ndarray]]] = [[] for _ in moments]
     transient = model.add_columns(np.zeros(len(problem.blocks)))
     for node, size in enumerate(node_bytes(problem)):
@@ -117,8 +117,8 @@ def limit_memory(
         block = problem.nodes[node].block
         for row, moment in zip(rows, moments, strict=True):
             there = size.held + moment.gradients[block] * size.gradient + moment.kept[block] * size.kept
-            row.append((labels.columns, there[strategies] / UNIT))
-        needs = size.transient[strategies] / UNIT
+            row.append((labels.columns, there[strategies] / unit))
+        needs = size.transient[strategies] / unit
         if needs.any():
             count = len(needs)
             model.add_rows(
@@ -133,13 +133,13 @@ def limit_memory(
     for number, group in enumerate(arrays.groups):
         keeping = keepers(group)
         if keeping is not None:
-            again.append(_keep_group(program, number, keeping, moments, rows))
+            again.append(_keep_group(program, number, keeping, moments, rows, unit))
     for row, moment in zip(rows, moments, strict=True):
         if moment.running is not None:
             row.append((transient[moment.running : moment.running + 1], np.ones(1)))
         columns = np.concatenate([columns for columns, _ in row])
         values = np.concatenate([values for _, values in row])
-        model.add_rows(1, np.zeros(len(columns), dtype=np.int64), columns, values, -np.inf, limit / UNIT)
+        model.add_rows(1, np.zeros(len(columns), dtype=np.int64), columns, values, -np.inf, limit / unit)
     return again
 
 
@@ -149,6 +149,7 @@ def _keep_group(
     group: GroupArrays,
     moments: Sequence[Moment],
     rows: list[list[tuple[np.ndarray, np.ndarray]]],
+    unit: float,
 ) -> AgainColumns:
     network, model = program.network, program.model
     made = group.made[network.labels[group.producer][program.labels[group.producer].kept]]
@@ -174,7 +175,7 @@ def _keep_group(
         model.at_least(again[:, places][~there], flows[~there], copies[~there])
     block = group.group.block
     for row, moment in zip(rows, moments, strict=True):
-        part = moment.kept[block] / UNIT
+        part = moment.kept[block] / unit
         if part:
             row.append((source, part * group.source_bytes[sources]))
             sizes = np.broadcast_to(part * group.target_bytes[every], kept.shape)

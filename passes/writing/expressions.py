@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 
-from passes.ir.program import Argument, Op, freeze
+from passes.ir.program import Argument, Op, Ref, freeze
 from passes.writing.scope import Scope
 
 Writer = Callable[[Scope, Mapping[str, Argument]], str | None]
@@ -15,9 +15,11 @@ def expression(code: Scope, op: Op) -> str:
     if written is not None:
         return written
     defaults = {argument.name: freeze(argument.default_value) for argument in op.overload._schema.arguments}
-    required = {argument.name for argument in op.overload._schema.arguments if not argument.has_default_value()}
+    schema = op.overload._schema.arguments
+    required = {argument.name for argument in schema if not argument.has_default_value()}
+    by_name = {argument.name for argument in schema if argument.has_default_value() or argument.kwarg_only}
     given = [
-        f"{name}={code.value(value)}" if name not in required else code.value(value)
+        f"{name}={code.value(value)}" if name in by_name else code.value(value)
         for name, value in op.arguments.items()
         if name in required or value != defaults[name]
     ]
@@ -41,7 +43,7 @@ def _sign(sign: str) -> Writer:
 
 def _method(name: str, *given: str) -> Writer:
     def write(code: Scope, arguments: Mapping[str, Argument]) -> str | None:
-        if set(arguments) - {"self", *given}:
+        if set(arguments) - {"self", *given} or not isinstance(arguments["self"], Ref):
             return None
         return f"{code.value(arguments['self'])}.{name}({', '.join(code.value(arguments[item]) for item in given)})"
 

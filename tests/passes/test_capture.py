@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from passes.capture import input_leaves
 from passes.ir.errors import CaptureError
 from passes.ir.layout import Shape
+from passes.ir.leaves import input_leaves
 from tests.passes.helpers import captured, printed
 
 

@@ -5,9 +5,10 @@ import torch
 from torch import Tensor, nn
 
 from passes.candidates import Setting, candidates
-from passes.constrain import Constraints, Demands, constrain, stored_as
+from passes.constrain import Constraints, constrain, stored_as
 from passes.cost.cluster import CLUSTERS
 from passes.ir.choices import Problem
+from passes.ir.demands import Demands
 from passes.ir.errors import ConstraintError, MeshError
 from passes.ir.layout import I, Letter, P, R, S
 from passes.ir.program import Program

@@ -1,0 +1,40 @@
+# Two commands for a fresh machine: `make demo` sets up and trains the example, `make test` sets up and runs the tests.
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+VENV := .venv
+RUN := $(VENV)/bin/python
+STAMP := $(VENV)/.installed
+
+.PHONY: demo test bench lint types format clean
+
+demo: $(STAMP)
+	OMP_NUM_THREADS=1 $(RUN) -m torch.distributed.run --standalone --nproc-per-node 4 examples/train_llama.py
+
+test: $(STAMP)
+	$(RUN) -m pytest -q --durations=15
+
+bench: $(STAMP)
+	$(RUN) benchmarks/planning.py
+
+lint: $(STAMP)
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+
+types: $(STAMP)
+	$(RUN) -m mypy
+
+format: $(STAMP)
+	$(RUN) -m ruff check --fix .
+	$(RUN) -m ruff format .
+
+# torch comes first and pinned: what an unpinned one pulls may be gigabytes.
+$(STAMP): pyproject.toml
+	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
+	$(RUN) -m pip install --quiet --upgrade pip
+	$(RUN) -m pip install --quiet "$(TORCH)"
+	$(RUN) -m pip install --quiet -e ".[dev]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache

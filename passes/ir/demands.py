@@ -1,0 +1,50 @@
+"""What a user demands of a plan, and where it holds in a program."""
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+
+from passes.ir.layout import Letter
+from passes.ir.program import Op
+
+
+@dataclass(frozen=True)
+class Demand:
+    """One demand: on `axis`, `what` of what matches `pattern` is `letter`, or its method is `method`."""
+
+    pattern: str
+    what: str
+    axis: int
+    letter: Letter | None
+    method: str
+
+    def __str__(self) -> str:
+        return f"{self.pattern!r}: {self.what} {self.letter or self.method}"
+
+
+# Where a demand holds: ("stored" | "used", parameter), ("in", op, slot), ("out", op, result), ("method", op), or
+# ("method within", op) for the ops of a module, which follow it if they can; an op is known by its first result.
+Place = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Demands:
+    """All demands by where they hold and on which axis."""
+
+    placed: Mapping[Place, Mapping[int, Demand]]
+
+    def at(self, *place: str) -> Mapping[int, Demand]:
+        """The demands at one place, by axis."""
+        return self.placed.get(place, {})
+
+    def label(self, op: Op) -> Hashable:
+        """Equal for ops of which the same is demanded."""
+        places: list[Place] = [("method", op.results[0]), ("method within", op.results[0])]
+        places += [("in", op.results[0], str(slot)) for slot in range(len(op.operands))]
+        places += [("out", op.results[0], str(index)) for index in range(len(op.results))]
+        for name in op.operands:
+            places += [("stored", name), ("used", name)]
+        return tuple(
+            (number, tuple(sorted((axis, str(demand)) for axis, demand in self.placed[place].items())))
+            for number, place in enumerate(places)
+            if place in self.placed
+        )

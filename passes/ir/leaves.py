@@ -1,0 +1,19 @@
+"""The inputs of a model, leaf by leaf."""
+
+from collections.abc import Mapping
+
+from torch.utils import _pytree as pytree
+
+Inputs = Mapping[str, object]
+
+
+def input_leaves(inputs: Inputs) -> list[tuple[str, object]]:
+    """The leaves of the inputs with their names: "input_ids", or "pixels[0]" inside a list."""
+    leaves, _ = pytree.tree_flatten_with_path(dict(inputs))
+    return [(_path_name(path), leaf) for path, leaf in leaves]
+
+
+def _path_name(path: pytree.KeyPath) -> str:
+    first, *rest = path
+    assert isinstance(first, pytree.MappingKey)
+    return str(first.key) + pytree.keystr(tuple(rest))
