@@ -478,8 +478,8 @@ def without_unused(program: Program) -> Program:
     given: tuple[Input | Parameter | Buffer, ...] = (*program.inputs, *program.parameters, *program.buffers)
     named = {item.name for item in given}
     constants = {name: value for name, value in program.constants.items() if name in used}
-    results = {name for op in kept for name in op.results}
-    types = {name: type for name, type in program.types.items() if name in named | set(constants) | results}
+    typed = {*named, *constants, *(name for op in kept for name in op.results)}
+    types = {name: type for name, type in program.types.items() if name in typed}
     return replace(program, ops=tuple(reversed(kept)), constants=constants, types=types)
 
 
