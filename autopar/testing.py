@@ -10,7 +10,7 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
@@ -20,7 +20,16 @@ from autopar.api import parallelize
 from autopar.ranks import RankError, run_ranks
 from autopar.request import OBJECTIVES
 
-__all__ = ["Comparison", "LiftFloat32", "RankError", "assert_equivalent", "compare", "random_inputs", "run_ranks"]
+__all__ = [
+    "Comparison",
+    "LiftFloat32",
+    "RankError",
+    "assert_equivalent",
+    "compare",
+    "compare_on_mesh",
+    "random_inputs",
+    "run_ranks",
+]
 
 # Errors are relative to at least this part of the model's largest gradient.
 _FLOOR = 1e-6
@@ -178,15 +187,30 @@ def _cast(inputs: Mapping[str, object], dtype: torch.dtype) -> dict[str, object]
 def _compare_on_rank(
     payload: bytes, mesh: Mapping[str, int], lifted: torch.dtype | None, options: Mapping[str, object]
 ) -> Comparison:
-    """What each rank does: run both, and compare."""
+    """What each rank does."""
     model, inputs = torch.load(io.BytesIO(payload), weights_only=False)
-    objective = options.get("objective", "train")
     device_mesh = init_device_mesh("cpu", tuple(mesh.values()), mesh_dim_names=tuple(mesh))
+    return compare_on_mesh(model, device_mesh, inputs, lifted, **options)
+
+
+def compare_on_mesh(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    inputs: Mapping[str, object],
+    lifted: torch.dtype | None = None,
+    **options: object,
+) -> Comparison:
+    """Run `model` and its parallelized self in this process group and return all errors; every rank calls it alike.
+
+    What the model casts to float32 is lifted to `lifted`. Gradients are left in the model.
+    """
+    objective = options.get("objective", "train")
     with _lifting(lifted):
-        distributed = parallelize(model, device_mesh, inputs, **options)  # type: ignore[arg-type]
+        distributed = parallelize(model, mesh, dict(inputs), **options)  # type: ignore[arg-type]
+    settings: dict[str, object] = {}
     if huggingface.is_huggingface(model):
         huggingface.register_caches(model)
-    settings = huggingface.settings(model, inputs, str(objective)) if huggingface.is_huggingface(model) else {}
+        settings = huggingface.settings(model, inputs, str(objective))
     model.train(objective == "train")
     with _lifting(lifted), torch.set_grad_enabled(objective == "train"):
         expected = model(**inputs, **settings)

@@ -93,9 +93,11 @@ class _Builder:
         self.strided = strided(folded)
         self.digits, self.letters = self._travel()
         self.producers: dict[str, tuple[int, int]] = {}
+        self.followed: dict[Demand, bool] = {}
         self._inputs()
         self._fixed()
         self._ops()
+        self._refuse_unfollowed()
         self._parameters()
         self._connect()
         self._outputs()
@@ -289,6 +291,7 @@ class _Builder:
         for axis, demand in self.demands.at("method within", first).items():
             following = [strategy for strategy in strategies if strategy.methods[axis] == demand.method]
             strategies = following or strategies
+            self.followed[demand] = self.followed.get(demand, False) or bool(following)
         for slot, name in enumerate(op.operands):
             wanted = {**self.demands.at("used", self._real(name)), **self.demands.at("in", first, str(slot))}
             for axis, demand in wanted.items():
@@ -299,6 +302,15 @@ class _Builder:
                 letter = _meant(demand, about.flowing_results[number])
                 strategies = keep(demand, axis, (strategy.results[number][axis] == letter for strategy in strategies))
         return strategies
+
+    def _refuse_unfollowed(self) -> None:
+        """Raise where no op of a module can follow the method that is demanded of it."""
+        for demand, followed in self.followed.items():
+            if not followed:
+                raise ConstraintError(
+                    f"constraint {demand.pattern!r}, method {demand.method} on axis "
+                    f"{self.setting.mesh.names[demand.axis]!r} cannot be met: no op of the module has that method"
+                )
 
     def _parameters(self) -> None:
         """Parameters may be stored as they are used, and split further on the axes where all ranks use the same."""

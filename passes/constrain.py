@@ -5,6 +5,7 @@ and ops, or is an op kind such as "@linear". `what` is "stored" or "used" (param
 and modules: what enters and leaves them). Of several that say something of the same thing the longest pattern holds.
 """
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -16,6 +17,9 @@ from passes.ir.mesh import Mesh
 from passes.ir.program import Op, Program, references
 
 Constraints = Mapping[str, Mapping[str, Mapping[str, str]]]
+
+# The number of an entry of a list, inside a name.
+_NUMBER = re.compile(r"\.\d+(?=[./]|$)")
 
 _WHATS = ("stored", "used", "in", "out", "method")
 
@@ -54,7 +58,7 @@ def constrain(program: Program, constraints: Constraints, mesh: Mesh) -> Demands
     for demand in demands:
         if demand.what in ("stored", "used"):
             for parameter in program.parameters:
-                if any(fnmatchcase(name, demand.pattern) for name in parameter.names):
+                if any(_matches(name, demand.pattern) for name in parameter.names):
                     matched[demand].append((demand.what, parameter.name))
         else:
             for op in program.ops:
@@ -118,8 +122,8 @@ def _names(program: Program) -> _Names:
 def _op_places(op: Op, demand: Demand, names: _Names) -> Iterator[Place]:
     """Where a demand on ops or modules holds at `op`."""
     pattern = demand.pattern
-    itself = pattern == f"@{op.kind}" or fnmatchcase(op.key, pattern)
-    around = [path for path in _paths(op.module) if fnmatchcase(path, pattern)]
+    itself = pattern == f"@{op.kind}" or _matches(op.key, pattern)
+    around = [path for path in _paths(op.module) if _matches(path, pattern)]
     if not itself and not around:
         return
     if demand.what == "method":
@@ -133,6 +137,11 @@ def _op_places(op: Op, demand: Demand, names: _Names) -> Iterator[Place]:
             enters = any(not _inside(names.made.get(name, ""), path) for path in around)
             if name in names.data and (itself or enters):
                 yield ("in", op.results[0], str(slot))
+
+
+def _matches(name: str, pattern: str) -> bool:
+    """Whether a pattern matches a name, or the name as a plan prints it: "model.layers.*.mlp" for all layers."""
+    return fnmatchcase(name, pattern) or fnmatchcase(_NUMBER.sub(".*", name), pattern)
 
 
 def _paths(module: str) -> list[str]:

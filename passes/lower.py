@@ -137,10 +137,12 @@ class _Lowering:
             for factor in digits:
                 size *= rule.factors[factor].size
             split = Split(size, tuple(sorted((item for found in digits.values() for item in found), key=_by_major)))
+        whole = replace(op, arguments=arguments)
         localize = _LOCAL.get(op.kind)
         if localize is not None:
             arguments = localize(_Localizing(op, arguments, strategy, self.folded.types, self.mesh))
-        scope.statements.append(Compute(replace(op, arguments=arguments), strategy, body, split, about.copies))
+        statement = Compute(replace(op, arguments=arguments), whole, strategy, body, split, about.copies)
+        scope.statements.append(statement)
         for name, layout in zip(op.results, strategy.results, strict=True):
             self._define(scope, name, layout)
 

@@ -77,7 +77,7 @@ def _body(body: Body, flowing: Set[str], cluster: Cluster, mesh: Mesh) -> Second
 
 
 def _compute(statement: Compute, body: Body, flowing: Set[str], cluster: Cluster, mesh: Mesh) -> Seconds:
-    op = statement.op
+    op = statement.whole
     types = {name: body.types[name] for name in (*op.operands, *op.results)}
     flows = {name for name in types if name.partition("~")[0] in flowing}
     rule = find_rule(op, types)

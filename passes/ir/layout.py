@@ -132,11 +132,14 @@ def format_layout(layout: Layout, mesh: Mesh) -> str:
 def is_dtensor(layout: Layout, mesh: Mesh) -> bool:
     """Whether `torch.distributed.tensor` can express `layout` so that `full_tensor()` is exact.
 
-    Placements are applied in mesh order. What works (tried for every digit on two and three axes with torch 2.11 and
-    2.13) is, per dim: digits that together form one contiguous split, whatever their order, or digits in mesh order
-    that are contiguous but for the last, which may lie anywhere.
+    Placements are applied in mesh order. What works (tried for every digit of two dims on two and three axes with torch
+    2.11 and 2.13) is, per dim: digits that together form one contiguous split, whatever their order, or digits in mesh
+    order that are contiguous but for the last, which may lie anywhere. Where a dim has them in another order than the
+    mesh, every other dim must be split plainly.
     """
-    for dim in {letter.dim for letter in layout if letter.kind == "S"}:
+    plain, turned = 0, 0
+    dims = {letter.dim for letter in layout if letter.kind == "S"}
+    for dim in dims:
         by_size = digits(layout, dim, mesh)
         by_axis = sorted(by_size, key=lambda digit: digit[2])
         compact = all(high == low * size for (low, size, _), (high, _, _) in pairwise([(1, 1, -1), *by_size]))
@@ -144,4 +147,6 @@ def is_dtensor(layout: Layout, mesh: Mesh) -> bool:
         last = max(major for major, _, _ in by_axis) == by_axis[-1][0]
         if not compact and not (leading and last):
             return False
-    return True
+        plain += compact and by_size == by_axis
+        turned += by_size != by_axis
+    return not turned or plain == len(dims) - 1

@@ -23,11 +23,13 @@ class Split:
 class Compute:
     """Run an op on local tensors.
 
-    `op` has local sizes among its arguments and names of lowered values as references. With `body` that local form
-    runs instead; `split` is the factor that it is about. `copies` says that it is a view that must copy.
+    `op` has local sizes among its arguments, `whole` the global ones; both refer to lowered values by name. With
+    `body` that local form runs instead; `split` is the factor that it is about. `copies` says that it is a view that
+    must copy.
     """
 
     op: Op
+    whole: Op
     strategy: Strategy
     body: str = ""
     split: Split | None = None

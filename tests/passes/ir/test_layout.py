@@ -170,3 +170,14 @@ def test_dtensor_expresses_what_is_said_on_three_axes() -> None:
     wrong = [layout for layout, good, *found in zip(layouts, allowed, *exact, strict=True) if good and not all(found)]
     assert not wrong
     assert sum(allowed) >= 6
+
+
+def test_dtensor_expresses_what_is_said_of_two_dims_on_three_axes() -> None:
+    """The same where two dims are split, one of them in another order than the mesh has."""
+    mesh = Mesh(("a", "b", "c"), (2, 2, 2))
+    letters = [R, *(S(0, major) for major in (1, 2, 4)), *(S(1, major) for major in (1, 2, 3))]
+    layouts = list(helpers.layouts_on((8, 24), letters, mesh))
+    allowed = [is_dtensor(layout, mesh) for layout in layouts]
+    exact = run_ranks(_full_tensors, mesh.size, mesh.sizes, (8, 24), layouts)
+    for layout, good, *found in zip(layouts, allowed, *exact, strict=True):
+        assert all(found) == good, layout

@@ -1,0 +1,182 @@
+"""What users demand is done, with the right values and gradients: every change of layout, every way to split."""
+
+from collections.abc import Mapping, Sequence
+from itertools import combinations
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+import autopar
+from autopar.testing import compare_on_mesh, run_ranks
+from passes.constrain import Constraints
+from tests.models import MODELS, llama, tokens
+
+TOLERANCE = 1e-9
+
+# Every change of the table of redistributions; of splits the first letter stands for dim 0, the second for dim 1.
+CHANGES = [
+    *(("R", "I"), ("R", "S(0)"), ("R", "P")),
+    *(("I", "R"), ("I", "S(1)"), ("I", "P")),
+    *(("S(0)", "R"), ("S(1)", "I"), ("S(0)", "S(1)"), ("S(1)", "P")),
+    *(("P", "R"), ("P", "I"), ("P", "S(1)")),
+]
+
+# What makes a tensor and what reads it.
+EDGES = {
+    "llama": ("model.layers.*.self_attn.o_proj", "model.layers.[*]/add"),
+    "qwen3": ("model.layers.*.self_attn.o_proj", "model.layers.[*]/add"),
+    "mistral": ("model.layers.*.self_attn.o_proj", "model.layers.[*]/add"),
+    "gemma2": ("model.layers.*.input_layernorm", "model.layers.*.self_attn.[qkv]_proj"),
+    "gpt2": ("transformer.h.*.attn.c_proj", "transformer.h.[*]/add"),
+}
+
+
+def _each(model_name: str, sizes: tuple[int, ...], cases: Sequence[Constraints]) -> list[tuple[float, str]]:
+    """On each rank: the worst error and the code of every case."""
+    names = ("dp", "tp")[-len(sizes) :]
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
+    found = []
+    for constraints in cases:
+        model = MODELS[model_name](num_hidden_layers=2).double()
+        plan = {"cluster": "ideal", "constraints": constraints}
+        comparison = compare_on_mesh(model, mesh, tokens(length=8), torch.float64, **plan)
+        found.append((comparison.worst[1], str(comparison)))
+    return found
+
+
+def _exact(model_name: str, sizes: tuple[int, ...], cases: Mapping[object, Constraints]) -> None:
+    ranks = 1
+    for size in sizes:
+        ranks *= size
+    results = run_ranks(_each, ranks, model_name, sizes, list(cases.values()), timeout=600)
+    for name, (error, text) in zip(cases, results[0], strict=True):
+        assert error <= TOLERANCE, f"{name}: {text}"
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_change_of_layout(name):
+    """Each entry of the table of redistributions, forced between two ops of a layer."""
+    producer, consumer = EDGES[name]
+    cases = {
+        (before, after): {producer: {"out": {"tp": before}}, consumer: {"in": {"tp": after}}}
+        for before, after in CHANGES
+    }
+    for (before, after), constraints in cases.items():
+        model = MODELS[name](num_hidden_layers=2)
+        plan = autopar.plan(model, {"tp": 2}, tokens(length=8), cluster="ideal", constraints=constraints)
+        assert _changes(plan, before, after), f"the plan has no change from {before} to {after}"
+    _exact(name, (2,), cases)
+
+
+def _changes(plan: autopar.Plan, before: str, after: str) -> bool:
+    """Whether a plan has a change from one letter to another on the only axis."""
+    rows = [row for block in plan.programs["train"].stages[0].blocks for row in block.rows if row.kind == "change"]
+    return any(_letter(row.before) == before and _letter(row.after) == after for row in rows)
+
+
+def _letter(layouts: tuple[str, ...]) -> str:
+    """The letter of the only layout, which stands without its axis where it is the same on all."""
+    return layouts[0].removeprefix("tp ")
+
+
+def _llama_splits(axis: str) -> dict[str, Constraints]:
+    return {
+        "batch": {"*.self_attn": {"in": {axis: "S(0)"}}, "*.mlp": {"in": {axis: "S(0)"}}},
+        "sequence": {"*norm": {"in": {axis: "S(1)"}, "out": {axis: "S(1)"}}},
+        "heads": {"*.self_attn.[qkv]_proj": {"out": {axis: "S(2)"}}, "*.o_proj": {"in": {axis: "S(2)"}}},
+        "ffn": {"*.gate_proj": {"out": {axis: "S(2)"}}, "*.down_proj": {"in": {axis: "S(2)"}}},
+        "hidden": {"*.up_proj": {"in": {axis: "S(2)"}, "out": {axis: "P"}}},
+        "vocabulary": {"model.embed_tokens.weight": {"used": {axis: "S(0)"}}, "lm_head": {"out": {axis: "S(2)"}}},
+    }
+
+
+def _gpt2_splits(axis: str) -> dict[str, Constraints]:
+    return {
+        "batch": {"*.attn": {"in": {axis: "S(0)"}}, "*.mlp": {"in": {axis: "S(0)"}}},
+        "sequence": {"*.ln_[12]": {"in": {axis: "S(1)"}, "out": {axis: "S(1)"}}},
+        "heads": {"*.c_attn": {"out": {axis: "S(2, 3)"}}, "*.attn.c_proj": {"in": {axis: "S(2)"}}},
+        "ffn": {"*.c_fc": {"out": {axis: "S(2)"}}, "*.mlp.c_proj": {"in": {axis: "S(2)"}}},
+        "hidden": {"*.c_fc": {"in": {axis: "S(2)"}}},
+        "vocabulary": {"transformer.wte.weight": {"used": {axis: "S(0)"}}, "lm_head": {"out": {axis: "S(2)"}}},
+    }
+
+
+def _splits(name: str, axis: str) -> dict[str, Constraints]:
+    return _gpt2_splits(axis) if name == "gpt2" else _llama_splits(axis)
+
+
+def _together(first: Constraints, second: Constraints) -> Constraints:
+    """Both demands."""
+    both: dict[str, dict[str, dict[str, str]]] = {}
+    for constraints in (first, second):
+        for pattern, whats in constraints.items():
+            for what, axes in whats.items():
+                both.setdefault(pattern, {}).setdefault(what, {}).update(axes)
+    return both
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_splits_alone(name):
+    """Batch, sequence, heads, ffn, hidden and vocabulary."""
+    _exact(name, (2,), _splits(name, "tp"))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_splits_two_at_a_time(name):
+    """One split per axis; of the models that are built like llama each takes every third pair, shifted."""
+    pairs = list(combinations(_splits(name, "tp"), 2))
+    alike = ["qwen3", "mistral", "gemma2"]
+    if name in alike:
+        pairs = pairs[alike.index(name) :: 3]
+    cases = {pair: _together(_splits(name, "dp")[pair[0]], _splits(name, "tp")[pair[1]]) for pair in pairs}
+    _exact(name, (2, 2), cases)
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+def _plan(constraints: Constraints) -> autopar.Plan:
+    return autopar.plan(llama(), {"dp": 2, "tp": 2}, tokens(), cluster="ideal", constraints=constraints)
+
+
+def test_a_longer_pattern_wins():
+    plan = _plan({"*": {"stored": {"tp": "I"}}, "*.q_proj.weight": {"stored": {"tp": "S(0)"}}})
+    stored = {name: item.layout["tp"] for name, item in plan.parameters.items()}
+    assert stored["model.layers.0.self_attn.q_proj.weight"] == "S(0)"
+    assert stored["model.layers.0.self_attn.k_proj.weight"] == "I"
+
+
+@pytest.mark.parametrize(
+    ("constraints", "error", "message"),
+    [
+        ({"*.no_proj": {"in": {"tp": "R"}}}, autopar.ConstraintError, r"'\*\.no_proj'.*matches no op or module"),
+        ({"lm_head.bias": {"stored": {"tp": "R"}}}, autopar.ConstraintError, "'lm_head.bias'.*matches no parameter"),
+        (
+            {"*.q_proj": {"in": {"tp": "R"}}, "*.q_pro?": {"in": {"tp": "S(1)"}}},
+            autopar.ConstraintError,
+            r"contradict.*'\*\.q_proj'.*'\*\.q_pro\?'",
+        ),
+        ({"lm_head": {"in": {"tp": "Q"}}}, autopar.ConstraintError, "'Q'"),
+        ({"lm_head": {"inside": {"tp": "R"}}}, autopar.ConstraintError, "'inside'"),
+        ({"lm_head": {"in": {"xp": "R"}}}, autopar.MeshError, "'xp'"),
+        ({"lm_head": {"method": {"tp": "nonsense"}}}, autopar.ConstraintError, "'lm_head'.*nonsense"),
+        ({"@linear": {"in": {"tp": "S(7)"}}}, autopar.ConstraintError, "'@linear'"),
+        ({"lm_head.weight": {"stored": {"tp": "S(0, 3)"}}}, autopar.ConstraintError, "'lm_head.weight'"),
+    ],
+    ids=["no op", "no parameter", "contradiction", "letter", "what", "axis", "method", "dim", "split"],
+)
+def test_what_cannot_be_done_is_refused(constraints, error, message):
+    with pytest.raises(error, match=message):
+        _plan(constraints)
+
+
+def test_a_split_that_does_not_divide_is_refused():
+    with pytest.raises(autopar.ConstraintError, match="'@embedding'"):
+        autopar.plan(
+            llama(),
+            {"dp": 2},
+            tokens(batch=3),
+            cluster="ideal",
+            constraints={"@embedding": {"out": {"dp": "S(0)"}}},
+        )

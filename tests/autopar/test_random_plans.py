@@ -1,0 +1,60 @@
+"""Any plan is right, not only the best: random strategies for every op, random storage, random gathers made again."""
+
+import random
+from functools import partial
+from unittest import mock
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+from autopar.testing import compare_on_mesh, run_ranks
+from passes.ir.choices import Problem, Solution
+from tests.models import MODELS, tokens
+
+
+def random_solution(choose: random.Random, problem: Problem, *_: object) -> Solution:
+    """A strategy for every node, and for half of the seeds every redistribution made again in the backward pass."""
+    picks = tuple(choose.randrange(len(node.strategies)) for node in problem.nodes)
+    chosen = Solution(picks, frozenset(), 0.0, 0.0)
+    if choose.random() < 0.5:
+        return chosen
+    again = {
+        (edge.group, chosen.strategy(problem, edge.consumer).operands[edge.operand])
+        for edge in problem.edges
+        if edge.saved
+    }
+    return Solution(picks, frozenset(again), 0.0, 0.0)
+
+
+def _errors(name: str, padding: bool, sizes: tuple[int, ...], seeds: range) -> list[str]:
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("dp", "cp", "tp")[: len(sizes)])
+    wrong = []
+    for seed in seeds:
+        solver = partial(random_solution, random.Random(seed))
+        with mock.patch("autopar.build.solve", solver):
+            model = MODELS[name](num_hidden_layers=2).double()
+            inputs = tokens(length=8, padding=padding)
+            comparison = compare_on_mesh(model, mesh, inputs, torch.float64, cluster="ideal", memory_limit=1e15)
+        if not comparison.worst[1] <= 1e-9:
+            wrong.append(f"seed {seed}: {comparison}")
+    return wrong
+
+
+@pytest.mark.parametrize(
+    ("name", "padding", "sizes", "seeds"),
+    [
+        ("llama", False, (2, 2), range(6)),
+        ("llama", True, (2, 2), range(4)),
+        ("gpt2", False, (2, 2), range(6)),
+        ("gemma2", True, (2, 2), range(2)),
+        ("qwen3", False, (4,), range(4)),
+        ("mistral", False, (2,), range(4)),
+        ("gpt2", True, (2, 2, 2), range(2)),
+    ],
+)
+def test_random_plans(name, padding, sizes, seeds):
+    ranks = 1
+    for size in sizes:
+        ranks *= size
+    assert run_ranks(_errors, ranks, name, padding, sizes, seeds, timeout=600)[0] == []
