@@ -1,0 +1,213 @@
+"""Bad input gets one clear sentence, early, as a named exception."""
+
+import json
+import logging
+from collections.abc import Mapping
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import autopar
+from autopar.testing import run_ranks
+from tests.models import Stack, llama, tokens
+
+MESH = {"dp": 2, "tp": 2}
+
+
+def plan(model: nn.Module | None = None, mesh: object = MESH, inputs: object = None, **options: object) -> autopar.Plan:
+    """Plan a tiny llama."""
+    chosen = {"cluster": "ideal", **options}
+    return autopar.plan(model or llama(), mesh, tokens() if inputs is None else inputs, **chosen)
+
+
+def stack_inputs(batch: int, width: int = 16) -> dict[str, torch.Tensor]:
+    """Inputs of a `Stack`."""
+    return {name: torch.empty(batch, width, device="meta") for name in ("x", "target")}
+
+
+def test_all_errors_have_one_base():
+    names = ["CaptureError", "ConstraintError", "InfeasibleError", "InputError", "MeshError", "PlanMismatchError"]
+    assert all(issubclass(getattr(autopar, name), autopar.AutoparError) for name in names)
+
+
+# --- meshes -----------------------------------------------------------------------------------------------------------
+
+
+def _nameless() -> str:
+    mesh = init_device_mesh("cpu", (2,))
+    with pytest.raises(autopar.MeshError) as caught:
+        autopar.parallelize(llama(), mesh, tokens())
+    return str(caught.value)
+
+
+def test_a_mesh_without_names():
+    assert all("no axis names" in message for message in run_ranks(_nameless, 2))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "message"),
+    [
+        (8, "cannot be searched yet"),
+        ("dp", "give a DeviceMesh"),
+        ({"dp": 0}, "dp"),
+        ({"dp": 2.5}, "dp"),
+        ({}, "axis"),
+        ({"my axis": 2}, "my axis"),
+    ],
+    ids=["int", "text", "zero", "fraction", "empty", "no identifier"],
+)
+def test_meshes_that_are_none(mesh, message):
+    with pytest.raises(autopar.MeshError, match=message):
+        plan(mesh=mesh)
+
+
+def test_a_dict_mesh_needs_a_cluster():
+    with pytest.raises(autopar.MeshError, match="cluster="):
+        plan(cluster=None)
+
+
+def test_an_unknown_cluster():
+    with pytest.raises(autopar.AutoparError, match=r"'h10'.*h100"):
+        plan(cluster="h10")
+
+
+def test_parallelize_needs_a_device_mesh():
+    with pytest.raises(autopar.MeshError, match="DeviceMesh"):
+        autopar.parallelize(llama(), MESH, tokens())  # type: ignore[arg-type]
+
+
+def test_an_axis_that_divides_nothing_useful(caplog):
+    """A plan all the same, and a warning that says so."""
+    with caplog.at_level(logging.WARNING, logger="autopar"):
+        found = plan(mesh={"dp": 2, "odd": 7})
+    assert any("'odd' of size 7 splits nothing" in record.message for record in caplog.records)
+    assert not any("'dp'" in record.message for record in caplog.records)
+    assert found.mesh == {"dp": 2, "odd": 7}
+
+
+# --- inputs -----------------------------------------------------------------------------------------------------------
+
+
+def test_inputs_whose_sizes_do_not_divide(caplog):
+    """Nothing of them is split, and it is said."""
+    with caplog.at_level(logging.WARNING, logger="autopar"):
+        found = autopar.plan(Stack(width=7), {"dp": 5}, stack_inputs(batch=3, width=7), cluster="ideal")
+    assert all(item.layout == {"dp": "R"} for item in found.inputs.values())
+    assert any("'dp' of size 5" in record.message for record in caplog.records)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        ({**stack_inputs(8), "tokens": torch.zeros(1, 2)}, "tokens"),
+        ((torch.zeros(4, 16),), "target"),
+        ((), "x"),
+    ],
+    ids=["unknown name", "too few", "none"],
+)
+def test_inputs_that_the_model_does_not_take(inputs, message):
+    with pytest.raises(autopar.InputError, match=message):
+        plan(Stack(), inputs=inputs)
+
+
+def test_other_modules_need_example_inputs():
+    with pytest.raises(autopar.InputError, match="pass example_inputs"):
+        autopar.plan(Stack(), MESH, cluster="ideal")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"objective": "serve"}, {"optimizer": "magic"}, {"memory_limit": 0}, {"memory_limit": float("nan")}],
+    ids=str,
+)
+def test_options_that_mean_nothing(options: Mapping[str, object]):
+    with pytest.raises(autopar.InputError, match=next(iter(options))):
+        plan(**options)
+
+
+# --- models -----------------------------------------------------------------------------------------------------------
+
+
+class Branching(nn.Module):
+    """Its path depends on its data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: [batch, 4]."""
+        if x.sum() > 0:
+            return self.linear(x)
+        return x
+
+
+def test_a_model_that_cannot_be_traced():
+    """The reason, the line of the model, and a hint."""
+    with pytest.raises(
+        autopar.CaptureError, match=r"cannot trace Branching at .*test_errors.py:\d+ \(if x.sum\(\) > 0"
+    ):
+        plan(Branching(), inputs={"x": torch.zeros(2, 4)})
+    with pytest.raises(autopar.CaptureError, match="no branch on the values of tensors"):
+        plan(Branching(), inputs={"x": torch.zeros(2, 4)})
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_memory_limit_that_cannot_be_met():
+    """How many GiB are missing, the largest terms, what would help."""
+    with pytest.raises(autopar.InfeasibleError) as caught:
+        autopar.plan(Stack(), MESH, stack_inputs(8), cluster="h100", memory_limit=1000)
+    message = str(caught.value)
+    assert "GiB are missing" in message
+    assert "parameters" in message or "optimizer states" in message
+    assert "more devices" in message
+
+
+# --- saved plans ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def saved() -> autopar.Plan:
+    """The plan of a llama with two layers."""
+    return plan()
+
+
+def test_a_plan_of_another_model(saved):
+    with pytest.raises(autopar.PlanMismatchError, match="made for another LlamaForCausalLM"):
+        plan(llama(num_hidden_layers=3), plan=saved)
+
+
+def test_a_plan_for_another_mesh(saved):
+    with pytest.raises(autopar.PlanMismatchError, match="made for the mesh"):
+        plan(mesh={"dp": 4}, plan=saved)
+
+
+def test_a_plan_for_other_inputs(saved):
+    with pytest.raises(autopar.PlanMismatchError, match="made for the inputs"):
+        plan(inputs=tokens(batch=8), plan=saved)
+
+
+def test_a_plan_for_another_objective(saved):
+    with pytest.raises(autopar.PlanMismatchError, match="no program for objective='infer'"):
+        plan(inputs=tokens(labels=True), objective="infer", plan=saved)
+
+
+def test_a_plan_of_another_version(saved, tmp_path):
+    document = json.loads(saved.to_json())
+    document["format_version"] += 1
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(document))
+    with pytest.raises(autopar.PlanMismatchError, match="version"):
+        autopar.Plan.load(path)
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"format_version": 1}', "not json"])
+def test_a_file_that_is_no_plan(text, tmp_path):
+    path = tmp_path / "plan.json"
+    path.write_text(text)
+    with pytest.raises(autopar.PlanMismatchError):
+        autopar.Plan.load(path)
