@@ -420,7 +420,21 @@ def _concrete(argument: Argument, values: Mapping[str, torch.Tensor]) -> object:
     return argument
 
 
+def _without_empty(rewriter: Rewriter, op: Op) -> Argument:
+    """Nothing is put together with an empty tensor: what a cache holds before the first tokens, for instance."""
+    tensors = op.arguments["tensors"]
+    assert isinstance(tensors, tuple)
+    full = tuple(tensor for tensor in tensors if 0 not in rewriter.type(tensor).shape)
+    (result,) = op.results
+    if len(full) == 1 and rewriter.type(full[0]) == rewriter.types[result]:
+        return full[0]
+    if not full or len(full) == len(tensors):
+        return _KEEP
+    return rewriter.write(op, op.target, rewriter.types[result], full, op.arguments["dim"])
+
+
 _REWRITES: dict[str, Rewrite] = {
+    "cat": _without_empty,
     "alias": _same,
     "clone": _same,
     "contiguous": _same,

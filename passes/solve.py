@@ -6,6 +6,7 @@ the plan fits, and the integer program over what can then still be best closes t
 """
 
 import logging
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -247,13 +248,22 @@ class _Solver:
             for node, flags in alive.items():
                 flags[int(np.searchsorted(network.labels[node], best.picks[node]))] = True
         limit = self.limits.memory
+        deadline = time.monotonic() + PATIENCE
         for _ in range(4):
             scale = SCALE / (best.seconds if best is not None else self.arrays.value([0] * len(self.arrays.costs)))
             program = Program(network, alive, scale)
             columns = limit_memory(program, self.arrays, self.problem, self.moments, limit)
             try:
-                picks, values, bound = program.solve(1e-6, PATIENCE)
-            except (InfeasibleProgramError, OutOfTimeError):
+                picks, values, bound = program.solve(1e-6, max(1.0, deadline - time.monotonic()))
+            except InfeasibleProgramError:
+                break
+            except OutOfTimeError:
+                if best is None:
+                    raise InfeasibleError(
+                        f"in {PATIENCE:.0f} s no plan was found that fits the memory limit of "
+                        f"{_gib(self.limits.memory)} per device, though one may exist: raise the limit, take more "
+                        "devices, or a smaller batch"
+                    ) from None
                 break
             strategies = restore(network, picks)
             chosen = [strategies[node] for node in range(len(self.arrays.costs))]

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from passes.ir.program import Op, TensorType
+from passes.ir.program import Op, Ref, TensorType
 from passes.rules.parts import broadcast, factors, named
 from passes.rules.registry import rule_for
 from passes.rules.rule import Rule, Saved
@@ -33,7 +33,7 @@ TABLE: dict[str, Pointwise] = {
     "mul": Pointwise((Saved(0, needed_by=(1,)), Saved(1, needed_by=(0,))), _FIRST, _EITHER),
     "div": Pointwise((Saved(0, needed_by=(1,)), Saved(1)), _FIRST, _FIRST),
     "neg": Pointwise(NONE, _FIRST),
-    "pow": Pointwise((Saved(0), Saved(1), Saved(0, result=True))),
+    "pow": Pointwise((Saved(0), Saved(1), Saved(0, result=True, needed_by=(1,)))),
     "maximum": Pointwise((Saved(0), Saved(1))),
     "minimum": Pointwise((Saved(0), Saved(1))),
     "masked_fill": Pointwise((Saved(1, needed_by=(0,)),)),
@@ -69,6 +69,8 @@ def pointwise(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
         for item in spec.saved
         if (item.result or item.index < count) and all(slot < count for slot in item.needed_by)
     )
+    if op.kind == "pow" and not isinstance(op.arguments["self"], Ref):
+        saved = SELF + RESULT
     return Rule(factors(dims, *operands), operands, (dims,), linear=linear, saved=saved)
 
 

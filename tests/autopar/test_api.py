@@ -78,6 +78,21 @@ def test_training_with_clipping(optimizer):
     on_ranks(_training, optimizer)
 
 
+def _accumulated() -> None:
+    model, inputs = gpt2().double(), tokens()
+    dist_model = autopar.parallelize(model, mesh_of_four(), inputs, **OPTIONS)
+    for _ in range(2):
+        dist_model.forward_backward(**inputs)
+        model(**inputs, use_cache=False).loss.backward()
+    for name, parameter in model.named_parameters():
+        assert close(dist_model.get_parameter(name).grad.full_tensor(), parameter.grad), name
+
+
+def test_gradients_add_up():
+    """A second backward pass adds to what the first left, fused projections and ties included."""
+    on_ranks(_accumulated)
+
+
 def _state_dict() -> None:
     model = llama(tie_word_embeddings=True)
     dist_model = autopar.parallelize(model, mesh_of_four(), tokens(), **OPTIONS)

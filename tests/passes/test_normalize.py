@@ -422,3 +422,16 @@ def test_normal_form_computes_what_the_module_does() -> None:
     assert set(updates) == {"seen", "norm.running_mean", "norm.running_var", "norm.num_batches_tracked"}
     for name, value in updates.items():
         torch.testing.assert_close(value, dict(model.named_buffers())[name])
+
+
+def test_an_empty_tensor_adds_nothing_to_others() -> None:
+    """What a cache holds before the first tokens is left out, so that layers with caches are as alike as without."""
+
+    class Cached(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            """x: [batch, length, width]."""
+            return torch.cat([x.new_zeros(0), torch.cat([x.new_zeros(2, 0, 4), x, x], 1)], 1)
+
+    program = normalized(Cached(), x=torch.ones(2, 3, 4))
+    assert [op.kind for op in program.ops] == ["cat"]
+    assert len(program.ops[0].operands) == 2
