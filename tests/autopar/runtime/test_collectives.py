@@ -21,7 +21,9 @@ LETTERS = [R, I, P, *SPLITS.values()]
 
 
 def _changes() -> list[tuple[Letter, Letter]]:
-    return [(a, b) for a in LETTERS for b in LETTERS if (a.kind, b.kind) in COLLECTIVES and a != b]
+    """All changes of one step; from one split of a dim to another one goes through R."""
+    pairs = [(a, b) for a in LETTERS for b in LETTERS if (a.kind, b.kind) in COLLECTIVES]
+    return [(a, b) for a, b in pairs if not (a.kind == b.kind == "S" and a.dim == b.dim)]
 
 
 def _parts(whole: Tensor, letter: Letter, ranks: int) -> list[Tensor]:
