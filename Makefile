@@ -12,7 +12,7 @@ demo: $(STAMP)
 	OMP_NUM_THREADS=1 $(RUN) -m torch.distributed.run --standalone --nproc-per-node 4 examples/train_llama.py
 
 test: $(STAMP)
-	$(RUN) -m pytest -q --durations=15
+	$(RUN) -m pytest -q -n 2 --dist loadfile --durations=15
 
 bench: $(STAMP)
 	$(RUN) benchmarks/planning.py
