@@ -110,6 +110,7 @@ def _from_first(mesh: DeviceMesh, run: Callable[[], Compiled]) -> Compiled:
     if not any(coordinate):
         try:
             result = run()
+            pickle.dumps(result)
         except Exception as error:
             result = _sendable(error)
     sent = pickle.dumps(result)

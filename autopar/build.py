@@ -20,6 +20,7 @@ from autopar import huggingface
 from autopar.fingerprint import structure_fingerprint
 from autopar.request import Request
 from autopar.runtime import CompiledProgram, Container, DistributedModule, LoadedProgram, PlannedInput, PlannedOutput
+from autopar.runtime.module import place
 from autopar.runtime.state import from_local, local_part
 from passes.candidates import Setting, candidates
 from passes.capture import Tracing, capture
@@ -173,7 +174,7 @@ def _compiled(lowered: Lowered, source: str, naming: Naming, request: Request) -
         leaf = given[item.argument]
         assert isinstance(leaf, torch.Tensor)
         type = replace(item.type, dtype=leaf.dtype)
-        inputs.append(PlannedInput(item.argument, type, item.type.dtype, lowered.inputs[item.name]))
+        inputs.append(PlannedInput(item.argument, type, item.type.dtype, lowered.inputs[item.name], item.trainable))
     outputs = []
     for output in lowered.outputs:
         shape = tuple(size for name in references(output.value) for size in program.types[name.partition("~")[0]].shape)
@@ -184,6 +185,7 @@ def _compiled(lowered: Lowered, source: str, naming: Naming, request: Request) -
         naming.class_name,
         tuple(inputs),
         {name: leaf for name, leaf in given.items() if not isinstance(leaf, torch.Tensor)},
+        request.assumed,
         tuple(outputs),
         program.output_tree,
         program.constants,
@@ -297,12 +299,12 @@ def _root(model: nn.Module, compiled: Compiled, request: Request, mesh: DeviceMe
             part = part.to(device, dtype or whole.dtype, copy=True).contiguous()
             distributed = from_local(part, layout, parameter.shape, mesh, request.mesh)
             placed[id(parameter)] = nn.Parameter(distributed, parameter.requires_grad)
-        root.place(name, placed[id(parameter)])
+        place(root, name, placed[id(parameter)])
     persistent = set(model.state_dict(keep_vars=True))
     for name, buffer in model.named_buffers(remove_duplicate=False):
         if id(buffer) not in placed:
             placed[id(buffer)] = buffer.detach().clone().to(device)
-        root.place(name, placed[id(buffer)], name in persistent)
+        place(root, name, placed[id(buffer)], name in persistent)
     return root
 
 

@@ -25,7 +25,9 @@ def values_fingerprint(model: nn.Module) -> dict[str, str]:
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             if tensor.is_meta:
                 continue
-            flat = tensor.detach().flatten()
+            flat = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).detach().flatten()
+            if not flat.numel():
+                continue
             # The hash is an exclusive or, which equal values cancel out of: look at some of them too.
             hashes = [torch.hash_tensor(part).item() for part in (flat, flat[::2], flat[::3])]
             found[name] = f"{hashes} {flat[:1].tolist()}"

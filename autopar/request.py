@@ -30,7 +30,8 @@ ExampleInputs = Mapping[str, object] | tuple[object, ...]
 class Request:
     """Everything that a plan depends on besides the model.
 
-    `inputs` are by name and hold the global batch; `memory_limit` is in bytes per device.
+    `inputs` are by name and hold the global batch, `assumed` are those that nobody gave; `memory_limit` is in bytes per
+    device.
     """
 
     mesh: Mesh
@@ -41,6 +42,7 @@ class Request:
     precision: Precision
     constraints: Constraints
     inputs: Mapping[str, object]
+    assumed: frozenset[str]
     signature: inspect.Signature
     plan: Plan | None
 
@@ -78,6 +80,9 @@ def make_request(model: nn.Module, mesh: MeshLike, example_inputs: ExampleInputs
     if not isinstance(limit, (int, float)) or not limit > 0:
         raise InputError(f"memory_limit is {limit!r}: it must be a positive number of bytes per device")
     signature = inspect.signature(model.forward)
+    inputs = _inputs(model, shape, signature, example_inputs, options)
+    known = huggingface.is_huggingface(model)
+    assumed = huggingface.settings(model, inputs, options.objective) if known else {}
     return Request(
         shape,
         cluster,
@@ -86,7 +91,8 @@ def make_request(model: nn.Module, mesh: MeshLike, example_inputs: ExampleInputs
         options.optimizer,
         options.precision or Precision(),
         options.constraints if options.constraints is not None else {},
-        _inputs(model, shape, signature, example_inputs, options),
+        {**inputs, **assumed},
+        frozenset(assumed),
         signature,
         options.plan,
     )
@@ -132,7 +138,7 @@ def _inputs(
     example_inputs: ExampleInputs | None,
     options: Options,
 ) -> dict[str, object]:
-    """The inputs by name, and what tracing adds to them."""
+    """The inputs by name."""
     inputs: dict[str, object]
     if example_inputs is None and options.plan is not None:
         inputs = _planned_inputs(options.plan)
@@ -151,8 +157,6 @@ def _inputs(
         except TypeError as error:
             raise InputError(f"{type(model).__name__} does not take these example_inputs: {error}") from None
         inputs = {name: value for name, value in named_arguments(signature, bound) if value is not None}
-    if huggingface.is_huggingface(model):
-        inputs.update(huggingface.settings(model, inputs, options.objective))
     return inputs
 
 

@@ -32,6 +32,7 @@ from passes.ir.program import (
     Ref,
     TensorType,
     freeze,
+    has_gradient,
 )
 
 logger = logging.getLogger("autopar")
@@ -246,13 +247,15 @@ class _Builder:
         enabled, inner, *operands = args
         assert isinstance(inner, torch.fx.GraphModule)
         placeholders = [item for item in inner.graph.nodes if item.op == "placeholder"]
+        if not enabled:
+            _refuse_changes(inner, dict(zip(placeholders, operands, strict=True)))
         outputs = self.graph(inner, dict(zip(placeholders, operands, strict=True)))
         if enabled:
             return outputs
         detach = torch.ops.aten.detach.default
 
         def detached(value: object) -> object:
-            if not isinstance(value, Ref) or not self.types[value.name].dtype.is_floating_point:
+            if not isinstance(value, Ref) or not has_gradient(self.types[value.name].dtype):
                 return value
             name = self.name("detach")
             self.types[name] = self.types[value.name]
@@ -267,6 +270,21 @@ class _Builder:
 def _known(argument: torch.fx.node.Argument, known: Mapping[torch.fx.Node, object]) -> object:
     """An argument of a node with the nodes in it replaced by what they are known as."""
     return torch.fx.node.map_arg(argument, lambda used: cast(torch.fx.node.Argument, known[used]))
+
+
+def _refuse_changes(inner: torch.fx.GraphModule, known: dict[torch.fx.Node, object]) -> None:
+    """Raise for activations that are changed in place without gradient: only their values would change."""
+    for node in inner.graph.nodes:
+        if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+            continue
+        for position, parameter in enumerate(node.target._schema.arguments):
+            written = parameter.alias_info is not None and parameter.alias_info.is_write
+            changed = known.get(node.args[position]) if written and position < len(node.args) else None
+            if isinstance(changed, Ref) and changed.name.startswith("%"):
+                raise CaptureError(
+                    f"{node.target} {_source(node)} changes a tensor in place under no_grad, which a trace cannot "
+                    "keep apart from a change with gradient: write it without in-place, or on a buffer"
+                )
 
 
 def _type(tensor: torch.Tensor) -> TensorType:
@@ -329,8 +347,9 @@ def _program(module: nn.Module, exported: torch.export.ExportedProgram, example:
         elif spec.kind == InputKind.BUFFER:
             known[node] = Ref(buffer_names[str(spec.target)][0])
         elif spec.kind == InputKind.CONSTANT_TENSOR:
-            constants[str(spec.target)] = exported.constants[str(spec.target)]
-            known[node] = Ref(str(spec.target))
+            inner = f"{spec.target} (constant)"
+            constants[inner] = exported.constants[str(spec.target)]
+            known[node] = Ref(inner)
         elif spec.kind == InputKind.USER_INPUT:
             name, leaf = next(leaves)
             if isinstance(spec.arg, ConstantArgument) or not isinstance(leaf, torch.Tensor):

@@ -5,7 +5,7 @@ statements says where in the model it stands, layouts stand as comments, collect
 """
 
 import keyword
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 import torch
@@ -54,6 +54,9 @@ class _Module:
         self.functional = False
         self.loops = [item for item in lowered.body.statements if isinstance(item, Loop)]
         self.called: dict[int, list[str]] = {}
+        held: tuple[Parameter | Buffer, ...] = (*lowered.program.parameters, *lowered.program.buffers)
+        self.paths = {item.name: f"self.root{_attribute(item.name.split('.'))}" for item in held}
+        self.updated = {buffer for buffer, _ in lowered.updates}
 
     def source(self) -> str:
         """The whole text."""
@@ -76,7 +79,9 @@ class _Module:
         """The class of a region: one copy, called with the carried and the shared tensors."""
         self.used.add("Region")
         region, entries = loop.region, len(loop.region.copies[0])
-        code = _Code(self, loop.body, {own: _path(own, region.name, entries) for own in region.owned}, {})
+        paths = {**self.paths, **{own: _path(own, region.name, entries) for own in region.owned}}
+        updated = {own for own, names in region.owned.items() if self.updated & set(names)}
+        code = _Code(self, loop.body, paths, {}, self.updated | updated)
         arguments = [
             code.names.fresh(base, argument)
             for base, argument in zip(self.called[id(loop)], loop.body.arguments, strict=True)
@@ -96,16 +101,15 @@ class _Module:
         """The class of the whole program."""
         self.used.add("Generated")
         lowered = self.lowered
-        held: tuple[Parameter | Buffer, ...] = (*lowered.program.parameters, *lowered.program.buffers)
-        paths = {item.name: f"self.root{_attribute(item.name.split('.'))}" for item in held}
+        paths = dict(self.paths)
         paths.update({name: f'self.constants["{name}"]' for name in lowered.program.constants})
         returned = {name: output.name for output in lowered.outputs for name in references(output.value)}
-        code = _Code(self, lowered.body, paths, returned)
+        code = _Code(self, lowered.body, paths, returned, self.updated)
         arguments = [code.names.fresh(identifier(item.name), item.name) for item in lowered.program.inputs]
         code.statements(lowered.body.statements)
+        leaves = [code.leaf(output.value, output.name) for output in lowered.outputs]
         for buffer, value in lowered.updates:
             code.lines.append(f"{_BODY}{paths[buffer]}.copy_({code.read(value)})")
-        leaves = [code.value(output.value) for output in lowered.outputs]
         lines = [f"class {self.naming.class_name}(Generated):"]
         lines += [f'    """{self.naming.title}"""', ""]
         if self.loops:
@@ -123,12 +127,15 @@ class _Module:
 class _Code:
     """The body of one forward function."""
 
-    def __init__(self, module: _Module, body: Body, paths: Mapping[str, str], returned: Mapping[str, str]) -> None:
+    def __init__(
+        self, module: _Module, body: Body, paths: Mapping[str, str], returned: Mapping[str, str], updated: Set[str]
+    ) -> None:
         self.module = module
         self.mesh = module.mesh
         self.body = body
         self.paths = paths
         self.paths_used: set[str] = set()
+        self.updated = updated
         self.lines: list[str] = []
         self.names = Names(body, hints(body, returned), {*_RESERVED, *module.mesh.names})
         self.axes_used = False
@@ -163,7 +170,9 @@ class _Code:
         """The expression that reads a value."""
         if value in self.paths:
             self.paths_used.add(self.paths[value])
-            return f"{self.use('local')}({self.paths[value]})"
+            # What is read of a buffer that changes is what it was before.
+            before = ".clone()" if value in self.updated else ""
+            return f"{self.use('local')}({self.paths[value]}){before}"
         return self.names.of[value]
 
     def value(self, argument: Argument) -> str:
@@ -177,6 +186,14 @@ class _Code:
         if isinstance(argument, float) and (argument != argument or argument in (float("inf"), float("-inf"))):
             return f'float("{argument}")'
         return f'"{argument}"' if isinstance(argument, str) else repr(argument)
+
+    def leaf(self, value: Argument, name: str) -> str:
+        """What is returned; of a buffer that changes before that, what it was."""
+        if not isinstance(value, Ref) or value.name not in self.updated:
+            return self.value(value)
+        held = self.names.fresh(identifier(name), f"{value.name}~returned")
+        self.lines.append(f"{_BODY}{held} = {self.read(value.name)}")
+        return held
 
     def statements(self, statements: Iterable[Compute | Change | Loop]) -> None:
         """Write them all."""
@@ -230,7 +247,7 @@ class _Code:
         if target is None:
             base = identifier("_".join(item.source.split(".")[-2:]))
             if not item.parameter:
-                base = f"{plain(self.names.of.get(item.source, base))}_{_SUFFIXES[item.steps[-1].collective]}"
+                base = f"{identifier(self.names.of.get(item.source, base))}_{_SUFFIXES[item.steps[-1].collective]}"
             target = self.names.fresh(base, item.result)
         if item.parameter:
             self.weights.add(item.result)
@@ -313,6 +330,9 @@ class _Code:
 
 _RESERVED = {"self", "torch", "F", "copy", "index", "layer", *COLLECTIVES, *FORMS, *HELPERS, *LETTERS}
 
+# What generated classes have already.
+_ATTRIBUTES = {"axes", "build", "constants", "copies", "device", "forward", "root"}
+
 _SUFFIXES = {
     "all_gather": "gathered",
     "all_reduce": "reduced",
@@ -355,7 +375,8 @@ def _loop_name(index: int, loops: Sequence[Loop]) -> str:
     owner = loops[index].region.name.removesuffix(".*").rsplit(".", 1)[-1]
     name = identifier(owner or "copies")
     same = [identifier(loop.region.name.removesuffix(".*").rsplit(".", 1)[-1]) for loop in loops]
-    return name if same.count(name) == 1 else f"{name}_{index}"
+    alone = same.count(name) == 1 and name not in _ATTRIBUTES
+    return name if alone else f"{name}_{index}"
 
 
 def _path(own: str, region: str, entries: int) -> str:
@@ -370,7 +391,7 @@ def _attribute(path: Sequence[str]) -> str:
     return "".join(
         f".{part}"
         if part.isidentifier() and not keyword.iskeyword(part)
-        else f"[{int(part) if part.isdigit() else part!r}]"
+        else f"[{part if part.isdecimal() and str(int(part)) == part else repr(part)}]"
         for part in path
     )
 

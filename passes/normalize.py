@@ -129,7 +129,8 @@ def functional(program: Program) -> Program:
             aliased = [argument for argument in op.overload._schema.arguments if argument.alias_info is not None]
             for argument in aliased:
                 for name in references(original.arguments[argument.name]):
-                    base.update(dict.fromkeys(original.results, base.get(name, name)))
+                    owner = same.get(name, name)
+                    base.update(dict.fromkeys(original.results, base.get(owner, owner)))
             continue
         target = next(references(original.arguments[written[0][0]]))
         target = same.get(target, target)
@@ -144,10 +145,10 @@ def functional(program: Program) -> Program:
                 f"{op.kind} at {op.line} changes a view of a tensor that is used elsewhere: write it without in-place"
             )
         value = _out_of_place(rewriter, op)
-        for name in (target, *original.results):
-            rewriter.replaced[name] = value
-        # The op's result is the target itself.
+        # The op's result is the target itself, under one more name.
         same.update(dict.fromkeys(original.results, target))
+        for name in (target, *(alias for alias, owner in same.items() if owner == target)):
+            rewriter.replaced[name] = value
         if target in buffers:
             changed[target] = value.name
     return rewriter.finish(tuple(Update(buffer, value) for buffer, value in changed.items()))

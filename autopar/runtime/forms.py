@@ -68,7 +68,7 @@ def vocabulary_cross_entropy(
     counted = target != ignore_index
     classes, mine = _to_local(torch.where(counted, target, 0), size, digits)
     total = shifted.exp().sum(-1)
-    picked = shifted.gather(-1, classes.unsqueeze(-1)).squeeze(-1) * mine
+    picked = torch.where(mine, shifted.gather(-1, classes.unsqueeze(-1)).squeeze(-1), 0.0)
     for axis in axes:
         total = all_reduce(total, axis, src=P, dst=I)
         picked = all_reduce(picked, axis, src=P, dst=I)

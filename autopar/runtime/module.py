@@ -12,13 +12,15 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from autopar.runtime.axis import Axis, axes_of
+from autopar.runtime.collectives import convert
 from autopar.runtime.saving import saving
 from autopar.runtime.state import from_local, local_part, mesh_of, placements
-from passes.ir.errors import InputError
-from passes.ir.layout import Layout, local_shape
+from passes.ir.errors import CaptureError, InputError
+from passes.ir.layout import I, Layout, local_shape
 from passes.ir.leaves import input_leaves
 from passes.ir.plan import Plan
 from passes.ir.program import TensorType
+from passes.ir.redistribution import redistribution
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -36,6 +38,8 @@ class Region(nn.Module):
         self.entries = tuple(entries)
         self.axes = program.axes
         self.device = program.device
+        # Not a part of this module, which has no parameters of its own.
+        object.__setattr__(self, "root", program.root)
 
 
 class Generated:
@@ -67,12 +71,14 @@ class Generated:
 
 @dataclass(frozen=True)
 class PlannedInput:
-    """An input leaf as the plan has it: `type` is what is given, `dtype` what it is computed in."""
+    """An input leaf as the plan has it: `type` is what is given, `dtype` what it is computed in, `differentiable` that
+    it may require a gradient."""
 
     name: str
     type: TensorType
     dtype: torch.dtype
     layout: Layout
+    differentiable: bool
 
 
 @dataclass(frozen=True)
@@ -88,13 +94,15 @@ class PlannedOutput:
 class CompiledProgram:
     """A program ready to run on every rank: its source and what surrounds it.
 
-    `constants` are inputs that are no tensors, by name; `tensors` are constant tensors of the model.
+    `constants` are inputs that are no tensors, by name, `assumed` those of them that nobody gave; `tensors` are tensors
+    that the model holds as constants.
     """
 
     source: str
     class_name: str
     inputs: tuple[PlannedInput, ...]
     constants: Mapping[str, object]
+    assumed: frozenset[str]
     outputs: tuple[PlannedOutput, ...]
     output_tree: pytree.TreeSpec
     tensors: Mapping[str, Tensor]
@@ -118,19 +126,22 @@ class Container(nn.Module):
         """What lies here under a name that is no identifier: `layers[0]`."""
         return getattr(self, str(name))
 
-    def place(self, name: str, tensor: Tensor, persistent: bool = True) -> None:
-        """Put a parameter or buffer under its path."""
-        first, _, rest = name.partition(".")
-        if rest:
-            if first not in self._modules:
-                self._modules[first] = Container()
-            part = self._modules[first]
-            assert isinstance(part, Container)
-            part.place(rest, tensor, persistent)
-        elif isinstance(tensor, nn.Parameter):
-            self.register_parameter(first, tensor)
-        else:
-            self.register_buffer(first, tensor, persistent)
+
+def place(container: Container, name: str, tensor: Tensor, persistent: bool = True) -> None:
+    """Put a parameter or buffer under its path."""
+    *path, last = name.split(".")
+    for part in path:
+        inner = container._modules.setdefault(part, Container())
+        assert isinstance(inner, Container)
+        container = inner
+    if isinstance(tensor, nn.Parameter):
+        container.register_parameter(last, tensor)
+    else:
+        container.register_buffer(last, tensor, persistent)
+
+
+# Attributes of the module below.
+_OWN = ("_axes", "_device", "_loaded", "_mesh", "_plan", "_programs", "_shape", "_signature")
 
 
 class DistributedModule(nn.Module):
@@ -151,12 +162,16 @@ class DistributedModule(nn.Module):
         signature: inspect.Signature,
     ) -> None:
         super().__init__()
+        taken = sorted(set(_OWN) & {*root._modules, *root._parameters, *root._buffers})
+        if taken:
+            raise CaptureError(f"the model has a part named {taken[0]!r}, which its distributed form needs: rename it")
         # The model's parts under their own names; they also hang on `root`, where no name of this class is in the way.
         self._modules.update(root._modules)
         self._parameters.update(root._parameters)
         self._buffers.update(root._buffers)
         self._non_persistent_buffers_set.update(root._non_persistent_buffers_set)
         axes = axes_of(mesh)
+        self._axes = axes
         self._mesh = mesh
         self._shape = mesh_of(mesh)
         self._device = device
@@ -277,25 +292,49 @@ class DistributedModule(nn.Module):
         planned = {item.name: item for item in compiled.inputs}
         leaves = input_leaves({name: value for name, value in batch.items() if value is not None or name in planned})
         _check_names([name for name, _ in leaves], planned, compiled.constants)
+        self._check_left_out([name for name, _ in leaves], compiled)
         found: dict[str, Tensor] = {}
         for name, leaf in leaves:
             if name in planned:
                 found[name] = self._local_input(planned[name], leaf)
-            elif leaf != compiled.constants[name]:
+            elif isinstance(leaf, Tensor) or leaf != compiled.constants[name]:
                 raise InputError(f"{name} is {leaf!r}, but was planned as {compiled.constants[name]!r}: plan again")
         return [found[item.name] for item in compiled.inputs]
+
+    def _check_left_out(self, given: Sequence[str], compiled: CompiledProgram) -> None:
+        """Raise where leaving out an argument would mean another value than the one that was planned."""
+        for name, value in compiled.constants.items():
+            parameter = self._signature.parameters.get(name)
+            if name in given or name in compiled.assumed or parameter is None:
+                continue
+            if parameter.default is inspect.Parameter.empty:
+                raise InputError(f"missing argument {name}: it was planned as {value!r}")
+            if parameter.default != value:
+                raise InputError(
+                    f"{name} is left out, which means {parameter.default!r}, but was planned as {value!r}: pass it"
+                )
 
     def _local_input(self, item: PlannedInput, leaf: object) -> Tensor:
         if not isinstance(leaf, Tensor):
             raise InputError(f"{item.name} must be a tensor, got {type(leaf).__name__}")
         _check_tensor(item.name, leaf, item.type, "")
+        differentiable = leaf.requires_grad and torch.is_grad_enabled()
+        if differentiable and not item.differentiable:
+            raise InputError(f"{item.name} requires a gradient, but was planned without: plan with one that does")
         if isinstance(leaf, DTensor):
             wanted = placements(item.layout, self._shape)
             if tuple(leaf.placements) != wanted:
                 raise InputError(
                     f"{item.name} lies as {leaf.placements}, but is planned as {wanted}: see input_layouts"
                 )
+            if differentiable and not all(letter.kind == "S" for letter in item.layout):
+                raise InputError(f"{item.name} requires a gradient and is not split on all axes: pass the whole tensor")
             part = leaf.to_local()
+        elif differentiable:
+            # The whole is the same on every rank, and so is its gradient.
+            part = leaf
+            for step in redistribution((I,) * len(self._axes), item.layout, item.type.shape, self._shape):
+                part = convert(part, self._axes[step.axis], src=step.source, dst=step.target)
         elif _is_split(item.layout):
             coordinate = self._mesh.get_coordinate()
             assert coordinate is not None

@@ -1,10 +1,14 @@
 """The device mesh as passes see it: named axes and their sizes, no devices."""
 
+import keyword
 from dataclasses import dataclass
 from itertools import product
 from math import prod
 
 from passes.ir.errors import MeshError
+
+# Names that generated code has for other things.
+_TAKEN = {"F", "I", "P", "R", "S", "copy", "index", "layer", "local", "self", "torch"}
 
 
 @dataclass(frozen=True)
@@ -22,8 +26,10 @@ class Mesh:
         if not self.names:
             raise MeshError("the mesh has no axes: give it at least one named axis, such as {'dp': 8}")
         for name, size in zip(self.names, self.sizes, strict=True):
-            if not isinstance(name, str) or not name.isidentifier():
-                raise MeshError(f"mesh axis {name!r} must be named by an identifier, such as 'dp'")
+            if not isinstance(name, str) or not name.isidentifier() or keyword.iskeyword(name) or name in _TAKEN:
+                raise MeshError(
+                    f"mesh axis {name!r} must be named by an identifier that generated code does not use, such as 'dp'"
+                )
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
                 raise MeshError(f"mesh axis {name!r} has size {size!r}: it must be a positive integer")
         if len(set(self.names)) != len(self.names):

@@ -274,11 +274,16 @@ class Folded:
         return "\n".join(lines)
 
 
+def has_gradient(dtype: torch.dtype) -> bool:
+    """Whether tensors of a dtype can have a gradient."""
+    return dtype.is_floating_point or dtype.is_complex
+
+
 def flow(ops: Iterable[Op], flowing: set[str], types: Mapping[str, TensorType]) -> None:
-    """Add to `flowing` the floating results of ops that read something in it: a gradient flows through them too."""
+    """Add to `flowing` the differentiable results of ops that read something in it: gradients flow through them too."""
     for op in ops:
         if op.kind != "detach" and any(name in flowing for name in op.operands):
-            flowing.update(name for name in op.results if types[name].dtype.is_floating_point)
+            flowing.update(name for name in op.results if has_gradient(types[name].dtype))
 
 
 def dependents(folded: Folded) -> frozenset[str]:

@@ -21,7 +21,11 @@ def _digits(code: Scope, statement: Compute) -> str:
 
 def _mean_form(code: Scope, statement: Compute) -> str:
     assert statement.split is not None
-    total = reduction("sum")(code, {**statement.op.arguments})
+    arguments = dict(statement.op.arguments)
+    dtype = arguments.pop("dtype", None)
+    total = reduction("sum")(code, arguments)
+    if dtype is not None:
+        total = f"{total}.to({dtype})"
     size = 1
     operand = code.types[statement.op.operands[0]].shape
     dims = statement.op.arguments.get("dim")

@@ -111,7 +111,7 @@ class Names:
                 self.hold(self.of[operand], value)
                 return self.of[operand]
         if kind in _VIEWS and operands and operands[0] in self.of:
-            return self.fresh(f"{plain(self.of[operands[0]])}_{_VIEWS[kind]}", value, generic=True)
+            return self.fresh(f"{identifier(self.of[operands[0]])}_{_VIEWS[kind]}", value, generic=True)
         return self.fresh(identifier(_KINDS.get(kind, kind)), value, generic=kind not in _OWN)
 
 

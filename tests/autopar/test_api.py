@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import autopar
-from autopar.testing import LiftFloat32, run_ranks
+from autopar.testing import LiftFloat32, compare_on_mesh, run_ranks
 from passes.ir.layout import parse_letter
 from tests.models import Stack, gpt2, llama, tokens
 
@@ -242,7 +242,7 @@ class Normalized(nn.Module):
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.linear = nn.Linear(8, 8)
+        self.linear = nn.Linear(8, 8, bias=False)
         self.norm = nn.BatchNorm1d(8)
         self.dropout = nn.Dropout(dropout)
 
@@ -472,3 +472,148 @@ def _meta() -> str:
 
 def test_parameters_without_values_are_refused():
     assert all("'model.embed_tokens.weight' is on meta" in str(message) for message in on_ranks(_meta, lifted=False))
+
+
+# --- models that are built otherwise ----------------------------------------------------------------------------------
+
+
+class Counting(nn.Module):
+    """Returns what its buffer was before it changed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("count", torch.zeros(8))
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        """x: [batch, 8]."""
+        old = self.count.clone()
+        self.count.add_(1)
+        return {"old": old, "loss": (self.linear(x) * self.count).pow(2).mean()}
+
+
+class Attribute(nn.Module):
+    """A tensor that is no buffer, with the name of an input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(8, 8)
+        self.scale = torch.full((8,), 3.0, dtype=torch.float64)
+
+    def forward(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        """x: [batch, 8]; scale: [8]."""
+        return (self.linear(x) * scale + self.scale).pow(2).mean()
+
+
+class Masked(nn.Module):
+    """Classes that are ruled out, with logits of minus infinity."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.head = nn.Linear(8, 16)
+
+    def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        """x: [batch, 8]; target: [batch], odd classes."""
+        logits = self.head(x).masked_fill(torch.arange(16) % 2 == 0, -torch.inf)
+        return nn.functional.cross_entropy(logits, target)
+
+
+class Spectrum(nn.Module):
+    """Goes through complex numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: [batch, 8]."""
+        return torch.fft.fft(self.linear(x)).abs().pow(2).sum()
+
+
+class Keyed(nn.Module):
+    """Parts whose keys look like numbers, and weights that layers share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.parts = nn.ModuleDict({"01": nn.Linear(8, 8), "1": nn.Linear(8, 8)})
+        self.axes = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.axes[2].weight = self.axes[0].weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: [batch, 8]."""
+        for part in (*self.parts.values(), *self.axes):
+            x = torch.tanh(part(x))
+        return x.pow(2).sum()
+
+
+def _unusual(sizes: tuple[int, ...]) -> dict[str, str]:
+    x = torch.randn(4, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    cases = {
+        "counting": (Counting(), {"x": x}),
+        "attribute": (Attribute(), {"x": x, "scale": x[0]}),
+        "masked": (Masked(), {"x": x, "target": torch.tensor([1, 15, 7, 9])}),
+        "spectrum": (Spectrum(), {"x": x}),
+        "keyed": (Keyed(), {"x": x}),
+        # No biases before batch statistics: their gradients are zero, and rounding would be all there is to compare.
+        "normalized": (nn.Sequential(nn.Linear(8, 8, bias=False), Normalized()), {"input": x}),
+    }
+    wrong = {}
+    for name, (model, inputs) in cases.items():
+        comparison = compare_on_mesh(model.double(), mesh_of_four(sizes), inputs, **OPTIONS)
+        if not comparison.worst[1] <= 1e-9:
+            wrong[name] = str(comparison)
+    return wrong
+
+
+@pytest.mark.parametrize("sizes", [(4,), (2, 2)], ids=str)
+def test_models_that_are_built_otherwise(sizes):
+    """Buffers that change, attributes that are tensors, complex numbers, infinities, shared weights, odd names."""
+    assert on_ranks(_unusual, sizes, lifted=False) == [{}] * 4
+
+
+def _input_gradient() -> bool:
+    model = Stack().double()
+    ours, theirs = _doubled(), _doubled()
+    ours["x"].requires_grad_()
+    theirs["x"].requires_grad_()
+    dist_model = autopar.parallelize(model, mesh_of_four(), ours, **OPTIONS)
+    dist_model(**ours)["loss"].backward()
+    model(**theirs)["loss"].backward()
+    with pytest.raises(autopar.InputError, match="target requires a gradient"):
+        dist_model(x=ours["x"], target=ours["target"].clone().requires_grad_())
+    return close(ours["x"].grad, theirs["x"].grad)
+
+
+def test_gradients_of_inputs():
+    assert on_ranks(_input_gradient) == [True] * 4
+
+
+class Flagged(nn.Module):
+    """Another result with a flag."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, double: bool = False) -> torch.Tensor:
+        """x: [batch, 8]."""
+        return self.linear(x).sum() * (2 if double else 1)
+
+
+def _flags() -> None:
+    x = torch.ones(4, 8)
+    dist_model = autopar.parallelize(Flagged(), mesh_of_four(), {"x": x, "double": True}, **OPTIONS)
+    dist_model(x=x, double=True)
+    with pytest.raises(autopar.InputError, match="double is left out, which means False"):
+        dist_model(x=x)
+    with pytest.raises(autopar.InputError, match="double is False, but was planned as True"):
+        dist_model(x=x, double=False)
+
+
+def test_constants_are_not_assumed():
+    on_ranks(_flags, lifted=False)
