@@ -19,7 +19,13 @@ from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
 
+from torch.torch_version import TorchVersion
+from torch.version import __version__ as torch_version
+
 from passes.ir.mesh import Mesh
+
+# Whether torch puts a tensor together again whose dim is split in the middle. Versions before 2.13 raise.
+_STRIDED = TorchVersion(torch_version) >= "2.13"
 
 Shape = tuple[int, ...]
 
@@ -132,10 +138,10 @@ def format_layout(layout: Layout, mesh: Mesh) -> str:
 def is_dtensor(layout: Layout, mesh: Mesh) -> bool:
     """Whether `torch.distributed.tensor` can express `layout` so that `full_tensor()` is exact.
 
-    Placements are applied in mesh order. What works (tried for every digit of two dims on two and three axes with torch
-    2.11 and 2.13) is, per dim: digits that together form one contiguous split, whatever their order, or digits in mesh
-    order that are contiguous but for the last, which may lie anywhere. Where a dim has them in another order than the
-    mesh, every other dim must be split plainly.
+    Placements are applied in mesh order. What works (tried for every digit of two dims on one to three axes with torch
+    2.11 and 2.13) is, per dim: digits that together form one contiguous split, whatever their order, or, from 2.13 on,
+    digits in mesh order that are contiguous but for the last, which may lie anywhere. Where a dim has them in another
+    order than the mesh, every other dim must be split plainly.
     """
     plain, turned = 0, 0
     dims = {letter.dim for letter in layout if letter.kind == "S"}
@@ -145,7 +151,7 @@ def is_dtensor(layout: Layout, mesh: Mesh) -> bool:
         compact = all(high == low * size for (low, size, _), (high, _, _) in pairwise([(1, 1, -1), *by_size]))
         leading = all(high == low * size for (low, size, _), (high, _, _) in pairwise([(1, 1, -1), *by_axis[:-1]]))
         last = max(major for major, _, _ in by_axis) == by_axis[-1][0]
-        if not compact and not (leading and last):
+        if not compact and not (_STRIDED and leading and last):
             return False
         plain += compact and by_size == by_axis
         turned += by_size != by_axis

@@ -2,18 +2,9 @@
 
 import pytest
 
-from autopar.testing import assert_equivalent, compare
+from autopar.testing import assert_equivalent
+from tests.autopar.comparing import MESHES, exact
 from tests.models import MODELS, gemma2, gpt2, llama, qwen3, tokens
-
-MESHES = {"2": {"dp": 2}, "4": {"tp": 4}, "2x2": {"dp": 2, "tp": 2}, "2x2x2": {"dp": 2, "cp": 2, "tp": 2}}
-TOLERANCE = 1e-9
-
-
-def exact(model, mesh, inputs, **options):
-    """Compare and hold against the tolerance; the cluster has free links, so that all that can be split is."""
-    comparison = compare(model, MESHES[mesh], inputs, **{"cluster": "ideal", **options})
-    assert comparison.worst[1] <= TOLERANCE, str(comparison)
-    return comparison
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -27,12 +18,6 @@ def test_train_and_infer(name):
         assert len(gradients) == (len(list(model.parameters())) if objective == "train" else 0)
 
 
-@pytest.mark.parametrize("mesh", ["2", "4", "2x2x2"])
-@pytest.mark.parametrize("name", MODELS)
-def test_meshes(name, mesh):
-    exact(MODELS[name](), mesh, tokens(batch=8))
-
-
 @pytest.mark.parametrize("padding", [False, True], ids=["full", "padded"])
 @pytest.mark.parametrize("name", MODELS)
 def test_eager_attention(name, padding):
@@ -42,11 +27,6 @@ def test_eager_attention(name, padding):
 @pytest.mark.parametrize("name", MODELS)
 def test_padding_mask(name):
     exact(MODELS[name](), "2x2", tokens(padding=True))
-
-
-@pytest.mark.parametrize("objective", ["train", "infer"])
-def test_padding_mask_on_three_axes(objective):
-    exact(llama(), "2x2x2", tokens(batch=8, padding=True, labels=objective == "train"), objective=objective)
 
 
 @pytest.mark.parametrize(
