@@ -135,6 +135,7 @@ def _sendable(error: Exception) -> Exception:
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:
+        # Whatever keeps it from being sent, what it says is sent as text.
         return RuntimeError("".join(traceback.format_exception(error)))
     return error
 
