@@ -37,6 +37,7 @@ TABLE: dict[str, Pointwise] = {
     "maximum": Pointwise((Saved(0), Saved(1))),
     "minimum": Pointwise((Saved(0), Saved(1))),
     "masked_fill": Pointwise((Saved(1, needed_by=(0,)),)),
+    "detach": Pointwise(),
     "floor_divide": Pointwise(),
     "remainder": Pointwise(),
     **{kind: Pointwise() for kind in ("eq", "ne", "lt", "le", "gt", "ge")},

@@ -1,0 +1,174 @@
+"""One way to write each thing: every op in its one form, and none that does nothing."""
+
+from math import prod
+
+import torch
+
+from passes.ir.program import Argument, Input, Op, Parameter, Program, TensorType, flow
+from passes.normalizing.attention import attention
+from passes.normalizing.losses import LOSSES
+from passes.normalizing.rewriter import KEEP, Rewrite, Rewriter
+from passes.normalizing.views import VIEWS, broadcast, integer, integers, only
+
+
+def canonical(program: Program) -> Program:
+    """Write every op in its one form; drop those that do nothing."""
+    rewriter = Rewriter(program)
+    differentiable = gradients(program)
+    for original in program.ops:
+        op = rewriter.current(original)
+        if op.kind == "detach" and not any(name in differentiable for name in original.operands):
+            rewriter.replaced[op.results[0]] = op.arguments["self"]
+            continue
+        rewrite = _REWRITES.get(op.kind)
+        value = rewrite(rewriter, op) if rewrite else KEEP
+        if value is KEEP:
+            rewriter.keep(op)
+        elif len(op.results) == 1:
+            rewriter.replaced[op.results[0]] = value
+        else:
+            assert isinstance(value, tuple)
+            rewriter.replaced.update(zip(op.results, value, strict=True))
+    return rewriter.finish()
+
+
+def gradients(program: Program) -> frozenset[str]:
+    """Names of the tensors that a gradient flows through: they depend on something trainable."""
+    sources: tuple[Parameter | Input, ...] = (*program.parameters, *program.inputs)
+    flowing = {item.name for item in sources if item.trainable}
+    flow(program.ops, flowing, program.types)
+    return frozenset(flowing)
+
+
+def _dropout(rewriter: Rewriter, op: Op) -> Argument:
+    """Dropout that is off does nothing."""
+    return KEEP if op.arguments["train"] and op.arguments["p"] else only(op)
+
+
+def _weight_norm(rewriter: Rewriter, op: Op) -> Argument:
+    """v * (g / |v|), the norm over all dims but `dim` (Salimans and Kingma, arXiv 1602.07868)."""
+    direction, size = op.arguments["v"], op.arguments["g"]
+    type, norms = rewriter.type(direction), rewriter.type(size)
+    kept = integer(op.arguments["dim"])
+    dims = tuple(range(len(type.shape))) if kept == -1 else tuple(d for d in range(len(type.shape)) if d != kept)
+    shape = tuple(1 if dim in dims else extent for dim, extent in enumerate(type.shape))
+    length = TensorType(shape, type.dtype)
+    norm = rewriter.write(op, "aten.linalg_vector_norm.default", length, direction, 2, dims, True)
+    if norms.shape != shape:
+        size = rewriter.write(op, "aten.reshape.default", length, size, shape)
+    scale = rewriter.write(op, "aten.div.Tensor", length, size, norm)
+    return rewriter.write(op, "aten.mul.Tensor", type, direction, scale)
+
+
+def _padded_convolution(rewriter: Rewriter, op: Op) -> Argument:
+    """conv with padding "valid" or "same": what is padded as numbers."""
+    padding = op.arguments["padding"]
+    if not isinstance(padding, str):
+        return KEEP
+    source = op.arguments["input"]
+    shape = rewriter.type(source).shape
+    kernel = rewriter.type(op.arguments["weight"]).shape[2:]
+    dilation = integers(op.arguments["dilation"])
+    totals = [0 if padding == "valid" else d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
+    if any(total % 2 for total in totals):
+        # One more after than before, as torch does; zeros are written.
+        around = tuple(side for total in reversed(totals) for side in (0, total % 2))
+        wide = shape[: len(shape) - len(totals)] + tuple(
+            size + total % 2 for size, total in zip(shape[-len(totals) :], totals, strict=True)
+        )
+        source = rewriter.write(op, "aten.pad.default", TensorType(wide, rewriter.type(source).dtype), source, around)
+    changed = {"input": source, "padding": tuple(total // 2 for total in totals)}
+    target = f"aten.{op.kind}.default"
+    return rewriter.write(op, target, rewriter.types[op.results[0]], **{**op.arguments, **changed})
+
+
+def _glu(rewriter: Rewriter, op: Op) -> Argument:
+    """The first half by the sigmoid of the second."""
+    source, type = only(op), rewriter.types[op.results[0]]
+    dim = integer(op.arguments["dim"]) % len(type.shape)
+    size = type.shape[dim]
+    first = rewriter.write(op, "aten.slice.Tensor", type, source, dim, 0, size, 1)
+    second = rewriter.write(op, "aten.slice.Tensor", type, source, dim, size, 2 * size, 1)
+    gate = rewriter.write(op, "aten.sigmoid.default", type, second)
+    return rewriter.write(op, "aten.mul.Tensor", type, first, gate)
+
+
+def _one_hot(rewriter: Rewriter, op: Op) -> Argument:
+    """Which class is which: a comparison with all of them."""
+    type = rewriter.types[op.results[0]]
+    classes = type.shape[-1]
+    if prod(type.shape) == 0:
+        return KEEP
+    source = only(op)
+    labels = rewriter.type(source)
+    every = TensorType((classes,), torch.int64)
+    numbers = rewriter.write(op, "aten.arange.default", every, classes, dtype=torch.int64, device=torch.device("cpu"))
+    column = rewriter.write(
+        op, "aten.reshape.default", TensorType((*labels.shape, 1), labels.dtype), source, (*labels.shape, 1)
+    )
+    equal = rewriter.write(op, "aten.eq.Tensor", TensorType(type.shape, torch.bool), column, numbers)
+    return rewriter.write(op, "aten.to.dtype", type, equal, type.dtype)
+
+
+def _same_dtype(target: str) -> Rewrite:
+    """An alias of another operator with the same arguments."""
+
+    def rewrite(rewriter: Rewriter, op: Op) -> Argument:
+        return rewriter.write(op, target, rewriter.types[op.results[0]], *op.arguments.values())
+
+    return rewrite
+
+
+def _addbmm(rewriter: Rewriter, op: Op) -> Argument:
+    """baddbmm with plain factors: the product, and what is added."""
+    if op.arguments["beta"] != 1 or op.arguments["alpha"] != 1:
+        return KEEP
+    type = rewriter.types[op.results[0]]
+    product = rewriter.write(op, "aten.bmm.default", type, op.arguments["batch1"], op.arguments["batch2"])
+    return rewriter.write(op, "aten.add.Tensor", type, product, op.arguments["self"])
+
+
+def _outer(rewriter: Rewriter, op: Op) -> Argument:
+    """A column by a row."""
+    type = rewriter.types[op.results[0]]
+    first, second = op.arguments["self"], op.arguments["vec2"]
+    column = TensorType((type.shape[0], 1), rewriter.type(first).dtype)
+    left = rewriter.write(op, "aten.reshape.default", column, first, column.shape)
+    return rewriter.write(op, "aten.mul.Tensor", type, left, second)
+
+
+def _vectors(rewriter: Rewriter, op: Op) -> Argument:
+    """A product with a vector is one with a matrix of one row or column; the dim goes away again."""
+    left, right = op.arguments["self"], op.arguments.get("other", op.arguments.get("mat2", op.arguments.get("vec")))
+    right = right if right is not None else op.arguments["tensor"]
+    shapes = [rewriter.type(item).shape for item in (left, right)]
+    if all(len(shape) >= 2 for shape in shapes):
+        return KEEP
+    type = rewriter.types[op.results[0]]
+    one = shapes[0] if len(shapes[0]) >= 2 else (1, *shapes[0])
+    other = shapes[1] if len(shapes[1]) >= 2 else (*shapes[1], 1)
+    operands = [
+        item if shape == wanted
+        else rewriter.write(op, "aten.reshape.default", TensorType(wanted, rewriter.type(item).dtype), item, wanted)
+        for item, shape, wanted in zip((left, right), shapes, (one, other), strict=True)
+    ]  # fmt: skip
+    batch = broadcast(one[:-2], other[:-2])
+    shape = (*batch, one[-2], other[-1])
+    product = rewriter.write(op, "aten.matmul.default", TensorType(shape, type.dtype), *operands)
+    return rewriter.write(op, "aten.reshape.default", type, product, type.shape)
+
+
+_REWRITES: dict[str, Rewrite] = {
+    **VIEWS,
+    **LOSSES,
+    **dict.fromkeys(("conv1d", "conv2d", "conv3d"), _padded_convolution),
+    **dict.fromkeys(("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout"), _dropout),
+    **dict.fromkeys(("outer", "ger"), _outer),
+    **dict.fromkeys(("matmul", "mv", "dot"), _vectors),
+    "scaled_dot_product_attention": attention,
+    "_weight_norm": _weight_norm,
+    "glu": _glu,
+    "one_hot": _one_hot,
+    "baddbmm": _addbmm,
+    "true_divide": _same_dtype("aten.div.Tensor"),
+}

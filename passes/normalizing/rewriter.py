@@ -1,0 +1,68 @@
+"""The rewriter: a program is copied op by op, and what a result is replaced by is followed from then on."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import cast
+
+from passes.ir.program import Argument, Op, Program, Ref, TensorType, Update, find_overload, references, rename
+
+
+class Rewriter:
+    """Copies the ops of a program one after the other; what a result is replaced by is followed from then on."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.types = dict(program.types)
+        self.ops: list[Op] = []
+        self.replaced: dict[str, Argument] = {}
+        self.count = 0
+
+    def follow(self, argument: Argument) -> Argument:
+        """`argument` with the replacements made so far."""
+        return rename(argument, lambda name: self.replaced.get(name, Ref(name)))
+
+    def current(self, op: Op) -> Op:
+        """`op` with the replacements made so far."""
+        return replace(op, arguments={name: self.follow(value) for name, value in op.arguments.items()})
+
+    def type(self, argument: Argument) -> TensorType:
+        """The type of a referred tensor."""
+        assert isinstance(argument, Ref)
+        return self.types[argument.name]
+
+    def keep(self, op: Op) -> None:
+        """Write `op` as it is."""
+        self.ops.append(op)
+
+    def write(self, like: Op, target: str, type: TensorType, /, *args: Argument, **kwargs: Argument) -> Ref:
+        """Write a new op where `like` stands, with one result of `type`."""
+        schema = find_overload(target)._schema.arguments
+        arguments: dict[str, Argument] = {}
+        for position, parameter in enumerate(schema):
+            if position < len(args):
+                arguments[parameter.name] = args[position]
+            elif parameter.name in kwargs:
+                arguments[parameter.name] = kwargs[parameter.name]
+            else:
+                arguments[parameter.name] = cast(Argument, parameter.default_value)
+        name = f"%{target.split('.')[1]}_n{self.count}"
+        self.count += 1
+        self.types[name] = type
+        self.ops.append(replace(like, target=target, arguments=arguments, results=(name,)))
+        return Ref(name)
+
+    def finish(self, updates: tuple[Update, ...] | None = None) -> Program:
+        """The rewritten program."""
+        kept = self.program.updates if updates is None else updates
+        return replace(
+            self.program,
+            ops=tuple(self.ops),
+            types=self.types,
+            outputs=tuple(self.follow(value) for value in self.program.outputs),
+            updates=tuple(Update(update.buffer, next(references(self.follow(Ref(update.value))))) for update in kept),
+        )
+
+
+# A rewrite gives what the result of an op is replaced by (a tuple where it has several), or KEEP.
+Rewrite = Callable[[Rewriter, Op], Argument]
+KEEP: Argument = "<keep>"
