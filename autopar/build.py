@@ -49,12 +49,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Compiled:
-    """A plan and what runs it: programs by name, how each parameter is stored, and where time went (seconds)."""
+    """A plan and what runs it: programs by name, how each parameter is stored, where time went (seconds), and the seed
+    of random numbers: the one that torch was given on the first rank."""
 
     plan: Plan
     programs: Mapping[str, CompiledProgram]
     stored: Mapping[str, Layout]
     times: Mapping[str, float]
+    seed: int
 
 
 @dataclass(frozen=True)
@@ -109,7 +111,7 @@ def compile_model(model: nn.Module, request: Request, *, both_modes: bool = Fals
             inference = replace(request, objective="infer")
             programs["infer"] = _planned(model, frozen, stored_as(frozen, stored), inference, "infer", clock)
     plan = _plan(model, fingerprint, request, program, programs)
-    return Compiled(plan, {name: item.source for name, item in programs.items()}, stored, clock.times)
+    return Compiled(plan, {name: item.source for name, item in programs.items()}, stored, clock.times, torch.initial_seed())
 
 
 def _captured(model: nn.Module, request: Request, *, training: bool, gradients: bool) -> Program:
@@ -280,7 +282,7 @@ def distribute(model: nn.Module, compiled: Compiled, request: Request, mesh: Dev
     for name, program in compiled.programs.items():
         path, module = load_source(program.source, f"{program.class_name}_{name}")
         loaded[name] = LoadedProgram(program, path, getattr(module, program.class_name))
-    return DistributedModule(root, mesh, device, compiled.plan, loaded, request.signature)
+    return DistributedModule(root, mesh, device, compiled.plan, loaded, request.signature, compiled.seed)
 
 
 def _root(model: nn.Module, compiled: Compiled, request: Request, mesh: DeviceMesh, device: torch.device) -> Container:

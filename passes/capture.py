@@ -1,5 +1,7 @@
 """capture: a module and the types of its inputs in, a program out. `torch.export` does the tracing.
 
+`capture` traces for the sizes of the inputs, `capture_symbolic` for other sizes too.
+
 The program is the training IR: `linear`, `scaled_dot_product_attention`, `layer_norm` and `cross_entropy_loss` stay
 whole, and the backward is left to autograd. The module is left as it was.
 """
@@ -9,14 +11,16 @@ import io
 import logging
 import operator
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import cast
 from unittest import mock
 
+import sympy
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export.graph_signature import ConstantArgument, InputKind
 from torch.utils import _pytree as pytree
 
@@ -30,6 +34,7 @@ from passes.ir.program import (
     Parameter,
     Program,
     Ref,
+    Symbolic,
     TensorType,
     freeze,
     has_gradient,
@@ -43,13 +48,15 @@ class Tracing:
     """How to trace.
 
     `training` is the mode of the module, `gradients` whether there will be a backward pass; `context` is entered around
-    it; with `dtype` parameters and floating inputs are taken to be of that dtype.
+    it; with `dtype` parameters and floating inputs are taken to be of that dtype. A module on meta is traced as if it
+    were on `device`.
     """
 
     training: bool
     gradients: bool
     context: AbstractContextManager[object]
     dtype: torch.dtype | None = None
+    device: torch.device | None = None
 
 
 def capture(module: nn.Module, inputs: Inputs, tracing: Tracing) -> Program:
@@ -60,16 +67,36 @@ def capture(module: nn.Module, inputs: Inputs, tracing: Tracing) -> Program:
 
     Raises CaptureError where `torch.export` cannot trace the module, or where the trace would not have its gradients.
     """
+    exported, example = _traced(module, inputs, tracing, frozenset())
+    return _program(module, exported, example, tracing.gradients, _Symbols())
+
+
+def capture_symbolic(module: nn.Module, inputs: Inputs, tracing: Tracing, varying: Set[tuple[str, int]]) -> Symbolic:
+    """Trace `module(**inputs)` so that the dims `varying` (by input and number) of the inputs may have other sizes.
+
+    A dim of which the trace needs the size is as it is in `inputs`. Raises CaptureError as `capture` does.
+    """
+    exported, example = _traced(module, inputs, tracing, varying)
+    symbols = _Symbols()
+    program = _program(module, exported, example, tracing.gradients, symbols)
+    return Symbolic(program, symbols.ranges(exported), symbols.conditions(program))
+
+
+def _traced(
+    module: nn.Module, inputs: Inputs, tracing: Tracing, varying: Set[tuple[str, int]]
+) -> tuple[torch.export.ExportedProgram, Inputs]:
+    """What `torch.export` makes of the module, and the inputs that it was shown."""
     stack = contextlib.ExitStack()
     with stack:
         stack.enter_context(_mode(module, tracing.training))
         stack.enter_context(_autograd_functions_refused())
         stack.enter_context(tracing.context)
+        if tracing.device is not None:
+            stack.enter_context(_tensors_on(module, tracing.device))
         if tracing.dtype is not None:
             stack.enter_context(_parameters_as(module, tracing.dtype))
         example = _example(module, inputs, tracing.dtype)
-        exported = _export(module, example)
-    return _program(module, exported, example, tracing.gradients)
+        return _export(module, example, varying), example
 
 
 @contextlib.contextmanager
@@ -104,6 +131,35 @@ def _autograd_functions_refused() -> Iterator[None]:
 
     with mock.patch.object(torch.autograd.Function, "apply", classmethod(apply)):
         yield
+
+
+@contextlib.contextmanager
+def _tensors_on(module: nn.Module, device: torch.device) -> Iterator[None]:
+    """Parameters and buffers stand as tensors on `device` that take no memory; afterwards as they were.
+
+    On meta itself a trace would go the ways that models have for devices other than `device`.
+    """
+    fakes: dict[int, torch.Tensor] = {}
+    undo: list[tuple[dict[str, nn.Parameter | None] | dict[str, torch.Tensor | None], str, torch.Tensor]] = []
+    mode = FakeTensorMode()
+    try:
+        for part in module.modules():
+            for holder in (part._parameters, part._buffers):
+                for name, tensor in holder.items():
+                    if tensor is None:
+                        continue
+                    if id(tensor) not in fakes:
+                        with mode:
+                            fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+                        is_parameter = isinstance(tensor, nn.Parameter)
+                        fakes[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if is_parameter else fake
+                    undo.append((holder, name, tensor))
+        for holder, name, tensor in undo:
+            holder[name] = fakes[id(tensor)]  # type: ignore[assignment]
+        yield
+    finally:
+        for holder, name, tensor in undo:
+            holder[name] = tensor  # type: ignore[assignment]
 
 
 @contextlib.contextmanager
@@ -147,11 +203,16 @@ def _example(module: nn.Module, inputs: Inputs, dtype: torch.dtype | None) -> In
     return example
 
 
-def _export(module: nn.Module, example: Inputs) -> torch.export.ExportedProgram:
+def _export(module: nn.Module, example: Inputs, varying: Set[tuple[str, int]]) -> torch.export.ExportedProgram:
     output = io.StringIO()
+    shapes = torch.export.ShapesCollection() if varying else None
+    for name, leaf in input_leaves(example):
+        dims = {dim: torch.export.Dim.AUTO for owner, dim in varying if owner == name}
+        if shapes is not None and dims:
+            shapes[leaf] = dims
     try:
         with contextlib.redirect_stderr(output), contextlib.redirect_stdout(output):
-            return torch.export.export(module, (), dict(example), strict=False)
+            return torch.export.export(module, (), dict(example), dynamic_shapes=shapes, strict=False)
     except CaptureError:
         raise
     except Exception as error:
@@ -174,10 +235,65 @@ def _model_line(error: BaseException) -> str:
     return f" at {frames[-1].filename}:{frames[-1].lineno} ({frames[-1].line})" if frames else ""
 
 
+_SymbolicNumber = torch.SymInt | torch.SymFloat | torch.SymBool
+
+
+class _Symbols:
+    """The sizes of inputs that are not fixed in a trace, as symbols that say which dim they are."""
+
+    def __init__(self) -> None:
+        self.named: dict[sympy.Symbol, sympy.Symbol] = {}
+        self.environment: ShapeEnv | None = None
+
+    def name(self, inputs: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """Give names to the symbols in the sizes of the inputs: that of the first dim that is the symbol."""
+        sizes = [
+            (f"{name}.{dim}", size)
+            for name, tensor in inputs
+            for dim, size in enumerate(tensor.shape)
+            if isinstance(size, torch.SymInt)
+        ]
+        for name, size in sorted(sizes, key=lambda item: not item[1].node.expr.is_Symbol):
+            self.environment = size.node.shape_env
+            for symbol in sorted(size.node.expr.free_symbols - set(self.named), key=str):
+                self.named[symbol] = sympy.Symbol(name, integer=True, positive=True)
+
+    def knows(self, value: object) -> bool:
+        """Whether `value` is a number that follows from sizes of inputs alone."""
+        return isinstance(value, _SymbolicNumber) and value.node.expr.free_symbols <= set(self.named)
+
+    def written(self, value: object) -> object:
+        """Such a number as an expression of the named symbols, or as the number that it always is."""
+        assert isinstance(value, _SymbolicNumber)
+        return as_number(value.node.expr.xreplace(self.named))
+
+    def ranges(self, exported: torch.export.ExportedProgram) -> dict[str, tuple[int, int | None]]:
+        """What each symbol may be at least and at most."""
+        found = {}
+        for symbol, name in self.named.items():
+            allowed = exported.range_constraints[symbol]
+            most = int(allowed.upper) if allowed.upper.is_Integer else None
+            found[str(name)] = (int(allowed.lower), most)
+        return found
+
+    def conditions(self, program: Program) -> tuple[object, ...]:
+        """What the trace took for granted, and what the model asserts, as conditions on the named symbols."""
+        asserted = [value for op in program.ops if op.kind == "_assert_scalar" for value in op.arguments.values()]
+        found: dict[object, None] = {value: None for value in asserted if isinstance(value, sympy.Basic)}
+        for guard in [] if self.environment is None else self.environment.guards:
+            condition = self.environment.replace(guard.expr)
+            if not condition.free_symbols <= set(self.named):
+                raise CaptureError(f"the trace depends on {condition}, which is no size of an input")
+            if condition != sympy.true:
+                found[condition.xreplace(self.named)] = None
+        return tuple(found)
+
+
 class _Builder:
     """Writes the ops of one exported graph and of the graphs inside it."""
 
-    def __init__(self) -> None:
+    def __init__(self, symbols: _Symbols) -> None:
+        self.symbols = symbols
         self.ops: list[Op] = []
         self.types: dict[str, TensorType] = {}
         self.taken: dict[str, int] = {}
@@ -199,8 +315,18 @@ class _Builder:
                 return _known(node.args[0], known)
         raise AssertionError("an exported graph has an output")
 
+    def type(self, tensor: torch.Tensor) -> TensorType:
+        """The type of a traced tensor, sizes that vary as expressions."""
+        symbols = self.symbols
+        shape = tuple(symbols.written(size) if symbols.knows(size) else size for size in tensor.shape)
+        if any(isinstance(size, torch.SymInt) for size in shape):
+            raise CaptureError(f"a tensor has the size {list(tensor.shape)}, which depends on the data")
+        return TensorType(cast(tuple[int, ...], shape), tensor.dtype)
+
     def call(self, node: torch.fx.Node, known: dict[torch.fx.Node, object]) -> object:
-        """Write one call; returns a reference or a list of them."""
+        """Write one call; returns a reference or a list of them. A number that follows from sizes needs no op."""
+        if self.symbols.knows(node.meta.get("val")):
+            return self.symbols.written(node.meta["val"])
         args = tuple(_known(item, known) for item in node.args)
         kwargs = {name: _known(item, known) for name, item in node.kwargs.items()}
         if node.target is operator.getitem:
@@ -225,7 +351,7 @@ class _Builder:
         for item in values:
             if isinstance(item, torch.Tensor):
                 name = self.name(target._schema.name.split("::")[1])
-                self.types[name] = _type(item)
+                self.types[name] = self.type(item)
                 results.append(name)
             elif item is not None:
                 raise CaptureError(
@@ -288,8 +414,6 @@ def _refuse_changes(inner: torch.fx.GraphModule, known: dict[torch.fx.Node, obje
 
 
 def _type(tensor: torch.Tensor) -> TensorType:
-    if not all(isinstance(size, int) for size in tensor.shape):
-        raise CaptureError(f"a tensor has the size {list(tensor.shape)}, which depends on the data")
     return TensorType(tuple(tensor.shape), tensor.dtype)
 
 
@@ -320,8 +444,10 @@ def _aliases(named: Iterator[tuple[str, torch.Tensor]]) -> dict[str, tuple[str, 
     return {name: tuple(names) for names in by_identity.values() for name in names}
 
 
-def _program(module: nn.Module, exported: torch.export.ExportedProgram, example: Inputs, gradients: bool) -> Program:
-    builder = _Builder()
+def _program(
+    module: nn.Module, exported: torch.export.ExportedProgram, example: Inputs, gradients: bool, symbols: _Symbols
+) -> Program:
+    builder = _Builder(symbols)
     types = builder.types
     parameter_names = _aliases(module.named_parameters(remove_duplicate=False))
     buffer_names = _aliases(module.named_buffers(remove_duplicate=False))
@@ -341,6 +467,17 @@ def _program(module: nn.Module, exported: torch.export.ExportedProgram, example:
     inputs: list[Input] = []
     known: dict[torch.fx.Node, object] = {}
     placeholders = [node for node in exported.graph.nodes if node.op == "placeholder"]
+    user_inputs = [
+        node
+        for node, spec in zip(placeholders, exported.graph_signature.input_specs, strict=True)
+        if spec.kind == InputKind.USER_INPUT
+    ]
+    given_tensors = [
+        (name, node.meta["val"])
+        for (name, leaf), node in zip(input_leaves(example), user_inputs, strict=True)
+        if isinstance(leaf, torch.Tensor)
+    ]
+    symbols.name(given_tensors)
     for node, spec in zip(placeholders, exported.graph_signature.input_specs, strict=True):
         if spec.kind == InputKind.PARAMETER:
             known[node] = Ref(parameter_names[str(spec.target)][0])
@@ -356,7 +493,8 @@ def _program(module: nn.Module, exported: torch.export.ExportedProgram, example:
                 known[node] = freeze(leaf)
             else:
                 inner = f"{name} (input)" if name in parameter_names or name in buffer_names else name
-                inputs.append(Input(inner, name, _type(leaf), gradients and leaf.requires_grad))
+                type = builder.type(node.meta["val"])
+                inputs.append(Input(inner, name, type, gradients and leaf.requires_grad))
                 known[node] = Ref(inner)
         else:
             raise CaptureError(f"the model holds {spec.target!r}, an input of the kind {spec.kind.name}")

@@ -225,7 +225,12 @@ class _Code:
         right = form(self, item) if item.body else expression(self, op)
         left = ", ".join(self.names.result(op.kind, value, self.passed_on(op, value)) for value in op.results)
         source = f"  {op.line}" if op.line else ""
-        self.lines += statement(_BODY, left, right, f"{self.note(op.results[0])}{source}")
+        indent = _BODY
+        if item.draws is not None:
+            axes = "".join(f", {self.axis(axis)}" for axis in item.draws)
+            self.lines.append(f'{_BODY}with self.drawn("{op.key}"{axes}):')
+            indent += "    "
+        self.lines += statement(indent, left, right, f"{self.note(op.results[0])}{source}")
 
     def passed_on(self, op: Op, value: str) -> list[str]:
         """Operands whose variable may go on to hold `value`: no parameters; of several operands those of its type."""
@@ -331,7 +336,7 @@ class _Code:
 _RESERVED = {"self", "torch", "F", "copy", "index", "layer", *COLLECTIVES, *FORMS, *HELPERS, *LETTERS}
 
 # What generated classes have already.
-_ATTRIBUTES = {"axes", "build", "constants", "copies", "device", "forward", "root"}
+_ATTRIBUTES = {"axes", "build", "constants", "copies", "device", "drawn", "forward", "random", "root"}
 
 _SUFFIXES = {
     "all_gather": "gathered",

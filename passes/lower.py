@@ -13,7 +13,7 @@ from passes.ir.choices import Problem, Solution, Strategy
 from passes.ir.layout import Layout, local_shape, split_ways
 from passes.ir.lowered import Body, Change, Compute, Loop, Lowered, Returned, Split, Statement
 from passes.ir.mesh import Mesh
-from passes.ir.program import Argument, Folded, Op, Ref, Region, TensorType, references, rename
+from passes.ir.program import Argument, Folded, Op, Ref, Region, TensorType, draws, references, rename
 from passes.ir.redistribution import redistribution
 from passes.rules import find_rule
 from passes.rules.strategies import named_choices, subject
@@ -126,22 +126,23 @@ class _Lowering:
         about = subject(op, rule, self.folded.types, self.folded.flowing, self.known, self.strided)
         choices = named_choices(about, strategy.methods, self.mesh)
         assert choices is not None
-        body, split = "", None
+        body = ""
         digits: dict[str, list[tuple[int, int]]] = {}
         for axis, choice in enumerate(choices):
             if rule is not None and choice.factor in rule.bodies:
+                body = rule.bodies[choice.factor]
                 digits.setdefault(choice.factor, []).append((axis, choice.major))
-        if rule is not None and digits:
-            body = rule.bodies[next(iter(digits))]
-            size = 1
-            for factor in digits:
-                size *= rule.factors[factor].size
-            split = Split(size, tuple(sorted((item for found in digits.values() for item in found), key=_by_major)))
+        splits = {
+            factor: Split(rule.factors[factor].size, tuple(sorted(found, key=_by_major)))
+            for factor, found in digits.items()
+            if rule is not None
+        }
+        axes = tuple(axis for axis, letter in enumerate(strategy.results[0]) if letter.kind == "S")
         whole = replace(op, arguments=arguments)
         localize = _LOCAL.get(op.kind)
         if localize is not None:
             arguments = localize(_Localizing(op, arguments, strategy, self.folded.types, self.mesh))
-        statement = Compute(replace(op, arguments=arguments), whole, strategy, body, split, about.copies)
+        statement = Compute(replace(op, arguments=arguments), whole, strategy, body, splits, about.copies, axes if draws(op) else None)
         scope.statements.append(statement)
         for name, layout in zip(op.results, strategy.results, strict=True):
             self._define(scope, name, layout)

@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from autopar.runtime.axis import Axis, axes_of
 from autopar.runtime.collectives import convert
+from autopar.runtime.random import Randomness
 from autopar.runtime.saving import saving
 from autopar.runtime.state import from_local, local_part, mesh_of, placements
 from passes.ir.errors import CaptureError, InputError
@@ -31,15 +33,22 @@ def local(tensor: Tensor) -> Tensor:
 
 
 class Region(nn.Module):
-    """One copy of a region; generated subclasses define `forward`. `entries` are its parts of the model."""
+    """One copy of a region; generated subclasses define `forward`. `entries` are its parts of the model, `number`
+    counts the copies."""
 
-    def __init__(self, entries: Sequence[nn.Module], program: "Generated") -> None:
+    def __init__(self, entries: Sequence[nn.Module], program: "Generated", number: int) -> None:
         super().__init__()
         self.entries = tuple(entries)
+        self.number = number
+        self.random = program.random
         self.axes = program.axes
         self.device = program.device
         # Not a part of this module, which has no parameters of its own.
         object.__setattr__(self, "root", program.root)
+
+    def drawn(self, key: str, *axes: Axis) -> AbstractContextManager[None]:
+        """Let the op called `key` draw random numbers within; they differ on the ranks of `axes` and between copies."""
+        return self.random.drawn(f"{key} of copy {self.number}", axes, self.device)
 
 
 class Generated:
@@ -49,9 +58,15 @@ class Generated:
     """
 
     def __init__(
-        self, root: nn.Module, axes: tuple[Axis, ...], device: torch.device, constants: Mapping[str, Tensor]
+        self,
+        root: nn.Module,
+        axes: tuple[Axis, ...],
+        device: torch.device,
+        constants: Mapping[str, Tensor],
+        random: Randomness | None = None,
     ) -> None:
         self.root = root
+        self.random = random or Randomness(0)
         self.axes = axes
         self.device = device
         self.constants = constants
@@ -62,7 +77,14 @@ class Generated:
 
     def copies(self, kind: type[Region], entries: Sequence[Sequence[str]]) -> tuple[Region, ...]:
         """One `kind` for each of `entries`, which are paths in the model."""
-        return tuple(kind([self.root.get_submodule(path) for path in paths], self) for paths in entries)
+        return tuple(
+            kind([self.root.get_submodule(path) for path in paths], self, number)
+            for number, paths in enumerate(entries)
+        )
+
+    def drawn(self, key: str, *axes: Axis) -> AbstractContextManager[None]:
+        """Let the op called `key` draw random numbers within; they differ on the ranks of `axes`."""
+        return self.random.drawn(key, axes, self.device)
 
     def forward(self, *inputs: Tensor) -> tuple[object, ...]:
         """Run on local inputs, in the order of the plan; generated classes define it."""
@@ -141,7 +163,7 @@ def place(container: Container, name: str, tensor: Tensor, persistent: bool = Tr
 
 
 # Attributes of the module below.
-_OWN = ("_axes", "_device", "_loaded", "_mesh", "_plan", "_programs", "_shape", "_signature")
+_OWN = ("_axes", "_device", "_loaded", "_mesh", "_plan", "_programs", "_random", "_shape", "_signature")
 
 
 class DistributedModule(nn.Module):
@@ -160,6 +182,7 @@ class DistributedModule(nn.Module):
         plan: Plan,
         programs: Mapping[str, LoadedProgram],
         signature: inspect.Signature,
+        seed: int,
     ) -> None:
         super().__init__()
         taken = sorted(set(_OWN) & {*root._modules, *root._parameters, *root._buffers})
@@ -177,9 +200,10 @@ class DistributedModule(nn.Module):
         self._device = device
         self._signature = signature
         self._plan = plan
+        self._random = Randomness(seed)
         self._loaded = dict(programs)
         self._programs = {
-            name: (item.compiled, item.kind(root, axes, device, item.compiled.tensors))
+            name: (item.compiled, item.kind(root, axes, device, item.compiled.tensors, self._random))
             for name, item in programs.items()
         }
         self.train("train" in programs)
@@ -200,6 +224,11 @@ class DistributedModule(nn.Module):
     def plan(self) -> Plan:
         """What was decided."""
         return self._plan
+
+    @property
+    def random(self) -> Randomness:
+        """What dropout draws from: `random.seed(0)`, alike on all ranks, makes a run reproducible."""
+        return self._random
 
     @property
     def code(self) -> str:
@@ -249,6 +278,7 @@ class DistributedModule(nn.Module):
         """
         compiled, generated = self._program()
         local_inputs = self._local_inputs(compiled, self._bind(args, kwargs))
+        self._random.advance()
         if not compiled.differentiable:
             with torch.no_grad():
                 leaves = generated.forward(*local_inputs)

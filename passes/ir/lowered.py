@@ -1,7 +1,7 @@
 """A lowered program: what one rank runs, statement by statement. It is what is priced, printed and generated."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -24,16 +24,17 @@ class Compute:
     """Run an op on local tensors.
 
     `op` has local sizes among its arguments, `whole` the global ones; both refer to lowered values by name. With
-    `body` that local form runs instead; `split` is the factor that it is about. `copies` says that it is a view that
-    must copy.
+    `body` that local form runs instead; `splits` are the factors that it is about. `copies` says that it is a view that
+    must copy. `draws` are the axes on whose ranks random numbers differ; None for an op that draws none.
     """
 
     op: Op
     whole: Op
     strategy: Strategy
     body: str = ""
-    split: Split | None = None
+    splits: Mapping[str, Split] = field(default_factory=dict)
     copies: bool = False
+    draws: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)

@@ -199,6 +199,29 @@ class Program:
 
 
 @dataclass(frozen=True)
+class Symbolic:
+    """A program for many sizes of its inputs: where sizes stand in `program` (in types, arguments and outputs) there
+    are expressions of sympy over symbols.
+
+    A symbol is called after the dim that it is: "input_ids.0". `ranges` are the least and the most (None: no limit)
+    that each may be, `conditions` are what must hold besides. `passes.specialize` makes of it a program that passes
+    can read.
+    """
+
+    program: Program
+    ranges: Mapping[str, tuple[int, int | None]]
+    conditions: tuple[object, ...]
+
+    def __str__(self) -> str:
+        lines = [
+            f"size {name}: " + (f"at least {least}" if most is None else f"{least} to {most}")
+            for name, (least, most) in self.ranges.items()
+        ]
+        lines += [f"condition {condition}" for condition in self.conditions]
+        return "\n".join([*lines, str(self.program)])
+
+
+@dataclass(frozen=True)
 class Carry:
     """A tensor that every copy of a region takes from the copy before: the first takes `initial`."""
 
@@ -303,6 +326,15 @@ def dependents(folded: Folded) -> frozenset[str]:
                     name for export in item.exports if export.value in depends for name in export.names if name
                 )
     return frozenset(depends)
+
+
+def draws(op: Op) -> bool:
+    """Whether an op draws random numbers."""
+    if any(op.arguments.get(name, 1.0) == 0.0 for name in ("p", "dropout", "dropout_p")):
+        return False
+    if not (op.arguments.get("train", True) and op.arguments.get("training", True)):
+        return False
+    return torch.Tag.nondeterministic_seeded in op.overload.tags
 
 
 @cache

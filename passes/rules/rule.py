@@ -24,10 +24,16 @@ class Role(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Factor:
-    """A named index of an op and its extent."""
+    """A named index of an op and its extent.
+
+    `least` is how much of it every rank must have. `ordered` says that ranks must have it in their order, one piece
+    each: the local form looks to its neighbours, or to all ranks before it.
+    """
 
     size: int
     role: Role = Role.FREE
+    least: int = 1
+    ordered: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +122,7 @@ def split(rule: Rule, factor: str, major: int, ways: int) -> Choice | None:
     where they are added to a sum over it; results without it are pending sums, or equal where the local form says so.
     """
     role = rule.factors[factor].role
-    if role is Role.WHOLE:
+    if role is Role.WHOLE or rule.factors[factor].size // (major * ways) < rule.factors[factor].least:
         return None
     operands: list[Letter] = []
     for slot, dims in enumerate(rule.operands):

@@ -128,6 +128,8 @@ def _combinations(
         if not together - rule.added <= subject.parameters:
             yield from _combinations(subject, plain, digits, mesh, (*chosen, (passing(rule, index), None)))
     for factor, major in digits.get(size, ()):
+        if rule.factors[factor].ordered and major != 1:
+            continue
         taken = prod(mesh.sizes[other] for other, (_, begun) in enumerate(chosen) if begun == (factor, major))
         candidate = split(rule, factor, major * taken, size)
         if candidate is not None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from passes.ir.lowered import Compute
+from passes.ir.lowered import Compute, Split
 from passes.writing.expressions import reduction
 from passes.writing.scope import Scope
 
@@ -12,15 +12,19 @@ def form(code: Scope, statement: Compute) -> str:
     return _WRITERS[statement.body](code, statement)
 
 
-def _digits(code: Scope, statement: Compute) -> str:
+def _digits(code: Scope, split: Split) -> str:
     """The axes that split the factor, each with its major: "((tp, 1),)"."""
-    assert statement.split is not None
-    inner = ", ".join(f"({code.axis(axis)}, {major})" for axis, major in statement.split.digits)
+    inner = ", ".join(f"({code.axis(axis)}, {major})" for axis, major in split.digits)
     return f"({inner},)"
 
 
+def _one(statement: Compute) -> Split:
+    """The only factor that is split."""
+    (split,) = statement.splits.values()
+    return split
+
+
 def _mean_form(code: Scope, statement: Compute) -> str:
-    assert statement.split is not None
     arguments = dict(statement.op.arguments)
     dtype = arguments.pop("dtype", None)
     total = reduction("sum")(code, arguments)
@@ -36,22 +40,22 @@ def _mean_form(code: Scope, statement: Compute) -> str:
 
 
 def _embedding_form(code: Scope, statement: Compute) -> str:
-    assert statement.split is not None
+    split = _one(statement)
     arguments = statement.op.arguments
     padding = arguments["padding_idx"]
     extra = f", padding_idx={padding}" if padding != -1 else ""
     ids, weight = code.value(arguments["indices"]), code.value(arguments["weight"])
     name = code.use("vocabulary_embedding")
-    return f"{name}({ids}, {weight}, size={statement.split.size}, digits={_digits(code, statement)}{extra})"
+    return f"{name}({ids}, {weight}, size={split.size}, digits={_digits(code, split)}{extra})"
 
 
 def _loss_form(code: Scope, statement: Compute) -> str:
-    assert statement.split is not None
+    split = _one(statement)
     arguments = statement.op.arguments
     name = code.use("vocabulary_cross_entropy")
     logits, target = code.value(arguments["self"]), code.value(arguments["target"])
     extra = f", ignore_index={arguments['ignore_index']}" if arguments["ignore_index"] != -100 else ""
-    return f"{name}({logits}, {target}, size={statement.split.size}, digits={_digits(code, statement)}{extra})"
+    return f"{name}({logits}, {target}, size={split.size}, digits={_digits(code, split)}{extra})"
 
 
 def _attention_form(code: Scope, statement: Compute) -> str:
@@ -60,7 +64,7 @@ def _attention_form(code: Scope, statement: Compute) -> str:
     operands = ", ".join(code.value(arguments[item]) for item in ("query", "key", "value"))
     extra = f", scale={arguments['scale']}" if arguments["scale"] is not None else ""
     extra += ", enable_gqa=True" if arguments["enable_gqa"] else ""
-    return f"{name}({operands}, digits={_digits(code, statement)}{extra})"
+    return f"{name}({operands}, digits={_digits(code, _one(statement))}{extra})"
 
 
 _WRITERS: dict[str, Callable[[Scope, Compute], str]] = {
