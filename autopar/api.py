@@ -1,16 +1,10 @@
 """`plan` and `parallelize`."""
 
-import pickle
-import traceback
-import warnings
-from collections.abc import Callable
-from typing import TypeVar
-
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from autopar.build import Compiled, compile_model, distribute, refuse_meta
+from autopar.agreement import from_first, gathered, together
+from autopar.build import compile_model, distribute, refuse_meta
 from autopar.fingerprint import first_difference, structure_fingerprint, values_fingerprint
 from autopar.precision import Precision
 from autopar.request import ExampleInputs, MeshLike, Options, make_request
@@ -19,8 +13,6 @@ from passes.constrain import Constraints
 from passes.cost.cluster import Cluster
 from passes.ir.errors import MeshError, PlanMismatchError
 from passes.ir.plan import Plan
-
-T = TypeVar("T")
 
 
 def plan(
@@ -78,83 +70,17 @@ def parallelize(
     if not isinstance(mesh, DeviceMesh):
         raise MeshError("parallelize needs a DeviceMesh with named axes (plan alone takes a dict)")
     options = Options(objective, cluster, memory_limit, optimizer, precision, constraints, plan)
-    request = _together(mesh, lambda: make_request(model, mesh, example_inputs, options))
-    _together(mesh, lambda: refuse_meta(model))
+    request = together(mesh, lambda: make_request(model, mesh, example_inputs, options))
+    together(mesh, lambda: refuse_meta(model))
     _check_same_model(model, mesh)
-    compiled = _from_first(mesh, lambda: compile_model(model, request, both_modes=True))
+    compiled = from_first(mesh, lambda: compile_model(model, request, both_modes=True))
     return distribute(model, compiled, request, mesh)
-
-
-def _together(mesh: DeviceMesh, run: Callable[[], T]) -> T:
-    """Run on every rank; if it raises on any, raise on all."""
-    result: list[T] = []
-    error: Exception | None = None
-    try:
-        result.append(run())
-    except Exception as raised:
-        error = raised
-    errors = _gathered(mesh, None if error is None else _sendable(error))
-    if error is not None:
-        raise error
-    for other in errors:
-        if isinstance(other, Exception):
-            raise other
-    return result[0]
-
-
-def _from_first(mesh: DeviceMesh, run: Callable[[], Compiled]) -> Compiled:
-    """Run on the first rank alone; every rank gets what it returned, or raises what it raised."""
-    result: Compiled | Exception | None = None
-    coordinate = mesh.get_coordinate()
-    assert coordinate is not None
-    if not any(coordinate):
-        try:
-            result = run()
-            pickle.dumps(result)
-        except Exception as error:
-            result = _sendable(error)
-    sent = pickle.dumps(result)
-    for axis in range(mesh.ndim):
-        group = mesh.get_group(axis)
-        box = [sent]
-        dist.broadcast_object_list(box, src=dist.get_global_rank(group, 0), group=group)
-        sent = box[0]
-    if any(coordinate):
-        with warnings.catch_warnings():
-            # A tree's specification warns about its own parts when it is unpickled.
-            warnings.simplefilter("ignore", FutureWarning)
-            result = pickle.loads(sent)
-    if isinstance(result, Exception):
-        raise result
-    assert result is not None
-    return result
-
-
-def _sendable(error: Exception) -> Exception:
-    """An exception as it is, if it can travel to other ranks, or one that says what it said."""
-    try:
-        pickle.loads(pickle.dumps(error))
-    except Exception:
-        # Whatever keeps it from being sent, what it says is sent as text.
-        return RuntimeError("".join(traceback.format_exception(error)))
-    return error
-
-
-def _gathered(mesh: DeviceMesh, item: object) -> list[object]:
-    """What every rank of the mesh has, in the order of ranks."""
-    items = [item]
-    for axis in reversed(range(mesh.ndim)):
-        group = mesh.get_group(axis)
-        boxes: list[list[object]] = [[] for _ in range(group.size())]
-        dist.all_gather_object(boxes, items, group=group)
-        items = [item for box in boxes for item in box]
-    return items
 
 
 def _check_same_model(model: nn.Module, mesh: DeviceMesh) -> None:
     """Raise PlanMismatchError on all ranks if they hold different models."""
     own = (structure_fingerprint(model), values_fingerprint(model))
-    every = _gathered(mesh, own)
+    every = gathered(mesh, own)
     first = every[0]
     assert isinstance(first, tuple)
     for rank, other in enumerate(every):

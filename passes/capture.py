@@ -22,6 +22,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export.graph_signature import ConstantArgument, InputKind
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
 from passes.ir.errors import CaptureError
@@ -39,6 +40,7 @@ from passes.ir.program import (
     freeze,
     has_gradient,
 )
+from passes.ir.sizes import as_number
 
 logger = logging.getLogger("autopar")
 
@@ -205,14 +207,15 @@ def _example(module: nn.Module, inputs: Inputs, dtype: torch.dtype | None) -> In
 
 def _export(module: nn.Module, example: Inputs, varying: Set[tuple[str, int]]) -> torch.export.ExportedProgram:
     output = io.StringIO()
-    shapes = torch.export.ShapesCollection() if varying else None
+    shapes = torch.export.ShapesCollection()  # type: ignore[no-untyped-call]
     for name, leaf in input_leaves(example):
         dims = {dim: torch.export.Dim.AUTO for owner, dim in varying if owner == name}
-        if shapes is not None and dims:
+        if dims:
             shapes[leaf] = dims
+    dynamic = cast(dict[str, object], shapes) if varying else None
     try:
         with contextlib.redirect_stderr(output), contextlib.redirect_stdout(output):
-            return torch.export.export(module, (), dict(example), dynamic_shapes=shapes, strict=False)
+            return torch.export.export(module, (), dict(example), dynamic_shapes=dynamic, strict=False)
     except CaptureError:
         raise
     except Exception as error:
@@ -247,16 +250,17 @@ class _Symbols:
 
     def name(self, inputs: Sequence[tuple[str, torch.Tensor]]) -> None:
         """Give names to the symbols in the sizes of the inputs: that of the first dim that is the symbol."""
-        sizes = [
-            (f"{name}.{dim}", size)
+        sizes = {
+            f"{name}.{dim}": size.node
             for name, tensor in inputs
-            for dim, size in enumerate(tensor.shape)
+            for dim, size in enumerate(cast(Sequence[object], tensor.shape))
             if isinstance(size, torch.SymInt)
-        ]
-        for name, size in sorted(sizes, key=lambda item: not item[1].node.expr.is_Symbol):
-            self.environment = size.node.shape_env
-            for symbol in sorted(size.node.expr.free_symbols - set(self.named), key=str):
-                self.named[symbol] = sympy.Symbol(name, integer=True, positive=True)
+        }
+        for name, node in sorted(sizes.items(), key=lambda item: not item[1].expr.is_Symbol):
+            self.environment = node.shape_env
+            for symbol in sorted(node.expr.free_symbols - set(self.named), key=str):
+                own = name if node.expr.is_Symbol else f"{name} ({symbol})"
+                self.named[symbol] = sympy.Symbol(own, integer=True, positive=True)
 
     def knows(self, value: object) -> bool:
         """Whether `value` is a number that follows from sizes of inputs alone."""
@@ -280,7 +284,9 @@ class _Symbols:
         """What the trace took for granted, and what the model asserts, as conditions on the named symbols."""
         asserted = [value for op in program.ops if op.kind == "_assert_scalar" for value in op.arguments.values()]
         found: dict[object, None] = {value: None for value in asserted if isinstance(value, sympy.Basic)}
-        for guard in [] if self.environment is None else self.environment.guards:
+        if self.environment is None:
+            return tuple(found)
+        for guard in self.environment.guards:
             condition = self.environment.replace(guard.expr)
             if not condition.free_symbols <= set(self.named):
                 raise CaptureError(f"the trace depends on {condition}, which is no size of an input")
