@@ -5,6 +5,7 @@ all share. Nothing is random: no dropout, no dropped layers, no masks drawn in t
 """
 
 import dataclasses
+import importlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -41,7 +42,7 @@ _WIDTH, _FEED_FORWARD, _HEADS, _LAYERS = 32, 64, 4, 2
 _SIZES: Mapping[str, object] = {
     **dict.fromkeys(("hidden_size", "d_model", "dim", "n_embd", "embed_dim", "encoder_hidden_size"), _WIDTH),
     **dict.fromkeys(("word_embed_proj_dim", "embedding_size", "projection_dim", "encoder_embed_dim"), _WIDTH),
-    **dict.fromkeys(("intermediate_size", "ffn_dim", "d_ff", "hidden_dim", "n_inner", "d_inner"), _FEED_FORWARD),
+    **dict.fromkeys(("intermediate_size", "ffn_dim", "d_ff", "hidden_dim", "n_inner", "d_inner", "dff"), _FEED_FORWARD),
     **dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim", "ffn_hidden_size"), _FEED_FORWARD),
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "expert_ffn_dim"), 32),
     **dict.fromkeys(("num_attention_heads", "num_heads", "n_heads", "n_head"), _HEADS),
@@ -51,10 +52,17 @@ _SIZES: Mapping[str, object] = {
     **dict.fromkeys(("encoder_layers", "decoder_layers", "num_decoder_layers", "num_encoder_layers"), _LAYERS),
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4),
     **dict.fromkeys(("max_position_embeddings", "n_positions", "max_target_positions"), 64),
+    **dict.fromkeys(("max_encoder_position_embeddings", "max_decoder_position_embeddings"), 64),
+    **dict.fromkeys(("max_seq_len", "n_ctx", "max_sequence_length"), 64),
+    **dict.fromkeys(("mlp_ratio", "expansion_ratio"), 2),
+    **dict.fromkeys(("attention_heads", "num_attn_heads"), _HEADS),
+    **dict.fromkeys(("num_encoder_attention_heads", "num_decoder_attention_heads"), _HEADS),
+    **dict.fromkeys(("state_size", "mamba_d_state", "time_step_rank", "mamba_dt_rank", "rotary_dim"), 4),
     "num_experts_per_tok": 2,
     "head_dim": 8,
     "out_hidden_size": _WIDTH,
     "d_kv": 8,
+    "d_head": 8,
     "vocab_size": 64,
     "bos_token_id": 0,
     "eos_token_id": 1,
@@ -76,14 +84,25 @@ def _config(config_class: type, own: Mapping[str, Any]) -> Any:
     """A tiny config: the shared sizes that it has fields for, nothing dropped, and then its own; parts likewise."""
     default = config_class()
     fields = {item.name: getattr(default, item.name, None) for item in dataclasses.fields(config_class)}
-    shared = {name: value for name, value in _SIZES.items() if name in fields or name in _GENERAL}
-    quiet = {name: 0.0 for name, value in fields.items() if "drop" in name and type(value) in (int, float)}
+    shared = {
+        name: type(fields[name])(value) if type(fields.get(name)) in (int, float) else value
+        for name, value in _SIZES.items()
+        if name in _GENERAL or (name in fields and not isinstance(fields[name], list | tuple))
+    }
+    quiet = {name: _zeros(value) for name, value in fields.items() if "drop" in name and _zeros(value) is not None}
     parts = {
         name: _config(type(value), own.get(name, {}))
         for name, value in fields.items()
         if isinstance(value, transformers.PreTrainedConfig)
     }
     return config_class(**{**shared, **quiet, **own, **parts})
+
+
+def _zeros(value: object) -> object:
+    """Zero in place of every number; None for what is none."""
+    if isinstance(value, list | tuple):
+        return [_zeros(item) for item in value]
+    return type(value)(0) if type(value) in (int, float) else None
 
 
 def _random(seed: int) -> torch.Generator:
@@ -156,7 +175,7 @@ def transcript(config: Any, samples: int, length: int) -> Batch:
 def image_text(config: Any, samples: int, length: int) -> Batch:
     """Texts with an image in each, whose tokens come first."""
     vision = config.vision_config
-    taken = (vision.image_size // vision.patch_size) ** 2
+    taken = getattr(config, "image_seq_length", None) or (vision.image_size // vision.patch_size) ** 2
     batch = text(config, samples, taken + length)
     batch["input_ids"][:, :taken] = config.image_token_id
     batch["labels"][:, :taken] = -100
@@ -172,18 +191,139 @@ def patches(config: Any, samples: int, length: int) -> Batch:
     }
 
 
+def video(config: Any, samples: int, length: int) -> Batch:
+    """Videos and their classes."""
+    size = config.image_size
+    pixels = _normal(samples, config.num_frames, 3, size, size)
+    return {"pixel_values": pixels, "labels": _classes(samples)}
+
+
+def spectrogram(config: Any, samples: int, length: int) -> Batch:
+    """Spectrograms and their classes."""
+    return {"input_values": _normal(samples, config.max_length, config.num_mel_bins), "labels": _classes(samples)}
+
+
+def filterbank(config: Any, samples: int, length: int) -> Batch:
+    """Spectrograms of features that each have a place of their own, and what was said."""
+    features = _normal(samples, 4 * length, config.input_feat_per_channel)
+    return {"input_features": features, "labels": _labels(_tokens(config, samples, length))}
+
+
+def captioned(config: Any, samples: int, length: int) -> Batch:
+    """Images and what they show."""
+    return {"pixel_values": _pixels(config, samples), **text(config, samples, length)}
+
+
+def question(config: Any, samples: int, length: int) -> Batch:
+    """Images, questions on them, and how right each answer is."""
+    answers = torch.rand(samples, 4, generator=_random(2))
+    return {"input_ids": _tokens(config, samples, length), "pixel_values": _pixels(config, samples), "labels": answers}
+
+
+def series(config: Any, samples: int, length: int) -> Batch:
+    """What was and what will be."""
+    channels = config.num_input_channels
+    past = _normal(samples, config.context_length, channels)
+    return {"past_values": past, "future_values": _normal(samples, config.prediction_length, channels, seed=2)}
+
+
+def forecast(config: Any, samples: int, length: int) -> Batch:
+    """What was and what will be, with the time of each."""
+    past = config.context_length + max(config.lags_sequence)
+    return {
+        "past_values": _normal(samples, past),
+        "past_time_features": _normal(samples, past, config.num_time_features, seed=2),
+        "past_observed_mask": torch.ones(samples, past),
+        "future_values": _normal(samples, config.prediction_length, seed=3),
+        "future_time_features": _normal(samples, config.prediction_length, config.num_time_features, seed=4),
+    }
+
+
+def trajectory(config: Any, samples: int, length: int) -> Batch:
+    """States, and what was done in them for what reward."""
+    return {
+        "states": _normal(samples, length, config.state_dim),
+        "actions": _normal(samples, length, config.act_dim, seed=2),
+        "rewards": _normal(samples, length, 1, seed=3),
+        "returns_to_go": _normal(samples, length, 1, seed=4),
+        "timesteps": torch.arange(length).repeat(samples, 1),
+        "attention_mask": torch.ones(samples, length),
+    }
+
+
 class Scored(nn.Module):
     """A model without a loss, and the mean square of what it makes as its loss."""
 
-    def __init__(self, model: nn.Module, output: str) -> None:
+    def __init__(self, model: nn.Module, output: str = "") -> None:
         super().__init__()
         self.model = model
         self.output = output
 
     def forward(self, **inputs: Tensor) -> dict[str, Tensor]:
         """The loss, and what the model makes."""
-        found = getattr(self.model(**inputs), self.output)
+        found = self.model(**inputs)
+        found = getattr(found, self.output) if self.output else found
         return {"loss": found.square().mean(), "found": found}
+
+
+class Classifier(nn.Module):
+    """A small convolutional network with all that these are made of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 3, padding=1, bias=False)
+        self.norm = nn.BatchNorm2d(8)
+        self.depthwise = nn.Conv2d(8, 8, 3, padding=1, groups=8)
+        self.grouped = nn.Conv2d(8, 16, 3, stride=2, padding=1, groups=4)
+        self.group_norm = nn.GroupNorm(4, 16)
+        self.pool = nn.MaxPool2d(2)
+        self.average = nn.AdaptiveAvgPool2d(1)
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, images: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        """images: [batch, 3, height, width], labels: [batch]."""
+        x = self.pool(torch.relu(self.norm(self.stem(images))))
+        x = nn.functional.gelu(self.group_norm(self.grouped(x + self.depthwise(x))))
+        logits = self.head(self.average(x).flatten(1))
+        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+class Segmenter(nn.Module):
+    """A small U-Net: down, up, and a way around."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())
+        self.down = nn.MaxPool2d(2)
+        self.middle = nn.Sequential(nn.Conv2d(8, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU())
+        self.up = nn.ConvTranspose2d(16, 8, 2, stride=2)
+        self.last = nn.Sequential(nn.Conv2d(16, 8, 3, padding=1), nn.ReLU())
+        self.head = nn.Conv2d(8, 4, 1)
+
+    def forward(self, images: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        """images: [batch, 3, height, width], labels: [batch, height, width]."""
+        fine = self.first(images)
+        coarse = self.middle(self.down(fine))
+        logits = self.head(self.last(torch.cat([fine, self.up(coarse)], dim=1)))
+        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+class Translator(nn.Module):
+    """torch's own transformer between two languages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.source = nn.Embedding(64, 32)
+        self.target = nn.Embedding(64, 32)
+        self.transformer = nn.Transformer(32, 4, 2, 2, 64, dropout=0.0, batch_first=True, norm_first=True)
+        self.head = nn.Linear(32, 64)
+
+    def forward(self, source: Tensor, target: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        """All [batch, length]."""
+        mask = nn.Transformer.generate_square_subsequent_mask(target.shape[1], dtype=self.head.weight.dtype)
+        x = self.transformer(self.source(source), self.target(target), tgt_mask=mask, tgt_is_causal=True)
+        logits = self.head(x)
+        return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
 
 
 def _scored(one: Architecture, output: str) -> Architecture:
@@ -210,7 +350,6 @@ def _stock(
     *,
     dtype: torch.dtype = torch.float64,
     unused: tuple[str, ...] = (),
-    extra: bool = False,
     **own: Any,
 ) -> Architecture:
     """An architecture of transformers: its class, the kind of its batch, and what its config has of its own."""
@@ -220,7 +359,6 @@ def _stock(
         lambda samples: kind(_tiny(stock, own), samples, LENGTH),
         dtype,
         unused,
-        extra,
     )
 
 
@@ -230,12 +368,140 @@ def _tiny(stock: str, own: Mapping[str, Any]) -> Any:
 
 def _make(stock: str, own: Mapping[str, Any]) -> nn.Module:
     torch.manual_seed(0)
-    model: nn.Module = getattr(transformers, stock)(_tiny(stock, own))
+    return _stirred(getattr(transformers, stock)(_tiny(stock, own)))
+
+
+def _stirred(model: nn.Module) -> nn.Module:
+    """The model with noise on its weights: those that are all zeros or ones would hide what goes wrong with them."""
     with torch.no_grad():
         for parameter in model.parameters():
-            # Weights that start as zeros or ones would hide what goes wrong with them.
             parameter.add_(torch.randn_like(parameter), alpha=0.02)
     return model.train()
+
+
+def _module(name: str, make: Callable[[], nn.Module], inputs: Callable[[int], Batch]) -> Architecture:
+    """An architecture that is not of transformers."""
+
+    def made() -> nn.Module:
+        torch.manual_seed(0)
+        return _stirred(make())
+
+    return Architecture(name, made, inputs)
+
+
+def _integers(*shape: int, seed: int = 1, below: int = 64) -> Tensor:
+    return torch.randint(0, below, shape, generator=_random(seed))
+
+
+def _others() -> Iterator[Architecture]:
+    """What is not of transformers: torch alone."""
+    yield _module("convolutional", Classifier, lambda n: {"images": _normal(n, 3, 16, 16), "labels": _classes(n)})
+    yield _module(
+        "unet", Segmenter, lambda n: {"images": _normal(n, 3, 16, 16), "labels": _integers(n, 16, 16, below=4)}
+    )
+    yield _module(
+        "transformer",
+        Translator,
+        lambda n: {"source": _integers(n, 16), "target": _integers(n, 16, seed=2), "labels": _integers(n, 16, seed=3)},
+    )
+
+
+def _packages() -> Iterator[Architecture]:
+    """Models of other packages."""
+    yield _module("x_transformers-decoder", _x_transformers("Decoder"), lambda n: {"x": _integers(n, 16)})
+    yield _module("x_transformers-encoder", _x_transformers("Encoder"), lambda n: {"x": _integers(n, 16)})
+    yield _module(
+        "conformer",
+        lambda: Scored(
+            _made("conformer.Conformer", dim=32, depth=2, dim_head=8, heads=4, ff_mult=2, conv_kernel_size=7)
+        ),
+        lambda n: {"x": _normal(n, 16, 32)},
+    )
+    blocks = {"block_out_channels": (16, 32), "layers_per_block": 1, "norm_num_groups": 4, "sample_size": 8}
+    yield _module(
+        "diffusers-unet",
+        lambda: Scored(
+            _made(
+                "diffusers.UNet2DModel",
+                down_block_types=("DownBlock2D", "AttnDownBlock2D"),
+                up_block_types=("AttnUpBlock2D", "UpBlock2D"),
+                attention_head_dim=8,
+                **blocks,
+            ),
+            "sample",
+        ),
+        lambda n: {"sample": _normal(n, 3, 8, 8), "timestep": _integers(n)},
+    )
+    yield _module(
+        "diffusers-unet-conditioned",
+        lambda: Scored(
+            _made(
+                "diffusers.UNet2DConditionModel",
+                down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+                up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+                attention_head_dim=4,
+                cross_attention_dim=16,
+                **blocks,
+            ),
+            "sample",
+        ),
+        lambda n: {"sample": _normal(n, 4, 8, 8), "timestep": _integers(n), "encoder_hidden_states": _normal(n, 6, 16)},
+    )
+    yield _module(
+        "diffusers-sd3",
+        lambda: Scored(
+            _made(
+                "diffusers.SD3Transformer2DModel",
+                sample_size=8,
+                in_channels=4,
+                num_layers=2,
+                attention_head_dim=8,
+                num_attention_heads=4,
+                joint_attention_dim=16,
+                caption_projection_dim=32,
+                pooled_projection_dim=16,
+                out_channels=4,
+                pos_embed_max_size=8,
+            ),
+            "sample",
+        ),
+        lambda n: {
+            "hidden_states": _normal(n, 4, 8, 8),
+            "encoder_hidden_states": _normal(n, 6, 16, seed=2),
+            "pooled_projections": _normal(n, 16, seed=3),
+            "timestep": _integers(n),
+        },
+    )
+    yield _module(
+        "diffusers-autoencoder",
+        lambda: Scored(
+            _made(
+                "diffusers.AutoencoderKL",
+                down_block_types=("DownEncoderBlock2D",) * 2,
+                up_block_types=("UpDecoderBlock2D",) * 2,
+                **blocks,
+            ),
+            "sample",
+        ),
+        lambda n: {"sample": _normal(n, 3, 8, 8)},
+    )
+
+
+def _made(place: str, **settings: Any) -> nn.Module:
+    """A model of another package, by its full name."""
+    package, _, name = place.rpartition(".")
+    found: nn.Module = getattr(importlib.import_module(package), name)(**settings)
+    return found
+
+
+def _x_transformers(kind: str) -> Callable[[], nn.Module]:
+    def make() -> nn.Module:
+        layers = _made(
+            f"x_transformers.{kind}", dim=32, depth=2, heads=4, attn_dim_head=8, rotary_pos_emb=True, ff_glu=True
+        )
+        return Scored(_made("x_transformers.TransformerWrapper", num_tokens=64, max_seq_len=32, attn_layers=layers))
+
+    return make
 
 
 _MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
@@ -307,7 +573,7 @@ def _required() -> Iterator[Architecture]:
     yield _stock("gpt2", "GPT2LMHeadModel", text)
     yield _stock("gpt_neo", "GPTNeoForCausalLM", text, attention_types=[[["global", "local"], 1]], window_size=8)
     yield _stock("gpt_neox", "GPTNeoXForCausalLM", text)
-    yield _stock("gptj", "GPTJForCausalLM", text, rotary_dim=4)
+    yield _stock("gptj", "GPTJForCausalLM", text)
     yield _stock("opt", "OPTForCausalLM", text)
     yield _stock("bloom", "BloomForCausalLM", text)
     yield _stock("falcon", "FalconForCausalLM", text, new_decoder_architecture=True)
@@ -411,8 +677,293 @@ def _required() -> Iterator[Architecture]:
         vision_config={"num_position_embeddings": 64, "deepstack_visual_indexes": [0]},
         text_config={"rope_parameters": _MROPE},
     )
-    yield _stock("mamba", "MambaForCausalLM", text, state_size=4, time_step_rank=4)
+    yield _stock("mamba", "MambaForCausalLM", text)
     yield _stock("rwkv", "RwkvForCausalLM", text, attention_hidden_size=32)
 
 
-ARCHITECTURES: Mapping[str, Architecture] = {item.name: item for item in _required()}
+_CHUNKED = {"num_heads": 4, "head_dim": 16, "n_groups": 2, "chunk_size": 8}
+_MAMBA2 = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_chunk_size": 8}
+_LINEAR = {
+    "num_hidden_layers": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
+_STAGES = {"hidden_sizes": [8, 16, 32, 32], "depths": [1, 1, 1, 1], "image_size": 32}
+
+
+def _extra() -> Iterator[Architecture]:
+    """What else there is, as different as can be."""
+    decoders: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+        "stablelm": ("StableLmForCausalLM", {}),
+        "persimmon": ("PersimmonForCausalLM", {}),
+        "nemotron": ("NemotronForCausalLM", {}),
+        "exaone4": ("Exaone4ForCausalLM", {"num_hidden_layers": 4, "sliding_window_pattern": 2}),
+        "smollm3": ("SmolLM3ForCausalLM", {"num_hidden_layers": 4}),
+        "ernie4_5": ("Ernie4_5ForCausalLM", {}),
+        "helium": ("HeliumForCausalLM", {}),
+        "glm4": ("Glm4ForCausalLM", {}),
+        "cohere2": ("Cohere2ForCausalLM", {"num_hidden_layers": 4}),
+        "olmo3": ("Olmo3ForCausalLM", {"num_hidden_layers": 4}),
+        "apertus": ("ApertusForCausalLM", {}),
+        "arcee": ("ArceeForCausalLM", {}),
+        "nanochat": ("NanoChatForCausalLM", {}),
+        "seed_oss": ("SeedOssForCausalLM", {}),
+        "diffllama": ("DiffLlamaForCausalLM", {}),
+        "xglm": ("XGLMForCausalLM", {"dtype": torch.float32}),
+        "biogpt": ("BioGptForCausalLM", {}),
+        "codegen": ("CodeGenForCausalLM", {}),
+        "mpt": ("MptForCausalLM", {}),
+        "gpt_bigcode": ("GPTBigCodeForCausalLM", {}),
+        "ctrl": ("CTRLLMHeadModel", {}),
+        "openai-gpt": ("OpenAIGPTLMHeadModel", {}),
+        "xlnet": ("XLNetLMHeadModel", {"unused": ("*.mask_emb", "*.r_s_bias", "*.seg_embed")}),
+        "lfm2": ("Lfm2ForCausalLM", {"layer_types": ["conv", "full_attention"]}),
+        "falcon_mamba": ("FalconMambaForCausalLM", {}),
+        "mamba2": ("Mamba2ForCausalLM", _CHUNKED),
+        "bamba": ("BambaForCausalLM", {**_MAMBA2, "attn_layer_indices": [1]}),
+        "zamba2": (
+            "Zamba2ForCausalLM",
+            {
+                "layers_block_type": ["linear_attention", "hybrid"],
+                "n_mamba_heads": 4,
+                "chunk_size": 8,
+                "attention_head_dim": 16,
+                "adapter_rank": 4,
+            },
+        ),
+        "recurrent_gemma": ("RecurrentGemmaForCausalLM", {"num_hidden_layers": 3, "lru_width": 32}),
+        "longformer": ("LongformerForMaskedLM", {"unused": ("*_global.*",), "attention_window": 4}),
+        "big_bird": ("BigBirdForMaskedLM", {"unused": ("*.pooler.*",), "attention_type": "original_full"}),
+        "funnel": ("FunnelForMaskedLM", {"block_sizes": [1, 1]}),
+        "mpnet": ("MPNetForMaskedLM", {}),
+        "camembert": ("CamembertForMaskedLM", {}),
+        "xlm_roberta": ("XLMRobertaForMaskedLM", {}),
+        "ernie": ("ErnieForMaskedLM", {}),
+        "modernbert": ("ModernBertForMaskedLM", {"num_hidden_layers": 4, "local_attention": 8}),
+        "convbert": ("ConvBertForMaskedLM", {}),
+        "squeezebert": ("SqueezeBertForMaskedLM", {"unused": ("*.pooler.*",)}),
+        "nystromformer": (
+            "NystromformerForMaskedLM",
+            {"segment_means_seq_len": 16, "num_landmarks": 4, "conv_kernel_size": 5},
+        ),
+        "roformer": ("RoFormerForMaskedLM", {}),
+        "rembert": ("RemBertForMaskedLM", {"input_embedding_size": 16, "output_embedding_size": 32}),
+        "deberta": ("DebertaForMaskedLM", {"relative_attention": True, "pos_att_type": ["p2c", "c2p"]}),
+        "mobilebert": (
+            "MobileBertForMaskedLM",
+            {"embedding_size": 16, "intra_bottleneck_size": 32, "true_hidden_size": 32},
+        ),
+        "fnet": ("FNetForMaskedLM", {"unused": ("*.pooler.*",)}),
+        "esm": ("EsmForMaskedLM", {"unused": ("*.contact_head.*",), "position_embedding_type": "rotary"}),
+        "layoutlm": ("LayoutLMForMaskedLM", {"unused": ("*.pooler.*",)}),
+        "pegasus": ("PegasusForConditionalGeneration", {}),
+        "mbart": ("MBartForConditionalGeneration", {}),
+        "blenderbot": ("BlenderbotForConditionalGeneration", {}),
+        "led": ("LEDForConditionalGeneration", {"unused": ("*_global.*",), "attention_window": 4}),
+        "longt5": ("LongT5ForConditionalGeneration", {"local_radius": 4}),
+        "umt5": ("UMT5ForConditionalGeneration", {}),
+        "prophetnet": ("ProphetNetForConditionalGeneration", {}),
+        "m2m_100": ("M2M100ForConditionalGeneration", {}),
+    }
+    for name, (stock, own) in decoders.items():
+        yield _stock(name, stock, text, **own)
+    yield from _mixture("granitemoe", "GraniteMoeForCausalLM", text)
+    yield from _mixture("phimoe", "PhimoeForCausalLM", text, router_jitter_noise=0.0)
+    yield from _mixture(
+        "jamba", "JambaForCausalLM", text, num_hidden_layers=4, attn_layer_period=2, attn_layer_offset=1
+    )
+    yield from _mixture("glm4_moe", "Glm4MoeForCausalLM", text, **{**_LATENT, "num_key_value_heads": 2})
+    yield from _mixture("qwen3_next", "Qwen3NextForCausalLM", text, **_LINEAR)
+    vision: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+        "beit": ("BeitForImageClassification", {"use_relative_position_bias": True}),
+        "dinov2": ("Dinov2ForImageClassification", {"unused": ("*.mask_token",)}),
+        "ijepa": ("IJepaForImageClassification", {}),
+        "convnextv2": ("ConvNextV2ForImageClassification", _STAGES),
+        "resnet": ("ResNetForImageClassification", {**_STAGES, "embedding_size": 8}),
+        "regnet": ("RegNetForImageClassification", {**_STAGES, "embedding_size": 8, "groups_width": 8}),
+        "bit": ("BitForImageClassification", {**_STAGES, "embedding_size": 8, "num_groups": 2}),
+        "mobilenet_v2": ("MobileNetV2ForImageClassification", {"depth_multiplier": 0.25, "image_size": 32}),
+        "efficientnet": (
+            "EfficientNetForImageClassification",
+            {"width_coefficient": 0.25, "depth_coefficient": 0.2, "image_size": 32, "hidden_dim": 320},
+        ),
+        "segformer": ("SegformerForImageClassification", {**_STAGES, "num_attention_heads": [1, 2, 4, 4]}),
+        "pvt": (
+            "PvtForImageClassification",
+            {
+                **_STAGES,
+                "image_size": 64,
+                "sequence_reduction_ratios": [4, 2, 1, 1],
+                "num_attention_heads": [1, 2, 4, 4],
+            },
+        ),
+        "pvt_v2": (
+            "PvtV2ForImageClassification",
+            {**_STAGES, "image_size": 64, "sr_ratios": [4, 2, 1, 1], "num_attention_heads": [1, 2, 4, 4]},
+        ),
+        "levit": (
+            "LevitForImageClassification",
+            {
+                "patch_size": 16,
+                "hidden_sizes": [16, 32, 32],
+                "num_attention_heads": [2, 4, 4],
+                "depths": [1, 1, 1],
+                "key_dim": [8, 8, 8],
+                "image_size": 64,
+            },
+        ),
+        "mobilevit": (
+            "MobileViTForImageClassification",
+            {"hidden_sizes": [16, 32, 32], "neck_hidden_sizes": [8, 8, 16, 16, 16, 32, 32], "image_size": 64},
+        ),
+        "poolformer": ("PoolFormerForImageClassification", _STAGES),
+        "cvt": (
+            "CvtForImageClassification",
+            {"embed_dim": [8, 16, 32], "num_heads": [1, 2, 4], "depth": [1, 2, 3], "image_size": 32},
+        ),
+        "focalnet": ("FocalNetForImageClassification", {"embed_dim": 8, "depths": [1, 1, 1, 1], "image_size": 32}),
+        "swinv2": (
+            "Swinv2ForImageClassification",
+            {"embed_dim": 16, "depths": [2, 2], "num_heads": [2, 4], "window_size": 2, "patch_size": 2},
+        ),
+        "swiftformer": (
+            "SwiftFormerForImageClassification",
+            {"embed_dims": [8, 16, 32, 32], "depths": [1, 1, 1, 1], "image_size": 64},
+        ),
+        "hiera": (
+            "HieraForImageClassification",
+            {
+                "embed_dim": 8,
+                "depths": [1, 1, 1, 1],
+                "num_heads": [1, 2, 4, 8],
+                "image_size": [64, 64],
+                "masked_unit_size": [8, 8],
+            },
+        ),
+    }
+    for name, (stock, own) in vision.items():
+        yield _stock(name, stock, image, **own)
+    yield _stock("videomae", "VideoMAEForVideoClassification", video, num_frames=4)
+    yield _stock("timesformer", "TimesformerForVideoClassification", video, num_frames=4)
+    yield _stock("vivit", "VivitForVideoClassification", video, num_frames=4, tubelet_size=[2, 4, 4])
+    for name, stock in (
+        ("hubert", "HubertForCTC"),
+        ("wavlm", "WavLMForCTC"),
+        ("unispeech", "UniSpeechForCTC"),
+        ("sew", "SEWForCTC"),
+        ("data2vec_audio", "Data2VecAudioForCTC"),
+    ):
+        yield _stock(name, stock, speech, **_CONVOLVED)
+    yield _stock("wav2vec2_conformer", "Wav2Vec2ConformerForCTC", speech, **_CONVOLVED, unused=("*.pos_conv_embed.*",))
+    yield _stock(
+        "audio_spectrogram_transformer",
+        "ASTForAudioClassification",
+        spectrogram,
+        max_length=16,
+        frequency_stride=4,
+        time_stride=4,
+    )
+    yield _stock(
+        "speech_to_text",
+        "Speech2TextForConditionalGeneration",
+        filterbank,
+        conv_channels=32,
+        input_feat_per_channel=8,
+        max_source_positions=64,
+    )
+    yield _stock("blip", "BlipForConditionalGeneration", captioned)
+    yield _stock("git", "GitForCausalLM", captioned)
+    yield _stock("vilt", "ViltForQuestionAnswering", question)
+    yield _stock(
+        "paligemma",
+        "PaliGemmaForConditionalGeneration",
+        image_text,
+        unused=("*.vision_tower.head.*",),
+        image_token_index=63,
+    )
+    yield _stock(
+        "internvl",
+        "InternVLForConditionalGeneration",
+        image_text,
+        image_token_id=63,
+        vision_config={"image_size": [16, 16], "patch_size": [4, 4]},
+        image_seq_length=4,
+    )
+    yield _stock(
+        "vipllava",
+        "VipLlavaForConditionalGeneration",
+        image_text,
+        image_token_index=63,
+        image_seq_length=16,
+        vision_feature_layers=[-1, -2],
+        unused=("*.post_layernorm.*",),
+    )
+    yield _stock(
+        "patchtst",
+        "PatchTSTForPrediction",
+        series,
+        context_length=32,
+        prediction_length=8,
+        num_input_channels=4,
+        patch_length=4,
+        patch_stride=4,
+    )
+    yield _stock(
+        "patchtsmixer",
+        "PatchTSMixerForPrediction",
+        series,
+        context_length=32,
+        prediction_length=8,
+        num_input_channels=4,
+    )
+    yield _stock(
+        "time_series_transformer",
+        "TimeSeriesTransformerForPrediction",
+        forecast,
+        context_length=16,
+        prediction_length=8,
+        num_time_features=2,
+    )
+    yield _stock(
+        "autoformer",
+        "AutoformerForPrediction",
+        forecast,
+        context_length=16,
+        prediction_length=8,
+        num_time_features=2,
+        label_length=4,
+        moving_average=5,
+    )
+    yield _scored(
+        _stock(
+            "decision_transformer",
+            "DecisionTransformerModel",
+            trajectory,
+            unused=("*.wte.*", "*.predict_state.*", "*.predict_return.*"),
+        ),
+        "action_preds",
+    )
+    yield _scored(
+        _stock("dinov3_vit", "DINOv3ViTModel", image, pos_embed_rescale=None, unused=("*.mask_token",)), "pooler_output"
+    )
+    yield _stock(
+        "perceiver",
+        "PerceiverForMaskedLM",
+        text,
+        max_position_embeddings=LENGTH,
+        num_latents=8,
+        d_latents=32,
+        num_self_attends_per_block=2,
+        num_self_attention_heads=4,
+        num_cross_attention_heads=4,
+        qk_channels=32,
+        v_channels=32,
+    )
+
+
+ARCHITECTURES: Mapping[str, Architecture] = {
+    **{item.name: item for item in (*_required(), *_others())},
+    **{item.name: dataclasses.replace(item, extra=True) for item in (*_extra(), *_packages())},
+}
