@@ -21,7 +21,21 @@ from passes.writing.lines import broken, signature, statement
 from passes.writing.names import Names, hints, identifier, plain
 
 COLLECTIVES = ("all_gather", "all_reduce", "all_to_all", "convert", "reduce_scatter")
-FORMS = ("causal_attention", "vocabulary_cross_entropy", "vocabulary_embedding")
+FORMS = (
+    "causal_attention",
+    "split_batch_norm",
+    "split_cumsum",
+    "split_group_norm",
+    "split_layer_norm",
+    "split_log_softmax",
+    "split_logsumexp",
+    "split_rms_norm",
+    "split_softmax",
+    "split_updating_batch_norm",
+    "vocabulary_cross_entropy",
+    "vocabulary_embedding",
+    "with_halo",
+)
 BASES = ("Generated", "Region")
 HELPERS = ("local",)
 LETTERS = ("I", "P", "R", "S")

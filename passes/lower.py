@@ -4,7 +4,7 @@ Each op gets its operands in the layouts it wants; a redistribution stands befor
 shared by the later ones in its place. Sizes among the arguments become local ones.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -133,7 +133,12 @@ class _Lowering:
                 body = rule.bodies[choice.factor]
                 digits.setdefault(choice.factor, []).append((axis, choice.major))
         splits = {
-            factor: Split(rule.factors[factor].size, tuple(sorted(found, key=_by_major)))
+            factor: Split(
+                rule.factors[factor].size,
+                tuple(sorted(found, key=_by_major)),
+                strategy.operands[0][found[0][0]].dim,
+                rule.factors[factor].reach,
+            )
             for factor, found in digits.items()
             if rule is not None
         }
@@ -141,8 +146,13 @@ class _Lowering:
         whole = replace(op, arguments=arguments)
         localize = _LOCAL.get(op.kind)
         if localize is not None:
-            arguments = localize(_Localizing(op, arguments, strategy, self.folded.types, self.mesh))
-        statement = Compute(replace(op, arguments=arguments), whole, strategy, body, splits, about.copies, axes if draws(op) else None)
+            ways: dict[str, int] = {}
+            for axis, choice in enumerate(choices):
+                ways[choice.factor] = ways.get(choice.factor, 1) * self.mesh.sizes[axis]
+            arguments = localize(_Localizing(op, arguments, strategy, self.folded.types, self.mesh, ways))
+        statement = Compute(
+            replace(op, arguments=arguments), whole, strategy, body, splits, about.copies, axes if draws(op) else None
+        )
         scope.statements.append(statement)
         for name, layout in zip(op.results, strategy.results, strict=True):
             self._define(scope, name, layout)
@@ -279,11 +289,14 @@ def _by_major(digit: tuple[int, int]) -> int:
 
 @dataclass(frozen=True)
 class _Localizing:
+    """An op with what its local sizes follow from; `ways` is into how many parts each factor is split."""
+
     op: Op
     arguments: Mapping[str, Argument]
     strategy: Strategy
     types: Mapping[str, TensorType]
     mesh: Mesh
+    ways: Mapping[str, int]
 
     def result_shape(self) -> tuple[int, ...]:
         return local_shape(self.types[self.op.results[0]].shape, self.strategy.results[0], self.mesh)
@@ -309,4 +322,21 @@ def _bounds(about: _Localizing) -> dict[str, Argument]:
     return {**about.arguments, "start": start // ways, "end": end // ways}
 
 
-_LOCAL = {"reshape": _shape, "expand": _size, "slice": _bounds}
+def _count(argument: str) -> Callable[[_Localizing], dict[str, Argument]]:
+    """A number of groups, of which each rank has a part."""
+
+    def local(about: _Localizing) -> dict[str, Argument]:
+        groups = about.arguments[argument]
+        assert isinstance(groups, int)
+        return {**about.arguments, argument: groups // about.ways.get("groups", 1)}
+
+    return local
+
+
+_LOCAL = {
+    "reshape": _shape,
+    "expand": _size,
+    "slice": _bounds,
+    "group_norm": _count("num_groups"),
+    **{f"conv{kind}{rank}d": _count("groups") for kind in ("", "_transpose") for rank in (1, 2, 3)},
+}

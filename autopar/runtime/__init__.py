@@ -2,18 +2,35 @@
 
 from autopar.runtime.axis import Axis
 from autopar.runtime.collectives import all_gather, all_reduce, all_to_all, convert, reduce_scatter
-from autopar.runtime.forms import causal_attention, vocabulary_cross_entropy, vocabulary_embedding
+from autopar.runtime.forms import (
+    causal_attention,
+    split_cumsum,
+    vocabulary_cross_entropy,
+    vocabulary_embedding,
+    with_halo,
+)
 from autopar.runtime.module import (
     CompiledProgram,
     Container,
     DistributedModule,
     Generated,
     LoadedProgram,
+    OtherSizes,
     PlannedInput,
     PlannedOutput,
     Region,
     local,
     named_arguments,
+)
+from autopar.runtime.statistics import (
+    split_batch_norm,
+    split_group_norm,
+    split_layer_norm,
+    split_log_softmax,
+    split_logsumexp,
+    split_rms_norm,
+    split_softmax,
+    split_updating_batch_norm,
 )
 from passes.ir.layout import I, P, R, S
 
@@ -25,6 +42,7 @@ __all__ = [
     "Generated",
     "I",
     "LoadedProgram",
+    "OtherSizes",
     "P",
     "PlannedInput",
     "PlannedOutput",
@@ -39,6 +57,16 @@ __all__ = [
     "local",
     "named_arguments",
     "reduce_scatter",
+    "split_batch_norm",
+    "split_cumsum",
+    "split_group_norm",
+    "split_layer_norm",
+    "split_log_softmax",
+    "split_logsumexp",
+    "split_rms_norm",
+    "split_softmax",
+    "split_updating_batch_norm",
     "vocabulary_cross_entropy",
     "vocabulary_embedding",
+    "with_halo",
 ]

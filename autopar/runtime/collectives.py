@@ -83,6 +83,10 @@ def _padded(tensor: Tensor, letter: Letter, size: int, rank: int) -> Tensor:
 
 def run_change(tensor: Tensor, group: str, size: int, rank: int, source: Letter, target: Letter) -> Tensor:
     """Bring the local `tensor` from `source` to `target` on the axis of `group`, without gradient."""
+    if tensor.is_complex():
+        # Not every backend sends complex numbers: pairs of real ones lie in a last dim, which is never split.
+        pairs = run_change(torch.view_as_real(tensor.resolve_conj()), group, size, rank, source, target)
+        return torch.view_as_complex(pairs.contiguous())
     kinds = source.kind, target.kind
     collective = COLLECTIVES[kinds]
     if collective == "all_gather":

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.nn.functional import embedding, scaled_dot_product_attention
 
 from autopar.runtime.axis import Axis
-from autopar.runtime.collectives import all_reduce, reduce_largest
-from passes.ir.layout import I, P
+from autopar.runtime.collectives import all_gather, all_reduce, reduce_largest
+from passes.ir.layout import I, P, R, S
 
 Digits = Sequence[tuple[Axis, int]]
 
@@ -42,6 +42,50 @@ def _positions(count: int, digits: Digits, device: torch.device) -> Tensor:
     return places
 
 
+def _rank(digits: Digits) -> tuple[int, int]:
+    """This rank's number among those that have a dim in their order, and how many there are."""
+    number, count = 0, 1
+    for axis, _ in digits:
+        number, count = number * axis.size + axis.rank, count * axis.size
+    return number, count
+
+
+def _everywhere(x: Tensor, dim: int, digits: Digits) -> Tensor:
+    """What all ranks have, one after the other along `dim`."""
+    for axis, _ in reversed(digits):
+        x = all_gather(x, axis, src=S(dim), dst=R)
+    return x
+
+
+def with_halo(x: Tensor, dim: int, *, before: int, after: int, digits: Digits, value: float = 0.0) -> Tensor:
+    """This rank's block with `before` elements of the block before it and `after` of the one after it, along `dim`.
+
+    x: [..., block, ...]; result: [..., before + block + after, ...]. At both ends of the whole stands `value`.
+    """
+    rank, count = _rank(digits)
+    size = x.shape[dim]
+    edges = torch.cat([x.narrow(dim, 0, after), x.narrow(dim, size - before, before)], dim)
+    every = _everywhere(edges, dim, digits)
+    width = before + after
+    parts = [x]
+    if before:
+        first = x.narrow(dim, 0, before)
+        place = (rank - 1) * width + after
+        parts.insert(0, every.narrow(dim, place, before) if rank else torch.full_like(first, value))
+    if after:
+        last = x.narrow(dim, 0, after)
+        parts.append(every.narrow(dim, (rank + 1) * width, after) if rank + 1 < count else torch.full_like(last, value))
+    return torch.cat(parts, dim)
+
+
+def split_cumsum(x: Tensor, dim: int, *, digits: Digits, dtype: torch.dtype | None = None) -> Tensor:
+    """Running sums along a split dim: this rank's, and the totals of the ranks before it. x: [..., block, ...]."""
+    rank, _ = _rank(digits)
+    own = x.cumsum(dim, dtype=dtype)
+    totals = _everywhere(own.narrow(dim, own.shape[dim] - 1, 1), dim, digits)
+    return own + totals.narrow(dim, 0, rank).sum(dim, keepdim=True, dtype=own.dtype)
+
+
 def vocabulary_embedding(ids: Tensor, weight: Tensor, *, size: int, digits: Digits, padding_idx: int = -1) -> Tensor:
     """Look up `ids` in a table whose rows are split: zeros for rows of other ranks, so the result is a pending sum.
 
@@ -55,9 +99,9 @@ def vocabulary_embedding(ids: Tensor, weight: Tensor, *, size: int, digits: Digi
 
 
 def vocabulary_cross_entropy(
-    logits: Tensor, target: Tensor, *, size: int, digits: Digits, ignore_index: int = -100
+    logits: Tensor, target: Tensor, *, size: int, digits: Digits, ignore_index: int = -100, summed: bool = True
 ) -> Tensor:
-    """The sum of cross entropies over tokens whose classes are split; the same on every rank of the axes.
+    """Cross entropies of tokens whose classes are split, or their sum; the same on every rank of the axes.
 
     logits: [tokens, classes of this rank]; target: [tokens]. Each rank reduces its classes; the largest logit, the sum
     of exponentials and the logit of the label are then reduced over the axes (Megatron-LM, arXiv 1909.08053, 3).
@@ -72,7 +116,8 @@ def vocabulary_cross_entropy(
     for axis in axes:
         total = all_reduce(total, axis, src=P, dst=I)
         picked = all_reduce(picked, axis, src=P, dst=I)
-    return torch.where(counted, total.log() - picked, 0.0).sum()
+    each = torch.where(counted, total.log() - picked, 0.0)
+    return each.sum() if summed else each
 
 
 def causal_attention(
@@ -83,6 +128,7 @@ def causal_attention(
     digits: Digits,
     scale: float | None = None,
     enable_gqa: bool = False,
+    dropout_p: float = 0.0,
 ) -> Tensor:
     """Causal attention for a part of the queries and all keys.
 
@@ -94,4 +140,6 @@ def causal_attention(
     allowed = torch.arange(last, device=query.device) <= places.unsqueeze(-1)
     # Copies, also where all keys are needed: what shares memory must be the same on all ranks.
     key, value = key[:, :, :last].clone(), value[:, :, :last].clone()
-    return scaled_dot_product_attention(query, key, value, attn_mask=allowed, scale=scale, enable_gqa=enable_gqa)
+    return scaled_dot_product_attention(
+        query, key, value, attn_mask=allowed, dropout_p=dropout_p, scale=scale, enable_gqa=enable_gqa
+    )

@@ -12,8 +12,8 @@ from autopar.runtime.axis import Axis
 class Randomness:
     """Where generated code draws from. Made alike on all ranks and advanced alike, it needs no communication.
 
-    Every pass through the model (`advance`) takes a new number from a generator of its own, which `seed` starts. What an
-    op draws follows from that number, from the op, and from this rank's place on the axes that split its result.
+    Every pass through the model (`advance`) takes a new number from a generator of its own, which `seed` starts. What
+    an op draws follows from that number, from the op, and from this rank's place on the axes that split its result.
     """
 
     def __init__(self, seed: int) -> None:

@@ -9,8 +9,8 @@ from passes.cost.compute import Work, compute_seconds
 from passes.ir.choices import Strategy
 from passes.ir.layout import local_shape
 from passes.ir.mesh import Mesh
-from passes.rules.bodies import BODIES, Body
-from passes.rules.rule import Choice
+from passes.rules.bodies import BODIES, Body, Inside
+from passes.rules.rule import Choice, Role, Rule
 from passes.rules.strategies import Subject
 
 
@@ -35,13 +35,9 @@ def op_seconds(
             continue
         body = BODIES[rule.bodies[choice.factor]] if choice.factor in rule.bodies else plain
         share *= body.share(mesh.sizes[axis])
-        shapes = tuple(
-            local_shape(type.shape, layout, mesh)
-            for type, layout in zip(subject.operands, strategy.operands, strict=True)
-        )
-        inside += sum(
-            step_seconds(step, subject.operands[0].dtype.itemsize, cluster, mesh) for step in body.inside(axis, shapes)
-        )
+        about = _inside(subject, rule, axis, choice, strategy, mesh)
+        itemsize = subject.operands[0].dtype.itemsize
+        inside += sum(step_seconds(step, itemsize, cluster, mesh) for step in body.inside(about))
     gradients = [size for size, flows in zip(reads, subject.flowing_operands, strict=True) if flows and subject.flows]
     dtype = (subject.results or subject.operands)[0].dtype
     multiplications = rule.multiplications * share if rule else 0.0
@@ -51,6 +47,19 @@ def op_seconds(
     work = Work(multiplications, backward, reads, writes, gradients, dtype, moves)
     forward, backward = compute_seconds(work, cluster.device)
     return forward + inside, backward
+
+
+def _inside(subject: Subject, rule: Rule, axis: int, choice: Choice, strategy: Strategy, mesh: Mesh) -> Inside:
+    shapes = tuple(
+        local_shape(type.shape, layout, mesh) for type, layout in zip(subject.operands, strategy.operands, strict=True)
+    )
+    rows = tuple(
+        size
+        for size, parts in zip(shapes[0], rule.operands[0], strict=True)
+        if not any(rule.factors[part.factor].role is Role.INSIDE for part in parts)
+    )
+    dim, reach = strategy.operands[0][axis].dim, rule.factors[choice.factor].reach
+    return Inside(axis, mesh.sizes[axis], shapes, rows, dim, reach)
 
 
 def update_seconds(size: float, states: int, cluster: Cluster) -> float:

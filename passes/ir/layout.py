@@ -123,6 +123,11 @@ def local_shape(shape: Shape, layout: Layout, mesh: Mesh) -> Shape:
     return tuple(local)
 
 
+def whole_shape(shape: Shape, layout: Layout, mesh: Mesh) -> Shape:
+    """The global shape of a tensor of which one rank holds `shape`."""
+    return tuple(size * split_ways(layout, dim, mesh) for dim, size in enumerate(shape))
+
+
 def local_major(letter: Letter, others: Layout, mesh: Mesh) -> int:
     """`major` of a split as ranks see it: without the more significant digits that the splits in `others` took away."""
     return letter.major // prod(size for major, size, _ in digits(others, letter.dim, mesh) if major < letter.major)

@@ -13,10 +13,13 @@ from passes.ir.redistribution import Step
 
 @dataclass(frozen=True)
 class Split:
-    """A factor that is split over axes, for a local form: its whole size, and (axis, major) of every digit."""
+    """A factor that is split over axes, for a local form: its whole size, (axis, major) of every digit, the dim of the
+    first operand that it is a part of, and how far it reaches to both sides."""
 
     size: int
     digits: tuple[tuple[int, int], ...]
+    dim: int = 0
+    reach: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True)

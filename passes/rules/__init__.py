@@ -1,16 +1,31 @@
 """Sharding rules, one file per family of operators. Importing this package fills the registry."""
 
-from passes.rules import attention, embedding, loss, matmul, norm, pointwise, reduce, view
+from passes.rules import (
+    attention,
+    convolution,
+    embedding,
+    indexing,
+    loss,
+    matmul,
+    norm,
+    pointwise,
+    recurrent,
+    reduce,
+    view,
+)
 from passes.rules.registry import find_rule, registered, rule_for
 
 __all__ = [
     "attention",
+    "convolution",
     "embedding",
     "find_rule",
+    "indexing",
     "loss",
     "matmul",
     "norm",
     "pointwise",
+    "recurrent",
     "reduce",
     "registered",
     "rule_for",

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from math import prod
 
 from passes.ir.program import Op, TensorType
-from passes.rules.parts import factors, is_tensor
+from passes.rules.parts import factors, is_tensor, one
 from passes.rules.registry import rule_for
 from passes.rules.rule import Dims, Part, Role, Rule, Saved
 
@@ -15,37 +15,45 @@ _WHOLE = dict.fromkeys(("keys", "width", "value_width"), Role.WHOLE)
 def attention(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
     """batch heads queries width, batch heads keys width, batch heads keys value_width.
 
-    With fewer key heads than query heads, a query head is (heads, groups) and keys and values have no groups. Split
-    queries attend to all keys; where attention is causal the local form knows which queries it has.
+    There may be no heads, no batch, or several of it. With fewer key heads than query heads, a query head is (heads,
+    groups) and keys and values have no groups. Split queries attend to all keys; where attention is causal the local
+    form knows which queries it has.
     """
     query, key, value = (types[name].shape for name in op.operands[:3])
-    if len(query) != 4 or prod(query) == 0:
+    if len(query) < 2 or len({len(query), len(key), len(value)}) > 1 or prod(query) == 0:
         return None
-    heads, groups = key[1], query[1] // key[1]
-    if heads * groups != query[1] or (groups != 1 and not op.arguments["enable_gqa"]) or query[0] != key[0]:
+    if query[:-3] != key[:-3] or key[:-2] != value[:-2]:
         return None
-    batch = (Part("batch", query[0]),)
-    shared = (Part("heads", heads),)
-    own = (*shared, Part("groups", groups)) if groups != 1 else shared
-    queries, keys = (Part("queries", query[2]),), (Part("keys", key[2]),)
-    width, value_width = (Part("width", query[3]),), (Part("value_width", value[3]),)
-    result: Dims = (batch, own, queries, value_width)
-    operands: list[Dims] = [
-        (batch, own, queries, width),
-        (batch, shared, keys, width),
-        (batch, shared, keys, value_width),
-    ]
+    batch = tuple(one(f"batch{dim}" if dim else "batch", size) for dim, size in enumerate(query[:-3]))
+    shared: tuple[Part, ...] = ()
+    own: tuple[Part, ...] = ()
+    if len(query) > 2:
+        heads, groups = key[-3], query[-3] // key[-3]
+        if heads * groups != query[-3] or (groups != 1 and not op.arguments["enable_gqa"]):
+            return None
+        shared = one("heads", heads)
+        own = (*shared, *one("groups", groups))
+    above = (*batch, own) if len(query) > 2 else batch
+    below = (*batch, shared) if len(query) > 2 else batch
+    queries, keys = one("queries", query[-2]), one("keys", key[-2])
+    width, value_width = one("width", query[-1]), one("value_width", value[-1])
+    result: Dims = (*above, queries, value_width)
+    operands: list[Dims] = [(*above, queries, width), (*below, keys, width), (*below, keys, value_width)]
     causal = bool(op.arguments["is_causal"])
     if is_tensor(op, "attn_mask"):
-        scores = (batch, own, queries, keys)
+        scores = (*above, queries, keys)
         mask = types[op.operands[3]].shape
-        operands.append(tuple(scores[4 - len(mask) + dim] if size != 1 else () for dim, size in enumerate(mask)))
+        offset = len(scores) - len(mask)
+        operands.append(tuple(scores[offset + dim] if size != 1 else () for dim, size in enumerate(mask)))
+    roles = dict(_WHOLE)
+    if causal and len(query) != 4:
+        roles["queries"] = Role.WHOLE
     return Rule(
-        factors(*operands, result, roles=_WHOLE),
+        factors(*operands, result, roles=roles),
         tuple(operands),
         (result,),
-        bodies={"queries": "causal_attention"} if causal else {},
-        multiplications=2.0 * prod(query[:3]) * key[2] * (query[3] + value[3]) / (2 if causal else 1),
+        bodies={"queries": "causal_attention"} if causal and len(query) == 4 else {},
+        multiplications=2.0 * prod(query[:-1]) * key[-2] * (query[-1] + value[-1]) / (2 if causal else 1),
         backward=(2.5 / 3,) * 3 + (0.0,) * (len(operands) - 3),
         saved=(Saved(0), Saved(1), Saved(2), Saved(0, result=True)),
     )

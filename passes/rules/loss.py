@@ -1,31 +1,71 @@
-"""Losses."""
+"""Losses over classes; elementwise ones are pointwise."""
 
 from collections.abc import Mapping
 
 from passes.ir.program import Op, TensorType
-from passes.rules.parts import factors, named
+from passes.rules.parts import factors, is_tensor, one
 from passes.rules.registry import rule_for
-from passes.rules.rule import Part, Role, Rule, Saved
+from passes.rules.rule import Dims, Role, Rule, Saved
 
-_SUM = 2
+_NONE, _SUM = 0, 2
 
 
-@rule_for("cross_entropy_loss")
+@rule_for("cross_entropy_loss", "nll_loss", "nll_loss_nd")
 def cross_entropy(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
-    """tokens classes, tokens -> a sum over tokens. Split classes are reduced inside (largest logit, sum, target)."""
+    """tokens classes space, tokens space -> a sum over tokens and space, or one loss for each.
+
+    Split classes are reduced inside (largest logit, sum, target).
+    """
     arguments = op.arguments
     logits, target = (types[name] for name in op.operands[:2])
-    if arguments["reduction"] != _SUM or arguments["weight"] is not None or target.dtype.is_floating_point:
+    if arguments["reduction"] not in (_NONE, _SUM) or not logits.shape:
         return None
-    if len(logits.shape) != 2 or len(target.shape) != 1:
-        return None
-    tokens, classes = named(logits.shape[:1], "tokens"), ((Part("classes", logits.shape[1]),),)
-    splittable = Role.INSIDE if not arguments["label_smoothing"] else Role.WHOLE
-    roles = {"tokens0": Role.SUM, "classes": splittable}
+    batched = len(logits.shape) > 1
+    tokens = (one("tokens", logits.shape[0]),) if batched else ()
+    space = tuple(one(f"space{dim}", size) for dim, size in enumerate(logits.shape[2:]))
+    each = (*tokens, *space)
+    classes = one("classes", logits.shape[1 if batched else 0])
+    dims: Dims = (*tokens, classes, *space)
+    probabilities = target.dtype.is_floating_point
+    operands: list[Dims] = [dims, dims if probabilities else each]
+    if is_tensor(op, "weight"):
+        operands.append((classes,))
+    plain = op.kind == "cross_entropy_loss" and len(logits.shape) == 2 and len(operands) == 2
+    plain = plain and not arguments["label_smoothing"] and not probabilities
+    summed = arguments["reduction"] == _SUM
+    names = ["tokens", *(f"space{dim}" for dim in range(len(space)))]
+    roles = {**dict.fromkeys(names, Role.SUM if summed else Role.FREE), "classes": Role.INSIDE if plain else Role.WHOLE}
+    saved: tuple[Saved, ...] = (Saved(0, copy=True), Saved(1))
+    if op.kind != "cross_entropy_loss":
+        saved = (Saved(0), Saved(1))
+    if len(operands) == 3:
+        saved = (*saved, Saved(2))
     return Rule(
-        factors((*tokens, *classes), roles=roles),
-        ((*tokens, *classes), tokens),
-        ((),),
-        bodies={"classes": "vocabulary_cross_entropy"},
-        saved=(Saved(0, copy=True), Saved(1)),
+        factors(*operands, roles=roles),
+        tuple(operands),
+        ((() if summed else each),),
+        bodies={"classes": "vocabulary_cross_entropy"} if plain and logits.shape[1] != 1 else {},
+        saved=saved,
     )
+
+
+@rule_for("ctc_loss")
+def ctc_loss(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
+    """steps batch classes, batch labels, batch, batch -> a sum over the batch, or one loss for each sample."""
+    if len(op.operands) != 4 or op.arguments["reduction"] not in (_NONE, _SUM):
+        return None
+    scores, targets = (types[name].shape for name in op.operands[:2])
+    if len(scores) != 3 or len(targets) != 2:
+        return None
+    batch = one("batch", scores[1])
+    operands: tuple[Dims, ...] = (
+        (one("steps", scores[0]), batch, one("classes", scores[2])),
+        (batch, one("labels", targets[1])),
+        (batch,),
+        (batch,),
+    )
+    summed = op.arguments["reduction"] == _SUM
+    roles = dict.fromkeys(("steps", "classes", "labels"), Role.WHOLE)
+    roles["batch"] = Role.SUM if summed else Role.FREE
+    saved = (Saved(0), Saved(0, copy=True), Saved(1))
+    return Rule(factors(*operands, roles=roles), operands, ((() if summed else (batch,)),), saved=saved)

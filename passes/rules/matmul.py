@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from math import prod
 
 from passes.ir.program import Op, TensorType
-from passes.rules.parts import broadcast, factors, is_tensor, named
+from passes.rules.parts import broadcast, factors, is_tensor, named, one
 from passes.rules.registry import rule_for
 from passes.rules.rule import Dims, Part, Role, Rule, Saved
 
@@ -69,4 +69,68 @@ def matmul(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
         (*named(batch), rows, outer),
         None,
         first=False,
+    )
+
+
+@rule_for("einsum")
+def einsum(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
+    """The factors are the letters of the equation; what the result lacks is summed over."""
+    equation = op.arguments["equation"]
+    assert isinstance(equation, str)
+    left, arrow, right = equation.replace(" ", "").partition("->")
+    terms = left.split(",")
+    shapes = [types[name].shape for name in op.operands]
+    if "." in left or len(terms) != len(shapes):
+        return None
+    if not arrow:
+        letters = sorted(set(left) - {","})
+        right = "".join(letter for letter in letters if left.count(letter) == 1)
+    operands = tuple(
+        tuple(one(letter, size) for letter, size in zip(term, shape, strict=True))
+        for term, shape in zip(terms, shapes, strict=True)
+    )
+    sizes = {
+        letter: size
+        for term, shape in zip(terms, shapes, strict=True)
+        for letter, size in zip(term, shape, strict=True)
+    }
+    sizes.update({part.factor: part.size for dims in operands for parts in dims for part in parts})
+    result = tuple(one(letter, sizes[letter]) for letter in right)
+    roles = {letter: Role.SUM for letter in sizes if letter not in right}
+    # Twice in one operand is its diagonal; a letter of size 1 in one operand and not in another is repeated.
+    twice = {letter for term in terms for letter in term if term.count(letter) > 1}
+    roles.update(dict.fromkeys(twice, Role.WHOLE))
+    found = factors(*operands, result, roles=roles)
+    count = len(terms)
+    others = {slot: tuple(other for other in range(count) if other != slot) for slot in range(count)}
+    return Rule(
+        found,
+        operands,
+        (result,),
+        linear=tuple(frozenset({slot}) for slot in range(count)),
+        multiplications=2.0 * prod(sizes.values()) if count > 1 else 0.0,
+        backward=(1.0,) * count if count > 1 else (),
+        saved=tuple(Saved(slot, needed_by=others[slot]) for slot in range(count)) if count > 1 else (),
+    )
+
+
+@rule_for("_grouped_mm", "grouped_mm_fallback")
+def grouped(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
+    """rows in, groups in out, groups -> rows out: rows are sorted by group, and stay whole."""
+    left, right = (types[name].shape for name in op.operands[:2])
+    if len(left) != 2 or len(right) != 3 or len(op.operands) != 3:
+        return None
+    rows, inner, outer = one("rows", left[0]), one("in", left[1]), one("out", right[2])
+    groups = one("groups", right[0])
+    operands: tuple[Dims, ...] = ((rows, inner), (groups, inner, outer), (groups,))
+    result: Dims = (rows, outer)
+    roles = {"in": Role.SUM, "rows": Role.WHOLE, "groups": Role.WHOLE}
+    return Rule(
+        factors(*operands, result, roles=roles),
+        operands,
+        (result,),
+        linear=(frozenset({0}), frozenset({1})),
+        multiplications=2.0 * left[0] * left[1] * right[2],
+        backward=(1.0, 1.0, 0.0),
+        saved=(Saved(0, needed_by=(1,)), Saved(1, needed_by=(0,)), Saved(2)),
     )

@@ -1,34 +1,89 @@
-"""Norms and softmax: what they normalize over stays whole."""
+"""Norms and softmax: where what they normalize over is split, ranks put their statistics together inside."""
 
 from collections.abc import Mapping
 
 from passes.ir.program import Op, TensorType
-from passes.rules.parts import dim_argument, factors, named
+from passes.rules.parts import dim_argument, factors, named, one
 from passes.rules.registry import rule_for
-from passes.rules.rule import Part, Role, Rule, Saved
+from passes.rules.rule import Dims, Role, Rule, Saved
 
 
 @rule_for("layer_norm", "rms_norm")
 def norm(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
-    """The last dims, which the weight has too, stay whole."""
+    """rows inner, inner, inner -> rows inner. The inner dims are normalized over."""
     shape = types[op.operands[0]].shape
     normalized = op.arguments["normalized_shape"]
     assert isinstance(normalized, tuple)
     first = len(shape) - len(normalized)
-    whole = tuple((Part(f"whole{dim}", shape[dim]),) for dim in range(first, len(shape)))
-    dims = (*named(shape[:first]), *whole)
-    roles = {f"whole{dim}": Role.WHOLE for dim in range(first, len(shape))}
-    weights = (whole,) * (len(op.operands) - 1)
-    return Rule(factors(dims, roles=roles), (dims, *weights), (dims,), saved=(Saved(0),))
+    inner = tuple(one(f"inner{dim}", shape[dim]) for dim in range(first, len(shape)))
+    dims = (*named(shape[:first]), *inner)
+    names = [f"inner{dim}" for dim in range(first, len(shape)) if shape[dim] != 1]
+    operands = (dims, *((inner,) * (len(op.operands) - 1)))
+    found = factors(dims, roles=dict.fromkeys(names, Role.INSIDE))
+    return Rule(found, operands, (dims,), bodies=dict.fromkeys(names, op.kind), saved=(Saved(0),))
 
 
-@rule_for("softmax", "log_softmax", "_softmax", "_log_softmax")
+@rule_for("softmax", "log_softmax", "_softmax", "_log_softmax", "logsumexp")
 def softmax(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
-    """The dim that sums to one stays whole."""
+    """The largest number and the sum of exponentials are found together where the dim is split."""
     shape = types[op.operands[0]].shape
-    dim = dim_argument(op.arguments["dim"], len(shape))
+    given = op.arguments["dim"]
+    if isinstance(given, tuple):
+        if len(given) != 1:
+            return None
+        given = given[0]
+    dim = dim_argument(given, len(shape))
     dims = list(named(shape))
-    if dims:
-        dims[dim] = (Part("whole", shape[dim]),)
-    found = factors(tuple(dims), roles={"whole": Role.WHOLE})
-    return Rule(found, (tuple(dims),), (tuple(dims),), saved=(Saved(0, result=True),))
+    names = []
+    if dims and shape[dim] != 1:
+        dims[dim] = one("along", shape[dim])
+        names.append("along")
+    found = factors(tuple(dims), roles={"along": Role.INSIDE})
+    result = list(dims)
+    saved: tuple[Saved, ...] = (Saved(0, result=True),)
+    if op.kind == "logsumexp":
+        saved = (Saved(0), *saved)
+        if dims:
+            result[dim] = ()
+            result = result if op.arguments["keepdim"] else result[:dim] + result[dim + 1 :]
+    form = op.kind.lstrip("_")
+    return Rule(found, (tuple(dims),), (tuple(result),), bodies=dict.fromkeys(names, form), saved=saved)
+
+
+@rule_for("group_norm")
+def group_norm(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
+    """batch (groups channels) space, (groups channels) -> batch (groups channels) space."""
+    shape = types[op.operands[0]].shape
+    groups = op.arguments["num_groups"]
+    if not isinstance(groups, int):
+        return None
+    channels = (*one("groups", groups), *one("channels", shape[1] // groups))
+    space = tuple(one(f"space{dim}", size) for dim, size in enumerate(shape[2:]))
+    dims: Dims = (one("batch", shape[0]), channels, *space)
+    operands: tuple[Dims, ...] = (dims, *(((channels,),) * (len(op.operands) - 1)))
+    inner = ["channels", *(f"space{dim}" for dim in range(len(space)))]
+    found = factors(dims, roles=dict.fromkeys(inner, Role.INSIDE))
+    bodies = {name: "group_norm" for name in inner if name in found}
+    return Rule(found, operands, (dims,), bodies=bodies, saved=(Saved(0),))
+
+
+@rule_for("batch_norm", "_native_batch_norm_legit_functional")
+def batch_norm(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
+    """batch channels space, channels, … -> batch channels space, channels, …: statistics over batch and space.
+
+    In evaluation they are given.
+    """
+    shape = types[op.operands[0]].shape
+    if len(shape) < 2:
+        return None
+    names = ["batch", "channels", *(f"space{dim}" for dim in range(len(shape) - 2))]
+    dims = tuple(one(name, size) for name, size in zip(names, shape, strict=True))
+    channels: Dims = (one("channels", shape[1]),)
+    training = bool(op.arguments["training"])
+    inner = [name for name in names if name != "channels"] if training else []
+    found = factors(dims, roles=dict.fromkeys(inner, Role.INSIDE))
+    operands = (dims, *((channels,) * (len(op.operands) - 1)))
+    results = (dims, *((channels,) * (len(op.results) - 1)))
+    bodies = {name: "batch_norm" for name in inner if name in found}
+    saved: tuple[Saved, ...] = (Saved(0),)
+    return Rule(found, operands, results, bodies=bodies, saved=saved)

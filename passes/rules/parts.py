@@ -13,6 +13,11 @@ def named(shape: Shape, prefix: str = "d") -> Dims:
     return tuple((Part(f"{prefix}{dim}", size),) if size != 1 else () for dim, size in enumerate(shape))
 
 
+def one(name: str, size: int) -> tuple[Part, ...]:
+    """A dim that is one factor; none where it has size 1."""
+    return (Part(name, size),) if size != 1 else ()
+
+
 def broadcast(shape: Shape, result: Shape, prefix: str = "d") -> Dims:
     """The dims of an operand that broadcasts to `result`, whose dims are d0, d1, …"""
     offset = len(result) - len(shape)
@@ -67,3 +72,24 @@ def common_unit(*sizes: int) -> int:
 def is_tensor(op: Op, argument: str) -> bool:
     """Whether `argument` of `op` is a tensor."""
     return isinstance(op.arguments.get(argument), Ref)
+
+
+def per_dim(value: Argument, count: int) -> tuple[int, ...]:
+    """An argument with one number per spatial dim, or one for all."""
+    if isinstance(value, int):
+        return (value,) * count
+    assert isinstance(value, tuple)
+    numbers = tuple(item for item in value if isinstance(item, int))
+    return numbers * count if len(numbers) == 1 else numbers
+
+
+def without(dims: Dims, places: Iterable[int], name: str = "whole") -> tuple[Dims, dict[str, Role]]:
+    """`dims` with those at `places` not to be split, and the roles that say so."""
+    changed, roles = list(dims), dict[str, Role]()
+    for place in places:
+        size = 1
+        for part in dims[place]:
+            size *= part.size
+        changed[place] = one(f"{name}{place}", size)
+        roles[f"{name}{place}"] = Role.WHOLE
+    return tuple(changed), roles

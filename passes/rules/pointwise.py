@@ -26,6 +26,18 @@ _FIRST = (frozenset({0}),)
 _EITHER = (frozenset({0}), frozenset({1}))
 _BOTH = (frozenset({0, 1}),)
 
+# Reduced by an op of their own.
+_LOSSES = (
+    "mse_loss",
+    "l1_loss",
+    "smooth_l1_loss",
+    "huber_loss",
+    "binary_cross_entropy",
+    "binary_cross_entropy_with_logits",
+    "kl_div",
+    "soft_margin_loss",
+)
+
 TABLE: dict[str, Pointwise] = {
     "add": Pointwise(NONE, (), _BOTH),
     "sub": Pointwise(NONE, (), _BOTH),
@@ -37,7 +49,28 @@ TABLE: dict[str, Pointwise] = {
     "maximum": Pointwise((Saved(0), Saved(1))),
     "minimum": Pointwise((Saved(0), Saved(1))),
     "masked_fill": Pointwise((Saved(1, needed_by=(0,)),)),
-    "detach": Pointwise(),
+    **{
+        kind: Pointwise()
+        for kind in ("detach", "fmod", "isinf", "isfinite", "isposinf", "isneginf", "signbit", "heaviside")
+    },
+    **{kind: Pointwise() for kind in ("trunc", "sgn", "bitwise_left_shift", "bitwise_right_shift")},
+    **{
+        kind: Pointwise(linear_one=_FIRST)
+        for kind in ("real", "imag", "conj", "_conj", "conj_physical", "deg2rad", "rad2deg")
+    },
+    **{kind: Pointwise((Saved(0), Saved(1))) for kind in ("atan2", "fmax", "fmin", "hypot", "logaddexp", "logaddexp2")},
+    **{
+        kind: Pointwise((Saved(0), Saved(1))) for kind in ("xlogy", "copysign", "_prelu_kernel", "polar", "float_power")
+    },
+    "complex": Pointwise((), (), _BOTH),
+    "lerp": Pointwise((Saved(0), Saved(1), Saved(2))),
+    **{kind: Pointwise((Saved(1), Saved(2))) for kind in ("addcmul", "addcdiv")},
+    **{kind: Pointwise((Saved(0), Saved(1), Saved(2))) for kind in _LOSSES},
+    **{kind: Pointwise((Saved(0, copy=True),), _FIRST) for kind in ("dropout", "alpha_dropout")},
+    **{
+        kind: Pointwise() for kind in ("rand_like", "randn_like", "randint_like", "bernoulli", "uniform", "exponential")
+    },
+    "normal_functional": Pointwise(),
     "floor_divide": Pointwise(),
     "remainder": Pointwise(),
     **{kind: Pointwise() for kind in ("eq", "ne", "lt", "le", "gt", "ge")},
@@ -45,10 +78,14 @@ TABLE: dict[str, Pointwise] = {
     **{kind: Pointwise() for kind in ("bitwise_and", "bitwise_or", "bitwise_xor", "bitwise_not")},
     **{kind: Pointwise() for kind in ("__and__", "__or__", "__xor__", "floor", "ceil", "round", "sign", "isnan")},
     **{kind: Pointwise() for kind in ("zeros_like", "ones_like", "full_like", "empty_like")},
+    **{kind: Pointwise(SELF) for kind in ("asin", "acos", "atan", "sinh", "cosh", "asinh", "acosh", "atanh", "sinc")},
+    **{kind: Pointwise(SELF) for kind in ("log2", "log10", "logit", "erfinv", "erfc", "lgamma", "digamma", "angle")},
+    **{kind: Pointwise(SELF) for kind in ("softshrink", "hardshrink", "threshold", "nan_to_num", "i0", "celu", "frac")},
     **{kind: Pointwise(SELF) for kind in ("silu", "gelu", "log", "log1p", "abs", "sin", "cos", "erf", "softplus")},
     **{kind: Pointwise(SELF) for kind in ("clamp", "clamp_min", "clamp_max", "elu", "leaky_relu", "mish", "square")},
     **{kind: Pointwise(SELF) for kind in ("hardtanh", "hardswish", "hardsigmoid", "log_sigmoid", "relu6", "selu")},
     **{kind: Pointwise(RESULT) for kind in ("relu", "tanh", "sigmoid", "exp", "expm1", "sqrt", "rsqrt", "reciprocal")},
+    **{kind: Pointwise(RESULT) for kind in ("exp2", "tan")},
 }
 
 
@@ -56,7 +93,7 @@ TABLE: dict[str, Pointwise] = {
 def pointwise(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
     """Every dim may be split; sums pass where the op is linear."""
     spec = TABLE[op.kind]
-    if len(op.results) != 1 or op.arguments.get("rounding_mode") is not None:
+    if len(op.results) != 1 or op.arguments.get("rounding_mode") is not None or op.arguments.get("reduction"):
         return None
     result = types[op.results[0]].shape
     operands = tuple(broadcast(types[name].shape, result) for name in op.operands)

@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 
 from passes.ir.program import Op, TensorType
-from passes.rules.parts import dim_argument, dims_argument, factors, named
+from passes.rules.parts import dim_argument, dims_argument, factors, named, one
 from passes.rules.registry import rule_for
-from passes.rules.rule import Part, Role, Rule, Saved
+from passes.rules.rule import Factor, Part, Role, Rule, Saved
 
 
 def _reduced(op: Op, types: Mapping[str, TensorType], role: Role) -> Rule:
@@ -41,8 +41,11 @@ _BOTH = (Saved(0), Saved(0, result=True))
 # What autograd keeps of reductions whose reduced dims stay whole.
 _WHOLE: dict[str, tuple[Saved, ...]] = {
     **dict.fromkeys(("all", "any", "argmax", "argmin"), ()),
-    **dict.fromkeys(("amax", "amin", "logsumexp", "max", "min", "prod", "std"), _BOTH),
-    "var": (Saved(0),),
+    **dict.fromkeys(("amax", "amin", "max", "min", "prod", "std", "linalg_vector_norm", "norm"), _BOTH),
+    **dict.fromkeys(("var", "nansum"), (Saved(0),)),
+    **dict.fromkeys(("var_mean", "std_mean"), (Saved(0), Saved(0, result=True), Saved(1, result=True))),
+    "count_nonzero": (),
+    "aminmax": (Saved(0), Saved(0, result=True), Saved(1, result=True)),
 }
 
 
@@ -53,18 +56,24 @@ def whole(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
         return None
     rule = _reduced(op, types, Role.WHOLE)
     # Where places are a result too, they alone are kept.
-    kept = (Saved(1, result=True),) if len(op.results) == 2 else _WHOLE[op.kind]
+    places = len(op.results) == 2 and op.kind in ("max", "min")
+    kept = (Saved(1, result=True),) if places else _WHOLE[op.kind]
     return Rule(rule.factors, rule.operands, rule.results, saved=kept)
 
 
 @rule_for("cumsum")
 def cumsum(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
-    """The dim that is summed along stays whole."""
+    """Along the dim each rank adds what the ranks before it have in all."""
     shape = types[op.operands[0]].shape
     dim = dim_argument(op.arguments["dim"], len(shape))
     dims = list(named(shape))
     if dims:
-        dims[dim] = (Part("whole", shape[dim]),)
+        dims[dim] = one("along", shape[dim])
     floating = types[op.results[0]].dtype.is_floating_point
-    found = factors(tuple(dims), roles={"whole": Role.WHOLE})
-    return Rule(found, (tuple(dims),), (tuple(dims),), linear=(frozenset({0}),) if floating else ())
+    found = factors(tuple(dims))
+    bodies = {}
+    if "along" in found:
+        found["along"] = Factor(shape[dim], ordered=True)
+        bodies["along"] = "cumsum"
+    linear = (frozenset({0}),) if floating else ()
+    return Rule(found, (tuple(dims),), (tuple(dims),), linear=linear, bodies=bodies)

@@ -26,14 +26,16 @@ class Role(Enum):
 class Factor:
     """A named index of an op and its extent.
 
-    `least` is how much of it every rank must have. `ordered` says that ranks must have it in their order, one piece
-    each: the local form looks to its neighbours, or to all ranks before it.
+    `ordered` says that ranks must have it in their order, one piece each, because the local form looks to the ranks
+    before and after. `reach` is how many elements of the operand it needs of the neighbours on both sides, and `least`
+    how much of the factor every rank must have for that.
     """
 
     size: int
     role: Role = Role.FREE
-    least: int = 1
     ordered: bool = False
+    reach: tuple[int, int] = (0, 0)
+    least: int = 1
 
 
 @dataclass(frozen=True, slots=True)

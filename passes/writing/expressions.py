@@ -1,15 +1,21 @@
 """How an op is written: as a person would, or by its full name where there is no such way."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
-from passes.ir.program import Argument, Op, Ref, freeze
+from passes.ir.program import Argument, Op, Ref, TensorType, freeze
 from passes.writing.scope import Scope
 
 Writer = Callable[[Scope, Mapping[str, Argument]], str | None]
 
 
-def expression(code: Scope, op: Op) -> str:
-    """An op as a person would write it; by its full name where there is no such way."""
+def expression(code: Scope, op: Op, texts: Mapping[str, str] | None = None) -> str:
+    """An op as a person would write it; by its full name where there is no such way.
+
+    `texts` are arguments that are written already.
+    """
+    if texts:
+        code = _Written(code, {op.arguments[name]: text for name, text in texts.items()})
     writer = _WRITERS.get(op.kind)
     written = writer(code, op.arguments) if writer else None
     if written is not None:
@@ -24,6 +30,36 @@ def expression(code: Scope, op: Op) -> str:
         if name in required or value != defaults[name]
     ]
     return f"torch.ops.{op.target}({', '.join(given)})"
+
+
+@dataclass(frozen=True)
+class _Written:
+    """A scope in which some arguments are written already."""
+
+    scope: Scope
+    texts: Mapping[Argument, str]
+
+    @property
+    def types(self) -> Mapping[str, TensorType]:
+        """The global type of every value."""
+        return self.scope.types
+
+    def value(self, argument: Argument) -> str:
+        """An argument as an expression."""
+        written = self.texts.get(argument) if isinstance(argument, Ref) else None
+        return written if written is not None else self.scope.value(argument)
+
+    def use(self, name: str) -> str:
+        """A name of the runtime, to be imported."""
+        return self.scope.use(name)
+
+    def function(self, name: str) -> str:
+        """A function of torch.nn.functional."""
+        return self.scope.function(name)
+
+    def axis(self, index: int) -> str:
+        """The variable that holds an axis of the mesh."""
+        return self.scope.axis(index)
 
 
 def _operand(code: Scope, argument: Argument) -> str:
@@ -202,6 +238,17 @@ _WRITERS: dict[str, Writer] = {
         "layer_norm", "input", "normalized_shape", weight=("weight", None), bias=("bias", None), eps=("eps", 1e-5)
     ),
     "softmax": _functional("softmax", "self", "dim", dtype=("dtype", None)),
+    **{
+        f"conv{rank}d": _functional(
+            f"conv{rank}d",
+            "input",
+            "weight",
+            bias=("bias", None),
+            **{name: (name, (value,) * rank) for name, value in (("stride", 1), ("padding", 0), ("dilation", 1))},
+            groups=("groups", 1),
+        )
+        for rank in (1, 2, 3)
+    },
     "silu": _functional("silu", "self"),
     "gelu": _functional("gelu", "self", approximate=("approximate", "none")),
     "relu": _functional("relu", "self"),

@@ -1,0 +1,213 @@
+"""Convolutions and pools: samples, channels and groups are split as in a product, space with a halo from neighbours."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import prod
+
+from passes.ir.layout import Shape
+from passes.ir.program import Op, TensorType
+from passes.rules.parts import factors, is_tensor, one, per_dim
+from passes.rules.registry import rule_for
+from passes.rules.rule import Dims, Factor, Part, Role, Rule, Saved
+
+
+@dataclass(frozen=True)
+class Window:
+    """How windows lie along one spatial dim."""
+
+    kernel: int
+    stride: int
+    padding: int
+    dilation: int = 1
+
+    @property
+    def after(self) -> int:
+        """How many elements after a block of whole strides its last window reaches."""
+        return self.dilation * (self.kernel - 1) - self.padding - self.stride + 1
+
+    @property
+    def reach(self) -> tuple[int, int]:
+        """How many elements a block of whole strides needs of those before and after it."""
+        return self.padding, max(self.after, 0)
+
+
+def windows(op: Op, types: Mapping[str, TensorType]) -> list[Window]:
+    """The windows of a convolution or pool, by spatial dim."""
+    arguments = op.arguments
+    if "kernel_size" in arguments:
+        rank = int(op.kind[-2]) if op.kind[-1] == "d" else 2
+        kernels = per_dim(arguments["kernel_size"], rank)
+    else:
+        kernels = types[op.operands[1]].shape[2:]
+    count = len(kernels)
+    stride = arguments["stride"]
+    strides = kernels if stride == () else per_dim(stride, count)
+    padding, dilation = per_dim(arguments["padding"], count), per_dim(arguments.get("dilation", 1), count)
+    return [Window(*numbers) for numbers in zip(kernels, strides, padding, dilation, strict=True)]
+
+
+def _space(
+    operand: Shape, result: Shape, found: list[Window], regular: bool
+) -> tuple[Dims, Dims, dict[str, Role], dict[str, Window]]:
+    """The spatial dims before and after, their roles, and the halos: factor -> windows.
+
+    A dim is split if windows are as many as strides: then a block of results is made of a block of elements, and of
+    `padding` before it and `after` after it.
+    """
+    before: list[tuple[Part, ...]] = []
+    after: list[tuple[Part, ...]] = []
+    roles: dict[str, Role] = {}
+    halos: dict[str, Window] = {}
+    for place, (size, made, window) in enumerate(zip(operand, result, found, strict=True)):
+        if not regular or made * window.stride != size or window.after <= -window.stride:
+            before.append(one(f"from{place}", size))
+            after.append(one(f"to{place}", made))
+            roles.update({f"from{place}": Role.WHOLE, f"to{place}": Role.WHOLE})
+            continue
+        name = f"space{place}"
+        before.append((*one(name, made), *one(f"stride{place}", window.stride)))
+        after.append(one(name, made))
+        roles[f"stride{place}"] = Role.WHOLE
+        if max(window.reach) > 0:
+            halos[name] = window
+    return tuple(before), tuple(after), roles, halos
+
+
+def _haloed(found: dict[str, Factor], halos: Mapping[str, Window]) -> dict[str, Factor]:
+    """Factors that need a halo are split in the order of ranks, and leave each rank as much as its neighbour needs."""
+    changed = dict(found)
+    for name, window in halos.items():
+        if name in found:
+            least = -(-max(window.reach) // window.stride)
+            changed[name] = replace(found[name], ordered=True, reach=window.reach, least=least)
+    return changed
+
+
+@rule_for("conv1d", "conv2d", "conv3d")
+def convolution(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
+    """batch (groups in) space, (groups out) in kernel, (groups out) -> batch (groups out) space."""
+    operand, weight = types[op.operands[0]].shape, types[op.operands[1]].shape
+    result = types[op.results[0]].shape
+    groups = op.arguments["groups"]
+    if len(operand) != len(weight) or not isinstance(groups, int) or isinstance(op.arguments["padding"], str):
+        return None
+    found = windows(op, types)
+    space, made, roles, halos = _space(operand[2:], result[2:], found, True)
+    batch, group = one("batch", operand[0]), one("groups", groups)
+    inner, outer = one("in", weight[1]), one("out", weight[0] // groups)
+    kernel = tuple(one(f"kernel{place}", window.kernel) for place, window in enumerate(found))
+    roles.update({f"kernel{place}": Role.WHOLE for place in range(len(found))})
+    operands: list[Dims] = [(batch, (*group, *inner), *space), ((*group, *outer), inner, *kernel)]
+    added = frozenset({2}) if is_tensor(op, "bias") else frozenset[int]()
+    if added:
+        operands.append(((*group, *outer),))
+    results: Dims = (batch, (*group, *outer), *made)
+    every = factors(*operands, results, roles={**roles, "in": Role.SUM})
+    return Rule(
+        _haloed(every, halos),
+        tuple(operands),
+        (results,),
+        added=added,
+        linear=(frozenset({0}) | added, frozenset({1}) | added),
+        bodies=dict.fromkeys(halos, "haloed"),
+        multiplications=2.0 * prod(result) * prod(weight[1:]),
+        backward=(1.0, 1.0, 0.0)[: len(operands)],
+        saved=(Saved(0, needed_by=(1,)), Saved(1, needed_by=(0,))),
+    )
+
+
+@rule_for("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
+def transposed(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
+    """batch (groups in) space, (groups in) out kernel, (groups out) -> batch (groups out) space.
+
+    Space is split where windows do not overlap: each element makes its own.
+    """
+    operand, weight = types[op.operands[0]].shape, types[op.operands[1]].shape
+    result = types[op.results[0]].shape
+    groups = op.arguments["groups"]
+    if len(operand) != len(weight) or not isinstance(groups, int):
+        return None
+    count = len(weight) - 2
+    batch, group = one("batch", operand[0]), one("groups", groups)
+    inner, outer = one("in", weight[0] // groups), one("out", weight[1])
+    names = ("stride", "padding", "output_padding", "dilation")
+    strides, padding, extra, dilation = (per_dim(op.arguments[name], count) for name in names)
+    space: list[tuple[Part, ...]] = []
+    made: list[tuple[Part, ...]] = []
+    roles: dict[str, Role] = {"in": Role.SUM}
+    for place in range(count):
+        size, kernel = operand[2 + place], weight[2 + place]
+        apart = kernel == strides[place] and padding[place] == 0 == extra[place] and dilation[place] == 1
+        name = f"space{place}"
+        space.append(one(name if apart else f"from{place}", size))
+        made.append(
+            (*one(name, size), *one(f"stride{place}", kernel)) if apart else one(f"to{place}", result[2 + place])
+        )
+        roles.update(dict.fromkeys((f"from{place}", f"to{place}", f"stride{place}", f"kernel{place}"), Role.WHOLE))
+    kernels = tuple(one(f"kernel{place}", size) for place, size in enumerate(weight[2:]))
+    operands: list[Dims] = [(batch, (*group, *inner), *space), ((*group, *inner), outer, *kernels)]
+    added = frozenset({2}) if is_tensor(op, "bias") else frozenset[int]()
+    if added:
+        operands.append(((*group, *outer),))
+    results: Dims = (batch, (*group, *outer), *made)
+    return Rule(
+        factors(*operands, results, roles=roles),
+        tuple(operands),
+        (results,),
+        added=added,
+        linear=(frozenset({0}) | added, frozenset({1}) | added),
+        multiplications=2.0 * prod(operand) * prod(weight[1:]),
+        backward=(1.0, 1.0, 0.0)[: len(operands)],
+        saved=(Saved(0, needed_by=(1,)), Saved(1, needed_by=(0,))),
+    )
+
+
+@rule_for("max_pool1d", "max_pool2d", "max_pool3d", "avg_pool1d", "avg_pool2d", "avg_pool3d")
+def pool(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
+    """Samples and channels are free; what is padded counts in a mean only if the op says so."""
+    operand, result = types[op.operands[0]].shape, types[op.results[0]].shape
+    found = windows(op, types)
+    mean = op.kind.startswith("avg")
+    uneven = mean and any(window.padding for window in found) and not op.arguments["count_include_pad"]
+    regular = not op.arguments["ceil_mode"] and not uneven
+    count = len(found)
+    space, made, roles, halos = _space(operand[-count:], result[-count:], found, regular)
+    free = tuple(one(f"d{dim}", size) for dim, size in enumerate(operand[:-count]))
+    before, after = (*free, *space), (*free, *made)
+    return Rule(
+        _haloed(factors(before, after, roles=roles), halos),
+        (before,),
+        (after,),
+        linear=(frozenset({0}),) if mean else (),
+        bodies=dict.fromkeys(halos, "haloed"),
+        saved=(Saved(0), Saved(0, result=True)),
+    )
+
+
+_WHOLE_SPACE = {
+    **{f"adaptive_{name}_pool{rank}d": rank for name in ("avg", "max") for rank in (1, 2, 3)},
+    **{f"max_pool{rank}d_with_indices": rank for rank in (1, 2, 3)},
+    **{f"{mode}_pad{rank}d": rank for mode in ("reflection", "replication") for rank in (1, 2, 3)},
+    **{f"upsample_{name}": rank for name, rank in (
+        ("nearest1d", 1), ("nearest2d", 2), ("nearest3d", 3), ("linear1d", 1), ("bilinear2d", 2), ("trilinear3d", 3),
+        ("bicubic2d", 2), ("_nearest_exact1d", 1), ("_nearest_exact2d", 2), ("_nearest_exact3d", 3),
+    )},
+    "pixel_shuffle": 3,
+    "pixel_unshuffle": 3,
+}  # fmt: skip
+
+
+@rule_for(*_WHOLE_SPACE)
+def whole_space(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
+    """Samples and channels are free, space stays whole."""
+    operand = types[op.operands[0]].shape
+    count = _WHOLE_SPACE[op.kind]
+    free = tuple(one(f"d{dim}", size) for dim, size in enumerate(operand[:-count]))
+    before = (*free, *(one(f"from{dim}", size) for dim, size in enumerate(operand[-count:])))
+    made = types[op.results[0]].shape[-count:]
+    after = (*free, *(one(f"to{dim}", size) for dim, size in enumerate(made)))
+    roles = dict.fromkeys((f"{side}{dim}" for side in ("from", "to") for dim in range(count)), Role.WHOLE)
+    results = (after,) * len(op.results)
+    linear = () if "max" in op.kind else (frozenset({0}),)
+    saved = (Saved(0), Saved(0, result=True)) + ((Saved(1, result=True),) if len(results) > 1 else ())
+    return Rule(factors(before, after, roles=roles), (before,), results, linear=linear, saved=saved)

@@ -1,0 +1,226 @@
+"""Ops that pick elements by index, put some in place, or bring them in order: what they look along stays whole."""
+
+from collections.abc import Mapping
+
+from passes.ir.layout import Shape
+from passes.ir.program import Op, Ref, TensorType
+from passes.rules.parts import broadcast, dim_argument, dims_argument, factors, named, one, without
+from passes.rules.registry import rule_for
+from passes.rules.rule import Dims, Role, Rule, Saved
+
+_FIRST = (frozenset({0}),)
+
+
+def _floating(op: Op, types: Mapping[str, TensorType]) -> bool:
+    return types[op.results[0]].dtype.is_floating_point
+
+
+@rule_for("gather")
+def gather(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
+    """Along `dim` places are picked; the other dims go along where the index has all of them."""
+    source, index = (types[name].shape for name in op.operands)
+    if not source or not index:
+        return None
+    dim = dim_argument(op.arguments["dim"], len(source))
+    apart = [place for place in range(len(source)) if place == dim or source[place] != index[place]]
+    dims, roles = without(named(source), apart)
+    picked, more = without(named(index), [place for place in apart if place != dim], "part")
+    picked = (*picked[:dim], one("picks", index[dim]), *picked[dim + 1 :])
+    found = factors(dims, picked, roles={**roles, **more})
+    linear = _FIRST if _floating(op, types) else ()
+    return Rule(found, (dims, picked), (picked,), linear=linear, saved=(Saved(1),))
+
+
+@rule_for("scatter", "scatter_add", "scatter_reduce")
+def scatter(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
+    """Along `dim` elements find their places; the other dims go along where index and source have all of them."""
+    shapes = [types[name].shape for name in op.operands]
+    if not all(shapes):
+        return None
+    dim = dim_argument(op.arguments["dim"], len(shapes[0]))
+    apart = [place for place in range(len(shapes[0])) if place == dim or len({shape[place] for shape in shapes}) > 1]
+    tensors: list[Dims] = []
+    roles: dict[str, Role] = {}
+    for number, shape in enumerate(shapes):
+        dims, more = without(named(shape), apart, f"whole{number}_")
+        tensors.append(dims)
+        roles.update(more)
+    added = op.kind == "scatter_add" or (op.kind == "scatter" and "reduce" not in op.arguments and len(shapes) == 3)
+    linear = (frozenset({0, 2}),) if added and _floating(op, types) else ()
+    saved = [Saved(1)]
+    if op.kind == "scatter_reduce":
+        saved += [Saved(0), Saved(2), Saved(0, result=True)]
+    return Rule(factors(*tensors, roles=roles), tuple(tensors), (tensors[0],), linear=linear, saved=tuple(saved))
+
+
+def _indexed(op: Op, types: Mapping[str, TensorType], shape: Shape) -> tuple[list[int], Shape, int] | None:
+    """The dims of `shape` that tensors index, what these broadcast to, and where that stands in the result."""
+    indices = op.arguments["indices"]
+    assert isinstance(indices, tuple)
+    places = [dim for dim, index in enumerate(indices) if isinstance(index, Ref)]
+    picked = [types[index.name] for index in indices if isinstance(index, Ref)]
+    if not places or any(type.dtype.itemsize == 1 for type in picked):
+        return None
+    rank = max(len(type.shape) for type in picked)
+    padded = [(1,) * (rank - len(type.shape)) + type.shape for type in picked]
+    wide = tuple(max(sizes) if 0 not in sizes else 0 for sizes in zip(*padded, strict=True))
+    together = places == list(range(places[0], places[-1] + 1))
+    return places, wide, places[0] if together else 0
+
+
+@rule_for("index")
+def index(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
+    """Dims that are indexed stay whole; the index is free, and so are the dims that are not indexed."""
+    shape = types[op.operands[0]].shape
+    about = _indexed(op, types, shape)
+    if about is None:
+        return None
+    places, wide, start = about
+    dims, roles = without(named(shape), places)
+    picks = tuple(one(f"pick{dim}", size) for dim, size in enumerate(wide))
+    rest = [parts for dim, parts in enumerate(dims) if dim not in places]
+    result = (*rest[:start], *picks, *rest[start:])
+    operands = [dims, *(broadcast(types[name].shape, wide, "pick") for name in op.operands[1:])]
+    saved = tuple(Saved(slot) for slot in range(1, len(operands)))
+    linear = _FIRST if _floating(op, types) else ()
+    return Rule(factors(*operands, result, roles=roles), tuple(operands), (result,), linear=linear, saved=saved)
+
+
+@rule_for("index_put")
+def index_put(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
+    """Dims that are indexed stay whole, and so does the index; the other dims are free."""
+    shape = types[op.operands[0]].shape
+    about = _indexed(op, types, shape)
+    if about is None:
+        return None
+    places, wide, start = about
+    dims, roles = without(named(shape), places)
+    picks = tuple(one(f"pick{dim}", size) for dim, size in enumerate(wide))
+    roles.update({f"pick{dim}": Role.WHOLE for dim in range(len(wide))})
+    rest = [parts for dim, parts in enumerate(dims) if dim not in places]
+    put = (*rest[:start], *picks, *rest[start:])
+    values = types[op.operands[-1]].shape
+    given = tuple(put[len(put) - len(values) + dim] if size != 1 else () for dim, size in enumerate(values))
+    operands = [dims, *(broadcast(types[name].shape, wide, "pick") for name in op.operands[1:-1]), given]
+    last = len(operands) - 1
+    saved = tuple(Saved(slot) for slot in range(1, last))
+    linear = (frozenset({0, last}),) if _floating(op, types) else ()
+    return Rule(factors(*operands, roles=roles), tuple(operands), (dims,), linear=linear, saved=saved)
+
+
+@rule_for("index_select")
+def index_select(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
+    """Along `dim` places are picked."""
+    source, index = (types[name].shape for name in op.operands)
+    if not source or not index:
+        return None
+    dim = dim_argument(op.arguments["dim"], len(source))
+    dims, roles = without(named(source), [dim])
+    picks = one("picks", index[0])
+    result = (*dims[:dim], picks, *dims[dim + 1 :])
+    linear = _FIRST if _floating(op, types) else ()
+    found = factors(dims, result, roles=roles)
+    return Rule(found, (dims, (picks,)), (result,), linear=linear, saved=(Saved(1),))
+
+
+@rule_for("index_add", "index_copy", "index_fill")
+def index_add(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
+    """Along `dim` rows find their places."""
+    shape = types[op.operands[0]].shape
+    if not shape:
+        return None
+    dim = dim_argument(op.arguments["dim"], len(shape))
+    dims, roles = without(named(shape), [dim])
+    operands: list[Dims] = [dims, *((one("rows", size),) for size in types[op.operands[1]].shape)]
+    roles["rows"] = Role.WHOLE
+    linear: tuple[frozenset[int], ...] = ()
+    if not types[op.operands[1]].shape:
+        operands.append(())
+    if len(op.operands) == 3:
+        source = types[op.operands[2]].shape
+        if len(source) == len(shape):
+            operands.append((*dims[:dim], one("rows", source[dim]), *dims[dim + 1 :]))
+        elif not source:
+            operands.append(())
+        else:
+            return None
+        linear = (frozenset({0, 2}),) if _floating(op, types) and op.kind != "index_fill" else ()
+    return Rule(factors(*operands, roles=roles), tuple(operands), (dims,), linear=linear, saved=(Saved(1),))
+
+
+_ALONG: dict[str, tuple[Saved, ...]] = {
+    **dict.fromkeys(("sort", "topk", "kthvalue", "cummax", "cummin", "median", "mode"), (Saved(1, result=True),)),
+    **dict.fromkeys(("argsort", "msort"), ()),
+    "cumprod": (Saved(0), Saved(0, result=True)),
+    "logcumsumexp": (Saved(0), Saved(0, result=True)),
+}
+
+
+@rule_for(*_ALONG)
+def along(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
+    """Bring in order, pick the largest, run along: `dim` stays whole."""
+    shape, made = types[op.operands[0]].shape, types[op.results[0]].shape
+    if "dim" not in op.arguments and op.kind != "msort":
+        return None
+    dim = dim_argument(op.arguments.get("dim", 0), len(shape))
+    if not shape:
+        return Rule({}, ((),), ((),) * len(op.results), saved=_ALONG[op.kind])
+    dims, roles = without(named(shape), [dim])
+    rest = (dims[:dim], dims[dim + 1 :])
+    result = (*rest[0], *rest[1]) if len(made) < len(shape) else (*rest[0], one("kept", made[dim]), *rest[1])
+    roles["kept"] = Role.WHOLE
+    return Rule(factors(dims, result, roles=roles), (dims,), (result,) * len(op.results), saved=_ALONG[op.kind])
+
+
+@rule_for("flip", "roll")
+def turned(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
+    """The dims along which elements change places stay whole."""
+    shape = types[op.operands[0]].shape
+    given = op.arguments["dims"]
+    whole = range(len(shape)) if given == () and op.kind == "roll" else dims_argument(given, len(shape))
+    dims, roles = without(named(shape), [] if given == () and op.kind == "flip" else whole)
+    return Rule(factors(dims, roles=roles), (dims,), (dims,), linear=_FIRST if _floating(op, types) else ())
+
+
+@rule_for("tril", "triu")
+def triangle(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
+    """Rows and columns stay whole."""
+    shape = types[op.operands[0]].shape
+    dims, roles = without(named(shape), [len(shape) - 2, len(shape) - 1])
+    return Rule(factors(dims, roles=roles), (dims,), (dims,), linear=_FIRST if _floating(op, types) else ())
+
+
+@rule_for("diagonal")
+def diagonal(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
+    """The two dims whose diagonal is taken stay whole, and so does the diagonal, which stands last."""
+    shape, made = types[op.operands[0]].shape, types[op.results[0]].shape
+    places = [dim_argument(op.arguments[name], len(shape)) for name in ("dim1", "dim2")]
+    dims, roles = without(named(shape), places)
+    rest = tuple(parts for dim, parts in enumerate(dims) if dim not in places)
+    result = (*rest, one("diagonal", made[-1]))
+    found = factors(dims, result, roles={**roles, "diagonal": Role.WHOLE})
+    return Rule(found, (dims,), (result,), linear=_FIRST if _floating(op, types) else (), moves=False)
+
+
+@rule_for("unfold")
+def unfold(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
+    """Windows along `dim`, which stays whole; their elements stand last."""
+    shape, made = types[op.operands[0]].shape, types[op.results[0]].shape
+    if not shape:
+        return None
+    dim = dim_argument(op.arguments["dimension"], len(shape))
+    dims, roles = without(named(shape), [dim])
+    result = (*dims[:dim], one("windows", made[dim]), *dims[dim + 1 :], one("window", made[-1]))
+    found = factors(dims, result, roles={**roles, "windows": Role.WHOLE, "window": Role.WHOLE})
+    return Rule(found, (dims,), (result,), linear=_FIRST if _floating(op, types) else (), moves=False)
+
+
+@rule_for("view_as_complex", "view_as_real")
+def complex_view(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
+    """The pair of real numbers stays together."""
+    shape = types[op.operands[0]].shape
+    pair = (one("pair", 2),)
+    short = named(shape[:-1] if op.kind == "view_as_complex" else shape)
+    before, after = ((*short, *pair), short) if op.kind == "view_as_complex" else (short, (*short, *pair))
+    found = factors(before, after, roles={"pair": Role.WHOLE})
+    return Rule(found, (before,), (after,), linear=_FIRST, moves=False)
