@@ -157,6 +157,11 @@ def pair(config: Any, samples: int, length: int) -> Batch:
     }
 
 
+def sound(config: Any, samples: int, length: int) -> Batch:
+    """Sound as a waveform, and its class."""
+    return {"input_values": _normal(samples, 25 * length), "labels": _classes(samples)}
+
+
 def speech(config: Any, samples: int, length: int) -> Batch:
     """Sound as a waveform, and what was said."""
     said = torch.randint(1, 60, (samples, 4), generator=_random(2))
@@ -525,6 +530,7 @@ _CONVOLVED = {
     "num_conv_pos_embedding_groups": 4,
     "mask_time_prob": 0.0,
     "ctc_loss_reduction": "mean",
+    "classifier_proj_size": 16,
 }
 
 
@@ -631,7 +637,7 @@ def _required() -> Iterator[Architecture]:
     yield _stock("clip", "CLIPModel", pair)
     yield _stock("siglip", "SiglipModel", pair)
     yield _stock("whisper", "WhisperForConditionalGeneration", transcript)
-    yield _stock("wav2vec2", "Wav2Vec2ForCTC", speech, **_CONVOLVED)
+    yield _stock("wav2vec2", "Wav2Vec2ForSequenceClassification", sound, **_CONVOLVED)
     yield _stock(
         "llava",
         "LlavaForConditionalGeneration",
@@ -848,15 +854,17 @@ def _extra() -> Iterator[Architecture]:
     yield _stock("videomae", "VideoMAEForVideoClassification", video, num_frames=4)
     yield _stock("timesformer", "TimesformerForVideoClassification", video, num_frames=4)
     yield _stock("vivit", "VivitForVideoClassification", video, num_frames=4, tubelet_size=[2, 4, 4])
-    for name, stock in (
-        ("hubert", "HubertForCTC"),
-        ("wavlm", "WavLMForCTC"),
-        ("unispeech", "UniSpeechForCTC"),
-        ("sew", "SEWForCTC"),
-        ("data2vec_audio", "Data2VecAudioForCTC"),
-    ):
-        yield _stock(name, stock, speech, **_CONVOLVED)
-    yield _stock("wav2vec2_conformer", "Wav2Vec2ConformerForCTC", speech, **_CONVOLVED, unused=("*.pos_conv_embed.*",))
+    yield _stock("wav2vec2-ctc", "Wav2Vec2ForCTC", speech, **_CONVOLVED)
+    for name, stock in {
+        "hubert": "Hubert",
+        "wavlm": "WavLM",
+        "unispeech": "UniSpeech",
+        "sew": "SEW",
+        "data2vec_audio": "Data2VecAudio",
+        "wav2vec2_conformer": "Wav2Vec2Conformer",
+    }.items():
+        unused = ("*.pos_conv_embed.*",) if "conformer" in name else ()
+        yield _stock(name, f"{stock}ForSequenceClassification", sound, **_CONVOLVED, unused=unused)
     yield _stock(
         "audio_spectrogram_transformer",
         "ASTForAudioClassification",
