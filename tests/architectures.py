@@ -6,9 +6,9 @@ all share. Nothing is random: no dropout, no dropped layers, no masks drawn in t
 
 import dataclasses
 import importlib
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +26,9 @@ LENGTH = 16
 class Architecture:
     """A stock model in small: `make` makes it (in float32), `inputs` makes a batch of so many samples.
 
-    `unused` are patterns of parameters that have no part in the loss. `extra` is what is tested at night only.
+    `unused` are patterns of parameters that have no part in the loss. `extra` is what is tested at night only. `large`
+    makes the architecture as its config has it by default, but for two layers or four, on meta, with a batch for it;
+    None where there is no default.
     """
 
     name: str
@@ -35,6 +37,7 @@ class Architecture:
     dtype: torch.dtype = torch.float64
     unused: tuple[str, ...] = ()
     extra: bool = False
+    large: Callable[[int], tuple[nn.Module, Batch]] | None = None
 
 
 # What a config of any architecture gets of these are those that it has a field for.
@@ -76,6 +79,22 @@ _SIZES: Mapping[str, object] = {
     "max_source_positions": 16,
     "num_mel_bins": 8,
 }
+# What is depth, and what else makes an architecture rather than its size: this goes into large configs too.
+_DEPTHS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer", "depth", "encoder_layers", "decoder_layers")
+_DEPTHS = (*_DEPTHS, "num_decoder_layers", "num_encoder_layers")
+_STRUCTURE = (
+    *_DEPTHS,
+    *("layer_types", "layers_block_type", "block_types", "attention_types", "block_sizes", "sliding_window_pattern"),
+    *("attn_layer_indices", "attn_layer_period", "attn_layer_offset", "fullatt_block_indexes"),
+    *("num_kv_shared_layers", "activation_sparsity_pattern", "first_k_dense_replace", "deepstack_visual_indexes"),
+    *("new_decoder_architecture", "multi_query", "alibi", "use_relative_position_bias", "position_embedding_type"),
+    *("relative_attention", "pos_att_type", "share_att_key", "attention_type", "vision_feature_layer"),
+    *("vision_feature_layers", "mask_time_prob", "pos_embed_rescale", "router_jitter_noise"),
+    *("context_length", "prediction_length", "num_input_channels", "num_time_features", "label_length"),
+)
+# Lengths of the texts that large architectures get; those whose sequences are unrolled in the trace get the short one.
+_LONG = 1024
+
 # Settings that every config takes, with or without a field.
 _GENERAL = ("num_labels", "decoder_start_token_id")
 
@@ -137,6 +156,11 @@ def text(config: Any, samples: int, length: int) -> Batch:
     return {"input_ids": tokens, "labels": _labels(tokens)}
 
 
+def whole_text(config: Any, samples: int, length: int) -> Batch:
+    """Tokens, as many as there are positions."""
+    return text(config, samples, config.max_position_embeddings)
+
+
 def image(config: Any, samples: int, length: int) -> Batch:
     """Images and their classes."""
     return {"pixel_values": _pixels(config, samples), "labels": _classes(samples)}
@@ -188,11 +212,12 @@ def image_text(config: Any, samples: int, length: int) -> Batch:
 
 
 def patches(config: Any, samples: int, length: int) -> Batch:
-    """Images of 8 x 8 patches, all patches in one row, and the grid of each image."""
+    """Images of four patches per word, all patches in one row, and the grid of each image."""
+    side = math.isqrt(4 * length)
     width = config.in_channels * config.temporal_patch_size * config.patch_size**2
     return {
-        "hidden_states": _normal(64 * samples, width),
-        "grid_thw": torch.tensor([[1, 8, 8]] * samples),
+        "hidden_states": _normal(side * side * samples, width),
+        "grid_thw": torch.tensor([[1, side, side]] * samples),
     }
 
 
@@ -331,21 +356,46 @@ class Translator(nn.Module):
         return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
 
 
-def _scored(one: Architecture, output: str) -> Architecture:
-    return dataclasses.replace(one, make=lambda: Scored(one.make(), output))
+def _large_config(config_class: type, own: Mapping[str, Any]) -> Any:
+    """The default config with few layers; parts likewise."""
+    default = config_class()
+    fields = {item.name: getattr(default, item.name, None) for item in dataclasses.fields(config_class)}
+    few = {name: _LAYERS for name in _DEPTHS if type(fields.get(name)) is int}
+    quiet = {name: _zeros(value) for name, value in fields.items() if "drop" in name and _zeros(value) is not None}
+    kept = {name: value for name, value in own.items() if name in _STRUCTURE}
+    parts = {
+        name: _large_config(type(value), own.get(name, {}))
+        for name, value in fields.items()
+        if isinstance(value, transformers.PreTrainedConfig)
+    }
+    return config_class(**{"apply_spec_augment": False, **few, **quiet, **kept, **parts})
 
 
 def _mixture(name: str, stock: str, kind: Kind, **own: Any) -> Iterator[Architecture]:
     """A mixture of experts, once with every way of computing its experts that can be traced."""
     for implementation, dtype in (("batched_mm", torch.float64), ("grouped_mm", torch.float32)):
-        one = _stock(f"{name}-{implementation}", stock, kind, dtype=dtype, **own)
-        yield dataclasses.replace(one, make=partial(_with_experts, one.make, implementation))
+
+        def with_experts(model: Any, implementation: str = implementation) -> nn.Module:
+            model.set_experts_implementation(implementation)
+            return model
+
+        yield _changed(_stock(f"{name}-{implementation}", stock, kind, dtype=dtype, **own), with_experts)
 
 
-def _with_experts(make: Callable[[], nn.Module], implementation: str) -> nn.Module:
-    model: Any = make()
-    model.set_experts_implementation(implementation)
-    return model
+def _scored(one: Architecture, output: str) -> Architecture:
+    """An architecture without a loss, whose output by this name is scored."""
+    return _changed(one, lambda model: Scored(model, output))
+
+
+def _changed(one: Architecture, change: Callable[[nn.Module], nn.Module]) -> Architecture:
+    """An architecture whose models are changed once they are made."""
+
+    def large(samples: int) -> tuple[nn.Module, Batch]:
+        assert one.large is not None
+        model, batch = one.large(samples)
+        return change(model), batch
+
+    return dataclasses.replace(one, make=lambda: change(one.make()), large=large)
 
 
 def _stock(
@@ -355,25 +405,26 @@ def _stock(
     *,
     dtype: torch.dtype = torch.float64,
     unused: tuple[str, ...] = (),
+    unrolled: bool = False,
     **own: Any,
 ) -> Architecture:
     """An architecture of transformers: its class, the kind of its batch, and what its config has of its own."""
-    return Architecture(
-        name,
-        partial(_make, stock, own),
-        lambda samples: kind(_tiny(stock, own), samples, LENGTH),
-        dtype,
-        unused,
-    )
 
+    def config() -> Any:
+        return _config(getattr(transformers, stock).config_class, own)
 
-def _tiny(stock: str, own: Mapping[str, Any]) -> Any:
-    return _config(getattr(transformers, stock).config_class, own)
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return _stirred(getattr(transformers, stock)(config()))
 
+    def large(samples: int) -> tuple[nn.Module, Batch]:
+        made = _large_config(getattr(transformers, stock).config_class, own)
+        with torch.device("meta"):
+            model: nn.Module = getattr(transformers, stock)(made)
+        longest = getattr(made.get_text_config(), "max_position_embeddings", None) or _LONG
+        return model.train(), kind(made, samples, LENGTH if unrolled else min(_LONG, longest))
 
-def _make(stock: str, own: Mapping[str, Any]) -> nn.Module:
-    torch.manual_seed(0)
-    return _stirred(getattr(transformers, stock)(_tiny(stock, own)))
+    return Architecture(name, make, lambda samples: kind(config(), samples, LENGTH), dtype, unused, large=large)
 
 
 def _stirred(model: nn.Module) -> nn.Module:
@@ -546,6 +597,7 @@ def _required() -> Iterator[Architecture]:
         "qwen3_5_text",
         "Qwen3_5ForCausalLM",
         text,
+        unrolled=True,
         num_hidden_layers=4,
         linear_key_head_dim=8,
         linear_value_head_dim=8,
@@ -683,8 +735,8 @@ def _required() -> Iterator[Architecture]:
         vision_config={"num_position_embeddings": 64, "deepstack_visual_indexes": [0]},
         text_config={"rope_parameters": _MROPE},
     )
-    yield _stock("mamba", "MambaForCausalLM", text)
-    yield _stock("rwkv", "RwkvForCausalLM", text, attention_hidden_size=32)
+    yield _stock("mamba", "MambaForCausalLM", text, unrolled=True)
+    yield _stock("rwkv", "RwkvForCausalLM", text, unrolled=True, attention_hidden_size=32)
 
 
 _CHUNKED = {"num_heads": 4, "head_dim": 16, "n_groups": 2, "chunk_size": 8}
@@ -726,7 +778,7 @@ def _extra() -> Iterator[Architecture]:
         "openai-gpt": ("OpenAIGPTLMHeadModel", {}),
         "xlnet": ("XLNetLMHeadModel", {"unused": ("*.mask_emb", "*.r_s_bias", "*.seg_embed")}),
         "lfm2": ("Lfm2ForCausalLM", {"layer_types": ["conv", "full_attention"]}),
-        "falcon_mamba": ("FalconMambaForCausalLM", {}),
+        "falcon_mamba": ("FalconMambaForCausalLM", {"unrolled": True}),
         "mamba2": ("Mamba2ForCausalLM", _CHUNKED),
         "bamba": ("BambaForCausalLM", {**_MAMBA2, "attn_layer_indices": [1]}),
         "zamba2": (
@@ -739,7 +791,7 @@ def _extra() -> Iterator[Architecture]:
                 "adapter_rank": 4,
             },
         ),
-        "recurrent_gemma": ("RecurrentGemmaForCausalLM", {"num_hidden_layers": 3, "lru_width": 32}),
+        "recurrent_gemma": ("RecurrentGemmaForCausalLM", {"unrolled": True, "num_hidden_layers": 3, "lru_width": 32}),
         "longformer": ("LongformerForMaskedLM", {"unused": ("*_global.*",), "attention_window": 4}),
         "big_bird": ("BigBirdForMaskedLM", {"unused": ("*.pooler.*",), "attention_type": "original_full"}),
         "funnel": ("FunnelForMaskedLM", {"block_sizes": [1, 1]}),
@@ -778,10 +830,10 @@ def _extra() -> Iterator[Architecture]:
     yield from _mixture("granitemoe", "GraniteMoeForCausalLM", text)
     yield from _mixture("phimoe", "PhimoeForCausalLM", text, router_jitter_noise=0.0)
     yield from _mixture(
-        "jamba", "JambaForCausalLM", text, num_hidden_layers=4, attn_layer_period=2, attn_layer_offset=1
+        "jamba", "JambaForCausalLM", text, unrolled=True, num_hidden_layers=4, attn_layer_period=2, attn_layer_offset=1
     )
     yield from _mixture("glm4_moe", "Glm4MoeForCausalLM", text, **{**_LATENT, "num_key_value_heads": 2})
-    yield from _mixture("qwen3_next", "Qwen3NextForCausalLM", text, **_LINEAR)
+    yield from _mixture("qwen3_next", "Qwen3NextForCausalLM", text, unrolled=True, **_LINEAR)
     vision: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         "beit": ("BeitForImageClassification", {"use_relative_position_bias": True}),
         "dinov2": ("Dinov2ForImageClassification", {"unused": ("*.mask_token",)}),
@@ -959,7 +1011,7 @@ def _extra() -> Iterator[Architecture]:
     yield _stock(
         "perceiver",
         "PerceiverForMaskedLM",
-        text,
+        whole_text,
         max_position_embeddings=LENGTH,
         num_latents=8,
         d_latents=32,
