@@ -168,7 +168,8 @@ def image(config: Any, samples: int, length: int) -> Batch:
 
 def _pixels(config: Any, samples: int) -> Tensor:
     config = getattr(config, "vision_config", config)
-    size = config.image_size if isinstance(config.image_size, int) else config.image_size[0]
+    size = getattr(config, "image_size", 224)
+    size = size if isinstance(size, int) else size[0]
     return _normal(samples, getattr(config, "num_channels", 3), size, size)
 
 
@@ -421,8 +422,11 @@ def _stock(
         made = _large_config(getattr(transformers, stock).config_class, own)
         with torch.device("meta"):
             model: nn.Module = getattr(transformers, stock)(made)
-        longest = getattr(made.get_text_config(), "max_position_embeddings", None) or _LONG
-        return model.train(), kind(made, samples, LENGTH if unrolled else min(_LONG, longest))
+        limits = (
+            getattr(made.get_text_config(), name, None) for name in ("max_position_embeddings", "max_target_positions")
+        )
+        longest = min(_LONG, *(limit for limit in limits if limit and limit > 0), _LONG)
+        return model.train(), kind(made, samples, LENGTH if unrolled else longest)
 
     return Architecture(name, make, lambda samples: kind(config(), samples, LENGTH), dtype, unused, large=large)
 
