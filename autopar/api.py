@@ -9,6 +9,7 @@ from autopar.fingerprint import first_difference, structure_fingerprint, values_
 from autopar.precision import Precision
 from autopar.request import ExampleInputs, MeshLike, Options, make_request
 from autopar.runtime import DistributedModule
+from autopar.sizes import AnySizes
 from passes.constrain import Constraints
 from passes.cost.cluster import Cluster
 from passes.ir.errors import MeshError, PlanMismatchError
@@ -74,7 +75,7 @@ def parallelize(
     together(mesh, lambda: refuse_meta(model))
     _check_same_model(model, mesh)
     compiled = from_first(mesh, lambda: compile_model(model, request, both_modes=True))
-    return distribute(model, compiled, request, mesh)
+    return distribute(model, compiled, request, mesh, AnySizes(model, compiled, request, mesh))
 
 
 def _check_same_model(model: nn.Module, mesh: DeviceMesh) -> None:

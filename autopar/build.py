@@ -19,7 +19,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from autopar import huggingface
 from autopar.fingerprint import structure_fingerprint
 from autopar.request import Request
-from autopar.runtime import CompiledProgram, Container, DistributedModule, LoadedProgram, PlannedInput, PlannedOutput
+from autopar.runtime import (
+    CompiledProgram,
+    Container,
+    DistributedModule,
+    LoadedProgram,
+    OtherSizes,
+    PlannedInput,
+    PlannedOutput,
+)
 from autopar.runtime.module import place
 from autopar.runtime.state import from_local, local_part
 from passes.candidates import Setting, candidates
@@ -41,6 +49,7 @@ from passes.normalize import normalize
 from passes.record import find_decisions, idle_axes, layout_texts, record, whole_ops
 from passes.regions import fold
 from passes.solve import Limits, solve
+from passes.specialize import Decided, decided
 
 logger = logging.getLogger("autopar")
 
@@ -49,27 +58,30 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Compiled:
-    """A plan and what runs it: programs by name, how each parameter is stored, where time went (seconds), and the seed
-    of random numbers: the one that torch was given on the first rank."""
+    """A plan and what runs it: programs by name, how each parameter is stored, where time went (seconds), the seed of
+    random numbers: the one that torch was given on the first rank, and what was decided for every node of each
+    program."""
 
     plan: Plan
     programs: Mapping[str, CompiledProgram]
     stored: Mapping[str, Layout]
     times: Mapping[str, float]
     seed: int
+    decided: Mapping[str, Mapping[str, Decided]]
 
 
 @dataclass(frozen=True)
-class _Planned:
+class Planned:
     """One program, planned."""
 
     folded: Folded
     lowered: Lowered
     record: ProgramPlan
     source: CompiledProgram
+    decided: Mapping[str, Decided]
 
 
-class _Clock:
+class Clock:
     """Seconds spent in each pass."""
 
     def __init__(self) -> None:
@@ -88,48 +100,61 @@ def compile_model(model: nn.Module, request: Request, *, both_modes: bool = Fals
 
     Raises CaptureError, ConstraintError, InfeasibleError or PlanMismatchError.
     """
-    clock = _Clock()
+    clock = Clock()
     fingerprint = structure_fingerprint(model)
     given = request.plan
     if given is not None:
         _check_plan(given, fingerprint, request)
         request = replace(request, constraints=given.constraints)
     training = request.objective == "train"
-    program = clock("capture", lambda: _captured(model, request, training=training, gradients=training))
+    program = clock("capture", lambda: capture(model, request.inputs, tracing(model, request, request.objective)))
     program = clock("normalize", lambda: normalize(program))
     demands = clock("constrain", lambda: constrain(program, request.constraints, request.mesh))
-    first = _planned(model, program, demands, request, request.objective, clock)
+    first = planned(model, program, demands, request, request.objective, clock, _chooser(request, request.objective))
     programs = {request.objective: first}
     stored = first.lowered.parameters
     if training and both_modes:
-        evaluated = clock("capture", lambda: _captured(model, request, training=False, gradients=True))
+        evaluated = clock("capture", lambda: capture(model, request.inputs, tracing(model, request, "infer")))
         evaluated = clock("normalize", lambda: normalize(evaluated))
         if str(evaluated) != str(program):
-            frozen = replace(
-                evaluated, parameters=tuple(replace(item, trainable=False) for item in evaluated.parameters)
-            )
-            inference = replace(request, objective="infer")
-            programs["infer"] = _planned(model, frozen, stored_as(frozen, stored), inference, "infer", clock)
+            evaluated = frozen(evaluated)
+            inference, choose = replace(request, objective="infer"), _chooser(request, "infer")
+            demands = stored_as(evaluated, stored)
+            programs["infer"] = planned(model, evaluated, demands, inference, "infer", clock, choose)
     plan = _plan(model, fingerprint, request, program, programs)
-    return Compiled(plan, {name: item.source for name, item in programs.items()}, stored, clock.times, torch.initial_seed())
+    sources = {name: item.source for name, item in programs.items()}
+    decisions = {name: item.decided for name, item in programs.items()}
+    return Compiled(plan, sources, stored, clock.times, torch.initial_seed(), decisions)
 
 
-def _captured(model: nn.Module, request: Request, *, training: bool, gradients: bool) -> Program:
+def tracing(model: nn.Module, request: Request, name: str, device: torch.device | None = None) -> Tracing:
+    """How the program called `name` is traced; a model on meta as if it were on `device`."""
     context = huggingface.tracing(model, request.inputs)
-    return capture(model, request.inputs, Tracing(training, gradients, context, request.precision.compute))
+    return Tracing(name == "train", request.objective == "train", context, request.precision.compute, device)
 
 
-def _planned(
-    model: nn.Module, program: Program, demands: Demands, request: Request, name: str, clock: _Clock
-) -> _Planned:
-    """One program through the passes from regions to emit."""
+def frozen(program: Program) -> Program:
+    """`program` with parameters that do not train."""
+    return replace(program, parameters=tuple(replace(item, trainable=False) for item in program.parameters))
+
+
+def planned(
+    model: nn.Module,
+    program: Program,
+    demands: Demands,
+    request: Request,
+    name: str,
+    clock: Clock,
+    choose: Callable[[Folded, Problem], Solution],
+) -> Planned:
+    """One program through the passes from regions to emit; `choose` is the one between candidates and lower."""
     mesh, cluster, precision = request.mesh, request.cluster, request.precision
     states = request.optimizer_states
     master = precision.master or (None if precision.compute is None else _stored_dtype(model))
     folded = clock("regions", lambda: fold(program, demands.label))
     setting = Setting(mesh, cluster, states, master, precision.reduce)
     problem = clock("candidates", lambda: candidates(folded, demands, setting))
-    solution = clock("solve", lambda: _solution(problem, request, name))
+    solution = clock("solve", lambda: choose(folded, problem))
     lowered = clock("lower", lambda: lower(folded, problem, solution, mesh, Casts(master, precision.reduce)))
     seconds = walk(lowered, folded.flowing, cluster, mesh, Optimizer(states, master))
     if solution.bound == 0.0:
@@ -146,21 +171,27 @@ def _planned(
     naming = Naming(type(model).__name__, title)
     source = clock("emit", lambda: emit(lowered, mesh, naming))
     plan = record(folded, problem, solution, lowered, seconds, memory, mesh)
-    return _Planned(folded, lowered, plan, _compiled(lowered, source, naming, request))
+    compiled = _compiled(lowered, source, naming, request)
+    return Planned(folded, lowered, plan, compiled, decided(folded, problem, solution))
 
 
 def _gap(request: Request, name: str) -> float:
     return request.plan.programs[name].gap if request.plan is not None else 0.0
 
 
-def _solution(problem: Problem, request: Request, name: str) -> Solution:
+def _chooser(request: Request, name: str) -> Callable[[Folded, Problem], Solution]:
     """What the given plan says, or the best choice."""
-    if request.plan is None or name not in request.plan.programs:
-        return solve(problem, request.cluster, request.mesh, Limits(request.memory_limit, request.optimizer_states))
-    found = find_decisions(problem, request.plan.programs[name].stages[0])
-    if isinstance(found, str):
-        raise PlanMismatchError(f"the plan does not fit the model as it is traced now: it differs at {found!r}")
-    return found
+    limits = Limits(request.memory_limit, replace(request, objective=name).optimizer_states)
+
+    def choose(folded: Folded, problem: Problem) -> Solution:
+        if request.plan is None or name not in request.plan.programs:
+            return solve(problem, request.cluster, request.mesh, limits)
+        found = find_decisions(problem, request.plan.programs[name].stages[0])
+        if isinstance(found, str):
+            raise PlanMismatchError(f"the plan does not fit the model as it is traced now: it differs at {found!r}")
+        return found
+
+    return choose
 
 
 def _stored_dtype(model: nn.Module) -> torch.dtype | None:
@@ -197,7 +228,7 @@ def _compiled(lowered: Lowered, source: str, naming: Naming, request: Request) -
 
 
 def _plan(
-    model: nn.Module, fingerprint: str, request: Request, program: Program, programs: Mapping[str, _Planned]
+    model: nn.Module, fingerprint: str, request: Request, program: Program, programs: Mapping[str, Planned]
 ) -> Plan:
     mesh, precision = request.mesh, request.precision
     first = programs[request.objective]
@@ -270,7 +301,9 @@ def refuse_meta(model: nn.Module) -> None:
             )
 
 
-def distribute(model: nn.Module, compiled: Compiled, request: Request, mesh: DeviceMesh) -> DistributedModule:
+def distribute(
+    model: nn.Module, compiled: Compiled, request: Request, mesh: DeviceMesh, other_sizes: OtherSizes
+) -> DistributedModule:
     """The module of one rank: its part of every parameter, and the generated programs."""
     if huggingface.is_huggingface(model):
         huggingface.register_caches(model)
@@ -278,11 +311,14 @@ def distribute(model: nn.Module, compiled: Compiled, request: Request, mesh: Dev
     if device.type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
     root = _root(model, compiled, request, mesh, device)
-    loaded = {}
-    for name, program in compiled.programs.items():
-        path, module = load_source(program.source, f"{program.class_name}_{name}")
-        loaded[name] = LoadedProgram(program, path, getattr(module, program.class_name))
-    return DistributedModule(root, mesh, device, compiled.plan, loaded, request.signature, compiled.seed)
+    loaded = {name: load(program, name) for name, program in compiled.programs.items()}
+    return DistributedModule(root, mesh, device, compiled.plan, loaded, request.signature, compiled.seed, other_sizes)
+
+
+def load(program: CompiledProgram, name: str) -> LoadedProgram:
+    """A program with its generated class."""
+    path, module = load_source(program.source, f"{program.class_name}_{name}")
+    return LoadedProgram(program, path, getattr(module, program.class_name))
 
 
 def _root(model: nn.Module, compiled: Compiled, request: Request, mesh: DeviceMesh, device: torch.device) -> Container:

@@ -83,12 +83,13 @@ def constrain(program: Program, constraints: Constraints, mesh: Mesh) -> Demands
 
 
 def stored_as(program: Program, layouts: Mapping[str, Layout]) -> Demands:
-    """The demand that parameters are stored as `layouts` say."""
+    """The demand that parameters are stored as `layouts` say: one demand for all, so that layers that are stored alike
+    stay alike."""
     placed: dict[Place, dict[int, Demand]] = {}
     for parameter in program.parameters:
         letters = enumerate(layouts[parameter.name])
         placed["stored", parameter.name] = {
-            axis: Demand(parameter.name, "stored", axis, letter, str(letter)) for axis, letter in letters
+            axis: Demand("*", "stored", axis, letter, str(letter)) for axis, letter in letters
         }
     return Demands(placed)
 

@@ -1,6 +1,6 @@
 """record: what was decided and lowered in, the program's part of the plan out."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from passes.cost.memory import MemoryUse
 from passes.cost.walk import Seconds
@@ -51,15 +51,23 @@ def find_decisions(problem: Problem, stage: Stage) -> Solution | str:
     unknown = set(stage.decisions) - set(problem.index)
     if unknown:
         return min(unknown)
-    groups = {(problem.nodes[edge.consumer].key, edge.operand): edge for edge in problem.edges}
-    again = set()
-    for use in stage.again:
-        if use not in groups:
-            return use[0]
-        edge = groups[use]
-        strategy = problem.nodes[edge.consumer].strategies[picks[edge.consumer]]
-        again.add((edge.group, strategy.operands[edge.operand]))
-    return Solution(tuple(picks), frozenset(again), 0.0, 0.0)
+    uses = {(problem.nodes[edge.consumer].key, edge.operand) for edge in problem.edges}
+    missing = [use for use in stage.again if use not in uses]
+    if missing:
+        return missing[0][0]
+    return Solution(tuple(picks), find_again(problem, picks, stage.again), 0.0, 0.0)
+
+
+def find_again(
+    problem: Problem, picks: Sequence[int], uses: Iterable[tuple[str, int]]
+) -> frozenset[tuple[int, Layout]]:
+    """The redistributions that are made again, by the uses (op, operand) that a plan names; others name none."""
+    wanted = set(uses)
+    return frozenset(
+        (edge.group, problem.nodes[edge.consumer].strategies[picks[edge.consumer]].operands[edge.operand])
+        for edge in problem.edges
+        if (problem.nodes[edge.consumer].key, edge.operand) in wanted
+    )
 
 
 def whole_ops(folded: Folded) -> tuple[str, ...]:

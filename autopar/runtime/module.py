@@ -1,7 +1,7 @@
 """The module that `parallelize` returns, and the bases of generated classes."""
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +18,7 @@ from autopar.runtime.random import Randomness
 from autopar.runtime.saving import saving
 from autopar.runtime.state import from_local, local_part, mesh_of, placements
 from passes.ir.errors import CaptureError, InputError
-from passes.ir.layout import I, Layout, local_shape
+from passes.ir.layout import I, Layout, Shape, fits, local_shape, whole_shape
 from passes.ir.leaves import input_leaves
 from passes.ir.plan import Plan
 from passes.ir.program import TensorType
@@ -141,6 +141,10 @@ class LoadedProgram:
     kind: type[Generated]
 
 
+# Makes the program called so for inputs of other shapes than planned; every rank calls it alike.
+OtherSizes = Callable[[str, Mapping[str, Shape]], LoadedProgram]
+
+
 class Container(nn.Module):
     """A part of the model: it holds parameters, buffers and parts under their names."""
 
@@ -163,7 +167,20 @@ def place(container: Container, name: str, tensor: Tensor, persistent: bool = Tr
 
 
 # Attributes of the module below.
-_OWN = ("_axes", "_device", "_loaded", "_mesh", "_plan", "_programs", "_random", "_shape", "_signature")
+_OWN = (
+    "_axes",
+    "_device",
+    "_loaded",
+    "_mesh",
+    "_other_sizes",
+    "_plan",
+    "_programs",
+    "_random",
+    "_root",
+    "_shape",
+    "_signature",
+    "_sized",
+)
 
 
 class DistributedModule(nn.Module):
@@ -171,8 +188,10 @@ class DistributedModule(nn.Module):
 
     Called with the global batch, the same on every rank, it returns what the model returns: scalars as plain tensors,
     equal on all ranks, other tensors as `DTensor` in the plan's layout. Parameters are `DTensor`s under the model's own
-    names.
+    names. The first call with other sizes than planned takes a moment: the plan is carried over to them.
     """
+
+    _root: Container
 
     def __init__(
         self,
@@ -183,6 +202,7 @@ class DistributedModule(nn.Module):
         programs: Mapping[str, LoadedProgram],
         signature: inspect.Signature,
         seed: int,
+        other_sizes: OtherSizes,
     ) -> None:
         super().__init__()
         taken = sorted(set(_OWN) & {*root._modules, *root._parameters, *root._buffers})
@@ -202,10 +222,11 @@ class DistributedModule(nn.Module):
         self._plan = plan
         self._random = Randomness(seed)
         self._loaded = dict(programs)
-        self._programs = {
-            name: (item.compiled, item.kind(root, axes, device, item.compiled.tensors, self._random))
-            for name, item in programs.items()
-        }
+        # The parts of the model are this module's own: the container is none of them.
+        object.__setattr__(self, "_root", root)
+        self._programs = {name: self._instance(item) for name, item in programs.items()}
+        self._other_sizes = other_sizes
+        self._sized: dict[tuple[object, ...], tuple[CompiledProgram, Generated]] = {}
         self.train("train" in programs)
 
     def train(self, mode: bool = True) -> "DistributedModule":
@@ -252,7 +273,8 @@ class DistributedModule(nn.Module):
         `batch` holds, by name, the part that `input_layouts` says; the result holds `DTensor`s of the whole batch:
         `dist_model(**dist_model.from_local(batch))`.
 
-        Raises InputError for a part of another shape or dtype than planned.
+        Parts of other sizes than planned are parts of a batch of other sizes, the same on every rank. Raises InputError
+        for a part of another dtype or number of dims than planned, and for one that the layout cannot have.
         """
         compiled, _ = self._program()
         planned = {item.name: item for item in compiled.inputs}
@@ -265,19 +287,24 @@ class DistributedModule(nn.Module):
                 whole.append(leaf)
                 continue
             assert isinstance(leaf, Tensor)
-            shape = local_shape(item.type.shape, item.layout, self._shape)
-            _check_tensor(name, leaf, TensorType(shape, item.type.dtype), "this rank's part of ")
-            whole.append(from_local(leaf.to(self._device), item.layout, item.type.shape, self._mesh, self._shape))
+            shape = whole_shape(tuple(leaf.shape), item.layout, self._shape)
+            if not _is_like(leaf, item.type) or not fits(shape, item.layout, self._shape):
+                part = local_shape(item.type.shape, item.layout, self._shape)
+                _check_tensor(name, leaf, TensorType(part, item.type.dtype), "this rank's part of ")
+            whole.append(from_local(leaf.to(self._device), item.layout, shape, self._mesh, self._shape))
         filled: dict[str, object] = pytree.tree_unflatten(whole, pytree.tree_structure(dict(batch)))
         return filled
 
     def forward(self, *args: object, **kwargs: object) -> object:
         """Run the plan on the global batch.
 
-        Raises InputError for a missing or additional argument, and for a tensor of another shape or dtype than planned.
+        Raises InputError for a missing or additional argument, for a tensor of another dtype or number of dims than
+        planned, and for sizes that the model cannot be traced for.
         """
         compiled, generated = self._program()
-        local_inputs = self._local_inputs(compiled, self._bind(args, kwargs))
+        given = self._given(compiled, self._bind(args, kwargs))
+        compiled, generated = self._at_sizes(compiled, generated, given)
+        local_inputs = [self._local_input(item, given[item.name]) for item in compiled.inputs]
         self._random.advance()
         if not compiled.differentiable:
             with torch.no_grad():
@@ -317,19 +344,38 @@ class DistributedModule(nn.Module):
             raise InputError(f"the model does not take these arguments: {error}") from None
         return dict(named_arguments(self._signature, bound))
 
-    def _local_inputs(self, compiled: CompiledProgram, batch: Mapping[str, object]) -> list[Tensor]:
-        """This rank's part of every input, in the order of the plan."""
+    def _instance(self, program: LoadedProgram) -> tuple[CompiledProgram, Generated]:
+        compiled = program.compiled
+        return compiled, program.kind(self._root, self._axes, self._device, compiled.tensors, self._random)
+
+    def _at_sizes(
+        self, compiled: CompiledProgram, generated: Generated, given: Mapping[str, object]
+    ) -> tuple[CompiledProgram, Generated]:
+        """The program for the sizes of the inputs, made where it is not there yet."""
+        shapes = {}
+        for item in compiled.inputs:
+            leaf = given[item.name]
+            if not isinstance(leaf, Tensor) or not _is_like(leaf, item.type):
+                # What is wrong with it is said later.
+                return compiled, generated
+            shapes[item.name] = tuple(leaf.shape)
+        if all(shapes[item.name] == item.type.shape for item in compiled.inputs):
+            return compiled, generated
+        key = (self._mode(), *shapes.values())
+        if key not in self._sized:
+            self._sized[key] = self._instance(self._other_sizes(self._mode(), shapes))
+        return self._sized[key]
+
+    def _given(self, compiled: CompiledProgram, batch: Mapping[str, object]) -> dict[str, object]:
+        """The planned tensors of a call by name."""
         planned = {item.name: item for item in compiled.inputs}
         leaves = input_leaves({name: value for name, value in batch.items() if value is not None or name in planned})
         _check_names([name for name, _ in leaves], planned, compiled.constants)
         self._check_left_out([name for name, _ in leaves], compiled)
-        found: dict[str, Tensor] = {}
         for name, leaf in leaves:
-            if name in planned:
-                found[name] = self._local_input(planned[name], leaf)
-            elif isinstance(leaf, Tensor) or leaf != compiled.constants[name]:
+            if name not in planned and (isinstance(leaf, Tensor) or leaf != compiled.constants[name]):
                 raise InputError(f"{name} is {leaf!r}, but was planned as {compiled.constants[name]!r}: plan again")
-        return [found[item.name] for item in compiled.inputs]
+        return {name: leaf for name, leaf in leaves if name in planned}
 
     def _check_left_out(self, given: Sequence[str], compiled: CompiledProgram) -> None:
         """Raise where leaving out an argument would mean another value than the one that was planned."""
@@ -409,6 +455,11 @@ def _check_names(given: Sequence[str], planned: Mapping[str, object], constants:
 
 def _listed(names: Sequence[str]) -> str:
     return ("argument " if len(names) == 1 else "arguments ") + ", ".join(names)
+
+
+def _is_like(tensor: Tensor, planned: TensorType) -> bool:
+    """Whether a tensor differs from a planned one in sizes at most."""
+    return tensor.dtype == planned.dtype and tensor.dim() == len(planned.shape)
 
 
 def _check_tensor(name: str, tensor: Tensor, planned: TensorType, what: str) -> None:
