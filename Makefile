@@ -6,7 +6,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test bench lint types format clean
+.PHONY: demo test bench coverage lint types format clean
 
 demo: $(STAMP)
 	OMP_NUM_THREADS=1 $(RUN) -m torch.distributed.run --standalone --nproc-per-node 4 examples/train_llama.py
@@ -16,6 +16,9 @@ test: $(STAMP)
 
 bench: $(STAMP)
 	$(RUN) benchmarks/planning.py
+
+coverage: $(STAMP)
+	OMP_NUM_THREADS=1 $(RUN) benchmarks/coverage.py
 
 lint: $(STAMP)
 	$(RUN) -m ruff check .

@@ -1,7 +1,9 @@
 """What of the stock architectures is traced, split, and equal to itself: `python benchmarks/coverage.py [name ...]`.
 
-Every architecture has a process of its own with a time limit. Results are kept in build/coverage.json and hold for the
-sources they were measured with, so that a run can be continued. Writes docs/coverage.md from all that hold.
+Two measurements of each: in small, on gloo processes, against itself on one device; and in its default size with few
+layers, planned only, how much of the computation is left to each of four devices. Each has a process of its own with a
+time limit. Results are kept in build/coverage.json and hold for the sources that they were measured with, so that a run
+can be continued. docs/coverage.md is written from them at the end.
 """
 
 import argparse
@@ -16,7 +18,8 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,69 +29,116 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 
 import autopar  # noqa: E402
-from autopar.testing import compare  # noqa: E402
+from autopar.testing import RankError, compare  # noqa: E402
 from tests.architectures import ARCHITECTURES  # noqa: E402
 
 RESULTS = ROOT / "build" / "coverage.json"
-MESHES = ({"tp": 2}, {"tp": 4}, {"dp": 2, "tp": 2})
+DOCUMENT = ROOT / "docs" / "coverage.md"
+MESHES: Sequence[Mapping[str, int]] = ({"tp": 2}, {"tp": 4}, {"dp": 2, "tp": 2})
+FOUR: Sequence[Mapping[str, int]] = ({"tp": 4}, {"dp": 2, "tp": 2})
 OBJECTIVES = ("train", "infer")
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 SAMPLES = 4
-# Seconds that one architecture may take.
-LIMIT = 400.0
+LARGE_SAMPLES = 8
+# The part of the computation that each of four devices should be left with at most, and of how many architectures.
+AIM, OF = 0.30, 0.90
+# Seconds that one measurement may take.
+LIMIT = 600.0
+# More memory than any model here needs: what is asked is how far the computation is split.
+PLENTY = 1e15
+
+INTRODUCTION = """# Coverage
+
+Written by `make coverage`. What is measured:
+
+- **In small**: every architecture as a tiny model, in float64 (float32 where its operators have no other), in training
+  and inference, on gloo processes ({meshes}), against itself on one device: outputs, loss and every gradient. Equal is
+  a relative error of at most 1e-9 (1e-4 in float32).
+- **In its default size**, with two layers or four, in bfloat16, a batch of 8: the predicted seconds of computation of
+  each of four H100, on the better of tp 4 and dp 2 x tp 2, as a part of those of one. A quarter is perfect."""
 
 Result = dict[str, Any]
 
 
-def measure(name: str) -> Result:
-    """Trace, plan and compare one architecture."""
+def equality(name: str) -> Result:
+    """Trace, plan and compare one architecture in small."""
     one = ARCHITECTURES[name]
-    start = time.perf_counter()
-    found: Result = {"comparisons": {}}
-    try:
-        model, inputs = one.make(), one.inputs(SAMPLES)
-        plan = autopar.plan(model, MESHES[-1], inputs, cluster="ideal")
-    except Exception as error:
-        return {**found, "failed": one_line(error), "seconds": time.perf_counter() - start}
-    found["ops"] = sum(
+    model, inputs = one.make().to(one.dtype), cast(one.inputs(SAMPLES), one.dtype)
+    plan = autopar.plan(model, MESHES[-1], inputs, cluster="ideal")
+    found: Result = {"ops": operators(plan), "whole": list(plan.whole_ops), "comparisons": {}}
+    for mesh in MESHES:
+        for objective in OBJECTIVES:
+            try:
+                comparison = compare(model, mesh, inputs, one.dtype, objective=objective, cluster="ideal")
+            except Exception as error:
+                item: Result = {"failed": one_line(error)}
+            else:
+                tensor, off = comparison.worst
+                item = {"worst": tensor, "error": off}
+            found["comparisons"][f"{text(mesh)}, {objective}"] = item
+    return found
+
+
+def compute(name: str) -> Result:
+    """The predicted seconds of computation of one architecture in large, on one device and on each of four."""
+    one = ARCHITECTURES[name]
+    assert one.large is not None
+    model, inputs = one.large(LARGE_SAMPLES)
+    model, inputs = model.to(torch.bfloat16), cast(inputs, torch.bfloat16)
+    found: Result = {"seconds on": {}}
+    for mesh in ({"one": 1}, *FOUR):
+        plan = autopar.plan(model, mesh, inputs, cluster="h100", memory_limit=PLENTY)
+        spent = plan.programs["train"].seconds
+        found["seconds on"][text(mesh)] = spent["forward compute"] + spent["backward compute"]
+        found["whole"] = list(plan.whole_ops)
+    return found
+
+
+MEASUREMENTS: Mapping[str, Callable[[str], Result]] = {"equality": equality, "compute": compute}
+
+
+def cast(inputs: Mapping[str, object], dtype: torch.dtype) -> dict[str, object]:
+    """Floating tensors in `dtype`."""
+    return {
+        name: leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
+        for name, leaf in inputs.items()
+    }
+
+
+def text(mesh: Mapping[str, int]) -> str:
+    """A mesh in a few letters."""
+    return " x ".join(f"{axis} {size}" for axis, size in mesh.items())
+
+
+def operators(plan: autopar.Plan) -> int:
+    """Operators that a program runs."""
+    return sum(
         block.count * sum(row.kind == "op" for row in block.rows)
         for stage in plan.programs["train"].stages
         for block in stage.blocks
     )
-    found["whole"] = list(plan.whole_ops)
-    for mesh in MESHES:
-        for objective in OBJECTIVES:
-            what = f"{' x '.join(f'{axis} {size}' for axis, size in mesh.items())}, {objective}"
-            try:
-                comparison = compare(model, mesh, inputs, one.dtype, objective=objective, cluster="ideal")
-            except Exception as error:
-                found["comparisons"][what] = {"failed": one_line(error)}
-            else:
-                tensor, error = comparison.worst
-                found["comparisons"][what] = {"worst": tensor, "error": error}
-    return {**found, "seconds": time.perf_counter() - start}
 
 
 def one_line(error: Exception) -> str:
     """What an error says, in a line; of what ranks say the first error."""
-    text = str(error)
-    if isinstance(error, autopar.testing.RankError):
+    said = f"{type(error).__name__}: {error}"
+    if isinstance(error, RankError):
         # A rank says its traceback, at whose end is the error.
-        said = re.findall(r"^\w[\w.]*(?:Error|Exception|Warning|Interrupt)\b.*(?:\n(?!rank).*)?", text, re.MULTILINE)
-        text = said[0] if said else text
-        return " ".join(text.split())[:300]
-    return " ".join(f"{type(error).__name__}: {text}".split())[:300]
+        errors = re.findall(r"^\w[\w.]*(?:Error|Exception|Interrupt)\b.*(?:\n(?!rank).*)?", str(error), re.MULTILINE)
+        said = errors[0] if errors else said
+    return " ".join(said.split())[:300]
 
 
-def in_process(name: str) -> Result:
-    """Measure one architecture in a process of its own."""
-    command = [sys.executable, __file__, "--one", name]
-    start = time.perf_counter()
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+def in_process(measurement: str, name: str) -> Result:
+    """Measure in a process of its own."""
+    command = [sys.executable, __file__, "--one", measurement, name]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
     try:
         out, said = process.communicate(timeout=LIMIT)
     except subprocess.TimeoutExpired:
-        out, said = "", f"it took longer than {LIMIT:.0f} s"
+        out, said = "", f"takes longer than {LIMIT:.0f} s"
     finally:
         # Whatever the process started ends with it.
         with contextlib.suppress(ProcessLookupError):
@@ -96,9 +146,18 @@ def in_process(name: str) -> Result:
         process.wait()
     lines = out.strip().splitlines()
     if process.returncode == 0 and lines:
-        return json.loads(lines[-1])
+        found: Result = json.loads(lines[-1])
+        return found
     last = said.strip().splitlines()[-1:] or [f"exit code {process.returncode}"]
-    return {"comparisons": {}, "failed": last[0][:300], "seconds": time.perf_counter() - start}
+    return {"failed": last[0][:300]}
+
+
+def measured(measurement: str, name: str) -> Result:
+    """A result, or why there is none."""
+    try:
+        return MEASUREMENTS[measurement](name)
+    except Exception as error:
+        return {"failed": one_line(error)}
 
 
 def sources() -> str:
@@ -109,52 +168,166 @@ def sources() -> str:
     return digest.hexdigest()[:16]
 
 
-def problems(name: str, result: Result) -> list[tuple[str, str]]:
-    """What is not as it should be: the phase and a line on it."""
+def problems(name: str, result: Result) -> Iterator[tuple[str, str]]:
+    """What is not equal in small: where, and a line on it."""
     if "failed" in result:
-        return [("trace or plan", result["failed"])]
-    found = []
+        yield "trace or plan", result["failed"]
     allowed = TOLERANCE[ARCHITECTURES[name].dtype]
-    for what, item in result["comparisons"].items():
+    for where, item in result.get("comparisons", {}).items():
         if "failed" in item:
-            found.append((what, item["failed"]))
+            yield where, item["failed"]
         elif not item["error"] <= allowed:
-            found.append((what, f"NOT EQUAL: {item['worst']} has relative error {item['error']:.2e}"))
-    return found
+            yield where, f"NOT EQUAL: {item['worst']} has relative error {item['error']:.2e}"
 
 
-def read() -> dict[str, Result]:
-    """Results of earlier runs."""
-    return json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+def share(result: Result) -> float | None:
+    """The part of the computation that each of four devices is left with, on the better of the meshes."""
+    spent = result.get("seconds on", {})
+    return min(spent[text(mesh)] for mesh in FOUR) / spent["one 1"] if spent else None
+
+
+def read() -> dict[str, dict[str, Result]]:
+    """Results of earlier runs, by measurement and architecture."""
+    return json.loads(RESULTS.read_text()) if RESULTS.exists() else {name: {} for name in MEASUREMENTS}
+
+
+def run(names: Iterable[str], measurements: Iterable[str], again: bool) -> None:
+    """Measure what has no result that holds."""
+    state = sources()
+    for measurement in measurements:
+        for name in names:
+            known = read()[measurement].get(name, {})
+            if (known.get("sources") == state and not again) or (
+                measurement == "compute" and ARCHITECTURES[name].large is None
+            ):
+                continue
+            start = time.perf_counter()
+            result = in_process(measurement, name)
+            result |= {"sources": state, "seconds": round(time.perf_counter() - start, 1)}
+            results = read()
+            results[measurement][name] = result
+            RESULTS.parent.mkdir(exist_ok=True)
+            RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+            print(f"{measurement} of {name}: {verdict(measurement, name, result)}, {result['seconds']} s", flush=True)
+            if measurement == "equality":
+                for where, line in problems(name, result):
+                    print(f"    {where}: {line}", flush=True)
+
+
+def verdict(measurement: str, name: str, result: Result) -> str:
+    """A result in a few words."""
+    if "failed" in result:
+        return f"failed: {result['failed']}"
+    whole = f"{len(result['whole'])} ops whole"
+    if measurement == "compute":
+        return f"{share(result):.0%}, {whole}"
+    return f"{'not ' if list(problems(name, result)) else ''}equal, {result['ops']} ops, {whole}"
+
+
+def document(results: Mapping[str, Mapping[str, Result]]) -> Iterator[str]:
+    """The lines of docs/coverage.md."""
+    equal = {name: result for name, result in results["equality"].items() if name in ARCHITECTURES}
+    large = {name: result for name, result in results["compute"].items() if name in ARCHITECTURES}
+    right = [name for name, result in equal.items() if not list(problems(name, result))]
+    traced = [name for name, result in equal.items() if "failed" not in result]
+    unsplit = [name for name in traced if equal[name]["whole"]]
+    shares = {name: found for name, result in large.items() if (found := share(result)) is not None}
+    low = [name for name, found in shares.items() if found <= AIM]
+    compared = sum(len(equal[name]["comparisons"]) for name in traced)
+    fine = compared - sum(len(list(problems(name, equal[name]))) for name in traced)
+    yield from INTRODUCTION.format(meshes=", ".join(text(mesh) for mesh in MESHES)).splitlines()
+    yield ""
+    yield "| | |"
+    yield "|---|---|"
+    yield f"| architectures | {len(equal)} |"
+    yield f"| traced and planned | {len(traced)} |"
+    yield f"| equal in all comparisons | {len(right)} |"
+    yield f"| comparisons, and equal ones | {compared}, {fine} |"
+    yield f"| all operators have a rule | {len(traced) - len(unsplit)} |"
+    if shares:
+        yield f"| planned in default size | {len(shares)} |"
+        part = f"{len(low)} ({len(low) / len(shares):.0%}; aim: {OF:.0%})"
+        yield f"| of these at most {AIM:.0%} of the computation on each of four devices | {part} |"
+    for title, extra in (("Architectures that must work", False), ("More architectures", True)):
+        yield ""
+        yield f"## {title}"
+        yield ""
+        yield "| architecture | operators | without a rule | equal | worst error | computation on each of four |"
+        yield "|---|---|---|---|---|---|"
+        for name, one in ARCHITECTURES.items():
+            if one.extra == extra and name in equal:
+                yield row(name, equal[name], large.get(name, {}))
+    failing = {name: list(problems(name, result)) for name, result in equal.items() if name not in right}
+    if failing:
+        yield ""
+        yield "## What fails"
+        yield ""
+        for name, found in failing.items():
+            for line, places in grouped(found).items():
+                yield f"- **{name}** ({'; '.join(places)}): {escaped(line)}"
+    beyond = {name: found for name, found in shares.items() if found > AIM}
+    unplanned = {name: result["failed"] for name, result in large.items() if "failed" in result}
+    if beyond or unplanned:
+        yield ""
+        yield f"## More than {AIM:.0%} of the computation on each of four devices"
+        yield ""
+        for name, found in sorted(beyond.items(), key=lambda item: -item[1]):
+            yield f"- **{name}**, {found:.0%}: {reason(large[name])}"
+        for name, line in unplanned.items():
+            yield f"- **{name}** is not planned in its default size: {escaped(line)}"
+
+
+def row(name: str, small: Result, large: Result) -> str:
+    """One architecture."""
+    found = share(large)
+    left = "" if found is None else f"{found:.0%}"
+    if "failed" in small:
+        return f"| {name} | | | no | | {left} |"
+    comparisons = small["comparisons"]
+    good = len(comparisons) - len(list(problems(name, small)))
+    worst = max((item["error"] for item in comparisons.values() if "error" in item), default=float("nan"))
+    counts = Counter(re.sub(r"\.\d+$", "", key.rpartition("/")[2]) for key in small["whole"])
+    whole = ", ".join(f"{count} {op}" for op, count in counts.items())
+    return f"| {name} | {small['ops']} | {whole} | {good} of {len(comparisons)} | {worst:.0e} | {left} |"
+
+
+def grouped(found: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
+    """Places by what is wrong there."""
+    lines: dict[str, list[str]] = {}
+    for where, line in found:
+        lines.setdefault(line, []).append(where)
+    return lines
+
+
+def reason(result: Result) -> str:
+    """Why the computation is not split further, as far as operators without a rule are the reason."""
+    counts = Counter(re.sub(r"\.\d+$", "", key.rpartition("/")[2]) for key in result["whole"])
+    if counts:
+        return "computed whole for want of a rule: " + ", ".join(f"{count} {op}" for op, count in counts.items())
+    return "every operator has a rule"
+
+
+def escaped(line: str) -> str:
+    """A line that Markdown leaves as it is."""
+    return re.sub(r"([*_<>|\[\]])", r"\\\1", line)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure what has no result yet."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="*", help="architectures; all by default")
-    parser.add_argument("--one", metavar="NAME", help="measure this one in this process, and print JSON")
+    """Measure, and write the document."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="name", help="architectures; all by default")
+    parser.add_argument("--only", choices=MEASUREMENTS, help="one of the measurements")
     parser.add_argument("--again", action="store_true", help="measure also what has a result")
+    parser.add_argument("--one", choices=MEASUREMENTS, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.one:
+        # What is measured is printed as JSON for the process that started this one.
         warnings.simplefilter("ignore")
         logging.disable(logging.WARNING)
-        print(json.dumps(measure(options.one)))
+        print(json.dumps(measured(options.one, options.names[0])))
         return
-    state = sources()
-    for name in options.names or ARCHITECTURES:
-        results = read()
-        if not options.again and results.get(name, {}).get("sources") == state:
-            continue
-        result = {**in_process(name), "sources": state}
-        results = read()
-        results[name] = result
-        RESULTS.parent.mkdir(exist_ok=True)
-        RESULTS.write_text(json.dumps(results, indent=1) + "\n")
-        wrong = problems(name, result)
-        whole = len(result.get("whole", ()))
-        print(f"{name:34}{result['seconds']:6.1f} s  {result.get('ops', 0):5} ops {whole:3} whole  {'equal' if not wrong else ''}", flush=True)
-        for phase, line in wrong:
-            print(f"    {phase}: {line}", flush=True)
+    run(options.names or list(ARCHITECTURES), [options.only] if options.only else MEASUREMENTS, options.again)
+    DOCUMENT.write_text("\n".join(document(read())) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

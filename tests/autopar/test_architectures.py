@@ -1,0 +1,58 @@
+"""Stock architectures on gloo ranks equal themselves on one device: outputs, loss and every gradient."""
+
+import fnmatch
+
+import pytest
+import torch
+
+from autopar.testing import LiftFloat32, compare
+from tests.architectures import ARCHITECTURES, Architecture
+from tests.autopar.comparing import MESHES, TOLERANCE
+
+SAMPLES = 4
+REQUIRED = [name for name, one in ARCHITECTURES.items() if not one.extra]
+EXTRA = [name for name, one in ARCHITECTURES.items() if one.extra]
+
+
+def hold(one: Architecture, mesh: str, objective: str) -> None:
+    """Compare, and hold against the tolerance of the architecture's dtype."""
+    comparison = compare(one.make(), MESHES[mesh], one.inputs(SAMPLES), one.dtype, objective=objective, cluster="ideal")
+    allowed = TOLERANCE if one.dtype == torch.float64 else 1e-4
+    assert comparison.worst[1] <= allowed, str(comparison)
+
+
+@pytest.mark.parametrize("name", [*REQUIRED, *(pytest.param(name, marks=pytest.mark.slow) for name in EXTRA)])
+def test_all_parameters_have_part_in_the_loss(name):
+    """The table itself: what is compared is not nothing, and not random."""
+    one = ARCHITECTURES[name]
+    model = one.make().to(one.dtype)
+    inputs = {
+        name: leaf.to(one.dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
+        for name, leaf in one.inputs(SAMPLES).items()
+    }
+    with LiftFloat32(one.dtype):
+        loss, again = (model(**inputs)["loss"] for _ in range(2))
+    assert torch.isfinite(loss)
+    assert loss == again
+    loss.backward()
+    without = {name for name, item in model.named_parameters() if item.requires_grad and item.grad is None}
+    assert without == {name for name in without if any(fnmatch.fnmatch(name, pattern) for pattern in one.unused)}
+
+
+@pytest.mark.parametrize("name", REQUIRED)
+def test_training(name):
+    hold(ARCHITECTURES[name], "2x2", "train")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("mesh", "objective"), [("4", "train"), ("2x2", "infer"), ("4", "infer")])
+@pytest.mark.parametrize("name", REQUIRED)
+def test_other_meshes_and_inference(name, mesh, objective):
+    hold(ARCHITECTURES[name], mesh, objective)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("mesh", "objective"), [("2x2", "train"), ("4", "train"), ("2x2", "infer")])
+@pytest.mark.parametrize("name", EXTRA)
+def test_extra(name, mesh, objective):
+    hold(ARCHITECTURES[name], mesh, objective)
