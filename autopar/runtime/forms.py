@@ -67,15 +67,13 @@ def with_halo(x: Tensor, dim: int, *, before: int, after: int, digits: Digits, v
     edges = torch.cat([x.narrow(dim, 0, after), x.narrow(dim, size - before, before)], dim)
     every = _everywhere(edges, dim, digits)
     width = before + after
-    parts = [x]
-    if before:
-        first = x.narrow(dim, 0, before)
-        place = (rank - 1) * width + after
-        parts.insert(0, every.narrow(dim, place, before) if rank else torch.full_like(first, value))
-    if after:
-        last = x.narrow(dim, 0, after)
-        parts.append(every.narrow(dim, (rank + 1) * width, after) if rank + 1 < count else torch.full_like(last, value))
-    return torch.cat(parts, dim)
+
+    def neighbour(number: int, start: int, length: int) -> Tensor:
+        # Also where there is none something is read, and put out of sight: all ranks must gather in backward too.
+        read = every.narrow(dim, number % count * width + start, length)
+        return read if 0 <= number < count else read.masked_fill(torch.ones_like(read, dtype=torch.bool), value)
+
+    return torch.cat([neighbour(rank - 1, after, before), x, neighbour(rank + 1, 0, after)], dim)
 
 
 def split_cumsum(x: Tensor, dim: int, *, digits: Digits, dtype: torch.dtype | None = None) -> Tensor:

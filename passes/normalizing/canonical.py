@@ -119,6 +119,44 @@ def _same_dtype(target: str) -> Rewrite:
     return rewrite
 
 
+def _of_two(target: str) -> Rewrite:
+    """max and min of two tensors."""
+
+    def rewrite(rewriter: Rewriter, op: Op) -> Argument:
+        if "other" not in op.arguments:
+            return KEEP
+        type = rewriter.types[op.results[0]]
+        return rewriter.write(op, target, type, op.arguments["self"], op.arguments["other"])
+
+    return rewrite
+
+
+def _adaptive_mean(rewriter: Rewriter, op: Op) -> Argument:
+    """Means over equal blocks."""
+    source, type = only(op), rewriter.types[op.results[0]]
+    given = rewriter.type(source)
+    rank = int(op.kind[-2])
+    free, before, after = given.shape[:-rank], given.shape[-rank:], type.shape[-rank:]
+    if any(size == 0 or made == 0 or size % made for size, made in zip(before, after, strict=True)):
+        return KEEP
+    blocks = tuple(part for size, made in zip(before, after, strict=True) for part in (made, size // made))
+    inner = tuple(len(free) + 2 * place + 1 for place in range(rank))
+    apart = rewriter.write(
+        op, "aten.reshape.default", TensorType((*free, *blocks), type.dtype), source, (*free, *blocks)
+    )
+    return rewriter.write(op, "aten.mean.dim", type, apart, inner)
+
+
+def _instance_norm(rewriter: Rewriter, op: Op) -> Argument:
+    """Each channel of each sample by itself: group norm with as many groups as channels."""
+    arguments = op.arguments
+    if not arguments["use_input_stats"] or arguments["running_mean"] is not None:
+        return KEEP
+    type = rewriter.types[op.results[0]]
+    given = (arguments["input"], type.shape[1], arguments["weight"], arguments["bias"], arguments["eps"])
+    return rewriter.write(op, "aten.group_norm.default", type, *given)
+
+
 def _addbmm(rewriter: Rewriter, op: Op) -> Argument:
     """baddbmm with plain factors: the product, and what is added."""
     if op.arguments["beta"] != 1 or op.arguments["alpha"] != 1:
@@ -171,4 +209,7 @@ _REWRITES: dict[str, Rewrite] = {
     "one_hot": _one_hot,
     "baddbmm": _addbmm,
     "true_divide": _same_dtype("aten.div.Tensor"),
+    **{kind: _of_two(f"aten.{kind}imum.default") for kind in ("max", "min")},
+    **{f"adaptive_avg_pool{rank}d": _adaptive_mean for rank in (1, 2, 3)},
+    "instance_norm": _instance_norm,
 }

@@ -90,6 +90,11 @@ class Body:
     inside: Callable[[Inside], tuple[Step, ...]] = _none
     share: Callable[[int], float] = _even
 
+    @property
+    def communicates(self) -> bool:
+        """Whether there are collectives inside."""
+        return self.inside is not _none
+
 
 BODIES: Mapping[str, Body] = {
     "mean": Body(),

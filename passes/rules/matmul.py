@@ -45,8 +45,6 @@ def linear(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
 @rule_for("addmm")
 def addmm(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
     """bias + rows in, in out -> rows out."""
-    if op.arguments["beta"] != 1 or op.arguments["alpha"] != 1:
-        return None
     bias, left, right = (types[name].shape for name in op.operands)
     inner = (Part("in", left[1]),)
     result: Dims = ((Part("d0", left[0]),), (Part("out", right[1]),))

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from passes.ir.program import Op, Ref, TensorType
+from passes.ir.program import Op, Ref, TensorType, has_gradient
 from passes.rules.parts import broadcast, factors, named
 from passes.rules.registry import rule_for
 from passes.rules.rule import Rule, Saved
@@ -93,18 +93,19 @@ TABLE: dict[str, Pointwise] = {
 def pointwise(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
     """Every dim may be split; sums pass where the op is linear."""
     spec = TABLE[op.kind]
-    if len(op.results) != 1 or op.arguments.get("rounding_mode") is not None or op.arguments.get("reduction"):
+    if len(op.results) != 1 or op.arguments.get("reduction"):
         return None
     result = types[op.results[0]].shape
     operands = tuple(broadcast(types[name].shape, result) for name in op.operands)
     dims = named(result)
     linear = {1: spec.linear_one, 2: spec.linear_two}.get(len(operands), ())
-    if not types[op.results[0]].dtype.is_floating_point or _starts_with_number(op):
+    rounded = op.arguments.get("rounding_mode") is not None
+    if not has_gradient(types[op.results[0]].dtype) or _starts_with_number(op) or rounded:
         linear = ()
     count = len(operands)
     saved = tuple(
         item
-        for item in spec.saved
+        for item in (() if rounded else spec.saved)
         if (item.result or item.index < count) and all(slot < count for slot in item.needed_by)
     )
     if op.kind == "pow" and not isinstance(op.arguments["self"], Ref):
@@ -135,5 +136,5 @@ def where(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
     result = types[op.results[0]].shape
     operands = tuple(broadcast(types[name].shape, result) for name in op.operands)
     dims = named(result)
-    linear = (frozenset({1, 2}),) if len(operands) == 3 else ()
+    linear = (frozenset({1, 2}),) if len(operands) == 3 and has_gradient(types[op.results[0]].dtype) else ()
     return Rule(factors(dims, *operands), operands, (dims,), linear=linear, saved=(Saved(0),))

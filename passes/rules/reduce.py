@@ -10,7 +10,7 @@ from passes.rules.rule import Factor, Part, Role, Rule, Saved
 
 def _reduced(op: Op, types: Mapping[str, TensorType], role: Role) -> Rule:
     operand = types[op.operands[0]].shape
-    reduced = dims_argument(op.arguments.get("dim"), len(operand))
+    reduced = dims_argument(op.arguments.get("dim"), len(operand)) if operand else ()
     dims = list(named(operand))
     for dim in reduced:
         dims[dim] = (Part(f"in{dim}", operand[dim]),) if operand[dim] != 1 else ()

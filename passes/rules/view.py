@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from math import prod
 
 from passes.ir.layout import Shape
-from passes.ir.program import Op, TensorType
+from passes.ir.program import Op, TensorType, has_gradient
 from passes.rules.parts import common_unit, dim_argument, dims_argument, factors, named, shapes, unit_parts
 from passes.rules.registry import rule_for
 from passes.rules.rule import Dims, Part, Role, Rule
@@ -13,9 +13,12 @@ _LINEAR = (frozenset({0}),)
 _WHOLE = {"whole": Role.WHOLE}
 
 
-def _view(operand: Dims, result: Dims, roles: Mapping[str, Role] | None = None) -> Rule:
+def _view(
+    op: Op, types: Mapping[str, TensorType], operand: Dims, result: Dims, roles: Mapping[str, Role] | None = None
+) -> Rule:
     found = factors(operand, result, roles=roles)
-    return Rule(found, (operand,), (result,), linear=_LINEAR, moves=False)
+    linear = _LINEAR if has_gradient(types[op.results[0]].dtype) else ()
+    return Rule(found, (operand,), (result,), linear=linear, moves=False)
 
 
 @rule_for("reshape")
@@ -31,12 +34,12 @@ def reshape(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
     def flat(shape: Shape) -> Dims:
         return tuple((Part("flat", size, prod(shape[:dim])),) if size != 1 else () for dim, size in enumerate(shape))
 
-    return _view(flat(operand), flat(result))
+    return _view(op, types, flat(operand), flat(result))
 
 
 def _permuted(op: Op, types: Mapping[str, TensorType], order: list[int]) -> Rule:
     operand = named(types[op.operands[0]].shape)
-    return _view(operand, tuple(operand[dim] for dim in order))
+    return _view(op, types, operand, tuple(operand[dim] for dim in order))
 
 
 @rule_for("transpose")
@@ -45,7 +48,8 @@ def transpose(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
     rank = len(types[op.operands[0]].shape)
     first, second = (dim_argument(op.arguments[name], rank) for name in ("dim0", "dim1"))
     order = list(range(rank))
-    order[first], order[second] = second, first
+    if order:
+        order[first], order[second] = second, first
     return _permuted(op, types, order)
 
 
@@ -62,7 +66,7 @@ def expand(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
     operand, result = shapes((op.operands[0], op.results[0]), types)
     dims = named(result)
     offset = len(result) - len(operand)
-    return _view(tuple(dims[dim + offset] if size != 1 else () for dim, size in enumerate(operand)), dims)
+    return _view(op, types, tuple(dims[dim + offset] if size != 1 else () for dim, size in enumerate(operand)), dims)
 
 
 @rule_for("slice")
@@ -77,7 +81,7 @@ def slice_(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
     before, after = list(named(operand)), list(named(result))
     before[dim] = unit_parts(operand[dim], unit, "whole", f"d{dim}")
     after[dim] = unit_parts(result[dim], unit, "kept", f"d{dim}")
-    return _view(tuple(before), tuple(after), {"whole": Role.WHOLE, "kept": Role.WHOLE})
+    return _view(op, types, tuple(before), tuple(after), {"whole": Role.WHOLE, "kept": Role.WHOLE})
 
 
 @rule_for("select")
@@ -87,7 +91,7 @@ def select(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
     dim = dim_argument(op.arguments["dim"], len(operand))
     dims = list(named(operand))
     dims[dim] = (Part("whole", operand[dim]),)
-    return _view(tuple(dims), tuple(dims[:dim] + dims[dim + 1 :]), _WHOLE)
+    return _view(op, types, tuple(dims), tuple(dims[:dim] + dims[dim + 1 :]), _WHOLE)
 
 
 @rule_for("cat")
@@ -125,17 +129,19 @@ def stack(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
 
 @rule_for("pad", "constant_pad_nd")
 def pad(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
-    """Padded dims stay whole; a pending sum passes if zeros are added."""
-    if op.arguments.get("mode", "constant") != "constant":
-        return None
+    """Padded dims stay whole; a pending sum passes if zeros are added, or elements of the operand."""
     operand, result = shapes((op.operands[0], op.results[0]), types)
     before, after = list(named(operand)), list(named(result))
     roles = {}
+    amounts = op.arguments["pad"]
+    assert isinstance(amounts, tuple)
     for dim, (size, padded) in enumerate(zip(operand, result, strict=True)):
-        if size != padded:
+        place = 2 * (len(operand) - 1 - dim)
+        if any(amounts[place : place + 2]):
             before[dim], after[dim] = (Part(f"from{dim}", size),), (Part(f"to{dim}", padded),)
             roles.update({f"from{dim}": Role.WHOLE, f"to{dim}": Role.WHOLE})
-    zero = not op.arguments["value"] and types[op.results[0]].dtype.is_floating_point
+    exact = op.arguments.get("mode", "constant") != "constant" or not op.arguments["value"]
+    zero = exact and has_gradient(types[op.results[0]].dtype)
     tensors = tuple(before), tuple(after)
     found = factors(*tensors, roles=roles)
     return Rule(found, tensors[:1], tensors[1:], linear=_LINEAR if zero else ())
