@@ -8,7 +8,8 @@ from passes.ir.program import Argument, Input, Op, Parameter, Program, TensorTyp
 from passes.normalizing.attention import attention
 from passes.normalizing.losses import LOSSES
 from passes.normalizing.rewriter import KEEP, Rewrite, Rewriter
-from passes.normalizing.views import VIEWS, broadcast, integer, integers, only
+from passes.normalizing.views import VIEWS, integer, integers, only
+from passes.rules.parts import broadcast_shapes
 
 
 def canonical(program: Program) -> Program:
@@ -190,7 +191,7 @@ def _vectors(rewriter: Rewriter, op: Op) -> Argument:
         else rewriter.write(op, "aten.reshape.default", TensorType(wanted, rewriter.type(item).dtype), item, wanted)
         for item, shape, wanted in zip((left, right), shapes, (one, other), strict=True)
     ]  # fmt: skip
-    batch = broadcast(one[:-2], other[:-2])
+    batch = broadcast_shapes(one[:-2], other[:-2])
     shape = (*batch, one[-2], other[-1])
     product = rewriter.write(op, "aten.matmul.default", TensorType(shape, type.dtype), *operands)
     return rewriter.write(op, "aten.reshape.default", type, product, type.shape)

@@ -143,6 +143,9 @@ def _traced(op: Op, types: Mapping[str, TensorType], prefix: str) -> _Traced | N
             return ops, [cast(Argument, known[item]) for item in returned if isinstance(item, torch.fx.Node)], found
         elif node.op != "call_function":
             return None
+        elif isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
+            # What torch does in place within an operator it often hides from autograd.
+            return None
         elif not isinstance(node.target, torch._ops.OpOverload):
             sequence, index = node.args
             known[node] = cast("list[Ref]", known[cast(torch.fx.Node, sequence)])[cast(int, index)]

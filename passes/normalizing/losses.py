@@ -9,7 +9,7 @@ import torch
 
 from passes.ir.program import Argument, Op, TensorType
 from passes.normalizing.rewriter import KEEP, Rewrite, Rewriter
-from passes.normalizing.views import broadcast
+from passes.rules.parts import broadcast_shapes
 
 _NONE, _MEAN, _SUM = 0, 1, 2
 # Stands for the device that the program runs on.
@@ -56,7 +56,7 @@ def _elementwise(rewriter: Rewriter, op: Op) -> Argument:
         return KEEP
     loss = rewriter.types[op.results[0]]
     operands = [rewriter.types[name].shape for name in op.operands[:2]]
-    shape = tuple(broadcast(*operands))
+    shape = tuple(broadcast_shapes(*operands))
     each = rewriter.write(op, op.target, TensorType(shape, loss.dtype), **{**op.arguments, "reduction": _NONE})
     return rewriter.write(op, "aten.mean.default" if reduction == _MEAN else "aten.sum.default", loss, each)
 

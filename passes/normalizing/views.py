@@ -6,7 +6,6 @@ from typing import cast
 
 import torch
 
-from passes.ir.layout import Shape
 from passes.ir.program import Argument, Op, Ref, TensorType
 from passes.normalizing.constants import constant
 from passes.normalizing.in_place import moved_dims
@@ -28,13 +27,6 @@ def integers(value: Argument) -> tuple[int, ...]:
     """An argument that is a list of integers."""
     assert isinstance(value, tuple)
     return tuple(integer(item) for item in value)
-
-
-def broadcast(*shapes: Shape) -> Shape:
-    """The shape that all of `shapes` broadcast to."""
-    rank = max(map(len, shapes))
-    padded = [(1,) * (rank - len(shape)) + tuple(shape) for shape in shapes]
-    return tuple(next((size for size in sizes if size != 1), 1) for sizes in zip(*padded, strict=True))
 
 
 def same(rewriter: Rewriter, op: Op) -> Argument:

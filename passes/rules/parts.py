@@ -24,6 +24,13 @@ def broadcast(shape: Shape, result: Shape, prefix: str = "d") -> Dims:
     return tuple((Part(f"{prefix}{dim + offset}", size),) if size != 1 else () for dim, size in enumerate(shape))
 
 
+def broadcast_shapes(*shapes: Shape) -> Shape:
+    """The shape that all of `shapes` broadcast to."""
+    rank = max(map(len, shapes))
+    padded = [(1,) * (rank - len(shape)) + tuple(shape) for shape in shapes]
+    return tuple(next((size for size in sizes if size != 1), 1) for sizes in zip(*padded, strict=True))
+
+
 def factors(*tensors: Dims, roles: Mapping[str, Role] | None = None) -> dict[str, Factor]:
     """The factors that stand in `tensors`; those in `roles` have that role, the others are free."""
     roles = roles or {}

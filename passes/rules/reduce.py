@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from passes.ir.program import Op, TensorType
-from passes.rules.parts import dim_argument, dims_argument, factors, named, one
+from passes.rules.parts import broadcast, broadcast_shapes, dim_argument, dims_argument, factors, named, one
 from passes.rules.registry import rule_for
 from passes.rules.rule import Factor, Part, Role, Rule, Saved
 
@@ -59,6 +59,18 @@ def whole(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
     places = len(op.results) == 2 and op.kind in ("max", "min")
     kept = (Saved(1, result=True),) if places else _WHOLE[op.kind]
     return Rule(rule.factors, rule.operands, rule.results, saved=kept)
+
+
+@rule_for("cosine_similarity")
+def cosine_similarity(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
+    """What is multiplied and summed stays whole."""
+    shapes = [types[name].shape for name in op.operands]
+    wide = broadcast_shapes(*shapes)
+    dim = dim_argument(op.arguments["dim"], len(wide))
+    operands = tuple(broadcast(shape, wide) for shape in shapes)
+    result = (*named(wide)[:dim], *named(wide)[dim + 1 :])
+    found = factors(*operands, result, roles={f"d{dim}": Role.WHOLE})
+    return Rule(found, operands, (result,), saved=(Saved(0), Saved(1)))
 
 
 @rule_for("cumsum")

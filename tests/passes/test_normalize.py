@@ -8,8 +8,8 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from passes.ir.errors import CaptureError
-from passes.ir.program import Argument, Op, Program, Ref
 from tests.passes.helpers import Apply, captured, normalized, op_lines, printed
+from tests.passes.normalizing.running import run
 
 X = torch.arange(24.0).reshape(4, 6) / 7 - 1
 
@@ -78,20 +78,15 @@ def test_buffers_that_change_are_updates() -> None:
     ]
 
 
-@pytest.mark.parametrize("how", ["later view", "base"])
-def test_changes_seen_through_views_are_refused(how: str) -> None:
-    """A change of a tensor that is read through another view later is refused by the op's name."""
+def test_changes_through_what_may_be_a_copy_are_refused() -> None:
+    """Whether `reshape` copies depends on how its operand lies: a change of it is refused by the op's name."""
 
     def function(x: Tensor) -> Tensor:
         y = x * 2
-        z = y.view(-1)
-        if how == "base":
-            z.add_(1)
-            return y
-        y.add_(1)
-        return z
+        y.reshape(-1).add_(1)
+        return y
 
-    with pytest.raises(CaptureError, match=r"add_ at .*changes a view of a tensor that is used elsewhere"):
+    with pytest.raises(CaptureError, match=r"add_ at .*that reshape at .*write it without in-place"):
         lines_of(function)
 
 
@@ -211,26 +206,15 @@ class Dropping(nn.Module):
         return self.drop(x) + 1
 
 
-def test_dropout_in_training_is_refused_by_name() -> None:
-    """Where it stands, its p, and what to do."""
-    with pytest.raises(CaptureError, match=r"drop \(.*\) uses dropout with p = 0.1 in training.*set it to 0"):
-        normalized(Dropping(0.1), x=X)
+def test_dropout_that_is_on_stays() -> None:
+    """It draws its numbers where it stands."""
+    assert op_lines(normalized(Dropping(0.1), x=X))[0] == "%dropout = dropout(x, p=0.1, train=True)"
 
 
 @pytest.mark.parametrize(("p", "training"), [(0.0, True), (0.1, False)])
 def test_dropout_that_does_nothing_is_dropped(p: float, training: bool) -> None:
     """With p = 0, and in evaluation."""
     assert op_lines(normalized(Dropping(p), training, x=X)) == ["%add = add(x, other=1)"]
-
-
-def test_attention_dropout_is_refused() -> None:
-    """The same inside attention."""
-
-    def function(x: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(x, x, x, dropout_p=0.2)
-
-    with pytest.raises(CaptureError, match=r"uses attention dropout with p = 0.2 in training"):
-        lines_of(function, x=torch.ones(1, 1, 4, 4))
 
 
 # --- one way to write each thing ---
@@ -254,11 +238,9 @@ def test_mean_cross_entropy_is_a_sum_by_a_count(options: dict[str, float]) -> No
     ]
 
 
-@pytest.mark.parametrize(
-    "options", [{"reduction": "sum"}, {"weight": torch.ones(6)}], ids=lambda item: next(iter(item))
-)
+@pytest.mark.parametrize("options", [{"reduction": "sum"}, {"reduction": "none"}], ids=str)
 def test_other_cross_entropies_stay(options: dict[str, object]) -> None:
-    """A sum is one already; a weighted mean counts otherwise."""
+    """A sum is one already."""
 
     def function(x: Tensor, t: Tensor) -> Tensor:
         return F.cross_entropy(x, t, **options)  # type: ignore[arg-type]
@@ -361,29 +343,6 @@ def test_keys_name_ops_by_module() -> None:
 
 
 # --- the same function ---
-
-
-def run(program: Program, tensors: dict[str, Tensor]) -> tuple[dict[str, object], dict[str, Tensor]]:
-    """Run a program op by op: its outputs, and the new values of its buffers."""
-    values: dict[str, object] = {**tensors, **program.constants}
-
-    def concrete(argument: Argument) -> object:
-        if isinstance(argument, Ref):
-            return values[argument.name]
-        return [concrete(item) for item in argument] if isinstance(argument, tuple) else argument
-
-    for op in program.ops:
-        result = _call(op, {name: concrete(value) for name, value in op.arguments.items()})
-        values.update(zip(op.results, [result] if isinstance(result, Tensor) else result, strict=True))
-    outputs = {name: concrete(value) for name, value in zip(program.output_names, program.outputs, strict=True)}
-    updates = {update.buffer: values[update.value] for update in program.updates}
-    return outputs, updates  # type: ignore[return-value]
-
-
-def _call(op: Op, arguments: dict[str, object]) -> object:
-    positional = [arguments[item.name] for item in op.overload._schema.arguments if not item.kwarg_only]
-    named = {item.name: arguments[item.name] for item in op.overload._schema.arguments if item.kwarg_only}
-    return op.overload(*positional, **named)
 
 
 class Everything(nn.Module):
