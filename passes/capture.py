@@ -303,6 +303,7 @@ class _Builder:
         self.ops: list[Op] = []
         self.types: dict[str, TensorType] = {}
         self.taken: dict[str, int] = {}
+        self.copied: set[str] = set()
 
     def name(self, hint: str) -> str:
         """A new result name."""
@@ -364,6 +365,8 @@ class _Builder:
                     f"{target} {_source(node)} gives a {type(item).__name__} that depends on the data: "
                     "sizes and branches must not depend on the values of tensors"
                 )
+        if _copies(target, node):
+            self.copied.update(results)
         module, module_class = _module(node)
         self.ops.append(Op(str(target), arguments, tuple(results), module, module_class, _source(node)))
         references = [Ref(name) for name in results]
@@ -397,6 +400,17 @@ class _Builder:
 
         assert isinstance(outputs, (list, tuple))
         return [detached(value) for value in outputs]
+
+
+def _copies(target: torch._ops.OpOverload, node: torch.fx.Node) -> bool:
+    """Whether an op that may or may not share memory with its operand gave a copy of it."""
+    if not target._schema.arguments or target._schema.arguments[0].alias_info is None or not node.args:
+        return False
+    operand, result = node.args[0], node.meta.get("val")
+    before = operand.meta.get("val") if isinstance(operand, torch.fx.Node) else None
+    if not isinstance(before, torch.Tensor) or not isinstance(result, torch.Tensor):
+        return False
+    return bool(before.untyped_storage()._cdata != result.untyped_storage()._cdata)
 
 
 def _known(argument: torch.fx.node.Argument, known: Mapping[torch.fx.Node, object]) -> object:
@@ -522,6 +536,7 @@ def _program(
         _output_names(tree),
         tree,
         types,
+        copied=frozenset(builder.copied),
     )
 
 

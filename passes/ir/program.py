@@ -168,7 +168,8 @@ class Program:
     """A whole model in one mode.
 
     `outputs` are the leaves of what the model returns (references and plain values) and `output_tree` puts them
-    together again; `output_names` names each leaf. `types` has the type of every tensor.
+    together again; `output_names` names each leaf. `types` has the type of every tensor. `copied` are the results of
+    ops that give a view where they can, and here gave a copy.
     """
 
     inputs: tuple[Input, ...]
@@ -181,6 +182,7 @@ class Program:
     output_tree: TreeSpec
     types: Mapping[str, TensorType]
     updates: tuple[Update, ...] = ()
+    copied: frozenset[str] = frozenset()
 
     def __str__(self) -> str:
         lines = [f"input {item.name}: {item.type}" for item in self.inputs]

@@ -14,8 +14,6 @@ from passes.normalizing.rewriter import Rewriter
 
 # In-place ops whose other form is not called by their name without the underscore.
 _OTHER_NAMES = {"normal_": "normal_functional", "__iand__": "__and__", "__ior__": "__or__", "__ixor__": "__xor__"}
-# Ops that may or may not share memory with what they read.
-_MAY_COPY = {"reshape", "contiguous", "to", "flatten", "reshape_as", "type_as", "_reshape_alias"}
 
 
 def functional(program: Program) -> Program:
@@ -76,7 +74,8 @@ class _Functional:
                 for name in references(original.arguments[item.name]):
                     base = self.same.get(name, name)
                     for index, result in enumerate(original.results):
-                        self.views[result] = _View(original, index, base)
+                        if result not in self.program.copied:
+                            self.views[result] = _View(original, index, base)
 
     def root(self, name: str) -> str:
         """The tensor that owns the memory."""
@@ -127,7 +126,7 @@ class _Functional:
     def put_back(self, view: _View, value: Ref, op: Op) -> Ref:
         """The base of a view, with the view's elements replaced by `value`."""
         writer = _PUT_BACK.get(view.op.kind)
-        if writer is None or view.op.kind in _MAY_COPY:
+        if writer is None:
             raise CaptureError(
                 f"{op.kind} at {op.line} changes in place a tensor that {view.op.kind} at {view.op.line} made of one "
                 "that is used elsewhere: write it without in-place"
@@ -293,7 +292,11 @@ _ORDERS: dict[str, Callable[[Mapping[str, Argument], int], list[int]]] = {
 
 _PUT_BACK: dict[str, _Writer] = {
     **dict.fromkeys(
-        ("view", "unflatten", "squeeze", "unsqueeze", "view_as", "alias", "lift_fresh", "ravel"), _reshaped
+        (
+            *("view", "unflatten", "squeeze", "unsqueeze", "view_as", "alias", "lift_fresh", "ravel", "reshape"),
+            *("contiguous", "to", "flatten", "reshape_as", "type_as", "_reshape_alias"),
+        ),
+        _reshaped,
     ),
     **dict.fromkeys(_ORDERS, _moved),
     **dict.fromkeys(("split", "chunk", "split_with_sizes", "tensor_split"), _divided),

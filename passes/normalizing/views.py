@@ -286,6 +286,17 @@ def _filled(name: str) -> Rewrite:
     return rewrite
 
 
+def _filling(rewriter: Rewriter, op: Op) -> Argument:
+    """fill, zero: nothing is left of what was there."""
+    type, value = rewriter.types[op.results[0]], op.arguments.get("value", 0)
+    if not isinstance(value, Ref):
+        here = torch.device("cpu")
+        return rewriter.write(op, "aten.full.default", type, type.shape, value, dtype=type.dtype, device=here)
+    if rewriter.type(value).dtype != type.dtype:
+        value = rewriter.write(op, "aten.to.dtype", TensorType((), type.dtype), value, type.dtype)
+    return expanded(rewriter, op, value, type.shape)
+
+
 def _each(rewrite: Rewrite, *kinds: str) -> dict[str, Rewrite]:
     return dict.fromkeys(kinds, rewrite)
 
@@ -309,6 +320,7 @@ VIEWS: dict[str, Callable[[Rewriter, Op], Argument]] = {
     **_each(_cat, "cat", "concat", "concatenate"),
     **_each(_repeat, "repeat", "tile"),
     **_each(_stacked, "hstack", "vstack", "row_stack", "dstack", "column_stack"),
+    **_each(_filling, "fill", "zero"),
     "view": _view_dtype,
     "slice": _slice,
     "narrow": _narrow,

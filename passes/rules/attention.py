@@ -24,12 +24,13 @@ def attention(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
         return None
     if query[:-3] != key[:-3] or key[:-2] != value[:-2]:
         return None
-    batch = tuple(one(f"batch{dim}" if dim else "batch", size) for dim, size in enumerate(query[:-3]))
+    names = ["batch", *(f"batch{dim}" for dim in range(1, len(query)))]
+    batch = tuple(one(name, size) for name, size in zip(names, query[:-3], strict=False))
     shared: tuple[Part, ...] = ()
     own: tuple[Part, ...] = ()
     if len(query) > 2:
         heads, groups = key[-3], query[-3] // key[-3]
-        if heads * groups != query[-3] or (groups != 1 and not op.arguments["enable_gqa"]):
+        if heads * groups != query[-3] or (groups != 1 != heads and not op.arguments["enable_gqa"]):
             return None
         shared = one("heads", heads)
         own = (*shared, *one("groups", groups))

@@ -55,6 +55,18 @@ def _unbound(x: Tensor) -> Tensor:
     return y * rows[1] * x
 
 
+def _reshaped(x: Tensor) -> Tensor:
+    y = x * 1
+    y.reshape(-1)[3:7].mul_(2.0)
+    return y * y
+
+
+def _copied(x: Tensor) -> Tensor:
+    y = x * 1
+    y.t().reshape(-1).mul_(2.0)
+    return y * y
+
+
 def _diagonal(x: Tensor) -> Tensor:
     y = x[:, :4] * 1
     y.diagonal().fill_(2.0)
@@ -90,7 +102,9 @@ FORMS: dict[str, tuple[Function, Tensor, set[str]]] = {
     "a change through views": (_through_views, X, {"mul", "reshape", "transpose", "permute", "select", "slice", "cat"}),
     "changes of chunks": (_chunks, X, {"detach", "mul", "slice", "add", "cat", "sin"}),
     "changes of rows": (_unbound, X, {"detach", "mul", "select", "slice", "cat", "reshape"}),
-    "a change of a diagonal": (_diagonal, X, {"slice", "mul", "diagonal", "fill", "full_like", "diagonal_scatter"}),
+    "a change of a diagonal": (_diagonal, X, {"slice", "mul", "diagonal", "full", "diagonal_scatter", "full_like"}),
+    "a change through a reshape": (_reshaped, X, {"mul", "reshape", "slice", "cat"}),
+    "a change of a copy": (_copied, X, {"mul"}),
     "assignment by index": (_put, X, {"slice", "mul", "index_put"}),
     "steps": (_steps, X, {"reshape", "select", "mul"}),
     "repeat": (lambda x: x.repeat(2, 3, 2), X, {"reshape", "expand"}),
@@ -140,7 +154,7 @@ FORMS: dict[str, tuple[Function, Tensor, set[str]]] = {
         lambda x: F.triplet_margin_loss(x, x.roll(1, 0), x.roll(2, 0)),
         X,
         {"roll", "mul", "sum", "linalg_vector_norm", "clamp_min", "clamp", "div", "expand", "sqrt", "reshape",
-         "maximum", "detach"},
+         "maximum", "detach", "norm", "add", "sub", "mean"},
     ),
     "pixel shuffle": (lambda x: F.pixel_shuffle(x, 2), Y, {"pixel_shuffle", "reshape", "permute"}),
 }  # fmt: skip
