@@ -11,7 +11,7 @@ from passes.writing.scope import Scope
 
 def form(code: Scope, statement: Compute) -> str:
     """The call of a local form."""
-    return _WRITERS[statement.body](code, statement)
+    return WRITERS[statement.body](code, statement)
 
 
 def _digits(code: Scope, split: Split) -> str:
@@ -157,7 +157,7 @@ def _haloed_form(code: Scope, statement: Compute) -> str:
     return expression(code, changed, {operand: text})
 
 
-_WRITERS: dict[str, Callable[[Scope, Compute], str]] = {
+WRITERS: dict[str, Callable[[Scope, Compute], str]] = {
     "mean": _mean_form,
     "vocabulary_embedding": _embedding_form,
     "vocabulary_cross_entropy": _loss_form,
