@@ -505,7 +505,7 @@ def _attention(
 _RULED: dict[object, Callable[..., tuple[Call, tuple[Tensor | None, ...]] | None]] = {
     functional.linear: lambda x, weight, bias=None: (linear(), (x, weight, bias)),
     torch.addmm: lambda bias, left, right: (addmm(), (bias, left, right)),
-    Tensor.__matmul__: lambda left, right: (matmul(), (left, right)),
+    **dict.fromkeys((torch.matmul, Tensor.matmul, Tensor.__matmul__), lambda left, right: (matmul(), (left, right))),
     functional.embedding: lambda ids, weight, padding_idx=None, **_: (embedding(padding_idx), (ids, weight)),
     functional.cross_entropy: lambda logits, target, **options: (cross_entropy(**options), (logits, target)),
     functional.scaled_dot_product_attention: _attention,
