@@ -3,6 +3,9 @@
 import copy
 import inspect
 import io
+import pickle
+import traceback
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -17,8 +20,11 @@ from torch.utils import _pytree as pytree
 
 from autopar import huggingface
 from autopar.api import parallelize
+from autopar.build import compile_model, distribute, refuse_meta
 from autopar.ranks import RankError, run_ranks
-from autopar.request import OBJECTIVES
+from autopar.request import OBJECTIVES, Options, make_request
+from autopar.sizes import AnySizes
+from passes.cost.cluster import cluster_of_device
 
 __all__ = [
     "Comparison",
@@ -140,10 +146,37 @@ def compare(
     ranks = 1
     for size in mesh.values():
         ranks *= size
+    model, inputs = copy.deepcopy(model).to(dtype), _cast(inputs, dtype)
     stream = io.BytesIO()
-    torch.save((copy.deepcopy(model).to(dtype), _cast(inputs, dtype)), stream)
-    results = run_ranks(_compare_on_rank, ranks, stream.getvalue(), dict(mesh), dtype if lifted else None, options)
-    return results[0]
+    torch.save((model, inputs), stream)
+    lift = dtype if lifted else None
+    planned = _plan_here(model, mesh, inputs, lift, options)
+    return run_ranks(_compare_on_rank, ranks, stream.getvalue(), planned, dict(mesh), lift, options)[0]
+
+
+def _plan_here(
+    model: nn.Module,
+    mesh: Mapping[str, int],
+    inputs: Mapping[str, object],
+    lifted: torch.dtype | None,
+    options: Mapping[str, object],
+) -> bytes:
+    """What rank 0 would plan, pickled: this process has traced before, and keeps what that has loaded.
+
+    Raises RankError, as if it were rank 0.
+    """
+    try:
+        request = make_request(model, mesh, inputs, _options(options))
+        refuse_meta(model)
+        with _lifting(lifted):
+            return pickle.dumps(compile_model(model, request, both_modes=True))
+    except Exception as error:
+        raise RankError(f"rank 0: {traceback.format_exc()}") from error
+
+
+def _options(options: Mapping[str, object]) -> Options:
+    """Options of `parallelize` on CPUs."""
+    return Options(**{**options, "cluster": options.get("cluster") or cluster_of_device("cpu")})  # type: ignore[arg-type]
 
 
 def random_inputs(model: nn.Module, objective: str, batch: int, length: int = 16) -> dict[str, object]:
@@ -185,12 +218,23 @@ def _cast(inputs: Mapping[str, object], dtype: torch.dtype) -> dict[str, object]
 
 
 def _compare_on_rank(
-    payload: bytes, mesh: Mapping[str, int], lifted: torch.dtype | None, options: Mapping[str, object]
+    payload: bytes,
+    planned: bytes,
+    mesh: Mapping[str, int],
+    lifted: torch.dtype | None,
+    options: Mapping[str, object],
 ) -> Comparison:
     """What each rank does."""
     model, inputs = torch.load(io.BytesIO(payload), weights_only=False)
+    with warnings.catch_warnings():
+        # A tree's specification warns about its own parts when it is unpickled.
+        warnings.simplefilter("ignore", FutureWarning)
+        compiled = pickle.loads(planned)
     device_mesh = init_device_mesh("cpu", tuple(mesh.values()), mesh_dim_names=tuple(mesh))
-    return compare_on_mesh(model, device_mesh, inputs, lifted, **options)
+    request = make_request(model, device_mesh, inputs, _options(options))
+    any_sizes = AnySizes(model, compiled, request, device_mesh)
+    distributed = distribute(model, compiled, request, device_mesh, any_sizes)
+    return _compare(model, distributed, inputs, lifted, str(request.objective))
 
 
 def compare_on_mesh(
@@ -204,13 +248,23 @@ def compare_on_mesh(
 
     What the model casts to float32 is lifted to `lifted`. Gradients are left in the model.
     """
-    objective = options.get("objective", "train")
     with _lifting(lifted):
         distributed = parallelize(model, mesh, dict(inputs), **options)  # type: ignore[arg-type]
+    return _compare(model, distributed, inputs, lifted, str(options.get("objective", "train")))
+
+
+def _compare(
+    model: nn.Module,
+    distributed: nn.Module,
+    inputs: Mapping[str, object],
+    lifted: torch.dtype | None,
+    objective: str,
+) -> Comparison:
+    """Run a model and its distributed self on the same inputs."""
     settings: dict[str, object] = {}
     if huggingface.is_huggingface(model):
         huggingface.register_caches(model)
-        settings = huggingface.settings(model, inputs, str(objective))
+        settings = huggingface.settings(model, inputs, objective)
     model.train(objective == "train")
     with _lifting(lifted), torch.set_grad_enabled(objective == "train"):
         expected = model(**inputs, **settings)

@@ -1,7 +1,7 @@
 """What of the stock architectures is traced, split, and equal to itself: `python benchmarks/coverage.py [name ...]`.
 
 Two measurements of each: in small, on gloo processes, against itself on one device; and in its default size with few
-layers, planned only, how much of the computation is left to each of four devices. Each has a process of its own with a
+layers, planned only, how much of the computation is left to each of four devices. They run in another process, with a
 time limit. Results are kept in build/coverage.json and hold for the sources that they were measured with, so that a run
 can be continued. docs/coverage.md is written from them at the end.
 """
@@ -13,6 +13,7 @@ import json
 import logging
 import os
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -129,27 +130,56 @@ def one_line(error: Exception) -> str:
     return " ".join(said.split())[:300]
 
 
-def in_process(measurement: str, name: str) -> Result:
-    """Measure in a process of its own."""
-    command = [sys.executable, __file__, "--one", measurement, name]
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
-    try:
-        out, said = process.communicate(timeout=LIMIT)
-    except subprocess.TimeoutExpired:
-        out, said = "", f"takes longer than {LIMIT:.0f} s"
-    finally:
-        # Whatever the process started ends with it.
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-    lines = out.strip().splitlines()
-    if process.returncode == 0 and lines:
-        found: Result = json.loads(lines[-1])
-        return found
-    last = said.strip().splitlines()[-1:] or [f"exit code {process.returncode}"]
-    return {"failed": last[0][:300]}
+class Worker:
+    """A process that measures one architecture after another. It ends, and another is started, where one takes too
+    long or ends it."""
+
+    def __init__(self) -> None:
+        self.process: subprocess.Popen[str] | None = None
+
+    def __call__(self, measurement: str, name: str) -> Result:
+        """A result, or why there is none."""
+        process = self.process or subprocess.Popen(
+            [sys.executable, __file__, "--worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            start_new_session=True,
+        )
+        self.process = process
+        assert process.stdin is not None
+        assert process.stdout is not None
+        print(measurement, name, file=process.stdin, flush=True)
+        ready, _, _ = select.select([process.stdout], [], [], LIMIT)
+        line = process.stdout.readline() if ready else ""
+        if line:
+            found: Result = json.loads(line)
+            return found
+        self.end()
+        return {
+            "failed": f"it ended its process with {process.returncode}" if ready else f"it takes over {LIMIT:.0f} s"
+        }
+
+    def end(self) -> None:
+        """End the process, and whatever it started."""
+        if self.process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+            self.process = None
+
+
+def work() -> None:
+    """Measure what standard input says, and print it as JSON: what a worker does."""
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    answers = os.fdopen(os.dup(1), "w")
+    # What models print is no answer.
+    os.dup2(2, 1)
+    for line in sys.stdin:
+        measurement, name = line.split()
+        print(json.dumps(measured(measurement, name)), file=answers, flush=True)
 
 
 def measured(measurement: str, name: str) -> Result:
@@ -194,6 +224,7 @@ def read() -> dict[str, dict[str, Result]]:
 def run(names: Iterable[str], measurements: Iterable[str], again: bool) -> None:
     """Measure what has no result that holds."""
     state = sources()
+    worker = Worker()
     for measurement in measurements:
         for name in names:
             known = read()[measurement].get(name, {})
@@ -202,7 +233,7 @@ def run(names: Iterable[str], measurements: Iterable[str], again: bool) -> None:
             ):
                 continue
             start = time.perf_counter()
-            result = in_process(measurement, name)
+            result = worker(measurement, name)
             result |= {"sources": state, "seconds": round(time.perf_counter() - start, 1)}
             results = read()
             results[measurement][name] = result
@@ -212,6 +243,7 @@ def run(names: Iterable[str], measurements: Iterable[str], again: bool) -> None:
             if measurement == "equality":
                 for where, line in problems(name, result):
                     print(f"    {where}: {line}", flush=True)
+    worker.end()
 
 
 def verdict(measurement: str, name: str, result: Result) -> str:
@@ -318,13 +350,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("names", nargs="*", metavar="name", help="architectures; all by default")
     parser.add_argument("--only", choices=MEASUREMENTS, help="one of the measurements")
     parser.add_argument("--again", action="store_true", help="measure also what has a result")
-    parser.add_argument("--one", choices=MEASUREMENTS, help=argparse.SUPPRESS)
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
-    if options.one:
-        # What is measured is printed as JSON for the process that started this one.
-        warnings.simplefilter("ignore")
-        logging.disable(logging.WARNING)
-        print(json.dumps(measured(options.one, options.names[0])))
+    if options.worker:
+        work()
         return
     run(options.names or list(ARCHITECTURES), [options.only] if options.only else MEASUREMENTS, options.again)
     DOCUMENT.write_text("\n".join(document(read())) + "\n", encoding="utf-8")
