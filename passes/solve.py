@@ -81,10 +81,14 @@ def network_of(found: Arrays) -> Network:
 
 
 def optimal_labels(network: Network) -> tuple[dict[int, int], float]:
-    """The best label of every node that is left in `network`, which shrinks meanwhile, and a bound on its cost."""
+    """The best label of every node that is left in `network`, which shrinks meanwhile, and a bound on its cost.
+
+    After `PATIENCE` seconds it is the best that was found.
+    """
     best, chosen = np.inf, dict[int, int]()
     bound = -np.inf
     width = 16
+    deadline = time.monotonic() + PATIENCE
 
     def consider(picks: dict[int, int]) -> None:
         nonlocal best, chosen
@@ -95,10 +99,21 @@ def optimal_labels(network: Network) -> tuple[dict[int, int], float]:
     def labels() -> dict[int, int]:
         return {node: int(np.searchsorted(network.labels[node], chosen[node])) for node in network.costs}
 
+    def exactly(alive: dict[int, Flags]) -> float:
+        """Consider the best choice among the labels that are alive; a bound on all of these."""
+        try:
+            picks, _, reached = Program(network, alive, SCALE / best).solve(GAP, max(1.0, deadline - time.monotonic()))
+        except OutOfTimeError:
+            return bound
+        consider(picks)
+        return max(bound, reached)
+
     while True:
         bounds = Bounds(network)
         consider(bounds.decode())
         for _ in range(SWEEPS):
+            if time.monotonic() > deadline:
+                return labels(), min(bound, best)
             bounds.sweep(_a_little_more(best))
             consider(bounds.decode())
             bound = max(bound, bounds.bound)
@@ -113,8 +128,7 @@ def optimal_labels(network: Network) -> tuple[dict[int, int], float]:
             network.keep(node, np.flatnonzero(alive))
         whole = {node: np.ones(len(costs), dtype=bool) for node, costs in network.costs.items()}
         if network.size() <= SMALL:
-            picks, _, bound = Program(network, whole, SCALE / best).solve(GAP)
-            consider(picks)
+            bound = exactly(whole)
             return labels(), min(bound, best)
         if network.size() > 0.7 * before:
             kept = {}
@@ -122,8 +136,7 @@ def optimal_labels(network: Network) -> tuple[dict[int, int], float]:
                 kept[node] = np.zeros(len(score), dtype=bool)
                 kept[node][np.argsort(score, kind="stable")[:width]] = True
                 kept[node][labels()[node]] = True
-            picks, _, reached = Program(network, kept, SCALE / best).solve(GAP)
-            consider(picks)
+            reached = exactly(kept)
             if all(flags.all() for flags in kept.values()):
                 return labels(), min(reached, best)
             width *= 2
