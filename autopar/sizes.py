@@ -125,8 +125,10 @@ class _Planner:
             for dim, size in enumerate(item.type.shape)
             if shapes[item.name][dim] != size
         )
+        # Nothing is for many sizes that is shown a size of one.
+        symbols = {(argument, dim) for argument, dim in varying if shapes[argument][dim] > 1}
         try:
-            symbolic = capture_symbolic(model, request.inputs, tracing(model, request, name, self.device), varying)
+            symbolic = capture_symbolic(model, request.inputs, tracing(model, request, name, self.device), symbols)
             program = specialize(symbolic, shapes)
         except (CaptureError, InputError) as error:
             logger.info("no trace serves many sizes, so it is one for these alone: %s", error)
