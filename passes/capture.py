@@ -19,12 +19,15 @@ from unittest import mock
 
 import sympy
 import torch
+import torch.utils.checkpoint
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export.graph_signature import ConstantArgument, InputKind
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
+from passes import ops
+from passes.functions import known_of
 from passes.ir.errors import CaptureError
 from passes.ir.leaves import Inputs, input_leaves
 from passes.ir.program import (
@@ -91,7 +94,7 @@ def _traced(
     stack = contextlib.ExitStack()
     with stack:
         stack.enter_context(_mode(module, tracing.training))
-        stack.enter_context(_autograd_functions_refused())
+        stack.enter_context(_autograd_functions_written(tracing.gradients))
         stack.enter_context(tracing.context)
         if tracing.device is not None:
             stack.enter_context(_tensors_on(module, tracing.device))
@@ -119,20 +122,53 @@ def _mode(module: nn.Module, training: bool) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _autograd_functions_refused() -> Iterator[None]:
-    """`torch.export` keeps only the forward of an `autograd.Function`: its gradients would be silently wrong."""
+def _autograd_functions_written(gradients: bool) -> Iterator[None]:
+    """Calls of custom `autograd.Function`s become operators. `torch.export` itself would keep only their forward: with
+    `gradients` their gradients would be silently wrong."""
     original = torch.autograd.Function.apply
 
-    def apply(cls: type, /, *args: object, **kwargs: object) -> object:
-        if cls.__module__.split(".")[0] == "torch" and "checkpoint" not in cls.__module__:
+    def apply(cls: ops.Function, /, *args: object, **kwargs: object) -> object:
+        if cls is torch.utils.checkpoint.CheckpointFunction:
+            raise CaptureError(
+                f"{_calling_line()} checkpoints reentrantly, which a trace does not keep: pass use_reentrant=False"
+            )
+        if not gradients or ops.is_within() or cls.__module__.split(".")[0] == "torch":
             return original.__func__(cls, *args, **kwargs)  # type: ignore[attr-defined]
-        raise CaptureError(
-            f"{cls.__module__}.{cls.__qualname__} is a custom autograd.Function, whose backward a trace does not keep: "
-            "write it with plain operators"
-        )
+        try:
+            return _as_operator(cls, args, kwargs)
+        except CaptureError as error:
+            raise CaptureError(f"{_calling_line()}: {error}") from None
 
     with mock.patch.object(torch.autograd.Function, "apply", classmethod(apply)):
         yield
+
+
+def _as_operator(cls: ops.Function, args: Sequence[object], kwargs: Mapping[str, object]) -> object:
+    """What a function returns, by way of the operator that stands for it in a graph."""
+    call = ops.written(cls, args, kwargs)
+    versions = [tensor._version for tensor in call.tensors]
+    operator_of = ops.overload_for(2, drawn=False)
+    with ops.results_noted() as noted:
+        results = iter(operator_of(call.tensors, call.function, call.arguments, sizes=call.sizes))
+    if versions != [tensor._version for tensor in call.tensors]:
+        raise CaptureError(
+            f"the autograd.Function {cls.__qualname__} changes a tensor that it is given: write it without in-place"
+        )
+    returned = noted[-1]
+    if not isinstance(returned, tuple):
+        return next(results)
+    return tuple(next(results) if isinstance(item, torch.Tensor) else item for item in returned)
+
+
+def _calling_line() -> str:
+    """The line of the model that is being traced."""
+    frames = [frame for frame in traceback.extract_stack() if _is_models(frame)]
+    return f"{frames[-1].filename.rsplit('/', 1)[-1]}:{frames[-1].lineno}" if frames else "the model"
+
+
+def _is_models(frame: traceback.FrameSummary) -> bool:
+    """Whether a line of a traceback is not torch's or ours."""
+    return "/torch/" not in frame.filename and not frame.filename.startswith("<") and frame.filename != __file__
 
 
 @contextlib.contextmanager
@@ -230,11 +266,7 @@ def _export(module: nn.Module, example: Inputs, varying: Set[tuple[str, int]]) -
 
 def _model_line(error: BaseException) -> str:
     """The innermost line of a traceback that is not torch's or ours."""
-    frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if "/torch/" not in frame.filename and not frame.filename.startswith("<") and frame.filename != __file__
-    ]
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_models(frame)]
     return f" at {frames[-1].filename}:{frames[-1].lineno} ({frames[-1].line})" if frames else ""
 
 
@@ -352,6 +384,8 @@ class _Builder:
         for position, parameter in enumerate(target._schema.arguments):
             given = args[position] if position < len(args) else kwargs.get(parameter.name, parameter.default_value)
             arguments[parameter.name] = freeze(given)
+        if target == ops.overload_for(2, drawn=False):
+            target = _known_function(node, arguments)
         value = node.meta.get("val")
         values = list(value) if isinstance(value, (list, tuple)) else [value]
         results = []
@@ -374,6 +408,12 @@ class _Builder:
 
     def higher_order(self, node: torch.fx.Node, args: tuple[object, ...]) -> object:
         """Write the graph inside `torch.no_grad()` in place; what it returns has no gradient."""
+        if str(node.target) == "wrap_with_autocast" and args[2] is False:
+            # There is no autocast around the model that it could switch off.
+            inside, given = args[4], args[5:]
+            assert isinstance(inside, torch.fx.GraphModule)
+            places = [item for item in inside.graph.nodes if item.op == "placeholder"]
+            return self.graph(inside, dict(zip(places, given, strict=True)))
         if str(node.target) != "wrap_with_set_grad_enabled":
             raise CaptureError(
                 f"{node.target} {_source(node)} cannot be parallelized: "
@@ -400,6 +440,24 @@ class _Builder:
 
         assert isinstance(outputs, (list, tuple))
         return [detached(value) for value in outputs]
+
+
+def _known_function(node: torch.fx.Node, arguments: dict[str, Argument]) -> torch._ops.OpOverload:
+    """Put what is known of an autograd function into the arguments of its call; returns the overload to call."""
+    operands = [item.meta["val"] for item in cast(Sequence[torch.fx.Node], node.args[0])]
+    types = tuple(TensorType(tuple(map(_hint, operand.shape)), operand.dtype) for operand in operands)
+    sizes = tuple(_hint(item.meta["val"]) for item in cast(Sequence[torch.fx.Node], node.kwargs.get("sizes", ())))
+    try:
+        known = known_of(str(arguments["function"]), str(arguments["arguments"]), types, sizes)
+    except CaptureError as error:
+        raise CaptureError(f"{_source(node)}: {error}") from error
+    arguments.update(pointwise=known.pointwise, linear=known.linear)
+    return ops.overload_for(len(node.meta["val"]), drawn=known.drawn)
+
+
+def _hint(size: object) -> int:
+    """A size, or of one that varies what it is in the example."""
+    return int(size.node.hint) if isinstance(size, torch.SymInt) else cast(int, size)
 
 
 def _copies(target: torch._ops.OpOverload, node: torch.fx.Node) -> bool:

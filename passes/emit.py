@@ -4,6 +4,7 @@ The source reads as a person would write it: values are called after the modules
 statements says where in the model it stands, layouts stand as comments, collectives are spelled out.
 """
 
+import json
 import keyword
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -199,7 +200,7 @@ class _Code:
             return "self.device"
         if isinstance(argument, float) and (argument != argument or argument in (float("inf"), float("-inf"))):
             return f'float("{argument}")'
-        return f'"{argument}"' if isinstance(argument, str) else repr(argument)
+        return json.dumps(argument) if isinstance(argument, str) else repr(argument)
 
     def leaf(self, value: Argument, name: str) -> str:
         """What is returned; of a buffer that changes before that, what it was."""
@@ -391,11 +392,16 @@ def _class_name(loop: Loop, taken: set[str]) -> str:
 
 
 def _loop_name(index: int, loops: Sequence[Loop]) -> str:
-    owner = loops[index].region.name.removesuffix(".*").rsplit(".", 1)[-1]
+    owner = _owner(loops[index])
     name = identifier(owner or "copies")
-    same = [identifier(loop.region.name.removesuffix(".*").rsplit(".", 1)[-1]) for loop in loops]
+    same = [identifier(_owner(loop)) for loop in loops]
     alone = same.count(name) == 1 and name not in _ATTRIBUTES
     return name if alone else f"{name}_{index}"
+
+
+def _owner(loop: Loop) -> str:
+    """The list that a region is of, without the path to it."""
+    return loop.region.name.rpartition(".")[0].rsplit(".", 1)[-1]
 
 
 def _path(own: str, region: str, entries: int) -> str:

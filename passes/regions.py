@@ -86,6 +86,7 @@ class _Folder:
             self.users.setdefault(name, []).append(len(program.ops))
         self.signatures: dict[Hashable, int] = {}
         self.count = 0
+        self.named: set[str] = set()
 
     def items(self, start: int, stop: int, depth: int) -> list[Op | Region]:
         """Fold the ops [start, stop), whose module paths agree in their first `depth` parts."""
@@ -218,6 +219,15 @@ class _Folder:
                         found.setdefault((offset, index), [None] * len(units))[copy] = name
         return {place: tuple(names) for place, names in found.items()}
 
+    def region_name(self, units: Sequence[Sequence[_Segment]]) -> str:
+        """ "layers.*", or for a further region of the same list its entries: "layers.3-5"."""
+        owner = units[0][0].owner
+        if owner not in self.named:
+            self.named.add(owner)
+            return f"{owner}.*"
+        first, last = (segment.path.rsplit(".", 1)[-1] for segment in (units[0][0], units[-1][-1]))
+        return f"{owner}.{first}-{last}"
+
     def write(
         self,
         units: Sequence[Sequence[_Segment]],
@@ -227,8 +237,8 @@ class _Folder:
     ) -> Region:
         """The region itself: the ops of the first copy under names of the region's own."""
         period = len(units[0])
-        owner = units[0][0].owner
-        stars = [f"{owner}.*" if period == 1 else f"{owner}.*[{index}]" for index in range(period)]
+        name = self.region_name(units)
+        stars = [name if period == 1 else f"{name}[{index}]" for index in range(period)]
         body = self.ops[units[0][0].start : units[0][-1].stop]
         names: dict[str, Argument] = {}
         carries: list[Carry] = []
@@ -260,7 +270,7 @@ class _Folder:
                 key = star + op.key.removeprefix(segment.path)
                 ops.append(replace(op, arguments=arguments, module=module, key=key))
         return Region(
-            f"{owner}.*",
+            name,
             tuple(tuple(segment.path for segment in unit) for unit in units),
             tuple(ops),
             tuple(carries),

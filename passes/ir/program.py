@@ -339,6 +339,12 @@ def draws(op: Op) -> bool:
     return torch.Tag.nondeterministic_seeded in op.overload.tags
 
 
+def has_linear_gradients(op: Op) -> bool:
+    """Whether gradients may come to `op` in addends, as to all operators of torch: its own are linear in them. A custom
+    autograd function may do anything with its gradient, such as clip it; capture says what is known."""
+    return op.kind != "autograd_function" or op.arguments["linear"] is True
+
+
 @cache
 def find_overload(target: str) -> torch._ops.OpOverload:
     """The operator called `target`, such as "aten.linear.default"."""

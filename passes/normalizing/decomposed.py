@@ -69,7 +69,8 @@ def _parts(
     op: Op, types: Mapping[str, TensorType], known: Known, canonical: Callable[[Program], Program]
 ) -> Program | None:
     """What `op` is made of, as a program whose inputs stand for the operands; None if something in it is not known."""
-    if torch.Tag.nondeterministic_seeded in op.overload.tags:
+    if torch.Tag.nondeterministic_seeded in op.overload.tags or op.kind == "autograd_function":
+        # What an autograd function is made of has another backward.
         return None
     whole = _program(op, types)
     for _ in range(_DEEPEST):

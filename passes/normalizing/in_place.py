@@ -178,10 +178,11 @@ def _out_of_place(rewriter: Rewriter, op: Op) -> Ref:
     namespace, name, overload = op.target.split(".")
     target = f"{namespace}.{_OTHER_NAMES.get(name, name.rstrip('_'))}.{overload}"
     try:
-        find_overload(target)
+        schema = find_overload(target)._schema.arguments
     except AttributeError:
         raise CaptureError(f"{op.kind} at {op.line} works in place and has no other form: write it without") from None
-    return rewriter.write(op, target, type, **dict(op.arguments))
+    first, *rest = op.arguments.items()
+    return rewriter.write(op, target, type, **{schema[0].name: first[1]}, **dict(rest))
 
 
 # --- from a view back to what it views -------------------------------------------------------------------------------

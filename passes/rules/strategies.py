@@ -7,7 +7,7 @@ from math import prod
 from passes.ir.choices import Strategy
 from passes.ir.layout import I, Layout, Letter, R, fits
 from passes.ir.mesh import Mesh
-from passes.ir.program import Op, TensorType
+from passes.ir.program import Op, TensorType, has_linear_gradients
 from passes.rules.rule import Choice, Rule, parse_choice, passing, replicated, split
 
 Digit = tuple[str, int]
@@ -60,8 +60,8 @@ def op_strategies(subject: Subject, digits: Mapping[int, Sequence[Digit]], mesh:
     An op without a rule is computed whole on every rank. Of strategies that differ only in letters of tensors without
     a gradient one is kept: there R and I are the same.
     """
-    plain = [replicated(len(subject.operands), len(subject.results), letter) for letter in (I, R)]
-    plain = plain if subject.flows else plain[1:]
+    letters = ((I, R) if has_linear_gradients(subject.op) else (I,)) if subject.flows else (R,)
+    plain = [replicated(len(subject.operands), len(subject.results), letter) for letter in letters]
     found: dict[tuple[tuple[Layout, ...], tuple[Layout, ...]], Strategy] = {}
     for choices in _combinations(subject, plain, digits, mesh, ()):
         strategy = combine(subject, choices)

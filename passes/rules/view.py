@@ -99,7 +99,7 @@ def cat(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
     """The joined dim may be split within units that every operand has a whole number of."""
     operands = shapes(op.operands, types)
     result = types[op.results[0]].shape
-    if len({len(shape) for shape in operands}) != 1:
+    if len({len(shape) for shape in operands}) != 1 or prod(result) == 0:
         return None
     dim = dim_argument(op.arguments["dim"], len(result))
     unit = common_unit(*(shape[dim] for shape in operands))

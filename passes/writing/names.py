@@ -143,7 +143,7 @@ def hints(body: Body, returned: Mapping[str, str]) -> dict[str, str]:
     for module, values in leaving.items():
         leaf = module.rsplit(".", 1)[-1].partition("[")[0]
         for value in values:
-            if leaf == "*" or leaf.isdigit():
+            if leaf == "*" or leaf.replace("-", "").isdigit():
                 found[value] = "hidden"
             elif leaf and len(values) == 1:
                 found.setdefault(value, identifier(leaf))
