@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from autopar.ranks import run_ranks
 from autopar.runtime import vocabulary_cross_entropy
 from autopar.runtime.axis import axes_of
-from passes.rules.bodies import BODIES
+from passes.rules.bodies import BODIES, Inside
 
 
 class _Counting(TorchDispatchMode):
@@ -44,7 +44,8 @@ def _collectives(tokens: int, classes: int) -> tuple[list[tuple[str, tuple[int, 
 
 def test_collectives_of_the_cross_entropy() -> None:
     """What is priced is what runs: one all-reduce of a number per token for each statistic, and none backward."""
-    priced = BODIES["vocabulary_cross_entropy"].inside(0, ((6, 8), (6,)))
+    about = Inside(axis=0, ways=2, operands=((6, 8), (6,)), rows=(6,), dim=1, reach=(0, 0))
+    priced = BODIES["vocabulary_cross_entropy"].inside(about)
     for forward, backward in run_ranks(_collectives, 2, 6, 16):
         assert forward == [(step.collective, step.before) for step in priced]
         assert backward == sum(step.backward.moves for step in priced) == 0

@@ -1,0 +1,150 @@
+"""Calls of operators from PyTorch's op database, in normal form.
+
+The database (`torch.testing._internal.common_methods_invocations.op_db`) has calls of nearly every operator, but its
+sizes are 5 and 3 nearly everywhere. So a call gives only the form: overload, ranks, which dims are 1, broadcasts,
+keywords. `sizes.py` draws the sizes anew.
+"""
+
+import warnings
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from functools import cache
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from passes.ir.errors import CaptureError
+from passes.normalize import normalize
+from tests.passes.rules.normal import calls_in, traced
+from tests.passes.rules.samples import Sample
+from tests.passes.rules.sizes import alike, form
+
+# Entries of the database by kind, where more than those of its own name lead to it: the normal form writes these so.
+SOURCES: Mapping[str, tuple[str, ...]] = {
+    "_native_batch_norm_legit_functional": ("nn.functional.batch_norm",),
+    "_prelu_kernel": ("nn.functional.prelu",),
+    "cross_entropy_loss": ("nn.functional.cross_entropy",),
+    "expand": ("expand", "expand_as", "broadcast_to"),
+    "index": ("__getitem__", "take"),
+    "log_sigmoid": ("nn.functional.logsigmoid",),
+    "nll_loss_nd": ("nn.functional.nll_loss",),
+    "norm": ("nn.functional.pairwise_distance", "dist"),
+    "permute": ("permute", "t", "T", "transpose", "movedim", "swapaxes"),
+    "reshape": ("view", "flatten", "unflatten", "squeeze", "unsqueeze", "view_as", "reshape_as", "reshape"),
+    "select": ("select", "unbind", "__getitem__"),
+    "slice": ("slice", "split", "chunk", "narrow", "split_with_sizes", "tensor_split", "__getitem__"),
+    "to": ("to", "type_as", "float", "double", "long", "_to_copy"),
+    **{f"max_pool{rank}d_with_indices": (f"nn.functional.max_pool{rank}d",) for rank in (1, 2, 3)},
+    **{
+        f"{prefix}upsample_{name}": ("nn.functional.interpolate",)
+        for prefix in ("", "_")
+        for name in (
+            "nearest1d", "nearest2d", "nearest3d", "nearest_exact1d", "nearest_exact2d", "nearest_exact3d", "linear1d",
+            "bilinear2d", "trilinear3d", "bicubic2d",
+        )
+    },
+}  # fmt: skip
+
+# Operators that read outside of their operands, rather than raise, when these do not fit together.
+UNSAFE = ("ctc_loss",)
+
+# --- calls ----------------------------------------------------------------------------------------------------------
+
+
+@cache
+def _entries() -> Mapping[str, tuple[Any, ...]]:
+    """The entries of the database by every name that they have."""
+    from torch.testing._internal.common_methods_invocations import op_db
+
+    found: dict[str, list[Any]] = {}
+    for entry in op_db:
+        if entry.name.startswith(("masked.", "sparse.", "_refs.")):
+            continue
+        for name in {entry.name, entry.name.split(".")[-1], entry.aten_name} - {""}:
+            found.setdefault(name, []).append(entry)
+    for entry in op_db:
+        for alias in entry.aliases:
+            if alias.name not in found:
+                found[alias.name] = [entry]
+    return {name: tuple(entries) for name, entries in found.items()}
+
+
+def entries(kind: str) -> list[Any]:
+    """The entries of the database that lead to operators called `kind`."""
+    names = SOURCES.get(kind, (kind,)) if kind not in UNSAFE else ()
+    return list({id(entry): entry for name in names for entry in _entries().get(name, ())}.values())
+
+
+def _inputs(entry: Any) -> Iterator[Any]:
+    """The samples of an entry in float64, and a few for whole numbers and flags where it takes them."""
+    known = entry.supported_dtypes("cpu")
+    for dtype in (torch.float64, torch.int64, torch.bool):
+        if dtype in known:
+            gradients = dtype == torch.float64 and entry.supports_autograd
+            found = entry.sample_inputs(device="cpu", dtype=dtype, requires_grad=gradients)
+            most = 4 if torch.float64 in known and dtype != torch.float64 else None
+            yield from spread_over(found, lambda item: _features((item.input, item.args, item.kwargs)), most)
+
+
+Item = TypeVar("Item")
+
+
+def spread_over(items: Iterable[Item], features: Callable[[Item], Iterable[Hashable]], most: int | None) -> list[Item]:
+    """Up to `most` of `items` that together have as many features as can be had greedily; all of them for None."""
+    left = [(item, set(features(item))) for item in items]
+    if most is None or len(left) <= most:
+        return [item for item, _ in left]
+    chosen: list[Item] = []
+    seen: set[Hashable] = set()
+    while len(chosen) < most:
+        place = max(range(len(left)), key=lambda index: (len(left[index][1] - seen), -index))
+        item, found = left.pop(place)
+        chosen.append(item)
+        seen |= found
+    return chosen
+
+
+def _features(arguments: object) -> Iterator[Hashable]:
+    """What a call is like: each of its arguments, by the place it has."""
+    for path, leaf in pytree.tree_flatten_with_path(arguments)[0]:
+        tensor = (tuple(min(size, 2) for size in leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else ()
+        yield pytree.keystr(path), tensor or alike(leaf)
+
+
+@cache
+def calls(kind: str, traces: int | None) -> tuple[Sample, ...]:
+    """The calls of `kind` that the database leads to, one of each form; at most `traces` of its samples are traced."""
+    found: dict[Hashable, Sample] = {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        pairs = {
+            (entry.formatted_name, *_features((item.input, item.args, item.kwargs))): (entry, item)
+            for entry in entries(kind)
+            for item in _inputs(entry)
+        }
+        chosen = spread_over(pairs, lambda key: key[1:], traces)
+        for key in chosen:
+            entry, item = pairs[key]
+            for sample in _calls_of(entry, item, kind):
+                found.setdefault(form(sample), sample)
+    return tuple(found.values())
+
+
+def _calls_of(entry: Any, item: Any, kind: str) -> list[Sample]:
+    leaves, tree = pytree.tree_flatten((item.input, item.args, item.kwargs))
+    places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+
+    def function(*tensors: Tensor) -> object:
+        filled = list(leaves)
+        for place, tensor in zip(places, tensors, strict=True):
+            filled[place] = tensor
+        first, args, kwargs = pytree.tree_unflatten(filled, tree)
+        return entry.op(first, *args, **kwargs)
+
+    try:
+        program, values = traced(function, [leaves[place] for place in places])
+        return list(calls_in(program, values, kind)) or list(calls_in(normalize(program), values, kind))
+    except (CaptureError, RuntimeError, TypeError, ValueError, NotImplementedError):
+        # What does not trace or run never reaches a rule: changes of inputs, sizes that depend on data, sparse tensors.
+        return []

@@ -1,0 +1,119 @@
+"""Every rule against its operator in the forms of PyTorch's op database (`database.py`); sizes: `sizes.py`."""
+
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
+
+import pytest
+from torch import Tensor
+
+from passes.normalize import normalize
+from passes.rules import find_rule, registered
+from tests.passes.rules.checking import MESHES, Checking, assert_all_is_tried, splits
+from tests.passes.rules.database import calls, spread_over
+from tests.passes.rules.one_op import OneOp, one_op
+from tests.passes.rules.refused import REFUSED
+from tests.passes.rules.samples import Sample, samples
+from tests.passes.rules.sizes import redrawn, wide
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much is tried of each kind: samples of the database that are traced, forms, strategies on two axes, and
+    whether also with a gradient for some operands alone."""
+
+    traces: int | None
+    forms: int | None
+    strategies: int | None
+    gradients: bool
+
+
+FAST = Effort(8, 2, 6, False)
+ALL = Effort(None, None, None, True)
+
+
+def forms(kind: str, effort: Effort) -> list[Sample]:
+    """The forms of a kind that are checked; of fewer, those with many dims that are not 1."""
+    found = sorted(calls(kind, effort.traces), key=lambda sample: -min(wide(sample), 4))
+    return spread_over(found, _features, effort.forms)
+
+
+def _features(sample: Sample) -> Iterator[Hashable]:
+    yield sample.target
+    for place, value in enumerate((*sample.arguments, *sample.options.values())):
+        yield place, type(value), value.dim() if isinstance(value, Tensor) else None
+
+
+def problems(sample: Sample, effort: Effort, checking: Checking) -> Iterator[str]:
+    """What is wrong with the rule for one form; what communicates is left to `checking`."""
+    split: set[str] = set()
+    for mesh in MESHES if wide(sample) else MESHES[:1]:
+        for drawn in redrawn(sample, mesh.size):
+            one = one_op(drawn)
+            try:
+                split |= splits(one, mesh)
+                assert_all_is_tried(one, mesh)
+                checking.check(one, mesh)
+                for trainable in _some(one) if effort.gradients and mesh == MESHES[0] else ():
+                    checking.check(one_op(drawn, trainable), mesh)
+            except Exception as error:
+                yield f"{one.op} of {_types(one)} on {mesh}: {type(error).__name__}: {error}"
+                return
+    one = one_op(sample)
+    if wide(sample) and not split and not _listed(sample) and not (one.rule is None and _decomposed(one)):
+        yield f"{one.op} of {_types(one)} is not split: let the rule do so, or list it in refused.py and say why"
+
+
+def _types(one: OneOp) -> str:
+    return ", ".join(str(one.folded.types[name]) for name in one.op.operands)
+
+
+def _some(one: OneOp) -> Iterator[set[int]]:
+    """Sets of operands that have a gradient where others have none."""
+    able = [slot for slot, tensor in enumerate(one.operands) if tensor.requires_grad]
+    if len(able) > 1:
+        yield from ({slot} for slot in able)
+    yield set()
+
+
+def _decomposed(one: OneOp) -> bool:
+    """Whether a program has something else in place of the op, all of it with rules."""
+    program = normalize(one.folded.program)
+    return all(find_rule(op, program.types) is not None for op in program.ops)
+
+
+def _listed(sample: Sample) -> bool:
+    return any(refused.holds(sample) for refused in REFUSED if sample.kind in refused.kinds)
+
+
+def check_kind(kind: str, effort: Effort) -> list[str]:
+    """What is wrong with the rule of a kind, in all its forms."""
+    checking = Checking(effort.strategies)
+    found = [line for sample in forms(kind, effort) for line in problems(sample, effort, checking)]
+    return found + checking.finish()
+
+
+@pytest.mark.parametrize("kind", registered())
+def test_rule_in_some_forms(kind: str) -> None:
+    """A few forms of each kind, spread over overloads and ranks. A kind that the database lacks must have samples."""
+    assert forms(kind, FAST) or any(sample.kind == kind for sample in samples()), f"nothing checks the rule of {kind}"
+    found = check_kind(kind, FAST)
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", registered())
+def test_rule_in_every_form(kind: str) -> None:
+    """All forms and strategies."""
+    found = check_kind(kind, ALL)
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.slow
+def test_what_is_listed_as_refused_is_refused() -> None:
+    """No entry of the list is out of date."""
+    for refused in REFUSED:
+        for kind in refused.kinds:
+            found = [sample for sample in calls(kind, None) if refused.holds(sample) and wide(sample)]
+            assert found, (kind, refused.reason)
+            drawn = [one_op(call) for sample in found for call in redrawn(sample, 6)]
+            assert not any(splits(one, mesh) for one in drawn for mesh in MESHES[:2]), (kind, refused.reason)
