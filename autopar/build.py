@@ -34,7 +34,7 @@ from passes.candidates import Setting, candidates
 from passes.capture import Tracing, capture
 from passes.constrain import constrain, stored_as
 from passes.cost.memory import memory_use
-from passes.cost.walk import Optimizer, walk
+from passes.cost.walk import Optimizer, seconds_on_one, walk
 from passes.emit import Naming, emit
 from passes.ir.choices import Problem, Solution
 from passes.ir.demands import Demands
@@ -170,7 +170,7 @@ def planned(
     title = f"{type(model).__name__} on {mesh}, for {'training' if name == 'train' else 'inference'}."
     naming = Naming(type(model).__name__, title)
     source = clock("emit", lambda: emit(lowered, mesh, naming))
-    plan = record(folded, problem, solution, lowered, seconds, memory, mesh)
+    plan = record(folded, problem, solution, lowered, seconds, memory, mesh, seconds_on_one(folded, cluster))
     compiled = _compiled(lowered, source, naming, request)
     return Planned(folded, lowered, plan, compiled, decided(folded, problem, solution))
 

@@ -21,8 +21,12 @@ def record(
     seconds: Seconds,
     memory: MemoryUse,
     mesh: Mesh,
+    seconds_on_one: float,
 ) -> ProgramPlan:
-    """The plan of one program: every decision, what follows from it statement by statement, and what it costs."""
+    """The plan of one program: every decision, what follows from it statement by statement, and what it costs.
+
+    `seconds_on_one` is what one device would compute for.
+    """
     decisions = {
         node.key: node.strategies[pick].methods for node, pick in zip(problem.nodes, solution.picks, strict=True)
     }
@@ -36,6 +40,7 @@ def record(
         dict(memory.kinds()),
         memory.moment,
         max(0.0, (solution.seconds - solution.bound) / total) if total else 0.0,
+        seconds_on_one,
     )
 
 

@@ -9,10 +9,13 @@ import torch
 from passes.cost.cluster import Cluster
 from passes.cost.communication import redistribution_seconds
 from passes.cost.price import op_seconds, update_seconds
-from passes.ir.layout import local_shape
+from passes.ir.choices import Strategy
+from passes.ir.layout import R, local_shape
 from passes.ir.lowered import Body, Change, Compute, Loop, Lowered
 from passes.ir.mesh import Mesh
+from passes.ir.program import Folded, Region
 from passes.rules import find_rule
+from passes.rules.rule import replicated
 from passes.rules.strategies import named_choices, subject
 
 
@@ -61,6 +64,20 @@ def walk(lowered: Lowered, flowing: Set[str], cluster: Cluster, mesh: Mesh, opti
             shape = local_shape(parameter.type.shape, lowered.parameters[parameter.name], mesh)
             itemsize = (optimizer.dtype or parameter.type.dtype).itemsize
             total += Seconds(optimizer=update_seconds(prod(shape) * itemsize, optimizer.states, cluster))
+    return total
+
+
+def seconds_on_one(folded: Folded, cluster: Cluster) -> float:
+    """Seconds of computation, forward and backward, that one device would take for all of a step."""
+    one = Mesh(("one",), (1,))
+    total = 0.0
+    for item in folded.items:
+        ops, count = (item.ops, item.count) if isinstance(item, Region) else ((item,), 1)
+        for op in ops:
+            about = subject(op, find_rule(op, folded.types), folded.types, folded.flowing, set(), set())
+            choice = replicated(len(op.operands), len(op.results), R)
+            strategy = Strategy((choice.name,), ((R,),) * len(op.operands), ((R,),) * len(op.results))
+            total += count * sum(op_seconds(about, (choice,), strategy, cluster, one))
     return total
 
 

@@ -11,7 +11,7 @@ from typing import get_args, get_origin, get_type_hints
 from passes.ir.errors import PlanMismatchError
 from passes.ir.plan_text import plan_text
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 # Per axis a letter of a layout, as text.
 AxisText = Mapping[str, str]
@@ -81,6 +81,7 @@ class ProgramPlan:
 
     `seconds` is the predicted step time by what it is spent on, `memory` the predicted bytes per device by kind at the
     peak, which is at `peak_moment`. `gap` is how much shorter the step could be at most, relative to it.
+    `seconds_on_one` is what one device would compute for, all by itself.
     """
 
     stages: tuple[Stage, ...]
@@ -90,6 +91,28 @@ class ProgramPlan:
     memory: Mapping[str, float]
     peak_moment: str
     gap: float
+    seconds_on_one: float
+
+    @property
+    def compute_share(self) -> float:
+        """The part of the computation of one device that is left to each: 1 / devices is perfect."""
+        own = sum(value for what, value in self.seconds.items() if what.endswith(" compute"))
+        return own / self.seconds_on_one if self.seconds_on_one else 1.0
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """How far a program is split: how many operators it runs, how many of them are split on some axis, which no rule
+    speaks for, and the part of the computation of one device that is left to each."""
+
+    ops: int
+    split: int
+    without_rule: tuple[str, ...]
+    compute_share: float
+
+    def __str__(self) -> str:
+        text = f"{self.split} of {self.ops} ops split, {self.compute_share:.1%} of one device's computation on each"
+        return text + (f"; without a rule: {', '.join(self.without_rule)}" if self.without_rule else "")
 
 
 @dataclass(frozen=True)
@@ -126,6 +149,15 @@ class Plan:
 
     def __str__(self) -> str:
         return plan_text(self)
+
+    @property
+    def coverage(self) -> Coverage:
+        """How far the program of the objective is split."""
+        program = self.programs[self.objective]
+        rows = [(row, block.count) for stage in program.stages for block in stage.blocks for row in block.rows]
+        ops = sum(count for row, count in rows if row.kind == "op")
+        whole = sum(count for row, count in rows if row.kind == "op" and row.how.startswith("whole"))
+        return Coverage(ops, ops - whole, self.whole_ops, program.compute_share)
 
     def to_json(self) -> str:
         """The plan as JSON; equal plans give equal text."""

@@ -63,6 +63,7 @@ def _program(name: str, program: ProgramPlan, plan: Plan) -> list[str]:
     lines = [
         f"{name}: predicted step {seconds_text(total)}, {proven}",
         f"  {spent}",
+        f"  computation {program.compute_share:.1%} of what one device would compute",
         f"  memory per device {bytes_text(peak)} of {bytes_text(plan.memory_limit)}, "
         f"at its peak ({program.peak_moment})",
         f"  {held}",

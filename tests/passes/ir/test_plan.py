@@ -41,6 +41,7 @@ def example() -> Plan:
         {"parameters": 2**30, "activations": 0.5},
         "optimizer step",
         0.0,
+        5e-3,
     )
     parameters = {
         f"layers.{number}.weight": ParameterPlan((8, 4), "float32", {"dp": "S(1)", "tp": "S(0)"}, True)
@@ -92,7 +93,7 @@ def test_equal_plans_give_equal_text() -> None:
         ("not json", "this is no plan: not JSON"),
         ("[]", "it has no format_version"),
         ('{"model": "x"}', "it has no format_version"),
-        ('{"format_version": 99}', "format version 99, this autopar reads 1: plan again"),
+        ('{"format_version": 99}', "format version 99, this autopar reads 2: plan again"),
     ],
 )
 def test_what_is_no_plan_is_refused(text: str, message: str) -> None:
@@ -147,6 +148,15 @@ def test_the_table_shows_what_was_decided() -> None:
     assert "layers.*.weight x 3 float32[8, 4] stored dp S(1), tp S(0)" in lines
     assert "head.weight float32[8, 4] stored R frozen" in lines
     assert lines[-1].endswith("for want of a sharding rule: odd/op")
+
+
+def test_coverage_counts_what_is_split() -> None:
+    """Ops of all copies, those that are split, those without a rule, and what is left of one device's computation."""
+    coverage = example().coverage
+    assert (coverage.ops, coverage.split, coverage.without_rule) == (3, 3, ("odd/op",))
+    assert coverage.compute_share == pytest.approx(0.3)
+    assert str(coverage) == "3 of 3 ops split, 30.0% of one device's computation on each; without a rule: odd/op"
+    assert "computation 30.0% of what one device would compute" in str(example())
 
 
 def test_a_gap_is_shown() -> None:
