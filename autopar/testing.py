@@ -57,6 +57,9 @@ class LiftFloat32(TorchFunctionMode):
         self, function: Callable[..., object], types: object, args: tuple[object, ...] = (), kwargs: object = None
     ) -> object:
         given = dict(kwargs) if isinstance(kwargs, Mapping) else {}
+        if str(given.get("device")) == "meta":
+            # Tracing makes an image of a tensor that exists, whose dtype is what it is.
+            return function(*args, **given)
         if function is torch.Tensor.float:
             function, args = torch.Tensor.to, (args[0], self.dtype)
         lifted = tuple(self._lift(item) for item in args)
