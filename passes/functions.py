@@ -1,0 +1,361 @@
+"""What is known of a custom `torch.autograd.Function` that a graph calls: found by following its operators, and tried
+on fresh data.
+
+A function is *pointwise* if every element of every result, and of every gradient, depends on the elements at the same
+place alone: it is the same function on any part. It is *linear* if its gradients are linear in the gradients of its
+results, as those of an operator are and those of a function that clips them are not: a sum of gradients goes through it
+addend by addend.
+
+Forward and backward run on tensors without values whose sizes are symbols, and every operator of ATen that they come to
+is looked at. What is not sure is not claimed.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from math import prod
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from passes.ir.errors import CaptureError
+from passes.ir.program import TensorType
+from passes.ops import read, run
+
+# Elements on fresh data: how many are tried as they are, and how long a dim may be where there would be more.
+_MOST, _LONGEST = 2**20, 64
+
+
+@dataclass(frozen=True)
+class Known:
+    """What is known of a call: see above; `drawn` says that it draws random numbers."""
+
+    pointwise: bool
+    linear: bool
+    drawn: bool
+
+
+@cache
+def known_of(function: str, arguments: str, operands: tuple[TensorType, ...], sizes: tuple[int, ...]) -> Known:
+    """What is known of a call with operands of these types; forward and backward are run on fresh data.
+
+    Raises CaptureError where they cannot be run, and where they do not give the same twice.
+    """
+    with _apart():
+        known = _followed(function, arguments, operands, sizes)
+        return _tried(function, arguments, operands, sizes, known)
+
+
+@contextlib.contextmanager
+def _apart() -> Iterator[None]:
+    """Without the modes of whoever calls, and with gradients."""
+    with torch.utils._python_dispatch._disable_current_modes(), torch._C.DisableTorchFunction(), torch.enable_grad():
+        yield
+
+
+# --- following operators ---------------------------------------------------------------------------------------------
+
+# Operators of one operand, or of several of one shape, that torch does not mark as pointwise.
+_POINTWISE = {
+    "_to_copy", "alias", "bernoulli", "bernoulli_", "copy_", "detach", "detach_", "elu_backward", "empty_like",
+    "fill_", "full_like", "hardtanh_backward", "leaky_relu_backward", "lift_fresh", "masked_fill", "masked_fill_",
+    "native_dropout", "ones_like", "rand_like", "randn_like", "scalar_tensor", "softplus_backward", "uniform_", "zero_",
+    "zeros_like",
+}  # fmt: skip
+
+_VIEWS = {"_unsafe_view", "expand", "reshape", "view"}
+
+# Linear in their first operand, if no other one depends on a gradient.
+_FIRST = {
+    *_VIEWS, "_softmax_backward_data", "_log_softmax_backward_data", "_to_copy", "alias", "clone", "cumsum", "detach",
+    "diagonal", "div", "flip", "gather", "index", "index_select", "mean", "neg", "permute", "roll", "select", "slice",
+    "split", "squeeze", "sum", "t", "transpose", "unbind", "unsqueeze",
+}  # fmt: skip
+
+# Linear in any one operand, if no other one depends on a gradient.
+_PRODUCTS = {"bmm", "dot", "mm", "mul", "mv"}
+
+# Linear in all operands together: each must depend on a gradient, or be zero. For some the first is no summand.
+_SUMS = {"add": 0, "sub": 0, "cat": 0, "stack": 0, "where": 1, "scatter_add": 0, "index_add": 0, "copy": 0}
+
+# Ways to divide that are not linear.
+_ROUNDED = ("floor", "trunc")
+
+_ZEROS = {"new_zeros", "zero", "zeros", "zeros_like"}
+
+
+class _Following(TorchDispatchMode):
+    """Looks at every operator. `gradients` are the storages of tensors that depend on a gradient, `zeros` of those that
+    are zero; both are kept alive, so that nothing else takes their place."""
+
+    def __init__(self, shape: Sequence[object]) -> None:
+        super().__init__()
+        self.shape = shape
+        self.pointwise = True
+        self.linear = True
+        self.drawn = False
+        self.gradients: dict[int, Tensor] = {}
+        self.zeros: dict[int, Tensor] = {}
+
+    def __torch_dispatch__(
+        self,
+        function: torch._ops.OpOverload,
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
+        options = kwargs or {}
+        result = function(*args, **options)
+        given = [*_leaves(args), *_leaves(tuple(options.values()))]
+        returned = [item for item in _leaves(result) if isinstance(item, Tensor)]
+        if not returned:
+            # A question about a tensor. One about its values cannot be answered here.
+            return result
+        name = function._schema.name.partition("::")[2]
+        self.drawn |= torch.Tag.nondeterministic_seeded in function.tags
+        self.pointwise = self.pointwise and self._is_pointwise(function, name, given, returned)
+        self._follow_gradients(name, args, given, returned)
+        return result
+
+    def _is_pointwise(
+        self, function: torch._ops.OpOverload, name: str, given: Sequence[object], returned: Sequence[Tensor]
+    ) -> bool:
+        """Whether an operator keeps to places; numbers among its operands must not be sizes."""
+        operands = [item for item in given if isinstance(item, Tensor)]
+        shaped = all(tuple(item.shape) in (self.shape, ()) for item in [*operands, *returned])
+        if shaped and name in _VIEWS and operands[0].shape == returned[0].shape:
+            return True
+        sized = any(isinstance(item, (torch.SymInt, torch.SymFloat)) for item in given)
+        return shaped and not sized and (torch.Tag.pointwise in function.tags or name in _POINTWISE)
+
+    def _follow_gradients(
+        self, name: str, args: tuple[object, ...], given: Sequence[object], returned: Sequence[Tensor]
+    ) -> None:
+        tensors = [item for item in given if isinstance(item, Tensor)]
+        depending = [item for item in tensors if _storage(item) in self.gradients]
+        name = name.removesuffix("_")
+        if not depending:
+            fills = name in ("full", "full_like", "fill", "new_full") and given[-1] == 0
+            if name in _ZEROS or fills:
+                self.zeros.update((_storage(item), item) for item in returned)
+            elif name in _VIEWS | {"detach", "alias", "clone"} and all(
+                _storage(item) in self.zeros for item in tensors
+            ):
+                self.zeros.update((_storage(item), item) for item in returned)
+            else:
+                for item in returned:
+                    self.zeros.pop(_storage(item), None)
+            return
+        kept = all(_flows(item.dtype) for item in returned) and not any(
+            isinstance(item, str) and item in _ROUNDED for item in given
+        )
+        self.linear = self.linear and kept and self._is_linear(name, args, tensors, depending)
+        for item in returned:
+            self.gradients[_storage(item)] = item
+            self.zeros.pop(_storage(item), None)
+
+    def _is_linear(
+        self, name: str, args: tuple[object, ...], tensors: Sequence[Tensor], depending: Sequence[Tensor]
+    ) -> bool:
+        first = depending[0] is tensors[0] and len(depending) == 1
+        if name in _FIRST or name.endswith("_backward"):
+            return first
+        if name in _PRODUCTS:
+            return len(depending) == 1
+        if name in _SUMS:
+            numbers = [item for item in args[:2] if isinstance(item, (int, float)) and name in ("add", "sub")]
+            summands = [item for item in tensors[_SUMS[name] :] if item.is_floating_point() or item.is_complex()]
+            allowed = {*self.gradients, *self.zeros}
+            return not any(numbers) and all(_storage(item) in allowed for item in summands)
+        return name == "masked_fill" and first and args[2] == 0
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _leaves(value: object) -> list[object]:
+    if isinstance(value, (tuple, list)):
+        return [leaf for item in value for leaf in _leaves(item)]
+    return [value]
+
+
+def _followed(function: str, arguments: str, operands: tuple[TensorType, ...], sizes: tuple[int, ...]) -> Known:
+    """What the operators of a call say."""
+    environment = ShapeEnv()
+    mode = FakeTensorMode(shape_env=environment)
+    fakes = [_symbolic(type, mode) for type in operands]
+    following = _Following(tuple(fakes[0].shape) if fakes else ())
+    try:
+        with mode, following:
+            results = run(fakes, function, arguments, sizes)
+            flowing = [item for item in results if item.requires_grad]
+            cotangents = [torch.empty_like(item) for item in flowing]
+            following.gradients = {_storage(item): item for item in cotangents}
+            gradients = _gradients(flowing, fakes, cotangents)
+    except Exception:
+        # What it does cannot be followed: a kernel of its own, or a look at values.
+        return Known(False, False, following.drawn)
+    found = [item for item in gradients if item is not None]
+    alike = all(tuple(item.shape) == following.shape for item in (*fakes, *results, *found))
+    # A condition on sizes is another function for other sizes.
+    pointwise = following.pointwise and alike and not sizes and not environment.guards
+    reached = {*following.gradients, *following.zeros}
+    linear = following.linear and all(_storage(item) in reached for item in found)
+    return Known(pointwise, linear, following.drawn)
+
+
+def _symbolic(type: TensorType, mode: FakeTensorMode) -> Tensor:
+    """A tensor without values whose sizes, but for those that are 1, are symbols."""
+    real = torch.empty(type.shape, dtype=type.dtype, device="meta")
+    dims = [DimDynamic.DUCK] * len(type.shape)
+    context = StatelessSymbolicContext(dynamic_sizes=dims)
+    fake: Tensor = mode.from_tensor(real, symbolic_context=context)
+    with mode:
+        return torch.empty_like(fake, device="cpu", requires_grad=_flows(type.dtype))
+
+
+def _flows(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
+
+
+def _gradients(
+    results: Sequence[Tensor], operands: Sequence[Tensor], cotangents: Sequence[Tensor]
+) -> tuple[Tensor | None, ...]:
+    """The gradients of operands; none where no gradient flows."""
+    wanted = [item for item in operands if item.requires_grad]
+    if not results or not wanted:
+        return ()
+    return torch.autograd.grad(results, wanted, cotangents, allow_unused=True)
+
+
+# --- trying on fresh data --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """What a call gave on some data: results, the gradients of which were given, and gradients of operands."""
+
+    results: tuple[Tensor, ...]
+    cotangents: tuple[Tensor, ...]
+    gradients: tuple[Tensor | None, ...]
+    drawn: bool
+
+
+_Runner = Callable[[Sequence[Tensor]], Sequence[Tensor]]
+
+
+def _tried(
+    function: str, arguments: str, operands: tuple[TensorType, ...], sizes: tuple[int, ...], known: Known
+) -> Known:
+    """`known`, if a call of the operator gives what the function gives, and what is known holds on fresh data too."""
+    cls, _, _ = read(function, arguments, operands, sizes)
+
+    def itself(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        _, args, kwargs = read(function, arguments, tensors, sizes)
+        result = cls.apply(*args, **kwargs)  # type: ignore[no-untyped-call]
+        return [item for item in (result if isinstance(result, tuple) else (result,)) if isinstance(item, Tensor)]
+
+    def written(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        return run(tensors, function, arguments, sizes)
+
+    data, first = _first(itself, operands, function)
+    if not _same(first, _outcome(written, data, first.cotangents)):
+        raise CaptureError(
+            f"the autograd.Function {function} does not give the same twice: a program cannot call it "
+            "(it must depend on its arguments alone)"
+        )
+    if known.drawn or first.drawn:
+        return replace(known, drawn=True)
+    doubled = _outcome(itself, data, tuple(2 * item for item in first.cotangents))
+    proportional = all(
+        _equal(None if item is None else 2 * item, other)
+        for item, other in zip(first.gradients, doubled.gradients, strict=True)
+    )
+    parted = known.pointwise and _holds_on_parts(itself, data, first)
+    return replace(known, pointwise=parted, linear=known.linear and proportional)
+
+
+def _first(runner: _Runner, operands: tuple[TensorType, ...], function: str) -> tuple[list[Tensor], _Outcome]:
+    """Fresh data and what the function gives on it: of smaller sizes where there would be much of it."""
+    total = sum(prod(type.shape) for type in operands)
+    small = tuple(TensorType(tuple(min(size, _LONGEST) for size in type.shape), type.dtype) for type in operands)
+    reason: Exception | None = None
+    for types in (operands,) if total <= _MOST else (small, operands):
+        data = _fresh(types)
+        try:
+            return data, _outcome(runner, data)
+        except Exception as error:
+            reason = error
+    raise CaptureError(
+        f"the autograd.Function {function} cannot be run on fresh data, to see that its backward is kept: "
+        f"{type(reason).__name__}: {reason}"
+    ) from reason
+
+
+def _fresh(types: Sequence[TensorType]) -> list[Tensor]:
+    """Random tensors; whole numbers are 0 and 1, so that they are good indices."""
+    generator = torch.Generator().manual_seed(0)
+    found = []
+    for type in types:
+        if _flows(type.dtype):
+            found.append(torch.randn(type.shape, generator=generator, dtype=torch.float64).to(type.dtype))
+        else:
+            found.append(torch.randint(0, 2, type.shape, generator=generator).to(type.dtype))
+    return found
+
+
+def _outcome(runner: _Runner, data: Sequence[Tensor], cotangents: tuple[Tensor, ...] | None = None) -> _Outcome:
+    """Run forward and backward on copies of `data`; random numbers begin anew."""
+    own = [item.clone().requires_grad_(_flows(item.dtype)) for item in data]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        before = torch.random.get_rng_state()
+        results = tuple(runner(own))
+        drawn = not torch.equal(before, torch.random.get_rng_state())
+        flowing = [item for item in results if item.requires_grad]
+        if cotangents is None:
+            generator = torch.Generator().manual_seed(1)
+            cotangents = tuple(
+                torch.randn(item.shape, generator=generator, dtype=torch.float64).to(item.dtype) for item in flowing
+            )
+        gradients = _gradients(flowing, own, cotangents)
+    return _Outcome(tuple(item.detach() for item in results), cotangents, gradients, drawn)
+
+
+def _same(one: _Outcome, other: _Outcome) -> bool:
+    pairs = [*zip(one.results, other.results, strict=True), *zip(one.gradients, other.gradients, strict=True)]
+    return all(_equal(a, b) for a, b in pairs)
+
+
+def _equal(one: Tensor | None, other: Tensor | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return one.shape == other.shape and one.dtype == other.dtype and torch.allclose(one, other, 0, 0, equal_nan=True)
+
+
+def _holds_on_parts(runner: _Runner, data: Sequence[Tensor], whole: _Outcome) -> bool:
+    """Whether the halves of every dim give the halves of all results and gradients."""
+    for dim in range(data[0].dim()):
+        if data[0].shape[dim] % 2:
+            continue
+        halves: list[_Outcome] = []
+        for half in range(2):
+            part = [item.chunk(2, dim)[half] for item in data]
+            halves.append(_outcome(runner, part, tuple(item.chunk(2, dim)[half] for item in whole.cotangents)))
+        joined = [
+            *(torch.cat(pair, dim) for pair in zip(*(item.results for item in halves), strict=True)),
+            *(_joined(pair, dim) for pair in zip(*(item.gradients for item in halves), strict=True)),
+        ]
+        if not all(_equal(a, b) for a, b in zip(joined, (*whole.results, *whole.gradients), strict=True)):
+            return False
+    return True
+
+
+def _joined(halves: tuple[Tensor | None, ...], dim: int) -> Tensor | None:
+    found = [item for item in halves if item is not None]
+    return torch.cat(found, dim) if len(found) == 2 else None

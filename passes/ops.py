@@ -1,0 +1,214 @@
+"""Operators that capture writes into a graph; the runtime imports this module, so that generated code can call them.
+
+`autopar::autograd_function` is a call of a custom `torch.autograd.Function`, of which a trace alone would keep only the
+forward. The function goes in by its path ("package.module:Name"), its arguments as text in which tensors are x0, x1, …
+and sizes n0, n1, …: a program that was pickled runs wherever the function can be imported. What runs is the function
+itself, so its backward, its context and what it keeps are its own.
+
+There is one overload for functions that give one tensor and one for several, and both again for functions that draw
+random numbers. `pointwise` and `linear` say what is known of the function (see `passes.functions`).
+"""
+
+import ast
+import importlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import cache, reduce
+
+import torch
+from torch import Tensor
+
+from passes.ir.errors import CaptureError
+
+Function = type[torch.autograd.Function]
+
+AUTOGRAD_FUNCTION = "autograd_function"
+
+_NUMBERS = {"inf": float("inf"), "nan": float("nan")}
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of a function: its path, its arguments as text, and the tensors and sizes that the text speaks of."""
+
+    function: str
+    arguments: str
+    tensors: tuple[Tensor, ...]
+    sizes: tuple[int | torch.SymInt, ...]
+
+
+def written(cls: Function, args: Sequence[object], kwargs: Mapping[str, object]) -> Call:
+    """A call of `cls` as data.
+
+    Raises CaptureError for a function that cannot be found by its path, and for an argument that cannot be written.
+    """
+    path = f"{cls.__module__}:{cls.__qualname__}"
+    if _find(path) is not cls:
+        raise CaptureError(
+            f"the autograd.Function {cls.__qualname__} of {cls.__module__} cannot be found under that name, so a "
+            "program cannot call it: define it at the top level of its module"
+        )
+    tensors: list[Tensor] = []
+    sizes: list[int | torch.SymInt] = []
+
+    def text(value: object) -> str:
+        if isinstance(value, Tensor):
+            tensors.append(value)
+            return f"x{len(tensors) - 1}"
+        if isinstance(value, torch.SymInt):
+            sizes.append(value)
+            return f"n{len(sizes) - 1}"
+        if value is None or isinstance(value, (bool, int, float, str)):
+            return repr(value)
+        if isinstance(value, torch.dtype):
+            return str(value)
+        if type(value) in (tuple, torch.Size):
+            return f"({''.join(f'{text(item)}, ' for item in value)})"  # type: ignore[attr-defined]
+        if type(value) is list:
+            return f"[{', '.join(map(text, value))}]"
+        if type(value) is dict:
+            return f"{{{', '.join(f'{text(key)}: {text(item)}' for key, item in value.items())}}}"
+        raise CaptureError(
+            f"the autograd.Function {cls.__qualname__} is given a {type(value).__name__}, which cannot be written into "
+            "a program: give it tensors, numbers, text, dtypes, or tuples, lists and dicts of them"
+        )
+
+    shown = [*map(text, args), *(f"{name}={text(value)}" for name, value in kwargs.items())]
+    return Call(path, f"({', '.join(shown)})", tuple(tensors), tuple(sizes))
+
+
+def read(
+    function: str, arguments: str, tensors: Sequence[object], sizes: Sequence[object]
+) -> tuple[Function, list[object], dict[str, object]]:
+    """The function of a call and its arguments, with `tensors` and `sizes` in their places."""
+
+    def value(node: ast.expr) -> object:
+        match node:
+            case ast.Constant():
+                return node.value
+            case ast.Name(id=name) if name in _NUMBERS:
+                return _NUMBERS[name]
+            case ast.Name(id=name):
+                return (tensors if name[0] == "x" else sizes)[int(name[1:])]
+            case ast.UnaryOp(operand=operand):
+                return -value(operand)  # type: ignore[operator]
+            case ast.Attribute(attr=name):
+                return getattr(torch, name)
+            case ast.Tuple(elts=items):
+                return tuple(map(value, items))
+            case ast.List(elts=items):
+                return list(map(value, items))
+            case ast.Dict(keys=keys, values=values):
+                return {value(key): value(item) for key, item in zip(keys, values, strict=True) if key is not None}
+        raise AssertionError(f"{arguments!r} is no text of arguments")
+
+    call = _parsed(arguments)
+    found = _find(function)
+    if found is None:
+        raise ImportError(f"the program calls {function}, which this process cannot import")
+    named = {item.arg: value(item.value) for item in call.keywords if item.arg is not None}
+    return found, [value(item) for item in call.args], named
+
+
+@cache
+def _parsed(arguments: str) -> ast.Call:
+    parsed = ast.parse(f"call{arguments}", mode="eval").body
+    assert isinstance(parsed, ast.Call)
+    return parsed
+
+
+def _find(path: str) -> Function | None:
+    module, _, name = path.partition(":")
+    try:
+        found = reduce(getattr, name.split("."), importlib.import_module(module))
+    except (ImportError, AttributeError):
+        return None
+    return found if isinstance(found, type) and issubclass(found, torch.autograd.Function) else None
+
+
+# Whether a function runs within the operator, so that `apply` is to be its own; and, while one is traced, what it gave.
+_within: ContextVar[bool] = ContextVar("within", default=False)
+_given: ContextVar[list[object] | None] = ContextVar("given", default=None)
+
+
+def is_within() -> bool:
+    """Whether an operator of this module is running its function."""
+    return _within.get()
+
+
+@contextmanager
+def results_noted() -> Iterator[list[object]]:
+    """Note what the functions return, tensors and all else, while entered."""
+    noted: list[object] = []
+    token = _given.set(noted)
+    try:
+        yield noted
+    finally:
+        _given.reset(token)
+
+
+def run(tensors: Sequence[Tensor], function: str, arguments: str, sizes: Sequence[int]) -> list[Tensor]:
+    """Call a function; returns the tensors that it gives."""
+    cls, args, kwargs = read(function, arguments, tensors, sizes)
+    token = _within.set(True)
+    try:
+        result = cls.apply(*args, **kwargs)  # type: ignore[no-untyped-call]
+    finally:
+        _within.reset(token)
+    noted = _given.get()
+    if noted is not None:
+        noted.append(result)
+    return [item for item in (result if isinstance(result, tuple) else (result,)) if isinstance(item, Tensor)]
+
+
+def _one(
+    tensors: Sequence[Tensor],
+    function: str,
+    arguments: str,
+    *,
+    sizes: Sequence[int] = (),
+    pointwise: bool = False,
+    linear: bool = False,
+) -> Tensor:
+    (result,) = run(tensors, function, arguments, sizes)
+    return result
+
+
+def _several(
+    tensors: Sequence[Tensor],
+    function: str,
+    arguments: str,
+    *,
+    sizes: Sequence[int] = (),
+    pointwise: bool = False,
+    linear: bool = False,
+) -> list[Tensor]:
+    return run(tensors, function, arguments, sizes)
+
+
+_library = torch.library.Library("autopar", "FRAGMENT")  # type: ignore[no-untyped-call]
+
+
+def _define(overload: str, returned: str, body: Callable[..., object], *tags: torch.Tag) -> None:
+    _library.define(  # type: ignore[no-untyped-call]
+        f"{AUTOGRAD_FUNCTION}.{overload}(Tensor[] tensors, str function, str arguments, *, SymInt[] sizes=[], "
+        f"bool pointwise=False, bool linear=False) -> {returned}",
+        tags=(torch.Tag.pt2_compliant_tag, *tags),
+    )
+    # Composite, so that autograd sees the function and not the operator.
+    _library.impl(f"{AUTOGRAD_FUNCTION}.{overload}", body, "CompositeImplicitAutograd")  # type: ignore[no-untyped-call]
+
+
+_define("one", "Tensor", _one)
+_define("several", "Tensor[]", _several)
+_define("one_drawn", "Tensor", _one, torch.Tag.nondeterministic_seeded)
+_define("several_drawn", "Tensor[]", _several, torch.Tag.nondeterministic_seeded)
+
+
+def overload_for(results: int, *, drawn: bool) -> torch._ops.OpOverload:
+    """The overload for a function that gives so many tensors and draws random numbers or does not."""
+    name = ("one" if results == 1 else "several") + "_drawn" * drawn
+    found: torch._ops.OpOverload = getattr(getattr(torch.ops.autopar, AUTOGRAD_FUNCTION), name)
+    return found

@@ -1,0 +1,18 @@
+"""Custom autograd functions: what of them may be split is what capture found out."""
+
+from collections.abc import Mapping
+
+from passes.ir.program import Op, TensorType
+from passes.rules.parts import factors, named
+from passes.rules.registry import rule_for
+from passes.rules.rule import Rule, Saved
+
+
+@rule_for("autograd_function")
+def autograd_function(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
+    """One that is pointwise may be split in every dim; all its tensors are of one shape."""
+    if not op.arguments["pointwise"]:
+        return None
+    dims = named(types[op.results[0]].shape)
+    saved = (*(Saved(slot) for slot in range(len(op.operands))), Saved(0, result=True))
+    return Rule(factors(dims), (dims,) * len(op.operands), (dims,) * len(op.results), saved=saved)
