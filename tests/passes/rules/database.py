@@ -7,6 +7,7 @@ keywords. `sizes.py` draws the sizes anew.
 
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeVar
 
@@ -18,7 +19,7 @@ from passes.ir.errors import CaptureError
 from passes.normalize import normalize
 from tests.passes.rules.normal import calls_in, traced
 from tests.passes.rules.samples import Sample
-from tests.passes.rules.sizes import alike, form
+from tests.passes.rules.sizes import alike, form, wide
 
 # Entries of the database by kind, where more than those of its own name lead to it: the normal form writes these so.
 SOURCES: Mapping[str, tuple[str, ...]] = {
@@ -144,7 +145,39 @@ def _calls_of(entry: Any, item: Any, kind: str) -> list[Sample]:
 
     try:
         program, values = traced(function, [leaves[place] for place in places])
-        return list(calls_in(program, values, kind)) or list(calls_in(normalize(program), values, kind))
-    except (CaptureError, RuntimeError, TypeError, ValueError, NotImplementedError):
+        if not any(op.kind == kind for op in program.ops):
+            program = normalize(program)
+        return list(calls_in(program, values, kind))
+    except (CaptureError, RuntimeError, TypeError, ValueError, LookupError):
         # What does not trace or run never reaches a rule: changes of inputs, sizes that depend on data, sparse tensors.
         return []
+
+
+# --- forms ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much is tried of each kind: samples of the database that are traced, forms, strategies on two axes, and
+    whether also with a gradient for some operands alone."""
+
+    traces: int | None
+    forms: int | None
+    strategies: int | None
+    gradients: bool
+
+
+FAST = Effort(8, 2, 6, False)
+ALL = Effort(None, None, None, True)
+
+
+def forms(kind: str, effort: Effort) -> list[Sample]:
+    """The forms of a kind that are checked; of fewer, those with many dims that are not 1."""
+    found = sorted(calls(kind, effort.traces), key=lambda sample: -min(wide(sample), 4))
+    return spread_over(found, _arguments, effort.forms)
+
+
+def _arguments(sample: Sample) -> Iterator[Hashable]:
+    yield sample.target
+    for place, value in enumerate((*sample.arguments, *sample.options.values())):
+        yield place, type(value), value.dim() if isinstance(value, Tensor) else None

@@ -1,46 +1,17 @@
 """Every rule against its operator in the forms of PyTorch's op database (`database.py`); sizes: `sizes.py`."""
 
-from collections.abc import Hashable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 
 import pytest
-from torch import Tensor
 
 from passes.normalize import normalize
 from passes.rules import find_rule, registered
 from tests.passes.rules.checking import MESHES, Checking, assert_all_is_tried, splits
-from tests.passes.rules.database import calls, spread_over
+from tests.passes.rules.database import ALL, FAST, Effort, calls, forms
 from tests.passes.rules.one_op import OneOp, one_op
 from tests.passes.rules.refused import REFUSED
 from tests.passes.rules.samples import Sample, samples
 from tests.passes.rules.sizes import redrawn, wide
-
-
-@dataclass(frozen=True)
-class Effort:
-    """How much is tried of each kind: samples of the database that are traced, forms, strategies on two axes, and
-    whether also with a gradient for some operands alone."""
-
-    traces: int | None
-    forms: int | None
-    strategies: int | None
-    gradients: bool
-
-
-FAST = Effort(8, 2, 6, False)
-ALL = Effort(None, None, None, True)
-
-
-def forms(kind: str, effort: Effort) -> list[Sample]:
-    """The forms of a kind that are checked; of fewer, those with many dims that are not 1."""
-    found = sorted(calls(kind, effort.traces), key=lambda sample: -min(wide(sample), 4))
-    return spread_over(found, _features, effort.forms)
-
-
-def _features(sample: Sample) -> Iterator[Hashable]:
-    yield sample.target
-    for place, value in enumerate((*sample.arguments, *sample.options.values())):
-        yield place, type(value), value.dim() if isinstance(value, Tensor) else None
 
 
 def problems(sample: Sample, effort: Effort, checking: Checking) -> Iterator[str]:

@@ -4,8 +4,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from passes.rules import registered
+from tests.passes.rules.database import FAST, forms
 from tests.passes.rules.one_op import OneOp, one_op
 from tests.passes.rules.samples import Sample, samples
+from tests.passes.rules.sizes import redrawn, wide
 
 # On CPU these run as other operators than on the devices that plans are for, and keep what those need.
 ELSEWHERE = {"scaled_dot_product_attention", "rms_norm", "matmul"}
@@ -47,6 +50,18 @@ def test_nothing_is_kept_that_the_rule_does_not_say(sample: Sample) -> None:
         return
     said = {f"{'y' if item.result else 'x'}{item.index}" for item in one.rule.saved}
     assert _kept(one) <= said
+
+
+@pytest.mark.parametrize("kind", [kind for kind in registered() if kind not in ELSEWHERE])
+def test_nothing_more_is_kept_in_forms_of_the_database(kind: str) -> None:
+    """The same in some forms of the database, where weights of norms may be as large as what they scale."""
+    for sample in forms(kind, FAST):
+        for drawn in redrawn(sample, 6)[:1] if wide(sample) else ():
+            one = one_op(drawn)
+            if one.rule is not None and any(tensor.requires_grad for tensor in one.results):
+                said = {f"{'y' if item.result else 'x'}{item.index}" for item in one.rule.saved}
+                said |= {"x1", "x2"} if kind.endswith("_norm") else set()
+                assert _kept(one) <= said, f"{one.op} keeps {sorted(_kept(one) - said)} too"
 
 
 @pytest.mark.parametrize("kind", ["linear", "mul", "silu", "relu", "softmax", "layer_norm", "div", "embedding"])
