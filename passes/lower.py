@@ -89,7 +89,10 @@ class _Lowering:
         updates = tuple(
             (update.buffer, self._sink(f"update {update.buffer}", update.value, scope)) for update in program.updates
         )
+        # Buffers are updated after all else: what they are to hold is read then.
         results = tuple(name for output in outputs for name in references(output.value))
+        results += tuple(value for _, value in updates)
+        results += tuple(value for _, value in updates)
         body = Body((), tuple(scope.statements), results, scope.layouts, scope.types)
         inputs = {item.name: self.sources[item.name] for item in program.inputs}
         return Lowered(program, body, inputs, self._stored(), outputs, updates)

@@ -1,14 +1,15 @@
 """One way to write each thing: every op in its one form, and none that does nothing."""
 
 from math import prod
+from typing import cast
 
 import torch
 
-from passes.ir.program import Argument, Input, Op, Parameter, Program, TensorType, flow
+from passes.ir.program import Argument, Input, Op, Parameter, Program, Ref, TensorType, flow
 from passes.normalizing.attention import attention
 from passes.normalizing.losses import LOSSES
 from passes.normalizing.rewriter import KEEP, Rewrite, Rewriter
-from passes.normalizing.views import VIEWS, integer, integers, only
+from passes.normalizing.views import VIEWS, expanded, integer, integers, only, reshaped
 from passes.rules.parts import broadcast_shapes
 
 
@@ -111,6 +112,32 @@ def _one_hot(rewriter: Rewriter, op: Op) -> Argument:
     return rewriter.write(op, "aten.to.dtype", type, equal, type.dtype)
 
 
+def _masked_scatter(rewriter: Rewriter, op: Op) -> Argument:
+    """Rows where a mask is set become the rows of the source, one after the other (images among words, say).
+
+    A row is the last dim, along which the mask is repeated. The number of a row is how many are set up to it.
+    """
+    source, mask, rows = (op.arguments[name] for name in ("self", "mask", "source"))
+    type, given = rewriter.types[op.results[0]], rewriter.type(rows)
+    width = type.shape[-1] if type.shape else 0
+    if not given.shape or given.shape[-1] != width or 0 in type.shape:
+        return KEEP
+    made = next((other for other in reversed(rewriter.ops) if cast(Ref, mask).name in other.results), None)
+    if made is not None and made.kind == "expand":
+        mask = made.arguments["self"]
+    if rewriter.type(mask).shape[-1:] != (1,):
+        return KEEP
+    count, places = prod(type.shape[:-1]), prod(given.shape) // width
+    flag = expanded(rewriter, op, mask, (*type.shape[:-1], 1))
+    number = TensorType((count,), torch.int64)
+    running = rewriter.write(op, "aten.cumsum.default", number, reshaped(rewriter, op, flag, (count,)), 0)
+    index = rewriter.write(op, "aten.sub.Tensor", number, running, 1)
+    index = rewriter.write(op, "aten.clamp.default", number, index, 0, places - 1)
+    listed = reshaped(rewriter, op, rows, (places, width))
+    picked = rewriter.write(op, "aten.index_select.default", TensorType((count, width), type.dtype), listed, 0, index)
+    return rewriter.write(op, "aten.where.self", type, flag, reshaped(rewriter, op, picked, type.shape), source)
+
+
 def _same_dtype(target: str) -> Rewrite:
     """An alias of another operator with the same arguments."""
 
@@ -207,6 +234,7 @@ _REWRITES: dict[str, Rewrite] = {
     "scaled_dot_product_attention": attention,
     "_weight_norm": _weight_norm,
     "glu": _glu,
+    "masked_scatter": _masked_scatter,
     "one_hot": _one_hot,
     "baddbmm": _addbmm,
     "true_divide": _same_dtype("aten.div.Tensor"),
