@@ -9,12 +9,13 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
@@ -71,7 +72,8 @@ class LiftFloat32(TorchFunctionMode):
 
 @dataclass(frozen=True)
 class Comparison:
-    """The error of every tensor: outputs under "output ...", gradients under "gradient of ...".
+    """The error of every tensor: outputs under "output ...", buffers afterwards under "buffer ...", gradients under
+    "gradient of ...".
 
     An error is max|a - b| / max(max|b|, 1e-6 x the model's largest gradient) of the parallelized a and the model's
     own b.
@@ -151,10 +153,45 @@ def compare(
         ranks *= size
     model, inputs = copy.deepcopy(model).to(dtype), _cast(inputs, dtype)
     stream = io.BytesIO()
-    torch.save((model, inputs), stream)
+    torch.save((model, inputs), stream, pickle_module=_Pickling)
     lift = dtype if lifted else None
     planned = _plan_here(model, mesh, inputs, lift, options)
     return run_ranks(_compare_on_rank, ranks, stream.getvalue(), planned, dict(mesh), lift, options)[0]
+
+
+class _Pickling:
+    """pickle, for modules with parametrized weights too, which cannot be pickled as they are."""
+
+    class Pickler(pickle.Pickler):
+        """Pickles their parametrizations apart."""
+
+        def reducer_override(self, item: Any) -> Any:
+            """How a module with parametrizations is pickled; all else as ever."""
+            if not (isinstance(item, nn.Module) and parametrize.is_parametrized(item)):
+                return NotImplemented
+            kept = {name: list(found) for name, found in cast(Any, item.parametrizations).items()}
+            weights = {name: nn.Parameter(getattr(item, name).detach()) for name in kept}
+            state = {
+                **vars(item),
+                "_modules": {name: part for name, part in item.named_children() if name != "parametrizations"},
+                "_parameters": {**vars(item)["_parameters"], **weights},
+                # Hooks for loading old checkpoints, local functions often, have done what they were for.
+                "_load_state_dict_pre_hooks": {},
+            }
+            return _parametrized, (parametrize.type_before_parametrizations(item), state, kept, item.state_dict())
+
+
+def _parametrized(
+    kind: type[nn.Module], state: Mapping[str, Any], kept: Mapping[str, list[nn.Module]], values: Mapping[str, Tensor]
+) -> nn.Module:
+    """A module with its parametrizations on again."""
+    module = kind.__new__(kind)
+    vars(module).update(state)
+    for name, found in kept.items():
+        for parametrization in found:
+            parametrize.register_parametrization(module, name, parametrization)
+    module.load_state_dict(values)
+    return module
 
 
 def _plan_here(
@@ -229,6 +266,7 @@ def _compare_on_rank(
 ) -> Comparison:
     """What each rank does."""
     model, inputs = torch.load(io.BytesIO(payload), weights_only=False)
+    _known_to_transformers(model)
     with warnings.catch_warnings():
         # A tree's specification warns about its own parts when it is unpickled.
         warnings.simplefilter("ignore", FutureWarning)
@@ -238,6 +276,15 @@ def _compare_on_rank(
     any_sizes = AnySizes(model, compiled, request, device_mesh)
     distributed = distribute(model, compiled, request, device_mesh, any_sizes)
     return _compare(model, distributed, inputs, lifted, str(request.objective))
+
+
+def _known_to_transformers(model: nn.Module) -> None:
+    """transformers learns what a class can record (hidden states, …) when one is made, and unpickling makes none."""
+    for module in model.modules():
+        if huggingface.is_huggingface(module):
+            with torch.device("meta"):
+                type(module)(cast(huggingface.Pretrained, module).config)
+            return
 
 
 def compare_on_mesh(
@@ -273,6 +320,7 @@ def _compare(
         expected = model(**inputs, **settings)
     got = distributed(**inputs)
     errors = dict(_output_errors(got, expected))
+    errors.update(_buffer_errors(distributed, model))
     if objective == "train":
         _backward(got)
         _backward(expected)
@@ -298,6 +346,14 @@ def _output_errors(got: object, expected: object) -> Iterator[tuple[str, float]]
             yield name, _error(whole.detach(), other.detach(), 0.0)
         else:
             yield name, 0.0 if mine == other else float("inf")
+
+
+def _buffer_errors(distributed: nn.Module, model: nn.Module) -> Iterator[tuple[str, float]]:
+    """Buffers after the call: some are updated by it."""
+    own = dict(distributed.named_buffers())
+    for name, buffer in model.named_buffers():
+        mine = own[name]
+        yield f"buffer {name}", _error(mine.full_tensor() if isinstance(mine, DTensor) else mine, buffer, 0.0)
 
 
 def _backward(output: object) -> None:

@@ -37,7 +37,7 @@ class Architecture:
     dtype: torch.dtype = torch.float64
     unused: tuple[str, ...] = ()
     extra: bool = False
-    large: Callable[[int], tuple[nn.Module, Batch]] | None = None
+    large: Callable[[], tuple[nn.Module, Batch]] | None = None
 
 
 # What a config of any architecture gets of these are those that it has a field for.
@@ -357,6 +357,10 @@ class Translator(nn.Module):
         return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
 
 
+# Samples in the batch of a large architecture, where it is not 8.
+_BATCHES: Mapping[Kind, int] = {image: 64, sound: 64, spectrogram: 64}
+
+
 def _large_config(config_class: type, own: Mapping[str, Any]) -> Any:
     """The default config with few layers; parts likewise."""
     default = config_class()
@@ -369,7 +373,7 @@ def _large_config(config_class: type, own: Mapping[str, Any]) -> Any:
         for name, value in fields.items()
         if isinstance(value, transformers.PreTrainedConfig)
     }
-    return config_class(**{"apply_spec_augment": False, **few, **quiet, **kept, **parts})
+    return config_class(**{"apply_spec_augment": False, "decoder_start_token_id": 0, **few, **quiet, **kept, **parts})
 
 
 def _mixture(name: str, stock: str, kind: Kind, **own: Any) -> Iterator[Architecture]:
@@ -391,9 +395,9 @@ def _scored(one: Architecture, output: str) -> Architecture:
 def _changed(one: Architecture, change: Callable[[nn.Module], nn.Module]) -> Architecture:
     """An architecture whose models are changed once they are made."""
 
-    def large(samples: int) -> tuple[nn.Module, Batch]:
+    def large() -> tuple[nn.Module, Batch]:
         assert one.large is not None
-        model, batch = one.large(samples)
+        model, batch = one.large()
         return change(model), batch
 
     return dataclasses.replace(one, make=lambda: change(one.make()), large=large)
@@ -418,7 +422,7 @@ def _stock(
         torch.manual_seed(0)
         return _stirred(getattr(transformers, stock)(config()))
 
-    def large(samples: int) -> tuple[nn.Module, Batch]:
+    def large() -> tuple[nn.Module, Batch]:
         made = _large_config(getattr(transformers, stock).config_class, own)
         with torch.device("meta"):
             model: nn.Module = getattr(transformers, stock)(made)
@@ -426,7 +430,7 @@ def _stock(
             getattr(made.get_text_config(), name, None) for name in ("max_position_embeddings", "max_target_positions")
         )
         longest = min(_LONG, *(limit for limit in limits if limit and limit > 0), _LONG)
-        return model.train(), kind(made, samples, LENGTH if unrolled else longest)
+        return model.train(), kind(made, _BATCHES.get(kind, 8), LENGTH if unrolled else longest)
 
     return Architecture(name, make, lambda samples: kind(config(), samples, LENGTH), dtype, unused, large=large)
 
@@ -740,7 +744,7 @@ def _required() -> Iterator[Architecture]:
         text_config={"rope_parameters": _MROPE},
     )
     yield _stock("mamba", "MambaForCausalLM", text, unrolled=True)
-    yield _stock("rwkv", "RwkvForCausalLM", text, unrolled=True, attention_hidden_size=32)
+    yield _stock("rwkv", "RwkvForCausalLM", text, unrolled=True, rescale_every=0, attention_hidden_size=32)
 
 
 _CHUNKED = {"num_heads": 4, "head_dim": 16, "n_groups": 2, "chunk_size": 8}
@@ -920,7 +924,8 @@ def _extra() -> Iterator[Architecture]:
         "wav2vec2_conformer": "Wav2Vec2Conformer",
     }.items():
         unused = ("*.pos_conv_embed.*",) if "conformer" in name else ()
-        yield _stock(name, f"{stock}ForSequenceClassification", sound, **_CONVOLVED, unused=unused)
+        own = {**_CONVOLVED, "max_source_positions": 128}
+        yield _stock(name, f"{stock}ForSequenceClassification", sound, **own, unused=unused)
     yield _stock(
         "audio_spectrogram_transformer",
         "ASTForAudioClassification",
