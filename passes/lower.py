@@ -92,7 +92,6 @@ class _Lowering:
         # Buffers are updated after all else: what they are to hold is read then.
         results = tuple(name for output in outputs for name in references(output.value))
         results += tuple(value for _, value in updates)
-        results += tuple(value for _, value in updates)
         body = Body((), tuple(scope.statements), results, scope.layouts, scope.types)
         inputs = {item.name: self.sources[item.name] for item in program.inputs}
         return Lowered(program, body, inputs, self._stored(), outputs, updates)
