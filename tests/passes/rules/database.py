@@ -15,15 +15,15 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from autopar.calls import alike
 from passes.ir.errors import CaptureError
 from passes.normalize import normalize
 from tests.passes.rules.normal import calls_in, traced
 from tests.passes.rules.samples import Sample
-from tests.passes.rules.sizes import alike, form, wide
+from tests.passes.rules.sizes import form, wide
 
 # Entries of the database by kind, where more than those of its own name lead to it: the normal form writes these so.
 SOURCES: Mapping[str, tuple[str, ...]] = {
-    "_native_batch_norm_legit_functional": ("nn.functional.batch_norm",),
     "_prelu_kernel": ("nn.functional.prelu",),
     "cross_entropy_loss": ("nn.functional.cross_entropy",),
     "expand": ("expand", "expand_as", "broadcast_to"),
@@ -48,7 +48,7 @@ SOURCES: Mapping[str, tuple[str, ...]] = {
 }  # fmt: skip
 
 # Operators that read outside of their operands, rather than raise, when these do not fit together.
-UNSAFE = ("ctc_loss",)
+UNSAFE = ("_native_batch_norm_legit_functional", "ctc_loss")
 
 # --- calls ----------------------------------------------------------------------------------------------------------
 

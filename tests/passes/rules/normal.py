@@ -14,7 +14,7 @@ from passes.ir.program import Input, Op, Program, Ref, TensorType, freeze
 from passes.normalizing.canonical import canonical
 from passes.normalizing.in_place import functional
 from tests.passes.rules.one_op import one_op
-from tests.passes.rules.samples import Sample, tensors_of
+from tests.passes.rules.samples import Sample
 
 
 def traced(function: Callable[..., object], tensors: Sequence[Tensor]) -> tuple[Program, dict[str, Tensor]]:
@@ -97,7 +97,7 @@ def calls_in(program: Program, values: Mapping[str, Tensor], kind: str) -> Itera
             {name: value for name, value in arguments.items() if name in keywords},
             random=torch.Tag.nondeterministic_seeded in op.overload.tags or "empty" in op.kind,
         )
-        tensors = tensors_of(call)
+        tensors = call.tensors
         if op.kind == kind and tensors and all(_plain(tensor) for tensor in tensors):
             fixed = frozenset(slot for slot, tensor in enumerate(tensors) if not tensor.requires_grad)
             arguments, options = pytree.tree_map_only(Tensor, torch.detach, (call.arguments, call.options))

@@ -6,7 +6,7 @@ from math import prod
 
 import torch
 
-from tests.passes.rules.samples import Sample, tensors_of
+from tests.passes.rules.samples import Sample
 
 
 @dataclass(frozen=True)
@@ -20,17 +20,17 @@ class Refused:
 
 def _one_number(sample: Sample) -> bool:
     """Whether every result is a single number."""
-    return all(result.numel() == 1 for result in sample.run(tensors_of(sample)))
+    return all(result.numel() == 1 for result in sample.run(sample.tensors))
 
 
 def _one_row(sample: Sample) -> bool:
     """Whether but one dim of the first operand is not 1."""
-    return sum(size != 1 for size in tensors_of(sample)[0].shape) == 1
+    return sum(size != 1 for size in sample.tensors[0].shape) == 1
 
 
 def _all_in_argument(sample: Sample) -> bool:
     """Whether the first list among the arguments names all dims that are not 1."""
-    tensor = tensors_of(sample)[0]
+    tensor = sample.tensors[0]
     dims = next(argument for argument in sample.arguments[1:] if isinstance(argument, list))
     named = {int(dim) % tensor.dim() for dim in dims}
     return all(size == 1 or dim in named for dim, size in enumerate(tensor.shape))
@@ -38,7 +38,7 @@ def _all_in_argument(sample: Sample) -> bool:
 
 def _all_padded(sample: Sample) -> bool:
     """Whether all dims that are not 1 are padded."""
-    tensor, pad = tensors_of(sample)[0], sample.arguments[1]
+    tensor, pad = sample.tensors[0], sample.arguments[1]
     assert isinstance(pad, list)
     padded = {tensor.dim() - 1 - place // 2 for place, amount in enumerate(pad) if amount}
     return all(size == 1 or dim in padded for dim, size in enumerate(tensor.shape))
@@ -46,21 +46,21 @@ def _all_padded(sample: Sample) -> bool:
 
 def _all_shuffled(sample: Sample) -> bool:
     """Whether all dims but the last three are 1."""
-    return prod(tensors_of(sample)[0].shape[:-3]) == 1
+    return prod(sample.tensors[0].shape[:-3]) == 1
 
 
 def _nothing_left(sample: Sample) -> bool:
-    return any(result.numel() == 0 for result in sample.run(tensors_of(sample)))
+    return any(result.numel() == 0 for result in sample.run(sample.tensors))
 
 
 def _no_batch(sample: Sample) -> bool:
     """Whether a convolution or a pool is given a single image, without a batch."""
-    return tensors_of(sample)[0].dim() == int(sample.kind.rstrip("d")[-1]) + 1
+    return sample.tensors[0].dim() == int(sample.kind.rstrip("d")[-1]) + 1
 
 
 def _masked(sample: Sample) -> bool:
     """Whether an index is a mask."""
-    return any(tensor.dtype == torch.bool for tensor in tensors_of(sample)[1:])
+    return any(tensor.dtype == torch.bool for tensor in sample.tensors[1:])
 
 
 _RANKS = (1, 2, 3)
@@ -96,7 +96,7 @@ REFUSED = (
     Refused(
         ("pixel_shuffle", "pixel_unshuffle"), _all_shuffled, "the dims that change stay whole, and there is no batch"
     ),
-    Refused(("diagonal",), lambda sample: tensors_of(sample)[0].dim() == 2, "both dims make the diagonal"),
+    Refused(("diagonal",), lambda sample: sample.tensors[0].dim() == 2, "both dims make the diagonal"),
     Refused(("slice",), _nothing_left, "there is nothing to compute"),
     Refused(("index_put",), _masked, "how many elements a mask takes is not known beforehand"),
     Refused(

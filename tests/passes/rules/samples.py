@@ -11,48 +11,19 @@ from functools import cache
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
-from passes.ir.program import find_overload
+from autopar.calls import Call
 
 
 @dataclass(frozen=True)
-class Sample:
-    """A call of `target` with `arguments`, in the order of its schema.
+class Sample(Call):
+    """A call of an operator.
 
     `random` says that its values mean nothing; `fixed` are operands that have no gradient though they are no integers.
     """
 
-    target: str
-    arguments: tuple[object, ...]
-    options: dict[str, object]
     random: bool = False
     fixed: frozenset[int] = frozenset()
-
-    @property
-    def kind(self) -> str:
-        """What the registry calls the operator."""
-        return self.target.split(".")[1]
-
-    def run(self, tensors: list[Tensor]) -> list[Tensor]:
-        """The results when the tensors among the arguments are `tensors`."""
-        rest = iter(tensors)
-
-        def filled(value: object) -> object:
-            if isinstance(value, Tensor):
-                return next(rest)
-            return [filled(item) for item in value] if isinstance(value, (list, tuple)) else value
-
-        arguments = [filled(value) for value in self.arguments]
-        options = {name: filled(value) for name, value in self.options.items()}
-        result = find_overload(self.target)(*arguments, **options)
-        return [result] if isinstance(result, Tensor) else list(result)
-
-
-def tensors_of(sample: Sample) -> list[Tensor]:
-    """The tensors among the arguments, in the order of the schema."""
-    leaves = pytree.tree_leaves((sample.arguments, sample.options))
-    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
 class Maker:
@@ -100,10 +71,10 @@ def _samples(make: Maker) -> Iterator[Sample]:
     yield from _random(make, call)
 
 
-Call = Callable[..., Sample]
+Make = Callable[..., Sample]
 
 
-def _pointwise(make: Maker, call: Call) -> Iterator[Sample]:
+def _pointwise(make: Maker, call: Make) -> Iterator[Sample]:
     yield call("aten.clamp.Tensor", make.normal(12, 24), make.normal(24), make.normal(12, 1))
     yield call("aten.to.dtype", make.normal(12, 24), torch.float32)
     yield call("aten.to.dtype", make.integers(12, 24), torch.float64)
@@ -129,20 +100,20 @@ def _pointwise(make: Maker, call: Call) -> Iterator[Sample]:
         yield call(f"aten.{kind}.default", torch.complex(make.normal(12, 24), make.normal(12, 24)))
 
 
-def _reductions(make: Maker, call: Call) -> Iterator[Sample]:
+def _reductions(make: Maker, call: Make) -> Iterator[Sample]:
     for kind, overload in (("sum", "dim_IntList"), ("mean", "dim")):
         yield call(f"aten.{kind}.{overload}", make.normal(12, 24, 36), [0, 2], False)
     yield call("aten.norm.ScalarOpt_dim", make.normal(12, 24), 2, [1], True)
     yield call("aten.norm.Scalar", make.normal(12, 24))
 
 
-def _products(make: Maker, call: Call) -> Iterator[Sample]:
+def _products(make: Maker, call: Make) -> Iterator[Sample]:
     yield call("aten.addmm.default", make.normal(18), make.normal(6, 12), make.normal(12, 18))
     yield call("aten.addmm.default", make.normal(6, 1), make.normal(6, 12), make.normal(12, 18))
     yield call("aten.matmul.default", make.normal(4, 1, 6, 8), make.normal(12, 8, 3))
 
 
-def _views(make: Maker, call: Call) -> Iterator[Sample]:
+def _views(make: Maker, call: Make) -> Iterator[Sample]:
     yield call("aten.reshape.default", make.normal(4, 12, 24), [48, 6, 4])
     yield call("aten.reshape.default", make.normal(1, 12, 24), [12, 1, 24, 1])
     yield call("aten.reshape.default", make.normal(12, 10), [15, 8])
@@ -160,7 +131,7 @@ def _views(make: Maker, call: Call) -> Iterator[Sample]:
             yield call(f"aten.{kind}_pad{rank}d.default", tensor, [1] * 2 * rank)
 
 
-def _losses_and_norms(make: Maker, call: Call) -> Iterator[Sample]:
+def _losses_and_norms(make: Maker, call: Make) -> Iterator[Sample]:
     for kind in ("_softmax", "_log_softmax"):
         yield call(f"aten.{kind}.default", make.normal(12, 24), 1, False)
         yield call(f"aten.{kind}.default", make.normal(12, 24, 6), 1, False)
@@ -182,7 +153,7 @@ def _losses_and_norms(make: Maker, call: Call) -> Iterator[Sample]:
     yield call(target, make.normal(12, 24, 6), *weights, *statistics, True, 0.1, 1e-5, fixed=(3, 4))
 
 
-def _attention(make: Maker, call: Call) -> Iterator[Sample]:
+def _attention(make: Maker, call: Make) -> Iterator[Sample]:
     target = "aten.scaled_dot_product_attention.default"
 
     def heads(count: int, length: int, width: int) -> Tensor:
@@ -194,7 +165,7 @@ def _attention(make: Maker, call: Call) -> Iterator[Sample]:
     yield call(target, heads(6, 12, 8), heads(6, 24, 8), heads(6, 24, 8), make.flags(1, 6, 1, 24))
 
 
-def _recurrent(make: Maker, call: Call) -> Iterator[Sample]:
+def _recurrent(make: Maker, call: Make) -> Iterator[Sample]:
     for kind, gates in (("lstm", 4), ("gru", 3), ("rnn_tanh", 1), ("rnn_relu", 1)):
         for first in (False, True):
             batch = make.normal(12, 5, 7) if first else make.normal(5, 12, 7)
@@ -209,7 +180,7 @@ def _recurrent(make: Maker, call: Call) -> Iterator[Sample]:
             yield call(f"aten.{kind}.input", batch, given, weights, True, 1, 0.0, True, False, first)
 
 
-def _random(make: Maker, call: Call) -> Iterator[Sample]:
+def _random(make: Maker, call: Make) -> Iterator[Sample]:
     yield call("aten.rand_like.default", make.normal(12, 24), random=True)
     yield call("aten.exponential.default", make.normal(12, 24), random=True)
     yield call("aten.uniform.default", make.normal(12, 24), random=True)
