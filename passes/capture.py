@@ -147,9 +147,8 @@ def _as_operator(cls: ops.Function, args: Sequence[object], kwargs: Mapping[str,
     """What a function returns, by way of the operator that stands for it in a graph."""
     call = ops.written(cls, args, kwargs)
     versions = [tensor._version for tensor in call.tensors]
-    operator_of = ops.overload_for(2, drawn=False)
     with ops.results_noted() as noted:
-        results = iter(operator_of(call.tensors, call.function, call.arguments, sizes=call.sizes))
+        results = iter(ops.TRACED(call.tensors, call.function, call.arguments, sizes=call.sizes))
     if versions != [tensor._version for tensor in call.tensors]:
         raise CaptureError(
             f"the autograd.Function {cls.__qualname__} changes a tensor that it is given: write it without in-place"
@@ -384,7 +383,7 @@ class _Builder:
         for position, parameter in enumerate(target._schema.arguments):
             given = args[position] if position < len(args) else kwargs.get(parameter.name, parameter.default_value)
             arguments[parameter.name] = freeze(given)
-        if target == ops.overload_for(2, drawn=False):
+        if target == ops.TRACED:
             target = _known_function(node, arguments)
         value = node.meta.get("val")
         values = list(value) if isinstance(value, (list, tuple)) else [value]
@@ -450,7 +449,8 @@ def _known_function(node: torch.fx.Node, arguments: dict[str, Argument]) -> torc
     try:
         known = known_of(str(arguments["function"]), str(arguments["arguments"]), types, sizes)
     except CaptureError as error:
-        raise CaptureError(f"{_source(node)}: {error}") from error
+        where = _source(node)
+        raise CaptureError(f"{where}: {error}" if where else str(error)) from error
     arguments.update(pointwise=known.pointwise, linear=known.linear)
     return ops.overload_for(len(node.meta["val"]), drawn=known.drawn)
 

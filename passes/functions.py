@@ -19,7 +19,7 @@ from math import prod
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext, SymbolicContext
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from passes.ir.errors import CaptureError
@@ -85,15 +85,22 @@ _SUMS = {"add": 0, "sub": 0, "cat": 0, "stack": 0, "where": 1, "scatter_add": 0,
 # Ways to divide that are not linear.
 _ROUNDED = ("floor", "trunc")
 
-_ZEROS = {"new_zeros", "zero", "zeros", "zeros_like"}
+_ZEROS = {"new_zeros", "zeros", "zeros_like"}
+_FILLED = {"full", "full_like", "new_full"}
+
+# Of these operands only the shape matters.
+_LIKE = {*_ZEROS, *_FILLED, "empty_like", "new_empty", "new_ones", "ones_like", "rand_like", "randn_like"}
+
+# What of zero is zero; in place only a part of what lies in memory may be meant.
+_SAME = {*_VIEWS, "alias", "clone", "detach", "zero"}
 
 
-class _Following(TorchDispatchMode):
+class _Following(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Looks at every operator. `gradients` are the storages of tensors that depend on a gradient, `zeros` of those that
     are zero; both are kept alive, so that nothing else takes their place."""
 
     def __init__(self, shape: Sequence[object]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.shape = shape
         self.pointwise = True
         self.linear = True
@@ -113,7 +120,9 @@ class _Following(TorchDispatchMode):
         given = [*_leaves(args), *_leaves(tuple(options.values()))]
         returned = [item for item in _leaves(result) if isinstance(item, Tensor)]
         if not returned:
-            # A question about a tensor. One about its values cannot be answered here.
+            # A question about a tensor (one about its values cannot be answered here), or a change of a whole list.
+            self.pointwise = self.pointwise and not function._schema.is_mutable
+            self.linear = self.linear and not function._schema.is_mutable
             return result
         name = function._schema.name.partition("::")[2]
         self.drawn |= torch.Tag.nondeterministic_seeded in function.tags
@@ -135,28 +144,29 @@ class _Following(TorchDispatchMode):
     def _follow_gradients(
         self, name: str, args: tuple[object, ...], given: Sequence[object], returned: Sequence[Tensor]
     ) -> None:
+        """Note which results depend on a gradient, or are zero, and whether the former are linear in it."""
         tensors = [item for item in given if isinstance(item, Tensor)]
-        depending = [item for item in tensors if _storage(item) in self.gradients]
         name = name.removesuffix("_")
-        if not depending:
-            fills = name in ("full", "full_like", "fill", "new_full") and given[-1] == 0
-            if name in _ZEROS or fills:
-                self.zeros.update((_storage(item), item) for item in returned)
-            elif name in _VIEWS | {"detach", "alias", "clone"} and all(
-                _storage(item) in self.zeros for item in tensors
-            ):
-                self.zeros.update((_storage(item), item) for item in returned)
-            else:
-                for item in returned:
-                    self.zeros.pop(_storage(item), None)
-            return
-        kept = all(_flows(item.dtype) for item in returned) and not any(
-            isinstance(item, str) and item in _ROUNDED for item in given
-        )
-        self.linear = self.linear and kept and self._is_linear(name, args, tensors, depending)
+        depending = [item for item in tensors if name not in _LIKE and _storage(item) in self.gradients]
+        zero = not depending and self._is_zero(name, given, tensors)
+        if depending:
+            kept = all(_flows(item.dtype) for item in returned)
+            rounded = any(isinstance(item, str) and item in _ROUNDED for item in given)
+            self.linear = self.linear and kept and not rounded and self._is_linear(name, args, tensors, depending)
         for item in returned:
-            self.gradients[_storage(item)] = item
-            self.zeros.pop(_storage(item), None)
+            place = _storage(item)
+            self.zeros.pop(place, None)
+            if depending:
+                self.gradients[place] = item
+            elif zero:
+                self.zeros[place] = item
+
+    def _is_zero(self, name: str, given: Sequence[object], tensors: Sequence[Tensor]) -> bool:
+        """Whether what an operator gives is zero."""
+        if name in _FILLED:
+            return given[-1] == 0
+        same = name in _SAME and all(_storage(item) in self.zeros for item in tensors)
+        return name in _ZEROS or same
 
     def _is_linear(
         self, name: str, args: tuple[object, ...], tensors: Sequence[Tensor], depending: Sequence[Tensor]
@@ -171,11 +181,14 @@ class _Following(TorchDispatchMode):
             summands = [item for item in tensors[_SUMS[name] :] if item.is_floating_point() or item.is_complex()]
             allowed = {*self.gradients, *self.zeros}
             return not any(numbers) and all(_storage(item) in allowed for item in summands)
-        return name == "masked_fill" and first and args[2] == 0
+        if name in ("masked_fill", "fill"):
+            return first and isinstance(args[-1], (int, float)) and args[-1] == 0
+        return name == "zero"
 
 
 def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    place: int = tensor.untyped_storage()._cdata
+    return place
 
 
 def _leaves(value: object) -> list[object]:
@@ -213,7 +226,7 @@ def _symbolic(type: TensorType, mode: FakeTensorMode) -> Tensor:
     """A tensor without values whose sizes, but for those that are 1, are symbols."""
     real = torch.empty(type.shape, dtype=type.dtype, device="meta")
     dims = [DimDynamic.DUCK] * len(type.shape)
-    context = StatelessSymbolicContext(dynamic_sizes=dims)
+    context: SymbolicContext = StatelessSymbolicContext(dynamic_sizes=dims)
     fake: Tensor = mode.from_tensor(real, symbolic_context=context)
     with mode:
         return torch.empty_like(fake, device="cpu", requires_grad=_flows(type.dtype))

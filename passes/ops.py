@@ -207,6 +207,10 @@ _define("one_drawn", "Tensor", _one, torch.Tag.nondeterministic_seeded)
 _define("several_drawn", "Tensor[]", _several, torch.Tag.nondeterministic_seeded)
 
 
+# What stands in a trace, until it is known which overload it is.
+TRACED: torch._ops.OpOverload = torch.ops.autopar.autograd_function.several
+
+
 def overload_for(results: int, *, drawn: bool) -> torch._ops.OpOverload:
     """The overload for a function that gives so many tensors and draws random numbers or does not."""
     name = ("one" if results == 1 else "several") + "_drawn" * drawn

@@ -1,5 +1,6 @@
 """What generated code calls, and the module around it."""
 
+import passes.ops  # noqa: F401  (operators that capture writes into programs)
 from autopar.runtime.axis import Axis
 from autopar.runtime.collectives import all_gather, all_reduce, all_to_all, convert, reduce_scatter
 from autopar.runtime.forms import (

@@ -173,3 +173,17 @@ class Deciding(torch.autograd.Function):
     def backward(ctx: Context, *gradients: Tensor) -> Tensor:
         """One way or the other."""
         return gradients[0] if gradients[0].sum() > 0 else -gradients[0]
+
+
+class Counted(torch.autograd.Function):
+    """A tensor, how many elements it has, and nothing."""
+
+    @staticmethod
+    def forward(ctx: Context, x: Tensor) -> tuple[Tensor, int, None]:
+        """x: any shape."""
+        return x.clone(), x.numel(), None
+
+    @staticmethod
+    def backward(ctx: Context, *gradients: Tensor | None) -> Tensor | None:
+        """Twice."""
+        return None if gradients[0] is None else 2 * gradients[0]

@@ -1,37 +1,20 @@
 """capture: what a trace holds, and what it refuses."""
 
+import contextlib
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
+from passes.capture import Tracing, capture, capture_symbolic
 from passes.ir.errors import CaptureError
 from passes.ir.layout import Shape
 from passes.ir.leaves import input_leaves
-from tests.passes.helpers import captured, printed
-
-
-class Square(torch.autograd.Function):
-    """A function with a backward of its own."""
-
-    @staticmethod
-    def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor) -> Tensor:
-        """The square."""
-        return x * x
-
-    @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, *gradients: Tensor) -> Tensor:
-        """Something else."""
-        return gradients[0]
-
-
-class Custom(nn.Module):
-    """Calls it."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Square."""
-        return Square.apply(x)
+from tests.passes import custom
+from tests.passes.helpers import Apply, captured, op_lines, printed
 
 
 class Branches(nn.Module):
@@ -80,17 +63,109 @@ class Autocast(nn.Module):
 X = torch.ones(4, 6)
 
 
-def test_custom_autograd_functions_are_refused() -> None:
-    """A trace would keep their forward only; the error names the function."""
-    with pytest.raises(CaptureError, match=r"Square is a custom autograd.Function.*write it with plain operators"):
-        captured(Custom(), x=X)
+def _straight(x: Tensor) -> Tensor:
+    return custom.StraightThrough.apply(x) * 2
 
 
-def test_custom_autograd_functions_work_again_afterwards() -> None:
-    """The refusal holds only while tracing."""
-    with pytest.raises(CaptureError):
-        captured(Custom(), x=X)
-    assert torch.equal(Custom()(X), X)
+def test_custom_autograd_functions_become_operators() -> None:
+    """With what is known of them; a trace would keep their forward alone."""
+    assert op_lines(captured(Apply(_straight), x=X)) == [
+        "%autograd_function = autograd_function(tensors=[x], function=tests.passes.custom:StraightThrough, "
+        "arguments=(x0), pointwise=True, linear=True)",
+        "%mul = mul(%autograd_function, other=2)",
+    ]
+
+
+def test_without_gradients_their_forward_is_all() -> None:
+    """What never has a backward needs no operator of its own."""
+    program = capture(Apply(_straight), {"x": X}, Tracing(False, False, contextlib.nullcontext()))
+    assert op_lines(program) == ["%round = round(x)", "%mul = mul(%round, other=2)"]
+
+
+def test_custom_autograd_functions_work_as_ever_afterwards() -> None:
+    """They are operators only while tracing."""
+    captured(Apply(_straight), x=X)
+    result = _straight(X.clone().requires_grad_())
+    assert type(result.grad_fn.next_functions[0][0]).__name__ == "StraightThroughBackward"
+
+
+def test_all_that_a_custom_autograd_function_returns() -> None:
+    """Tensors are results of the operator; all else is as it was."""
+
+    def forward(x: Tensor) -> Tensor:
+        result, count, nothing = custom.Counted.apply(x)
+        assert nothing is None
+        return result * count
+
+    assert op_lines(captured(Apply(forward), x=X))[1] == "%mul = mul(%autograd_function, other=24)"
+
+
+def test_sizes_that_a_custom_autograd_function_is_given_may_vary() -> None:
+    """They are arguments of the operator, and it is no function of single elements then."""
+
+    def forward(x: Tensor) -> Tensor:
+        return custom.Reversal.apply(x, x.shape[0]) + custom.StraightThrough.apply(x)
+
+    tracing = Tracing(True, True, contextlib.nullcontext())
+    symbolic = capture_symbolic(Apply(forward), {"x": X}, tracing, frozenset({("x", 0)}))
+    reversal, straight = symbolic.program.ops[:2]
+    assert str(reversal.arguments["sizes"]) == "(x.0,)"
+    assert reversal.arguments["arguments"] == "(x0, n0)"
+    assert (reversal.arguments["pointwise"], straight.arguments["pointwise"]) == (False, True)
+    assert not symbolic.conditions
+
+
+class Counts(nn.Module):
+    """Calls what is no function of its arguments."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """One more each time."""
+        return custom.Counting.apply(x)
+
+
+def test_the_line_of_a_refused_custom_autograd_function_is_named() -> None:
+    """As of everything in a trace."""
+    with pytest.raises(CaptureError, match=r"test_capture.py:\d+: the autograd.Function .*:Counting does not give"):
+        captured(Counts(), x=X)
+
+
+def _local(x: Tensor) -> Tensor:
+    class Local(torch.autograd.Function):
+        """Of no module."""
+
+        @staticmethod
+        def forward(ctx: custom.Context, x: Tensor) -> Tensor:
+            """As it is."""
+            return x.clone()
+
+    return Local.apply(x)
+
+
+@pytest.mark.parametrize(
+    ("forward", "message"),
+    [
+        (_local, r"test_capture.py:\d+: the autograd.Function .*Local .* define it at the top level"),
+        (lambda x: custom.Reversal.apply(x, object()), r"test_capture.py:\d+: .* Reversal is given a object"),
+        (lambda x: custom.Changing.apply(x * 1), r"test_capture.py:\d+: .* Changing changes a tensor that it is given"),
+        (
+            lambda x: checkpoint(torch.sin, x, use_reentrant=True),
+            r"test_capture.py:\d+ checkpoints reentrantly.* pass use_reentrant=False",
+        ),
+    ],
+    ids=["local", "argument", "in place", "checkpoint"],
+)
+def test_custom_autograd_functions_that_a_program_cannot_call(
+    forward: Callable[[Tensor], Tensor], message: str
+) -> None:
+    """Each is refused with its line and its reason."""
+    with pytest.raises(CaptureError, match=message):
+        captured(Apply(forward), x=X)
+
+
+def test_checkpoints_that_are_not_reentrant_are_left_out() -> None:
+    """They change nothing that a program has."""
+    program = captured(Apply(lambda x: checkpoint(torch.sin, x, use_reentrant=False)), x=X)
+    assert op_lines(program) == ["%sin = sin(x)"]
 
 
 def test_the_line_of_an_untraceable_model_is_named() -> None:

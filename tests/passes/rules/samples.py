@@ -69,6 +69,7 @@ def _samples(make: Maker) -> Iterator[Sample]:
     yield from _attention(make, call)
     yield from _recurrent(make, call)
     yield from _random(make, call)
+    yield from _functions(make, call)
 
 
 Make = Callable[..., Sample]
@@ -185,3 +186,17 @@ def _random(make: Maker, call: Make) -> Iterator[Sample]:
     yield call("aten.exponential.default", make.normal(12, 24), random=True)
     yield call("aten.uniform.default", make.normal(12, 24), random=True)
     yield call("aten.normal_functional.default", make.normal(12, 24), random=True, fixed=(0,))
+
+
+def _functions(make: Maker, call: Make) -> Iterator[Sample]:
+    x, known = make.normal(12, 24), {"pointwise": True, "linear": True}
+    for function, arguments, operands in (
+        ("StraightThrough", "(x0)", [x]),
+        ("Reversal", "(x0, 0.5)", [x]),
+        ("Scaled", "(x0, x1, {'weight': 2.0})", [x, make.normal(12, 24)]),
+    ):
+        yield call("autopar.autograd_function.one", operands, f"tests.passes.custom:{function}", arguments, **known)
+    clipped = "tests.passes.custom:Clipped", "(x0, 0.5)"
+    yield call("autopar.autograd_function.one", [x], *clipped, pointwise=True, linear=False)
+    noisy = "tests.passes.custom:Noisy", "(x0)"
+    yield call("autopar.autograd_function.one_drawn", [x], *noisy, **known, random=True)
