@@ -59,8 +59,8 @@ T = TypeVar("T")
 @dataclass(frozen=True)
 class Compiled:
     """A plan and what runs it: programs by name, how each parameter is stored, where time went (seconds), the seed of
-    random numbers: the one that torch was given on the first rank, and what was decided for every node of each
-    program."""
+    random numbers: the one that torch was given on the first rank, what was decided for every node of each program,
+    and why there is no program for evaluation, where it cannot be traced."""
 
     plan: Plan
     programs: Mapping[str, CompiledProgram]
@@ -68,6 +68,7 @@ class Compiled:
     times: Mapping[str, float]
     seed: int
     decided: Mapping[str, Mapping[str, Decided]]
+    refused: str
 
 
 @dataclass(frozen=True)
@@ -113,9 +114,14 @@ def compile_model(model: nn.Module, request: Request, *, both_modes: bool = Fals
     first = planned(model, program, demands, request, request.objective, clock, _chooser(request, request.objective))
     programs = {request.objective: first}
     stored = first.lowered.parameters
+    refused = ""
     if training and both_modes:
-        evaluated = clock("capture", lambda: capture(model, request.inputs, tracing(model, request, "infer")))
-        evaluated = clock("normalize", lambda: normalize(evaluated))
+        try:
+            evaluated = clock("capture", lambda: capture(model, request.inputs, tracing(model, request, "infer")))
+            evaluated = clock("normalize", lambda: normalize(evaluated))
+        except CaptureError as error:
+            # It can be trained all the same.
+            evaluated, refused = program, str(error)
         if str(evaluated) != str(program):
             evaluated = frozen(evaluated)
             inference, choose = replace(request, objective="infer"), _chooser(request, "infer")
@@ -124,7 +130,7 @@ def compile_model(model: nn.Module, request: Request, *, both_modes: bool = Fals
     plan = _plan(model, fingerprint, request, program, programs)
     sources = {name: item.source for name, item in programs.items()}
     decisions = {name: item.decided for name, item in programs.items()}
-    return Compiled(plan, sources, stored, clock.times, torch.initial_seed(), decisions)
+    return Compiled(plan, sources, stored, clock.times, torch.initial_seed(), decisions, refused)
 
 
 def tracing(model: nn.Module, request: Request, name: str, device: torch.device | None = None) -> Tracing:
@@ -312,7 +318,9 @@ def distribute(
         device = torch.device("cuda", torch.cuda.current_device())
     root = _root(model, compiled, request, mesh, device)
     loaded = {name: load(program, name) for name, program in compiled.programs.items()}
-    return DistributedModule(root, mesh, device, compiled.plan, loaded, request.signature, compiled.seed, other_sizes)
+    module = DistributedModule(root, mesh, device, compiled.plan, loaded, request.signature, compiled.seed, other_sizes)
+    module.refuse_evaluation(compiled.refused)
+    return module
 
 
 def load(program: CompiledProgram, name: str) -> LoadedProgram:

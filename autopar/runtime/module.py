@@ -78,7 +78,7 @@ class Generated:
     def copies(self, kind: type[Region], entries: Sequence[Sequence[str]]) -> tuple[Region, ...]:
         """One `kind` for each of `entries`, which are paths in the model."""
         return tuple(
-            kind([self.root.get_submodule(path) for path in paths], self, number)
+            kind([_part(self.root, path) for path in paths], self, number)
             for number, paths in enumerate(entries)
         )
 
@@ -89,6 +89,14 @@ class Generated:
     def forward(self, *inputs: Tensor) -> tuple[object, ...]:
         """Run on local inputs, in the order of the plan; generated classes define it."""
         raise TypeError("a generated class defines forward")
+
+
+def _part(root: nn.Module, path: str) -> nn.Module:
+    """The part of the model at `path`; one that holds nothing is not there."""
+    for name in path.split("."):
+        inner = root._modules.get(name)
+        root = Container() if inner is None else inner
+    return root
 
 
 @dataclass(frozen=True)
@@ -176,6 +184,7 @@ _OWN = (
     "_plan",
     "_programs",
     "_random",
+    "_refused",
     "_root",
     "_shape",
     "_signature",
@@ -221,6 +230,7 @@ class DistributedModule(nn.Module):
         self._signature = signature
         self._plan = plan
         self._random = Randomness(seed)
+        self._refused = ""
         self._loaded = dict(programs)
         # The parts of the model are this module's own: the container is none of them.
         object.__setattr__(self, "_root", root)
@@ -233,8 +243,14 @@ class DistributedModule(nn.Module):
         """Switch between training and evaluation; a module planned for inference only cannot train."""
         if mode and "train" not in self._programs:
             raise InputError("this module was planned for inference: plan it with objective='train' to train it")
+        if not mode and self._refused:
+            raise CaptureError(f"this module can be trained, but not evaluated: {self._refused}")
         super().train(mode)
         return self
+
+    def refuse_evaluation(self, reason: str) -> None:
+        """Let `eval()` raise CaptureError from now on, with a reason."""
+        self._refused = reason
 
     @property
     def mesh(self) -> DeviceMesh:

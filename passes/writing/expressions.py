@@ -188,6 +188,11 @@ def _masked_fill(code: Scope, arguments: Mapping[str, Argument]) -> str | None:
     return f"{tensor}.masked_fill({mask}, {value})"
 
 
+def _complex(code: Scope, arguments: Mapping[str, Argument]) -> str | None:
+    """Pairs must lie next to each other in memory."""
+    return f"torch.view_as_complex({code.value(arguments['self'])}.contiguous())"
+
+
 def _addmm(code: Scope, arguments: Mapping[str, Argument]) -> str | None:
     if arguments["beta"] != 1 or arguments["alpha"] != 1:
         return None
@@ -229,6 +234,7 @@ _WRITERS: dict[str, Writer] = {
     "pad": _pad,
     "masked_fill": _masked_fill,
     "addmm": _addmm,
+    "view_as_complex": _complex,
     "rms_norm": _functional("rms_norm", "input", "normalized_shape", weight=("weight", None), eps=("eps", None)),
     "arange": _arange,
     "embedding": _embedding,

@@ -31,8 +31,11 @@ def signature(indent: str, head: str, arguments: list[str]) -> list[str]:
 
 def _opening(text: str) -> int:
     """Where the bracket opens that the last character closes."""
-    depth = 0
+    depth, quoted = 0, False
     for place in range(len(text) - 1, -1, -1):
+        quoted ^= text[place] == '"'
+        if quoted:
+            continue
         depth += {")": 1, "]": 1, "(": -1, "[": -1}.get(text[place], 0)
         if depth == 0:
             return place
@@ -40,9 +43,12 @@ def _opening(text: str) -> int:
 
 
 def _arguments(inner: str) -> list[str]:
-    """The arguments of a call."""
-    parts, depth, start = [], 0, 0
+    """The arguments of a call. Text in quotes has no brackets and no commas that count."""
+    parts, depth, start, quoted = [], 0, 0, False
     for place, character in enumerate(inner):
+        quoted ^= character == '"'
+        if quoted:
+            continue
         depth += {")": -1, "]": -1, "(": 1, "[": 1}.get(character, 0)
         if character == "," and depth == 0:
             parts.append(inner[start:place].strip())

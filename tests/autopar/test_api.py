@@ -275,10 +275,32 @@ def test_batch_norm_follows_the_mode():
     on_ranks(_modes)
 
 
-def test_dropout_is_refused_by_name():
-    with pytest.raises(autopar.CaptureError, match="dropout"):
-        autopar.plan(Normalized(0.1), {"dp": 2}, {"x": torch.empty(8, 8)}, cluster="cpu")
-    assert autopar.plan(Normalized(0.1), {"dp": 2}, {"x": torch.empty(8, 8)}, cluster="cpu", objective="infer")
+class Hardening(nn.Module):
+    """In evaluation it changes its own weight, which no trace can follow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: [rows, 8]."""
+        if not self.training:
+            with torch.no_grad():
+                self.weight.mul_(2)
+        return x * self.weight
+
+
+def _hardens() -> None:
+    x = torch.ones(8, 8)
+    dist_model = autopar.parallelize(Hardening(), mesh_of_four(), {"x": x}, **OPTIONS)
+    dist_model(x=x).full_tensor().sum().backward()
+    assert torch.equal(dist_model.weight.grad.full_tensor(), torch.full((8,), 8.0))
+    with pytest.raises(autopar.CaptureError, match="can be trained, but not evaluated: .*changes the parameter"):
+        dist_model.eval()
+
+
+def test_what_cannot_be_traced_in_evaluation_can_be_trained():
+    on_ranks(_hardens)
 
 
 # --- precision --------------------------------------------------------------------------------------------------------
