@@ -34,6 +34,15 @@ class Rewriter:
         """Write `op` as it is."""
         self.ops.append(op)
 
+    def fresh(self, prefix: str) -> str:
+        """A name that no other tensor has, those that an earlier rewriter made among them."""
+        name = f"{prefix}{self.count}"
+        while name in self.types:
+            self.count += 1
+            name = f"{prefix}{self.count}"
+        self.count += 1
+        return name
+
     def write(self, like: Op, target: str, type: TensorType, /, *args: Argument, **kwargs: Argument) -> Ref:
         """Write a new op where `like` stands, with one result of `type`."""
         schema = find_overload(target)._schema.arguments
@@ -45,8 +54,7 @@ class Rewriter:
                 arguments[parameter.name] = kwargs[parameter.name]
             else:
                 arguments[parameter.name] = cast(Argument, parameter.default_value)
-        name = f"%{target.split('.')[1]}_n{self.count}"
-        self.count += 1
+        name = self.fresh(f"%{target.split('.')[1]}_n")
         self.types[name] = type
         self.ops.append(replace(like, target=target, arguments=arguments, results=(name,)))
         return Ref(name)

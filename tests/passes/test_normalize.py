@@ -47,8 +47,8 @@ def test_copies_into_a_tensor_cast_and_expand() -> None:
         return y
 
     lines = lines_of(function)
-    assert lines[-1] == "%expand_n1 = expand(%to_n0, size=[4, 6])"
-    assert lines[-2].startswith("%to_n0 = to(")
+    assert lines[-1] == "%expand_n2 = expand(%to_n1, size=[4, 6])"
+    assert lines[-2].startswith("%to_n1 = to(")
 
 
 class Counts(nn.Module):

@@ -61,6 +61,14 @@ def _reshaped(x: Tensor) -> Tensor:
     return y * y
 
 
+def _several_views(x: Tensor) -> Tensor:
+    y, z = x * 2, x * 3
+    row = y.select(1, 5)
+    row.mul_(0.5)
+    z.unsqueeze(1)[..., 0].mul_(0.2)
+    return row + z.square().sum(1)
+
+
 def _copied(x: Tensor) -> Tensor:
     y = x * 1
     y.t().reshape(-1).mul_(2.0)
@@ -104,6 +112,9 @@ FORMS: dict[str, tuple[Function, Tensor, set[str]]] = {
     "changes of rows": (_unbound, X, {"detach", "mul", "select", "slice", "cat", "reshape"}),
     "a change of a diagonal": (_diagonal, X, {"slice", "mul", "diagonal", "full", "diagonal_scatter", "full_like"}),
     "a change through a reshape": (_reshaped, X, {"mul", "reshape", "slice", "cat"}),
+    "changes of several views": (
+        _several_views, X, {"mul", "select", "reshape", "slice", "cat", "square", "sum", "add"}
+    ),
     "a change of a copy": (_copied, X, {"mul"}),
     "assignment by index": (_put, X, {"slice", "mul", "index_put"}),
     "steps": (_steps, X, {"reshape", "select", "mul"}),
