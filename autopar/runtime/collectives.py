@@ -96,7 +96,8 @@ def run_change(tensor: Tensor, group: str, size: int, rank: int, source: Letter,
         return _wait(_c10d.all_reduce(tensor.contiguous(), "sum", group))
     if collective == "reduce_scatter":
         parts = _cut(tensor, target, size)
-        flat = parts.reshape(-1)
+        # What was expanded stays so in a reshape, and not every backend copies what it is given.
+        flat = parts.reshape(-1).contiguous()
         return _wait(_c10d.reduce_scatter_tensor(flat, "sum", size, group)).reshape(parts.shape[1:])
     if collective == "all_to_all":
         parts = _cut(tensor, target, size).contiguous()
