@@ -214,7 +214,7 @@ def _followed(function: str, arguments: str, operands: tuple[TensorType, ...], s
         # What it does cannot be followed: a kernel of its own, or a look at values.
         return Known(False, False, following.drawn)
     found = [item for item in gradients if item is not None]
-    alike = all(tuple(item.shape) == following.shape for item in (*fakes, *results, *found))
+    alike = bool(fakes) and all(tuple(item.shape) == following.shape for item in (*fakes, *results, *found))
     # A condition on sizes is another function for other sizes.
     pointwise = following.pointwise and alike and not sizes and not environment.guards
     reached = {*following.gradients, *following.zeros}
@@ -354,7 +354,7 @@ def _equal(one: Tensor | None, other: Tensor | None) -> bool:
 def _holds_on_parts(runner: _Runner, data: Sequence[Tensor], whole: _Outcome) -> bool:
     """Whether the halves of every dim give the halves of all results and gradients."""
     for dim in range(data[0].dim()):
-        if data[0].shape[dim] % 2:
+        if data[0].shape[dim] % 2 or not data[0].numel():
             continue
         halves: list[_Outcome] = []
         for half in range(2):

@@ -43,6 +43,7 @@ from autopar.runtime import Axis, Container
 from autopar.runtime.axis import axes_of
 from autopar.runtime.module import place
 from autopar.runtime.state import local_part
+from passes.emit import FORMS
 from passes.ir.layout import I, Layout, Letter, R, digits, local_major, local_shape, parse_letter
 from passes.ir.mesh import Mesh
 
@@ -710,6 +711,8 @@ def run_typed(
         report.told.append(where)
 
     replaced = {**collectives(mesh, report.alike), **_FORMS, "local": lambda tensor: tensor, "held": held}
+    untyped = set(FORMS) & set(namespace) - set(replaced)
+    assert not untyped, f"no typing rule for {', '.join(sorted(untyped))}: see the local forms above"
     namespace.update({name: value for name, value in replaced.items() if name in namespace or name == "held"})
     with spmd.set_current_mesh(device_mesh):
         root = _root(model, compiled, device_mesh, mesh, with_values=inputs is not None)

@@ -40,6 +40,11 @@ def test_what_is_found(
     assert _known(cls, arguments, *operands) == Known(pointwise, linear, False)
 
 
+def test_tensors_without_elements() -> None:
+    """There is nothing to try, and nothing that could be wrong."""
+    assert _known(custom.StraightThrough, "(x0)", TensorType((0, 4), torch.float32)) == Known(True, True, False)
+
+
 def test_what_cannot_be_followed_is_not_claimed() -> None:
     """A backward that looks at values, on which it would depend how it goes on."""
     assert _known(custom.Deciding, "(x0)", WIDE) == Known(False, False, False)
