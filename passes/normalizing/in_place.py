@@ -200,6 +200,15 @@ def _sliced(rewriter: Rewriter, view: Op, index: int, base: Ref, value: Ref) -> 
     return rewriter.write(view, "aten.slice_scatter.default", rewriter.type(base), self=base, src=value, **options)
 
 
+def _narrowed(rewriter: Rewriter, view: Op, index: int, base: Ref, value: Ref) -> Ref:
+    type, dim, start, length = rewriter.type(base), *(view.arguments[name] for name in ("dim", "start", "length"))
+    assert isinstance(dim, int)
+    assert isinstance(start, int)
+    assert isinstance(length, int)
+    start %= max(type.shape[dim], 1)
+    return rewriter.write(view, "aten.slice_scatter.default", type, base, value, dim, start, start + length)
+
+
 def _selected(rewriter: Rewriter, view: Op, index: int, base: Ref, value: Ref) -> Ref:
     options = {name: view.arguments[name] for name in ("dim", "index")}
     return rewriter.write(view, "aten.select_scatter.default", rewriter.type(base), self=base, src=value, **options)
@@ -302,6 +311,7 @@ _PUT_BACK: dict[str, _Writer] = {
     **dict.fromkeys(_ORDERS, _moved),
     **dict.fromkeys(("split", "chunk", "split_with_sizes", "tensor_split"), _divided),
     "slice": _sliced,
+    "narrow": _narrowed,
     "select": _selected,
     "unbind": _unbound,
     "diagonal": _diagonal,

@@ -69,6 +69,13 @@ def _several_views(x: Tensor) -> Tensor:
     return row + z.square().sum(1)
 
 
+def _narrowed(x: Tensor) -> Tensor:
+    y = x * 1
+    y.narrow(1, 2, 3).mul_(2.0)
+    y.narrow(0, -1, 1).add_(1.0)
+    return y * y
+
+
 def _copied(x: Tensor) -> Tensor:
     y = x * 1
     y.t().reshape(-1).mul_(2.0)
@@ -112,6 +119,7 @@ FORMS: dict[str, tuple[Function, Tensor, set[str]]] = {
     "changes of rows": (_unbound, X, {"detach", "mul", "select", "slice", "cat", "reshape"}),
     "a change of a diagonal": (_diagonal, X, {"slice", "mul", "diagonal", "full", "diagonal_scatter", "full_like"}),
     "a change through a reshape": (_reshaped, X, {"mul", "reshape", "slice", "cat"}),
+    "changes of narrow views": (_narrowed, X, {"mul", "slice", "add", "cat"}),
     "changes of several views": (
         _several_views, X, {"mul", "select", "reshape", "slice", "cat", "square", "sum", "add"}
     ),
