@@ -133,8 +133,8 @@ def _softmax_form(code: Scope, statement: Compute) -> str:
 def _cumsum_form(code: Scope, statement: Compute) -> str:
     arguments = statement.op.arguments
     dtype = {"dtype": arguments["dtype"]} if arguments["dtype"] is not None else {}
-    digits = _digits(code, _one(statement))
-    return _call(code, "split_cumsum", [arguments["self"], arguments["dim"]], digits=digits, **dtype)
+    split = _one(statement)
+    return _call(code, "split_cumsum", [arguments["self"], split.dim], digits=_digits(code, split), **dtype)
 
 
 def _haloed_form(code: Scope, statement: Compute) -> str:
