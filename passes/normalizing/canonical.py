@@ -66,7 +66,7 @@ def _padded_convolution(rewriter: Rewriter, op: Op) -> Argument:
     """conv with padding "valid" or "same": what is padded as numbers."""
     padding = op.arguments["padding"]
     if not isinstance(padding, str):
-        return KEEP
+        return _unbatched(rewriter, op)
     source = op.arguments["input"]
     shape = rewriter.type(source).shape
     kernel = rewriter.type(op.arguments["weight"]).shape[2:]
@@ -82,6 +82,17 @@ def _padded_convolution(rewriter: Rewriter, op: Op) -> Argument:
     changed = {"input": source, "padding": tuple(total // 2 for total in totals)}
     target = f"aten.{op.kind}.default"
     return rewriter.write(op, target, rewriter.types[op.results[0]], **{**op.arguments, **changed})
+
+
+def _unbatched(rewriter: Rewriter, op: Op) -> Argument:
+    """A convolution of one sample is one of a batch of one."""
+    source, type = op.arguments["input"], rewriter.types[op.results[0]]
+    if len(type.shape) == len(rewriter.type(op.arguments["weight"]).shape):
+        return KEEP
+    sample = reshaped(rewriter, op, source, (1, *rewriter.type(source).shape))
+    batch = TensorType((1, *type.shape), type.dtype)
+    result = rewriter.write(op, op.target, batch, **{**op.arguments, "input": sample})
+    return reshaped(rewriter, op, result, type.shape)
 
 
 def _glu(rewriter: Rewriter, op: Op) -> Argument:
@@ -228,6 +239,7 @@ _REWRITES: dict[str, Rewrite] = {
     **VIEWS,
     **LOSSES,
     **dict.fromkeys(("conv1d", "conv2d", "conv3d"), _padded_convolution),
+    **dict.fromkeys(("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"), _unbatched),
     **dict.fromkeys(("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout"), _dropout),
     **dict.fromkeys(("outer", "ger"), _outer),
     **dict.fromkeys(("matmul", "mv", "dot"), _vectors),

@@ -129,7 +129,8 @@ def _traced(op: Op, types: Mapping[str, TensorType], prefix: str) -> _Traced | N
         try:
             with torch.no_grad():
                 graph = make_fx(run, decomposition_table=_table(op.overload))(*fakes)
-        except (RuntimeError, NotImplementedError, TypeError, ValueError, AttributeError):
+        except Exception:
+            # Whatever it is that keeps torch from taking it apart: it stays whole.
             return None
     known: dict[torch.fx.Node, object] = {}
     ops: list[Op] = []

@@ -14,7 +14,7 @@ from passes.rules import (
     reduce,
     view,
 )
-from passes.rules.registry import find_rule, registered, rule_for
+from passes.rules.registry import find_rule, registered, rule_for, signature, with_rules, written_rule
 
 __all__ = [
     "attention",
@@ -31,5 +31,8 @@ __all__ = [
     "reduce",
     "registered",
     "rule_for",
+    "signature",
     "view",
+    "with_rules",
+    "written_rule",
 ]

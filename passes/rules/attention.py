@@ -8,7 +8,7 @@ from passes.rules.parts import factors, is_tensor, one
 from passes.rules.registry import rule_for
 from passes.rules.rule import Dims, Part, Role, Rule, Saved
 
-_WHOLE = dict.fromkeys(("keys", "width", "value_width"), Role.WHOLE)
+_WHOLE = dict.fromkeys(("keys", "width"), Role.WHOLE)
 
 
 @rule_for("scaled_dot_product_attention")
@@ -53,6 +53,7 @@ def attention(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
         factors(*operands, result, roles=roles),
         tuple(operands),
         (result,),
+        linear=(frozenset({2}),),
         bodies={"queries": "causal_attention"} if causal and len(query) == 4 else {},
         multiplications=2.0 * prod(query[:-1]) * key[-2] * (query[-1] + value[-1]) / (2 if causal else 1),
         backward=(2.5 / 3,) * 3 + (0.0,) * (len(operands) - 3),

@@ -178,7 +178,7 @@ def pool(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
         _haloed(factors(before, after, roles=roles), halos),
         (before,),
         (after,),
-        linear=(frozenset({0}),) if mean else (),
+        linear=(frozenset({0}),) if mean and types[op.results[0]].dtype.is_floating_point else (),
         bodies=dict.fromkeys(halos, "haloed"),
         saved=(Saved(0), Saved(0, result=True)),
     )
@@ -190,8 +190,9 @@ _WHOLE_SPACE = {
     **{f"{mode}_pad{rank}d": rank for mode in ("reflection", "replication") for rank in (1, 2, 3)},
     **{f"upsample_{name}": rank for name, rank in (
         ("nearest1d", 1), ("nearest2d", 2), ("nearest3d", 3), ("linear1d", 1), ("bilinear2d", 2), ("trilinear3d", 3),
-        ("bicubic2d", 2), ("_nearest_exact1d", 1), ("_nearest_exact2d", 2), ("_nearest_exact3d", 3),
+        ("bicubic2d", 2), 
     )},
+    **{f"_upsample_nearest_exact{rank}d": rank for rank in (1, 2, 3)},
     "pixel_shuffle": 3,
     "pixel_unshuffle": 3,
 }  # fmt: skip

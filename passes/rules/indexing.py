@@ -28,12 +28,15 @@ def gather(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
     picked = (*picked[:dim], one("picks", index[dim]), *picked[dim + 1 :])
     found = factors(dims, picked, roles={**roles, **more})
     linear = _FIRST if _floating(op, types) else ()
-    return Rule(found, (dims, picked), (picked,), linear=linear, saved=(Saved(1),))
+    return Rule(found, (dims, picked), (picked,), linear=linear, saved=(Saved(0), Saved(1)))
 
 
 @rule_for("scatter", "scatter_add", "scatter_reduce")
 def scatter(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
-    """Along `dim` elements find their places; the other dims go along where index and source have all of them."""
+    """Along `dim` elements find their places; the other dims go along where index and source have all of them.
+
+    Of elements that are added each rank may have a part.
+    """
     shapes = [types[name].shape for name in op.operands]
     if not all(shapes):
         return None
@@ -45,12 +48,18 @@ def scatter(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
         dims, more = without(named(shape), apart, f"whole{number}_")
         tensors.append(dims)
         roles.update(more)
+    rows = one("rows", shapes[1][dim])
+    if op.kind == "scatter_add" and shapes[1][dim] == shapes[2][dim]:
+        tensors[1:] = [(*dims[:dim], rows, *dims[dim + 1 :]) for dims in tensors[1:]]
+        roles["rows"] = Role.SUM
+    summed = frozenset({0}) if "rows" in roles else frozenset[int]()
     added = op.kind == "scatter_add" or (op.kind == "scatter" and "reduce" not in op.arguments and len(shapes) == 3)
     linear = (frozenset({0, 2}),) if added and _floating(op, types) else ()
     saved = [Saved(1)]
     if op.kind == "scatter_reduce":
         saved += [Saved(0), Saved(2), Saved(0, result=True)]
-    return Rule(factors(*tensors, roles=roles), tuple(tensors), (tensors[0],), linear=linear, saved=tuple(saved))
+    found = factors(*tensors, roles=roles)
+    return Rule(found, tuple(tensors), (tensors[0],), added=summed, linear=linear, saved=tuple(saved))
 
 
 def _indexed(op: Op, types: Mapping[str, TensorType], shape: Shape) -> tuple[list[int], Shape, int] | None:
@@ -125,14 +134,14 @@ def index_select(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
 
 @rule_for("index_add", "index_copy", "index_fill")
 def index_add(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
-    """Along `dim` rows find their places."""
+    """Along `dim` rows find their places; those that ranks add are parts of a sum."""
     shape = types[op.operands[0]].shape
     if not shape:
         return None
     dim = dim_argument(op.arguments["dim"], len(shape))
     dims, roles = without(named(shape), [dim])
     operands: list[Dims] = [dims, *((one("rows", size),) for size in types[op.operands[1]].shape)]
-    roles["rows"] = Role.WHOLE
+    roles["rows"] = Role.SUM if op.kind == "index_add" else Role.WHOLE
     linear: tuple[frozenset[int], ...] = ()
     if not types[op.operands[1]].shape:
         operands.append(())
@@ -145,11 +154,17 @@ def index_add(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
         else:
             return None
         linear = (frozenset({0, 2}),) if _floating(op, types) and op.kind != "index_fill" else ()
-    return Rule(factors(*operands, roles=roles), tuple(operands), (dims,), linear=linear, saved=(Saved(1),))
+    saved = (Saved(1), Saved(2)) if len(operands) == 3 else (Saved(1),)
+    added = frozenset[int]()
+    if op.kind == "index_add" and roles["rows"] is Role.SUM:
+        added = frozenset({0})
+    found = factors(*operands, roles=roles)
+    return Rule(found, tuple(operands), (dims,), added=added, linear=linear, saved=saved)
 
 
 _ALONG: dict[str, tuple[Saved, ...]] = {
-    **dict.fromkeys(("sort", "topk", "kthvalue", "cummax", "cummin", "median", "mode"), (Saved(1, result=True),)),
+    **dict.fromkeys(("sort", "topk", "kthvalue", "median", "mode"), (Saved(1, result=True),)),
+    **dict.fromkeys(("cummax", "cummin"), (Saved(0), Saved(1, result=True))),
     **dict.fromkeys(("argsort", "msort"), ()),
     "cumprod": (Saved(0), Saved(0, result=True)),
     "logcumsumexp": (Saved(0), Saved(0, result=True)),

@@ -15,11 +15,13 @@ RESULT = (Saved(0, result=True),)
 
 @dataclass(frozen=True)
 class Pointwise:
-    """`saved` is what autograd keeps; `linear` the operand sets in which the op is linear, for one and two operands."""
+    """`saved` is what autograd keeps; `linear` the operand sets in which the op is linear, for one, two and three
+    operands."""
 
     saved: tuple[Saved, ...] = NONE
     linear_one: tuple[frozenset[int], ...] = ()
     linear_two: tuple[frozenset[int], ...] = ()
+    linear_three: tuple[frozenset[int], ...] = ()
 
 
 _FIRST = (frozenset({0}),)
@@ -49,22 +51,22 @@ TABLE: dict[str, Pointwise] = {
     "maximum": Pointwise((Saved(0), Saved(1))),
     "minimum": Pointwise((Saved(0), Saved(1))),
     "masked_fill": Pointwise((Saved(1, needed_by=(0,)),)),
-    **{
-        kind: Pointwise()
-        for kind in ("detach", "fmod", "isinf", "isfinite", "isposinf", "isneginf", "signbit", "heaviside")
-    },
-    **{kind: Pointwise() for kind in ("trunc", "sgn", "bitwise_left_shift", "bitwise_right_shift")},
+    **{kind: Pointwise() for kind in ("detach", "isinf", "isfinite", "isposinf", "isneginf", "signbit", "heaviside")},
+    **{kind: Pointwise() for kind in ("trunc", "bitwise_left_shift", "bitwise_right_shift")},
     **{
         kind: Pointwise(linear_one=_FIRST)
         for kind in ("real", "imag", "conj", "_conj", "conj_physical", "deg2rad", "rad2deg")
     },
-    **{kind: Pointwise((Saved(0), Saved(1))) for kind in ("atan2", "fmax", "fmin", "hypot", "logaddexp", "logaddexp2")},
-    **{
-        kind: Pointwise((Saved(0), Saved(1))) for kind in ("xlogy", "copysign", "_prelu_kernel", "polar", "float_power")
-    },
-    "complex": Pointwise((), (), _BOTH),
-    "lerp": Pointwise((Saved(0), Saved(1), Saved(2))),
-    **{kind: Pointwise((Saved(1), Saved(2))) for kind in ("addcmul", "addcdiv")},
+    **{kind: Pointwise((Saved(0), Saved(1))) for kind in ("atan2", "fmax", "fmin", "logaddexp", "logaddexp2")},
+    **{kind: Pointwise((Saved(0), Saved(1))) for kind in ("_prelu_kernel",)},
+    "complex": Pointwise(SELF, (), _BOTH),
+    "sgn": Pointwise(SELF + RESULT),
+    "lerp": Pointwise((Saved(0), Saved(1), Saved(2)), (), _BOTH, _BOTH),
+    "xlogy": Pointwise((Saved(0), Saved(1)), (), _FIRST),
+    **{kind: Pointwise((Saved(0), Saved(1), *RESULT)) for kind in ("copysign", "polar", "float_power", "hypot")},
+    "addcmul": Pointwise((Saved(1), Saved(2)), (), (), (frozenset({0, 1}), frozenset({0, 2}))),
+    "addcdiv": Pointwise((Saved(1), Saved(2)), (), (), _BOTH),
+    "clamp": Pointwise((Saved(0), Saved(1), Saved(2))),
     **{kind: Pointwise((Saved(0), Saved(1), Saved(2))) for kind in _LOSSES},
     **{kind: Pointwise((Saved(0, copy=True),), _FIRST) for kind in ("dropout", "alpha_dropout")},
     **{
@@ -72,7 +74,7 @@ TABLE: dict[str, Pointwise] = {
     },
     "normal_functional": Pointwise(),
     "floor_divide": Pointwise(),
-    "remainder": Pointwise(),
+    **{kind: Pointwise(SELF) for kind in ("remainder", "fmod")},
     **{kind: Pointwise() for kind in ("eq", "ne", "lt", "le", "gt", "ge")},
     **{kind: Pointwise() for kind in ("logical_and", "logical_or", "logical_xor", "logical_not")},
     **{kind: Pointwise() for kind in ("bitwise_and", "bitwise_or", "bitwise_xor", "bitwise_not")},
@@ -82,7 +84,7 @@ TABLE: dict[str, Pointwise] = {
     **{kind: Pointwise(SELF) for kind in ("log2", "log10", "logit", "erfinv", "erfc", "lgamma", "digamma", "angle")},
     **{kind: Pointwise(SELF) for kind in ("softshrink", "hardshrink", "threshold", "nan_to_num", "i0", "celu", "frac")},
     **{kind: Pointwise(SELF) for kind in ("silu", "gelu", "log", "log1p", "abs", "sin", "cos", "erf", "softplus")},
-    **{kind: Pointwise(SELF) for kind in ("clamp", "clamp_min", "clamp_max", "elu", "leaky_relu", "mish", "square")},
+    **{kind: Pointwise(SELF) for kind in ("clamp_min", "clamp_max", "elu", "leaky_relu", "mish", "square")},
     **{kind: Pointwise(SELF) for kind in ("hardtanh", "hardswish", "hardsigmoid", "log_sigmoid", "relu6", "selu")},
     **{kind: Pointwise(RESULT) for kind in ("relu", "tanh", "sigmoid", "exp", "expm1", "sqrt", "rsqrt", "reciprocal")},
     **{kind: Pointwise(RESULT) for kind in ("exp2", "tan")},
@@ -98,7 +100,7 @@ def pointwise(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
     result = types[op.results[0]].shape
     operands = tuple(broadcast(types[name].shape, result) for name in op.operands)
     dims = named(result)
-    linear = {1: spec.linear_one, 2: spec.linear_two}.get(len(operands), ())
+    linear = {1: spec.linear_one, 2: spec.linear_two, 3: spec.linear_three}.get(len(operands), ())
     rounded = op.arguments.get("rounding_mode") is not None
     if not has_gradient(types[op.results[0]].dtype) or _starts_with_number(op) or rounded:
         linear = ()

@@ -28,6 +28,13 @@ def sum_(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
     return Rule(rule.factors, rule.operands, rule.results, linear=(frozenset({0}),))
 
 
+@rule_for("nansum", "count_nonzero")
+def counted(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
+    """Parts sum to parts of the sum, but not of pending sums."""
+    rule = _reduced(op, types, Role.SUM)
+    return Rule(rule.factors, rule.operands, rule.results, saved=(Saved(0),) if op.kind == "nansum" else ())
+
+
 @rule_for("mean")
 def mean(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
     """Over a split dim: the sum of the part by the size of the whole."""
@@ -42,9 +49,8 @@ _BOTH = (Saved(0), Saved(0, result=True))
 _WHOLE: dict[str, tuple[Saved, ...]] = {
     **dict.fromkeys(("all", "any", "argmax", "argmin"), ()),
     **dict.fromkeys(("amax", "amin", "max", "min", "prod", "std", "linalg_vector_norm", "norm"), _BOTH),
-    **dict.fromkeys(("var", "nansum"), (Saved(0),)),
+    "var": (Saved(0),),
     **dict.fromkeys(("var_mean", "std_mean"), (Saved(0), Saved(0, result=True), Saved(1, result=True))),
-    "count_nonzero": (),
     "aminmax": (Saved(0), Saved(0, result=True), Saved(1, result=True)),
 }
 

@@ -5,9 +5,9 @@ from math import prod
 
 from passes.ir.layout import Shape
 from passes.ir.program import Op, TensorType, has_gradient
-from passes.rules.parts import common_unit, dim_argument, dims_argument, factors, named, shapes, unit_parts
+from passes.rules.parts import common_unit, dim_argument, dims_argument, factors, named, one, shapes, unit_parts
 from passes.rules.registry import rule_for
-from passes.rules.rule import Dims, Part, Role, Rule
+from passes.rules.rule import Dims, Part, Role, Rule, Saved
 
 _LINEAR = (frozenset({0}),)
 _WHOLE = {"whole": Role.WHOLE}
@@ -75,8 +75,13 @@ def slice_(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
     operand, result = shapes((op.operands[0], op.results[0]), types)
     dim = dim_argument(op.arguments["dim"], len(operand))
     start = op.arguments["start"] or 0
-    if op.arguments["step"] != 1 or not isinstance(start, int) or result[dim] == 0:
+    if not isinstance(start, int) or result[dim] == 0:
         return None
+    if op.arguments["step"] != 1:
+        taken, left = (one(f"{side}{dim}", shape[dim]) for side, shape in (("to", result), ("from", operand)))
+        dims, made = list(named(operand)), list(named(result))
+        dims[dim], made[dim] = left, taken
+        return _view(op, types, tuple(dims), tuple(made), dict.fromkeys((f"to{dim}", f"from{dim}"), Role.WHOLE))
     unit = common_unit(operand[dim], start, result[dim])
     before, after = list(named(operand)), list(named(result))
     before[dim] = unit_parts(operand[dim], unit, "whole", f"d{dim}")
@@ -103,6 +108,8 @@ def cat(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
         return None
     dim = dim_argument(op.arguments["dim"], len(result))
     unit = common_unit(*(shape[dim] for shape in operands))
+    if unit == 0:
+        return None
     tensors = []
     for number, shape in enumerate((*operands, result)):
         dims = list(named(shape))
@@ -144,4 +151,5 @@ def pad(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
     zero = exact and has_gradient(types[op.results[0]].dtype)
     tensors = tuple(before), tuple(after)
     found = factors(*tensors, roles=roles)
-    return Rule(found, tensors[:1], tensors[1:], linear=_LINEAR if zero else ())
+    saved = (Saved(0),) if op.arguments.get("mode", "constant") != "constant" else ()
+    return Rule(found, tensors[:1], tensors[1:], linear=_LINEAR if zero else (), saved=saved)
