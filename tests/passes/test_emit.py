@@ -29,6 +29,7 @@ def test_names_are_those_of_the_runtime() -> None:
         "Container",
         "DistributedModule",
         "LoadedProgram",
+        "OtherSizes",
         "PlannedInput",
         "PlannedOutput",
         "named_arguments",
