@@ -6,13 +6,16 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test bench coverage lint types format clean
+.PHONY: demo test nightly bench coverage lint types format clean
 
 demo: $(STAMP)
 	OMP_NUM_THREADS=1 $(RUN) -m torch.distributed.run --standalone --nproc-per-node 4 examples/train_llama.py
 
 test: $(STAMP)
 	$(RUN) -m pytest -q -n 2 --dist loadfile --durations=15
+
+nightly: $(STAMP)
+	$(RUN) -m pytest -q -n 2 --dist loadfile --durations=30 -m "slow or not slow"
 
 bench: $(STAMP)
 	$(RUN) benchmarks/planning.py
