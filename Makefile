@@ -40,6 +40,8 @@ $(STAMP): pyproject.toml
 	$(RUN) -m pip install --quiet --upgrade pip
 	$(RUN) -m pip install --quiet "$(TORCH)"
 	$(RUN) -m pip install --quiet -e ".[dev]"
+# Without what it depends on: torchvision would bring another torch.
+	$(RUN) -m pip install --quiet --no-deps "vit-pytorch>=1.20"
 	touch $@
 
 clean:

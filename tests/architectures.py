@@ -6,9 +6,12 @@ all share. Nothing is random: no dropout, no dropped layers, no masks drawn in t
 
 import dataclasses
 import importlib
+import importlib.util
 import math
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -474,6 +477,8 @@ def _packages() -> Iterator[Architecture]:
     """Models of other packages."""
     yield _module("x_transformers-decoder", _x_transformers("Decoder"), lambda n: {"x": _integers(n, 16)})
     yield _module("x_transformers-encoder", _x_transformers("Encoder"), lambda n: {"x": _integers(n, 16)})
+    for file, name in (("vit", "ViT"), ("simple_vit", "SimpleViT"), ("cait", "CaiT")):
+        yield _module(f"vit_pytorch-{file}", _vit_pytorch(file, name), lambda n: {"img": _normal(n, 3, 16, 16)})
     yield _module(
         "conformer",
         lambda: Scored(
@@ -564,6 +569,35 @@ def _x_transformers(kind: str) -> Callable[[], nn.Module]:
             f"x_transformers.{kind}", dim=32, depth=2, heads=4, attn_dim_head=8, rotary_pos_emb=True, ff_glu=True
         )
         return Scored(_made("x_transformers.TransformerWrapper", num_tokens=64, max_seq_len=32, attn_layers=layers))
+
+    return make
+
+
+_SEEING: Mapping[str, Mapping[str, object]] = {
+    "vit": {"depth": 2},
+    "simple_vit": {"depth": 2},
+    "cait": {"depth": 2, "cls_depth": 1},
+}
+
+
+def _without_init(name: str) -> None:
+    """Let a package be imported file by file, without what its __init__ imports besides."""
+    found = importlib.util.find_spec(name)
+    if found is not None and name not in sys.modules:
+        package = ModuleType(name)
+        package.__path__ = list(found.submodule_search_locations or ())
+        sys.modules[name] = package
+
+
+# It imports torchvision, of which every build fits one build of torch alone.
+_without_init("vit_pytorch")
+
+
+def _vit_pytorch(file: str, name: str) -> Callable[[], nn.Module]:
+    def make() -> nn.Module:
+        settings: dict[str, object] = {"image_size": 16, "patch_size": 4, "num_classes": 4, "dim": 32, "heads": 4}
+        settings.update(mlp_dim=64, dim_head=8, **_SEEING[file])
+        return Scored(_made(f"vit_pytorch.{file}.{name}", **settings))
 
     return make
 
