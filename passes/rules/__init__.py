@@ -12,6 +12,7 @@ from passes.rules import (
     pointwise,
     recurrent,
     reduce,
+    transform,
     view,
 )
 from passes.rules.registry import find_rule, registered, rule_for, signature, with_rules, written_rule
@@ -32,6 +33,7 @@ __all__ = [
     "registered",
     "rule_for",
     "signature",
+    "transform",
     "view",
     "with_rules",
     "written_rule",

@@ -70,9 +70,22 @@ def _samples(make: Maker) -> Iterator[Sample]:
     yield from _recurrent(make, call)
     yield from _random(make, call)
     yield from _functions(make, call)
+    yield from _pictures(make, call)
 
 
 Make = Callable[..., Sample]
+
+
+def _pictures(make: Maker, call: Make) -> Iterator[Sample]:
+    """Transforms as decompositions write them, and pictures made larger."""
+    waves = torch.complex(make.normal(12, 24, 7), make.normal(12, 24, 7))
+    yield call("aten._fft_c2c.default", waves, [1, 2], 0, True)
+    yield call("aten._fft_c2r.default", waves, [2], 0, 12)
+    yield call("aten._fft_r2c.default", make.normal(12, 24, 12), [2], 0, True)
+    for kind in ("upsample_nearest", "_upsample_nearest_exact"):
+        for rank in (1, 2, 3):
+            picture = make.normal(12, 24, *(2, 3, 2)[:rank])
+            yield call(f"aten.{kind}{rank}d.vec", picture, None, [2.0] * rank)
 
 
 def _pointwise(make: Maker, call: Make) -> Iterator[Sample]:
