@@ -27,6 +27,7 @@ from autopar.runtime import (
     OtherSizes,
     PlannedInput,
     PlannedOutput,
+    constant_text,
 )
 from autopar.runtime.module import place
 from autopar.runtime.state import from_local, local_part
@@ -40,7 +41,7 @@ from passes.ir.choices import Problem, Solution
 from passes.ir.demands import Demands
 from passes.ir.errors import CaptureError, PlanMismatchError
 from passes.ir.layout import I, Layout
-from passes.ir.leaves import input_leaves
+from passes.ir.leaves import Inputs, input_leaves
 from passes.ir.lowered import Lowered
 from passes.ir.plan import InputPlan, ParameterPlan, Plan, PrecisionPlan, ProgramPlan
 from passes.ir.program import Folded, Input, Parameter, Program, references
@@ -223,14 +224,22 @@ def _compiled(lowered: Lowered, source: str, naming: Naming, request: Request) -
         source,
         naming.class_name,
         tuple(inputs),
-        {name: leaf for name, leaf in given.items() if not isinstance(leaf, torch.Tensor)},
+        _constants(request.inputs, program),
         request.assumed,
         tuple(outputs),
         program.output_tree,
         program.constants,
+        program.changes,
         "keep=False" in source,
         any(item.trainable for item in sources),
     )
+
+
+def _constants(inputs: Inputs, program: Program) -> dict[str, object]:
+    """What is given and is no input of the program: values that are no tensors, and tensors whose values count."""
+    given = dict(input_leaves(inputs))
+    left = [name for name in given if name not in {item.argument for item in program.inputs}]
+    return {name: leaf.detach().cpu() if isinstance(leaf := given[name], torch.Tensor) else leaf for name in left}
 
 
 def _plan(
@@ -267,7 +276,7 @@ def _plan(
         optimizer=request.optimizer,
         precision=PrecisionPlan(*(None if dtype is None else _dtype_text(dtype) for dtype in vars(precision).values())),
         inputs=inputs,
-        constants={name: repr(value) for name, value in first.source.constants.items()},
+        constants={name: constant_text(value) for name, value in first.source.constants.items()},
         parameters=parameters,
         programs={name: item.record for name, item in programs.items()},
         whole_ops=whole_ops(first.folded),
@@ -291,7 +300,8 @@ def _check_plan(plan: Plan, fingerprint: str, request: Request) -> None:
         raise PlanMismatchError(f"the plan was made for the mesh {dict(plan.mesh)}, this one is {mesh}: plan anew")
     if request.objective not in plan.programs:
         raise PlanMismatchError(f"the plan has no program for objective={request.objective!r}: plan anew")
-    given = {name: leaf for name, leaf in input_leaves(request.inputs) if isinstance(leaf, torch.Tensor)}
+    leaves = {name: leaf for name, leaf in input_leaves(request.inputs) if isinstance(leaf, torch.Tensor)}
+    given = {name: leaf for name, leaf in leaves.items() if name not in plan.constants}
     shapes = {name: (tuple(leaf.shape), _dtype_text(leaf.dtype)) for name, leaf in given.items()}
     planned = {name: (item.shape, item.dtype) for name, item in plan.inputs.items()}
     if shapes != planned:

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from passes.ir.errors import InputError
+from passes.values import is_readable
 
 logger = logging.getLogger("autopar")
 
@@ -85,7 +86,8 @@ def settings(model: nn.Module, inputs: Mapping[str, object], objective: str) -> 
 
 @contextlib.contextmanager
 def tracing(model: nn.Module, inputs: Mapping[str, object]) -> Iterator[None]:
-    """Enter around a trace: causal masks that the model would build are left to attention, caches may be returned.
+    """Enter around a trace: causal masks that the model would build are left to attention, and so are masks that it makes
+    itself and that mask nothing. Caches may be returned.
 
     Masks are left as they are where positions are given, because these may pack several sequences into one.
     """
@@ -98,6 +100,7 @@ def tracing(model: nn.Module, inputs: Mapping[str, object]) -> Iterator[None]:
             masks = importlib.import_module("transformers.masking_utils")
             for name, replacement in (
                 ("is_torchdynamo_exporting", lambda: False),
+                ("is_tracing", lambda tensor=None: tensor is not None and not is_readable(tensor)),
                 ("find_packed_sequence_indices", lambda positions: None),
             ):
                 if hasattr(masks, name):

@@ -83,6 +83,10 @@ def make_request(model: nn.Module, mesh: MeshLike, example_inputs: ExampleInputs
     inputs = _inputs(model, shape, signature, example_inputs, options)
     known = huggingface.is_huggingface(model)
     assumed = huggingface.settings(model, inputs, options.objective) if known else {}
+    if example_inputs is None and options.plan is not None:
+        unknown = sorted(set(options.plan.constants) - {*inputs, *assumed})
+        if unknown:
+            raise InputError(f"the plan was made for a certain {', '.join(unknown)}: pass example_inputs too")
     return Request(
         shape,
         cluster,

@@ -1,5 +1,5 @@
 """Programs for inputs of other sizes than planned: the model is traced once more, for all sizes that it allows, and
-what the plan decided is carried over."""
+what the plan decided is carried over. Where values of inputs are constants, there is one trace for each."""
 
 import copy
 import logging
@@ -44,21 +44,21 @@ class AnySizes:
         self._mesh = mesh
         self._planner = None if any(coordinate) else _Planner(model, compiled, request)
 
-    def __call__(self, name: str, shapes: Mapping[str, Shape]) -> LoadedProgram:
-        """The program called `name` for inputs of `shapes`; every rank calls it alike.
+    def __call__(self, name: str, shapes: Mapping[str, Shape], values: Mapping[str, torch.Tensor]) -> LoadedProgram:
+        """The program called `name` for inputs of `shapes` and constants of `values`; every rank calls it alike.
 
         Raises InputError where the model cannot run at these sizes, or ranks are called with different ones.
         """
-        every = gathered(self._mesh, (name, dict(shapes)))
+        every = gathered(self._mesh, (name, dict(shapes), {given: value.tolist() for given, value in values.items()}))
         for rank, other in enumerate(every):
             if other != every[0]:
                 raise InputError(
                     f"ranks are called with different sizes: rank {rank} of the mesh with {other}, rank 0 with "
                     f"{every[0]}; pass the same global batch on every rank, or from_local() of equal parts"
                 )
-        return load(from_first(self._mesh, lambda: self._compiled(name, shapes)), name)
+        return load(from_first(self._mesh, lambda: self._compiled(name, shapes, values)), name)
 
-    def _compiled(self, name: str, shapes: Mapping[str, Shape]) -> CompiledProgram:
+    def _compiled(self, name: str, shapes: Mapping[str, Shape], values: Mapping[str, torch.Tensor]) -> CompiledProgram:
         assert self._planner is not None, "only the first rank plans"
         # What surrounds the call is none of the model's: the program serves other calls too.
         with (
@@ -66,7 +66,7 @@ class AnySizes:
             torch.enable_grad(),
             torch.autocast(self._mesh.device_type, enabled=False),
         ):
-            return self._planner.compiled(name, shapes)
+            return self._planner.compiled(name, shapes, values)
 
 
 class _Planner:
@@ -77,7 +77,10 @@ class _Planner:
         self.decided = compiled.decided
         self.again = {name: program.stages[0].again for name, program in compiled.plan.programs.items()}
         self.inputs = {name: program.inputs for name, program in compiled.programs.items()}
-        self.request = replace(request, inputs=_with_shapes(request.inputs, {}), plan=None)
+        constants = [item for program in compiled.programs.values() for item in program.constants.items()]
+        values = {name: value for name, value in constants if isinstance(value, torch.Tensor)}
+        self.values = {name: repr(value.tolist()) for name, value in values.items()}
+        self.request = replace(request, inputs=_with_shapes(request.inputs, {}, values), plan=None)
         self.traced: dict[str, list[Symbolic]] = {}
         self.varying: dict[str, set[tuple[str, int]]] = {}
         self.model: nn.Module | None = None
@@ -87,18 +90,23 @@ class _Planner:
             # Nobody may ever need it.
             self.reason = f"{type(error).__name__}: {error}"
 
-    def compiled(self, name: str, shapes: Mapping[str, Shape]) -> CompiledProgram:
-        """The program called `name` for inputs of `shapes`."""
+    def compiled(self, name: str, shapes: Mapping[str, Shape], values: Mapping[str, torch.Tensor]) -> CompiledProgram:
+        """The program called `name` for inputs of `shapes` and constants of `values`."""
         sizes = ", ".join(f"{argument} {list(shape)}" for argument, shape in shapes.items())
+        other = {name: repr(value.tolist()) for name, value in values.items()}
+        sizes += "".join(f", {argument} = {value}" for argument, value in other.items())
         if self.model is None:
             raise InputError(
                 f"the sizes of the inputs ({sizes}) are not the planned ones, and the model cannot be traced for them, "
                 f"because it cannot be copied ({self.reason}): pass the planned sizes, or plan again"
             )
         start = time.perf_counter()
-        request = replace(self.request, inputs=_with_shapes(self.request.inputs, shapes))
+        request = replace(self.request, inputs=_with_shapes(self.request.inputs, shapes, values))
         try:
-            program = self._program(self.model, request, name, shapes)
+            if any(self.values[name] != value for name, value in other.items()):
+                program = capture(self.model, request.inputs, tracing(self.model, request, name, self.device))
+            else:
+                program = self._program(self.model, request, name, shapes)
             traced = time.perf_counter()
             found = self._planned(self.model, normalize(program), request, name)
         except AutoparError as error:
@@ -177,11 +185,13 @@ def structure_of(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, copies)
 
 
-def _with_shapes(inputs: Inputs, shapes: Mapping[str, Shape]) -> dict[str, object]:
-    """Inputs as tensors without values; those in `shapes` have these shapes."""
+def _with_shapes(inputs: Inputs, shapes: Mapping[str, Shape], values: Mapping[str, torch.Tensor]) -> dict[str, object]:
+    """Inputs as tensors without values; those in `shapes` have these shapes, those in `values` these values."""
     found: list[object] = []
     for name, leaf in input_leaves(inputs):
-        if isinstance(leaf, torch.Tensor):
+        if name in values and name not in shapes:
+            found.append(values[name])
+        elif isinstance(leaf, torch.Tensor):
             shape = shapes.get(name, tuple(leaf.shape))
             found.append(torch.empty(shape, dtype=leaf.dtype, device="meta", requires_grad=leaf.requires_grad))
         else:

@@ -7,8 +7,6 @@ whole, and the backward is left to autograd. The module is left as it was.
 """
 
 import contextlib
-import io
-import logging
 import operator
 import traceback
 from collections.abc import Iterator, Mapping, Sequence, Set
@@ -27,12 +25,14 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
 from passes import ops
+from passes.exporting import Exported, export, possible_constants, refusal
 from passes.functions import known_of
 from passes.ir.errors import CaptureError
-from passes.ir.leaves import Inputs, input_leaves
+from passes.ir.leaves import Inputs, given_name, input_leaves
 from passes.ir.program import (
     Argument,
     Buffer,
+    Change,
     Input,
     Op,
     Parameter,
@@ -42,10 +42,10 @@ from passes.ir.program import (
     TensorType,
     freeze,
     has_gradient,
+    references,
 )
 from passes.ir.sizes import as_number
-
-logger = logging.getLogger("autopar")
+from passes.source import line_of_node
 
 
 @dataclass(frozen=True)
@@ -68,9 +68,10 @@ def capture(module: nn.Module, inputs: Inputs, tracing: Tracing) -> Program:
     """Trace `module(**inputs)`.
 
     `inputs` are keyword arguments that hold the global batch; of tensors only shape, dtype, device type and
-    `requires_grad` matter, other values become part of the program.
+    `requires_grad` matter, other values become part of the program. So do whole numbers in tensors whose values the
+    module needs while it is traced: these are no inputs of the program.
 
-    Raises CaptureError where `torch.export` cannot trace the module, or where the trace would not have its gradients.
+    Raises CaptureError where the module cannot be traced, or where the trace would not have its gradients.
     """
     exported, example = _traced(module, inputs, tracing, frozenset())
     return _program(module, exported, example, tracing.gradients, _Symbols())
@@ -84,12 +85,12 @@ def capture_symbolic(module: nn.Module, inputs: Inputs, tracing: Tracing, varyin
     exported, example = _traced(module, inputs, tracing, varying)
     symbols = _Symbols()
     program = _program(module, exported, example, tracing.gradients, symbols)
-    return Symbolic(program, symbols.ranges(exported), symbols.conditions(program))
+    return Symbolic(program, symbols.ranges(exported.program), symbols.conditions(program))
 
 
 def _traced(
     module: nn.Module, inputs: Inputs, tracing: Tracing, varying: Set[tuple[str, int]]
-) -> tuple[torch.export.ExportedProgram, Inputs]:
+) -> tuple[Exported, Inputs]:
     """What `torch.export` makes of the module, and the inputs that it was shown."""
     stack = contextlib.ExitStack()
     with stack:
@@ -101,7 +102,7 @@ def _traced(
         if tracing.dtype is not None:
             stack.enter_context(_parameters_as(module, tracing.dtype))
         example = _example(module, inputs, tracing.dtype)
-        return _export(module, example, varying), example
+        return export(module, example, possible_constants(inputs), varying), example
 
 
 @contextlib.contextmanager
@@ -240,35 +241,6 @@ def _example(module: nn.Module, inputs: Inputs, dtype: torch.dtype | None) -> In
     return example
 
 
-def _export(module: nn.Module, example: Inputs, varying: Set[tuple[str, int]]) -> torch.export.ExportedProgram:
-    output = io.StringIO()
-    shapes = torch.export.ShapesCollection()  # type: ignore[no-untyped-call]
-    for name, leaf in input_leaves(example):
-        dims = {dim: torch.export.Dim.AUTO for owner, dim in varying if owner == name}
-        if dims:
-            shapes[leaf] = dims
-    dynamic = cast(dict[str, object], shapes) if varying else None
-    try:
-        with contextlib.redirect_stderr(output), contextlib.redirect_stdout(output):
-            return torch.export.export(module, (), dict(example), dynamic_shapes=dynamic, strict=False)
-    except CaptureError:
-        raise
-    except Exception as error:
-        logger.debug("torch.export printed:\n%s", output.getvalue())
-        where = _model_line(error)
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise CaptureError(
-            f"torch.export cannot trace {type(module).__name__}{where}: {type(error).__name__}: {reason} "
-            "(a model must run on shapes alone: no branch on the values of tensors, no .item() or .tolist())"
-        ) from error
-
-
-def _model_line(error: BaseException) -> str:
-    """The innermost line of a traceback that is not torch's or ours."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_models(frame)]
-    return f" at {frames[-1].filename}:{frames[-1].lineno} ({frames[-1].line})" if frames else ""
-
-
 _SymbolicNumber = torch.SymInt | torch.SymFloat | torch.SymBool
 
 
@@ -329,12 +301,18 @@ class _Symbols:
 class _Builder:
     """Writes the ops of one exported graph and of the graphs inside it."""
 
-    def __init__(self, symbols: _Symbols) -> None:
+    def __init__(self, module: nn.Module, symbols: _Symbols) -> None:
+        self.module = module
         self.symbols = symbols
         self.ops: list[Op] = []
         self.types: dict[str, TensorType] = {}
         self.taken: dict[str, int] = {}
         self.copied: set[str] = set()
+        self.changes: list[Change] = []
+        self.parameters: set[str] = set()
+        self.inputs: set[str] = set()
+        # What shares the memory of what: a result, and the operand that it is a view of.
+        self.viewed: dict[str, str] = {}
 
     def name(self, hint: str) -> str:
         """A new result name."""
@@ -357,8 +335,7 @@ class _Builder:
         """The type of a traced tensor, sizes that vary as expressions."""
         symbols = self.symbols
         shape = tuple(symbols.written(size) if symbols.knows(size) else size for size in tensor.shape)
-        if any(isinstance(size, torch.SymInt) for size in shape):
-            raise CaptureError(f"a tensor has the size {list(tensor.shape)}, which depends on the data")
+        assert not any(isinstance(size, torch.SymInt) for size in shape), "a trace has no sizes that depend on data"
         return TensorType(cast(tuple[int, ...], shape), tensor.dtype)
 
     def call(self, node: torch.fx.Node, known: dict[torch.fx.Node, object]) -> object:
@@ -372,7 +349,7 @@ class _Builder:
         if isinstance(node.target, torch._ops.HigherOrderOperator):
             return self.higher_order(node, args)
         if not isinstance(node.target, torch._ops.OpOverload):
-            raise CaptureError(f"{node.target} {_source(node)} is not an operator on tensors: it cannot be traced")
+            raise self.refusal(node, f"{node.target} is no operator on tensors")
         return self.write(node.target, args, kwargs, node)
 
     def write(
@@ -385,6 +362,9 @@ class _Builder:
             arguments[parameter.name] = freeze(given)
         if target == ops.TRACED:
             target = _known_function(node, arguments)
+        changed = self.changed(target, arguments)
+        if changed is not None:
+            return self.change(changed, target, arguments, node)
         value = node.meta.get("val")
         values = list(value) if isinstance(value, (list, tuple)) else [value]
         results = []
@@ -393,17 +373,62 @@ class _Builder:
                 name = self.name(target._schema.name.split("::")[1])
                 self.types[name] = self.type(item)
                 results.append(name)
-            elif item is not None:
-                raise CaptureError(
-                    f"{target} {_source(node)} gives a {type(item).__name__} that depends on the data: "
-                    "sizes and branches must not depend on the values of tensors"
-                )
+            else:
+                assert item is None, "a trace has no numbers that depend on data"
         if _copies(target, node):
             self.copied.update(results)
+        else:
+            viewed = [arguments[item.name] for item in target._schema.arguments if item.alias_info is not None]
+            self.viewed.update({name: item.name for item in viewed if isinstance(item, Ref) for name in results})
         module, module_class = _module(node)
         self.ops.append(Op(str(target), arguments, tuple(results), module, module_class, _source(node)))
-        references = [Ref(name) for name in results]
-        return references if isinstance(value, (list, tuple)) else (references[0] if references else None)
+        made = [Ref(name) for name in results]
+        return made if isinstance(value, (list, tuple)) else (made[0] if made else None)
+
+    def refusal(self, node: torch.fx.Node, reason: str) -> CaptureError:
+        """The error for a module in which `node` stands."""
+        return refusal(self.module, line_of_node(node), reason)
+
+    def changed(self, target: torch._ops.OpOverload, arguments: Mapping[str, Argument]) -> str | None:
+        """The input or parameter that an op changes in place."""
+        for parameter in target._schema.arguments:
+            argument = arguments[parameter.name]
+            if parameter.alias_info is not None and parameter.alias_info.is_write and isinstance(argument, Ref):
+                name = argument.name
+                while name in self.viewed:
+                    name = self.viewed[name]
+                return name if name in self.inputs or name in self.parameters else None
+        return None
+
+    def change(
+        self, name: str, target: torch._ops.OpOverload, arguments: Mapping[str, Argument], node: torch.fx.Node
+    ) -> object:
+        """Note a change of a parameter that can be made to each of its parts, before anything is computed.
+
+        Raises CaptureError for any other change of what was given to the model.
+        """
+        if name in self.inputs:
+            raise self.refusal(node, f"it changes the input {name!r} in place (work on a copy of it)")
+        (_, first), *others = arguments.items()
+        assert isinstance(first, Ref)
+        views = {view for view in self.viewed if self.whole(view) == name}
+        read = any(not {*op.results} <= views and {*op.operands} & {name, *views} for op in self.ops)
+        pointwise = torch.Tag.pointwise in target.tags and not any(list(references(value)) for _, value in others)
+        if read or not pointwise or self.whole(first.name) != name:
+            raise self.refusal(
+                node,
+                f"it changes the parameter {name!r} in place, which is followed only where every element is changed by "
+                "itself, with numbers, before the parameter is used",
+            )
+        self.changes.append(Change(name, str(target), dict(others)))
+        return first
+
+    def whole(self, name: str) -> str | None:
+        """The parameter that `name` is, with or without its gradient."""
+        makers = {result: op for op in self.ops for result in op.results}
+        while name in self.viewed and makers[name].kind in ("detach", "alias"):
+            name = self.viewed[name]
+        return name if name in self.parameters else None
 
     def higher_order(self, node: torch.fx.Node, args: tuple[object, ...]) -> object:
         """Write the graph inside `torch.no_grad()` in place; what it returns has no gradient."""
@@ -413,16 +438,19 @@ class _Builder:
             assert isinstance(inside, torch.fx.GraphModule)
             places = [item for item in inside.graph.nodes if item.op == "placeholder"]
             return self.graph(inside, dict(zip(places, given, strict=True)))
+        if str(node.target) == "wrap_with_autocast":
+            inside = args[4]
+            assert isinstance(inside, torch.fx.GraphModule)
+            lines = [item for item in inside.graph.nodes if line_of_node(item) is not None]
+            reason = "it enters autocast, which a plan does not keep (leave it out, and pass precision=)"
+            raise self.refusal(lines[0] if lines else node, reason)
         if str(node.target) != "wrap_with_set_grad_enabled":
-            raise CaptureError(
-                f"{node.target} {_source(node)} cannot be parallelized: "
-                "call the model without autocast (see precision=) and without control flow on tensors"
-            )
+            raise self.refusal(node, f"{node.target} takes functions of tensors, for which there is no plan")
         enabled, inner, *operands = args
         assert isinstance(inner, torch.fx.GraphModule)
         placeholders = [item for item in inner.graph.nodes if item.op == "placeholder"]
         if not enabled:
-            _refuse_changes(inner, dict(zip(placeholders, operands, strict=True)))
+            self.refuse_changes(inner, dict(zip(placeholders, operands, strict=True)))
         outputs = self.graph(inner, dict(zip(placeholders, operands, strict=True)))
         if enabled:
             return outputs
@@ -430,6 +458,9 @@ class _Builder:
 
         def detached(value: object) -> object:
             if not isinstance(value, Ref) or not has_gradient(self.types[value.name].dtype):
+                return value
+            if value.name in self.parameters:
+                # One that was changed in place, and is what it was.
                 return value
             name = self.name("detach")
             self.types[name] = self.types[value.name]
@@ -439,6 +470,21 @@ class _Builder:
 
         assert isinstance(outputs, (list, tuple))
         return [detached(value) for value in outputs]
+
+    def refuse_changes(self, inner: torch.fx.GraphModule, known: Mapping[torch.fx.Node, object]) -> None:
+        """Raise for activations that are changed in place without gradient: only their values would change."""
+        for node in inner.graph.nodes:
+            if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+                continue
+            for position, parameter in enumerate(node.target._schema.arguments):
+                written = parameter.alias_info is not None and parameter.alias_info.is_write
+                changed = known.get(node.args[position]) if written and position < len(node.args) else None
+                if isinstance(changed, Ref) and changed.name.startswith("%"):
+                    raise self.refusal(
+                        node,
+                        "it changes a tensor in place under no_grad, which a trace cannot keep apart from a change "
+                        "with gradient (write it without in-place, or on a buffer)",
+                    )
 
 
 def _known_function(node: torch.fx.Node, arguments: dict[str, Argument]) -> torch._ops.OpOverload:
@@ -476,21 +522,6 @@ def _known(argument: torch.fx.node.Argument, known: Mapping[torch.fx.Node, objec
     return torch.fx.node.map_arg(argument, lambda used: cast(torch.fx.node.Argument, known[used]))
 
 
-def _refuse_changes(inner: torch.fx.GraphModule, known: dict[torch.fx.Node, object]) -> None:
-    """Raise for activations that are changed in place without gradient: only their values would change."""
-    for node in inner.graph.nodes:
-        if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
-            continue
-        for position, parameter in enumerate(node.target._schema.arguments):
-            written = parameter.alias_info is not None and parameter.alias_info.is_write
-            changed = known.get(node.args[position]) if written and position < len(node.args) else None
-            if isinstance(changed, Ref) and changed.name.startswith("%"):
-                raise CaptureError(
-                    f"{node.target} {_source(node)} changes a tensor in place under no_grad, which a trace cannot "
-                    "keep apart from a change with gradient: write it without in-place, or on a buffer"
-                )
-
-
 def _type(tensor: torch.Tensor) -> TensorType:
     return TensorType(tuple(tensor.shape), tensor.dtype)
 
@@ -522,10 +553,9 @@ def _aliases(named: Iterator[tuple[str, torch.Tensor]]) -> dict[str, tuple[str, 
     return {name: tuple(names) for names in by_identity.values() for name in names}
 
 
-def _program(
-    module: nn.Module, exported: torch.export.ExportedProgram, example: Inputs, gradients: bool, symbols: _Symbols
-) -> Program:
-    builder = _Builder(symbols)
+def _program(module: nn.Module, traced: Exported, example: Inputs, gradients: bool, symbols: _Symbols) -> Program:
+    exported = traced.program
+    builder = _Builder(module, symbols)
     types = builder.types
     parameter_names = _aliases(module.named_parameters(remove_duplicate=False))
     buffer_names = _aliases(module.named_buffers(remove_duplicate=False))
@@ -569,6 +599,10 @@ def _program(
             name, leaf = next(leaves)
             if isinstance(spec.arg, ConstantArgument) or not isinstance(leaf, torch.Tensor):
                 known[node] = freeze(leaf)
+            elif name in traced.constants:
+                inner = given_name(name)
+                constants[inner] = traced.constants[name]
+                known[node] = Ref(inner)
             else:
                 inner = f"{name} (input)" if name in parameter_names or name in buffer_names else name
                 type = builder.type(node.meta["val"])
@@ -580,6 +614,7 @@ def _program(
     for item in given:
         types[item.name] = item.type
     types.update({name: _type(constant) for name, constant in constants.items()})
+    builder.parameters, builder.inputs = set(parameters), {item.name for item in inputs}
     returned = builder.graph(exported.graph_module, known)
     assert isinstance(returned, (list, tuple))
     tree = exported.module_call_graph[0].signature.out_spec
@@ -595,6 +630,7 @@ def _program(
         tree,
         types,
         copied=frozenset(builder.copied),
+        changes=tuple(builder.changes),
     )
 
 

@@ -20,6 +20,7 @@ from autopar.runtime.module import (
     PlannedInput,
     PlannedOutput,
     Region,
+    constant_text,
     local,
     named_arguments,
 )
@@ -54,6 +55,7 @@ __all__ = [
     "all_reduce",
     "all_to_all",
     "causal_attention",
+    "constant_text",
     "convert",
     "local",
     "named_arguments",

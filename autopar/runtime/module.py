@@ -19,9 +19,9 @@ from autopar.runtime.saving import saving
 from autopar.runtime.state import from_local, local_part, mesh_of, placements
 from passes.ir.errors import CaptureError, InputError
 from passes.ir.layout import I, Layout, Shape, fits, local_shape, whole_shape
-from passes.ir.leaves import input_leaves
+from passes.ir.leaves import given_name, input_leaves
 from passes.ir.plan import Plan
-from passes.ir.program import TensorType
+from passes.ir.program import Change, TensorType, find_overload
 from passes.ir.redistribution import redistribution
 
 
@@ -78,8 +78,7 @@ class Generated:
     def copies(self, kind: type[Region], entries: Sequence[Sequence[str]]) -> tuple[Region, ...]:
         """One `kind` for each of `entries`, which are paths in the model."""
         return tuple(
-            kind([_part(self.root, path) for path in paths], self, number)
-            for number, paths in enumerate(entries)
+            kind([_part(self.root, path) for path in paths], self, number) for number, paths in enumerate(entries)
         )
 
     def drawn(self, key: str, *axes: Axis) -> AbstractContextManager[None]:
@@ -124,8 +123,9 @@ class PlannedOutput:
 class CompiledProgram:
     """A program ready to run on every rank: its source and what surrounds it.
 
-    `constants` are inputs that are no tensors, by name, `assumed` those of them that nobody gave; `tensors` are tensors
-    that the model holds as constants.
+    `constants` are inputs that are constants, by name: what is no tensor, and tensors whose values the model needed;
+    `assumed` are those of them that nobody gave. `tensors` are tensors that the model holds as constants, `changes` are
+    made to parameters before it runs.
     """
 
     source: str
@@ -136,6 +136,7 @@ class CompiledProgram:
     outputs: tuple[PlannedOutput, ...]
     output_tree: pytree.TreeSpec
     tensors: Mapping[str, Tensor]
+    changes: tuple[Change, ...]
     regathers: bool
     differentiable: bool
 
@@ -149,8 +150,9 @@ class LoadedProgram:
     kind: type[Generated]
 
 
-# Makes the program called so for inputs of other shapes than planned; every rank calls it alike.
-OtherSizes = Callable[[str, Mapping[str, Shape]], LoadedProgram]
+# Makes the program called so for inputs of other shapes than planned, and constants of other values; every rank calls
+# it alike.
+OtherSizes = Callable[[str, Mapping[str, Shape], Mapping[str, Tensor]], LoadedProgram]
 
 
 class Container(nn.Module):
@@ -322,6 +324,7 @@ class DistributedModule(nn.Module):
         compiled, generated = self._at_sizes(compiled, generated, given)
         local_inputs = [self._local_input(item, given[item.name]) for item in compiled.inputs]
         self._random.advance()
+        self._change(compiled.changes)
         if not compiled.differentiable:
             with torch.no_grad():
                 leaves = generated.forward(*local_inputs)
@@ -345,6 +348,14 @@ class DistributedModule(nn.Module):
         loss.backward()  # type: ignore[no-untyped-call]
         return output
 
+    def _change(self, changes: Sequence[Change]) -> None:
+        """Change parameters as the model itself does before it reads them."""
+        for change in changes:
+            part = local(self._root.get_parameter(change.parameter).detach())
+            first, *_ = find_overload(change.target)._schema.arguments
+            with torch.no_grad():
+                find_overload(change.target)(**{first.name: part.data}, **change.arguments)
+
     def _mode(self) -> str:
         """The program that runs: an evaluation that does nothing else than training has none of its own."""
         return "train" if self.training or "infer" not in self._programs else "infer"
@@ -362,42 +373,59 @@ class DistributedModule(nn.Module):
 
     def _instance(self, program: LoadedProgram) -> tuple[CompiledProgram, Generated]:
         compiled = program.compiled
-        return compiled, program.kind(self._root, self._axes, self._device, compiled.tensors, self._random)
+        given = {
+            given_name(name): value.to(self._device)
+            for name, value in compiled.constants.items()
+            if isinstance(value, Tensor)
+        }
+        tensors = {**compiled.tensors, **given}
+        return compiled, program.kind(self._root, self._axes, self._device, tensors, self._random)
 
     def _at_sizes(
         self, compiled: CompiledProgram, generated: Generated, given: Mapping[str, object]
     ) -> tuple[CompiledProgram, Generated]:
-        """The program for the sizes of the inputs, made where it is not there yet."""
+        """The program for the sizes of the inputs and the values of constants, made where it is not there yet."""
         shapes = {}
+        values = {name: _values(name, given[name], value) for name, value in _tensors(compiled.constants).items()}
         for item in compiled.inputs:
             leaf = given[item.name]
             if not isinstance(leaf, Tensor) or not _is_like(leaf, item.type):
                 # What is wrong with it is said later.
                 return compiled, generated
             shapes[item.name] = tuple(leaf.shape)
-        if all(shapes[item.name] == item.type.shape for item in compiled.inputs):
+        planned = _tensors(compiled.constants)
+        if all(shapes[item.name] == item.type.shape for item in compiled.inputs) and all(
+            torch.equal(value, planned[name]) for name, value in values.items()
+        ):
             return compiled, generated
-        key = (self._mode(), *shapes.values())
+        known = [(tuple(value.shape), value.numpy().tobytes()) for value in values.values()]
+        key = (self._mode(), *shapes.values(), *known)
         if key not in self._sized:
-            self._sized[key] = self._instance(self._other_sizes(self._mode(), shapes))
+            self._sized[key] = self._instance(self._other_sizes(self._mode(), shapes, values))
         return self._sized[key]
 
     def _given(self, compiled: CompiledProgram, batch: Mapping[str, object]) -> dict[str, object]:
-        """The planned tensors of a call by name."""
+        """The tensors of a call by name: planned ones, and constants."""
         planned = {item.name: item for item in compiled.inputs}
         leaves = input_leaves({name: value for name, value in batch.items() if value is not None or name in planned})
         _check_names([name for name, _ in leaves], planned, compiled.constants)
         self._check_left_out([name for name, _ in leaves], compiled)
+        counting = _tensors(compiled.constants)
+        missing = [name for name in counting if name not in dict(leaves)]
+        if missing:
+            raise InputError(f"missing {_listed(missing)}: the model needs the values")
         for name, leaf in leaves:
-            if name not in planned and (isinstance(leaf, Tensor) or leaf != compiled.constants[name]):
+            if name in planned or name in counting:
+                continue
+            if isinstance(leaf, Tensor) or leaf != compiled.constants[name]:
                 raise InputError(f"{name} is {leaf!r}, but was planned as {compiled.constants[name]!r}: plan again")
-        return {name: leaf for name, leaf in leaves if name in planned}
+        return {name: leaf for name, leaf in leaves if name in planned or name in counting}
 
     def _check_left_out(self, given: Sequence[str], compiled: CompiledProgram) -> None:
         """Raise where leaving out an argument would mean another value than the one that was planned."""
         for name, value in compiled.constants.items():
             parameter = self._signature.parameters.get(name)
-            if name in given or name in compiled.assumed or parameter is None:
+            if name in given or name in compiled.assumed or parameter is None or isinstance(value, Tensor):
                 continue
             if parameter.default is inspect.Parameter.empty:
                 raise InputError(f"missing argument {name}: it was planned as {value!r}")
@@ -452,6 +480,25 @@ def named_arguments(signature: inspect.Signature, bound: inspect.BoundArguments)
         else:
             found.append((name, value))
     return found
+
+
+def constant_text(value: object) -> str:
+    """A constant as a plan has it."""
+    return f"{value.dtype} {value.tolist()}".removeprefix("torch.") if isinstance(value, Tensor) else repr(value)
+
+
+def _tensors(constants: Mapping[str, object]) -> dict[str, Tensor]:
+    """Constants that are tensors."""
+    return {name: value for name, value in constants.items() if isinstance(value, Tensor)}
+
+
+def _values(name: str, leaf: object, planned: Tensor) -> Tensor:
+    """The values that a call has for a constant."""
+    if not isinstance(leaf, Tensor) or isinstance(leaf, DTensor) or leaf.dtype != planned.dtype:
+        raise InputError(
+            f"{name} must be a whole tensor of {planned.dtype}, because the model needs its values; it is {leaf!r}"
+        )
+    return leaf.detach().cpu().contiguous()
 
 
 def _is_split(layout: Layout) -> bool:

@@ -13,6 +13,11 @@ def input_leaves(inputs: Inputs) -> list[tuple[str, object]]:
     return [(_path_name(path), leaf) for path, leaf in leaves]
 
 
+def given_name(name: str) -> str:
+    """What a program calls an input that is a constant."""
+    return f"{name} (given)"
+
+
 def _path_name(path: pytree.KeyPath) -> str:
     first, *rest = path
     assert isinstance(first, pytree.MappingKey)

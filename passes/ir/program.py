@@ -164,12 +164,26 @@ class Update:
 
 
 @dataclass(frozen=True)
+class Change:
+    """An operator without gradient that changes a parameter in place, element by element, before anything reads it:
+    `arguments` are all but the parameter."""
+
+    parameter: str
+    target: str
+    arguments: Mapping[str, Argument]
+
+    def __str__(self) -> str:
+        given = "".join(f", {name}={format_argument(value)}" for name, value in self.arguments.items())
+        return f"change {self.target.split('.')[1]}({self.parameter}{given})"
+
+
+@dataclass(frozen=True)
 class Program:
     """A whole model in one mode.
 
     `outputs` are the leaves of what the model returns (references and plain values) and `output_tree` puts them
     together again; `output_names` names each leaf. `types` has the type of every tensor. `copied` are the results of
-    ops that give a view where they can, and here gave a copy.
+    ops that give a view where they can, and here gave a copy. `changes` are made before the ops run.
     """
 
     inputs: tuple[Input, ...]
@@ -183,12 +197,14 @@ class Program:
     types: Mapping[str, TensorType]
     updates: tuple[Update, ...] = ()
     copied: frozenset[str] = frozenset()
+    changes: tuple[Change, ...] = ()
 
     def __str__(self) -> str:
         lines = [f"input {item.name}: {item.type}" for item in self.inputs]
         lines += [f"parameter {' = '.join(item.names)}: {item.type}" for item in self.parameters]
         lines += [f"buffer {' = '.join(item.names)}: {item.type}" for item in self.buffers]
         lines += [f"constant {name}: {self.types[name]}" for name in self.constants]
+        lines += [str(change) for change in self.changes]
         for op in self.ops:
             types = ", ".join(str(self.types[name]) for name in op.results)
             lines.append(f"{op}  # {types}" + (f"  {op.module}" if op.module else ""))

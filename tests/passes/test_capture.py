@@ -176,22 +176,99 @@ def test_the_line_of_an_untraceable_model_is_named() -> None:
     assert "cannot trace Branches" in message
     assert "test_capture.py:" in message
     assert "if x.sum() > 0:  # the line that the error names" in message
-    assert "no branch on the values of tensors" in message
+    assert "it branches on the values of a tensor" in message
+    assert "data parallelism needs no trace" in message
 
 
 @pytest.mark.parametrize(
     ("module", "message"),
     [
-        (Item(), r"aten.item.default test_capture.py:\d+ gives a SymFloat that depends on the data"),
-        (Selects(), "size .* depends on the data"),
-        (Conditional(), "cannot be parallelized: .*without control flow on tensors"),
-        (Autocast(), r"cannot be parallelized: call the model without autocast \(see precision=\)"),
+        (Selects(), r"test_capture.py:\d+ \(return x\[x > 0\]\): a size depends on the values of a tensor"),
+        (Conditional(), r"test_capture.py:\d+ \(return torch.cond.*: cond takes functions of tensors"),
+        (Autocast(), r"test_capture.py:\d+ \(return x @ x.T\): it enters autocast, .*pass precision="),
     ],
     ids=lambda item: type(item).__name__ if isinstance(item, nn.Module) else "",
 )
 def test_what_depends_on_values_is_refused(module: nn.Module, message: str) -> None:
     """Each by its own message."""
     with pytest.raises(CaptureError, match=message):
+        captured(module, x=X)
+
+
+def test_a_number_out_of_a_tensor_goes_on_as_a_tensor() -> None:
+    """It has no gradient, as the number has none."""
+    assert printed(captured(Item(), x=X))[1:] == [
+        "%sum = sum(x)",
+        "%reshape = reshape(%sum, shape=[])",
+        "%detach = detach(%reshape)",
+        "%mul = mul(x, %detach)",
+        "output : %mul",
+    ]
+
+
+class Clamps(nn.Module):
+    """Changes a parameter before it uses it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Scaled by at most 0.5."""
+        self.scale.data.clamp_(max=0.5)
+        return x * self.scale
+
+
+class ClampsWithoutGradient(Clamps):
+    """The same in other words."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Scaled by at most 0.5."""
+        with torch.no_grad():
+            self.scale.clamp_(max=0.5)
+        return x * self.scale
+
+
+@pytest.mark.parametrize("module", [Clamps(), ClampsWithoutGradient()], ids=lambda module: type(module).__name__)
+def test_changes_of_parameters_come_first(module: nn.Module) -> None:
+    """The parameter itself is used afterwards, so that it has its gradient."""
+    lines = printed(captured(module, x=X))
+    assert "change clamp_(scale, min=None, max=0.5)" in lines
+    assert "%mul = mul(x, scale)" in lines
+
+
+class ClampsLate(Clamps):
+    """Changes a parameter that it has used."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Scaled by what was and what is."""
+        y = x * self.scale
+        self.scale.data.clamp_(max=0.5)
+        return y * self.scale
+
+
+class Normalizes(Clamps):
+    """Changes a parameter by what is in the others of its elements."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Scaled by a unit vector."""
+        self.scale.data.div_(self.scale.data.norm())
+        return x * self.scale
+
+
+class ClampsSome(Clamps):
+    """Changes a part of a parameter."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Scaled, the first one by at most 0.5."""
+        self.scale.data[:1].clamp_(max=0.5)
+        return x * self.scale
+
+
+@pytest.mark.parametrize("module", [ClampsLate(), Normalizes(), ClampsSome()], ids=lambda item: type(item).__name__)
+def test_other_changes_of_parameters_are_refused(module: nn.Module) -> None:
+    """Made first, or to each part of the parameter, they would be other changes."""
+    with pytest.raises(CaptureError, match=r"test_capture.py:\d+ \(self.scale.data.*the parameter 'scale' in place"):
         captured(module, x=X)
 
 

@@ -1,0 +1,108 @@
+"""Checks on the values of tensors: branches of a model that only raise an error.
+
+While a model is traced there are no values. A branch on them could go either way, unless one way does nothing but
+raise: `if x.max() > n: raise ...`, `assert x.all()`. Such a check is taken as passed. Within a `try` it is none: there
+an error may be a way to go.
+"""
+
+import ast
+import linecache
+from collections.abc import Iterator
+from functools import cache
+from itertools import islice
+from types import CodeType, FrameType
+
+_Range = tuple[int, int, int, int]
+
+
+def passing_value(frame: FrameType) -> bool | None:
+    """What the expression that `frame` is at must be worth so that a check passes; None where it is no part of a
+    check."""
+    position = _position(frame.f_code, frame.f_lasti)
+    if position is None:
+        return None
+    for check, test, value in _checks(frame.f_code.co_filename):
+        if position == _range(check):
+            # Some instructions stand for the whole statement: for whichever part of the test comes next.
+            needed = set(_parts(test, value))
+            return needed.pop() if len(needed) == 1 else None
+        if _contains(_range(test), position):
+            return _part(test, position, value)
+    return None
+
+
+def _position(code: CodeType, instruction: int) -> _Range | None:
+    """Lines and columns of the source that an instruction comes from."""
+    line, last_line, column, last_column = next(islice(code.co_positions(), instruction // 2, None))
+    if line is None or last_line is None or column is None or last_column is None:
+        return None
+    return line, column, last_line, last_column
+
+
+def _part(test: ast.expr, position: _Range, value: bool) -> bool | None:
+    """What the part of `test` at `position` must be worth for the test to be `value`.
+
+    Of several parts that are joined by `and` or `or` each may decide; it is taken to be the one. That is right wherever
+    the test is right, because all that happens besides is that the other parts are looked at.
+    """
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        return _part(test.operand, position, not value)
+    if isinstance(test, ast.BoolOp):
+        inside = [part for part in test.values if _contains(_range(part), position)]
+        return _part(inside[0], position, value) if inside else None
+    return value if _range(test) == position else None
+
+
+def _parts(test: ast.expr, value: bool) -> Iterator[bool]:
+    """What each part of `test` must be worth for the test to be `value`."""
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        yield from _parts(test.operand, not value)
+    elif isinstance(test, ast.BoolOp):
+        for part in test.values:
+            yield from _parts(part, value)
+    else:
+        yield value
+
+
+@cache
+def _checks(filename: str) -> tuple[tuple[ast.stmt, ast.expr, bool], ...]:
+    """All checks in a file, their tests, and what these must be worth to pass."""
+    try:
+        tree = ast.parse("".join(linecache.getlines(filename)))
+    except SyntaxError:
+        return ()
+    return tuple(item for item in _checks_in(tree) if not _assigns(item[1]))
+
+
+def _checks_in(node: ast.AST) -> Iterator[tuple[ast.stmt, ast.expr, bool]]:
+    if isinstance(node, ast.Assert):
+        yield node, node.test, True
+    elif isinstance(node, ast.If) and _raises(node.body) != _raises(node.orelse):
+        yield node, node.test, not _raises(node.body)
+    caught = node.body if isinstance(node, (ast.Try, ast.TryStar)) and node.handlers else []
+    for child in ast.iter_child_nodes(node):
+        if child not in caught:
+            yield from _checks_in(child)
+
+
+def _assigns(test: ast.expr) -> bool:
+    """Whether a test does more than look."""
+    return any(isinstance(part, ast.NamedExpr) for part in ast.walk(test))
+
+
+def _raises(body: list[ast.stmt]) -> bool:
+    """Whether statements surely end in an error."""
+    if not body or not isinstance(body[-1], ast.Raise):
+        return False
+    leaves = ast.Return, ast.Break, ast.Continue, ast.Yield, ast.YieldFrom, ast.Await
+    return not any(isinstance(node, leaves) for statement in body for node in ast.walk(statement))
+
+
+def _range(node: ast.expr | ast.stmt) -> _Range:
+    assert node.end_lineno is not None
+    assert node.end_col_offset is not None
+    return node.lineno, node.col_offset, node.end_lineno, node.end_col_offset
+
+
+def _contains(outer: _Range, inner: _Range) -> bool:
+    return outer[:2] <= inner[:2] and inner[2:] <= outer[2:]

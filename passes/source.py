@@ -1,0 +1,108 @@
+"""Where in a model's source something is, and what stands there."""
+
+import ast
+import linecache
+import os
+import sysconfig
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from types import FrameType, TracebackType
+
+import torch
+
+TORCH = os.path.dirname(torch.__file__) + os.sep
+_HERE = os.path.dirname(os.path.abspath(__file__))
+_OURS = (_HERE + os.sep, os.path.join(os.path.dirname(_HERE), "autopar") + os.sep)
+_PYTHON = sysconfig.get_paths()["stdlib"] + os.sep
+# Of transformers only these files are models; the others serve them.
+_SERVING, _MODELS = f"{os.sep}transformers{os.sep}", f"{os.sep}transformers{os.sep}models{os.sep}"
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of source."""
+
+    file: str
+    number: int
+
+    @property
+    def text(self) -> str:
+        """What stands there."""
+        return linecache.getline(self.file, self.number).strip()
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.number}" + (f" ({self.text})" if self.text else "")
+
+
+def line_of_frame(frame: FrameType | None) -> Line | None:
+    """The line of the model that a running frame was called from."""
+    lines = []
+    while frame is not None:
+        lines.append(Line(frame.f_code.co_filename, frame.f_lineno))
+        frame = frame.f_back
+    return _innermost(lines)
+
+
+def line_of_traceback(trace: TracebackType | None) -> Line | None:
+    """The line of the model that an error comes from."""
+    lines = []
+    while trace is not None:
+        lines.append(Line(trace.tb_frame.f_code.co_filename, trace.tb_lineno))
+        trace = trace.tb_next
+    return _innermost(lines[::-1])
+
+
+def line_of_node(node: torch.fx.Node) -> Line | None:
+    """The line of the model that a traced operator comes from."""
+    lines = []
+    for written in (node.meta.get("stack_trace") or "").splitlines():
+        file, comma, rest = written.strip().removeprefix('File "').partition('", line ')
+        if comma and rest.split(",")[0].isdigit():
+            lines.append(Line(file, int(rest.split(",")[0])))
+    return _innermost(lines[::-1])
+
+
+def _innermost(lines: Sequence[Line]) -> Line | None:
+    """The first line that is the model's; else the first that is not torch's, ours or Python's."""
+    others = [line for line in lines if not _is_foreign(line.file)]
+    models = [line for line in others if _SERVING not in line.file or _MODELS in line.file]
+    return next(iter(models or others), None)
+
+
+def _is_foreign(file: str) -> bool:
+    if file.startswith((TORCH, *_OURS, "<")):
+        return True
+    return file.startswith(_PYTHON) and "site-packages" not in file
+
+
+def construct(line: Line) -> str:
+    """What the model does with a value at `line`, as far as its syntax says: "branches", "loops", or ""."""
+    for number, kind in _constructs(line.file):
+        if line.number in number:
+            return kind
+    return ""
+
+
+@cache
+def _constructs(file: str) -> tuple[tuple[range, str], ...]:
+    try:
+        tree = ast.parse("".join(linecache.getlines(file)))
+    except SyntaxError:
+        return ()
+    found = []
+    for node in ast.walk(tree):
+        for part, kind in _deciding(node):
+            assert part.end_lineno is not None
+            found.append((range(part.lineno, part.end_lineno + 1), kind))
+    return tuple(found)
+
+
+def _deciding(node: ast.AST) -> Iterator[tuple[ast.expr, str]]:
+    match node:
+        case ast.If(test=test) | ast.IfExp(test=test) | ast.Assert(test=test):
+            yield test, "branches"
+        case ast.While(test=test):
+            yield test, "loops"
+        case ast.For(iter=over) | ast.comprehension(iter=over):
+            yield over, "loops"
