@@ -115,7 +115,7 @@ def repeated(plan: autopar.Plan) -> list[str]:
         for block in stage.blocks:
             for row in block.rows:
                 if row.kind == "op" and not all(f"{axis} " in row.how for axis in plan.mesh):
-                    dims = re.search(r"\[(.*)\]", row.type)
+                    dims = re.search(r"\[([^]]*)\]", row.type)
                     size = math.prod(int(dim) for dim in dims[1].split(", ") if dim) if dims else 1
                     sizes[bare(row.name)] += block.count * size
     return [name for name, _ in sizes.most_common(5)]
