@@ -165,20 +165,24 @@ class _Folder:
             rows.append((op.target, op.module.removeprefix(segment.path), arguments, types, self.label(op)))
         return self.signatures.setdefault(tuple(rows), len(self.signatures))
 
-    def outside(self, unit: Sequence[_Segment]) -> list[str]:
-        """The names from outside that the ops of a unit use, in order of first use."""
+    def outside(self, unit: Sequence[_Segment]) -> tuple[list[str], tuple[Hashable, ...]]:
+        """The names from outside that the ops of a unit use, in order of first use; and what each operand of the unit
+        is: one of these by its number, or which result in the unit."""
         start, stop = unit[0].start, unit[-1].stop
-        names: dict[str, None] = {}
+        names: dict[str, int] = {}
+        pattern: list[Hashable] = []
         for op in self.ops[start:stop]:
             for name in op.operands:
-                position, _ = self.producer.get(name, (-1, 0))
-                if not start <= position < stop:
-                    names[name] = None
-        return list(names)
+                position, index = self.producer.get(name, (-1, 0))
+                inside = start <= position < stop
+                pattern.append((position - start, index) if inside else names.setdefault(name, len(names)))
+        return list(names), tuple(pattern)
 
     def unify(self, units: Sequence[Sequence[_Segment]]) -> Region | None:
         """The region whose copies are the most of `units`, from the first on, that fit together; None below two."""
-        slots = [self.outside(unit) for unit in units]
+        slots, patterns = zip(*map(self.outside, units), strict=True)
+        if patterns[0] != patterns[1]:
+            return None
         roles: list[str | tuple[int, int]] = []
         for first, second in zip(slots[0], slots[1], strict=True):
             role = self.role(first, second, units[0], units[1])
@@ -186,9 +190,13 @@ class _Folder:
                 return None
             roles.append(role)
         count = 1
-        while count < len(units) and all(
-            self.role(before, here, units[count - 1], units[count]) == role
-            for before, here, role in zip(slots[count - 1], slots[count], roles, strict=True)
+        while (
+            count < len(units)
+            and patterns[count] == patterns[0]
+            and all(
+                self.role(before, here, units[count - 1], units[count]) == role
+                for before, here, role in zip(slots[count - 1], slots[count], roles, strict=True)
+            )
         ):
             count += 1
         units, slots = units[:count], slots[:count]

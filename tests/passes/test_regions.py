@@ -229,3 +229,35 @@ def test_the_work_grows_with_the_number_of_ops() -> None:
         return len(seen)
 
     assert asked(32) <= 2.2 * asked(16)
+
+
+class Turns(nn.Module):
+    """Layers that take turns: one without anything from outside, one that reads the input once more."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Tanh() if index % 2 == 0 else Again() for index in range(count))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """One layer after the other."""
+        hidden = x
+        for index, layer in enumerate(self.layers):
+            hidden = layer(hidden) if index % 2 == 0 else layer(hidden, x)
+        return hidden
+
+
+class Again(nn.Module):
+    """A sum with what is read again."""
+
+    def forward(self, hidden: Tensor, x: Tensor) -> Tensor:
+        """One layer."""
+        return hidden * 2 + x
+
+
+def test_layers_that_read_the_same_twice_are_no_copies_of_layers_that_do_not() -> None:
+    """The first two layers are given one tensor for both that later ones are given: they stand by themselves."""
+    result = fold(normalized(Turns(8), x=X))
+    (region,) = result.regions
+    assert region.count == 3
+    assert [op.kind for op in region.ops] == ["mul", "add", "tanh"]
+    assert [op.kind for op in result.items if isinstance(op, Op)] == ["tanh", "mul", "add"]
