@@ -189,8 +189,9 @@ def _masked_fill(code: Scope, arguments: Mapping[str, Argument]) -> str | None:
 
 
 def _complex(code: Scope, arguments: Mapping[str, Argument]) -> str | None:
-    """Pairs must lie next to each other in memory."""
-    return f"torch.view_as_complex({code.value(arguments['self'])}.contiguous())"
+    """Pairs must lie next to each other in memory, from an even place on: a copy does."""
+    copied = "clone(memory_format=torch.contiguous_format)"
+    return f"torch.view_as_complex({code.value(arguments['self'])}.{copied})"
 
 
 def _addmm(code: Scope, arguments: Mapping[str, Argument]) -> str | None:
