@@ -28,13 +28,14 @@ def plan(
     precision: Precision | None = None,
     constraints: Constraints | None = None,
     plan: Plan | None = None,
+    discover: bool = False,
 ) -> Plan:
     """Plan how `model` runs on `mesh`. Needs no process group, no GPU, and no values of parameters (`meta` will do).
 
     See `parallelize` for the arguments; `mesh` may also be a dict of sizes by axis, outermost first, in which case
     `cluster` says for which devices.
     """
-    options = Options(objective, cluster, memory_limit, optimizer, precision, constraints, plan)
+    options = Options(objective, cluster, memory_limit, optimizer, precision, constraints, plan, discover)
     return compile_model(model, make_request(model, mesh, example_inputs, options)).plan
 
 
@@ -50,6 +51,7 @@ def parallelize(
     precision: Precision | None = None,
     constraints: Constraints | None = None,
     plan: Plan | None = None,
+    discover: bool = False,
 ) -> DistributedModule:
     """A module that computes what `model` does, on all devices of `mesh`. `model` is left unchanged.
 
@@ -65,12 +67,14 @@ def parallelize(
     - `precision`: an `autopar.Precision`; None leaves dtypes as the model has them.
     - `constraints`: `{pattern: {what: {axis: layout}}}`, what the plan must hold to.
     - `plan`: one to replay instead of planning.
+    - `discover`: whether ops that no sharding rule speaks for are run on random shards, on the CPU, to find a rule.
+      Such rules are no proof; the plan names the ops. Without it they are computed whole on every device.
 
     Raises a subclass of `autopar.AutoparError`, on every rank alike.
     """
     if not isinstance(mesh, DeviceMesh):
         raise MeshError("parallelize needs a DeviceMesh with named axes (plan alone takes a dict)")
-    options = Options(objective, cluster, memory_limit, optimizer, precision, constraints, plan)
+    options = Options(objective, cluster, memory_limit, optimizer, precision, constraints, plan, discover)
     request = together(mesh, lambda: make_request(model, mesh, example_inputs, options))
     together(mesh, lambda: refuse_meta(model))
     _check_same_model(model, mesh)

@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar import huggingface
+from autopar.discover import rules_for
 from autopar.fingerprint import structure_fingerprint
 from autopar.request import Request
 from autopar.runtime import (
@@ -47,8 +48,9 @@ from passes.ir.plan import InputPlan, ParameterPlan, Plan, PrecisionPlan, Progra
 from passes.ir.program import Folded, Input, Parameter, Program, references
 from passes.lower import Casts, lower
 from passes.normalize import normalize
-from passes.record import find_decisions, idle_axes, layout_texts, record, whole_ops
+from passes.record import discovered_ops, find_decisions, idle_axes, layout_texts, record, whole_ops
 from passes.regions import fold
+from passes.rules import with_rules
 from passes.solve import Limits, solve
 from passes.specialize import Decided, decided
 
@@ -81,6 +83,8 @@ class Planned:
     record: ProgramPlan
     source: CompiledProgram
     decided: Mapping[str, Decided]
+    whole_ops: tuple[str, ...]
+    discovered: tuple[str, ...]
 
 
 class Clock:
@@ -155,6 +159,19 @@ def planned(
     choose: Callable[[Folded, Problem], Solution],
 ) -> Planned:
     """One program through the passes from regions to emit; `choose` is the one between candidates and lower."""
+    with with_rules(clock("discover", lambda: rules_for(program)) if request.discover else {}):
+        return _planned(model, program, demands, request, name, clock, choose)
+
+
+def _planned(
+    model: nn.Module,
+    program: Program,
+    demands: Demands,
+    request: Request,
+    name: str,
+    clock: Clock,
+    choose: Callable[[Folded, Problem], Solution],
+) -> Planned:
     mesh, cluster, precision = request.mesh, request.cluster, request.precision
     states = request.optimizer_states
     master = precision.master or (None if precision.compute is None else _stored_dtype(model))
@@ -179,7 +196,8 @@ def planned(
     source = clock("emit", lambda: emit(lowered, mesh, naming))
     plan = record(folded, problem, solution, lowered, seconds, memory, mesh, seconds_on_one(folded, cluster))
     compiled = _compiled(lowered, source, naming, request)
-    return Planned(folded, lowered, plan, compiled, decided(folded, problem, solution))
+    decisions = decided(folded, problem, solution)
+    return Planned(folded, lowered, plan, compiled, decisions, whole_ops(folded), discovered_ops(folded))
 
 
 def _gap(request: Request, name: str) -> float:
@@ -279,7 +297,8 @@ def _plan(
         constants={name: constant_text(value) for name, value in first.source.constants.items()},
         parameters=parameters,
         programs={name: item.record for name, item in programs.items()},
-        whole_ops=whole_ops(first.folded),
+        whole_ops=first.whole_ops,
+        discovered=first.discovered,
         constraints=request.constraints,
     )
 

@@ -31,7 +31,7 @@ class Request:
     """Everything that a plan depends on besides the model.
 
     `inputs` are by name and hold the global batch, `assumed` are those that nobody gave; `memory_limit` is in bytes per
-    device.
+    device. `discover` says that ops without a rule are run on shards to find one.
     """
 
     mesh: Mesh
@@ -45,6 +45,7 @@ class Request:
     assumed: frozenset[str]
     signature: inspect.Signature
     plan: Plan | None
+    discover: bool
 
     @property
     def optimizer_states(self) -> int:
@@ -63,6 +64,7 @@ class Options:
     precision: Precision | None = None
     constraints: Constraints | None = None
     plan: Plan | None = None
+    discover: bool = False
 
 
 def make_request(model: nn.Module, mesh: MeshLike, example_inputs: ExampleInputs | None, options: Options) -> Request:
@@ -99,6 +101,7 @@ def make_request(model: nn.Module, mesh: MeshLike, example_inputs: ExampleInputs
         frozenset(assumed),
         signature,
         options.plan,
+        options.discover or (options.plan is not None and bool(options.plan.discovered)),
     )
 
 

@@ -10,7 +10,7 @@ from passes.ir.lowered import Body, Change, Compute, Loop, Lowered
 from passes.ir.mesh import Mesh
 from passes.ir.plan import Block, ProgramPlan, Row, Stage
 from passes.ir.program import Folded, dependents
-from passes.rules import find_rule
+from passes.rules import find_rule, written_rule
 
 
 def record(
@@ -82,6 +82,15 @@ def whole_ops(folded: Folded) -> tuple[str, ...]:
         op.key
         for op in folded.ops
         if find_rule(op, folded.types) is None and any(name in depends for name in op.operands)
+    )
+
+
+def discovered_ops(folded: Folded) -> tuple[str, ...]:
+    """Ops that no written rule speaks for, but one that was found by running them."""
+    return tuple(
+        op.key
+        for op in folded.ops
+        if written_rule(op, folded.types) is None and find_rule(op, folded.types) is not None
     )
 
 

@@ -11,7 +11,7 @@ from typing import get_args, get_origin, get_type_hints
 from passes.ir.errors import PlanMismatchError
 from passes.ir.plan_text import plan_text
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 
 # Per axis a letter of a layout, as text.
 AxisText = Mapping[str, str]
@@ -128,6 +128,7 @@ class PrecisionPlan:
 class Plan:
     """Everything that was decided for one model, mesh and batch.
 
+    `whole_ops` are the ops that no rule speaks for, `discovered` those whose rule was found by running them.
     `print` shows it as a table; `save` and `load` keep it as JSON; `autopar.parallelize(..., plan=plan)` replays it.
     """
 
@@ -145,6 +146,7 @@ class Plan:
     programs: Mapping[str, ProgramPlan]
     whole_ops: tuple[str, ...]
     constraints: Mapping[str, Mapping[str, AxisText]]
+    discovered: tuple[str, ...] = ()
     format_version: int = FORMAT_VERSION
 
     def __str__(self) -> str:

@@ -27,6 +27,11 @@ def plan_text(plan: Plan) -> str:
     lines += ["", "parameters", *_parameters(plan.parameters)]
     if plan.whole_ops:
         lines += ["", "computed whole on every device, for want of a sharding rule: " + ", ".join(plan.whole_ops)]
+    if plan.discovered:
+        lines += [
+            "",
+            "split by discovered rules (found by running the ops, which is no proof): " + ", ".join(plan.discovered),
+        ]
     return "\n".join(lines)
 
 
