@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from passes.ir.program import Op, TensorType
 from passes.rules.parts import dims_argument, factors, named, one, without
 from passes.rules.registry import rule_for
-from passes.rules.rule import Role, Rule
+from passes.rules.rule import Role, Rule, Saved
 
 
 @rule_for("_fft_c2c", "_fft_r2c", "_fft_c2r")
@@ -18,4 +18,6 @@ def transform(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
     before, roles = without(named(shape), transformed, "from")
     after = tuple(one(f"to{dim}", made[dim]) if dim in transformed else parts for dim, parts in enumerate(before))
     roles.update({f"to{dim}": Role.WHOLE for dim in transformed})
-    return Rule(factors(before, after, roles=roles), (before,), (after,), linear=(frozenset({0}),))
+    # A transform of real numbers keeps them, to know their sizes.
+    saved = (Saved(0),) if op.kind == "_fft_r2c" else ()
+    return Rule(factors(before, after, roles=roles), (before,), (after,), linear=(frozenset({0}),), saved=saved)
