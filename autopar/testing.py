@@ -379,11 +379,13 @@ def _gradient_errors(distributed: nn.Module, model: nn.Module) -> Iterator[tuple
     if set(own) != set(expected):
         yield "parameter names", float("inf")
         return
-    largest = max((item.grad.abs().max().item() for item in expected.values() if item.grad is not None), default=0.0)
+    grads = [item.grad for item in expected.values() if item.grad is not None and item.grad.numel()]
+    largest = max((grad.abs().max().item() for grad in grads), default=0.0)
     for name, parameter in expected.items():
         mine, other = own[name].grad, parameter.grad
         if mine is None or other is None:
-            yield f"gradient of {name}", 0.0 if mine is other else float("inf")
+            same = mine is other or not parameter.numel()
+            yield f"gradient of {name}", 0.0 if same else float("inf")
             continue
         assert isinstance(mine, DTensor)
         yield f"gradient of {name}", _error(mine.full_tensor(), other, _FLOOR * largest)
