@@ -286,7 +286,7 @@ class Hardening(nn.Module):
         """x: [rows, 8]."""
         if not self.training:
             with torch.no_grad():
-                self.weight.mul_(2)
+                self.weight.div_(self.weight.norm())
         return x * self.weight
 
 
@@ -295,7 +295,7 @@ def _hardens() -> None:
     dist_model = autopar.parallelize(Hardening(), mesh_of_four(), {"x": x}, **OPTIONS)
     dist_model(x=x).full_tensor().sum().backward()
     assert torch.equal(dist_model.weight.grad.full_tensor(), torch.full((8,), 8.0))
-    with pytest.raises(autopar.CaptureError, match="can be trained, but not evaluated: .*changes the parameter"):
+    with pytest.raises(autopar.CaptureError, match=r"can be trained, but not evaluated: .*changes the parameter"):
         dist_model.eval()
 
 
