@@ -75,6 +75,7 @@ class _Folder:
         self.producer = {
             name: (position, index) for position, op in enumerate(program.ops) for index, name in enumerate(op.results)
         }
+        self.parameters = {item.name for item in program.parameters}
         self.states = {item.name: item.trainable for item in program.parameters}
         self.states.update({item.name: False for item in program.buffers})
         self.users: dict[str, list[int]] = {}
@@ -189,19 +190,31 @@ class _Folder:
             if role is None:
                 return None
             roles.append(role)
+        if not self.is_alone(units[0], slots[0], roles):
+            return None
         count = 1
         while (
             count < len(units)
             and patterns[count] == patterns[0]
+            and self.is_alone(units[count], slots[count], roles)
             and all(
                 self.role(before, here, units[count - 1], units[count]) == role
                 for before, here, role in zip(slots[count - 1], slots[count], roles, strict=True)
             )
         ):
             count += 1
+        if count == 1:
+            return None
         units, slots = units[:count], slots[:count]
         exports = self.exports(units)
         return self.write(units, slots, roles, exports)
+
+    def is_alone(self, unit: Sequence[_Segment], names: Sequence[str], roles: Sequence[str | tuple[int, int]]) -> bool:
+        """Whether the parameters that a copy owns are read in it alone: what reads them elsewhere, such as the same
+        layer once more, would be planned by itself, and want them stored in its own way."""
+        start, stop = unit[0].start, unit[-1].stop
+        owned = (name for name, role in zip(names, roles, strict=True) if role == "owned" and name in self.parameters)
+        return all(start <= user < stop for name in owned for user in self.users[name])
 
     def role(
         self, before: str, here: str, last: Sequence[_Segment], unit: Sequence[_Segment]

@@ -261,3 +261,27 @@ def test_layers_that_read_the_same_twice_are_no_copies_of_layers_that_do_not() -
     assert region.count == 3
     assert [op.kind for op in region.ops] == ["mul", "add", "tanh"]
     assert [op.kind for op in result.items if isinstance(op, Op)] == ["tanh", "mul", "add"]
+
+
+class Twice(nn.Module):
+    """All layers, and then those from `start` on once more."""
+
+    def __init__(self, count: int, start: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(count))
+        self.start = start
+
+    def forward(self, x: Tensor) -> Tensor:
+        """One layer after the other."""
+        for layer in self.layers:
+            x = layer(x)
+        x = x.sin()
+        for layer in self.layers[self.start :]:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize(("start", "copies"), [(0, []), (4, [4]), (5, [5])])
+def test_layers_that_run_again_elsewhere_do_not_fold(start: int, copies: list[int]) -> None:
+    """Their parameters can be stored in one way only, and a region would choose for itself."""
+    assert [region.count for region in fold(normalized(Twice(6, start), x=X)).regions] == copies
