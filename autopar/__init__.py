@@ -1,6 +1,7 @@
 """autopar: parallelizes PyTorch models by itself."""
 
 from autopar.api import parallelize, plan
+from autopar.parts import replace_part
 from autopar.precision import Precision
 from autopar.runtime import DistributedModule
 from passes.cost.cluster import Cluster, Device, Link
@@ -31,4 +32,5 @@ __all__ = [
     "Precision",
     "parallelize",
     "plan",
+    "replace_part",
 ]

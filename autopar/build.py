@@ -28,9 +28,8 @@ from autopar.runtime import (
     OtherSizes,
     PlannedInput,
     PlannedOutput,
-    constant_text,
 )
-from autopar.runtime.module import place
+from autopar.runtime.module import constant_text, place
 from autopar.runtime.state import from_local, local_part
 from passes.candidates import Setting, candidates
 from passes.capture import Tracing, capture
@@ -247,10 +246,19 @@ def _compiled(lowered: Lowered, source: str, naming: Naming, request: Request) -
         tuple(outputs),
         program.output_tree,
         program.constants,
+        _used_parameters(program),
         program.changes,
         "keep=False" in source,
         any(item.trainable for item in sources),
     )
+
+
+def _used_parameters(program: Program) -> frozenset[str]:
+    """Names of the parameters that are read or changed, all names of each."""
+    read = {name for op in program.ops for name in op.operands}
+    read.update(name for output in program.outputs for name in references(output))
+    read.update(change.parameter for change in program.changes)
+    return frozenset(name for item in program.parameters if item.name in read for name in item.names)
 
 
 def _constants(inputs: Inputs, program: Program) -> dict[str, object]:

@@ -8,6 +8,7 @@ whole, and the backward is left to autograd. The module is left as it was.
 
 import contextlib
 import operator
+import os
 import traceback
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
@@ -45,7 +46,7 @@ from passes.ir.program import (
     references,
 )
 from passes.ir.sizes import as_number
-from passes.source import line_of_node
+from passes.source import line_of_node, lines_of_node
 
 
 @dataclass(frozen=True)
@@ -537,12 +538,8 @@ def _module(node: torch.fx.Node) -> tuple[str, str]:
 
 def _source(node: torch.fx.Node) -> str:
     """The line of the model that a node comes from: "modeling_llama.py:123"."""
-    frames = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines() if "File " in line]
-    frames = [line for line in frames if "/torch/" not in line]
-    if not frames:
-        return ""
-    file, line, *_ = frames[-1].removeprefix("File ").split(", ")
-    return f"{file.strip(chr(34)).rsplit('/', 1)[-1]}:{line.removeprefix('line ')}"
+    lines = lines_of_node(node)
+    return f"{os.path.basename(lines[0].file)}:{lines[0].number}" if lines else ""
 
 
 def _aliases(named: Iterator[tuple[str, torch.Tensor]]) -> dict[str, tuple[str, ...]]:

@@ -6,6 +6,7 @@ an error may be a way to go.
 """
 
 import ast
+import dis
 import linecache
 from collections.abc import Iterator
 from functools import cache
@@ -18,22 +19,32 @@ _Range = tuple[int, int, int, int]
 def passing_value(frame: FrameType) -> bool | None:
     """What the expression that `frame` is at must be worth so that a check passes; None where it is no part of a
     check."""
-    position = _position(frame.f_code, frame.f_lasti)
+    position = _asking(frame.f_code, frame.f_lasti)
     if position is None:
         return None
-    for check, test, value in _checks(frame.f_code.co_filename):
-        if position == _range(check):
-            # Some instructions stand for the whole statement: for whichever part of the test comes next.
-            needed = set(_parts(test, value))
-            return needed.pop() if len(needed) == 1 else None
+    for test, value in _checks(frame.f_code.co_filename):
         if _contains(_range(test), position):
             return _part(test, position, value)
     return None
 
 
-def _position(code: CodeType, instruction: int) -> _Range | None:
+def _asking(code: CodeType, instruction: int) -> _Range | None:
+    """Where the expression stands in the source whose value an instruction asks for.
+
+    That of a branch was made by the instruction before it. (Where the branch itself stands, Python says less exactly.)
+    """
+    place = instruction // 2
+    name = dis.opname[code.co_code[instruction]]
+    if "JUMP" in name or name in ("TO_BOOL", "UNARY_NOT"):
+        place -= 1
+        while place > 0 and dis.opname[code.co_code[2 * place]] == "EXTENDED_ARG":
+            place -= 1
+    return _range_of(next(islice(code.co_positions(), place, None)))
+
+
+def _range_of(position: tuple[int | None, int | None, int | None, int | None]) -> _Range | None:
     """Lines and columns of the source that an instruction comes from."""
-    line, last_line, column, last_column = next(islice(code.co_positions(), instruction // 2, None))
+    line, last_line, column, last_column = position
     if line is None or last_line is None or column is None or last_column is None:
         return None
     return line, column, last_line, last_column
@@ -53,32 +64,21 @@ def _part(test: ast.expr, position: _Range, value: bool) -> bool | None:
     return value if _range(test) == position else None
 
 
-def _parts(test: ast.expr, value: bool) -> Iterator[bool]:
-    """What each part of `test` must be worth for the test to be `value`."""
-    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
-        yield from _parts(test.operand, not value)
-    elif isinstance(test, ast.BoolOp):
-        for part in test.values:
-            yield from _parts(part, value)
-    else:
-        yield value
-
-
 @cache
-def _checks(filename: str) -> tuple[tuple[ast.stmt, ast.expr, bool], ...]:
-    """All checks in a file, their tests, and what these must be worth to pass."""
+def _checks(filename: str) -> tuple[tuple[ast.expr, bool], ...]:
+    """The tests of all checks in a file, and what they must be worth to pass."""
     try:
         tree = ast.parse("".join(linecache.getlines(filename)))
     except SyntaxError:
         return ()
-    return tuple(item for item in _checks_in(tree) if not _assigns(item[1]))
+    return tuple(item for item in _checks_in(tree) if not _assigns(item[0]))
 
 
-def _checks_in(node: ast.AST) -> Iterator[tuple[ast.stmt, ast.expr, bool]]:
+def _checks_in(node: ast.AST) -> Iterator[tuple[ast.expr, bool]]:
     if isinstance(node, ast.Assert):
-        yield node, node.test, True
+        yield node.test, True
     elif isinstance(node, ast.If) and _raises(node.body) != _raises(node.orelse):
-        yield node, node.test, not _raises(node.body)
+        yield node.test, not _raises(node.body)
     caught = node.body if isinstance(node, (ast.Try, ast.TryStar)) and node.handlers else []
     for child in ast.iter_child_nodes(node):
         if child not in caught:
@@ -98,7 +98,7 @@ def _raises(body: list[ast.stmt]) -> bool:
     return not any(isinstance(node, leaves) for statement in body for node in ast.walk(statement))
 
 
-def _range(node: ast.expr | ast.stmt) -> _Range:
+def _range(node: ast.expr) -> _Range:
     assert node.end_lineno is not None
     assert node.end_col_offset is not None
     return node.lineno, node.col_offset, node.end_lineno, node.end_col_offset

@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 from passes.ir.errors import CaptureError
 from passes.ir.leaves import Inputs, input_leaves
 from passes.source import Line, construct, line_of_node, line_of_traceback
-from passes.values import MOST, Detaching, Read, Values, checks_pass
+from passes.values import MOST, Read, Rewording, Values, checks_pass
 
 logger = logging.getLogger("autopar")
 
@@ -251,7 +251,7 @@ def _within_forward(module: nn.Module, within: Callable[[object], AbstractContex
 
 @contextlib.contextmanager
 def _answering(values: Values) -> Iterator[None]:
-    with values, checks_pass(values), Detaching():
+    with values, checks_pass(values), Rewording():
         yield
 
 

@@ -41,7 +41,7 @@ def line_of_frame(frame: FrameType | None) -> Line | None:
     while frame is not None:
         lines.append(Line(frame.f_code.co_filename, frame.f_lineno))
         frame = frame.f_back
-    return _innermost(lines)
+    return _models(lines)
 
 
 def line_of_traceback(trace: TracebackType | None) -> Line | None:
@@ -50,21 +50,26 @@ def line_of_traceback(trace: TracebackType | None) -> Line | None:
     while trace is not None:
         lines.append(Line(trace.tb_frame.f_code.co_filename, trace.tb_lineno))
         trace = trace.tb_next
-    return _innermost(lines[::-1])
+    return _models(lines[::-1])
 
 
 def line_of_node(node: torch.fx.Node) -> Line | None:
     """The line of the model that a traced operator comes from."""
+    return _models(lines_of_node(node))
+
+
+def lines_of_node(node: torch.fx.Node) -> list[Line]:
+    """The lines that a traced operator comes from, the innermost first, without those of torch, ours and Python's."""
     lines = []
     for written in (node.meta.get("stack_trace") or "").splitlines():
         file, comma, rest = written.strip().removeprefix('File "').partition('", line ')
         if comma and rest.split(",")[0].isdigit():
             lines.append(Line(file, int(rest.split(",")[0])))
-    return _innermost(lines[::-1])
+    return [line for line in reversed(lines) if not _is_foreign(line.file)]
 
 
-def _innermost(lines: Sequence[Line]) -> Line | None:
-    """The first line that is the model's; else the first that is not torch's, ours or Python's."""
+def _models(lines: Sequence[Line]) -> Line | None:
+    """The first of some lines that is the model's; else the first that is not torch's, ours or Python's."""
     others = [line for line in lines if not _is_foreign(line.file)]
     models = [line for line in others if _SERVING not in line.file or _MODELS in line.file]
     return next(iter(models or others), None)

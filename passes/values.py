@@ -8,6 +8,7 @@ Which inputs have to be constants is found by trying: where the model needs a va
 value comes.
 """
 
+import functools
 import sys
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence, Set
 from contextlib import contextmanager
@@ -249,8 +250,9 @@ def checks_pass(values: Values) -> Iterator[None]:
         yield
 
 
-class Detaching(TorchFunctionMode):
-    """While entered, `x.data` is `x.detach()`: the same tensor, and a trace follows it."""
+class Rewording(TorchFunctionMode):
+    """While entered, what a trace does not follow is said in words that it does: `x.data` is `x.detach()`, and
+    `torch.tensor` is given the numbers in tensors."""
 
     def __torch_function__(
         self, function: object, types: object, args: Sequence[object] = (), kwargs: Mapping[str, object] | None = None
@@ -258,7 +260,14 @@ class Detaching(TorchFunctionMode):
         """Call a function of torch."""
         if function == torch.Tensor.data.__get__:  # type: ignore[attr-defined]
             return cast(Tensor, args[0]).detach()
-        return function(*args, **(kwargs or {}))  # type: ignore[operator]
+        options = dict(kwargs or {})
+        if function == torch.tensor and args and isinstance(args[0], (list, tuple)):
+            leaves, tree = pytree.tree_flatten(args[0])
+            tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+            if tensors and len(tensors) == len(leaves) and all(leaf.numel() == 1 for leaf in tensors):
+                options.setdefault("dtype", functools.reduce(torch.promote_types, (leaf.dtype for leaf in tensors)))
+                args = (pytree.tree_unflatten([leaf.item() for leaf in tensors], tree), *args[1:])
+        return function(*args, **options)  # type: ignore[operator]
 
 
 def _computed(

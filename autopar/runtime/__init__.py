@@ -20,7 +20,6 @@ from autopar.runtime.module import (
     PlannedInput,
     PlannedOutput,
     Region,
-    constant_text,
     local,
     named_arguments,
 )
@@ -55,7 +54,6 @@ __all__ = [
     "all_reduce",
     "all_to_all",
     "causal_attention",
-    "constant_text",
     "convert",
     "local",
     "named_arguments",

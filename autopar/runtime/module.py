@@ -124,8 +124,8 @@ class CompiledProgram:
     """A program ready to run on every rank: its source and what surrounds it.
 
     `constants` are inputs that are constants, by name: what is no tensor, and tensors whose values the model needed;
-    `assumed` are those of them that nobody gave. `tensors` are tensors that the model holds as constants, `changes` are
-    made to parameters before it runs.
+    `assumed` are those of them that nobody gave. `tensors` are tensors that the model holds as constants,
+    `parameters` those that are used, `changes` are made to parameters before it runs.
     """
 
     source: str
@@ -136,6 +136,7 @@ class CompiledProgram:
     outputs: tuple[PlannedOutput, ...]
     output_tree: pytree.TreeSpec
     tensors: Mapping[str, Tensor]
+    parameters: frozenset[str]
     changes: tuple[Change, ...]
     regathers: bool
     differentiable: bool
@@ -182,6 +183,7 @@ _OWN = (
     "_device",
     "_loaded",
     "_mesh",
+    "_original",
     "_other_sizes",
     "_plan",
     "_programs",
@@ -233,6 +235,7 @@ class DistributedModule(nn.Module):
         self._plan = plan
         self._random = Randomness(seed)
         self._refused = ""
+        self._original: nn.Module | None = None
         self._loaded = dict(programs)
         # The parts of the model are this module's own: the container is none of them.
         object.__setattr__(self, "_root", root)
@@ -253,6 +256,32 @@ class DistributedModule(nn.Module):
     def refuse_evaluation(self, reason: str) -> None:
         """Let `eval()` raise CaptureError from now on, with a reason."""
         self._refused = reason
+
+    def __getattr__(self, name: str) -> Tensor | nn.Module:
+        """What the module has, or else what the part of a model has that it stands for."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            original = self.__dict__.get("_original")
+            if original is None or name.startswith("_"):
+                raise
+        found: Tensor | nn.Module = getattr(original, name)
+        return found
+
+    @property
+    def used_parameters(self) -> frozenset[str]:
+        """The parameters that any of its programs reads or changes."""
+        return frozenset[str]().union(*(program.compiled.parameters for program in self._loaded.values()))
+
+    def stand_for(self, original: nn.Module) -> None:
+        """Be a part of a model that knows nothing of meshes: return whole tensors, and have what `original` has."""
+        # It is no part of this module.
+        object.__setattr__(self, "_original", original)
+
+    def keep(self, path: str, part: nn.Module) -> None:
+        """Let the part at `path`, which no program uses, be `part`, with its own parameters."""
+        self._root.set_submodule(path, part)
+        self.set_submodule(path, part)
 
     @property
     def mesh(self) -> DeviceMesh:
@@ -466,7 +495,8 @@ class DistributedModule(nn.Module):
     def _surface(self, leaf: object, item: PlannedOutput) -> object:
         if not isinstance(leaf, Tensor) or item.layout is None or not item.shape:
             return leaf
-        return from_local(leaf, item.layout, item.shape, self._mesh, self._shape)
+        distributed = from_local(leaf, item.layout, item.shape, self._mesh, self._shape)
+        return distributed if self._original is None else distributed.full_tensor()
 
 
 def named_arguments(signature: inspect.Signature, bound: inspect.BoundArguments) -> list[tuple[str, object]]:

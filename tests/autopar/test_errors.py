@@ -1,5 +1,6 @@
 """Bad input gets one clear sentence, early, as a named exception."""
 
+import inspect
 import json
 import logging
 from collections.abc import Mapping
@@ -11,7 +12,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
 from autopar.testing import run_ranks
+from tests.architectures import ARCHITECTURES
 from tests.models import Stack, llama, tokens
+from tests.untraceable import REFUSED, Selects
 
 MESH = {"dp": 2, "tp": 2}
 
@@ -130,28 +133,79 @@ def test_options_that_mean_nothing(options: Mapping[str, object]):
 # --- models -----------------------------------------------------------------------------------------------------------
 
 
-class Branching(nn.Module):
-    """Its path depends on its data."""
+OFFER = (
+    "what can be traced can be parallelized part by part, and data parallelism needs no trace "
+    "(torch.distributed.fsdp.fully_shard over the whole mesh)"
+)
+
+
+def named_line(kind: type[nn.Module]) -> str:
+    """The line of a module that an error must name, and what stands there."""
+    lines, first = inspect.getsourcelines(kind)
+    ((place, text),) = [(number, line.strip()) for number, line in enumerate(lines) if line.endswith("# here\n")]
+    return f"{inspect.getsourcefile(kind)}:{first + place} ({text})"
+
+
+def reason(kind: type[nn.Module]) -> str:
+    """What an error must say of a module: the first line of its description, as it goes on in a sentence."""
+    said = str(kind.__doc__).rstrip(".")
+    return said[0].lower() + said[1:] if said.startswith(("It ", "A ", "How ")) else said
+
+
+@pytest.mark.parametrize("kind", REFUSED, ids=lambda kind: kind.__name__)
+def test_models_that_cannot_be_traced(kind):
+    """One sentence: which model, where, why, and what can be done instead."""
+    with pytest.raises(autopar.CaptureError) as caught:
+        plan(kind(), inputs={"x": torch.rand(2, 4)})
+    message = str(caught.value)
+    assert message.startswith(f"cannot trace {kind.__name__} at {named_line(kind)}: {reason(kind)}")
+    assert message.endswith(f"; {OFFER}")
+    assert "\n" not in message
+
+
+def _refused_on_ranks() -> list[str]:
+    """What each rank is told."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    messages = []
+    for kind in REFUSED:
+        torch.manual_seed(0)
+        with pytest.raises(autopar.CaptureError) as caught:
+            autopar.parallelize(kind(), mesh, {"x": torch.ones(2, 4)}, cluster="ideal")
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_all_ranks_are_told_the_same():
+    first, second = run_ranks(_refused_on_ranks, 2)
+    assert first == second
+    assert len(set(first)) == len(REFUSED)
+
+
+class Within(nn.Module):
+    """A model with one in it that cannot be traced."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear = nn.Linear(4, 4)
+        self.inner = Selects()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: [batch, 4]."""
-        if x.sum() > 0:
-            return self.linear(x)
-        return x
+        return self.inner(x)
 
 
-def test_a_model_that_cannot_be_traced():
-    """The reason, the line of the model, and a hint."""
-    with pytest.raises(
-        autopar.CaptureError, match=r"cannot trace Branching at .*test_errors.py:\d+ \(if x.sum\(\) > 0"
-    ):
-        plan(Branching(), inputs={"x": torch.zeros(2, 4)})
-    with pytest.raises(autopar.CaptureError, match="no branch on the values of tensors"):
-        plan(Branching(), inputs={"x": torch.zeros(2, 4)})
+def test_the_line_is_that_of_the_inner_module():
+    """The error names the model that was given, and the line of the part that is in the way."""
+    with pytest.raises(autopar.CaptureError, match="cannot trace Within at ") as caught:
+        plan(Within(), inputs={"x": torch.rand(2, 4)})
+    assert named_line(Selects) in str(caught.value)
+
+
+def test_the_line_of_a_stock_model_is_that_of_its_own_source():
+    """Not of what serves all models: here the sizes are taken in a file of helpers."""
+    vision = ARCHITECTURES["qwen2_5_vl-vision"]
+    inputs = {name: leaf.to("meta") for name, leaf in vision.inputs(2).items()}
+    with pytest.raises(autopar.CaptureError, match=r"modeling_qwen2_5_vl.py:\d+ .*give grid_thw with values"):
+        plan(vision.make(), inputs=inputs)
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------
