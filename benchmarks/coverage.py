@@ -158,7 +158,7 @@ def one_line(error: Exception) -> str:
         # A rank says its traceback, at whose end is the error.
         errors = re.findall(r"^\w[\w.]*(?:Error|Exception|Interrupt)\b.*(?:\n(?!rank).*)?", str(error), re.MULTILINE)
         said = errors[0] if errors else said
-    return " ".join(said.split())[:300]
+    return re.sub(r"\S*/site-packages/", "", " ".join(said.split()))[:300]
 
 
 class Worker:
@@ -312,10 +312,16 @@ def document(results: Mapping[str, Mapping[str, Result]]) -> Iterator[str]:
     yield f"| equal in all comparisons | {len(right)} |"
     yield f"| comparisons, and equal ones | {compared}, {fine} |"
     yield f"| all operators have a rule | {len(traced) - len(unsplit)} |"
+    versions = {result["sources"] for found in (equal, large) for result in found.values()}
+    yield f"| versions of the sources that these results were measured with | {len(versions)} |"
     for cluster, what in zip(CLUSTERS, ("on H100", "where starts and messages are free"), strict=True):
         low = sum(found <= AIM for found in shares[cluster].values())
         part = f"{low} of {len(shares[cluster])} (aim: {OF:.0%})"
         yield f"| at most {AIM:.0%} of the computation on each of four devices, {what} | {part} |"
+    missing = [name for name in ARCHITECTURES if name not in equal]
+    if missing:
+        yield ""
+        yield f"Not measured yet: {', '.join(missing)}."
     for title, extra in (("Architectures that must work", False), ("More architectures", True)):
         yield ""
         yield f"## {title}"
