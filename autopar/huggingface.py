@@ -9,7 +9,7 @@ import importlib
 import inspect
 import logging
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Protocol, cast
 from unittest import mock
 
@@ -86,27 +86,28 @@ def settings(model: nn.Module, inputs: Mapping[str, object], objective: str) -> 
 
 @contextlib.contextmanager
 def tracing(model: nn.Module, inputs: Mapping[str, object]) -> Iterator[None]:
-    """Enter around a trace: causal masks that the model would build are left to attention, and so are masks that it makes
-    itself and that mask nothing. Caches may be returned.
+    """Enter around a trace: causal masks that the model would build are left to attention, and so are masks that it
+    makes itself and that mask nothing. Caches may be returned.
 
-    Masks are left as they are where positions are given, because these may pack several sequences into one.
+    Masks stay where the model is given one, and where it is given positions that may pack several sequences into one.
     """
     if not is_huggingface(model):
         yield
         return
     with contextlib.ExitStack() as stack:
         register_caches(model)
+        masks = importlib.import_module("transformers.masking_utils")
+        replacements: dict[str, Callable[..., object]] = {
+            "is_torchdynamo_exporting": lambda: False,
+            "is_tracing": lambda tensor=None: tensor is not None and not is_readable(tensor),
+        }
         if inputs.get("position_ids") is None:
-            masks = importlib.import_module("transformers.masking_utils")
-            for name, replacement in (
-                ("is_torchdynamo_exporting", lambda: False),
-                ("is_tracing", lambda tensor=None: tensor is not None and not is_readable(tensor)),
-                ("find_packed_sequence_indices", lambda positions: None),
-            ):
-                if hasattr(masks, name):
-                    stack.enter_context(mock.patch.object(masks, name, replacement))
-                else:
-                    logger.warning("transformers has no masking_utils.%s: causal masks will be built in full", name)
+            replacements["find_packed_sequence_indices"] = lambda positions: None
+        for name, replacement in replacements.items():
+            if hasattr(masks, name):
+                stack.enter_context(mock.patch.object(masks, name, replacement))
+            else:
+                logger.warning("transformers has no masking_utils.%s: causal masks will be built in full", name)
         yield
 
 
