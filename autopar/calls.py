@@ -108,7 +108,8 @@ class Sizes:
             if shape == list(leaf.shape):
                 continue
             if cheap and leaf.is_floating_point():
-                leaves[place] = leaf[(0,) * leaf.dim()].expand(shape)
+                same = leaf[(0,) * leaf.dim()].expand(shape)
+                leaves[place] = same.contiguous() if prod(shape) <= _MOST_ELEMENTS else same
             else:
                 leaves[place] = resampled(leaf, shape, grown)
         arguments, options = pytree.tree_unflatten(leaves, self.tree)

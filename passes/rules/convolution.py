@@ -169,7 +169,9 @@ def pool(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
     found = windows(op, types)
     mean = op.kind.startswith("avg")
     uneven = mean and any(window.padding for window in found) and not op.arguments["count_include_pad"]
-    regular = not op.arguments["ceil_mode"] and not uneven
+    # What lies outside of the input is less than any number, of which there is none that is whole.
+    bounded = mean or types[op.results[0]].dtype.is_floating_point
+    regular = not op.arguments["ceil_mode"] and not uneven and bounded
     count = len(found)
     space, made, roles, halos = _space(operand[-count:], result[-count:], found, regular)
     free = tuple(one(f"d{dim}", size) for dim, size in enumerate(operand[:-count]))
@@ -193,8 +195,6 @@ _WHOLE_SPACE = {
         ("bicubic2d", 2), 
     )},
     **{f"_upsample_nearest_exact{rank}d": rank for rank in (1, 2, 3)},
-    "pixel_shuffle": 3,
-    "pixel_unshuffle": 3,
 }  # fmt: skip
 
 
@@ -209,6 +209,25 @@ def whole_space(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
     after = (*free, *(one(f"to{dim}", size) for dim, size in enumerate(made)))
     roles = dict.fromkeys((f"{side}{dim}" for side in ("from", "to") for dim in range(count)), Role.WHOLE)
     results = (after,) * len(op.results)
-    linear = () if "max" in op.kind else (frozenset({0}),)
+    summed = "max" not in op.kind and types[op.results[0]].dtype.is_floating_point
+    linear = (frozenset({0}),) if summed else ()
     saved = (Saved(0), Saved(0, result=True)) + ((Saved(1, result=True),) if len(results) > 1 else ())
     return Rule(factors(before, after, roles=roles), (before,), results, linear=linear, saved=saved)
+
+
+@rule_for("pixel_shuffle", "pixel_unshuffle")
+def pixels(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
+    """batch (channels down right) rows columns <-> batch channels (rows down) (columns right)."""
+    deep, wide = types[op.operands[0]].shape, types[op.results[0]].shape
+    if op.kind == "pixel_unshuffle":
+        deep, wide = wide, deep
+    if len(deep) < 3 or 0 in deep:
+        return None
+    batch = tuple(one(f"d{dim}", size) for dim, size in enumerate(deep[:-3]))
+    channels, rows, columns = one("channels", wide[-3]), one("rows", deep[-2]), one("columns", deep[-1])
+    down, right = one("down", wide[-2] // deep[-2]), one("right", wide[-1] // deep[-1])
+    dims = (*batch, (*channels, *down, *right), rows, columns), (*batch, channels, (*rows, *down), (*columns, *right))
+    before, after = dims if op.kind == "pixel_shuffle" else dims[::-1]
+    found = factors(before, after, roles=dict.fromkeys(("down", "right"), Role.WHOLE))
+    linear = (frozenset({0}),) if types[op.results[0]].dtype.is_floating_point else ()
+    return Rule(found, (before,), (after,), linear=linear)

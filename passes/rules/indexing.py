@@ -2,6 +2,8 @@
 
 from collections.abc import Mapping
 
+import torch
+
 from passes.ir.layout import Shape
 from passes.ir.program import Op, Ref, TensorType
 from passes.rules.parts import broadcast, dim_argument, dims_argument, factors, named, one, without
@@ -49,7 +51,8 @@ def scatter(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
         tensors.append(dims)
         roles.update(more)
     rows = one("rows", shapes[1][dim])
-    if op.kind == "scatter_add" and shapes[1][dim] == shapes[2][dim]:
+    flags = types[op.results[0]].dtype == torch.bool
+    if op.kind == "scatter_add" and shapes[1][dim] == shapes[2][dim] and not flags:
         tensors[1:] = [(*dims[:dim], rows, *dims[dim + 1 :]) for dims in tensors[1:]]
         roles["rows"] = Role.SUM
     summed = frozenset({0}) if "rows" in roles else frozenset[int]()

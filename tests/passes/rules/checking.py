@@ -41,15 +41,18 @@ class Checking:
 
     def finish(self) -> list[str]:
         """Run what communicates, and check it: what is wrong, one line for each op."""
-        if self.waiting:
-            run_on_ranks([(mesh, case) for _, mesh, case in self.waiting])
+        waiting, self.waiting = self.waiting, []
         found: dict[int, str] = {}
-        for one, mesh, case in self.waiting:
+        try:
+            if waiting:
+                run_on_ranks([(mesh, case) for _, mesh, case in waiting])
+        except RuntimeError as error:
+            return [str(error)]
+        for one, mesh, case in waiting:
             try:
                 check(one, case, mesh)
             except AssertionError as error:
                 found.setdefault(id(one), str(error))
-        self.waiting.clear()
         return list(found.values())
 
 

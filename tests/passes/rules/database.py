@@ -168,7 +168,7 @@ class Effort:
 
 
 FAST = Effort(8, 2, 6, False)
-ALL = Effort(None, None, None, True)
+ALL = Effort(None, None, 64, True)
 
 
 def forms(kind: str, effort: Effort) -> list[Sample]:

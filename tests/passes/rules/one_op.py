@@ -133,6 +133,7 @@ class Case:
 
     `inputs` and `cotangents` are per operand and per result (None where no gradient flows)."""
 
+    name: str
     strategy: Strategy
     source: str
     body: str
@@ -167,7 +168,8 @@ def make_case(one: OneOp, strategy: Strategy, mesh: Mesh, generator: torch.Gener
         wholes.append(whole)
         cotangents.append(None if whole is None else spread(whole, gradient(layout), mesh, generator))
     trainable = [slot for slot, tensor in enumerate(one.operands) if tensor.requires_grad]
-    return Case(strategy, source, statement.body, inputs, trainable, cotangents, wholes)
+    name = f"{one.op} with {', '.join(strategy.methods)} on {mesh}: {strategy.operands} -> {strategy.results}"
+    return Case(name, strategy, source, statement.body, inputs, trainable, cotangents, wholes)
 
 
 @lru_cache(maxsize=8)
@@ -207,7 +209,7 @@ def run_here(case: Case, mesh: Mesh) -> None:
             Axis(name, size, index, "no group")
             for name, size, index in zip(mesh.names, mesh.sizes, coordinate, strict=True)
         )
-        source, *given = _given(case, coordinate)
+        _, source, *given = _given(case, coordinate)
         case.outcomes[coordinate] = run_source(source, axes, *given)
 
 
@@ -216,7 +218,7 @@ def communicates(case: Case) -> bool:
     return bool(case.body) and BODIES[case.body].communicates
 
 
-_Given = tuple[str, list[Tensor], list[int], list[Tensor | None]]
+_Given = tuple[str, str, list[Tensor], list[int], list[Tensor | None]]
 _Cases = list[tuple[Mesh, list[dict[Coordinate, _Given]]]]
 
 # As many as the largest mesh of the tests has.
@@ -237,8 +239,12 @@ def _on_rank(meshes: _Cases) -> list[list[Outcome]]:
         coordinate = device_mesh.get_coordinate()
         outcomes = []
         for case in cases if coordinate is not None else ():
-            source, *given = case[tuple(coordinate or ())]
-            outcomes.append(run_source(source, axes_of(device_mesh), *given))
+            name, source, *given = case[tuple(coordinate or ())]
+            try:
+                outcomes.append(run_source(source, axes_of(device_mesh), *given))
+            except Exception as error:
+                error.add_note(name)
+                raise
         found.append(outcomes)
     return found
 
@@ -263,13 +269,12 @@ def _given(case: Case, coordinate: Coordinate) -> _Given:
     """What the rank at `coordinate` is given."""
     inputs = [values[coordinate] for values in case.inputs]
     cotangents = [None if values is None else values[coordinate] for values in case.cotangents]
-    return case.source, inputs, case.trainable, cotangents
+    return case.name, case.source, inputs, case.trainable, cotangents
 
 
 def check(one: OneOp, case: Case, mesh: Mesh) -> None:
     """Assert that what the ranks gave is, put together, what the op gives for the whole, and so its gradients."""
-    strategy = case.strategy
-    where = f"{one.op} with {', '.join(strategy.methods)} on {mesh}: {strategy.operands} -> {strategy.results}"
+    strategy, where = case.strategy, case.name
     single = any(tensor.dtype == torch.float32 for tensor in (*one.operands, *one.results))
     tolerance = float("inf") if one.sample.random else 1e-5 if single else 1e-12
     for index, (expected, layout) in enumerate(zip(one.results, strategy.results, strict=True)):

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from math import prod
 
 import torch
+from torch import Tensor
 
 from tests.passes.rules.samples import Sample
 
@@ -29,9 +30,9 @@ def _one_row(sample: Sample) -> bool:
 
 
 def _all_in_argument(sample: Sample) -> bool:
-    """Whether the first list among the arguments names all dims that are not 1."""
+    """Whether the last list among the arguments names all dims that are not 1; none means all."""
     tensor = sample.tensors[0]
-    dims = next(argument for argument in sample.arguments[1:] if isinstance(argument, list))
+    dims = [argument for argument in sample.arguments[1:] if isinstance(argument, list)][-1] or range(tensor.dim())
     named = {int(dim) % tensor.dim() for dim in dims}
     return all(size == 1 or dim in named for dim, size in enumerate(tensor.shape))
 
@@ -44,11 +45,6 @@ def _all_padded(sample: Sample) -> bool:
     return all(size == 1 or dim in padded for dim, size in enumerate(tensor.shape))
 
 
-def _all_shuffled(sample: Sample) -> bool:
-    """Whether all dims but the last three are 1."""
-    return prod(sample.tensors[0].shape[:-3]) == 1
-
-
 def _nothing_left(sample: Sample) -> bool:
     return any(result.numel() == 0 for result in sample.run(sample.tensors))
 
@@ -58,51 +54,58 @@ def _no_batch(sample: Sample) -> bool:
     return sample.tensors[0].dim() == int(sample.kind.rstrip("d")[-1]) + 1
 
 
+def _one_channel(sample: Sample) -> bool:
+    """Whether there is one sample of one channel."""
+    return prod(sample.tensors[0].shape[:2]) == 1
+
+
 def _masked(sample: Sample) -> bool:
     """Whether an index is a mask."""
     return any(tensor.dtype == torch.bool for tensor in sample.tensors[1:])
 
 
-_RANKS = (1, 2, 3)
+def _partial(sample: Sample) -> bool:
+    """Whether the indices of a scatter do not reach through any dim but that which they point into."""
+    tensor, dim, index = sample.arguments[:3]
+    assert isinstance(tensor, Tensor)
+    assert isinstance(index, Tensor)
+    assert isinstance(dim, int)
+    others = [other for other in range(tensor.dim()) if other != dim % tensor.dim()]
+    return all(index.shape[other] != tensor.shape[other] or tensor.shape[other] == 1 for other in others)
+
+
+def _few_dims(count: int) -> Callable[[Sample], bool]:
+    """Whether the first operand has no more than `count` dims."""
+    return lambda sample: sample.tensors[0].dim() <= count
+
+
+_POOLS = tuple(f"{how}_pool{rank}d" for how in ("avg", "max") for rank in (1, 2, 3))
+_CONVOLUTIONS = tuple(f"conv{way}{rank}d" for way in ("", "_transpose") for rank in (1, 2, 3))
+# fmt: off
+_WHOLE = (
+    "all", "any", "amax", "amin", "aminmax", "argmax", "argmin", "kthvalue", "linalg_vector_norm", "max", "median",
+    "min", "mode", "norm", "prod", "std", "std_mean", "var", "var_mean",
+)
+# fmt: on
 
 REFUSED = (
-    Refused(
-        (
-            "all",
-            "any",
-            "amax",
-            "amin",
-            "aminmax",
-            "argmax",
-            "argmin",
-            "kthvalue",
-            "max",
-            "median",
-            "min",
-            "mode",
-            "prod",
-            "std",
-            "std_mean",
-            "var",
-            "var_mean",
-        ),
-        _one_number,
-        "all dims are reduced, and a reduced dim stays whole",
-    ),
+    Refused(_WHOLE, _one_number, "all dims are reduced, and a reduced dim stays whole"),
     Refused(("argsort", "mode", "msort", "sort"), _one_row, "the only dim is sorted, and stays whole"),
+    Refused(("cosine_similarity",), _one_number, "the only dim is reduced, and stays whole"),
     Refused(("select",), _one_number, "the only dim is the one that is taken from"),
-    Refused(("flip",), _all_in_argument, "flipped dims stay whole"),
+    Refused(("unfold",), _few_dims(1), "windows overlap, or parts are no multiple of the step"),
+    Refused(("flip", "roll"), _all_in_argument, "dims that are turned stay whole"),
     Refused(("pad", "constant_pad_nd"), _all_padded, "padded dims stay whole"),
-    Refused(
-        ("pixel_shuffle", "pixel_unshuffle"), _all_shuffled, "the dims that change stay whole, and there is no batch"
-    ),
-    Refused(("diagonal",), lambda sample: sample.tensors[0].dim() == 2, "both dims make the diagonal"),
+    Refused(("tril", "triu", "diagonal"), _few_dims(2), "the diagonal runs through both dims"),
     Refused(("slice",), _nothing_left, "there is nothing to compute"),
-    Refused(("index_put",), _masked, "how many elements a mask takes is not known beforehand"),
+    Refused(("index", "index_put"), _masked, "how many elements a mask takes is not known beforehand"),
     Refused(
-        tuple(f"conv{way}{rank}d" for way in ("", "_transpose") for rank in _RANKS)
-        + tuple(f"adaptive_avg_pool{rank}d" for rank in _RANKS),
-        _no_batch,
-        "a single image without a batch dim is not known",
+        ("scatter", "scatter_reduce"), _partial, "a part of a dim that indices reach is no equal part for each rank"
+    ),
+    Refused(("nll_loss_nd",), _few_dims(1), "there is one sample"),
+    Refused(("scaled_dot_product_attention",), _few_dims(3), "a query without heads for keys with heads"),
+    Refused(_CONVOLUTIONS, _no_batch, "a single image without a batch dim is not known"),
+    Refused(
+        (*_CONVOLUTIONS, *_POOLS), _one_channel, "windows that parts do not divide into, of one sample and one channel"
     ),
 )

@@ -31,7 +31,8 @@ def redrawn(sample: Sample, unit: int) -> tuple[Sample, ...]:
     A size is changed with the fewest others without which the operator would not take it, sizes among the arguments
     and products of sizes included. There are up to three: every size that need not be that of another is another one;
     dims in the same place of several operands stay alike if they are; and all sizes times `unit` alike, which keeps
-    bounds and strides in proportion.
+    bounds and strides in proportion. Where none of them is left, because the normal form writes them otherwise, it is
+    the sample itself.
     """
     return _redrawn(_Identity(sample), unit)
 
@@ -46,7 +47,7 @@ def _redrawn(given: "_Identity", unit: int) -> tuple[Sample, ...]:
             for call in normal_form(variant):
                 if differentiates(call):
                     found.setdefault((form(call), sizes_of(call)), call)
-    return tuple(found.values())
+    return tuple(found.values()) or (sample,)
 
 
 class _Identity:

@@ -17,9 +17,10 @@ from tests.passes.rules.sizes import redrawn, wide
 def problems(sample: Sample, effort: Effort, checking: Checking) -> Iterator[str]:
     """What is wrong with the rule for one form; what communicates is left to `checking`."""
     split: set[str] = set()
+    count = 0
     for mesh in MESHES if wide(sample) else MESHES[:1]:
         for drawn in redrawn(sample, mesh.size):
-            one = one_op(drawn)
+            one, count = one_op(drawn), count + 1
             try:
                 split |= splits(one, mesh)
                 assert_all_is_tried(one, mesh)
@@ -30,7 +31,9 @@ def problems(sample: Sample, effort: Effort, checking: Checking) -> Iterator[str
                 yield f"{one.op} of {_types(one)} on {mesh}: {type(error).__name__}: {error}"
                 return
     one = one_op(sample)
-    if wide(sample) and not split and not _listed(sample) and not (one.rule is None and _decomposed(one)):
+    if not count:
+        yield f"{one.op} of {_types(one)} is not checked: no sizes were found that divide"
+    elif wide(sample) and not split and not _listed(sample) and not (one.rule is None and _decomposed(one)):
         yield f"{one.op} of {_types(one)} is not split: let the rule do so, or list it in refused.py and say why"
 
 
@@ -81,10 +84,12 @@ def test_rule_in_every_form(kind: str) -> None:
 
 @pytest.mark.slow
 def test_what_is_listed_as_refused_is_refused() -> None:
-    """No entry of the list is out of date."""
+    """No entry of the list is out of date: of what it holds for, something is not split."""
     for refused in REFUSED:
         for kind in refused.kinds:
-            found = [sample for sample in calls(kind, None) if refused.holds(sample) and wide(sample)]
-            assert found, (kind, refused.reason)
-            drawn = [one_op(call) for sample in found for call in redrawn(sample, 6)]
-            assert not any(splits(one, mesh) for one in drawn for mesh in MESHES[:2]), (kind, refused.reason)
+            found = [sample for sample in calls(kind, None) if wide(sample) and refused.holds(sample)]
+            assert not all(_is_split(sample) for sample in found), (kind, refused.reason)
+
+
+def _is_split(sample: Sample) -> bool:
+    return any(splits(one_op(call), mesh) for mesh in MESHES[:2] for call in redrawn(sample, mesh.size))
