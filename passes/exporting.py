@@ -18,6 +18,7 @@ from unittest import mock
 import sympy
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, free_unbacked_symbols
 from torch.utils import _pytree as pytree
 
@@ -35,6 +36,7 @@ OFFER = (
 
 _ITEM = torch.ops.aten.item.default
 _STRIDED = torch.ops.aten.as_strided.default
+_UNKNOWN = GuardOnDataDependentSymNode, DynamicOutputShapeException, DataDependentOutputException
 _SYMBOLIC = torch.SymInt, torch.SymFloat, torch.SymBool
 _ASSERTIONS = ("_assert_scalar", "sym_constrain_range", "sym_constrain_range_for_size")
 
@@ -273,13 +275,14 @@ def _without_functions() -> Iterator[None]:
 def _needed(error: BaseException) -> _NeedsValues | None:
     """What a failed trace needs the values for, if it is that."""
     cause: BaseException | None = error
-    while cause is not None and not isinstance(cause, GuardOnDataDependentSymNode):
+    while cause is not None and not isinstance(cause, _UNKNOWN):
         cause = cause.__cause__
     if cause is None:
         return None
     line = line_of_traceback(error.__traceback__)
     kind = construct(line) if line is not None else ""
-    return _NeedsValues(cause.cond.free_symbols, line, kind or "size")
+    symbols = cause.cond.free_symbols if isinstance(cause, GuardOnDataDependentSymNode) else frozenset()
+    return _NeedsValues(symbols, line, kind or "size")
 
 
 def _settle(graph_module: torch.fx.GraphModule) -> None:

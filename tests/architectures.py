@@ -31,7 +31,7 @@ class Architecture:
 
     `unused` are patterns of parameters that have no part in the loss. `extra` is what is tested at night only. `large`
     makes the architecture as its config has it by default, but for two layers or four, on meta, with a batch for it;
-    None where there is no default.
+    None where there is no default. `refused` is what an error says, by objective, where it cannot be traced.
     """
 
     name: str
@@ -41,6 +41,7 @@ class Architecture:
     unused: tuple[str, ...] = ()
     extra: bool = False
     large: Callable[[], tuple[nn.Module, Batch]] | None = None
+    refused: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 # What a config of any architecture gets of these are those that it has a field for.
@@ -222,6 +223,32 @@ def patches(config: Any, samples: int, length: int) -> Batch:
     return {
         "hidden_states": _normal(side * side * samples, width),
         "grid_thw": torch.tensor([[1, side, side]] * samples),
+    }
+
+
+def seen(config: Any, samples: int, length: int) -> Batch:
+    """Texts with an image in each, of two sizes."""
+    return images_in_texts(config, [[1, 4, 4 + 4 * (sample % 2)] for sample in range(samples)], length)
+
+
+def images_in_texts(config: Any, grids: list[list[int]], length: int) -> Batch:
+    """Texts with an image of t x h x w patches each, which takes a quarter as many tokens, and `length` others."""
+    vision = config.vision_config
+    sizes = torch.tensor(grids)
+    taken = (sizes.prod(-1) // vision.spatial_merge_size**2).tolist()
+    tokens = _tokens(config, len(grids), max(taken) + length)
+    kinds = torch.zeros_like(tokens)
+    for sample, count in enumerate(taken):
+        tokens[sample, 1] = config.vision_start_token_id
+        tokens[sample, 2 : 2 + count] = config.image_token_id
+        kinds[sample, 2 : 2 + count] = 1
+    width = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+    return {
+        "input_ids": tokens,
+        "mm_token_type_ids": kinds,
+        "pixel_values": _normal(int(sizes.prod(-1).sum()), width, seed=sum(taken)),
+        "image_grid_thw": sizes,
+        "labels": _labels(tokens).masked_fill(kinds == 1, -100),
     }
 
 
@@ -414,6 +441,7 @@ def _stock(
     dtype: torch.dtype = torch.float64,
     unused: tuple[str, ...] = (),
     unrolled: bool = False,
+    refused: Mapping[str, str] | None = None,
     **own: Any,
 ) -> Architecture:
     """An architecture of transformers: its class, the kind of its batch, and what its config has of its own."""
@@ -435,7 +463,10 @@ def _stock(
         longest = min(_LONG, *(limit for limit in limits if limit and limit > 0), _LONG)
         return model.train(), kind(made, _BATCHES.get(kind, 8), LENGTH if unrolled else longest)
 
-    return Architecture(name, make, lambda samples: kind(config(), samples, LENGTH), dtype, unused, large=large)
+    def inputs(samples: int) -> Batch:
+        return kind(config(), samples, LENGTH)
+
+    return Architecture(name, make, inputs, dtype, unused, large=large, refused=refused or {})
 
 
 def _stirred(model: nn.Module) -> nn.Module:
@@ -602,6 +633,7 @@ def _vit_pytorch(file: str, name: str) -> Callable[[], nn.Module]:
     return make
 
 
+_DEEP = {"num_position_embeddings": 64, "deepstack_visual_indexes": [0]}
 _MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
 _LATENT = {
     "kv_lora_rank": 16,
@@ -774,7 +806,7 @@ def _required() -> Iterator[Architecture]:
         "Qwen3VLForConditionalGeneration",
         text,
         unused=("model.visual.*",),
-        vision_config={"num_position_embeddings": 64, "deepstack_visual_indexes": [0]},
+        vision_config=_DEEP,
         text_config={"rope_parameters": _MROPE},
     )
     yield _stock("mamba", "MambaForCausalLM", text, unrolled=True)
@@ -948,7 +980,14 @@ def _extra() -> Iterator[Architecture]:
     yield _stock("videomae", "VideoMAEForVideoClassification", video, num_frames=4)
     yield _stock("timesformer", "TimesformerForVideoClassification", video, num_frames=4)
     yield _stock("vivit", "VivitForVideoClassification", video, num_frames=4, tubelet_size=[2, 4, 4])
-    yield _stock("wav2vec2-ctc", "Wav2Vec2ForCTC", speech, **_CONVOLVED)
+    # Texts are cut to their lengths for the loss. Without labels it can be traced.
+    yield _stock(
+        "wav2vec2-ctc",
+        "Wav2Vec2ForCTC",
+        speech,
+        refused=dict.fromkeys(("train", "infer"), "a size depends on the values of a tensor"),
+        **_CONVOLVED,
+    )
     for name, stock in {
         "hubert": "Hubert",
         "wavlm": "WavLM",
@@ -979,6 +1018,19 @@ def _extra() -> Iterator[Architecture]:
     yield _stock("blip", "BlipForConditionalGeneration", captioned)
     yield _stock("git", "GitForCausalLM", captioned)
     yield _stock("vilt", "ViltForQuestionAnswering", question)
+    for name, stock, vision_config in (
+        ("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration", {"window_size": 16, "fullatt_block_indexes": [1]}),
+        ("qwen3_vl", "Qwen3VLForConditionalGeneration", _DEEP),
+    ):
+        yield _stock(
+            name,
+            stock,
+            seen,
+            image_token_id=60,
+            vision_start_token_id=61,
+            vision_config=vision_config,
+            text_config={"rope_parameters": _MROPE},
+        )
     yield _stock(
         "paligemma",
         "PaliGemmaForConditionalGeneration",
@@ -1033,6 +1085,8 @@ def _extra() -> Iterator[Architecture]:
         "autoformer",
         "AutoformerForPrediction",
         forecast,
+        dtype=torch.float32,
+        refused={"train": "a size depends on the values of a tensor"},
         context_length=16,
         prediction_length=8,
         num_time_features=2,

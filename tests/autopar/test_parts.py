@@ -11,12 +11,11 @@ from torch.distributed.tensor import DTensor
 
 import autopar
 from autopar.testing import LiftFloat32, run_ranks
-from tests.architectures import ARCHITECTURES
+from tests.architectures import ARCHITECTURES, images_in_texts
 
-IMAGE, START = 60, 61
 # Planned; the same number of patches otherwise; other numbers, and longer texts.
 GRIDS = ([[1, 4, 4], [1, 4, 8]], [[1, 4, 8], [1, 4, 4]], [[1, 8, 8], [1, 4, 4]])
-VISION_LANGUAGE = ("qwen2_5_vl-language", "qwen3_vl-language")
+LENGTH = 6
 
 
 def mesh_of_two() -> DeviceMesh:
@@ -24,35 +23,11 @@ def mesh_of_two() -> DeviceMesh:
     return init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
 
 
-def vision_language_model(name: str) -> nn.Module:
-    """A model of images and text, in float64."""
-    model = ARCHITECTURES[name].make().double()
-    model.config.image_token_id, model.config.vision_start_token_id = IMAGE, START
-    return model
-
-
-def images_in_texts(model: nn.Module, grids: list[list[int]]) -> dict[str, Tensor]:
-    """Texts with an image in each, for training: an image of t x h x w patches takes a quarter as many tokens."""
-    vision = model.config.vision_config
-    sizes = torch.tensor(grids)
-    taken = (sizes.prod(-1) // vision.spatial_merge_size**2).tolist()
-    generator = torch.Generator().manual_seed(sum(taken))
-    tokens = torch.randint(3, 55, (len(grids), max(taken) + 6), generator=generator)
-    kinds = torch.zeros_like(tokens)
-    for row, count in enumerate(taken):
-        tokens[row, 1] = START
-        tokens[row, 2 : 2 + count] = IMAGE
-        kinds[row, 2 : 2 + count] = 1
-    width = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
-    pixels = torch.randn(int(sizes.prod(-1).sum()), width, dtype=torch.float64, generator=generator)
-    return {
-        "input_ids": tokens,
-        "attention_mask": torch.ones_like(tokens),
-        "mm_token_type_ids": kinds,
-        "pixel_values": pixels,
-        "image_grid_thw": sizes,
-        "labels": tokens.masked_fill(kinds == 1, -100),
-    }
+def seen_texts(model: nn.Module, grids: list[list[int]]) -> dict[str, Tensor]:
+    """Texts with images of these sizes, in float64."""
+    batch = images_in_texts(model.config, grids, LENGTH)
+    tokens = batch["input_ids"]
+    return {**batch, "pixel_values": batch["pixel_values"].double(), "attention_mask": torch.ones_like(tokens)}
 
 
 def inputs_of_parts(model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, dict[str, object]]:
@@ -101,16 +76,17 @@ def errors_of_step(model: nn.Module, original: nn.Module, batch: Mapping[str, Te
 def _vision_and_language() -> list[dict[str, float]]:
     """Both parts of a model parallelized, with the rest between them as it is."""
     mesh, found = mesh_of_two(), []
-    model = vision_language_model("qwen2_5_vl-language")
+    model = ARCHITECTURES["qwen2_5_vl"].make().double()
     original = copy.deepcopy(model)
-    batch = images_in_texts(model, GRIDS[0])
+    batches = [seen_texts(model, grids) for grids in GRIDS]
+    batch = batches[0]
     with LiftFloat32(torch.float64):
         for name, inputs in inputs_of_parts(model, batch).items():
             part = autopar.parallelize(model.get_submodule(name), mesh, inputs, cluster="ideal")
             autopar.replace_part(model, name, part)
         split = [item for item in model.parameters() if isinstance(item, DTensor)]
         assert sum(item.to_local().numel() for item in split) < 0.6 * sum(item.numel() for item in split)
-        found = [errors_of_step(model, original, images_in_texts(model, grids)) for grids in GRIDS]
+        found = [errors_of_step(model, original, other) for other in batches]
         model.eval()
         original.eval()
         with torch.no_grad():
@@ -127,24 +103,6 @@ def test_vision_and_language_apart():
     assert all(max(item.values()) <= 1e-9 for item in (*first, *second)), first
     assert len(first[0]) > 50
     assert "model.language_model.embed_tokens.weight" in first[0]
-
-
-def _whole_model(name: str) -> dict[str, float]:
-    model = vision_language_model(name)
-    original = copy.deepcopy(model)
-    batch = images_in_texts(model, GRIDS[0])
-    del batch["attention_mask"]
-    with LiftFloat32(torch.float64):
-        dist_model = autopar.parallelize(model, mesh_of_two(), {**batch, "use_cache": False}, cluster="ideal")
-        return errors_of_step(dist_model, original, batch)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", VISION_LANGUAGE)
-def test_vision_and_language_together(name):
-    """The whole model in one plan, which is for these places of images in the text."""
-    for found in run_ranks(_whole_model, 2, name, timeout=600.0):
-        assert max(found.values()) <= 1e-9, found
 
 
 # --- parts of small models --------------------------------------------------------------------------------------------

@@ -9,22 +9,8 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from autopar.testing import compare_on_mesh, run_ranks
-from passes.ir.choices import Problem, Solution
+from tests.autopar.fuzzing import random_solution
 from tests.models import MODELS, tokens
-
-
-def random_solution(choose: random.Random, problem: Problem, *_: object) -> Solution:
-    """A strategy for every node, and for half of the seeds every redistribution made again in the backward pass."""
-    picks = tuple(choose.randrange(len(node.strategies)) for node in problem.nodes)
-    chosen = Solution(picks, frozenset(), 0.0, 0.0)
-    if choose.random() < 0.5:
-        return chosen
-    again = {
-        (edge.group, chosen.strategy(problem, edge.consumer).operands[edge.operand])
-        for edge in problem.edges
-        if edge.saved
-    }
-    return Solution(picks, frozenset(again), 0.0, 0.0)
 
 
 def _errors(name: str, padding: bool, sizes: tuple[int, ...], seeds: range) -> list[str]:

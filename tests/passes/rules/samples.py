@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 
 import torch
+import transformers.integrations.moe  # noqa: F401  (registers an operator)
 from torch import Tensor
 
 from autopar.calls import Call
@@ -125,6 +126,11 @@ def _products(make: Maker, call: Make) -> Iterator[Sample]:
     yield call("aten.addmm.default", make.normal(18), make.normal(6, 12), make.normal(12, 18))
     yield call("aten.addmm.default", make.normal(6, 1), make.normal(6, 12), make.normal(12, 18))
     yield call("aten.matmul.default", make.normal(4, 1, 6, 8), make.normal(12, 8, 3))
+    # Rows are sorted by expert; this is where the rows of each end. On CPU torch's own operator is for float32 alone.
+    ends = torch.tensor([4, 4, 9, 12], dtype=torch.int32)
+    rows, experts = make.normal(12, 48), make.normal(4, 48, 96)
+    yield call("aten._grouped_mm.default", rows.float() / 8, experts.float() / 8, ends)
+    yield call("transformers.grouped_mm_fallback.default", rows, experts, ends)
 
 
 def _views(make: Maker, call: Make) -> Iterator[Sample]:
