@@ -87,6 +87,9 @@ def spread(whole: Tensor, layout: Layout, mesh: Mesh, generator: torch.Generator
         addends = [whole, *(torch.zeros_like(whole) for _ in places[1:])]
     else:
         addends = [torch.randint(-9, 10, whole.shape, generator=generator).to(whole.dtype) for _ in places[1:]]
+        if whole.dtype == torch.float32:
+            # Small ones, which leave little when they cancel.
+            addends = [addend / 16 for addend in addends]
         addends.insert(0, whole - sum(addends, torch.zeros_like(whole)))
     by_place = dict(zip(places, addends, strict=True))
     return {

@@ -158,13 +158,15 @@ def _calls_of(entry: Any, item: Any, kind: str) -> list[Sample]:
 
 @dataclass(frozen=True)
 class Effort:
-    """How much is tried of each kind: samples of the database that are traced, forms, strategies on two axes, and
-    whether also with a gradient for some operands alone."""
+    """How much is tried of each kind: samples of the database that are traced, forms, strategies on two axes.
+
+    A `thorough` check has all sizes on two axes too, and gradients for some operands alone.
+    """
 
     traces: int | None
     forms: int | None
     strategies: int | None
-    gradients: bool
+    thorough: bool
 
 
 FAST = Effort(8, 2, 6, False)
