@@ -35,6 +35,18 @@ def counted(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
     return Rule(rule.factors, rule.operands, rule.results, saved=(Saved(0),) if op.kind == "nansum" else ())
 
 
+@rule_for("histc")
+def histogram(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
+    """Counts of the parts sum to the counts, where the ends of the bins do not come from the values."""
+    if not float(op.arguments["min"]) < float(op.arguments["max"]):
+        return None
+    operand = named(types[op.operands[0]].shape)
+    roles = {part.factor: Role.SUM for parts in operand for part in parts}
+    result = ((Part("bins", types[op.results[0]].shape[0]),),)
+    found = factors(operand, result, roles={**roles, "bins": Role.WHOLE})
+    return Rule(found, (operand,), (result,))
+
+
 @rule_for("mean")
 def mean(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
     """Over a split dim: the sum of the part by the size of the whole."""

@@ -49,11 +49,6 @@ def _nothing_left(sample: Sample) -> bool:
     return any(result.numel() == 0 for result in sample.run(sample.tensors))
 
 
-def _no_batch(sample: Sample) -> bool:
-    """Whether a convolution or a pool is given a single image, without a batch."""
-    return sample.tensors[0].dim() == int(sample.kind.rstrip("d")[-1]) + 1
-
-
 def _one_channel(sample: Sample) -> bool:
     """Whether there is one sample of one channel."""
     return prod(sample.tensors[0].shape[:2]) == 1
@@ -74,13 +69,18 @@ def _partial(sample: Sample) -> bool:
     return all(index.shape[other] != tensor.shape[other] or tensor.shape[other] == 1 for other in others)
 
 
+def _ends_of_values(sample: Sample) -> bool:
+    """Whether a histogram is not told where its bins begin and end."""
+    low, high = (*sample.arguments[2:], 0, 0)[:2]
+    return sample.options.get("min", low) == sample.options.get("max", high)
+
+
 def _few_dims(count: int) -> Callable[[Sample], bool]:
     """Whether the first operand has no more than `count` dims."""
     return lambda sample: sample.tensors[0].dim() <= count
 
 
-_POOLS = tuple(f"{how}_pool{rank}d" for how in ("avg", "max") for rank in (1, 2, 3))
-_CONVOLUTIONS = tuple(f"conv{way}{rank}d" for way in ("", "_transpose") for rank in (1, 2, 3))
+_WINDOWED = ("conv3d", *(f"conv_transpose{rank}d" for rank in (1, 2, 3)), "avg_pool3d")
 # fmt: off
 _WHOLE = (
     "all", "any", "amax", "amin", "aminmax", "argmax", "argmin", "kthvalue", "linalg_vector_norm", "max", "median",
@@ -93,6 +93,7 @@ REFUSED = (
     Refused(("argsort", "mode", "msort", "sort"), _one_row, "the only dim is sorted, and stays whole"),
     Refused(("cosine_similarity",), _one_number, "the only dim is reduced, and stays whole"),
     Refused(("select",), _one_number, "the only dim is the one that is taken from"),
+    Refused(("histc",), _ends_of_values, "bins end where the values do, all of which have to be seen"),
     Refused(("unfold",), _few_dims(1), "windows overlap, or parts are no multiple of the step"),
     Refused(("flip", "roll"), _all_in_argument, "dims that are turned stay whole"),
     Refused(("pad", "constant_pad_nd"), _all_padded, "padded dims stay whole"),
@@ -104,8 +105,5 @@ REFUSED = (
     ),
     Refused(("nll_loss_nd",), _few_dims(1), "there is one sample"),
     Refused(("scaled_dot_product_attention",), _few_dims(3), "a query without heads for keys with heads"),
-    Refused(_CONVOLUTIONS, _no_batch, "a single image without a batch dim is not known"),
-    Refused(
-        (*_CONVOLUTIONS, *_POOLS), _one_channel, "windows that parts do not divide into, of one sample and one channel"
-    ),
+    Refused(_WINDOWED, _one_channel, "windows that parts do not divide into, of one sample and one channel"),
 )
