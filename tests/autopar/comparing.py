@@ -1,13 +1,19 @@
 """Hold a model on gloo ranks against itself on one device."""
 
-from collections.abc import Mapping
+from collections.abc import Container, Iterable, Mapping
 
+import pytest
 from torch import nn
 
 from autopar.testing import Comparison, compare
 
 MESHES = {"2": {"dp": 2}, "4": {"tp": 4}, "2x2": {"dp": 2, "tp": 2}, "2x2x2": {"dp": 2, "cp": 2, "tp": 2}}
 TOLERANCE = 1e-9
+
+
+def marked(names: Iterable[str], fast: Container[str]) -> list[object]:
+    """Parameters of a test, of which only some are fast: the others are tested at night."""
+    return [name if name in fast else pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
 def exact(model: nn.Module, mesh: str, inputs: Mapping[str, object], **options: object) -> Comparison:

@@ -1,26 +1,19 @@
 """Stock architectures on gloo ranks equal themselves on one device: outputs, loss and every gradient."""
 
 import fnmatch
-from collections.abc import Container, Iterable
 
 import pytest
 import torch
 
 from autopar.testing import LiftFloat32, RankError, compare
 from tests.architectures import ARCHITECTURES, Architecture
-from tests.autopar.comparing import MESHES, TOLERANCE
+from tests.autopar.comparing import MESHES, TOLERANCE, marked
 
 SAMPLES = 4
 REQUIRED = [name for name, one in ARCHITECTURES.items() if not one.extra]
 EXTRA = [name for name, one in ARCHITECTURES.items() if one.extra]
-# Long to plan, or much like another that is not.
-LONG = {"gemma3n_text", "qwen3_5_text", "qwen2_5_vl-vision", "qwen3_vl-vision", "rwkv"}
-LONG |= {name for name in REQUIRED if name.endswith("-grouped_mm") and name != "mixtral-grouped_mm"}
-
-
-def marked(names: Iterable[str], slow: Container[str]) -> list[object]:
-    """Parameters of a test, of which some are slow."""
-    return [pytest.param(name, marks=pytest.mark.slow) if name in slow else name for name in names]
+# One of each kind: all are tested at night.
+FAST = {"gemma3_text", "falcon-multi-query-alibi", "mixtral-grouped_mm", "bert", "t5", "swin", "convnext", "mamba"}
 
 
 def hold(one: Architecture, mesh: str, objective: str) -> None:
@@ -34,7 +27,7 @@ def hold(one: Architecture, mesh: str, objective: str) -> None:
     assert comparison.worst[1] <= allowed, str(comparison)
 
 
-@pytest.mark.parametrize("name", marked(ARCHITECTURES, EXTRA))
+@pytest.mark.parametrize("name", marked(ARCHITECTURES, REQUIRED))
 def test_all_parameters_have_part_in_the_loss(name):
     """The table itself: what is compared is not nothing, and not random."""
     one = ARCHITECTURES[name]
@@ -52,7 +45,7 @@ def test_all_parameters_have_part_in_the_loss(name):
     assert without == {name for name in without if any(fnmatch.fnmatch(name, pattern) for pattern in one.unused)}
 
 
-@pytest.mark.parametrize("name", marked(REQUIRED, LONG))
+@pytest.mark.parametrize("name", marked(REQUIRED, FAST))
 def test_training(name):
     hold(ARCHITECTURES[name], "2x2", "train")
 

@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import autopar
 from autopar.testing import compare_on_mesh, run_ranks
 from passes.constrain import Constraints
+from tests.autopar.comparing import marked
 from tests.models import MODELS, llama, tokens
 
 TOLERANCE = 1e-9
@@ -54,7 +55,7 @@ def _exact(model_name: str, sizes: tuple[int, ...], cases: Mapping[object, Const
         assert error <= TOLERANCE, f"{name}: {text}"
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", marked(MODELS, {"llama"}))
 def test_every_change_of_layout(name):
     """Each entry of the table of redistributions, forced between two ops of a layer."""
     producer, consumer = EDGES[name]
@@ -116,13 +117,13 @@ def _together(first: Constraints, second: Constraints) -> Constraints:
     return both
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", marked(MODELS, {"llama", "gpt2"}))
 def test_splits_alone(name):
     """Batch, sequence, heads, ffn, hidden and vocabulary."""
     _exact(name, (2,), _splits(name, "tp"))
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", marked(MODELS, {"gpt2"}))
 def test_splits_two_at_a_time(name):
     """Every pair of splits, the first on one axis and the second on the other."""
     pairs = list(combinations(_splits(name, "tp"), 2))
