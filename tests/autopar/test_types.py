@@ -302,12 +302,12 @@ _REGISTERED = {
     "cross_entropy": (typed.cross_entropy(reduction="sum"), [_normal(4, 6), _whole_numbers(6, 4)], ["S(0) S(0)"]),
     "causal attention": (
         typed.attention(_causal, rows=False), [_normal(4, 12, 8, 10), _normal(4, 6, 8, 10), _normal(4, 6, 8, 14)],
-        ["S(0) S(0) S(0)"],
+        ["S(0) S(0) S(0)", "R R P"],
     ),
     "masked attention": (
         typed.attention(_masked, rows=True),
         [_normal(4, 6, 8, 10), _normal(4, 6, 12, 10), _normal(4, 6, 12, 14), _normal(4, 1, 8, 12)],
-        ["S(0) S(0) S(0) S(0)", "S(1) S(1) S(1) R", "S(2) R R S(2)"],
+        ["S(0) S(0) S(0) S(0)", "S(1) S(1) S(1) R", "S(2) R R S(2)", "R R P R"],
     ),
     "to": (typed.cast(torch.float64), [_normal(4, 6)], ["S(0)", "S(1)", "P"]),
     "pad": (typed.pad((0, 1)), [_normal(4, 6)], ["S(0)"]),

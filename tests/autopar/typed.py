@@ -350,7 +350,7 @@ def attention(compute: Callable[..., Tensor], *, rows: bool) -> Call:
             sizes = tuple(mask.shape)
             terms.append("".join("_" if size == 1 else letter for size, letter in zip(sizes, queries, strict=True)))
             operands.append(_beside(mask, query))
-        return rules.einsum(f"{','.join(terms)}->{queries}", *operands)
+        return rules.einsum(f"{','.join(terms)}->{queries}", *operands, linear_in=(2,))
 
     return Call("attention", compute, rule)
 
@@ -711,7 +711,8 @@ def run_typed(
         report.told.append(where)
 
     replaced = {**collectives(mesh, report.alike), **_FORMS, "local": lambda tensor: tensor, "held": held}
-    untyped = set(FORMS) & set(namespace) - set(replaced)
+    used = {node.id for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name)}
+    untyped = set(FORMS) & used - set(replaced)
     assert not untyped, f"no typing rule for {', '.join(sorted(untyped))}: see the local forms above"
     namespace.update({name: value for name, value in replaced.items() if name in namespace or name == "held"})
     with spmd.set_current_mesh(device_mesh):
