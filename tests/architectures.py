@@ -387,8 +387,8 @@ class Translator(nn.Module):
         return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
 
 
-# Samples in the batch of a large architecture, where it is not 8.
-_BATCHES: Mapping[Kind, int] = {image: 64, sound: 64, spectrogram: 64}
+# Samples in the batch of a large architecture, where it is not 128; the ones they were trained with are as large.
+_BATCHES: Mapping[Kind, int] = {image: 1024, sound: 256, spectrogram: 256}
 
 
 def _large_config(config_class: type, own: Mapping[str, Any]) -> Any:
@@ -461,7 +461,7 @@ def _stock(
             getattr(made.get_text_config(), name, None) for name in ("max_position_embeddings", "max_target_positions")
         )
         longest = min(_LONG, *(limit for limit in limits if limit and limit > 0), _LONG)
-        return model.train(), kind(made, _BATCHES.get(kind, 8), LENGTH if unrolled else longest)
+        return model.train(), kind(made, _BATCHES.get(kind, 128), LENGTH if unrolled else longest)
 
     def inputs(samples: int) -> Batch:
         return kind(config(), samples, LENGTH)
