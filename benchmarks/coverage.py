@@ -57,10 +57,10 @@ Written by `make coverage`. What is measured:
 - **In small**: every architecture as a tiny model, in float64 (float32 where its operators have no other), in training
   and inference, on gloo processes ({meshes}), against itself on one device: outputs, loss and every gradient. Equal is
   a relative error of at most 1e-9 (1e-4 in float32).
-- **In its default size**, with two layers or four, in bfloat16, a batch of 128 texts, 256 sounds or 1,024 images: the predicted seconds
-  of computation of each of four H100, on the better of tp 4 and dp 2 x tp 2, as a part of those of one. A quarter is
-  perfect. Starting an operator takes time, and so does every message: for small operators it does not pay to split
-  them. How far they can be split is the other figure, where starts and messages are free."""
+- **In its default size**, with two layers or four, in bfloat16, a batch of 128 texts, 256 sounds or 1,024 images: the
+  predicted seconds of computation of each of four H100, on the better of tp 4 and dp 2 x tp 2, as a part of those of
+  one. A quarter is perfect. Starting an operator takes time, and so does every message: for small operators it does
+  not pay to split them. How far they can be split is the other figure, where starts and messages are free."""
 
 Result = dict[str, Any]
 
