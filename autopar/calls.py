@@ -129,8 +129,10 @@ def resampled(tensor: Tensor, shape: Sequence[int], grown: Mapping[int, int] | N
     """
     generator = torch.Generator().manual_seed(tensor.numel())
     flat = tensor.detach().flatten()
-    flat = flat if tensor.dtype == torch.bool else flat.sort().values
     places = torch.randint(0, len(flat), tuple(shape), generator=generator)
+    if tensor.dtype == torch.bool or tensor.is_complex():
+        return flat[places]
+    flat = flat.sort().values
     drawn = flat[places]
     if tensor.is_floating_point() and not bool((flat == flat.round()).all()):
         above = flat[(places + 1).clamp(max=len(flat) - 1)]
@@ -138,7 +140,7 @@ def resampled(tensor: Tensor, shape: Sequence[int], grown: Mapping[int, int] | N
         between = drawn + share * (above - drawn)
         same = (drawn.sign() == above.sign()) & drawn.isfinite() & above.isfinite()
         return torch.where(same, between, drawn)
-    if not tensor.is_floating_point() and tensor.dtype != torch.bool and grown:
+    if not tensor.is_floating_point() and grown:
         limit = min((old for old in grown if old > int(flat[-1])), default=0)
         if limit:
             extended = torch.randint(0, grown[limit], tuple(shape), generator=generator).to(tensor.dtype)

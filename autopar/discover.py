@@ -58,6 +58,7 @@ def discover(op: Op, types: Mapping[str, TensorType], tensors: Sequence[Tensor] 
 
     The op runs on the CPU on random values, with small sizes where it takes these; `tensors` are operands whose values
     it takes, where others may not do (indices, probabilities). An op that draws random numbers is not looked at.
+    It must look whether its operands fit together before it reads them.
     """
     if not op.operands or not op.results or len(op.operands) > 4 * _MOST_OPERANDS:
         return None

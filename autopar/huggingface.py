@@ -16,8 +16,8 @@ from unittest import mock
 import torch
 from torch import nn
 
+from passes.capturing.values import is_readable
 from passes.ir.errors import InputError
-from passes.values import is_readable
 
 logger = logging.getLogger("autopar")
 

@@ -38,7 +38,8 @@ def counted(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
 @rule_for("histc")
 def histogram(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
     """Counts of the parts sum to the counts, where the ends of the bins do not come from the values."""
-    if not float(op.arguments["min"]) < float(op.arguments["max"]):
+    least, most = op.arguments["min"], op.arguments["max"]
+    if not isinstance(least, (int, float)) or not isinstance(most, (int, float)) or least >= most:
         return None
     operand = named(types[op.operands[0]].shape)
     roles = {part.factor: Role.SUM for parts in operand for part in parts}

@@ -1,7 +1,7 @@
 """One trace of a module by `torch.export`, or one sentence on why there is none.
 
-What a model asks of the values of its tensors is answered where it can be (`passes.values`); a number that it takes out
-of a tensor goes on as a tensor. A module that cannot be traced like this is tried in other ways before it is refused.
+What a model asks of the values of its tensors is answered where it can be (`values`); a number that it takes out of a
+tensor goes on as a tensor. A module that cannot be traced like this is tried in other ways before it is refused.
 """
 
 import contextlib
@@ -22,10 +22,10 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, free_unbacked_symbols
 from torch.utils import _pytree as pytree
 
+from passes.capturing.source import Line, construct, line_of_node, line_of_traceback
+from passes.capturing.values import MOST, Read, Rewording, Values, checks_pass
 from passes.ir.errors import CaptureError
 from passes.ir.leaves import Inputs, input_leaves
-from passes.source import Line, construct, line_of_node, line_of_traceback
-from passes.values import MOST, Read, Rewording, Values, checks_pass
 
 logger = logging.getLogger("autopar")
 

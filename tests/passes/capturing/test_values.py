@@ -9,7 +9,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from passes.values import MOST, Read, Values, is_readable
+from passes.capturing.values import MOST, Read, Values, is_readable
 
 
 def followed(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from passes.capture import Tracing, capture_symbolic
-from passes.exporting import OFFER, export, possible_constants
+from passes.capturing.exporting import OFFER, export, possible_constants
 from passes.ir.errors import CaptureError
 from tests.passes.custom import StraightThrough
 from tests.passes.helpers import Apply, captured, printed

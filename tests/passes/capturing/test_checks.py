@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from passes.checks import passing_value
+from passes.capturing.checks import passing_value
 
 
 class Value:

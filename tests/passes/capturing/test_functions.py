@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from passes.functions import Known, known_of
+from passes.capturing.functions import Known, known_of
 from passes.ir.errors import CaptureError
 from passes.ir.program import TensorType
 from tests.passes import custom

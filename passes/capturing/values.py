@@ -27,8 +27,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.weak import WeakIdKeyDictionary
 
-from passes.checks import passing_value
-from passes.source import TORCH, Line, line_of_frame
+from passes.capturing.checks import passing_value
+from passes.capturing.source import TORCH, Line, line_of_frame
 
 # Elements that a tensor may have whose values are computed.
 MOST = 2**20

@@ -8,7 +8,7 @@ from types import FrameType
 import pytest
 import torch
 
-from passes.source import Line, construct, line_of_frame, line_of_node, line_of_traceback
+from passes.capturing.source import Line, construct, line_of_frame, line_of_node, line_of_traceback
 
 
 def _raising() -> None:
