@@ -29,7 +29,8 @@ from autopar.runtime import (
     PlannedInput,
     PlannedOutput,
 )
-from autopar.runtime.module import constant_text, place
+from autopar.runtime.generated import place
+from autopar.runtime.inputs import constant_text
 from autopar.runtime.state import from_local, local_part
 from passes.candidates import Setting, candidates
 from passes.capture import Tracing, capture

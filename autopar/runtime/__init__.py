@@ -10,10 +10,9 @@ from autopar.runtime.forms import (
     vocabulary_embedding,
     with_halo,
 )
-from autopar.runtime.module import (
+from autopar.runtime.generated import (
     CompiledProgram,
     Container,
-    DistributedModule,
     Generated,
     LoadedProgram,
     OtherSizes,
@@ -21,8 +20,9 @@ from autopar.runtime.module import (
     PlannedOutput,
     Region,
     local,
-    named_arguments,
 )
+from autopar.runtime.inputs import named_arguments
+from autopar.runtime.module import DistributedModule
 from autopar.runtime.statistics import (
     split_batch_norm,
     split_group_norm,

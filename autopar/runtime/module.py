@@ -1,9 +1,7 @@
-"""The module that `parallelize` returns, and the bases of generated classes."""
+"""The module that `parallelize` returns."""
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -12,170 +10,28 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from autopar.runtime.axis import Axis, axes_of
+from autopar.runtime.axis import axes_of
 from autopar.runtime.collectives import convert
+from autopar.runtime.generated import (
+    CompiledProgram,
+    Container,
+    Generated,
+    LoadedProgram,
+    OtherSizes,
+    PlannedInput,
+    PlannedOutput,
+    local,
+)
+from autopar.runtime.inputs import check_names, check_tensor, is_like, listed, named_arguments, tensors_among, values_of
 from autopar.runtime.random import Randomness
 from autopar.runtime.saving import saving
 from autopar.runtime.state import from_local, local_part, mesh_of, placements
 from passes.ir.errors import CaptureError, InputError
-from passes.ir.layout import I, Layout, Shape, fits, local_shape, whole_shape
+from passes.ir.layout import I, Layout, fits, local_shape, whole_shape
 from passes.ir.leaves import given_name, input_leaves
 from passes.ir.plan import Plan
 from passes.ir.program import Change, TensorType, find_overload
 from passes.ir.redistribution import redistribution
-
-
-def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a parameter, or a buffer as it is. Gradients come back in the same layout."""
-    if isinstance(tensor, DTensor):
-        return tensor.to_local()
-    return tensor
-
-
-class Region(nn.Module):
-    """One copy of a region; generated subclasses define `forward`. `entries` are its parts of the model, `number`
-    counts the copies."""
-
-    def __init__(self, entries: Sequence[nn.Module], program: "Generated", number: int) -> None:
-        super().__init__()
-        self.entries = tuple(entries)
-        self.number = number
-        self.random = program.random
-        self.axes = program.axes
-        self.device = program.device
-        # Not a part of this module, which has no parameters of its own.
-        object.__setattr__(self, "root", program.root)
-
-    def drawn(self, key: str, *axes: Axis) -> AbstractContextManager[None]:
-        """Let the op called `key` draw random numbers within; they differ on the ranks of `axes` and between copies."""
-        return self.random.drawn(f"{key} of copy {self.number}", axes, self.device)
-
-
-class Generated:
-    """A generated program; subclasses define `forward`, which takes local inputs and returns local outputs.
-
-    `root` holds parameters and buffers under the model's names, `axes` are those of the mesh.
-    """
-
-    def __init__(
-        self,
-        root: nn.Module,
-        axes: tuple[Axis, ...],
-        device: torch.device,
-        constants: Mapping[str, Tensor],
-        random: Randomness | None = None,
-    ) -> None:
-        self.root = root
-        self.random = random or Randomness(0)
-        self.axes = axes
-        self.device = device
-        self.constants = constants
-        self.build()
-
-    def build(self) -> None:
-        """Make the copies of the regions; generated classes with regions define it."""
-
-    def copies(self, kind: type[Region], entries: Sequence[Sequence[str]]) -> tuple[Region, ...]:
-        """One `kind` for each of `entries`, which are paths in the model."""
-        return tuple(
-            kind([_part(self.root, path) for path in paths], self, number) for number, paths in enumerate(entries)
-        )
-
-    def drawn(self, key: str, *axes: Axis) -> AbstractContextManager[None]:
-        """Let the op called `key` draw random numbers within; they differ on the ranks of `axes`."""
-        return self.random.drawn(key, axes, self.device)
-
-    def forward(self, *inputs: Tensor) -> tuple[object, ...]:
-        """Run on local inputs, in the order of the plan; generated classes define it."""
-        raise TypeError("a generated class defines forward")
-
-
-def _part(root: nn.Module, path: str) -> nn.Module:
-    """The part of the model at `path`; one that holds nothing is not there."""
-    for name in path.split("."):
-        inner = root._modules.get(name)
-        root = Container() if inner is None else inner
-    return root
-
-
-@dataclass(frozen=True)
-class PlannedInput:
-    """An input leaf as the plan has it: `type` is what is given, `dtype` what it is computed in, `differentiable` that
-    it may require a gradient."""
-
-    name: str
-    type: TensorType
-    dtype: torch.dtype
-    layout: Layout
-    differentiable: bool
-
-
-@dataclass(frozen=True)
-class PlannedOutput:
-    """An output leaf: `layout` is None for what is no tensor."""
-
-    name: str
-    layout: Layout | None
-    shape: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class CompiledProgram:
-    """A program ready to run on every rank: its source and what surrounds it.
-
-    `constants` are inputs that are constants, by name: what is no tensor, and tensors whose values the model needed;
-    `assumed` are those of them that nobody gave. `tensors` are tensors that the model holds as constants,
-    `parameters` those that are used, `changes` are made to parameters before it runs.
-    """
-
-    source: str
-    class_name: str
-    inputs: tuple[PlannedInput, ...]
-    constants: Mapping[str, object]
-    assumed: frozenset[str]
-    outputs: tuple[PlannedOutput, ...]
-    output_tree: pytree.TreeSpec
-    tensors: Mapping[str, Tensor]
-    parameters: frozenset[str]
-    changes: tuple[Change, ...]
-    regathers: bool
-    differentiable: bool
-
-
-@dataclass(frozen=True)
-class LoadedProgram:
-    """A compiled program, the file that its source lies in, and the generated class."""
-
-    compiled: CompiledProgram
-    path: Path
-    kind: type[Generated]
-
-
-# Makes the program called so for inputs of other shapes than planned, and constants of other values; every rank calls
-# it alike.
-OtherSizes = Callable[[str, Mapping[str, Shape], Mapping[str, Tensor]], LoadedProgram]
-
-
-class Container(nn.Module):
-    """A part of the model: it holds parameters, buffers and parts under their names."""
-
-    def __getitem__(self, name: int | str) -> object:
-        """What lies here under a name that is no identifier: `layers[0]`."""
-        return getattr(self, str(name))
-
-
-def place(container: Container, name: str, tensor: Tensor, persistent: bool = True) -> None:
-    """Put a parameter or buffer under its path."""
-    *path, last = name.split(".")
-    for part in path:
-        inner = container._modules.setdefault(part, Container())
-        assert isinstance(inner, Container)
-        container = inner
-    if isinstance(tensor, nn.Parameter):
-        container.register_parameter(last, tensor)
-    else:
-        container.register_buffer(last, tensor, persistent)
-
 
 # Attributes of the module below.
 _OWN = (
@@ -326,7 +182,7 @@ class DistributedModule(nn.Module):
         compiled, _ = self._program()
         planned = {item.name: item for item in compiled.inputs}
         leaves = input_leaves(batch)
-        _check_names([name for name, _ in leaves], planned, compiled.constants)
+        check_names([name for name, _ in leaves], planned, compiled.constants)
         whole = []
         for name, leaf in leaves:
             item = planned.get(name)
@@ -335,9 +191,9 @@ class DistributedModule(nn.Module):
                 continue
             assert isinstance(leaf, Tensor)
             shape = whole_shape(tuple(leaf.shape), item.layout, self._shape)
-            if not _is_like(leaf, item.type) or not fits(shape, item.layout, self._shape):
+            if not is_like(leaf, item.type) or not fits(shape, item.layout, self._shape):
                 part = local_shape(item.type.shape, item.layout, self._shape)
-                _check_tensor(name, leaf, TensorType(part, item.type.dtype), "this rank's part of ")
+                check_tensor(name, leaf, TensorType(part, item.type.dtype), "this rank's part of ")
             whole.append(from_local(leaf.to(self._device), item.layout, shape, self._mesh, self._shape))
         filled: dict[str, object] = pytree.tree_unflatten(whole, pytree.tree_structure(dict(batch)))
         return filled
@@ -415,14 +271,16 @@ class DistributedModule(nn.Module):
     ) -> tuple[CompiledProgram, Generated]:
         """The program for the sizes of the inputs and the values of constants, made where it is not there yet."""
         shapes = {}
-        values = {name: _values(name, given[name], value) for name, value in _tensors(compiled.constants).items()}
+        values = {
+            name: values_of(name, given[name], value) for name, value in tensors_among(compiled.constants).items()
+        }
         for item in compiled.inputs:
             leaf = given[item.name]
-            if not isinstance(leaf, Tensor) or not _is_like(leaf, item.type):
+            if not isinstance(leaf, Tensor) or not is_like(leaf, item.type):
                 # What is wrong with it is said later.
                 return compiled, generated
             shapes[item.name] = tuple(leaf.shape)
-        planned = _tensors(compiled.constants)
+        planned = tensors_among(compiled.constants)
         if all(shapes[item.name] == item.type.shape for item in compiled.inputs) and all(
             torch.equal(value, planned[name]) for name, value in values.items()
         ):
@@ -437,12 +295,12 @@ class DistributedModule(nn.Module):
         """The tensors of a call by name: planned ones, and constants."""
         planned = {item.name: item for item in compiled.inputs}
         leaves = input_leaves({name: value for name, value in batch.items() if value is not None or name in planned})
-        _check_names([name for name, _ in leaves], planned, compiled.constants)
+        check_names([name for name, _ in leaves], planned, compiled.constants)
         self._check_left_out([name for name, _ in leaves], compiled)
-        counting = _tensors(compiled.constants)
+        counting = tensors_among(compiled.constants)
         missing = [name for name in counting if name not in dict(leaves)]
         if missing:
-            raise InputError(f"missing {_listed(missing)}: the model needs the values")
+            raise InputError(f"missing {listed(missing)}: the model needs the values")
         for name, leaf in leaves:
             if name in planned or name in counting:
                 continue
@@ -466,7 +324,7 @@ class DistributedModule(nn.Module):
     def _local_input(self, item: PlannedInput, leaf: object) -> Tensor:
         if not isinstance(leaf, Tensor):
             raise InputError(f"{item.name} must be a tensor, got {type(leaf).__name__}")
-        _check_tensor(item.name, leaf, item.type, "")
+        check_tensor(item.name, leaf, item.type, "")
         differentiable = leaf.requires_grad and torch.is_grad_enabled()
         if differentiable and not item.differentiable:
             raise InputError(f"{item.name} requires a gradient, but was planned without: plan with one that does")
@@ -499,66 +357,8 @@ class DistributedModule(nn.Module):
         return distributed if self._original is None else distributed.full_tensor()
 
 
-def named_arguments(signature: inspect.Signature, bound: inspect.BoundArguments) -> list[tuple[str, object]]:
-    """The given arguments by name, those in `**kwargs` among them."""
-    found: list[tuple[str, object]] = []
-    for name, value in bound.arguments.items():
-        if signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
-            found += list(value.items())
-        elif signature.parameters[name].kind is inspect.Parameter.VAR_POSITIONAL:
-            raise InputError(f"the model takes *{name}: pass its inputs by name")
-        else:
-            found.append((name, value))
-    return found
-
-
-def constant_text(value: object) -> str:
-    """A constant as a plan has it."""
-    return f"{value.dtype} {value.tolist()}".removeprefix("torch.") if isinstance(value, Tensor) else repr(value)
-
-
-def _tensors(constants: Mapping[str, object]) -> dict[str, Tensor]:
-    """Constants that are tensors."""
-    return {name: value for name, value in constants.items() if isinstance(value, Tensor)}
-
-
-def _values(name: str, leaf: object, planned: Tensor) -> Tensor:
-    """The values that a call has for a constant."""
-    if not isinstance(leaf, Tensor) or isinstance(leaf, DTensor) or leaf.dtype != planned.dtype:
-        raise InputError(
-            f"{name} must be a whole tensor of {planned.dtype}, because the model needs its values; it is {leaf!r}"
-        )
-    return leaf.detach().cpu().contiguous()
-
-
 def _is_split(layout: Layout) -> bool:
     return any(letter.kind == "S" for letter in layout)
-
-
-def _check_names(given: Sequence[str], planned: Mapping[str, object], constants: Mapping[str, object]) -> None:
-    missing = [name for name in planned if name not in given]
-    if missing:
-        raise InputError(f"missing {_listed(missing)}: the plan was made for inputs {', '.join(planned)}")
-    additional = [name for name in given if name not in planned and name not in constants]
-    if additional:
-        raise InputError(
-            f"additional {_listed(additional)}: the plan was made for inputs {', '.join(planned)} (plan again with it)"
-        )
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ("argument " if len(names) == 1 else "arguments ") + ", ".join(names)
-
-
-def _is_like(tensor: Tensor, planned: TensorType) -> bool:
-    """Whether a tensor differs from a planned one in sizes at most."""
-    return tensor.dtype == planned.dtype and tensor.dim() == len(planned.shape)
-
-
-def _check_tensor(name: str, tensor: Tensor, planned: TensorType, what: str) -> None:
-    if tuple(tensor.shape) != planned.shape or tensor.dtype != planned.dtype:
-        given = TensorType(tuple(tensor.shape), tensor.dtype)
-        raise InputError(f"{what}{name} is {given}, but was planned as {planned}: pass that, or plan again")
 
 
 def _loss(output: object) -> Tensor | None:

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from autopar.build import Compiled, compile_model
 from autopar.request import Options, make_request
-from autopar.runtime.module import Container, Generated, place
+from autopar.runtime.generated import Container, Generated, place
 from autopar.runtime.saving import saving
 from passes.ir.choices import Node, Problem, Solution, Strategy
 from passes.ir.errors import CaptureError

@@ -41,7 +41,7 @@ from autopar import runtime
 from autopar.build import Compiled
 from autopar.runtime import Axis, Container
 from autopar.runtime.axis import axes_of
-from autopar.runtime.module import place
+from autopar.runtime.generated import place
 from autopar.runtime.state import local_part
 from passes.emit import FORMS
 from passes.ir.layout import I, Layout, Letter, R, digits, local_major, local_shape, parse_letter

@@ -3,7 +3,7 @@
 from collections.abc import Hashable
 from functools import cache
 
-from autopar.calls import Sizes, resized, runs, scaled
+from autopar.discovering.calls import Sizes, resized, runs, scaled
 from tests.passes.rules.normal import differentiates, normal_form
 from tests.passes.rules.samples import Sample
 

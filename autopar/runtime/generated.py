@@ -1,0 +1,168 @@
+"""The bases of generated classes, the parts of the model that they find, and what surrounds a generated program."""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+
+from autopar.runtime.axis import Axis
+from autopar.runtime.random import Randomness
+from passes.ir.layout import Layout, Shape
+from passes.ir.program import Change, TensorType
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a parameter, or a buffer as it is. Gradients come back in the same layout."""
+    if isinstance(tensor, DTensor):
+        return tensor.to_local()
+    return tensor
+
+
+class Region(nn.Module):
+    """One copy of a region; generated subclasses define `forward`. `entries` are its parts of the model, `number`
+    counts the copies."""
+
+    def __init__(self, entries: Sequence[nn.Module], program: "Generated", number: int) -> None:
+        super().__init__()
+        self.entries = tuple(entries)
+        self.number = number
+        self.random = program.random
+        self.axes = program.axes
+        self.device = program.device
+        # Not a part of this module, which has no parameters of its own.
+        object.__setattr__(self, "root", program.root)
+
+    def drawn(self, key: str, *axes: Axis) -> AbstractContextManager[None]:
+        """Let the op called `key` draw random numbers within; they differ on the ranks of `axes` and between copies."""
+        return self.random.drawn(f"{key} of copy {self.number}", axes, self.device)
+
+
+class Generated:
+    """A generated program; subclasses define `forward`, which takes local inputs and returns local outputs.
+
+    `root` holds parameters and buffers under the model's names, `axes` are those of the mesh.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        axes: tuple[Axis, ...],
+        device: torch.device,
+        constants: Mapping[str, Tensor],
+        random: Randomness | None = None,
+    ) -> None:
+        self.root = root
+        self.random = random or Randomness(0)
+        self.axes = axes
+        self.device = device
+        self.constants = constants
+        self.build()
+
+    def build(self) -> None:
+        """Make the copies of the regions; generated classes with regions define it."""
+
+    def copies(self, kind: type[Region], entries: Sequence[Sequence[str]]) -> tuple[Region, ...]:
+        """One `kind` for each of `entries`, which are paths in the model."""
+        return tuple(
+            kind([_part(self.root, path) for path in paths], self, number) for number, paths in enumerate(entries)
+        )
+
+    def drawn(self, key: str, *axes: Axis) -> AbstractContextManager[None]:
+        """Let the op called `key` draw random numbers within; they differ on the ranks of `axes`."""
+        return self.random.drawn(key, axes, self.device)
+
+    def forward(self, *inputs: Tensor) -> tuple[object, ...]:
+        """Run on local inputs, in the order of the plan; generated classes define it."""
+        raise TypeError("a generated class defines forward")
+
+
+def _part(root: nn.Module, path: str) -> nn.Module:
+    """The part of the model at `path`; one that holds nothing is not there."""
+    for name in path.split("."):
+        inner = root._modules.get(name)
+        root = Container() if inner is None else inner
+    return root
+
+
+@dataclass(frozen=True)
+class PlannedInput:
+    """An input leaf as the plan has it: `type` is what is given, `dtype` what it is computed in, `differentiable` that
+    it may require a gradient."""
+
+    name: str
+    type: TensorType
+    dtype: torch.dtype
+    layout: Layout
+    differentiable: bool
+
+
+@dataclass(frozen=True)
+class PlannedOutput:
+    """An output leaf: `layout` is None for what is no tensor."""
+
+    name: str
+    layout: Layout | None
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class CompiledProgram:
+    """A program ready to run on every rank: its source and what surrounds it.
+
+    `constants` are inputs that are constants, by name: what is no tensor, and tensors whose values the model needed;
+    `assumed` are those of them that nobody gave. `tensors` are tensors that the model holds as constants,
+    `parameters` those that are used, `changes` are made to parameters before it runs.
+    """
+
+    source: str
+    class_name: str
+    inputs: tuple[PlannedInput, ...]
+    constants: Mapping[str, object]
+    assumed: frozenset[str]
+    outputs: tuple[PlannedOutput, ...]
+    output_tree: pytree.TreeSpec
+    tensors: Mapping[str, Tensor]
+    parameters: frozenset[str]
+    changes: tuple[Change, ...]
+    regathers: bool
+    differentiable: bool
+
+
+@dataclass(frozen=True)
+class LoadedProgram:
+    """A compiled program, the file that its source lies in, and the generated class."""
+
+    compiled: CompiledProgram
+    path: Path
+    kind: type[Generated]
+
+
+# Makes the program called so for inputs of other shapes than planned, and constants of other values; every rank calls
+# it alike.
+OtherSizes = Callable[[str, Mapping[str, Shape], Mapping[str, Tensor]], LoadedProgram]
+
+
+class Container(nn.Module):
+    """A part of the model: it holds parameters, buffers and parts under their names."""
+
+    def __getitem__(self, name: int | str) -> object:
+        """What lies here under a name that is no identifier: `layers[0]`."""
+        return getattr(self, str(name))
+
+
+def place(container: Container, name: str, tensor: Tensor, persistent: bool = True) -> None:
+    """Put a parameter or buffer under its path."""
+    *path, last = name.split(".")
+    for part in path:
+        inner = container._modules.setdefault(part, Container())
+        assert isinstance(inner, Container)
+        container = inner
+    if isinstance(tensor, nn.Parameter):
+        container.register_parameter(last, tensor)
+    else:
+        container.register_buffer(last, tensor, persistent)
