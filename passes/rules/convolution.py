@@ -6,7 +6,7 @@ from math import prod
 
 from passes.ir.layout import Shape
 from passes.ir.program import Op, TensorType
-from passes.rules.parts import factors, is_tensor, one, per_dim
+from passes.rules.parts import factors, is_tensor, named, one, per_dim
 from passes.rules.registry import rule_for
 from passes.rules.rule import Dims, Factor, Part, Role, Rule, Saved
 
@@ -191,18 +191,17 @@ _WHOLE_SPACE = {
     **{f"max_pool{rank}d_with_indices": rank for rank in (1, 2, 3)},
     **{f"{mode}_pad{rank}d": rank for mode in ("reflection", "replication") for rank in (1, 2, 3)},
     **{f"upsample_{name}": rank for name, rank in (
-        ("nearest1d", 1), ("nearest2d", 2), ("nearest3d", 3), ("linear1d", 1), ("bilinear2d", 2), ("trilinear3d", 3),
-        ("bicubic2d", 2), 
+        ("linear1d", 1), ("bilinear2d", 2), ("trilinear3d", 3), ("bicubic2d", 2),
     )},
-    **{f"_upsample_nearest_exact{rank}d": rank for rank in (1, 2, 3)},
 }  # fmt: skip
+_NEAREST = {f"{kind}{rank}d": rank for kind in ("upsample_nearest", "_upsample_nearest_exact") for rank in (1, 2, 3)}
 
 
 @rule_for(*_WHOLE_SPACE)
 def whole_space(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
     """Samples and channels are free, space stays whole."""
     operand = types[op.operands[0]].shape
-    count = _WHOLE_SPACE[op.kind]
+    count = {**_WHOLE_SPACE, **_NEAREST}[op.kind]
     free = tuple(one(f"d{dim}", size) for dim, size in enumerate(operand[:-count]))
     before = (*free, *(one(f"from{dim}", size) for dim, size in enumerate(operand[-count:])))
     made = types[op.results[0]].shape[-count:]
@@ -213,6 +212,20 @@ def whole_space(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
     linear = (frozenset({0}),) if summed else ()
     saved = (Saved(0), Saved(0, result=True)) + ((Saved(1, result=True),) if len(results) > 1 else ())
     return Rule(factors(before, after, roles=roles), (before,), results, linear=linear, saved=saved)
+
+
+@rule_for(*_NEAREST)
+def nearest(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
+    """Where every element of space becomes so many alike, its parts do."""
+    operand, made = types[op.operands[0]].shape, types[op.results[0]].shape
+    space = range(len(operand) - _NEAREST[op.kind], len(operand))
+    if op.arguments.get("scale_factors") is None or any(made[dim] % max(operand[dim], 1) for dim in space):
+        return whole_space(op, types)
+    before = named(operand)
+    times = {dim: one(f"times{dim}", made[dim] // max(operand[dim], 1)) for dim in space}
+    after = tuple((*parts, *times.get(dim, ())) for dim, parts in enumerate(before))
+    found = factors(before, after, roles=dict.fromkeys((f"times{dim}" for dim in space), Role.WHOLE))
+    return Rule(found, (before,), (after,), linear=(frozenset({0}),))
 
 
 @rule_for("pixel_shuffle", "pixel_unshuffle")
