@@ -149,6 +149,23 @@ def _masked_scatter(rewriter: Rewriter, op: Op) -> Argument:
     return rewriter.write(op, "aten.where.self", type, flag, reshaped(rewriter, op, picked, type.shape), source)
 
 
+def _masked_put(rewriter: Rewriter, op: Op) -> Argument:
+    """What is put wherever a mask is set, the same for all places, is a choice between two tensors."""
+    source, indices, values = (op.arguments[name] for name in ("self", "indices", "values"))
+    assert isinstance(indices, tuple)
+    type, given = rewriter.type(source), rewriter.type(values)
+    if len(indices) != 1 or op.arguments["accumulate"]:
+        return KEEP
+    mask = rewriter.type(indices[0])
+    inner = len(type.shape) - len(mask.shape)
+    if mask.dtype != torch.bool or (len(given.shape) > inner and prod(given.shape) != 1):
+        return KEEP
+    flag = reshaped(rewriter, op, indices[0], (*mask.shape, *(1,) * inner))
+    if len(given.shape) > inner:
+        values = reshaped(rewriter, op, values, ())
+    return rewriter.write(op, "aten.where.self", type, flag, values, source)
+
+
 def _same_dtype(target: str) -> Rewrite:
     """An alias of another operator with the same arguments."""
 
@@ -247,6 +264,7 @@ _REWRITES: dict[str, Rewrite] = {
     "_weight_norm": _weight_norm,
     "glu": _glu,
     "masked_scatter": _masked_scatter,
+    "index_put": _masked_put,
     "one_hot": _one_hot,
     "baddbmm": _addbmm,
     "true_divide": _same_dtype("aten.div.Tensor"),

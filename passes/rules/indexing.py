@@ -222,14 +222,21 @@ def diagonal(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
 
 @rule_for("unfold")
 def unfold(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
-    """Windows along `dim`, which stays whole; their elements stand last."""
+    """Windows along `dim`, which stays whole unless they lie side by side; their elements stand last."""
     shape, made = types[op.operands[0]].shape, types[op.results[0]].shape
     if not shape:
         return None
     dim = dim_argument(op.arguments["dimension"], len(shape))
+    step = op.arguments["step"]
+    assert isinstance(step, int)
     dims, roles = without(named(shape), [dim])
+    if made[-1] <= step and made[dim] * step == shape[dim]:
+        dims = (*dims[:dim], (*one("windows", made[dim]), *one("each", step)), *dims[dim + 1 :])
+        roles = {"each": Role.WHOLE}
+    else:
+        roles = {**roles, "windows": Role.WHOLE}
     result = (*dims[:dim], one("windows", made[dim]), *dims[dim + 1 :], one("window", made[-1]))
-    found = factors(dims, result, roles={**roles, "windows": Role.WHOLE, "window": Role.WHOLE})
+    found = factors(dims, result, roles={**roles, "window": Role.WHOLE})
     return Rule(found, (dims,), (result,), linear=_FIRST if _floating(op, types) else (), moves=False)
 
 

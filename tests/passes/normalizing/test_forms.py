@@ -55,6 +55,18 @@ def _unbound(x: Tensor) -> Tensor:
     return y * rows[1] * x
 
 
+def _filled(x: Tensor) -> Tensor:
+    y = x * 1
+    y[x > 0] = 2.0
+    return y * x
+
+
+def _row_put(x: Tensor) -> Tensor:
+    y = x * 1
+    y[x[:, 0] > 0] = x[1] * 2
+    return y
+
+
 def _reshaped(x: Tensor) -> Tensor:
     y = x * 1
     y.reshape(-1)[3:7].mul_(2.0)
@@ -173,6 +185,8 @@ FORMS: dict[str, tuple[Function, Tensor, set[str]]] = {
         X,
         {"slice", "gt", "mul", "reshape", "cumsum", "sub", "clamp", "index_select", "where"},
     ),
+    "what a mask takes becomes a number": (_filled, X, {"mul", "gt", "reshape", "where"}),
+    "what a mask takes becomes a row": (_row_put, X, {"mul", "select", "gt", "reshape", "where"}),
     "one hot": (lambda x: F.one_hot(x.argmax(1), 6) * x, X, {"argmax", "arange", "reshape", "eq", "to", "mul"}),
     "a distance, by what torch makes of it": (
         lambda x: F.triplet_margin_loss(x, x.roll(1, 0), x.roll(2, 0)),
