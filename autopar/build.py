@@ -33,7 +33,7 @@ from autopar.runtime.generated import place
 from autopar.runtime.inputs import constant_text
 from autopar.runtime.state import from_local, local_part
 from passes.candidates import Setting, candidates
-from passes.capture import Tracing, capture
+from passes.capture import CPU, Tracing, capture
 from passes.constrain import constrain, stored_as
 from passes.cost.memory import memory_use
 from passes.cost.walk import Optimizer, seconds_on_one, walk
@@ -138,7 +138,7 @@ def compile_model(model: nn.Module, request: Request, *, both_modes: bool = Fals
     return Compiled(plan, sources, stored, clock.times, torch.initial_seed(), decisions, refused)
 
 
-def tracing(model: nn.Module, request: Request, name: str, device: torch.device | None = None) -> Tracing:
+def tracing(model: nn.Module, request: Request, name: str, device: torch.device = CPU) -> Tracing:
     """How the program called `name` is traced; a model on meta as if it were on `device`."""
     context = huggingface.tracing(model, request.inputs)
     return Tracing(name == "train", request.objective == "train", context, request.precision.compute, device)

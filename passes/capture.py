@@ -25,6 +25,9 @@ from passes.ir.leaves import Inputs, given_name, input_leaves
 from passes.ir.program import Buffer, Input, Parameter, Program, Ref, Symbolic, TensorType, freeze
 
 
+CPU = torch.device("cpu")
+
+
 @dataclass(frozen=True)
 class Tracing:
     """How to trace.
@@ -38,7 +41,7 @@ class Tracing:
     gradients: bool
     context: AbstractContextManager[object]
     dtype: torch.dtype | None = None
-    device: torch.device | None = None
+    device: torch.device = CPU
 
 
 def capture(module: nn.Module, inputs: Inputs, tracing: Tracing) -> Program:
@@ -74,8 +77,7 @@ def _traced(
         stack.enter_context(mode_of(module, tracing.training))
         stack.enter_context(autograd_functions_written(tracing.gradients))
         stack.enter_context(tracing.context)
-        if tracing.device is not None:
-            stack.enter_context(tensors_on(module, tracing.device))
+        stack.enter_context(tensors_on(module, tracing.device))
         if tracing.dtype is not None:
             stack.enter_context(parameters_as(module, tracing.dtype))
         example = example_of(module, inputs, tracing.dtype)

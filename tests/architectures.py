@@ -388,7 +388,8 @@ class Translator(nn.Module):
 
 
 # Samples in the batch of a large architecture, where it is not 128; the ones they were trained with are as large.
-_BATCHES: Mapping[Kind, int] = {image: 1024, sound: 256, spectrogram: 256}
+# Patches are of images of their own sizes, each of which stands in the trace by itself.
+_BATCHES: Mapping[Kind, int] = {image: 1024, pair: 1024, sound: 256, spectrogram: 256, patches: 8}
 
 
 def _large_config(config_class: type, own: Mapping[str, Any]) -> Any:
@@ -398,6 +399,8 @@ def _large_config(config_class: type, own: Mapping[str, Any]) -> Any:
     few = {name: _LAYERS for name in _DEPTHS if type(fields.get(name)) is int}
     quiet = {name: _zeros(value) for name, value in fields.items() if "drop" in name and _zeros(value) is not None}
     kept = {name: value for name, value in own.items() if name in _STRUCTURE}
+    if "num_experts_per_tok" in fields and fields["num_experts_per_tok"] is None:
+        kept["num_experts_per_tok"] = _SIZES["num_experts_per_tok"]
     parts = {
         name: _large_config(type(value), own.get(name, {}))
         for name, value in fields.items()

@@ -85,7 +85,7 @@ def _is_models(frame: traceback.FrameSummary) -> bool:
 
 @contextlib.contextmanager
 def tensors_on(module: nn.Module, device: torch.device) -> Iterator[None]:
-    """Parameters and buffers stand as tensors on `device` that take no memory; afterwards as they were.
+    """Parameters and buffers on meta stand as tensors on `device` that take no memory; afterwards as they were.
 
     On meta itself a trace would go the ways that models have for devices other than `device`.
     """
@@ -96,7 +96,7 @@ def tensors_on(module: nn.Module, device: torch.device) -> Iterator[None]:
         for part in module.modules():
             for holder in (part._parameters, part._buffers):
                 for name, tensor in holder.items():
-                    if tensor is None:
+                    if tensor is None or not tensor.is_meta:
                         continue
                     if id(tensor) not in fakes:
                         with mode:
