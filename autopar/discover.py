@@ -16,8 +16,8 @@ from math import gcd
 import torch
 from torch import Tensor
 
-from autopar.discovering.draws import Drawn, draws_of, run_with
-from autopar.discovering.splits import MOST_OPERANDS, Split, find_linear, find_splits
+from autopar.discovering.draws import Drawn, draws_of, own_draws, run_with
+from autopar.discovering.splits import MOST_OPERANDS, Split, divides, find_linear, find_splits, holds
 from passes.ir.program import Op, Program, TensorType
 from passes.rules import signature, written_rule
 from passes.rules.rule import Dims, Factor, Part, Role, Rule, Saved
@@ -37,7 +37,9 @@ def discover(op: Op, types: Mapping[str, TensorType], tensors: Sequence[Tensor] 
     draws = draws_of(op, types, tensors)
     if not draws:
         return None
-    found = list(find_splits(draws))
+    own = own_draws(op, types, tensors)
+    # Small sizes may make another form of the op than it has: where its own sizes divide, they decide.
+    found = [split for split in find_splits(draws) if not own or not divides(own[0], split) or holds(own, [split], [2])]
     linear = tuple(find_linear(draws))
     shapes = [types[name].shape for name in op.operands], [types[name].shape for name in op.results]
     rule = _rule(found, linear, shapes, _saved(draws[0]))

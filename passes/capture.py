@@ -24,7 +24,6 @@ from passes.ir.errors import CaptureError
 from passes.ir.leaves import Inputs, given_name, input_leaves
 from passes.ir.program import Buffer, Input, Parameter, Program, Ref, Symbolic, TensorType, freeze
 
-
 CPU = torch.device("cpu")
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
+from math import prod
 
 import torch
 from torch import Tensor
@@ -15,6 +16,8 @@ from passes.ir.program import Op, Ref, TensorType, find_overload, has_gradient
 _UNITS = (12, 6)
 _DRAWS = 3
 _SMALLEST = 1e-5
+# Elements of all operands and results up to which an op is also run as it is.
+_LARGE = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -35,23 +38,35 @@ class Drawn:
 
 def draws_of(op: Op, types: Mapping[str, TensorType], tensors: Sequence[Tensor] | None) -> list[Drawn]:
     """Calls of the form of `op` with random values, in float64; empty where the op does not run or is random."""
-    for call in _small_calls(op, types, tensors):
-        found = []
-        flowing = _flowing(call, tensors is not None)
-        for seed in range(_DRAWS):
-            generator = torch.Generator().manual_seed(seed)
-            for values in _kinds_of_values(call, tensors is not None):
-                drawn = _drawn(call, [values(tensor, generator) for tensor in call.tensors], flowing, generator)
-                if drawn is not None:
-                    found.append(drawn)
-                    break
-        if len(found) == _DRAWS and not _is_random(found[0]):
+    for call in _small_calls(_call(op, types, tensors)):
+        found = _draws(call, tensors is not None)
+        if found:
             return found
     return []
 
 
-def _small_calls(op: Op, types: Mapping[str, TensorType], tensors: Sequence[Tensor] | None) -> Iterator[Call]:
-    """Calls of the form of `op` with small sizes that divide; first with dims that are alike staying alike."""
+def own_draws(op: Op, types: Mapping[str, TensorType], tensors: Sequence[Tensor] | None) -> list[Drawn]:
+    """The same with the sizes that the op has; empty where these are large too."""
+    if sum(prod(types[name].shape) for name in (*op.operands, *op.results)) > _LARGE:
+        return []
+    return _draws(_call(op, types, tensors), tensors is not None)
+
+
+def _draws(call: Call, given: bool) -> list[Drawn]:
+    found = []
+    flowing = _flowing(call, given)
+    for seed in range(_DRAWS):
+        generator = torch.Generator().manual_seed(seed)
+        for values in _kinds_of_values(call, given):
+            drawn = _drawn(call, [values(tensor, generator) for tensor in call.tensors], flowing, generator)
+            if drawn is not None:
+                found.append(drawn)
+                break
+    return found if len(found) == _DRAWS and not _is_random(found[0]) else []
+
+
+def _call(op: Op, types: Mapping[str, TensorType], tensors: Sequence[Tensor] | None) -> Call:
+    """The call that `op` is, in float64."""
     given = iter(tensors) if tensors is not None else None
 
     def made(argument: object) -> object:
@@ -65,11 +80,15 @@ def _small_calls(op: Op, types: Mapping[str, TensorType], tensors: Sequence[Tens
 
     schema = op.overload._schema.arguments
     arguments = {name: made(value) for name, value in op.arguments.items()}
-    call = Call(
+    return Call(
         op.target,
         tuple(arguments[item.name] for item in schema if not item.kwarg_only),
         {item.name: arguments[item.name] for item in schema if item.kwarg_only},
     )
+
+
+def _small_calls(call: Call) -> Iterator[Call]:
+    """Calls of the form of `call` with small sizes that divide; first with dims that are alike staying alike."""
     if runs(call) and all(size == 1 or size % _UNITS[-1] == 0 for tensor in call.tensors for size in tensor.shape):
         yield call
     for unit, on, ties in product(_UNITS, ("cpu", "meta"), ("equal", "aligned", "free")):

@@ -40,6 +40,13 @@ def holds(draws: Sequence[Drawn], splits: Sequence[Split], ways: Sequence[int]) 
     return all(_holds(drawn, splits, ways, seed) for seed, drawn in enumerate(draws))
 
 
+def divides(drawn: Drawn, split: Split) -> bool:
+    """Whether all dims that a split cuts divide by 2."""
+    cut = [drawn.operands[slot].shape[dim] for slot, dim in split.dims.items()]
+    cut += [whole.shape[dim] for whole, dim in zip(drawn.results, split.results, strict=True) if dim is not None]
+    return all(size % 2 == 0 for size in cut)
+
+
 def _holds(drawn: Drawn, splits: Sequence[Split], ways: Sequence[int], seed: int) -> bool:
     generator = torch.Generator().manual_seed(seed)
     coordinates = list(product(*map(range, ways)))

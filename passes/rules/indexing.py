@@ -100,7 +100,7 @@ def index(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
 
 @rule_for("index_put")
 def index_put(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
-    """Dims that are indexed stay whole, and so does the index; the other dims are free."""
+    """Dims that are indexed stay whole, and so does the index unless what is put is added; the other dims are free."""
     shape = types[op.operands[0]].shape
     about = _indexed(op, types, shape)
     if about is None:
@@ -108,7 +108,8 @@ def index_put(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
     places, wide, start = about
     dims, roles = without(named(shape), places)
     picks = tuple(one(f"pick{dim}", size) for dim, size in enumerate(wide))
-    roles.update({f"pick{dim}": Role.WHOLE for dim in range(len(wide))})
+    summed = bool(op.arguments["accumulate"]) and _floating(op, types)
+    roles.update({f"pick{dim}": Role.SUM if summed else Role.WHOLE for dim in range(len(wide))})
     rest = [parts for dim, parts in enumerate(dims) if dim not in places]
     put = (*rest[:start], *picks, *rest[start:])
     values = types[op.operands[-1]].shape
@@ -117,7 +118,8 @@ def index_put(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
     last = len(operands) - 1
     saved = tuple(Saved(slot) for slot in range(1, last))
     linear = (frozenset({0, last}),) if _floating(op, types) else ()
-    return Rule(factors(*operands, roles=roles), tuple(operands), (dims,), linear=linear, saved=saved)
+    added = frozenset({0}) if summed else frozenset[int]()
+    return Rule(factors(*operands, roles=roles), tuple(operands), (dims,), added, linear, saved=saved)
 
 
 @rule_for("index_select")
