@@ -146,7 +146,9 @@ def index_add(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
     dim = dim_argument(op.arguments["dim"], len(shape))
     dims, roles = without(named(shape), [dim])
     operands: list[Dims] = [dims, *((one("rows", size),) for size in types[op.operands[1]].shape)]
-    roles["rows"] = Role.SUM if op.kind == "index_add" else Role.WHOLE
+    # A sum of flags is no flag.
+    summed = op.kind == "index_add" and types[op.operands[0]].dtype != torch.bool
+    roles["rows"] = Role.SUM if summed else Role.WHOLE
     linear: tuple[frozenset[int], ...] = ()
     if not types[op.operands[1]].shape:
         operands.append(())
@@ -161,7 +163,7 @@ def index_add(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
         linear = (frozenset({0, 2}),) if _floating(op, types) and op.kind != "index_fill" else ()
     saved = (Saved(1), Saved(2)) if len(operands) == 3 else (Saved(1),)
     added = frozenset[int]()
-    if op.kind == "index_add" and roles["rows"] is Role.SUM:
+    if summed:
         added = frozenset({0})
     found = factors(*operands, roles=roles)
     return Rule(found, tuple(operands), (dims,), added=added, linear=linear, saved=saved)

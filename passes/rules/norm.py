@@ -38,7 +38,9 @@ def softmax(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
     if dims and shape[dim] != 1:
         dims[dim] = one("along", shape[dim])
         names.append("along")
-    found = factors(tuple(dims), roles={"along": Role.INSIDE})
+    # Of whole numbers and flags torch makes floats first, which the local form does not.
+    floating = types[op.operands[0]].dtype.is_floating_point
+    found = factors(tuple(dims), roles={"along": Role.INSIDE if floating else Role.WHOLE})
     result = list(dims)
     saved: tuple[Saved, ...] = (Saved(0, result=True),)
     if op.kind == "logsumexp":
@@ -47,7 +49,8 @@ def softmax(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
             result[dim] = ()
             result = result if op.arguments["keepdim"] else result[:dim] + result[dim + 1 :]
     form = op.kind.lstrip("_")
-    return Rule(found, (tuple(dims),), (tuple(result),), bodies=dict.fromkeys(names, form), saved=saved)
+    bodies = dict.fromkeys(names if floating else (), form)
+    return Rule(found, (tuple(dims),), (tuple(result),), bodies=bodies, saved=saved)
 
 
 @rule_for("group_norm")
