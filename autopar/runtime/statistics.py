@@ -137,6 +137,7 @@ def split_log_softmax(x: Tensor, dim: int, *, axes: Axes, dtype: torch.dtype | N
 
 def split_logsumexp(x: Tensor, dim: int, *, axes: Axes, keepdim: bool = False) -> Tensor:
     """Log of the sum of exponentials along a split dim; the same on every rank of the axes."""
+    x = x if x.is_floating_point() else x.to(torch.get_default_dtype())
     wide = _wide(x)
     largest = _largest(wide, dim, axes)
     total = _summed((wide - largest).exp().sum(dim, keepdim=True), axes, I)

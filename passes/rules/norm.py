@@ -38,9 +38,7 @@ def softmax(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
     if dims and shape[dim] != 1:
         dims[dim] = one("along", shape[dim])
         names.append("along")
-    # Of whole numbers and flags torch makes floats first, which the local form does not.
-    floating = types[op.operands[0]].dtype.is_floating_point
-    found = factors(tuple(dims), roles={"along": Role.INSIDE if floating else Role.WHOLE})
+    found = factors(tuple(dims), roles={"along": Role.INSIDE})
     result = list(dims)
     saved: tuple[Saved, ...] = (Saved(0, result=True),)
     if op.kind == "logsumexp":
@@ -49,8 +47,7 @@ def softmax(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
             result[dim] = ()
             result = result if op.arguments["keepdim"] else result[:dim] + result[dim + 1 :]
     form = op.kind.lstrip("_")
-    bodies = dict.fromkeys(names if floating else (), form)
-    return Rule(found, (tuple(dims),), (tuple(result),), bodies=bodies, saved=saved)
+    return Rule(found, (tuple(dims),), (tuple(result),), bodies=dict.fromkeys(names, form), saved=saved)
 
 
 @rule_for("group_norm")
