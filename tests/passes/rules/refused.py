@@ -75,6 +75,11 @@ def _ends_of_values(sample: Sample) -> bool:
     return sample.options.get("min", low) == sample.options.get("max", high)
 
 
+def _partial_flags(sample: Sample) -> bool:
+    """The same of flags, which cannot be summed."""
+    return sample.tensors[0].dtype == torch.bool and _partial(sample)
+
+
 def _few_dims(count: int) -> Callable[[Sample], bool]:
     """Whether the first operand has no more than `count` dims."""
     return lambda sample: sample.tensors[0].dim() <= count
@@ -103,6 +108,7 @@ REFUSED = (
     Refused(
         ("scatter", "scatter_reduce"), _partial, "a part of a dim that indices reach is no equal part for each rank"
     ),
+    Refused(("scatter_add",), _partial_flags, "the same; and a sum of flags is no flag"),
     Refused(("nll_loss_nd",), _few_dims(1), "there is one sample"),
     Refused(("scaled_dot_product_attention",), _few_dims(3), "a query without heads for keys with heads"),
     Refused(_WINDOWED, _one_channel, "windows that parts do not divide into, of one sample and one channel"),
