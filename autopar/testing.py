@@ -358,9 +358,9 @@ def _buffer_errors(distributed: nn.Module, model: nn.Module) -> Iterator[tuple[s
 
 
 def _backward(output: object) -> None:
-    """From the loss, or from a fixed weighting of all outputs where there is none."""
+    """From the loss, or from a fixed weighting of all outputs where there is none that has a gradient."""
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    if isinstance(loss, Tensor):
+    if isinstance(loss, Tensor) and loss.requires_grad:
         loss.backward()  # type: ignore[no-untyped-call]
         return
     generator = torch.Generator().manual_seed(0)
