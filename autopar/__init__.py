@@ -8,6 +8,7 @@ from passes.cost.cluster import Cluster, Device, Link
 from passes.ir.errors import (
     AutoparError,
     CaptureError,
+    ClusterError,
     ConstraintError,
     InfeasibleError,
     InputError,
@@ -20,6 +21,7 @@ __all__ = [
     "AutoparError",
     "CaptureError",
     "Cluster",
+    "ClusterError",
     "ConstraintError",
     "Device",
     "DistributedModule",

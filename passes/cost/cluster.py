@@ -12,10 +12,22 @@ from difflib import get_close_matches
 
 import torch
 
-from passes.ir.errors import MeshError
+from passes.ir.errors import ClusterError, MeshError
 from passes.ir.mesh import Mesh
 
 GIB = 1024**3
+
+
+def _check_positive(about: str, figures: Mapping[str, float]) -> None:
+    for name, value in figures.items():
+        if not value > 0:
+            raise ClusterError(f"{about}: {name} is {value}, but must be a number above zero")
+
+
+def _check_no_less(about: str, figures: Mapping[str, float]) -> None:
+    for name, value in figures.items():
+        if not value >= 0:
+            raise ClusterError(f"{about}: {name} is {value}, but must be zero or a number above it")
 
 
 @dataclass(frozen=True)
@@ -34,6 +46,14 @@ class Device:
     launch: float
     reserve: float
 
+    def __post_init__(self) -> None:
+        if "float32" not in self.flops:
+            raise ClusterError(f"device {self.name!r}: flops has no 'float32', at which other dtypes would run")
+        about = f"device {self.name!r}"
+        _check_positive(about, {f"flops[{dtype!r}]": rate for dtype, rate in self.flops.items()})
+        _check_positive(about, {"efficiency": self.efficiency, "memory": self.memory, "bandwidth": self.bandwidth})
+        _check_no_less(about, {"launch": self.launch, "reserve": self.reserve})
+
     def rate(self, dtype: torch.dtype) -> float:
         """FLOP/s that a large matrix product reaches in `dtype`."""
         return self.efficiency * self.flops.get(str(dtype).removeprefix("torch."), self.flops["float32"])
@@ -45,6 +65,10 @@ class Link:
 
     bandwidth: float
     latency: float
+
+    def __post_init__(self) -> None:
+        _check_positive("a link", {"bandwidth": self.bandwidth})
+        _check_no_less("a link", {"latency": self.latency})
 
 
 @dataclass(frozen=True)
@@ -60,6 +84,9 @@ class Cluster:
     inside: Link
     between: Link
     host: float = field(default=25e9)
+
+    def __post_init__(self) -> None:
+        _check_positive(f"cluster {self.name!r}", {"node_size": self.node_size, "host": self.host})
 
     def link(self, mesh: Mesh, axis: int) -> Link:
         """The link that the groups of `axis` run over.

@@ -9,6 +9,10 @@ class CaptureError(AutoparError):
     """The model cannot be traced, or holds something that cannot be parallelized exactly."""
 
 
+class ClusterError(AutoparError):
+    """A figure of a device, a link or a cluster is none that anything could run at."""
+
+
 class ConstraintError(AutoparError):
     """A constraint matches nothing, contradicts another one, or cannot be met."""
 

@@ -31,7 +31,8 @@ def stack_inputs(batch: int, width: int = 16) -> dict[str, torch.Tensor]:
 
 
 def test_all_errors_have_one_base():
-    names = ["CaptureError", "ConstraintError", "InfeasibleError", "InputError", "MeshError", "PlanMismatchError"]
+    names = ["CaptureError", "ClusterError", "ConstraintError", "InfeasibleError", "InputError", "MeshError"]
+    names.append("PlanMismatchError")
     assert all(issubclass(getattr(autopar, name), autopar.AutoparError) for name in names)
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from passes.cost.cluster import CLUSTERS, Cluster, Device, Link, cluster_of_device, find_cluster
-from passes.ir.errors import MeshError
+from passes.ir.errors import ClusterError, MeshError
 from passes.ir.mesh import Mesh
 
 CLUSTER = replace(CLUSTERS["h100"], node_size=8, inside=Link(400e9, 1e-6), between=Link(50e9, 10e-6))
@@ -52,6 +52,35 @@ def test_unknown_devices_are_refused() -> None:
     """With what to do."""
     with pytest.raises(MeshError, match=r"device 'Abacus': pass cluster=autopar\.Cluster"):
         cluster_of_device("Abacus")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"flops": {"bfloat16": 1e12}}, r"device 'H100-SXM': flops has no 'float32'"),
+        ({"flops": {"float32": 0.0}}, r"device 'H100-SXM': flops\['float32'\] is 0.0, but must be a number above zero"),
+        ({"bandwidth": float("nan")}, r"device 'H100-SXM': bandwidth is nan, but must be a number above zero"),
+        ({"efficiency": -0.5}, r"efficiency is -0\.5"),
+        ({"launch": float("nan")}, "launch is nan, but must be zero or a number above it"),
+    ],
+)
+def test_devices_that_nothing_runs_on(change: dict[str, object], message: str) -> None:
+    """Rates that are zero, negative or no numbers are refused where they are given."""
+    with pytest.raises(ClusterError, match=message):
+        replace(CLUSTERS["h100"].device, **change)
+
+
+@pytest.mark.parametrize("link", [(0.0, 1e-6), (float("nan"), 1e-6), (1e9, -1e-6), (1e9, float("nan"))])
+def test_links_that_carry_nothing(link: tuple[float, float]) -> None:
+    """The same for links."""
+    with pytest.raises(ClusterError, match=r"a link: (bandwidth|latency) is"):
+        Link(*link)
+
+
+def test_clusters_without_devices() -> None:
+    """A node has a device at least."""
+    with pytest.raises(ClusterError, match="cluster 'h100': node_size is 0"):
+        replace(CLUSTERS["h100"], node_size=0)
 
 
 def test_rates_and_memory() -> None:
