@@ -12,10 +12,10 @@ demo: $(STAMP)
 	OMP_NUM_THREADS=1 $(RUN) -m torch.distributed.run --standalone --nproc-per-node 4 examples/train_llama.py
 
 test: $(STAMP)
-	$(RUN) -m pytest -q -n 2 --dist worksteal --durations=15
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n 2 --dist worksteal --durations=15
 
 nightly: $(STAMP)
-	$(RUN) -m pytest -q -n 2 --dist worksteal --durations=30 -m "slow or not slow"
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n 2 --dist worksteal --durations=30 -m "slow or not slow"
 
 bench: $(STAMP)
 	$(RUN) benchmarks/planning.py
