@@ -160,44 +160,32 @@ def planned(
 ) -> Planned:
     """One program through the passes from regions to emit; `choose` is the one between candidates and lower."""
     with with_rules(clock("discover", lambda: rules_for(program)) if request.discover else {}):
-        return _planned(model, program, demands, request, name, clock, choose)
-
-
-def _planned(
-    model: nn.Module,
-    program: Program,
-    demands: Demands,
-    request: Request,
-    name: str,
-    clock: Clock,
-    choose: Callable[[Folded, Problem], Solution],
-) -> Planned:
-    mesh, cluster, precision = request.mesh, request.cluster, request.precision
-    states = request.optimizer_states
-    master = precision.master or (None if precision.compute is None else _stored_dtype(model))
-    folded = clock("regions", lambda: fold(program, demands.label))
-    setting = Setting(mesh, cluster, states, master, precision.reduce)
-    problem = clock("candidates", lambda: candidates(folded, demands, setting))
-    solution = clock("solve", lambda: choose(folded, problem))
-    lowered = clock("lower", lambda: lower(folded, problem, solution, mesh, Casts(master, precision.reduce)))
-    seconds = walk(lowered, folded.flowing, cluster, mesh, Optimizer(states, master))
-    if solution.bound == 0.0:
-        solution = replace(solution, seconds=seconds.total, bound=seconds.total * (1 - _gap(request, name)))
-    memory = memory_use(problem, solution, states, mesh)
-    for axis in idle_axes(problem, solution, mesh):
-        logger.warning(
-            "mesh axis %r of size %d splits nothing: no split divides, or none pays; "
-            "its devices repeat each other's work",
-            mesh.names[axis],
-            mesh.sizes[axis],
-        )
-    title = f"{type(model).__name__} on {mesh}, for {'training' if name == 'train' else 'inference'}."
-    naming = Naming(type(model).__name__, title)
-    source = clock("emit", lambda: emit(lowered, mesh, naming))
-    plan = record(folded, problem, solution, lowered, seconds, memory, mesh, seconds_on_one(folded, cluster))
-    compiled = _compiled(lowered, source, naming, request)
-    decisions = decided(folded, problem, solution)
-    return Planned(folded, lowered, plan, compiled, decisions, whole_ops(folded), discovered_ops(folded))
+        mesh, cluster, precision = request.mesh, request.cluster, request.precision
+        states = request.optimizer_states
+        master = precision.master or (None if precision.compute is None else _stored_dtype(model))
+        folded = clock("regions", lambda: fold(program, demands.label))
+        setting = Setting(mesh, cluster, states, master, precision.reduce)
+        problem = clock("candidates", lambda: candidates(folded, demands, setting))
+        solution = clock("solve", lambda: choose(folded, problem))
+        lowered = clock("lower", lambda: lower(folded, problem, solution, mesh, Casts(master, precision.reduce)))
+        seconds = walk(lowered, folded.flowing, cluster, mesh, Optimizer(states, master))
+        if solution.bound == 0.0:
+            solution = replace(solution, seconds=seconds.total, bound=seconds.total * (1 - _gap(request, name)))
+        memory = memory_use(problem, solution, states, mesh)
+        for axis in idle_axes(problem, solution, mesh):
+            logger.warning(
+                "mesh axis %r of size %d splits nothing: no split divides, or none pays; "
+                "its devices repeat each other's work",
+                mesh.names[axis],
+                mesh.sizes[axis],
+            )
+        title = f"{type(model).__name__} on {mesh}, for {'training' if name == 'train' else 'inference'}."
+        naming = Naming(type(model).__name__, title)
+        source = clock("emit", lambda: emit(lowered, mesh, naming))
+        plan = record(folded, problem, solution, lowered, seconds, memory, mesh, seconds_on_one(folded, cluster))
+        compiled = _compiled(lowered, source, naming, request)
+        decisions = decided(folded, problem, solution)
+        return Planned(folded, lowered, plan, compiled, decisions, whole_ops(folded), discovered_ops(folded))
 
 
 def _gap(request: Request, name: str) -> float:

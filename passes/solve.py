@@ -255,6 +255,8 @@ class _Solver:
         deadline = time.monotonic() + PATIENCE
         while True:
             try:
+                if time.monotonic() > deadline:
+                    raise OutOfTimeError
                 solution = self._within(limit, fixed, self._alive(fixed, moment, price, best), best, deadline)
             except InfeasibleProgramError:
                 if best is not None:

@@ -1,4 +1,4 @@
-"""Gloo ranks that stay for the whole test session: they are started once, and given one job after the other."""
+"""Gloo ranks that stay for the whole test run: they are started once, and given one job after the other."""
 
 import atexit
 import contextlib
@@ -82,7 +82,7 @@ def _received(pipe: Connection) -> tuple[bool, Any]:
 
 @cache
 def ranks(count: int) -> Pool:
-    """The ranks of this session."""
+    """The ranks of this process."""
     return Pool(count)
 
 
