@@ -25,8 +25,8 @@ from passes.ir.choices import Node, Problem, Solution, Strategy
 from passes.ir.errors import CaptureError
 from passes.ir.layout import Layout
 from passes.ir.mesh import Mesh
-from tests.autopar.fuzz_steps import MOST, NAMES, STEPS, Code, Draw, Held, UnfitError
 from tests.autopar.in_process import Threads, axes_at
+from tests.autopar.steps import MOST, NAMES, STEPS, Code, Draw, Held, UnfitError
 from tests.passes.helpers import Coordinate, Values, part, summed
 
 TOLERANCE = 1e-9

@@ -13,7 +13,6 @@ from autopar.runtime import Axis, all_gather, all_reduce
 from autopar.testing import compare
 from passes.ir.layout import P, R, S
 from passes.rules import registered
-from tests.autopar.fuzz_steps import STEPS, Held
 from tests.autopar.fuzzing import (
     TOLERANCE,
     Body,
@@ -30,6 +29,7 @@ from tests.autopar.fuzzing import (
     shrunk,
 )
 from tests.autopar.in_process import StuckError, Threads, axes_at
+from tests.autopar.steps import STEPS, Held
 from tests.passes.helpers import mesh_of
 
 # Seeds of the programs that run every time, and of those that run every night.
