@@ -1,6 +1,6 @@
 """Random programs under random plans: made, run on all ranks, held against one device, and made small where they fail.
 
-A `Recipe` is a random program: straight code, drawn step by step from `fuzz_steps`, with what its module holds and what
+A `Recipe` is a random program: straight code, drawn step by step from `steps`, with what its module holds and what
 it is given. A seed gives the same recipe and the same plan every time.
 """
 
