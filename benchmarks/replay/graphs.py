@@ -1,0 +1,141 @@
+"""The traced graph of a run's model with the run's splits forced on it, and what one micro-batch of it costs."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from autopar import huggingface
+from benchmarks.models import Dimensions, Family, build
+from benchmarks.replay.reasons import Reason, SkippedError
+from passes.candidates import Setting, candidates
+from passes.capture import Tracing, capture
+from passes.constrain import constrain
+from passes.cost.cluster import CLUSTERS
+from passes.ir.choices import Problem, Solution
+from passes.ir.errors import AutoparError
+from passes.ir.lowered import Lowered
+from passes.ir.mesh import Mesh
+from passes.ir.program import Folded, Program, Region
+from passes.lower import Casts, lower
+from passes.normalize import normalize
+from passes.regions import fold
+from passes.rules import find_rule
+from passes.solve import Limits, solve
+
+# Layers that are traced: the region that they fold to is the same for any number (a test holds it).
+TRACED = 3
+TENSOR, CONTEXT = "tp", "cp"
+
+
+@dataclass(frozen=True)
+class Split:
+    """How one micro-batch is split over devices that work on it together."""
+
+    context: int
+    tensor: int
+    sequence_parallel: bool
+    context_method: str
+
+
+@dataclass(frozen=True, eq=False)
+class Graph:
+    """A program whose layers are folded; `layers` is how many the model has."""
+
+    program: Program
+    family: Family
+    layers: int
+
+
+@dataclass(frozen=True, eq=False)
+class Forced:
+    """A graph with the splits of a run: everything that prices and memory are read from."""
+
+    graph: Graph
+    folded: Folded
+    mesh: Mesh
+    problem: Problem
+    solution: Solution
+    lowered: Lowered
+
+
+@cache
+def trace(family: Family, dimensions: Dimensions, batch: int, flash: bool, dropout: float, frozen: bool) -> Graph:
+    """The graph of `batch` samples. With `frozen` only the norms are trained, as with adapters of no size."""
+    model = build(family, dimensions, TRACED, flash, dropout)
+    if frozen:
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("norm" in name)
+    ids = torch.empty(batch, dimensions.sequence, dtype=torch.long, device="meta")
+    inputs = {"input_ids": ids, "labels": ids}
+    program = capture(model, inputs, Tracing(True, True, huggingface.tracing(model, inputs)))
+    return Graph(normalize(program), family, dimensions.layers)
+
+
+def demands_of(graph: Graph, split: Split) -> Mapping[str, Mapping[str, Mapping[str, str]]]:
+    """The run's splits in the words of constraints: weights by columns, then by rows, and between the blocks split over
+    the sequence or whole. What stands between follows, and the solver fills it in."""
+    found: dict[str, dict[str, dict[str, str]]] = {}
+    keys = [op.key for op in graph.program.ops]
+    if split.tensor > 1:
+        for row in graph.family.rows:
+            found[row] = {"method": {TENSOR: "in"}}
+        found[graph.family.norm] = {"in": {TENSOR: "S(1)" if split.sequence_parallel else "I"}}
+    if split.context > 1:
+        norm = found.setdefault(graph.family.norm, {}).setdefault("in", {})
+        norm[CONTEXT] = "S(1)"
+        if any(key.endswith("/scaled_dot_product_attention") for key in keys):
+            method = "heads" if split.context_method == "a2a" else "queries"
+            found[graph.family.scores] = {"method": {CONTEXT: method}}
+    return found
+
+
+@cache
+def force(graph: Graph, split: Split, cluster: str) -> Forced:
+    """Plan `graph` with the run's splits. The data axis is left out: it splits the samples only, so that what one rank
+    computes is the graph of its own.
+
+    Raises SkippedError where a pass refuses.
+    """
+    mesh = Mesh((CONTEXT, TENSOR), (split.context, split.tensor))
+    found = CLUSTERS[cluster]
+    try:
+        demands = constrain(graph.program, demands_of(graph, split), mesh)
+        folded = fold(graph.program, demands.label)
+        problem = candidates(folded, demands, Setting(mesh, found, 2, torch.float32, None))
+        solution = solve(problem, found, mesh, Limits(1e18, 2))
+        lowered = lower(folded, problem, solution, mesh, Casts(torch.float32, None))
+    except AutoparError as error:
+        raise SkippedError(Reason.TRACE, str(error)) from error
+    return Forced(graph, folded, mesh, problem, solution, lowered)
+
+
+@dataclass(frozen=True)
+class Multiplications:
+    """FLOPs of a forward pass of all layers: products with weights, the attention core, and the head."""
+
+    products: float
+    attention: float
+    head: float
+
+
+_ATTENTION = ("scaled_dot_product_attention", "matmul", "bmm")
+
+
+def multiplications(graph: Graph) -> Multiplications:
+    """FLOPs that the rules count, for the whole depth; causal attention counted in full."""
+    folded = fold(graph.program)
+    products = attention = head = 0.0
+    for item in folded.items:
+        for op in item.ops if isinstance(item, Region) else (item,):
+            count = graph.layers if isinstance(item, Region) else 1
+            rule = find_rule(op, folded.types)
+            flops = rule.multiplications * count if rule else 0.0
+            if not isinstance(item, Region):
+                head += flops
+            elif op.kind in _ATTENTION:
+                attention += flops * (2 if op.arguments.get("is_causal") else 1)
+            else:
+                products += flops
+    return Multiplications(products, attention, head)
