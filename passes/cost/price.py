@@ -60,7 +60,7 @@ def op_seconds(
             writes[index] = 0
         kernels = (1, 1 if flowing else 0) if fused.starts else (0, 0)
     read, written = sum(reads), sum(writes)
-    back = written + gradients + _saved(subject, reads, writes) if flowing else 0
+    back = written + gradients + _saved(subject, reads, writes, fused) if flowing else 0
     if fused is None and rule is not None and flowing:
         written += sum(reads[item.index] for item in rule.saved if item.copy)
     dtype = (subject.results or subject.operands)[0].dtype
@@ -76,8 +76,10 @@ def op_seconds(
     return forward + inside, back
 
 
-def _saved(subject: Subject, reads: Sequence[float], writes: Sequence[float]) -> float:
-    """Bytes that autograd kept; of an op without a rule everything."""
+def _saved(subject: Subject, reads: Sequence[float], writes: Sequence[float], fused: Fused | None) -> float:
+    """Bytes that the backward pass reads of what autograd kept; of an op without a rule everything."""
+    if fused is not None:
+        return sum(reads[slot] for slot in fused.read_again) + sum(writes[index] for index in fused.read_back)
     if subject.rule is None:
         return sum(reads) + sum(writes)
     return sum(
