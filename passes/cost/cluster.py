@@ -1,6 +1,7 @@
 """Clusters: devices in nodes, what links them, and which link an axis of a mesh runs over."""
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from difflib import get_close_matches
@@ -166,10 +167,13 @@ _TABLE: Mapping[str, tuple[str, int, str, str]] = {
     "a100": ("a100", 8, "nvlink3", "hdr"),
     "a100-40gb": ("a100-40gb", 8, "nvlink3", "hdr"),
     "a100-pcie": ("a100-pcie", 8, "pcie4", "hdr"),
+    "a100-pcie-40gb": ("a100-pcie-40gb", 8, "pcie4", "hdr"),
+    "a800": ("a100", 8, "nvlink3 of the A800", "hdr"),
     "h100": ("h100", 8, "nvlink4", "ndr"),
     "h100-pcie": ("h100-pcie", 8, "pcie5", "ndr"),
     "h100-nvl": ("h100-nvl", 8, "pcie5", "ndr"),
     "h100-hbm2e": ("h100-hbm2e", 8, "nvlink4", "ndr"),
+    "h800": ("h100", 8, "nvlink4 of the H800", "ndr"),
     "h200": ("h200", 8, "nvlink4", "ndr"),
     "h20": ("h20", 8, "nvlink4", "ndr"),
     "b200": ("b200", 8, "nvlink5", "ndr"),
@@ -188,23 +192,25 @@ CLUSTERS["cpu"] = Cluster("cpu", DEVICES["cpu"], 64, LINKS["gloo inside"], LINKS
 CLUSTERS["ideal"] = Cluster("ideal", DEVICES["ideal"], 1 << 30, LINKS["free"], LINKS["free"], host=1e12)
 
 # Words that all stand in what torch calls a device -> its cluster; the first that fits.
-_DEVICE_NAMES: tuple[tuple[tuple[str, ...], str], ...] = (
-    (("A100", "40GB", "PCI"), "a100-pcie"),
-    (("A100", "PCI"), "a100-pcie"),
-    (("A100", "40GB"), "a100-40gb"),
-    (("A100",), "a100"),
-    (("H100", "PCIe"), "h100-pcie"),
-    (("H100", "NVL"), "h100-nvl"),
-    (("H100", "HBM2e"), "h100-hbm2e"),
-    (("H100",), "h100"),
-    (("H200",), "h200"),
-    (("H20",), "h20"),
-    (("GB200",), "gb200"),
-    (("B200",), "b200"),
-    (("B300",), "b300"),
-    (("MI300X",), "mi300x"),
-    (("L40S",), "l40s"),
-    (("RTX 4090",), "rtx4090"),
+_DEVICE_NAMES: tuple[tuple[str, str], ...] = (
+    ("A100 PCIE 40GB", "a100-pcie-40gb"),
+    ("A100 PCIE", "a100-pcie"),
+    ("A100 40GB", "a100-40gb"),
+    ("A100", "a100"),
+    ("A800", "a800"),
+    ("H100 PCIE", "h100-pcie"),
+    ("H100 NVL", "h100-nvl"),
+    ("H100 HBM2E", "h100-hbm2e"),
+    ("H100", "h100"),
+    ("H800", "h800"),
+    ("H200", "h200"),
+    ("H20", "h20"),
+    ("GB200", "gb200"),
+    ("B200", "b200"),
+    ("B300", "b300"),
+    ("MI300X", "mi300x"),
+    ("L40S", "l40s"),
+    ("RTX 4090", "rtx4090"),
 )
 
 
@@ -233,8 +239,9 @@ def cluster_of_device(name: str) -> Cluster:
     """
     if name == "cpu":
         return CLUSTERS["cpu"]
+    own = set(re.split(r"[\s\-_/]+", name.upper()))
     for words, cluster in _DEVICE_NAMES:
-        if all(word in name for word in words):
+        if own.issuperset(words.split()):
             return CLUSTERS[cluster]
     known = {cluster.device.name: key for key, cluster in CLUSTERS.items()}
     close = get_close_matches(name, known, 1)

@@ -9,7 +9,7 @@ tables of stas00/ml-engineering (compute/accelerator, network, at 744d01e1), the
 Recalled from data sheets and papers, not read there: all rates in float32 and float64; multiprocessors; A100-SXM-40GB
 and H100-NVL memory bandwidth; H20 but for its bfloat16 rate; RTX 4090; what attention and streaming reach
 (FlashAttention-2 and -3: 190 of 312 TFLOP/s on A100 and about 330 of 989 on H100 with heads of 128, forward and
-backward); links of MI300X and of cards without NVLink; the network cards of Blackwell nodes.
+backward); links of A800, H800, MI300X and of cards without NVLink; the network cards of Blackwell nodes.
 """
 
 from collections.abc import Mapping
@@ -72,6 +72,7 @@ DEVICES: Mapping[str, Device] = {
     "a100": _device("A100-SXM-80GB", _AMPERE, 80, 2.0, 0.87, _idle(108, _WIDE), 0.68, 16),
     "a100-40gb": _device("A100-SXM-40GB", _AMPERE, 40, 1.555, 0.87, _idle(108, _WIDE), 0.68, 16),
     "a100-pcie": _device("A100-PCIe-80GB", _AMPERE, 80, 1.94, 0.81, _idle(108, _WIDE), 0.63, 16),
+    "a100-pcie-40gb": _device("A100-PCIe-40GB", _AMPERE, 40, 1.555, 0.81, _idle(108, _WIDE), 0.63, 16),
     "h100": _device("H100-SXM", _HOPPER, 80, 3.35, 0.80, _idle(132, _WIDE), 0.42, 32),
     "h100-pcie": _device("H100-PCIe", _flops(756, 51, 26, 1513), 80, 2.0, 0.70, _idle(114, _WIDE), 0.42, 32),
     "h100-nvl": _device("H100-NVL", _flops(835, 60, 30, 1671), 94, 3.9, 0.75, _idle(132, _WIDE), 0.42, 32),
@@ -118,6 +119,8 @@ LINKS: Mapping[str, Link] = {
     "nvlink3": _nvlink(300e9, 0.78, 0.70),
     "nvlink4": _nvlink(450e9, 0.80, 0.70, 0.68),
     "nvlink5": _nvlink(900e9, 0.70, 0.60, 0.61),
+    "nvlink3 of the A800": _nvlink(200e9, 0.78, 0.70),
+    "nvlink4 of the H800": _nvlink(200e9, 0.80, 0.70, 0.68),
     "xgmi": Link(448e9, 3.4e-6, 0.70, 0.70, 8.4e-6, 1.0e-6, pair=64e9),
     "pcie4": _pcie(31e9, 0.75),
     "pcie4 through the host": _pcie(31e9, 0.40),
