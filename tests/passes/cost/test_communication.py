@@ -11,7 +11,7 @@ from passes.ir.redistribution import redistribution
 from tests.passes.helpers import mesh_of
 
 MESH = mesh_of(a=4)
-DEVICE = replace(CLUSTERS["h100"].device, bandwidth=1e12, launch=5e-6)
+DEVICE = replace(CLUSTERS["h100"].device, bandwidth=1e12, streaming=1.0, launch=5e-6)
 CLUSTER = Cluster("c", DEVICE, 8, Link(100e9, 2e-6), Link(100e9, 2e-6))
 SIZE = 4096 * 64 * 4
 
