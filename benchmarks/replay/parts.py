@@ -1,6 +1,6 @@
 """Seconds of one micro-batch, block by block, read from a lowered program."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from math import prod
@@ -8,6 +8,7 @@ from math import prod
 from benchmarks.replay.graphs import Forced
 from passes.cost.cluster import Cluster
 from passes.cost.communication import redistribution_seconds
+from passes.cost.fusion import Fused, fusion
 from passes.cost.price import op_seconds
 from passes.ir.layout import local_shape
 from passes.ir.lowered import Body, Change, Compute, Loop
@@ -49,23 +50,29 @@ class Parts:
     after: Part
 
 
-def parts_of(forced: Forced, cluster: Cluster) -> Parts:
-    """Price every statement of `forced` on `cluster`."""
+def parts_of(forced: Forced, cluster: Cluster, compiled: bool) -> Parts:
+    """Price every statement of `forced` on `cluster`; with `compiled` chains of cheap ops are fused."""
+    fused = _fusion(forced) if compiled else {}
     statements = forced.lowered.body.statements
     loop = next(number for number, item in enumerate(statements) if isinstance(item, Loop))
     region = statements[loop]
     assert isinstance(region, Loop)
-    layer = _body(region.body, forced, cluster)
+    layer = _body(region.body, forced, cluster, fused)
     for change in region.between:
         if change is not None:
             layer += _change(change, forced, cluster)
     body = forced.lowered.body
-    before = _body(replace(body, statements=statements[:loop]), forced, cluster)
-    after = _body(replace(body, statements=statements[loop + 1 :]), forced, cluster)
+    before = _body(replace(body, statements=statements[:loop]), forced, cluster, fused)
+    after = _body(replace(body, statements=statements[loop + 1 :]), forced, cluster, fused)
     own, rest = parameter_elements(forced)
     return Parts(
         replace(before, parameters=rest / 2), replace(layer, parameters=own), replace(after, parameters=rest / 2)
     )
+
+
+@cache
+def _fusion(forced: Forced) -> Mapping[str, Fused]:
+    return fusion(forced.folded)
 
 
 @cache
@@ -83,17 +90,19 @@ def parameter_elements(forced: Forced) -> tuple[float, float]:
     return inside / region.count, outside
 
 
-def _body(body: Body, forced: Forced, cluster: Cluster) -> Part:
+def _body(body: Body, forced: Forced, cluster: Cluster, fused: Mapping[str, Fused]) -> Part:
     total = Part()
     for statement in body.statements:
         if isinstance(statement, Compute):
-            total += _compute(statement, body, forced, cluster)
+            total += _compute(statement, body, forced, cluster, fused)
         elif isinstance(statement, Change):
             total += _change(statement, forced, cluster)
     return total
 
 
-def _compute(statement: Compute, body: Body, forced: Forced, cluster: Cluster) -> Part:
+def _compute(
+    statement: Compute, body: Body, forced: Forced, cluster: Cluster, fused: Mapping[str, Fused]
+) -> Part:
     op = statement.whole
     types = {name: body.types[name] for name in (*op.operands, *op.results)}
     flows = {name for name in types if name.partition("~")[0] in forced.folded.flowing}
@@ -101,7 +110,8 @@ def _compute(statement: Compute, body: Body, forced: Forced, cluster: Cluster) -
     about = replace(subject(op, rule, types, flows, set(), set()), copies=statement.copies)
     choices = named_choices(about, statement.strategy.methods, forced.mesh)
     assert choices is not None
-    forward, backward = op_seconds(about, choices, statement.strategy, cluster, forced.mesh)
+    joined = fused.get(op.results[0].partition("~")[0])
+    forward, backward = op_seconds(about, choices, statement.strategy, cluster, forced.mesh, joined)
     kind = "products" if op.kind in ("linear", "addmm") else "core" if _is_core(statement) else "rest"
     return replace(Part(backward=backward), **{kind: forward})
 

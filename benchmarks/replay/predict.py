@@ -75,7 +75,7 @@ def replay(record: Mapping[str, object], name: str) -> Replayed:
 
 def replayed(run: Run, key: str, cluster: Cluster, forced: Forced, counted: Multiplications, apart: float) -> Replayed:
     """Price a run whose graph is there."""
-    predicted = step_time(run, parts_of(forced, cluster), cluster, is_alone(run))
+    predicted = step_time(run, parts_of(forced, cluster, run.software.compiled), cluster, is_alone(run))
     peak = cluster.device.flops["bfloat16"]
     found = measured_seconds(run, counted)
     return Replayed(

@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks.models import Dimensions
@@ -122,6 +122,8 @@ def read_run(record: Mapping[str, object], name: str) -> Run:
     )
     micro_batches = max(1, round(global_batch / (micro_batch * split.data)))
     cumulative = str(record.get("cumulative_step") or "")
+    if record.get("compile") is False or cumulative in ("baseline", "+packed"):
+        software = replace(software, compiled=False)
     return Run(
         name,
         str(record.get("group") or "all"),
