@@ -200,7 +200,7 @@ def test_clusters_come_back_from_files_as_they_were(name: str, tmp_path: Path) -
         ("{", r"cluster\.json' is no JSON"),
         ("[]", r"is no cluster file of this version of autopar: write one with `autopar profile`"),
         ("{}", "is no cluster file of this version"),
-        ('{"autopar cluster": 1}', "lacks a figure or has one too many: 'device'"),
+        ('{"autopar cluster": 1}', "lacks a figure or has one too many: 'inside'"),
     ],
 )
 def test_files_that_hold_no_cluster(text: str | None, message: str, tmp_path: Path) -> None:
