@@ -12,11 +12,11 @@ from pathlib import Path
 import numpy as np
 
 from passes.cost.devices import DEVICES, LINKS
-from passes.cost.hardware import GIB, Device, Link, check_positive
+from passes.cost.hardware import GIB, Device, Link, Protocol, check_positive
 from passes.ir.errors import ClusterError, MeshError
 from passes.ir.mesh import Mesh
 
-__all__ = ["CLUSTERS", "GIB", "Cluster", "Device", "Link", "Route", "cluster_of_device", "find_cluster"]
+__all__ = ["CLUSTERS", "GIB", "Cluster", "Device", "Link", "Protocol", "Route", "cluster_of_device", "find_cluster"]
 
 
 @dataclass(frozen=True)
@@ -129,9 +129,14 @@ def _loaded(path: Path) -> Cluster:
             f"{str(path)!r} is no cluster file of this version of autopar: write one with `autopar profile`"
         )
     try:
-        device, inside, between = Device(**read.pop("device")), Link(**read.pop("inside")), Link(**read.pop("between"))
-        return Cluster(device=device, inside=inside, between=between, **read)
-    except (KeyError, TypeError) as error:
+        links = []
+        for where in ("inside", "between"):
+            figures = read.pop(where)
+            protocols = tuple(Protocol(**item) for item in figures.pop("protocols"))
+            links.append(Link(**figures, protocols=protocols))
+        inside, between = links
+        return Cluster(device=Device(**read.pop("device")), inside=inside, between=between, **read)
+    except (AttributeError, KeyError, TypeError) as error:
         raise ClusterError(f"the cluster file {str(path)!r} lacks a figure or has one too many: {error}") from None
 
 

@@ -15,8 +15,9 @@ something fixed and something per byte:
 - all-to-all: a device sends (n - 1)/n of its part; what goes to other nodes goes over its own network card, meanwhile
   the rest over the link inside.
 
-For short messages rings and trees have a protocol of half the bandwidth with quicker hops (NCCL's LL). Parts that do
-not lie in one piece are copied. Local conversions read and write memory; a change between R and I does nothing.
+For shorter messages rings, trees and all-to-alls have protocols of quicker hops and less bandwidth (NCCL's LL and
+LL128). Parts that do not lie in one piece are copied. Local conversions read and write memory; a change between R and I
+does nothing.
 """
 
 from collections.abc import Callable, Iterator
@@ -29,8 +30,6 @@ from passes.ir.redistribution import Step
 # Seconds of one algorithm: what is fixed, and what each byte adds.
 Line = tuple[float, float]
 
-# The most algorithms that a collective has: rings and trees in both protocols, and the switches.
-MOST_LINES = 5
 
 _FREE: tuple[Line, ...] = ((0.0, 0.0),)
 
@@ -123,18 +122,17 @@ _ALGORITHMS: dict[str, Callable[[Route], Iterator[Line]]] = {
     "all_to_all": _exchange,
 }
 
-# The part of the bandwidth that the protocol for short messages has: half of what it sends are flags.
-_QUICK = 0.5
-
 
 def _protocols(route: Route, inside: int, across: int, each: float) -> Iterator[Line]:
-    """So many hops inside nodes and across, in both protocols; `each` is the seconds per byte with long messages."""
-    start = _start(route)
-    yield start + inside * route.inside.latency + across * route.between.latency, each
-    quick, quick_across = route.inside.quick, route.between.quick
-    if quick is None or (across and quick_across is None):
-        return
-    yield start + inside * quick + across * (quick_across or 0.0), each / _QUICK
+    """So many hops inside nodes and across, in every protocol; `each` is the seconds per byte with long messages."""
+    near, far = route.inside, route.between
+    yield _start(route) + inside * near.latency + across * far.latency, each
+    if not across:
+        for own in near.protocols:
+            yield own.start + inside * own.latency, each / own.share
+    for own, other in zip(near.protocols, far.protocols, strict=False) if across else ():
+        share = min(own.share, other.share) if inside else other.share
+        yield other.start + inside * own.latency + across * other.latency, each / share
 
 
 def _start(route: Route) -> float:

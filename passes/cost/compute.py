@@ -68,12 +68,7 @@ def compute_seconds(work: Work, device: Device) -> tuple[float, float]:
 
 
 def product_seconds(flops: float, elements: float, dtype: torch.dtype, device: Device) -> float:
-    """Seconds to multiply, for a product of `flops` whose result has `elements`.
-
-    >>> from passes.cost.devices import DEVICES
-    >>> round(product_seconds(2 * 8192**3, 8192**2, torch.bfloat16, DEVICES["h100"]) * 1e3, 3)  # 736 TFLOP/s
-    1.458
-    """
+    """Seconds to multiply, for a product of `flops` whose result has `elements`."""
     return (flops + 2 * elements * device.depth) * (elements + device.fill) / (elements * device.rate(dtype))
 
 
