@@ -188,11 +188,11 @@ def _data_seconds(run: Run, parts: Parts, stage: int, layers: int, cluster: Clus
             reduce = inner.seconds("reduce_scatter", part.parameters, software.reduced_bytes)
             reduce += outer.seconds("all_reduce", part.parameters / inner.mesh.sizes[1], software.reduced_bytes)
         if parallel.zero == 3:
-            forward = max(0.0, gather - passes.forward)
-            backward = max(0.0, gather + reduce - passes.backward)
+            forward = exposed(gather, passes.forward)
+            backward = exposed(gather + reduce, passes.backward)
         elif software.overlaps:
-            forward = max(0.0, gather - passes.forward) if parallel.zero else 0.0
-            backward = max(0.0, reduce - passes.backward)
+            forward = exposed(gather, passes.forward) if parallel.zero else 0.0
+            backward = exposed(reduce, passes.backward)
         else:
             forward, backward = gather if parallel.zero else 0.0, reduce
         total += count * per_micro_batch * (forward + backward)
@@ -206,3 +206,12 @@ def _update_seconds(run: Run, parts: Parts, stage: int, layers: int, cluster: Cl
         return 0.0
     elements = _stage_parameters(parts, stage, layers) / max(1, run.parallel.shards)
     return elements * UPDATE_BYTES / cluster.device.bandwidth
+
+
+CONTENTION = 0.0
+
+
+def exposed(sent: float, computed: float) -> float:
+    """Seconds that `sent` seconds of communication add to `computed` seconds of computation at the same time: what
+    is longer, and what the two take from each other (multiprocessors and memory)."""
+    return max(0.0, sent - computed) + CONTENTION * min(sent, computed)

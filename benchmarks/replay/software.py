@@ -35,7 +35,6 @@ _KNOWN: tuple[tuple[str, Software], ...] = (
     (r"\b20(19|20|21)\b", replace(_UNFUSED, reduced_bytes=2, gradient_bytes=2)),
     (r"Zero Bubble", Software(sequence_parallel=False, overlaps=False)),
     (r"InternEvo", Software(sequence_parallel=False, reduced_bytes=2, gradient_bytes=2)),
-    (r"llm-foundry", Software(reduced_bytes=2, gradient_bytes=4)),
     (r"torchtune", Software(gradient_bytes=2, reduced_bytes=2)),
 )
 
@@ -47,6 +46,9 @@ def find_software(source: str, precision: str, notes: str) -> Software:
         found = _UNFUSED if precision.lower().startswith("fp16") else Software()
     if "overlap off" in notes:
         found = replace(found, overlaps=False)
+    # What Composer calls PURE sends gradients in bfloat16, DEFAULT in float32 (its `get_mixed_precision`).
+    if "PURE" in precision:
+        found = replace(found, reduced_bytes=2)
     if "fp32 grad accumulation" in precision and "no fp32" not in precision:
         found = replace(found, gradient_bytes=4)
     return found
