@@ -12,7 +12,7 @@ from math import prod
 import torch
 
 from passes.cost.cluster import Cluster
-from passes.cost.price import op_seconds, update_seconds
+from passes.cost.price import op_seconds, runs_again, update_seconds
 from passes.ir.choices import Edge, Group, Memory, Node, Problem, Strategy
 from passes.ir.demands import Demand, Demands
 from passes.ir.errors import ConstraintError
@@ -212,7 +212,10 @@ class _Builder:
                 key = f"{region.name}/carry" + (f".{carry.argument[7:]}" if len(region.carries) > 1 else "")
                 zeros = (0.0,) * len(strategies)
                 memory = (Memory(),) * len(strategies)
-                node = Node(key, "carry", carry.argument, region.count, block, strategies, zeros, memory)
+                results = tuple(region.count * self._bytes(carry.argument, layout) for layout in layouts)
+                node = Node(
+                    key, "carry", carry.argument, region.count, block, strategies, zeros, memory, results=results
+                )
                 self.producers[carry.argument] = (self._add(node), 0)
         for position, placed in enumerate(self.placed):
             self._op(position, placed)
@@ -230,11 +233,13 @@ class _Builder:
         else:
             digits = {size: found[position] for size, found in self.digits.items()}
             strategies = self._demand(about, op_strategies(about, digits, mesh))
-        seconds, memory, kept = [], [], []
+        seconds, forwards, memory, kept = [], [], [], []
         for strategy in strategies:
             choices = named_choices(about, strategy.methods, mesh)
             assert choices is not None
-            seconds.append(placed.count * sum(op_seconds(about, choices, strategy, cluster, mesh)))
+            forward, backward = op_seconds(about, choices, strategy, cluster, mesh)
+            seconds.append(placed.count * (forward + backward))
+            forwards.append(placed.count * forward)
             results = sum(self._bytes(name, layout) for name, layout in zip(op.results, strategy.results, strict=True))
             operands = sum(
                 self._bytes(name, layout)
@@ -261,6 +266,8 @@ class _Builder:
                 any(item.result for item in saved),
                 tuple(kept),
                 tuple(placed.count * size for size in copies),
+                tuple(forwards),
+                runs_again(placed.rule, "selective"),
             )
         )
         self.producers.update({name: (index, number) for number, name in enumerate(op.results)})
@@ -375,13 +382,16 @@ class _Builder:
 
     # --- edges ---
 
-    def _group(self, key: tuple[object, ...], name: str, count: int, block: int, parameter: bool) -> int:
+    def _group(
+        self, key: tuple[object, ...], name: str, count: int, block: int, parameter: bool, inside: bool = False
+    ) -> int:
         if key not in self.group_index:
             self.group_index[key] = len(self.groups)
             type = self.types[name]
             itemsize = (self.setting.reduce or type.dtype).itemsize if parameter else type.dtype.itemsize
             flows = name in self.flowing
-            self.groups.append(Group(name, type, count, block, flows, itemsize, parameter, name in self.strided))
+            strided = name in self.strided
+            self.groups.append(Group(name, type, count, block, flows, itemsize, parameter, strided, inside))
         return self.group_index[key]
 
     def _connect(self) -> None:
@@ -399,9 +409,11 @@ class _Builder:
             kept = {item.index for item in _saved_of(placed, self) if not item.result and not item.copy}
             for slot, name in enumerate(placed.op.operands):
                 if name in self.parameters:
-                    group = self._group(("use", consumer, slot), name, placed.count, placed.block, True)
+                    group = self._group(
+                        ("use", consumer, slot), name, placed.count, placed.block, True, placed.region is not None
+                    )
                 elif name in inner:
-                    group = self._group(("inside", name), name, placed.count, placed.block, False)
+                    group = self._group(("inside", name), name, placed.count, placed.block, False, True)
                 else:
                     group = self._group(("outside", name), name, 1, placed.block, False)
                 self._edge(name, consumer, slot, group, slot in kept)
@@ -410,7 +422,7 @@ class _Builder:
             for carry in region.carries:
                 consumer, _ = self.producers[carry.argument]
                 if carry.initial in self.parameters:
-                    group = self._group(("use", consumer, "initial"), carry.initial, 1, block, True)
+                    group = self._group(("use", consumer, "initial"), carry.initial, 1, block - 1, True)
                 else:
                     group = self._group(("outside", carry.initial), carry.initial, 1, block, False)
                 self._edge(carry.initial, consumer, 0, group, False)

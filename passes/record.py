@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from passes.cost.memory import MemoryUse
-from passes.cost.walk import Seconds
+from passes.cost.step import Seconds
 from passes.ir.choices import Problem, Solution
 from passes.ir.layout import Layout, format_layout
 from passes.ir.lowered import Body, Change, Compute, Loop, Lowered
@@ -36,10 +36,11 @@ def record(
         (stage,),
         "none",
         1,
-        {name.replace("_", " "): value for name, value in vars(seconds).items()},
+        seconds.spent(),
         dict(memory.kinds()),
         memory.moment,
         max(0.0, (solution.seconds - solution.bound) / total) if total else 0.0,
+        seconds.hidden_communication,
         seconds_on_one,
     )
 

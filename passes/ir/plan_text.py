@@ -67,7 +67,7 @@ def _program(name: str, program: ProgramPlan, plan: Plan) -> list[str]:
     proven = "optimal" if program.gap <= 1e-6 else f"at most {program.gap:.2%} above the optimum"
     lines = [
         f"{name}: predicted step {seconds_text(total)}, {proven}",
-        f"  {spent}",
+        f"  {spent}" + (f"; hidden communication {seconds_text(program.hidden)}" if program.hidden else ""),
         f"  computation {program.compute_share:.1%} of what one device would compute",
         f"  memory per device {bytes_text(peak)} of {bytes_text(plan.memory_limit)}, "
         f"at its peak ({program.peak_moment})",
