@@ -95,12 +95,14 @@ class _Solver:
         for _ in range(ROUNDS):
             weights, most = dual.next(found)
             if dual.at_the_end(weights) and self.best is None:
-                dual.highest *= 8
+                dual.highest *= 4
             elif most <= self.bound + 1e-8 * abs(self.bound):
                 break
             item = self._at(weights)
             if item.bound >= leader.bound:
                 leader = item
+            if any(item.picks == other.picks and item.again == other.again for other in found):
+                break
             found.append(item)
             if self._is_proven():
                 return self._told()

@@ -41,7 +41,7 @@ class Dual:
     moments: int
     overlaps: int
     unit: float
-    highest: float = 1.0
+    highest: float = 1 / 64
 
     def start(self) -> Weights:
         """Bytes cost nothing, all traffic is hidden."""
