@@ -4,7 +4,7 @@ For every op the strategies that its rule allows and that divide, with their pri
 the layouts that they may have; and who reads what from whom.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from math import prod
@@ -21,7 +21,7 @@ from passes.ir.mesh import Mesh
 from passes.ir.program import Folded, Op, Region, dependents, references
 from passes.rules import find_rule
 from passes.rules.rule import Rule, Saved
-from passes.rules.strategies import Digit, Subject, named_choices, op_strategies, subject
+from passes.rules.strategies import Digit, Offer, Subject, named_choices, op_strategies, subject
 from passes.rules.strides import strided
 from passes.rules.travel import travel
 
@@ -31,7 +31,8 @@ class Setting:
     """What candidates are made for.
 
     `optimizer_states` is how many tensors of its size the optimizer keeps per parameter; `master` the dtype that
-    parameters are stored in (None: as they are), `reduce` the one that their gradients are reduced in.
+    parameters are stored in (None: as they are), `reduce` the one that their gradients are reduced in. `offers` has,
+    for nodes by their keys, what they may do on each axis; nodes that are not among them may do anything.
     """
 
     mesh: Mesh
@@ -39,6 +40,7 @@ class Setting:
     optimizer_states: int = 2
     master: torch.dtype | None = None
     reduce: torch.dtype | None = None
+    offers: Mapping[str, Offer] = field(default_factory=dict)
 
 
 def candidates(folded: Folded, demands: Demands, setting: Setting) -> Problem:
@@ -156,12 +158,18 @@ class _Builder:
         self.nodes.append(node)
         return len(self.nodes) - 1
 
-    def _layouts(self, name: str, others: Sequence[Letter]) -> list[Layout]:
-        """The layouts of a tensor from `others` and the splits that reached it, where they divide."""
+    def _layouts(self, name: str, others: Sequence[Letter], key: str) -> list[Layout]:
+        """The layouts of a tensor from `others` and the splits that reached it, where they divide and, if there is an
+        offer for `key`, are offered."""
         mesh, type = self.setting.mesh, self.types[name]
+        offer = self.setting.offers.get(key, (None,) * len(mesh.sizes))
         options = [
             [*others, *sorted(self.letters[size].get(name, ()))] if size != 1 else list(others[:1])
             for size in mesh.sizes
+        ]
+        options = [
+            [letter for letter in letters if offered is None or letter_token(letter) in offered]
+            for letters, offered in zip(options, offer, strict=True)
         ]
         return [layout for layout in product(*options) if fits(type.shape, layout, mesh)]
 
@@ -169,7 +177,11 @@ class _Builder:
         """Inputs may lie in any layout that DTensor can express; what a rank needs of them it must be given."""
         for item in self.folded.program.inputs:
             whole = I if item.name in self.flowing else R
-            layouts = [layout for layout in self._layouts(item.name, [whole]) if is_dtensor(layout, self.setting.mesh)]
+            layouts = [
+                layout
+                for layout in self._layouts(item.name, [whole], item.name)
+                if is_dtensor(layout, self.setting.mesh)
+            ]
             seconds = tuple(self._bytes(item.name, layout) / self.setting.cluster.host for layout in layouts)
             memory = tuple(Memory(held=self._bytes(item.name, layout)) for layout in layouts)
             self._source(item.name, "input", layouts, seconds, memory)
@@ -207,9 +219,9 @@ class _Builder:
             block = 2 * number + 1
             for carry in region.carries:
                 letters = [I, R] if carry.argument in self.flowing else [R]
-                layouts = self._layouts(carry.argument, letters)
-                strategies = tuple(Strategy(tuple(map(str, layout)), (layout,), (layout,)) for layout in layouts)
                 key = f"{region.name}/carry" + (f".{carry.argument[7:]}" if len(region.carries) > 1 else "")
+                layouts = self._layouts(carry.argument, letters, key)
+                strategies = tuple(Strategy(tuple(map(str, layout)), (layout,), (layout,)) for layout in layouts)
                 zeros = (0.0,) * len(strategies)
                 memory = (Memory(),) * len(strategies)
                 results = tuple(region.count * self._bytes(carry.argument, layout) for layout in layouts)
@@ -232,7 +244,7 @@ class _Builder:
             strategies = [whole]
         else:
             digits = {size: found[position] for size, found in self.digits.items()}
-            strategies = self._demand(about, op_strategies(about, digits, mesh))
+            strategies = self._demand(about, op_strategies(about, digits, mesh, self.setting.offers.get(op.key)))
         seconds, forwards, memory, kept = [], [], [], []
         for strategy in strategies:
             choices = named_choices(about, strategy.methods, mesh)
@@ -444,7 +456,9 @@ class _Builder:
                 wanted.setdefault(source, []).append(label)
         for source, labels in wanted.items():
             whole = I if source in self.flowing else R
-            layouts = [layout for layout in self._layouts(source, [whole]) if is_dtensor(layout, mesh)]
+            layouts = [
+                layout for layout in self._layouts(source, [whole], f"output {labels[0]}") if is_dtensor(layout, mesh)
+            ]
             self._sink(f"output {labels[0]}", source, layouts, len(labels))
         for update in program.updates:
             source = self.exported[update.value][1] if update.value in self.exported else update.value
@@ -491,6 +505,11 @@ def _saved(about: Subject) -> list[Saved]:
 
 def _saved_of(placed: _Placed, builder: _Builder) -> list[Saved]:
     return _saved(subject(placed.op, placed.rule, builder.types, builder.flowing, set(builder.parameters), set()))
+
+
+def letter_token(letter: Letter) -> str:
+    """A letter in an offer: a split by its dim alone."""
+    return f"S({letter.dim})" if letter.kind == "S" else letter.kind
 
 
 def _meant(demand: Demand, flows: bool) -> Letter:

@@ -32,8 +32,11 @@ logger = logging.getLogger("autopar")
 
 # A choice is proven when it costs at most this much more than the bound, relative to it.
 PROVEN = 1e-6
-# So often prices are tried before the integer program.
+# So often prices are tried before the integer program, and before it is asked whether any choice fits.
 ROUNDS = 30
+TRIES = 6
+# Seconds for the best choice at one price.
+QUICK = 5.0
 
 
 @dataclass(frozen=True)
@@ -88,11 +91,11 @@ class _Solver:
         if self._is_proven():
             return self._told()
         dual.unit = first.seconds / self.limits.memory
-        if self.best is None:
-            self._refuse_if_impossible(self._use(first).moment)
         found = [first]
         leader = first
-        for _ in range(ROUNDS):
+        for number in range(ROUNDS):
+            if self.best is None and number == TRIES:
+                self._refuse_if_impossible(self._use(leader).moment)
             weights, most = dual.next(found)
             if dual.at_the_end(weights) and self.best is None:
                 dual.highest *= 4
@@ -143,7 +146,7 @@ class _Solver:
     def _at(self, weights: Weights) -> Found:
         """The best choice at these prices, and the bound on any that fits."""
         found = priced(self.arrays, self.problem, self.bytes, self.moments, weights)
-        picks, least = optimum(found)
+        picks, least = optimum(found, QUICK if any(weights.bytes) else PATIENCE)
         bound = least - ties(found) - sum(weights.bytes) * self.limits.memory
         again = made_again(self.arrays, self.bytes, picks, self.moments, weights)
         self._consider(picks, again)
@@ -164,7 +167,7 @@ class _Solver:
         scale = self.arrays.value([0] * len(self.arrays.costs)) / self.limits.memory
         bytes = [scale if moment.name == name else 0.0 for moment in self.moments]
         weights = Weights(1e-9, bytes, [0.0] * len(self.arrays.overlaps))
-        picks, least = optimum(priced(self.arrays, self.problem, self.bytes, self.moments, weights))
+        picks, least = optimum(priced(self.arrays, self.problem, self.bytes, self.moments, weights), QUICK)
         if least / scale <= self.limits.memory:
             return
         again = made_again(self.arrays, self.bytes, picks, self.moments, weights)
@@ -200,7 +203,7 @@ class _Solver:
                     self.bound = max(self.bound, self.best.seconds)
                     return self._told()
                 dear = replace(weights, bytes=[max(1e6 * price, 1e-30) for price in weights.bytes])
-                picks, _ = optimum(priced(self.arrays, self.problem, self.bytes, self.moments, dear))
+                picks, _ = optimum(priced(self.arrays, self.problem, self.bytes, self.moments, dear), QUICK)
                 again = made_again(self.arrays, self.bytes, picks, self.moments, dear)
                 raise self._infeasible(self.use(Solution(tuple(picks), again, 0.0, 0.0, self.regime))) from None
             except OutOfTimeError:

@@ -25,12 +25,12 @@ SMALL = 20_000
 PATIENCE = 30.0
 
 
-def optimum(found: Arrays) -> tuple[list[int], float]:
-    """The best strategy of every node, and what no choice can be below."""
+def optimum(found: Arrays, patience: float = PATIENCE) -> tuple[list[int], float]:
+    """The best strategy of every node that is found in `patience` seconds, and what no choice can be below."""
     network = network_of(found)
     eliminate(network)
     drop_dominated(network)
-    labels, bound = optimal_labels(network)
+    labels, bound = optimal_labels(network, patience)
     strategies = restore(network, labels)
     return [strategies[node] for node in range(len(found.costs))], bound
 
@@ -46,15 +46,15 @@ def network_of(found: Arrays) -> Network:
     return network
 
 
-def optimal_labels(network: Network) -> tuple[dict[int, int], float]:
+def optimal_labels(network: Network, patience: float = PATIENCE) -> tuple[dict[int, int], float]:
     """The best label of every node that is left in `network`, which shrinks meanwhile, and a bound on its cost.
 
-    After `PATIENCE` seconds it is the best that was found.
+    After `patience` seconds it is the best that was found.
     """
     best, chosen = np.inf, dict[int, int]()
     bound = -np.inf
     width = 16
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + patience
 
     def consider(picks: dict[int, int]) -> None:
         nonlocal best, chosen
