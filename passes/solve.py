@@ -146,8 +146,10 @@ class _Solver:
     def _at(self, weights: Weights) -> Found:
         """The best choice at these prices, and the bound on any that fits."""
         found = priced(self.arrays, self.problem, self.bytes, self.moments, weights)
-        picks, least = optimum(found, QUICK if any(weights.bytes) else PATIENCE)
-        bound = least - ties(found) - sum(weights.bytes) * self.limits.memory
+        paid = sum(weights.bytes) * self.limits.memory
+        enough = self.cutoff + paid + ties(found)
+        picks, least = optimum(found, QUICK if any(weights.bytes) else PATIENCE, enough)
+        bound = least - ties(found) - paid
         again = made_again(self.arrays, self.bytes, picks, self.moments, weights)
         self._consider(picks, again)
         self._raise_bound(bound)

@@ -25,12 +25,15 @@ SMALL = 20_000
 PATIENCE = 30.0
 
 
-def optimum(found: Arrays, patience: float = PATIENCE) -> tuple[list[int], float]:
-    """The best strategy of every node that is found in `patience` seconds, and what no choice can be below."""
+def optimum(found: Arrays, patience: float = PATIENCE, enough: float = float("inf")) -> tuple[list[int], float]:
+    """The best strategy of every node that is found in `patience` seconds, and what no choice can be below.
+
+    Where no choice costs less than `enough`, it need not be the best one.
+    """
     network = network_of(found)
     eliminate(network)
     drop_dominated(network)
-    labels, bound = optimal_labels(network, patience)
+    labels, bound = optimal_labels(network, patience, enough)
     strategies = restore(network, labels)
     return [strategies[node] for node in range(len(found.costs))], bound
 
@@ -46,10 +49,12 @@ def network_of(found: Arrays) -> Network:
     return network
 
 
-def optimal_labels(network: Network, patience: float = PATIENCE) -> tuple[dict[int, int], float]:
+def optimal_labels(
+    network: Network, patience: float = PATIENCE, enough: float = float("inf")
+) -> tuple[dict[int, int], float]:
     """The best label of every node that is left in `network`, which shrinks meanwhile, and a bound on its cost.
 
-    After `patience` seconds it is the best that was found.
+    After `patience` seconds, or when the bound is `enough`, it is the best that was found.
     """
     best, chosen = np.inf, dict[int, int]()
     bound = -np.inf
@@ -83,7 +88,7 @@ def optimal_labels(network: Network, patience: float = PATIENCE) -> tuple[dict[i
             bounds.sweep(a_little_more(best))
             consider(bounds.decode())
             bound = max(bound, bounds.bound)
-            if bound >= best - GAP * abs(best):
+            if bound >= min(enough, best - GAP * abs(best)):
                 return labels(), min(bound, best)
         before = network.size()
         for node, alive in bounds.alive.items():
