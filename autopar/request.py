@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar import huggingface
 from autopar.precision import Precision
+from autopar.profile import check_machine
 from autopar.runtime import named_arguments
 from passes.constrain import Constraints
 from passes.cost.cluster import Cluster, cluster_of_device, find_cluster
@@ -78,6 +79,9 @@ def make_request(model: nn.Module, mesh: MeshLike, example_inputs: ExampleInputs
     if options.optimizer not in OPTIMIZERS:
         raise InputError(f"optimizer is {options.optimizer!r}: its memory is known for {', '.join(OPTIMIZERS)}")
     cluster = _cluster(options.cluster, mesh)
+    cluster.check(shape)
+    if isinstance(mesh, DeviceMesh):
+        check_machine(cluster, mesh.device_type)
     limit = cluster.usable_memory if options.memory_limit is None else options.memory_limit
     if not isinstance(limit, (int, float)) or not limit > 0:
         raise InputError(f"memory_limit is {limit!r}: it must be a positive number of bytes per device")
