@@ -47,7 +47,7 @@ _MADE = {"zeros", "ones", "full", "empty", "rand", "randn"}
 
 @dataclass(frozen=True)
 class MicroBatches:
-    """The batch in `count` micro-batches.
+    """The batch in `count` micro-batches of `samples` each.
 
     `program` is that of one micro-batch. Its last inputs are the totals, which the outputs of `totals` (of one
     micro-batch too) sum to; None where there are none. `inputs` says how the others are cut: `S(dim)`, or `R` for
@@ -56,6 +56,7 @@ class MicroBatches:
     """
 
     count: int
+    samples: int
     program: Program
     totals: Program | None
     inputs: Mapping[str, Letter]
@@ -157,7 +158,8 @@ class _Cutter:
         inputs = tuple(replace(item, type=types[item.name]) for item in program.inputs)
         whole = replace(program, inputs=inputs, ops=tuple(self.ops), types=types)
         cut = without_unused(replace(whole, inputs=(*inputs, *totals)))
-        return MicroBatches(self.ways, cut, self._totals(whole), self.inputs, outputs, loss)
+        samples = batch_size(program) // self.ways
+        return MicroBatches(self.ways, samples, cut, self._totals(whole), self.inputs, outputs, loss)
 
     def _error(self, why: str) -> MicroBatchError:
         return MicroBatchError(
