@@ -4,7 +4,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import lcm, prod
 
-from autopar.runtime import CompiledProgram, Cut, MicroBatching, PlannedOutput
+from autopar.runtime import CompiledProgram, PlannedOutput
+from autopar.runtime.generated import Cut, MicroBatching
 from passes.ir.errors import MicroBatchError
 from passes.ir.layout import Layout, Letter, digits, is_dtensor
 from passes.ir.lowered import Lowered

@@ -50,6 +50,7 @@ from passes.ir.program import Folded, Input, Parameter, Program, TensorType, ref
 from passes.lower import Casts, lower
 from passes.micro_batches import MicroBatches, micro_batches
 from passes.normalize import normalize
+from passes.recompute import check_patterns, levels, recompute
 from passes.record import discovered_ops, find_decisions, idle_axes, layout_texts, record, whole_ops
 from passes.regions import fold
 from passes.rules import with_rules
@@ -125,6 +126,8 @@ def compile_model(model: nn.Module, request: Request, *, both_modes: bool = Fals
     demands = clock("constrain", lambda: constrain(runs, request.constraints, request.mesh))
     choose = _chooser(request, request.objective)
     first = planned(model, runs, demands, request, request.objective, clock, choose, micro)
+    if request.plan is None and request.recompute is not None:
+        check_patterns(first.folded.regions, request.recompute)
     programs = {request.objective: first}
     stored = first.lowered.parameters
     refused = ""
@@ -178,6 +181,8 @@ def planned(
         problem = clock("candidates", lambda: candidates(folded, demands, setting))
         solution = clock("solve", lambda: choose(folded, problem))
         lowered = clock("lower", lambda: lower(folded, problem, solution, mesh, Casts(master, precision.reduce)))
+        # Where the planner chooses what is computed again: nothing, so far.
+        lowered = recompute(lowered, levels(folded.regions, request.recompute or {}))
         seconds = walk(lowered, folded.flowing, cluster, mesh, Optimizer(states, master))
         if solution.bound == 0.0:
             solution = replace(solution, seconds=seconds.total, bound=seconds.total * (1 - _gap(request, name)))
@@ -288,7 +293,7 @@ def _compiled(lowered: Lowered, source: str, naming: Naming, request: Request) -
         program.constants,
         _used_parameters(program),
         program.changes,
-        "keep=False" in source,
+        "keep=False" in source or "recomputed(lambda" in source,
         any(item.trainable for item in sources),
     )
 
@@ -384,7 +389,12 @@ def _as_planned(request: Request, plan: Plan) -> Request:
             f"the plan has micro_batches={planned.micro_batches}, but {request.micro_batches} are asked for: leave it "
             "out, or plan anew"
         )
-    return replace(request, constraints=plan.constraints, micro_batches=planned.micro_batches)
+    again = {} if request.objective == "infer" else planned.stages[0].recompute
+    if request.recompute is not None and dict(request.recompute) != dict(again):
+        raise PlanMismatchError(
+            f"the plan says what is computed again, {dict(again)}: leave recompute out, or plan anew"
+        )
+    return replace(request, constraints=plan.constraints, micro_batches=planned.micro_batches, recompute=again)
 
 
 def refuse_meta(model: nn.Module) -> None:

@@ -88,7 +88,9 @@ class _Planner:
         constants = [item for program in compiled.programs.values() for item in program.constants.items()]
         values = {name: value for name, value in constants if isinstance(value, torch.Tensor)}
         self.values = {name: repr(value.tolist()) for name, value in values.items()}
-        self.request = replace(request, inputs=_with_shapes(request.inputs, {}, values), plan=None)
+        again = compiled.plan.programs[request.objective].stages[0].recompute
+        given = _with_shapes(request.inputs, {}, values)
+        self.request = replace(request, inputs=given, plan=None, recompute=again)
         self.traced: dict[str, list[Symbolic]] = {}
         self.varying: dict[str, set[tuple[str, int]]] = {}
         self.model: nn.Module | None = None

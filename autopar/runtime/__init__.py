@@ -13,10 +13,8 @@ from autopar.runtime.forms import (
 from autopar.runtime.generated import (
     CompiledProgram,
     Container,
-    Cut,
     Generated,
     LoadedProgram,
-    MicroBatching,
     OtherSizes,
     PlannedInput,
     PlannedOutput,
@@ -25,6 +23,7 @@ from autopar.runtime.generated import (
 )
 from autopar.runtime.inputs import named_arguments
 from autopar.runtime.module import DistributedModule
+from autopar.runtime.saving import recomputed
 from autopar.runtime.statistics import (
     split_batch_norm,
     split_group_norm,
@@ -41,12 +40,10 @@ __all__ = [
     "Axis",
     "CompiledProgram",
     "Container",
-    "Cut",
     "DistributedModule",
     "Generated",
     "I",
     "LoadedProgram",
-    "MicroBatching",
     "OtherSizes",
     "P",
     "PlannedInput",
@@ -61,6 +58,7 @@ __all__ = [
     "convert",
     "local",
     "named_arguments",
+    "recomputed",
     "reduce_scatter",
     "split_batch_norm",
     "split_cumsum",

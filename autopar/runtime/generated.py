@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import checkpoint
 
 from autopar.runtime.axis import Axis
 from autopar.runtime.random import Randomness
@@ -78,6 +79,14 @@ class Generated:
     def drawn(self, key: str, *axes: Axis) -> AbstractContextManager[None]:
         """Let the op called `key` draw random numbers within; they differ on the ranks of `axes`."""
         return self.random.drawn(key, axes, self.device)
+
+    def recomputed(self, copy: Region, *given: Tensor) -> object:
+        """What `copy` gives; the backward pass runs it again, on the same random numbers, instead of keeping what is in
+        it."""
+        result: object = checkpoint(
+            copy, *given, use_reentrant=False, preserve_rng_state=False, context_fn=self.random.contexts
+        )
+        return result
 
     def forward(self, *inputs: Tensor) -> tuple[object, ...]:
         """Run on local inputs, in the order of the plan; generated classes define it."""
