@@ -30,7 +30,9 @@ def record(
     decisions = {
         node.key: node.strategies[pick].methods for node, pick in zip(problem.nodes, solution.picks, strict=True)
     }
-    stage = Stage(decisions, tuple(_again(problem, solution)), tuple(_blocks(lowered.body, mesh)))
+    loops = [item for item in lowered.body.statements if isinstance(item, Loop)]
+    recompute = {loop.region.name: loop.recompute for loop in loops if loop.recompute != "none"}
+    stage = Stage(decisions, tuple(_again(problem, solution)), tuple(_blocks(lowered.body, mesh)), recompute)
     total = seconds.total
     return ProgramPlan(
         (stage,),
@@ -163,6 +165,7 @@ def _row(statement: Compute | Change, body: Body, mesh: Mesh, makers: dict[str, 
         tuple(format_layout(layout, mesh) for layout in statement.strategy.operands),
         tuple(format_layout(layout, mesh) for layout in statement.strategy.results),
         ", ".join(str(body.types[name]) for name in op.results),
+        statement.recomputed,
     )
 
 

@@ -67,12 +67,14 @@ class Stage:
     """A part of the program between two pipeline cuts.
 
     `decisions` are the methods of every node by its key; `again` the uses (op, operand) whose redistribution is made
-    again in the backward pass. That is all that replaying needs; `blocks` are for people.
+    again in the backward pass; `recompute` the level of each region that does not keep all that autograd needs. That is
+    all that replaying needs; `blocks` are for people.
     """
 
     decisions: Mapping[str, tuple[str, ...]]
     again: tuple[tuple[str, int], ...]
     blocks: tuple[Block, ...]
+    recompute: Mapping[str, str]
 
 
 @dataclass(frozen=True)
