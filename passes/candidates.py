@@ -12,7 +12,7 @@ from math import prod
 import torch
 
 from passes.cost.cluster import Cluster
-from passes.cost.price import op_seconds, runs_again, update_seconds
+from passes.cost.price import op_seconds, update_seconds
 from passes.ir.choices import Edge, Group, Memory, Node, Problem, Strategy
 from passes.ir.demands import Demand, Demands
 from passes.ir.errors import ConstraintError
@@ -20,6 +20,7 @@ from passes.ir.layout import I, Layout, Letter, R, S, Shape, digits, fits, is_dt
 from passes.ir.mesh import Mesh
 from passes.ir.program import Folded, Op, Region, dependents, references
 from passes.rules import find_rule
+from passes.rules.cheap import is_cheap, is_view
 from passes.rules.rule import Rule, Saved
 from passes.rules.strategies import Digit, Offer, Subject, named_choices, op_strategies, subject
 from passes.rules.strides import strided
@@ -96,6 +97,7 @@ class _Builder:
         self.digits, self.letters = self._travel()
         self.producers: dict[str, tuple[int, int]] = {}
         self.followed: dict[Demand, bool] = {}
+        self.handed_on = self._handed_on()
         self._inputs()
         self._fixed()
         self._ops()
@@ -107,6 +109,17 @@ class _Builder:
         for number, region in enumerate(self.folded.regions):
             counts[2 * number + 1] = region.count
         return Problem(self.nodes, self.edges, self.groups, self.blocks, counts, self.index)
+
+    def _handed_on(self) -> set[str]:
+        """What copies of regions give, and what that is a view of: were it not kept, the last copy would be made from
+        the first."""
+        found = {carry.next for region in self.folded.regions for carry in region.carries}
+        found |= {export.value for region in self.folded.regions for export in region.exports}
+        for placed in reversed(self.placed):
+            copies = placed.op.kind == "reshape" and placed.op.operands[0] in self.strided
+            if placed.region and found & set(placed.op.results) and is_view(placed.rule, copies):
+                found.update(placed.op.operands)
+        return found
 
     # --- what may be split where ---
 
@@ -245,13 +258,15 @@ class _Builder:
         else:
             digits = {size: found[position] for size, found in self.digits.items()}
             strategies = self._demand(about, op_strategies(about, digits, mesh, self.setting.offers.get(op.key)))
-        seconds, forwards, memory, kept = [], [], [], []
+        seconds, forwards, memory, kept, light = [], [], [], [], []
         for strategy in strategies:
             choices = named_choices(about, strategy.methods, mesh)
             assert choices is not None
             forward, backward = op_seconds(about, choices, strategy, cluster, mesh)
             seconds.append(placed.count * (forward + backward))
             forwards.append(placed.count * forward)
+            bodies = [placed.rule.bodies.get(choice.factor, "") for choice in choices] if placed.rule else []
+            light.append(op.results[0] not in self.handed_on and is_cheap(op, placed.rule, about.copies, bodies))
             results = sum(self._bytes(name, layout) for name, layout in zip(op.results, strategy.results, strict=True))
             operands = sum(
                 self._bytes(name, layout)
@@ -279,7 +294,7 @@ class _Builder:
                 tuple(kept),
                 tuple(placed.count * size for size in copies),
                 tuple(forwards),
-                runs_again(placed.rule, "selective"),
+                tuple(light),
             )
         )
         self.producers.update({name: (index, number) for number, name in enumerate(op.results)})

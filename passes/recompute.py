@@ -14,7 +14,7 @@ from passes.ir.errors import ConstraintError
 from passes.ir.lowered import Body, Change, Compute, Loop, Lowered
 from passes.ir.program import Region
 from passes.rules import find_rule
-from passes.rules.bodies import BODIES
+from passes.rules.cheap import is_cheap, is_view
 
 NONE, SELECTIVE, FULL = "none", "selective", "full"
 LEVELS = (NONE, SELECTIVE, FULL)
@@ -77,17 +77,8 @@ def _handed_on(body: Body) -> set[str]:
 
 
 def _is_view(item: Compute, body: Body) -> bool:
-    rule = find_rule(item.whole, body.types)
-    return rule is not None and not rule.moves and not item.copies
+    return is_view(find_rule(item.whole, body.types), item.copies)
 
 
 def _is_cheap(item: Compute, body: Body) -> bool:
-    """Whether an op takes little more than reading its operands and writing its result. A view takes nothing, and is of
-    what is kept or made again."""
-    if _is_view(item, body):
-        return False
-    rule = find_rule(item.whole, body.types)
-    sends = bool(item.body) and BODIES[item.body].communicates
-    calls = item.op.kind == "autograd_function"
-    alone = len(item.op.results) == 1 and bool(item.op.operands)
-    return rule is not None and not rule.multiplications and not sends and item.draws is None and not calls and alone
+    return is_cheap(item.whole, find_rule(item.whole, body.types), item.copies, [item.body])

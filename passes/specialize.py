@@ -201,4 +201,5 @@ def _only(node: Node, kept: Sequence[int]) -> Node:
         results=tuple(node.results[index] for index in kept) if node.results else (),
         copies=tuple(node.copies[index] for index in kept) if node.copies else (),
         forward=tuple(node.forward[index] for index in kept) if node.forward else (),
+        light=tuple(node.light[index] for index in kept) if node.light else (),
     )

@@ -104,9 +104,9 @@ def recompute_of(problem: Problem, regime: Regime, block: int) -> str:
 
 
 def node_place(problem: Problem, regime: Regime, node: Node) -> int:
-    """Where it lies what autograd keeps for an op."""
+    """Where it lies what autograd keeps for an op: where some strategies run again and others do not, it stays."""
     recompute = recompute_of(problem, regime, node.block)
-    again = node.kind == "op" and (recompute == "full" or (recompute == "selective" and node.light))
+    again = node.kind == "op" and (recompute == "full" or (recompute == "selective" and all(node.light)))
     return node.block + again * len(problem.blocks)
 
 

@@ -121,11 +121,3 @@ def update_seconds(size: float, states: int, cluster: Cluster) -> float:
     """Seconds for the optimizer to update `size` bytes of parameters: it reads their gradients, and reads and writes
     them and `states` tensors of the same size."""
     return size * (3 + 2 * states) / cluster.device.stream
-
-
-def runs_again(rule: Rule | None, recompute: str) -> bool:
-    """Whether an op with this rule runs again in the backward pass of a region: with "selective" those without
-    multiplications do, as their results are cheap to make and large to keep."""
-    if recompute == "selective":
-        return rule is not None and rule.multiplications == 0
-    return recompute == "full"

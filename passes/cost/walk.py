@@ -8,7 +8,7 @@ import torch
 
 from passes.cost.cluster import Cluster
 from passes.cost.communication import redistribution_seconds
-from passes.cost.price import op_seconds, runs_again, update_seconds
+from passes.cost.price import op_seconds, update_seconds
 from passes.cost.step import Part, Seconds, compose
 from passes.ir.choices import Strategy
 from passes.ir.layout import R, local_shape
@@ -43,20 +43,17 @@ def walk(
             shape = local_shape(parameter.type.shape, lowered.parameters[parameter.name], mesh)
             itemsize = (optimizer.dtype or parameter.type.dtype).itemsize
             update += update_seconds(prod(shape) * itemsize, optimizer.states, cluster)
-    parts = lowered_parts(lowered, flowing, cluster, mesh, regime)
+    parts = lowered_parts(lowered, flowing, cluster, mesh)
     return compose(parts, regime, regime.micro_batches * inputs, update)
 
 
-def lowered_parts(
-    lowered: Lowered, flowing: Set[str], cluster: Cluster, mesh: Mesh, regime: Regime = PLAIN
-) -> tuple[Part, ...]:
+def lowered_parts(lowered: Lowered, flowing: Set[str], cluster: Cluster, mesh: Mesh) -> tuple[Part, ...]:
     """Seconds of what stands before, in, between and after the regions of a lowered program."""
     parts = []
     outside = Part()
     for statement in lowered.body.statements:
         if isinstance(statement, Loop):
-            recompute = regime.of(statement.region.name)
-            parts += [outside, _loop(statement, flowing, cluster, mesh, recompute)]
+            parts += [outside, _loop(statement, flowing, cluster, mesh)]
             outside = Part()
         else:
             outside += _statement(statement, lowered.body, flowing, cluster, mesh, "none")
@@ -90,7 +87,7 @@ def _statement(
     choices = named_choices(about, statement.strategy.methods, mesh)
     assert choices is not None
     forward, backward = op_seconds(about, choices, statement.strategy, cluster, mesh)
-    again = forward if runs_again(rule, recompute) else 0.0
+    again = forward if recompute == "full" or (recompute == "selective" and statement.recomputed) else 0.0
     return Part(forward_compute=forward, backward_compute=backward, recompute=again)
 
 
@@ -105,8 +102,8 @@ def _change(statement: Change, cluster: Cluster, mesh: Mesh, recompute: str) -> 
     return Part(forward_communication=forward, backward_communication=backward + again)
 
 
-def _loop(loop: Loop, flowing: Set[str], cluster: Cluster, mesh: Mesh, recompute: str) -> Part:
-    count = loop.region.count
+def _loop(loop: Loop, flowing: Set[str], cluster: Cluster, mesh: Mesh) -> Part:
+    count, recompute = loop.region.count, loop.recompute
     total = Part(count)
     for statement in loop.body.statements:
         assert not isinstance(statement, Loop)

@@ -40,9 +40,9 @@ class Node:
 
     `key` names it in the plan; `kind` is "op", "parameter", "input", "buffer", "carry" or "output". `count` is how
     often it occurs in a micro-batch, `block` the place it stands in. `seconds` and `memory` are per strategy, for all
-    copies together; of an op's seconds `forward` are those of the forward pass. `light` says that it runs again where
-    recompute is selective. `saves_result` says that autograd keeps its result, of `results` bytes per strategy;
-    `copies` are the bytes of what else it keeps.
+    copies together; of an op's seconds `forward` are those of the forward pass. `light` says of each strategy whether
+    it runs again where recompute is selective. `saves_result` says that autograd keeps its result, of `results` bytes
+    per strategy; `copies` are the bytes of what else it keeps.
     """
 
     key: str
@@ -57,7 +57,7 @@ class Node:
     results: tuple[float, ...] = ()
     copies: tuple[float, ...] = ()
     forward: tuple[float, ...] = ()
-    light: bool = False
+    light: tuple[bool, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -146,8 +146,8 @@ def _seconds(problem: Problem, node: Node, regime: Regime) -> Floats:
 def _recompute(problem: Problem, node: Node, regime: Regime) -> Floats:
     """Seconds of the forward pass that run again in the backward pass of one micro-batch."""
     recompute = recompute_of(problem, regime, node.block)
-    if node.kind == "op" and (recompute == "full" or (recompute == "selective" and node.light)):
-        return np.array(node.forward)
+    if node.kind == "op" and recompute != "none":
+        return np.array(node.forward) * (np.array(node.light) if recompute == "selective" else 1.0)
     return np.zeros(len(node.strategies))
 
 

@@ -23,6 +23,7 @@ from passes.ir.program import Folded
 from passes.ir.regime import PLAIN, RECOMPUTE, Regime
 from passes.lower import Casts, lower
 from passes.normalize import normalize
+from passes.recompute import recompute
 from passes.regions import fold
 
 STATES = 2
@@ -39,7 +40,8 @@ class Planning:
 
     def lowered(self, solution: Solution) -> Lowered:
         """The program that a solution stands for."""
-        return lower(self.folded, self.problem, solution, self.mesh, Casts())
+        lowered = lower(self.folded, self.problem, solution, self.mesh, Casts())
+        return recompute(lowered, solution.regime.recompute)
 
     def seconds(self, solution: Solution) -> float:
         """The step time of a solution, from the program that it stands for."""
@@ -115,6 +117,7 @@ def _thinned(node: Node, kept: list[int]) -> Node:
         results=chosen(node.results),
         copies=chosen(node.copies),
         forward=chosen(node.forward),
+        light=chosen(node.light),
     )
 
 
@@ -188,8 +191,8 @@ class Steps(nn.Module):
 def random_regime(case: Planning, seed: int) -> Regime:
     """Some micro-batches, something to compute again of each region, and parameters that travel once or each time."""
     choose = random.Random(seed)
-    recompute = {region.name: choose.choice(RECOMPUTE) for region in case.folded.regions}
-    return Regime(choose.choice([1, 1, 2, 4]), recompute, choose.random() < 0.3, choose.random() < 0.3)
+    again = {region.name: choose.choice(RECOMPUTE) for region in case.folded.regions}
+    return Regime(choose.choice([1, 1, 2, 4]), again, choose.random() < 0.3, choose.random() < 0.3)
 
 
 def random_planning(seed: int, blocks: int = 0) -> Planning:
