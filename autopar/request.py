@@ -14,17 +14,20 @@ from autopar.profile import check_machine
 from autopar.runtime import named_arguments
 from passes.constrain import Constraints
 from passes.cost.cluster import Cluster, cluster_of_device, find_cluster
-from passes.ir.errors import InputError, MeshError
+from passes.ir.errors import InputError, MeshError, MicroBatchError
+from passes.ir.leaves import input_leaves
 from passes.ir.mesh import Mesh
 from passes.ir.plan import Plan
 
 OBJECTIVES = ("train", "infer")
+RECOMPUTE = ("none", "selective", "full")
 
 # How many tensors of a parameter's size each optimizer keeps for it.
 OPTIMIZERS = {"adam": 2, "adamw": 2, "lion": 1, "rmsprop": 1, "adagrad": 1, "sgd": 0, "sgd_momentum": 1}
 
 MeshLike = DeviceMesh | Mapping[str, int] | int
 ExampleInputs = Mapping[str, object] | tuple[object, ...]
+Recompute = str | Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -32,7 +35,8 @@ class Request:
     """Everything that a plan depends on besides the model.
 
     `inputs` are by name and hold the global batch, `assumed` are those that nobody gave; `memory_limit` is in bytes per
-    device. `discover` says that ops without a rule are run on shards to find one.
+    device. `discover` says that ops without a rule are run on shards to find one. `micro_batches` and `recompute` (by
+    pattern of regions) are None where the planner is to choose.
     """
 
     mesh: Mesh
@@ -47,6 +51,8 @@ class Request:
     signature: inspect.Signature
     plan: Plan | None
     discover: bool
+    micro_batches: int | None = None
+    recompute: Mapping[str, str] | None = None
 
     @property
     def optimizer_states(self) -> int:
@@ -66,6 +72,8 @@ class Options:
     constraints: Constraints | None = None
     plan: Plan | None = None
     discover: bool = False
+    micro_batches: int | None = None
+    recompute: Recompute | None = None
 
 
 def make_request(model: nn.Module, mesh: MeshLike, example_inputs: ExampleInputs | None, options: Options) -> Request:
@@ -106,7 +114,49 @@ def make_request(model: nn.Module, mesh: MeshLike, example_inputs: ExampleInputs
         signature,
         options.plan,
         options.discover or (options.plan is not None and bool(options.plan.discovered)),
+        _micro_batches(options, inputs),
+        _recompute(options),
     )
+
+
+def _micro_batches(options: Options, inputs: Mapping[str, object]) -> int | None:
+    """How many micro-batches are asked for.
+
+    Raises InputError for what is no number of them, MicroBatchError for one that does not divide the batch.
+    """
+    count = options.micro_batches
+    if count is None:
+        return None
+    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+        raise InputError(f"micro_batches is {count!r}: it must be a whole number of at least 1, or None")
+    if count > 1 and options.objective != "train":
+        raise InputError(f"micro_batches is {count}, but only training goes through micro-batches: leave it out")
+    leaves = [leaf for _, leaf in input_leaves(inputs) if isinstance(leaf, torch.Tensor) and leaf.dim()]
+    if leaves and leaves[0].shape[0] % count:
+        raise MicroBatchError(
+            f"a batch of {leaves[0].shape[0]} cannot be cut into {count} micro-batches: choose a number that divides it"
+        )
+    return count
+
+
+def _recompute(options: Options) -> Mapping[str, str] | None:
+    """What is computed again, by pattern of regions.
+
+    Raises InputError for what cannot be meant.
+    """
+    given = options.recompute
+    if given is None:
+        return None
+    if not isinstance(given, (str, Mapping)):
+        raise InputError(f"recompute is {given!r}: it must be one of {', '.join(RECOMPUTE)}, or these by region")
+    levels = {"*": given} if isinstance(given, str) else dict(given)
+    for pattern, level in levels.items():
+        if not isinstance(pattern, str) or level not in RECOMPUTE:
+            where = "" if isinstance(given, str) else f" for {pattern!r}"
+            raise InputError(f"recompute{where} is {level!r}: it must be one of {', '.join(RECOMPUTE)}")
+    if options.objective != "train" and any(level != "none" for level in levels.values()):
+        raise InputError("recompute is given, but only training keeps anything for a backward pass: leave it out")
+    return levels
 
 
 def read_mesh(mesh: MeshLike) -> Mesh:

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from passes.cost.memory import MemoryUse
-from passes.cost.walk import Seconds
+from passes.cost.step import Seconds
 from passes.ir.choices import Problem, Solution
 from passes.ir.layout import Layout, format_layout
 from passes.ir.lowered import Body, Change, Compute, Loop, Lowered
@@ -30,16 +30,19 @@ def record(
     decisions = {
         node.key: node.strategies[pick].methods for node, pick in zip(problem.nodes, solution.picks, strict=True)
     }
-    stage = Stage(decisions, tuple(_again(problem, solution)), tuple(_blocks(lowered.body, mesh)))
+    loops = [item for item in lowered.body.statements if isinstance(item, Loop)]
+    recompute = {loop.region.name: loop.recompute for loop in loops if loop.recompute != "none"}
+    stage = Stage(decisions, tuple(_again(problem, solution)), tuple(_blocks(lowered.body, mesh)), recompute)
     total = seconds.total
     return ProgramPlan(
         (stage,),
         "none",
         1,
-        {name.replace("_", " "): value for name, value in vars(seconds).items()},
+        seconds.spent(),
         dict(memory.kinds()),
         memory.moment,
         max(0.0, (solution.seconds - solution.bound) / total) if total else 0.0,
+        seconds.hidden_communication,
         seconds_on_one,
     )
 
@@ -162,6 +165,7 @@ def _row(statement: Compute | Change, body: Body, mesh: Mesh, makers: dict[str, 
         tuple(format_layout(layout, mesh) for layout in statement.strategy.operands),
         tuple(format_layout(layout, mesh) for layout in statement.strategy.results),
         ", ".join(str(body.types[name]) for name in op.results),
+        statement.recomputed,
     )
 
 

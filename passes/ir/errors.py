@@ -29,5 +29,9 @@ class MeshError(AutoparError):
     """The device mesh is not one that a plan can be made for."""
 
 
+class MicroBatchError(AutoparError):
+    """The batch cannot be cut into micro-batches: sizes do not divide, or samples do not stand for themselves."""
+
+
 class PlanMismatchError(AutoparError):
     """A plan belongs to another model, mesh or version, or the ranks hold different models."""

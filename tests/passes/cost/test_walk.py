@@ -12,8 +12,10 @@ from passes.capture import Tracing, capture
 from passes.constrain import constrain
 from passes.cost.cluster import CLUSTERS, Device
 from passes.cost.memory import memory_use, moments
-from passes.cost.walk import Optimizer, Seconds, walk
+from passes.cost.step import Seconds
+from passes.cost.walk import Optimizer, walk
 from passes.ir.choices import Solution
+from passes.ir.regime import Regime
 from passes.normalize import normalize
 from passes.regions import fold
 from tests.passes.helpers import mesh_of
@@ -77,14 +79,20 @@ def test_memory_of_a_step_on_one_device() -> None:
 def test_moments_of_a_step() -> None:
     """Blocks lose what they keep as backward goes from the last to the first, and their gradients come."""
     found = {moment.name: moment for moment in moments(("before", "layers", "after"), (1, 4, 1))}
-    assert found["backward of after begins"].kept == [1.0, 1.0, 1.0]
+    kept = {name: (moment.kept[:3], moment.kept[3:]) for name, moment in found.items()}
+    assert kept["backward of after begins"] == ([1.0, 1.0, 1.0], [0.0, 0.0, 1.0])
     assert found["backward of after begins"].gradients == [0.0, 0.0, 0.0]
-    assert found["backward of layers begins"].kept == [1.0, 1.0, 0.0]
+    assert kept["backward of layers begins"] == ([1.0, 1.0, 0.0], [0.0, 0.25, 0.0])
     assert found["backward of layers begins"].gradients == [0.0, 0.0, 1.0]
-    assert found["backward of layers ends"].kept == [1.0, 0.25, 0.0]
+    assert kept["backward of layers ends"] == ([1.0, 0.25, 0.0], [0.0, 0.25, 0.0])
     assert found["backward of layers ends"].gradients == [0.0, 1.0, 1.0]
-    assert found["optimizer step"].kept == [0.0, 0.0, 0.0]
+    assert kept["optimizer step"] == ([0.0, 0.0, 0.0], [0.0, 0.0, 0.0])
     assert found["optimizer step"].gradients == [1.0, 1.0, 1.0]
+
+
+def test_gradients_stay_from_one_micro_batch_to_the_next() -> None:
+    """With several micro-batches all gradients are there at every moment."""
+    assert all(moment.gradients == [1.0, 1.0] for moment in moments(("a", "b"), (1, 2), Regime(micro_batches=2)))
 
 
 class Stack(nn.Module):
@@ -138,7 +146,13 @@ def test_a_region_costs_as_its_copies_do(linear: str, carry: str, weight: str) -
         for case in (one, other)
     ]
     for name in Seconds.__dataclass_fields__:
-        assert getattr(costs[0], name) == pytest.approx(getattr(costs[1], name), rel=1e-12), name
+        if name not in ("exposed_gathers", "exposed_reductions", "hidden_communication"):
+            assert getattr(costs[0], name) == pytest.approx(getattr(costs[1], name), rel=1e-12), name
+    # Folded, the traffic of parameters is hidden by the copies before and behind; of no part more than of all.
+    traffic = [cost.exposed_gathers + cost.exposed_reductions + cost.hidden_communication for cost in costs]
+    assert traffic[0] == pytest.approx(traffic[1], rel=1e-12)
+    assert costs[1].hidden_communication == 0.0
+    assert 0.0 <= costs[0].hidden_communication <= 0.75 * traffic[0] * (1 + 1e-12)
     memories = [memory_use(case.problem, decided(case), STATES, MESH) for case in (one, other)]
     for name in ("parameters", "optimizer", "inputs", "outputs", "buffers"):
         assert getattr(memories[0], name) == pytest.approx(getattr(memories[1], name)), name
