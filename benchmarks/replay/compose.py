@@ -1,15 +1,18 @@
 """The seconds of a step from those of its blocks: recompute, parameter gathers, gradient reductions, pipeline."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from benchmarks.replay.parts import Part, Parts
 from benchmarks.replay.records import Parallel, Run
+from passes.cost import step
 from passes.cost.cluster import Cluster
 from passes.cost.communication import step_seconds
+from passes.cost.step import compose
 from passes.ir.layout import I, P, R, S
 from passes.ir.mesh import Mesh
 from passes.ir.redistribution import Step
+from passes.ir.regime import Regime
 
 # Bytes that Adam reads and writes per element: states and a master copy in float32 both ways, a gradient, and the
 # parameter in the precision that it is computed in.
@@ -18,7 +21,11 @@ UPDATE_BYTES = 2 * 12 + 4 + 2
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step by what they are spent on; `bubble` is what a pipeline waits."""
+    """Seconds of a step by what they are spent on.
+
+    `data` is what of parameter gathers and gradient reductions no computation hides, `bubble` what a pipeline waits and
+    sends from stage to stage.
+    """
 
     compute: float
     sends: float
@@ -46,12 +53,12 @@ class Axis:
         if ways == 1 or not elements:
             return 0.0
         whole, part = (int(elements),), (int(elements / ways),)
-        step = {
+        change = {
             "all_gather": Step(self.position, S(0), R, part, whole),
             "reduce_scatter": Step(self.position, P, S(0), whole, part),
             "all_reduce": Step(self.position, P, I, whole, whole),
         }[collective]
-        return step_seconds(step, itemsize, self.cluster, self.mesh)
+        return step_seconds(change, itemsize, self.cluster, self.mesh)
 
 
 def axes_of(parallel: Parallel, cluster: Cluster) -> tuple[Axis, Axis]:
@@ -64,28 +71,30 @@ def axes_of(parallel: Parallel, cluster: Cluster) -> tuple[Axis, Axis]:
 
 
 @dataclass(frozen=True)
-class _Passes:
-    """Seconds of a block's passes, its copies together."""
+class _Work:
+    """Seconds of one copy of a block in one micro-batch."""
 
     forward: float
     backward: float
-    sends: float
+    again: float
+    send_forward: float
+    send_backward: float
 
     @property
     def total(self) -> float:
-        return self.forward + self.backward + self.sends
+        """All of it."""
+        return self.forward + self.backward + self.again + self.send_forward + self.send_backward
 
 
-def _passes(part: Part, recompute: str) -> _Passes:
+def _work(part: Part, recompute: str) -> _Work:
     again, send_again = 0.0, 0.0
     if recompute == "full":
         again, send_again = part.forward, part.send_forward
     elif recompute == "selective":
         again = part.core
     elif recompute == "ops":
-        again = part.products / 2 + part.rest
-        send_again = part.send_forward / 2
-    return _Passes(part.forward, part.backward + again, part.send_forward + part.send_backward + send_again)
+        again, send_again = part.products / 2 + part.rest, part.send_forward / 2
+    return _Work(part.forward, part.backward, again, part.send_forward, part.send_backward + send_again)
 
 
 def stage_layers(layers: int, stages: int) -> list[int]:
@@ -98,56 +107,103 @@ def stage_layers(layers: int, stages: int) -> list[int]:
     return [each + (1 if 0 < stage <= more or (stage == 0 and more == stages) else 0) for stage in range(stages)]
 
 
+@dataclass(frozen=True)
+class Stage:
+    """What one stage of a pipeline holds: blocks and how often each stands there. One stage alone holds everything."""
+
+    blocks: tuple[tuple[Part, str, int], ...]
+
+    def seconds(self) -> float:
+        """Seconds of one micro-batch."""
+        return sum(count * _work(part, recompute).total for part, recompute, count in self.blocks)
+
+    def parameters(self) -> float:
+        """Elements of the parameters on one rank."""
+        return sum(count * part.parameters for part, _, count in self.blocks)
+
+
+def stages_of(run: Run, parts: Parts, alone: bool) -> list[Stage]:
+    """The stages of a run. With `alone` there are layers only, no embedding and no head."""
+    layers = stage_layers(run.dimensions.layers, run.parallel.pipeline)
+    found = []
+    for number, count in enumerate(layers):
+        blocks = [(parts.layer, run.recompute, count)]
+        if number == 0 and not alone:
+            blocks.insert(0, (parts.before, "none", 1))
+        if number == len(layers) - 1 and not alone:
+            blocks.append((parts.after, "none", 1))
+        found.append(Stage(tuple(blocks)))
+    return found
+
+
 def step_time(run: Run, parts: Parts, cluster: Cluster, alone: bool) -> StepTime:
-    """The seconds of a step of `run`. With `alone` there are layers only, no embedding and no head."""
-    parallel = run.parallel
-    layers = stage_layers(run.dimensions.layers, parallel.pipeline)
-    nothing = Part()
-    before, after = (nothing, nothing) if alone else (parts.before, parts.after)
-    layer, first, last = (
-        _passes(parts.layer, run.recompute),
-        _passes(before, "none"),
-        _passes(after, "none"),
+    """The seconds of a step of `run`: those of its slowest stage by `passes.cost.step`, and what a pipeline adds."""
+    stages = stages_of(run, parts, alone)
+    longest = max(stages, key=Stage.seconds)
+    traffic = not alone and not run.frozen
+    hidden = run.software.overlaps or run.parallel.zero == 3
+    blocks = [_block(run, *block, cluster, traffic) for block in longest.blocks]
+    regime = Regime(
+        micro_batches=run.micro_batches, gather_once=run.parallel.zero < 3, reduce_once=run.parallel.zero < 2
     )
-    stages = [
-        (count * layer.total)
-        + (first.total if number == 0 else 0.0)
-        + (last.total if number == len(layers) - 1 else 0.0)
-        for number, count in enumerate(layers)
-    ]
-    longest = max(range(len(stages)), key=lambda number: stages[number])
-    micro = run.micro_batches
-    sends = (
-        layers[longest] * layer.sends
-        + (first.sends if longest == 0 else 0.0)
-        + (last.sends if longest == len(layers) - 1 else 0.0)
+    update = 0.0 if alone or run.frozen else max(stage.parameters() for stage in stages) * UPDATE_BYTES
+    update /= max(1, run.parallel.shards) * cluster.device.stream
+    seconds = compose([block if hidden else _without_traffic(block) for block in blocks], regime, 0.0, update)
+    data = seconds.exposed_gathers + seconds.exposed_reductions
+    if not hidden:
+        data += sum(block.gather + block.reduce for block in blocks)
+    return StepTime(
+        seconds.forward_compute + seconds.backward_compute + seconds.recompute,
+        seconds.forward_communication + seconds.backward_communication,
+        data,
+        _bubble(run, stages, longest, parts) + _hops(run, cluster),
+        seconds.optimizer,
     )
-    bubble = _bubble(run, stages, longest, parts, layers) + _hops(run, cluster)
-    data, optimizer = 0.0, 0.0
-    if not alone:
-        data = max(_data_seconds(run, parts, stage, count, cluster) for stage, count in _ends(layers))
-        optimizer = max(_update_seconds(run, parts, stage, count, cluster) for stage, count in _ends(layers))
-    return StepTime(micro * (stages[longest] - sends), micro * sends, data, bubble, optimizer)
 
 
-def _ends(layers: Sequence[int]) -> list[tuple[int, int]]:
-    """The first, a middle and the last stage, with their layers; a stage says where it is by -1, 0 or 1, 2 for all."""
-    if len(layers) == 1:
-        return [(2, layers[0])]
-    return [(-1, layers[0]), (0, layers[len(layers) // 2]), (1, layers[-1])]
+def _without_traffic(block: step.Part) -> step.Part:
+    return replace(block, gather=0.0, gather_again=0.0, reduce=0.0)
 
 
-def _bubble(run: Run, stages: Sequence[float], longest: int, parts: Parts, layers: Sequence[int]) -> float:
-    """What a pipeline waits besides the work of its longest stage, by its schedule."""
+def _block(run: Run, part: Part, recompute: str, count: int, cluster: Cluster, traffic: bool) -> step.Part:
+    """A block as `passes.cost.step` composes it, with the traffic of its parameters."""
+    work = _work(part, recompute)
+    gather, reduce = _traffic(run, part, cluster) if traffic else (0.0, 0.0)
+    once = step.Part(
+        count,
+        work.forward,
+        work.backward,
+        work.send_forward,
+        work.send_backward,
+        work.again,
+        gather,
+        gather,
+        reduce,
+    )
+    return once * count
+
+
+def _traffic(run: Run, part: Part, cluster: Cluster) -> tuple[float, float]:
+    """Seconds to gather the parameters of a block, and to reduce their gradients."""
+    parallel, software = run.parallel, run.software
+    inner, outer = axes_of(parallel, cluster)
+    if parallel.zero == 0:
+        return 0.0, outer.seconds("all_reduce", part.parameters, software.reduced_bytes)
+    gather = inner.seconds("all_gather", part.parameters, software.gathered_bytes)
+    reduce = inner.seconds("reduce_scatter", part.parameters, software.reduced_bytes)
+    return gather, reduce + outer.seconds("all_reduce", part.parameters / parallel.shards, software.reduced_bytes)
+
+
+def _bubble(run: Run, stages: Sequence[Stage], longest: Stage, parts: Parts) -> float:
+    """What a pipeline waits besides the work of its slowest stage, by its schedule."""
     if len(stages) == 1:
         return 0.0
     schedule = run.parallel.schedule
-    others = sum(stages) - stages[longest]
     if schedule.startswith("ZB"):
-        # Backward passes of weights fill the wait; half of a backward pass is theirs. ZB-2p leaves none.
-        one = layers[longest] * (parts.layer.forward + parts.layer.send_forward)
-        return 0.0 if "2p" in schedule else (len(stages) - 1) * one
-    return others / run.parallel.chunks
+        # Backward passes of weights, about half of each backward pass, fill the wait; ZB-2p leaves none (Qi et al. 2024).
+        layer = next(block for block in longest.blocks if block[0] is parts.layer)
+        return 0.0 if "2p" in schedule else (len(stages) - 1) * layer[2] * (layer[0].forward + layer[0].send_forward)
+    return (sum(stage.seconds() for stage in stages) - longest.seconds()) / run.parallel.chunks
 
 
 def _hops(run: Run, cluster: Cluster) -> float:
@@ -160,58 +216,3 @@ def _hops(run: Run, cluster: Cluster) -> float:
     mesh = Mesh(("pipeline", "inner"), (parallel.pipeline, parallel.data * parallel.context * parallel.tensor))
     link = cluster.link(mesh, 0)
     return 2 * run.micro_batches * parallel.chunks * (link.latency + size / link.bandwidth)
-
-
-def _stage_parameters(parts: Parts, stage: int, layers: int) -> float:
-    ends = (parts.before.parameters if stage in (-1, 2) else 0.0) + (parts.after.parameters if stage in (1, 2) else 0.0)
-    return layers * parts.layer.parameters + ends
-
-
-def _data_seconds(run: Run, parts: Parts, stage: int, layers: int, cluster: Cluster) -> float:
-    """Seconds of parameter gathers and gradient reductions that no computation hides."""
-    parallel, software = run.parallel, run.software
-    if parallel.data * parallel.context == 1 or run.frozen:
-        return 0.0
-    inner, outer = axes_of(parallel, cluster)
-    blocks = [(parts.layer, layers)]
-    blocks += [(parts.before, 1)] if stage in (-1, 2) else []
-    blocks += [(parts.after, 1)] if stage in (1, 2) else []
-    total = 0.0
-    # Only the last micro-batch's backward pass can hide what is reduced once a step.
-    per_micro_batch = run.micro_batches if parallel.zero >= 2 else 1
-    for part, count in blocks:
-        passes = _passes(part, run.recompute if part is parts.layer else "none")
-        gather = inner.seconds("all_gather", part.parameters, software.gathered_bytes)
-        if parallel.zero == 0:
-            reduce = outer.seconds("all_reduce", part.parameters, software.reduced_bytes)
-        else:
-            reduce = inner.seconds("reduce_scatter", part.parameters, software.reduced_bytes)
-            reduce += outer.seconds("all_reduce", part.parameters / inner.mesh.sizes[1], software.reduced_bytes)
-        if parallel.zero == 3:
-            forward = exposed(gather, passes.forward)
-            backward = exposed(gather + reduce, passes.backward)
-        elif software.overlaps:
-            forward = exposed(gather, passes.forward) if parallel.zero else 0.0
-            backward = exposed(reduce, passes.backward)
-        else:
-            forward, backward = gather if parallel.zero else 0.0, reduce
-        total += count * per_micro_batch * (forward + backward)
-    if parallel.zero == 3:
-        total += run.micro_batches * inner.seconds("all_gather", parts.before.parameters, software.gathered_bytes)
-    return total
-
-
-def _update_seconds(run: Run, parts: Parts, stage: int, layers: int, cluster: Cluster) -> float:
-    if run.frozen:
-        return 0.0
-    elements = _stage_parameters(parts, stage, layers) / max(1, run.parallel.shards)
-    return elements * UPDATE_BYTES / cluster.device.bandwidth
-
-
-CONTENTION = 0.0
-
-
-def exposed(sent: float, computed: float) -> float:
-    """Seconds that `sent` seconds of communication add to `computed` seconds of computation at the same time: what
-    is longer, and what the two take from each other (multiprocessors and memory)."""
-    return max(0.0, sent - computed) + CONTENTION * min(sent, computed)

@@ -19,7 +19,17 @@ from passes.rules.rule import Saved
 
 # Ops whose results are not computed again: they cost too much, or draw.
 _ANCHORS = frozenset(
-    ("linear", "addmm", "matmul", "bmm", "scaled_dot_product_attention", "softmax", "layer_norm", "dropout", "embedding")
+    (
+        "linear",
+        "addmm",
+        "matmul",
+        "bmm",
+        "scaled_dot_product_attention",
+        "softmax",
+        "layer_norm",
+        "dropout",
+        "embedding",
+    )
 )
 _VIEWS = frozenset(("reshape", "view", "transpose", "permute", "slice", "select", "split", "unsqueeze", "squeeze"))
 _MASK_BYTES = 1
@@ -130,7 +140,8 @@ class _Block:
         return [
             item
             for item in rule.saved
-            if not item.needed_by or any(slot < len(op.operands) and self.flows(op.operands[slot]) for slot in item.needed_by)
+            if not item.needed_by
+            or any(slot < len(op.operands) and self.flows(op.operands[slot]) for slot in item.needed_by)
         ]
 
     def _cut(self, wanted: set[str], held: set[str]) -> float:

@@ -100,9 +100,7 @@ def _body(body: Body, forced: Forced, cluster: Cluster, fused: Mapping[str, Fuse
     return total
 
 
-def _compute(
-    statement: Compute, body: Body, forced: Forced, cluster: Cluster, fused: Mapping[str, Fused]
-) -> Part:
+def _compute(statement: Compute, body: Body, forced: Forced, cluster: Cluster, fused: Mapping[str, Fused]) -> Part:
     op = statement.whole
     types = {name: body.types[name] for name in (*op.operands, *op.results)}
     flows = {name for name in types if name.partition("~")[0] in forced.folded.flowing}
