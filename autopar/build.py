@@ -4,7 +4,6 @@ import logging
 import os
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from hashlib import sha256
@@ -18,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar import huggingface
 from autopar.batches import batching
+from autopar.clock import Clock
 from autopar.discover import rules_for
 from autopar.fingerprint import structure_fingerprint
 from autopar.request import Request
@@ -33,6 +33,7 @@ from autopar.runtime import (
 from autopar.runtime.generated import place
 from autopar.runtime.inputs import constant_text
 from autopar.runtime.state import from_local, local_part
+from autopar.search import Search
 from passes.candidates import Setting, candidates
 from passes.capture import CPU, Tracing, capture
 from passes.constrain import constrain, stored_as
@@ -47,10 +48,11 @@ from passes.ir.leaves import Inputs, input_leaves
 from passes.ir.lowered import Lowered
 from passes.ir.plan import InputPlan, ParameterPlan, Plan, PrecisionPlan, ProgramPlan
 from passes.ir.program import Folded, Input, Parameter, Program, TensorType, references
+from passes.ir.regime import Regime
 from passes.lower import Casts, lower
 from passes.micro_batches import MicroBatches, micro_batches
 from passes.normalize import normalize
-from passes.recompute import check_patterns, levels, recompute
+from passes.recompute import levels, recompute
 from passes.record import discovered_ops, find_decisions, idle_axes, layout_texts, record, whole_ops
 from passes.regions import fold
 from passes.rules import with_rules
@@ -91,19 +93,6 @@ class Planned:
     totals: "Planned | None" = None
 
 
-class Clock:
-    """Seconds spent in each pass."""
-
-    def __init__(self) -> None:
-        self.times: dict[str, float] = {}
-
-    def __call__(self, name: str, run: Callable[[], T]) -> T:
-        start = time.perf_counter()
-        result = run()
-        self.times[name] = self.times.get(name, 0.0) + time.perf_counter() - start
-        return result
-
-
 def compile_model(model: nn.Module, request: Request, *, both_modes: bool = False) -> Compiled:
     """Plan `model` and generate its source. With `both_modes` a model that does something else in evaluation than in
     training gets a second program for it.
@@ -119,15 +108,15 @@ def compile_model(model: nn.Module, request: Request, *, both_modes: bool = Fals
     training = request.objective == "train"
     program = clock("capture", lambda: capture(model, request.inputs, tracing(model, request, request.objective)))
     program = clock("normalize", lambda: normalize(program))
-    # Where the planner chooses how many micro-batches there are: one, so far.
-    count = request.micro_batches or 1
-    micro = clock("micro-batches", lambda: micro_batches(program, count)) if count > 1 else None
-    runs = program if micro is None else micro.program
-    demands = clock("constrain", lambda: constrain(runs, request.constraints, request.mesh))
-    choose = _chooser(request, request.objective)
-    first = planned(model, runs, demands, request, request.objective, clock, choose, micro)
-    if request.plan is None and request.recompute is not None:
-        check_patterns(first.folded.regions, request.recompute)
+    if given is None:
+        request, first = _searched(model, program, request, clock)
+    else:
+        count = request.micro_batches or 1
+        micro = clock("micro-batches", lambda: micro_batches(program, count)) if count > 1 else None
+        runs = program if micro is None else micro.program
+        demands = clock("constrain", lambda: constrain(runs, request.constraints, request.mesh))
+        choose = _chooser(request, request.objective)
+        first = planned(model, runs, demands, request, request.objective, clock, choose, micro)
     programs = {request.objective: first}
     stored = first.lowered.parameters
     refused = ""
@@ -147,6 +136,22 @@ def compile_model(model: nn.Module, request: Request, *, both_modes: bool = Fals
     sources = {name: item.source for name, item in programs.items()}
     decisions = {name: item.decided for name, item in programs.items()}
     return Compiled(plan, sources, stored, clock.times, torch.initial_seed(), decisions, refused)
+
+
+def _searched(model: nn.Module, program: Program, request: Request, clock: Clock) -> tuple[Request, Planned]:
+    """The best plan, and the request with the mesh that it is for."""
+    with with_rules(clock("discover", lambda: rules_for(program)) if request.discover else {}):
+        search = Search(program, request, _master(model, request), clock)
+        found = search.best()
+    request = replace(request, mesh=found.mesh)
+
+    def choose(folded: Folded, problem: Problem) -> Solution:
+        return found.solution
+
+    part, name = found.part, request.objective
+    ready = (part.folded, found.problem)
+    result = planned(model, part.program, found.demands, request, name, clock, choose, part.micro, ready)
+    return request, replace(result, record=replace(result.record, whole_batch=search.refused))
 
 
 def tracing(model: nn.Module, request: Request, name: str, device: torch.device = CPU) -> Tracing:
@@ -169,21 +174,24 @@ def planned(
     clock: Clock,
     choose: Callable[[Folded, Problem], Solution],
     micro: MicroBatches | None = None,
+    ready: tuple[Folded, Problem] | None = None,
 ) -> Planned:
     """One program through the passes from regions to emit; `choose` is the one between candidates and lower. With
-    `micro` it is that of one micro-batch."""
+    `micro` it is that of one micro-batch. What the passes before `choose` give may be `ready`."""
     with with_rules(clock("discover", lambda: rules_for(program)) if request.discover else {}):
         mesh, cluster, precision = request.mesh, request.cluster, request.precision
         states = request.optimizer_states
-        master = precision.master or (None if precision.compute is None else _stored_dtype(model))
-        folded = clock("regions", lambda: fold(program, demands.label))
-        setting = Setting(mesh, cluster, states, master, precision.reduce)
-        problem = clock("candidates", lambda: candidates(folded, demands, setting))
+        master = _master(model, request)
+        if ready is None:
+            folded = clock("regions", lambda: fold(program, demands.label))
+            setting = Setting(mesh, cluster, states, master, precision.reduce)
+            problem = clock("candidates", lambda: candidates(folded, demands, setting))
+        else:
+            folded, problem = ready
         solution = clock("solve", lambda: choose(folded, problem))
         lowered = clock("lower", lambda: lower(folded, problem, solution, mesh, Casts(master, precision.reduce)))
-        # Where the planner chooses what is computed again: nothing, so far.
-        lowered = recompute(lowered, levels(folded.regions, request.recompute or {}))
-        seconds = walk(lowered, folded.flowing, cluster, mesh, Optimizer(states, master))
+        lowered = recompute(lowered, solution.regime.recompute)
+        seconds = walk(lowered, folded, cluster, mesh, Optimizer(states, master), solution.regime)
         if solution.bound == 0.0:
             solution = replace(solution, seconds=seconds.total, bound=seconds.total * (1 - _gap(request, name)))
         memory = memory_use(problem, solution, states, mesh)
@@ -197,7 +205,8 @@ def planned(
         title = f"{type(model).__name__} on {mesh}, for {'training' if name == 'train' else 'inference'}."
         naming = Naming(type(model).__name__, title)
         source = clock("emit", lambda: emit(lowered, mesh, naming))
-        plan = record(folded, problem, solution, lowered, seconds, memory, mesh, seconds_on_one(folded, cluster))
+        on_one = solution.regime.micro_batches * seconds_on_one(folded, cluster)
+        plan = record(folded, problem, solution, lowered, seconds, memory, mesh, on_one)
         compiled = _compiled(lowered, source, naming, request)
         decisions = decided(folded, problem, solution)
         found = Planned(folded, lowered, plan, compiled, decisions, whole_ops(folded), discovered_ops(folded))
@@ -219,7 +228,7 @@ def _in_micro_batches(
         micro, found.lowered, found.source.outputs, None if totals is None else totals.source, request.mesh
     )
     source = replace(found.source, outputs=outputs, micro_batches=batch)
-    return replace(found, source=source, record=replace(found.record, micro_batches=micro.count), totals=totals)
+    return replace(found, source=source, totals=totals)
 
 
 def totals_name(name: str) -> str:
@@ -241,8 +250,9 @@ def _chooser(
         if request.plan is None or name not in request.plan.programs:
             if given is not None:
                 return solve_held(folded, problem, given, request, limits)
-            return solve(problem, request.cluster, request.mesh, limits)
-        found = find_decisions(problem, request.plan.programs[name].stages[0])
+            regime = Regime(recompute=levels(folded.regions, request.recompute or {}))
+            return solve(problem, request.cluster, request.mesh, limits, regime)
+        found = find_decisions(problem, request.plan.programs[name])
         if isinstance(found, str):
             raise PlanMismatchError(f"the plan does not fit the model as it is traced now: it differs at {found!r}")
         return found
@@ -258,6 +268,12 @@ def solve_held(
     solution = solve(held, request.cluster, request.mesh, limits)
     picks = tuple(node.strategies.index(solution.strategy(held, index)) for index, node in enumerate(problem.nodes))
     return replace(solution, picks=picks)
+
+
+def _master(model: nn.Module, request: Request) -> torch.dtype | None:
+    """What parameters are stored in; None for what they are computed with."""
+    precision = request.precision
+    return precision.master or (None if precision.compute is None else _stored_dtype(model))
 
 
 def _stored_dtype(model: nn.Module) -> torch.dtype | None:

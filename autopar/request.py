@@ -25,7 +25,7 @@ RECOMPUTE = ("none", "selective", "full")
 # How many tensors of a parameter's size each optimizer keeps for it.
 OPTIMIZERS = {"adam": 2, "adamw": 2, "lion": 1, "rmsprop": 1, "adagrad": 1, "sgd": 0, "sgd_momentum": 1}
 
-MeshLike = DeviceMesh | Mapping[str, int] | int
+MeshLike = DeviceMesh | Mapping[str, int] | int | Cluster
 ExampleInputs = Mapping[str, object] | tuple[object, ...]
 Recompute = str | Mapping[str, str]
 
@@ -34,7 +34,8 @@ Recompute = str | Mapping[str, str]
 class Request:
     """Everything that a plan depends on besides the model.
 
-    `inputs` are by name and hold the global batch, `assumed` are those that nobody gave; `memory_limit` is in bytes per
+    With `any_shape` the shape of the mesh is still to be found, and `mesh` says how many devices there are. `inputs`
+    are by name and hold the global batch, `assumed` are those that nobody gave; `memory_limit` is in bytes per
     device. `discover` says that ops without a rule are run on shards to find one. `micro_batches` and `recompute` (by
     pattern of regions) are None where the planner is to choose.
     """
@@ -53,6 +54,7 @@ class Request:
     discover: bool
     micro_batches: int | None = None
     recompute: Mapping[str, str] | None = None
+    any_shape: bool = False
 
     @property
     def optimizer_states(self) -> int:
@@ -82,11 +84,14 @@ def make_request(model: nn.Module, mesh: MeshLike, example_inputs: ExampleInputs
     Raises MeshError and InputError for what cannot be meant.
     """
     shape = read_mesh(mesh)
+    if options.plan is not None and isinstance(mesh, (int, Cluster)):
+        shape = Mesh(tuple(options.plan.mesh), tuple(options.plan.mesh.values()))
     if options.objective not in OBJECTIVES:
         raise InputError(f"objective is {options.objective!r}: it must be 'train' or 'infer'")
     if options.optimizer not in OPTIMIZERS:
         raise InputError(f"optimizer is {options.optimizer!r}: its memory is known for {', '.join(OPTIMIZERS)}")
     cluster = _cluster(options.cluster, mesh)
+    cluster.check(shape)
     cluster.check(shape)
     if isinstance(mesh, DeviceMesh):
         check_machine(cluster, mesh.device_type)
@@ -116,6 +121,7 @@ def make_request(model: nn.Module, mesh: MeshLike, example_inputs: ExampleInputs
         options.discover or (options.plan is not None and bool(options.plan.discovered)),
         _micro_batches(options, inputs),
         _recompute(options),
+        isinstance(mesh, (int, Cluster)) and options.plan is None,
     )
 
 
@@ -160,9 +166,9 @@ def _recompute(options: Options) -> Mapping[str, str] | None:
 
 
 def read_mesh(mesh: MeshLike) -> Mesh:
-    """A mesh in the passes' words.
+    """A mesh in the passes' words; a number of devices as one axis.
 
-    Raises MeshError for one without names, an int, or anything else.
+    Raises MeshError for one without names, or anything else.
     """
     if isinstance(mesh, DeviceMesh):
         names = mesh.mesh_dim_names
@@ -173,14 +179,23 @@ def read_mesh(mesh: MeshLike) -> Mesh:
         return Mesh(tuple(names), tuple(mesh.shape))
     if isinstance(mesh, Mapping):
         return Mesh(tuple(mesh), tuple(mesh.values()))
-    if isinstance(mesh, int) and not isinstance(mesh, bool):
-        raise MeshError(
-            f"the mesh is the number {mesh}: its shape cannot be searched yet, give one such as {{'dp': {mesh}}}"
-        )
-    raise MeshError(f"the mesh is {mesh!r}: give a DeviceMesh with named axes, or a dict such as {{'dp': 8, 'tp': 8}}")
+    if isinstance(mesh, Cluster):
+        if mesh.devices is None:
+            raise MeshError(f"the cluster {mesh.name!r} does not say how many devices it has: set Cluster(devices=...)")
+        return Mesh(("devices",), (mesh.devices,))
+    if isinstance(mesh, int) and not isinstance(mesh, bool) and mesh > 0:
+        return Mesh(("devices",), (mesh,))
+    raise MeshError(
+        f"the mesh is {mesh!r}: give a DeviceMesh with named axes, a dict such as {{'dp': 8, 'tp': 8}}, or a number of "
+        "devices whose best shape is to be found"
+    )
 
 
 def _cluster(cluster: Cluster | str | None, mesh: MeshLike) -> Cluster:
+    if isinstance(mesh, Cluster):
+        if cluster is not None:
+            raise MeshError("the mesh is a cluster already: leave out cluster=")
+        return mesh
     if isinstance(cluster, Cluster):
         return cluster
     if isinstance(cluster, str):

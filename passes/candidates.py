@@ -12,8 +12,8 @@ from math import prod
 import torch
 
 from passes.cost.cluster import Cluster
-from passes.cost.price import op_seconds, update_seconds
-from passes.ir.choices import Edge, Group, Memory, Node, Problem, Strategy
+from passes.cost.price import cover, op_seconds, update_seconds
+from passes.ir.choices import Cover, Edge, Group, Memory, Node, Problem, Strategy
 from passes.ir.demands import Demand, Demands
 from passes.ir.errors import ConstraintError
 from passes.ir.layout import I, Layout, Letter, R, S, Shape, digits, fits, is_dtensor, local_shape
@@ -106,9 +106,12 @@ class _Builder:
         self._connect()
         self._outputs()
         counts = [1] * len(self.blocks)
+        covers = [Cover()] * len(self.blocks)
+        mesh, cluster = self.setting.mesh, self.setting.cluster
         for number, region in enumerate(self.folded.regions):
             counts[2 * number + 1] = region.count
-        return Problem(self.nodes, self.edges, self.groups, self.blocks, counts, self.index)
+            covers[2 * number + 1] = cover(region.ops, self.types, self.flowing, cluster, mesh.size, region.count)
+        return Problem(self.nodes, self.edges, self.groups, self.blocks, counts, self.index, covers)
 
     def _handed_on(self) -> set[str]:
         """What copies of regions give, and what that is a view of: were it not kept, the last copy would be made from

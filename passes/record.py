@@ -10,6 +10,7 @@ from passes.ir.lowered import Body, Change, Compute, Loop, Lowered
 from passes.ir.mesh import Mesh
 from passes.ir.plan import Block, ProgramPlan, Row, Stage
 from passes.ir.program import Folded, dependents
+from passes.ir.regime import Regime
 from passes.rules import find_rule, written_rule
 
 
@@ -37,7 +38,9 @@ def record(
     return ProgramPlan(
         (stage,),
         "none",
-        1,
+        solution.regime.micro_batches,
+        solution.regime.gather_once,
+        solution.regime.reduce_once,
         seconds.spent(),
         dict(memory.kinds()),
         memory.moment,
@@ -47,8 +50,10 @@ def record(
     )
 
 
-def find_decisions(problem: Problem, stage: Stage) -> Solution | str:
-    """The solution that a stage of a plan stands for, or the first key for which the problem or the plan has none."""
+def find_decisions(problem: Problem, plan: ProgramPlan) -> Solution | str:
+    """The solution that a plan of one program stands for, or the first key for which the problem or the plan has
+    none."""
+    (stage,) = plan.stages
     picks = []
     for node in problem.nodes:
         wanted = stage.decisions.get(node.key)
@@ -63,7 +68,8 @@ def find_decisions(problem: Problem, stage: Stage) -> Solution | str:
     missing = [use for use in stage.again if use not in uses]
     if missing:
         return missing[0][0]
-    return Solution(tuple(picks), find_again(problem, picks, stage.again), 0.0, 0.0)
+    regime = Regime(plan.micro_batches, stage.recompute, plan.gather_once, plan.reduce_once)
+    return Solution(tuple(picks), find_again(problem, picks, stage.again), 0.0, 0.0, regime)
 
 
 def find_again(

@@ -86,6 +86,7 @@ class _Solver:
 
     def solution(self) -> Solution:
         """The best choice; raises _BeatenError where nothing is faster than the cutoff."""
+        self._refuse_if_hopeless()
         dual = Dual(len(self.moments), len(self.arrays.overlaps), 0.0)
         first = self._at(dual.start())
         if self._is_proven():
@@ -146,23 +147,50 @@ class _Solver:
     def _at(self, weights: Weights) -> Found:
         """The best choice at these prices, and the bound on any that fits."""
         found = priced(self.arrays, self.problem, self.bytes, self.moments, weights)
-        paid = sum(weights.bytes) * self.limits.memory
-        enough = self.cutoff + paid + ties(found)
+        paid = self._paid(weights)
+        hidden = self._hidden(weights.excess)
+        enough = self.cutoff + paid + hidden + ties(found)
         picks, least = optimum(found, QUICK if any(weights.bytes) else PATIENCE, enough)
-        bound = least - ties(found) - paid
+        bound = least - ties(found) - paid - hidden
         again = made_again(self.arrays, self.bytes, picks, self.moments, weights)
         self._consider(picks, again)
         self._raise_bound(bound)
-        hidden = [self.arrays.excess(overlap, picks, again) for overlap in self.arrays.overlaps]
-        excess = [overlap.weight * size for overlap, size in zip(self.arrays.overlaps, hidden, strict=True)]
+        beyond = [self.arrays.excess(overlap, picks, again) for overlap in self.arrays.overlaps]
+        excess = [overlap.weight * size for overlap, size in zip(self.arrays.overlaps, beyond, strict=True)]
         seconds = self.arrays.value(picks, again) - sum(max(0.0, size) for size in excess)
         return Found(tuple(picks), again, seconds, self._over(picks, again), excess, bound, weights)
+
+    def _paid(self, weights: Weights) -> float:
+        """What all bytes of the limit cost."""
+        return sum(weights.bytes) * self.limits.memory if any(weights.bytes) else 0.0
+
+    def _hidden(self, parts: Sequence[float]) -> float:
+        """What computation takes off the traffic of which `parts` count."""
+        pairs = zip(parts, self.arrays.overlaps, strict=True)
+        return sum(part * overlap.weight * overlap.cover for part, overlap in pairs)
 
     def _over(self, picks: Sequence[int], again: frozenset[tuple[int, Layout]]) -> list[float]:
         """Bytes over the limit at every moment, transient ones left out."""
         solution = Solution(tuple(picks), again, 0.0, 0.0, self.regime)
         uses = (memory_use(self.problem, solution, self.limits.optimizer_states, self.mesh, [m]) for m in self.moments)
         return [use.peak - use.transient - self.limits.memory for use in uses]
+
+    def _refuse_if_hopeless(self) -> None:
+        """Raise if what nodes and kept tensors take at least, each by itself, does not fit."""
+        for moment in self.moments:
+            least = 0.0
+            for node, size in zip(self.problem.nodes, self.bytes.nodes, strict=True):
+                least += float(size.there(moment, node.block).min())
+            for group, places in zip(self.arrays.groups, self.bytes.groups, strict=True):
+                if any(edge.saved for edge in group.edges):
+                    source = moment.kept[places.source] * float(group.source_bytes.min())
+                    least += min(source, moment.kept[places.target] * float(group.target_bytes.min()))
+            if least > self.limits.memory:
+                raise InfeasibleError(
+                    f"no plan fits the memory limit of {_gib(self.limits.memory)} per device: at least "
+                    f"{_gib(least)} are there at one moment ({moment.name})",
+                    least - self.limits.memory,
+                )
 
     def _refuse_if_impossible(self, name: str) -> None:
         """Raise if even the choice of least memory at a moment does not fit."""
@@ -180,7 +208,8 @@ class _Solver:
         missing = use.peak - self.limits.memory
         return InfeasibleError(
             f"no plan fits the memory limit of {_gib(self.limits.memory)} per device: {_gib(missing)} are "
-            f"missing ({use.moment}: {terms}); more devices, a smaller batch or shorter sequences would help"
+            f"missing ({use.moment}: {terms})",
+            missing,
         )
 
     # --- the integer program ---
@@ -213,8 +242,7 @@ class _Solver:
                     return self._told()
                 raise InfeasibleError(
                     f"in {PATIENCE:.0f} s no plan was found that fits the memory limit of "
-                    f"{_gib(self.limits.memory)} per device, though one may exist: raise the limit, take more "
-                    "devices, or a smaller batch"
+                    f"{_gib(self.limits.memory)} per device, though one may exist: raise the limit"
                 ) from None
             if limit == self.limits.memory:
                 # What is left out of the program costs no less than the best that was known.
@@ -272,7 +300,7 @@ class _Solver:
             for column, target in enumerate(item.targets):
                 if values[item.columns[row, column]] > 0.5:
                     again.add((item.group, group.targets[target]))
-        return self._consider(chosen, frozenset(again)), bound - ties(plain)
+        return self._consider(chosen, frozenset(again)), bound - ties(plain) - self._hidden(parts)
 
     def _again(self, parts: Sequence[float]) -> list[np.ndarray]:
         """What making a redistribution of each group again costs where `parts` of the excesses count."""
@@ -296,7 +324,7 @@ class _Solver:
         relaxed = network_of(found)
         eliminate(relaxed, fixed)
         bounds = Bounds(relaxed)
-        threshold = self.best.seconds + sum(weights.bytes) * self.limits.memory + ties(found)
+        threshold = self.best.seconds + self._paid(weights) + self._hidden(weights.excess) + ties(found)
         for _ in range(2 * SWEEPS):
             bounds.sweep(a_little_more(threshold))
         for node, flags in bounds.alive.items():
@@ -313,17 +341,16 @@ class _Solver:
 
     def _fixed(self, hinges: Sequence[int]) -> frozenset[int]:
         """Nodes whose strategy decides about what stays in memory, or about what is hidden."""
+        limited = self.limits.memory != float("inf")
         fixed = {
             node
             for node, size in enumerate(self.bytes.nodes)
-            if size.held.any() or size.gradient.any() or size.kept.any()
+            if limited and (size.held.any() or size.gradient.any() or size.kept.any())
         }
         overlaps = [self.arrays.overlaps[hinge] for hinge in hinges]
-        for overlap in overlaps:
-            fixed.update(node for node, cover in overlap.cover.items() if np.ptp(cover) > 0)
         for group in self.arrays.groups:
-            edges = [edge for edge in group.edges if edge.saved]
-            if group.held.any() or any(overlap.traffic(group) is not None for overlap in overlaps):
+            edges = [edge for edge in group.edges if edge.saved and limited]
+            if (limited and group.held.any()) or any(overlap.traffic(group) is not None for overlap in overlaps):
                 edges = list(group.edges)
             if edges:
                 fixed.add(group.producer)

@@ -1,17 +1,20 @@
 """What an op costs under a strategy. The planner's arrays and the walk over a lowered program both ask here."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Set
 
 from passes.cost.cluster import Cluster
 from passes.cost.communication import step_seconds
 from passes.cost.compute import Work, compute_seconds
 from passes.cost.fusion import Fused
-from passes.ir.choices import Strategy
-from passes.ir.layout import Layout, local_shape
+from passes.ir.choices import Cover, Strategy
+from passes.ir.layout import Layout, R, local_shape
 from passes.ir.mesh import Mesh
+from passes.ir.program import Op, TensorType
+from passes.rules import find_rule
 from passes.rules.bodies import BODIES, Body, Inside
-from passes.rules.rule import Choice, Role, Rule
-from passes.rules.strategies import Subject
+from passes.rules.cheap import is_cheap
+from passes.rules.rule import Choice, Role, Rule, replicated
+from passes.rules.strategies import Subject, subject
 
 
 def op_seconds(
@@ -90,6 +93,7 @@ def _saved(subject: Subject, reads: Sequence[float], writes: Sequence[float], fu
 
 
 _PLAIN = Body()
+_ONE = Mesh(("one",), (1,))
 _ATTENTION = frozenset({"scaled_dot_product_attention"})
 # Ops that read no more of their first operand than they write.
 _LOOKUPS = frozenset({"embedding", "index", "index_select", "gather"})
@@ -115,6 +119,27 @@ def _inside(subject: Subject, rule: Rule, axis: int, choice: Choice, strategy: S
     )
     dim, reach = strategy.operands[0][axis].dim, rule.factors[choice.factor].reach
     return Inside(axis, mesh.sizes[axis], shapes, rows, dim, reach)
+
+
+def seconds_alone(op: Op, types: Mapping[str, TensorType], flowing: Set[str], cluster: Cluster) -> tuple[float, float]:
+    """Seconds that one device takes for a whole op, forward and backward."""
+    about = subject(op, find_rule(op, types), types, flowing, set(), set())
+    choice = replicated(len(op.operands), len(op.results), R)
+    strategy = Strategy((choice.name,), ((R,),) * len(op.operands), ((R,),) * len(op.results))
+    return op_seconds(about, (choice,), strategy, cluster, _ONE)
+
+
+def cover(
+    ops: Sequence[Op], types: Mapping[str, TensorType], flowing: Set[str], cluster: Cluster, devices: int, count: int
+) -> Cover:
+    """What `count` copies of a region of `ops` compute where nothing is computed twice: the part of one device."""
+    forward = backward = light = 0.0
+    for op in ops:
+        own, back = seconds_alone(op, types, flowing, cluster)
+        forward, backward = forward + own, backward + back
+        light += own if is_cheap(op, find_rule(op, types), False, ()) else 0.0
+    part = count / devices
+    return Cover(part * forward, part * backward, part * light)
 
 
 def update_seconds(size: float, states: int, cluster: Cluster) -> float:

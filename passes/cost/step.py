@@ -3,7 +3,8 @@
 While one copy of a region computes, the parameters of the next one are gathered, and in the backward pass the gradients
 of the one before are reduced (prefetch, as FSDP does it: Zhao et al. 2023, section 3.3). Of n copies the traffic of one
 is never covered: the first gather has nothing before it, the last reduction nothing behind it. Only computation covers;
-collectives between ops of the region do not, as they may use the same link.
+collectives between ops of the region do not, as they may use the same link. What covers is taken to be what a device
+computes where nothing is computed twice, so that it is no choice: a plan cannot hide traffic by computing more.
 """
 
 from collections.abc import Sequence
@@ -18,7 +19,8 @@ class Part:
 
     `gather` is what parameters take to come together in the forward pass, `gather_again` what they take for it in the
     backward pass, `reduce` the reductions of their gradients. `recompute` is what is computed of the forward pass again
-    in the backward pass; collectives that run again count as communication of the backward pass.
+    in the backward pass; collectives that run again count as communication of the backward pass. `cover` and
+    `cover_again` are the computation that hides traffic, forward and backward.
     """
 
     count: int = 1
@@ -30,6 +32,8 @@ class Part:
     gather: float = 0.0
     gather_again: float = 0.0
     reduce: float = 0.0
+    cover: float = 0.0
+    cover_again: float = 0.0
 
     def __add__(self, other: "Part") -> "Part":
         return Part(self.count, *(getattr(self, name) + getattr(other, name) for name in _SUMMED))
@@ -84,13 +88,12 @@ def compose(parts: Sequence[Part], regime: Regime, inputs: float, optimizer: flo
     gathers = reductions = traffic = 0.0
     for part in parts:
         again = 0.0 if regime.gather_once else part.gather_again
-        backward_cover = part.backward_compute + part.recompute
         gather = 0.0 if regime.gather_once else part.gather
-        gathers += exposed(part.gather, part.forward_compute, part.count)
-        gathers += (times - 1) * exposed(gather, part.forward_compute, part.count)
+        gathers += exposed(part.gather, part.cover, part.count)
+        gathers += (times - 1) * exposed(gather, part.cover, part.count)
         between = 0.0 if regime.reduce_once else part.reduce
-        reductions += exposed(again + part.reduce, backward_cover, part.count)
-        reductions += (times - 1) * exposed(again + between, backward_cover, part.count)
+        reductions += exposed(again + part.reduce, part.cover_again, part.count)
+        reductions += (times - 1) * exposed(again + between, part.cover_again, part.count)
         traffic += part.gather + (times - 1) * gather + times * again + part.reduce + (times - 1) * between
     return Seconds(
         times * sum(part.forward_compute for part in parts),

@@ -8,16 +8,14 @@ import torch
 
 from passes.cost.cluster import Cluster
 from passes.cost.communication import redistribution_seconds
-from passes.cost.price import op_seconds, update_seconds
+from passes.cost.price import cover, op_seconds, seconds_alone, update_seconds
 from passes.cost.step import Part, Seconds, compose
-from passes.ir.choices import Strategy
-from passes.ir.layout import R, local_shape
+from passes.ir.layout import local_shape
 from passes.ir.lowered import Body, Change, Compute, Loop, Lowered
 from passes.ir.mesh import Mesh
 from passes.ir.program import Folded, Region
 from passes.ir.regime import PLAIN, Regime
 from passes.rules import find_rule
-from passes.rules.rule import replicated
 from passes.rules.strategies import named_choices, subject
 
 
@@ -30,9 +28,9 @@ class Optimizer:
 
 
 def walk(
-    lowered: Lowered, flowing: Set[str], cluster: Cluster, mesh: Mesh, optimizer: Optimizer, regime: Regime = PLAIN
+    lowered: Lowered, folded: Folded, cluster: Cluster, mesh: Mesh, optimizer: Optimizer, regime: Regime = PLAIN
 ) -> Seconds:
-    """Seconds of one step of which `lowered` is a micro-batch; gradients flow through the values `flowing`."""
+    """Seconds of one step of which `lowered` is a micro-batch; `folded` is what was lowered."""
     inputs = update = 0.0
     for item in lowered.program.inputs:
         size = prod(local_shape(item.type.shape, lowered.inputs[item.name], mesh)) * item.type.dtype.itemsize
@@ -43,34 +41,30 @@ def walk(
             shape = local_shape(parameter.type.shape, lowered.parameters[parameter.name], mesh)
             itemsize = (optimizer.dtype or parameter.type.dtype).itemsize
             update += update_seconds(prod(shape) * itemsize, optimizer.states, cluster)
-    parts = lowered_parts(lowered, flowing, cluster, mesh)
+    parts = lowered_parts(lowered, folded, cluster, mesh)
     return compose(parts, regime, regime.micro_batches * inputs, update)
 
 
-def lowered_parts(lowered: Lowered, flowing: Set[str], cluster: Cluster, mesh: Mesh) -> tuple[Part, ...]:
+def lowered_parts(lowered: Lowered, folded: Folded, cluster: Cluster, mesh: Mesh) -> tuple[Part, ...]:
     """Seconds of what stands before, in, between and after the regions of a lowered program."""
     parts = []
     outside = Part()
     for statement in lowered.body.statements:
         if isinstance(statement, Loop):
-            parts += [outside, _loop(statement, flowing, cluster, mesh)]
+            parts += [outside, _loop(statement, folded, cluster, mesh)]
             outside = Part()
         else:
-            outside += _statement(statement, lowered.body, flowing, cluster, mesh, "none")
+            outside += _statement(statement, lowered.body, folded.flowing, cluster, mesh, "none")
     return (*parts, outside)
 
 
 def seconds_on_one(folded: Folded, cluster: Cluster) -> float:
     """Seconds of computation, forward and backward, that one device would take for all of a step."""
-    one = Mesh(("one",), (1,))
     total = 0.0
     for item in folded.items:
         ops, count = (item.ops, item.count) if isinstance(item, Region) else ((item,), 1)
         for op in ops:
-            about = subject(op, find_rule(op, folded.types), folded.types, folded.flowing, set(), set())
-            choice = replicated(len(op.operands), len(op.results), R)
-            strategy = Strategy((choice.name,), ((R,),) * len(op.operands), ((R,),) * len(op.results))
-            total += count * sum(op_seconds(about, (choice,), strategy, cluster, one))
+            total += count * sum(seconds_alone(op, folded.types, folded.flowing, cluster))
     return total
 
 
@@ -102,12 +96,13 @@ def _change(statement: Change, cluster: Cluster, mesh: Mesh, recompute: str) -> 
     return Part(forward_communication=forward, backward_communication=backward + again)
 
 
-def _loop(loop: Loop, flowing: Set[str], cluster: Cluster, mesh: Mesh) -> Part:
+def _loop(loop: Loop, folded: Folded, cluster: Cluster, mesh: Mesh) -> Part:
     count, recompute = loop.region.count, loop.recompute
-    total = Part(count)
+    ideal = cover(loop.region.ops, folded.types, folded.flowing, cluster, mesh.size, count)
+    total = Part(count, cover=ideal.forward, cover_again=ideal.again(recompute))
     for statement in loop.body.statements:
         assert not isinstance(statement, Loop)
-        total += _statement(statement, loop.body, flowing, cluster, mesh, recompute) * count
+        total += _statement(statement, loop.body, folded.flowing, cluster, mesh, recompute) * count
     for change in loop.between:
         if change is not None:
             total += _change(change, cluster, mesh, "none") * (count - 1)

@@ -97,9 +97,23 @@ class Group:
 
 
 @dataclass(frozen=True)
+class Cover:
+    """Seconds that a device computes for all copies of a region in one micro-batch, where nothing is computed twice:
+    forward, backward, and of the forward pass what runs again where recompute is selective."""
+
+    forward: float = 0.0
+    backward: float = 0.0
+    light: float = 0.0
+
+    def again(self, recompute: str) -> float:
+        """The backward pass with what it computes again of the forward pass."""
+        return self.backward + {"none": 0.0, "selective": self.light, "full": self.forward}[recompute]
+
+
+@dataclass(frozen=True)
 class Problem:
-    """All nodes, and the edges between them in groups. `blocks` names the places of nodes, each `counts` times there;
-    `index` finds a node by its key."""
+    """All nodes, and the edges between them in groups. `blocks` names the places of nodes, each `counts` times there,
+    and `covers` what computation of each hides traffic; `index` finds a node by its key."""
 
     nodes: Sequence[Node]
     edges: Sequence[Edge]
@@ -107,6 +121,7 @@ class Problem:
     blocks: Sequence[str]
     counts: Sequence[int]
     index: Mapping[str, int]
+    covers: Sequence[Cover]
 
 
 @dataclass(frozen=True)

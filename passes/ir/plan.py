@@ -79,23 +79,27 @@ class Stage:
 
 @dataclass(frozen=True)
 class ProgramPlan:
-    """One mode of the model: its stages, how they take turns, and into how many micro-batches the batch is cut.
+    """One mode of the model: its stages, how they take turns, and into how many micro-batches the batch is cut;
+    whether parameters are gathered and gradients reduced once for all of them.
 
     `seconds` is the predicted step time by what it is spent on, `memory` the predicted bytes per device by kind at the
     peak, which is at `peak_moment`. `gap` is how much shorter the step could be at most, relative to it.
     `hidden` are seconds of communication that run while others compute. `seconds_on_one` is what one device would
-    compute for, all by itself.
+    compute for, all by itself. `whole_batch` is why the batch may not be cut, where that was asked.
     """
 
     stages: tuple[Stage, ...]
     schedule: str
     micro_batches: int
+    gather_once: bool
+    reduce_once: bool
     seconds: Mapping[str, float]
     memory: Mapping[str, float]
     peak_moment: str
     gap: float
     hidden: float
     seconds_on_one: float
+    whole_batch: str = ""
 
     @property
     def compute_share(self) -> float:

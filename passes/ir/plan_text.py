@@ -74,7 +74,13 @@ def _program(name: str, program: ProgramPlan, plan: Plan) -> list[str]:
         f"  {held}",
     ]
     if program.micro_batches > 1:
-        lines.append(f"  {program.micro_batches} micro-batches, of each of which all figures are")
+        gathered = "once" if program.gather_once else "for each"
+        reduced = "once" if program.reduce_once else "after each"
+        lines.append(
+            f"  {program.micro_batches} micro-batches; parameters gathered {gathered}, gradients reduced {reduced}"
+        )
+    elif program.whole_batch:
+        lines.append(f"  one micro-batch: {program.whole_batch}")
     many = len(program.stages) > 1
     for number, stage in enumerate(program.stages):
         if many:

@@ -1,7 +1,7 @@
 """The planning problem as arrays: own costs of nodes, matrices of what redistributions cost, and what is hidden behind
 what."""
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
 import numpy as np
@@ -54,13 +54,13 @@ class Overlap:
     """Computation of a block that hides the traffic of its parameters in one pass: what it costs in a step is `weight`
     times what the one exceeds the other by.
 
-    `cover[n]` are the seconds that each strategy of node n computes. `gather`, `again` and `reduce` say what the
-    traffic is, `forced` that gathers are made again whatever is kept.
+    `cover` are the seconds of computation. `gather`, `again` and `reduce` say what the traffic is, `forced` that
+    gathers are made again whatever is kept.
     """
 
     block: int
     weight: float
-    cover: Mapping[int, Floats]
+    cover: float
     gather: bool
     again: bool
     reduce: bool
@@ -112,7 +112,7 @@ class Arrays:
 
     def excess(self, overlap: Overlap, picks: Sequence[int], again: Set[tuple[int, Layout]] = frozenset()) -> float:
         """Seconds by which the traffic of `overlap` exceeds the computation; below zero where it does not."""
-        total = -sum(float(costs[picks[node]]) for node, costs in overlap.cover.items())
+        total = -overlap.cover
         for group in self.groups:
             traffic = overlap.traffic(group)
             if traffic is not None:
@@ -159,15 +159,11 @@ def _overlaps(problem: Problem, regime: Regime, groups: Sequence[GroupArrays]) -
         traffic = [group for group in groups if group.group.parameter and group.group.block == block]
         if count == 1 or not any(group.gather.any() or group.reduce.any() for group in traffic):
             continue
-        ops = {index: node for index, node in enumerate(problem.nodes) if node.kind == "op" and node.block == block}
-        forward = {index: np.array(node.forward) for index, node in ops.items()}
-        backward = {
-            index: np.array(node.seconds) - np.array(node.forward) + _recompute(problem, node, regime)
-            for index, node in ops.items()
-        }
+        recompute = recompute_of(problem, regime, block)
+        forward, backward = problem.covers[block].forward, problem.covers[block].again(recompute)
         part = (count - 1) / count
         again = not regime.gather_once
-        forced = again and recompute_of(problem, regime, block) == "full"
+        forced = again and recompute == "full"
         gathers = 1 if regime.gather_once else times
         found.append(Overlap(block, part * gathers, forward, True, False, False, False))
         reductions = 1 if regime.reduce_once else times

@@ -90,7 +90,7 @@ class Weights:
 
 def priced(arrays: Arrays, problem: Problem, sizes: Bytes, moments: Sequence[Moment], weights: Weights) -> Arrays:
     """The problem of the weighted sum of the step time, the bytes at all moments (but for transient ones) and the
-    excesses, which as such are taken away.
+    traffic of parameters that its part of is not hidden. What hides it is no choice, and left out.
 
     For each tensor that would be kept after a redistribution the cheaper of keeping it and making it again is taken.
     """
@@ -120,9 +120,6 @@ def priced(arrays: Arrays, problem: Problem, sizes: Bytes, moments: Sequence[Mom
             needed = source if len(keeping.edges) == 1 else 0.0
             kept = np.where(group.same, source, np.minimum(target, needed + again))
             keeping_groups.append(replace(keeping, seconds=kept))
-    for overlap, part in zip(arrays.overlaps, weights.excess, strict=True):
-        for number, cover in overlap.cover.items():
-            costs[number] = costs[number] - part * overlap.weight * cover
     return replace(arrays, costs=costs, groups=[*groups, *keeping_groups], overlaps=())
 
 
@@ -197,6 +194,8 @@ def limit_memory(
     network, model = program.network, program.model
     # The solver takes rows to be met within a millionth: bytes are counted in thousandths of the limit.
     unit = limit / 1000
+    if limit == float("inf"):
+        moments, unit = [], 1.0
     rows: list[list[Part]] = [[] for _ in moments]
     excess: dict[int, list[Part]] = {hinge: [] for hinge in hinges}
     transient = model.add_columns(np.zeros(len(problem.blocks)))
@@ -208,12 +207,8 @@ def limit_memory(
         block = problem.nodes[node].block
         for row, moment in zip(rows, moments, strict=True):
             row.append((labels.columns, size.there(moment, block)[strategies] / unit))
-        for hinge, parts in excess.items():
-            cover = arrays.overlaps[hinge].cover.get(node)
-            if cover is not None:
-                parts.append((labels.columns, -cover[strategies] * program.scale))
         needs = size.transient[strategies] / unit
-        if needs.any():
+        if moments and needs.any():
             count = len(needs)
             model.add_rows(
                 1,
@@ -226,7 +221,7 @@ def limit_memory(
     again = []
     for number, (group, places) in enumerate(zip(arrays.groups, sizes.groups, strict=True)):
         _held_and_hidden(program, arrays, group, rows, excess, unit)
-        keeping = keepers(group)
+        keeping = keepers(group) if moments else None
         if keeping is not None:
             item = _keep_group(program, number, keeping, places, moments, rows, unit)
             again.append(item)
@@ -244,11 +239,11 @@ def limit_memory(
     for hinge, parts in excess.items():
         overlap = arrays.overlaps[hinge]
         paid = model.add_columns(np.array([overlap.weight]))
-        # Nodes that are not in the program compute equally long whatever they choose.
-        constant = sum(float(cover[0]) for node, cover in overlap.cover.items() if node not in program.labels)
         columns = np.concatenate([paid, *(columns for columns, _ in parts)])
         values = np.concatenate([[-1.0], *(values for _, values in parts)])
-        model.add_rows(1, np.zeros(len(columns), dtype=np.int64), columns, values, -np.inf, constant * program.scale)
+        model.add_rows(
+            1, np.zeros(len(columns), dtype=np.int64), columns, values, -np.inf, overlap.cover * program.scale
+        )
     return again
 
 
@@ -262,7 +257,7 @@ def _held_and_hidden(
 ) -> None:
     """What lies there all the time because of a redistribution of a parameter, and what traffic it makes."""
     traffics = {hinge: arrays.overlaps[hinge].traffic(group) for hinge in excess}
-    if not group.held.any() and all(traffic is None for traffic in traffics.values()):
+    if not (rows and group.held.any()) and all(traffic is None for traffic in traffics.values()):
         return
     network = program.network
     made = group.made[network.labels[group.producer][program.labels[group.producer].kept]]
@@ -270,7 +265,7 @@ def _held_and_hidden(
         wanted = edge.wanted[network.labels[edge.consumer][program.labels[edge.consumer].kept]]
         flows, sources, targets = program.flows(group.producer, made, edge.consumer, wanted)
         here = np.ix_(sources, targets)
-        if group.held.any():
+        if rows and group.held.any():
             for row in rows:
                 row.append((flows.ravel(), (group.held[here] / unit).ravel()))
         for hinge, traffic in traffics.items():

@@ -47,7 +47,7 @@ class Planning:
         """The step time of a solution, from the program that it stands for."""
         lowered = self.lowered(solution)
         regime = solution.regime
-        return walk(lowered, self.folded.flowing, self.cluster, self.mesh, Optimizer(STATES), regime).total
+        return walk(lowered, self.folded, self.cluster, self.mesh, Optimizer(STATES), regime).total
 
     def peak(self, solution: Solution) -> float:
         """The memory of a solution."""

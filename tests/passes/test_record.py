@@ -19,7 +19,7 @@ from tests.passes.planning import STATES, Planning, planning, random_planning
 def _stage(case: Planning, solution: Solution) -> Stage:
     """The recorded stage of a solution."""
     lowered = case.lowered(solution)
-    seconds = walk(lowered, case.folded.flowing, case.cluster, case.mesh, Optimizer(STATES))
+    seconds = walk(lowered, case.folded, case.cluster, case.mesh, Optimizer(STATES))
     memory = memory_use(case.problem, solution, STATES, case.mesh)
     plan = record(case.folded, case.problem, solution, lowered, seconds, memory, case.mesh, 1.0)
     assert sum(plan.seconds.values()) == pytest.approx(seconds.total)

@@ -50,7 +50,7 @@ def whole(case: Planning) -> Solution:
 def test_a_step_on_one_device_adds_up() -> None:
     """Compute, reading the batch, and the optimizer, by hand."""
     case = planning(Model(), {"x": torch.ones(32, 64)}, MESH, CLUSTER)
-    seconds = walk(case.lowered(whole(case)), case.folded.flowing, CLUSTER, MESH, Optimizer(2))
+    seconds = walk(case.lowered(whole(case)), case.folded, CLUSTER, MESH, Optimizer(2))
     x, weight, y = 32 * 64 * 4, 128 * 64 * 4, 32 * 128 * 4
     flops = 2 * 32 * 64 * 128
     linear = 1e-6 + max(flops / 0.5e12, (x + weight + y) / 1e11)
@@ -141,10 +141,7 @@ def test_a_region_costs_as_its_copies_do(linear: str, carry: str, weight: str) -
     one, other = planning(Stack(4), {"x": x}, MESH, CLUSTER), _unfolded(Stack(4), x)
     assert len(one.folded.regions) == 1
     assert not other.folded.regions
-    costs = [
-        walk(case.lowered(decided(case)), case.folded.flowing, CLUSTER, MESH, Optimizer(STATES))
-        for case in (one, other)
-    ]
+    costs = [walk(case.lowered(decided(case)), case.folded, CLUSTER, MESH, Optimizer(STATES)) for case in (one, other)]
     for name in Seconds.__dataclass_fields__:
         if name not in ("exposed_gathers", "exposed_reductions", "hidden_communication"):
             assert getattr(costs[0], name) == pytest.approx(getattr(costs[1], name), rel=1e-12), name
@@ -169,9 +166,7 @@ def test_recomputing_costs_its_forward_once_more() -> None:
     picks[case.problem.index["x"]] = names[case.problem.index["x"]].index("S(0)")
     (redone,) = case.changed_and_kept(tuple(picks))
     kept, again = (Solution(tuple(picks), frozenset(made), 0.0, 0.0) for made in ((), (redone,)))
-    costs = [
-        walk(case.lowered(choice), case.folded.flowing, CLUSTER, MESH, Optimizer(STATES)) for choice in (kept, again)
-    ]
+    costs = [walk(case.lowered(choice), case.folded, CLUSTER, MESH, Optimizer(STATES)) for choice in (kept, again)]
     assert costs[1].backward_communication - costs[0].backward_communication == pytest.approx(
         costs[0].forward_communication
     )
