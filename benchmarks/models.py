@@ -39,13 +39,14 @@ class Dimensions:
 class Family:
     """A stock class as the replay needs it: how to demand Megatron's splits of it.
 
-    `gated` says that the MLP has three products. `rows` are the ops whose weights are split by rows, `norm` the module
-    at the beginning of a block, `scores` the op of attention where it is one.
+    `gated` says that the MLP has three products. `rows` are the ops whose weights are split by rows, `layer` the module
+    of a layer, `norm` the one at its beginning, `scores` the op of attention where it is one.
     """
 
     name: str
     gated: bool
     rows: tuple[str, ...]
+    layer: str
     norm: str
     scores: str
 
@@ -56,11 +57,12 @@ GPT = Family(
     "gpt2",
     gated=False,
     rows=("*.attn.c_proj/addmm", "*.mlp.c_proj/addmm"),
+    layer="transformer.h.[0-9]",
     norm="*.ln_1",
     scores="*.attn/scaled_dot_product_attention",
 )
 LLAMA, MISTRAL, QWEN2, QWEN3 = (
-    Family(name, True, _LLAMA_ROWS, "*.input_layernorm", _LLAMA_SCORES)
+    Family(name, True, _LLAMA_ROWS, "model.layers.[0-9]", "*.input_layernorm", _LLAMA_SCORES)
     for name in ("llama", "mistral", "qwen2", "qwen3")
 )
 

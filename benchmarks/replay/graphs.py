@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from functools import cache
 
 import torch
@@ -77,17 +78,22 @@ def demands_of(graph: Graph, split: Split) -> Mapping[str, Mapping[str, Mapping[
     """The run's splits in the words of constraints: weights by columns, then by rows, and between the blocks split over
     the sequence or whole. What stands between follows, and the solver fills it in."""
     found: dict[str, dict[str, dict[str, str]]] = {}
-    keys = [op.key for op in graph.program.ops]
+    between: dict[str, str] = {}
     if split.tensor > 1:
         for row in graph.family.rows:
             found[row] = {"method": {TENSOR: "in"}}
-        found[graph.family.norm] = {"in": {TENSOR: "S(1)" if split.sequence_parallel else "I"}}
+        # Within the part of the sequence that the context axis leaves.
+        between[TENSOR] = f"S(1, {split.context})" if split.sequence_parallel else "I"
     if split.context > 1:
-        norm = found.setdefault(graph.family.norm, {}).setdefault("in", {})
-        norm[CONTEXT] = "S(1)"
-        if any(key.endswith("/scaled_dot_product_attention") for key in keys):
+        # Parameters lie whole on these devices; their gradients are reduced with those of the data axis.
+        found["*"] = {"stored": {CONTEXT: "I"}}
+        between[CONTEXT] = "S(1)"
+        if any(fnmatchcase(op.key, graph.family.scores) for op in graph.program.ops):
             method = "heads" if split.context_method == "a2a" else "queries"
             found[graph.family.scores] = {"method": {CONTEXT: method}}
+    if between:
+        found[graph.family.norm] = {"in": between}
+        found[graph.family.layer] = {"out": between}
     return found
 
 

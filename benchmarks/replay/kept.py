@@ -37,11 +37,13 @@ _MASK_BYTES = 1
 
 @dataclass(frozen=True)
 class Kept:
-    """Bytes on one rank for one micro-batch: what one layer keeps, what enters it, and the largest gathered or float32
-    tensors of what stands after the layers."""
+    """Bytes on one rank for one micro-batch: what one layer keeps, what enters it, what of it are scores of attention,
+    what it keeps where recompute is selective by op, and the largest tensors of a layer and of what stands after."""
 
     layer: float
     entry: float
+    scores: float
+    selected: float
     before: float
     after: float
     working: float
@@ -60,7 +62,9 @@ def kept_bytes(forced: Forced) -> Kept:
     entry = sum(region.size(name) for name in carried if loop.body.types[name].dtype.is_floating_point)
     before = _Block(replace(body, statements=body.statements[:number]), forced)
     after = _Block(replace(body, statements=body.statements[number + 1 :]), forced)
-    return Kept(region.kept(), entry, before.kept(), after.kept(), region.largest(), after.largest())
+    scores = region.scores()
+    selected = entry + region.selected()
+    return Kept(region.kept(), entry, scores, selected, before.kept(), after.kept(), region.largest(), after.largest())
 
 
 class _Block:
@@ -104,6 +108,34 @@ class _Block:
     def largest(self) -> float:
         """Bytes of the largest result."""
         return max((self.size(name) for name in self.made if self.flows(name)), default=0.0)
+
+    def scores(self) -> float:
+        """Bytes that the attention core keeps where its scores are written out: results of softmax, masks, products."""
+        found = 0.0
+        width = max(
+            (self.body.types[name].shape[-1] for name in self.made if len(self.body.types[name].shape) == 4), default=0
+        )
+        for statement in self.body.statements:
+            if isinstance(statement, Compute) and statement.op.kind in ("softmax", "dropout"):
+                name = statement.whole.results[0]
+                if len(self.body.types[name].shape) == 4 and self.body.types[name].shape[-1] == width:
+                    found += self.size(name)
+                    if statement.op.kind == "dropout":
+                        found += self.size(name) / self.body.types[name].dtype.itemsize
+        return found
+
+    def selected(self) -> float:
+        """Bytes that torchtitan's policy keeps: the results of attention and of every second product."""
+        found, products = 0.0, 0
+        for statement in self.body.statements:
+            if not isinstance(statement, Compute):
+                continue
+            if statement.op.kind in ("linear", "addmm"):
+                products += 1
+                found += self.size(statement.whole.results[0]) * (products % 2)
+            elif statement.op.kind == "scaled_dot_product_attention":
+                found += self.size(statement.whole.results[0])
+        return found
 
     def kept(self) -> float:
         """Bytes that are kept."""

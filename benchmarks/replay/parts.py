@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from math import prod
 
-from benchmarks.replay.graphs import Forced
+from benchmarks.replay.graphs import CONTEXT, Forced
 from passes.cost.cluster import Cluster
 from passes.cost.communication import redistribution_seconds
 from passes.cost.fusion import Fused, fusion
@@ -127,9 +127,10 @@ def _is_core(statement: Compute) -> bool:
 
 def _change(statement: Change, forced: Forced, cluster: Cluster) -> Part:
     size, gradient = statement.type.dtype.itemsize, statement.gradient_itemsize
-    forward, backward = redistribution_seconds(
-        statement.steps, size, gradient, statement.gradient, cluster, forced.mesh
-    )
+    # What the copies of a parameter exchange over the context axis is counted with the data axis.
+    context = forced.mesh.index(CONTEXT)
+    steps = tuple(step for step in statement.steps if not (statement.parameter and step.axis == context))
+    forward, backward = redistribution_seconds(steps, size, gradient, statement.gradient, cluster, forced.mesh)
     return Part(send_forward=forward, send_backward=backward + (forward if statement.again else 0.0))
 
 

@@ -8,6 +8,7 @@ from benchmarks.replay.clusters import cluster_of
 from benchmarks.replay.compose import StepTime, step_time
 from benchmarks.replay.flops import check, measured_seconds, utilization
 from benchmarks.replay.graphs import Forced, Multiplications, Split, force, multiplications, trace
+from benchmarks.replay.memory import peak_memory
 from benchmarks.replay.parts import parts_of
 from benchmarks.replay.reasons import Reason, SkippedError
 from benchmarks.replay.records import Run, read_run
@@ -87,5 +88,5 @@ def replayed(run: Run, key: str, cluster: Cluster, forced: Forced, counted: Mult
         apart,
         utilization(run, counted, found[0], peak) if found else None,
         utilization(run, counted, predicted.total, peak),
-        None,
+        peak_memory(run, forced, cluster.device.reserve, is_alone(run)).total,
     )

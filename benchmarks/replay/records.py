@@ -135,7 +135,7 @@ def read_run(record: Mapping[str, object], name: str) -> Run:
         micro_batch,
         micro_batches,
         global_batch,
-        _recompute(record),
+        _recompute(record, software),
         precision,
         "qlora" in task,
         "qlora" in task,
@@ -284,10 +284,12 @@ def _zero(given: object, copies: int) -> tuple[int, int]:
     return number, shards if number else 1
 
 
-def _recompute(record: Mapping[str, object]) -> str:
+def _recompute(record: Mapping[str, object], software: Software) -> str:
     """ "none", "full", "selective" (the attention core) or "ops" (the torchtitan policy: products of every second
-    linear and the cheap ops). What is not published counts as none."""
+    linear and the cheap ops). Where it is not published, what the software does by itself."""
     text = _text(record, "recompute").lower()
+    if not text:
+        return software.recompute
     if text.startswith("full"):
         return "full"
     if text.startswith(("selective (per-op", "selective (default")):

@@ -6,12 +6,18 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class Software:
-    """Facts that change what a step computes or hides.
+    """Facts that change what a step computes, hides and keeps.
 
-    `flash` says that the scores of attention are never written to memory; `sequence_parallel` that activations between
-    the tensor-parallel products are split over the sequence; `overlaps` that gradients are reduced while the backward
-    pass runs; `dropout` its rate in training; `gradient_bytes` what an element of an accumulated gradient takes, and
-    `reduced_bytes` what one that is sent takes. `gathered_bytes` is the same for parameters.
+    - `flash`: the scores of attention are never written to memory.
+    - `sequence_parallel`: activations between the tensor-parallel products are split over the sequence.
+    - `overlaps`: gradients are reduced while the backward pass runs.
+    - `dropout`: its rate in training.
+    - `compiled`: chains of cheap ops are fused, by hand or by a compiler.
+    - `gradient_bytes`, `reduced_bytes`, `gathered_bytes`: what an element of an accumulated gradient, of one that is
+      sent, and of a parameter that is gathered takes.
+    - `standing`: gradients have their memory from the first step on, rather than while there are any.
+    - `loss_copies`: how many float32 copies of the logits the loss takes at its peak.
+    - `recompute`: what is computed again where a record does not say.
     """
 
     flash: bool = True
@@ -22,20 +28,27 @@ class Software:
     gradient_bytes: int = 4
     reduced_bytes: int = 4
     gathered_bytes: int = 2
-    loss_bytes: int = 4
+    standing: bool = True
+    loss_copies: float = 2.5
+    recompute: str = "none"
 
 
 _UNFUSED = Software(flash=False, sequence_parallel=False, overlaps=False, dropout=0.1)
+_TORCH = Software(standing=False, loss_copies=3.5)
 
-# Pattern in the source -> its software, where it is not of today. FlashAttention is of June 2022 (arXiv 2205.14135),
-# sequence parallelism of May 2022 (arXiv 2205.05198, which has dropout in its formulas).
+# Pattern in the source -> its software, where it is not as Megatron-LM is today. FlashAttention is of June 2022 (arXiv
+# 2205.14135), sequence parallelism of May 2022 (arXiv 2205.05198, which has dropout in its formulas). Torchtitan compiles
+# its loss since 2025; torchtune makes logits in eight chunks.
 _KNOWN: tuple[tuple[str, Software], ...] = (
     (r"bigscience|BLOOM", replace(_UNFUSED, dropout=0.0, reduced_bytes=2, gradient_bytes=2)),
     (r"Korthikanti|2205\.05198", replace(_UNFUSED, sequence_parallel=True)),
     (r"\b20(19|20|21)\b", replace(_UNFUSED, reduced_bytes=2, gradient_bytes=2)),
-    (r"Zero Bubble", Software(sequence_parallel=False, overlaps=False)),
+    (r"Zero Bubble", _UNFUSED),
     (r"InternEvo", Software(sequence_parallel=False, reduced_bytes=2, gradient_bytes=2)),
-    (r"torchtune", Software(gradient_bytes=2, reduced_bytes=2)),
+    (r"llm-foundry", _TORCH),
+    (r"torchtitan.*2024", replace(_TORCH, recompute="ops")),
+    (r"torchtitan", replace(_TORCH, recompute="ops", loss_copies=1.0)),
+    (r"torchtune", replace(_TORCH, gradient_bytes=2, reduced_bytes=2, loss_copies=1.3)),
 )
 
 
@@ -50,5 +63,6 @@ def find_software(source: str, precision: str, notes: str) -> Software:
     if "PURE" in precision:
         found = replace(found, reduced_bytes=2)
     if "fp32 grad accumulation" in precision and "no fp32" not in precision:
-        found = replace(found, gradient_bytes=4)
+        # Beside the gradients of a micro-batch in two bytes.
+        found = replace(found, gradient_bytes=6)
     return found
