@@ -56,6 +56,7 @@ def _stage(run: Run, forced: Forced, kept: Kept, number: int, layers: list[int],
     outside = rest if first and last else ends if first or last else 0.0
     elements = layers[number] * layer + outside
     states, gradients, gathered = _states(run, elements, layer, outside)
+    gathered += run.software.buckets
     held, running, loss = _activations(run, kept, layers[number], in_flight(run, number), last)
     if not run.software.standing and run.micro_batches == 1:
         # Where gradients come and go, the peak is before there are any, or when all of them are there.
@@ -98,7 +99,8 @@ def _activations(run: Run, kept: Kept, layers: int, flying: float, last: bool) -
     loss = max(0.0, kept.after - kept.loss) + kept.loss * run.software.loss_copies if last else 0.0
     if run.recompute == "full":
         entry = 0.0 if run.offloads else kept.entry
-        return flying * layers * entry, kept.layer + kept.working, loss
+        outputs = flying * kept.entry if run.software.holds_outputs and run.parallel.pipeline > 1 else 0.0
+        return flying * layers * entry + outputs, kept.layer + kept.working, loss
     if run.recompute == "ops":
         return flying * layers * kept.selected, kept.layer - kept.selected + kept.working, loss
     per_layer = kept.layer - (kept.scores if run.recompute == "selective" else 0.0)
