@@ -23,7 +23,7 @@ from passes.solving.arrays import arrays
 from passes.solving.bounds import Bounds
 from passes.solving.dual import Dual, Found, interior
 from passes.solving.integer import SCALE, InfeasibleProgramError, OutOfTimeError, Program
-from passes.solving.memory import Weights, find_bytes, limit_memory, made_again, priced
+from passes.solving.memory import Weights, again_seconds, find_bytes, limit_memory, made_again, priced
 from passes.solving.network import eliminate, restore
 from passes.solving.optimum import PATIENCE, SWEEPS, a_little_more, network_of, optimum, ties
 from passes.solving.prices import Flags, Prices
@@ -287,13 +287,13 @@ class _Solver:
         eliminate(network, fixed)
         seconds = self.best.seconds if self.best is not None else self.arrays.value([0] * len(self.arrays.costs))
         program = Program(network, self._alive(network.labels, fixed, hinges, weights), SCALE / seconds)
-        groups = zip(self.arrays.groups, self._again(parts), strict=True)
-        with_parts = replace(self.arrays, groups=[replace(group, again=again) for group, again in groups])
+        groups = [replace(group, again=again_seconds(self.arrays, group, rounded)) for group in self.arrays.groups]
+        with_parts = replace(self.arrays, groups=groups)
         columns = limit_memory(program, with_parts, self.problem, self.bytes, self.moments, limit, hinges)
         picks, values, bound = program.solve(PROVEN, max(1.0, deadline - time.monotonic()))
         strategies = restore(network, picks)
         chosen = [strategies[node] for node in range(len(self.arrays.costs))]
-        again = set()
+        again: set[tuple[int, Layout]] = set()
         for item in columns:
             group = self.arrays.groups[item.group]
             row = int(np.flatnonzero(item.sources == group.made[chosen[group.producer]])[0])
@@ -301,18 +301,6 @@ class _Solver:
                 if values[item.columns[row, column]] > 0.5:
                     again.add((item.group, group.targets[target]))
         return self._consider(chosen, frozenset(again)), bound - ties(plain) - self._hidden(parts)
-
-    def _again(self, parts: Sequence[float]) -> list[np.ndarray]:
-        """What making a redistribution of each group again costs where `parts` of the excesses count."""
-        found = []
-        for group in self.arrays.groups:
-            again = group.again
-            for overlap, part in zip(self.arrays.overlaps, parts, strict=True):
-                twice = overlap.traffic_again(group)
-                if part and twice is not None:
-                    again = again + part * overlap.weight * twice
-            found.append(again)
-        return found
 
     def _alive(
         self, labels: dict[int, np.ndarray], fixed: frozenset[int], hinges: Sequence[int], weights: Weights
