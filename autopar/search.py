@@ -7,6 +7,7 @@ something again, and more micro-batches never take less time than fewer do.
 """
 
 import logging
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
@@ -28,7 +29,7 @@ from passes.ir.regime import RECOMPUTE, Regime
 from passes.micro_batches import MicroBatches, batch_size, micro_batches
 from passes.recompute import check_patterns, levels
 from passes.regions import fold
-from passes.solve import Limits, solve_below
+from passes.solve import PROVEN, Limits, Solver
 
 logger = logging.getLogger("autopar")
 
@@ -38,6 +39,9 @@ _APART = 2
 _AXES = 4
 # How many times as many devices are tried when no plan fits.
 _MORE = (2, 4, 8, 16, 32, 64)
+# Gaps are closed for so many seconds in all, and each for at least so many.
+PATIENCE = 30.0
+_LEAST = 2.0
 
 
 @dataclass(frozen=True)
@@ -71,6 +75,8 @@ class Search:
     refused: str = ""
     parts: dict[int, Part] = field(default_factory=dict)
     errors: list[InfeasibleError] = field(default_factory=list)
+    patience: float = PATIENCE
+    spent: float = 0.0
 
     def best(self) -> Found:
         """The best choice on the mesh that is given, or on any shape of it.
@@ -85,6 +91,9 @@ class Search:
         found = self.on_any(request.mesh.size) if request.any_shape else self.on(request.mesh, float("inf"))
         if found is None:
             raise self._with_hint(min(self.errors, key=lambda error: error.missing))
+        gap = 1 - found.solution.bound / found.solution.seconds if found.solution.seconds else 0.0
+        if gap > PROVEN:
+            logger.warning("the plan may be up to %.2g%% slower than the best: its proof was given up", 100 * gap)
         return found
 
     # --- meshes ---
@@ -120,31 +129,77 @@ class Search:
             offers[node.key] = [None if origin is None else frozenset({tokens[origin]}) for origin in origins]
         regime = parent.solution.regime
         problem, demands = self._problem(mesh, parent.part, offers)
-        solution = self._solved(problem, mesh, regime, cutoff)
-        return None if solution is None else Found(mesh, parent.part, demands, problem, solution)
+        limits = Limits(self.request.memory_limit, self.request.optimizer_states)
+        solver = Solver(problem, self.request.cluster, mesh, limits, regime)
+        if not self._estimate(solver, cutoff):
+            return None
+        return self._closed(None, [(parent.part, demands, solver)], mesh, cutoff)
 
     # --- regimes ---
 
     def on(self, mesh: Mesh, cutoff: float) -> Found | None:
         """The best choice on `mesh`; None where none fits or takes less than `cutoff` seconds."""
         best: Found | None = None
+        rest: list[tuple[Part, Demands, Solver]] = []
         for count in self._counts():
             part = self._part(count)
             if part is None:
                 break
             problem, demands = self._problem(mesh, part)
-            free = self._unlimited(problem, mesh, count, part.folded, cutoff)
-            if free is None:
+            free = self._free(problem, mesh, count, part.folded)
+            self._estimate(free, cutoff)
+            if free.bound >= cutoff * (1 - PROVEN):
                 # More micro-batches take no less time.
                 break
-            for regime in [free.regime] if self._fits(problem, free, mesh) else self._regimes(count, part.folded):
-                fits = regime is free.regime
-                solution = free if fits else self._solved(problem, mesh, regime, cutoff)
-                if solution is not None:
-                    best, cutoff = Found(mesh, part, demands, problem, solution), solution.seconds
-                if fits:
-                    return best
-        return best
+            fits = self._fits(free, mesh)
+            if fits:
+                self._close(free, cutoff)
+                fits = self._fits(free, mesh)
+            limits = Limits(self.request.memory_limit, self.request.optimizer_states)
+            for regime in [] if fits else self._regimes(count, part.folded):
+                solver = Solver(problem, self.request.cluster, mesh, limits, regime)
+                if self._estimate(solver, cutoff):
+                    rest.append((part, demands, solver))
+                    if solver.best is not None and solver.best.seconds < cutoff:
+                        cutoff = solver.best.seconds
+                        best = Found(mesh, part, demands, problem, solver.solution())
+            if fits:
+                rest.append((part, demands, free))
+                break
+        return self._closed(best, rest, mesh, cutoff)
+
+    def _closed(
+        self, best: Found | None, rest: Sequence[tuple[Part, Demands, Solver]], mesh: Mesh, cutoff: float
+    ) -> Found | None:
+        """The best of what the solvers have, which close their gaps where something better may be in them."""
+        for part, demands, solver in sorted(rest, key=lambda item: item[2].bound):
+            self._close(solver, cutoff)
+            found = solver.best
+            if found is not None and (found.seconds < cutoff or (best is None and found.seconds <= cutoff)):
+                cutoff = found.seconds
+                best = Found(mesh, part, demands, solver.problem, found)
+        if best is None:
+            return None
+        bound = min([cutoff, *(solver.bound for _, _, solver in rest)])
+        return replace(best, solution=replace(best.solution, bound=bound))
+
+    def _estimate(self, solver: Solver, cutoff: float) -> bool:
+        """Whether a solver has, or may have, something below the cutoff."""
+        try:
+            self.clock("solve", lambda: solver.estimate(cutoff))
+        except InfeasibleError as error:
+            self.errors.append(error)
+            return False
+        return solver.bound < cutoff * (1 - PROVEN)
+
+    def _close(self, solver: Solver, cutoff: float) -> None:
+        left = max(_LEAST, self.patience - self.spent)
+        start = time.monotonic()
+        try:
+            self.clock("solve", lambda: solver.close(cutoff, left))
+        except InfeasibleError as error:
+            self.errors.append(error)
+        self.spent += time.monotonic() - start
 
     def _counts(self) -> Iterator[int]:
         if self.request.micro_batches is not None or self.request.objective != "train":
@@ -189,26 +244,19 @@ class Search:
         for again in self._levels(folded):
             yield from (Regime(count, again, *once) for once in travel)
 
-    def _unlimited(self, problem: Problem, mesh: Mesh, count: int, folded: Folded, cutoff: float) -> Solution | None:
-        """The best choice whatever memory it takes: nothing that is not asked for is computed again, and parameters
-        travel once."""
+    def _free(self, problem: Problem, mesh: Mesh, count: int, folded: Folded) -> Solver:
+        """A solver without a memory limit: nothing that is not asked for is computed again, and parameters travel
+        once."""
         again = list(self._levels(folded))[-1]
         regime = Regime(count, again, count > 1, count > 1)
         limits = Limits(float("inf"), self.request.optimizer_states)
-        cluster = self.request.cluster
-        return self.clock("solve", lambda: solve_below(problem, cluster, mesh, limits, regime, cutoff))
+        return Solver(problem, self.request.cluster, mesh, limits, regime)
 
-    def _solved(self, problem: Problem, mesh: Mesh, regime: Regime, cutoff: float) -> Solution | None:
-        limits = Limits(self.request.memory_limit, self.request.optimizer_states)
-        cluster = self.request.cluster
-        try:
-            return self.clock("solve", lambda: solve_below(problem, cluster, mesh, limits, regime, cutoff))
-        except InfeasibleError as error:
-            self.errors.append(error)
-            return None
-
-    def _fits(self, problem: Problem, solution: Solution, mesh: Mesh) -> bool:
-        return memory_use(problem, solution, self.request.optimizer_states, mesh).peak <= self.request.memory_limit
+    def _fits(self, solver: Solver, mesh: Mesh) -> bool:
+        if solver.best is None:
+            return False
+        use = memory_use(solver.problem, solver.best, self.request.optimizer_states, mesh)
+        return use.peak <= self.request.memory_limit
 
     def _problem(
         self, mesh: Mesh, part: Part, offers: Mapping[str, Sequence[frozenset[str] | None]] | None = None
