@@ -240,7 +240,7 @@ class _Bench:
 
     def _memory(self) -> float:
         if self.device_type == "cuda":
-            return float(torch.cuda.get_device_properties().total_memory)
+            return float(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
         return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
     # --- links ---
