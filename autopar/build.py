@@ -128,6 +128,8 @@ def compile_model(model: nn.Module, request: Request, *, both_modes: bool = Fals
     first = planned(model, runs, demands, request, request.objective, clock, choose, micro)
     if request.plan is None and request.recompute is not None:
         check_patterns(first.folded.regions, request.recompute)
+        if not first.folded.regions and set(request.recompute.values()) != {"none"}:
+            logger.warning("no layers repeat in the model, so nothing is computed again in the backward pass")
     programs = {request.objective: first}
     stored = first.lowered.parameters
     refused = ""
@@ -213,7 +215,9 @@ def _in_micro_batches(
         # Inputs lie as they do for the program itself.
         given = {item.name: found.decided[item.name] for item in micro.totals.inputs}
         choose = _chooser(request, totals_name(name), given)
-        summing = replace(request, objective="infer", recompute=None)
+        read = {item.argument for item in micro.totals.inputs} | set(found.source.constants)
+        leaves = {leaf: value for leaf, value in input_leaves(request.inputs) if leaf in read}
+        summing = replace(request, inputs=leaves, objective="infer", recompute=None)
         totals = planned(model, micro.totals, Demands({}), summing, totals_name(name), clock, choose)
     batch, outputs = batching(
         micro, found.lowered, found.source.outputs, None if totals is None else totals.source, request.mesh
