@@ -54,7 +54,7 @@ CASES = {
     "squares": _squares,
 }
 
-_FAST = {("gpt2", "2", 4, "selective"), ("llama", "2x2", 2, "full")}
+_FAST = {("gpt2", "2", 4, "selective")}
 
 
 def _cases() -> list[object]:
