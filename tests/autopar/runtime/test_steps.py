@@ -41,8 +41,8 @@ def test_totals_come_first_and_gradients_add_up() -> None:
         scaled = weight * part
         return [scaled.where(counted, 0.0).sum() / number, scaled, "a name", number]
 
-    batching = MicroBatching(2, (Cut(0, 1, 1), Cut(0, 1, 1)), ("P", Cut(0, 1, 1), "R", "R"), 0, None, (1,))
-    loss, scaled, name, number = forward_backward(batching, [values, counts], total, program)
+    batching = MicroBatching(2, (Cut(0, 1, 1), Cut(0, 1, 1)), ("P", Cut(0, 1, 1), "R", "R"), 0, None, ((1, ()),))
+    loss, scaled, name, number = forward_backward(batching, [values, counts], (), total, program)
     assert calls == ["total", "total", "program", "program"]
     torch.testing.assert_close(loss, torch.tensor(16.0 / 3))
     torch.testing.assert_close(weight.grad, torch.tensor(8.0 / 3))
