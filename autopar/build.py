@@ -183,8 +183,9 @@ def planned(
         problem = clock("candidates", lambda: candidates(folded, demands, setting))
         solution = clock("solve", lambda: choose(folded, problem))
         lowered = clock("lower", lambda: lower(folded, problem, solution, mesh, Casts(master, precision.reduce)))
-        # Where the planner chooses what is computed again: nothing, so far.
-        lowered = recompute(lowered, levels(folded.regions, request.recompute or {}))
+        # What is asked for, or what the planner chose: nothing, so far.
+        asked = request.recompute
+        lowered = recompute(lowered, solution.recompute if asked is None else levels(folded.regions, asked))
         seconds = walk(lowered, folded.flowing, cluster, mesh, Optimizer(states, master))
         if solution.bound == 0.0:
             solution = replace(solution, seconds=seconds.total, bound=seconds.total * (1 - _gap(request, name)))

@@ -62,7 +62,7 @@ def find_decisions(problem: Problem, stage: Stage) -> Solution | str:
     missing = [use for use in stage.again if use not in uses]
     if missing:
         return missing[0][0]
-    return Solution(tuple(picks), find_again(problem, picks, stage.again), 0.0, 0.0)
+    return Solution(tuple(picks), find_again(problem, picks, stage.again), 0.0, 0.0, stage.recompute)
 
 
 def find_again(

@@ -2,7 +2,7 @@
 `solve` chooses."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from passes.ir.layout import Layout
 from passes.ir.program import TensorType
@@ -107,7 +107,8 @@ class Problem:
 @dataclass(frozen=True)
 class Solution:
     """What was chosen: for every node one of its strategies, and which redistributions run again in the backward pass
-    instead of keeping their result (group, target layout).
+    instead of keeping their result (group, target layout). `recompute` is the level ("selective", "full") of each
+    region that does not keep all that autograd needs, by its name.
 
     `seconds` is the step time of the choice, `bound` one that no choice can be below; `seconds` is optimal up to the
     difference.
@@ -117,6 +118,7 @@ class Solution:
     again: frozenset[tuple[int, Layout]]
     seconds: float
     bound: float
+    recompute: Mapping[str, str] = field(default_factory=dict)
 
     def strategy(self, problem: Problem, node: int) -> Strategy:
         """The chosen strategy of a node."""

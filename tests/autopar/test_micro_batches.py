@@ -1,6 +1,9 @@
 """forward_backward on gloo ranks: losses and gradients of micro-batches add up to those of one device, in float64."""
 
 import functools
+import math
+import random
+from unittest import mock
 
 import pytest
 import torch
@@ -19,8 +22,10 @@ from transformers import (
 import autopar
 from autopar import InputError, MicroBatchError, Plan, PlanMismatchError, parallelize
 from autopar.ranks import run_ranks
-from autopar.testing import LiftFloat32
+from autopar.testing import LiftFloat32, compare_on_mesh
+from passes.recompute import LEVELS
 from tests.autopar.comparing import exact
+from tests.autopar.fuzzing import random_solution
 from tests.models import MODELS, Stack, gpt2, llama, tokens
 
 _SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -193,3 +198,27 @@ def test_experts_with_a_loss_of_their_own_are_refused() -> None:
     model = MixtralForCausalLM(MixtralConfig(**sizes, output_router_logits=True))
     with pytest.raises(MicroBatchError, match=r"model\.layers\.0\.mlp\.experts/\w+ needs the whole batch"):
         autopar.plan(model, {"dp": 2}, tokens(), cluster="ideal", micro_batches=2)
+
+
+def _random(name: str, sizes: tuple[int, ...], seeds: range) -> list[str]:
+    """What is wrong with random plans: strategies, gathers made again, micro-batches and recompute."""
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("dp", "tp")[: len(sizes)])
+    wrong = []
+    for seed in seeds:
+        choose = random.Random(seed)
+        count, recompute = choose.choice([1, 2, 4]), choose.choice(LEVELS)
+        options = {"micro_batches": count, "recompute": recompute, "cluster": "ideal", "memory_limit": 1e15}
+        inputs = tokens(batch=8, length=8, padding=name == "gpt2")
+        with mock.patch("autopar.build.solve", functools.partial(random_solution, choose)):
+            comparison = compare_on_mesh(MODELS[name]().double(), mesh, inputs, torch.float64, **options)
+        if not comparison.worst[1] <= 1e-9:
+            wrong.append(f"seed {seed}: {comparison}")
+    return wrong
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mistral"])
+@pytest.mark.parametrize("sizes", [(2,), (2, 2)])
+def test_random_plans(name: str, sizes: tuple[int, ...]) -> None:
+    """Whatever else is decided."""
+    assert run_ranks(_random, math.prod(sizes), name, sizes, range(6), timeout=900)[0] == []
