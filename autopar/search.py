@@ -88,6 +88,8 @@ class Search:
             part = self._part(1)
             assert part is not None
             check_patterns(part.folded.regions, request.recompute)
+            if not part.folded.regions and set(request.recompute.values()) != {"none"}:
+                logger.warning("no layers repeat in the model, so nothing is computed again in the backward pass")
         found = self.on_any(request.mesh.size) if request.any_shape else self.on(request.mesh, float("inf"))
         if found is None:
             raise self._with_hint(min(self.errors, key=lambda error: error.missing))
