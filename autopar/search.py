@@ -64,6 +64,19 @@ class Found:
     solution: Solution
 
 
+@dataclass(frozen=True)
+class Tried:
+    """A part of the batch with a solver for it."""
+
+    part: Part
+    demands: Demands
+    solver: Solver
+
+
+def _bound(tried: Tried) -> float:
+    return tried.solver.bound
+
+
 @dataclass
 class Search:
     """The search for one program in training or inference; `refused` says why the batch stays in one piece."""
@@ -135,46 +148,52 @@ class Search:
         solver = Solver(problem, self.request.cluster, mesh, limits, regime)
         if not self._estimate(solver, cutoff):
             return None
-        return self._closed(None, [(parent.part, demands, solver)], mesh, cutoff)
+        return self._closed([Tried(parent.part, demands, solver)], mesh, cutoff)
 
     # --- regimes ---
 
     def on(self, mesh: Mesh, cutoff: float) -> Found | None:
         """The best choice on `mesh`; None where none fits or takes less than `cutoff` seconds."""
-        best: Found | None = None
-        rest: list[tuple[Part, Demands, Solver]] = []
+        free = list(self._free_choices(mesh, cutoff))
+        rest: list[Tried] = []
+        if free and self._fits(free[-1].solver, mesh):
+            rest.append(free.pop())
+            cutoff = min(cutoff, self._seconds(rest[0].solver))
+        limits = Limits(self.request.memory_limit, self.request.optimizer_states)
+        # Those of most micro-batches first: they need least memory, and what they take others must beat.
+        for tried in reversed(free):
+            for regime in self._regimes(tried.solver.regime.micro_batches, tried.part.folded):
+                solver = Solver(tried.solver.problem, self.request.cluster, mesh, limits, regime)
+                if self._estimate(solver, cutoff):
+                    rest.append(replace(tried, solver=solver))
+                    cutoff = min(cutoff, self._seconds(solver))
+        return self._closed(rest, mesh, cutoff)
+
+    def _free_choices(self, mesh: Mesh, cutoff: float) -> Iterator[Tried]:
+        """For more and more micro-batches the best choice whatever memory it takes, until one fits, or none takes less
+        than `cutoff` seconds: more micro-batches take no less time."""
         for count in self._counts():
             part = self._part(count)
             if part is None:
-                break
+                return
             problem, demands = self._problem(mesh, part)
-            free = self._free(problem, mesh, count, part.folded)
-            self._estimate(free, cutoff)
-            if free.bound >= cutoff * (1 - PROVEN):
-                # More micro-batches take no less time.
-                break
-            fits = self._fits(free, mesh)
-            if fits:
-                self._close(free, cutoff)
-                fits = self._fits(free, mesh)
-            limits = Limits(self.request.memory_limit, self.request.optimizer_states)
-            for regime in [] if fits else self._regimes(count, part.folded):
-                solver = Solver(problem, self.request.cluster, mesh, limits, regime)
-                if self._estimate(solver, cutoff):
-                    rest.append((part, demands, solver))
-                    if solver.best is not None and solver.best.seconds < cutoff:
-                        cutoff = solver.best.seconds
-                        best = Found(mesh, part, demands, problem, solver.solution())
-            if fits:
-                rest.append((part, demands, free))
-                break
-        return self._closed(best, rest, mesh, cutoff)
+            tried = Tried(part, demands, self._free(problem, mesh, count, part.folded))
+            self._estimate(tried.solver, cutoff)
+            if tried.solver.bound >= cutoff * (1 - PROVEN):
+                return
+            if self._fits(tried.solver, mesh):
+                self._close(tried.solver, cutoff)
+            yield tried
+            if self._fits(tried.solver, mesh):
+                return
 
-    def _closed(
-        self, best: Found | None, rest: Sequence[tuple[Part, Demands, Solver]], mesh: Mesh, cutoff: float
-    ) -> Found | None:
+    def _seconds(self, solver: Solver) -> float:
+        return float("inf") if solver.best is None else solver.best.seconds
+
+    def _closed(self, rest: Sequence[Tried], mesh: Mesh, cutoff: float) -> Found | None:
         """The best of what the solvers have, which close their gaps where something better may be in them."""
-        for part, demands, solver in sorted(rest, key=lambda item: item[2].bound):
+        best: Found | None = None
+        for part, demands, solver in ((item.part, item.demands, item.solver) for item in sorted(rest, key=_bound)):
             self._close(solver, cutoff)
             found = solver.best
             if found is not None and (found.seconds < cutoff or (best is None and found.seconds <= cutoff)):
@@ -182,7 +201,7 @@ class Search:
                 best = Found(mesh, part, demands, solver.problem, found)
         if best is None:
             return None
-        bound = min([cutoff, *(solver.bound for _, _, solver in rest)])
+        bound = min([cutoff, *(item.solver.bound for item in rest)])
         return replace(best, solution=replace(best.solution, bound=bound))
 
     def _estimate(self, solver: Solver, cutoff: float) -> bool:
