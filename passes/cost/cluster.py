@@ -23,8 +23,8 @@ __all__ = ["CLUSTERS", "GIB", "Cluster", "Device", "Link", "Protocol", "Route", 
 class Route:
     """What the groups of one axis run over.
 
-    A group of `ways` devices lies in `nodes` nodes, with `together` devices in each at least. `inside` and `between`
-    link them.
+    A group of `ways` devices lies in `nodes` nodes, with `together` devices in each at least (all of them where there
+    is one). `inside` and `between` link them.
     """
 
     ways: int
@@ -36,7 +36,7 @@ class Route:
     @property
     def bandwidth(self) -> float:
         """Bytes/s that go around a ring: across nodes through the cards of all devices of the group in a node."""
-        inside = self.inside.among(self.ways if self.nodes == 1 else self.together)
+        inside = self.inside.among(self.together)
         if self.nodes == 1:
             return inside
         cards = self.together * self.between.bandwidth

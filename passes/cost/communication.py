@@ -83,13 +83,13 @@ def _reduction(route: Route) -> Iterator[Line]:
     yield from _protocols(route, 2 * (route.ways - 1 - across), 2 * across, 2 * share / _ring(route))
     if across:
         yield from _protocols(route, 2 * (route.together - 1), 2 * _levels(route), 2 / _ring(route))
-    if route.inside.switch or (across and route.between.switch):
+    if (route.inside.switch and route.together > 1) or (across and route.between.switch):
         yield _switched(route)
 
 
 def _switched(route: Route) -> Line:
     """An all-reduce inside nodes in the switches, where they can, and between nodes by each device with its part."""
-    inside, between, together = route.inside, route.between, route.ways if route.nodes == 1 else route.together
+    inside, between, together = route.inside, route.between, route.together
     fixed, each = _start(route), 0.0
     if together > 1 and inside.switch:
         fixed += inside.switch_latency
@@ -107,7 +107,7 @@ def _switched(route: Route) -> Line:
 
 def _exchange(route: Route) -> Iterator[Line]:
     """An all-to-all, every device with every other."""
-    together = route.ways if route.nodes == 1 else route.together
+    together = route.together
     others = route.ways - together
     each = (together - 1) / route.ways / (route.inside.among(together) * route.inside.exchange)
     if others:

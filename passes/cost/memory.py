@@ -2,7 +2,8 @@
 
 What lies there throughout: parameters and optimizer states as they are stored, buffers, inputs, outputs. What autograd
 keeps from the forward pass goes in the backward pass, block by block, while gradients come. A tensor that is kept
-counts once per layout, whoever keeps it; one that the backward pass gathers again counts as what it is gathered from.
+counts once per layout, whoever keeps it; one that the backward pass gathers again counts as what it is gathered from
+(and twice, if that is kept for another reason too: the figures are never too low).
 
 Of a region that is recomputed its copies keep what they are given, and the copy whose backward pass runs has all that
 its forward pass makes anew. So what is kept has a *place*: block b, where it lies from forward to backward, or, with n
@@ -144,19 +145,19 @@ def kept_bytes(problem: Problem, solution: Solution, mesh: Mesh) -> list[float]:
             kept[place] += node.results[solution.picks[index]]
         if node.kind == "carry" and is_resident(problem, regime, node):
             kept[node.block] += node.results[solution.picks[index]]
-    sources: set[int] = set()
     for edge in problem.edges:
         if not edge.saved:
             continue
         group, producer = problem.groups[edge.group], problem.nodes[edge.producer]
         before = solution.strategy(problem, edge.producer).results[edge.result]
         after = solution.strategy(problem, edge.consumer).operands[edge.operand]
+        if after in whole.setdefault(edge.group, set()):
+            continue
+        whole[edge.group].add(after)
         if same_tensor(before, after) or (edge.group, after) in solution.again:
-            if not is_resident(problem, regime, producer) and edge.group not in sources:
-                sources.add(edge.group)
+            if not is_resident(problem, regime, producer):
                 kept[source_place(problem, regime, group, producer)] += layout_bytes(group, before, mesh)
-        elif after not in whole.setdefault(edge.group, set()) and not (group.parameter and regime.gather_once):
-            whole[edge.group].add(after)
+        elif not (group.parameter and regime.gather_once):
             kept[target_place(problem, regime, group)] += layout_bytes(group, after, mesh)
     return kept
 

@@ -104,21 +104,17 @@ def priced(arrays: Arrays, problem: Problem, sizes: Bytes, moments: Sequence[Mom
     keeping_groups = []
     for group, places in zip(arrays.groups, sizes.groups, strict=True):
         seconds = weights.seconds * group.seconds + sum(weights.bytes) * group.held
-        again = weights.seconds * group.again
         for overlap, part in zip(arrays.overlaps, weights.excess, strict=True):
-            traffic, twice = overlap.traffic(group), overlap.traffic_again(group)
+            traffic = overlap.traffic(group)
             if part and traffic is not None:
                 seconds = seconds + part * overlap.weight * traffic
-            if part and twice is not None:
-                again = again + part * overlap.weight * twice
         groups.append(replace(group, seconds=seconds))
-        keeping = keepers(group)
-        if keeping is not None and any(weights.bytes):
+        keeping = keepers(group) if any(weights.bytes) else None
+        if keeping is not None:
+            again = again_seconds(arrays, group, weights)
             source = everywhere.kept[places.source] * group.source_bytes[:, None]
             target = everywhere.kept[places.target] * group.target_bytes
-            # Several uses that are made again need their source once: for a lower bound it is left out then.
-            needed = source if len(keeping.edges) == 1 else 0.0
-            kept = np.where(group.same, source, np.minimum(target, needed + again))
+            kept = np.where(group.same, source, np.minimum(target, source + again))
             keeping_groups.append(replace(keeping, seconds=kept))
     return replace(arrays, costs=costs, groups=[*groups, *keeping_groups], overlaps=())
 
@@ -141,7 +137,7 @@ def made_again(
 ) -> frozenset[tuple[int, Layout]]:
     """Which redistributions of a choice are cheaper made again than kept at these weights: (group, target)."""
     everywhere = _blend(moments, weights.bytes)
-    found = set()
+    found: set[tuple[int, Layout]] = set()
     for number, (group, places) in enumerate(zip(arrays.groups, sizes.groups, strict=True)):
         keeping = keepers(group)
         if keeping is None:
@@ -149,18 +145,21 @@ def made_again(
         made = group.made[picks[group.producer]]
         for edge in keeping.edges:
             wanted = edge.wanted[picks[edge.consumer]]
-            if group.same[made, wanted]:
-                continue
-            again = weights.seconds * group.again[made, wanted]
-            if len(keeping.edges) == 1:
-                again += everywhere.kept[places.source] * group.source_bytes[made]
-            for overlap, part in zip(arrays.overlaps, weights.excess, strict=True):
-                twice = overlap.traffic_again(group)
-                if twice is not None:
-                    again += part * overlap.weight * twice[made, wanted]
-            if again < everywhere.kept[places.target] * group.target_bytes[wanted]:
+            again = again_seconds(arrays, group, weights)[made, wanted]
+            again += everywhere.kept[places.source] * group.source_bytes[made]
+            if not group.same[made, wanted] and again < everywhere.kept[places.target] * group.target_bytes[wanted]:
                 found.add((number, group.targets[wanted]))
     return frozenset(found)
+
+
+def again_seconds(arrays: Arrays, group: GroupArrays, weights: Weights) -> Floats:
+    """What making each redistribution of a group again costs, with the traffic that is not hidden."""
+    again = weights.seconds * group.again
+    for overlap, part in zip(arrays.overlaps, weights.excess, strict=True):
+        twice = overlap.traffic_again(group)
+        if part and twice is not None:
+            again = again + part * overlap.weight * twice
+    return again
 
 
 @dataclass(frozen=True)
@@ -291,7 +290,7 @@ def _keep_group(
         )
     )
     same = group.same[np.ix_(sources, every)]
-    source = model.add_columns(np.zeros(len(sources)))
+    # A tensor that is kept as it is, one that is kept after a redistribution, and one that is made again.
     kept = model.add_columns(np.zeros((len(sources), len(every))))
     again = model.add_columns(group.again[np.ix_(sources, every)] * program.scale, integer=True)
     for edge in group.edges:
@@ -299,15 +298,11 @@ def _keep_group(
         flows, _, targets = program.flows(group.producer, made, edge.consumer, wanted)
         columns = np.searchsorted(every, targets)
         there = same[:, columns]
-        sourced = np.broadcast_to(source[:, None], flows.shape)
-        model.at_least(sourced[there], flows[there])
-        copies = kept[:, columns]
-        model.at_least(sourced[~there], flows[~there], copies[~there])
-        model.at_least(again[:, columns][~there], flows[~there], copies[~there])
+        model.at_least(kept[:, columns][there], flows[there])
+        model.at_least(kept[:, columns][~there], flows[~there], again[:, columns][~there])
     for row, moment in zip(rows, moments, strict=True):
-        if moment.kept[places.source]:
-            row.append((source, moment.kept[places.source] / unit * group.source_bytes[sources]))
-        if moment.kept[places.target]:
-            sizes = np.broadcast_to(moment.kept[places.target] / unit * group.target_bytes[every], kept.shape)
-            row.append((kept.ravel(), sizes.ravel()))
+        source = moment.kept[places.source] / unit * group.source_bytes[sources][:, None]
+        target = moment.kept[places.target] / unit * group.target_bytes[every]
+        row.append((kept.ravel(), np.where(same, source, target).ravel()))
+        row.append((again.ravel(), np.broadcast_to(source, kept.shape).ravel()))
     return AgainColumns(number, again, sources, every)
