@@ -19,6 +19,7 @@ _DEVICES: tuple[tuple[str, str], ...] = (
     (r"GB300", "gb300"),
     (r"GB200", "gb200"),
     (r"B300", "b300"),
+    (r"B200-180|B200.*power", "b200-limited"),
     (r"B200|SM100", "b200"),
     (r"MI300X", "mi300x"),
     (r"L40S", "l40s"),

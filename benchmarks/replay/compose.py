@@ -200,7 +200,7 @@ def _bubble(run: Run, stages: Sequence[Stage], longest: Stage, parts: Parts) -> 
         return 0.0
     schedule = run.parallel.schedule
     if schedule.startswith("ZB"):
-        # Backward passes of weights, about half of each backward pass, fill the wait; ZB-2p leaves none (Qi et al. 2024).
+        # Gradients of weights, about half of each backward pass, fill the wait; ZB-2p leaves none (Qi et al. 2024).
         layer = next(block for block in longest.blocks if block[0] is parts.layer)
         return 0.0 if "2p" in schedule else (len(stages) - 1) * layer[2] * (layer[0].forward + layer[0].send_forward)
     return (sum(stage.seconds() for stage in stages) - longest.seconds()) / run.parallel.chunks

@@ -79,8 +79,8 @@ def check(run: Run, family: Family, counted: Multiplications) -> float:
 
 
 def _added(run: Run, counted: Multiplications) -> float:
-    """What counting 6 FLOPs per parameter and token adds, where the number of parameters is published: learned positions
-    multiply nothing."""
+    """What counting 6 FLOPs per parameter and token adds, where the number of parameters is published: learned
+    positions multiply nothing."""
     if run.parameters is None:
         return 0.0
     sizes = run.dimensions
@@ -100,8 +100,8 @@ def _published_seconds(run: Run) -> float | None:
 
 def measured_seconds(run: Run, counted: Multiplications) -> tuple[float, str] | None:
     """The step time of a record, and how it was had: published; from tokens/s (tokens of a step over tokens/s of all
-    devices); or from FLOP/s (the traced graph's FLOPs in the record's convention over FLOP/s of all devices). None where
-    none of them is published."""
+    devices); or from FLOP/s (the traced graph's FLOPs in the record's convention over FLOP/s of all devices). None
+    where none of them is published."""
     seconds = _published_seconds(run)
     if seconds is not None:
         return seconds, "published" if run.measured.step_time is not None else "from tokens/s"

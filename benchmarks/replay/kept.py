@@ -1,12 +1,13 @@
-"""What a program whose pointwise chains are fused keeps from the forward pass for the backward pass.
+"""What a program whose pointwise chains are fused keeps for the backward pass.
 
-Products and fused attention keep their operands, as their libraries do. A chain of cheap ops keeps the fewest bytes that
-its backward pass can be computed from again: a minimum cut, which is how compilers choose too (He and Yu 2023, "Transcending
-runtime-memory tradeoffs in checkpointing by being fusion aware"). Layout changes are made again rather than kept.
+Products and fused attention keep their operands, as their libraries do. A chain of cheap ops keeps the fewest bytes
+that its backward pass can be computed from again: a minimum cut, which is how compilers choose too (He and Yu 2023,
+"Transcending runtime-memory tradeoffs in checkpointing by being fusion aware"). Layout changes are made again rather
+than kept.
 """
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache
 from math import prod
 
 import networkx as nx
@@ -50,7 +51,7 @@ class Kept:
     loss: float
 
 
-@lru_cache(maxsize=None)
+@cache
 def kept_bytes(forced: Forced) -> Kept:
     """What `forced` keeps, block by block."""
     body = forced.lowered.body

@@ -1,11 +1,11 @@
-"""Peak bytes of a run on its fullest device: states by how they are stored, and what is kept of micro-batches in flight.
+"""Peak bytes of a run on its fullest device: states, and what is kept of micro-batches in flight.
 
-States per element (Rajbhandari et al. 2020; `theoretical_memory_usage.py` of Megatron-LM): a parameter as it is computed
-in, a gradient, and a float32 master copy with two moments, the last three split by ZeRO's stage. FSDP holds parameters
-in float32, split, and gathers a layer and the next one. Runs in pure bfloat16 have everything in two bytes.
+States per element (Rajbhandari et al. 2020; `theoretical_memory_usage.py` of Megatron-LM): a parameter as it is
+computed in, a gradient, and a float32 master copy with two moments, the last three split by ZeRO's stage. FSDP holds
+parameters in float32, split, and gathers a layer and the next one. Runs in pure bfloat16 have everything in two bytes.
 
-What layers keep is what fused programs keep (`benchmarks.replay.kept`). A stage of a pipeline holds as many micro-batches
-as its schedule has in flight (section 2 of Korthikanti et al. 2022; Qi et al. 2024 for ZB-2p).
+What layers keep is what fused programs keep (`benchmarks.replay.kept`). A stage of a pipeline holds as many
+micro-batches as its schedule has in flight (section 2 of Korthikanti et al. 2022; Qi et al. 2024 for ZB-2p).
 """
 
 from dataclasses import dataclass

@@ -59,8 +59,8 @@ def sweep(item: Replayed) -> str:
 
 
 def score(found: Sequence[Replayed]) -> Scores:
-    """The scores of what was predicted. Sweeps are ranked by tokens/s of a device, which other sizes of the batch and
-    of the cluster do not change."""
+    """The scores of what was predicted. Sweeps are ranked by tokens/s of a device, as their sources rank them: other
+    sizes of the batch and of the cluster do not change it."""
     errors = [abs(item.error) for item in found if item.error is not None]
     memory = [abs(item.memory_error) for item in found if item.memory_error is not None]
     groups: dict[str, list[Replayed]] = {}
@@ -83,5 +83,5 @@ def score(found: Sequence[Replayed]) -> Scores:
 
 
 def _throughput(item: Replayed, seconds: float) -> float:
-    """Model FLOP/s of one device: tokens/s would rank models by their size."""
-    return item.predicted_utilization * item.predicted.total / seconds
+    """Tokens/s of one device."""
+    return item.run.global_batch * item.run.dimensions.sequence / (seconds * item.run.devices)

@@ -43,8 +43,9 @@ _TORCH = Software(standing=False, loss_copies=3.5)
 _BLOOM = replace(_UNFUSED, dropout=0.0, reduced_bytes=2, gradient_bytes=2, holds_outputs=True, buckets=2 * 5e8 * 2)
 
 # Pattern in the source -> its software, where it is not as Megatron-LM is today. FlashAttention is of June 2022 (arXiv
-# 2205.14135), sequence parallelism of May 2022 (arXiv 2205.05198, which has dropout in its formulas). Torchtitan compiles
-# its loss since 2025; torchtune makes logits in eight chunks. DeepSpeed reduces and gathers in buckets of 5e8 elements.
+# 2205.14135), sequence parallelism of May 2022 (arXiv 2205.05198, which has dropout in its formulas). Torchtitan
+# compiles its loss since 2025; torchtune makes logits in eight chunks. DeepSpeed reduces and gathers in buckets of 5e8
+# elements.
 _KNOWN: tuple[tuple[str, Software], ...] = (
     (r"bigscience|BLOOM", _BLOOM),
     (r"Korthikanti|2205\.05198", replace(_UNFUSED, sequence_parallel=True)),
