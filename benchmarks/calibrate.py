@@ -53,7 +53,8 @@ def fit(runs: Sequence[str]) -> Fit:
     def errors(figures: Sequence[float]) -> dict[str, float]:
         found = {}
         for run, key, cluster, forced, counted, apart in problems:
-            device = replace(cluster.device, **dict(zip(FITTED, figures, strict=True)))
+            efficiency, attention = figures
+            device = replace(cluster.device, efficiency=efficiency, attention=attention)
             item = replayed(run, key, replace(cluster, device=device), forced, counted, apart)
             assert item.error is not None
             found[run.id] = item.error

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -114,8 +115,13 @@ def _gpt(dimensions: Dimensions, layers: int, attention: str, dropout: float) ->
         attn_pdrop=dropout,
         tie_word_embeddings=dimensions.tied is not False,
         loss_type="ForCausalLM",
-        attn_implementation=attention,
+        **_attention(attention),
     )
+
+
+def _attention(name: str) -> Any:
+    """Arguments that every configuration takes besides those that it declares."""
+    return {"attn_implementation": name}
 
 
 def _llama_like(family: Family, dimensions: Dimensions, layers: int, attention: str) -> nn.Module:
@@ -137,4 +143,5 @@ def _llama_like(family: Family, dimensions: Dimensions, layers: int, attention: 
         tie_word_embeddings=dimensions.tied is True,
         attn_implementation=attention,
     )
-    return model_class(config)
+    model: nn.Module = model_class(config)
+    return model

@@ -15,7 +15,9 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.replay.predict import Replayed, replay  # noqa: E402
+from benchmarks.replay.clusters import cluster_of  # noqa: E402
+from benchmarks.replay.free import NOTABLE, Planned, is_plain, plan_freely  # noqa: E402
+from benchmarks.replay.predict import Replayed, forced_of, replay  # noqa: E402
 from benchmarks.replay.reasons import SkippedError  # noqa: E402
 from benchmarks.replay.records import identity, read_records  # noqa: E402
 from benchmarks.replay.scores import Scores, score  # noqa: E402
@@ -37,6 +39,16 @@ def replay_all(
         except SkippedError as error:
             left.append((name, error))
     return found, left
+
+
+def plan_all(found: Sequence[Replayed]) -> list[Planned]:
+    """The fastest plans for the models and meshes of runs without pipeline and context axes."""
+    planned = []
+    for item in found:
+        if is_plain(item.run):
+            key, cluster = cluster_of(item.run)
+            planned.append(plan_freely(item, forced_of(item.run, key)[0], cluster))
+    return planned
 
 
 def as_json(found: Sequence[Replayed], left: Sequence[tuple[str, SkippedError]]) -> dict[str, object]:
@@ -100,6 +112,19 @@ def _summary(found: Sequence[Replayed], left: Sequence[object], scores: Scores) 
         print(f"  {name:40}{value:6.2f}")
 
 
+def _print_planned(planned: Sequence[Planned]) -> None:
+    print("\nplanned freely on the same mesh (layouts, ZeRO stage, recompute)")
+    print(f"{'run':52}{'published plan':>15}{'free':>11}{'faster':>8}{'memory':>11}")
+    for item in planned:
+        print(f"{item.run.id[:51]:52}{_seconds(item.published):>15}{_seconds(item.seconds):>11}", end="")
+        print(f"{_percent(item.gain, 8)}{_memory(item.memory):>11}")
+        if item.gain > NOTABLE:
+            print(f"    {item.sentence()}")
+    slower = sum(item.seconds > item.published for item in planned)
+    notable = sum(item.gain > NOTABLE for item in planned)
+    print(f"{len(planned)} planned: {slower} slower than published, {notable} more than {100 * NOTABLE:.0f}% faster")
+
+
 def _seconds(value: float | None) -> str:
     return f"{value:8.3f} s" if value is not None else f"{'-':>10}"
 
@@ -119,6 +144,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", type=Path, default=DATA, help="a JSON list of records")
     parser.add_argument("--json", action="store_true", help="print data instead of tables")
+    parser.add_argument("--free", action="store_true", help="also plan freely for the same models and meshes")
     arguments = parser.parse_args()
     logging.disable(logging.ERROR)
     try:
@@ -130,6 +156,8 @@ def main() -> None:
         print(json.dumps(as_json(found, left), indent=1))
     else:
         _print(found, left)
+        if arguments.free:
+            _print_planned(plan_all(found))
 
 
 if __name__ == "__main__":

@@ -32,12 +32,13 @@ TENSOR, CONTEXT = "tp", "cp"
 
 @dataclass(frozen=True)
 class Split:
-    """How one micro-batch is split over devices that work on it together."""
+    """How one micro-batch is split over devices that work on it together; without `forced` the solver may choose."""
 
     context: int
     tensor: int
     sequence_parallel: bool
     context_method: str
+    forced: bool = True
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,6 +80,8 @@ def demands_of(graph: Graph, split: Split) -> Mapping[str, Mapping[str, Mapping[
     the sequence or whole. What stands between follows, and the solver fills it in."""
     found: dict[str, dict[str, dict[str, str]]] = {}
     between: dict[str, str] = {}
+    if not split.forced:
+        return found
     if split.tensor > 1:
         for row in graph.family.rows:
             found[row] = {"method": {TENSOR: "in"}}

@@ -61,8 +61,8 @@ def _stage(run: Run, forced: Forced, kept: Kept, number: int, layers: list[int],
     if not run.software.standing and run.micro_batches == 1:
         # Where gradients come and go, the peak is before there are any, or when all of them are there.
         begins = Memory(states, gathered, held, max(running, loss), reserve)
-        ends = Memory(states + gradients, gathered, held / layers[number], running, reserve)
-        return max(begins, ends, key=lambda moment: moment.total)
+        finishes = Memory(states + gradients, gathered, held / layers[number], running, reserve)
+        return max(begins, finishes, key=lambda moment: moment.total)
     return Memory(states + gradients, gathered, held, max(running, loss), reserve)
 
 

@@ -91,10 +91,11 @@ ALONE: Mapping[str, Device] = {
 
 # What of the peak products and attention reach in training, where clocks fall and memory is shared: fitted to published
 # runs (benchmarks/calibrate.py, which names them).
-_TRAINING: Mapping[str, tuple[float, float]] = {
+TRAINING: Mapping[str, tuple[float, float]] = {
     "a100": (0.733, 0.380),
     "h100": (0.661, 0.234),
     "h100-hbm2e": (0.506, 0.434),
+    "b200": (0.647, 0.347),
     "b200-limited": (0.479, 0.535),
 }
 # Devices of the same chip share a fit.
@@ -105,7 +106,7 @@ _SUSTAINED = 0.83
 
 def _trained(name: str, device: Device) -> Device:
     """A device as it runs in training."""
-    fitted = _TRAINING.get(_SAME_CHIP.get(name, name))
+    fitted = TRAINING.get(_SAME_CHIP.get(name, name))
     if fitted is None:
         return replace(device, efficiency=device.efficiency * _SUSTAINED)
     return replace(device, efficiency=fitted[0], attention=fitted[1])
