@@ -142,15 +142,15 @@ def _searched(model: nn.Module, program: Program, request: Request, clock: Clock
     """The best plan, and the request with the mesh that it is for."""
     with with_rules(clock("discover", lambda: rules_for(program)) if request.discover else {}):
         search = Search(program, request, _master(model, request), clock)
-        found = search.best()
-    request = replace(request, mesh=found.mesh)
+        tried, solution = search.best()
+    request = replace(request, mesh=tried.mesh)
 
     def choose(folded: Folded, problem: Problem) -> Solution:
-        return found.solution
+        return solution
 
-    part, name = found.part, request.objective
-    ready = (part.folded, found.problem)
-    result = planned(model, part.program, found.demands, request, name, clock, choose, part.micro, ready)
+    part, name = tried.part, request.objective
+    ready = (part.folded, tried.problem)
+    result = planned(model, part.program, tried.demands, request, name, clock, choose, part.micro, ready)
     return request, replace(result, record=replace(result.record, whole_batch=search.refused))
 
 
