@@ -11,7 +11,8 @@ So the loss is a sum over the samples (`P`), and the gradients of all micro-batc
 Sizes that a trace has as numbers are those of the whole batch, so that a mean divides by what it divides by there.
 """
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -20,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 from passes.ir.choices import Strategy
 from passes.ir.errors import MicroBatchError
-from passes.ir.layout import Letter, P, R, S, fits, local_shape
+from passes.ir.layout import Letter, P, R, S, Shape, fits, local_shape
 from passes.ir.mesh import Mesh
 from passes.ir.program import (
     Argument,
@@ -70,7 +71,7 @@ def micro_batches(program: Program, count: int) -> MicroBatches:
     Raises MicroBatchError where the batch does not divide, and where the rules do not show that the loss is a sum over
     the samples, by totals of the inputs: the message names the op that needs the whole batch.
     """
-    batch = batch_size(program)
+    batch = batch_size(item.type.shape for item in program.inputs)
     if batch % count:
         raise MicroBatchError(
             f"a batch of {batch} cannot be cut into {count} micro-batches: choose a number that divides it"
@@ -84,24 +85,24 @@ def micro_batches(program: Program, count: int) -> MicroBatches:
     return _Cutter(program, rules, count, count).run()
 
 
-def batch_size(program: Program) -> int:
-    """How many samples there are: the size of the first dim of the first input that has one."""
-    sizes = [item.type.shape[0] for item in program.inputs if item.type.shape]
-    if not sizes:
-        raise MicroBatchError("no input has a batch to cut: use one micro-batch")
-    return sizes[0]
+def batch_size(shapes: Iterable[Shape]) -> int:
+    """How many samples inputs of `shapes` have: the size that most of them begin with, but 1, which serves all samples.
+
+    Whether that is right need not be known: the rules either show that the loss is a sum over it, or refuse.
+    """
+    sizes = Counter(shape[0] for shape in shapes if shape and shape[0] != 1)
+    return sizes.most_common(1)[0][0] if sizes else 1
 
 
 def _batch_dims(program: Program) -> dict[str, Letter]:
-    """How the inputs are cut: along the first dim that is as large as the batch, of their first two.
-
-    Whether that is right need not be known here: the rules either show that the loss is a sum over it, or refuse.
-    """
-    batch = batch_size(program)
+    """How the inputs are cut: along their first dim, or along the second behind something else (positions of several
+    kinds)."""
+    batch = batch_size(item.type.shape for item in program.inputs)
     found = {}
     for item in program.inputs:
-        dims = [dim for dim, size in enumerate(item.type.shape[:2]) if size == batch]
-        found[item.name] = S(dims[0]) if dims else R
+        first, second, *_ = (*item.type.shape, 1, 1)
+        behind = second == batch and first != 1 and len(item.type.shape) > 2
+        found[item.name] = S(0) if first == batch else S(1) if behind else R
     return found
 
 
@@ -158,7 +159,7 @@ class _Cutter:
         inputs = tuple(replace(item, type=types[item.name]) for item in program.inputs)
         whole = replace(program, inputs=inputs, ops=tuple(self.ops), types=types)
         cut = without_unused(replace(whole, inputs=(*inputs, *totals)))
-        samples = batch_size(program) // self.ways
+        samples = batch_size(item.type.shape for item in program.inputs) // self.ways
         return MicroBatches(self.ways, samples, cut, self._totals(whole), self.inputs, outputs, loss)
 
     def _error(self, why: str) -> MicroBatchError:
