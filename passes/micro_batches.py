@@ -12,7 +12,7 @@ Sizes that a trace has as numbers are those of the whole batch, so that a mean d
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -38,7 +38,7 @@ from passes.ir.program import (
     rename,
 )
 from passes.ir.unused import without_unused
-from passes.rules import find_rule
+from passes.rules import find_rule, signature
 from passes.rules.local_sizes import local_arguments
 from passes.rules.rule import Choice, Role, Rule, digit, passing, split
 
@@ -78,11 +78,11 @@ def micro_batches(program: Program, count: int) -> MicroBatches:
         )
     if count == 1:
         raise MicroBatchError("one micro-batch is the whole batch: nothing is cut")
-    rules = [find_rule(op, program.types) for op in program.ops]
+    calls = _Calls(program)
     if count != batch:
         # Which samples are in which micro-batch must not matter.
-        _Cutter(program, rules, batch, count).run()
-    return _Cutter(program, rules, count, count).run()
+        _Cutter(program, calls, batch, count).run()
+    return _Cutter(program, calls, count, count).run()
 
 
 def batch_size(shapes: Iterable[Shape]) -> int:
@@ -118,12 +118,27 @@ class _Adapted:
     operands: tuple[str, ...]
 
 
+class _Calls:
+    """The calls of a program by their first results: what those of repeated layers have alike, and their rules."""
+
+    def __init__(self, program: Program) -> None:
+        self.alike = {op.results[0]: signature(op, program.types) for op in program.ops}
+        found: dict[Hashable, Rule | None] = {}
+        for op in program.ops:
+            key = self.alike[op.results[0]]
+            if key not in found:
+                found[key] = find_rule(op, program.types)
+        self.rules = {name: found[key] for name, key in self.alike.items()}
+
+
 class _Cutter:
     """Follows the rules on the axis of micro-batches, and writes down what one of them runs."""
 
-    def __init__(self, program: Program, rules: Sequence[Rule | None], ways: int, asked: int) -> None:
+    def __init__(self, program: Program, calls: _Calls, ways: int, asked: int) -> None:
         self.program = program
-        self.rules = {op.results[0]: rule for op, rule in zip(program.ops, rules, strict=True)}
+        self.rules = calls.rules
+        self.alike = calls.alike
+        self.known: dict[Hashable, Choice] = {}
         self.ways = ways
         self.asked = asked
         self.mesh = Mesh(("micro_batch",), (ways,))
@@ -187,6 +202,9 @@ class _Cutter:
 
     def _adapted(self, op: Op) -> _Adapted | None:
         """The first choice that the letters of the operands allow, as they are before with a total in place."""
+        case = self.alike[op.results[0]], tuple(self.letters[name] for name in op.operands)
+        if case in self.known:
+            return _Adapted(self.known[case], op.operands)
         for totals in (False, True):
             for choice in self._choices(op):
                 if not self._is_alone(op, choice):
@@ -195,6 +213,8 @@ class _Cutter:
                     self._as(name, letter, totals) for name, letter in zip(op.operands, choice.operands, strict=True)
                 ]
                 found = tuple(name for name in names if name is not None)
+                if found == op.operands:
+                    self.known[case] = choice
                 if len(found) == len(names):
                     return _Adapted(choice, found)
         return None
