@@ -75,6 +75,7 @@ class _Planner:
         self.device = tensors[0].device if tensors else torch.device("cpu")
         self.stored = compiled.stored
         self.decided = compiled.decided
+        self.groups = compiled.groups
         self.again = {name: program.stages[0].again for name, program in compiled.plan.programs.items()}
         self.inputs = {name: program.inputs for name, program in compiled.programs.items()}
         constants = [item for program in compiled.programs.values() for item in program.constants.items()]
@@ -150,7 +151,7 @@ class _Planner:
         if name != request.objective:
             program, request = frozen(program), replace(request, objective=name)
         demands = stored_as(program, self.stored)
-        found = planned(model, program, demands, request, name, Clock(), self._chooser(request, name))
+        found = planned(model, program, demands, request, name, Clock(), self._chooser(request, name), self.groups)
         memory = sum(found.record.memory.values())
         if memory > request.memory_limit:
             logger.warning(

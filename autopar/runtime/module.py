@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch
@@ -12,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from autopar.runtime.axis import axes_of
 from autopar.runtime.collectives import convert
+from autopar.runtime.engine import Engine
 from autopar.runtime.generated import (
     CompiledProgram,
     Container,
@@ -37,6 +39,7 @@ from passes.ir.redistribution import redistribution
 _OWN = (
     "_axes",
     "_device",
+    "_engine",
     "_loaded",
     "_mesh",
     "_original",
@@ -72,6 +75,7 @@ class DistributedModule(nn.Module):
         signature: inspect.Signature,
         seed: int,
         other_sizes: OtherSizes,
+        engine: Engine,
     ) -> None:
         super().__init__()
         taken = sorted(set(_OWN) & {*root._modules, *root._parameters, *root._buffers})
@@ -84,6 +88,7 @@ class DistributedModule(nn.Module):
         self._non_persistent_buffers_set.update(root._non_persistent_buffers_set)
         axes = axes_of(mesh)
         self._axes = axes
+        self._engine = engine
         self._mesh = mesh
         self._shape = mesh_of(mesh)
         self._device = device
@@ -212,12 +217,12 @@ class DistributedModule(nn.Module):
         self._change(compiled.changes)
         if not compiled.differentiable:
             with torch.no_grad():
-                leaves = generated.forward(*local_inputs)
+                leaves = self._engine.run(compiled.held, generated.forward, local_inputs)
         elif compiled.regathers and torch.is_grad_enabled():
             with saving():
-                leaves = generated.forward(*local_inputs)
+                leaves = self._engine.run(compiled.held, generated.forward, local_inputs)
         else:
-            leaves = generated.forward(*local_inputs)
+            leaves = self._engine.run(compiled.held, generated.forward, local_inputs)
         outputs = [self._surface(leaf, item) for leaf, item in zip(leaves, compiled.outputs, strict=True)]
         return pytree.tree_unflatten(outputs, compiled.output_tree)
 
@@ -232,6 +237,21 @@ class DistributedModule(nn.Module):
             raise InputError("the output has no loss to run backward from: pass labels, or plan with objective='train'")
         loss.backward()  # type: ignore[no-untyped-call]
         return output
+
+    def holding_gradients(self) -> AbstractContextManager[None]:
+        """Within, backward passes do not reduce the gradients of parameters on data axes; they add them up.
+
+        The first backward pass afterwards reduces the sum and leaves it in `.grad`: enter it around the backward passes
+        of all micro-batches but the last. Parameters whose gradients the generated code reduces are not affected.
+        """
+        return self._engine.holding_gradients()
+
+    def keeping_parameters(self) -> AbstractContextManager[None]:
+        """Within, parameters that the plan keeps for the backward pass stay gathered after it, too.
+
+        Enter it around all micro-batches of a step. Parameters must not change within.
+        """
+        return self._engine.keeping_parameters()
 
     def _change(self, changes: Sequence[Change]) -> None:
         """Change parameters as the model itself does before it reads them."""
@@ -264,7 +284,9 @@ class DistributedModule(nn.Module):
             if isinstance(value, Tensor)
         }
         tensors = {**compiled.tensors, **given}
-        return compiled, program.kind(self._root, self._axes, self._device, tensors, self._random)
+        view = self._engine.view(self._root, compiled.held)
+        around = self._engine.around_copies(compiled.held)
+        return compiled, program.kind(view, self._axes, self._device, tensors, self._random, around)
 
     def _at_sizes(
         self, compiled: CompiledProgram, generated: Generated, given: Mapping[str, object]
