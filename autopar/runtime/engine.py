@@ -9,7 +9,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar, cast
+from typing import Protocol, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,13 @@ from passes.ir.layout import Layout, Shape, whole_shape
 from passes.ir.lowered import Group, Held
 
 T = TypeVar("T")
+
+
+class Reading(Protocol):
+    """What parameters are read from."""
+
+    def current(self, number: int) -> Tensor:
+        """A parameter as it is now."""
 
 
 class ParameterGroup(nn.Module):
@@ -55,7 +62,7 @@ def within(groups: Sequence[nn.Module], run: Callable[..., object], inputs: Sequ
 class PartView:
     """A part of the model as generated code sees it: what a group holds is read from there, all else from the part."""
 
-    def __init__(self, part: nn.Module, path: str, held: Mapping[str, tuple[ParameterGroup, int]]) -> None:
+    def __init__(self, part: nn.Module, path: str, held: Mapping[str, tuple[Reading, int]]) -> None:
         self.__part = part
         self.__path = path
         self.__held = held
