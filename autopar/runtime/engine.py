@@ -88,12 +88,12 @@ class PartView:
 
 @dataclass(frozen=True)
 class _Shown:
-    """A parameter that users see, and the one of a group that it shares memory with."""
+    """A parameter that users see under a path, how it lies, and what the engine stores of it."""
 
-    parameter: nn.Parameter
+    path: str
     layout: Layout
-    group: ParameterGroup
-    number: int
+    shape: Shape
+    kept: Tensor
 
 
 class Engine:
@@ -105,6 +105,7 @@ class Engine:
         self._meshes: dict[tuple[tuple[int, ...], tuple[int, ...]], DeviceMesh] = {}
         self._groups: list[ParameterGroup] = []
         self._shown: list[_Shown] = []
+        self._owners: dict[str, tuple[nn.Module, str]] = {}
         self._root: FSDPModule | None = None
         self._keeping = False
 
@@ -135,18 +136,34 @@ class Engine:
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)
         self._groups.append(group)
+        added = [
+            _Shown(name, stored[name], shapes[name], group.current(number))
+            for number, name in enumerate(plan.parameters)
+        ]
+        for shown in added:
+            if shown.kept.requires_grad:
+                shown.kept.register_post_accumulate_grad_hook(partial(self._hand_over, shown))  # type: ignore[no-untyped-call]
+        self._shown += added
         return {
-            name: self._show(group, number, stored[name], shapes[name]) for number, name in enumerate(plan.parameters)
+            shown.path: nn.Parameter(self._whole_tensor(_part_of(shown.kept), shown), shown.kept.requires_grad)
+            for shown in added
         }
 
-    def _show(self, group: ParameterGroup, number: int, layout: Layout, shape: Shape) -> nn.Parameter:
-        kept = group.current(number)
-        whole = from_local(_part_of(kept), layout, shape, self._mesh, self._shape)
-        shown = _Shown(nn.Parameter(whole, kept.requires_grad), layout, group, number)
-        if kept.requires_grad:
-            kept.register_post_accumulate_grad_hook(partial(self._take_gradient, shown))  # type: ignore[no-untyped-call]
-        self._shown.append(shown)
-        return shown.parameter
+    def bind(self, root: nn.Module) -> None:
+        """Find in `root` what users see: there gradients go, and values come from."""
+        for shown in self._shown:
+            path, _, name = shown.path.rpartition(".")
+            self._owners[shown.path] = root.get_submodule(path), name
+
+    def _parameter(self, shown: _Shown) -> nn.Parameter:
+        """What users see now: they may put another one in its place."""
+        owner, name = self._owners[shown.path]
+        found = owner._parameters[name]
+        assert found is not None
+        return found
+
+    def _whole_tensor(self, part: Tensor, shown: _Shown) -> DTensor:
+        return from_local(part, shown.layout, shown.shape, self._mesh, self._shape)
 
     def _data_mesh(self, sharded: tuple[int, ...], replicated: tuple[int, ...]) -> DeviceMesh:
         """The mesh of `fully_shard`: one axis that shards, and before it one that replicates, if there is any."""
@@ -177,18 +194,18 @@ class Engine:
         # Only its members take part: the mesh may be a part of all ranks.
         return dist.new_group(ranks.tolist(), use_local_synchronization=True), ranks
 
-    def _take_gradient(self, shown: _Shown, kept: Tensor) -> None:
+    def _hand_over(self, shown: _Shown, kept: Tensor) -> None:
         """Hand a reduced gradient over to the parameter that users see."""
         gradient, kept.grad = kept.grad, None
-        parameter = shown.parameter
+        parameter = self._parameter(shown)
         if gradient is None or not parameter.requires_grad:
             return
         part = _part_of(gradient)
-        with torch.no_grad():
-            if parameter.grad is None:
-                parameter.grad = from_local(part, shown.layout, parameter.shape, self._mesh, self._shape)
-            else:
-                _part_of(parameter.grad).add_(part)
+        if parameter.grad is None:
+            parameter.grad = self._whole_tensor(part, shown)
+        else:
+            _part_of(parameter.grad).add_(part)
+        # Autograd does not know this parameter, so what waits for its gradient is called here.
         hooks: Mapping[int, Callable[[Tensor], None]] = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
         for hook in tuple(hooks.values()):
             hook(parameter)
@@ -267,9 +284,9 @@ class Engine:
             group.reshard()
 
     def _take_values(self) -> None:
-        """Take over values that users gave to parameters together with other memory: `parameter.data = ...`."""
+        """Take over values that came with other memory, as `load_state_dict(..., assign=True)` brings them."""
         for shown in self._shown:
-            given, kept = _part_of(shown.parameter), _part_of(shown.group.current(shown.number))
+            given, kept = _part_of(self._parameter(shown)), _part_of(shown.kept)
             if given.data_ptr() != kept.data_ptr():
                 kept.copy_(given)
 

@@ -88,6 +88,7 @@ class DistributedModule(nn.Module):
         self._non_persistent_buffers_set.update(root._non_persistent_buffers_set)
         axes = axes_of(mesh)
         self._axes = axes
+        engine.bind(root)
         self._engine = engine
         self._mesh = mesh
         self._shape = mesh_of(mesh)
