@@ -30,6 +30,7 @@ from autopar.runtime import (
     PlannedInput,
     PlannedOutput,
 )
+from autopar.runtime.engine import Engine
 from autopar.runtime.generated import place
 from autopar.runtime.inputs import constant_text
 from autopar.runtime.state import from_local, local_part
@@ -39,12 +40,13 @@ from passes.constrain import constrain, stored_as
 from passes.cost.memory import memory_use
 from passes.cost.walk import Optimizer, seconds_on_one, walk
 from passes.emit import Naming, emit
+from passes.engines import engines
 from passes.ir.choices import Problem, Solution
 from passes.ir.demands import Demands
 from passes.ir.errors import CaptureError, PlanMismatchError
 from passes.ir.layout import I, Layout
 from passes.ir.leaves import Inputs, input_leaves
-from passes.ir.lowered import Lowered
+from passes.ir.lowered import Group, Lowered
 from passes.ir.plan import InputPlan, ParameterPlan, Plan, PrecisionPlan, ProgramPlan
 from passes.ir.program import Folded, Input, Parameter, Program, TensorType, references
 from passes.lower import Casts, lower
@@ -66,7 +68,8 @@ T = TypeVar("T")
 class Compiled:
     """A plan and what runs it: programs by name, how each parameter is stored, where time went (seconds), the seed of
     random numbers: the one that torch was given on the first rank, what was decided for every node of each program,
-    and why there is no program for evaluation, where it cannot be traced."""
+    why there is no program for evaluation, where it cannot be traced, and the groups of parameters that an engine
+    holds."""
 
     plan: Plan
     programs: Mapping[str, CompiledProgram]
@@ -75,6 +78,7 @@ class Compiled:
     seed: int
     decided: Mapping[str, Mapping[str, Decided]]
     refused: str
+    groups: tuple[Group, ...]
 
 
 @dataclass(frozen=True)
@@ -144,11 +148,13 @@ def compile_model(model: nn.Module, request: Request, *, both_modes: bool = Fals
             evaluated = frozen(evaluated)
             inference, choose = replace(request, objective="infer", recompute=None), _chooser(request, "infer")
             demands = stored_as(evaluated, stored)
-            programs["infer"] = planned(model, evaluated, demands, inference, "infer", clock, choose)
+            groups = first.lowered.held.groups
+            programs["infer"] = planned(model, evaluated, demands, inference, "infer", clock, choose, None, groups)
     plan = _plan(model, fingerprint, request, program, programs)
     sources = {name: item.source for name, item in programs.items()}
     decisions = {name: item.decided for name, item in programs.items()}
-    return Compiled(plan, sources, stored, clock.times, torch.initial_seed(), decisions, refused)
+    groups = first.lowered.held.groups
+    return Compiled(plan, sources, stored, clock.times, torch.initial_seed(), decisions, refused, groups)
 
 
 def tracing(model: nn.Module, request: Request, name: str, device: torch.device = CPU) -> Tracing:
@@ -171,9 +177,11 @@ def planned(
     clock: Clock,
     choose: Callable[[Folded, Problem], Solution],
     micro: MicroBatches | None = None,
+    groups: tuple[Group, ...] | None = None,
 ) -> Planned:
     """One program through the passes from regions to emit; `choose` is the one between candidates and lower. With
-    `micro` it is that of one micro-batch."""
+    `micro` it is that of one micro-batch. `groups` hold the model's parameters already, if this is not its first
+    program."""
     with with_rules(clock("discover", lambda: rules_for(program)) if request.discover else {}):
         mesh, cluster, precision = request.mesh, request.cluster, request.precision
         states = request.optimizer_states
@@ -186,6 +194,7 @@ def planned(
         # What is asked for, or what the planner chose: nothing, so far.
         asked = request.recompute
         lowered = recompute(lowered, solution.recompute if asked is None else levels(folded.regions, asked))
+        lowered = clock("engines", lambda: engines(lowered, mesh, groups))
         seconds = walk(lowered, folded.flowing, cluster, mesh, Optimizer(states, master))
         if solution.bound == 0.0:
             solution = replace(solution, seconds=seconds.total, bound=seconds.total * (1 - _gap(request, name)))
@@ -300,6 +309,7 @@ def _compiled(lowered: Lowered, source: str, naming: Naming, request: Request) -
         program.changes,
         "keep=False" in source or "recomputed(lambda" in source,
         any(item.trainable for item in sources),
+        held=lowered.held,
     )
 
 
@@ -420,9 +430,11 @@ def distribute(
     device = torch.device(mesh.device_type)
     if device.type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
-    root = _root(model, compiled, request, mesh, device)
+    engine = Engine(mesh)
+    root = _root(model, compiled, request, mesh, device, engine)
     loaded = {name: load(program, name) for name, program in compiled.programs.items()}
-    module = DistributedModule(root, mesh, device, compiled.plan, loaded, request.signature, compiled.seed, other_sizes)
+    signature, seed = request.signature, compiled.seed
+    module = DistributedModule(root, mesh, device, compiled.plan, loaded, signature, seed, other_sizes, engine)
     module.refuse_evaluation(compiled.refused)
     return module
 
@@ -435,21 +447,35 @@ def load(program: CompiledProgram, name: str) -> LoadedProgram:
     return LoadedProgram(program, path, getattr(module, program.class_name), totals)
 
 
-def _root(model: nn.Module, compiled: Compiled, request: Request, mesh: DeviceMesh, device: torch.device) -> Container:
+def _root(
+    model: nn.Module, compiled: Compiled, request: Request, mesh: DeviceMesh, device: torch.device, engine: Engine
+) -> Container:
     """Parameters as this rank's parts, and buffers, under the model's names; ties stay ties."""
     root = Container()
     coordinate = mesh.get_coordinate()
     assert coordinate is not None
     placed: dict[int, nn.Parameter | torch.Tensor] = {}
+
+    def part(parameter: nn.Parameter, layout: Layout) -> torch.Tensor:
+        """This rank's part in `layout`: a copy, because training must not change the model."""
+        whole = parameter.detach()
+        dtype = request.precision.master if whole.is_floating_point() else None
+        found = local_part(whole, layout, coordinate, request.mesh)
+        return found.to(device, dtype or whole.dtype, copy=True).contiguous()
+
+    for group in compiled.groups:
+        members = {name: model.get_parameter(name) for name in group.parameters}
+        stored = {name: compiled.stored[name] for name in members}
+        parts = {
+            name: nn.Parameter(part(parameter, group.used(stored[name])), parameter.requires_grad)
+            for name, parameter in members.items()
+        }
+        shown = engine.add(group, parts, stored)
+        placed.update((id(parameter), shown[name]) for name, parameter in members.items())
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if id(parameter) not in placed:
             layout = compiled.stored.get(name, (I,) * len(request.mesh.sizes))
-            whole = parameter.detach()
-            dtype = request.precision.master if whole.is_floating_point() else None
-            part = local_part(whole, layout, coordinate, request.mesh)
-            # A copy: training must not change the model.
-            part = part.to(device, dtype or whole.dtype, copy=True).contiguous()
-            distributed = from_local(part, layout, parameter.shape, mesh, request.mesh)
+            distributed = from_local(part(parameter, layout), layout, parameter.shape, mesh, request.mesh)
             placed[id(parameter)] = nn.Parameter(distributed, parameter.requires_grad)
         place(root, name, placed[id(parameter)])
     persistent = set(model.state_dict(keep_vars=True))

@@ -38,7 +38,7 @@ FORMS = (
     "with_halo",
 )
 BASES = ("Generated", "Region")
-HELPERS = ("local", "recomputed")
+HELPERS = ("gathered", "local", "recomputed")
 LETTERS = ("I", "P", "R", "S")
 
 _BODY = " " * 8
@@ -193,6 +193,11 @@ class _Code:
             return f"{self.use('local')}({self.paths[value]}){before}"
         return self.names.of[value]
 
+    def gathered(self, parameter: str) -> str:
+        """The expression that reads a parameter as the engine gives it."""
+        self.paths_used.add(self.paths[parameter])
+        return f"{self.use('gathered')}({self.paths[parameter]})"
+
     def value(self, argument: Argument) -> str:
         """An argument as an expression."""
         if isinstance(argument, Ref):
@@ -283,23 +288,24 @@ class _Code:
 
     def change(self, item: Change) -> None:
         """Write the steps of a redistribution."""
-        right = self.read(item.source)
+        right = self.gathered(item.source) if item.engine else self.read(item.source)
+        steps = item.steps[item.engine :]
         target = self.names.take_over(item.result, item.source)
         if target is None:
             base = identifier("_".join(item.source.split(".")[-2:]))
             if not item.parameter:
-                base = f"{identifier(self.names.of.get(item.source, base))}_{_SUFFIXES[item.steps[-1].collective]}"
+                base = f"{identifier(self.names.of.get(item.source, base))}_{_SUFFIXES[steps[-1].collective]}"
             target = self.names.fresh(base, item.result)
         if item.parameter:
             self.weights.add(item.result)
-        compute, reduce = item.dtypes
+        compute, reduce = item.dtypes if not item.engine else (None, item.dtypes[1])
         note = self.note(item.result)
-        if not item.steps:
-            self.lines += statement(_BODY, target, f"{right}.to({compute})", note)
-        for number, step in enumerate(item.steps):
+        if not steps:
+            self.lines += statement(_BODY, target, right if compute is None else f"{right}.to({compute})", note)
+        for number, step in enumerate(steps):
             dtypes = f", dtype={compute}" if compute is not None and number == 0 else ""
             dtypes += f", grad_dtype={reduce}" if reduce is not None else ""
-            comment = note if number == len(item.steps) - 1 else ""
+            comment = note if number == len(steps) - 1 else ""
             self.lines += statement(_BODY, target, self.step(step, right, item.again, dtypes), comment)
             right = target
 
