@@ -96,7 +96,7 @@ class _Module:
         region, entries = loop.region, len(loop.region.copies[0])
         paths = {**self.paths, **{own: _path(own, region.name, entries) for own in region.owned}}
         updated = {own for own, names in region.owned.items() if self.updated & set(names)}
-        code = _Code(self, loop.body, paths, {}, self.updated | updated)
+        code = _Code(self, loop.body, paths, {}, self.updated | updated, inner=True)
         arguments = [
             code.names.fresh(base, argument)
             for base, argument in zip(self.called[id(loop)], loop.body.arguments, strict=True)
@@ -119,7 +119,7 @@ class _Module:
         paths = dict(self.paths)
         paths.update({name: f'self.constants["{name}"]' for name in lowered.program.constants})
         returned = {name: output.name for output in lowered.outputs for name in references(output.value)}
-        code = _Code(self, lowered.body, paths, returned, self.updated)
+        code = _Code(self, lowered.body, paths, returned, self.updated, inner=False)
         arguments = [code.names.fresh(identifier(item.name), item.name) for item in lowered.program.inputs]
         code.statements(lowered.body.statements)
         leaves = [code.leaf(output.value, output.name) for output in lowered.outputs]
@@ -143,8 +143,16 @@ class _Code:
     """The body of one forward function."""
 
     def __init__(
-        self, module: _Module, body: Body, paths: Mapping[str, str], returned: Mapping[str, str], updated: Set[str]
+        self,
+        module: _Module,
+        body: Body,
+        paths: Mapping[str, str],
+        returned: Mapping[str, str],
+        updated: Set[str],
+        *,
+        inner: bool,
     ) -> None:
+        self.inner = inner
         self.module = module
         self.mesh = module.mesh
         self.body = body
@@ -195,6 +203,25 @@ class _Code:
         self.paths_used.add(self.paths[parameter])
         return f"{self.use('gathered')}({self.paths[parameter]})"
 
+    def gathered_for_op(self, item: Change) -> str:
+        """A parameter as the engine gives it, with the steps that follow, as an expression."""
+        right = self.gathered(item.source)
+        reduce = item.dtypes[1]
+        dtypes = f", grad_dtype={reduce}" if reduce is not None else ""
+        for step in item.steps[item.engine :]:
+            right = self.step(step, right, item.again, dtypes)
+        return right
+
+    def around(self, op: Op, right: str) -> str:
+        """An op with what the engine has to do for it."""
+        groups = self.module.lowered.held.groups
+        for number in self.module.lowered.held.ops.get(op.key, ()) if not self.inner else ():
+            operands = [self.read(name) for name in op.operands if name not in self.paths and name not in self.weights]
+            given = "".join(f", {name}" for name in dict.fromkeys(operands))
+            first = next(iter(groups[number].parameters))
+            right = f'self.gathering("{first}", lambda{given[1:]}: {right}{given})'
+        return right
+
     def value(self, argument: Argument) -> str:
         """An argument as an expression."""
         if isinstance(argument, Ref):
@@ -242,7 +269,7 @@ class _Code:
         """Write an op or a local form."""
         op = item.op
         self.where(op)
-        right = form(self, item) if item.body else expression(self, op)
+        right = self.around(op, form(self, item) if item.body else expression(self, op))
         left = ", ".join(self.names.result(op.kind, value, self.passed_on(op, value)) for value in op.results)
         source = f"  {op.line}" if op.line else ""
         indent = _BODY
@@ -267,6 +294,11 @@ class _Code:
 
     def change(self, item: Change) -> None:
         """Write the steps of a redistribution."""
+        if item.engine and not self.inner:
+            # It is there only while the op runs that reads it.
+            self.names.of[item.result] = self.gathered_for_op(item)
+            self.weights.add(item.result)
+            return
         right = self.gathered(item.source) if item.engine else self.read(item.source)
         steps = item.steps[item.engine :]
         target = self.names.take_over(item.result, item.source)
@@ -357,7 +389,19 @@ class _Code:
 _RESERVED = {"self", "torch", "F", "copy", "index", "layer", *COLLECTIVES, *FORMS, *HELPERS, *LETTERS}
 
 # What generated classes have already.
-_ATTRIBUTES = {"axes", "build", "constants", "copies", "device", "drawn", "forward", "random", "root"}
+_ATTRIBUTES = {
+    "axes",
+    "build",
+    "constants",
+    "copies",
+    "device",
+    "drawn",
+    "forward",
+    "gathering",
+    "groups",
+    "random",
+    "root",
+}
 
 _SUFFIXES = {
     "all_gather": "gathered",

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,8 @@ from autopar.runtime.random import Randomness
 from passes.ir.layout import Layout, Shape
 from passes.ir.lowered import Held
 from passes.ir.program import Change, TensorType
+
+Result = TypeVar("Result")
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -64,8 +67,8 @@ class Region(nn.Module):
 class Generated:
     """A generated program; subclasses define `forward`, which takes local inputs and returns local outputs.
 
-    `root` holds parameters and buffers under the model's names, `axes` are those of the mesh. `copy_groups` are the
-    groups of parameters around each copy of each region.
+    `root` holds parameters and buffers under the model's names, `axes` are those of the mesh. `groups` are the groups
+    of parameters that an engine holds, by their first parameter, `copy_groups` those around each copy of each region.
     """
 
     def __init__(
@@ -75,9 +78,11 @@ class Generated:
         device: torch.device,
         constants: Mapping[str, Tensor],
         random: Randomness | None = None,
+        groups: Mapping[str, ParameterGroup] | None = None,
         copy_groups: Sequence[Sequence[Sequence[ParameterGroup]]] = (),
     ) -> None:
         self.root = root
+        self.groups = groups or {}
         self.copy_groups = iter(copy_groups)
         self.random = random or Randomness(0)
         self.axes = axes
@@ -95,6 +100,11 @@ class Generated:
             kind([_part(self.root, path) for path in paths], self, number, groups[number])
             for number, paths in enumerate(entries)
         )
+
+    def gathering(self, first: str, run: Callable[..., Result], *inputs: Tensor) -> Result:
+        """`run(*inputs)`, while the group of the parameter called `first` is gathered."""
+        group = self.groups.get(first)
+        return run(*inputs) if group is None else cast(Result, group(run, *inputs))
 
     def drawn(self, key: str, *axes: Axis) -> AbstractContextManager[None]:
         """Let the op called `key` draw random numbers within; they differ on the ranks of `axes`."""

@@ -286,8 +286,8 @@ class DistributedModule(nn.Module):
         }
         tensors = {**compiled.tensors, **given}
         view = self._engine.view(self._root, compiled.held)
-        around = self._engine.around_copies(compiled.held)
-        return compiled, program.kind(view, self._axes, self._device, tensors, self._random, around)
+        groups, around = self._engine.groups(compiled.held), self._engine.around_copies(compiled.held)
+        return compiled, program.kind(view, self._axes, self._device, tensors, self._random, groups, around)
 
     def _at_sizes(
         self, compiled: CompiledProgram, generated: Generated, given: Mapping[str, object]

@@ -121,13 +121,17 @@ def _equal(
             # The first rank plans.
             continue
         groups = spy.seen[0].held.groups
-        assert {group.again for group in groups if group.sharded} <= {again}
+        layers = [group for group in groups if group.sharded and len(group.parameters) > 3]
+        assert {group.again for group in layers} <= {again}
         taken = {(group.sharded, group.replicated) for group in groups}
         given = {name for group in groups for name in group.parameters}
         left = sorted({parameter.name for parameter in spy.seen[0].program.parameters} - given)
         found.append((*comparison.worst, left, taken))
     return found
 
+
+# Read in two places.
+TIED: Mapping[str, list[str]] = {"tied llama": ["model.embed_tokens.weight"], "gpt2": ["transformer.wte.weight"]}
 
 CASES = [
     # ZeRO-2 and ZeRO-3, plain data parallel.
@@ -149,12 +153,12 @@ CASES = [
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_equal_to_one_device(ranks: int) -> None:
-    """Outputs, loss and all gradients; every parameter is held by the engine."""
+    """Outputs, loss and all gradients; every parameter is held by the engine that is read in one place."""
     cases = [case for case in CASES if math.prod(case[1]) == ranks]
     for case, found in zip(cases, run_ranks(_equal, ranks, [case[:4] for case in cases])[0], strict=True):
         worst, error, left, taken = found
         assert error <= 1e-9, (case, worst, error)
-        assert left == [], case
+        assert left == TIED.get(case[0], []), case
         assert taken == case[4], case
 
 
@@ -165,7 +169,7 @@ def test_with_another_axis() -> None:
     cases.append(("llama", (2, 2), {"dp": "I"}, False))
     for worst, error, left, taken in run_ranks(_equal, 4, cases)[0]:
         assert error <= 1e-9, worst
-        assert all(name.endswith("c_attn.bias") for name in left)
+        assert all(name.endswith("c_attn.bias") or name in TIED["gpt2"] for name in left)
         assert all(0 in (*sharded, *replicated) for sharded, replicated in taken)
 
 
@@ -219,12 +223,13 @@ def test_one_collective_for_each_group(again: bool) -> None:
     """Parameters are gathered once a group and pass, in the backward pass only where the plan says again, and their
     gradients are reduced together. What users see stays what it is."""
     found = run_ranks(_passes, 2, again)[0]
-    assert found["groups"] == 3
-    # 9 in a layer, the embedding, the norm and the head.
-    assert sum("= gathered(" in line for line in found["code"].splitlines()) == 12
+    # Two layers of nine parameters, the embedding, the norm and the head.
+    assert found["groups"] == 5
+    assert found["code"].count("gathered(") == 12
     assert not re.search(r"local\(.*weight\)", found["code"])
-    assert found["forward"]["allgather_base"] == 3
-    assert found["backward"] == {"reduce_scatter_base": 3, **({"allgather_base": 3} if again else {})}
+    assert found["forward"]["allgather_base"] == 5
+    # All but the embedding, which the backward pass does not read.
+    assert found["backward"] == {"reduce_scatter_base": 5, **({"allgather_base": 4} if again else {})}
     assert found["no gradient"] == found["forward"]
     assert found["kinds"] == {DTensor}
 
@@ -291,7 +296,7 @@ def test_micro_batches() -> None:
             "added up": True,
             "none yet": True,
             "held back": True,
-            "calls": (3, 3),
+            "calls": (7, 5),
             "several at once": True,
         }
 
@@ -348,13 +353,17 @@ def _after_an_error() -> bool:
         wrong = {**inputs, "input_ids": inputs["input_ids"] + 10_000}
         with pytest.raises((IndexError, RuntimeError)):
             dist_model(**wrong)
-        dist_model(**inputs).loss.backward()
+        with torch.inference_mode():
+            evaluated = dist_model(**inputs).loss.item()
+        output = dist_model(**inputs)
+        assert output.loss.item() == evaluated
+        output.loss.backward()
         model(**inputs).loss.backward()
         return _close(_gradients(dist_model), _gradients(model))
 
 
 def test_after_an_error() -> None:
-    """A call that raises leaves nothing behind."""
+    """A call that raises leaves nothing behind, nor does one in inference mode, even if it is the first."""
     assert all(run_ranks(_after_an_error, 2))
 
 
