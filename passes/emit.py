@@ -16,6 +16,7 @@ from passes.ir.lowered import Body, Change, Compute, Loop, Lowered
 from passes.ir.mesh import Mesh
 from passes.ir.program import Argument, Buffer, Op, Parameter, Ref, TensorType, references
 from passes.ir.redistribution import Step
+from passes.writing.engine import engine_text
 from passes.writing.expressions import expression
 from passes.writing.forms import form
 from passes.writing.lines import broken, signature, statement
@@ -103,8 +104,9 @@ class _Module:
         ]
         code.statements(loop.body.statements)
         results = ", ".join(code.read(result) for result in loop.body.results)
+        said = engine_text(self.lowered.held, self.loops.index(loop), self.mesh)
         lines = [f"class {name}(Region):"]
-        lines += [f'    """{region.name}: {region.count} copies."""', ""]
+        lines += [f'    """{region.name}: {region.count} copies.{said}"""', ""]
         lines += signature("    ", "def forward", ["self", *arguments])
         lines += code.prologue()
         if any(text.startswith("layer") for text in code.paths_used):

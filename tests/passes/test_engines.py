@@ -94,6 +94,8 @@ def test_gathers_go_to_the_engine() -> None:
     ]
     after = engines(lowered, mesh)
     assert written(after, mesh) == ["gathered(layer.proj.weight)", HEAD]
+    source = emit(after, mesh, Naming("Model", "Model on a mesh."))
+    assert "layers.*: 2 copies. fully_shard: 1 parameter sharded over dp." in source
     head, first, second = sorted(after.held.groups, key=lambda group: tuple(group.parameters))
     assert head == Group({"head.weight": 0}, (0,), (), True, False, NONE)
     assert [first, second] == [Group({name: 0}, (0,), (), True, False, NONE) for name in LAYERS]
