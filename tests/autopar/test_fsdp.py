@@ -1,6 +1,7 @@
 """Data axes on `fully_shard`: the same numbers as on one device, and as many collectives as the plan says."""
 
 import copy
+import gc
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -238,6 +239,51 @@ def test_one_collective_for_each_group(again: bool) -> None:
     assert found["backward"] == {"reduce_scatter_base": 5, **({"allgather_base": 4} if again else {})}
     assert found["no gradient"] == found["forward"]
     assert found["kinds"] == {DTensor}
+
+
+def _kept_bytes() -> int:
+    """Bytes of all tensors that there are."""
+    gc.collect()
+    storages = {}
+    for item in gc.get_objects():
+        if type(item) in (torch.Tensor, nn.Parameter) and not item.is_meta:
+            storage = item.untyped_storage()
+            storages[storage._cdata] = storage.nbytes()
+    return sum(storages.values())
+
+
+def _kept(again: bool) -> dict[str, list[int]]:
+    found = {}
+    for name, engines in (("engine", build.engines), ("generated", lambda lowered, mesh, groups=None: lowered)):
+        generator = torch.Generator().manual_seed(0)
+        model = Stack(width=256, depth=4)
+        batch = {name: torch.randn(8, 256, generator=generator) for name in ("x", "target")}
+        with Spy(again), mock.patch("autopar.build.engines", engines):
+            dist_model = _made(model, (2,), batch, memory_limit=1e12)
+        del model
+        counts = [_kept_bytes()]
+        output = dist_model(**batch)
+        counts.append(_kept_bytes())
+        output["loss"].backward()
+        counts.append(_kept_bytes())
+        found[name] = [count - counts[0] for count in counts[1:]]
+        del dist_model, output
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("again", [False, True])
+def test_as_much_is_kept_as_planned(again: bool) -> None:
+    """After the forward pass there are all parameters or none, but for small ones; after the backward pass there are
+    the gradients. It is what generated gathers keep, within a hundredth of the parameters."""
+    parameters = 4 * sum(parameter.numel() for parameter in Stack(width=256, depth=4).parameters())
+    for found in run_ranks(_kept, 2, again):
+        forward, backward = found["engine"]
+        other_forward, other_backward = found["generated"]
+        assert forward < 0.02 * parameters if again else forward > 0.98 * parameters
+        assert abs(forward - other_forward) <= 0.01 * parameters
+        assert abs(backward - other_backward) <= 0.01 * parameters
+        assert abs(backward - parameters // 2) <= 0.02 * parameters
 
 
 def _gradients(model: nn.Module) -> dict[str, torch.Tensor]:
