@@ -20,10 +20,10 @@ from autopar import huggingface
 from autopar.batches import batching
 from autopar.discover import rules_for
 from autopar.fingerprint import structure_fingerprint
+from autopar.placing import placed_parts
 from autopar.request import Request
 from autopar.runtime import (
     CompiledProgram,
-    Container,
     DistributedModule,
     LoadedProgram,
     OtherSizes,
@@ -31,9 +31,7 @@ from autopar.runtime import (
     PlannedOutput,
 )
 from autopar.runtime.engine import Engine
-from autopar.runtime.generated import place
 from autopar.runtime.inputs import constant_text
-from autopar.runtime.state import from_local, local_part
 from passes.candidates import Setting, candidates
 from passes.capture import CPU, Tracing, capture
 from passes.constrain import constrain, stored_as
@@ -44,7 +42,7 @@ from passes.engines import engines
 from passes.ir.choices import Problem, Solution
 from passes.ir.demands import Demands
 from passes.ir.errors import CaptureError, PlanMismatchError
-from passes.ir.layout import I, Layout
+from passes.ir.layout import Layout
 from passes.ir.leaves import Inputs, input_leaves
 from passes.ir.lowered import Group, Lowered
 from passes.ir.plan import InputPlan, ParameterPlan, Plan, PrecisionPlan, ProgramPlan
@@ -431,7 +429,7 @@ def distribute(
     if device.type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
     engine = Engine(mesh)
-    root = _root(model, compiled, request, mesh, device, engine)
+    root = placed_parts(model, compiled.stored, compiled.groups, request, mesh, device, engine)
     loaded = {name: load(program, name) for name, program in compiled.programs.items()}
     signature, seed = request.signature, compiled.seed
     module = DistributedModule(root, mesh, device, compiled.plan, loaded, signature, seed, other_sizes, engine)
@@ -445,45 +443,6 @@ def load(program: CompiledProgram, name: str) -> LoadedProgram:
     batches = program.micro_batches
     totals = None if batches is None or batches.totals is None else load(batches.totals, f"{name}_totals")
     return LoadedProgram(program, path, getattr(module, program.class_name), totals)
-
-
-def _root(
-    model: nn.Module, compiled: Compiled, request: Request, mesh: DeviceMesh, device: torch.device, engine: Engine
-) -> Container:
-    """Parameters as this rank's parts, and buffers, under the model's names; ties stay ties."""
-    root = Container()
-    coordinate = mesh.get_coordinate()
-    assert coordinate is not None
-    placed: dict[int, nn.Parameter | torch.Tensor] = {}
-
-    def part(parameter: nn.Parameter, layout: Layout) -> torch.Tensor:
-        """This rank's part in `layout`: a copy, because training must not change the model."""
-        whole = parameter.detach()
-        dtype = request.precision.master if whole.is_floating_point() else None
-        found = local_part(whole, layout, coordinate, request.mesh)
-        return found.to(device, dtype or whole.dtype, copy=True).contiguous()
-
-    for group in compiled.groups:
-        members = {name: model.get_parameter(name) for name in group.parameters}
-        stored = {name: compiled.stored[name] for name in members}
-        parts = {
-            name: nn.Parameter(part(parameter, group.used(stored[name])), parameter.requires_grad)
-            for name, parameter in members.items()
-        }
-        shown = engine.add(group, parts, stored)
-        placed.update((id(parameter), shown[name]) for name, parameter in members.items())
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if id(parameter) not in placed:
-            layout = compiled.stored.get(name, (I,) * len(request.mesh.sizes))
-            distributed = from_local(part(parameter, layout), layout, parameter.shape, mesh, request.mesh)
-            placed[id(parameter)] = nn.Parameter(distributed, parameter.requires_grad)
-        place(root, name, placed[id(parameter)])
-    persistent = set(model.state_dict(keep_vars=True))
-    for name, buffer in model.named_buffers(remove_duplicate=False):
-        if id(buffer) not in placed:
-            placed[id(buffer)] = buffer.detach().clone().to(device)
-        place(root, name, placed[id(buffer)], name in persistent)
-    return root
 
 
 def load_source(source: str, name: str) -> tuple[Path, ModuleType]:

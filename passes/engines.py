@@ -9,7 +9,8 @@ parameters at once, ahead of time and beside the computation. What it can do mus
 - be one gather: the engine cuts a dim of what a rank holds into consecutive parts, so the digits of its axes must be
   the most significant ones that are left there when the other axes have taken theirs, in the order of the mesh.
 
-Whatever is no data axis, or does not fit, keeps its steps in the generated code.
+Whatever is no data axis, or does not fit, keeps its steps in the generated code. So does a parameter that is read in
+several places: an engine would keep it gathered all the while between.
 """
 
 from collections.abc import Iterator, Mapping, Sequence, Set
@@ -22,13 +23,17 @@ import torch
 from passes.ir.layout import Layout, R, local_major
 from passes.ir.lowered import Body, Change, Compute, Group, Held, Loop, Lowered, Statement
 from passes.ir.mesh import Mesh
-from passes.ir.program import Parameter, references
+from passes.ir.program import Parameter, find_overload, references
 from passes.ir.redistribution import redistribution
 
-# Where a parameter is read: the loop's number and the copy's, or None outside of loops.
-_Place = tuple[int, int] | None
+# Where a parameter is read: in a copy of a loop (their numbers), or by an op outside of loops (its key). None for what
+# is no such place: several of them, or something else.
+_Place = tuple[int, int] | str | None
 # What parameters of one group have in common.
 _Signature = tuple[_Place, tuple[int, ...], tuple[int, ...], torch.dtype, tuple[torch.dtype | None, torch.dtype | None]]
+
+# Ops whose backward pass reads no parameter, only where its gradient goes.
+_TABLES = {"embedding"}
 
 
 @dataclass(frozen=True)
@@ -66,16 +71,16 @@ def engines(lowered: Lowered, mesh: Mesh, groups: Sequence[Group] | None = None)
 def _uses(lowered: Lowered) -> dict[str, list[_Use]]:
     """All readings of every parameter, by its own name."""
     found: dict[str, list[_Use]] = {name: [] for name in lowered.parameters}
-
-    def add(body: Body, names: Mapping[str, Sequence[str]], loop: int | None) -> None:
-        for name, change in _reads(body):
-            for copy, own in enumerate(names.get(name, (name,))):
+    readers = dict(_readers(lowered.body))
+    for name, change in _reads(lowered.body):
+        if name in found:
+            found[name].append(_Use(None if change is None else readers.get(change.result), change))
+    for number, loop in enumerate(_loops(lowered)):
+        for name, change in _reads(loop.body):
+            for copy in range(loop.region.count):
+                own = loop.region.owned[name][copy] if name in loop.region.owned else name
                 if own in found:
-                    found[own].append(_Use(None if loop is None or name not in names else (loop, copy), change))
-
-    add(lowered.body, {}, None)
-    for number, item in enumerate(_loops(lowered)):
-        add(item.body, item.region.owned, number)
+                    found[own].append(_Use((number, copy), change))
     for output in lowered.outputs:
         for name in references(output.value):
             if name in found:
@@ -99,31 +104,63 @@ def _reads(body: Body) -> Iterator[tuple[str, Change | None]]:
     yield from ((name, None) for name in body.results)
 
 
+def _readers(body: Body) -> Iterator[tuple[str, str | None]]:
+    """The op that reads a value, by the value; None where something else does, or several ops do."""
+    found: dict[str, set[str | None]] = {}
+    for statement in body.statements:
+        if isinstance(statement, Compute):
+            reader = statement.op.key if _may_be_surrounded(statement) else None
+            for name in statement.op.operands:
+                found.setdefault(name, set()).add(reader)
+        elif isinstance(statement, Change):
+            found.setdefault(statement.source, set()).add(None)
+        else:
+            for name in (*statement.initial, *statement.shared):
+                found.setdefault(name, set()).add(None)
+    for name in body.results:
+        found.setdefault(name, set()).add(None)
+    for name, readers in found.items():
+        yield name, readers.pop() if len(readers) == 1 else None
+
+
+def _may_be_surrounded(statement: Compute) -> bool:
+    """Whether parameters can be gathered while an op runs, and no longer: not where a view of them is left, nor where
+    random numbers are drawn, in a context of its own."""
+    views = any(result.alias_info is not None for result in find_overload(statement.op.target)._schema.returns)
+    return not views and statement.draws is None
+
+
+def _place(uses: Sequence[_Use]) -> _Place:
+    """The one place where all uses are."""
+    places = {use.place for use in uses}
+    return places.pop() if len(places) == 1 else None
+
+
 # --- which groups there are ------------------------------------------------------------------------------------------
 
 
 def _groups(lowered: Lowered, uses: Mapping[str, Sequence[_Use]], mesh: Mesh) -> list[Group]:
     """Parameters that are read in one place, and go the same way on the same axes, are one group."""
     members: dict[_Signature, dict[str, int]] = {}
-    again: set[_Signature] = set()
+    changes: dict[_Signature, list[Change]] = {}
     for parameter in lowered.program.parameters:
-        found = _axes(parameter, lowered.parameters[parameter.name], uses[parameter.name], mesh)
-        if found is None:
+        own = uses[parameter.name]
+        place, found = _place(own), _axes(parameter, lowered.parameters[parameter.name], own, mesh)
+        if found is None or place is None:
             continue
-        changes = [use.change for use in uses[parameter.name] if use.change is not None]
-        places = {use.place for use in uses[parameter.name]}
-        place = places.pop() if len(places) == 1 else None
-        signature = (place, found.sharded, found.replicated, parameter.type.dtype, changes[0].dtypes)
+        made = [use.change for use in own if use.change is not None]
+        signature = (place, found.sharded, found.replicated, parameter.type.dtype, made[0].dtypes)
         members.setdefault(signature, {})[parameter.name] = found.dim
-        if any(change.again for change in changes):
-            again.add(signature)
-    found_groups = []
-    for signature, names in members.items():
-        place, sharded, replicated, _, dtypes = signature
+        changes.setdefault(signature, []).extend(made)
+    tables = {item.op.key for item in lowered.body.statements if isinstance(item, Compute) and item.op.kind in _TABLES}
+    groups = []
+    for common, names in members.items():
+        _, sharded, replicated, _, dtypes = common
+        saved = common[0] not in tables
         # What all ranks have is copied for use, not sent: it need not stay.
-        dropped = signature in again or not sharded
-        found_groups.append(Group(names, place is not None, sharded, replicated, dropped, dtypes))
-    return found_groups
+        again = any(change.again for change in changes[common]) or not sharded or not saved
+        groups.append(Group(names, sharded, replicated, saved, again, dtypes))
+    return groups
 
 
 def _axes(parameter: Parameter, stored: Layout, uses: Sequence[_Use], mesh: Mesh) -> _Axes | None:
@@ -149,7 +186,7 @@ def _axes(parameter: Parameter, stored: Layout, uses: Sequence[_Use], mesh: Mesh
     sharded = max(choices, key=lambda axes: prod(mesh.sizes[axis] for axis in axes), default=())
     if not sharded and not replicated:
         return None
-    used = Group({}, False, sharded, replicated, False, (None, None)).used(stored)
+    used = Group({}, sharded, replicated, False, False, (None, None)).used(stored)
     if not all(_grows(used, change, mesh) for change in changes):
         return None
     return _Axes(sharded, replicated, stored[sharded[0]].dim if sharded else 0)
@@ -180,28 +217,24 @@ def _held(lowered: Lowered, uses: Mapping[str, Sequence[_Use]], groups: Sequence
     given: set[str] = set()
     for group in groups:
         names = {name for name in group.parameters if uses.get(name) and _fits(name, lowered, uses, group, mesh)}
-        places = {use.place for name in names for use in uses[name]}
-        # A group inside gathers around one copy: where the program is folded otherwise, that is no place for it.
-        if not group.inner or (len(places) == 1 and None not in places):
-            given |= names
+        # It gathers around one place: where the program is folded otherwise, there is none for it.
+        if len({_place(uses[name]) for name in names} - {None}) == 1:
+            given.update(name for name in names if _place(uses[name]) is not None)
     # A region is written once: a parameter of its body is given in all copies, and in the same way, or in none.
     ways = {name: (group.sharded, group.replicated, group.again) for group in groups for name in group.parameters}
     bodies = [own for loop in _loops(lowered) for own in loop.region.owned.values() if own[0] in lowered.parameters]
     while torn := [own for own in bodies if given.intersection(own) and not _alike(own, given, ways)]:
         given.difference_update(*torn)
-    whole = []
-    around: dict[_Place, list[int]] = {}
+    around: dict[_Place, tuple[int, ...]] = {}
     for number, group in enumerate(groups):
-        names = given.intersection(group.parameters)
-        if names and group.inner:
-            around.setdefault(uses[min(names)][0].place, []).append(number)
-        elif names:
-            whole.append(number)
+        for place in {_place(uses[name]) for name in given.intersection(group.parameters)}:
+            around[place] = (*around.get(place, ()), number)
     copies = tuple(
-        tuple(tuple(around.get((number, copy), ())) for copy in range(loop.region.count))
+        tuple(around.get((number, copy), ()) for copy in range(loop.region.count))
         for number, loop in enumerate(_loops(lowered))
     )
-    return Held(tuple(groups), frozenset(given), tuple(whole), copies)
+    ops = {place: numbers for place, numbers in around.items() if isinstance(place, str)}
+    return Held(tuple(groups), frozenset(given), copies, ops)
 
 
 def _alike(own: Sequence[str], given: Set[str], ways: Mapping[str, object]) -> bool:
@@ -244,5 +277,6 @@ def _by_engine(change: Change, group: Group, mesh: Mesh) -> Change:
     used, shape = group.used(change.before), change.type.shape
     first = redistribution(change.before, used, shape, mesh)
     rest = redistribution(used, change.after, shape, mesh)
-    again = change.again or (group.again and bool(group.sharded))
+    # The engine gathers all of a group again, or nothing.
+    again = change.again or (group.again and group.saved and bool(group.sharded))
     return replace(change, steps=(*first, *rest), again=again, engine=len(first))

@@ -6,7 +6,7 @@ reduced them. So they are the same before, during and after a step, whatever the
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, TypeVar, cast
@@ -43,13 +43,23 @@ class ParameterGroup(nn.Module):
 
     def forward(self, run: Callable[..., object], *inputs: Tensor) -> object:
         """`run(*inputs)`, with the parameters there."""
-        return run(*inputs)
+        result = run(*inputs)
+        # Their memory is given back: what is a view of one needs its own.
+        held = {part.untyped_storage()._cdata for part in self._parameters.values() if part is not None}
+        if isinstance(result, tuple):
+            return tuple(_apart(item, held) for item in result)
+        return _apart(result, held)
 
     def current(self, number: int) -> Tensor:
         """A parameter as it is now: gathered while the group runs, or else this rank's part."""
         found = self._parameters[str(number)]
         assert found is not None
         return found
+
+
+def _apart(result: object, held: Set[int]) -> object:
+    """`result`, as a copy if it lies in one of the storages `held`."""
+    return result.clone() if isinstance(result, Tensor) and result.untyped_storage()._cdata in held else result
 
 
 def within(groups: Sequence[nn.Module], run: Callable[..., object], inputs: Sequence[Tensor]) -> object:
@@ -135,6 +145,8 @@ class Engine:
         # Gradients are addends, because the loss is that of the whole batch. Not every backend has a sum that scales.
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)
+        # What the backward pass does not read is not gathered for it.
+        sharded.set_unshard_in_backward(plan.saved)
         self._groups.append(group)
         added = [
             _Shown(name, stored[name], shapes[name], group.current(number))
@@ -222,12 +234,16 @@ class Engine:
         }
         return PartView(root, "", table) if table else root
 
+    def groups(self, held: Held) -> dict[str, ParameterGroup]:
+        """The groups by their first parameter."""
+        return {next(iter(plan.parameters)): group for plan, group in zip(held.groups, self._groups, strict=True)}
+
     def around_copies(self, held: Held) -> tuple[tuple[tuple[ParameterGroup, ...], ...], ...]:
         """The groups around each copy of each region."""
         return tuple(tuple(tuple(self._groups[item] for item in copy) for copy in loop) for loop in held.copies)
 
     def run(self, held: Held, forward: Callable[..., T], inputs: Sequence[Tensor]) -> T:
-        """`forward(*inputs)`, with what `held` has around the whole program."""
+        """`forward(*inputs)` of the program with `held`."""
         if not held.parameters:
             return forward(*inputs)
         root = self._whole()
@@ -236,7 +252,8 @@ class Engine:
             self._drop()
         self._take_values()
         try:
-            result = within((*(self._groups[item] for item in held.whole), cast(nn.Module, root)), forward, inputs)
+            with _without_inference_mode():
+                result = cast(nn.Module, root)(forward, *inputs)
         except BaseException:
             # What the engine was about to do is not to be done in the next call.
             _forget(root)
@@ -296,6 +313,16 @@ def _part_of(tensor: Tensor) -> Tensor:
     assert isinstance(tensor, DTensor)
     with torch.no_grad():
         return tensor.to_local().detach()
+
+
+@contextlib.contextmanager
+def _without_inference_mode() -> Iterator[None]:
+    """What is gathered for the first time makes the memory for all times: that must be fit for training."""
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 def _forget(root: FSDPModule) -> None:

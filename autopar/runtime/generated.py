@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,8 @@ from passes.ir.layout import Layout, Shape
 from passes.ir.lowered import Held
 from passes.ir.program import Change, TensorType
 from passes.ir.redistribution import Step
+
+Result = TypeVar("Result")
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -66,9 +69,9 @@ class Region(nn.Module):
 class Generated:
     """A generated program; subclasses define `forward`, which takes local inputs and returns local outputs.
 
-    `root` holds parameters and buffers under the model's names, `axes` are those of the mesh. `copy_groups` are the
-    groups of parameters around each copy of each region. `totals` is the program that makes what this one takes after
-    its inputs, where the batch goes through it in parts.
+    `root` holds parameters and buffers under the model's names, `axes` are those of the mesh. `groups` are the groups
+    of parameters that an engine holds, by their first parameter, `copy_groups` those around each copy of each region.
+    `totals` is the program that makes what this one takes after its inputs, where the batch goes through it in parts.
     """
 
     totals: "Generated | None" = None
@@ -80,9 +83,11 @@ class Generated:
         device: torch.device,
         constants: Mapping[str, Tensor],
         random: Randomness | None = None,
+        groups: Mapping[str, ParameterGroup] | None = None,
         copy_groups: Sequence[Sequence[Sequence[ParameterGroup]]] = (),
     ) -> None:
         self.root = root
+        self.groups = groups or {}
         self.copy_groups = iter(copy_groups)
         self.random = random or Randomness(0)
         self.axes = axes
@@ -100,6 +105,11 @@ class Generated:
             kind([_part(self.root, path) for path in paths], self, number, groups[number])
             for number, paths in enumerate(entries)
         )
+
+    def gathering(self, first: str, run: Callable[..., Result], *inputs: Tensor) -> Result:
+        """`run(*inputs)`, while the group of the parameter called `first` is gathered."""
+        group = self.groups.get(first)
+        return run(*inputs) if group is None else cast(Result, group(run, *inputs))
 
     def drawn(self, key: str, *axes: Axis) -> AbstractContextManager[None]:
         """Let the op called `key` draw random numbers within; they differ on the ranks of `axes`."""

@@ -317,8 +317,10 @@ class DistributedModule(nn.Module):
         }
         tensors = {**compiled.tensors, **given}
         view = self._engine.view(self._root, compiled.held)
+        # Totals are of inputs alone: there is nothing that the engine holds.
+        groups = self._engine.groups(compiled.held) if compiled.held.groups else {}
         around = self._engine.around_copies(compiled.held)
-        generated = program.kind(view, self._axes, self._device, tensors, self._random, around)
+        generated = program.kind(view, self._axes, self._device, tensors, self._random, groups, around)
         if program.totals is not None:
             _, generated.totals = self._instance(program.totals)
         return compiled, generated

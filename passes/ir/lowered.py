@@ -108,18 +108,18 @@ class Returned:
 
 @dataclass(frozen=True)
 class Group:
-    """Parameters that an engine gathers, and whose gradients it reduces, together: those that one copy of a region
-    reads, or, where `inner` is not set, any part of the program.
+    """Parameters that an engine gathers, and whose gradients it reduces, together.
 
     `parameters` have the dim that each is split in. The axes in `sharded`, the most significant digit first, split it;
-    on those in `replicated` all ranks store the same. `again` says that the backward pass gathers them again; `dtypes`
-    are what they are cast to, and what their gradients are reduced in (None: as they are).
+    on those in `replicated` all ranks store the same. `saved` says that the backward pass reads them, `again` that they
+    are gathered again for it; `dtypes` are what they are cast to, and what their gradients are reduced in (None: as
+    they are).
     """
 
     parameters: Mapping[str, int]
-    inner: bool
     sharded: tuple[int, ...]
     replicated: tuple[int, ...]
+    saved: bool
     again: bool
     dtypes: tuple[torch.dtype | None, torch.dtype | None]
 
@@ -131,13 +131,14 @@ class Group:
 
 @dataclass(frozen=True)
 class Held:
-    """What an engine does for a program: `parameters` are those that it gives, `whole` are the numbers of the groups
-    around all of the program, `copies` of those around each copy of each loop. A model's programs share `groups`."""
+    """What an engine does for a program: `parameters` are those that it gives, `copies` the numbers of the groups
+    around each copy of each loop, `ops` those around ops outside of loops, by key. A model's programs share `groups`.
+    """
 
     groups: tuple[Group, ...] = ()
     parameters: frozenset[str] = frozenset()
-    whole: tuple[int, ...] = ()
     copies: tuple[tuple[tuple[int, ...], ...], ...] = ()
+    ops: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Data axes on `fully_shard`: the same numbers as on one device, and as many collectives as the plan says."""
 
 import copy
-import math
+import gc
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -24,7 +24,7 @@ from autopar.testing import LiftFloat32, compare_on_mesh, run_ranks
 from passes.cost.memory import same_tensor
 from passes.ir.choices import Problem, Solution
 from passes.ir.lowered import Lowered
-from tests.models import gpt2, llama, tokens
+from tests.models import Stack, gpt2, llama, tokens
 
 AXES: Mapping[int, tuple[str, ...]] = {1: ("dp",), 2: ("dp", "tp")}
 
@@ -121,7 +121,8 @@ def _equal(
             # The first rank plans.
             continue
         groups = spy.seen[0].held.groups
-        assert {group.again for group in groups if group.sharded} <= {again}
+        layers = [group for group in groups if group.sharded and len(group.parameters) > 3]
+        assert {group.again for group in layers} <= {again}
         taken = {(group.sharded, group.replicated) for group in groups}
         given = {name for group in groups for name in group.parameters}
         left = sorted({parameter.name for parameter in spy.seen[0].program.parameters} - given)
@@ -129,35 +130,45 @@ def _equal(
     return found
 
 
-CASES = [
-    # ZeRO-2 and ZeRO-3, plain data parallel.
-    ("llama", (2,), {"dp": "S(0)"}, False, {((0,), ())}),
-    ("llama", (2,), {"dp": "S(0)"}, True, {((0,), ())}),
-    ("llama", (2,), {"dp": "I"}, False, {((), (0,))}),
-    ("tied llama", (2,), {"dp": "S(0)"}, True, {((0,), ())}),
-    ("gpt2", (2,), {"dp": "S(0)"}, True, {((0,), ())}),
-    ("gpt2", (2,), {"dp": "I"}, False, {((), (0,))}),
-    ("vit", (2,), {"dp": "I"}, False, {((), (0,))}),
-    # Four ranks; both axes; both ways at once.
-    ("llama", (4,), {"dp": "S(0)"}, True, {((0,), ())}),
+# Read in two places, or turned and cut before it is used.
+ELSEWHERE: Mapping[str, list[str]] = {
+    "tied llama": ["model.embed_tokens.weight"],
+    "gpt2": ["transformer.wte.weight"],
+    "vit": ["vit.embeddings.cls_token"],
+}
+
+FAST = [
+    # ZeRO-3 over two axes as one; hybrid.
     ("llama", (2, 2), {"dp": "S(0)", "tp": "S(0, 2)"}, True, {((0, 1), ())}),
-    ("llama", (2, 2), {"dp": "I", "tp": "S(0)"}, False, {((1,), (0,))}),
+    ("gpt2", (2, 2), {"dp": "I", "tp": "S(0)"}, False, {((1,), (0,))}),
+]
+SLOW = [
+    # ZeRO-2 and ZeRO-3, plain data parallel.
+    ("llama", (4,), {"dp": "S(0)"}, False, {((0,), ())}),
+    ("llama", (4,), {"dp": "S(0)"}, True, {((0,), ())}),
+    ("llama", (4,), {"dp": "I"}, False, {((), (0,))}),
+    ("tied llama", (4,), {"dp": "S(0)"}, True, {((0,), ())}),
+    ("gpt2", (4,), {"dp": "S(0)"}, True, {((0,), ())}),
+    ("gpt2", (4,), {"dp": "I"}, False, {((), (0,))}),
+    ("vit", (4,), {"dp": "I"}, False, {((), (0,))}),
+    # Both axes; both ways at once.
+    ("llama", (2, 2), {"dp": "I", "tp": "S(0)"}, True, {((1,), (0,))}),
     ("gpt2", (2, 2), {"dp": "S(0)", "tp": "I"}, True, {((0,), (1,))}),
     ("vit", (2, 2), {"dp": "I", "tp": "I"}, False, {((), (0, 1))}),
 ]
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_equal_to_one_device(ranks: int) -> None:
-    """Outputs, loss and all gradients; every parameter is held by the engine."""
-    cases = [case for case in CASES if math.prod(case[1]) == ranks]
-    for case, found in zip(cases, run_ranks(_equal, ranks, [case[:4] for case in cases])[0], strict=True):
+@pytest.mark.parametrize("cases", [FAST, pytest.param(SLOW, marks=pytest.mark.slow)], ids=["fast", "slow"])
+def test_equal_to_one_device(cases: list[tuple[str, tuple[int, ...], Mapping[str, str], bool, set[object]]]) -> None:
+    """Outputs, loss and all gradients; every parameter is held by the engine that is read in one place."""
+    for case, found in zip(cases, run_ranks(_equal, 4, [case[:4] for case in cases])[0], strict=True):
         worst, error, left, taken = found
         assert error <= 1e-9, (case, worst, error)
-        assert left == [], case
+        assert left == ELSEWHERE.get(case[0], []), case
         assert taken == case[4], case
 
 
+@pytest.mark.slow
 def test_with_another_axis() -> None:
     """The other axis is what it pays to be; the engine has the first one, but for the bias of fused projections, whose
     split in the middle of each part leaves none for the first axis that would be consecutive."""
@@ -165,7 +176,7 @@ def test_with_another_axis() -> None:
     cases.append(("llama", (2, 2), {"dp": "I"}, False))
     for worst, error, left, taken in run_ranks(_equal, 4, cases)[0]:
         assert error <= 1e-9, worst
-        assert all(name.endswith("c_attn.bias") for name in left)
+        assert all(name.endswith("c_attn.bias") or name in ELSEWHERE["gpt2"] for name in left)
         assert all(0 in (*sharded, *replicated) for sharded, replicated in taken)
 
 
@@ -214,19 +225,65 @@ def _without_gradient(dist_model: nn.Module, inputs: Mapping[str, torch.Tensor])
         dist_model(**inputs)
 
 
-@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("again", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_one_collective_for_each_group(again: bool) -> None:
     """Parameters are gathered once a group and pass, in the backward pass only where the plan says again, and their
     gradients are reduced together. What users see stays what it is."""
     found = run_ranks(_passes, 2, again)[0]
-    assert found["groups"] == 3
-    # 9 in a layer, the embedding, the norm and the head.
-    assert sum("= gathered(" in line for line in found["code"].splitlines()) == 12
+    # Two layers of nine parameters, the embedding, the norm and the head.
+    assert found["groups"] == 5
+    assert found["code"].count("gathered(") == 12
     assert not re.search(r"local\(.*weight\)", found["code"])
-    assert found["forward"]["allgather_base"] == 3
-    assert found["backward"] == {"reduce_scatter_base": 3, **({"allgather_base": 3} if again else {})}
+    assert found["forward"]["allgather_base"] == 5
+    # All but the embedding, which the backward pass does not read.
+    assert found["backward"] == {"reduce_scatter_base": 5, **({"allgather_base": 4} if again else {})}
     assert found["no gradient"] == found["forward"]
     assert found["kinds"] == {DTensor}
+
+
+def _kept_bytes() -> int:
+    """Bytes of all tensors that there are."""
+    gc.collect()
+    storages = {}
+    for item in gc.get_objects():
+        if type(item) in (torch.Tensor, nn.Parameter) and not item.is_meta:
+            storage = item.untyped_storage()
+            storages[storage._cdata] = storage.nbytes()
+    return sum(storages.values())
+
+
+def _kept(again: bool) -> dict[str, list[int]]:
+    found = {}
+    for name, engines in (("engine", build.engines), ("generated", lambda lowered, mesh, groups=None: lowered)):
+        generator = torch.Generator().manual_seed(0)
+        model = Stack(width=256, depth=4)
+        batch = {name: torch.randn(8, 256, generator=generator) for name in ("x", "target")}
+        with Spy(again), mock.patch("autopar.build.engines", engines):
+            dist_model = _made(model, (2,), batch, memory_limit=1e12)
+        del model
+        counts = [_kept_bytes()]
+        output = dist_model(**batch)
+        counts.append(_kept_bytes())
+        output["loss"].backward()
+        counts.append(_kept_bytes())
+        found[name] = [count - counts[0] for count in counts[1:]]
+        del dist_model, output
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("again", [False, True])
+def test_as_much_is_kept_as_planned(again: bool) -> None:
+    """After the forward pass there are all parameters or none, but for small ones; after the backward pass there are
+    the gradients. It is what generated gathers keep, within a hundredth of the parameters."""
+    parameters = 4 * sum(parameter.numel() for parameter in Stack(width=256, depth=4).parameters())
+    for found in run_ranks(_kept, 2, again):
+        forward, backward = found["engine"]
+        other_forward, other_backward = found["generated"]
+        assert forward < 0.02 * parameters if again else forward > 0.98 * parameters
+        assert abs(forward - other_forward) <= 0.01 * parameters
+        assert abs(backward - other_backward) <= 0.01 * parameters
+        assert abs(backward - parameters // 2) <= 0.02 * parameters
 
 
 def _gradients(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -242,45 +299,46 @@ def _close(ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor])
     )
 
 
-def _made(model: nn.Module, sizes: tuple[int, ...], **options: Any) -> DistributedModule:
+def _made(
+    model: nn.Module, sizes: tuple[int, ...], inputs: Mapping[str, torch.Tensor], **options: Any
+) -> DistributedModule:
     """A distributed model, its parameters stored in parts on the first axis."""
     options = {"cluster": "ideal", "constraints": storage(dp="S(0)"), **options}
-    return autopar.parallelize(model, mesh_of(sizes), tokens(), **options)
+    return autopar.parallelize(model, mesh_of(sizes), inputs, **options)
+
+
+def _batch(seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(8, 16, generator=generator, dtype=torch.float64) for name in ("x", "target")}
 
 
 def _micro_batches() -> dict[str, object]:
-    with LiftFloat32(torch.float64):
-        model = llama().double()
-        dist_model = _made(model, (2,))
-        batches = [
-            tokens(),
-            {name: value.flip(0).roll(1, 1) for name, value in tokens().items()},
-            tokens(padding=False),
-        ]
-        found: dict[str, object] = {}
-        for batch in batches:
-            model(**batch).loss.backward()
-        for batch in batches:
-            dist_model(**batch).loss.backward()
-        found["added up"] = _close(_gradients(dist_model), _gradients(model))
-        dist_model.zero_grad()
+    model, batches = Stack().double(), [_batch(seed) for seed in range(3)]
+    dist_model = _made(model, (2,), batches[0])
+    found: dict[str, object] = {}
+    for batch in batches:
+        model(**batch)["loss"].backward()
+    for batch in batches:
+        dist_model(**batch)["loss"].backward()
+    found["added up"] = _close(_gradients(dist_model), _gradients(model))
+    dist_model.zero_grad()
 
-        def held() -> None:
-            with dist_model.keeping_parameters():
-                with dist_model.holding_gradients():
-                    for batch in batches[:-1]:
-                        dist_model(**batch).loss.backward()
-                    found["none yet"] = not _gradients(dist_model)
-                dist_model(**batches[-1]).loss.backward()
+    def held() -> None:
+        with dist_model.keeping_parameters():
+            with dist_model.holding_gradients():
+                for batch in batches[:-1]:
+                    dist_model(**batch)["loss"].backward()
+                found["none yet"] = not _gradients(dist_model)
+            dist_model(**batches[-1])["loss"].backward()
 
-        calls = _calls(held)
-        found["held back"] = _close(_gradients(dist_model), _gradients(model))
-        found["calls"] = calls["allgather_base"], calls["reduce_scatter_base"]
-        # Several forward passes before the backward passes.
-        dist_model.zero_grad()
-        outputs = [dist_model(**batch) for batch in batches]
-        sum(output.loss for output in outputs).backward()
-        found["several at once"] = _close(_gradients(dist_model), _gradients(model))
+    calls = _calls(held)
+    found["held back"] = _close(_gradients(dist_model), _gradients(model))
+    found["calls"] = calls["allgather_base"], calls["reduce_scatter_base"]
+    # Several forward passes before the backward passes.
+    dist_model.zero_grad()
+    outputs = [dist_model(**batch) for batch in batches]
+    sum(output["loss"] for output in outputs).backward()
+    found["several at once"] = _close(_gradients(dist_model), _gradients(model))
     return found
 
 
@@ -291,7 +349,7 @@ def test_micro_batches() -> None:
             "added up": True,
             "none yet": True,
             "held back": True,
-            "calls": (3, 3),
+            "calls": (2, 2),
             "several at once": True,
         }
 
@@ -299,8 +357,8 @@ def test_micro_batches() -> None:
 def _steps() -> dict[str, bool]:
     with LiftFloat32(torch.float64):
         model = gpt2().double()
-        dist_model = _made(model, (2, 2))
         inputs, shorter = tokens(), {name: value[:, :8] for name, value in tokens().items()}
+        dist_model = _made(model, (2, 2), inputs)
         optimizers = [torch.optim.AdamW(item.parameters(), lr=1e-2) for item in (dist_model, model)]
         found: dict[str, bool] = {}
         for step, batch in enumerate((inputs, shorter, inputs)):
@@ -335,6 +393,7 @@ def _steps() -> dict[str, bool]:
         return found
 
 
+@pytest.mark.slow
 def test_steps_of_an_optimizer() -> None:
     """Training with clipping, evaluation in between, batches of other sizes, and other values of parameters."""
     for found in run_ranks(_steps, 4):
@@ -342,35 +401,38 @@ def test_steps_of_an_optimizer() -> None:
 
 
 def _after_an_error() -> bool:
-    with LiftFloat32(torch.float64):
-        model = llama().double()
-        dist_model, inputs = _made(model, (2,)), tokens()
-        wrong = {**inputs, "input_ids": inputs["input_ids"] + 10_000}
-        with pytest.raises((IndexError, RuntimeError)):
-            dist_model(**wrong)
-        dist_model(**inputs).loss.backward()
-        model(**inputs).loss.backward()
-        return _close(_gradients(dist_model), _gradients(model))
+    model, inputs = Stack().double(), _batch(0)
+    dist_model = _made(model, (2,), inputs)
+    with mock.patch("torch.relu", side_effect=ValueError("torn")), pytest.raises(ValueError, match="torn"):
+        dist_model(**inputs)
+    with torch.inference_mode():
+        evaluated = dist_model(**inputs)["loss"].item()
+    output = dist_model(**inputs)
+    assert output["loss"].item() == evaluated
+    output["loss"].backward()
+    model(**inputs)["loss"].backward()
+    return _close(_gradients(dist_model), _gradients(model))
 
 
 def test_after_an_error() -> None:
-    """A call that raises leaves nothing behind."""
+    """A call that raises leaves nothing behind, nor does one in inference mode, even if it is the first."""
     assert all(run_ranks(_after_an_error, 2))
 
 
 def _mixed(reduce: torch.dtype | None) -> dict[str, object]:
     precision = autopar.Precision(compute=torch.bfloat16, reduce=reduce, master=torch.float32)
-    model, inputs = llama(), tokens()
+    model, inputs = Stack(), {name: value.float() for name, value in _batch(0).items()}
     found = {}
     for name, patch in (
         ("engine", mock.patch("autopar.build.engines", build.engines)),
         ("generated", mock.patch("autopar.build.engines", lambda lowered, mesh, groups=None: lowered)),
     ):
         with patch:
-            dist_model = _made(model, (2,), precision=precision)
+            dist_model = _made(model, (2,), inputs, precision=precision)
         output = dist_model(**inputs)
-        output.loss.backward()
-        found[name] = (output.loss, output.logits.dtype, _gradients(dist_model), "gathered(" in dist_model.code)
+        output["loss"].backward()
+        kind = output["prediction"].dtype
+        found[name] = (output["loss"], kind, _gradients(dist_model), "gathered(" in dist_model.code)
     (loss, kind, ours, by_engine), (other_loss, other_kind, theirs, otherwise) = found["engine"], found["generated"]
     return {
         "engine": (by_engine, otherwise),

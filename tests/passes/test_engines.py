@@ -36,20 +36,22 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    """Two layers and a head, which may be used in between, too."""
+    """Two layers and a head, which may be used in between, too, or twice."""
 
-    def __init__(self, uses: int = 1) -> None:
+    def __init__(self, *, between: bool = False, twice: bool = False) -> None:
         super().__init__()
         self.layers = nn.ModuleList([Layer(), Layer()])
         self.head = nn.Linear(8, 8, bias=False)
-        self.uses = uses
+        self.between, self.twice = between, twice
 
     def forward(self, x: Tensor) -> Tensor:
         """The mean of squares."""
         for layer in self.layers:
             x = layer(x)
-            if self.uses > 1:
+            if self.between:
                 x = x * self.head.weight.sum()
+        if self.twice:
+            x = self.head(x).exp()
         return self.head(x).pow(2).mean()
 
 
@@ -67,7 +69,7 @@ def written(lowered: Lowered, mesh: Mesh) -> list[str]:
     """Where parameters are read, without names of results and comments."""
     source = emit(lowered, mesh, Naming("Model", "Model on a mesh."))
     lines = [line.partition("  # ")[0].strip() for line in source.splitlines()]
-    return [line.partition(" = ")[2] for line in lines if re.search(r"(local|gathered)\(", line)]
+    return [line.partition(" = ")[2] or line for line in lines if re.search(r"(local|gathered)\(", line)]
 
 
 def parameter_changes(lowered: Lowered) -> list[Change]:
@@ -76,6 +78,7 @@ def parameter_changes(lowered: Lowered) -> list[Change]:
     return [item for body in bodies for item in body.statements if isinstance(item, Change) and item.parameter]
 
 
+HEAD = 'self.gathering("head.weight", lambda x: F.linear(x, gathered(self.root.head.weight)), x)'
 LAYERS = "layers.0.proj.weight", "layers.1.proj.weight"
 SHARDED: Constraints = {"*": {"stored": {"dp": "S(0)"}, "used": {"dp": "R"}}, "@linear": BATCH}
 REPLICATED: Constraints = {"*": {"stored": {"dp": "I"}, "used": {"dp": "R"}}, "@linear": BATCH}
@@ -90,11 +93,15 @@ def test_gathers_go_to_the_engine() -> None:
         "all_gather(local(self.root.head.weight), dp, src=S(0), dst=R)",
     ]
     after = engines(lowered, mesh)
-    assert written(after, mesh) == ["gathered(layer.proj.weight)", "gathered(self.root.head.weight)"]
+    assert written(after, mesh) == ["gathered(layer.proj.weight)", HEAD]
+    source = emit(after, mesh, Naming("Model", "Model on a mesh."))
+    assert "layers.*: 2 copies. fully_shard: 1 parameter sharded over dp." in source
     head, first, second = sorted(after.held.groups, key=lambda group: tuple(group.parameters))
-    assert head == Group({"head.weight": 0}, False, (0,), (), False, NONE)
-    assert [first, second] == [Group({name: 0}, True, (0,), (), False, NONE) for name in LAYERS]
-    assert [after.held.groups[number] for number in after.held.whole] == [head]
+    assert head == Group({"head.weight": 0}, (0,), (), True, False, NONE)
+    assert [first, second] == [Group({name: 0}, (0,), (), True, False, NONE) for name in LAYERS]
+    assert {op: [after.held.groups[number] for number in numbers] for op, numbers in after.held.ops.items()} == {
+        "head/linear": [head]
+    }
     (copies,) = after.held.copies
     assert [[after.held.groups[number] for number in copy] for copy in copies] == [[first], [second]]
     assert after.held.parameters == {"head.weight", *LAYERS}
@@ -119,7 +126,7 @@ def test_equal_copies_are_reduced_by_the_engine() -> None:
     """Stored everywhere, used whole: gradients are all-reduced by it."""
     mesh = mesh_of(dp=2)
     after = engines(before(case(mesh, REPLICATED)), mesh)
-    assert written(after, mesh) == ["gathered(layer.proj.weight)", "gathered(self.root.head.weight)"]
+    assert written(after, mesh) == ["gathered(layer.proj.weight)", HEAD]
     assert {(group.sharded, group.replicated) for group in after.held.groups} == {((), (0,))}
 
 
@@ -132,7 +139,7 @@ def test_hybrid() -> None:
         "@linear": {"in": batch, "out": batch},
     }
     after = engines(before(case(mesh, constraints)), mesh)
-    assert written(after, mesh) == ["gathered(layer.proj.weight)", "gathered(self.root.head.weight)"]
+    assert written(after, mesh) == ["gathered(layer.proj.weight)", HEAD]
     assert {(tuple(group.parameters.values()), group.sharded, group.replicated) for group in after.held.groups} == {
         ((1,), (1,), (0,))
     }
@@ -201,7 +208,7 @@ def test_other_axes_follow() -> None:
     after = engines(before(case(mesh, constraints)), mesh)
     assert written(after, mesh) == [
         "all_to_all(gathered(layer.proj.weight), tp, src=S(0), dst=S(1))",
-        "gathered(self.root.head.weight)",
+        HEAD,
     ]
 
 
@@ -228,12 +235,58 @@ def test_what_is_no_data_axis_stays(used: str) -> None:
     assert written(after, mesh) == written(lowered, mesh)
 
 
-def test_read_in_several_places() -> None:
-    """A parameter that copies share is gathered around the whole program."""
+class Turned(Model):
+    """Its head is a view of the parameter first."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The mean of squares."""
+        for layer in self.layers:
+            x = layer(x)
+        return (x @ self.head.weight.transpose(0, 1)).pow(2).mean()
+
+
+@pytest.mark.parametrize(
+    "model", [Model(between=True), Model(twice=True), Turned()], ids=["between", "twice", "longer than the op"]
+)
+def test_read_in_several_places(model: nn.Module) -> None:
+    """What copies share, or several ops read, would stay gathered between: it is gathered where it is read."""
     mesh = mesh_of(dp=2)
-    constraints = {**SHARDED, "head.weight": {"stored": {"dp": "S(0)"}, "used": {"dp": "R"}}}
-    after = engines(before(case(mesh, constraints, Model(uses=2))), mesh)
-    assert [group.inner for group in after.held.groups if "head.weight" in group.parameters] == [False]
+    lowered = before(case(mesh, SHARDED, model))
+    after = engines(lowered, mesh)
+    assert after.held.parameters == set(LAYERS)
+    assert [line for line in written(after, mesh) if "head" in line] == [
+        line for line in written(lowered, mesh) if "head" in line
+    ]
+
+
+def test_what_the_backward_pass_needs() -> None:
+    """A table is not read in it: it is dropped, and not gathered again."""
+
+    class Table(nn.Module):
+        """A table, and a product."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(8, 8)
+            self.head = nn.Linear(8, 8, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            """The mean of squares."""
+            return self.head(self.table(x)).pow(2).mean()
+
+    mesh = mesh_of(dp=2)
+    constraints = {**SHARDED, "table": BATCH}
+    given = planning(Table(), {"x": torch.arange(8)}, mesh, "ideal", constraints)
+    table, head = engines(before(given), mesh).held.groups
+    assert (table.saved, table.again) == (False, True)
+    assert (head.saved, head.again) == (True, False)
+    redone = before(given)
+    again = [
+        replace(item, again=True) if isinstance(item, Change) and item.parameter else item
+        for item in redone.body.statements
+    ]
+    table, head = engines(replace(redone, body=replace(redone.body, statements=tuple(again))), mesh).held.groups
+    assert (head.saved, head.again) == (True, True)
 
 
 def test_frozen_parameters_are_gathered_but_not_reduced() -> None:
@@ -248,7 +301,7 @@ def test_frozen_parameters_are_gathered_but_not_reduced() -> None:
 
 
 def test_other_programs_read_what_is_held_already() -> None:
-    """A program that is folded otherwise reads its layers as they are stored; what lies around the whole it shares."""
+    """A program that reads a layer twice reads it as it is stored; what it reads once it has from the engine."""
     mesh = mesh_of(dp=2)
     first = engines(before(case(mesh, SHARDED)), mesh)
     same = engines(before(case(mesh, SHARDED)), mesh, first.held.groups)
@@ -264,8 +317,9 @@ def test_other_programs_read_what_is_held_already() -> None:
 
     other = engines(before(case(mesh, SHARDED, Unfolded())), mesh, first.held.groups)
     assert other.held.groups == first.held.groups
-    assert other.held.parameters == {"head.weight"}
-    assert other.held.whole == first.held.whole
+    assert other.held.parameters == {"head.weight", "layers.0.proj.weight"}
+    assert {len(numbers) for numbers in other.held.ops.values()} == {1}
+    assert len(other.held.ops) == 2
     # One that uses a part of the head alone reads that.
     split = {**SHARDED, "head.weight": {"stored": {"dp": "S(0)"}, "used": {"dp": "S(0)"}}, "head": {}}
     alone = engines(before(case(mesh, {**split, "@linear": {}})), mesh, first.held.groups)
