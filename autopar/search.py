@@ -242,7 +242,7 @@ class Search:
         if self.request.micro_batches is not None or self.request.objective != "train":
             yield self.request.micro_batches or 1
             return
-        batch = batch_size(self.program) if any(item.type.shape for item in self.program.inputs) else 1
+        batch = batch_size(item.type.shape for item in self.program.inputs)
         yield from (count for count in range(1, batch + 1) if batch % count == 0)
 
     def _part(self, count: int) -> Part | None:
