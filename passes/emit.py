@@ -396,6 +396,7 @@ _ATTRIBUTES = {
     "build",
     "constants",
     "copies",
+    "copy_groups",
     "device",
     "drawn",
     "forward",
