@@ -420,6 +420,7 @@ _ATTRIBUTES = {
     "build",
     "constants",
     "copies",
+    "copy_groups",
     "device",
     "drawn",
     "forward",
