@@ -68,7 +68,6 @@ class Run:
     quantized: bool
     optimizer_in_backward: bool
     offloads: bool
-    pads: bool
     measured: Measured
     software: Software
     parameters: int | None
@@ -141,7 +140,6 @@ def read_run(record: Mapping[str, object], name: str) -> Run:
         "qlora" in task,
         "opt in bwd" in cumulative or "act offload" in cumulative or "qlora" in cumulative,
         "act offload" in cumulative,
-        cumulative == "baseline",
         measured,
         software,
         _number(model, "params", Reason.DIMENSIONS) if model.get("params") else None,
