@@ -211,8 +211,8 @@ def _hops(run: Run, cluster: Cluster) -> float:
     parallel, sizes = run.parallel, run.dimensions
     if parallel.pipeline == 1:
         return 0.0
-    split = parallel.tensor * parallel.context if parallel.sequence_parallel else parallel.context
-    size = run.micro_batch * sizes.sequence * sizes.hidden * 2 / split
+    parts = parallel.tensor if parallel.sequence_parallel or run.software.scatters else 1
+    size = run.micro_batch * sizes.sequence * sizes.hidden * 2 / (parts * parallel.context)
     mesh = Mesh(("pipeline", "inner"), (parallel.pipeline, parallel.data * parallel.context * parallel.tensor))
     link = cluster.link(mesh, 0)
     return 2 * run.micro_batches * parallel.chunks * (link.latency + size / link.bandwidth)

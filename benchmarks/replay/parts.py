@@ -1,6 +1,6 @@
 """Seconds of one micro-batch, block by block, read from a lowered program."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from math import prod
@@ -132,12 +132,3 @@ def _change(statement: Change, forced: Forced, cluster: Cluster) -> Part:
     steps = tuple(step for step in statement.steps if not (statement.parameter and step.axis == context))
     forward, backward = redistribution_seconds(steps, size, gradient, statement.gradient, cluster, forced.mesh)
     return Part(send_forward=forward, send_backward=backward + (forward if statement.again else 0.0))
-
-
-def computes(body: Body) -> Iterator[Compute]:
-    """All ops of a body, those of loops once."""
-    for statement in body.statements:
-        if isinstance(statement, Compute):
-            yield statement
-        elif isinstance(statement, Loop):
-            yield from computes(statement.body)

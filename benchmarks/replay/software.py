@@ -17,6 +17,7 @@ class Software:
       sent, and of a parameter that is gathered takes.
     - `standing`: gradients have their memory from the first step on, rather than while there are any.
     - `loss_copies`: how many float32 copies of the logits the loss takes at its peak.
+    - `scatters`: tensor-parallel ranks each send a part of what goes to the next stage of a pipeline, gathered there.
     - `holds_outputs`: a pipeline stage keeps what it has sent on until its backward pass.
     - `buckets`: bytes of the buffers that gradients are reduced and parameters gathered in.
     - `recompute`: what is computed again where a record does not say.
@@ -32,6 +33,7 @@ class Software:
     gathered_bytes: int = 2
     standing: bool = True
     loss_copies: float = 2.5
+    scatters: bool = True
     holds_outputs: bool = False
     buckets: float = 0.0
     recompute: str = "none"
@@ -40,12 +42,14 @@ class Software:
 _UNFUSED = Software(flash=False, sequence_parallel=False, overlaps=False, dropout=0.1)
 _TORCH = Software(standing=False, loss_copies=3.5)
 
-_BLOOM = replace(_UNFUSED, dropout=0.0, reduced_bytes=2, gradient_bytes=2, holds_outputs=True, buckets=2 * 5e8 * 2)
+_BLOOM = replace(
+    _UNFUSED, dropout=0.0, reduced_bytes=2, gradient_bytes=2, scatters=False, holds_outputs=True, buckets=2 * 5e8 * 2
+)
 
 # Pattern in the source -> its software, where it is not as Megatron-LM is today. FlashAttention is of June 2022 (arXiv
-# 2205.14135), sequence parallelism of May 2022 (arXiv 2205.05198, which has dropout in its formulas). Torchtitan
-# compiles its loss since 2025; torchtune makes logits in eight chunks. DeepSpeed reduces and gathers in buckets of 5e8
-# elements.
+# 2205.14135), sequence parallelism of May 2022 (arXiv 2205.05198, which has dropout in its formulas). Megatron scatters
+# what stages send (Narayanan et al. 2021, section 4.1), DeepSpeed does not; it reduces and gathers in buckets of 5e8
+# elements. Torchtitan compiles its loss since 2025; torchtune makes logits in eight chunks.
 _KNOWN: tuple[tuple[str, Software], ...] = (
     (r"bigscience|BLOOM", _BLOOM),
     (r"Korthikanti|2205\.05198", replace(_UNFUSED, sequence_parallel=True)),
