@@ -10,7 +10,7 @@ from benchmarks.replay.memory import peak_memory
 from benchmarks.replay.parts import parts_of
 from benchmarks.replay.predict import Replayed, is_alone
 from benchmarks.replay.records import Run
-from passes.cost.cluster import Cluster
+from passes.cost.cluster import GIB, Cluster
 
 # Plans that are faster by more than this are explained.
 NOTABLE = 0.10
@@ -25,6 +25,7 @@ class Planned:
     seconds: float
     memory: float
     changes: tuple[str, ...]
+    memory_error: float | None = None
 
     @property
     def gain(self) -> float:
@@ -32,8 +33,20 @@ class Planned:
         return 1 - self.seconds / self.published
 
     def sentence(self) -> str:
-        """Why it is faster, in words."""
-        return f"{100 * self.gain:.0f}% faster with " + " and ".join(self.changes) + "."
+        """Why it is faster, and whether that is to be believed, in words."""
+        return f"{100 * self.gain:.0f}% faster with {' and '.join(self.changes)}: {self._verdict()}."
+
+    def _verdict(self) -> str:
+        if self.memory_error is not None and self.memory_error < -NOTABLE:
+            short = -100 * self.memory_error
+            return f"a hole in the memory model, which has {short:.0f}% too little for the published plan"
+        if not self.run.software.flash:
+            return (
+                "a find of later years (selective recompute, sequence parallelism and ZeRO were not in that software)"
+            )
+        if self.run.recompute != "none":
+            return f"a find, as long as the {self.memory / GIB:.0f} GiB that it takes are there"
+        return "a find: less is sent"
 
 
 def is_plain(run: Run) -> bool:
@@ -45,7 +58,8 @@ def plan_freely(item: Replayed, forced: Forced, cluster: Cluster) -> Planned:
     """The fastest of all choices that fit the device, the published plan among them (it ran, so it fits)."""
     run, published = item.run, item.predicted.total
     usable = cluster.usable_memory
-    best = Planned(run, published, published, item.predicted_memory or 0.0, ())
+    error = item.memory_error
+    best = Planned(run, published, published, item.predicted_memory or 0.0, (), error)
     for name, graph in _graphs(run, forced, item.cluster):
         parts = parts_of(graph, cluster, run.software.compiled)
         for tried, changes in _regimes(run):
@@ -55,7 +69,7 @@ def plan_freely(item: Replayed, forced: Forced, cluster: Cluster) -> Planned:
             # What the driver has besides is in the limit already.
             memory = peak_memory(tried, graph, 0.0, False).total
             if memory <= usable:
-                best = Planned(run, published, seconds, memory, (*changes, *name))
+                best = Planned(run, published, seconds, memory, (*changes, *name), error)
     return best
 
 
