@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from autopar import huggingface
 from autopar.discover import rules_for
 from autopar.fingerprint import structure_fingerprint
+from autopar.probing import FakeProber
 from autopar.request import Request
 from autopar.runtime import (
     CompiledProgram,
@@ -35,9 +36,9 @@ from autopar.runtime.state import from_local, local_part
 from passes.candidates import Setting, candidates
 from passes.capture import CPU, Tracing, capture
 from passes.constrain import constrain, stored_as
-from passes.cost.memory import memory_use
+from passes.cost.liveness import Machine, MemoryPeak, Stored, peak_memory
 from passes.cost.walk import Optimizer, seconds_on_one, walk
-from passes.emit import Naming, emit
+from passes.emit import Naming, emit, variables
 from passes.ir.choices import Problem, Solution
 from passes.ir.demands import Demands
 from passes.ir.errors import CaptureError, PlanMismatchError
@@ -171,7 +172,6 @@ def planned(
         seconds = walk(lowered, folded.flowing, cluster, mesh, Optimizer(states, master))
         if solution.bound == 0.0:
             solution = replace(solution, seconds=seconds.total, bound=seconds.total * (1 - _gap(request, name)))
-        memory = memory_use(problem, solution, states, mesh)
         for axis in idle_axes(problem, solution, mesh):
             logger.warning(
                 "mesh axis %r of size %d splits nothing: no split divides, or none pays; "
@@ -182,10 +182,25 @@ def planned(
         title = f"{type(model).__name__} on {mesh}, for {'training' if name == 'train' else 'inference'}."
         naming = Naming(type(model).__name__, title)
         source = clock("emit", lambda: emit(lowered, mesh, naming))
+        memory = clock("memory", lambda: _memory(lowered, naming, request, name, master))
         plan = record(folded, problem, solution, lowered, seconds, memory, mesh, seconds_on_one(folded, cluster))
         compiled = _compiled(lowered, source, naming, request)
         decisions = decided(folded, problem, solution)
         return Planned(folded, lowered, plan, compiled, decisions, whole_ops(folded), discovered_ops(folded))
+
+
+def _memory(
+    lowered: Lowered, naming: Naming, request: Request, name: str, master: torch.dtype | None
+) -> MemoryPeak:
+    """The bytes on one device at the peak of the program called `name`; floating parameters are stored in `master`."""
+    mesh, leaves = request.mesh, dict(input_leaves(request.inputs))
+    given = {
+        item.name: leaf.dtype
+        for item in lowered.program.inputs
+        if isinstance(leaf := leaves[item.argument], torch.Tensor)
+    }
+    stored = Stored(master, given, request.optimizer if name == "train" else None)
+    return peak_memory(lowered, variables(lowered, mesh, naming), stored, Machine(), FakeProber(mesh), mesh)
 
 
 def _gap(request: Request, name: str) -> float:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from passes.cost.memory import MemoryUse
+from passes.cost.liveness import MemoryPeak
 from passes.cost.walk import Seconds
 from passes.ir.choices import Problem, Solution
 from passes.ir.layout import Layout, format_layout
@@ -19,7 +19,7 @@ def record(
     solution: Solution,
     lowered: Lowered,
     seconds: Seconds,
-    memory: MemoryUse,
+    memory: MemoryPeak,
     mesh: Mesh,
     seconds_on_one: float,
 ) -> ProgramPlan:
@@ -37,7 +37,7 @@ def record(
         "none",
         1,
         {name.replace("_", " "): value for name, value in vars(seconds).items()},
-        dict(memory.kinds()),
+        memory.kinds(),
         memory.moment,
         max(0.0, (solution.seconds - solution.bound) / total) if total else 0.0,
         seconds_on_one,
