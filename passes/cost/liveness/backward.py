@@ -15,10 +15,13 @@ def run_backward(roots: Sequence[Value], ledger: Ledger, prober: Prober) -> None
             if edge is not None and isinstance(edge[0], Leaf):
                 edge[0].remaining += 1
     skips = [node for node in nodes if isinstance(node, Skip)]
+    # Whoever begins a backward pass holds these until it ends.
+    begun = []
     for root in roots:
         assert root.maker is not None
         form = Form.contiguous(root.form.shape, root.form.dtype)
-        _give((root.maker, root.slot), Held(Storage(ledger, form.bytes, TRANSIENT), form), ledger)
+        begun.append(Held(Storage(ledger, form.bytes, TRANSIENT), form))
+        _give((root.maker, root.slot), begun[-1], ledger)
     nodes.sort(key=lambda node: node.number)
     while nodes:
         node = nodes.pop()
