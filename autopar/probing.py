@@ -5,8 +5,8 @@ gradients come, are no longer read, and are there. What autograd keeps is told b
 made and dies. Nothing is computed and nothing is sent. Equal statements are run once.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import SimpleNamespace
 from weakref import ref
 
@@ -39,6 +39,21 @@ from passes.writing.expressions import expression
 from passes.writing.forms import form
 from passes.writing.values import value_text
 
+# Operators that do the same to memory on every device. They run on meta, which is quick; of the others torch chooses
+# the kernel by the device, and they run on fake tensors.
+_SAME_EVERYWHERE = frozenset(
+    """
+    abs add addmm all any arange argmax baddbmm bitwise_and bitwise_not bitwise_or bmm cat ceil clamp clamp_max
+    clamp_min clone contiguous copy cos cross_entropy_loss cumsum div einsum elu embedding eq erf exp expand expm1 floor
+    floor_divide full full_like ge gelu gt index_select isnan layer_norm le leaky_relu linear log log1p log_softmax
+    logical_and logical_not logical_or logsumexp lt masked_fill matmul max maximum mean min minimum mm mse_loss mul
+    native_layer_norm ne neg ones ones_like pad permute pow reciprocal relu repeat reshape round rsqrt rsub scalar_tensor
+    select sigmoid sign silu sin slice softmax softplus split sqrt square squeeze stack sub sum tanh to transpose tril
+    triu unbind unflatten unsqueeze view view_as_complex view_as_real where zeros zeros_like __and__ __or__
+    """.split()
+)
+_SAME_BODIES = frozenset({"", "mean", "vocabulary_embedding", "vocabulary_cross_entropy", "softmax", "log_softmax"})
+
 
 class FakeProber:
     """Looks into statements on the last rank of `mesh`, which has most to do where ranks differ."""
@@ -48,12 +63,12 @@ class FakeProber:
         self._names: dict[str, object] = {
             "torch": torch,
             "F": functional,
-            "self": SimpleNamespace(device=torch.device("cpu")),
             **vars(runtime),
         }
         for name, size in zip(self._axes, mesh.sizes, strict=True):
             self._names[name] = Axis(name, size, size - 1, "0")
         self._fake = FakeTensorMode()
+        self._by_device: set[str] = set()
         self._forward: dict[Task, ForwardProfile] = {}
         self._backward: dict[tuple[Task, tuple[Form | None, ...]], BackwardProfile] = {}
 
@@ -62,7 +77,10 @@ class FakeProber:
         operands = {name: f"x{index}" for index, name in enumerate(dict.fromkeys(statement.op.operands))}
         texts = {name: f"{text}.clone()" if name in copied else text for name, text in operands.items()}
         scope = _Text(types, texts, self._axes)
-        return form(scope, statement) if statement.body else expression(scope, statement.op)
+        text = form(scope, statement) if statement.body else expression(scope, statement.op)
+        if statement.op.kind not in _SAME_EVERYWHERE or statement.body not in _SAME_BODIES:
+            self._by_device.add(text)
+        return text
 
     def change(self, step: Step, dtypes: tuple[torch.dtype | None, torch.dtype | None]) -> str:
         """The expression of a step of a redistribution; `dtypes` as those of a `Change`."""
@@ -76,16 +94,25 @@ class FakeProber:
     def forward(self, task: Task) -> ForwardProfile:
         """What the forward pass of a task does."""
         if task not in self._forward:
-            with self._fake:
-                self._forward[task] = _Run(task, self._names).forward()
+            with self._device(task) as device:
+                self._forward[task] = _Run(task, self._names, device).forward()
         return self._forward[task]
 
     def backward(self, task: Task, gradients: tuple[Form | None, ...]) -> BackwardProfile:
         """What its backward pass does, given the forms of the gradients of its results."""
         if (task, gradients) not in self._backward:
-            with self._fake:
-                self._backward[task, gradients] = _Run(task, self._names).backward(gradients)
+            with self._device(task) as device:
+                self._backward[task, gradients] = _Run(task, self._names, device).backward(gradients)
         return self._backward[task, gradients]
+
+    @contextmanager
+    def _device(self, task: Task) -> Iterator[torch.device]:
+        """The device that a task runs on, without values."""
+        if task.text not in self._by_device:
+            yield torch.device("meta")
+            return
+        with self._fake:
+            yield torch.device("cpu")
 
 
 class _Text:
@@ -116,9 +143,10 @@ class _Text:
 class _Run:
     """One run of a statement. `places` knows the storages that were seen, by their address."""
 
-    def __init__(self, task: Task, names: Mapping[str, object]) -> None:
+    def __init__(self, task: Task, names: Mapping[str, object], device: torch.device) -> None:
         self.task = task
-        self.names = names
+        self.names = {**names, "self": SimpleNamespace(device=device)}
+        self.device = device
         self.events: list[Event] = []
         self.places: dict[int, Place] = {}
         self.watched: dict[int, ref[torch.UntypedStorage]] = {}
@@ -155,7 +183,7 @@ class _Run:
         """New tensors of the operands' forms."""
         made = {}
         for index, (wanted, flows) in enumerate(zip(self.task.operands, self.task.flows, strict=True)):
-            tensor = _new(wanted)
+            tensor = _new(wanted, self.device)
             self.places[_address(tensor)] = Place(Origin.OPERAND, index)
             made[f"x{index}"] = _Sink.apply(tensor.requires_grad_(), index, self) if flows else tensor  # type: ignore[no-untyped-call]
         return made
@@ -273,11 +301,11 @@ class _Source(torch.autograd.Function):
     def backward(ctx: torch.autograd.function.FunctionCtx, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         index, wanted, run = ctx.about  # type: ignore[attr-defined]
         run.expected = Place(Origin.GRADIENT, index)
-        return _new(wanted), None, None, None
+        return _new(wanted, run.device), None, None, None
 
 
-def _new(wanted: Form) -> Tensor:
-    return torch.empty_strided(wanted.shape, wanted.stride, dtype=wanted.dtype)
+def _new(wanted: Form, device: torch.device) -> Tensor:
+    return torch.empty_strided(wanted.shape, wanted.stride, dtype=wanted.dtype, device=device)
 
 
 def _address(tensor: Tensor) -> int:
@@ -285,4 +313,9 @@ def _address(tensor: Tensor) -> int:
 
 
 def _form(tensor: Tensor) -> Form:
-    return Form(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
+    """The form of a tensor; how far apart the elements of a dim of size 1 are says nothing."""
+    stride, inner = [], 1
+    for size, step in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
+        stride.append(inner if size == 1 else step)
+        inner *= max(size, 1)
+    return Form(tuple(tensor.shape), tuple(reversed(stride)), tensor.dtype)
