@@ -189,9 +189,7 @@ def planned(
         return Planned(folded, lowered, plan, compiled, decisions, whole_ops(folded), discovered_ops(folded))
 
 
-def _memory(
-    lowered: Lowered, naming: Naming, request: Request, name: str, master: torch.dtype | None
-) -> MemoryPeak:
+def _memory(lowered: Lowered, naming: Naming, request: Request, name: str, master: torch.dtype | None) -> MemoryPeak:
     """The bytes on one device at the peak of the program called `name`; floating parameters are stored in `master`."""
     mesh, leaves = request.mesh, dict(input_leaves(request.inputs))
     given = {

@@ -77,7 +77,9 @@ def _module(model: nn.Module, compiled: Compiled, request: Request, mesh: Device
         if id(parameter) not in placed:
             layout = compiled.stored.get(name, (I,) * len(request.mesh.sizes))
             dtype = request.precision.master if parameter.is_floating_point() else None
-            part = torch.empty(local_shape(tuple(parameter.shape), layout, request.mesh), dtype=dtype or parameter.dtype)
+            part = torch.empty(
+                local_shape(tuple(parameter.shape), layout, request.mesh), dtype=dtype or parameter.dtype
+            )
             whole = from_local(part, layout, parameter.shape, mesh, request.mesh)
             placed[id(parameter)] = nn.Parameter(whole, parameter.requires_grad)
         place(root, name, placed[id(parameter)])
@@ -90,9 +92,7 @@ def _module(model: nn.Module, compiled: Compiled, request: Request, mesh: Device
     def other_sizes(*_: object) -> object:
         raise AssertionError("the sizes are those of the plan")
 
-    return DistributedModule(
-        root, mesh, torch.device("cpu"), compiled.plan, loaded, request.signature, 0, other_sizes
-    )
+    return DistributedModule(root, mesh, torch.device("cpu"), compiled.plan, loaded, request.signature, 0, other_sizes)
 
 
 def _steps(module: DistributedModule, batch: dict[str, object], request: Request) -> int:

@@ -96,7 +96,7 @@ class Forward:
         for text in texts or [f"x0.to({compute})"]:
             (result,) = self.run(name, text, [value], 1, COMMUNICATION)
             if result.storage is not value.storage:
-                if self.noted is not None and statement.again and result.flows:
+                if self.noted is not None and statement.again:
                     task = Task(text, (value.form,), (False,), 1)
                     self.noted.note(result.storage, task, value.storage)
                 if not statement.parameter:
