@@ -11,9 +11,9 @@ from types import SimpleNamespace
 from weakref import ref
 
 import torch
-from torch.nn import functional
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -42,16 +42,21 @@ from passes.writing.values import value_text
 # Operators that do the same to memory on every device. They run on meta, which is quick; of the others torch chooses
 # the kernel by the device, and they run on fake tensors.
 _SAME_EVERYWHERE = frozenset(
-    """
-    abs add addmm all any arange argmax baddbmm bitwise_and bitwise_not bitwise_or bmm cat ceil clamp clamp_max
-    clamp_min clone contiguous copy cos cross_entropy_loss cumsum div einsum elu embedding eq erf exp expand expm1 floor
-    floor_divide full full_like ge gelu gt index_select isnan layer_norm le leaky_relu linear log log1p log_softmax
-    logical_and logical_not logical_or logsumexp lt masked_fill matmul max maximum mean min minimum mm mse_loss mul
-    native_layer_norm ne neg ones ones_like pad permute pow reciprocal relu repeat reshape round rsqrt rsub scalar_tensor
-    select sigmoid sign silu sin slice softmax softplus split sqrt square squeeze stack sub sum tanh to transpose tril
-    triu unbind unflatten unsqueeze view view_as_complex view_as_real where zeros zeros_like __and__ __or__
-    """.split()
-)
+    {
+        "__and__", "__or__", "abs", "add", "addmm", "all", "any", "arange", "argmax", "baddbmm",
+        "bitwise_and", "bitwise_not", "bitwise_or", "bmm", "cat", "ceil", "clamp", "clamp_max", "clamp_min",
+        "clone", "contiguous", "copy", "cos", "cross_entropy_loss", "cumsum", "div", "einsum", "elu",
+        "embedding", "eq", "erf", "exp", "expand", "expm1", "floor", "floor_divide", "full", "full_like",
+        "ge", "gelu", "gt", "index_select", "isnan", "layer_norm", "le", "leaky_relu", "linear", "log",
+        "log1p", "log_softmax", "logical_and", "logical_not", "logical_or", "logsumexp", "lt", "masked_fill",
+        "matmul", "max", "maximum", "mean", "min", "minimum", "mm", "mse_loss", "mul", "native_layer_norm",
+        "ne", "neg", "ones", "ones_like", "pad", "permute", "pow", "reciprocal", "relu", "repeat", "reshape",
+        "round", "rsqrt", "rsub", "scalar_tensor", "select", "sigmoid", "sign", "silu", "sin", "slice",
+        "softmax", "softplus", "split", "sqrt", "square", "squeeze", "stack", "sub", "sum", "tanh", "to",
+        "transpose", "tril", "triu", "unbind", "unflatten", "unsqueeze", "view", "view_as_complex",
+        "view_as_real", "where", "zeros", "zeros_like",
+    }
+)  # fmt: skip
 _SAME_BODIES = frozenset({"", "mean", "vocabulary_embedding", "vocabulary_cross_entropy", "softmax", "log_softmax"})
 
 
@@ -243,11 +248,11 @@ class _Kept:
         self.run.happen(Happening.RELEASE, self.index)
 
 
-class _Watch(TorchDispatchMode):
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees every tensor that an operator makes."""
 
     def __init__(self, run: _Run) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.run = run
 
     def __torch_dispatch__(
@@ -309,7 +314,8 @@ def _new(wanted: Form, device: torch.device) -> Tensor:
 
 
 def _address(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    address: int = tensor.untyped_storage()._cdata
+    return address
 
 
 def _form(tensor: Tensor) -> Form:

@@ -102,7 +102,7 @@ def _steps(module: DistributedModule, batch: dict[str, object], request: Request
     tensors = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
     tracker.track_external(*([module, *tensors] if optimizer is None else [module, optimizer, *tensors]))
     # An optimizer asks how many steps it has made; the module draws where its random numbers begin.
-    count, begin = mock.patch("torch.Tensor.item", lambda _: 1.0), mock.patch.object(module.random, "advance")
+    count, begin = mock.patch("torch.Tensor.item", return_value=1.0), mock.patch.object(module.random, "advance")
     with tracker, count, begin:
         for _ in range(2):
             tracker.reset_mod_stats()
