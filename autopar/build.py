@@ -36,7 +36,8 @@ from autopar.runtime.state import from_local, local_part
 from passes.candidates import Setting, candidates
 from passes.capture import CPU, Tracing, capture
 from passes.constrain import constrain, stored_as
-from passes.cost.liveness import Machine, MemoryPeak, Stored, peak_memory
+from passes.cost.cluster import Cluster
+from passes.cost.liveness import MACHINES, Machine, MemoryPeak, Stored, peak_memory
 from passes.cost.walk import Optimizer, seconds_on_one, walk
 from passes.emit import Naming, emit, variables
 from passes.ir.choices import Problem, Solution
@@ -198,7 +199,14 @@ def _memory(lowered: Lowered, naming: Naming, request: Request, name: str, maste
         if isinstance(leaf := leaves[item.argument], torch.Tensor)
     }
     stored = Stored(master, given, request.optimizer if name == "train" else None)
-    return peak_memory(lowered, variables(lowered, mesh, naming), stored, Machine(), FakeProber(mesh), mesh)
+    return peak_memory(
+        lowered, variables(lowered, mesh, naming), stored, machine_of(request.cluster), FakeProber(mesh), mesh
+    )
+
+
+def machine_of(cluster: Cluster) -> Machine:
+    """What devices of a cluster do with memory; a device that nobody has is taken at its word."""
+    return MACHINES["cpu" if cluster.name in ("cpu", "ideal") else "cuda"]
 
 
 def _gap(request: Request, name: str) -> float:

@@ -8,6 +8,7 @@ made and dies. Nothing is computed and nothing is sent. Equal statements are run
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import SimpleNamespace
+from typing import TypeVar
 from weakref import ref
 
 import torch
@@ -30,7 +31,9 @@ from passes.cost.liveness import (
     Place,
     Task,
 )
+from passes.cost.liveness.assumed import assumed_backward, assumed_forward
 from passes.cost.liveness.profile import Origin
+from passes.ir.layout import local_shape
 from passes.ir.lowered import Compute
 from passes.ir.mesh import Mesh
 from passes.ir.program import Argument, TensorType
@@ -38,6 +41,8 @@ from passes.ir.redistribution import Step
 from passes.writing.expressions import expression
 from passes.writing.forms import form
 from passes.writing.values import value_text
+
+T = TypeVar("T")
 
 # Operators that do the same to memory on every device. They run on meta, which is quick; of the others torch chooses
 # the kernel by the device, and they run on fake tensors.
@@ -64,6 +69,7 @@ class FakeProber:
     """Looks into statements on the last rank of `mesh`, which has most to do where ranks differ."""
 
     def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
         self._axes = tuple(f"axis_{index}" for index in range(len(mesh.sizes)))
         self._names: dict[str, object] = {
             "torch": torch,
@@ -74,6 +80,8 @@ class FakeProber:
             self._names[name] = Axis(name, size, size - 1, "0")
         self._fake = FakeTensorMode()
         self._by_device: set[str] = set()
+        self._closed: set[str] = set()
+        self._results: dict[str, tuple[Form, ...]] = {}
         self._forward: dict[Task, ForwardProfile] = {}
         self._backward: dict[tuple[Task, tuple[Form | None, ...]], BackwardProfile] = {}
 
@@ -85,6 +93,10 @@ class FakeProber:
         text = form(scope, statement) if statement.body else expression(scope, statement.op)
         if statement.op.kind not in _SAME_EVERYWHERE or statement.body not in _SAME_BODIES:
             self._by_device.add(text)
+        self._results[text] = tuple(
+            Form.contiguous(local_shape(types[name].shape, layout, self._mesh), types[name].dtype)
+            for name, layout in zip(statement.op.results, statement.strategy.results, strict=True)
+        )
         return text
 
     def change(self, step: Step, dtypes: tuple[torch.dtype | None, torch.dtype | None]) -> str:
@@ -99,16 +111,31 @@ class FakeProber:
     def forward(self, task: Task) -> ForwardProfile:
         """What the forward pass of a task does."""
         if task not in self._forward:
-            with self._device(task) as device:
-                self._forward[task] = _Run(task, self._names, device).forward()
+            found = self._look(task, lambda run: run.forward())
+            self._forward[task] = found or assumed_forward(task, self._results[task.text])
         return self._forward[task]
 
     def backward(self, task: Task, gradients: tuple[Form | None, ...]) -> BackwardProfile:
         """What its backward pass does, given the forms of the gradients of its results."""
         if (task, gradients) not in self._backward:
-            with self._device(task) as device:
-                self._backward[task, gradients] = _Run(task, self._names, device).backward(gradients)
+            found = self._look(task, lambda run: run.backward(gradients))
+            self._backward[task, gradients] = found or assumed_backward(task, gradients)
         return self._backward[task, gradients]
+
+    def _look(self, task: Task, look: Callable[["_Run"], T]) -> T | None:
+        """What a run of a task shows; None for one that needs values, or that torch cannot run without."""
+        if task.text in self._closed:
+            return None
+        try:
+            with self._device(task) as device:
+                return look(_Run(task, self._names, device))
+        except RuntimeError:
+            if task.text in self._by_device:
+                self._closed.add(task.text)
+                return None
+            # Not every operator runs on meta.
+            self._by_device.add(task.text)
+            return self._look(task, look)
 
     @contextmanager
     def _device(self, task: Task) -> Iterator[torch.device]:

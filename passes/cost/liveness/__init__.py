@@ -13,10 +13,11 @@ from passes.cost.liveness.profile import (
     Prober,
     Task,
 )
-from passes.cost.liveness.walk import Machine, MemoryPeak, Stored, peak_memory
+from passes.cost.liveness.walk import MACHINES, Machine, MemoryPeak, Stored, peak_memory
 
 __all__ = [
     "KINDS",
+    "MACHINES",
     "BackwardProfile",
     "Event",
     "Form",

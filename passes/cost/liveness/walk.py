@@ -61,6 +61,11 @@ class Machine:
     together: bool = False
 
 
+# What torch's allocator and optimizers do there. (https://docs.pytorch.org/docs/stable/notes/cuda.html: blocks of 512
+# bytes; torch/optim: multi-tensor forms where all parameters are on CUDA.)
+MACHINES = {"cpu": Machine(), "cuda": Machine(unit=512, together=True)}
+
+
 @dataclass(frozen=True)
 class Stored:
     """How tensors that outlive a step lie there: the dtype that floating parameters are stored in (None: that of the
@@ -137,7 +142,10 @@ def peak_memory(
         run_backward(_roots(outputs), ledger, prober)
         ledger.moment = "optimizer step"
         sizes = [leaf.form.bytes for leaf in leaves if leaf.gradient is not None]
-        more = update.all * sum(sizes) if machine.together else update.each * max(sizes, default=0)
+        # The last tensor made for one parameter stays until that for the next one is there.
+        before = [0, *sizes] if update.each else [0] * len(sizes)
+        each = [update.each * size + last for size, last in zip(sizes, before, strict=False)]
+        more = update.all * sum(sizes) if machine.together else max(each, default=0)
         Storage(ledger, more, TRANSIENT)
     del batch, states
     return MemoryPeak(ledger.peak.kinds, ledger.peak.moment)
