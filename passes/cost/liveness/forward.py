@@ -10,7 +10,7 @@ from passes.ir.lowered import Body, Change, Compute, Loop, Variables
 from passes.ir.program import TensorType
 
 # Of more copies than this only the first and the last ones are run: three at the beginning, two at the end.
-_BEGINNING, _END = 3, 2
+BEGINNING, END = 3, 2
 
 
 @dataclass
@@ -148,7 +148,7 @@ class Forward:
         lists = {value: frame.of[f"{value}~every"] for value, _ in loop.exports if f"{value}~every" in frame.of}
         frame.lists.update({name: [] for name in lists.values()})
         going_out = {copy for _, outside in loop.exports for copy, name in enumerate(outside) if name is not None}
-        skipped = range(_BEGINNING, region.count - _END)
+        skipped = range(BEGINNING, region.count - END)
         if len(skipped) < 2 or going_out & set(skipped):
             skipped = range(0)
         before: dict[str, int] = {}
