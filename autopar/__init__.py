@@ -13,6 +13,7 @@ from passes.ir.errors import (
     InfeasibleError,
     InputError,
     MeshError,
+    MicroBatchError,
     PlanMismatchError,
 )
 from passes.ir.plan import Plan
@@ -29,6 +30,7 @@ __all__ = [
     "InputError",
     "Link",
     "MeshError",
+    "MicroBatchError",
     "Plan",
     "PlanMismatchError",
     "Precision",

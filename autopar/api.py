@@ -7,7 +7,7 @@ from autopar.agreement import from_first, gathered, together
 from autopar.build import compile_model, distribute, refuse_meta
 from autopar.fingerprint import first_difference, structure_fingerprint, values_fingerprint
 from autopar.precision import Precision
-from autopar.request import ExampleInputs, MeshLike, Options, make_request
+from autopar.request import ExampleInputs, MeshLike, Options, Recompute, make_request
 from autopar.runtime import DistributedModule
 from autopar.sizes import AnySizes
 from passes.constrain import Constraints
@@ -29,13 +29,17 @@ def plan(
     constraints: Constraints | None = None,
     plan: Plan | None = None,
     discover: bool = False,
+    micro_batches: int | None = None,
+    recompute: Recompute | None = None,
 ) -> Plan:
     """Plan how `model` runs on `mesh`. Needs no process group, no GPU, and no values of parameters (`meta` will do).
 
     See `parallelize` for the arguments; `mesh` may also be a dict of sizes by axis, outermost first, in which case
     `cluster` says for which devices.
     """
-    options = Options(objective, cluster, memory_limit, optimizer, precision, constraints, plan, discover)
+    options = Options(
+        objective, cluster, memory_limit, optimizer, precision, constraints, plan, discover, micro_batches, recompute
+    )
     return compile_model(model, make_request(model, mesh, example_inputs, options)).plan
 
 
@@ -52,6 +56,8 @@ def parallelize(
     constraints: Constraints | None = None,
     plan: Plan | None = None,
     discover: bool = False,
+    micro_batches: int | None = None,
+    recompute: Recompute | None = None,
 ) -> DistributedModule:
     """A module that computes what `model` does, on all devices of `mesh`. `model` is left unchanged.
 
@@ -69,12 +75,18 @@ def parallelize(
     - `plan`: one to replay instead of planning.
     - `discover`: whether ops that no sharding rule speaks for are run on random shards, on the CPU, to find a rule.
       Such rules are no proof; the plan names the ops. Without it they are computed whole on every device.
+    - `micro_batches`: into how many parts `forward_backward` cuts the batch; None lets the planner choose.
+    - `recompute`: what the backward pass computes again instead of keeping it: "none", "selective" (all but products,
+      attention and what is sent) or "full", for all repeated layers, or by name of the region as the plan prints it (or
+      a pattern): `{"model.layers.*": "full"}`; None lets the planner choose.
 
     Raises a subclass of `autopar.AutoparError`, on every rank alike.
     """
     if not isinstance(mesh, DeviceMesh):
         raise MeshError("parallelize needs a DeviceMesh with named axes (plan alone takes a dict)")
-    options = Options(objective, cluster, memory_limit, optimizer, precision, constraints, plan, discover)
+    options = Options(
+        objective, cluster, memory_limit, optimizer, precision, constraints, plan, discover, micro_batches, recompute
+    )
     request = together(mesh, lambda: make_request(model, mesh, example_inputs, options))
     together(mesh, lambda: refuse_meta(model))
     _check_same_model(model, mesh)

@@ -4,7 +4,6 @@ import logging
 import os
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from hashlib import sha256
@@ -17,6 +16,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar import huggingface
+from autopar.batches import batching
+from autopar.clock import Clock
 from autopar.discover import rules_for
 from autopar.fingerprint import structure_fingerprint
 from autopar.probing import FakeProber
@@ -33,11 +34,13 @@ from autopar.runtime import (
 from autopar.runtime.generated import place
 from autopar.runtime.inputs import constant_text
 from autopar.runtime.state import from_local, local_part
+from autopar.search import Search
 from passes.candidates import Setting, candidates
 from passes.capture import CPU, Tracing, capture
 from passes.constrain import constrain, stored_as
 from passes.cost.cluster import Cluster
 from passes.cost.liveness import MACHINES, Machine, MemoryPeak, Stored, peak_memory
+from passes.cost.memory import MemoryUse, memory_use
 from passes.cost.walk import Optimizer, seconds_on_one, walk
 from passes.emit import Naming, emit, variables
 from passes.ir.choices import Problem, Solution
@@ -47,14 +50,17 @@ from passes.ir.layout import I, Layout
 from passes.ir.leaves import Inputs, input_leaves
 from passes.ir.lowered import Lowered
 from passes.ir.plan import InputPlan, ParameterPlan, Plan, PrecisionPlan, ProgramPlan
-from passes.ir.program import Folded, Input, Parameter, Program, references
+from passes.ir.program import Folded, Input, Parameter, Program, TensorType, references
+from passes.ir.regime import Regime
 from passes.lower import Casts, lower
+from passes.micro_batches import MicroBatches, micro_batches
 from passes.normalize import normalize
+from passes.recompute import levels, recompute
 from passes.record import discovered_ops, find_decisions, idle_axes, layout_texts, record, whole_ops
 from passes.regions import fold
 from passes.rules import with_rules
 from passes.solve import Limits, solve
-from passes.specialize import Decided, decided
+from passes.specialize import Decided, decided, hold
 
 logger = logging.getLogger("autopar")
 
@@ -87,19 +93,7 @@ class Planned:
     decided: Mapping[str, Decided]
     whole_ops: tuple[str, ...]
     discovered: tuple[str, ...]
-
-
-class Clock:
-    """Seconds spent in each pass."""
-
-    def __init__(self) -> None:
-        self.times: dict[str, float] = {}
-
-    def __call__(self, name: str, run: Callable[[], T]) -> T:
-        start = time.perf_counter()
-        result = run()
-        self.times[name] = self.times.get(name, 0.0) + time.perf_counter() - start
-        return result
+    totals: "Planned | None" = None
 
 
 def compile_model(model: nn.Module, request: Request, *, both_modes: bool = False) -> Compiled:
@@ -113,12 +107,19 @@ def compile_model(model: nn.Module, request: Request, *, both_modes: bool = Fals
     given = request.plan
     if given is not None:
         _check_plan(given, fingerprint, request)
-        request = replace(request, constraints=given.constraints)
+        request = _as_planned(request, given)
     training = request.objective == "train"
     program = clock("capture", lambda: capture(model, request.inputs, tracing(model, request, request.objective)))
     program = clock("normalize", lambda: normalize(program))
-    demands = clock("constrain", lambda: constrain(program, request.constraints, request.mesh))
-    first = planned(model, program, demands, request, request.objective, clock, _chooser(request, request.objective))
+    if given is None:
+        request, first = _searched(model, program, request, clock)
+    else:
+        count = request.micro_batches or 1
+        micro = clock("micro-batches", lambda: micro_batches(program, count)) if count > 1 else None
+        runs = program if micro is None else micro.program
+        demands = clock("constrain", lambda: constrain(runs, request.constraints, request.mesh))
+        choose = _chooser(request, request.objective)
+        first = planned(model, runs, demands, request, request.objective, clock, choose, micro)
     programs = {request.objective: first}
     stored = first.lowered.parameters
     refused = ""
@@ -131,13 +132,29 @@ def compile_model(model: nn.Module, request: Request, *, both_modes: bool = Fals
             evaluated, refused = program, str(error)
         if str(evaluated) != str(program):
             evaluated = frozen(evaluated)
-            inference, choose = replace(request, objective="infer"), _chooser(request, "infer")
+            inference, choose = replace(request, objective="infer", recompute=None), _chooser(request, "infer")
             demands = stored_as(evaluated, stored)
             programs["infer"] = planned(model, evaluated, demands, inference, "infer", clock, choose)
     plan = _plan(model, fingerprint, request, program, programs)
     sources = {name: item.source for name, item in programs.items()}
     decisions = {name: item.decided for name, item in programs.items()}
     return Compiled(plan, sources, stored, clock.times, torch.initial_seed(), decisions, refused)
+
+
+def _searched(model: nn.Module, program: Program, request: Request, clock: Clock) -> tuple[Request, Planned]:
+    """The best plan, and the request with the mesh that it is for."""
+    with with_rules(clock("discover", lambda: rules_for(program)) if request.discover else {}):
+        search = Search(program, request, _master(model, request), clock)
+        found = search.best()
+    request = replace(request, mesh=found.mesh)
+
+    def choose(folded: Folded, problem: Problem) -> Solution:
+        return found.solution
+
+    part, name = found.part, request.objective
+    ready = (part.folded, found.problem)
+    result = planned(model, part.program, found.demands, request, name, clock, choose, part.micro, ready)
+    return request, replace(result, record=replace(result.record, whole_batch=search.refused))
 
 
 def tracing(model: nn.Module, request: Request, name: str, device: torch.device = CPU) -> Tracing:
@@ -159,21 +176,28 @@ def planned(
     name: str,
     clock: Clock,
     choose: Callable[[Folded, Problem], Solution],
+    micro: MicroBatches | None = None,
+    ready: tuple[Folded, Problem] | None = None,
 ) -> Planned:
-    """One program through the passes from regions to emit; `choose` is the one between candidates and lower."""
+    """One program through the passes from regions to emit; `choose` is the one between candidates and lower. With
+    `micro` it is that of one micro-batch. What the passes before `choose` give may be `ready`."""
     with with_rules(clock("discover", lambda: rules_for(program)) if request.discover else {}):
         mesh, cluster, precision = request.mesh, request.cluster, request.precision
         states = request.optimizer_states
-        master = precision.master or (None if precision.compute is None else _stored_dtype(model))
-        folded = clock("regions", lambda: fold(program, demands.label))
-        setting = Setting(mesh, cluster, states, master, precision.reduce)
-        problem = clock("candidates", lambda: candidates(folded, demands, setting))
+        master = _master(model, request)
+        if ready is None:
+            folded = clock("regions", lambda: fold(program, demands.label))
+            setting = Setting(mesh, cluster, states, master, precision.reduce)
+            problem = clock("candidates", lambda: candidates(folded, demands, setting))
+        else:
+            folded, problem = ready
         solution = clock("solve", lambda: choose(folded, problem))
         lowered = clock("lower", lambda: lower(folded, problem, solution, mesh, Casts(master, precision.reduce)))
-        seconds = walk(lowered, folded.flowing, cluster, mesh, Optimizer(states, master))
+        lowered = recompute(lowered, solution.regime.recompute)
+        seconds = walk(lowered, folded, cluster, mesh, Optimizer(states, master), solution.regime)
         if solution.bound == 0.0:
             solution = replace(solution, seconds=seconds.total, bound=seconds.total * (1 - _gap(request, name)))
-        for axis in idle_axes(problem, solution, mesh):
+        for axis in idle_axes(problem, solution, mesh) if program.parameters else ():
             logger.warning(
                 "mesh axis %r of size %d splits nothing: no split divides, or none pays; "
                 "its devices repeat each other's work",
@@ -183,11 +207,39 @@ def planned(
         title = f"{type(model).__name__} on {mesh}, for {'training' if name == 'train' else 'inference'}."
         naming = Naming(type(model).__name__, title)
         source = clock("emit", lambda: emit(lowered, mesh, naming))
-        memory = clock("memory", lambda: _memory(lowered, naming, request, name, master))
-        plan = record(folded, problem, solution, lowered, seconds, memory, mesh, seconds_on_one(folded, cluster))
+        if solution.regime.micro_batches > 1:
+            memory: MemoryPeak | MemoryUse = memory_use(problem, solution, states, mesh)
+        else:
+            memory = clock("memory", lambda: _memory(lowered, naming, request, name, master))
+        on_one = solution.regime.micro_batches * seconds_on_one(folded, cluster)
+        plan = record(folded, problem, solution, lowered, seconds, memory, mesh, on_one)
         compiled = _compiled(lowered, source, naming, request)
         decisions = decided(folded, problem, solution)
-        return Planned(folded, lowered, plan, compiled, decisions, whole_ops(folded), discovered_ops(folded))
+        found = Planned(folded, lowered, plan, compiled, decisions, whole_ops(folded), discovered_ops(folded))
+    return found if micro is None else _in_micro_batches(model, found, micro, request, name, clock)
+
+
+def _in_micro_batches(
+    model: nn.Module, found: Planned, micro: MicroBatches, request: Request, name: str, clock: Clock
+) -> Planned:
+    """`found`, which is planned for one micro-batch, with all that the whole batch needs."""
+    totals = None
+    if micro.totals is not None:
+        # Inputs lie as they do for the program itself.
+        given = {item.name: found.decided[item.name] for item in micro.totals.inputs}
+        choose = _chooser(request, totals_name(name), given)
+        summing = replace(request, objective="infer", recompute=None)
+        totals = planned(model, micro.totals, Demands({}), summing, totals_name(name), clock, choose)
+    batch, outputs = batching(
+        micro, found.lowered, found.source.outputs, None if totals is None else totals.source, request.mesh
+    )
+    source = replace(found.source, outputs=outputs, micro_batches=batch)
+    return replace(found, source=source, totals=totals)
+
+
+def totals_name(name: str) -> str:
+    """What the program is called that sums over the batch what the one called `name` needs."""
+    return f"{name} totals"
 
 
 def _memory(lowered: Lowered, naming: Naming, request: Request, name: str, master: torch.dtype | None) -> MemoryPeak:
@@ -196,7 +248,7 @@ def _memory(lowered: Lowered, naming: Naming, request: Request, name: str, maste
     given = {
         item.name: leaf.dtype
         for item in lowered.program.inputs
-        if isinstance(leaf := leaves[item.argument], torch.Tensor)
+        if isinstance(leaf := leaves.get(item.argument), torch.Tensor)
     }
     stored = Stored(master, given, request.optimizer if name == "train" else None)
     return peak_memory(
@@ -213,19 +265,40 @@ def _gap(request: Request, name: str) -> float:
     return request.plan.programs[name].gap if request.plan is not None else 0.0
 
 
-def _chooser(request: Request, name: str) -> Callable[[Folded, Problem], Solution]:
-    """What the given plan says, or the best choice."""
+def _chooser(
+    request: Request, name: str, given: Mapping[str, Decided] | None = None
+) -> Callable[[Folded, Problem], Solution]:
+    """What the given plan says, or the best choice that does what is decided already."""
     limits = Limits(request.memory_limit, replace(request, objective=name).optimizer_states)
 
     def choose(folded: Folded, problem: Problem) -> Solution:
         if request.plan is None or name not in request.plan.programs:
-            return solve(problem, request.cluster, request.mesh, limits)
-        found = find_decisions(problem, request.plan.programs[name].stages[0])
+            if given is not None:
+                return solve_held(folded, problem, given, request, limits)
+            regime = Regime(recompute=levels(folded.regions, request.recompute or {}))
+            return solve(problem, request.cluster, request.mesh, limits, regime)
+        found = find_decisions(problem, request.plan.programs[name])
         if isinstance(found, str):
             raise PlanMismatchError(f"the plan does not fit the model as it is traced now: it differs at {found!r}")
         return found
 
     return choose
+
+
+def solve_held(
+    folded: Folded, problem: Problem, given: Mapping[str, Decided], request: Request, limits: Limits
+) -> Solution:
+    """The best choice for `problem` in which nodes do what is `given` for them, where they can."""
+    held = hold(folded, problem, given)
+    solution = solve(held, request.cluster, request.mesh, limits)
+    picks = tuple(node.strategies.index(solution.strategy(held, index)) for index, node in enumerate(problem.nodes))
+    return replace(solution, picks=picks)
+
+
+def _master(model: nn.Module, request: Request) -> torch.dtype | None:
+    """What parameters are stored in; None for what they are computed with."""
+    precision = request.precision
+    return precision.master or (None if precision.compute is None else _stored_dtype(model))
 
 
 def _stored_dtype(model: nn.Module) -> torch.dtype | None:
@@ -238,9 +311,12 @@ def _compiled(lowered: Lowered, source: str, naming: Naming, request: Request) -
     given = dict(input_leaves(request.inputs))
     inputs = []
     for item in program.inputs:
+        if item.argument not in given:
+            # A total, which nobody gives.
+            continue
         leaf = given[item.argument]
         assert isinstance(leaf, torch.Tensor)
-        type = replace(item.type, dtype=leaf.dtype)
+        type = TensorType(tuple(leaf.shape), leaf.dtype)
         inputs.append(PlannedInput(item.argument, type, item.type.dtype, lowered.inputs[item.name], item.trainable))
     outputs = []
     for output in lowered.outputs:
@@ -258,7 +334,7 @@ def _compiled(lowered: Lowered, source: str, naming: Naming, request: Request) -
         program.constants,
         _used_parameters(program),
         program.changes,
-        "keep=False" in source,
+        "keep=False" in source or "recomputed(lambda" in source,
         any(item.trainable for item in sources),
     )
 
@@ -302,6 +378,7 @@ def _plan(
         item.name: InputPlan(item.type.shape, _dtype_text(item.type.dtype), layout_texts(item.layout, mesh))
         for item in first.source.inputs
     }
+    totals = {totals_name(name): item.totals.record for name, item in programs.items() if item.totals is not None}
     return Plan(
         model=type(model).__name__,
         fingerprint=fingerprint,
@@ -314,7 +391,7 @@ def _plan(
         inputs=inputs,
         constants={name: constant_text(value) for name, value in first.source.constants.items()},
         parameters=parameters,
-        programs={name: item.record for name, item in programs.items()},
+        programs={**{name: item.record for name, item in programs.items()}, **totals},
         whole_ops=first.whole_ops,
         discovered=first.discovered,
         constraints=request.constraints,
@@ -345,6 +422,22 @@ def _check_plan(plan: Plan, fingerprint: str, request: Request) -> None:
         raise PlanMismatchError(f"the plan was made for the inputs {planned}, these are {shapes}: plan anew")
 
 
+def _as_planned(request: Request, plan: Plan) -> Request:
+    """`request` with what `plan` decided; what is asked for besides must be the same."""
+    planned = plan.programs[request.objective]
+    if request.micro_batches not in (None, planned.micro_batches):
+        raise PlanMismatchError(
+            f"the plan has micro_batches={planned.micro_batches}, but {request.micro_batches} are asked for: leave it "
+            "out, or plan anew"
+        )
+    again = {} if request.objective == "infer" else planned.stages[0].recompute
+    if request.recompute is not None and dict(request.recompute) != dict(again):
+        raise PlanMismatchError(
+            f"the plan says what is computed again, {dict(again)}: leave recompute out, or plan anew"
+        )
+    return replace(request, constraints=plan.constraints, micro_batches=planned.micro_batches, recompute=again)
+
+
 def refuse_meta(model: nn.Module) -> None:
     """Raise CaptureError for a parameter without values."""
     for name, parameter in model.named_parameters():
@@ -373,7 +466,9 @@ def distribute(
 def load(program: CompiledProgram, name: str) -> LoadedProgram:
     """A program with its generated class."""
     path, module = load_source(program.source, f"{program.class_name}_{name}")
-    return LoadedProgram(program, path, getattr(module, program.class_name))
+    batches = program.micro_batches
+    totals = None if batches is None or batches.totals is None else load(batches.totals, f"{name}_totals")
+    return LoadedProgram(program, path, getattr(module, program.class_name), totals)
 
 
 def _root(model: nn.Module, compiled: Compiled, request: Request, mesh: DeviceMesh, device: torch.device) -> Container:

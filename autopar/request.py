@@ -10,28 +10,34 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar import huggingface
 from autopar.precision import Precision
+from autopar.profile import check_machine
 from autopar.runtime import named_arguments
 from passes.constrain import Constraints
 from passes.cost.cluster import Cluster, cluster_of_device, find_cluster
-from passes.ir.errors import InputError, MeshError
+from passes.ir.errors import InputError, MeshError, MicroBatchError
+from passes.ir.leaves import input_leaves
 from passes.ir.mesh import Mesh
 from passes.ir.plan import Plan
 
 OBJECTIVES = ("train", "infer")
+RECOMPUTE = ("none", "selective", "full")
 
 # How many tensors of a parameter's size each optimizer keeps for it.
 OPTIMIZERS = {"adam": 2, "adamw": 2, "lion": 1, "rmsprop": 1, "adagrad": 1, "sgd": 0, "sgd_momentum": 1}
 
-MeshLike = DeviceMesh | Mapping[str, int] | int
+MeshLike = DeviceMesh | Mapping[str, int] | int | Cluster
 ExampleInputs = Mapping[str, object] | tuple[object, ...]
+Recompute = str | Mapping[str, str]
 
 
 @dataclass(frozen=True)
 class Request:
     """Everything that a plan depends on besides the model.
 
-    `inputs` are by name and hold the global batch, `assumed` are those that nobody gave; `memory_limit` is in bytes per
-    device. `discover` says that ops without a rule are run on shards to find one.
+    With `any_shape` the shape of the mesh is still to be found, and `mesh` says how many devices there are. `inputs`
+    are by name and hold the global batch, `assumed` are those that nobody gave; `memory_limit` is in bytes per
+    device. `discover` says that ops without a rule are run on shards to find one. `micro_batches` and `recompute` (by
+    pattern of regions) are None where the planner is to choose.
     """
 
     mesh: Mesh
@@ -46,6 +52,9 @@ class Request:
     signature: inspect.Signature
     plan: Plan | None
     discover: bool
+    micro_batches: int | None = None
+    recompute: Mapping[str, str] | None = None
+    any_shape: bool = False
 
     @property
     def optimizer_states(self) -> int:
@@ -65,6 +74,8 @@ class Options:
     constraints: Constraints | None = None
     plan: Plan | None = None
     discover: bool = False
+    micro_batches: int | None = None
+    recompute: Recompute | None = None
 
 
 def make_request(model: nn.Module, mesh: MeshLike, example_inputs: ExampleInputs | None, options: Options) -> Request:
@@ -73,11 +84,17 @@ def make_request(model: nn.Module, mesh: MeshLike, example_inputs: ExampleInputs
     Raises MeshError and InputError for what cannot be meant.
     """
     shape = read_mesh(mesh)
+    if options.plan is not None and isinstance(mesh, (int, Cluster)):
+        shape = Mesh(tuple(options.plan.mesh), tuple(options.plan.mesh.values()))
     if options.objective not in OBJECTIVES:
         raise InputError(f"objective is {options.objective!r}: it must be 'train' or 'infer'")
     if options.optimizer not in OPTIMIZERS:
         raise InputError(f"optimizer is {options.optimizer!r}: its memory is known for {', '.join(OPTIMIZERS)}")
     cluster = _cluster(options.cluster, mesh)
+    cluster.check(shape)
+    cluster.check(shape)
+    if isinstance(mesh, DeviceMesh):
+        check_machine(cluster, mesh.device_type)
     limit = cluster.usable_memory if options.memory_limit is None else options.memory_limit
     if not isinstance(limit, (int, float)) or not limit > 0:
         raise InputError(f"memory_limit is {limit!r}: it must be a positive number of bytes per device")
@@ -102,13 +119,56 @@ def make_request(model: nn.Module, mesh: MeshLike, example_inputs: ExampleInputs
         signature,
         options.plan,
         options.discover or (options.plan is not None and bool(options.plan.discovered)),
+        _micro_batches(options, inputs),
+        _recompute(options),
+        isinstance(mesh, (int, Cluster)) and options.plan is None,
     )
 
 
-def read_mesh(mesh: MeshLike) -> Mesh:
-    """A mesh in the passes' words.
+def _micro_batches(options: Options, inputs: Mapping[str, object]) -> int | None:
+    """How many micro-batches are asked for.
 
-    Raises MeshError for one without names, an int, or anything else.
+    Raises InputError for what is no number of them, MicroBatchError for one that does not divide the batch.
+    """
+    count = options.micro_batches
+    if count is None:
+        return None
+    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+        raise InputError(f"micro_batches is {count!r}: it must be a whole number of at least 1, or None")
+    if count > 1 and options.objective != "train":
+        raise InputError(f"micro_batches is {count}, but only training goes through micro-batches: leave it out")
+    leaves = [leaf for _, leaf in input_leaves(inputs) if isinstance(leaf, torch.Tensor) and leaf.dim()]
+    if leaves and leaves[0].shape[0] % count:
+        raise MicroBatchError(
+            f"a batch of {leaves[0].shape[0]} cannot be cut into {count} micro-batches: choose a number that divides it"
+        )
+    return count
+
+
+def _recompute(options: Options) -> Mapping[str, str] | None:
+    """What is computed again, by pattern of regions.
+
+    Raises InputError for what cannot be meant.
+    """
+    given = options.recompute
+    if given is None:
+        return None
+    if not isinstance(given, (str, Mapping)):
+        raise InputError(f"recompute is {given!r}: it must be one of {', '.join(RECOMPUTE)}, or these by region")
+    levels = {"*": given} if isinstance(given, str) else dict(given)
+    for pattern, level in levels.items():
+        if not isinstance(pattern, str) or level not in RECOMPUTE:
+            where = "" if isinstance(given, str) else f" for {pattern!r}"
+            raise InputError(f"recompute{where} is {level!r}: it must be one of {', '.join(RECOMPUTE)}")
+    if options.objective != "train" and any(level != "none" for level in levels.values()):
+        raise InputError("recompute is given, but only training keeps anything for a backward pass: leave it out")
+    return levels
+
+
+def read_mesh(mesh: MeshLike) -> Mesh:
+    """A mesh in the passes' words; a number of devices as one axis.
+
+    Raises MeshError for one without names, or anything else.
     """
     if isinstance(mesh, DeviceMesh):
         names = mesh.mesh_dim_names
@@ -119,14 +179,23 @@ def read_mesh(mesh: MeshLike) -> Mesh:
         return Mesh(tuple(names), tuple(mesh.shape))
     if isinstance(mesh, Mapping):
         return Mesh(tuple(mesh), tuple(mesh.values()))
-    if isinstance(mesh, int) and not isinstance(mesh, bool):
-        raise MeshError(
-            f"the mesh is the number {mesh}: its shape cannot be searched yet, give one such as {{'dp': {mesh}}}"
-        )
-    raise MeshError(f"the mesh is {mesh!r}: give a DeviceMesh with named axes, or a dict such as {{'dp': 8, 'tp': 8}}")
+    if isinstance(mesh, Cluster):
+        if mesh.devices is None:
+            raise MeshError(f"the cluster {mesh.name!r} does not say how many devices it has: set Cluster(devices=...)")
+        return Mesh(("devices",), (mesh.devices,))
+    if isinstance(mesh, int) and not isinstance(mesh, bool) and mesh > 0:
+        return Mesh(("devices",), (mesh,))
+    raise MeshError(
+        f"the mesh is {mesh!r}: give a DeviceMesh with named axes, a dict such as {{'dp': 8, 'tp': 8}}, or a number of "
+        "devices whose best shape is to be found"
+    )
 
 
 def _cluster(cluster: Cluster | str | None, mesh: MeshLike) -> Cluster:
+    if isinstance(mesh, Cluster):
+        if cluster is not None:
+            raise MeshError("the mesh is a cluster already: leave out cluster=")
+        return mesh
     if isinstance(cluster, Cluster):
         return cluster
     if isinstance(cluster, str):

@@ -13,7 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
 from autopar.agreement import from_first, gathered
-from autopar.build import Clock, Compiled, frozen, load, planned, tracing
+from autopar.build import Compiled, frozen, load, planned, solve_held, tracing
+from autopar.clock import Clock
 from autopar.request import Request
 from autopar.runtime import CompiledProgram, LoadedProgram
 from passes.capture import capture, capture_symbolic
@@ -24,10 +25,11 @@ from passes.ir.errors import AutoparError, CaptureError, InputError
 from passes.ir.layout import Shape
 from passes.ir.leaves import Inputs, input_leaves
 from passes.ir.program import Folded, Program, Symbolic
+from passes.micro_batches import micro_batches
 from passes.normalize import normalize
 from passes.record import find_again
-from passes.solve import Limits, solve
-from passes.specialize import hold, specialize
+from passes.solve import Limits
+from passes.specialize import specialize
 
 logger = logging.getLogger("autopar")
 
@@ -44,21 +46,28 @@ class AnySizes:
         self._mesh = mesh
         self._planner = None if any(coordinate) else _Planner(model, compiled, request)
 
-    def __call__(self, name: str, shapes: Mapping[str, Shape], values: Mapping[str, torch.Tensor]) -> LoadedProgram:
-        """The program called `name` for inputs of `shapes` and constants of `values`; every rank calls it alike.
+    def __call__(
+        self, name: str, shapes: Mapping[str, Shape], values: Mapping[str, torch.Tensor], count: int
+    ) -> LoadedProgram:
+        """The program called `name` for inputs of `shapes` and constants of `values`, in `count` micro-batches; every
+        rank calls it alike.
 
         Raises InputError where the model cannot run at these sizes, or ranks are called with different ones.
         """
-        every = gathered(self._mesh, (name, dict(shapes), {given: value.tolist() for given, value in values.items()}))
+        every = gathered(
+            self._mesh, (name, count, dict(shapes), {given: value.tolist() for given, value in values.items()})
+        )
         for rank, other in enumerate(every):
             if other != every[0]:
                 raise InputError(
                     f"ranks are called with different sizes: rank {rank} of the mesh with {other}, rank 0 with "
                     f"{every[0]}; pass the same global batch on every rank, or from_local() of equal parts"
                 )
-        return load(from_first(self._mesh, lambda: self._compiled(name, shapes, values)), name)
+        return load(from_first(self._mesh, lambda: self._compiled(name, shapes, values, count)), name)
 
-    def _compiled(self, name: str, shapes: Mapping[str, Shape], values: Mapping[str, torch.Tensor]) -> CompiledProgram:
+    def _compiled(
+        self, name: str, shapes: Mapping[str, Shape], values: Mapping[str, torch.Tensor], count: int
+    ) -> CompiledProgram:
         assert self._planner is not None, "only the first rank plans"
         # What surrounds the call is none of the model's: the program serves other calls too.
         with (
@@ -66,7 +75,7 @@ class AnySizes:
             torch.enable_grad(),
             torch.autocast(self._mesh.device_type, enabled=False),
         ):
-            return self._planner.compiled(name, shapes, values)
+            return self._planner.compiled(name, shapes, values, count)
 
 
 class _Planner:
@@ -80,7 +89,9 @@ class _Planner:
         constants = [item for program in compiled.programs.values() for item in program.constants.items()]
         values = {name: value for name, value in constants if isinstance(value, torch.Tensor)}
         self.values = {name: repr(value.tolist()) for name, value in values.items()}
-        self.request = replace(request, inputs=_with_shapes(request.inputs, {}, values), plan=None)
+        again = compiled.plan.programs[request.objective].stages[0].recompute
+        given = _with_shapes(request.inputs, {}, values)
+        self.request = replace(request, inputs=given, plan=None, recompute=again)
         self.traced: dict[str, list[Symbolic]] = {}
         self.varying: dict[str, set[tuple[str, int]]] = {}
         self.model: nn.Module | None = None
@@ -90,8 +101,10 @@ class _Planner:
             # Nobody may ever need it.
             self.reason = f"{type(error).__name__}: {error}"
 
-    def compiled(self, name: str, shapes: Mapping[str, Shape], values: Mapping[str, torch.Tensor]) -> CompiledProgram:
-        """The program called `name` for inputs of `shapes` and constants of `values`."""
+    def compiled(
+        self, name: str, shapes: Mapping[str, Shape], values: Mapping[str, torch.Tensor], count: int
+    ) -> CompiledProgram:
+        """The program called `name` for inputs of `shapes` and constants of `values`, in `count` micro-batches."""
         sizes = ", ".join(f"{argument} {list(shape)}" for argument, shape in shapes.items())
         other = {name: repr(value.tolist()) for name, value in values.items()}
         sizes += "".join(f", {argument} = {value}" for argument, value in other.items())
@@ -108,7 +121,7 @@ class _Planner:
             else:
                 program = self._program(self.model, request, name, shapes)
             traced = time.perf_counter()
-            found = self._planned(self.model, normalize(program), request, name)
+            found = self._planned(self.model, normalize(program), request, name, count)
         except AutoparError as error:
             raise InputError(
                 f"the sizes of the inputs ({sizes}) are not the planned ones, and the model cannot run at them: {error}"
@@ -135,6 +148,8 @@ class _Planner:
         )
         # Nothing is for many sizes that is shown a size of one.
         symbols = {(argument, dim) for argument, dim in varying if shapes[argument][dim] > 1}
+        if not symbols:
+            return capture(model, request.inputs, tracing(model, request, name, self.device))
         try:
             symbolic = capture_symbolic(model, request.inputs, tracing(model, request, name, self.device), symbols)
             program = specialize(symbolic, shapes)
@@ -145,12 +160,14 @@ class _Planner:
             self.traced[name].append(symbolic)
         return program
 
-    def _planned(self, model: nn.Module, program: Program, request: Request, name: str) -> CompiledProgram:
+    def _planned(self, model: nn.Module, program: Program, request: Request, name: str, count: int) -> CompiledProgram:
         """`program` with what the plan decided, as far as it can be done at its sizes."""
         if name != request.objective:
-            program, request = frozen(program), replace(request, objective=name)
+            program, request = frozen(program), replace(request, objective=name, recompute=None)
+        micro = micro_batches(program, count) if count > 1 else None
+        program = program if micro is None else micro.program
         demands = stored_as(program, self.stored)
-        found = planned(model, program, demands, request, name, Clock(), self._chooser(request, name))
+        found = planned(model, program, demands, request, name, Clock(), self._chooser(request, name), micro)
         memory = sum(found.record.memory.values())
         if memory > request.memory_limit:
             logger.warning(
@@ -164,12 +181,8 @@ class _Planner:
         limits = Limits(float("inf"), request.optimizer_states)
 
         def choose(folded: Folded, problem: Problem) -> Solution:
-            held = hold(folded, problem, self.decided[name])
-            solution = solve(held, request.cluster, request.mesh, limits)
-            picks = tuple(
-                node.strategies.index(solution.strategy(held, index)) for index, node in enumerate(problem.nodes)
-            )
-            return replace(solution, picks=picks, again=find_again(problem, picks, self.again[name]))
+            solution = solve_held(folded, problem, self.decided[name], request, limits)
+            return replace(solution, again=find_again(problem, solution.picks, self.again[name]))
 
         return choose
 

@@ -24,6 +24,7 @@ from autopar.api import parallelize
 from autopar.build import compile_model, distribute, refuse_meta
 from autopar.ranks import RankError, run_ranks
 from autopar.request import OBJECTIVES, Options, make_request
+from autopar.runtime import DistributedModule
 from autopar.sizes import AnySizes
 from passes.cost.cluster import cluster_of_device
 
@@ -306,12 +307,12 @@ def compare_on_mesh(
 
 def _compare(
     model: nn.Module,
-    distributed: nn.Module,
+    distributed: DistributedModule,
     inputs: Mapping[str, object],
     lifted: torch.dtype | None,
     objective: str,
 ) -> Comparison:
-    """Run a model and its distributed self on the same inputs."""
+    """Run a model and its distributed self on the same inputs; through micro-batches where these are planned."""
     settings: dict[str, object] = {}
     if huggingface.is_huggingface(model):
         huggingface.register_caches(model)
@@ -319,11 +320,13 @@ def _compare(
     model.train(objective == "train")
     with _lifting(lifted), torch.set_grad_enabled(objective == "train"):
         expected = model(**inputs, **settings)
-    got = distributed(**inputs)
+    in_parts = distributed.plan.programs[objective].micro_batches > 1
+    got = distributed.forward_backward(**inputs) if in_parts else distributed(**inputs)
     errors = dict(_output_errors(got, expected))
     errors.update(_buffer_errors(distributed, model))
     if objective == "train":
-        _backward(got)
+        if not in_parts:
+            _backward(got)
         _backward(expected)
         errors.update(_gradient_errors(distributed, model))
     return Comparison(errors)

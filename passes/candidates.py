@@ -4,7 +4,7 @@ For every op the strategies that its rule allows and that divide, with their pri
 the layouts that they may have; and who reads what from whom.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from math import prod
@@ -12,16 +12,17 @@ from math import prod
 import torch
 
 from passes.cost.cluster import Cluster
-from passes.cost.price import op_seconds, update_seconds
-from passes.ir.choices import Edge, Group, Memory, Node, Problem, Strategy
+from passes.cost.price import cover, op_seconds, update_seconds
+from passes.ir.choices import Cover, Edge, Group, Memory, Node, Problem, Strategy
 from passes.ir.demands import Demand, Demands
 from passes.ir.errors import ConstraintError
 from passes.ir.layout import I, Layout, Letter, R, S, Shape, digits, fits, is_dtensor, local_shape
 from passes.ir.mesh import Mesh
 from passes.ir.program import Folded, Op, Region, dependents, references
 from passes.rules import find_rule
+from passes.rules.cheap import is_cheap, is_view
 from passes.rules.rule import Rule, Saved
-from passes.rules.strategies import Digit, Subject, named_choices, op_strategies, subject
+from passes.rules.strategies import Digit, Offer, Subject, named_choices, op_strategies, subject
 from passes.rules.strides import strided
 from passes.rules.travel import travel
 
@@ -31,7 +32,8 @@ class Setting:
     """What candidates are made for.
 
     `optimizer_states` is how many tensors of its size the optimizer keeps per parameter; `master` the dtype that
-    parameters are stored in (None: as they are), `reduce` the one that their gradients are reduced in.
+    parameters are stored in (None: as they are), `reduce` the one that their gradients are reduced in. `offers` has,
+    for nodes by their keys, what they may do on each axis; nodes that are not among them may do anything.
     """
 
     mesh: Mesh
@@ -39,6 +41,7 @@ class Setting:
     optimizer_states: int = 2
     master: torch.dtype | None = None
     reduce: torch.dtype | None = None
+    offers: Mapping[str, Offer] = field(default_factory=dict)
 
 
 def candidates(folded: Folded, demands: Demands, setting: Setting) -> Problem:
@@ -94,6 +97,7 @@ class _Builder:
         self.digits, self.letters = self._travel()
         self.producers: dict[str, tuple[int, int]] = {}
         self.followed: dict[Demand, bool] = {}
+        self.handed_on = self._handed_on()
         self._inputs()
         self._fixed()
         self._ops()
@@ -102,9 +106,23 @@ class _Builder:
         self._connect()
         self._outputs()
         counts = [1] * len(self.blocks)
+        covers = [Cover()] * len(self.blocks)
+        mesh, cluster = self.setting.mesh, self.setting.cluster
         for number, region in enumerate(self.folded.regions):
             counts[2 * number + 1] = region.count
-        return Problem(self.nodes, self.edges, self.groups, self.blocks, counts, self.index)
+            covers[2 * number + 1] = cover(region.ops, self.types, self.flowing, cluster, mesh.size, region.count)
+        return Problem(self.nodes, self.edges, self.groups, self.blocks, counts, self.index, covers)
+
+    def _handed_on(self) -> set[str]:
+        """What copies of regions give, and what that is a view of: were it not kept, the last copy would be made from
+        the first."""
+        found = {carry.next for region in self.folded.regions for carry in region.carries}
+        found |= {export.value for region in self.folded.regions for export in region.exports}
+        for placed in reversed(self.placed):
+            copies = placed.op.kind == "reshape" and placed.op.operands[0] in self.strided
+            if placed.region and found & set(placed.op.results) and is_view(placed.rule, copies):
+                found.update(placed.op.operands)
+        return found
 
     # --- what may be split where ---
 
@@ -156,12 +174,18 @@ class _Builder:
         self.nodes.append(node)
         return len(self.nodes) - 1
 
-    def _layouts(self, name: str, others: Sequence[Letter]) -> list[Layout]:
-        """The layouts of a tensor from `others` and the splits that reached it, where they divide."""
+    def _layouts(self, name: str, others: Sequence[Letter], key: str) -> list[Layout]:
+        """The layouts of a tensor from `others` and the splits that reached it, where they divide and, if there is an
+        offer for `key`, are offered."""
         mesh, type = self.setting.mesh, self.types[name]
+        offer = self.setting.offers.get(key, (None,) * len(mesh.sizes))
         options = [
             [*others, *sorted(self.letters[size].get(name, ()))] if size != 1 else list(others[:1])
             for size in mesh.sizes
+        ]
+        options = [
+            [letter for letter in letters if offered is None or letter_token(letter) in offered]
+            for letters, offered in zip(options, offer, strict=True)
         ]
         return [layout for layout in product(*options) if fits(type.shape, layout, mesh)]
 
@@ -169,7 +193,11 @@ class _Builder:
         """Inputs may lie in any layout that DTensor can express; what a rank needs of them it must be given."""
         for item in self.folded.program.inputs:
             whole = I if item.name in self.flowing else R
-            layouts = [layout for layout in self._layouts(item.name, [whole]) if is_dtensor(layout, self.setting.mesh)]
+            layouts = [
+                layout
+                for layout in self._layouts(item.name, [whole], item.name)
+                if is_dtensor(layout, self.setting.mesh)
+            ]
             seconds = tuple(self._bytes(item.name, layout) / self.setting.cluster.host for layout in layouts)
             memory = tuple(Memory(held=self._bytes(item.name, layout)) for layout in layouts)
             self._source(item.name, "input", layouts, seconds, memory)
@@ -207,12 +235,15 @@ class _Builder:
             block = 2 * number + 1
             for carry in region.carries:
                 letters = [I, R] if carry.argument in self.flowing else [R]
-                layouts = self._layouts(carry.argument, letters)
-                strategies = tuple(Strategy(tuple(map(str, layout)), (layout,), (layout,)) for layout in layouts)
                 key = f"{region.name}/carry" + (f".{carry.argument[7:]}" if len(region.carries) > 1 else "")
+                layouts = self._layouts(carry.argument, letters, key)
+                strategies = tuple(Strategy(tuple(map(str, layout)), (layout,), (layout,)) for layout in layouts)
                 zeros = (0.0,) * len(strategies)
                 memory = (Memory(),) * len(strategies)
-                node = Node(key, "carry", carry.argument, region.count, block, strategies, zeros, memory)
+                results = tuple(region.count * self._bytes(carry.argument, layout) for layout in layouts)
+                node = Node(
+                    key, "carry", carry.argument, region.count, block, strategies, zeros, memory, results=results
+                )
                 self.producers[carry.argument] = (self._add(node), 0)
         for position, placed in enumerate(self.placed):
             self._op(position, placed)
@@ -229,12 +260,16 @@ class _Builder:
             strategies = [whole]
         else:
             digits = {size: found[position] for size, found in self.digits.items()}
-            strategies = self._demand(about, op_strategies(about, digits, mesh))
-        seconds, memory, kept = [], [], []
+            strategies = self._demand(about, op_strategies(about, digits, mesh, self.setting.offers.get(op.key)))
+        seconds, forwards, memory, kept, light = [], [], [], [], []
         for strategy in strategies:
             choices = named_choices(about, strategy.methods, mesh)
             assert choices is not None
-            seconds.append(placed.count * sum(op_seconds(about, choices, strategy, cluster, mesh)))
+            forward, backward = op_seconds(about, choices, strategy, cluster, mesh)
+            seconds.append(placed.count * (forward + backward))
+            forwards.append(placed.count * forward)
+            bodies = [placed.rule.bodies.get(choice.factor, "") for choice in choices] if placed.rule else []
+            light.append(op.results[0] not in self.handed_on and is_cheap(op, placed.rule, about.copies, bodies))
             results = sum(self._bytes(name, layout) for name, layout in zip(op.results, strategy.results, strict=True))
             operands = sum(
                 self._bytes(name, layout)
@@ -261,6 +296,8 @@ class _Builder:
                 any(item.result for item in saved),
                 tuple(kept),
                 tuple(placed.count * size for size in copies),
+                tuple(forwards),
+                tuple(light),
             )
         )
         self.producers.update({name: (index, number) for number, name in enumerate(op.results)})
@@ -375,13 +412,16 @@ class _Builder:
 
     # --- edges ---
 
-    def _group(self, key: tuple[object, ...], name: str, count: int, block: int, parameter: bool) -> int:
+    def _group(
+        self, key: tuple[object, ...], name: str, count: int, block: int, parameter: bool, inside: bool = False
+    ) -> int:
         if key not in self.group_index:
             self.group_index[key] = len(self.groups)
             type = self.types[name]
             itemsize = (self.setting.reduce or type.dtype).itemsize if parameter else type.dtype.itemsize
             flows = name in self.flowing
-            self.groups.append(Group(name, type, count, block, flows, itemsize, parameter, name in self.strided))
+            strided = name in self.strided
+            self.groups.append(Group(name, type, count, block, flows, itemsize, parameter, strided, inside))
         return self.group_index[key]
 
     def _connect(self) -> None:
@@ -399,9 +439,11 @@ class _Builder:
             kept = {item.index for item in _saved_of(placed, self) if not item.result and not item.copy}
             for slot, name in enumerate(placed.op.operands):
                 if name in self.parameters:
-                    group = self._group(("use", consumer, slot), name, placed.count, placed.block, True)
+                    group = self._group(
+                        ("use", consumer, slot), name, placed.count, placed.block, True, placed.region is not None
+                    )
                 elif name in inner:
-                    group = self._group(("inside", name), name, placed.count, placed.block, False)
+                    group = self._group(("inside", name), name, placed.count, placed.block, False, True)
                 else:
                     group = self._group(("outside", name), name, 1, placed.block, False)
                 self._edge(name, consumer, slot, group, slot in kept)
@@ -410,7 +452,7 @@ class _Builder:
             for carry in region.carries:
                 consumer, _ = self.producers[carry.argument]
                 if carry.initial in self.parameters:
-                    group = self._group(("use", consumer, "initial"), carry.initial, 1, block, True)
+                    group = self._group(("use", consumer, "initial"), carry.initial, 1, block - 1, True)
                 else:
                     group = self._group(("outside", carry.initial), carry.initial, 1, block, False)
                 self._edge(carry.initial, consumer, 0, group, False)
@@ -432,7 +474,9 @@ class _Builder:
                 wanted.setdefault(source, []).append(label)
         for source, labels in wanted.items():
             whole = I if source in self.flowing else R
-            layouts = [layout for layout in self._layouts(source, [whole]) if is_dtensor(layout, mesh)]
+            layouts = [
+                layout for layout in self._layouts(source, [whole], f"output {labels[0]}") if is_dtensor(layout, mesh)
+            ]
             self._sink(f"output {labels[0]}", source, layouts, len(labels))
         for update in program.updates:
             source = self.exported[update.value][1] if update.value in self.exported else update.value
@@ -479,6 +523,11 @@ def _saved(about: Subject) -> list[Saved]:
 
 def _saved_of(placed: _Placed, builder: _Builder) -> list[Saved]:
     return _saved(subject(placed.op, placed.rule, builder.types, builder.flowing, set(builder.parameters), set()))
+
+
+def letter_token(letter: Letter) -> str:
+    """A letter in an offer: a split by its dim alone."""
+    return f"S({letter.dim})" if letter.kind == "S" else letter.kind
 
 
 def _meant(demand: Demand, flows: bool) -> Letter:

@@ -36,7 +36,7 @@ FORMS = (
     "with_halo",
 )
 BASES = ("Generated", "Region")
-HELPERS = ("local",)
+HELPERS = ("local", "recomputed")
 LETTERS = ("I", "P", "R", "S")
 
 _BODY = " " * 8
@@ -164,6 +164,7 @@ class _Code:
         self.axes_used = False
         self.place = ""
         self.weights: set[str] = set()
+        self.written: dict[str, str] = {}
 
     @property
     def types(self) -> Mapping[str, TensorType]:
@@ -191,6 +192,8 @@ class _Code:
 
     def read(self, value: str) -> str:
         """The expression that reads a value."""
+        if value in self.written:
+            return self.written[value]
         if value in self.paths:
             self.paths_used.add(self.paths[value])
             # What is read of a buffer that changes is what it was before.
@@ -237,7 +240,7 @@ class _Code:
         """Write an op or a local form."""
         op = item.op
         self.where(op)
-        right = form(self, item) if item.body else expression(self, op)
+        right = self.again(item) if item.recomputed else self.computed(item)
         left = ", ".join(self.names.result(op.kind, value, self.passed_on(op, value)) for value in op.results)
         source = f"  {op.line}" if op.line else ""
         indent = _BODY
@@ -246,6 +249,24 @@ class _Code:
             self.lines.append(f'{_BODY}with self.drawn("{op.key}"{axes}):')
             indent += "    "
         self.lines += statement(indent, left, right, f"{self.note(op.results[0])}{source}")
+
+    def computed(self, item: Compute) -> str:
+        """An op or a local form as an expression."""
+        return form(self, item) if item.body else expression(self, item.op)
+
+    def again(self, item: Compute) -> str:
+        """A call of what is computed again, as a function of its operands."""
+        texts = {name: self.read(name) for name in item.op.operands}
+        for name, text in texts.items():
+            base = text if text.isidentifier() else identifier(name.replace("~", "_").rsplit(".", 1)[-1])
+            chosen, count = base, 1
+            while chosen in self.written.values() or chosen in (_RESERVED - {text}) or chosen in self.mesh.names:
+                count += 1
+                chosen = f"{base}_{count}"
+            self.written[name] = chosen
+        right, names = self.computed(item), ", ".join(self.written.values())
+        self.written = {}
+        return f"{self.use('recomputed')}(lambda {names}: {right}, {', '.join(texts.values())})"
 
     def passed_on(self, op: Op, value: str) -> list[str]:
         """Operands whose variable may go on to hold `value`: no parameters; of several operands those of its type."""
@@ -337,7 +358,10 @@ class _Code:
                 self.lines += statement(f"{_BODY}        ", carried[argument], call)
                 right = carried[argument]
         left = ", ".join(results[value] for value in loop.body.results)
-        self.lines += statement(f"{_BODY}    ", left, f"copy({', '.join(given)})")
+        called = (
+            f"self.recomputed(copy, {', '.join(given)})" if loop.recompute == "full" else f"copy({', '.join(given)})"
+        )
+        self.lines += statement(f"{_BODY}    ", left, called)
         self.lines += [f"{_BODY}    {every}.append({results[value]})" for value, every in lists.items()]
         for value, outside in loop.exports:
             used = {copy: outer for copy, outer in enumerate(outside) if outer is not None}
@@ -351,7 +375,19 @@ class _Code:
 _RESERVED = {"self", "torch", "F", "copy", "index", "layer", *COLLECTIVES, *FORMS, *HELPERS, *LETTERS}
 
 # What generated classes have already.
-_ATTRIBUTES = {"axes", "build", "constants", "copies", "device", "drawn", "forward", "random", "root"}
+_ATTRIBUTES = {
+    "axes",
+    "build",
+    "constants",
+    "copies",
+    "device",
+    "drawn",
+    "forward",
+    "random",
+    "recomputed",
+    "root",
+    "totals",
+}
 
 _SUFFIXES = {
     "all_gather": "gathered",

@@ -4,18 +4,18 @@ Each op gets its operands in the layouts it wants; a redistribution stands befor
 shared by the later ones in its place. Sizes among the arguments become local ones.
 """
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
 
 from passes.ir.choices import Problem, Solution, Strategy
-from passes.ir.layout import Layout, local_shape, split_ways
+from passes.ir.layout import Layout
 from passes.ir.lowered import Body, Change, Compute, Loop, Lowered, Returned, Split, Statement
 from passes.ir.mesh import Mesh
 from passes.ir.program import Argument, Folded, Op, Ref, Region, TensorType, draws, references, rename
 from passes.ir.redistribution import redistribution
 from passes.rules import find_rule
+from passes.rules.local_sizes import local_arguments
 from passes.rules.strategies import named_choices, subject
 from passes.rules.strides import strided
 
@@ -146,12 +146,7 @@ class _Lowering:
         }
         axes = tuple(axis for axis, letter in enumerate(strategy.results[0]) if letter.kind == "S")
         whole = replace(op, arguments=arguments)
-        localize = _LOCAL.get(op.kind)
-        if localize is not None:
-            ways: dict[str, int] = {}
-            for axis, choice in enumerate(choices):
-                ways[choice.factor] = ways.get(choice.factor, 1) * self.mesh.sizes[axis]
-            arguments = localize(_Localizing(op, arguments, strategy, self.folded.types, self.mesh, ways))
+        arguments = local_arguments(op, arguments, strategy, choices, self.folded.types, self.mesh)
         statement = Compute(
             replace(op, arguments=arguments), whole, strategy, body, splits, about.copies, axes if draws(op) else None
         )
@@ -284,61 +279,3 @@ class _Lowering:
 
 def _by_major(digit: tuple[int, int]) -> int:
     return digit[1]
-
-
-# --- local sizes ---------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Localizing:
-    """An op with what its local sizes follow from; `ways` is into how many parts each factor is split."""
-
-    op: Op
-    arguments: Mapping[str, Argument]
-    strategy: Strategy
-    types: Mapping[str, TensorType]
-    mesh: Mesh
-    ways: Mapping[str, int]
-
-    def result_shape(self) -> tuple[int, ...]:
-        return local_shape(self.types[self.op.results[0]].shape, self.strategy.results[0], self.mesh)
-
-
-def _shape(about: _Localizing) -> dict[str, Argument]:
-    """A view gives the local shape of its result: -1 and literals need no care."""
-    return {**about.arguments, "shape": about.result_shape()}
-
-
-def _size(about: _Localizing) -> dict[str, Argument]:
-    return {**about.arguments, "size": about.result_shape()}
-
-
-def _bounds(about: _Localizing) -> dict[str, Argument]:
-    """A slice takes whole units; of each a rank has an equal part."""
-    shape = about.types[about.op.operands[0]].shape
-    dim, start, end = (about.arguments[name] for name in ("dim", "start", "end"))
-    assert isinstance(dim, int)
-    assert isinstance(start, int)
-    assert isinstance(end, int)
-    ways = split_ways(about.strategy.operands[0], dim % len(shape), about.mesh)
-    return {**about.arguments, "start": start // ways, "end": end // ways}
-
-
-def _count(argument: str) -> Callable[[_Localizing], dict[str, Argument]]:
-    """A number of groups, of which each rank has a part."""
-
-    def local(about: _Localizing) -> dict[str, Argument]:
-        groups = about.arguments[argument]
-        assert isinstance(groups, int)
-        return {**about.arguments, argument: groups // about.ways.get("groups", 1)}
-
-    return local
-
-
-_LOCAL = {
-    "reshape": _shape,
-    "expand": _size,
-    "slice": _bounds,
-    "group_norm": _count("num_groups"),
-    **{f"conv{kind}{rank}d": _count("groups") for kind in ("", "_transpose") for rank in (1, 2, 3)},
-}

@@ -9,7 +9,8 @@ has its key.
 from collections.abc import Mapping
 from dataclasses import replace
 
-from passes.ir.program import Buffer, Input, Op, Parameter, Program, TensorType, references
+from passes.ir.program import Op, Program, TensorType
+from passes.ir.unused import without_unused
 from passes.normalizing.canonical import canonical
 from passes.normalizing.decomposed import decomposed
 from passes.normalizing.in_place import functional
@@ -31,23 +32,6 @@ def normalize(program: Program) -> Program:
 
 def _has_rule(op: Op, types: Mapping[str, TensorType]) -> bool:
     return find_rule(op, types) is not None
-
-
-def without_unused(program: Program) -> Program:
-    """Drop ops whose results nobody reads, and the types of what is gone."""
-    used = {name for value in program.outputs for name in references(value)}
-    used.update(update.value for update in program.updates)
-    kept: list[Op] = []
-    for op in reversed(program.ops):
-        if any(name in used for name in op.results):
-            kept.append(op)
-            used.update(op.operands)
-    given: tuple[Input | Parameter | Buffer, ...] = (*program.inputs, *program.parameters, *program.buffers)
-    named = {item.name for item in given}
-    constants = {name: value for name, value in program.constants.items() if name in used}
-    typed = {*named, *constants, *(name for op in kept for name in op.results)}
-    types = {name: type for name, type in program.types.items() if name in typed}
-    return replace(program, ops=tuple(reversed(kept)), constants=constants, types=types)
 
 
 def with_keys(program: Program) -> Program:

@@ -3,13 +3,15 @@
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from passes.cost.liveness import MemoryPeak
-from passes.cost.walk import Seconds
+from passes.cost.memory import MemoryUse
+from passes.cost.step import Seconds
 from passes.ir.choices import Problem, Solution
 from passes.ir.layout import Layout, format_layout
 from passes.ir.lowered import Body, Change, Compute, Loop, Lowered
 from passes.ir.mesh import Mesh
 from passes.ir.plan import Block, ProgramPlan, Row, Stage
 from passes.ir.program import Folded, dependents
+from passes.ir.regime import Regime
 from passes.rules import find_rule, written_rule
 
 
@@ -19,7 +21,7 @@ def record(
     solution: Solution,
     lowered: Lowered,
     seconds: Seconds,
-    memory: MemoryPeak,
+    memory: MemoryPeak | MemoryUse,
     mesh: Mesh,
     seconds_on_one: float,
 ) -> ProgramPlan:
@@ -30,22 +32,29 @@ def record(
     decisions = {
         node.key: node.strategies[pick].methods for node, pick in zip(problem.nodes, solution.picks, strict=True)
     }
-    stage = Stage(decisions, tuple(_again(problem, solution)), tuple(_blocks(lowered.body, mesh)))
+    loops = [item for item in lowered.body.statements if isinstance(item, Loop)]
+    recompute = {loop.region.name: loop.recompute for loop in loops if loop.recompute != "none"}
+    stage = Stage(decisions, tuple(_again(problem, solution)), tuple(_blocks(lowered.body, mesh)), recompute)
     total = seconds.total
     return ProgramPlan(
         (stage,),
         "none",
-        1,
-        {name.replace("_", " "): value for name, value in vars(seconds).items()},
-        memory.kinds(),
+        solution.regime.micro_batches,
+        solution.regime.gather_once,
+        solution.regime.reduce_once,
+        seconds.spent(),
+        dict(memory.kinds()),
         memory.moment,
         max(0.0, (solution.seconds - solution.bound) / total) if total else 0.0,
+        seconds.hidden_communication,
         seconds_on_one,
     )
 
 
-def find_decisions(problem: Problem, stage: Stage) -> Solution | str:
-    """The solution that a stage of a plan stands for, or the first key for which the problem or the plan has none."""
+def find_decisions(problem: Problem, plan: ProgramPlan) -> Solution | str:
+    """The solution that a plan of one program stands for, or the first key for which the problem or the plan has
+    none."""
+    (stage,) = plan.stages
     picks = []
     for node in problem.nodes:
         wanted = stage.decisions.get(node.key)
@@ -60,7 +69,8 @@ def find_decisions(problem: Problem, stage: Stage) -> Solution | str:
     missing = [use for use in stage.again if use not in uses]
     if missing:
         return missing[0][0]
-    return Solution(tuple(picks), find_again(problem, picks, stage.again), 0.0, 0.0)
+    regime = Regime(plan.micro_batches, stage.recompute, plan.gather_once, plan.reduce_once)
+    return Solution(tuple(picks), find_again(problem, picks, stage.again), 0.0, 0.0, regime)
 
 
 def find_again(
@@ -162,6 +172,7 @@ def _row(statement: Compute | Change, body: Body, mesh: Mesh, makers: dict[str, 
         tuple(format_layout(layout, mesh) for layout in statement.strategy.operands),
         tuple(format_layout(layout, mesh) for layout in statement.strategy.results),
         ", ".join(str(body.types[name]) for name in op.results),
+        statement.recomputed,
     )
 
 

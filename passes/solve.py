@@ -1,8 +1,8 @@
 """solve: the planning problem in, the best strategy for every node out.
 
-The problem is made smaller without losing the optimum (`network`), labels that cannot be in it are found by lower
-bounds (`bounds`), and what is left is an integer program (`integer`). Where memory is short, bytes get a price until
-the plan fits, and the integer program over what can then still be best closes the gap.
+The best choice without limits (`solving/optimum`) is the answer where it fits the memory and all traffic of parameters
+is hidden. Otherwise bytes and traffic get prices (`solving/dual`) until a choice fits, and an integer program over what
+can then still be best closes the gap.
 """
 
 import logging
@@ -18,24 +18,25 @@ from passes.ir.choices import Problem, Solution
 from passes.ir.errors import InfeasibleError
 from passes.ir.layout import Layout
 from passes.ir.mesh import Mesh
-from passes.solving.arrays import Arrays, arrays
+from passes.ir.regime import PLAIN, Regime
+from passes.solving.arrays import arrays
 from passes.solving.bounds import Bounds
+from passes.solving.dual import Dual, Found, interior
 from passes.solving.integer import SCALE, InfeasibleProgramError, OutOfTimeError, Program
-from passes.solving.memory import limit_memory, made_again, node_bytes, priced
-from passes.solving.network import Network, Sharing, drop_dominated, eliminate, restore
+from passes.solving.memory import Weights, again_seconds, find_bytes, limit_memory, made_again, priced
+from passes.solving.network import eliminate, restore
+from passes.solving.optimum import PATIENCE, SWEEPS, a_little_more, network_of, optimum, ties
 from passes.solving.prices import Flags, Prices
 
 logger = logging.getLogger("autopar")
 
 # A choice is proven when it costs at most this much more than the bound, relative to it.
-GAP = 1e-9
-# What is unusual about a choice costs this much of the least step time, to choose among equals.
-TIE = 1e-9
-SWEEPS = 12
-# An integer program with at most this many flows is solved as it is.
-SMALL = 20_000
-# The integer program with the memory as rows gets so many seconds; the gap of the plan says what is not proven then.
-PATIENCE = 30.0
+PROVEN = 1e-6
+# So often prices are tried before the integer program, and before it is asked whether any choice fits.
+ROUNDS = 30
+TRIES = 6
+# Seconds for the best choice at one price.
+QUICK = 5.0
 
 
 @dataclass(frozen=True)
@@ -46,277 +47,277 @@ class Limits:
     optimizer_states: int
 
 
-def solve(problem: Problem, cluster: Cluster, mesh: Mesh, limits: Limits) -> Solution:
-    """The choice of least step time that fits the memory.
+def solve(problem: Problem, cluster: Cluster, mesh: Mesh, limits: Limits, regime: Regime = PLAIN) -> Solution:
+    """The choice of least step time that fits the memory, in one regime.
 
     Raises InfeasibleError where none fits.
     """
-    found = arrays(problem, Prices(cluster, mesh))
-    solver = _Solver(problem, found, mesh, limits)
-    solution = solver.unlimited()
-    if solver.use(solution).peak <= limits.memory:
-        return solution
-    return solver.limited(solution)
+    return _Solver(problem, cluster, mesh, limits, regime, float("inf")).solution()
 
 
-def optimum(found: Arrays) -> tuple[list[int], float]:
-    """The best strategy of every node, and what no choice can be below."""
-    network = network_of(found)
-    eliminate(network)
-    drop_dominated(network)
-    labels, bound = optimal_labels(network)
-    strategies = restore(network, labels)
-    return [strategies[node] for node in range(len(found.costs))], bound
+def solve_below(
+    problem: Problem, cluster: Cluster, mesh: Mesh, limits: Limits, regime: Regime, cutoff: float
+) -> Solution | None:
+    """The same; None if the step would take `cutoff` seconds or more."""
+    try:
+        return _Solver(problem, cluster, mesh, limits, regime, cutoff).solution()
+    except _BeatenError:
+        return None
 
 
-def network_of(found: Arrays) -> Network:
-    """The arrays as a network, with a small price on what is unusual."""
-    unit = TIE * sum(float(costs.min()) for costs in found.costs)
-    costs = {node: own + unit * found.oddness[node] for node, own in enumerate(found.costs)}
-    network = Network(costs, {node: np.arange(len(own)) for node, own in costs.items()})
-    for group in found.groups:
-        consumers = [(edge.consumer, edge.wanted) for edge in group.edges]
-        network.add_sharing(Sharing(group.producer, group.made, consumers, group.seconds + unit * group.changes))
-    return network
-
-
-def optimal_labels(network: Network) -> tuple[dict[int, int], float]:
-    """The best label of every node that is left in `network`, which shrinks meanwhile, and a bound on its cost.
-
-    After `PATIENCE` seconds it is the best that was found.
-    """
-    best, chosen = np.inf, dict[int, int]()
-    bound = -np.inf
-    width = 16
-    deadline = time.monotonic() + PATIENCE
-
-    def consider(picks: dict[int, int]) -> None:
-        nonlocal best, chosen
-        cost = network.value(picks)
-        if cost < best:
-            best, chosen = cost, {node: int(network.labels[node][label]) for node, label in picks.items()}
-
-    def labels() -> dict[int, int]:
-        return {node: int(np.searchsorted(network.labels[node], chosen[node])) for node in network.costs}
-
-    def exactly(alive: dict[int, Flags]) -> float:
-        """Consider the best choice among the labels that are alive; a bound on all of these."""
-        try:
-            picks, _, reached = Program(network, alive, SCALE / best).solve(GAP, max(1.0, deadline - time.monotonic()))
-        except OutOfTimeError:
-            return bound
-        consider(picks)
-        return max(bound, reached)
-
-    while True:
-        bounds = Bounds(network)
-        consider(bounds.decode())
-        for _ in range(SWEEPS):
-            if time.monotonic() > deadline:
-                return labels(), min(bound, best)
-            bounds.sweep(_a_little_more(best))
-            consider(bounds.decode())
-            bound = max(bound, bounds.bound)
-            if bound >= best - GAP * abs(best):
-                return labels(), min(bound, best)
-        before = network.size()
-        for node, alive in bounds.alive.items():
-            alive[np.searchsorted(network.labels[node], chosen[node])] = True
-        scores = bounds.scores()
-        small = {node: scores[node][alive] for node, alive in bounds.alive.items()}
-        for node, alive in bounds.alive.items():
-            network.keep(node, np.flatnonzero(alive))
-        whole = {node: np.ones(len(costs), dtype=bool) for node, costs in network.costs.items()}
-        if network.size() <= SMALL:
-            bound = exactly(whole)
-            return labels(), min(bound, best)
-        if network.size() > 0.7 * before:
-            kept = {}
-            for node, score in small.items():
-                kept[node] = np.zeros(len(score), dtype=bool)
-                kept[node][np.argsort(score, kind="stable")[:width]] = True
-                kept[node][labels()[node]] = True
-            reached = exactly(kept)
-            if all(flags.all() for flags in kept.values()):
-                return labels(), min(reached, best)
-            width *= 2
+class _BeatenError(Exception):
+    """No choice is faster than what is known already."""
 
 
 class _Solver:
-    def __init__(self, problem: Problem, found: Arrays, mesh: Mesh, limits: Limits) -> None:
+    def __init__(
+        self, problem: Problem, cluster: Cluster, mesh: Mesh, limits: Limits, regime: Regime, cutoff: float
+    ) -> None:
         self.problem = problem
-        self.arrays = found
+        self.arrays = arrays(problem, Prices(cluster, mesh), regime)
         self.mesh = mesh
         self.limits = limits
-        self.moments = moments(problem.blocks, problem.counts)
-        self.targets = [list(group.targets) for group in found.groups]
-        self._bound = -np.inf
+        self.regime = regime
+        self.cutoff = cutoff
+        self.moments = moments(problem.blocks, problem.counts, regime)
+        self.bytes = find_bytes(problem, self.arrays, regime)
+        self.best: Solution | None = None
+        self.bound = -np.inf
+
+    def solution(self) -> Solution:
+        """The best choice; raises _BeatenError where nothing is faster than the cutoff."""
+        self._refuse_if_hopeless()
+        dual = Dual(len(self.moments), len(self.arrays.overlaps), 0.0)
+        first = self._at(dual.start())
+        if self._is_proven():
+            return self._told()
+        dual.unit = first.seconds / self.limits.memory
+        found = [first]
+        leader = first
+        for number in range(ROUNDS):
+            if self.best is None and number == TRIES:
+                self._refuse_if_impossible(self._use(leader).moment)
+            weights, most = dual.next(found)
+            if dual.at_the_end(weights) and self.best is None:
+                dual.highest *= 4
+            elif most <= self.bound + 1e-8 * abs(self.bound):
+                break
+            item = self._at(weights)
+            if item.bound >= leader.bound:
+                leader = item
+            if any(item.picks == other.picks and item.again == other.again for other in found):
+                break
+            found.append(item)
+            if self._is_proven():
+                return self._told()
+        return self._exactly(leader.weights)
+
+    def _use(self, choice: Found) -> MemoryUse:
+        return self.use(Solution(choice.picks, choice.again, 0.0, 0.0, self.regime))
 
     def use(self, solution: Solution) -> MemoryUse:
         """The memory that a choice takes at its peak."""
         return memory_use(self.problem, solution, self.limits.optimizer_states, self.mesh)
 
-    def unlimited(self) -> Solution:
-        """The best choice whatever memory it takes."""
-        picks, bound = optimum(self.arrays)
-        seconds = self.arrays.value(picks)
-        return Solution(tuple(picks), frozenset(), seconds, min(seconds, bound - self._ties()))
+    def _consider(self, picks: Sequence[int], again: frozenset[tuple[int, Layout]]) -> Solution:
+        """Take a choice for the best one if it is, and fits."""
+        seconds = self.arrays.value(picks, again)
+        solution = Solution(tuple(picks), again, seconds, seconds, self.regime)
+        if (self.best is None or seconds < self.best.seconds) and self.use(solution).peak <= self.limits.memory:
+            self.best = solution
+        return solution
 
-    def limited(self, unlimited: Solution) -> Solution:
-        """The best choice that fits."""
-        moment = self._moment(self.use(unlimited).moment)
-        self._refuse_if_impossible(moment)
-        best: Solution | None = None
-        bound, low, high = unlimited.bound, 0.0, unlimited.seconds / self.limits.memory
-        found_price = high
-        for _ in range(40):
-            candidate, least = self._at_price(moment, high)
-            if least > bound:
-                bound, found_price = least, high
-            if self.use(candidate).peak <= self.limits.memory:
-                best = candidate
-                break
-            low, high = high, high * 4
-        for _ in range(8):
-            if best is None or best.seconds - bound <= 1e-6 * best.seconds:
-                break
-            middle = (low * high) ** 0.5 if low else high / 16
-            candidate, least = self._at_price(moment, middle)
-            if least > bound:
-                bound, found_price = least, middle
-            if self.use(candidate).peak <= self.limits.memory:
-                high = middle
-                best = min(best, candidate, key=lambda item: item.seconds)
-            else:
-                low = middle
-        self._bound = bound
-        if best is not None and best.seconds - bound <= 1e-6 * best.seconds:
-            return replace(best, bound=bound)
-        return self._exactly(moment, found_price, best)
+    def _raise_bound(self, bound: float) -> None:
+        self.bound = max(self.bound, bound)
+        if self.bound >= self.cutoff * (1 - PROVEN):
+            raise _BeatenError
 
-    def _told(self, best: Solution) -> Solution:
-        """`best` with the bound that was found, and a word where the two are apart."""
-        bound = min(best.seconds, self._bound)
-        if best.seconds - bound > 1e-6 * best.seconds:
-            gap = (best.seconds - bound) / best.seconds
+    def _is_proven(self) -> bool:
+        return self.best is not None and self.best.seconds - self.bound <= PROVEN * self.best.seconds
+
+    def _told(self) -> Solution:
+        """The best choice with the bound that was found, and a word where the two are apart."""
+        assert self.best is not None
+        bound = min(self.best.seconds, self.bound)
+        if not self._is_proven():
+            gap = (self.best.seconds - bound) / self.best.seconds
             logger.warning("the plan fits the memory limit, but may be up to %.2g%% slower than the best", 100 * gap)
-        return replace(best, bound=bound)
+        return replace(self.best, bound=bound)
 
-    def _ties(self) -> float:
-        """At most this much of a bound is the price of what is unusual."""
-        unit = TIE * sum(float(costs.min()) for costs in self.arrays.costs)
-        odd = sum(int(odd.max()) for odd in self.arrays.oddness)
-        return unit * (odd + sum(int(group.changes.max()) * len(group.edges) for group in self.arrays.groups))
+    def _at(self, weights: Weights) -> Found:
+        """The best choice at these prices, and the bound on any that fits."""
+        found = priced(self.arrays, self.problem, self.bytes, self.moments, weights)
+        paid = self._paid(weights)
+        hidden = self._hidden(weights.excess)
+        enough = self.cutoff + paid + hidden + ties(found)
+        picks, least = optimum(found, QUICK if any(weights.bytes) else PATIENCE, enough)
+        bound = least - ties(found) - paid - hidden
+        again = made_again(self.arrays, self.bytes, picks, self.moments, weights)
+        self._consider(picks, again)
+        self._raise_bound(bound)
+        beyond = [self.arrays.excess(overlap, picks, again) for overlap in self.arrays.overlaps]
+        excess = [overlap.weight * size for overlap, size in zip(self.arrays.overlaps, beyond, strict=True)]
+        seconds = self.arrays.value(picks, again) - sum(max(0.0, size) for size in excess)
+        return Found(tuple(picks), again, seconds, self._over(picks, again), excess, bound, weights)
 
-    def _moment(self, name: str) -> Moment:
-        return next(moment for moment in self.moments if moment.name == name)
+    def _paid(self, weights: Weights) -> float:
+        """What all bytes of the limit cost."""
+        return sum(weights.bytes) * self.limits.memory if any(weights.bytes) else 0.0
 
-    def _at_price(self, moment: Moment, price: float) -> tuple[Solution, float]:
-        """The best choice when a byte at `moment` costs `price` seconds, and the bound on any that fits."""
-        picks, bound = optimum(priced(self.arrays, self.problem, moment, price))
-        again = made_again(self.arrays, self.targets, picks, moment, price)
-        seconds = self._seconds(picks, again)
-        return Solution(tuple(picks), again, seconds, 0.0), bound - self._ties() - price * self.limits.memory
+    def _hidden(self, parts: Sequence[float]) -> float:
+        """What computation takes off the traffic of which `parts` count."""
+        pairs = zip(parts, self.arrays.overlaps, strict=True)
+        return sum(part * overlap.weight * overlap.cover for part, overlap in pairs)
 
-    def _seconds(self, picks: Sequence[int], again: frozenset[tuple[int, Layout]]) -> float:
-        total = self.arrays.value(picks)
-        for number, target in again:
-            group = self.arrays.groups[number]
-            made = group.made[picks[group.producer]]
-            total += float(group.again[made, self.targets[number].index(target)])
-        return total
+    def _over(self, picks: Sequence[int], again: frozenset[tuple[int, Layout]]) -> list[float]:
+        """Bytes over the limit at every moment, transient ones left out."""
+        solution = Solution(tuple(picks), again, 0.0, 0.0, self.regime)
+        uses = (memory_use(self.problem, solution, self.limits.optimizer_states, self.mesh, [m]) for m in self.moments)
+        return [use.peak - use.transient - self.limits.memory for use in uses]
 
-    def _refuse_if_impossible(self, moment: Moment) -> None:
-        """Raise if even the choice of least memory does not fit."""
+    def _refuse_if_hopeless(self) -> None:
+        """Raise if what nodes and kept tensors take at least, each by itself, does not fit."""
+        for moment in self.moments:
+            least = 0.0
+            for node, size in zip(self.problem.nodes, self.bytes.nodes, strict=True):
+                least += float(size.there(moment, node.block).min())
+            for group, places in zip(self.arrays.groups, self.bytes.groups, strict=True):
+                if any(edge.saved for edge in group.edges):
+                    source = moment.kept[places.source] * float(group.source_bytes.min())
+                    least += min(source, moment.kept[places.target] * float(group.target_bytes.min()))
+            if least > self.limits.memory:
+                raise InfeasibleError(
+                    f"no plan fits the memory limit of {_gib(self.limits.memory)} per device: at least "
+                    f"{_gib(least)} are there at one moment ({moment.name})",
+                    least - self.limits.memory,
+                )
+
+    def _refuse_if_impossible(self, name: str) -> None:
+        """Raise if even the choice of least memory at a moment does not fit."""
         scale = self.arrays.value([0] * len(self.arrays.costs)) / self.limits.memory
-        picks, least = optimum(priced(self.arrays, self.problem, moment, scale, 1e-9))
+        bytes = [scale if moment.name == name else 0.0 for moment in self.moments]
+        weights = Weights(1e-9, bytes, [0.0] * len(self.arrays.overlaps))
+        picks, least = optimum(priced(self.arrays, self.problem, self.bytes, self.moments, weights), QUICK)
         if least / scale <= self.limits.memory:
             return
-        again = made_again(self.arrays, self.targets, picks, moment, scale * 1e9)
-        use = self.use(Solution(tuple(picks), again, 0.0, 0.0))
-        raise self._infeasible(use)
+        again = made_again(self.arrays, self.bytes, picks, self.moments, weights)
+        raise self._infeasible(self.use(Solution(tuple(picks), again, 0.0, 0.0, self.regime)))
 
     def _infeasible(self, use: MemoryUse) -> InfeasibleError:
         terms = ", ".join(f"{name} {_gib(size)}" for name, size in largest_terms(use))
         missing = use.peak - self.limits.memory
         return InfeasibleError(
             f"no plan fits the memory limit of {_gib(self.limits.memory)} per device: {_gib(missing)} are "
-            f"missing ({use.moment}: {terms}); more devices, a smaller batch or shorter sequences would help"
+            f"missing ({use.moment}: {terms})",
+            missing,
         )
 
-    def _exactly(self, moment: Moment, price: float, best: Solution | None) -> Solution:
-        """The integer program with the memory as rows, over labels that may be in a choice better than `best`.
+    # --- the integer program ---
+
+    def _exactly(self, weights: Weights) -> Solution:
+        """The integer program with memory and hidden traffic as rows, over labels that may be in a better choice.
 
         Nodes that only need room while they run are left out of the program at first; those that break the limit
         come in, and it is solved again.
         """
-        fixed = self._fixed()
+        hinges = list(interior(weights.excess))
+        fixed = self._fixed(hinges)
         limit = self.limits.memory
         deadline = time.monotonic() + PATIENCE
         while True:
             try:
                 if time.monotonic() > deadline:
                     raise OutOfTimeError
-                solution = self._within(limit, fixed, self._alive(fixed, moment, price, best), best, deadline)
+                solution, bound = self._within(limit, fixed, hinges, weights, deadline)
             except InfeasibleProgramError:
-                if best is not None:
-                    return self._told(best)
-                raise self._infeasible(self.use(self._at_price(moment, price * 1e6)[0])) from None
+                if self.best is not None:
+                    self.bound = max(self.bound, self.best.seconds)
+                    return self._told()
+                dear = replace(weights, bytes=[max(1e6 * price, 1e-30) for price in weights.bytes])
+                picks, _ = optimum(priced(self.arrays, self.problem, self.bytes, self.moments, dear), QUICK)
+                again = made_again(self.arrays, self.bytes, picks, self.moments, dear)
+                raise self._infeasible(self.use(Solution(tuple(picks), again, 0.0, 0.0, self.regime))) from None
             except OutOfTimeError:
-                if best is not None:
-                    return self._told(best)
+                if self.best is not None:
+                    return self._told()
                 raise InfeasibleError(
                     f"in {PATIENCE:.0f} s no plan was found that fits the memory limit of "
-                    f"{_gib(self.limits.memory)} per device, though one may exist: raise the limit, take more "
-                    "devices, or a smaller batch"
+                    f"{_gib(self.limits.memory)} per device, though one may exist: raise the limit"
                 ) from None
             if limit == self.limits.memory:
-                self._bound = max(self._bound, solution.bound)
+                # What is left out of the program costs no less than the best that was known.
+                known = np.inf if self.best is None else self.best.seconds
+                self._raise_bound(min(bound, known))
             use = self.use(solution)
             over = use.peak - self.limits.memory
             if over <= 0:
-                return self._told(solution if best is None or solution.seconds <= best.seconds else best)
+                waiting = self._unhidden(solution, hinges, weights)
+                if not waiting or self._is_proven():
+                    return self._told()
+                hinges = sorted({*hinges, *waiting})
+                fixed = fixed | self._fixed(hinges)
+                continue
             breaking = self._needing(self._moment(use.moment), solution, use.transient - over) - fixed
             # Where no node breaks the limit, it is the solver, which meets rows within a millionth.
             fixed, limit = (fixed | breaking, limit) if breaking else (fixed, limit - over)
 
-    def _alive(self, fixed: frozenset[int], moment: Moment, price: float, best: Solution | None) -> dict[int, Flags]:
-        """The labels of the nodes that are left next to `fixed` which may be in a choice better than `best`."""
-        if best is None:
-            network = network_of(self.arrays)
-            eliminate(network, fixed)
-            return {node: np.ones(len(costs), dtype=bool) for node, costs in network.costs.items()}
-        relaxed = network_of(priced(self.arrays, self.problem, moment, price))
-        eliminate(relaxed, fixed)
-        bounds = Bounds(relaxed)
-        threshold = best.seconds + price * self.limits.memory + self._ties()
-        for _ in range(2 * SWEEPS):
-            bounds.sweep(_a_little_more(threshold))
-        for node, flags in bounds.alive.items():
-            flags[int(np.searchsorted(relaxed.labels[node], best.picks[node]))] = True
-        return bounds.alive
+    def _unhidden(self, solution: Solution, hinges: Sequence[int], weights: Weights) -> list[int]:
+        """Overlaps that the program counts as hidden, or as not hidden, of which the opposite is true."""
+        found = []
+        for index, (overlap, part) in enumerate(zip(self.arrays.overlaps, weights.excess, strict=True)):
+            excess = self.arrays.excess(overlap, solution.picks, solution.again)
+            if index not in hinges and overlap.weight * (max(0.0, excess) - part * excess) > 1e-9 * solution.seconds:
+                found.append(index)
+        return found
+
+    def _moment(self, name: str) -> Moment:
+        return next(moment for moment in self.moments if moment.name == name)
 
     def _within(
-        self, limit: float, fixed: frozenset[int], alive: dict[int, Flags], best: Solution | None, deadline: float
-    ) -> Solution:
-        """The best choice whose `fixed` nodes fit `limit` bytes; raises what `Program.solve` does."""
-        network = network_of(self.arrays)
+        self, limit: float, fixed: frozenset[int], hinges: Sequence[int], weights: Weights, deadline: float
+    ) -> tuple[Solution, float]:
+        """The best choice whose `fixed` nodes fit `limit` bytes and a bound on all; raises what `Program.solve` does.
+
+        Overlaps that are not among `hinges` count with the part that `weights` has for them.
+        """
+        parts = [0.0 if index in hinges else round(part) for index, part in enumerate(weights.excess)]
+        rounded = Weights(1.0, [0.0] * len(self.moments), parts)
+        plain = priced(self.arrays, self.problem, self.bytes, self.moments, rounded)
+        network = network_of(plain)
         eliminate(network, fixed)
-        seconds = best.seconds if best is not None else self.arrays.value([0] * len(self.arrays.costs))
-        program = Program(network, alive, SCALE / seconds)
-        columns = limit_memory(program, self.arrays, self.problem, self.moments, limit)
-        picks, values, bound = program.solve(1e-6, max(1.0, deadline - time.monotonic()))
+        seconds = self.best.seconds if self.best is not None else self.arrays.value([0] * len(self.arrays.costs))
+        program = Program(network, self._alive(network.labels, fixed, hinges, weights), SCALE / seconds)
+        groups = [replace(group, again=again_seconds(self.arrays, group, rounded)) for group in self.arrays.groups]
+        with_parts = replace(self.arrays, groups=groups)
+        columns = limit_memory(program, with_parts, self.problem, self.bytes, self.moments, limit, hinges)
+        picks, values, bound = program.solve(PROVEN, max(1.0, deadline - time.monotonic()))
         strategies = restore(network, picks)
         chosen = [strategies[node] for node in range(len(self.arrays.costs))]
-        again = set()
+        again: set[tuple[int, Layout]] = set()
         for item in columns:
             group = self.arrays.groups[item.group]
             row = int(np.flatnonzero(item.sources == group.made[chosen[group.producer]])[0])
             for column, target in enumerate(item.targets):
                 if values[item.columns[row, column]] > 0.5:
-                    again.add((item.group, self.targets[item.group][target]))
-        made = frozenset(again)
-        return Solution(tuple(chosen), made, self._seconds(chosen, made), bound - self._ties())
+                    again.add((item.group, group.targets[target]))
+        return self._consider(chosen, frozenset(again)), bound - ties(plain) - self._hidden(parts)
+
+    def _alive(
+        self, labels: dict[int, np.ndarray], fixed: frozenset[int], hinges: Sequence[int], weights: Weights
+    ) -> dict[int, Flags]:
+        """The labels of the nodes that are left next to `fixed` which may be in a choice better than the best."""
+        if self.best is None:
+            return {node: np.ones(len(own), dtype=bool) for node, own in labels.items()}
+        found = priced(self.arrays, self.problem, self.bytes, self.moments, weights)
+        relaxed = network_of(found)
+        eliminate(relaxed, fixed)
+        bounds = Bounds(relaxed)
+        threshold = self.best.seconds + self._paid(weights) + self._hidden(weights.excess) + ties(found)
+        for _ in range(2 * SWEEPS):
+            bounds.sweep(a_little_more(threshold))
+        for node, flags in bounds.alive.items():
+            flags[int(np.searchsorted(relaxed.labels[node], self.best.picks[node]))] = True
+        return bounds.alive
 
     def _needing(self, moment: Moment, solution: Solution, size: float) -> frozenset[int]:
         """The nodes that need more than `size` bytes while they run at `moment`."""
@@ -326,23 +327,24 @@ class _Solver:
             if node.block == moment.running and node.memory[solution.picks[index]].transient > size
         )
 
-    def _fixed(self) -> frozenset[int]:
-        """Nodes whose strategy decides about what stays in memory."""
+    def _fixed(self, hinges: Sequence[int]) -> frozenset[int]:
+        """Nodes whose strategy decides about what stays in memory, or about what is hidden."""
+        limited = self.limits.memory != float("inf")
         fixed = {
             node
-            for node, size in enumerate(node_bytes(self.problem))
-            if size.held.any() or size.gradient.any() or size.kept.any()
+            for node, size in enumerate(self.bytes.nodes)
+            if limited and (size.held.any() or size.gradient.any() or size.kept.any())
         }
+        overlaps = [self.arrays.overlaps[hinge] for hinge in hinges]
         for group in self.arrays.groups:
-            if any(edge.saved for edge in group.edges):
+            edges = [edge for edge in group.edges if edge.saved and limited]
+            if (limited and group.held.any()) or any(overlap.traffic(group) is not None for overlap in overlaps):
+                edges = list(group.edges)
+            if edges:
                 fixed.add(group.producer)
-                fixed.update(edge.consumer for edge in group.edges if edge.saved)
+                fixed.update(edge.consumer for edge in edges)
         return frozenset(fixed)
 
 
 def _gib(size: float) -> str:
     return f"{size / GIB:.3g} GiB"
-
-
-def _a_little_more(cost: float) -> float:
-    return cost + 1e-11 * abs(cost)

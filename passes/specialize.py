@@ -200,4 +200,6 @@ def _only(node: Node, kept: Sequence[int]) -> Node:
         memory=tuple(node.memory[index] for index in kept),
         results=tuple(node.results[index] for index in kept) if node.results else (),
         copies=tuple(node.copies[index] for index in kept) if node.copies else (),
+        forward=tuple(node.forward[index] for index in kept) if node.forward else (),
+        light=tuple(node.light[index] for index in kept) if node.light else (),
     )

@@ -23,6 +23,7 @@ from autopar.runtime.generated import (
 )
 from autopar.runtime.inputs import named_arguments
 from autopar.runtime.module import DistributedModule
+from autopar.runtime.saving import recomputed
 from autopar.runtime.statistics import (
     split_batch_norm,
     split_group_norm,
@@ -57,6 +58,7 @@ __all__ = [
     "convert",
     "local",
     "named_arguments",
+    "recomputed",
     "reduce_scatter",
     "split_batch_norm",
     "split_cumsum",

@@ -28,7 +28,7 @@ import torch.distributed._functional_collectives
 from torch import Tensor
 
 from autopar.runtime.axis import Axis
-from autopar.runtime.saving import note_gathered
+from autopar.runtime.saving import note_made
 from passes.ir.layout import Letter, parse_letter
 from passes.ir.redistribution import COLLECTIVES
 
@@ -192,7 +192,7 @@ def _call(
 
     result = run(x)
     if not keep:
-        note_gathered(result, x, run)
+        note_made(result, run, x)
     return result
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import checkpoint
 
 from autopar.runtime.axis import Axis
 from autopar.runtime.random import Randomness
@@ -45,8 +46,11 @@ class Region(nn.Module):
 class Generated:
     """A generated program; subclasses define `forward`, which takes local inputs and returns local outputs.
 
-    `root` holds parameters and buffers under the model's names, `axes` are those of the mesh.
+    `root` holds parameters and buffers under the model's names, `axes` are those of the mesh. `totals` is the program
+    that makes what this one takes after its inputs, where the batch goes through it in parts.
     """
+
+    totals: "Generated | None" = None
 
     def __init__(
         self,
@@ -75,6 +79,14 @@ class Generated:
     def drawn(self, key: str, *axes: Axis) -> AbstractContextManager[None]:
         """Let the op called `key` draw random numbers within; they differ on the ranks of `axes`."""
         return self.random.drawn(key, axes, self.device)
+
+    def recomputed(self, copy: Region, *given: Tensor) -> object:
+        """What `copy` gives; the backward pass runs it again, on the same random numbers, instead of keeping what is in
+        it."""
+        result: object = checkpoint(
+            copy, *given, use_reentrant=False, preserve_rng_state=False, context_fn=self.random.contexts
+        )
+        return result
 
     def forward(self, *inputs: Tensor) -> tuple[object, ...]:
         """Run on local inputs, in the order of the plan; generated classes define it."""
@@ -111,12 +123,40 @@ class PlannedOutput:
 
 
 @dataclass(frozen=True)
+class Cut:
+    """Where this rank's part of a tensor has samples: `dim` is (before, groups, samples and what is in them), and every
+    micro-batch has an equal share of the samples of each group."""
+
+    dim: int
+    before: int
+    groups: int
+
+
+@dataclass(frozen=True)
+class MicroBatching:
+    """How a batch goes through a program of one micro-batch: `count` times.
+
+    `inputs` are cut so, or given whole to all. `outputs` are put side by side (`Cut`), summed ("P") or equal in all
+    ("R"); `loss` is one of them. `totals`, where there are any, are sums over the batch that the program takes after
+    its inputs; `reads` are the inputs that they are made from.
+    """
+
+    count: int
+    inputs: tuple[Cut | None, ...]
+    outputs: tuple[Cut | str, ...]
+    loss: int
+    totals: "CompiledProgram | None"
+    reads: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class CompiledProgram:
     """A program ready to run on every rank: its source and what surrounds it.
 
     `constants` are inputs that are constants, by name: what is no tensor, and tensors whose values the model needed;
     `assumed` are those of them that nobody gave. `tensors` are tensors that the model holds as constants,
-    `parameters` those that are used, `changes` are made to parameters before it runs.
+    `parameters` those that are used, `changes` are made to parameters before it runs. Inputs and outputs are those of
+    the whole batch; with `micro_batches` the program takes a part of them at a time.
     """
 
     source: str
@@ -131,20 +171,22 @@ class CompiledProgram:
     changes: tuple[Change, ...]
     regathers: bool
     differentiable: bool
+    micro_batches: MicroBatching | None = None
 
 
 @dataclass(frozen=True)
 class LoadedProgram:
-    """A compiled program, the file that its source lies in, and the generated class."""
+    """A compiled program, the file that its source lies in, and the generated class; and the program of its totals."""
 
     compiled: CompiledProgram
     path: Path
     kind: type[Generated]
+    totals: "LoadedProgram | None" = None
 
 
-# Makes the program called so for inputs of other shapes than planned, and constants of other values; every rank calls
-# it alike.
-OtherSizes = Callable[[str, Mapping[str, Shape], Mapping[str, Tensor]], LoadedProgram]
+# Makes the program called so for inputs of other shapes than planned, constants of other values, and a number of
+# micro-batches; every rank calls it alike.
+OtherSizes = Callable[[str, Mapping[str, Shape], Mapping[str, Tensor], int], LoadedProgram]
 
 
 class Container(nn.Module):

@@ -26,6 +26,7 @@ from autopar.runtime.inputs import check_names, check_tensor, is_like, listed, n
 from autopar.runtime.random import Randomness
 from autopar.runtime.saving import saving
 from autopar.runtime.state import from_local, local_part, mesh_of, placements
+from autopar.runtime.steps import forward_backward
 from passes.ir.errors import CaptureError, InputError
 from passes.ir.layout import I, Layout, fits, local_shape, whole_shape
 from passes.ir.leaves import given_name, input_leaves
@@ -204,34 +205,63 @@ class DistributedModule(nn.Module):
         Raises InputError for a missing or additional argument, for a tensor of another dtype or number of dims than
         planned, and for sizes that the model cannot be traced for.
         """
-        compiled, generated = self._program()
-        given = self._given(compiled, self._bind(args, kwargs))
-        compiled, generated = self._at_sizes(compiled, generated, given)
+        given = self._given(self._program()[0], self._bind(args, kwargs))
+        compiled, generated = self._at_sizes(given, 1)
         local_inputs = [self._local_input(item, given[item.name]) for item in compiled.inputs]
-        self._random.advance()
         self._change(compiled.changes)
+        return self._output(compiled, self._run(compiled, generated, local_inputs))
+
+    def _run(
+        self, compiled: CompiledProgram, generated: Generated, local_inputs: Sequence[Tensor]
+    ) -> tuple[object, ...]:
+        """Run a program on this rank's parts of its inputs."""
+        self._random.advance()
         if not compiled.differentiable:
             with torch.no_grad():
-                leaves = generated.forward(*local_inputs)
-        elif compiled.regathers and torch.is_grad_enabled():
+                return generated.forward(*local_inputs)
+        if compiled.regathers and torch.is_grad_enabled():
             with saving():
-                leaves = generated.forward(*local_inputs)
-        else:
-            leaves = generated.forward(*local_inputs)
+                return generated.forward(*local_inputs)
+        return generated.forward(*local_inputs)
+
+    def _output(self, compiled: CompiledProgram, leaves: Sequence[object]) -> object:
+        """What the model returns, from this rank's parts of its leaves."""
         outputs = [self._surface(leaf, item) for leaf, item in zip(leaves, compiled.outputs, strict=True)]
         return pytree.tree_unflatten(outputs, compiled.output_tree)
 
     def forward_backward(self, *args: object, **kwargs: object) -> object:
-        """Run forward and backward: returns the output with the loss, and leaves gradients in `.grad`.
+        """Run forward and backward on the global batch: returns the output with the loss, and adds to `.grad`.
 
-        Raises InputError if the output has no loss.
+        The batch goes through the planned number of micro-batches, whose losses and gradients add up to those of the
+        whole batch; then the output is without gradient. A batch of another size is cut into as many.
+
+        Raises InputError if the output has no loss, and what a call raises.
         """
+        micro_batches = self._program()[0].micro_batches
+        if micro_batches is not None:
+            return self._in_micro_batches(micro_batches.count, args, kwargs)
         output = self(*args, **kwargs)
         loss = _loss(output)
         if loss is None or not loss.requires_grad:
             raise InputError("the output has no loss to run backward from: pass labels, or plan with objective='train'")
         loss.backward()  # type: ignore[no-untyped-call]
         return output
+
+    def _in_micro_batches(self, count: int, args: Sequence[object], kwargs: Mapping[str, object]) -> object:
+        """Forward and backward of a batch in `count` micro-batches."""
+        given = self._given(self._program()[0], self._bind(args, kwargs))
+        compiled, generated = self._at_sizes(given, count)
+        local_inputs = [self._local_input(item, given[item.name]) for item in compiled.inputs]
+        batching, totals = compiled.micro_batches, generated.totals
+        assert batching is not None
+        self._change(compiled.changes)
+        leaves = forward_backward(
+            batching,
+            local_inputs,
+            None if totals is None else lambda parts: totals.forward(*parts),
+            lambda parts: self._run(compiled, generated, parts),
+        )
+        return self._output(compiled, leaves)
 
     def _change(self, changes: Sequence[Change]) -> None:
         """Change parameters as the model itself does before it reads them."""
@@ -264,12 +294,15 @@ class DistributedModule(nn.Module):
             if isinstance(value, Tensor)
         }
         tensors = {**compiled.tensors, **given}
-        return compiled, program.kind(self._root, self._axes, self._device, tensors, self._random)
+        generated = program.kind(self._root, self._axes, self._device, tensors, self._random)
+        if program.totals is not None:
+            _, generated.totals = self._instance(program.totals)
+        return compiled, generated
 
-    def _at_sizes(
-        self, compiled: CompiledProgram, generated: Generated, given: Mapping[str, object]
-    ) -> tuple[CompiledProgram, Generated]:
-        """The program for the sizes of the inputs and the values of constants, made where it is not there yet."""
+    def _at_sizes(self, given: Mapping[str, object], count: int) -> tuple[CompiledProgram, Generated]:
+        """The program for the sizes of the inputs, the values of constants and a number of micro-batches, made where
+        it is not there yet."""
+        compiled, generated = self._program()
         shapes = {}
         values = {
             name: values_of(name, given[name], value) for name, value in tensors_among(compiled.constants).items()
@@ -281,14 +314,17 @@ class DistributedModule(nn.Module):
                 return compiled, generated
             shapes[item.name] = tuple(leaf.shape)
         planned = tensors_among(compiled.constants)
-        if all(shapes[item.name] == item.type.shape for item in compiled.inputs) and all(
-            torch.equal(value, planned[name]) for name, value in values.items()
+        planned_count = 1 if compiled.micro_batches is None else compiled.micro_batches.count
+        if (
+            planned_count == count
+            and all(shapes[item.name] == item.type.shape for item in compiled.inputs)
+            and all(torch.equal(value, planned[name]) for name, value in values.items())
         ):
             return compiled, generated
         known = [(tuple(value.shape), value.numpy().tobytes()) for value in values.values()]
-        key = (self._mode(), *shapes.values(), *known)
+        key = (self._mode(), count, *shapes.values(), *known)
         if key not in self._sized:
-            self._sized[key] = self._instance(self._other_sizes(self._mode(), shapes, values))
+            self._sized[key] = self._instance(self._other_sizes(self._mode(), shapes, values, count))
         return self._sized[key]
 
     def _given(self, compiled: CompiledProgram, batch: Mapping[str, object]) -> dict[str, object]:

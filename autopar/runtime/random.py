@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from hashlib import sha256
 
 import torch
@@ -36,6 +37,19 @@ class Randomness:
     def advance(self) -> None:
         """Begin the next pass through the model."""
         self._number = int(torch.randint(2**62, (), generator=self._generator))
+
+    def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        """What surrounds a part of the model in this pass, and where the backward pass runs that part again."""
+        return contextlib.nullcontext(), self._again(self._number)
+
+    @contextlib.contextmanager
+    def _again(self, number: int) -> Iterator[None]:
+        """Draw what was drawn in the pass with `number`."""
+        now, self._number = self._number, number
+        try:
+            yield
+        finally:
+            self._number = now
 
     @contextlib.contextmanager
     def drawn(self, key: str, axes: Sequence[Axis], device: torch.device) -> Iterator[None]:

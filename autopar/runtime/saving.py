@@ -1,8 +1,9 @@
-"""What autograd keeps: a tensor that a collective gathered can be kept as its part and gathered again.
+"""What autograd keeps: a tensor that a collective gathered can be kept as its part and gathered again, and one that is
+cheap to compute as what it is computed from.
 
-Generated code calls collectives with `keep=False` where the plan says so. While `saving()` is entered, such results are
-noted; when autograd wants to keep one (or a view of one), what is kept is the tensor that it was gathered from, and the
-backward pass runs the collective once more.
+Generated code calls collectives with `keep=False`, and ops through `recomputed`, where the plan says so. While
+`saving()` is entered, such results are noted; when autograd wants to keep one (or a view of one), what is kept are the
+tensors that it was made from, or what these are made from, and the backward pass makes it once more.
 """
 
 import contextlib
@@ -16,29 +17,29 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 
 @dataclass
-class _Gathered:
-    """A result that is gathered again: from what, how, and how often autograd kept it or a view of it."""
+class _Made:
+    """A result that is made again: from what, how, and how often autograd kept it or a view of it."""
 
     storage: StorageWeakRef
-    source: Tensor
-    run: Callable[[Tensor], Tensor]
+    sources: "tuple[_Packed, ...]"
+    run: Callable[..., Tensor]
     uses: int = 0
-    kept: "_Packed | None" = None
     again: Tensor | None = field(default=None, repr=False)
 
     def use(self) -> None:
-        """Autograd keeps the result or a view of it: from here on keep what it is gathered from instead."""
-        if self.kept is None:
-            self.kept = _pack(self.source)
+        """Autograd keeps the result or a view of it, by what it is made from."""
+        if not self.uses:
+            for source in self.sources:
+                if isinstance(source, _View):
+                    source.made.use()
         self.uses += 1
 
     def fetch(self) -> Tensor:
         """The result once more; it is dropped after its last use."""
         result = self.again
         if result is None:
-            assert self.kept is not None
             with torch.no_grad():
-                result = self.run(_unpack(self.kept))
+                result = self.run(*map(_unpack, self.sources))
         self.uses -= 1
         self.again = result if self.uses > 0 else None
         return result
@@ -54,9 +55,9 @@ class _Kept:
 
 @dataclass(frozen=True)
 class _View:
-    """A view of a result that is gathered again."""
+    """A view of a result that is made again."""
 
-    gathered: _Gathered
+    made: _Made
     shape: torch.Size
     stride: tuple[int, ...]
     offset: int | torch.SymInt
@@ -64,35 +65,84 @@ class _View:
 
 _Packed = _Kept | _View
 
-_noted: ContextVar[dict[int, _Gathered] | None] = ContextVar("noted", default=None)
+
+@dataclass
+class _Own:
+    """What autograd keeps of an op while that runs, its result perhaps."""
+
+    packed: _Packed
 
 
-def note_gathered(result: Tensor, source: Tensor, run: Callable[[Tensor], Tensor]) -> None:
-    """Note that `result` is `run(source)` and need not be kept.
+# What autograd has kept of the op that runs and will be noted.
+_running: ContextVar[list[_Own] | None] = ContextVar("running", default=None)
 
-    Does nothing outside `saving()`, nor where `result` is `source` itself or a view of it.
+_noted: ContextVar[dict[int, _Made] | None] = ContextVar("noted", default=None)
+
+
+def note_made(result: Tensor, run: Callable[..., Tensor], *sources: Tensor) -> None:
+    """Note that `result` is `run(*sources)` and need not be kept.
+
+    Does nothing outside `saving()`, nor where `result` is one of `sources` or a view of it.
     """
     noted = _noted.get()
     if noted is None or not torch.is_grad_enabled():
         return
-    if result.untyped_storage()._cdata == source.untyped_storage()._cdata:
+    place = result.untyped_storage()._cdata
+    if any(source.untyped_storage()._cdata == place for source in sources):
         return
+    # What nobody holds any more will not be kept either; until then it holds what it was made from.
+    for gone in [key for key, made in noted.items() if made.storage.expired()]:  # type: ignore[no-untyped-call]
+        del noted[gone]
     storage = StorageWeakRef(result.untyped_storage())  # type: ignore[no-untyped-call]
-    noted[storage.cdata] = _Gathered(storage, source.detach(), run)
+    noted[storage.cdata] = _Made(storage, tuple(map(_noted_or_kept, sources)), run)
+
+
+def recomputed(run: Callable[..., Tensor], *operands: Tensor) -> Tensor:
+    """`run(*operands)`, which the backward pass runs again: kept are the operands, or what they are made from."""
+    kept: list[_Own] = []
+    token = _running.set(kept)
+    try:
+        result = run(*operands)
+    finally:
+        _running.reset(token)
+    if not torch.is_autocast_enabled(result.device.type):
+        note_made(result, run, *operands)
+        # What autograd kept of the result before it was noted.
+        for own in kept:
+            if isinstance(own.packed, _Kept):
+                own.packed = _pack(own.packed.tensor)
+    return result
+
+
+def _noted_or_kept(tensor: Tensor) -> _Packed:
+    noted = _noted.get()
+    made = noted.get(tensor.untyped_storage()._cdata) if noted else None
+    if made is None:
+        return _Kept(tensor.detach(), tensor._version)
+    return _View(made, tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
 def _pack(tensor: Tensor) -> _Packed:
-    noted = _noted.get()
-    gathered = noted.get(tensor.untyped_storage()._cdata) if noted else None
-    if gathered is None:
-        return _Kept(tensor.detach(), tensor._version)
-    gathered.use()
-    return _View(gathered, tensor.shape, tensor.stride(), tensor.storage_offset())
-
-
-def _unpack(packed: _Packed) -> Tensor:
+    packed = _noted_or_kept(tensor)
     if isinstance(packed, _View):
-        return packed.gathered.fetch().as_strided(packed.shape, packed.stride, packed.offset)
+        packed.made.use()
+    return packed
+
+
+def _pack_own(tensor: Tensor) -> "_Packed | _Own":
+    """What autograd keeps while an op runs that will be noted may be its result."""
+    packed, kept = _pack(tensor), _running.get()
+    if kept is None or isinstance(packed, _View):
+        return packed
+    kept.append(_Own(packed))
+    return kept[-1]
+
+
+def _unpack(packed: "_Packed | _Own") -> Tensor:
+    if isinstance(packed, _Own):
+        return _unpack(packed.packed)
+    if isinstance(packed, _View):
+        return packed.made.fetch().as_strided(packed.shape, packed.stride, packed.offset)
     if packed.tensor._version != packed.version:
         raise RuntimeError(
             "a tensor that the backward pass needs was changed in place after the forward pass (a parameter, by the "
@@ -103,10 +153,10 @@ def _unpack(packed: _Packed) -> Tensor:
 
 @contextlib.contextmanager
 def saving() -> Iterator[None]:
-    """Enter around a forward pass: what is gathered with `keep=False` in it is gathered again in its backward pass."""
+    """Enter around a forward pass: what `keep=False` or `recomputed` made in it, its backward pass makes again."""
     token = _noted.set({})
     try:
-        with torch.autograd.graph.saved_tensors_hooks(_pack, _unpack):
+        with torch.autograd.graph.saved_tensors_hooks(_pack_own, _unpack):
             yield
     finally:
         _noted.reset(token)

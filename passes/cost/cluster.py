@@ -1,81 +1,55 @@
-"""Clusters: what devices and links can do, as data.
+"""Clusters: devices in nodes, what links them, and which link an axis of a mesh runs over."""
 
-Rates are in units per second (FLOP/s, bytes/s), sizes in bytes, latencies in seconds. Device and link figures are the
-vendors' (dense FLOP/s; unidirectional bytes/s per device); `efficiency` is the part of the peak that a large matrix
-product reaches (A100 0.87 and H100 0.80 at best, measured by stas00/ml-engineering; in training somewhat less).
-The figures for "cpu" were measured on two cores with gloo.
-"""
-
+import json
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from difflib import get_close_matches
+from functools import lru_cache
+from math import ceil, lcm
+from pathlib import Path
 
-import torch
+import numpy as np
 
+from passes.cost.devices import DEVICES, LINKS
+from passes.cost.hardware import GIB, Device, Link, check_positive
 from passes.ir.errors import ClusterError, MeshError
 from passes.ir.mesh import Mesh
 
-GIB = 1024**3
-
-
-def _check_positive(about: str, figures: Mapping[str, float]) -> None:
-    for name, value in figures.items():
-        if not value > 0:
-            raise ClusterError(f"{about}: {name} is {value}, but must be a number above zero")
-
-
-def _check_no_less(about: str, figures: Mapping[str, float]) -> None:
-    for name, value in figures.items():
-        if not value >= 0:
-            raise ClusterError(f"{about}: {name} is {value}, but must be zero or a number above it")
+__all__ = ["CLUSTERS", "GIB", "Cluster", "Device", "Link", "Route", "cluster_of_device", "find_cluster"]
 
 
 @dataclass(frozen=True)
-class Device:
-    """One accelerator.
+class Route:
+    """What the groups of one axis run over.
 
-    `flops` is the peak by dtype ("bfloat16"); dtypes that are missing run at the rate of float32. `launch` is what
-    starting one op costs, `reserve` the memory that a plan may not use (context, communication buffers, allocator).
+    A group of `ways` devices lies in `nodes` nodes, with `together` devices in each at least. `inside` and `between`
+    link them.
     """
 
-    name: str
-    flops: Mapping[str, float]
-    efficiency: float
-    memory: float
-    bandwidth: float
-    launch: float
-    reserve: float
+    ways: int
+    nodes: int
+    together: int
+    inside: Link
+    between: Link
 
-    def __post_init__(self) -> None:
-        if "float32" not in self.flops:
-            raise ClusterError(f"device {self.name!r}: flops has no 'float32', at which other dtypes would run")
-        about = f"device {self.name!r}"
-        _check_positive(about, {f"flops[{dtype!r}]": rate for dtype, rate in self.flops.items()})
-        _check_positive(about, {"efficiency": self.efficiency, "memory": self.memory, "bandwidth": self.bandwidth})
-        _check_no_less(about, {"launch": self.launch, "reserve": self.reserve})
-
-    def rate(self, dtype: torch.dtype) -> float:
-        """FLOP/s that a large matrix product reaches in `dtype`."""
-        return self.efficiency * self.flops.get(str(dtype).removeprefix("torch."), self.flops["float32"])
-
-
-@dataclass(frozen=True)
-class Link:
-    """What connects devices: bytes/s that each can send, and seconds for one hop."""
-
-    bandwidth: float
-    latency: float
-
-    def __post_init__(self) -> None:
-        _check_positive("a link", {"bandwidth": self.bandwidth})
-        _check_no_less("a link", {"latency": self.latency})
+    @property
+    def bandwidth(self) -> float:
+        """Bytes/s that go around a ring: across nodes through the cards of all devices of the group in a node."""
+        inside = self.inside.among(self.ways if self.nodes == 1 else self.together)
+        if self.nodes == 1:
+            return inside
+        cards = self.together * self.between.bandwidth
+        return min(inside, cards) if self.together > 1 else cards
 
 
 @dataclass(frozen=True)
 class Cluster:
     """Devices in nodes of `node_size`: `inside` links those of one node, `between` those of different ones.
 
-    `host` is the rate in bytes/s at which a device reads its part of a batch from its host.
+    `host` is the rate in bytes/s at which a device reads its part of a batch from its host. `devices` is how many there
+    are (None: as many as a mesh has). `machine` is what the device that a profile measured calls itself ("" for figures
+    that were not measured here).
     """
 
     name: str
@@ -84,9 +58,28 @@ class Cluster:
     inside: Link
     between: Link
     host: float = field(default=25e9)
+    devices: int | None = None
+    machine: str = ""
 
     def __post_init__(self) -> None:
-        _check_positive(f"cluster {self.name!r}", {"node_size": self.node_size, "host": self.host})
+        about = f"cluster {self.name!r}"
+        check_positive(about, {"node_size": self.node_size, "host": self.host})
+        if self.devices is not None:
+            check_positive(about, {"devices": self.devices})
+
+    def check(self, mesh: Mesh) -> None:
+        """Raise MeshError where `mesh` has more devices than there are."""
+        if self.devices is not None and mesh.size > self.devices:
+            raise MeshError(
+                f"the mesh {mesh} has {mesh.size} devices, but the cluster {self.name!r} has {self.devices}: "
+                "make the mesh smaller, or say how many there are with Cluster(devices=...)"
+            )
+
+    def route(self, mesh: Mesh, axis: int) -> Route:
+        """What the groups of `axis` run over; of groups that lie differently, the one that has it worst."""
+        ways = mesh.sizes[axis]
+        nodes, together = _placed(mesh.size, mesh.stride(axis), ways, self.node_size)
+        return Route(ways, nodes, together, self.inside, self.between)
 
     def link(self, mesh: Mesh, axis: int) -> Link:
         """The link that the groups of `axis` run over.
@@ -94,82 +87,166 @@ class Cluster:
         A group within one node has the node's own. One that crosses nodes has the network cards of all its devices in
         a node together, at most what links them inside.
         """
-        stride = mesh.stride(axis)
-        if stride * mesh.sizes[axis] <= self.node_size:
-            return self.inside
-        together = max(1, min(mesh.sizes[axis], self.node_size // stride))
-        bandwidth = (
-            min(self.inside.bandwidth, together * self.between.bandwidth) if together > 1 else self.between.bandwidth
-        )
-        return Link(bandwidth, self.between.latency)
+        route = self.route(mesh, axis)
+        if route.nodes == 1:
+            return self.inside if self.inside.pair is None else replace(self.inside, bandwidth=route.bandwidth)
+        return replace(self.between, bandwidth=route.bandwidth)
 
     @property
     def usable_memory(self) -> float:
         """Bytes of one device that a plan may use."""
         return self.device.memory - self.device.reserve
 
+    def save(self, path: str | Path) -> None:
+        """Write the cluster to a JSON file, from which `load` reads it exactly."""
+        Path(path).write_text(json.dumps({"autopar cluster": _FORMAT, **asdict(self)}, indent=1) + "\n")
 
-_A100 = Device(
-    "A100-SXM-80GB",
-    {"bfloat16": 312e12, "float16": 312e12, "float32": 19.5e12, "float64": 9.7e12},
-    efficiency=0.75,
-    memory=80e9,
-    bandwidth=2.0e12,
-    launch=5e-6,
-    reserve=4 * GIB,
-)
-_H100 = Device(
-    "H100-SXM",
-    {"bfloat16": 989e12, "float16": 989e12, "float32": 67e12, "float64": 34e12},
-    efficiency=0.70,
-    memory=80e9,
-    bandwidth=3.35e12,
-    launch=5e-6,
-    reserve=4 * GIB,
-)
-_CPU = Device(
-    "CPU core",
-    {"float32": 60e9, "float64": 30e9, "bfloat16": 15e9, "float16": 15e9},
-    efficiency=0.8,
-    memory=8 * GIB,
-    bandwidth=8e9,
-    launch=5e-6,
-    reserve=1 * GIB,
-)
-_IDEAL = Device("ideal", _H100.flops, 1.0, 1e18, 1e12, launch=0.0, reserve=0.0)
-_FREE = Link(float("inf"), 0.0)
+    @classmethod
+    def load(cls, path: str | Path) -> "Cluster":
+        """Read a cluster that `save` wrote.
 
-CLUSTERS: dict[str, Cluster] = {
-    "a100": Cluster("a100", _A100, 8, Link(300e9, 3e-6), Link(25e9, 10e-6)),
-    "h100": Cluster("h100", _H100, 8, Link(450e9, 3e-6), Link(50e9, 10e-6)),
-    "cpu": Cluster("cpu", _CPU, 64, Link(1e9, 200e-6), Link(1e8, 500e-6), host=8e9),
-    "ideal": Cluster("ideal", _IDEAL, 1 << 30, _FREE, _FREE, host=1e12),
+        Raises ClusterError for a file that is not there, is none of these, or has figures that nothing runs at.
+        """
+        return _loaded(Path(path))
+
+
+# Of the files that `save` writes.
+_FORMAT = 1
+
+
+def _loaded(path: Path) -> Cluster:
+    try:
+        read = json.loads(path.read_text())
+    except OSError as error:
+        raise ClusterError(
+            f"the cluster file {str(path)!r} cannot be read ({error.strerror}): write one with `autopar profile "
+            f"--output {path}`"
+        ) from None
+    except ValueError as error:
+        raise ClusterError(f"the cluster file {str(path)!r} is no JSON: {error}") from None
+    if not isinstance(read, dict) or read.pop("autopar cluster", None) != _FORMAT:
+        raise ClusterError(
+            f"{str(path)!r} is no cluster file of this version of autopar: write one with `autopar profile`"
+        )
+    try:
+        device, inside, between = Device(**read.pop("device")), Link(**read.pop("inside")), Link(**read.pop("between"))
+        return Cluster(device=device, inside=inside, between=between, **read)
+    except (KeyError, TypeError) as error:
+        raise ClusterError(f"the cluster file {str(path)!r} lacks a figure or has one too many: {error}") from None
+
+
+@lru_cache(maxsize=4096)
+def _placed(size: int, stride: int, ways: int, node_size: int) -> tuple[int, int]:
+    """Of the groups of an axis in a mesh of `size` devices: the most nodes that one lies in, and the fewest devices
+    of one in a node.
+
+    Ranks fill nodes in order. Groups lie alike in all blocks of `stride * ways` ranks where nodes and blocks divide
+    each other; else they are looked through, up to where they repeat.
+    """
+    block = stride * ways
+    if ways == 1 or size <= node_size or node_size % block == 0:
+        return 1, ways
+    if block % node_size == 0 and (node_size % stride == 0 or stride % node_size == 0):
+        together = max(1, node_size // stride)
+        return ways // together, together
+    blocks = ceil(min(size, lcm(block, node_size)) / block)
+    ranks = np.arange(blocks * block).reshape(blocks, ways, stride)
+    nodes = np.moveaxis(ranks, 1, 2).reshape(-1, ways) // node_size
+    starts = np.ones_like(nodes, dtype=bool)
+    starts[:, 1:] = nodes[:, 1:] != nodes[:, :-1]
+    counts = starts.sum(axis=1)
+    crossing = nodes[counts > 1]
+    if len(crossing) == 0:
+        return 1, ways
+    fewest = min(int(np.unique(group, return_counts=True)[1].min()) for group in crossing)
+    return int(counts.max()), fewest
+
+
+# Cluster -> device, devices in a node, links inside and between nodes.
+_TABLE: Mapping[str, tuple[str, int, str, str]] = {
+    "a100": ("a100", 8, "nvlink3", "hdr"),
+    "a100-40gb": ("a100-40gb", 8, "nvlink3", "hdr"),
+    "a100-pcie": ("a100-pcie", 8, "pcie4", "hdr"),
+    "a100-pcie-40gb": ("a100-pcie-40gb", 8, "pcie4", "hdr"),
+    "a800": ("a100", 8, "nvlink3 of the A800", "hdr"),
+    "h100": ("h100", 8, "nvlink4", "ndr"),
+    "h100-pcie": ("h100-pcie", 8, "pcie5", "ndr"),
+    "h100-nvl": ("h100-nvl", 8, "pcie5", "ndr"),
+    "h100-hbm2e": ("h100-hbm2e", 8, "nvlink4", "ndr"),
+    "h800": ("h100", 8, "nvlink4 of the H800", "ndr"),
+    "h200": ("h200", 8, "nvlink4", "ndr"),
+    "h20": ("h20", 8, "nvlink4", "ndr"),
+    "b200": ("b200", 8, "nvlink5", "ndr"),
+    "b300": ("b300", 8, "nvlink5", "xdr"),
+    "gb200": ("gb200", 72, "nvlink5", "ndr"),
+    "mi300x": ("mi300x", 8, "xgmi", "ndr"),
+    "l40s": ("l40s", 8, "pcie4", "hdr"),
+    "rtx4090": ("rtx4090", 8, "pcie4 through the host", "hdr"),
 }
 
-# What torch calls a device -> the cluster it is taken for.
-_DEVICE_NAMES = {"H100": "h100", "H200": "h100", "A100": "a100"}
+CLUSTERS: dict[str, Cluster] = {
+    name: Cluster(name, DEVICES[device], node_size, LINKS[inside], LINKS[between])
+    for name, (device, node_size, inside, between) in _TABLE.items()
+}
+CLUSTERS["cpu"] = Cluster("cpu", DEVICES["cpu"], 64, LINKS["gloo inside"], LINKS["gloo between"], host=8e9)
+CLUSTERS["ideal"] = Cluster("ideal", DEVICES["ideal"], 1 << 30, LINKS["free"], LINKS["free"], host=1e12)
+
+# Words that all stand in what torch calls a device -> its cluster; the first that fits.
+_DEVICE_NAMES: tuple[tuple[str, str], ...] = (
+    ("A100 PCIE 40GB", "a100-pcie-40gb"),
+    ("A100 PCIE", "a100-pcie"),
+    ("A100 40GB", "a100-40gb"),
+    ("A100", "a100"),
+    ("A800", "a800"),
+    ("H100 PCIE", "h100-pcie"),
+    ("H100 NVL", "h100-nvl"),
+    ("H100 HBM2E", "h100-hbm2e"),
+    ("H100", "h100"),
+    ("H800", "h800"),
+    ("H200", "h200"),
+    ("H20", "h20"),
+    ("GB200", "gb200"),
+    ("B200", "b200"),
+    ("B300", "b300"),
+    ("MI300X", "mi300x"),
+    ("L40S", "l40s"),
+    ("RTX 4090", "rtx4090"),
+)
 
 
 def find_cluster(name: str) -> Cluster:
-    """The cluster called `name`.
+    """The cluster called `name`, or that of a cluster file (`*.json`).
 
-    Raises MeshError for an unknown name, with those that there are.
+    Raises MeshError for an unknown name, with those that there are and the nearest; ClusterError for a file that
+    cannot be read.
     """
+    if name.endswith(".json"):
+        return Cluster.load(name)
     if name not in CLUSTERS:
-        close = get_close_matches(name, CLUSTERS, 1)
+        close = get_close_matches(name.lower(), CLUSTERS, 1)
         hint = f" (did you mean {close[0]!r}?)" if close else ""
-        raise MeshError(f"unknown cluster {name!r}{hint}: give one of {', '.join(CLUSTERS)} or an autopar.Cluster")
+        raise MeshError(
+            f"unknown cluster {name!r}{hint}: give one of {', '.join(CLUSTERS)}, an autopar.Cluster or a file that "
+            "`autopar profile` wrote"
+        )
     return CLUSTERS[name]
 
 
 def cluster_of_device(name: str) -> Cluster:
     """The cluster whose devices torch calls `name`, such as "NVIDIA H100 80GB HBM3" or "cpu".
 
-    Raises MeshError if there is none.
+    Raises MeshError if there is none, with the devices that are known and the nearest.
     """
     if name == "cpu":
         return CLUSTERS["cpu"]
-    for part, cluster in _DEVICE_NAMES.items():
-        if part in name:
+    own = set(re.split(r"[\s\-_/]+", name.upper()))
+    for words, cluster in _DEVICE_NAMES:
+        if own.issuperset(words.split()):
             return CLUSTERS[cluster]
-    raise MeshError(f"no figures are known for the device {name!r}: pass cluster=autopar.Cluster(...)")
+    known = {cluster.device.name: key for key, cluster in CLUSTERS.items()}
+    close = get_close_matches(name, known, 1)
+    hint = f" (the nearest is {close[0]!r}, cluster={known[close[0]]!r})" if close else ""
+    raise MeshError(
+        f"no figures are known for the device {name!r}{hint}: pass cluster=, one of {', '.join(CLUSTERS)}, an "
+        "autopar.Cluster(...), or a file that `autopar profile` wrote on it"
+    )

@@ -1,52 +1,181 @@
 """Seconds for the steps of a redistribution.
 
-Rings of n ranks: an all-gather or reduce-scatter takes (n - 1) hops and sends (n - 1)/n of the whole tensor per rank,
-an all-reduce both, an all-to-all sends (n - 1)/n of a rank's own part (Thakur, Rabenseifner, Gropp 2005, section 4).
-Parts that
-do not lie in one piece are copied. Local conversions read and write memory; a change between R and I does nothing.
+S are the bytes of the larger of a collective's input and output, n the devices of a group, B the bytes/s of the link
+that they reach, a the seconds of a hop. Every collective takes the fastest of its algorithms for its size; each costs
+something fixed and something per byte:
+
+- ring: an all-gather or reduce-scatter takes (n - 1) a + (n - 1)/n S/B, an all-reduce both (Thakur, Rabenseifner, Gropp
+  2005, section 4). Of the hops, (nodes - 1) are between nodes and the others inside (NCCL, tuning.cc).
+- tree, for all-reduces across nodes: up and down double binary trees over the nodes, along chains inside them:
+  2 (log2(nodes) a_between + (together - 1) a_inside) + 2 S/B (Sanders, Speck, Traeff 2009; NCCL 2.4).
+- in the switches: each device sends its S once and the S/n that it has reduced, and receives as much: (1 + 1/n) S/B.
+  With 0.68 of NVLink 4 the bus bandwidth on 4 to 8 H200 is 367, 408, 437, 459, 476 GB/s (measured with nccl-tests: 363,
+  414, 436, 460, 473), with 0.61 of NVLink 5 on 4 and 8 B200 it is 659 and 854 GB/s (measured: 673, 838). Across nodes
+  each device then has S/together to reduce over its own network card, by a tree or again in switches.
+- all-to-all: a device sends (n - 1)/n of its part; what goes to other nodes goes over its own network card, meanwhile
+  the rest over the link inside.
+
+For short messages rings and trees have a protocol of half the bandwidth with quicker hops (NCCL's LL). Parts that do
+not lie in one piece are copied. Local conversions read and write memory; a change between R and I does nothing.
 """
 
-from math import prod
+from collections.abc import Callable, Iterator
+from math import ceil, log2, prod
 
-from passes.cost.cluster import Cluster
+from passes.cost.cluster import Cluster, Route
 from passes.ir.mesh import Mesh
 from passes.ir.redistribution import Step
+
+# Seconds of one algorithm: what is fixed, and what each byte adds.
+Line = tuple[float, float]
+
+# The most algorithms that a collective has: rings and trees in both protocols, and the switches.
+MOST_LINES = 5
+
+_FREE: tuple[Line, ...] = ((0.0, 0.0),)
 
 
 def step_seconds(step: Step, itemsize: int, cluster: Cluster, mesh: Mesh) -> float:
     """Seconds that the forward of `step` takes for elements of `itemsize` bytes."""
-    ways = mesh.sizes[step.axis]
+    return min(fixed + each * itemsize for fixed, each in step_lines(step, cluster, mesh))
+
+
+def step_lines(step: Step, cluster: Cluster, mesh: Mesh) -> tuple[Line, ...]:
+    """Seconds that the forward of `step` takes, by algorithm: what is fixed, and what each byte of an element adds.
+
+    The step takes the least of them; they do not depend on the itemsize.
+    """
     collective = step.collective
     if collective == "convert":
-        return _local_seconds(step, itemsize, cluster)
-    link = cluster.link(mesh, step.axis)
-    hops, whole = _TRAFFIC[collective]
-    size = max(prod(step.before), prod(step.after)) * itemsize
-    sent = (ways - 1) * hops * link.latency + whole * size * (ways - 1) / ways / link.bandwidth
-    return sent + _copy_seconds(step, itemsize, cluster)
+        return (_local(step, cluster),)
+    elements = max(prod(step.before), prod(step.after))
+    copied, each_copied = _copies(step, cluster)
+    lines = collective_lines(collective, cluster.route(mesh, step.axis))
+    return tuple((fixed + copied, each * elements + each_copied) for fixed, each in lines)
 
 
-# Collective -> rings of hops, and how often the larger of its input and output travels.
-_TRAFFIC = {"all_gather": (1, 1), "reduce_scatter": (1, 1), "all_to_all": (1, 1), "all_reduce": (2, 2)}
+def collective_lines(collective: str, route: Route) -> tuple[Line, ...]:
+    """Seconds that a collective takes over `route`, by algorithm: what is fixed, and what each byte of S adds.
+
+    `collective` is "all_gather", "reduce_scatter", "all_reduce" or "all_to_all".
+    """
+    return tuple(_ALGORITHMS[collective](route)) if route.ways > 1 else _FREE
 
 
-def _copy_seconds(step: Step, itemsize: int, cluster: Cluster) -> float:
+def collective_seconds(collective: str, size: float, route: Route) -> float:
+    """Seconds that a collective takes over `route`, where the larger of its input and output has `size` bytes."""
+    return min(fixed + each * size for fixed, each in collective_lines(collective, route))
+
+
+# --- algorithms ---
+
+
+def _once(route: Route) -> Iterator[Line]:
+    """A ring once around: an all-gather or a reduce-scatter."""
+    across = route.nodes - 1
+    share = (route.ways - 1) / route.ways
+    yield from _protocols(route, route.ways - 1 - across, across, share / _ring(route))
+
+
+def _reduction(route: Route) -> Iterator[Line]:
+    """An all-reduce: a ring twice around, a tree across nodes, or in the switches."""
+    across = route.nodes - 1
+    share = (route.ways - 1) / route.ways
+    yield from _protocols(route, 2 * (route.ways - 1 - across), 2 * across, 2 * share / _ring(route))
+    if across:
+        yield from _protocols(route, 2 * (route.together - 1), 2 * _levels(route), 2 / _ring(route))
+    if route.inside.switch or (across and route.between.switch):
+        yield _switched(route)
+
+
+def _switched(route: Route) -> Line:
+    """An all-reduce inside nodes in the switches, where they can, and between nodes by each device with its part."""
+    inside, between, together = route.inside, route.between, route.ways if route.nodes == 1 else route.together
+    fixed, each = _start(route), 0.0
+    if together > 1 and inside.switch:
+        fixed += inside.switch_latency
+        each = (1 + 1 / together) / (inside.among(together) * inside.switch)
+    elif together > 1:
+        fixed += 2 * (together - 1) * inside.latency
+        each = 2 * (together - 1) / together / (inside.among(together) * inside.efficiency)
+    if route.nodes == 1:
+        return fixed, each
+    if between.switch:
+        return fixed + between.switch_latency, max(each, 1 / together / (between.bandwidth * between.switch))
+    tree = 2 / together / (between.bandwidth * between.efficiency)
+    return fixed + 2 * _levels(route) * between.latency, max(each, tree)
+
+
+def _exchange(route: Route) -> Iterator[Line]:
+    """An all-to-all, every device with every other."""
+    together = route.ways if route.nodes == 1 else route.together
+    others = route.ways - together
+    each = (together - 1) / route.ways / (route.inside.among(together) * route.inside.exchange)
+    if others:
+        each = max(each, others / route.ways / (route.between.bandwidth * route.between.exchange))
+    yield from _protocols(route, together - 1, others, each)
+
+
+_ALGORITHMS: dict[str, Callable[[Route], Iterator[Line]]] = {
+    "all_gather": _once,
+    "reduce_scatter": _once,
+    "all_reduce": _reduction,
+    "all_to_all": _exchange,
+}
+
+# The part of the bandwidth that the protocol for short messages has: half of what it sends are flags.
+_QUICK = 0.5
+
+
+def _protocols(route: Route, inside: int, across: int, each: float) -> Iterator[Line]:
+    """So many hops inside nodes and across, in both protocols; `each` is the seconds per byte with long messages."""
+    start = _start(route)
+    yield start + inside * route.inside.latency + across * route.between.latency, each
+    quick, quick_across = route.inside.quick, route.between.quick
+    if quick is None or (across and quick_across is None):
+        return
+    yield start + inside * quick + across * (quick_across or 0.0), each / _QUICK
+
+
+def _start(route: Route) -> float:
+    return route.inside.start if route.nodes == 1 else route.between.start
+
+
+def _levels(route: Route) -> int:
+    """Hops from the leaves of a tree over the nodes to its root."""
+    return ceil(log2(route.nodes))
+
+
+def _ring(route: Route) -> float:
+    """Bytes/s that a ring reaches: across nodes it passes through the cards of all devices of the group in a node."""
+    inside, between = route.inside, route.between
+    if route.nodes == 1:
+        return inside.among(route.ways) * inside.efficiency
+    cards = route.together * between.bandwidth * between.efficiency
+    return min(inside.among(route.together) * inside.efficiency, cards) if route.together > 1 else cards
+
+
+# --- local ---
+
+
+def _copies(step: Step, cluster: Cluster) -> Line:
     """Parts that do not lie in one piece are copied before they are sent, and after they are received."""
     device = cluster.device
-    seconds = 0.0
+    fixed, elements = 0.0, 0
     if step.cut and step.target.kind == "S":
-        seconds += device.launch + 2 * prod(step.before) * itemsize / device.bandwidth
+        fixed += device.launch
+        elements += 2 * prod(step.before)
     if step.join and step.source.kind == "S":
-        seconds += device.launch + 2 * prod(step.after) * itemsize / device.bandwidth
-    return seconds
+        fixed += device.launch
+        elements += 2 * prod(step.after)
+    return fixed, elements / device.stream
 
 
-def _local_seconds(step: Step, itemsize: int, cluster: Cluster) -> float:
-    kinds = {step.source.kind, step.target.kind}
-    if kinds == {"R", "I"}:
-        return 0.0
-    moved = (min(prod(step.before), prod(step.after)) + prod(step.after)) * itemsize
-    return cluster.device.launch + moved / cluster.device.bandwidth
+def _local(step: Step, cluster: Cluster) -> Line:
+    if {step.source.kind, step.target.kind} == {"R", "I"}:
+        return 0.0, 0.0
+    before, after = prod(step.before), prod(step.after)
+    return cluster.device.launch, (min(before, after) + after) / cluster.device.stream
 
 
 def redistribution_seconds(
@@ -57,3 +186,11 @@ def redistribution_seconds(
     if not differentiable:
         return forward, 0.0
     return forward, sum(step_seconds(step.backward, gradient_itemsize, cluster, mesh) for step in reversed(steps))
+
+
+def redistribution_lines(
+    steps: tuple[Step, ...], cluster: Cluster, mesh: Mesh
+) -> tuple[list[tuple[Line, ...]], list[tuple[Line, ...]]]:
+    """The lines of every step, forward and backward, in the order in which `redistribution_seconds` adds them up."""
+    forward = [step_lines(step, cluster, mesh) for step in steps]
+    return forward, [step_lines(step.backward, cluster, mesh) for step in reversed(steps)]

@@ -1,43 +1,85 @@
-"""Seconds for one op on one device: a roofline of its multiplications and of the bytes that it reads and writes."""
+"""Seconds for one op on one device: a roofline of its multiplications and of the bytes that it reads and writes.
+
+Multiplications run at the part of the peak that their shape allows:
+
+- A product with `elements` in its result that sums over k takes 2 (elements + fill) (k + depth) / rate: tiles of the
+  result are made in waves over all multiprocessors, of which the last leaves some idle (half of them on average: fill),
+  and each tile takes a while to begin and end (depth). So small results and short sums reach less. Tile and wave
+  quantisation are as in NVIDIA's matrix multiplication guide, smoothed: libraries choose tiles by shape.
+- Attention runs at a part of its own, the less the narrower its heads, because exponentials cost each score the same
+  (FlashAttention-2, Dao 2023, and -3, Shah et al. 2024, tables of heads of 64, 128, 256). Its tiles are as wide as a
+  head. The backward pass of its fused kernels makes 2.5 times the multiplications of the forward pass.
+
+Skinny products need no term of their own: they wait for memory.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from passes.cost.cluster import Device
+from passes.cost.hardware import Device
+
+# How wide the tiles of products are, in elements of the result's last dim: attention's are as wide as its heads.
+_TILE = 256
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Work:
     """What one rank does of an op.
 
-    `forward` and `backward` count a multiply-add as two; `reads` and `writes` are the bytes of operands and results,
-    `gradients` those of each operand that a gradient flows to.
+    - `dtype`: of its multiplications.
+    - `reads`, `writes`: bytes of operands and results that the forward pass reads and writes.
+    - `back`: bytes that the backward pass reads and writes: the gradients of the results, what was saved, and the
+      gradients of the operands.
+    - `kernels`: how many the forward and the backward pass start.
+    - `forward`: multiplications of the forward pass, a multiply-add counted as two; `backward` those of the gradients
+      of operands.
+    - `elements`: how many the results have; `gradients` the operands that `backward` is about.
+    - `width`: of attention's heads; 0 for everything else.
     """
 
-    forward: float
-    backward: float
-    reads: Sequence[float]
-    writes: float
-    gradients: Sequence[float]
     dtype: torch.dtype
-    moves: bool = True
+    reads: float
+    writes: float
+    back: float = 0.0
+    kernels: tuple[int, int] = (1, 0)
+    forward: float = 0.0
+    backward: Sequence[float] = ()
+    elements: float = 0.0
+    gradients: Sequence[float] = ()
+    width: int = 0
 
 
 def compute_seconds(work: Work, device: Device) -> tuple[float, float]:
     """Seconds forward and backward.
 
-    The backward pass reads the gradient of the result and what was saved, and writes the gradients: about the bytes
-    of the results and operands, plus those of the gradients. Views touch nothing.
+    The gradient of each operand of a product is a product of its own; those of attention come from one.
     """
-    if not work.moves:
-        return 0.0, 0.0
-    rate = device.rate(work.dtype)
-    touched = sum(work.reads) + work.writes
-    forward = device.launch + max(work.forward / rate, touched / device.bandwidth)
-    if not work.gradients:
-        return forward, 0.0
-    touched += sum(work.gradients)
-    backward = device.launch * len(work.gradients) + max(work.backward / rate, touched / device.bandwidth)
-    return forward, backward
+    forward, backward = (work.reads + work.writes) / device.stream, work.back / device.stream
+    if work.forward:
+        forward = max(forward, _multiplying(work.forward, work.elements, work, device))
+        shapes = zip(work.backward, work.gradients, strict=True)
+        backward = max(
+            backward, sum(_multiplying(flops, elements, work, device) for flops, elements in shapes if flops)
+        )
+    before, after = work.kernels
+    return before * device.launch + forward, after * device.launch + backward
+
+
+def product_seconds(flops: float, elements: float, dtype: torch.dtype, device: Device) -> float:
+    """Seconds to multiply, for a product of `flops` whose result has `elements`."""
+    return (flops + 2 * elements * device.depth) * (elements + device.fill) / (elements * device.rate(dtype))
+
+
+def attention_seconds(flops: float, elements: float, width: int, dtype: torch.dtype, device: Device) -> float:
+    """Seconds that fused attention with heads of `width` takes for `flops`, where its result has `elements`."""
+    rate = device.attention * device.peak(dtype)
+    fill = device.fill * min(1.0, width / _TILE)
+    return flops * (1 + device.softmax / width) * (1 + fill / elements) / rate
+
+
+def _multiplying(flops: float, elements: float, work: Work, device: Device) -> float:
+    if work.width:
+        return attention_seconds(flops, elements, work.width, work.dtype, device)
+    return product_seconds(flops, elements, work.dtype, device)

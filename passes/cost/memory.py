@@ -2,22 +2,28 @@
 
 What lies there throughout: parameters and optimizer states as they are stored, buffers, inputs, outputs. What autograd
 keeps from the forward pass goes in the backward pass, block by block, while gradients come. A tensor that is kept
-counts once per layout, whoever keeps it; one that the backward pass gathers again counts as what it is gathered from.
+counts once per layout, whoever keeps it; one that the backward pass gathers again counts as what it is gathered from
+(and twice, if that is kept for another reason too: the figures are never too low).
+
+Of a region that is recomputed its copies keep what they are given, and the copy whose backward pass runs has all that
+its forward pass makes anew. So what is kept has a *place*: block b, where it lies from forward to backward, or, with n
+blocks, n + b, where one copy's part lies while b runs backward.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
-from passes.ir.choices import Group, Problem, Solution
+from passes.ir.choices import Group, Node, Problem, Solution
 from passes.ir.layout import I, Layout, R, local_shape
 from passes.ir.mesh import Mesh
+from passes.ir.regime import PLAIN, Regime
 
 
 @dataclass(frozen=True)
 class Moment:
-    """A point of the step: how much of what each block keeps is there, how much of its gradients, and whose backward
-    pass is running (None: the optimizer's, which needs no room of its own)."""
+    """A point of the step: how much of what each place keeps is there, how much of the gradients of each block, and
+    whose backward pass is running (None: the optimizer's, which needs no room of its own)."""
 
     name: str
     kept: Sequence[float]
@@ -25,23 +31,26 @@ class Moment:
     running: int | None
 
 
-def moments(blocks: Sequence[str], counts: Sequence[int]) -> list[Moment]:
-    """The points of a step over `blocks`, of which each stands `counts` times."""
+def moments(blocks: Sequence[str], counts: Sequence[int], regime: Regime = PLAIN) -> list[Moment]:
+    """The points of a step over `blocks`, of which each stands `counts` times.
+
+    With several micro-batches all gradients are there from the second one on.
+    """
     found = []
     size = len(blocks)
+
+    def moment(name: str, kept: list[float], gradients: list[float], running: int | None) -> Moment:
+        again = [1 / counts[block] if block == running else 0.0 for block in range(size)]
+        return Moment(name, kept + again, gradients if regime.micro_batches == 1 else [1.0] * size, running)
+
     for block, (name, count) in enumerate(zip(blocks, counts, strict=True)):
         before, after = [1.0] * block, [1.0] * (size - block - 1)
         none_before, none_after = [0.0] * block, [0.0] * (size - block - 1)
-        found.append(
-            Moment(f"backward of {name} begins", [*before, 1.0, *none_after], [*none_before, 0.0, *after], block)
-        )
+        begins, ends = f"backward of {name} begins", f"backward of {name} ends"
+        found.append(moment(begins, [*before, 1.0, *none_after], [*none_before, 0.0, *after], block))
         if count > 1:
-            found.append(
-                Moment(
-                    f"backward of {name} ends", [*before, 1 / count, *none_after], [*none_before, 1.0, *after], block
-                )
-            )
-    found.append(Moment("optimizer step", [0.0] * size, [1.0] * size, None))
+            found.append(moment(ends, [*before, 1 / count, *none_after], [*none_before, 1.0, *after], block))
+    found.append(moment("optimizer step", [0.0] * size, [1.0] * size, None))
     return found
 
 
@@ -90,49 +99,101 @@ def same_tensor(source: Layout, target: Layout) -> bool:
     )
 
 
+def recompute_of(problem: Problem, regime: Regime, block: int) -> str:
+    """What is computed again of a block."""
+    return regime.of(problem.blocks[block])
+
+
+def node_place(problem: Problem, regime: Regime, node: Node) -> int:
+    """Where it lies what autograd keeps for an op: where some strategies run again and others do not, it stays."""
+    recompute = recompute_of(problem, regime, node.block)
+    again = node.kind == "op" and (recompute == "full" or (recompute == "selective" and all(node.light)))
+    return node.block + again * len(problem.blocks)
+
+
+def target_place(problem: Problem, regime: Regime, group: Group) -> int:
+    """Where the tensors lie that are kept after a redistribution in `group`."""
+    again = group.inside and recompute_of(problem, regime, group.block) == "full"
+    return group.block + again * len(problem.blocks)
+
+
+def is_resident(problem: Problem, regime: Regime, producer: Node) -> bool:
+    """Whether a node's result is in memory whoever keeps it: what copies that are computed again are given, too."""
+    if producer.kind == "carry":
+        return recompute_of(problem, regime, producer.block) != "none"
+    return producer.kind in ("parameter", "input", "buffer") or producer.saves_result
+
+
+def unsharded_bytes(group: Group, layout: Layout, mesh: Mesh, regime: Regime) -> float:
+    """Bytes that lie there from the first micro-batch to the last where a parameter is used in `layout` but stored
+    otherwise: the gathered parameter, its gradient that is still to be reduced."""
+    size = prod(local_shape(group.type.shape, layout, mesh)) * group.count
+    held = size * group.type.dtype.itemsize * regime.gather_once
+    return float(held + size * group.gradient_itemsize * (regime.reduce_once and group.gradient))
+
+
 def kept_bytes(problem: Problem, solution: Solution, mesh: Mesh) -> list[float]:
-    """What autograd keeps, by block."""
-    kept = [0.0] * len(problem.blocks)
+    """What autograd keeps, by place."""
+    regime = solution.regime
+    kept = [0.0] * (2 * len(problem.blocks))
     whole: dict[int, set[Layout]] = {}
     for index, node in enumerate(problem.nodes):
+        place = node_place(problem, regime, node)
         if node.copies:
-            kept[node.block] += node.copies[solution.picks[index]]
+            kept[place] += node.copies[solution.picks[index]]
         if node.saves_result:
+            kept[place] += node.results[solution.picks[index]]
+        if node.kind == "carry" and is_resident(problem, regime, node):
             kept[node.block] += node.results[solution.picks[index]]
-    sources: set[int] = set()
     for edge in problem.edges:
         if not edge.saved:
             continue
         group, producer = problem.groups[edge.group], problem.nodes[edge.producer]
         before = solution.strategy(problem, edge.producer).results[edge.result]
         after = solution.strategy(problem, edge.consumer).operands[edge.operand]
+        if after in whole.setdefault(edge.group, set()):
+            continue
+        whole[edge.group].add(after)
         if same_tensor(before, after) or (edge.group, after) in solution.again:
-            resident = producer.kind in ("parameter", "input", "buffer") or producer.saves_result
-            if not resident and edge.group not in sources:
-                sources.add(edge.group)
-                kept[group.block] += layout_bytes(group, before, mesh)
-        elif after not in whole.setdefault(edge.group, set()):
-            whole[edge.group].add(after)
-            kept[group.block] += layout_bytes(group, after, mesh)
+            if not is_resident(problem, regime, producer):
+                kept[source_place(problem, regime, group, producer)] += layout_bytes(group, before, mesh)
+        elif not (group.parameter and regime.gather_once):
+            kept[target_place(problem, regime, group)] += layout_bytes(group, after, mesh)
     return kept
 
 
-def memory_use(problem: Problem, solution: Solution, states: int, mesh: Mesh) -> MemoryUse:
-    """The bytes of `solution` at its peak; `states` is how many tensors the optimizer keeps per parameter."""
+def source_place(problem: Problem, regime: Regime, group: Group, producer: Node) -> int:
+    """Where a tensor that `producer` gives lies when the uses of `group` keep it as it is."""
+    return node_place(problem, regime, producer) if producer.block == group.block else group.block
+
+
+def memory_use(
+    problem: Problem, solution: Solution, states: int, mesh: Mesh, among: Sequence[Moment] | None = None
+) -> MemoryUse:
+    """The bytes of `solution` at its peak (`among` these moments, or all); `states` is how many tensors the optimizer
+    keeps per parameter."""
+    regime = solution.regime
     held: dict[str, float] = {}
     gradients = [0.0] * len(problem.blocks)
     transient = [0.0] * len(problem.blocks)
     for index, node in enumerate(problem.nodes):
         memory = node.memory[solution.picks[index]]
-        held[node.kind] = held.get(node.kind, 0.0) + memory.held
+        times = regime.micro_batches if node.kind in ("input", "output") else 1
+        held[node.kind] = held.get(node.kind, 0.0) + times * memory.held
         gradients[node.block] += memory.gradient
         transient[node.block] = max(transient[node.block], memory.transient)
+    unsharded = 0.0
+    for edge in problem.edges:
+        before = solution.strategy(problem, edge.producer).results[edge.result]
+        after = solution.strategy(problem, edge.consumer).operands[edge.operand]
+        if problem.groups[edge.group].parameter and not same_tensor(before, after):
+            unsharded += unsharded_bytes(problem.groups[edge.group], after, mesh, regime)
     kept = kept_bytes(problem, solution, mesh)
     best: MemoryUse | None = None
     optimizer = sum(gradients) * states
-    for moment in moments(problem.blocks, problem.counts):
+    for moment in moments(problem.blocks, problem.counts, regime) if among is None else among:
         use = MemoryUse(
-            held.get("parameter", 0.0) - optimizer,
+            held.get("parameter", 0.0) - optimizer + unsharded,
             optimizer,
             held.get("buffer", 0.0),
             held.get("input", 0.0),

@@ -1,52 +1,111 @@
 """What an op costs under a strategy. The planner's arrays and the walk over a lowered program both ask here."""
 
-from collections.abc import Sequence
-from math import prod
+from collections.abc import Mapping, Sequence, Set
 
 from passes.cost.cluster import Cluster
 from passes.cost.communication import step_seconds
 from passes.cost.compute import Work, compute_seconds
-from passes.ir.choices import Strategy
-from passes.ir.layout import local_shape
+from passes.cost.fusion import Fused
+from passes.ir.choices import Cover, Strategy
+from passes.ir.layout import Layout, R, local_shape
 from passes.ir.mesh import Mesh
+from passes.ir.program import Op, TensorType
+from passes.rules import find_rule
 from passes.rules.bodies import BODIES, Body, Inside
-from passes.rules.rule import Choice, Role, Rule
-from passes.rules.strategies import Subject
+from passes.rules.cheap import is_cheap
+from passes.rules.rule import Choice, Role, Rule, replicated
+from passes.rules.strategies import Subject, subject
 
 
 def op_seconds(
-    subject: Subject, choices: Sequence[Choice], strategy: Strategy, cluster: Cluster, mesh: Mesh
+    subject: Subject,
+    choices: Sequence[Choice],
+    strategy: Strategy,
+    cluster: Cluster,
+    mesh: Mesh,
+    fused: Fused | None = None,
 ) -> tuple[float, float]:
-    """Seconds that the busiest rank computes, forward and backward, collectives inside local forms included."""
+    """Seconds that the busiest rank computes, forward and backward, collectives inside local forms included.
+
+    `fused` says what of the op stays in registers when its neighbours are compiled together with it (see
+    `passes.cost.fusion`); None that it is not.
+    """
     rule = subject.rule
-    reads = [
-        prod(local_shape(type.shape, layout, mesh)) * type.dtype.itemsize
-        for type, layout in zip(subject.operands, strategy.operands, strict=True)
-    ]
-    writes = sum(
-        prod(local_shape(type.shape, layout, mesh)) * type.dtype.itemsize
-        for type, layout in zip(subject.results, strategy.results, strict=True)
-    )
-    share = 1.0
-    inside = 0.0
-    plain = Body()
+    share, inside = 1.0, 0.0
     for axis, choice in enumerate(choices):
         if not choice.factor or rule is None:
             continue
-        body = BODIES[rule.bodies[choice.factor]] if choice.factor in rule.bodies else plain
+        body = BODIES[rule.bodies[choice.factor]] if choice.factor in rule.bodies else _PLAIN
         share *= body.share(mesh.sizes[axis])
-        about = _inside(subject, rule, axis, choice, strategy, mesh)
-        itemsize = subject.operands[0].dtype.itemsize
-        inside += sum(step_seconds(step, itemsize, cluster, mesh) for step in body.inside(about))
-    gradients = [size for size, flows in zip(reads, subject.flowing_operands, strict=True) if flows and subject.flows]
+        if body.communicates:
+            about = _inside(subject, rule, axis, choice, strategy, mesh)
+            itemsize = subject.operands[0].dtype.itemsize
+            inside += sum(step_seconds(step, itemsize, cluster, mesh) for step in body.inside(about))
+    if rule is not None and not rule.moves and not subject.copies:
+        return inside, 0.0
+    sizes = mesh.sizes
+    elements = [
+        type.size // _ways(layout, sizes) for type, layout in zip(subject.operands, strategy.operands, strict=True)
+    ]
+    made = [type.size // _ways(layout, sizes) for type, layout in zip(subject.results, strategy.results, strict=True)]
+    reads = [count * type.dtype.itemsize for count, type in zip(elements, subject.operands, strict=True)]
+    writes = [count * type.dtype.itemsize for count, type in zip(made, subject.results, strict=True)]
+    flowing = [slot for slot, flows in enumerate(subject.flowing_operands) if flows] if subject.flows else []
+    gradients = sum(reads[slot] for slot in flowing)
+    kernels = 1, len(flowing)
+    if subject.op.kind in _LOOKUPS and reads:
+        reads[0] = min(reads[0], sum(writes))
+    if fused is not None:
+        for slot in fused.operands:
+            gradients -= reads[slot] if slot in flowing else 0
+            reads[slot] = 0
+        for index in fused.results:
+            writes[index] = 0
+        kernels = (1, 1 if flowing else 0) if fused.starts else (0, 0)
+    read, written = sum(reads), sum(writes)
+    back = written + gradients + _saved(subject, reads, writes, fused) if flowing else 0
+    if fused is None and rule is not None and flowing:
+        written += sum(reads[item.index] for item in rule.saved if item.copy)
     dtype = (subject.results or subject.operands)[0].dtype
-    multiplications = rule.multiplications * share if rule else 0.0
-    factors = zip(rule.backward if rule else (), subject.flowing_operands, strict=False)
-    backward = multiplications * sum(factor for factor, flows in factors if flows)
-    moves = rule is None or rule.moves or subject.copies
-    work = Work(multiplications, backward, reads, writes, gradients, dtype, moves)
-    forward, backward = compute_seconds(work, cluster.device)
-    return forward + inside, backward
+    work = Work(dtype, read, written, back, kernels)
+    if rule is not None and rule.multiplications:
+        multiplications = rule.multiplications * share
+        factors = rule.backward
+        backward = [multiplications * factors[slot] if slot < len(factors) else 0.0 for slot in flowing]
+        width = subject.results[0].shape[-1] if subject.op.kind in _ATTENTION else 0
+        counts = [elements[slot] for slot in flowing]
+        work = Work(dtype, read, written, back, kernels, multiplications, backward, sum(made), counts, width)
+    forward, back = compute_seconds(work, cluster.device)
+    return forward + inside, back
+
+
+def _saved(subject: Subject, reads: Sequence[float], writes: Sequence[float], fused: Fused | None) -> float:
+    """Bytes that the backward pass reads of what autograd kept; of an op without a rule everything."""
+    if fused is not None:
+        return sum(reads[slot] for slot in fused.read_again) + sum(writes[index] for index in fused.read_back)
+    if subject.rule is None:
+        return sum(reads) + sum(writes)
+    return sum(
+        writes[item.index] if item.result else reads[item.index]
+        for item in subject.rule.saved
+        if not item.needed_by or any(subject.flowing_operands[slot] for slot in item.needed_by)
+    )
+
+
+_PLAIN = Body()
+_ONE = Mesh(("one",), (1,))
+_ATTENTION = frozenset({"scaled_dot_product_attention"})
+# Ops that read no more of their first operand than they write.
+_LOOKUPS = frozenset({"embedding", "index", "index_select", "gather"})
+
+
+def _ways(layout: Layout, sizes: Sequence[int]) -> int:
+    """Into how many parts a tensor is split."""
+    ways = 1
+    for letter, size in zip(layout, sizes, strict=True):
+        if letter.kind == "S":
+            ways *= size
+    return ways
 
 
 def _inside(subject: Subject, rule: Rule, axis: int, choice: Choice, strategy: Strategy, mesh: Mesh) -> Inside:
@@ -62,7 +121,28 @@ def _inside(subject: Subject, rule: Rule, axis: int, choice: Choice, strategy: S
     return Inside(axis, mesh.sizes[axis], shapes, rows, dim, reach)
 
 
+def seconds_alone(op: Op, types: Mapping[str, TensorType], flowing: Set[str], cluster: Cluster) -> tuple[float, float]:
+    """Seconds that one device takes for a whole op, forward and backward."""
+    about = subject(op, find_rule(op, types), types, flowing, set(), set())
+    choice = replicated(len(op.operands), len(op.results), R)
+    strategy = Strategy((choice.name,), ((R,),) * len(op.operands), ((R,),) * len(op.results))
+    return op_seconds(about, (choice,), strategy, cluster, _ONE)
+
+
+def cover(
+    ops: Sequence[Op], types: Mapping[str, TensorType], flowing: Set[str], cluster: Cluster, devices: int, count: int
+) -> Cover:
+    """What `count` copies of a region of `ops` compute where nothing is computed twice: the part of one device."""
+    forward = backward = light = 0.0
+    for op in ops:
+        own, back = seconds_alone(op, types, flowing, cluster)
+        forward, backward = forward + own, backward + back
+        light += own if is_cheap(op, find_rule(op, types), False, ()) else 0.0
+    part = count / devices
+    return Cover(part * forward, part * backward, part * light)
+
+
 def update_seconds(size: float, states: int, cluster: Cluster) -> float:
     """Seconds for the optimizer to update `size` bytes of parameters: it reads their gradients, and reads and writes
     them and `states` tensors of the same size."""
-    return size * (3 + 2 * states) / cluster.device.bandwidth
+    return size * (3 + 2 * states) / cluster.device.stream

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from passes.ir.layout import Layout
 from passes.ir.program import TensorType
+from passes.ir.regime import PLAIN, Regime
 
 
 @dataclass(frozen=True)
@@ -38,9 +39,10 @@ class Node:
     """Something that decides: an op, or where a parameter, input, carried tensor or output lies.
 
     `key` names it in the plan; `kind` is "op", "parameter", "input", "buffer", "carry" or "output". `count` is how
-    often it occurs in a step, `block` the region it stands in (0 is outside all, region r is r + 1). `seconds` and
-    `memory` are per strategy, for all copies together. `saves_result` says that autograd keeps its result, of `results`
-    bytes per strategy; `copies` are the bytes of what else it keeps.
+    often it occurs in a micro-batch, `block` the place it stands in. `seconds` and `memory` are per strategy, for all
+    copies together; of an op's seconds `forward` are those of the forward pass. `light` says of each strategy whether
+    it runs again where recompute is selective. `saves_result` says that autograd keeps its result, of `results` bytes
+    per strategy; `copies` are the bytes of what else it keeps.
     """
 
     key: str
@@ -54,6 +56,8 @@ class Node:
     saves_result: bool = False
     results: tuple[float, ...] = ()
     copies: tuple[float, ...] = ()
+    forward: tuple[float, ...] = ()
+    light: tuple[bool, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -78,7 +82,7 @@ class Group:
 
     `gradient` says that a gradient flows back, in elements of `gradient_itemsize` bytes; `parameter` that the tensor
     is a parameter, so that it is in memory anyway as it is stored; `strided` that it does not lie in memory in the
-    order of its dims.
+    order of its dims; `inside` that the uses are inside the copies of a region.
     """
 
     tensor: str
@@ -89,12 +93,27 @@ class Group:
     gradient_itemsize: int
     parameter: bool
     strided: bool
+    inside: bool = False
+
+
+@dataclass(frozen=True)
+class Cover:
+    """Seconds that a device computes for all copies of a region in one micro-batch, where nothing is computed twice:
+    forward, backward, and of the forward pass what runs again where recompute is selective."""
+
+    forward: float = 0.0
+    backward: float = 0.0
+    light: float = 0.0
+
+    def again(self, recompute: str) -> float:
+        """The backward pass with what it computes again of the forward pass."""
+        return self.backward + {"none": 0.0, "selective": self.light, "full": self.forward}[recompute]
 
 
 @dataclass(frozen=True)
 class Problem:
-    """All nodes, and the edges between them in groups. `blocks` names the places of nodes, each `counts` times there;
-    `index` finds a node by its key."""
+    """All nodes, and the edges between them in groups. `blocks` names the places of nodes, each `counts` times there,
+    and `covers` what computation of each hides traffic; `index` finds a node by its key."""
 
     nodes: Sequence[Node]
     edges: Sequence[Edge]
@@ -102,12 +121,13 @@ class Problem:
     blocks: Sequence[str]
     counts: Sequence[int]
     index: Mapping[str, int]
+    covers: Sequence[Cover]
 
 
 @dataclass(frozen=True)
 class Solution:
     """What was chosen: for every node one of its strategies, and which redistributions run again in the backward pass
-    instead of keeping their result (group, target layout).
+    instead of keeping their result (group, target layout), under which regime.
 
     `seconds` is the step time of the choice, `bound` one that no choice can be below; `seconds` is optimal up to the
     difference.
@@ -117,6 +137,7 @@ class Solution:
     again: frozenset[tuple[int, Layout]]
     seconds: float
     bound: float
+    regime: Regime = PLAIN
 
     def strategy(self, problem: Problem, node: int) -> Strategy:
         """The chosen strategy of a node."""

@@ -18,7 +18,11 @@ class ConstraintError(AutoparError):
 
 
 class InfeasibleError(AutoparError):
-    """No plan fits the memory limit."""
+    """No plan fits the memory limit; the smallest that was found lacks `missing` bytes per device."""
+
+    def __init__(self, message: str, missing: float = 0.0) -> None:
+        super().__init__(message)
+        self.missing = missing
 
 
 class InputError(AutoparError):
@@ -27,6 +31,10 @@ class InputError(AutoparError):
 
 class MeshError(AutoparError):
     """The device mesh is not one that a plan can be made for."""
+
+
+class MicroBatchError(AutoparError):
+    """The batch cannot be cut into micro-batches: sizes do not divide, or samples do not stand for themselves."""
 
 
 class PlanMismatchError(AutoparError):

@@ -28,7 +28,8 @@ class Compute:
 
     `op` has local sizes among its arguments, `whole` the global ones; both refer to lowered values by name. With
     `body` that local form runs instead; `splits` are the factors that it is about. `copies` says that it is a view that
-    must copy. `draws` are the axes on whose ranks random numbers differ; None for an op that draws none.
+    must copy. `draws` are the axes on whose ranks random numbers differ; None for an op that draws none. `recomputed`
+    says that the backward pass computes the result again instead of keeping it.
     """
 
     op: Op
@@ -38,6 +39,7 @@ class Compute:
     splits: Mapping[str, Split] = field(default_factory=dict)
     copies: bool = False
     draws: tuple[int, ...] | None = None
+    recomputed: bool = False
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,8 @@ class Loop:
 
     `initial` are the carried values for the first copy, `between` changes what one copy gives (names of the body) into
     what the next takes. `shared` are the values that all copies read. `exports` are values of the body and their names
-    outside, per copy.
+    outside, per copy. `recompute` says what the backward pass computes again instead of keeping it: nothing ("none"),
+    the statements that say so ("selective"), or every copy, of which the inputs are kept ("full").
     """
 
     region: Region
@@ -74,6 +77,7 @@ class Loop:
     between: tuple[Change | None, ...]
     shared: tuple[str, ...]
     exports: tuple[tuple[str, tuple[str | None, ...]], ...]
+    recompute: str = "none"
 
 
 Statement = Compute | Change | Loop

@@ -11,7 +11,7 @@ from typing import get_args, get_origin, get_type_hints
 from passes.ir.errors import PlanMismatchError
 from passes.ir.plan_text import plan_text
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 
 # Per axis a letter of a layout, as text.
 AxisText = Mapping[str, str]
@@ -67,31 +67,39 @@ class Stage:
     """A part of the program between two pipeline cuts.
 
     `decisions` are the methods of every node by its key; `again` the uses (op, operand) whose redistribution is made
-    again in the backward pass. That is all that replaying needs; `blocks` are for people.
+    again in the backward pass; `recompute` the level of each region that does not keep all that autograd needs. That is
+    all that replaying needs; `blocks` are for people.
     """
 
     decisions: Mapping[str, tuple[str, ...]]
     again: tuple[tuple[str, int], ...]
     blocks: tuple[Block, ...]
+    recompute: Mapping[str, str]
 
 
 @dataclass(frozen=True)
 class ProgramPlan:
-    """One mode of the model: its stages, how they take turns, and into how many micro-batches the batch is cut.
+    """One mode of the model: its stages, how they take turns, and into how many micro-batches the batch is cut;
+    whether parameters are gathered and gradients reduced once for all of them.
 
     `seconds` is the predicted step time by what it is spent on, `memory` the predicted bytes per device by kind at the
     peak, which is at `peak_moment`. `gap` is how much shorter the step could be at most, relative to it.
-    `seconds_on_one` is what one device would compute for, all by itself.
+    `hidden` are seconds of communication that run while others compute. `seconds_on_one` is what one device would
+    compute for, all by itself. `whole_batch` is why the batch may not be cut, where that was asked.
     """
 
     stages: tuple[Stage, ...]
     schedule: str
     micro_batches: int
+    gather_once: bool
+    reduce_once: bool
     seconds: Mapping[str, float]
     memory: Mapping[str, float]
     peak_moment: str
     gap: float
+    hidden: float
     seconds_on_one: float
+    whole_batch: str = ""
 
     @property
     def compute_share(self) -> float:

@@ -67,29 +67,39 @@ def _program(name: str, program: ProgramPlan, plan: Plan) -> list[str]:
     proven = "optimal" if program.gap <= 1e-6 else f"at most {program.gap:.2%} above the optimum"
     lines = [
         f"{name}: predicted step {seconds_text(total)}, {proven}",
-        f"  {spent}",
+        f"  {spent}" + (f"; hidden communication {seconds_text(program.hidden)}" if program.hidden else ""),
         f"  computation {program.compute_share:.1%} of what one device would compute",
         f"  memory per device {bytes_text(peak)} of {bytes_text(plan.memory_limit)}, "
         f"at its peak ({program.peak_moment})",
         f"  {held}",
     ]
+    if program.micro_batches > 1:
+        gathered = "once" if program.gather_once else "for each"
+        reduced = "once" if program.reduce_once else "after each"
+        lines.append(
+            f"  {program.micro_batches} micro-batches; parameters gathered {gathered}, gradients reduced {reduced}"
+        )
+    elif program.whole_batch:
+        lines.append(f"  one micro-batch: {program.whole_batch}")
     many = len(program.stages) > 1
     for number, stage in enumerate(program.stages):
         if many:
             lines.append(f"stage {number}")
         for block in stage.blocks:
             if block.rows:
-                lines += ["", *_block(block)]
+                lines += ["", *_block(block, stage.recompute.get(block.name, "none"))]
     return lines
 
 
-def _block(block: Block) -> list[str]:
+def _block(block: Block, recompute: str) -> list[str]:
     times = f" x {block.count}" if block.count > 1 else ""
+    times += f", recompute {recompute}" if recompute != "none" else ""
     rows: list[tuple[str, ...]] = []
     for row in block.rows:
         before, after = " | ".join(row.before), " | ".join(row.after)
         if row.kind == "op":
-            rows.append((f"  {row.name}", row.how, before, f"-> {after}", row.type))
+            again = ", again in backward" if row.again else ""
+            rows.append((f"  {row.name}", f"{row.how}{again}", before, f"-> {after}", row.type))
         else:
             again = ", again in backward" if row.again else ""
             rows.append((f"    ~ {row.name}", f"{row.how}{again}", before, f"-> {after}", row.type))

@@ -54,8 +54,15 @@ def subject(
     )
 
 
-def op_strategies(subject: Subject, digits: Mapping[int, Sequence[Digit]], mesh: Mesh) -> list[Strategy]:
-    """Every strategy of an op whose splits divide; `digits` are by size of axis the factors to split and where.
+# What an axis may do with an op: "I", "R", the name of what passes, or a factor to split; None for anything.
+Offer = Sequence[Set[str] | None]
+
+
+def op_strategies(
+    subject: Subject, digits: Mapping[int, Sequence[Digit]], mesh: Mesh, offer: Offer | None = None
+) -> list[Strategy]:
+    """Every strategy of an op whose splits divide; `digits` are by size of axis the factors to split and where. Where
+    there is an `offer`, each axis does one of the things that it names.
 
     An op without a rule is computed whole on every rank. Of strategies that differ only in letters of tensors without
     a gradient one is kept: there R and I are the same.
@@ -63,7 +70,7 @@ def op_strategies(subject: Subject, digits: Mapping[int, Sequence[Digit]], mesh:
     letters = ((I, R) if has_linear_gradients(subject.op) else (I,)) if subject.flows else (R,)
     plain = [replicated(len(subject.operands), len(subject.results), letter) for letter in letters]
     found: dict[tuple[tuple[Layout, ...], tuple[Layout, ...]], Strategy] = {}
-    for choices in _combinations(subject, plain, digits, mesh, ()):
+    for choices in _combinations(subject, plain, digits, mesh, offer or (None,) * len(mesh.sizes), ()):
         strategy = combine(subject, choices)
         if _valid(subject, strategy, mesh):
             found.setdefault((strategy.operands, strategy.results), strategy)
@@ -109,6 +116,7 @@ def _combinations(
     plain: Sequence[Choice],
     digits: Mapping[int, Sequence[Digit]],
     mesh: Mesh,
+    offer: Offer,
     chosen: tuple[tuple[Choice, Digit | None], ...],
 ) -> Iterator[tuple[Choice, ...]]:
     """All ways to choose on the axes that follow those of `chosen` (with the digit that each of them began from).
@@ -119,18 +127,23 @@ def _combinations(
     if axis == len(mesh.sizes):
         yield tuple(choice for choice, _ in chosen)
         return
-    for choice in plain:
-        yield from _combinations(subject, plain, digits, mesh, (*chosen, (choice, None)))
+    offered = offer[axis]
     rule, size = subject.rule, mesh.sizes[axis]
+    whole = [(choice, None) for choice in plain]
+    if rule is not None and size != 1:
+        linear = [
+            index for index, together in enumerate(rule.linear) if not together - rule.added <= subject.parameters
+        ]
+        whole += [(passing(rule, index), None) for index in linear]
+    for choice, digit in whole:
+        if offered is None or choice.name in offered:
+            yield from _combinations(subject, plain, digits, mesh, offer, (*chosen, (choice, digit)))
     if rule is None or size == 1:
         return
-    for index, together in enumerate(rule.linear):
-        if not together - rule.added <= subject.parameters:
-            yield from _combinations(subject, plain, digits, mesh, (*chosen, (passing(rule, index), None)))
     for factor, major in digits.get(size, ()):
-        if rule.factors[factor].ordered and major != 1:
+        if (rule.factors[factor].ordered and major != 1) or not (offered is None or factor in offered):
             continue
         taken = prod(mesh.sizes[other] for other, (_, begun) in enumerate(chosen) if begun == (factor, major))
         candidate = split(rule, factor, major * taken, size)
         if candidate is not None:
-            yield from _combinations(subject, plain, digits, mesh, (*chosen, (candidate, (factor, major))))
+            yield from _combinations(subject, plain, digits, mesh, offer, (*chosen, (candidate, (factor, major))))

@@ -1,13 +1,15 @@
-"""The planning problem as arrays: own costs of nodes, and matrices of what redistributions cost."""
+"""The planning problem as arrays: own costs of nodes, matrices of what redistributions cost, and what is hidden behind
+what."""
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
 import numpy as np
 
-from passes.cost.memory import layout_bytes
-from passes.ir.choices import Edge, Group, Problem, Strategy
+from passes.cost.memory import is_resident, layout_bytes, recompute_of, unsharded_bytes
+from passes.ir.choices import Edge, Group, Node, Problem, Strategy
 from passes.ir.layout import I, Layout, Letter, R
+from passes.ir.regime import Regime
 from passes.solving.prices import Flags, Floats, Integers, Prices
 
 
@@ -25,9 +27,10 @@ class GroupArrays:
     """Uses of one tensor in one place, all its occurrences together.
 
     `made[y]` is the layout (a row) that strategy y of `producer` gives, `targets` are those of the columns.
-    `seconds[a, b]` is what it costs to bring layout a to layout b forward and backward, `again[a, b]` what doing it
-    once more in the backward pass adds. `source_bytes` and `target_bytes` are what keeping the tensor in each layout
-    takes; `same[a, b]` says that b is the very tensor a.
+    `seconds[a, b]` is what it costs in a step to bring layout a to layout b forward and backward, `again[a, b]` what
+    doing it once more in the backward pass adds. `source_bytes` and `target_bytes` are what keeping the tensor in each
+    layout takes; `same[a, b]` says that b is the very tensor a. `held[a, b]` are bytes that lie there all the time.
+    Of the traffic of a parameter `gather` and `reduce` are the seconds in one micro-batch, forward and backward.
     """
 
     group: Group
@@ -41,11 +44,44 @@ class GroupArrays:
     target_bytes: Floats
     same: Flags
     changes: Integers
+    held: Floats
+    gather: Floats
+    reduce: Floats
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """Computation of a block that hides the traffic of its parameters in one pass: what it costs in a step is `weight`
+    times what the one exceeds the other by.
+
+    `cover` are the seconds of computation. `gather`, `again` and `reduce` say what the traffic is, `forced` that
+    gathers are made again whatever is kept.
+    """
+
+    block: int
+    weight: float
+    cover: float
+    gather: bool
+    again: bool
+    reduce: bool
+    forced: bool
+
+    def traffic(self, group: GroupArrays) -> Floats | None:
+        """The seconds of a group that this hides, for every pair of layouts; None for none."""
+        if not group.group.parameter or group.group.block != self.block:
+            return None
+        return (self.gather + self.forced) * group.gather + self.reduce * group.reduce
+
+    def traffic_again(self, group: GroupArrays) -> Floats | None:
+        """What making a redistribution of `group` again adds to it; None for nothing."""
+        if not self.again or not group.group.parameter or group.group.block != self.block:
+            return None
+        return group.gather
 
 
 @dataclass(frozen=True)
 class Arrays:
-    """The whole problem.
+    """The whole problem under one regime.
 
     `costs[n][y]` is what strategy y of node n costs itself; `oddness[n][y]` counts what is unusual about it, to choose
     among equals.
@@ -54,26 +90,88 @@ class Arrays:
     costs: Sequence[Floats]
     oddness: Sequence[Integers]
     groups: Sequence[GroupArrays]
+    overlaps: Sequence[Overlap] = ()
 
-    def value(self, picks: Sequence[int]) -> float:
-        """Seconds of the strategies `picks`."""
+    def value(self, picks: Sequence[int], again: Set[tuple[int, Layout]] = frozenset()) -> float:
+        """Seconds of the strategies `picks` when the redistributions `again` (group, target) are made twice."""
         total = sum(float(costs[pick]) for costs, pick in zip(self.costs, picks, strict=True))
-        for group in self.groups:
-            made = group.made[picks[group.producer]]
-            wanted = {int(edge.wanted[picks[edge.consumer]]) for edge in group.edges}
+        for group, (made, wanted) in zip(self.groups, self.changes(picks), strict=True):
             total += sum(float(group.seconds[made, target]) for target in wanted)
+        for number, target in again:
+            group = self.groups[number]
+            total += float(group.again[group.made[picks[group.producer]], group.targets.index(target)])
+        excesses = (overlap.weight * max(0.0, self.excess(overlap, picks, again)) for overlap in self.overlaps)
+        return total + sum(excesses)
+
+    def changes(self, picks: Sequence[int]) -> list[tuple[int, set[int]]]:
+        """For every group the layout that is made and those that are wanted."""
+        return [
+            (int(group.made[picks[group.producer]]), {int(edge.wanted[picks[edge.consumer]]) for edge in group.edges})
+            for group in self.groups
+        ]
+
+    def excess(self, overlap: Overlap, picks: Sequence[int], again: Set[tuple[int, Layout]] = frozenset()) -> float:
+        """Seconds by which the traffic of `overlap` exceeds the computation; below zero where it does not."""
+        total = -overlap.cover
+        for group in self.groups:
+            traffic = overlap.traffic(group)
+            if traffic is not None:
+                made = group.made[picks[group.producer]]
+                total += sum(float(traffic[made, to]) for to in {int(e.wanted[picks[e.consumer]]) for e in group.edges})
+        for number, target in again:
+            group = self.groups[number]
+            traffic = overlap.traffic_again(group)
+            if traffic is not None:
+                total += float(traffic[group.made[picks[group.producer]], group.targets.index(target)])
         return total
 
 
-def arrays(problem: Problem, prices: Prices) -> Arrays:
-    """The arrays of `problem`, in seconds and bytes."""
+def arrays(problem: Problem, prices: Prices, regime: Regime) -> Arrays:
+    """The arrays of `problem`, in seconds and bytes of a step in `regime`."""
     by_group: dict[int, list[Edge]] = {}
     for edge in problem.edges:
         by_group.setdefault(edge.group, []).append(edge)
-    groups = [_group(problem, number, edges, prices) for number, edges in sorted(by_group.items())]
-    costs = [np.array(node.seconds) for node in problem.nodes]
+    groups = [_group(problem, number, edges, prices, regime) for number, edges in sorted(by_group.items())]
+    costs = [_seconds(problem, node, regime) for node in problem.nodes]
     oddness = [np.array([_oddness(strategy) for strategy in node.strategies]) for node in problem.nodes]
-    return Arrays(costs, oddness, groups)
+    return Arrays(costs, oddness, groups, _overlaps(problem, regime, groups))
+
+
+def _seconds(problem: Problem, node: Node, regime: Regime) -> Floats:
+    """Seconds of each strategy in a step: what runs again does so in every micro-batch, the optimizer once."""
+    times = 1 if node.kind == "parameter" else regime.micro_batches
+    return times * (np.array(node.seconds) + _recompute(problem, node, regime))
+
+
+def _recompute(problem: Problem, node: Node, regime: Regime) -> Floats:
+    """Seconds of the forward pass that run again in the backward pass of one micro-batch."""
+    recompute = recompute_of(problem, regime, node.block)
+    if node.kind == "op" and recompute != "none":
+        return np.array(node.forward) * (np.array(node.light) if recompute == "selective" else 1.0)
+    return np.zeros(len(node.strategies))
+
+
+def _overlaps(problem: Problem, regime: Regime, groups: Sequence[GroupArrays]) -> list[Overlap]:
+    """What hides what, in the words of `cost.step.compose`."""
+    times = regime.micro_batches
+    found = []
+    for block, count in enumerate(problem.counts):
+        traffic = [group for group in groups if group.group.parameter and group.group.block == block]
+        if count == 1 or not any(group.gather.any() or group.reduce.any() for group in traffic):
+            continue
+        recompute = recompute_of(problem, regime, block)
+        forward, backward = problem.covers[block].forward, problem.covers[block].again(recompute)
+        part = (count - 1) / count
+        again = not regime.gather_once
+        forced = again and recompute == "full"
+        gathers = 1 if regime.gather_once else times
+        found.append(Overlap(block, part * gathers, forward, True, False, False, False))
+        reductions = 1 if regime.reduce_once else times
+        found.append(Overlap(block, part * reductions, backward, False, again and not forced, True, forced))
+        if times > reductions and again:
+            rest = part * (times - reductions)
+            found.append(Overlap(block, rest, backward, False, not forced, False, forced))
+    return found
 
 
 def _oddness(strategy: Strategy) -> int:
@@ -81,7 +179,7 @@ def _oddness(strategy: Strategy) -> int:
     return sum(method.startswith("P(") or "@" in method for method in strategy.methods)
 
 
-def _group(problem: Problem, number: int, edges: Sequence[Edge], prices: Prices) -> GroupArrays:
+def _group(problem: Problem, number: int, edges: Sequence[Edge], prices: Prices, regime: Regime) -> GroupArrays:
     group, first = problem.groups[number], edges[0]
     sources: dict[Layout, int] = {}
     targets: dict[Layout, int] = {}
@@ -94,24 +192,46 @@ def _group(problem: Problem, number: int, edges: Sequence[Edge], prices: Prices)
         strategies = problem.nodes[edge.consumer].strategies
         wanted = [targets.setdefault(item.operands[edge.operand], len(targets)) for item in strategies]
         uses.append(EdgeArrays(edge.consumer, np.array(wanted), edge.saved))
-    forward, backward = prices.matrices(group, list(sources), list(targets))
-    producer = problem.nodes[first.producer]
-    resident = producer.kind in ("parameter", "input", "buffer") or producer.saves_result
+    forward, backward = (part * group.count for part in prices.matrices(group, list(sources), list(targets)))
+    resident = is_resident(problem, regime, problem.nodes[first.producer])
     source_bytes = np.array([layout_bytes(group, layout, prices.mesh) for layout in sources])
+    target_bytes = np.array([layout_bytes(group, layout, prices.mesh) for layout in targets])
     numbers: dict[Layout, int] = {}
     same = _tensors(list(sources), numbers)[:, None] == _tensors(list(targets), numbers)
+    full = group.inside and recompute_of(problem, regime, group.block) == "full"
+    none = np.zeros_like(forward)
+    held = none
+    times = regime.micro_batches
+    if group.parameter:
+        # Of all copies' traffic that of one is never hidden; see `cost.step`.
+        gathers, reductions = (1 if once else times for once in (regime.gather_once, regime.reduce_once))
+        part = 1 / problem.counts[group.block]
+        again = none if regime.gather_once or full else times * part * forward
+        seconds = part * (gathers * forward + reductions * backward)
+        if full and not regime.gather_once:
+            seconds = seconds + times * part * forward
+        held = np.where(same, 0.0, [unsharded_bytes(group, layout, prices.mesh, regime) for layout in targets])
+        target_bytes = target_bytes * (not regime.gather_once)
+        gather, reduce = forward, backward
+    else:
+        again = times * forward
+        seconds = times * (forward * (1 + full) + backward)
+        gather = reduce = none
     return GroupArrays(
         group,
         first.producer,
         np.array(made),
         uses,
         tuple(targets),
-        (forward + backward) * group.count,
-        forward * group.count,
+        seconds,
+        again,
         np.zeros(len(sources)) if resident else source_bytes,
-        np.array([layout_bytes(group, layout, prices.mesh) for layout in targets]),
+        target_bytes,
         same,
         _changes(list(sources), list(targets)),
+        held,
+        gather,
+        reduce,
     )
 
 

@@ -1,13 +1,14 @@
-"""Memory in the solver: as a price on bytes (a Lagrangian relaxation), and as rows of the integer program."""
+"""Memory in the solver: as prices on bytes (a Lagrangian relaxation), and as rows of the integer program."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from passes.cost.memory import Moment
+from passes.cost.memory import Moment, is_resident, node_place, source_place, target_place
 from passes.ir.choices import Problem
 from passes.ir.layout import Layout
+from passes.ir.regime import Regime
 from passes.solving.arrays import Arrays, GroupArrays
 from passes.solving.integer import Program
 from passes.solving.prices import Floats, Integers
@@ -15,30 +16,61 @@ from passes.solving.prices import Floats, Integers
 
 @dataclass(frozen=True)
 class NodeBytes:
-    """Bytes per strategy of a node: held throughout, of its gradient, kept for the backward pass, and while it runs."""
+    """Bytes per strategy of a node: held throughout, of its gradient, kept for the backward pass at `place`, and while
+    it runs."""
 
     held: Floats
     gradient: Floats
     kept: Floats
     transient: Floats
+    place: int
+
+    def there(self, moment: Moment, block: int) -> Floats:
+        """The bytes of each strategy of a node of `block` at `moment`, but for transient ones."""
+        return self.held + moment.gradients[block] * self.gradient + moment.kept[self.place] * self.kept
 
 
-def node_bytes(problem: Problem) -> list[NodeBytes]:
-    """The bytes of every node."""
-    found = []
+@dataclass(frozen=True)
+class GroupPlaces:
+    """Where the tensors of a group are kept: as they are, and after a redistribution."""
+
+    source: int
+    target: int
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """What nodes and groups of a problem keep, and where."""
+
+    nodes: Sequence[NodeBytes]
+    groups: Sequence[GroupPlaces]
+
+
+def find_bytes(problem: Problem, arrays: Arrays, regime: Regime) -> Bytes:
+    """The bytes of every node, and the places of every group."""
+    nodes = []
     for node in problem.nodes:
         kept = np.array(node.copies) if node.copies else np.zeros(len(node.strategies))
-        if node.saves_result:
+        if node.saves_result or (node.kind == "carry" and is_resident(problem, regime, node)):
             kept = kept + np.array(node.results)
-        found.append(
+        times = regime.micro_batches if node.kind in ("input", "output") else 1
+        nodes.append(
             NodeBytes(
-                np.array([memory.held for memory in node.memory]),
+                times * np.array([memory.held for memory in node.memory]),
                 np.array([memory.gradient for memory in node.memory]),
                 kept,
                 np.array([memory.transient for memory in node.memory]),
+                node_place(problem, regime, node),
             )
         )
-    return found
+    groups = [
+        GroupPlaces(
+            source_place(problem, regime, group.group, problem.nodes[group.producer]),
+            target_place(problem, regime, group.group),
+        )
+        for group in arrays.groups
+    ]
+    return Bytes(nodes, groups)
 
 
 def keepers(group: GroupArrays) -> GroupArrays | None:
@@ -47,43 +79,87 @@ def keepers(group: GroupArrays) -> GroupArrays | None:
     return replace(group, edges=edges) if edges else None
 
 
-def priced(arrays: Arrays, problem: Problem, moment: Moment, price: float, seconds: float = 1.0) -> Arrays:
-    """The problem of `seconds` times the step time plus `price` times the bytes at `moment`, but for transient ones.
+@dataclass(frozen=True)
+class Weights:
+    """What is paid per second of the step and per byte at each moment, and which part of each overlap's excess."""
+
+    seconds: float
+    bytes: Sequence[float]
+    excess: Sequence[float]
+
+
+def priced(arrays: Arrays, problem: Problem, sizes: Bytes, moments: Sequence[Moment], weights: Weights) -> Arrays:
+    """The problem of the weighted sum of the step time, the bytes at all moments (but for transient ones) and the
+    traffic of parameters that its part of is not hidden. What hides it is no choice, and left out.
 
     For each tensor that would be kept after a redistribution the cheaper of keeping it and making it again is taken.
     """
+    everywhere = _blend(moments, weights.bytes)
     costs = []
-    for node, own, size in zip(problem.nodes, arrays.costs, node_bytes(problem), strict=True):
-        block = node.block
-        there = size.held + moment.gradients[block] * size.gradient + moment.kept[block] * size.kept
-        costs.append(seconds * own + price * there)
-    groups = [replace(group, seconds=seconds * group.seconds) for group in arrays.groups]
-    for group in arrays.groups:
-        keeping = keepers(group)
+    for node, own, size in zip(problem.nodes, arrays.costs, sizes.nodes, strict=True):
+        there = sum(weights.bytes) * size.held
+        there = there + everywhere.gradients[node.block] * size.gradient + everywhere.kept[size.place] * size.kept
+        costs.append(weights.seconds * own + there)
+    groups = []
+    keeping_groups = []
+    for group, places in zip(arrays.groups, sizes.groups, strict=True):
+        seconds = weights.seconds * group.seconds + sum(weights.bytes) * group.held
+        for overlap, part in zip(arrays.overlaps, weights.excess, strict=True):
+            traffic = overlap.traffic(group)
+            if part and traffic is not None:
+                seconds = seconds + part * overlap.weight * traffic
+        groups.append(replace(group, seconds=seconds))
+        keeping = keepers(group) if any(weights.bytes) else None
         if keeping is not None:
-            rate = price * moment.kept[group.group.block]
-            source, target = rate * group.source_bytes[:, None], rate * group.target_bytes
-            kept = np.where(group.same, source, np.minimum(target, seconds * group.again))
-            groups.append(replace(keeping, seconds=kept))
-    return replace(arrays, costs=costs, groups=groups)
+            again = again_seconds(arrays, group, weights)
+            source = everywhere.kept[places.source] * group.source_bytes[:, None]
+            target = everywhere.kept[places.target] * group.target_bytes
+            kept = np.where(group.same, source, np.minimum(target, source + again))
+            keeping_groups.append(replace(keeping, seconds=kept))
+    return replace(arrays, costs=costs, groups=[*groups, *keeping_groups], overlaps=())
+
+
+def _blend(moments: Sequence[Moment], prices: Sequence[float]) -> Moment:
+    """One moment with all moments' parts, each times its price."""
+    kept = sum((price * np.array(moment.kept) for moment, price in zip(moments, prices, strict=True)), np.zeros(1))
+    gradients = sum(
+        (price * np.array(moment.gradients) for moment, price in zip(moments, prices, strict=True)), np.zeros(1)
+    )
+    return Moment("all", list(kept), list(gradients), None)
 
 
 def made_again(
-    arrays: Arrays, targets: Sequence[Sequence[Layout]], picks: Sequence[int], moment: Moment, price: float
+    arrays: Arrays,
+    sizes: Bytes,
+    picks: Sequence[int],
+    moments: Sequence[Moment],
+    weights: Weights,
 ) -> frozenset[tuple[int, Layout]]:
-    """Which redistributions of a choice are cheaper made again than kept at `price` per byte: (group, target)."""
-    found = set()
-    for number, group in enumerate(arrays.groups):
+    """Which redistributions of a choice are cheaper made again than kept at these weights: (group, target)."""
+    everywhere = _blend(moments, weights.bytes)
+    found: set[tuple[int, Layout]] = set()
+    for number, (group, places) in enumerate(zip(arrays.groups, sizes.groups, strict=True)):
         keeping = keepers(group)
         if keeping is None:
             continue
         made = group.made[picks[group.producer]]
         for edge in keeping.edges:
             wanted = edge.wanted[picks[edge.consumer]]
-            rate = price * moment.kept[group.group.block]
-            if not group.same[made, wanted] and group.again[made, wanted] < rate * group.target_bytes[wanted]:
-                found.add((number, targets[number][wanted]))
+            again = again_seconds(arrays, group, weights)[made, wanted]
+            again += everywhere.kept[places.source] * group.source_bytes[made]
+            if not group.same[made, wanted] and again < everywhere.kept[places.target] * group.target_bytes[wanted]:
+                found.add((number, group.targets[wanted]))
     return frozenset(found)
+
+
+def again_seconds(arrays: Arrays, group: GroupArrays, weights: Weights) -> Floats:
+    """What making each redistribution of a group again costs, with the traffic that is not hidden."""
+    again = weights.seconds * group.again
+    for overlap, part in zip(arrays.overlaps, weights.excess, strict=True):
+        twice = overlap.traffic_again(group)
+        if part and twice is not None:
+            again = again + part * overlap.weight * twice
+    return again
 
 
 @dataclass(frozen=True)
@@ -96,10 +172,20 @@ class AgainColumns:
     targets: Integers
 
 
+Part = tuple[np.ndarray, np.ndarray]
+
+
 def limit_memory(
-    program: Program, arrays: Arrays, problem: Problem, moments: Sequence[Moment], limit: float
+    program: Program,
+    arrays: Arrays,
+    problem: Problem,
+    sizes: Bytes,
+    moments: Sequence[Moment],
+    limit: float,
+    hinges: Sequence[int],
 ) -> list[AgainColumns]:
-    """Add rows so that at every moment at most `limit` bytes are there.
+    """Add rows so that at every moment at most `limit` bytes are there, and that the overlaps numbered `hinges` cost
+    what their traffic exceeds the computation by.
 
     A tensor that is wanted in another layout and kept is either kept as it is wanted, or its source is and it is made
     again, which costs time and is a yes or no.
@@ -107,19 +193,21 @@ def limit_memory(
     network, model = program.network, program.model
     # The solver takes rows to be met within a millionth: bytes are counted in thousandths of the limit.
     unit = limit / 1000
-    rows: list[list[tuple[np.ndarray, np.ndarray]]] = [[] for _ in moments]
+    if limit == float("inf"):
+        moments, unit = [], 1.0
+    rows: list[list[Part]] = [[] for _ in moments]
+    excess: dict[int, list[Part]] = {hinge: [] for hinge in hinges}
     transient = model.add_columns(np.zeros(len(problem.blocks)))
-    for node, size in enumerate(node_bytes(problem)):
+    for node, size in enumerate(sizes.nodes):
         if node not in program.labels:
             continue
         labels = program.labels[node]
         strategies = network.labels[node][labels.kept]
         block = problem.nodes[node].block
         for row, moment in zip(rows, moments, strict=True):
-            there = size.held + moment.gradients[block] * size.gradient + moment.kept[block] * size.kept
-            row.append((labels.columns, there[strategies] / unit))
+            row.append((labels.columns, size.there(moment, block)[strategies] / unit))
         needs = size.transient[strategies] / unit
-        if needs.any():
+        if moments and needs.any():
             count = len(needs)
             model.add_rows(
                 1,
@@ -130,25 +218,67 @@ def limit_memory(
                 np.inf,
             )
     again = []
-    for number, group in enumerate(arrays.groups):
-        keeping = keepers(group)
+    for number, (group, places) in enumerate(zip(arrays.groups, sizes.groups, strict=True)):
+        _held_and_hidden(program, arrays, group, rows, excess, unit)
+        keeping = keepers(group) if moments else None
         if keeping is not None:
-            again.append(_keep_group(program, number, keeping, moments, rows, unit))
+            item = _keep_group(program, number, keeping, places, moments, rows, unit)
+            again.append(item)
+            for hinge, parts in excess.items():
+                twice = arrays.overlaps[hinge].traffic_again(group)
+                if twice is not None:
+                    more = twice[np.ix_(item.sources, item.targets)] * program.scale
+                    parts.append((item.columns.ravel(), more.ravel()))
     for row, moment in zip(rows, moments, strict=True):
         if moment.running is not None:
             row.append((transient[moment.running : moment.running + 1], np.ones(1)))
         columns = np.concatenate([columns for columns, _ in row])
         values = np.concatenate([values for _, values in row])
         model.add_rows(1, np.zeros(len(columns), dtype=np.int64), columns, values, -np.inf, limit / unit)
+    for hinge, parts in excess.items():
+        overlap = arrays.overlaps[hinge]
+        paid = model.add_columns(np.array([overlap.weight]))
+        columns = np.concatenate([paid, *(columns for columns, _ in parts)])
+        values = np.concatenate([[-1.0], *(values for _, values in parts)])
+        model.add_rows(
+            1, np.zeros(len(columns), dtype=np.int64), columns, values, -np.inf, overlap.cover * program.scale
+        )
     return again
+
+
+def _held_and_hidden(
+    program: Program,
+    arrays: Arrays,
+    group: GroupArrays,
+    rows: list[list[Part]],
+    excess: dict[int, list[Part]],
+    unit: float,
+) -> None:
+    """What lies there all the time because of a redistribution of a parameter, and what traffic it makes."""
+    traffics = {hinge: arrays.overlaps[hinge].traffic(group) for hinge in excess}
+    if not (rows and group.held.any()) and all(traffic is None for traffic in traffics.values()):
+        return
+    network = program.network
+    made = group.made[network.labels[group.producer][program.labels[group.producer].kept]]
+    for edge in group.edges:
+        wanted = edge.wanted[network.labels[edge.consumer][program.labels[edge.consumer].kept]]
+        flows, sources, targets = program.flows(group.producer, made, edge.consumer, wanted)
+        here = np.ix_(sources, targets)
+        if rows and group.held.any():
+            for row in rows:
+                row.append((flows.ravel(), (group.held[here] / unit).ravel()))
+        for hinge, traffic in traffics.items():
+            if traffic is not None:
+                excess[hinge].append((flows.ravel(), (traffic[here] * program.scale).ravel()))
 
 
 def _keep_group(
     program: Program,
     number: int,
     group: GroupArrays,
+    places: GroupPlaces,
     moments: Sequence[Moment],
-    rows: list[list[tuple[np.ndarray, np.ndarray]]],
+    rows: list[list[Part]],
     unit: float,
 ) -> AgainColumns:
     network, model = program.network, program.model
@@ -160,24 +290,19 @@ def _keep_group(
         )
     )
     same = group.same[np.ix_(sources, every)]
-    source = model.add_columns(np.zeros(len(sources)))
+    # A tensor that is kept as it is, one that is kept after a redistribution, and one that is made again.
     kept = model.add_columns(np.zeros((len(sources), len(every))))
     again = model.add_columns(group.again[np.ix_(sources, every)] * program.scale, integer=True)
     for edge in group.edges:
         wanted = edge.wanted[network.labels[edge.consumer][program.labels[edge.consumer].kept]]
         flows, _, targets = program.flows(group.producer, made, edge.consumer, wanted)
-        places = np.searchsorted(every, targets)
-        there = same[:, places]
-        sourced = np.broadcast_to(source[:, None], flows.shape)
-        model.at_least(sourced[there], flows[there])
-        copies = kept[:, places]
-        model.at_least(sourced[~there], flows[~there], copies[~there])
-        model.at_least(again[:, places][~there], flows[~there], copies[~there])
-    block = group.group.block
+        columns = np.searchsorted(every, targets)
+        there = same[:, columns]
+        model.at_least(kept[:, columns][there], flows[there])
+        model.at_least(kept[:, columns][~there], flows[~there], again[:, columns][~there])
     for row, moment in zip(rows, moments, strict=True):
-        part = moment.kept[block] / unit
-        if part:
-            row.append((source, part * group.source_bytes[sources]))
-            sizes = np.broadcast_to(part * group.target_bytes[every], kept.shape)
-            row.append((kept.ravel(), sizes.ravel()))
+        source = moment.kept[places.source] / unit * group.source_bytes[sources][:, None]
+        target = moment.kept[places.target] / unit * group.target_bytes[every]
+        row.append((kept.ravel(), np.where(same, source, target).ravel()))
+        row.append((again.ravel(), np.broadcast_to(source, kept.shape).ravel()))
     return AgainColumns(number, again, sources, every)

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from passes.cost.cluster import Cluster
-from passes.cost.communication import redistribution_seconds
+from passes.cost.communication import MOST_LINES, redistribution_lines
 from passes.ir.choices import Group
 from passes.ir.layout import Layout, Shape
 from passes.ir.mesh import Mesh
@@ -28,13 +28,16 @@ _SPLIT = _CODES["S"]
 class Prices:
     """Seconds of redistributions on one mesh and cluster.
 
-    For pairs of one kind they are linear in the bytes of the tensor, so each kind is priced once for all tensors.
+    Every step takes the least of what its algorithms take, each something fixed and something per byte of the tensor.
+    For pairs of one kind these are the same, so each kind is asked for once for all tensors.
     """
 
     def __init__(self, cluster: Cluster, mesh: Mesh) -> None:
         self.cluster = cluster
         self.mesh = mesh
-        self.rates: dict[int, tuple[float, float, float, float]] = {}
+        self.rows: dict[int, int] = {}
+        # [kind, forward or backward, step, algorithm, fixed or per byte]; each axis changes twice at most.
+        self.lines = np.zeros((64, 2, 2 * len(mesh.sizes), MOST_LINES, 2))
         self.found: dict[tuple[object, ...], tuple[Floats, Floats]] = {}
 
     def matrices(self, group: Group, sources: Sequence[Layout], targets: Sequence[Layout]) -> tuple[Floats, Floats]:
@@ -46,23 +49,28 @@ class Prices:
             kinds = pair_kinds(sources, targets, group.type.shape, self.mesh, strided=group.strided)
             numbers, first, inverse = np.unique(kinds, return_index=True, return_inverse=True)
             for number, place in zip(numbers.tolist(), first.tolist(), strict=True):
-                if number not in self.rates:
+                if number not in self.rows:
                     row, column = divmod(place, len(targets))
-                    self.rates[number] = self._rates(group, sources[row], targets[column])
-            rates = np.array([self.rates[number] for number in numbers.tolist()])
-            forward = rates[:, 0] + rates[:, 1] * group.type.size * itemsize
-            backward = (rates[:, 2] + rates[:, 3] * group.type.size * group.gradient_itemsize) * group.gradient
+                    self._add(number, group, sources[row], targets[column])
+            lines = self.lines[[self.rows[number] for number in numbers.tolist()]]
+            sizes = np.array([itemsize, group.gradient_itemsize])[:, None, None] * group.type.size
+            seconds = (lines[..., 0] + lines[..., 1] * sizes).min(axis=-1).sum(axis=-1)
             places = inverse.reshape(kinds.shape)
-            self.found[asked] = forward[places], backward[places]
+            self.found[asked] = seconds[places, 0], seconds[places, 1] * group.gradient
         return self.found[asked]
 
-    def _rates(self, group: Group, source: Layout, target: Layout) -> tuple[float, float, float, float]:
-        """Seconds that do not depend on the size and seconds per byte of the whole, forward and backward."""
+    def _add(self, number: int, group: Group, source: Layout, target: Layout) -> None:
+        """Note what the steps from `source` to `target` take, per byte of the whole."""
+        row = self.rows[number] = len(self.rows)
+        if row == len(self.lines):
+            self.lines = np.concatenate([self.lines, np.zeros_like(self.lines)])
         steps = redistribution(source, target, group.type.shape, self.mesh, strided=group.strided)
-        fixed = redistribution_seconds(steps, 0, 0, True, self.cluster, self.mesh)
-        sized = redistribution_seconds(steps, 1, 1, True, self.cluster, self.mesh)
-        size = group.type.size
-        return fixed[0], (sized[0] - fixed[0]) / size, fixed[1], (sized[1] - fixed[1]) / size
+        for way, found in enumerate(redistribution_lines(steps, self.cluster, self.mesh)):
+            for step, lines in enumerate(found):
+                # Where there are fewer algorithms, the first stands in for those that are missing.
+                self.lines[row, way, step] = lines[0]
+                self.lines[row, way, step, : len(lines)] = lines
+        self.lines[row, ..., 1] /= max(1, group.type.size)
 
 
 def pair_kinds(

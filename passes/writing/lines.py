@@ -42,6 +42,11 @@ def _opening(text: str) -> int:
     raise AssertionError("brackets of generated code match")
 
 
+def _within_lambda(text: str) -> bool:
+    """Whether the names of a lambda's arguments are not over yet."""
+    return text.strip().startswith("lambda ") and ":" not in text
+
+
 def _arguments(inner: str) -> list[str]:
     """The arguments of a call. Text in quotes has no brackets and no commas that count."""
     parts, depth, start, quoted = [], 0, 0, False
@@ -50,7 +55,7 @@ def _arguments(inner: str) -> list[str]:
         if quoted:
             continue
         depth += {")": -1, "]": -1, "(": 1, "[": 1}.get(character, 0)
-        if character == "," and depth == 0:
+        if character == "," and depth == 0 and not _within_lambda(inner[start:place]):
             parts.append(inner[start:place].strip())
             start = place + 1
     rest = inner[start:].strip()

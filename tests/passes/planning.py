@@ -20,8 +20,10 @@ from passes.ir.layout import Layout
 from passes.ir.lowered import Lowered
 from passes.ir.mesh import Mesh
 from passes.ir.program import Folded
+from passes.ir.regime import PLAIN, RECOMPUTE, Regime
 from passes.lower import Casts, lower
 from passes.normalize import normalize
+from passes.recompute import recompute
 from passes.regions import fold
 
 STATES = 2
@@ -38,12 +40,14 @@ class Planning:
 
     def lowered(self, solution: Solution) -> Lowered:
         """The program that a solution stands for."""
-        return lower(self.folded, self.problem, solution, self.mesh, Casts())
+        lowered = lower(self.folded, self.problem, solution, self.mesh, Casts())
+        return recompute(lowered, solution.regime.recompute)
 
     def seconds(self, solution: Solution) -> float:
         """The step time of a solution, from the program that it stands for."""
         lowered = self.lowered(solution)
-        return walk(lowered, self.folded.flowing, self.cluster, self.mesh, Optimizer(STATES)).total
+        regime = solution.regime
+        return walk(lowered, self.folded, self.cluster, self.mesh, Optimizer(STATES), regime).total
 
     def peak(self, solution: Solution) -> float:
         """The memory of a solution."""
@@ -60,13 +64,13 @@ class Planning:
                 found[edge.group, after] = None
         return list(found)
 
-    def choices(self, again: bool) -> Iterator[Solution]:
-        """Every solution; with `again` in every way to make redistributions again."""
+    def choices(self, again: bool, regime: Regime = PLAIN) -> Iterator[Solution]:
+        """Every solution in a regime; with `again` in every way to make redistributions again."""
         for picks in product(*(range(len(node.strategies)) for node in self.problem.nodes)):
             redone = self.changed_and_kept(picks) if again else []
             for count in range(len(redone) + 1):
                 for chosen in combinations(redone, count):
-                    yield Solution(picks, frozenset(chosen), 0.0, 0.0)
+                    yield Solution(picks, frozenset(chosen), 0.0, 0.0, regime)
 
 
 def planning(
@@ -112,6 +116,8 @@ def _thinned(node: Node, kept: list[int]) -> Node:
         memory=chosen(node.memory),
         results=chosen(node.results),
         copies=chosen(node.copies),
+        forward=chosen(node.forward),
+        light=chosen(node.light),
     )
 
 
@@ -180,6 +186,13 @@ class Steps(nn.Module):
                     result = last - last.mean(1, keepdim=True)
             seen.append(result)
         return seen[-1]
+
+
+def random_regime(case: Planning, seed: int) -> Regime:
+    """Some micro-batches, something to compute again of each region, and parameters that travel once or each time."""
+    choose = random.Random(seed)
+    again = {region.name: choose.choice(RECOMPUTE) for region in case.folded.regions}
+    return Regime(choose.choice([1, 1, 2, 4]), again, choose.random() < 0.3, choose.random() < 0.3)
 
 
 def random_planning(seed: int, blocks: int = 0) -> Planning:

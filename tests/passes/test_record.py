@@ -9,22 +9,22 @@ from torch import Tensor, nn
 from passes.cost.memory import memory_use
 from passes.cost.walk import Optimizer, walk
 from passes.ir.choices import Solution
-from passes.ir.plan import Stage
+from passes.ir.plan import ProgramPlan
 from passes.record import find_decisions, idle_axes, record, whole_ops
 from passes.solve import Limits, solve
 from tests.passes.helpers import Apply, mesh_of
 from tests.passes.planning import STATES, Planning, planning, random_planning
 
 
-def _stage(case: Planning, solution: Solution) -> Stage:
-    """The recorded stage of a solution."""
+def _recorded(case: Planning, solution: Solution) -> ProgramPlan:
+    """The recorded plan of a solution."""
     lowered = case.lowered(solution)
-    seconds = walk(lowered, case.folded.flowing, case.cluster, case.mesh, Optimizer(STATES))
+    seconds = walk(lowered, case.folded, case.cluster, case.mesh, Optimizer(STATES))
     memory = memory_use(case.problem, solution, STATES, case.mesh)
     plan = record(case.folded, case.problem, solution, lowered, seconds, memory, case.mesh, 1.0)
     assert sum(plan.seconds.values()) == pytest.approx(seconds.total)
     assert sum(plan.memory.values()) == pytest.approx(memory.peak)
-    return plan.stages[0]
+    return plan
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -33,7 +33,7 @@ def test_decisions_are_found_again(seed: int) -> None:
     case = random_planning(seed, blocks=2 if seed == 3 else 0)
     solution = solve(case.problem, case.cluster, case.mesh, Limits(1e30, STATES))
     solution = replace(solution, again=frozenset(case.changed_and_kept(solution.picks)))
-    found = find_decisions(random_planning(seed, blocks=2 if seed == 3 else 0).problem, _stage(case, solution))
+    found = find_decisions(random_planning(seed, blocks=2 if seed == 3 else 0).problem, _recorded(case, solution))
     assert isinstance(found, Solution)
     assert found.picks == solution.picks
     assert case.seconds(found) == pytest.approx(case.seconds(solution))
@@ -45,7 +45,8 @@ def test_decisions_that_do_not_fit_are_named(how: str) -> None:
     """The first key on which plan and problem differ."""
     case = random_planning(1)
     solution = solve(case.problem, case.cluster, case.mesh, Limits(1e30, STATES))
-    stage = _stage(case, solution)
+    plan = _recorded(case, solution)
+    (stage,) = plan.stages
     first = case.problem.nodes[0].key
     decisions = dict(stage.decisions)
     again: tuple[tuple[str, int], ...] = ()
@@ -58,7 +59,8 @@ def test_decisions_that_do_not_fit_are_named(how: str) -> None:
     else:
         again = (("odd/op", 0),)
     expected = "odd/op" if how.startswith("unknown") else first
-    assert find_decisions(case.problem, replace(stage, decisions=decisions, again=again)) == expected
+    other = replace(plan, stages=(replace(stage, decisions=decisions, again=again),))
+    assert find_decisions(case.problem, other) == expected
 
 
 def test_ops_that_are_computed_whole() -> None:
@@ -83,7 +85,8 @@ def test_rows_show_every_statement() -> None:
     """Each op of the program has a row under its key, in the block that it stands in; collectives are spelled out."""
     case = random_planning(3, blocks=3)
     solution = solve(case.problem, case.cluster, case.mesh, Limits(1e30, STATES))
-    stage = _stage(case, solution)
+    plan = _recorded(case, solution)
+    (stage,) = plan.stages
     shown = {row.name for block in stage.blocks for row in block.rows if row.kind == "op"}
     assert shown == {op.key for op in case.folded.ops}
     region = next(block for block in stage.blocks if block.name.endswith("*"))

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from passes.cost.liveness.graph import Gathered, Held, Leaf, Node, Skip, Value, make_again
+from passes.cost.liveness.graph import Held, Leaf, Node, Skip, Value, fetch
 from passes.cost.liveness.ledger import GRADIENTS, TRANSIENT, Ledger, Storage
 from passes.cost.liveness.profile import Form, Happening, Origin, Place, Prober
 
@@ -72,8 +72,11 @@ def _run(node: Node, ledger: Ledger, prober: Prober) -> None:
             node.gradients.pop(event.index, None)
         elif event.what is Happening.USE:
             kept = node.kept[event.index]
-            if isinstance(kept, Gathered) and event.index not in read:
-                read[event.index] = make_again(kept, ledger, prober)
+            if kept is not None and not isinstance(kept, Storage) and event.index not in read:
+                moment = ledger.moment
+                read[event.index] = fetch(kept, ledger, prober)
+                ledger.moment = moment
+            del kept
         elif event.what is Happening.RELEASE:
             kept, node.kept[event.index] = node.kept[event.index], None
             found = read.pop(event.index, kept if isinstance(kept, Storage) else None)

@@ -1,9 +1,22 @@
 """The forward pass of an abstract run: statement by statement, as the generated code runs, variables included."""
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from passes.cost.liveness.graph import Kept, Node, Noted, Skip, Value, place_of, play, settle
+from passes.cost.liveness.graph import (
+    Copy,
+    Kept,
+    Node,
+    Noted,
+    Recomputed,
+    Skip,
+    Value,
+    fetch,
+    place_of,
+    play,
+    settle,
+)
 from passes.cost.liveness.ledger import COMMUNICATION, TRANSIENT, Ledger, Storage
 from passes.cost.liveness.profile import Prober, Task
 from passes.ir.lowered import Body, Change, Compute, Loop, Variables
@@ -51,6 +64,7 @@ class Forward:
         held: Mapping[str, Value],
         updated: frozenset[str],
         regathers: bool,
+        training: bool,
     ) -> None:
         self.ledger = ledger
         self.prober = prober
@@ -58,6 +72,8 @@ class Forward:
         self.held = held
         self.updated = updated
         self.noted = Noted() if regathers else None
+        self.training = training
+        self.running: _FirstRun | _SecondRun | None = None
         self.count = 0
         self.loops = 0
         self._texts: dict[int, str] = {}
@@ -80,7 +96,8 @@ class Forward:
             self._texts[id(statement)] = self.prober.compute(statement, types, copied)
         op = statement.op
         operands = [frame.read(name) for name in dict.fromkeys(op.operands)]
-        results = self.run(op.key or op.kind, self._texts[id(statement)], operands, len(op.results), TRANSIENT)
+        text, again = self._texts[id(statement)], statement.recomputed
+        results = self.run(op.key or op.kind, text, operands, len(op.results), TRANSIENT, again=again)
         del operands
         for name in op.results:
             frame.assign(name, results.pop(0))
@@ -97,16 +114,17 @@ class Forward:
             (result,) = self.run(name, text, [value], 1, COMMUNICATION)
             if result.storage is not value.storage:
                 if self.noted is not None and statement.again:
-                    task = Task(text, (value.form,), (False,), 1)
-                    self.noted.note(result.storage, task, value.storage)
+                    self.noted.note(result.storage, Task(text, (value.form,), (False,), 1), [value.storage])
                 if not statement.parameter:
                     result.storage.turn(TRANSIENT)
                     settle([result.storage])
             frame.assign(target, result)
             value = result
 
-    def run(self, name: str, text: str, operands: Sequence[Value], results: int, kind: str) -> list[Value]:
-        """Run an expression: allocations, and what autograd keeps."""
+    def run(
+        self, name: str, text: str, operands: Sequence[Value], results: int, kind: str, *, again: bool = False
+    ) -> list[Value]:
+        """Run an expression: allocations, and what autograd keeps; with `again` not its result, which is made again."""
         self.ledger.moment = f"forward of {name}"
         task = Task(text, tuple(item.form for item in operands), tuple(item.flows for item in operands), results)
         profile = self.prober.forward(task)
@@ -114,13 +132,14 @@ class Forward:
         play(profile.events, own, self.ledger, kind)
         storages = [item.storage for item in operands]
         node: Node | None = None
+        if again and self.noted is not None:
+            remade = Task(text, task.operands, (False,) * len(operands), results)
+            self.noted.note(place_of(profile.results[0].place, own, storages), remade, storages)
         if any(task.flows):
-            kept: list[Kept | None] = []
-            for place in profile.kept:
-                storage = None if place is None else place_of(place, own, storages)
-                kept.append(self.noted.keep(storage) if self.noted is not None and storage is not None else storage)
+            found = [None if place is None else place_of(place, own, storages) for place in profile.kept]
             edges = [(item.maker, item.slot) if item.maker is not None else None for item in operands]
-            node = Node(self.next(), name, task, edges, kept, results)
+            node = Node(self.next(), name, task, edges, self.keep(found), results)
+            del found
         if kind == TRANSIENT:
             settle(list(own.values()))
         made = []
@@ -128,6 +147,12 @@ class Forward:
             storage = place_of(result.place, own, storages)
             made.append(Value(storage, result.form, node if result.flows else None, slot))
         return made
+
+    def keep(self, found: Sequence[Storage | None]) -> list[Kept | None]:
+        """What a node keeps instead of these tensors."""
+        if self.running is not None:
+            return self.running.keep(found)
+        return [item if item is None or self.noted is None else self.noted.keep(item) for item in found]
 
     def next(self) -> int:
         """The number of the next node."""
@@ -200,8 +225,11 @@ class Forward:
         for argument, value in zip(loop.body.arguments, given, strict=True):
             inner.assign(argument, value)
         del given
-        copied = self.updated | {own for own, name in names.items() if name in self.updated}
-        self.body(loop.body, inner, frozenset(copied))
+        copied = frozenset(self.updated | {own for own, name in names.items() if name in self.updated})
+        if loop.recompute == "full" and self.training:
+            self.running = _FirstRun(self.checkpoint(loop.body, inner, copied))
+        self.body(loop.body, inner, copied)
+        self.running = None
         returned = [inner.read(name) for name in loop.body.results]
         del inner
         for name in loop.body.results:
@@ -210,3 +238,63 @@ class Forward:
                 frame.variables[results[name]] = value
             if name in lists:
                 frame.lists[lists[name]].append(value)
+
+    def checkpoint(self, body: Body, frame: Frame, copied: frozenset[str]) -> Copy:
+        """A copy that is to be run again on its arguments, which are kept."""
+        of, held = frame.of, frame.held
+        arguments = {name: frame.read(name) for name in body.arguments}
+        like = {name: (value.form, value.maker, value.slot) for name, value in arguments.items()}
+        inputs = [self.noted.keep(item.storage) if self.noted else item.storage for item in arguments.values()]
+        nodes: list[int] = []
+
+        def run(copy: Copy) -> dict[tuple[int, int], Storage]:
+            again = Frame(of, held)
+            for (name, (form, maker, slot)), kept in zip(like.items(), copy.inputs, strict=True):
+                assert kept is not None
+                again.assign(name, Value(fetch(kept, self.ledger, self.prober), form, maker, slot))
+            second, noted = _SecondRun(len(copy.nodes)), self.noted
+            self.running, self.noted = second, None
+            with contextlib.suppress(_EnoughError):
+                self.body(body, again, copied)
+            self.running, self.noted = None, noted
+            return second.found
+
+        return Copy(list(inputs), run, nodes)
+
+
+class _EnoughError(Exception):
+    """All that is kept of a copy is there again."""
+
+
+class _FirstRun:
+    """A copy runs of which nothing is kept but its arguments."""
+
+    def __init__(self, copy: Copy) -> None:
+        self.copy = copy
+        self.count = 0
+
+    def keep(self, found: Sequence[Storage | None]) -> list[Kept | None]:
+        """The places of what is kept when the copy runs again."""
+        self.count += 1
+        if any(item is not None for item in found):
+            self.copy.nodes.append(self.count)
+        return [None if item is None else Recomputed(self.copy, (self.count, slot)) for slot, item in enumerate(found)]
+
+
+class _SecondRun:
+    """A copy runs again, until all is there that it keeps: the statements numbered in `nodes` keep something."""
+
+    def __init__(self, nodes: int) -> None:
+        self.left = nodes
+        self.count = 0
+        self.found: dict[tuple[int, int], Storage] = {}
+
+    def keep(self, found: Sequence[Storage | None]) -> list[Kept | None]:
+        """Hand out what is kept."""
+        self.count += 1
+        self.found.update({(self.count, slot): item for slot, item in enumerate(found) if item is not None})
+        if any(item is not None for item in found):
+            self.left -= 1
+            if not self.left:
+                raise _EnoughError
+        return list(found)

@@ -1,8 +1,8 @@
 """The autograd graph of an abstract run: values, the nodes that made them, and what the nodes keep."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from weakref import WeakKeyDictionary
+from weakref import ReferenceType, WeakKeyDictionary, ref
 
 from passes.cost.liveness.ledger import ACTIVATIONS, COMMUNICATION, TRANSIENT, Ledger, Storage
 from passes.cost.liveness.profile import Event, Form, Happening, Origin, Place, Prober, Task
@@ -43,43 +43,69 @@ class Value:
 
 
 @dataclass(eq=False, slots=True)
-class Gathered:
+class Made:
     """A result that the backward pass makes again: how and of what, how often it is kept, and itself while it is there
     again."""
 
     task: Task
-    source: Storage
+    sources: "tuple[Storage | Made, ...]"
     uses: int = 0
-    kept: "Storage | Gathered | None" = None
     again: Storage | None = None
 
+    def use(self) -> None:
+        """It is kept, by what it is made of."""
+        if not self.uses:
+            for source in self.sources:
+                if isinstance(source, Made):
+                    source.use()
+        self.uses += 1
 
-Kept = Storage | Gathered
+
+@dataclass(eq=False, slots=True)
+class Copy:
+    """A copy of a region of which only the inputs are kept: `run` runs it again, and gives what it keeps, by the number
+    of the statement and of the tensor. `nodes` are the statements that keep anything."""
+
+    inputs: "list[Storage | Made | None]"
+    run: Callable[["Copy"], dict[tuple[int, int], Storage]]
+    nodes: list[int] = field(default_factory=list)
+    kept: dict[tuple[int, int], Storage] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Recomputed:
+    """A tensor that a copy keeps when it is run again."""
+
+    copy: Copy
+    place: tuple[int, int]
+
+
+Kept = Storage | Made | Recomputed
 
 
 class Noted:
-    """The results of one forward pass that are made again. What they are made of stays as long as this does."""
+    """The results of one forward pass that are made again. Each holds what it is made of, until the next one is noted
+    after its end."""
 
     def __init__(self) -> None:
-        self._by_result: WeakKeyDictionary[Storage, Gathered] = WeakKeyDictionary()
-        self._all: list[Gathered] = []
+        self._by_result: WeakKeyDictionary[Storage, Made] = WeakKeyDictionary()
+        self._all: list[tuple[ReferenceType[Storage], Made]] = []
 
-    def note(self, result: Storage, task: Task, source: Storage) -> None:
+    def note(self, result: Storage, task: Task, sources: Sequence[Storage]) -> None:
         """Let `result` be made again wherever it would be kept."""
-        if result is not source:
-            gathered = Gathered(task, source)
-            self._by_result[result] = gathered
-            self._all.append(gathered)
+        if all(result is not source for source in sources):
+            self._all = [item for item in self._all if item[0]() is not None]
+            made = Made(task, tuple(self._by_result.get(source, source) for source in sources))
+            self._by_result[result] = made
+            self._all.append((ref(result), made))
 
-    def keep(self, storage: Storage) -> Kept:
+    def keep(self, storage: Storage) -> Storage | Made:
         """What is kept instead of a storage."""
-        gathered = self._by_result.get(storage)
-        if gathered is None:
+        made = self._by_result.get(storage)
+        if made is None:
             return storage
-        if gathered.kept is None:
-            gathered.kept = self.keep(gathered.source)
-        gathered.uses += 1
-        return gathered
+        made.use()
+        return made
 
 
 @dataclass(eq=False, slots=True)
@@ -130,19 +156,29 @@ def place_of(place: Place, own: Mapping[int, Storage], operands: Sequence[Storag
     return found
 
 
-def make_again(gathered: Gathered, ledger: Ledger, prober: Prober) -> Storage:
+def make_again(made: Made, ledger: Ledger, prober: Prober) -> Storage:
     """The result once more: until its last use it stays."""
-    result = gathered.again
+    result = made.again
     if result is None:
-        assert gathered.kept is not None
-        source = make_again(gathered.kept, ledger, prober) if isinstance(gathered.kept, Gathered) else gathered.kept
-        profile = prober.forward(gathered.task)
+        sources = [fetch(source, ledger, prober) for source in made.sources]
+        profile = prober.forward(made.task)
         own: dict[int, Storage] = {}
         play(profile.events, own, ledger, COMMUNICATION)
-        result = place_of(profile.results[0].place, own, (source,))
-    gathered.uses -= 1
-    gathered.again = result if gathered.uses > 0 else None
+        result = place_of(profile.results[0].place, own, sources)
+    made.uses -= 1
+    made.again = result if made.uses > 0 else None
     return result
+
+
+def fetch(kept: Kept, ledger: Ledger, prober: Prober) -> Storage:
+    """What was kept, or what is made of it."""
+    if isinstance(kept, Storage):
+        return kept
+    if isinstance(kept, Made):
+        return make_again(kept, ledger, prober)
+    if kept.copy.kept is None:
+        kept.copy.kept = kept.copy.run(kept.copy)
+    return kept.copy.kept.pop(kept.place)
 
 
 def settle(storages: Sequence[Storage]) -> None:

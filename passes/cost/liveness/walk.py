@@ -21,7 +21,7 @@ from passes.cost.liveness.ledger import (
 )
 from passes.cost.liveness.profile import Form, Prober
 from passes.ir.layout import Layout, local_shape
-from passes.ir.lowered import Change, Loop, Lowered, Variables
+from passes.ir.lowered import Change, Compute, Loop, Lowered, Variables
 from passes.ir.mesh import Mesh
 from passes.ir.program import TensorType, references
 
@@ -123,7 +123,8 @@ def peak_memory(
     states = [Storage(ledger, leaf.form.bytes, OPTIMIZER) for leaf in leaves for _ in range(update.states)]
     states += [Storage(ledger, 4, OPTIMIZER) for _ in leaves if update.counts]
     regathers = _regathers(lowered) and training
-    forward = Forward(ledger, prober, variables, held, frozenset(name for name, _ in lowered.updates), regathers)
+    updated = frozenset(name for name, _ in lowered.updates)
+    forward = Forward(ledger, prober, variables, held, updated, regathers, training)
     batch, local = _inputs(lowered, stored, ledger, mesh)
     frame = Frame(variables.whole, held)
     for name, value in local.items():
@@ -180,6 +181,10 @@ def _roots(outputs: Mapping[str, Value]) -> list[Value]:
 
 
 def _regathers(lowered: Lowered) -> bool:
-    """Whether anything is gathered again in the backward pass."""
+    """Whether anything is made again in the backward pass."""
     bodies = [lowered.body, *(item.body for item in lowered.body.statements if isinstance(item, Loop))]
-    return any(isinstance(item, Change) and item.again for body in bodies for item in body.statements)
+    return any(
+        (isinstance(item, Change) and item.again) or (isinstance(item, Compute) and item.recomputed)
+        for body in bodies
+        for item in body.statements
+    )

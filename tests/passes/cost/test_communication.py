@@ -1,17 +1,26 @@
 """Seconds of redistributions."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
-from passes.cost.cluster import CLUSTERS, Cluster, Link
-from passes.cost.communication import redistribution_seconds, step_seconds
+from passes.cost.cluster import CLUSTERS, Cluster, Link, Route
+from passes.cost.communication import (
+    MOST_LINES,
+    collective_lines,
+    collective_seconds,
+    redistribution_seconds,
+    step_lines,
+    step_seconds,
+)
 from passes.ir.layout import I, Letter, P, R, S
+from passes.ir.mesh import Mesh
 from passes.ir.redistribution import redistribution
 from tests.passes.helpers import mesh_of
 
 MESH = mesh_of(a=4)
-DEVICE = replace(CLUSTERS["h100"].device, bandwidth=1e12, launch=5e-6)
+DEVICE = replace(CLUSTERS["h100"].device, bandwidth=1e12, streaming=1.0, launch=5e-6)
 CLUSTER = Cluster("c", DEVICE, 8, Link(100e9, 2e-6), Link(100e9, 2e-6))
 SIZE = 4096 * 64 * 4
 
@@ -78,3 +87,142 @@ def test_links_of_the_axis_count() -> None:
     size = 64 * 64 * 4
     assert step_seconds(outer, 4, cluster, mesh) == pytest.approx(2 * (20e-6 + size / 2 / 10e9))
     assert step_seconds(inner, 4, cluster, mesh) == pytest.approx(2 * (7 * 2e-6 + size * 7 / 8 / 100e9))
+
+
+# --- algorithms ---
+
+NODE = Link(450e9, 3e-6, 0.8, 0.7, 8e-6, 0.5e-6, switch=0.68, switch_latency=25e-6)
+NETWORK = Link(50e9, 14e-6, 0.9, 0.8, 9e-6, 2.5e-6)
+
+
+def route(ways: int, nodes: int = 1, inside: Link = NODE, between: Link = NETWORK) -> Route:
+    """A group that lies in `nodes` nodes evenly."""
+    return Route(ways, nodes, ways // nodes, inside, between)
+
+
+def plain(link: Link) -> Link:
+    """A link without switches and without a protocol for short messages."""
+    return replace(link, quick=None, switch=0.0)
+
+
+def test_a_ring_in_a_node() -> None:
+    """Start, seven hops of eight devices, and 7/8 of the bytes at 0.8 of the bandwidth; an all-reduce goes twice."""
+    size = 1e9
+    once = 7 * 3e-6 + 7 / 8 * size / (0.8 * 450e9)
+    for collective in ("all_gather", "reduce_scatter"):
+        assert collective_seconds(collective, size, route(8)) == pytest.approx(8e-6 + once)
+    assert collective_seconds("all_reduce", size, route(8, inside=plain(NODE))) == pytest.approx(8e-6 + 2 * once)
+
+
+def test_short_messages_take_quick_hops() -> None:
+    """At half the bandwidth: worth it for 64 kB, not for 64 MB."""
+    quick = 8e-6 + 7 * 0.5e-6 + 2 * 7 / 8 * 65536 / (0.8 * 450e9)
+    assert collective_seconds("all_gather", 65536, route(8)) == pytest.approx(quick)
+    slow = 8e-6 + 7 * 3e-6 + 7 / 8 * 2**26 / (0.8 * 450e9)
+    assert collective_seconds("all_gather", 2**26, route(8)) == pytest.approx(slow)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "ways", "measured"),
+    [("h200", 4, 363), ("h200", 5, 414), ("h200", 6, 436), ("h200", 7, 460), ("h200", 8, 473), ("b200", 8, 838)],
+)
+def test_reductions_in_switches_are_as_fast_as_measured(cluster: str, ways: int, measured: float) -> None:
+    """Bus bandwidth of large all-reduces in GB/s, by nccl-tests on nodes of H200 and B200: within 3%."""
+    size = 16e9
+    seconds = collective_seconds("all_reduce", size, CLUSTERS[cluster].route(Mesh(("a",), (ways,)), 0))
+    assert 2 * (ways - 1) / ways * size / seconds / 1e9 == pytest.approx(measured, rel=0.03)
+
+
+@pytest.mark.parametrize(("collective", "measured"), [("all_gather", 361), ("reduce_scatter", 363)])
+def test_rings_are_as_fast_as_measured(collective: str, measured: float) -> None:
+    """Bus bandwidth in GB/s on 8 H200: within 1%."""
+    size = 16e9
+    seconds = collective_seconds(collective, size, CLUSTERS["h200"].route(Mesh(("a",), (8,)), 0))
+    assert 7 / 8 * size / seconds / 1e9 == pytest.approx(measured, rel=0.01)
+
+
+def test_a_ring_across_nodes() -> None:
+    """16 devices in two nodes: of 15 hops one is between nodes, and the eight cards of a node carry it together."""
+    size = 1e9
+    seconds = 9e-6 + 14 * 3e-6 + 14e-6 + 15 / 16 * size / min(0.8 * 450e9, 0.9 * 8 * 50e9)
+    assert collective_seconds("all_gather", size, route(16, 2)) == pytest.approx(seconds)
+    # One device in each of 16 nodes.
+    alone = 9e-6 + 15 * 14e-6 + 15 / 16 * size / (0.9 * 50e9)
+    assert collective_seconds("all_gather", size, route(16, 16)) == pytest.approx(alone)
+
+
+def test_trees_reduce_short_messages_among_many_nodes() -> None:
+    """Twice the six levels of 64 nodes in place of 126 hops, and all the bytes twice."""
+    between = plain(NETWORK)
+    far = route(64, 64, plain(NODE), between)
+    tree = 9e-6 + 2 * 6 * 14e-6 + 2 * 1e6 / (0.9 * 50e9)
+    assert collective_seconds("all_reduce", 1e6, far) == pytest.approx(tree)
+    ring = 9e-6 + 126 * 14e-6 + 2 * 63 / 64 * 1e10 / (0.9 * 50e9)
+    assert collective_seconds("all_reduce", 1e10, far) == pytest.approx(ring)
+    # With eight devices in each node, chains of seven more hops down and up.
+    wide = 9e-6 + 2 * 6 * 14e-6 + 2 * 7 * 3e-6 + 2 * 1e6 / (0.8 * 450e9)
+    assert collective_seconds("all_reduce", 1e6, route(512, 64, plain(NODE), between)) == pytest.approx(wide)
+
+
+def test_switches_inside_and_trees_between() -> None:
+    """Four nodes of eight: each device reduces an eighth over its own card, while the switches go on."""
+    size, between = 1e9, plain(NETWORK)
+    lines = collective_lines("all_reduce", route(32, 4, between=between))
+    fixed = 9e-6 + 25e-6 + 2 * 2 * 14e-6
+    assert lines[-1] == (pytest.approx(fixed), pytest.approx(max(9 / 8 / (0.68 * 450e9), 2 / 8 / (0.9 * 50e9))))
+    # Network switches that reduce as well take the bytes once.
+    sharp = replace(between, switch=0.9, switch_latency=20e-6)
+    lines = collective_lines("all_reduce", route(32, 4, between=sharp))
+    assert lines[-1] == (
+        pytest.approx(9e-6 + 25e-6 + 20e-6),
+        pytest.approx(max(9 / 8 / (0.68 * 450e9), 1 / 8 / (0.9 * 50e9))),
+    )
+    assert collective_seconds("all_reduce", size, route(32, 4, between=sharp)) <= fixed + size * lines[-1][1]
+
+
+def test_all_to_all_across_nodes_goes_over_each_card() -> None:
+    """Of 16 devices in two nodes: half of a device's part goes to the other node, over one card."""
+    size = 1e9
+    seconds = 9e-6 + 7 * 3e-6 + 8 * 14e-6 + 8 / 16 * size / (0.8 * 50e9)
+    assert collective_seconds("all_to_all", size, route(16, 2)) == pytest.approx(seconds)
+    inside = 8e-6 + 7 * 3e-6 + 7 / 8 * size / (0.7 * 450e9)
+    assert collective_seconds("all_to_all", size, route(8)) == pytest.approx(inside)
+
+
+def test_pairs_have_a_part_of_all_links() -> None:
+    """Seven links of 64 GB/s each: two devices have one of them, eight all."""
+    link = CLUSTERS["mi300x"].inside
+    for ways in (2, 4, 8):
+        fixed, each = collective_lines("all_gather", route(ways, inside=link))[0]
+        assert fixed == pytest.approx(link.start + (ways - 1) * link.latency)
+        assert each == pytest.approx((ways - 1) / ways / (link.efficiency * (ways - 1) * 64e9))
+
+
+@pytest.mark.parametrize("collective", ["all_gather", "reduce_scatter", "all_reduce", "all_to_all"])
+@pytest.mark.parametrize("cluster", ["a100", "h100", "mi300x", "rtx4090", "cpu", "gb200"])
+def test_more_bytes_never_take_less(cluster: str, collective: str) -> None:
+    """On any number of devices; and twice the bytes at most twice as long."""
+    for ways in (2, 4, 8, 16, 64, 1024):
+        path = CLUSTERS[cluster].route(Mesh(("a",), (ways,)), 0)
+        seconds = [collective_seconds(collective, 2.0**power, path) for power in range(36)]
+        assert all(less <= more <= 2 * less for less, more in pairwise(seconds))
+        assert len(collective_lines(collective, path)) <= MOST_LINES
+
+
+@pytest.mark.parametrize("collective", ["all_gather", "reduce_scatter", "all_reduce", "all_to_all"])
+def test_one_device_sends_nothing(collective: str) -> None:
+    """Nor does it start anything."""
+    assert collective_seconds(collective, 1e9, route(1)) == 0.0
+
+
+def test_a_step_takes_the_fastest_algorithm_for_its_size() -> None:
+    """The least of its lines, whose fixed part does not depend on the itemsize."""
+    mesh = mesh_of(a=8)
+    for size in (64, 1 << 22):
+        (step,) = redistribution((P,), (I,), (size, 8), mesh)
+        lines = step_lines(step, CLUSTERS["h100"], mesh)
+        for itemsize in (1, 2, 8):
+            expected = min(fixed + itemsize * each for fixed, each in lines)
+            assert step_seconds(step, itemsize, CLUSTERS["h100"], mesh) == expected
+            whole = CLUSTERS["h100"].route(mesh, 0)
+            assert expected == pytest.approx(collective_seconds("all_reduce", 8 * size * itemsize, whole))

@@ -20,7 +20,8 @@ from passes.cost.liveness import (
     Task,
     forward,
 )
-from passes.cost.liveness.graph import Gathered, Noted, make_again
+from passes.cost.liveness.graph import Made as MadeAgain
+from passes.cost.liveness.graph import Noted, make_again
 from passes.cost.liveness.ledger import ACTIVATIONS, GRADIENTS, TRANSIENT, Ledger, Storage
 from passes.cost.liveness.profile import Origin
 from passes.cost.liveness.walk import UPDATES
@@ -178,9 +179,9 @@ def test_what_is_made_again_stays_until_its_last_use() -> None:
     shard = Storage(ledger, 40, ACTIVATIONS)
     result = Storage(ledger, 80, ACTIVATIONS)
     noted = Noted()
-    noted.note(result, Task("all_gather(x0)", (Form.contiguous((10,), torch.float32),), (False,), 1), shard)
+    noted.note(result, Task("all_gather(x0)", (Form.contiguous((10,), torch.float32),), (False,), 1), [shard])
     first, second, other = noted.keep(result), noted.keep(result), noted.keep(shard)
-    assert isinstance(first, Gathered)
+    assert isinstance(first, MadeAgain)
     assert first is second
     assert other is shard
     del result, noted

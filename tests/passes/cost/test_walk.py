@@ -10,32 +10,20 @@ from torch import Tensor, nn
 from passes.candidates import Setting, candidates
 from passes.capture import Tracing, capture
 from passes.constrain import constrain
-from passes.cost.cluster import CLUSTERS
-from passes.cost.compute import Work, compute_seconds
+from passes.cost.cluster import CLUSTERS, Device
 from passes.cost.memory import memory_use, moments
-from passes.cost.walk import Optimizer, Seconds, walk
+from passes.cost.step import Seconds
+from passes.cost.walk import Optimizer, walk
 from passes.ir.choices import Solution
+from passes.ir.regime import Regime
 from passes.normalize import normalize
 from passes.regions import fold
 from tests.passes.helpers import mesh_of
 from tests.passes.planning import STATES, Planning, planning
 
 MESH = mesh_of(a=2)
-DEVICE = replace(CLUSTERS["h100"].device, flops={"float32": 1e12}, efficiency=0.5, bandwidth=1e11, launch=1e-6)
+DEVICE = Device("d", {"float32": 1e12}, 0.5, 80e9, 1e11, launch=1e-6, reserve=0.0)
 CLUSTER = replace(CLUSTERS["h100"], device=DEVICE, host=1e10)
-
-
-def test_roofline() -> None:
-    """The larger of the time to multiply and the time to read and write, and a launch per kernel."""
-    work = Work(1e9, 2e9, (1e6, 2e6), 1e6, (1e6,), torch.float32)
-    forward, backward = compute_seconds(work, DEVICE)
-    assert forward == pytest.approx(1e-6 + 1e9 / 0.5e12)
-    assert backward == pytest.approx(1e-6 + 2e9 / 0.5e12)
-    forward, backward = compute_seconds(replace(work, forward=0.0, backward=0.0), DEVICE)
-    assert forward == pytest.approx(1e-6 + 4e6 / 1e11)
-    assert backward == pytest.approx(1e-6 + 5e6 / 1e11)
-    assert compute_seconds(replace(work, gradients=()), DEVICE)[1] == 0.0
-    assert compute_seconds(replace(work, moves=False), DEVICE) == (0.0, 0.0)
 
 
 class Model(nn.Module):
@@ -62,14 +50,14 @@ def whole(case: Planning) -> Solution:
 def test_a_step_on_one_device_adds_up() -> None:
     """Compute, reading the batch, and the optimizer, by hand."""
     case = planning(Model(), {"x": torch.ones(32, 64)}, MESH, CLUSTER)
-    seconds = walk(case.lowered(whole(case)), case.folded.flowing, CLUSTER, MESH, Optimizer(2))
+    seconds = walk(case.lowered(whole(case)), case.folded, CLUSTER, MESH, Optimizer(2))
     x, weight, y = 32 * 64 * 4, 128 * 64 * 4, 32 * 128 * 4
     flops = 2 * 32 * 64 * 128
     linear = 1e-6 + max(flops / 0.5e12, (x + weight + y) / 1e11)
     total = 1e-6 + (y + 4) / 1e11
     assert seconds.forward_compute == pytest.approx(linear + total)
     linear_back = 1e-6 + max(flops / 0.5e12, (x + weight + y + weight) / 1e11)
-    total_back = 1e-6 + (y + 4 + y) / 1e11
+    total_back = 1e-6 + (4 + y) / 1e11
     assert seconds.backward_compute == pytest.approx(linear_back + total_back)
     assert seconds.inputs == pytest.approx(x / 1e10)
     assert seconds.optimizer == pytest.approx(weight * 7 / 1e11)
@@ -91,14 +79,20 @@ def test_memory_of_a_step_on_one_device() -> None:
 def test_moments_of_a_step() -> None:
     """Blocks lose what they keep as backward goes from the last to the first, and their gradients come."""
     found = {moment.name: moment for moment in moments(("before", "layers", "after"), (1, 4, 1))}
-    assert found["backward of after begins"].kept == [1.0, 1.0, 1.0]
+    kept = {name: (moment.kept[:3], moment.kept[3:]) for name, moment in found.items()}
+    assert kept["backward of after begins"] == ([1.0, 1.0, 1.0], [0.0, 0.0, 1.0])
     assert found["backward of after begins"].gradients == [0.0, 0.0, 0.0]
-    assert found["backward of layers begins"].kept == [1.0, 1.0, 0.0]
+    assert kept["backward of layers begins"] == ([1.0, 1.0, 0.0], [0.0, 0.25, 0.0])
     assert found["backward of layers begins"].gradients == [0.0, 0.0, 1.0]
-    assert found["backward of layers ends"].kept == [1.0, 0.25, 0.0]
+    assert kept["backward of layers ends"] == ([1.0, 0.25, 0.0], [0.0, 0.25, 0.0])
     assert found["backward of layers ends"].gradients == [0.0, 1.0, 1.0]
-    assert found["optimizer step"].kept == [0.0, 0.0, 0.0]
+    assert kept["optimizer step"] == ([0.0, 0.0, 0.0], [0.0, 0.0, 0.0])
     assert found["optimizer step"].gradients == [1.0, 1.0, 1.0]
+
+
+def test_gradients_stay_from_one_micro_batch_to_the_next() -> None:
+    """With several micro-batches all gradients are there at every moment."""
+    assert all(moment.gradients == [1.0, 1.0] for moment in moments(("a", "b"), (1, 2), Regime(micro_batches=2)))
 
 
 class Stack(nn.Module):
@@ -147,12 +141,15 @@ def test_a_region_costs_as_its_copies_do(linear: str, carry: str, weight: str) -
     one, other = planning(Stack(4), {"x": x}, MESH, CLUSTER), _unfolded(Stack(4), x)
     assert len(one.folded.regions) == 1
     assert not other.folded.regions
-    costs = [
-        walk(case.lowered(decided(case)), case.folded.flowing, CLUSTER, MESH, Optimizer(STATES))
-        for case in (one, other)
-    ]
+    costs = [walk(case.lowered(decided(case)), case.folded, CLUSTER, MESH, Optimizer(STATES)) for case in (one, other)]
     for name in Seconds.__dataclass_fields__:
-        assert getattr(costs[0], name) == pytest.approx(getattr(costs[1], name), rel=1e-12), name
+        if name not in ("exposed_gathers", "exposed_reductions", "hidden_communication"):
+            assert getattr(costs[0], name) == pytest.approx(getattr(costs[1], name), rel=1e-12), name
+    # Folded, the traffic of parameters is hidden by the copies before and behind; of no part more than of all.
+    traffic = [cost.exposed_gathers + cost.exposed_reductions + cost.hidden_communication for cost in costs]
+    assert traffic[0] == pytest.approx(traffic[1], rel=1e-12)
+    assert costs[1].hidden_communication == 0.0
+    assert 0.0 <= costs[0].hidden_communication <= 0.75 * traffic[0] * (1 + 1e-12)
     memories = [memory_use(case.problem, decided(case), STATES, MESH) for case in (one, other)]
     for name in ("parameters", "optimizer", "inputs", "outputs", "buffers"):
         assert getattr(memories[0], name) == pytest.approx(getattr(memories[1], name)), name
@@ -169,9 +166,7 @@ def test_recomputing_costs_its_forward_once_more() -> None:
     picks[case.problem.index["x"]] = names[case.problem.index["x"]].index("S(0)")
     (redone,) = case.changed_and_kept(tuple(picks))
     kept, again = (Solution(tuple(picks), frozenset(made), 0.0, 0.0) for made in ((), (redone,)))
-    costs = [
-        walk(case.lowered(choice), case.folded.flowing, CLUSTER, MESH, Optimizer(STATES)) for choice in (kept, again)
-    ]
+    costs = [walk(case.lowered(choice), case.folded, CLUSTER, MESH, Optimizer(STATES)) for choice in (kept, again)]
     assert costs[1].backward_communication - costs[0].backward_communication == pytest.approx(
         costs[0].forward_communication
     )

@@ -41,6 +41,7 @@ def example() -> Plan:
         {"parameters": 2**30, "activations": 0.5},
         "optimizer step",
         0.0,
+        0.0,
         5e-3,
     )
     parameters = {
@@ -93,7 +94,7 @@ def test_equal_plans_give_equal_text() -> None:
         ("not json", "this is no plan: not JSON"),
         ("[]", "it has no format_version"),
         ('{"model": "x"}', "it has no format_version"),
-        ('{"format_version": 99}', "format version 99, this autopar reads 3: plan again"),
+        ('{"format_version": 99}', "format version 99, this autopar reads 4: plan again"),
     ],
 )
 def test_what_is_no_plan_is_refused(text: str, message: str) -> None:

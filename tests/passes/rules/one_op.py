@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from autopar.runtime import Axis
 from autopar.runtime.axis import axes_of
 from passes.emit import Naming, emit
-from passes.ir.choices import Edge, Group, Memory, Node, Problem, Solution, Strategy
+from passes.ir.choices import Cover, Edge, Group, Memory, Node, Problem, Solution, Strategy
 from passes.ir.layout import Layout, gradient
 from passes.ir.mesh import Mesh
 from passes.ir.program import Argument, Folded, Input, Op, Program, Ref, TensorType, find_overload, has_gradient
@@ -124,7 +124,9 @@ def problem_of(one: OneOp, strategy: Strategy) -> Problem:
     for index, (name, layout) in enumerate(zip(one.op.results, strategy.results, strict=True)):
         sink = add(f"output {name[1:]}", "output", name, (layout,), ())
         use(node, index, sink, 0, name)
-    return Problem(nodes, edges, groups, ["before"], [1], {item.key: index for index, item in enumerate(nodes)})
+    return Problem(
+        nodes, edges, groups, ["before"], [1], {item.key: index for index, item in enumerate(nodes)}, [Cover()]
+    )
 
 
 @dataclass

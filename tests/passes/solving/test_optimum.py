@@ -8,10 +8,10 @@ import torch
 
 from passes.ir.choices import Group
 from passes.ir.program import TensorType
-from passes.solve import network_of, optimum
 from passes.solving.arrays import Arrays, EdgeArrays, GroupArrays
 from passes.solving.bounds import Bounds
 from passes.solving.network import drop_dominated, eliminate, restore
+from passes.solving.optimum import network_of, optimum
 
 GROUP = Group("x", TensorType((1,), torch.float32), 1, 0, True, 4, False, False)
 
@@ -39,6 +39,7 @@ def random_arrays(seed: int, nodes: int = 7, layouts: int = 3) -> Arrays:
                 GroupArrays(
                     GROUP, producer, made, edges, tuple(() for _ in range(layouts)), seconds, none,
                     np.zeros(layouts), np.zeros(layouts), none > 0, none.astype(int),
+                    none, none, none,
                 )
             )  # fmt: skip
     costs = [cost(size) + 0.1 for size in sizes]

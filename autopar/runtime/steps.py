@@ -1,0 +1,72 @@
+"""One step of training: the batch goes through the program micro-batch by micro-batch, forward and backward each."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from autopar.runtime.generated import Cut, MicroBatching
+
+# Runs a program on this rank's part of its inputs, and returns the leaves of its output.
+Run = Callable[[Sequence[Tensor]], Sequence[object]]
+
+
+def forward_backward(
+    batching: MicroBatching, inputs: Sequence[Tensor], totals: Run | None, program: Run
+) -> list[object]:
+    """Run `program` on every micro-batch, and backward from its part of the loss; returns the leaves for the batch.
+
+    `inputs` are this rank's parts of the inputs for the whole batch. `totals` come first and say what the micro-batches
+    sum to; each gets that whole. Gradients are added to `.grad`. The leaves are without gradient.
+    """
+    cut = [
+        [tensor] * batching.count if where is None else parts(tensor, where, batching.count)
+        for tensor, where in zip(inputs, batching.inputs, strict=True)
+    ]
+    batches = list(zip(*cut, strict=True))
+    sums: list[Tensor] = []
+    if totals is not None:
+        with torch.no_grad():
+            found = [totals([batch[place] for place in batching.reads]) for batch in batches]
+        sums = [_sum(leaves) for leaves in zip(*found, strict=True)]
+    results: list[list[object]] = []
+    for batch in batches:
+        leaves = program([*batch, *sums])
+        loss = leaves[batching.loss]
+        assert isinstance(loss, Tensor)
+        loss.backward()  # type: ignore[no-untyped-call]
+        results.append([leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves])
+        # What the backward pass has used is gone before the next micro-batch begins.
+        del leaves, loss
+    return [_joined(leaves, where) for leaves, where in zip(zip(*results, strict=True), batching.outputs, strict=True)]
+
+
+def parts(tensor: Tensor, where: Cut, count: int) -> list[Tensor]:
+    """What each of `count` micro-batches has of this rank's part of a tensor."""
+    shape, dim = tensor.shape, where.dim
+    groups = tensor.reshape(*shape[:dim], where.before * where.groups, count, -1, *shape[dim + 1 :])
+    part = (*shape[:dim], shape[dim] // count, *shape[dim + 1 :])
+    return [groups.select(dim + 1, number).reshape(part).contiguous() for number in range(count)]
+
+
+def together(tensors: Sequence[Tensor], where: Cut) -> Tensor:
+    """The reverse of `parts`."""
+    shape, dim, count = tensors[0].shape, where.dim, len(tensors)
+    groups = [tensor.reshape(*shape[:dim], where.before * where.groups, 1, -1, *shape[dim + 1 :]) for tensor in tensors]
+    return torch.cat(groups, dim + 1).reshape(*shape[:dim], shape[dim] * count, *shape[dim + 1 :])
+
+
+def _joined(leaves: Sequence[object], where: Cut | str) -> object:
+    if not isinstance(leaves[0], Tensor) or where == "R":
+        return leaves[-1]
+    if isinstance(where, Cut):
+        return together([leaf for leaf in leaves if isinstance(leaf, Tensor)], where)
+    return _sum(leaves)
+
+
+def _sum(leaves: Sequence[object]) -> Tensor:
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    result = tensors[0]
+    for tensor in tensors[1:]:
+        result = result + tensor
+    return result

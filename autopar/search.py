@@ -1,0 +1,257 @@
+"""What no single integer program decides: the shape of the mesh, how many micro-batches there are, what is computed
+again, and when parameters travel.
+
+Each of these is tried with an integer program of its own, those that promise most first. What cannot be better than
+the best so far is given up as soon as a bound says so: the step without any memory limit bounds all that computes
+something again, and more micro-batches never take less time than fewer do.
+"""
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import product
+
+import torch
+
+from autopar.clock import Clock
+from autopar.meshes import finer, shapes
+from autopar.request import Request
+from passes.candidates import Setting, candidates, letter_token
+from passes.constrain import constrain
+from passes.cost.memory import memory_use
+from passes.ir.choices import Problem, Solution
+from passes.ir.demands import Demands
+from passes.ir.errors import InfeasibleError, MicroBatchError
+from passes.ir.mesh import Mesh
+from passes.ir.program import Folded, Program
+from passes.ir.regime import RECOMPUTE, Regime
+from passes.micro_batches import MicroBatches, batch_size, micro_batches
+from passes.recompute import check_patterns, levels
+from passes.regions import fold
+from passes.solve import Limits, solve_below
+
+logger = logging.getLogger("autopar")
+
+# Regions whose levels of recompute are chosen one by one; of more, all get the same.
+_APART = 2
+# A searched mesh has at most so many axes.
+_AXES = 4
+# How many times as many devices are tried when no plan fits.
+_MORE = (2, 4, 8, 16, 32, 64)
+
+
+@dataclass(frozen=True)
+class Part:
+    """The program of one micro-batch (`micro` is None for the whole batch), folded."""
+
+    micro: MicroBatches | None
+    program: Program
+    folded: Folded
+
+
+@dataclass(frozen=True)
+class Found:
+    """The best choice: on which mesh, for which part of the batch, of which problem."""
+
+    mesh: Mesh
+    part: Part
+    demands: Demands
+    problem: Problem
+    solution: Solution
+
+
+@dataclass
+class Search:
+    """The search for one program in training or inference; `refused` says why the batch stays in one piece."""
+
+    program: Program
+    request: Request
+    master: torch.dtype | None
+    clock: Clock
+    refused: str = ""
+    parts: dict[int, Part] = field(default_factory=dict)
+    errors: list[InfeasibleError] = field(default_factory=list)
+
+    def best(self) -> Found:
+        """The best choice on the mesh that is given, or on any shape of it.
+
+        Raises InfeasibleError where none fits, which says what would.
+        """
+        request = self.request
+        if request.recompute is not None:
+            part = self._part(1)
+            assert part is not None
+            check_patterns(part.folded.regions, request.recompute)
+        found = self.on_any(request.mesh.size) if request.any_shape else self.on(request.mesh, float("inf"))
+        if found is None:
+            raise self._with_hint(min(self.errors, key=lambda error: error.missing))
+        return found
+
+    # --- meshes ---
+
+    def on_any(self, devices: int) -> Found | None:
+        """The best choice on any mesh of so many devices.
+
+        All shapes of up to two axes are tried. The axes of the best one are then cut in two as long as that helps, up
+        to four; for that nodes may do anything on the new axes, and on the others what they did before.
+        """
+        best: Found | None = None
+        for mesh in shapes(devices, self.request.cluster.node_size):
+            found = self.on(mesh, float("inf") if best is None else best.solution.seconds)
+            best = found or best
+        while best is not None:
+            parent = best
+            for mesh, origins in finer(parent.mesh, self.request.cluster.node_size, _AXES):
+                found = self._refined(parent, mesh, origins, best.solution.seconds)
+                best = found or best
+            if best is parent:
+                break
+        return best
+
+    def _refined(self, parent: Found, mesh: Mesh, origins: Sequence[int | None], cutoff: float) -> Found | None:
+        offers = {}
+        for index, node in enumerate(parent.problem.nodes):
+            methods = parent.solution.strategy(parent.problem, index).methods
+            tokens = [method.partition("@")[0] for method in methods]
+            if node.kind != "op":
+                layout = (*parent.solution.strategy(parent.problem, index).results,)
+                layout = layout or parent.solution.strategy(parent.problem, index).operands
+                tokens = [letter_token(letter) for letter in layout[0]]
+            offers[node.key] = [None if origin is None else frozenset({tokens[origin]}) for origin in origins]
+        regime = parent.solution.regime
+        problem, demands = self._problem(mesh, parent.part, offers)
+        solution = self._solved(problem, mesh, regime, cutoff)
+        return None if solution is None else Found(mesh, parent.part, demands, problem, solution)
+
+    # --- regimes ---
+
+    def on(self, mesh: Mesh, cutoff: float) -> Found | None:
+        """The best choice on `mesh`; None where none fits or takes less than `cutoff` seconds."""
+        best: Found | None = None
+        for count in self._counts():
+            part = self._part(count)
+            if part is None:
+                break
+            problem, demands = self._problem(mesh, part)
+            free = self._unlimited(problem, mesh, count, part.folded, cutoff)
+            if free is None:
+                # More micro-batches take no less time.
+                break
+            for regime in [free.regime] if self._fits(problem, free, mesh) else self._regimes(count, part.folded):
+                fits = regime is free.regime
+                solution = free if fits else self._solved(problem, mesh, regime, cutoff)
+                if solution is not None:
+                    best, cutoff = Found(mesh, part, demands, problem, solution), solution.seconds
+                if fits:
+                    return best
+        return best
+
+    def _counts(self) -> Iterator[int]:
+        if self.request.micro_batches is not None or self.request.objective != "train":
+            yield self.request.micro_batches or 1
+            return
+        batch = batch_size(self.program) if any(item.type.shape for item in self.program.inputs) else 1
+        yield from (count for count in range(1, batch + 1) if batch % count == 0)
+
+    def _part(self, count: int) -> Part | None:
+        """The program of one of `count` micro-batches; None where the graph does not show that it may be cut."""
+        if self.refused and count > 1 and self.request.micro_batches is None:
+            return None
+        if count not in self.parts:
+            micro = None
+            if count > 1:
+                try:
+                    micro = self.clock("micro-batches", lambda: micro_batches(self.program, count))
+                except MicroBatchError as error:
+                    if self.request.micro_batches is not None:
+                        raise
+                    self.refused = str(error)
+                    return None
+            program = self.program if micro is None else micro.program
+            demands = constrain(program, self.request.constraints, self.request.mesh)
+            self.parts[count] = Part(micro, program, self.clock("regions", lambda: fold(program, demands.label)))
+        return self.parts[count]
+
+    def _levels(self, folded: Folded) -> Iterator[Mapping[str, str]]:
+        """What may be computed again of each region, what takes least memory first."""
+        if self.request.recompute is not None or self.request.objective != "train":
+            yield levels(folded.regions, self.request.recompute or {})
+            return
+        names = [region.name for region in folded.regions if region.count > 1]
+        if len(names) <= _APART:
+            yield from (dict(zip(names, each, strict=True)) for each in product(RECOMPUTE[::-1], repeat=len(names)))
+        else:
+            yield from (dict.fromkeys(names, level) for level in RECOMPUTE[::-1])
+
+    def _regimes(self, count: int, folded: Folded) -> Iterator[Regime]:
+        """All ways to run so many micro-batches: ZeRO-3, 2 and 1."""
+        travel = [(False, False)] if count == 1 else [(False, False), (True, False), (True, True)]
+        for again in self._levels(folded):
+            yield from (Regime(count, again, *once) for once in travel)
+
+    def _unlimited(self, problem: Problem, mesh: Mesh, count: int, folded: Folded, cutoff: float) -> Solution | None:
+        """The best choice whatever memory it takes: nothing that is not asked for is computed again, and parameters
+        travel once."""
+        again = list(self._levels(folded))[-1]
+        regime = Regime(count, again, count > 1, count > 1)
+        limits = Limits(float("inf"), self.request.optimizer_states)
+        cluster = self.request.cluster
+        return self.clock("solve", lambda: solve_below(problem, cluster, mesh, limits, regime, cutoff))
+
+    def _solved(self, problem: Problem, mesh: Mesh, regime: Regime, cutoff: float) -> Solution | None:
+        limits = Limits(self.request.memory_limit, self.request.optimizer_states)
+        cluster = self.request.cluster
+        try:
+            return self.clock("solve", lambda: solve_below(problem, cluster, mesh, limits, regime, cutoff))
+        except InfeasibleError as error:
+            self.errors.append(error)
+            return None
+
+    def _fits(self, problem: Problem, solution: Solution, mesh: Mesh) -> bool:
+        return memory_use(problem, solution, self.request.optimizer_states, mesh).peak <= self.request.memory_limit
+
+    def _problem(
+        self, mesh: Mesh, part: Part, offers: Mapping[str, Sequence[frozenset[str] | None]] | None = None
+    ) -> tuple[Problem, Demands]:
+        request = self.request
+        demands = constrain(part.program, request.constraints, mesh)
+        states, reduce = request.optimizer_states, request.precision.reduce
+        setting = Setting(mesh, request.cluster, states, self.master, reduce, offers or {})
+        return self.clock("candidates", lambda: candidates(part.folded, demands, setting)), demands
+
+    # --- what would fit ---
+
+    def _with_hint(self, error: InfeasibleError) -> InfeasibleError:
+        """The error with the nearest thing that fits, found by solving."""
+        request = self.request
+        freed = replace(request, micro_batches=None, recompute=None)
+        if (request.micro_batches, request.recompute) != (None, None) and request.objective == "train":
+            found = replace(self, request=freed, parts={}, errors=[]).on(request.mesh, float("inf"))
+            if found is not None:
+                return InfeasibleError(
+                    f"{error}; it would fit with {regime_text(found.solution.regime)}", error.missing
+                )
+        sizes = request.mesh.sizes
+        for factor in _MORE:
+            mesh = Mesh(request.mesh.names, (sizes[0] * factor, *sizes[1:]))
+            wider = replace(self, request=replace(freed, mesh=mesh), parts={}, errors=[])
+            found = wider.on(mesh, float("inf"))
+            if found is not None:
+                how = regime_text(found.solution.regime)
+                return InfeasibleError(
+                    f"{error}; it would fit on {mesh.size} devices ({mesh})" + (f" with {how}" if how else ""),
+                    error.missing,
+                )
+        most = sizes[0] * _MORE[-1]
+        return InfeasibleError(
+            f"{error}; nor does any fit with up to {most * request.mesh.size // sizes[0]} devices: take a smaller "
+            "batch, shorter sequences, or a smaller model",
+            error.missing,
+        )
+
+
+def regime_text(regime: Regime) -> str:
+    """A regime for people: "4 micro-batches, full recompute of model.layers.*"; nothing for the plain one."""
+    parts = [f"{regime.micro_batches} micro-batches"] if regime.micro_batches > 1 else []
+    parts += [f"{level} recompute of {name}" for name, level in regime.recompute.items() if level != "none"]
+    return ", ".join(parts)

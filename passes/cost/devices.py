@@ -1,0 +1,134 @@
+"""Figures of devices and links.
+
+Peaks (dense), memory, bandwidth of memory and of links, and the largest rates of matrix products that were measured
+(271 of 312 TFLOP/s on A100, 795 of 989 on H100, 1745 of 2250 on B200, 668 of 1300 on MI300X, in bfloat16) are from the
+tables of stas00/ml-engineering (compute/accelerator, network, at 744d01e1), the peaks of torchtitan
+(tools/utils.py), and NVIDIA/dgxc-benchmarking. What collectives reach of a link is from nccl-tests on nodes of eight
+(see `passes.cost.communication`), hop latencies are those of NCCL's tuning (tuning.cc).
+
+Recalled from data sheets and papers, not read there: all rates in float32 and float64; multiprocessors; A100-SXM-40GB
+and H100-NVL memory bandwidth; H20 but for its bfloat16 rate; RTX 4090; what attention and streaming reach
+(FlashAttention-2 and -3: 190 of 312 TFLOP/s on A100 and about 330 of 989 on H100 with heads of 128, forward and
+backward); links of A800, H800, MI300X and of cards without NVLink; the network cards of Blackwell nodes.
+"""
+
+from collections.abc import Mapping
+
+from passes.cost.hardware import GIB, Device, Link
+
+
+def _idle(units: int, tile: int) -> float:
+    """What the last wave of tiles leaves idle of `units` multiprocessors on average, in elements of the result."""
+    return units * tile / 2
+
+
+# Elements of the result that one multiprocessor makes at a time.
+_WIDE, _SQUARE, _LARGE = 128 * 256, 128 * 128, 256 * 256
+# Elements of the sum in whose time a tile begins and ends.
+_DEPTH = 128.0
+
+
+def _flops(half: float, single: float, double: float, quarter: float | None = None) -> Mapping[str, float]:
+    """Rates from TFLOP/s in 16, 32, 64 and 8 bits."""
+    rates = {"bfloat16": half, "float16": half, "float32": single, "float64": double}
+    if quarter is not None:
+        rates |= {"float8_e4m3fn": quarter, "float8_e5m2": quarter}
+    return {dtype: rate * 1e12 for dtype, rate in rates.items()}
+
+
+def _device(
+    name: str,
+    flops: Mapping[str, float],
+    gigabytes: float,
+    terabytes: float,
+    efficiency: float,
+    idle: float,
+    attention: float,
+    softmax: float,
+    reserve: float = 4 * GIB,
+) -> Device:
+    return Device(
+        name,
+        flops,
+        efficiency=efficiency,
+        memory=gigabytes * 1e9,
+        bandwidth=terabytes * 1e12,
+        launch=5e-6,
+        reserve=reserve,
+        fill=idle,
+        depth=_DEPTH,
+        attention=attention,
+        softmax=softmax,
+        streaming=0.85,
+    )
+
+
+_AMPERE = _flops(312, 19.5, 9.7)
+_HOPPER = _flops(989, 67, 34, 1979)
+_BLACKWELL = _flops(2250, 80, 40, 4500)
+
+# Of the CPU, rates were measured on two cores.
+DEVICES: Mapping[str, Device] = {
+    "a100": _device("A100-SXM-80GB", _AMPERE, 80, 2.0, 0.87, _idle(108, _WIDE), 0.68, 16),
+    "a100-40gb": _device("A100-SXM-40GB", _AMPERE, 40, 1.555, 0.87, _idle(108, _WIDE), 0.68, 16),
+    "a100-pcie": _device("A100-PCIe-80GB", _AMPERE, 80, 1.94, 0.81, _idle(108, _WIDE), 0.63, 16),
+    "a100-pcie-40gb": _device("A100-PCIe-40GB", _AMPERE, 40, 1.555, 0.81, _idle(108, _WIDE), 0.63, 16),
+    "h100": _device("H100-SXM", _HOPPER, 80, 3.35, 0.80, _idle(132, _WIDE), 0.42, 32),
+    "h100-pcie": _device("H100-PCIe", _flops(756, 51, 26, 1513), 80, 2.0, 0.70, _idle(114, _WIDE), 0.42, 32),
+    "h100-nvl": _device("H100-NVL", _flops(835, 60, 30, 1671), 94, 3.9, 0.75, _idle(132, _WIDE), 0.42, 32),
+    "h100-hbm2e": _device("H100-SXM-96GB-HBM2e", _HOPPER, 96, 2.4, 0.70, _idle(132, _WIDE), 0.38, 32),
+    "h200": _device("H200-SXM", _HOPPER, 141, 4.8, 0.80, _idle(132, _WIDE), 0.42, 32),
+    "h20": _device("H20", _flops(148, 44, 1, 296), 96, 4.0, 0.90, _idle(78, _WIDE), 0.80, 16),
+    "b200": _device("B200", _BLACKWELL, 180, 8.0, 0.78, _idle(148, _LARGE), 0.50, 32),
+    "b300": _device("B300", _flops(2250, 77, 1.2, 4500), 288, 8.0, 0.79, _idle(148, _LARGE), 0.55, 32),
+    "gb200": _device("GB200", _flops(2500, 80, 40, 5000), 186, 8.0, 0.73, _idle(152, _LARGE), 0.50, 32),
+    "mi300x": _device("MI300X", _flops(1300, 163.4, 81.7, 2610), 192, 5.3, 0.51, _idle(304, _LARGE), 0.35, 32),
+    "l40s": _device("L40S", _flops(362, 91.6, 1.4, 733), 48, 0.864, 0.65, _idle(142, _SQUARE), 0.50, 16, 2 * GIB),
+    "rtx4090": _device("RTX-4090", _flops(165.2, 82.6, 1.3, 330), 24, 1.008, 0.95, _idle(128, _SQUARE), 0.85, 8, GIB),
+    "cpu": Device(
+        "CPU core",
+        {"float32": 60e9, "float64": 30e9, "bfloat16": 15e9, "float16": 15e9},
+        efficiency=0.8,
+        memory=8 * GIB,
+        bandwidth=8e9,
+        launch=5e-6,
+        reserve=1 * GIB,
+        attention=0.5,
+    ),
+    "ideal": Device("ideal", _HOPPER, 1.0, 1e18, 1e12, launch=0.0, reserve=0.0),
+}
+
+
+def _nvlink(bandwidth: float, efficiency: float, exchange: float, switch: float = 0.0) -> Link:
+    """NVLink through switches; hops of 3.4 us, 0.6 us in the protocol for short messages, 25 us for a reduction in the
+    switches."""
+    return Link(bandwidth, 3.4e-6, efficiency, exchange, 8.4e-6, 0.6e-6, switch, 25e-6 if switch else 0.0)
+
+
+def _network(bandwidth: float) -> Link:
+    """InfiniBand or RoCE; hops of 14 us, 2.7 us for short messages."""
+    return Link(bandwidth, 14e-6, 0.9, 0.8, 8.4e-6, 2.7e-6)
+
+
+def _pcie(bandwidth: float, efficiency: float) -> Link:
+    """PCIe, shared by what crosses the root complex; hops of 5.7 us, 1.0 us for short messages."""
+    return Link(bandwidth, 5.7e-6, efficiency, efficiency, 8.4e-6, 1.0e-6)
+
+
+LINKS: Mapping[str, Link] = {
+    "nvlink3": _nvlink(300e9, 0.78, 0.70),
+    "nvlink4": _nvlink(450e9, 0.80, 0.70, 0.68),
+    "nvlink5": _nvlink(900e9, 0.70, 0.60, 0.61),
+    "nvlink3 of the A800": _nvlink(200e9, 0.78, 0.70),
+    "nvlink4 of the H800": _nvlink(200e9, 0.80, 0.70, 0.68),
+    "xgmi": Link(448e9, 3.4e-6, 0.70, 0.70, 8.4e-6, 1.0e-6, pair=64e9),
+    "pcie4": _pcie(31e9, 0.75),
+    "pcie4 through the host": _pcie(31e9, 0.40),
+    "pcie5": _pcie(63e9, 0.75),
+    "hdr": _network(25e9),
+    "ndr": _network(50e9),
+    "xdr": _network(100e9),
+    "gloo inside": Link(1e9, 200e-6),
+    "gloo between": Link(1e8, 500e-6),
+    "free": Link(float("inf"), 0.0),
+}

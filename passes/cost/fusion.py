@@ -1,0 +1,198 @@
+"""Which tensors never reach memory when chains of ops are compiled into one kernel.
+
+A compiler joins ops that go over the same elements: pointwise ops, casts, copies, concatenations, and reductions of
+rows with what stands before and after them. So norms, softmax, losses, dropout and rotary embeddings, written out or
+not, read their input once and write their result once; that is also what hand-written fused kernels do. What lies
+between is made again in the backward pass from what the chain read. Matrix products, attention, lookups and everything
+else read from memory and write to it.
+
+This is a property of the program alone, whatever layouts are chosen: prices stay sums over ops. Where ranks exchange a
+tensor in the middle of a chain, it is written and read after all; that is not counted.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+from passes.ir.program import Folded, Op, Region, TensorType, references
+from passes.rules import find_rule
+from passes.rules.pointwise import TABLE
+from passes.rules.rule import Rule
+from passes.rules.strides import strided
+
+# What is not pointwise and goes over rows, or moves elements.
+_JOINED = frozenset(
+    {
+        *TABLE,
+        *("to", "where", "cat", "stack", "pad", "constant_pad_nd", "reshape"),
+        *("sum", "mean", "amax", "amin", "var", "var_mean", "linalg_vector_norm"),
+        *("layer_norm", "rms_norm", "softmax", "log_softmax", "_softmax", "_log_softmax", "logsumexp"),
+        *("cross_entropy_loss", "nll_loss", "nll_loss_nd"),
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Fused:
+    """What of an op in a chain reaches memory.
+
+    - `operands`, `results`: those that it does not read from there, and does not write there.
+    - `starts`: whether it is the one that starts the kernel.
+    - `read_again`, `read_back`: the operands and results of it that the backward pass reads from memory, to make again
+      what the chain needs there.
+    """
+
+    operands: frozenset[int] = frozenset()
+    results: frozenset[int] = frozenset()
+    starts: bool = True
+    read_again: frozenset[int] = frozenset()
+    read_back: frozenset[int] = frozenset()
+
+
+def fusion(folded: Folded) -> dict[str, Fused]:
+    """For the ops of `folded` that are joined to others, by their first result, what of them stays in registers."""
+    copied = strided(folded)
+    bodies = list(_bodies(folded))
+    found: dict[str, Fused] = {}
+    for number, ops in enumerate(bodies):
+        outside = {name for other, body in enumerate(bodies) if other != number for op in body for name in op.operands}
+        found |= _chains(ops, folded.types, copied, outside | _handed_on(folded), folded.flowing)
+    return found
+
+
+def _bodies(folded: Folded) -> Iterator[Sequence[Op]]:
+    """The ops of every region, and the runs of ops between them."""
+    for inside, items in groupby(folded.items, lambda item: isinstance(item, Region)):
+        if inside:
+            yield from (item.ops for item in items if isinstance(item, Region))
+        else:
+            yield [item for item in items if isinstance(item, Op)]
+
+
+def _handed_on(folded: Folded) -> set[str]:
+    """What regions give to their next copy and to the outside, and what the program returns and keeps."""
+    names = {name for value in folded.program.outputs for name in references(value)}
+    names.update(update.value for update in folded.program.updates)
+    for region in folded.regions:
+        names.update(carry.initial for carry in region.carries)
+        names.update(carry.next for carry in region.carries)
+        names.update(export.value for export in region.exports)
+    return names
+
+
+@dataclass(frozen=True)
+class _Link:
+    """An op in a chain: its first op, the op's rule and operands (what views are of), and which of them it takes from
+    the ops before it in the chain."""
+
+    chain: int
+    op: Op
+    rule: Rule
+    operands: tuple[str, ...]
+    inner: frozenset[int]
+
+
+def _chains(
+    ops: Sequence[Op], types: Mapping[str, TensorType], copied: Set[str], outside: Set[str], flowing: Set[str]
+) -> dict[str, Fused]:
+    """The ops of one body that are in chains."""
+    links, written = _links(ops, types, copied, outside)
+    found: dict[str, Fused] = {}
+    chains = sorted({link.chain for link in links})
+    for chain in chains:
+        found |= _chain([link for link in links if link.chain == chain], written, flowing)
+    return found
+
+
+def _links(
+    ops: Sequence[Op], types: Mapping[str, TensorType], copied: Set[str], outside: Set[str]
+) -> tuple[list[_Link], set[str]]:
+    """Every op that can be joined, with its chain, and the tensors that are needed outside of the chain they come from.
+
+    Two ops are joined where one reads what the other makes, and no way from one to the other leads over an op that
+    cannot be joined: as many of these come before both of them, on the longest way.
+    """
+    roots: dict[str, str] = {}
+    makers: dict[str, int] = {}
+    depths: list[int] = []
+    joined: list[bool] = []
+    chains = list(range(len(ops)))
+    links: list[_Link] = []
+    written: set[str] = set()
+    for place, op in enumerate(ops):
+        rule = find_rule(op, types)
+        operands = tuple(roots.get(name, name) for name in op.operands)
+        view = rule is not None and not rule.moves and not (op.kind == "reshape" and op.operands[0] in copied)
+        joins = not view and rule is not None and not rule.multiplications and op.kind in _JOINED
+        before = [makers[name] for name in operands if name in makers]
+        depths.append(max((depths[maker] + (not joined[maker]) for maker in before), default=0))
+        joined.append(joins)
+        if view:
+            roots.update(dict.fromkeys(op.results, operands[0]))
+        else:
+            makers.update(dict.fromkeys(op.results, place))
+        written.update(roots.get(name, name) for name in op.results if name in outside)
+        inner = set[int]()
+        for slot, name in enumerate(() if view else operands):
+            maker = makers.get(name)
+            if joins and maker is not None and joined[maker] and depths[maker] == depths[place]:
+                inner.add(slot)
+                _join(chains, maker, place)
+            else:
+                written.add(name)
+        if joins and rule is not None:
+            links.append(_Link(place, op, rule, operands, frozenset(inner)))
+    return [replace(link, chain=_first(chains, link.chain)) for link in links], written
+
+
+def _chain(links: Sequence[_Link], written: Set[str], flowing: Set[str]) -> dict[str, Fused]:
+    """What of the ops of one chain reaches memory."""
+    makers = {name: link for link in links for name in link.op.results}
+    used = {name for link in links for name in link.operands}
+    again: set[str] = set()
+    waiting = [name for link in links for name in _saved(link, flowing)]
+    made = set[str]()
+    while waiting:
+        name = waiting.pop()
+        if name in makers and name not in written and name in used:
+            waiting += () if name in made else makers[name].operands
+            made.add(name)
+        else:
+            again.add(name)
+    found: dict[str, Fused] = {}
+    read: set[str] = set()
+    for number, link in enumerate(links):
+        absent, reread = set(link.inner), set[int]()
+        for slot, name in enumerate(link.operands):
+            if name in read or slot in link.inner:
+                absent.add(slot)
+            elif name in again:
+                reread.add(slot)
+            read.add(name)
+        results = dict(enumerate(link.op.results))
+        kept = frozenset(index for index, name in results.items() if name in used and name not in written)
+        reread_results = frozenset(index for index, name in results.items() if name in again)
+        found[link.op.results[0]] = Fused(frozenset(absent), kept, number == 0, frozenset(reread), reread_results)
+    return found
+
+
+def _saved(link: _Link, flowing: Set[str]) -> Iterator[str]:
+    """What the gradient of an op is made from."""
+    if not any(name in flowing for name in link.op.results):
+        return
+    for item in link.rule.saved:
+        if not item.needed_by or any(link.op.operands[slot] in flowing for slot in item.needed_by):
+            yield link.op.results[item.index] if item.result else link.operands[item.index]
+
+
+def _first(chains: list[int], place: int) -> int:
+    """The first op of the chain that an op is in."""
+    while chains[place] != place:
+        chains[place] = chains[chains[place]]
+        place = chains[place]
+    return place
+
+
+def _join(chains: list[int], one: int, other: int) -> None:
+    one, other = _first(chains, one), _first(chains, other)
+    chains[max(one, other)] = min(one, other)

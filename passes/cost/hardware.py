@@ -1,0 +1,136 @@
+"""What a device and a link are: figures that prices are made from.
+
+Rates are in units per second (FLOP/s, bytes/s), sizes in bytes, latencies in seconds. Figures of what is known are in
+`passes.cost.devices`; `autopar profile` measures them.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from passes.ir.errors import ClusterError
+
+GIB = 1024**3
+
+
+def check_positive(about: str, figures: Mapping[str, float]) -> None:
+    """Raise ClusterError for a figure that is zero, negative or no number."""
+    for name, value in figures.items():
+        if not value > 0:
+            raise ClusterError(f"{about}: {name} is {value}, but must be a number above zero")
+
+
+def check_no_less(about: str, figures: Mapping[str, float]) -> None:
+    """Raise ClusterError for a figure that is negative or no number."""
+    for name, value in figures.items():
+        if not value >= 0:
+            raise ClusterError(f"{about}: {name} is {value}, but must be zero or a number above it")
+
+
+def check_part(about: str, figures: Mapping[str, float]) -> None:
+    """Raise ClusterError for a part of a peak that is zero or more than all of it."""
+    for name, value in figures.items():
+        if not 0 < value <= 1:
+            raise ClusterError(f"{about}: {name} is {value}, but must be a part above 0 and at most 1")
+
+
+@dataclass(frozen=True)
+class Device:
+    """One accelerator.
+
+    - `flops`: the peak by dtype ("bfloat16"), dense; dtypes that are missing run at the rate of float32.
+    - `efficiency`: the part of the peak that a large matrix product reaches; `efficiencies` of dtypes that reach
+      another.
+    - `memory`, `bandwidth`: bytes, and bytes/s at best.
+    - `launch`: seconds that starting one kernel takes.
+    - `reserve`: bytes that a plan may not use (context, communication buffers, allocator).
+    - `fill`: a product takes as long as one with so many more elements in its result: what the last wave of tiles
+      leaves idle.
+    - `depth`: and as one that sums over so many more elements: beginning and ending a tile.
+    - `attention`: the part of the peak that fused attention reaches with wide heads.
+    - `softmax`: what exponentials cost it, as a number of elements that its heads would be wider.
+    - `streaming`: the part of `bandwidth` that reading and writing large tensors reaches.
+    """
+
+    name: str
+    flops: Mapping[str, float]
+    efficiency: float
+    memory: float
+    bandwidth: float
+    launch: float
+    reserve: float
+    fill: float = 0.0
+    depth: float = 0.0
+    attention: float = 1.0
+    softmax: float = 0.0
+    streaming: float = 1.0
+    efficiencies: Mapping[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if "float32" not in self.flops:
+            raise ClusterError(f"device {self.name!r}: flops has no 'float32', at which other dtypes would run")
+        about = f"device {self.name!r}"
+        check_positive(about, {f"flops[{dtype!r}]": rate for dtype, rate in self.flops.items()})
+        check_positive(about, {"efficiency": self.efficiency, "memory": self.memory, "bandwidth": self.bandwidth})
+        check_positive(about, {f"efficiencies[{dtype!r}]": part for dtype, part in self.efficiencies.items()})
+        check_part(about, {"attention": self.attention, "streaming": self.streaming})
+        check_no_less(about, {"launch": self.launch, "reserve": self.reserve})
+        check_no_less(about, {"fill": self.fill, "depth": self.depth, "softmax": self.softmax})
+
+    def peak(self, dtype: torch.dtype) -> float:
+        """FLOP/s in `dtype` at best."""
+        return self.flops.get(_name(dtype), self.flops["float32"])
+
+    def rate(self, dtype: torch.dtype) -> float:
+        """FLOP/s that a large matrix product reaches in `dtype`."""
+        return self.efficiencies.get(_name(dtype), self.efficiency) * self.peak(dtype)
+
+    @property
+    def stream(self) -> float:
+        """Bytes/s at which large tensors are read and written."""
+        return self.bandwidth * self.streaming
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+@dataclass(frozen=True)
+class Link:
+    """What connects devices.
+
+    - `bandwidth`: bytes/s that each can send; `pair` those that go to one other at most (None: all of them).
+    - `latency`: seconds for one hop.
+    - `efficiency`: the part of `bandwidth` that rings and trees reach with large messages, `exchange` that all-to-all
+      reaches.
+    - `start`: seconds to begin a collective.
+    - `quick`: seconds for one hop in the protocol for short messages, which has half the bandwidth (None: there is
+      none).
+    - `switch`: the part of `bandwidth` that a reduction in the switches reaches (0: they cannot); `switch_latency` the
+      seconds that one takes to get going.
+    """
+
+    bandwidth: float
+    latency: float
+    efficiency: float = 1.0
+    exchange: float = 1.0
+    start: float = 0.0
+    quick: float | None = None
+    switch: float = 0.0
+    switch_latency: float = 0.0
+    pair: float | None = None
+
+    def __post_init__(self) -> None:
+        check_positive("a link", {"bandwidth": self.bandwidth})
+        if self.pair is not None:
+            check_positive("a link", {"pair": self.pair})
+        check_part("a link", {"efficiency": self.efficiency, "exchange": self.exchange})
+        check_no_less("a link", {"latency": self.latency, "start": self.start, "quick": self.quick or 0.0})
+        check_no_less("a link", {"switch": self.switch, "switch_latency": self.switch_latency})
+
+    def among(self, devices: int) -> float:
+        """Bytes/s that each of `devices` can send to the others of them."""
+        if self.pair is None:
+            return self.bandwidth
+        return min(self.bandwidth, max(1, devices - 1) * self.pair)

@@ -1,0 +1,109 @@
+"""Seconds of a step from those of its parts: what repeats, and what of the traffic of parameters is hidden.
+
+While one copy of a region computes, the parameters of the next one are gathered, and in the backward pass the gradients
+of the one before are reduced (prefetch, as FSDP does it: Zhao et al. 2023, section 3.3). Of n copies the traffic of one
+is never covered: the first gather has nothing before it, the last reduction nothing behind it. Only computation covers;
+collectives between ops of the region do not, as they may use the same link. What covers is taken to be what a device
+computes where nothing is computed twice, so that it is no choice: a plan cannot hide traffic by computing more.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+from passes.ir.regime import Regime
+
+
+@dataclass(frozen=True)
+class Part:
+    """Seconds of one block of a program in one micro-batch, its `count` copies together.
+
+    `gather` is what parameters take to come together in the forward pass, `gather_again` what they take for it in the
+    backward pass, `reduce` the reductions of their gradients. `recompute` is what is computed of the forward pass again
+    in the backward pass; collectives that run again count as communication of the backward pass. `cover` and
+    `cover_again` are the computation that hides traffic, forward and backward.
+    """
+
+    count: int = 1
+    forward_compute: float = 0.0
+    backward_compute: float = 0.0
+    forward_communication: float = 0.0
+    backward_communication: float = 0.0
+    recompute: float = 0.0
+    gather: float = 0.0
+    gather_again: float = 0.0
+    reduce: float = 0.0
+    cover: float = 0.0
+    cover_again: float = 0.0
+
+    def __add__(self, other: "Part") -> "Part":
+        return Part(self.count, *(getattr(self, name) + getattr(other, name) for name in _SUMMED))
+
+    def __mul__(self, times: float) -> "Part":
+        return Part(self.count, *(getattr(self, name) * times for name in _SUMMED))
+
+
+_SUMMED = tuple(item.name for item in fields(Part) if item.name != "count")
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """Seconds of a step, by what they are spent on; `hidden_communication` runs meanwhile and is no part of `total`."""
+
+    forward_compute: float = 0.0
+    backward_compute: float = 0.0
+    recompute: float = 0.0
+    forward_communication: float = 0.0
+    backward_communication: float = 0.0
+    exposed_gathers: float = 0.0
+    exposed_reductions: float = 0.0
+    inputs: float = 0.0
+    optimizer: float = 0.0
+    hidden_communication: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """Seconds of the whole step."""
+        return sum(self.spent().values())
+
+    def spent(self) -> dict[str, float]:
+        """The seconds that make up the step, under names for people."""
+        return {
+            item.name.replace("_", " "): getattr(self, item.name)
+            for item in fields(self)
+            if item.name != "hidden_communication"
+        }
+
+
+def exposed(traffic: float, cover: float, count: int) -> float:
+    """Seconds of `traffic` that `cover` seconds of computation, both of `count` copies, do not hide."""
+    return traffic / count + max(0.0, traffic - cover) * (count - 1) / count
+
+
+def compose(parts: Sequence[Part], regime: Regime, inputs: float, optimizer: float) -> Seconds:
+    """The step whose micro-batches consist of `parts`; `inputs` and `optimizer` are seconds of the whole step.
+
+    The first micro-batch gathers, the last reduces, the others do so where the regime has it so.
+    """
+    times = regime.micro_batches
+    gathers = reductions = traffic = 0.0
+    for part in parts:
+        again = 0.0 if regime.gather_once else part.gather_again
+        gather = 0.0 if regime.gather_once else part.gather
+        gathers += exposed(part.gather, part.cover, part.count)
+        gathers += (times - 1) * exposed(gather, part.cover, part.count)
+        between = 0.0 if regime.reduce_once else part.reduce
+        reductions += exposed(again + part.reduce, part.cover_again, part.count)
+        reductions += (times - 1) * exposed(again + between, part.cover_again, part.count)
+        traffic += part.gather + (times - 1) * gather + times * again + part.reduce + (times - 1) * between
+    return Seconds(
+        times * sum(part.forward_compute for part in parts),
+        times * sum(part.backward_compute for part in parts),
+        times * sum(part.recompute for part in parts),
+        times * sum(part.forward_communication for part in parts),
+        times * sum(part.backward_communication for part in parts),
+        gathers,
+        reductions,
+        inputs,
+        optimizer,
+        max(0.0, traffic - gathers - reductions),
+    )

@@ -1,0 +1,365 @@
+"""micro_batches: a program in normal form and a number in, the program of one micro-batch out.
+
+Micro-batches are seen as ranks of one more axis. The inputs are split along their batch, parameters are `R`, and the
+sharding rules say what that makes of every tensor: `S` has a part for each micro-batch, `P` is a sum over them, `R` is
+the same in all. Micro-batches run one after the other, so nothing can be sent between them while they run. What needs
+the whole batch is therefore no step of one micro-batch, with one exception: a sum over the batch that follows from the
+inputs alone, such as the number of labels that count. These *totals* come from a program of their own, which runs
+before all others, and are inputs of the program of one micro-batch.
+
+So the loss is a sum over the samples (`P`), and the gradients of all micro-batches add up to those of the whole batch.
+Sizes that a trace has as numbers are those of the whole batch, so that a mean divides by what it divides by there.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+
+import torch
+from torch.utils import _pytree as pytree
+
+from passes.ir.choices import Strategy
+from passes.ir.errors import MicroBatchError
+from passes.ir.layout import Letter, P, R, S, fits, local_shape
+from passes.ir.mesh import Mesh
+from passes.ir.program import (
+    Argument,
+    Input,
+    Op,
+    Parameter,
+    Program,
+    Ref,
+    TensorType,
+    draws,
+    flow,
+    has_linear_gradients,
+    references,
+    rename,
+)
+from passes.ir.unused import without_unused
+from passes.rules import find_rule
+from passes.rules.local_sizes import local_arguments
+from passes.rules.rule import Choice, Role, Rule, digit, passing, split
+
+# Ops that make a tensor from nothing, the same all over or at random: one of another size is made as well.
+_MADE = {"zeros", "ones", "full", "empty", "rand", "randn"}
+
+
+@dataclass(frozen=True)
+class MicroBatches:
+    """The batch in `count` micro-batches of `samples` each.
+
+    `program` is that of one micro-batch. Its last inputs are the totals, which the outputs of `totals` (of one
+    micro-batch too) sum to; None where there are none. `inputs` says how the others are cut: `S(dim)`, or `R` for
+    what every micro-batch gets whole. `outputs` says how each leaf comes together: `S` side by side, `P` summed, `R`
+    equal in all. `loss` is the leaf that is the loss.
+    """
+
+    count: int
+    samples: int
+    program: Program
+    totals: Program | None
+    inputs: Mapping[str, Letter]
+    outputs: tuple[Letter, ...]
+    loss: int
+
+
+def micro_batches(program: Program, count: int) -> MicroBatches:
+    """Cut the batch of `program`, which is in normal form, into `count` parts.
+
+    Raises MicroBatchError where the batch does not divide, and where the rules do not show that the loss is a sum over
+    the samples, by totals of the inputs: the message names the op that needs the whole batch.
+    """
+    batch = batch_size(program)
+    if batch % count:
+        raise MicroBatchError(
+            f"a batch of {batch} cannot be cut into {count} micro-batches: choose a number that divides it"
+        )
+    if count == 1:
+        raise MicroBatchError("one micro-batch is the whole batch: nothing is cut")
+    rules = [find_rule(op, program.types) for op in program.ops]
+    if count != batch:
+        # Which samples are in which micro-batch must not matter.
+        _Cutter(program, rules, batch, count).run()
+    return _Cutter(program, rules, count, count).run()
+
+
+def batch_size(program: Program) -> int:
+    """How many samples there are: the size of the first dim of the first input that has one."""
+    sizes = [item.type.shape[0] for item in program.inputs if item.type.shape]
+    if not sizes:
+        raise MicroBatchError("no input has a batch to cut: use one micro-batch")
+    return sizes[0]
+
+
+def _batch_dims(program: Program) -> dict[str, Letter]:
+    """How the inputs are cut: along the first dim that is as large as the batch, of their first two.
+
+    Whether that is right need not be known here: the rules either show that the loss is a sum over it, or refuse.
+    """
+    batch = batch_size(program)
+    found = {}
+    for item in program.inputs:
+        dims = [dim for dim, size in enumerate(item.type.shape[:2]) if size == batch]
+        found[item.name] = S(dims[0]) if dims else R
+    return found
+
+
+class _WholeBatchError(Exception):
+    """An op cannot run on a micro-batch."""
+
+
+@dataclass(frozen=True)
+class _Adapted:
+    """A choice that fits an op's operands, and which tensors these are then."""
+
+    choice: Choice
+    operands: tuple[str, ...]
+
+
+class _Cutter:
+    """Follows the rules on the axis of micro-batches, and writes down what one of them runs."""
+
+    def __init__(self, program: Program, rules: Sequence[Rule | None], ways: int, asked: int) -> None:
+        self.program = program
+        self.rules = {op.results[0]: rule for op, rule in zip(program.ops, rules, strict=True)}
+        self.ways = ways
+        self.asked = asked
+        self.mesh = Mesh(("micro_batch",), (ways,))
+        self.inputs = _batch_dims(program)
+        # Types are those of the whole batch; those of the micro-batch follow from the letters.
+        self.types = dict(program.types)
+        self.letters: dict[str, Letter] = {name: self.inputs.get(name, R) for name in program.types}
+        self.makers = {name: op for op in program.ops for name in op.results}
+        sources: tuple[Parameter | Input, ...] = (*program.parameters, *program.inputs)
+        self.flowing = {item.name for item in sources if item.trainable}
+        flow(program.ops, self.flowing, program.types)
+        self.weighed = {item.name for item in program.parameters}
+        for op in program.ops:
+            if any(name in self.weighed for name in op.operands):
+                self.weighed.update(op.results)
+        self.ops: list[Op] = []
+        self.parts: dict[tuple[str, Letter], str] = {}
+        self.totals: dict[str, str] = {}
+
+    def run(self) -> MicroBatches:
+        program = self.program
+        if program.updates:
+            raise self._error(f"each pass changes the buffer {program.updates[0].buffer}")
+        for op in program.ops:
+            try:
+                self._op(op)
+            except _WholeBatchError as error:
+                raise self._error(f"{op.key} {error}") from None
+        loss = self._loss()
+        outputs = tuple(self._joined(value) for value in program.outputs)
+        totals = tuple(Input(name, name, self.types[name]) for name in self.totals.values())
+        types = {name: self._local(name) for name in self.types}
+        inputs = tuple(replace(item, type=types[item.name]) for item in program.inputs)
+        whole = replace(program, inputs=inputs, ops=tuple(self.ops), types=types)
+        cut = without_unused(replace(whole, inputs=(*inputs, *totals)))
+        samples = batch_size(program) // self.ways
+        return MicroBatches(self.ways, samples, cut, self._totals(whole), self.inputs, outputs, loss)
+
+    def _error(self, why: str) -> MicroBatchError:
+        return MicroBatchError(
+            f"the batch cannot be cut into {self.asked} micro-batches, because it is not shown that the loss is a sum "
+            f"over the samples: {why}; use one micro-batch"
+        )
+
+    def _local(self, name: str) -> TensorType:
+        type = self.types[name]
+        return replace(type, shape=local_shape(type.shape, (self.letters[name],), self.mesh))
+
+    # --- ops ---
+
+    def _op(self, op: Op) -> None:
+        if all(self.letters[name] == R for name in op.operands):
+            if not has_linear_gradients(op) and any(name in self.flowing for name in op.results):
+                raise _WholeBatchError("may change its gradient in a way that micro-batches cannot add up")
+            self.ops.append(op)
+            return
+        adapted = self._adapted(op)
+        if adapted is None:
+            raise _WholeBatchError("needs the whole batch")
+        self._write(op, adapted, op.results, op.key)
+
+    def _adapted(self, op: Op) -> _Adapted | None:
+        """The first choice that the letters of the operands allow, as they are before with a total in place."""
+        for totals in (False, True):
+            for choice in self._choices(op):
+                if not self._is_alone(op, choice):
+                    continue
+                names = [
+                    self._as(name, letter, totals) for name, letter in zip(op.operands, choice.operands, strict=True)
+                ]
+                found = tuple(name for name in names if name is not None)
+                if len(found) == len(names):
+                    return _Adapted(choice, found)
+        return None
+
+    def _choices(self, op: Op) -> list[Choice]:
+        """What may be done with splits and sums that come in: go along with the split, let the sum pass, or take both
+        as they are in the whole batch."""
+        rule = self.rules[op.results[0]]
+        found: dict[Choice, None] = {}
+        if rule is not None:
+            for slot, name in enumerate(op.operands):
+                letter = self.letters[name]
+                place = digit(rule.operands[slot], letter, self.ways) if letter.kind == "S" else None
+                choice = split(rule, *place, self.ways) if place is not None else None
+                if choice is not None:
+                    found[choice] = None
+            found.update(dict.fromkeys(passing(rule, index) for index in range(len(rule.linear))))
+        found[Choice("R", (R,) * len(op.operands), (R,) * len(op.results))] = None
+        return list(found)
+
+    def _is_alone(self, op: Op, choice: Choice) -> bool:
+        """Whether a micro-batch can do it without the others."""
+        rule = self.rules[op.results[0]]
+        if rule is None or not choice.factor:
+            return True
+        factor = rule.factors[choice.factor]
+        if factor.role is Role.INSIDE or factor.ordered or rule.bodies.get(choice.factor, "mean") != "mean":
+            return False
+        letters = zip((*op.operands, *op.results), (*choice.operands, *choice.results), strict=True)
+        return all(fits(self.types[name].shape, (letter,), self.mesh) for name, letter in letters)
+
+    def _as(self, name: str, letter: Letter, totals: bool) -> str | None:
+        """The tensor `name` with another letter, if it is there without the other micro-batches."""
+        own = self.letters[name]
+        if own == letter:
+            return name
+        if own == R and letter.kind == "S":
+            return self._part(name, letter)
+        if own == P and letter == R and totals:
+            return self._total(name)
+        return None
+
+    def _write(self, op: Op, adapted: _Adapted, results: tuple[str, ...], key: str) -> None:
+        """The op on a micro-batch; a mean over samples is a sum that is divided by the number in the whole batch."""
+        choice, slots = adapted.choice, iter(adapted.operands)
+        for name, own, letter in zip(results, op.results, choice.results, strict=True):
+            self.types[name], self.letters[name] = self.types[own], letter
+            if own in self.flowing:
+                self.flowing.add(name)
+        arguments = {item: rename(value, lambda _: Ref(next(slots))) for item, value in op.arguments.items()}
+        strategy = Strategy(
+            (choice.name,),
+            tuple((letter,) for letter in choice.operands),
+            tuple((letter,) for letter in choice.results),
+        )
+        arguments = local_arguments(op, arguments, strategy, (choice,), self.types, self.mesh)
+        rule = self.rules[op.results[0]]
+        if rule is None or choice.factor not in rule.bodies:
+            self.ops.append(replace(op, arguments=arguments, results=results, key=key))
+            return
+        (result,) = results
+        summed = self._named(f"{result}_summed", self.types[result], self.letters[result])
+        target = "aten.sum.default" if op.target == "aten.mean.default" else "aten.sum.dim_IntList"
+        self.ops.append(replace(op, target=target, arguments=arguments, results=(summed,), key=f"{key}.sum"))
+        size = prod(self.types[op.operands[0]].shape) // max(prod(self.types[result].shape), 1)
+        divided: dict[str, Argument] = {"self": Ref(summed), "other": size}
+        self.ops.append(replace(op, target="aten.div.Scalar", arguments=divided, results=results, key=key))
+
+    def _named(self, name: str, type: TensorType, letter: Letter) -> str:
+        """A new tensor."""
+        assert name not in self.types, name
+        self.types[name], self.letters[name] = type, letter
+        return name
+
+    # --- parts of what is the same in all micro-batches ---
+
+    def _part(self, name: str, letter: Letter) -> str | None:
+        """A micro-batch's part of a tensor that is the same in all of them, if that does not depend on which it is."""
+        if (name, letter) in self.parts:
+            return self.parts[name, letter]
+        op = self.makers.get(name)
+        if op is None or not fits(self.types[name].shape, (letter,), self.mesh):
+            return None
+        found = f"{name}_part" if letter.major == 1 else f"{name}_part_{letter.major}"
+        if op.kind in _MADE and not op.operands:
+            self._named(found, self.types[name], letter)
+            arguments = {**op.arguments, "size": local_shape(self.types[name].shape, (letter,), self.mesh)}
+            self.ops.append(replace(op, arguments=arguments, results=(found,), key=f"{op.key}.part"))
+        else:
+            rule = self.rules[op.results[0]]
+            place = digit(rule.results[0], letter, self.ways) if rule is not None and len(op.results) == 1 else None
+            choice = split(rule, *place, self.ways) if rule is not None and place is not None else None
+            if choice is None or not self._is_alone(op, choice):
+                return None
+            names = [self._as(own, wanted, False) for own, wanted in zip(op.operands, choice.operands, strict=True)]
+            operands = tuple(own for own in names if own is not None)
+            if len(operands) != len(names):
+                return None
+            self._write(op, _Adapted(choice, operands), (found,), f"{op.key}.part")
+        self.parts[name, letter] = found
+        return found
+
+    # --- totals ---
+
+    def _total(self, name: str) -> str | None:
+        """The sum over the whole batch, if it follows from the inputs alone."""
+        if name in self.weighed or name in self.flowing or self.types[name].size != 1:
+            return None
+        if name not in self.totals:
+            chosen = "total"
+            while chosen in self.types:
+                chosen = f"total_{len(self.totals)}" if chosen == "total" else f"{chosen}_"
+            self.totals[name] = self._named(chosen, self.types[name], R)
+        return self.totals[name]
+
+    def _totals(self, whole: Program) -> Program | None:
+        """The program of the totals, over those inputs that it reads."""
+        if not self.totals:
+            return None
+        outputs = tuple(Ref(name) for name in self.totals)
+        found = without_unused(replace(whole, outputs=outputs, changes=(), output_names=tuple(self.totals.values())))
+        read = {name for op in found.ops for name in op.operands}
+        for op in found.ops:
+            if draws(op):
+                raise self._error(f"{op.key} draws random numbers that a sum over the whole batch depends on")
+            if any(name in self.totals.values() for name in op.operands):
+                raise self._error(f"{op.key} makes a sum over the batch from another one")
+        inputs = tuple(item for item in found.inputs if item.name in read)
+        kept = {item.name for item in inputs} | {name for op in found.ops for name in op.results}
+        buffers = tuple(item for item in found.buffers if item.name in read)
+        kept |= {item.name for item in buffers} | set(found.constants)
+        return replace(
+            found,
+            inputs=inputs,
+            parameters=(),
+            buffers=buffers,
+            output_tree=_tuple_of(len(outputs)),
+            types={name: type for name, type in found.types.items() if name in kept},
+        )
+
+    # --- what comes out ---
+
+    def _joined(self, value: Argument) -> Letter:
+        """How a leaf of the output comes together."""
+        names = list(references(value))
+        return self.letters[names[0]] if names else R
+
+    def _loss(self) -> int:
+        """The place of the loss among the leaves: what is called so, or else the only scalar."""
+        program = self.program
+        scalars = [
+            index
+            for index, value in enumerate(program.outputs)
+            if isinstance(value, Ref) and program.types[value.name].shape == () and value.name in self.flowing
+        ]
+        named = [index for index in scalars if program.output_names[index] == "loss"]
+        if not named and len(scalars) != 1:
+            raise self._error("there is no output called loss")
+        (place,) = named or scalars
+        value = program.outputs[place]
+        assert isinstance(value, Ref)
+        if self.letters[value.name] != P:
+            raise self._error("the loss does not depend on the batch")
+        return place
+
+
+def _tuple_of(count: int) -> pytree.TreeSpec:
+    """The structure of a tuple of `count` tensors."""
+    return pytree.tree_structure(tuple(torch.empty(0) for _ in range(count)))

@@ -1,0 +1,84 @@
+"""recompute: a lowered program and a level for each region in, what the backward pass computes again marked.
+
+- "none": autograd keeps what it needs.
+- "selective": what is cheap is computed again: all that multiplies no matrices, sends nothing and draws nothing.
+  Results of products, attention and collectives are kept.
+- "full": of a copy of the region only its inputs are kept; the backward pass runs it once more, collectives included.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from fnmatch import fnmatchcase
+
+from passes.ir.errors import ConstraintError
+from passes.ir.lowered import Body, Change, Compute, Loop, Lowered
+from passes.ir.program import Region
+from passes.rules import find_rule
+from passes.rules.cheap import is_cheap, is_view
+
+NONE, SELECTIVE, FULL = "none", "selective", "full"
+LEVELS = (NONE, SELECTIVE, FULL)
+
+
+def check_patterns(regions: Iterable[Region], asked: Iterable[str]) -> None:
+    """Raise ConstraintError for a pattern that matches no region."""
+    names = [region.name for region in regions]
+    for pattern in asked:
+        if not any(_matches(name, pattern) for name in names):
+            known = f"these repeat: {', '.join(names)}" if names else "nothing repeats in the model"
+            raise ConstraintError(f"recompute for {pattern!r} matches no region: {known}")
+
+
+def levels(regions: Iterable[Region], asked: Mapping[str, str]) -> dict[str, str]:
+    """The level of each region by name, from levels by pattern; the longest pattern that matches holds."""
+    found = {}
+    for name in (region.name for region in regions):
+        patterns = sorted((pattern for pattern in asked if _matches(name, pattern)), key=len)
+        found[name] = asked[patterns[-1]] if patterns else NONE
+    return found
+
+
+def recompute(lowered: Lowered, chosen: Mapping[str, str]) -> Lowered:
+    """`lowered` with the regions marked as `chosen` by their names; the others keep what autograd needs."""
+    statements = tuple(
+        _marked(item, chosen.get(item.region.name, NONE)) if isinstance(item, Loop) else item
+        for item in lowered.body.statements
+    )
+    return replace(lowered, body=replace(lowered.body, statements=statements))
+
+
+def _matches(name: str, pattern: str) -> bool:
+    return name == pattern or fnmatchcase(name, pattern)
+
+
+def _marked(loop: Loop, level: str) -> Loop:
+    body = loop.body
+    if level == SELECTIVE:
+        handed_on = _handed_on(body)
+        marked = tuple(
+            replace(item, recomputed=item.op.results[0] not in handed_on and _is_cheap(item, body))
+            if isinstance(item, Compute)
+            else item
+            for item in body.statements
+        )
+        body = replace(body, statements=marked)
+    return replace(loop, body=body, recompute=level)
+
+
+def _handed_on(body: Body) -> set[str]:
+    """What a copy gives, and what that is a view of: were it not kept, the last copy would be made from the first."""
+    found = set(body.results)
+    for item in reversed(body.statements):
+        if isinstance(item, Compute) and found & set(item.op.results) and _is_view(item, body):
+            found.update(item.op.operands)
+        elif isinstance(item, Change) and item.result in found:
+            found.add(item.source)
+    return found
+
+
+def _is_view(item: Compute, body: Body) -> bool:
+    return is_view(find_rule(item.whole, body.types), item.copies)
+
+
+def _is_cheap(item: Compute, body: Body) -> bool:
+    return is_cheap(item.whole, find_rule(item.whole, body.types), item.copies, [item.body])

@@ -1,0 +1,24 @@
+"""Which ops are cheap to run again in the backward pass, so that their results need not be kept."""
+
+from collections.abc import Collection
+
+from passes.ir.program import Op, draws
+from passes.rules.bodies import BODIES
+from passes.rules.rule import Rule
+
+
+def is_view(rule: Rule | None, copies: bool) -> bool:
+    """Whether an op gives a view of its operand; `copies` says that it must copy where it would else."""
+    return rule is not None and not rule.moves and not copies
+
+
+def is_cheap(op: Op, rule: Rule | None, copies: bool, bodies: Collection[str]) -> bool:
+    """Whether an op that runs in the local forms `bodies` takes little more than reading its operands and writing its
+    result: it multiplies no matrices, sends nothing and draws nothing. A view takes nothing, and is of what is kept or
+    made again."""
+    if rule is None or is_view(rule, copies) or rule.multiplications:
+        return False
+    sends = any(BODIES[body].communicates for body in bodies if body)
+    calls = op.kind == "autograd_function"
+    alone = len(op.results) == 1 and bool(op.operands)
+    return alone and not (sends or calls or draws(op))
