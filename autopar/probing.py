@@ -230,6 +230,7 @@ class _Run:
     def keep(self, tensor: Tensor) -> "_Kept":
         """What autograd keeps instead of a tensor."""
         self.kept.append(self.places.get(_address(tensor)))
+        self.happen(Happening.KEEP, len(self.kept) - 1)
         return _Kept(tensor.detach(), len(self.kept) - 1, self)
 
     def happen(self, what: Happening, index: int, size: int = 0) -> None:

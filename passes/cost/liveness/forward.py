@@ -18,7 +18,7 @@ from passes.cost.liveness.graph import (
     settle,
 )
 from passes.cost.liveness.ledger import COMMUNICATION, TRANSIENT, Ledger, Storage
-from passes.cost.liveness.profile import Prober, Task
+from passes.cost.liveness.profile import Event, ForwardProfile, Happening, Prober, Task
 from passes.ir.lowered import Body, Change, Compute, Loop, Variables
 from passes.ir.program import TensorType
 
@@ -74,6 +74,7 @@ class Forward:
         self.noted = Noted() if regathers else None
         self.training = training
         self.running: _FirstRun | _SecondRun | None = None
+        self.phase = "forward"
         self.count = 0
         self.loops = 0
         self._texts: dict[int, str] = {}
@@ -125,11 +126,12 @@ class Forward:
         self, name: str, text: str, operands: Sequence[Value], results: int, kind: str, *, again: bool = False
     ) -> list[Value]:
         """Run an expression: allocations, and what autograd keeps; with `again` not its result, which is made again."""
-        self.ledger.moment = f"forward of {name}"
+        self.ledger.moment = f"{self.phase} of {name}"
         task = Task(text, tuple(item.form for item in operands), tuple(item.flows for item in operands), results)
         profile = self.prober.forward(task)
         own: dict[int, Storage] = {}
-        play(profile.events, own, self.ledger, kind)
+        events = profile.events if self.running is None else self.running.events(profile)
+        play(events, own, self.ledger, kind)
         storages = [item.storage for item in operands]
         node: Node | None = None
         if again and self.noted is not None:
@@ -253,10 +255,10 @@ class Forward:
                 assert kept is not None
                 again.assign(name, Value(fetch(kept, self.ledger, self.prober), form, maker, slot))
             second, noted = _SecondRun(len(copy.nodes)), self.noted
-            self.running, self.noted = second, None
+            self.running, self.noted, self.phase = second, None, "recomputation"
             with contextlib.suppress(_EnoughError):
                 self.body(body, again, copied)
-            self.running, self.noted = None, noted
+            self.running, self.noted, self.phase = None, noted, "forward"
             return second.found
 
         return Copy(list(inputs), run, nodes)
@@ -273,6 +275,10 @@ class _FirstRun:
         self.copy = copy
         self.count = 0
 
+    def events(self, profile: ForwardProfile) -> Sequence[Event]:
+        """What happens."""
+        return profile.events
+
     def keep(self, found: Sequence[Storage | None]) -> list[Kept | None]:
         """The places of what is kept when the copy runs again."""
         self.count += 1
@@ -288,6 +294,13 @@ class _SecondRun:
         self.left = nodes
         self.count = 0
         self.found: dict[tuple[int, int], Storage] = {}
+
+    def events(self, profile: ForwardProfile) -> Sequence[Event]:
+        """What happens: of the last statement only what does before all is kept."""
+        last = max((at for at, event in enumerate(profile.events) if event.what is Happening.KEEP), default=None)
+        if self.left > 1 or last is None or all(place is None for place in profile.kept):
+            return profile.events
+        return profile.events[:last]
 
     def keep(self, found: Sequence[Storage | None]) -> list[Kept | None]:
         """Hand out what is kept."""

@@ -66,6 +66,7 @@ class Happening(Enum):
     ALLOCATE = "allocate"  # own storage
     FREE = "free"  # own storage
     TAKEN = "taken"  # the gradient of a result is read no more
+    KEEP = "keep"  # autograd keeps a tensor from here on
     USE = "use"  # what autograd kept is read
     RELEASE = "release"  # autograd keeps it no more
     GIVE = "give"  # an operand's gradient is there
