@@ -40,7 +40,6 @@ from passes.capture import CPU, Tracing, capture
 from passes.constrain import constrain, stored_as
 from passes.cost.cluster import Cluster
 from passes.cost.liveness import MACHINES, Machine, MemoryPeak, Stored, peak_memory
-from passes.cost.memory import MemoryUse, memory_use
 from passes.cost.walk import Optimizer, seconds_on_one, walk
 from passes.emit import Naming, emit, variables
 from passes.ir.choices import Problem, Solution
@@ -207,10 +206,7 @@ def planned(
         title = f"{type(model).__name__} on {mesh}, for {'training' if name == 'train' else 'inference'}."
         naming = Naming(type(model).__name__, title)
         source = clock("emit", lambda: emit(lowered, mesh, naming))
-        if solution.regime.micro_batches > 1:
-            memory: MemoryPeak | MemoryUse = memory_use(problem, solution, states, mesh)
-        else:
-            memory = clock("memory", lambda: _memory(lowered, naming, request, name, master))
+        memory = clock("memory", lambda: _memory(lowered, naming, request, name, master, micro))
         on_one = solution.regime.micro_batches * seconds_on_one(folded, cluster)
         plan = record(folded, problem, solution, lowered, seconds, memory, mesh, on_one)
         compiled = _compiled(lowered, source, naming, request)
@@ -242,7 +238,14 @@ def totals_name(name: str) -> str:
     return f"{name} totals"
 
 
-def _memory(lowered: Lowered, naming: Naming, request: Request, name: str, master: torch.dtype | None) -> MemoryPeak:
+def _memory(
+    lowered: Lowered,
+    naming: Naming,
+    request: Request,
+    name: str,
+    master: torch.dtype | None,
+    micro: MicroBatches | None,
+) -> MemoryPeak:
     """The bytes on one device at the peak of the program called `name`; floating parameters are stored in `master`."""
     mesh, leaves = request.mesh, dict(input_leaves(request.inputs))
     given = {

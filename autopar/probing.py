@@ -194,7 +194,7 @@ class _Run:
             results = self.results(operands)
             events = tuple(self.events)
             made = tuple(Made(self.places[_address(result)], _form(result), result.requires_grad) for result in results)
-            return ForwardProfile(events, made, tuple(self.kept))
+            return ForwardProfile(events, made, tuple(self.kept), self.attached(results))
 
     def backward(self, gradients: tuple[Form | None, ...]) -> BackwardProfile:
         """The events of the backward pass."""
@@ -210,6 +210,21 @@ class _Run:
             self.events.clear()
             torch.autograd.backward(roots, ones)
             return BackwardProfile(tuple(self.events), self.given)
+
+    def attached(self, results: Sequence[Tensor]) -> tuple[Place, ...]:
+        """What functions written in Python hold as attributes of theirs, which no hook sees."""
+        found: dict[Place, None] = {}
+        seen: set[object] = set()
+        waiting: list[object] = [result.grad_fn for result in results]
+        while waiting:
+            node = waiting.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            waiting += [after for after, _ in getattr(node, "next_functions", ())]
+            held = [value for value in vars(node).values() if isinstance(value, Tensor)] if _is_python(node) else []
+            found.update({self.places[_address(tensor)]: None for tensor in held if _address(tensor) in self.places})
+        return tuple(found)
 
     def operands(self) -> dict[str, Tensor]:
         """New tensors of the operands' forms."""
@@ -339,6 +354,10 @@ class _Source(torch.autograd.Function):
 
 def _new(wanted: Form, device: torch.device) -> Tensor:
     return torch.empty_strided(wanted.shape, wanted.stride, dtype=wanted.dtype, device=device)
+
+
+def _is_python(node: object) -> bool:
+    return isinstance(node, torch.autograd.function.BackwardCFunction) and not isinstance(node, _Sink)
 
 
 def _address(tensor: Tensor) -> int:

@@ -13,12 +13,13 @@ from passes.cost.liveness.profile import (
     Prober,
     Task,
 )
-from passes.cost.liveness.walk import MACHINES, Machine, MemoryPeak, Stored, peak_memory
+from passes.cost.liveness.walk import MACHINES, Batches, Machine, MemoryPeak, Stored, peak_memory
 
 __all__ = [
     "KINDS",
     "MACHINES",
     "BackwardProfile",
+    "Batches",
     "Event",
     "Form",
     "ForwardProfile",

@@ -114,7 +114,8 @@ def _give(edge: tuple[Node | Leaf | Skip, int], gradient: Held, ledger: Ledger) 
 
 
 def _accumulate(leaf: Leaf, ledger: Ledger) -> None:
-    """Put the gradient of a leaf where it stays; what lies as the leaf does becomes its gradient as it is."""
+    """Put the gradient of a leaf where it stays; what lies as the leaf does becomes its gradient as it is. One that is
+    there already is added to in place."""
     incoming, leaf.incoming = leaf.incoming, None
     if incoming is None or leaf.gradient is not None:
         return

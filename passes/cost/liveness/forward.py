@@ -140,7 +140,8 @@ class Forward:
         if any(task.flows):
             found = [None if place is None else place_of(place, own, storages) for place in profile.kept]
             edges = [(item.maker, item.slot) if item.maker is not None else None for item in operands]
-            node = Node(self.next(), name, task, edges, self.keep(found), results)
+            attached = [place_of(place, own, storages) for place in profile.attached]
+            node = Node(self.next(), name, task, edges, self.keep(found), results, attached)
             del found
         if kind == TRANSIENT:
             settle(list(own.values()))

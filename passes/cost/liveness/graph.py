@@ -112,8 +112,8 @@ class Noted:
 class Node:
     """A statement in the backward pass.
 
-    `edges` lead to what made its operands, `kept` is what it keeps; `gradients` are those of its results that have come
-    so far. Later statements have larger numbers.
+    `edges` lead to what made its operands, `kept` is what it keeps, `attached` what stays as long as it. `gradients`
+    are those of its results that have come so far. Later statements have larger numbers.
     """
 
     number: int
@@ -122,6 +122,7 @@ class Node:
     edges: Sequence[tuple["Node | Leaf | Skip", int] | None]
     kept: list[Kept | None]
     results: int
+    attached: Sequence[Storage] = ()
     gradients: dict[int, Held] = field(default_factory=dict)
 
 

@@ -94,11 +94,12 @@ class Made:
 @dataclass(frozen=True, slots=True)
 class ForwardProfile:
     """The forward pass of a statement. `kept` are the tensors that autograd keeps of it, one by one; None for one that
-    lies nowhere (a number)."""
+    lies nowhere (a number). `attached` stay as long as the graph: a function holds them itself."""
 
     events: tuple[Event, ...]
     results: tuple[Made, ...]
     kept: tuple[Place | None, ...]
+    attached: tuple[Place, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from passes.cost.liveness.forward import Forward, Frame
 from passes.cost.liveness.graph import Leaf, Value
 from passes.cost.liveness.ledger import (
     BUFFERS,
+    GRADIENTS,
     INPUTS,
     OPTIMIZER,
     OUTPUTS,
@@ -77,6 +78,16 @@ class Stored:
 
 
 @dataclass(frozen=True)
+class Batches:
+    """A batch that goes through the program in `count` parts: the inputs of which each gets a part, and the outputs
+    that are put together of parts; others are whole, or sums."""
+
+    count: int = 1
+    inputs: frozenset[str] = frozenset()
+    outputs: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
 class MemoryPeak:
     """Bytes on one device at the peak of a step, by kind, and the moment of the peak."""
 
@@ -94,10 +105,17 @@ class MemoryPeak:
 
 
 def peak_memory(
-    lowered: Lowered, variables: Variables, stored: Stored, machine: Machine, prober: Prober, mesh: Mesh
+    lowered: Lowered,
+    variables: Variables,
+    stored: Stored,
+    machine: Machine,
+    prober: Prober,
+    mesh: Mesh,
+    batches: Batches = Batches(),
 ) -> MemoryPeak:
     """The most bytes that lie on one device during a step that is not the first (or an evaluation): the batch and what
-    the model returned lie there until the step ends."""
+    the model returned lie there until the step ends. Of several micro-batches the last one takes most: all gradients
+    and what the others returned lie there already."""
     ledger = Ledger(machine.unit)
     program = lowered.program
     training = stored.optimizer is not None
@@ -125,7 +143,11 @@ def peak_memory(
     regathers = _regathers(lowered) and training
     updated = frozenset(name for name, _ in lowered.updates)
     forward = Forward(ledger, prober, variables, held, updated, regathers, training)
-    batch, local = _inputs(lowered, stored, ledger, mesh)
+    batch, local = _inputs(lowered, stored, batches, ledger, mesh)
+    if batches.count > 1:
+        for leaf in leaves:
+            leaf.gradient = Storage(ledger, leaf.form.bytes, GRADIENTS)
+    earlier = _earlier_outputs(lowered, batches, ledger, mesh)
     frame = Frame(variables.whole, held)
     for name, value in local.items():
         frame.assign(name, value)
@@ -141,6 +163,7 @@ def peak_memory(
     del value
     if training:
         run_backward(_roots(outputs), ledger, prober)
+        _put_together(outputs, batches, ledger)
         ledger.moment = "optimizer step"
         sizes = [leaf.form.bytes for leaf in leaves if leaf.gradient is not None]
         # The last tensor made for one parameter stays until that for the next one is there.
@@ -148,7 +171,7 @@ def peak_memory(
         each = [update.each * size + last for size, last in zip(sizes, before, strict=False)]
         more = update.all * sum(sizes) if machine.together else max(each, default=0)
         Storage(ledger, more, TRANSIENT)
-    del batch, states
+    del batch, states, earlier
     return MemoryPeak(ledger.peak.kinds, ledger.peak.moment)
 
 
@@ -156,19 +179,47 @@ def _local(type: TensorType, layout: Layout, mesh: Mesh, dtype: torch.dtype) -> 
     return Form.contiguous(local_shape(type.shape, layout, mesh), dtype)
 
 
-def _inputs(lowered: Lowered, stored: Stored, ledger: Ledger, mesh: Mesh) -> tuple[list[Storage], dict[str, Value]]:
-    """The batch as it is given, whole; and of every input this rank's part, in the dtype that is computed in."""
+def _inputs(
+    lowered: Lowered, stored: Stored, batches: Batches, ledger: Ledger, mesh: Mesh
+) -> tuple[list[Storage], dict[str, Value]]:
+    """The batch as it is given, whole; and of every input this rank's part, in the dtype that is computed in: of one in
+    micro-batches, the whole part and all of its own parts."""
     batch: list[Storage] = []
     local: dict[str, Value] = {}
     for item in lowered.program.inputs:
         dtype = stored.given.get(item.name, item.type.dtype)
-        storage = Storage(ledger, prod(item.type.shape) * dtype.itemsize, INPUTS)
+        count = batches.count if item.name in batches.inputs else 1
+        storage = Storage(ledger, count * prod(item.type.shape) * dtype.itemsize, INPUTS)
         batch.append(storage)
         form = _local(item.type, lowered.inputs[item.name], mesh, item.type.dtype)
         if dtype != item.type.dtype or form.shape != item.type.shape:
+            storage = Storage(ledger, count * form.bytes, INPUTS)
+            batch.append(storage)
+        if count > 1:
+            batch += [Storage(ledger, form.bytes, INPUTS) for _ in range(count - 1)]
             storage = Storage(ledger, form.bytes, INPUTS)
+            batch.append(storage)
         local[item.name] = Value(storage, form, Leaf(form) if item.trainable else None)
     return batch, local
+
+
+def _earlier_outputs(lowered: Lowered, batches: Batches, ledger: Ledger, mesh: Mesh) -> list[Storage]:
+    """What micro-batches before the last one returned."""
+    found = []
+    for output in lowered.outputs:
+        for name in references(output.value):
+            layout = lowered.body.layouts[name]
+            form = _local(lowered.body.types[name], layout, mesh, lowered.body.types[name].dtype)
+            found += [Storage(ledger, form.bytes, OUTPUTS) for _ in range(batches.count - 1)]
+    return found
+
+
+def _put_together(outputs: Mapping[str, Value], batches: Batches, ledger: Ledger) -> None:
+    """What all micro-batches returned, side by side, while the parts are there."""
+    ledger.moment = "outputs of micro-batches"
+    parts = [value.form.bytes for name, value in outputs.items() if name in batches.outputs]
+    joined = [Storage(ledger, size * batches.count, OUTPUTS) for size in parts]
+    del joined
 
 
 def _roots(outputs: Mapping[str, Value]) -> list[Value]:
