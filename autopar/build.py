@@ -39,7 +39,7 @@ from passes.candidates import Setting, candidates
 from passes.capture import CPU, Tracing, capture
 from passes.constrain import constrain, stored_as
 from passes.cost.cluster import Cluster
-from passes.cost.liveness import MACHINES, Machine, MemoryPeak, Stored, peak_memory
+from passes.cost.liveness import MACHINES, Batches, Machine, MemoryPeak, Stored, peak_memory
 from passes.cost.walk import Optimizer, seconds_on_one, walk
 from passes.emit import Naming, emit, variables
 from passes.ir.choices import Problem, Solution
@@ -254,9 +254,13 @@ def _memory(
         if isinstance(leaf := leaves.get(item.argument), torch.Tensor)
     }
     stored = Stored(master, given, request.optimizer if name == "train" else None)
-    return peak_memory(
-        lowered, variables(lowered, mesh, naming), stored, machine_of(request.cluster), FakeProber(mesh), mesh
-    )
+    held, machine, batches = variables(lowered, mesh, naming), machine_of(request.cluster), Batches()
+    if micro is not None:
+        inputs = frozenset(item for item, letter in micro.inputs.items() if letter.kind == "S")
+        joined = zip(lowered.outputs, micro.outputs, strict=True)
+        outputs = frozenset(output.name for output, letter in joined if letter.kind == "S")
+        batches = Batches(micro.count, inputs, outputs)
+    return peak_memory(lowered, held, stored, machine, FakeProber(mesh), mesh, batches)
 
 
 def machine_of(cluster: Cluster) -> Machine:
