@@ -21,6 +21,8 @@ SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "n
 
 def _check(model: nn.Module, mesh: str, inputs: dict[str, torch.Tensor], **options: object) -> None:
     given = {"cluster": "ideal", **options}
+    if given.get("objective") != "infer":
+        given = {"micro_batches": 1, "recompute": "none", **given}
     predicted, measured, _ = predicted_and_measured(model, MESHES[mesh], inputs, **given)
     assert predicted == measured
 
@@ -66,6 +68,32 @@ def test_random_plans(name: str, mesh: str, seed: int) -> None:
     """Random strategies, random storage, and random gathers made again in the backward pass."""
     with mock.patch("autopar.build.solve", partial(random_solution, random.Random(seed))):
         _check(MODELS[name](), mesh, tokens(length=8))
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh", "level"),
+    [
+        ("llama", "2", "full"),
+        pytest.param("llama", "2x2", "full", marks=pytest.mark.slow),
+        pytest.param("llama", "2", "selective", marks=pytest.mark.slow),
+    ],
+)
+def test_recompute(name: str, mesh: str, level: str) -> None:
+    """What is computed again in the backward pass, up to where all is there that the pass needs."""
+    _check(MODELS[name](num_hidden_layers=7), mesh, tokens(length=4), optimizer="sgd", recompute=level, micro_batches=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh", "level"), [("llama", "2", "none"), pytest.param("gpt2", "2x2", "full", marks=pytest.mark.slow)]
+)
+def test_micro_batches(name: str, mesh: str, level: str) -> None:
+    """Gradients and what earlier micro-batches returned stay. Parts of inputs are counted as copies; some are views."""
+    inputs = tokens(8, 8)
+    predicted, measured, _ = predicted_and_measured(
+        MODELS[name](), MESHES[mesh], inputs, cluster="ideal", micro_batches=4, recompute=level
+    )
+    copies = 2 * sum(tensor.nbytes for tensor in inputs.values())
+    assert measured <= predicted <= measured + copies
 
 
 def _vit() -> tuple[nn.Module, dict[str, torch.Tensor]]:

@@ -194,8 +194,9 @@ def _inputs(
         form = _local(item.type, lowered.inputs[item.name], mesh, item.type.dtype)
         if dtype != item.type.dtype or form.shape != item.type.shape:
             storage = Storage(ledger, count * form.bytes, INPUTS)
-            batch.append(storage)
         if count > 1:
+            # Whoever goes through the micro-batches holds all of this until the step ends.
+            batch.append(storage)
             batch += [Storage(ledger, form.bytes, INPUTS) for _ in range(count - 1)]
             storage = Storage(ledger, form.bytes, INPUTS)
             batch.append(storage)
