@@ -4,12 +4,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import lcm, prod
 
-from autopar.runtime import CompiledProgram, PlannedOutput
+from autopar.runtime import CompiledProgram, PlannedInput, PlannedOutput
 from autopar.runtime.generated import Cut, MicroBatching
 from passes.ir.errors import MicroBatchError
 from passes.ir.layout import Layout, Letter, digits, is_dtensor
 from passes.ir.lowered import Lowered
 from passes.ir.mesh import Mesh
+from passes.ir.redistribution import Step, redistribution
 from passes.micro_batches import MicroBatches
 
 
@@ -52,13 +53,19 @@ def batching(
     whole = tuple(_whole(item, letter, micro, mesh) for item, letter in zip(outputs, micro.outputs, strict=True))
     own = [item for item in program.inputs if item.name in micro.inputs]
     places = {item.argument: place for place, item in enumerate(own)}
+    lying = {item.argument: (lowered.inputs[item.name], item.type.shape) for item in own}
+
+    def steps(read: PlannedInput) -> tuple[Step, ...]:
+        layout, shape = lying[read.name]
+        return redistribution(layout, read.layout, shape, mesh)
+
     found = MicroBatching(
         micro.count,
         tuple(given.get(item.argument) for item in own),
         tuple(made.get(item.name, letter.kind) for item, letter in zip(outputs, micro.outputs, strict=True)),
         micro.loss,
         totals,
-        tuple(places[item.name] for item in totals.inputs) if totals is not None else (),
+        tuple((places[item.name], steps(item)) for item in totals.inputs) if totals is not None else (),
     )
     return found, whole
 

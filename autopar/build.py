@@ -224,7 +224,9 @@ def _in_micro_batches(
         # Inputs lie as they do for the program itself.
         given = {item.name: found.decided[item.name] for item in micro.totals.inputs}
         choose = _chooser(request, totals_name(name), given)
-        summing = replace(request, objective="infer", recompute=None)
+        read = {item.argument for item in micro.totals.inputs} | set(found.source.constants)
+        leaves = {leaf: value for leaf, value in input_leaves(request.inputs) if leaf in read}
+        summing = replace(request, inputs=leaves, objective="infer", recompute=None)
         totals = planned(model, micro.totals, Demands({}), summing, totals_name(name), clock, choose)
     batch, outputs = batching(
         micro, found.lowered, found.source.outputs, None if totals is None else totals.source, request.mesh

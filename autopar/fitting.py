@@ -16,18 +16,20 @@ Shape = tuple[int, int, int]
 def fit_products(timed: Mapping[Shape, float]) -> tuple[float, float, float]:
     """Rate in FLOP/s, `fill` and `depth` of a device, of which products of (m, n, k) took these seconds.
 
-    They make the squares of the logarithms of predicted by measured seconds least, over a grid that grows by a factor
-    of the square root of 2.
+    They make the squares of the logarithms of predicted by measured seconds least: over a grid of powers of two, then
+    of ever smaller steps around the best.
     """
-    best = (float("inf"), 0.0, 0.0, 0.0)
-    fills = [0.0, *(2 ** (power / 2) for power in range(12, 49))]
-    depths = [0.0, *(2 ** (power / 2) for power in range(4, 23))]
-    for fill, depth in product(fills, depths):
+
+    def fitted(fill: float, depth: float) -> tuple[float, float, float, float]:
         logs = [log(2 * (m * n + fill) * (k + depth) / taken) for (m, n, k), taken in timed.items()]
         rate = statistics.fmean(logs)
-        error = sum((value - rate) ** 2 for value in logs)
-        if error < best[0] - 1e-12:
-            best = error, exp(rate), fill, depth
+        return sum((value - rate) ** 2 for value in logs), exp(rate), fill, depth
+
+    fills, depths = [0.0, *(2.0**power for power in range(6, 25))], [0.0, *(2.0**power for power in range(2, 12))]
+    best = min(fitted(fill, depth) for fill, depth in product(fills, depths))
+    for power in range(1, 8):
+        steps = [2.0 ** (sign * 2.0**-power) for sign in (-1, 0, 1)]
+        best = min(fitted(best[2] * one, best[3] * other) for one, other in product(steps, steps))
     return best[1:]
 
 

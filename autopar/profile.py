@@ -28,7 +28,6 @@ from passes.ir.errors import ClusterError, MeshError
 
 logger = logging.getLogger("autopar")
 
-
 Collective = Callable[[Tensor, dist.ProcessGroup], None]
 
 
@@ -91,7 +90,7 @@ def profile(
     device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
     if device_type not in ("cuda", "cpu") or (device_type == "cuda" and not torch.cuda.is_available()):
         raise ClusterError(
-            f"there is no device {device_type!r} to profile here: give 'cuda' (if there is one) or 'cpu'"
+            f"there is no device {device_type!r} to profile here: give 'cpu', or 'cuda' where there is one"
         )
     if device_type == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
@@ -139,6 +138,8 @@ def _form_group(device_type: str) -> bool:
 
 @dataclass
 class _Bench:
+    """Measures on one device, together with the other ranks where there are some."""
+
     device_type: str
     what: Measurements
 
@@ -239,7 +240,7 @@ class _Bench:
 
     def _memory(self) -> float:
         if self.device_type == "cuda":
-            return float(torch.cuda.get_device_properties().total_memory)
+            return float(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
         return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
     # --- links ---

@@ -7,6 +7,7 @@ something again, and more micro-batches never take less time than fewer do.
 """
 
 import logging
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
@@ -28,7 +29,7 @@ from passes.ir.regime import RECOMPUTE, Regime
 from passes.micro_batches import MicroBatches, batch_size, micro_batches
 from passes.recompute import check_patterns, levels
 from passes.regions import fold
-from passes.solve import Limits, solve_below
+from passes.solve import PROVEN, Limits, Solver
 
 logger = logging.getLogger("autopar")
 
@@ -38,6 +39,9 @@ _APART = 2
 _AXES = 4
 # How many times as many devices are tried when no plan fits.
 _MORE = (2, 4, 8, 16, 32, 64)
+# Gaps are closed for so many seconds in all, and each for at least so many.
+PATIENCE = 30.0
+_LEAST = 2.0
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,19 @@ class Found:
     solution: Solution
 
 
+@dataclass(frozen=True)
+class Tried:
+    """A part of the batch with a solver for it."""
+
+    part: Part
+    demands: Demands
+    solver: Solver
+
+
+def _bound(tried: Tried) -> float:
+    return tried.solver.bound
+
+
 @dataclass
 class Search:
     """The search for one program in training or inference; `refused` says why the batch stays in one piece."""
@@ -71,6 +88,8 @@ class Search:
     refused: str = ""
     parts: dict[int, Part] = field(default_factory=dict)
     errors: list[InfeasibleError] = field(default_factory=list)
+    patience: float = PATIENCE
+    spent: float = 0.0
 
     def best(self) -> Found:
         """The best choice on the mesh that is given, or on any shape of it.
@@ -82,9 +101,14 @@ class Search:
             part = self._part(1)
             assert part is not None
             check_patterns(part.folded.regions, request.recompute)
+            if not part.folded.regions and set(request.recompute.values()) != {"none"}:
+                logger.warning("no layers repeat in the model, so nothing is computed again in the backward pass")
         found = self.on_any(request.mesh.size) if request.any_shape else self.on(request.mesh, float("inf"))
         if found is None:
             raise self._with_hint(min(self.errors, key=lambda error: error.missing))
+        gap = 1 - found.solution.bound / found.solution.seconds if found.solution.seconds else 0.0
+        if gap > PROVEN:
+            logger.warning("the plan may be up to %.2g%% slower than the best: its proof was given up", 100 * gap)
         return found
 
     # --- meshes ---
@@ -120,31 +144,83 @@ class Search:
             offers[node.key] = [None if origin is None else frozenset({tokens[origin]}) for origin in origins]
         regime = parent.solution.regime
         problem, demands = self._problem(mesh, parent.part, offers)
-        solution = self._solved(problem, mesh, regime, cutoff)
-        return None if solution is None else Found(mesh, parent.part, demands, problem, solution)
+        limits = Limits(self.request.memory_limit, self.request.optimizer_states)
+        solver = Solver(problem, self.request.cluster, mesh, limits, regime)
+        if not self._estimate(solver, cutoff):
+            return None
+        return self._closed([Tried(parent.part, demands, solver)], mesh, cutoff)
 
     # --- regimes ---
 
     def on(self, mesh: Mesh, cutoff: float) -> Found | None:
         """The best choice on `mesh`; None where none fits or takes less than `cutoff` seconds."""
-        best: Found | None = None
+        free = list(self._free_choices(mesh, cutoff))
+        rest: list[Tried] = []
+        if free and self._fits(free[-1].solver, mesh):
+            rest.append(free.pop())
+            cutoff = min(cutoff, self._seconds(rest[0].solver))
+        limits = Limits(self.request.memory_limit, self.request.optimizer_states)
+        # Those of most micro-batches first: they need least memory, and what they take others must beat.
+        for tried in reversed(free):
+            for regime in self._regimes(tried.solver.regime.micro_batches, tried.part.folded):
+                solver = Solver(tried.solver.problem, self.request.cluster, mesh, limits, regime)
+                if self._estimate(solver, cutoff):
+                    rest.append(replace(tried, solver=solver))
+                    cutoff = min(cutoff, self._seconds(solver))
+        return self._closed(rest, mesh, cutoff)
+
+    def _free_choices(self, mesh: Mesh, cutoff: float) -> Iterator[Tried]:
+        """For more and more micro-batches the best choice whatever memory it takes, until one fits, or none takes less
+        than `cutoff` seconds: more micro-batches take no less time."""
         for count in self._counts():
             part = self._part(count)
             if part is None:
-                break
+                return
             problem, demands = self._problem(mesh, part)
-            free = self._unlimited(problem, mesh, count, part.folded, cutoff)
-            if free is None:
-                # More micro-batches take no less time.
-                break
-            for regime in [free.regime] if self._fits(problem, free, mesh) else self._regimes(count, part.folded):
-                fits = regime is free.regime
-                solution = free if fits else self._solved(problem, mesh, regime, cutoff)
-                if solution is not None:
-                    best, cutoff = Found(mesh, part, demands, problem, solution), solution.seconds
-                if fits:
-                    return best
-        return best
+            tried = Tried(part, demands, self._free(problem, mesh, count, part.folded))
+            self._estimate(tried.solver, cutoff)
+            if tried.solver.bound >= cutoff * (1 - PROVEN):
+                return
+            if self._fits(tried.solver, mesh):
+                self._close(tried.solver, cutoff)
+            yield tried
+            if self._fits(tried.solver, mesh):
+                return
+
+    def _seconds(self, solver: Solver) -> float:
+        return float("inf") if solver.best is None else solver.best.seconds
+
+    def _closed(self, rest: Sequence[Tried], mesh: Mesh, cutoff: float) -> Found | None:
+        """The best of what the solvers have, which close their gaps where something better may be in them."""
+        best: Found | None = None
+        for part, demands, solver in ((item.part, item.demands, item.solver) for item in sorted(rest, key=_bound)):
+            self._close(solver, cutoff)
+            found = solver.best
+            if found is not None and (found.seconds < cutoff or (best is None and found.seconds <= cutoff)):
+                cutoff = found.seconds
+                best = Found(mesh, part, demands, solver.problem, found)
+        if best is None:
+            return None
+        bound = min([cutoff, *(item.solver.bound for item in rest)])
+        return replace(best, solution=replace(best.solution, bound=bound))
+
+    def _estimate(self, solver: Solver, cutoff: float) -> bool:
+        """Whether a solver has, or may have, something below the cutoff."""
+        try:
+            self.clock("solve", lambda: solver.estimate(cutoff))
+        except InfeasibleError as error:
+            self.errors.append(error)
+            return False
+        return solver.bound < cutoff * (1 - PROVEN)
+
+    def _close(self, solver: Solver, cutoff: float) -> None:
+        left = max(_LEAST, self.patience - self.spent)
+        start = time.monotonic()
+        try:
+            self.clock("solve", lambda: solver.close(cutoff, left))
+        except InfeasibleError as error:
+            self.errors.append(error)
+        self.spent += time.monotonic() - start
 
     def _counts(self) -> Iterator[int]:
         if self.request.micro_batches is not None or self.request.objective != "train":
@@ -189,26 +265,19 @@ class Search:
         for again in self._levels(folded):
             yield from (Regime(count, again, *once) for once in travel)
 
-    def _unlimited(self, problem: Problem, mesh: Mesh, count: int, folded: Folded, cutoff: float) -> Solution | None:
-        """The best choice whatever memory it takes: nothing that is not asked for is computed again, and parameters
-        travel once."""
+    def _free(self, problem: Problem, mesh: Mesh, count: int, folded: Folded) -> Solver:
+        """A solver without a memory limit: nothing that is not asked for is computed again, and parameters travel
+        once."""
         again = list(self._levels(folded))[-1]
         regime = Regime(count, again, count > 1, count > 1)
         limits = Limits(float("inf"), self.request.optimizer_states)
-        cluster = self.request.cluster
-        return self.clock("solve", lambda: solve_below(problem, cluster, mesh, limits, regime, cutoff))
+        return Solver(problem, self.request.cluster, mesh, limits, regime)
 
-    def _solved(self, problem: Problem, mesh: Mesh, regime: Regime, cutoff: float) -> Solution | None:
-        limits = Limits(self.request.memory_limit, self.request.optimizer_states)
-        cluster = self.request.cluster
-        try:
-            return self.clock("solve", lambda: solve_below(problem, cluster, mesh, limits, regime, cutoff))
-        except InfeasibleError as error:
-            self.errors.append(error)
-            return None
-
-    def _fits(self, problem: Problem, solution: Solution, mesh: Mesh) -> bool:
-        return memory_use(problem, solution, self.request.optimizer_states, mesh).peak <= self.request.memory_limit
+    def _fits(self, solver: Solver, mesh: Mesh) -> bool:
+        if solver.best is None:
+            return False
+        use = memory_use(solver.problem, solver.best, self.request.optimizer_states, mesh)
+        return use.peak <= self.request.memory_limit
 
     def _problem(
         self, mesh: Mesh, part: Part, offers: Mapping[str, Sequence[frozenset[str] | None]] | None = None

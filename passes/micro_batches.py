@@ -153,7 +153,7 @@ class _Cutter:
                 raise self._error(f"{op.key} {error}") from None
         loss = self._loss()
         outputs = tuple(self._joined(value) for value in program.outputs)
-        totals = tuple(Input(name, name, self.types[name]) for name in self.totals.values())
+        totals = tuple(Input(name, f"{name} (total)", self.types[name]) for name in self.totals.values())
         types = {name: self._local(name) for name in self.types}
         inputs = tuple(replace(item, type=types[item.name]) for item in program.inputs)
         whole = replace(program, inputs=inputs, ops=tuple(self.ops), types=types)

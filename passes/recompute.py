@@ -21,10 +21,10 @@ LEVELS = (NONE, SELECTIVE, FULL)
 
 
 def check_patterns(regions: Iterable[Region], asked: Iterable[str]) -> None:
-    """Raise ConstraintError for a pattern that matches no region."""
+    """Raise ConstraintError for a pattern that matches no region, but for "*": that is for all there are."""
     names = [region.name for region in regions]
     for pattern in asked:
-        if not any(_matches(name, pattern) for name in names):
+        if pattern != "*" and not any(_matches(name, pattern) for name in names):
             known = f"these repeat: {', '.join(names)}" if names else "nothing repeats in the model"
             raise ConstraintError(f"recompute for {pattern!r} matches no region: {known}")
 

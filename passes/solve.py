@@ -5,7 +5,6 @@ is hidden. Otherwise bytes and traffic get prices (`solving/dual`) until a choic
 can then still be best closes the gap.
 """
 
-import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -27,8 +26,6 @@ from passes.solving.memory import Weights, again_seconds, find_bytes, limit_memo
 from passes.solving.network import eliminate, restore
 from passes.solving.optimum import PATIENCE, SWEEPS, a_little_more, network_of, optimum, ties
 from passes.solving.prices import Flags, Prices
-
-logger = logging.getLogger("autopar")
 
 # A choice is proven when it costs at most this much more than the bound, relative to it.
 PROVEN = 1e-6
@@ -52,65 +49,77 @@ def solve(problem: Problem, cluster: Cluster, mesh: Mesh, limits: Limits, regime
 
     Raises InfeasibleError where none fits.
     """
-    return _Solver(problem, cluster, mesh, limits, regime, float("inf")).solution()
+    solver = Solver(problem, cluster, mesh, limits, regime)
+    solver.estimate()
+    solver.close()
+    return solver.solution()
 
 
-def solve_below(
-    problem: Problem, cluster: Cluster, mesh: Mesh, limits: Limits, regime: Regime, cutoff: float
-) -> Solution | None:
-    """The same; None if the step would take `cutoff` seconds or more."""
-    try:
-        return _Solver(problem, cluster, mesh, limits, regime, cutoff).solution()
-    except _BeatenError:
-        return None
+class Solver:
+    """The search for the best choice in one regime, in two steps: the first gives a bound and, mostly, a choice that
+    is not far from it, the second closes the gap. `best` is the best choice so far, `bound` what none can be below;
+    what takes `cutoff` seconds or more is of no interest.
+    """
 
-
-class _BeatenError(Exception):
-    """No choice is faster than what is known already."""
-
-
-class _Solver:
-    def __init__(
-        self, problem: Problem, cluster: Cluster, mesh: Mesh, limits: Limits, regime: Regime, cutoff: float
-    ) -> None:
+    def __init__(self, problem: Problem, cluster: Cluster, mesh: Mesh, limits: Limits, regime: Regime = PLAIN) -> None:
         self.problem = problem
         self.arrays = arrays(problem, Prices(cluster, mesh), regime)
         self.mesh = mesh
         self.limits = limits
         self.regime = regime
-        self.cutoff = cutoff
+        self.cutoff = np.inf
         self.moments = moments(problem.blocks, problem.counts, regime)
         self.bytes = find_bytes(problem, self.arrays, regime)
         self.best: Solution | None = None
         self.bound = -np.inf
+        self.leader: Found | None = None
 
-    def solution(self) -> Solution:
-        """The best choice; raises _BeatenError where nothing is faster than the cutoff."""
+    @property
+    def is_open(self) -> bool:
+        """Whether there may be a better choice than the best one, and than the cutoff."""
+        best = np.inf if self.best is None else self.best.seconds
+        return self.bound < min(best, self.cutoff) * (1 - PROVEN)
+
+    def estimate(self, cutoff: float = np.inf) -> None:
+        """Raise the bound by prices on bytes and on traffic, and look at the choices that are best at these.
+
+        Raises InfeasibleError where it turns out that none fits.
+        """
+        self.cutoff = cutoff
         self._refuse_if_hopeless()
         dual = Dual(len(self.moments), len(self.arrays.overlaps), 0.0)
-        first = self._at(dual.start())
-        if self._is_proven():
-            return self._told()
-        dual.unit = first.seconds / self.limits.memory
-        found = [first]
-        leader = first
+        found = [self._at(dual.start())]
+        dual.unit = found[0].seconds / self.limits.memory
         for number in range(ROUNDS):
+            if not self.is_open:
+                return
+            assert self.leader is not None
             if self.best is None and number == TRIES:
-                self._refuse_if_impossible(self._use(leader).moment)
+                self._refuse_if_impossible(self._use(self.leader).moment)
             weights, most = dual.next(found)
             if dual.at_the_end(weights) and self.best is None:
                 dual.highest *= 4
             elif most <= self.bound + 1e-8 * abs(self.bound):
-                break
+                return
             item = self._at(weights)
-            if item.bound >= leader.bound:
-                leader = item
             if any(item.picks == other.picks and item.again == other.again for other in found):
-                break
+                return
             found.append(item)
-            if self._is_proven():
-                return self._told()
-        return self._exactly(leader.weights)
+
+    def close(self, cutoff: float = np.inf, patience: float = PATIENCE) -> None:
+        """Close the gap by an integer program, in about `patience` seconds.
+
+        Raises InfeasibleError where none fits, or none was found in the time.
+        """
+        self.cutoff = min(self.cutoff, cutoff)
+        if self.is_open:
+            assert self.leader is not None
+            self._exactly(self.leader.weights, time.monotonic() + patience)
+
+    def solution(self) -> Solution:
+        """The best choice with the bound that was found."""
+        assert self.best is not None
+        return replace(self.best, bound=min(self.best.seconds, self.bound))
 
     def _use(self, choice: Found) -> MemoryUse:
         return self.use(Solution(choice.picks, choice.again, 0.0, 0.0, self.regime))
@@ -127,23 +136,6 @@ class _Solver:
             self.best = solution
         return solution
 
-    def _raise_bound(self, bound: float) -> None:
-        self.bound = max(self.bound, bound)
-        if self.bound >= self.cutoff * (1 - PROVEN):
-            raise _BeatenError
-
-    def _is_proven(self) -> bool:
-        return self.best is not None and self.best.seconds - self.bound <= PROVEN * self.best.seconds
-
-    def _told(self) -> Solution:
-        """The best choice with the bound that was found, and a word where the two are apart."""
-        assert self.best is not None
-        bound = min(self.best.seconds, self.bound)
-        if not self._is_proven():
-            gap = (self.best.seconds - bound) / self.best.seconds
-            logger.warning("the plan fits the memory limit, but may be up to %.2g%% slower than the best", 100 * gap)
-        return replace(self.best, bound=bound)
-
     def _at(self, weights: Weights) -> Found:
         """The best choice at these prices, and the bound on any that fits."""
         found = priced(self.arrays, self.problem, self.bytes, self.moments, weights)
@@ -154,11 +146,14 @@ class _Solver:
         bound = least - ties(found) - paid - hidden
         again = made_again(self.arrays, self.bytes, picks, self.moments, weights)
         self._consider(picks, again)
-        self._raise_bound(bound)
+        self.bound = max(self.bound, bound)
         beyond = [self.arrays.excess(overlap, picks, again) for overlap in self.arrays.overlaps]
         excess = [overlap.weight * size for overlap, size in zip(self.arrays.overlaps, beyond, strict=True)]
         seconds = self.arrays.value(picks, again) - sum(max(0.0, size) for size in excess)
-        return Found(tuple(picks), again, seconds, self._over(picks, again), excess, bound, weights)
+        found_here = Found(tuple(picks), again, seconds, self._over(picks, again), excess, bound, weights)
+        if self.leader is None or bound >= self.leader.bound:
+            self.leader = found_here
+        return found_here
 
     def _paid(self, weights: Weights) -> float:
         """What all bytes of the limit cost."""
@@ -214,7 +209,7 @@ class _Solver:
 
     # --- the integer program ---
 
-    def _exactly(self, weights: Weights) -> Solution:
+    def _exactly(self, weights: Weights, deadline: float) -> None:
         """The integer program with memory and hidden traffic as rows, over labels that may be in a better choice.
 
         Nodes that only need room while they run are left out of the program at first; those that break the limit
@@ -223,43 +218,47 @@ class _Solver:
         hinges = list(interior(weights.excess))
         fixed = self._fixed(hinges)
         limit = self.limits.memory
-        deadline = time.monotonic() + PATIENCE
-        while True:
+        while self.is_open:
+            known = min(self.cutoff, np.inf if self.best is None else self.best.seconds)
             try:
                 if time.monotonic() > deadline:
                     raise OutOfTimeError
                 solution, bound = self._within(limit, fixed, hinges, weights, deadline)
             except InfeasibleProgramError:
-                if self.best is not None:
-                    self.bound = max(self.bound, self.best.seconds)
-                    return self._told()
-                dear = replace(weights, bytes=[max(1e6 * price, 1e-30) for price in weights.bytes])
-                picks, _ = optimum(priced(self.arrays, self.problem, self.bytes, self.moments, dear), QUICK)
-                again = made_again(self.arrays, self.bytes, picks, self.moments, dear)
-                raise self._infeasible(self.use(Solution(tuple(picks), again, 0.0, 0.0, self.regime))) from None
+                if known == np.inf:
+                    raise self._infeasible(self._smallest(weights)) from None
+                # Nothing is better than what is known.
+                self.bound = max(self.bound, known)
+                return
             except OutOfTimeError:
-                if self.best is not None:
-                    return self._told()
+                if known < np.inf:
+                    return
                 raise InfeasibleError(
-                    f"in {PATIENCE:.0f} s no plan was found that fits the memory limit of "
+                    "in the time given no plan was found that fits the memory limit of "
                     f"{_gib(self.limits.memory)} per device, though one may exist: raise the limit"
                 ) from None
             if limit == self.limits.memory:
-                # What is left out of the program costs no less than the best that was known.
-                known = np.inf if self.best is None else self.best.seconds
-                self._raise_bound(min(bound, known))
+                # What is left out of the program costs no less than what was known.
+                self.bound = max(self.bound, min(bound, known))
             use = self.use(solution)
             over = use.peak - self.limits.memory
             if over <= 0:
                 waiting = self._unhidden(solution, hinges, weights)
-                if not waiting or self._is_proven():
-                    return self._told()
+                if not waiting:
+                    return
                 hinges = sorted({*hinges, *waiting})
                 fixed = fixed | self._fixed(hinges)
                 continue
             breaking = self._needing(self._moment(use.moment), solution, use.transient - over) - fixed
             # Where no node breaks the limit, it is the solver, which meets rows within a millionth.
             fixed, limit = (fixed | breaking, limit) if breaking else (fixed, limit - over)
+
+    def _smallest(self, weights: Weights) -> MemoryUse:
+        """What a choice takes for which bytes are all that counts."""
+        dear = replace(weights, bytes=[max(1e6 * price, 1e-30) for price in weights.bytes])
+        picks, _ = optimum(priced(self.arrays, self.problem, self.bytes, self.moments, dear), QUICK)
+        again = made_again(self.arrays, self.bytes, picks, self.moments, dear)
+        return self.use(Solution(tuple(picks), again, 0.0, 0.0, self.regime))
 
     def _unhidden(self, solution: Solution, hinges: Sequence[int], weights: Weights) -> list[int]:
         """Overlaps that the program counts as hidden, or as not hidden, of which the opposite is true."""
@@ -306,17 +305,21 @@ class _Solver:
         self, labels: dict[int, np.ndarray], fixed: frozenset[int], hinges: Sequence[int], weights: Weights
     ) -> dict[int, Flags]:
         """The labels of the nodes that are left next to `fixed` which may be in a choice better than the best."""
-        if self.best is None:
+        known = min(self.cutoff, np.inf if self.best is None else self.best.seconds)
+        if known == np.inf:
             return {node: np.ones(len(own), dtype=bool) for node, own in labels.items()}
         found = priced(self.arrays, self.problem, self.bytes, self.moments, weights)
         relaxed = network_of(found)
         eliminate(relaxed, fixed)
         bounds = Bounds(relaxed)
-        threshold = self.best.seconds + self._paid(weights) + self._hidden(weights.excess) + ties(found)
+        threshold = known + self._paid(weights) + self._hidden(weights.excess) + ties(found)
         for _ in range(2 * SWEEPS):
             bounds.sweep(a_little_more(threshold))
-        for node, flags in bounds.alive.items():
-            flags[int(np.searchsorted(relaxed.labels[node], self.best.picks[node]))] = True
+        if self.best is not None:
+            for node, flags in bounds.alive.items():
+                flags[int(np.searchsorted(relaxed.labels[node], self.best.picks[node]))] = True
+        elif not all(flags.any() for flags in bounds.alive.values()):
+            raise InfeasibleProgramError
         return bounds.alive
 
     def _needing(self, moment: Moment, solution: Solution, size: float) -> frozenset[int]:

@@ -15,6 +15,7 @@ from autopar.runtime.axis import Axis
 from autopar.runtime.random import Randomness
 from passes.ir.layout import Layout, Shape
 from passes.ir.program import Change, TensorType
+from passes.ir.redistribution import Step
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -138,7 +139,7 @@ class MicroBatching:
 
     `inputs` are cut so, or given whole to all. `outputs` are put side by side (`Cut`), summed ("P") or equal in all
     ("R"); `loss` is one of them. `totals`, where there are any, are sums over the batch that the program takes after
-    its inputs; `reads` are the inputs that they are made from.
+    its inputs; `reads` are the inputs that they are made from, and how each is brought to the layout that it has there.
     """
 
     count: int
@@ -146,7 +147,7 @@ class MicroBatching:
     outputs: tuple[Cut | str, ...]
     loss: int
     totals: "CompiledProgram | None"
-    reads: tuple[int, ...]
+    reads: tuple[tuple[int, tuple[Step, ...]], ...]
 
 
 @dataclass(frozen=True)

@@ -258,6 +258,7 @@ class DistributedModule(nn.Module):
         leaves = forward_backward(
             batching,
             local_inputs,
+            self._axes,
             None if totals is None else lambda parts: totals.forward(*parts),
             lambda parts: self._run(compiled, generated, parts),
         )

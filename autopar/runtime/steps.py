@@ -5,19 +5,24 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from autopar.runtime.axis import Axis
+from autopar.runtime.collectives import run_change
 from autopar.runtime.generated import Cut, MicroBatching
+from passes.ir.errors import InputError
+from passes.ir.redistribution import Step
 
 # Runs a program on this rank's part of its inputs, and returns the leaves of its output.
 Run = Callable[[Sequence[Tensor]], Sequence[object]]
 
 
 def forward_backward(
-    batching: MicroBatching, inputs: Sequence[Tensor], totals: Run | None, program: Run
+    batching: MicroBatching, inputs: Sequence[Tensor], axes: Sequence[Axis], totals: Run | None, program: Run
 ) -> list[object]:
     """Run `program` on every micro-batch, and backward from its part of the loss; returns the leaves for the batch.
 
     `inputs` are this rank's parts of the inputs for the whole batch. `totals` come first and say what the micro-batches
-    sum to; each gets that whole. Gradients are added to `.grad`. The leaves are without gradient.
+    sum to; each gets that whole. `axes` are those of the mesh. Gradients are added to `.grad`. The
+    leaves are without gradient.
     """
     cut = [
         [tensor] * batching.count if where is None else parts(tensor, where, batching.count)
@@ -27,13 +32,16 @@ def forward_backward(
     sums: list[Tensor] = []
     if totals is not None:
         with torch.no_grad():
-            found = [totals([batch[place] for place in batching.reads]) for batch in batches]
+            found = [
+                totals([_relaid(batch[place], steps, axes) for place, steps in batching.reads]) for batch in batches
+            ]
         sums = [_sum(leaves) for leaves in zip(*found, strict=True)]
     results: list[list[object]] = []
     for batch in batches:
         leaves = program([*batch, *sums])
         loss = leaves[batching.loss]
-        assert isinstance(loss, Tensor)
+        if not isinstance(loss, Tensor) or not loss.requires_grad:
+            raise InputError("the loss has no gradient to run backward from: call without torch.no_grad()")
         loss.backward()  # type: ignore[no-untyped-call]
         results.append([leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves])
         # What the backward pass has used is gone before the next micro-batch begins.
@@ -54,6 +62,14 @@ def together(tensors: Sequence[Tensor], where: Cut) -> Tensor:
     shape, dim, count = tensors[0].shape, where.dim, len(tensors)
     groups = [tensor.reshape(*shape[:dim], where.before * where.groups, 1, -1, *shape[dim + 1 :]) for tensor in tensors]
     return torch.cat(groups, dim + 1).reshape(*shape[:dim], shape[dim] * count, *shape[dim + 1 :])
+
+
+def _relaid(tensor: Tensor, steps: Sequence[Step], axes: Sequence[Axis]) -> Tensor:
+    """This rank's part of an input in another layout."""
+    for step in steps:
+        axis = axes[step.axis]
+        tensor = run_change(tensor, axis.group, axis.size, axis.rank, step.source, step.target)
+    return tensor
 
 
 def _joined(leaves: Sequence[object], where: Cut | str) -> object:

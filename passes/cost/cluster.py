@@ -12,19 +12,19 @@ from pathlib import Path
 import numpy as np
 
 from passes.cost.devices import DEVICES, LINKS
-from passes.cost.hardware import GIB, Device, Link, check_positive
+from passes.cost.hardware import GIB, Device, Link, Protocol, check_positive
 from passes.ir.errors import ClusterError, MeshError
 from passes.ir.mesh import Mesh
 
-__all__ = ["CLUSTERS", "GIB", "Cluster", "Device", "Link", "Route", "cluster_of_device", "find_cluster"]
+__all__ = ["CLUSTERS", "GIB", "Cluster", "Device", "Link", "Protocol", "Route", "cluster_of_device", "find_cluster"]
 
 
 @dataclass(frozen=True)
 class Route:
     """What the groups of one axis run over.
 
-    A group of `ways` devices lies in `nodes` nodes, with `together` devices in each at least. `inside` and `between`
-    link them.
+    A group of `ways` devices lies in `nodes` nodes, with `together` devices in each at least (all of them where there
+    is one). `inside` and `between` link them.
     """
 
     ways: int
@@ -36,7 +36,7 @@ class Route:
     @property
     def bandwidth(self) -> float:
         """Bytes/s that go around a ring: across nodes through the cards of all devices of the group in a node."""
-        inside = self.inside.among(self.ways if self.nodes == 1 else self.together)
+        inside = self.inside.among(self.together)
         if self.nodes == 1:
             return inside
         cards = self.together * self.between.bandwidth
@@ -129,9 +129,14 @@ def _loaded(path: Path) -> Cluster:
             f"{str(path)!r} is no cluster file of this version of autopar: write one with `autopar profile`"
         )
     try:
-        device, inside, between = Device(**read.pop("device")), Link(**read.pop("inside")), Link(**read.pop("between"))
-        return Cluster(device=device, inside=inside, between=between, **read)
-    except (KeyError, TypeError) as error:
+        links = []
+        for where in ("inside", "between"):
+            figures = read.pop(where)
+            protocols = tuple(Protocol(**item) for item in figures.pop("protocols"))
+            links.append(Link(**figures, protocols=protocols))
+        inside, between = links
+        return Cluster(device=Device(**read.pop("device")), inside=inside, between=between, **read)
+    except (AttributeError, KeyError, TypeError) as error:
         raise ClusterError(f"the cluster file {str(path)!r} lacks a figure or has one too many: {error}") from None
 
 

@@ -15,8 +15,9 @@ something fixed and something per byte:
 - all-to-all: a device sends (n - 1)/n of its part; what goes to other nodes goes over its own network card, meanwhile
   the rest over the link inside.
 
-For short messages rings and trees have a protocol of half the bandwidth with quicker hops (NCCL's LL). Parts that do
-not lie in one piece are copied. Local conversions read and write memory; a change between R and I does nothing.
+For shorter messages rings, trees and all-to-alls have protocols of quicker hops and less bandwidth (NCCL's LL and
+LL128). Parts that do not lie in one piece are copied. Local conversions read and write memory; a change between R and I
+does nothing.
 """
 
 from collections.abc import Callable, Iterator
@@ -29,8 +30,6 @@ from passes.ir.redistribution import Step
 # Seconds of one algorithm: what is fixed, and what each byte adds.
 Line = tuple[float, float]
 
-# The most algorithms that a collective has: rings and trees in both protocols, and the switches.
-MOST_LINES = 5
 
 _FREE: tuple[Line, ...] = ((0.0, 0.0),)
 
@@ -84,13 +83,13 @@ def _reduction(route: Route) -> Iterator[Line]:
     yield from _protocols(route, 2 * (route.ways - 1 - across), 2 * across, 2 * share / _ring(route))
     if across:
         yield from _protocols(route, 2 * (route.together - 1), 2 * _levels(route), 2 / _ring(route))
-    if route.inside.switch or (across and route.between.switch):
+    if (route.inside.switch and route.together > 1) or (across and route.between.switch):
         yield _switched(route)
 
 
 def _switched(route: Route) -> Line:
     """An all-reduce inside nodes in the switches, where they can, and between nodes by each device with its part."""
-    inside, between, together = route.inside, route.between, route.ways if route.nodes == 1 else route.together
+    inside, between, together = route.inside, route.between, route.together
     fixed, each = _start(route), 0.0
     if together > 1 and inside.switch:
         fixed += inside.switch_latency
@@ -108,7 +107,7 @@ def _switched(route: Route) -> Line:
 
 def _exchange(route: Route) -> Iterator[Line]:
     """An all-to-all, every device with every other."""
-    together = route.ways if route.nodes == 1 else route.together
+    together = route.together
     others = route.ways - together
     each = (together - 1) / route.ways / (route.inside.among(together) * route.inside.exchange)
     if others:
@@ -123,18 +122,17 @@ _ALGORITHMS: dict[str, Callable[[Route], Iterator[Line]]] = {
     "all_to_all": _exchange,
 }
 
-# The part of the bandwidth that the protocol for short messages has: half of what it sends are flags.
-_QUICK = 0.5
-
 
 def _protocols(route: Route, inside: int, across: int, each: float) -> Iterator[Line]:
-    """So many hops inside nodes and across, in both protocols; `each` is the seconds per byte with long messages."""
-    start = _start(route)
-    yield start + inside * route.inside.latency + across * route.between.latency, each
-    quick, quick_across = route.inside.quick, route.between.quick
-    if quick is None or (across and quick_across is None):
-        return
-    yield start + inside * quick + across * (quick_across or 0.0), each / _QUICK
+    """So many hops inside nodes and across, in every protocol; `each` is the seconds per byte with long messages."""
+    near, far = route.inside, route.between
+    yield _start(route) + inside * near.latency + across * far.latency, each
+    if not across:
+        for own in near.protocols:
+            yield own.start + inside * own.latency, each / own.share
+    for own, other in zip(near.protocols, far.protocols, strict=False) if across else ():
+        share = min(own.share, other.share) if inside else other.share
+        yield other.start + inside * own.latency + across * other.latency, each / share
 
 
 def _start(route: Route) -> float:

@@ -14,7 +14,7 @@ backward); links of A800, H800, MI300X and of cards without NVLink; the network 
 
 from collections.abc import Mapping
 
-from passes.cost.hardware import GIB, Device, Link
+from passes.cost.hardware import GIB, Device, Link, Protocol
 
 
 def _idle(units: int, tile: int) -> float:
@@ -99,20 +99,26 @@ DEVICES: Mapping[str, Device] = {
 }
 
 
+def _protocols(flags: float, lines: float) -> tuple[Protocol, ...]:
+    """NCCL's protocols for shorter messages, with the seconds of a hop: LL, half of which are flags, and LL128, where 8
+    in 128 bytes are."""
+    return Protocol(6.6e-6, flags, 0.5), Protocol(14e-6, lines, 120 / 128)
+
+
 def _nvlink(bandwidth: float, efficiency: float, exchange: float, switch: float = 0.0) -> Link:
-    """NVLink through switches; hops of 3.4 us, 0.6 us in the protocol for short messages, 25 us for a reduction in the
-    switches."""
-    return Link(bandwidth, 3.4e-6, efficiency, exchange, 8.4e-6, 0.6e-6, switch, 25e-6 if switch else 0.0)
+    """NVLink through switches; a reduction in them takes 25 us to get going."""
+    protocols, waits = _protocols(0.6e-6, 1.9e-6), 25e-6 if switch else 0.0
+    return Link(bandwidth, 3.4e-6, efficiency, exchange, 8.4e-6, protocols, switch, waits)
 
 
 def _network(bandwidth: float) -> Link:
-    """InfiniBand or RoCE; hops of 14 us, 2.7 us for short messages."""
-    return Link(bandwidth, 14e-6, 0.9, 0.8, 8.4e-6, 2.7e-6)
+    """InfiniBand or RoCE."""
+    return Link(bandwidth, 14e-6, 0.9, 0.8, 8.4e-6, _protocols(2.7e-6, 4.0e-6))
 
 
 def _pcie(bandwidth: float, efficiency: float) -> Link:
-    """PCIe, shared by what crosses the root complex; hops of 5.7 us, 1.0 us for short messages."""
-    return Link(bandwidth, 5.7e-6, efficiency, efficiency, 8.4e-6, 1.0e-6)
+    """PCIe, shared by what crosses the root complex."""
+    return Link(bandwidth, 5.7e-6, efficiency, efficiency, 8.4e-6, _protocols(1.0e-6, 2.5e-6))
 
 
 LINKS: Mapping[str, Link] = {
@@ -121,7 +127,7 @@ LINKS: Mapping[str, Link] = {
     "nvlink5": _nvlink(900e9, 0.70, 0.60, 0.61),
     "nvlink3 of the A800": _nvlink(200e9, 0.78, 0.70),
     "nvlink4 of the H800": _nvlink(200e9, 0.80, 0.70, 0.68),
-    "xgmi": Link(448e9, 3.4e-6, 0.70, 0.70, 8.4e-6, 1.0e-6, pair=64e9),
+    "xgmi": Link(448e9, 3.4e-6, 0.70, 0.70, 8.4e-6, _protocols(1.0e-6, 2.5e-6), pair=64e9),
     "pcie4": _pcie(31e9, 0.75),
     "pcie4 through the host": _pcie(31e9, 0.40),
     "pcie5": _pcie(63e9, 0.75),

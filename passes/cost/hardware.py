@@ -97,6 +97,20 @@ def _name(dtype: torch.dtype) -> str:
 
 
 @dataclass(frozen=True)
+class Protocol:
+    """A way to send shorter messages over a link: seconds to begin a collective and for one hop, and the share of the
+    bandwidth that it has."""
+
+    start: float
+    latency: float
+    share: float
+
+    def __post_init__(self) -> None:
+        check_no_less("a protocol", {"start": self.start, "latency": self.latency})
+        check_part("a protocol", {"share": self.share})
+
+
+@dataclass(frozen=True)
 class Link:
     """What connects devices.
 
@@ -105,8 +119,7 @@ class Link:
     - `efficiency`: the part of `bandwidth` that rings and trees reach with large messages, `exchange` that all-to-all
       reaches.
     - `start`: seconds to begin a collective.
-    - `quick`: seconds for one hop in the protocol for short messages, which has half the bandwidth (None: there is
-      none).
+    - `protocols`: others, for shorter messages.
     - `switch`: the part of `bandwidth` that a reduction in the switches reaches (0: they cannot); `switch_latency` the
       seconds that one takes to get going.
     """
@@ -116,7 +129,7 @@ class Link:
     efficiency: float = 1.0
     exchange: float = 1.0
     start: float = 0.0
-    quick: float | None = None
+    protocols: tuple[Protocol, ...] = ()
     switch: float = 0.0
     switch_latency: float = 0.0
     pair: float | None = None
@@ -126,7 +139,7 @@ class Link:
         if self.pair is not None:
             check_positive("a link", {"pair": self.pair})
         check_part("a link", {"efficiency": self.efficiency, "exchange": self.exchange})
-        check_no_less("a link", {"latency": self.latency, "start": self.start, "quick": self.quick or 0.0})
+        check_no_less("a link", {"latency": self.latency, "start": self.start})
         check_no_less("a link", {"switch": self.switch, "switch_latency": self.switch_latency})
 
     def among(self, devices: int) -> float:

@@ -4,7 +4,7 @@ import dataclasses
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import UnionType
 from typing import get_args, get_origin, get_type_hints
 
@@ -74,7 +74,7 @@ class Stage:
     decisions: Mapping[str, tuple[str, ...]]
     again: tuple[tuple[str, int], ...]
     blocks: tuple[Block, ...]
-    recompute: Mapping[str, str]
+    recompute: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from passes.cost.cluster import Cluster
-from passes.cost.communication import MOST_LINES, redistribution_lines
+from passes.cost.communication import redistribution_lines
 from passes.ir.choices import Group
 from passes.ir.layout import Layout, Shape
 from passes.ir.mesh import Mesh
@@ -37,7 +37,7 @@ class Prices:
         self.mesh = mesh
         self.rows: dict[int, int] = {}
         # [kind, forward or backward, step, algorithm, fixed or per byte]; each axis changes twice at most.
-        self.lines = np.zeros((64, 2, 2 * len(mesh.sizes), MOST_LINES, 2))
+        self.lines = np.zeros((64, 2, 2 * len(mesh.sizes), 1, 2))
         self.found: dict[tuple[object, ...], tuple[Floats, Floats]] = {}
 
     def matrices(self, group: Group, sources: Sequence[Layout], targets: Sequence[Layout]) -> tuple[Floats, Floats]:
@@ -67,8 +67,11 @@ class Prices:
         steps = redistribution(source, target, group.type.shape, self.mesh, strided=group.strided)
         for way, found in enumerate(redistribution_lines(steps, self.cluster, self.mesh)):
             for step, lines in enumerate(found):
-                # Where there are fewer algorithms, the first stands in for those that are missing.
-                self.lines[row, way, step] = lines[0]
+                missing = len(lines) - self.lines.shape[3]
+                if missing > 0:
+                    self.lines = np.pad(self.lines, [(0, 0)] * 3 + [(0, missing), (0, 0)], mode="edge")
+                # Where there are fewer algorithms, the last stands in for those that are missing.
+                self.lines[row, way, step] = lines[-1]
                 self.lines[row, way, step, : len(lines)] = lines
         self.lines[row, ..., 1] /= max(1, group.type.size)
 

@@ -31,12 +31,17 @@ def example() -> Plan:
         Row("change", "layers.*/linear", "all_reduce tp", ("dp S(0), tp P",), ("dp S(0), tp I",), "f[4]", True),
     )
     stage = Stage(
-        {"x": ("S(0)", "R"), "layers.*/linear": ("d0", "out")}, (("head/linear", 0),), (Block("layers.*", 3, rows),)
+        {"x": ("S(0)", "R"), "layers.*/linear": ("d0", "out")},
+        (("head/linear", 0),),
+        (Block("layers.*", 3, rows),),
+        {"layers.*": "selective"},
     )
     program = ProgramPlan(
         (stage,),
         "none",
-        1,
+        2,
+        False,
+        True,
         {"forward compute": 1.5e-3},
         {"parameters": 2**30, "activations": 0.5},
         "optimizer step",
@@ -143,7 +148,8 @@ def test_the_table_shows_what_was_decided() -> None:
     assert "input x: float32[4, 8], dp S(0), tp R" in lines
     assert "constant flag: True" in lines
     assert "train: predicted step 1.5 ms, optimal" in lines
-    assert "layers.* x 3" in lines
+    assert "2 micro-batches; parameters gathered for each, gradients reduced once" in lines
+    assert "layers.* x 3, recompute selective" in lines
     assert "layers.*/linear dp d0, tp out dp S(0), tp R | dp R, tp S(0) -> dp S(0), tp S(1) f[4]" in lines
     assert "~ layers.*/linear all_reduce tp, again in backward dp S(0), tp P -> dp S(0), tp I f[4]" in lines
     assert "layers.*.weight x 3 float32[8, 4] stored dp S(1), tp S(0)" in lines

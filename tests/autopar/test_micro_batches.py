@@ -1,0 +1,224 @@
+"""forward_backward on gloo ranks: losses and gradients of micro-batches add up to those of one device, in float64."""
+
+import functools
+import math
+import random
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    MixtralConfig,
+    MixtralForCausalLM,
+    ViTConfig,
+    ViTForImageClassification,
+)
+
+import autopar
+from autopar import InputError, MicroBatchError, Plan, PlanMismatchError, parallelize
+from autopar.ranks import run_ranks
+from autopar.testing import LiftFloat32, compare_on_mesh
+from passes.recompute import LEVELS
+from tests.autopar.comparing import exact
+from tests.autopar.fuzzing import random_solution
+from tests.models import MODELS, Stack, gpt2, llama, tokens
+
+_SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+
+
+def _classifier() -> tuple[nn.Module, dict[str, Tensor]]:
+    """Sequences of different lengths, one label each."""
+    torch.manual_seed(0)
+    quiet = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    model = BertForSequenceClassification(BertConfig(**_SMALL, **quiet, vocab_size=64, max_position_embeddings=32))
+    inputs = tokens(padding=True, labels=False)
+    return model, {**inputs, "labels": torch.tensor([0, 1, 1, 0])}
+
+
+def _pictures() -> tuple[nn.Module, dict[str, Tensor]]:
+    torch.manual_seed(0)
+    model = ViTForImageClassification(ViTConfig(**_SMALL, image_size=16, patch_size=4, num_labels=3))
+    return model, {"pixel_values": torch.randn(4, 3, 16, 16), "labels": torch.tensor([0, 2, -100, 1])}
+
+
+def _squares() -> tuple[nn.Module, dict[str, Tensor]]:
+    return Stack(), {"x": torch.randn(8, 16), "target": torch.randn(8, 16)}
+
+
+CASES = {
+    "llama": lambda: (llama(), tokens()),
+    "gpt2": lambda: (gpt2(), tokens(padding=True)),
+    "gemma2": lambda: (MODELS["gemma2"](), tokens(padding=True)),
+    "classifier": _classifier,
+    "pictures": _pictures,
+    "squares": _squares,
+}
+
+_FAST = {("gpt2", "2", 4, "selective")}
+
+
+def _cases() -> list[object]:
+    cases = [(name, "2x2", 2, "none") for name in CASES]
+    cases += [(name, "2", count, level) for name in ("llama", "gpt2") for count in (2, 4) for level in ("none", "full")]
+    cases += [("gpt2", "2", 4, "selective"), ("llama", "2x2", 2, "full"), ("llama", "2x2", 4, "selective")]
+    cases += [("llama", "2x2", 1, "none"), ("gpt2", "2x2x2", 2, "none")]
+    return [case if case in _FAST else pytest.param(*case, marks=pytest.mark.slow) for case in cases]
+
+
+@pytest.mark.parametrize(("name", "mesh", "count", "recompute"), _cases())
+def test_equal_to_one_device(name: str, mesh: str, count: int, recompute: str) -> None:
+    """Loss, outputs of the whole batch, every gradient; some micro-batches ignore more labels than others."""
+    model, inputs = CASES[name]()
+    exact(model, mesh, inputs, micro_batches=count, recompute=recompute)
+
+
+def _whole(value: object) -> Tensor:
+    assert isinstance(value, Tensor)
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def _off(got: object, expected: Tensor) -> float:
+    """The error relative to the largest element."""
+    expected = expected.detach()
+    return float((_whole(got).detach() - expected).abs().max() / expected.abs().max())
+
+
+def _worst_gradient(module: nn.Module, model: nn.Module) -> float:
+    own = dict(module.named_parameters())
+    return max(_off(own[name].grad, item.grad) for name, item in model.named_parameters() if item.grad is not None)
+
+
+def _steps(text: str) -> dict[str, float]:
+    """What steps of training by a replayed plan are off from one device."""
+    with LiftFloat32(torch.float64):
+        return _lifted_steps(text)
+
+
+def _lifted_steps(text: str) -> dict[str, float]:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    model = gpt2().double()
+    plan = Plan.from_json(text)
+    first, second = tokens(batch=8), {name: leaf.flip(0)[:4] for name, leaf in tokens(batch=8).items()}
+    module = parallelize(model, mesh, first, cluster="ideal", plan=plan)
+    own = torch.optim.SGD(module.parameters(), lr=0.1)
+    other = torch.optim.SGD(model.parameters(), lr=0.1)
+    errors: dict[str, float] = {"programs": float(module.plan.programs != plan.programs)}
+
+    output = module.forward_backward(**first)
+    expected = model(**first)
+    expected.loss.backward()
+    errors["loss"] = _off(output.loss, expected.loss)
+    errors["logits"] = _off(output.logits, expected.logits)
+    errors["type"] = float(type(output) is not type(expected) or output.logits.requires_grad)
+    errors["gradients"] = _worst_gradient(module, model)
+
+    # A batch of another size, whose gradients come on top.
+    errors["second loss"] = _off(module.forward_backward(**second).loss, model(**second).loss)
+    model(**second).loss.backward()
+    errors["added gradients"] = _worst_gradient(module, model)
+    own.step()
+    other.step()
+    own.zero_grad()
+    other.zero_grad()
+
+    # Each rank's own part, and a call of the whole batch.
+    half = slice(4 * mesh.get_local_rank(), 4 * mesh.get_local_rank() + 4)
+    layouts = module.input_layouts
+    given = {name: leaf[half] if layouts[name]["dp"] == "S(0)" else leaf for name, leaf in first.items()}
+    errors["loss of parts"] = _off(module.forward_backward(**module.from_local(given)).loss, model(**first).loss)
+    model(**first).loss.backward()
+    errors["gradients of parts"] = _worst_gradient(module, model)
+    errors["call"] = _off(module(**first).logits, model(**first).logits)
+    try:
+        module.forward_backward(**{name: leaf[:3] for name, leaf in first.items()})
+        errors["indivisible"] = 1.0
+    except InputError as error:
+        errors["indivisible"] = float("a batch of 3 cannot be cut into 2 micro-batches" not in str(error))
+    return errors
+
+
+def test_steps_of_a_replayed_plan() -> None:
+    """Gradients add up over calls, optimizers go on from them, and batches may be given in parts or in other sizes."""
+    options = {"cluster": "ideal", "micro_batches": 2, "recompute": {"transformer.*": "full"}}
+    with LiftFloat32(torch.float64):
+        plan = autopar.plan(gpt2().double(), {"dp": 2}, tokens(batch=8), **options)
+    assert plan.programs["train"].micro_batches == 2
+    assert plan.programs["train"].stages[0].recompute == {"transformer.h.*": "full"}
+    assert "2 micro-batches" in str(plan)
+    assert "transformer.h.* x 2, recompute full" in str(plan)
+    for errors in run_ranks(_steps, 2, plan.to_json()):
+        assert max(errors.values()) <= 1e-9, errors
+
+
+@functools.cache
+def _llama() -> nn.Module:
+    return llama()
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"micro_batches": 0}, InputError, "micro_batches is 0: it must be a whole number of at least 1"),
+        ({"micro_batches": True}, InputError, "micro_batches is True"),
+        ({"micro_batches": 2.0}, InputError, "micro_batches is 2.0"),
+        ({"micro_batches": 3}, MicroBatchError, "a batch of 4 cannot be cut into 3"),
+        ({"micro_batches": 2, "objective": "infer"}, InputError, "only training"),
+        ({"recompute": "all"}, InputError, "recompute is 'all': it must be one of none, selective, full"),
+        ({"recompute": {"model.layers.*": 1}}, InputError, "recompute for 'model.layers.*' is 1"),
+        ({"recompute": 3}, InputError, "recompute is 3"),
+        ({"recompute": "full", "objective": "infer"}, InputError, "only training"),
+        ({"recompute": {"layers": "full"}}, autopar.ConstraintError, "matches no region: these repeat: model.layers"),
+    ],
+)
+def test_options_that_cannot_be_meant(options: dict[str, object], error: type[Exception], message: str) -> None:
+    """One clear error each."""
+    with pytest.raises(error, match=message):
+        autopar.plan(_llama(), {"dp": 2}, tokens(), cluster="ideal", **options)
+
+
+def test_a_plan_is_not_overruled() -> None:
+    """What a plan decided is not asked for again."""
+    plan = autopar.plan(_llama(), {"dp": 2}, tokens(), cluster="ideal", recompute="full")
+    again = autopar.plan(_llama(), {"dp": 2}, tokens(), cluster="ideal", plan=plan)
+
+    assert again.programs == plan.programs
+    for options in ({"micro_batches": 2}, {"recompute": "none"}):
+        with pytest.raises(PlanMismatchError, match="leave"):
+            autopar.plan(_llama(), {"dp": 2}, tokens(), cluster="ideal", plan=plan, **options)
+
+
+def test_experts_with_a_loss_of_their_own_are_refused() -> None:
+    """How evenly tokens are spread over the experts is no sum over the samples."""
+    sizes = {**_SMALL, "num_key_value_heads": 2, "vocab_size": 64, "num_local_experts": 4}
+    model = MixtralForCausalLM(MixtralConfig(**sizes, output_router_logits=True))
+    with pytest.raises(MicroBatchError, match=r"model\.layers\.0\.mlp\.experts/\w+ needs the whole batch"):
+        autopar.plan(model, {"dp": 2}, tokens(), cluster="ideal", micro_batches=2)
+
+
+def _random(name: str, sizes: tuple[int, ...], seeds: range) -> list[str]:
+    """What is wrong with random plans: strategies, gathers made again, micro-batches and recompute."""
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("dp", "tp")[: len(sizes)])
+    wrong = []
+    for seed in seeds:
+        choose = random.Random(seed)
+        count, recompute = choose.choice([1, 2, 4]), choose.choice(LEVELS)
+        options = {"micro_batches": count, "recompute": recompute, "cluster": "ideal", "memory_limit": 1e15}
+        inputs = tokens(batch=8, length=8, padding=name == "gpt2")
+        with mock.patch("autopar.build.solve", functools.partial(random_solution, choose)):
+            comparison = compare_on_mesh(MODELS[name]().double(), mesh, inputs, torch.float64, **options)
+        if not comparison.worst[1] <= 1e-9:
+            wrong.append(f"seed {seed}: {comparison}")
+    return wrong
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mistral"])
+@pytest.mark.parametrize("sizes", [(2,), (2, 2)])
+def test_random_plans(name: str, sizes: tuple[int, ...]) -> None:
+    """Whatever else is decided."""
+    assert run_ranks(_random, math.prod(sizes), name, sizes, range(6), timeout=900)[0] == []

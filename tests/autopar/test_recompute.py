@@ -1,0 +1,140 @@
+"""What is computed again in the backward pass is not kept, draws the same numbers, and runs the collectives it must."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from autopar import DistributedModule, parallelize
+from autopar.ranks import run_ranks
+from passes.recompute import LEVELS
+from tests.models import gpt2, llama, tokens
+
+_MODELS = {"llama": llama, "gpt2": gpt2}
+
+
+_OPERATORS = {
+    "all_gather_into_tensor": "all_gather",
+    "all_reduce": "all_reduce",
+    "all_to_all_single": "all_to_all",
+    "reduce_scatter_tensor": "reduce_scatter",
+}
+
+
+class _Watching(TorchDispatchMode):
+    """The bytes of all tensors made while it is entered that are still there, and the collectives that ran."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent: Counter[str] = Counter()
+        self.made: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        name = str(function).split(".")
+        if name[0] == "_c10d_functional" and name[1] in _OPERATORS:
+            self.sent[_OPERATORS[name[1]]] += 1
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor) and not isinstance(leaf, DTensor):
+                storage = StorageWeakRef(leaf.untyped_storage())
+                self.made[storage.cdata] = (storage, leaf.untyped_storage().nbytes())
+        return result
+
+    @property
+    def bytes(self) -> int:
+        """What is there."""
+        return sum(size for storage, size in self.made.values() if not storage.expired())
+
+
+def _module(name: str, sizes: dict[str, int], level: str, constraints: object, **config: object) -> DistributedModule:
+    mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    torch.manual_seed(0)
+    model = _MODELS[name](num_hidden_layers=4, **config) if name == "llama" else _MODELS[name](n_layer=4, **config)
+    return parallelize(model.double(), mesh, tokens(), cluster="ideal", recompute=level, constraints=constraints)
+
+
+def _measured(name: str, sizes: dict[str, int], constraints: object, config: dict[str, object]) -> list[dict[str, Any]]:
+    """For every level what is alive after the forward pass, the collectives of both passes, and the gradients."""
+    found = []
+    for level in LEVELS:
+        module = _module(name, sizes, level, constraints, **config)
+        with _Watching() as living:
+            loss = module(**tokens())["loss"]
+        kept = living.bytes
+        # What a second pass draws is its own.
+        module(**tokens())
+        loss.backward()
+        gradients = {name: _whole(item.grad).clone() for name, item in module.named_parameters()}
+        module.zero_grad()
+        with _Watching() as forward:
+            loss = module(**tokens())["loss"]
+        with _Watching() as backward:
+            loss.backward()
+        found.append(
+            {
+                "kept": kept,
+                "forward": forward.sent,
+                "backward": backward.sent,
+                "gradients": gradients,
+                "code": module.code,
+            }
+        )
+    return found
+
+
+def _whole(value: object) -> Tensor:
+    assert isinstance(value, Tensor)
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def _inside(code: str) -> Counter[str]:
+    """The collectives that stand in the region of generated code before the last op that keeps something."""
+    names = ("all_gather", "all_reduce", "all_to_all", "reduce_scatter")
+    lines = code.partition("(Region):")[2].partition("(Generated):")[0].splitlines()
+    keeping = ("F.linear(", "torch.addmm(", "aten.dropout.default(")
+    last = max(number for number, line in enumerate(lines) if any(call in line for call in keeping))
+    return Counter(name for line in lines[:last] for name in names if f"= {name}(" in line)
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "constraints", "config"),
+    [
+        pytest.param(
+            "llama",
+            {"dp": 2, "tp": 2},
+            {
+                "model.layers.*.mlp.gate_proj/linear": {"method": {"tp": "out", "dp": "d0"}},
+                "model.layers.*.mlp.up_proj.weight": {"stored": {"dp": "S(0)"}},
+                "model.layers.*.input_layernorm": {"out": {"tp": "S(1)"}},
+            },
+            {},
+            id="llama on 2x2",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param("gpt2", {"dp": 2}, {}, {"resid_pdrop": 0.25}, id="gpt2 with dropout on 2"),
+    ],
+)
+def test_levels(name: str, sizes: dict[str, int], constraints: object, config: dict[str, object]) -> None:
+    """Gradients are those of keeping everything; less is kept; what is kept of collectives is not sent again."""
+    ranks = 1
+    for size in sizes.values():
+        ranks *= size
+    for none, selective, full in run_ranks(_measured, ranks, name, sizes, constraints, config):
+        for other in (selective, full):
+            for parameter, gradient in none["gradients"].items():
+                torch.testing.assert_close(other["gradients"][parameter], gradient, rtol=1e-12, atol=1e-14)
+        assert full["kept"] < selective["kept"] < none["kept"]
+        assert full["kept"] < 0.5 * none["kept"]
+        assert selective["forward"] == full["forward"] == none["forward"]
+        assert selective["backward"] == none["backward"]
+        again = full["backward"] - none["backward"]
+        assert again == Counter({key: 4 * count for key, count in _inside(full["code"]).items()})
+        assert "recomputed(lambda" in selective["code"]
+        assert "self.recomputed(copy, " in full["code"]

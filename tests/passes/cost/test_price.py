@@ -1,0 +1,95 @@
+"""What ops cost under strategies."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from passes.cost.cluster import Cluster, Device, Link
+from passes.cost.price import op_seconds, update_seconds
+from passes.ir.mesh import Mesh
+from passes.ir.program import Folded
+from passes.rules import find_rule
+from passes.rules.strategies import combine, named_choices, subject
+from tests.passes.helpers import Apply, mesh_of
+from tests.passes.planning import planning
+
+# A byte a second, a multiplication in 1e-9 seconds, and nothing to start.
+DEVICE = Device("d", {"float32": 1e9}, 1.0, 1e9, 1.0, 0.0, 0.0)
+CLUSTER = Cluster("slow", DEVICE, 8, Link(1.0, 0.0), Link(1.0, 0.0))
+# Memory and links cost nothing.
+WIDE = replace(
+    CLUSTER,
+    device=replace(DEVICE, bandwidth=1e30, fill=100.0, depth=10.0),
+    inside=Link(1e30, 0.0),
+    between=Link(1e30, 0.0),
+)
+MESH = mesh_of(a=2, b=2)
+
+
+def folded_of(module: nn.Module, **inputs: Tensor) -> Folded:
+    """A module traced for training."""
+    return planning(module, inputs, mesh_of(one=1), CLUSTER).folded
+
+
+def cost(folded: Folded, kind: str, methods: tuple[str, ...], cluster: Cluster, mesh: Mesh) -> tuple[float, float]:
+    """Seconds of the first op of `kind`, computed by `methods`."""
+    op = next(op for op in folded.ops if op.kind == kind)
+    about = subject(op, find_rule(op, folded.types), folded.types, folded.flowing, set(), set())
+    choices = named_choices(about, methods, mesh)
+    assert choices is not None
+    return op_seconds(about, choices, combine(about, choices), cluster, mesh)
+
+
+def test_products_have_the_shape_that_a_rank_sees() -> None:
+    """16 x 32 over 64, split in rows and columns: 8 x 16 over 64 forward; the gradients sum over 16 and over 8."""
+    folded = folded_of(nn.Linear(64, 32, bias=False), input=torch.ones(16, 64, requires_grad=True))
+
+    def product(elements: int, summed: int) -> float:
+        return 2 * (elements + 100) * (summed + 10) / 1e9
+
+    forward, backward = cost(folded, "linear", ("d0", "out"), WIDE, MESH)
+    assert forward == pytest.approx(product(8 * 16, 64))
+    assert backward == pytest.approx(product(8 * 64, 16) + product(16 * 64, 8))
+    forward, backward = cost(folded, "linear", ("in", "I"), WIDE, MESH)
+    assert forward == pytest.approx(product(16 * 32, 32))
+    assert backward == pytest.approx(product(16 * 32, 32) + product(32 * 32, 16))
+
+
+def test_attention_of_a_part_of_the_heads() -> None:
+    """Half of them has half of the multiplications and of the elements; width and length stay."""
+    shape = (2, 4, 16, 8)
+    inputs = {name: torch.ones(shape, requires_grad=True) for name in ("query", "key", "value")}
+    module = Apply(lambda query, key, value: functional.scaled_dot_product_attention(query, key, value, is_causal=True))
+    folded = folded_of(module, **inputs)
+    cluster = replace(WIDE, device=replace(WIDE.device, attention=0.5, softmax=8.0))
+    forward, backward = cost(folded, "scaled_dot_product_attention", ("heads", "I"), cluster, MESH)
+    flops, elements = 2 * 2 * (2 * 2 * 16 * 16 * 8) / 2, 2 * 2 * 16 * 8
+    assert forward == pytest.approx(flops / 0.5e9 * 2 * (1 + 100 * 8 / 256 / elements))
+    assert backward == pytest.approx(2.5 * forward)
+
+
+def test_a_lookup_reads_what_it_writes() -> None:
+    """Of a table of 1000 rows it reads six, and the six indices; its gradient is a whole table."""
+    folded = folded_of(nn.Embedding(1000, 4), input=torch.ones(6, dtype=torch.long))
+    rows, indices, table = 6 * 4 * 4, 6 * 8, 1000 * 4 * 4
+    forward, backward = cost(folded, "embedding", ("R", "R"), CLUSTER, MESH)
+    assert forward == rows + indices + rows
+    assert backward == pytest.approx(rows + indices + table)
+
+
+def test_the_backward_pass_reads_what_was_saved() -> None:
+    """A product of elements both factors, a sum none."""
+    inputs = {name: torch.ones(8, 4, requires_grad=True) for name in ("x", "y")}
+    folded = folded_of(Apply(lambda x, y: (x * y, x + y)), **inputs)
+    size = 8 * 4 * 4 / 2
+    assert cost(folded, "mul", ("d0", "I"), CLUSTER, MESH) == (3 * size, 5 * size)
+    assert cost(folded, "add", ("d0", "I"), CLUSTER, MESH) == (3 * size, 3 * size)
+
+
+def test_updates_read_and_write() -> None:
+    """A parameter, its gradient and two states: read all, write all but the gradient."""
+    assert update_seconds(10.0, 2, CLUSTER) == 70.0
+    assert update_seconds(10.0, 2, replace(CLUSTER, device=replace(DEVICE, streaming=0.5))) == 140.0

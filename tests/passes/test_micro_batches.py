@@ -1,0 +1,206 @@
+"""micro_batches: what one micro-batch runs, what is summed over the batch before, and what is refused."""
+
+import contextlib
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from passes.capture import Tracing, capture
+from passes.ir.errors import MicroBatchError
+from passes.ir.layout import P, R, S
+from passes.ir.program import Program
+from passes.micro_batches import micro_batches
+from passes.normalize import normalize
+
+
+def _program(model: nn.Module, **inputs: Tensor) -> Program:
+    return normalize(capture(model, inputs, Tracing(True, True, contextlib.nullcontext())))
+
+
+class _Model(nn.Module):
+    """A linear layer and a function of what it gives."""
+
+    def __init__(self, loss: object, width: int = 4) -> None:
+        super().__init__()
+        self.inner = nn.Linear(width, width, bias=False)
+        self.loss = loss
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        """x: [batch, width], y: labels or anything."""
+        return {"loss": self.loss(self.inner(x), y)}
+
+
+def _traced(loss: object, y: Tensor | None = None, x: Tensor | None = None) -> Program:
+    given = torch.randn(8, 4) if x is None else x
+    return _program(_Model(loss), x=given, y=torch.zeros(8, dtype=torch.int64) if y is None else y)
+
+
+def _lines(program: Program | None) -> list[str]:
+    return [line for line in str(program).splitlines() if not line.startswith("parameter")]
+
+
+def test_the_mean_over_labels_divides_by_the_count_of_the_batch() -> None:
+    """The count is a program of its own over the labels, and an input of the micro-batch."""
+    found = micro_batches(_traced(nn.functional.cross_entropy), 2)
+    assert _lines(found.program) == [
+        "input x: float32[4, 4]",
+        "input y: int64[4]",
+        "input total: int64[]",
+        "%linear = linear(x, inner.weight)  # float32[4, 4]  inner",
+        "%cross_entropy_loss_n0 = cross_entropy_loss(%linear, y, reduction=2)  # float32[]",
+        "%div_n3 = div(%cross_entropy_loss_n0, total)  # float32[]",
+        "output loss: %div_n3",
+    ]
+    assert _lines(found.totals) == [
+        "input y: int64[4]",
+        "%ne_n1 = ne(y, other=-100)  # bool[4]",
+        "%sum_n2 = sum(%ne_n1)  # int64[]",
+        "output total: %sum_n2",
+    ]
+    assert (found.count, found.samples, found.loss) == (2, 4, 0)
+    assert found.inputs == {"x": S(0), "y": S(0)}
+    assert found.outputs == (P,)
+
+
+def test_a_mean_divides_by_the_size_of_the_batch() -> None:
+    """What a trace has as a number is that of the whole batch."""
+    found = micro_batches(_traced(lambda x, y: x.mean()), 4)
+    assert _lines(found.program)[2:] == [
+        "%linear = linear(x, inner.weight)  # float32[2, 4]  inner",
+        "%mean_summed = sum(%linear)  # float32[]",
+        "%mean = div(%mean_summed, other=32)  # float32[]",
+        "output loss: %mean",
+    ]
+    assert found.totals is None
+
+
+def test_sizes_are_those_of_a_micro_batch() -> None:
+    """Views, and what is made as large as the batch."""
+
+    def loss(x: Tensor, y: Tensor) -> Tensor:
+        mask = torch.ones(8, 1, dtype=x.dtype).expand(8, 4)
+        return (x.reshape(8, 2, 2).transpose(1, 2).reshape(16, 2) * mask.reshape(16, 2)).sum()
+
+    text = str(micro_batches(_traced(loss), 2).program)
+    for shape in ("shape=[4, 2, 2]", "shape=[8, 2]", "size=[4, 1]", "size=[4, 4]"):
+        assert shape in text, text
+    assert "[16" not in text
+
+
+def test_inputs_without_a_batch_stay_whole() -> None:
+    """Positions are the same for all samples."""
+    found = micro_batches(_traced(lambda x, y: (x + y).sum(), torch.randn(1, 4)), 2)
+    assert found.inputs == {"x": S(0), "y": R}
+    assert "input y: float32[1, 4]" in str(found.program)
+
+
+def test_outputs_lie_side_by_side_or_are_summed() -> None:
+    """Logits have samples, a sum has not, and what follows from parameters is the same in all."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            hidden = self.inner(x)
+            turned = hidden.t()
+            return {"loss": hidden.sum(), "turned": turned, "each": hidden.sum(0), "weights": self.inner.weight * 2}
+
+    assert micro_batches(_program(Model(), x=torch.randn(8, 4)), 2).outputs == (P, S(1), P, R)
+
+
+@pytest.mark.parametrize(
+    ("loss", "op"),
+    [
+        (lambda x, y: x.softmax(0).sum(), "softmax"),
+        (lambda x, y: x.sum() * x.sum(), "mul"),
+        (lambda x, y: x.sum().exp(), "exp"),
+        (lambda x, y: x.sum() + 1.0, "add"),
+        (lambda x, y: x.sum() / (x > 0).sum(), "div"),
+        (lambda x, y: x[0].sum(), "select"),
+        (lambda x, y: x.sort(0).values.sum(), "sort"),
+        (lambda x, y: (x @ x.t()).sum(), "matmul"),
+        (lambda x, y: (x * torch.arange(8.0)[:, None]).sum(), "mul"),
+        (lambda x, y: x.cumsum(0).sum(), "cumsum"),
+    ],
+)
+def test_what_crosses_the_batch_is_refused(loss: object, op: str) -> None:
+    """The message names the op."""
+    with pytest.raises(MicroBatchError, match=rf"/{op}.* needs the whole batch"):
+        micro_batches(_traced(loss), 2)
+
+
+def test_pairs_of_samples_are_refused() -> None:
+    """They could be cut so that pairs stay together, but samples must stand for themselves."""
+
+    def loss(x: Tensor, y: Tensor) -> Tensor:
+        pairs = x.reshape(4, 2, 4)
+        return (pairs[:, 0] * pairs[:, 1]).sum()
+
+    with pytest.raises(MicroBatchError, match="/reshape needs the whole batch"):
+        micro_batches(_traced(loss), 2)
+
+
+def test_buffers_that_each_pass_changes_are_refused() -> None:
+    """Two passes change them twice, and by parts of the batch."""
+    model = nn.Sequential(nn.BatchNorm1d(4))
+    model.forward = lambda input: {"loss": nn.Sequential.forward(model, input).sum()}  # type: ignore[method-assign]
+    with pytest.raises(MicroBatchError, match=r"changes the buffer 0\.\w+"):
+        micro_batches(_program(model, input=torch.randn(8, 4)), 2)
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (lambda x, y: x, "no output called loss"),
+        (lambda x, y: y.float().sum(), "no output called loss"),
+    ],
+)
+def test_without_a_loss_there_is_nothing_to_cut(loss: object, message: str) -> None:
+    """The loss is a scalar that has a gradient."""
+    with pytest.raises(MicroBatchError, match=message):
+        micro_batches(_traced(loss), 2)
+
+
+def test_numbers_must_divide() -> None:
+    """The batch is cut into equal parts."""
+    with pytest.raises(MicroBatchError, match="a batch of 8 cannot be cut into 3"):
+        micro_batches(_traced(nn.functional.cross_entropy), 3)
+
+
+def test_micro_batches_add_up() -> None:
+    """Losses and gradients of the program's own ops, run one by one."""
+    torch.manual_seed(0)
+    model = _Model(lambda x, y: nn.functional.cross_entropy(x.tanh(), y, label_smoothing=0.1)).double()
+    x, y = torch.randn(8, 4, dtype=torch.float64), torch.tensor([0, -100, 2, -100, -100, 1, 3, 0])
+    expected = model(x, y)["loss"]
+    expected.backward()
+    found = micro_batches(_program(model, x=x, y=y), 4)
+    weight = model.inner.weight.detach().clone().requires_grad_()
+    parts = [{"x": x[at : at + 2], "y": y[at : at + 2]} for at in range(0, 8, 2)]
+    assert found.totals is not None
+    total = sum(_run(found.totals, part)[0] for part in parts)
+    losses = [_run(found.program, {**part, "total": total, "inner.weight": weight})[0] for part in parts]
+    for loss in losses:
+        loss.backward()
+    torch.testing.assert_close(torch.stack(losses).sum().detach(), expected.detach(), rtol=1e-12, atol=0)
+    torch.testing.assert_close(weight.grad, model.inner.weight.grad, rtol=1e-12, atol=1e-15)
+
+
+def _run(program: Program, given: dict[str, Tensor]) -> list[Tensor]:
+    """The outputs of a program, op by op."""
+    from passes.ir.program import Argument, Ref
+
+    values = dict(given)
+
+    def value(argument: Argument) -> object:
+        if isinstance(argument, Ref):
+            return values[argument.name]
+        return [value(item) for item in argument] if isinstance(argument, tuple) else argument
+
+    for op in program.ops:
+        result = op.overload(**{name: value(item) for name, item in op.arguments.items()})
+        values[op.results[0]] = result
+    return [values[item.name] for item in program.outputs if isinstance(item, Ref)]
