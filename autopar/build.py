@@ -21,6 +21,7 @@ from autopar.clock import Clock
 from autopar.discover import rules_for
 from autopar.fingerprint import structure_fingerprint
 from autopar.placing import placed_parts
+from autopar.probing import FakeProber
 from autopar.request import Request
 from autopar.runtime import (
     CompiledProgram,
@@ -36,9 +37,10 @@ from autopar.search import Search
 from passes.candidates import Setting, candidates
 from passes.capture import CPU, Tracing, capture
 from passes.constrain import constrain, stored_as
-from passes.cost.memory import memory_use
+from passes.cost.cluster import Cluster
+from passes.cost.liveness import MACHINES, Batches, Machine, MemoryPeak, Stored, peak_memory
 from passes.cost.walk import Optimizer, seconds_on_one, walk
-from passes.emit import Naming, emit
+from passes.emit import Naming, emit, variables
 from passes.engines import engines
 from passes.ir.choices import Problem, Solution
 from passes.ir.demands import Demands
@@ -203,7 +205,6 @@ def planned(
         seconds = walk(lowered, folded, cluster, mesh, Optimizer(states, master), solution.regime)
         if solution.bound == 0.0:
             solution = replace(solution, seconds=seconds.total, bound=seconds.total * (1 - _gap(request, name)))
-        memory = memory_use(problem, solution, states, mesh)
         for axis in idle_axes(problem, solution, mesh) if program.parameters else ():
             logger.warning(
                 "mesh axis %r of size %d splits nothing: no split divides, or none pays; "
@@ -214,6 +215,7 @@ def planned(
         title = f"{type(model).__name__} on {mesh}, for {'training' if name == 'train' else 'inference'}."
         naming = Naming(type(model).__name__, title)
         source = clock("emit", lambda: emit(lowered, mesh, naming))
+        memory = clock("memory", lambda: _memory(lowered, naming, request, name, master, micro))
         on_one = solution.regime.micro_batches * seconds_on_one(folded, cluster)
         plan = record(folded, problem, solution, lowered, seconds, memory, mesh, on_one)
         compiled = _compiled(lowered, source, naming, request)
@@ -245,6 +247,36 @@ def _in_micro_batches(
 def totals_name(name: str) -> str:
     """What the program is called that sums over the batch what the one called `name` needs."""
     return f"{name} totals"
+
+
+def _memory(
+    lowered: Lowered,
+    naming: Naming,
+    request: Request,
+    name: str,
+    master: torch.dtype | None,
+    micro: MicroBatches | None,
+) -> MemoryPeak:
+    """The bytes on one device at the peak of the program called `name`; floating parameters are stored in `master`."""
+    mesh, leaves = request.mesh, dict(input_leaves(request.inputs))
+    given = {
+        item.name: leaf.dtype
+        for item in lowered.program.inputs
+        if isinstance(leaf := leaves.get(item.argument), torch.Tensor)
+    }
+    stored = Stored(master, given, request.optimizer if name == "train" else None)
+    held, machine, batches = variables(lowered, mesh, naming), machine_of(request.cluster), Batches()
+    if micro is not None:
+        inputs = frozenset(item for item, letter in micro.inputs.items() if letter.kind == "S")
+        joined = zip(lowered.outputs, micro.outputs, strict=True)
+        outputs = frozenset(output.name for output, letter in joined if letter.kind == "S")
+        batches = Batches(micro.count, inputs, outputs)
+    return peak_memory(lowered, held, stored, machine, FakeProber(mesh), mesh, batches)
+
+
+def machine_of(cluster: Cluster) -> Machine:
+    """What devices of a cluster do with memory; a device that nobody has is taken at its word."""
+    return MACHINES["cpu" if cluster.name in ("cpu", "ideal") else "cuda"]
 
 
 def _gap(request: Request, name: str) -> float:
