@@ -114,14 +114,13 @@ def _gpt(dimensions: Dimensions, layers: int, attention: str, dropout: float) ->
         embd_pdrop=dropout,
         attn_pdrop=dropout,
         tie_word_embeddings=dimensions.tied is not False,
-        loss_type="ForCausalLM",
         **_attention(attention),
     )
 
 
 def _attention(name: str) -> Any:
     """Arguments that every configuration takes besides those that it declares."""
-    return {"attn_implementation": name}
+    return {"attn_implementation": name, "loss_type": "ForCausalLM"}
 
 
 def _llama_like(family: Family, dimensions: Dimensions, layers: int, attention: str) -> nn.Module:
@@ -141,7 +140,7 @@ def _llama_like(family: Family, dimensions: Dimensions, layers: int, attention: 
         vocab_size=dimensions.vocab,
         max_position_embeddings=dimensions.sequence,
         tie_word_embeddings=dimensions.tied is True,
-        attn_implementation=attention,
+        **_attention(attention),
     )
     model: nn.Module = model_class(config)
     return model

@@ -1,6 +1,5 @@
 """The traced graph of a run's model with the run's splits forced on it, and what one micro-batch of it costs."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache
@@ -12,10 +11,10 @@ from benchmarks.models import Dimensions, Family, build
 from benchmarks.replay.reasons import Reason, SkippedError
 from passes.candidates import Setting, candidates
 from passes.capture import Tracing, capture
-from passes.constrain import constrain
+from passes.constrain import Constraints, constrain
 from passes.cost.cluster import CLUSTERS
 from passes.ir.choices import Problem, Solution
-from passes.ir.errors import AutoparError
+from passes.ir.errors import AutoparError, ConstraintError
 from passes.ir.lowered import Lowered
 from passes.ir.mesh import Mesh
 from passes.ir.program import Folded, Program, Region
@@ -64,18 +63,24 @@ class Forced:
 
 @cache
 def trace(family: Family, dimensions: Dimensions, batch: int, flash: bool, dropout: float, frozen: bool) -> Graph:
-    """The graph of `batch` samples. With `frozen` only the norms are trained, as with adapters of no size."""
-    model = build(family, dimensions, TRACED, flash, dropout)
-    if frozen:
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_("norm" in name)
+    """The graph of `batch` samples. With `frozen` only the norms are trained, as with adapters of no size.
+
+    Raises SkippedError where the model cannot be built or traced.
+    """
     ids = torch.empty(batch, dimensions.sequence, dtype=torch.long, device="meta")
     inputs = {"input_ids": ids, "labels": ids}
-    program = capture(model, inputs, Tracing(True, True, huggingface.tracing(model, inputs)))
-    return Graph(normalize(program), family, dimensions.layers)
+    try:
+        model = build(family, dimensions, TRACED, flash, dropout)
+        if frozen:
+            for name, parameter in model.named_parameters():
+                parameter.requires_grad_("norm" in name)
+        program = normalize(capture(model, inputs, Tracing(True, True, huggingface.tracing(model, inputs))))
+    except Exception as error:  # Whatever a stock class raises for sizes that do not fit each other.
+        raise SkippedError(Reason.TRACE, str(error).splitlines()[-1].strip()) from error
+    return Graph(program, family, dimensions.layers)
 
 
-def demands_of(graph: Graph, split: Split) -> Mapping[str, Mapping[str, Mapping[str, str]]]:
+def demands_of(graph: Graph, split: Split) -> Constraints:
     """The run's splits in the words of constraints: weights by columns, then by rows, and between the blocks split over
     the sequence or whole. What stands between follows, and the solver fills it in."""
     found: dict[str, dict[str, dict[str, str]]] = {}
@@ -105,18 +110,35 @@ def force(graph: Graph, split: Split, cluster: str) -> Forced:
     """Plan `graph` with the run's splits. The data axis is left out: it splits the samples only, so that what one rank
     computes is the graph of its own.
 
-    Raises SkippedError where a pass refuses.
+    Where the demands cannot all be met (fewer heads of keys than devices), those on the attention block are left out:
+    the solver finds the best there. Raises SkippedError where a pass refuses.
     """
-    mesh = Mesh((CONTEXT, TENSOR), (split.context, split.tensor))
-    found = CLUSTERS[cluster]
+    demands = demands_of(graph, split)
+    rows = graph.family.rows[0]
     try:
-        demands = constrain(graph.program, demands_of(graph, split), mesh)
-        folded = fold(graph.program, demands.label)
-        problem = candidates(folded, demands, Setting(mesh, found, 2, torch.float32, None))
-        solution = solve(problem, found, mesh, Limits(1e18, 2))
-        lowered = lower(folded, problem, solution, mesh, Casts(torch.float32, None))
+        return _forced(graph, split, cluster, demands)
+    except ConstraintError as error:
+        if rows not in demands:
+            raise SkippedError(Reason.TRACE, str(error)) from error
     except AutoparError as error:
         raise SkippedError(Reason.TRACE, str(error)) from error
+    kept = (*graph.family.rows[1:], graph.family.norm)
+    try:
+        return _forced(graph, split, cluster, {name: demands[name] for name in kept if name in demands})
+    except AutoparError as error:
+        raise SkippedError(Reason.TRACE, str(error)) from error
+
+
+def _forced(graph: Graph, split: Split, cluster: str, constraints: Constraints) -> Forced:
+    mesh = Mesh((CONTEXT, TENSOR), (split.context, split.tensor))
+    found = CLUSTERS[cluster]
+    demands = constrain(graph.program, constraints, mesh)
+    folded = fold(graph.program, demands.label)
+    problem = candidates(folded, demands, Setting(mesh, found, 2, torch.float32, None))
+    solution = solve(problem, found, mesh, Limits(1e18, 2))
+    if not folded.regions:
+        raise SkippedError(Reason.TRACE, "its layers differ from each other")
+    lowered = lower(folded, problem, solution, mesh, Casts(torch.float32, None))
     return Forced(graph, folded, mesh, problem, solution, lowered)
 
 

@@ -165,7 +165,7 @@ def _number(record: Mapping[str, object], key: str, missing: Reason, default: in
         return default
     if value is None:
         raise SkippedError(missing, f"no {key}")
-    if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value) or value < 1:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 1 <= value < MOST or value != int(value):
         raise SkippedError(Reason.MALFORMED, f"{key} is {value!r}")
     return int(value)
 
@@ -217,6 +217,8 @@ def _dimensions(model: Mapping[str, object]) -> Dimensions:
     )
 
 
+# Larger sizes are no sizes.
+MOST = 1 << 40
 _STAGE = re.compile(r"zero\D{0,3}(\d)", re.IGNORECASE)
 _OVER = re.compile(r"(?:over|x)\s*(\d+)")
 
