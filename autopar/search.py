@@ -103,7 +103,7 @@ class Search:
         """
         request = self.request
         if request.recompute is not None:
-            part = self._part(1)
+            part = self.part(1)
             assert part is not None
             check_patterns(part.folded.regions, request.recompute)
             if not part.folded.regions and set(request.recompute.values()) != {"none"}:
@@ -162,7 +162,7 @@ class Search:
             if node.kind != "op":
                 tokens = [letter_token(letter) for letter in (*strategy.results, *strategy.operands)[0]]
             offers[node.key] = [None if origin is None else frozenset({tokens[origin]}) for origin in origins]
-        problem, demands = self._problem(mesh, parent.part, offers)
+        problem, demands = self.problem(mesh, parent.part, offers)
         solver = Solver(problem, self.request.cluster, mesh, self._limits, solution.regime)
         self._estimate(Tried(mesh, parent.part, demands, solver))
 
@@ -201,10 +201,10 @@ class Search:
         """For more and more micro-batches the best choice whatever memory it takes, until one fits, or none takes less
         time than what is known: more micro-batches take no less time."""
         for count in self._counts():
-            part = self._part(count)
+            part = self.part(count)
             if part is None:
                 return
-            problem, demands = self._problem(mesh, part)
+            problem, demands = self.problem(mesh, part)
             tried = Tried(mesh, part, demands, self._free(problem, mesh, count, part.folded))
             self.clock("solve", partial(tried.solver.estimate, self.cutoff))
             if tried.bound >= self.cutoff * (1 - PROVEN):
@@ -245,7 +245,7 @@ class Search:
         batch = batch_size(item.type.shape for item in self.program.inputs)
         yield from (count for count in range(1, batch + 1) if batch % count == 0)
 
-    def _part(self, count: int) -> Part | None:
+    def part(self, count: int) -> Part | None:
         """The program of one of `count` micro-batches; None where the graph does not show that it may be cut."""
         if self.refused and count > 1 and self.request.micro_batches is None:
             return None
@@ -296,7 +296,7 @@ class Search:
         use = memory_use(tried.problem, best, self.request.optimizer_states, tried.mesh)
         return use.peak <= self.request.memory_limit
 
-    def _problem(
+    def problem(
         self, mesh: Mesh, part: Part, offers: Mapping[str, Sequence[frozenset[str] | None]] | None = None
     ) -> tuple[Problem, Demands]:
         request = self.request
