@@ -90,7 +90,7 @@ class Search:
             check_patterns(part.folded.regions, request.recompute)
             if not part.folded.regions and set(request.recompute.values()) != {"none"}:
                 logger.warning("no layers repeat in the model, so nothing is computed again in the backward pass")
-        found = self.on_any(request.mesh.size) if request.any_shape else self.on(request.mesh, float("inf"))
+        found = self.on_all()
         if found is None:
             raise self._with_hint(min(self.errors, key=lambda error: error.missing))
         gap = 1 - found.solution.bound / found.solution.seconds if found.solution.seconds else 0.0
@@ -99,6 +99,11 @@ class Search:
         return found
 
     # --- meshes ---
+
+    def on_all(self) -> Found | None:
+        """The best choice on the mesh that is given, or on any of as many devices where its shape is to be found."""
+        request = self.request
+        return self.on_any(request.mesh.size) if request.any_shape else self.on(request.mesh, float("inf"))
 
     def on_any(self, devices: int) -> Found | None:
         """The best choice on any mesh of so many devices.
@@ -276,28 +281,30 @@ class Search:
         request = self.request
         freed = replace(request, micro_batches=None, recompute=None)
         if (request.micro_batches, request.recompute) != (None, None) and request.objective == "train":
-            found = replace(self, request=freed, parts={}, errors=[]).on(request.mesh, float("inf"))
+            found = self._with(freed).on_all()
             if found is not None:
-                return InfeasibleError(
-                    f"{error}; it would fit with {regime_text(found.solution.regime)}", error.missing
-                )
+                how = regime_text(found.solution.regime) or "nothing computed again, and one micro-batch"
+                return InfeasibleError(f"{error}; it would fit with {how}", error.missing)
         sizes = request.mesh.sizes
         for factor in _MORE:
-            mesh = Mesh(request.mesh.names, (sizes[0] * factor, *sizes[1:]))
-            wider = replace(self, request=replace(freed, mesh=mesh), parts={}, errors=[])
-            found = wider.on(mesh, float("inf"))
+            wider = replace(freed, mesh=Mesh(request.mesh.names, (sizes[0] * factor, *sizes[1:])))
+            found = self._with(wider).on_all()
             if found is not None:
                 how = regime_text(found.solution.regime)
                 return InfeasibleError(
-                    f"{error}; it would fit on {mesh.size} devices ({mesh})" + (f" with {how}" if how else ""),
+                    f"{error}; it would fit on {found.mesh.size} devices ({found.mesh})"
+                    + (f" with {how}" if how else ""),
                     error.missing,
                 )
-        most = sizes[0] * _MORE[-1]
         return InfeasibleError(
-            f"{error}; nor does any fit with up to {most * request.mesh.size // sizes[0]} devices: take a smaller "
-            "batch, shorter sequences, or a smaller model",
+            f"{error}; nor does any fit with up to {request.mesh.size * _MORE[-1]} devices: take a smaller batch, "
+            "shorter sequences, or a smaller model",
             error.missing,
         )
+
+    def _with(self, request: Request) -> "Search":
+        """A search for the same program with another request."""
+        return replace(self, request=request, parts={}, errors=[])
 
 
 def regime_text(regime: Regime) -> str:

@@ -233,6 +233,7 @@ class Solver:
                 solution, bound = self._within(limit, fixed, hinges, weights, deadline)
             except InfeasibleProgramError:
                 if known == np.inf:
+                    self.bound = np.inf
                     raise self._infeasible(self._smallest(weights)) from None
                 # Nothing is better than what is known.
                 self.bound = max(self.bound, known)

@@ -23,17 +23,17 @@ from tests.passes.planning import (
 UNLIMITED = 1e30
 
 
-def _seeds(first: int, count: int, fast: int) -> list[object]:
-    """Seeds of random programs, of which the first `fast` belong to the fast tests: 200 in all."""
-    slow = [pytest.param(seed, marks=pytest.mark.slow) for seed in range(first + fast, first + count)]
-    return [*range(first, first + fast), *slow]
+def _seeds(first: int, count: int, fast: set[int]) -> list[object]:
+    """Seeds of random programs, of which some are fast: 200 in all."""
+    seeds = range(first, first + count)
+    return [seed if seed in fast else pytest.param(seed, marks=pytest.mark.slow) for seed in seeds]
 
 
 def _solve(case: Planning, memory: float = UNLIMITED) -> Solution:
     return solve(case.problem, case.cluster, case.mesh, Limits(memory, STATES))
 
 
-@pytest.mark.parametrize("seed", _seeds(0, 60, 12))
+@pytest.mark.parametrize("seed", _seeds(0, 60, set(range(12))))
 def test_solver_equals_brute_force(seed: int) -> None:
     """No choice is faster than the solver's, and what the solver says it takes, it takes."""
     case = random_planning(seed, blocks=3 if seed % 4 == 3 else 0)
@@ -79,21 +79,21 @@ def _against_all(case: Planning, regime: Regime) -> None:
         assert best * (1 - 2e-6) <= solution.bound <= best * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("seed", _seeds(100, 50, 6))
+@pytest.mark.parametrize("seed", _seeds(100, 50, set(range(100, 106))))
 def test_solver_equals_brute_force_within_memory(seed: int) -> None:
     """The same where memory is short. Both may make redistributions again in the backward pass instead of keeping what
     they give."""
     _against_all(_small(random_planning(seed, blocks=2 if seed % 4 == 3 else 0), seed - 100), PLAIN)
 
 
-@pytest.mark.parametrize("seed", _seeds(300, 50, 7))
+@pytest.mark.parametrize("seed", _seeds(300, 50, {300, 301, 302, 303, 306}))
 def test_solver_equals_brute_force_in_every_regime(seed: int) -> None:
     """The same where parts run again, the batch comes in parts, and parameters travel once or with each part."""
     case = _small(random_planning(seed, blocks=2 + seed % 2), seed - 300)
     _against_all(case, random_regime(case, seed - 300))
 
 
-@pytest.mark.parametrize("seed", _seeds(600, 40, 8))
+@pytest.mark.parametrize("seed", _seeds(600, 40, {600, 601, 605, 608, 610}))
 def test_solver_equals_brute_force_in_storing_parameters(seed: int) -> None:
     """The same where parameters may be stored whole or in parts, and are then gathered and reduced for every
     micro-batch or once for all; what is gathered in the forward pass is kept or gathered again."""
