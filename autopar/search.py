@@ -22,7 +22,7 @@ from passes.constrain import constrain
 from passes.cost.memory import memory_use
 from passes.ir.choices import Problem, Solution
 from passes.ir.demands import Demands
-from passes.ir.errors import InfeasibleError, MicroBatchError
+from passes.ir.errors import ConstraintError, InfeasibleError, MicroBatchError
 from passes.ir.mesh import Mesh
 from passes.ir.program import Folded, Program
 from passes.ir.regime import RECOMPUTE, Regime
@@ -281,14 +281,14 @@ class Search:
         request = self.request
         freed = replace(request, micro_batches=None, recompute=None)
         if (request.micro_batches, request.recompute) != (None, None) and request.objective == "train":
-            found = self._with(freed).on_all()
+            found = self._would_fit(freed)
             if found is not None:
                 how = regime_text(found.solution.regime) or "nothing computed again, and one micro-batch"
                 return InfeasibleError(f"{error}; it would fit with {how}", error.missing)
         sizes = request.mesh.sizes
         for factor in _MORE:
             wider = replace(freed, mesh=Mesh(request.mesh.names, (sizes[0] * factor, *sizes[1:])))
-            found = self._with(wider).on_all()
+            found = self._would_fit(wider)
             if found is not None:
                 how = regime_text(found.solution.regime)
                 return InfeasibleError(
@@ -302,9 +302,13 @@ class Search:
             error.missing,
         )
 
-    def _with(self, request: Request) -> "Search":
-        """A search for the same program with another request."""
-        return replace(self, request=request, parts={}, errors=[])
+    def _would_fit(self, request: Request) -> Found | None:
+        """What fits where something else is asked for; parts of the batch are the same for all meshes of these axes."""
+        try:
+            return replace(self, request=request, errors=[]).on_all()
+        except ConstraintError:
+            # The user's constraints cannot be met there.
+            return None
 
 
 def regime_text(regime: Regime) -> str:

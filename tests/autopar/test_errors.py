@@ -78,7 +78,7 @@ def test_a_dict_mesh_needs_a_cluster():
 
 
 @pytest.mark.parametrize(
-    ("name", "nearest"), [("h10", "h100"), ("H100-sxm", "h100"), ("a10", "a100"), ("mi300", "mi300x")]
+    ("name", "nearest"), [("h10", "h100"), ("H1000", "h100"), ("a10", "a100"), ("mi300", "mi300x")]
 )
 def test_an_unknown_cluster(name, nearest):
     """The nearest, and the list of all."""
@@ -87,7 +87,9 @@ def test_an_unknown_cluster(name, nearest):
 
 
 def test_an_unknown_device():
-    with pytest.raises(autopar.MeshError, match=r"'NVIDIA H10' \(the nearest is .*pass cluster=, one of a100.*ideal"):
+    with pytest.raises(
+        autopar.MeshError, match=r"'NVIDIA H10' \(the nearest is .*cluster='h100'\).*pass cluster=, one of a100.*ideal"
+    ):
         cluster_of_device("NVIDIA H10")
 
 
@@ -265,7 +267,9 @@ def test_a_memory_limit_that_cannot_be_met():
     message = str(caught.value)
     assert "GiB are missing" in message
     assert "parameters" in message or "optimizer states" in message
-    assert "more devices" in message
+    assert "nor does any fit with up to 256 devices" in message
+    with pytest.raises(autopar.InfeasibleError, match=r"; it would fit on \d+ devices \(dp \d+ x tp 2\)"):
+        autopar.plan(Stack(), MESH, stack_inputs(8), cluster="h100", memory_limit=9000)
 
 
 def test_a_memory_limit_below_the_parameters():
