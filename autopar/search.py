@@ -23,7 +23,7 @@ from passes.constrain import constrain
 from passes.cost.memory import memory_use
 from passes.ir.choices import Problem, Solution
 from passes.ir.demands import Demands
-from passes.ir.errors import InfeasibleError, MicroBatchError
+from passes.ir.errors import ConstraintError, InfeasibleError, MicroBatchError
 from passes.ir.mesh import Mesh
 from passes.ir.program import Folded, Program
 from passes.ir.regime import RECOMPUTE, Regime
@@ -108,7 +108,7 @@ class Search:
             check_patterns(part.folded.regions, request.recompute)
             if not part.folded.regions and set(request.recompute.values()) != {"none"}:
                 logger.warning("no layers repeat in the model, so nothing is computed again in the backward pass")
-        found = self._on([request.mesh]) if not request.any_shape else self._on_any(request.mesh.size)
+        found = self.on_all()
         if found is None:
             raise self._with_hint(min(self.errors, key=lambda error: error.missing))
         seconds, bound = found[1].seconds, found[1].bound
@@ -117,6 +117,11 @@ class Search:
         return found
 
     # --- meshes ---
+
+    def on_all(self) -> tuple[Tried, Solution] | None:
+        """The best choice on the mesh that is given, or on any of as many devices where its shape is to be found."""
+        request = self.request
+        return self._on_any(request.mesh.size) if request.any_shape else self._on([request.mesh])
 
     def _on_any(self, devices: int) -> tuple[Tried, Solution] | None:
         """The best choice on any mesh of so many devices.
@@ -312,25 +317,34 @@ class Search:
         request = self.request
         freed = replace(request, micro_batches=None, recompute=None)
         if (request.micro_batches, request.recompute) != (None, None) and request.objective == "train":
-            found = replace(self, request=freed, parts={}, errors=[])._on([request.mesh])
+            found = self._would_fit(freed)
             if found is not None:
-                return InfeasibleError(f"{error}; it would fit with {regime_text(found[1].regime)}", error.missing)
+                how = regime_text(found[1].regime) or "nothing computed again, and one micro-batch"
+                return InfeasibleError(f"{error}; it would fit with {how}", error.missing)
         sizes = request.mesh.sizes
         for factor in _MORE:
-            mesh = Mesh(request.mesh.names, (sizes[0] * factor, *sizes[1:]))
-            found = replace(self, request=replace(freed, mesh=mesh), parts={}, errors=[])._on([mesh])
+            wider = replace(freed, mesh=Mesh(request.mesh.names, (sizes[0] * factor, *sizes[1:])))
+            found = self._would_fit(wider)
             if found is not None:
                 how = regime_text(found[1].regime)
                 return InfeasibleError(
-                    f"{error}; it would fit on {mesh.size} devices ({mesh})" + (f" with {how}" if how else ""),
+                    f"{error}; it would fit on {found[0].mesh.size} devices ({found[0].mesh})"
+                    + (f" with {how}" if how else ""),
                     error.missing,
                 )
-        most = sizes[0] * _MORE[-1]
         return InfeasibleError(
-            f"{error}; nor does any fit with up to {most * request.mesh.size // sizes[0]} devices: take a smaller "
-            "batch, shorter sequences, or a smaller model",
+            f"{error}; nor does any fit with up to {request.mesh.size * _MORE[-1]} devices: take a smaller batch, "
+            "shorter sequences, or a smaller model",
             error.missing,
         )
+
+    def _would_fit(self, request: Request) -> tuple[Tried, Solution] | None:
+        """What fits where something else is asked for; parts of the batch are the same for all meshes of these axes."""
+        try:
+            return replace(self, request=request, errors=[], tried=[], found=None).on_all()
+        except ConstraintError:
+            # The user's constraints cannot be met there.
+            return None
 
 
 def regime_text(regime: Regime) -> str:
