@@ -83,6 +83,7 @@ class FakeProber:
         self._closed: set[str] = set()
         self._results: dict[str, tuple[Form, ...]] = {}
         self._forward: dict[Task, ForwardProfile] = {}
+        self._assumed: set[Task] = set()
         self._backward: dict[tuple[Task, tuple[Form | None, ...]], BackwardProfile] = {}
 
     def compute(self, statement: Compute, types: Mapping[str, TensorType], copied: frozenset[str]) -> str:
@@ -112,14 +113,19 @@ class FakeProber:
         """What the forward pass of a task does."""
         if task not in self._forward:
             found = self._look(task, lambda run: run.forward())
-            self._forward[task] = found or assumed_forward(task, self._results[task.text])
+            if found is None:
+                # What runs backward must be of the same kind: it speaks of what forward keeps.
+                self._assumed.add(task)
+                found = assumed_forward(task, self._results[task.text])
+            self._forward[task] = found
         return self._forward[task]
 
     def backward(self, task: Task, gradients: tuple[Form | None, ...]) -> BackwardProfile:
         """What its backward pass does, given the forms of the gradients of its results."""
         if (task, gradients) not in self._backward:
-            found = self._look(task, lambda run: run.backward(gradients))
-            self._backward[task, gradients] = found or assumed_backward(task, gradients)
+            forward = self.forward(task)
+            found = None if task in self._assumed else self._look(task, lambda run: run.backward(gradients))
+            self._backward[task, gradients] = found or assumed_backward(task, gradients, forward)
         return self._backward[task, gradients]
 
     def _look(self, task: Task, look: Callable[["_Run"], T]) -> T | None:

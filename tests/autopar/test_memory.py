@@ -2,7 +2,6 @@
 
 import random
 from functools import partial
-from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ from autopar import Precision
 from tests.autopar.comparing import MESHES
 from tests.autopar.fuzzing import random_solution
 from tests.autopar.simulated import predicted_and_measured
+from tests.autopar.solving import solved_by
 from tests.models import MODELS, tokens
 
 MIXED = Precision(compute=torch.bfloat16, master=torch.float32)
@@ -66,7 +66,7 @@ def test_copies_are_counted() -> None:
 )
 def test_random_plans(name: str, mesh: str, seed: int) -> None:
     """Random strategies, random storage, and random gathers made again in the backward pass."""
-    with mock.patch("autopar.build.solve", partial(random_solution, random.Random(seed))):
+    with solved_by(partial(random_solution, random.Random(seed))):
         _check(MODELS[name](), mesh, tokens(length=8))
 
 

@@ -28,10 +28,10 @@ def assumed_forward(task: Task, results: Sequence[Form]) -> ForwardProfile:
     return ForwardProfile(events, made, (*operands, *(result.place for result in made)) if trained else ())
 
 
-def assumed_backward(task: Task, gradients: Sequence[Form | None]) -> BackwardProfile:
+def assumed_backward(task: Task, gradients: Sequence[Form | None], forward: ForwardProfile) -> BackwardProfile:
     """Everything that is kept is read, and every operand gets a new gradient, before anything goes."""
     count = len(gradients)
-    kept = range(len(task.operands) + count)
+    kept = range(len(forward.kept))
     given = {
         slot: Given(Place(Origin.OWN, count + slot), Form.contiguous(form.shape, form.dtype))
         for slot, (form, flows) in enumerate(zip(task.operands, task.flows, strict=True))
