@@ -255,8 +255,9 @@ def _in_micro_batches(
         leaves = {leaf: value for leaf, value in input_leaves(request.inputs) if leaf in read}
         summing = replace(request, inputs=leaves, objective="infer", recompute=None)
         totals = planned(model, micro.totals, Demands({}), summing, totals_name(name), clock, choose)
+    regime = Regime(micro.count, {}, found.record.gather_once, found.record.reduce_once)
     batch, outputs = batching(
-        micro, found.lowered, found.source.outputs, None if totals is None else totals.source, request.mesh
+        micro, found.lowered, found.source.outputs, None if totals is None else totals.source, request.mesh, regime
     )
     source = replace(found.source, outputs=outputs, micro_batches=batch)
     return replace(found, source=source, totals=totals)
@@ -326,7 +327,8 @@ def solve_held(
 ) -> Solution:
     """The best choice for `problem` in which nodes do what is `given` for them, where they can."""
     held = hold(folded, problem, given)
-    solution = solve(held, request.cluster, request.mesh, limits)
+    regime = Regime(recompute=levels(folded.regions, request.recompute or {}))
+    solution = solve(held, request.cluster, request.mesh, limits, regime)
     picks = tuple(node.strategies.index(solution.strategy(held, index)) for index, node in enumerate(problem.nodes))
     return replace(solution, picks=picks)
 

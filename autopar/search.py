@@ -146,13 +146,22 @@ class Search:
         return self._closed()
 
     def _try(self, mesh: Mesh) -> None:
-        """Estimate all ways to run on `mesh`."""
-        free = list(self._free_choices(mesh))
-        if free and self._fits(free[-1]):
-            self.tried.append(free.pop())
-        # Those of most micro-batches first: they need least memory, and what they take others must beat.
-        for tried in reversed(free):
-            self._try_limited(tried)
+        """Estimate all ways to run on `mesh`, for more and more micro-batches: they take no less time, so that it ends
+        where even without any limit nothing beats what is known."""
+        for count in self._counts():
+            part = self.part(count)
+            if part is None:
+                return
+            problem, demands = self.problem(mesh, part)
+            free = Tried(mesh, part, demands, self._free(problem, mesh, count, part.folded))
+            self.clock("solve", partial(free.solver.estimate, self.cutoff))
+            if free.bound >= self.cutoff * (1 - PROVEN):
+                return
+            if self._fits(free):
+                self.tried.append(free)
+                self._consider(free)
+                return
+            self._try_limited(free)
 
     def _try_limited(self, tried: Tried) -> None:
         for regime in self._regimes(tried.solver.regime.micro_batches, tried.part.folded):
@@ -201,23 +210,6 @@ class Search:
     @property
     def _limits(self) -> Limits:
         return Limits(self.request.memory_limit, self.request.optimizer_states)
-
-    def _free_choices(self, mesh: Mesh) -> Iterator[Tried]:
-        """For more and more micro-batches the best choice whatever memory it takes, until one fits, or none takes less
-        time than what is known: more micro-batches take no less time."""
-        for count in self._counts():
-            part = self.part(count)
-            if part is None:
-                return
-            problem, demands = self.problem(mesh, part)
-            tried = Tried(mesh, part, demands, self._free(problem, mesh, count, part.folded))
-            self.clock("solve", partial(tried.solver.estimate, self.cutoff))
-            if tried.bound >= self.cutoff * (1 - PROVEN):
-                return
-            self._consider(tried)
-            yield tried
-            if self._fits(tried):
-                return
 
     def _estimate(self, tried: Tried) -> None:
         """Let a solver estimate, and remember it if it may have something better than what is known."""
