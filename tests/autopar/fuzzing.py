@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from autopar.build import Compiled, compile_model
 from autopar.request import Options, make_request
+from autopar.runtime import collectives
 from autopar.runtime.generated import Container, Generated, place
 from autopar.runtime.saving import saving
 from passes.ir.choices import Node, Problem, Solution, Strategy
@@ -26,7 +26,9 @@ from passes.ir.errors import CaptureError
 from passes.ir.layout import Layout
 from passes.ir.mesh import Mesh
 from tests.autopar.in_process import Threads, axes_at
+from tests.autopar.solving import solved_by
 from tests.autopar.steps import MOST, NAMES, STEPS, Code, Draw, Held, UnfitError
+from tests.autopar.without_engine import step_by_step
 from tests.passes.helpers import Coordinate, Values, part, summed
 
 TOLERANCE = 1e-9
@@ -581,7 +583,7 @@ def planned(recipe: Recipe, mesh: Mesh, solver: Solver) -> Compiled:
         cluster="ideal", memory_limit=1e15, objective="train" if recipe.training else "infer"
     )  # fmt: skip
     request = make_request(model, dict(zip(mesh.names, mesh.sizes, strict=True)), recipe.given(), options)
-    with mock.patch("autopar.build.solve", solver):
+    with solved_by(solver):
         return compile_model(model, request)
 
 
@@ -611,7 +613,9 @@ def _on_rank(
     for item in program.inputs:
         own = part(recipe.inputs[item.name], item.layout, coordinate, mesh).clone().contiguous()
         given[item.name] = own.requires_grad_(item.name in recipe.trained and recipe.training)
-    generated = kind(root, axes_at(coordinate, mesh), torch.device("cpu"), program.tensors)
+    axes = axes_at(coordinate, mesh)
+    seen = step_by_step(model, root, program.held, compiled.stored, mesh, axes, vars(collectives))
+    generated = kind(seen, axes, torch.device("cpu"), program.tensors)
     with torch.set_grad_enabled(program.differentiable and recipe.training):
         if program.regathers and torch.is_grad_enabled():
             with saving():
