@@ -33,7 +33,7 @@ from autopar.runtime import (
 )
 from autopar.runtime.engine import Engine
 from autopar.runtime.inputs import constant_text
-from autopar.search import Search
+from autopar.search import Search, Tried
 from passes.candidates import Setting, candidates
 from passes.capture import CPU, Tracing, capture
 from passes.constrain import constrain, stored_as
@@ -149,7 +149,14 @@ def compile_model(model: nn.Module, request: Request, *, both_modes: bool = Fals
 def _searched(model: nn.Module, program: Program, request: Request, clock: Clock) -> tuple[Request, Planned]:
     """The best plan, and the request with the mesh that it is for."""
     with with_rules(clock("discover", lambda: rules_for(program)) if request.discover else {}):
-        search = Search(program, request, _master(model, request), clock)
+        master, title = _master(model, request), Naming(type(model).__name__, "")
+
+        def measure(tried: Tried, solution: Solution) -> float:
+            here = replace(request, mesh=tried.mesh)
+            lowered = _lowered(tried.part.folded, tried.problem, solution, here, master)
+            return _memory(lowered, title, here, request.objective, master, tried.part.micro).peak
+
+        search = Search(program, request, master, clock, measure)
         tried, solution = search.best()
     request = replace(request, mesh=tried.mesh)
 
@@ -199,9 +206,7 @@ def planned(
         else:
             folded, problem = ready
         solution = clock("solve", lambda: choose(folded, problem))
-        lowered = clock("lower", lambda: lower(folded, problem, solution, mesh, Casts(master, precision.reduce)))
-        lowered = recompute(lowered, solution.regime.recompute)
-        lowered = clock("engines", lambda: engines(lowered, mesh, groups))
+        lowered = clock("lower", lambda: _lowered(folded, problem, solution, request, master, groups))
         seconds = walk(lowered, folded, cluster, mesh, Optimizer(states, master), solution.regime)
         if solution.bound == 0.0:
             solution = replace(solution, seconds=seconds.total, bound=seconds.total * (1 - _gap(request, name)))
@@ -247,6 +252,20 @@ def _in_micro_batches(
 def totals_name(name: str) -> str:
     """What the program is called that sums over the batch what the one called `name` needs."""
     return f"{name} totals"
+
+
+def _lowered(
+    folded: Folded,
+    problem: Problem,
+    solution: Solution,
+    request: Request,
+    master: torch.dtype | None,
+    groups: tuple[Group, ...] | None = None,
+) -> Lowered:
+    """The program that a solution stands for, as it runs."""
+    mesh = request.mesh
+    lowered = lower(folded, problem, solution, mesh, Casts(master, request.precision.reduce))
+    return engines(recompute(lowered, solution.regime.recompute), mesh, groups)
 
 
 def _memory(
