@@ -6,6 +6,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from types import ModuleType
@@ -33,18 +34,18 @@ from autopar.runtime import (
 )
 from autopar.runtime.engine import Engine
 from autopar.runtime.inputs import constant_text
-from autopar.search import Search, Tried
+from autopar.search import Part, Search
 from passes.candidates import Setting, candidates
 from passes.capture import CPU, Tracing, capture
 from passes.constrain import constrain, stored_as
-from passes.cost.cluster import Cluster
+from passes.cost.cluster import GIB, Cluster
 from passes.cost.liveness import MACHINES, Batches, Machine, MemoryPeak, Stored, peak_memory
 from passes.cost.walk import Optimizer, seconds_on_one, walk
 from passes.emit import Naming, emit, variables
 from passes.engines import engines
 from passes.ir.choices import Problem, Solution
 from passes.ir.demands import Demands
-from passes.ir.errors import CaptureError, PlanMismatchError
+from passes.ir.errors import CaptureError, InfeasibleError, PlanMismatchError
 from passes.ir.layout import Layout
 from passes.ir.leaves import Inputs, input_leaves
 from passes.ir.lowered import Group, Lowered
@@ -62,6 +63,9 @@ from passes.solve import Limits, solve
 from passes.specialize import Decided, decided, hold
 
 logger = logging.getLogger("autopar")
+
+# So often a plan may turn out to take more memory than was counted.
+_TRIES = 5
 
 T = TypeVar("T")
 
@@ -147,26 +151,33 @@ def compile_model(model: nn.Module, request: Request, *, both_modes: bool = Fals
 
 
 def _searched(model: nn.Module, program: Program, request: Request, clock: Clock) -> tuple[Request, Planned]:
-    """The best plan, and the request with the mesh that it is for."""
-    with with_rules(clock("discover", lambda: rules_for(program)) if request.discover else {}):
-        master, title = _master(model, request), Naming(type(model).__name__, "")
+    """The best plan, and the request with the mesh that it is for.
 
-        def measure(tried: Tried, solution: Solution) -> float:
-            here = replace(request, mesh=tried.mesh)
-            lowered = _lowered(tried.part.folded, tried.problem, solution, here, master)
-            return _memory(lowered, title, here, request.objective, master, tried.part.micro).peak
+    The search counts memory by blocks; what a plan takes statement by statement may be more. Then the search begins
+    again with as much less memory, so that no limit is ever exceeded.
+    """
+    limit, parts = request.memory_limit, dict[int, Part]()
+    for _ in range(_TRIES):
+        with with_rules(clock("discover", lambda: rules_for(program)) if request.discover else {}):
+            search = Search(program, replace(request, memory_limit=limit), _master(model, request), clock, parts=parts)
+            tried, solution = search.best()
+        found = replace(request, mesh=tried.mesh)
+        part, name, choose = tried.part, request.objective, partial(_already, solution)
+        ready = (part.folded, tried.problem)
+        result = planned(model, part.program, tried.demands, found, name, clock, choose, part.micro, ready)
+        over = sum(result.record.memory.values()) - request.memory_limit
+        if over <= 0:
+            return found, replace(result, record=replace(result.record, whole_batch=search.refused))
+        limit -= over
+    raise InfeasibleError(
+        f"no plan was found that fits the memory limit of {request.memory_limit / GIB:.3g} GiB per device: "
+        f"{over / GIB:.3g} GiB are missing in the last of {_TRIES}; raise the limit",
+        over,
+    )
 
-        search = Search(program, request, master, clock, measure)
-        tried, solution = search.best()
-    request = replace(request, mesh=tried.mesh)
 
-    def choose(folded: Folded, problem: Problem) -> Solution:
-        return solution
-
-    part, name = tried.part, request.objective
-    ready = (part.folded, tried.problem)
-    result = planned(model, part.program, tried.demands, request, name, clock, choose, part.micro, ready)
-    return request, replace(result, record=replace(result.record, whole_batch=search.refused))
+def _already(solution: Solution, folded: Folded, problem: Problem) -> Solution:
+    return solution
 
 
 def tracing(model: nn.Module, request: Request, name: str, device: torch.device = CPU) -> Tracing:
@@ -206,7 +217,9 @@ def planned(
         else:
             folded, problem = ready
         solution = clock("solve", lambda: choose(folded, problem))
-        lowered = clock("lower", lambda: _lowered(folded, problem, solution, request, master, groups))
+        lowered = clock("lower", lambda: lower(folded, problem, solution, mesh, Casts(master, precision.reduce)))
+        lowered = recompute(lowered, solution.regime.recompute)
+        lowered = clock("engines", lambda: engines(lowered, mesh, groups))
         seconds = walk(lowered, folded, cluster, mesh, Optimizer(states, master), solution.regime)
         if solution.bound == 0.0:
             solution = replace(solution, seconds=seconds.total, bound=seconds.total * (1 - _gap(request, name)))
@@ -252,20 +265,6 @@ def _in_micro_batches(
 def totals_name(name: str) -> str:
     """What the program is called that sums over the batch what the one called `name` needs."""
     return f"{name} totals"
-
-
-def _lowered(
-    folded: Folded,
-    problem: Problem,
-    solution: Solution,
-    request: Request,
-    master: torch.dtype | None,
-    groups: tuple[Group, ...] | None = None,
-) -> Lowered:
-    """The program that a solution stands for, as it runs."""
-    mesh = request.mesh
-    lowered = lower(folded, problem, solution, mesh, Casts(master, request.precision.reduce))
-    return engines(recompute(lowered, solution.regime.recompute), mesh, groups)
 
 
 def _memory(

@@ -8,7 +8,7 @@ something again, and more micro-batches never take less time than fewer do.
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
@@ -20,7 +20,6 @@ from autopar.meshes import finer, shapes
 from autopar.request import Request
 from passes.candidates import Setting, candidates, letter_token
 from passes.constrain import constrain
-from passes.cost.cluster import GIB
 from passes.cost.memory import memory_use
 from passes.ir.choices import Problem, Solution
 from passes.ir.demands import Demands
@@ -45,8 +44,6 @@ _MORE = (2, 4, 8, 16, 32, 64)
 # Gaps are closed for so many seconds in all, and each for at least so many.
 PATIENCE = 20.0
 _LEAST = 2.0
-# So often the solver is asked for a choice that takes less, where it counts fewer bytes than a program takes.
-_TIGHTER = 6
 
 
 @dataclass(frozen=True)
@@ -83,22 +80,18 @@ class Search:
     """The search for one program in training or inference; `refused` says why the batch stays in one piece.
 
     `tried` is all that may have the best choice in it, `found` the best one that fits so far, and `cutoff` its seconds.
-    `measure` says what bytes a choice takes once it is lowered; `reserved` bytes of the limit are kept back for what
-    that is more than the solver's count.
     """
 
     program: Program
     request: Request
     master: torch.dtype | None
     clock: Clock
-    measure: Callable[[Tried, Solution], float]
     refused: str = ""
     parts: dict[int, Part] = field(default_factory=dict)
     errors: list[InfeasibleError] = field(default_factory=list)
     tried: list[Tried] = field(default_factory=list)
     found: tuple[Tried, Solution] | None = None
     prices: dict[Mesh, Prices] = field(default_factory=dict)
-    reserved: float = 0.0
 
     @property
     def cutoff(self) -> float:
@@ -119,11 +112,7 @@ class Search:
                 logger.warning("no layers repeat in the model, so nothing is computed again in the backward pass")
         found = self.on_all()
         if found is None:
-            error = min(self.errors, key=lambda error: error.missing)
-            if self.reserved:
-                kept = f"{self.reserved / GIB:.3g} GiB of {request.memory_limit / GIB:.3g} GiB"
-                error = InfeasibleError(f"{error}; {kept} are kept back for buffers of the program", error.missing)
-            raise self._with_hint(error)
+            raise self._with_hint(min(self.errors, key=lambda error: error.missing))
         seconds, bound = found[1].seconds, found[1].bound
         if bound < seconds * (1 - PROVEN):
             logger.warning("the plan may be up to %.2g%% slower than the best", 100 * (1 - bound / seconds))
@@ -134,30 +123,7 @@ class Search:
     def on_all(self) -> tuple[Tried, Solution] | None:
         """The best choice on the mesh that is given, or on any of as many devices where its shape is to be found."""
         request = self.request
-        bound = float("inf")
-        for _ in range(_TIGHTER):
-            found = self._on_any(request.mesh.size) if request.any_shape else self._on([request.mesh])
-            if found is None:
-                return None
-            tried, solution = found
-            bound = min(bound, solution.bound)
-            over = self.clock("memory", partial(self.measure, tried, solution)) - request.memory_limit
-            if over <= 0:
-                return tried, replace(solution, bound=bound)
-            # The solver's count is lower than that: it gets less, so that it takes another choice.
-            self.reserved = request.memory_limit - self._peak(tried, solution) + over
-            self.tried.clear()
-            self.found = None
-            if self.reserved >= request.memory_limit:
-                break
-        self.errors.append(
-            InfeasibleError(
-                f"no plan was found that fits the memory limit of {request.memory_limit / GIB:.3g} GiB per device: the "
-                f"last one lacks {over / GIB:.3g} GiB for buffers of the program",
-                over,
-            )
-        )
-        return None
+        return self._on_any(request.mesh.size) if request.any_shape else self._on([request.mesh])
 
     def _on_any(self, devices: int) -> tuple[Tried, Solution] | None:
         """The best choice on any mesh of so many devices.
@@ -236,7 +202,7 @@ class Search:
 
     @property
     def _limits(self) -> Limits:
-        return Limits(self.request.memory_limit - self.reserved, self.request.optimizer_states)
+        return Limits(self.request.memory_limit, self.request.optimizer_states)
 
     def _free_choices(self, mesh: Mesh) -> Iterator[Tried]:
         """For more and more micro-batches the best choice whatever memory it takes, until one fits, or none takes less
@@ -341,11 +307,8 @@ class Search:
         best = tried.solver.best
         if best is None:
             return False
-        return self._peak(tried, best) <= self._limits.memory
-
-    def _peak(self, tried: Tried, solution: Solution) -> float:
-        """The solver's count of the bytes that a choice takes."""
-        return memory_use(tried.problem, solution, self.request.optimizer_states, tried.mesh).peak
+        use = memory_use(tried.problem, best, self.request.optimizer_states, tried.mesh)
+        return use.peak <= self.request.memory_limit
 
     def problem(
         self, mesh: Mesh, part: Part, offers: Mapping[str, Sequence[frozenset[str] | None]] | None = None
@@ -387,7 +350,7 @@ class Search:
     def _would_fit(self, request: Request) -> tuple[Tried, Solution] | None:
         """What fits where something else is asked for; parts of the batch are the same for all meshes of these axes."""
         try:
-            return replace(self, request=request, errors=[], tried=[], found=None, reserved=0.0).on_all()
+            return replace(self, request=request, errors=[], tried=[], found=None).on_all()
         except ConstraintError:
             # The user's constraints cannot be met there.
             return None

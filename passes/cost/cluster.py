@@ -182,6 +182,7 @@ _TABLE: Mapping[str, tuple[str, int, str, str]] = {
     "h200": ("h200", 8, "nvlink4", "ndr"),
     "h20": ("h20", 8, "nvlink4", "ndr"),
     "b200": ("b200", 8, "nvlink5", "ndr"),
+    "b200-limited": ("b200-limited", 8, "nvlink5", "ndr"),
     "b300": ("b300", 8, "nvlink5", "xdr"),
     "gb200": ("gb200", 72, "nvlink5", "ndr"),
     "mi300x": ("mi300x", 8, "xgmi", "ndr"),

@@ -48,9 +48,11 @@ def test_axes_are_called_by_where_they_lie(sizes, node, names):
 
 
 @pytest.mark.parametrize(("devices", "node"), [(1, 8), (7, 8), (8, 8), (12, 4), (64, 8), (96, 8)])
-def test_shapes_are_all_of_up_to_two_axes(devices, node):
+def test_shapes_have_up_to_two_axes_of_which_one_is_near(devices, node):
+    """The inner axis lies within two nodes; what lies further apart is found by making axes finer."""
     found = [mesh.sizes for mesh in shapes(devices, node)]
-    expected = {(outer, devices // outer) for outer in range(2, devices) if devices % outer == 0} | {(devices,)}
+    inner = [size for size in range(1, min(devices, 2 * node) + 1) if devices % size == 0]
+    expected = {tuple(size for size in (devices // size, size) if size > 1) or (1,) for size in inner}
     assert set(found) == expected
     assert len(found) == len(expected)
     nearest = min(abs(size - min(node, devices)) for *_, size in expected)
