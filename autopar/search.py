@@ -31,6 +31,7 @@ from passes.micro_batches import MicroBatches, batch_size, micro_batches
 from passes.recompute import check_patterns, levels
 from passes.regions import fold
 from passes.solve import PROVEN, Limits, Solver
+from passes.solving.prices import Prices
 
 logger = logging.getLogger("autopar")
 
@@ -90,6 +91,7 @@ class Search:
     errors: list[InfeasibleError] = field(default_factory=list)
     tried: list[Tried] = field(default_factory=list)
     found: tuple[Tried, Solution] | None = None
+    prices: dict[Mesh, Prices] = field(default_factory=dict)
 
     @property
     def cutoff(self) -> float:
@@ -165,7 +167,7 @@ class Search:
 
     def _try_limited(self, tried: Tried) -> None:
         for regime in self._regimes(tried.solver.regime.micro_batches, tried.part.folded):
-            solver = Solver(tried.problem, self.request.cluster, tried.mesh, self._limits, regime)
+            solver = self._solver(tried.problem, tried.mesh, self._limits, regime)
             self._estimate(replace(tried, solver=solver))
 
     def _try_finer(self, parent: Tried, solution: Solution, mesh: Mesh, origins: Sequence[int | None]) -> None:
@@ -177,7 +179,7 @@ class Search:
                 tokens = [letter_token(letter) for letter in (*strategy.results, *strategy.operands)[0]]
             offers[node.key] = [None if origin is None else frozenset({tokens[origin]}) for origin in origins]
         problem, demands = self.problem(mesh, parent.part, offers)
-        solver = Solver(problem, self.request.cluster, mesh, self._limits, solution.regime)
+        solver = self._solver(problem, mesh, self._limits, solution.regime)
         self._estimate(Tried(mesh, parent.part, demands, solver))
 
     def _closed(self) -> tuple[Tried, Solution] | None:
@@ -284,7 +286,14 @@ class Search:
         again = list(self._levels(folded))[-1]
         regime = Regime(count, again, count > 1, count > 1)
         limits = Limits(float("inf"), self.request.optimizer_states)
-        return Solver(problem, self.request.cluster, mesh, limits, regime)
+        return self._solver(problem, mesh, limits, regime)
+
+    def _solver(self, problem: Problem, mesh: Mesh, limits: Limits, regime: Regime) -> Solver:
+        """A solver that shares its prices with all others for the same mesh."""
+        cluster = self.request.cluster
+        if mesh not in self.prices:
+            self.prices[mesh] = Prices(cluster, mesh)
+        return Solver(problem, cluster, mesh, limits, regime, self.prices[mesh])
 
     def _fits(self, tried: Tried) -> bool:
         best = tried.solver.best

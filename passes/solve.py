@@ -61,9 +61,18 @@ class Solver:
     what takes `cutoff` seconds or more is of no interest.
     """
 
-    def __init__(self, problem: Problem, cluster: Cluster, mesh: Mesh, limits: Limits, regime: Regime = PLAIN) -> None:
+    def __init__(
+        self,
+        problem: Problem,
+        cluster: Cluster,
+        mesh: Mesh,
+        limits: Limits,
+        regime: Regime = PLAIN,
+        prices: Prices | None = None,
+    ) -> None:
+        """`prices` are those of the cluster and the mesh, where another solver has found some already."""
         self.problem = problem
-        self.arrays = arrays(problem, Prices(cluster, mesh), regime)
+        self.arrays = arrays(problem, prices or Prices(cluster, mesh), regime)
         self.mesh = mesh
         self.limits = limits
         self.regime = regime

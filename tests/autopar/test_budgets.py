@@ -12,7 +12,7 @@ from tests.models import MODELS, tokens
 
 # Limits for every model: 200 in all, of which some are fast.
 BUDGETS = 40
-_FAST = {("gpt2", 0), ("gpt2", 4), ("llama", 0)}
+_FAST = {("gpt2", 0), ("gpt2", 4)}
 _MESHES = ({"dp": 2}, {"tp": 4}, {"dp": 2, "tp": 2})
 
 
