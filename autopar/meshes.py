@@ -5,6 +5,10 @@ from collections.abc import Iterator, Sequence
 from passes.ir.mesh import Mesh
 
 
+# An axis is cut in at most so many ways.
+_CUTS = 4
+
+
 def shapes(devices: int, node_size: int) -> list[Mesh]:
     """Meshes of one or two axes, of which the inner one lies within a node, or within two: the largest first that does.
 
@@ -21,7 +25,10 @@ def finer(mesh: Mesh, node_size: int, most: int) -> Iterator[tuple[Mesh, Sequenc
     if len(mesh.sizes) >= most:
         return
     for axis, size in enumerate(mesh.sizes):
-        for part in (part for part in range(2, size) if size % part == 0):
+        parts = [part for part in range(2, size) if size % part == 0]
+        # Of many ways to cut an axis a few, evenly from fine to coarse.
+        step = -(-len(parts) // _CUTS) if parts else 1
+        for part in parts[::-1][::step]:
             sizes = (*mesh.sizes[:axis], size // part, part, *mesh.sizes[axis + 1 :])
             origins = [*range(axis), None, None, *range(axis + 1, len(mesh.sizes))]
             yield mesh_of(sizes, node_size), origins
