@@ -22,8 +22,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils import _pytree as pytree
 
 from autopar.build import Compiled, compile_model, load, machine_of
-from autopar.request import Options, Request, make_request
 from autopar.placing import placed_parts
+from autopar.request import Options, Request, make_request
 from autopar.runtime import DistributedModule
 from autopar.runtime.engine import Engine
 
