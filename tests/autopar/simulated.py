@@ -4,6 +4,7 @@ The ranks are those of torch's "fake" process group, whose collectives send noth
 says.
 """
 
+import copy
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -14,18 +15,17 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils import _pytree as pytree
 
 from autopar.build import Compiled, compile_model, load, machine_of
+from autopar.placing import placed_parts
 from autopar.request import Options, Request, make_request
-from autopar.runtime import Container, DistributedModule
-from autopar.runtime.generated import place
-from autopar.runtime.state import from_local
-from passes.ir.layout import I, local_shape
+from autopar.runtime import DistributedModule
+from autopar.runtime.engine import Engine
 
 OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
     "adam": torch.optim.Adam,
@@ -73,27 +73,16 @@ def measure(model: nn.Module, compiled: Compiled, request: Request, inputs: Mapp
 
 def _module(model: nn.Module, compiled: Compiled, request: Request, mesh: DeviceMesh) -> DistributedModule:
     """What `distribute` makes, without values."""
-    root, placed = Container(), {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if id(parameter) not in placed:
-            layout = compiled.stored.get(name, (I,) * len(request.mesh.sizes))
-            dtype = request.precision.master if parameter.is_floating_point() else None
-            part = torch.empty(
-                local_shape(tuple(parameter.shape), layout, request.mesh), dtype=dtype or parameter.dtype
-            )
-            whole = from_local(part, layout, parameter.shape, mesh, request.mesh)
-            placed[id(parameter)] = nn.Parameter(whole, parameter.requires_grad)
-        place(root, name, placed[id(parameter)])
-    for name, buffer in model.named_buffers(remove_duplicate=False):
-        if id(buffer) not in placed:
-            placed[id(buffer)] = torch.empty(buffer.shape, dtype=buffer.dtype)
-        place(root, name, placed[id(buffer)])
+    engine = _Engine(mesh)
+    root = placed_parts(_like(model), compiled.stored, compiled.groups, request, mesh, torch.device("cpu"), engine)
     loaded = {name: load(program, name) for name, program in compiled.programs.items()}
 
     def other_sizes(*_: object) -> object:
         raise AssertionError("the sizes are those of the plan")
 
-    return DistributedModule(root, mesh, torch.device("cpu"), compiled.plan, loaded, request.signature, 0, other_sizes)
+    return DistributedModule(
+        root, mesh, torch.device("cpu"), compiled.plan, loaded, request.signature, 0, other_sizes, engine
+    )
 
 
 def _steps(module: DistributedModule, batch: dict[str, object], request: Request) -> int:
@@ -123,3 +112,20 @@ def _steps(module: DistributedModule, batch: dict[str, object], request: Request
         with tracker:
             step()
     return int(tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"])
+
+
+def _like(model: nn.Module) -> nn.Module:
+    """A model with the same parameters and buffers, without values."""
+    memo: dict[int, object] = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        empty = torch.empty(tensor.shape, dtype=tensor.dtype)
+        memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+    return copy.deepcopy(model, memo)
+
+
+class _Engine(Engine):
+    """Meshes hold ranks, which must have values."""
+
+    def _data_mesh(self, sharded: tuple[int, ...], replicated: tuple[int, ...]) -> DeviceMesh:
+        with unset_fake_temporarily():
+            return super()._data_mesh(sharded, replicated)

@@ -13,6 +13,7 @@ from tests.autopar.comparing import MESHES
 from tests.autopar.fuzzing import random_solution
 from tests.autopar.simulated import predicted_and_measured
 from tests.autopar.solving import solved_by
+from tests.autopar.stored import Spy, storage
 from tests.models import MODELS, tokens
 
 MIXED = Precision(compute=torch.bfloat16, master=torch.float32)
@@ -23,7 +24,8 @@ def _check(model: nn.Module, mesh: str, inputs: dict[str, torch.Tensor], **optio
     given = {"cluster": "ideal", **options}
     if given.get("objective") != "infer":
         given = {"micro_batches": 1, "recompute": "none", **given}
-    predicted, measured, _ = predicted_and_measured(model, MESHES[mesh], inputs, **given)
+    axes = {"dp": 4} if mesh == "dp4" else MESHES[mesh]
+    predicted, measured, _ = predicted_and_measured(model, axes, inputs, **given)
     assert predicted == measured
 
 
@@ -94,6 +96,53 @@ def test_micro_batches(name: str, mesh: str, level: str) -> None:
     )
     copies = 2 * sum(tensor.nbytes for tensor in inputs.values())
     assert measured <= predicted <= measured + copies
+
+
+# (model, layers, mesh, how parameters are stored, whether they are gathered again, options)
+_Stored = tuple[str, int, str, dict[str, str], bool, dict[str, object]]
+_SPLIT: dict[str, str] = {"dp": "S(0)"}
+STORED: list[_Stored] = [
+    ("llama", 3, "2", _SPLIT, True, {"precision": MIXED}),
+    ("llama", 3, "2x2", {"dp": "I"}, True, {"optimizer": "sgd"}),
+]
+STORED_TOO: list[_Stored] = [
+    *(("llama", 8, "dp4", _SPLIT, again, {"optimizer": "sgd"}) for again in (True, False)),
+    ("llama", 8, "2", {"dp": "I"}, True, {"optimizer": "sgd", "precision": MIXED}),
+    ("llama", 8, "2x2", {"dp": "I"}, True, {"optimizer": "sgd", "precision": MIXED}),
+    ("llama", 3, "2x2", {"dp": "I", "tp": "S(0)"}, True, {}),
+    ("llama", 3, "2x2", _SPLIT, False, {"precision": MIXED}),
+    *(("llama", 8, "2", _SPLIT, True, {"optimizer": "sgd", "recompute": level}) for level in ("selective", "full")),
+    ("llama", 8, "2", _SPLIT, False, {"objective": "infer"}),
+    *(("gpt2", 8, "dp4", _SPLIT, again, {"optimizer": "adamw"}) for again in (True, False)),
+    ("gpt2", 3, "dp4", {"dp": "I"}, False, {"optimizer": "adamw"}),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "layers", "mesh", "stored", "again", "options"),
+    [*STORED, *(pytest.param(*case, marks=pytest.mark.slow) for case in STORED_TOO)],
+)
+def test_data_axes(
+    name: str, layers: int, mesh: str, stored: dict[str, str], again: bool, options: dict[str, object]
+) -> None:
+    """Parameters that the engine gathers, reduces and keeps, on the engine itself."""
+    model = MODELS[name](**{"n_layer" if name == "gpt2" else "num_hidden_layers": layers})
+    inputs = tokens(8, 8, labels=options.get("objective") != "infer")
+    with Spy(again) as spy:
+        _check(model, mesh, inputs, constraints=storage(**stored), **options)
+    assert len(spy.seen[0].held.groups) > layers
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["2", "2x2"])
+def test_data_axes_in_micro_batches(mesh: str) -> None:
+    """Gradients of earlier micro-batches stay, and buffers do not."""
+    inputs = tokens(8, 8)
+    with Spy(again=True):
+        predicted, measured, _ = predicted_and_measured(
+            MODELS["llama"](), MESHES[mesh], inputs, cluster="ideal", micro_batches=4, constraints=storage(dp="S(0)")
+        )
+    assert measured <= predicted <= measured + 2 * sum(tensor.nbytes for tensor in inputs.values())
 
 
 def _vit() -> tuple[nn.Module, dict[str, torch.Tensor]]:

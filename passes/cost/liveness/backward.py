@@ -1,14 +1,14 @@
 """The backward pass of an abstract run, in the order in which autograd runs: nodes that were made later come first."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from passes.cost.liveness.graph import Held, Leaf, Node, Skip, Value, fetch
+from passes.cost.liveness.graph import Boundary, Edge, Held, Leaf, Node, Skip, Value, fetch
 from passes.cost.liveness.ledger import GRADIENTS, TRANSIENT, Ledger, Storage
 from passes.cost.liveness.profile import Form, Happening, Origin, Place, Prober
 
 
-def run_backward(roots: Sequence[Value], ledger: Ledger, prober: Prober) -> None:
-    """Run the backward pass of `roots`, whose gradients are new tensors like them."""
+def run_backward(roots: Sequence[Value], ledger: Ledger, prober: Prober, end: Callable[[], None]) -> None:
+    """Run the backward pass of `roots`, whose gradients are new tensors like them, and then `end`."""
     nodes = _reached(roots)
     for node in nodes:
         for edge in node.edges:
@@ -26,9 +26,14 @@ def run_backward(roots: Sequence[Value], ledger: Ledger, prober: Prober) -> None
     while nodes:
         node = nodes.pop()
         for skip in skips:
-            if skip.before is None and node.number < skip.above:
-                skip.before = dict(ledger.held)
-        if isinstance(node, Skip):
+            if skip.held_before is None and node.number < skip.above:
+                skip.held_before = dict(ledger.held)
+        for act in node.before:
+            act()
+        node.before.clear()
+        if isinstance(node, Boundary):
+            _pass(node, ledger)
+        elif isinstance(node, Skip):
             _skip(node, ledger)
         else:
             ledger.moment = f"backward of {node.name}"
@@ -38,14 +43,15 @@ def run_backward(roots: Sequence[Value], ledger: Ledger, prober: Prober) -> None
                 edge[0].remaining -= 1
                 if not edge[0].remaining:
                     _accumulate(edge[0], ledger)
+    end()
 
 
-def _reached(roots: Sequence[Value]) -> list[Node | Skip]:
-    found: dict[int, Node | Skip] = {}
+def _reached(roots: Sequence[Value]) -> list[Node | Skip | Boundary]:
+    found: dict[int, Node | Skip | Boundary] = {}
     waiting = [root.maker for root in roots]
     while waiting:
         node = waiting.pop()
-        if isinstance(node, (Node, Skip)) and id(node) not in found:
+        if isinstance(node, (Node, Skip, Boundary)) and id(node) not in found:
             found[id(node)] = node
             waiting += [edge[0] for edge in node.edges if edge is not None]
     return list(found.values())
@@ -98,7 +104,7 @@ def _place(place: Place, node: Node, own: dict[int, Storage], lingering: dict[Pl
     return node.gradients[place.index].storage if place.origin is Origin.GRADIENT else own[place.index]
 
 
-def _give(edge: tuple[Node | Leaf | Skip, int], gradient: Held, ledger: Ledger) -> None:
+def _give(edge: Edge, gradient: Held, ledger: Ledger) -> None:
     """Add a gradient to what has come already: the sum is a new tensor."""
     target, slot = edge
     before = target.incoming if isinstance(target, Leaf) else target.gradients.get(slot)
@@ -130,11 +136,24 @@ def _accumulate(leaf: Leaf, ledger: Ledger) -> None:
 def _skip(skip: Skip, ledger: Ledger) -> None:
     """The backward pass of all skipped copies at once."""
     skip.bulk.clear()
-    assert skip.before is not None
-    each = ledger.held[GRADIENTS] - skip.before[GRADIENTS]
+    assert skip.held_before is not None
+    each = ledger.held[GRADIENTS] - skip.held_before[GRADIENTS]
     ledger.moment = "backward of equal copies"
     skip.bulk.append(Storage(ledger, each * skip.copies, GRADIENTS))
     for slot, edge in enumerate(skip.edges):
         gradient = skip.gradients.pop(slot, None)
         if edge is not None and gradient is not None:
+            _give(edge, gradient, ledger)
+
+
+def _pass(boundary: Boundary, ledger: Ledger) -> None:
+    """Call what ends here, and pass the gradients on."""
+    for slot, form in enumerate(boundary.forms):
+        if slot not in boundary.gradients:
+            zeros = Form.contiguous(form.shape, form.dtype)
+            boundary.gradients[slot] = Held(Storage(ledger, zeros.bytes, TRANSIENT), zeros)
+    boundary.run()
+    for slot, edge in enumerate(boundary.edges):
+        gradient = boundary.gradients.pop(slot)
+        if edge is not None:
             _give(edge, gradient, ledger)

@@ -1,9 +1,10 @@
 """The forward pass of an abstract run: statement by statement, as the generated code runs, variables included."""
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from passes.cost.liveness.engine import Engine
 from passes.cost.liveness.graph import (
     Copy,
     Kept,
@@ -28,14 +29,20 @@ BEGINNING, END = 3, 2
 
 @dataclass
 class Frame:
-    """A running function. `variables` are its own, `of` says which variable holds which value, `held` are parameters,
-    buffers and constants, `lists` what loops collect, `aside` what else stays until it returns."""
+    """A running function, one of a copy of a region if it is `inner`. `variables` are its own, `of` says which variable
+    holds which value, `held` are parameters, buffers and constants, `gathered` those parameters that the engine gives,
+    as it gives them. `lists` are what loops collect, `aside` what else stays until it returns. `weights` are values
+    that were made of parameters, `later` those that are made when an op reads them."""
 
     of: Mapping[str, str]
     held: Mapping[str, Value]
+    gathered: Mapping[str, Value] = field(default_factory=dict)
+    inner: bool = False
     variables: dict[str, Value] = field(default_factory=dict)
     lists: dict[str, list[Value]] = field(default_factory=dict)
     aside: list[Storage] = field(default_factory=list)
+    weights: set[str] = field(default_factory=set)
+    later: dict[str, Change] = field(default_factory=dict)
 
     def read(self, name: str) -> Value:
         """A value by its name in the program."""
@@ -53,8 +60,9 @@ class Frame:
 
 
 class Forward:
-    """Runs the statements of a program forward. `held` are parameters, buffers and constants by name; `updated` the
-    buffers that the program changes, which are read as copies; without `training` no gradient flows."""
+    """Runs the statements of a program forward. `held` are parameters, buffers and constants by name; `engine` gives
+    some of the parameters; `updated` are the buffers that the program changes, which are read as copies; without
+    `training` no gradient flows."""
 
     def __init__(
         self,
@@ -62,6 +70,7 @@ class Forward:
         prober: Prober,
         variables: Variables,
         held: Mapping[str, Value],
+        engine: Engine,
         updated: frozenset[str],
         regathers: bool,
         training: bool,
@@ -70,6 +79,7 @@ class Forward:
         self.prober = prober
         self.variables = variables
         self.held = held
+        self.engine = engine
         self.updated = updated
         self.noted = Noted() if regathers else None
         self.training = training
@@ -84,7 +94,16 @@ class Forward:
         for statement in body.statements:
             if isinstance(statement, Compute):
                 self.compute(statement, body.types, frame, copied)
+            elif isinstance(statement, Change) and statement.engine and not frame.inner:
+                frame.later[statement.result] = statement
+            elif isinstance(statement, Change) and statement.engine:
+                gathered = frame.gathered[statement.source]
+                frame.weights.add(statement.result)
+                frame.assign(statement.result, gathered)
+                self.change(statement, gathered, statement.result, frame)
             elif isinstance(statement, Change):
+                if statement.parameter:
+                    frame.weights.add(statement.result)
                 self.change(statement, frame.read(statement.source), statement.result, frame)
             else:
                 self.loop(statement, frame)
@@ -96,22 +115,42 @@ class Forward:
         if id(statement) not in self._texts:
             self._texts[id(statement)] = self.prober.compute(statement, types, copied)
         op = statement.op
-        operands = [frame.read(name) for name in dict.fromkeys(op.operands)]
+        values = {name: frame.read(name) for name in dict.fromkeys(op.operands) if name not in frame.later}
+        groups = self.engine.held.ops.get(op.key, ()) if op.key is not None and not frame.inner else ()
+        if groups:
+            passed = [name for name in values if name not in frame.held and name not in frame.weights]
+            entered = self.engine.enter(groups, [values[name] for name in passed], self.next)
+            values.update(zip(passed, entered, strict=True))
+            del entered
+        for name in op.operands:
+            if name in frame.later:
+                values[name] = self.changed(frame.later[name], frame.gathered[frame.later[name].source], _ignore)
+        operands = [values[name] for name in dict.fromkeys(op.operands)]
+        del values
         text, again = self._texts[id(statement)], statement.recomputed
         results = self.run(op.key or op.kind, text, operands, len(op.results), TRANSIENT, again=again)
         del operands
+        self.engine.leave(groups, results)
         for name in op.results:
             frame.assign(name, results.pop(0))
 
     def change(self, statement: Change, value: Value, target: str, frame: Frame) -> None:
-        """Run the steps of a redistribution; each is held by the variable of the result."""
+        """Run the steps of a redistribution that are in the generated code; the result's variable holds each."""
+        self.changed(statement, value, lambda result: frame.assign(target, result))
+
+    def changed(self, statement: Change, value: Value, hold: Callable[[Value], object]) -> Value:
+        """What the generated code makes of a value in a redistribution; `hold` is called with what each step makes."""
         compute, reduce = statement.dtypes
+        if statement.engine:
+            compute = None
         name = f"{'gather' if statement.parameter else 'redistribution'} of {statement.source}"
         texts = [
             self.prober.change(step, (compute if number == 0 else None, reduce))
-            for number, step in enumerate(statement.steps)
+            for number, step in enumerate(statement.steps[statement.engine :])
         ]
-        for text in texts or [f"x0.to({compute})"]:
+        if not texts and not statement.engine:
+            texts = [f"x0.to({compute})"]
+        for text in texts:
             (result,) = self.run(name, text, [value], 1, COMMUNICATION)
             if result.storage is not value.storage:
                 if self.noted is not None and statement.again:
@@ -119,8 +158,9 @@ class Forward:
                 if not statement.parameter:
                     result.storage.turn(TRANSIENT)
                     settle([result.storage])
-            frame.assign(target, result)
+            hold(result)
             value = result
+        return value
 
     def run(
         self, name: str, text: str, operands: Sequence[Value], results: int, kind: str, *, again: bool = False
@@ -165,7 +205,7 @@ class Forward:
     def loop(self, loop: Loop, frame: Frame) -> None:
         """Run the copies of a region. Copies of which nothing goes out but what is carried on are like their
         neighbours: between the first and the last ones they are counted, not run."""
-        region, of = loop.region, self.variables.regions[self.loops]
+        number, region, of = self.loops, loop.region, self.variables.regions[self.loops]
         self.loops += 1
         for carry, initial in zip(region.carries, loop.initial, strict=True):
             frame.assign(carry.argument, frame.read(initial))
@@ -190,7 +230,7 @@ class Forward:
             before = dict(self.ledger.held)
             if skip is not None and copy == region.count - 1:
                 skip.above = self.count + 1
-            self.copy(loop, frame, of, copy, results, lists)
+            self.copy(loop, number, frame, of, copy, results, lists)
 
     def skip(self, carried: Sequence[str], frame: Frame, grown: Mapping[str, int], copies: int) -> Skip:
         """Count `copies` copies, each of which adds what `grown` says; `carried` are the variables that go through."""
@@ -208,6 +248,7 @@ class Forward:
     def copy(
         self,
         loop: Loop,
+        number: int,
         frame: Frame,
         of: Mapping[str, str],
         copy: int,
@@ -222,9 +263,14 @@ class Forward:
                     argument = next(item.argument for item in region.carries if item.next == change.source)
                     self.change(change, frame.variables[results[change.source]], argument, frame)
         names = {own: every[copy] for own, every in region.owned.items()}
-        inner = Frame(of, {**self.held, **{own: self.held[name] for own, name in names.items()}})
+        gathered = self.engine.parameters
+        own_gathered = {own: gathered[name] for own, name in names.items() if name in gathered}
+        held = {**self.held, **{own: self.held[name] for own, name in names.items()}}
+        inner = Frame(of, held, {**gathered, **own_gathered}, inner=True)
         given = [frame.variables[frame.of[carry.argument]] for carry in region.carries]
         given += [frame.read(value) for value in loop.shared]
+        groups = self.engine.around_copy(number, copy)
+        given = self.engine.enter(groups, given, self.next)
         for argument, value in zip(loop.body.arguments, given, strict=True):
             inner.assign(argument, value)
         del given
@@ -235,6 +281,7 @@ class Forward:
         self.running = None
         returned = [inner.read(name) for name in loop.body.results]
         del inner
+        self.engine.leave(groups, returned)
         for name in loop.body.results:
             value = returned.pop(0)
             if results[name]:
@@ -244,14 +291,14 @@ class Forward:
 
     def checkpoint(self, body: Body, frame: Frame, copied: frozenset[str]) -> Copy:
         """A copy that is to be run again on its arguments, which are kept."""
-        of, held = frame.of, frame.held
+        of, held, gathered = frame.of, frame.held, frame.gathered
         arguments = {name: frame.read(name) for name in body.arguments}
         like = {name: (value.form, value.maker, value.slot) for name, value in arguments.items()}
         inputs = [self.noted.keep(item.storage) if self.noted else item.storage for item in arguments.values()]
         nodes: list[int] = []
 
         def run(copy: Copy) -> dict[tuple[int, int], Storage]:
-            again = Frame(of, held)
+            again = Frame(of, held, gathered, inner=True)
             for (name, (form, maker, slot)), kept in zip(like.items(), copy.inputs, strict=True):
                 assert kept is not None
                 again.assign(name, Value(fetch(kept, self.ledger, self.prober), form, maker, slot))
@@ -263,6 +310,10 @@ class Forward:
             return second.found
 
         return Copy(list(inputs), run, nodes)
+
+
+def _ignore(value: Value) -> None:
+    """Hold nothing."""
 
 
 class _EnoughError(Exception):

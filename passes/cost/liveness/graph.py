@@ -33,7 +33,7 @@ class Value:
 
     storage: Storage
     form: Form
-    maker: "Node | Leaf | Skip | None" = None
+    maker: "Node | Leaf | Skip | Boundary | None" = None
     slot: int = 0
 
     @property
@@ -113,17 +113,18 @@ class Node:
     """A statement in the backward pass.
 
     `edges` lead to what made its operands, `kept` is what it keeps, `attached` what stays as long as it. `gradients`
-    are those of its results that have come so far. Later statements have larger numbers.
+    are those of its results that have come so far. Later statements have larger numbers. `before` is done first.
     """
 
     number: int
     name: str
     task: Task
-    edges: Sequence[tuple["Node | Leaf | Skip", int] | None]
+    edges: Sequence["Edge | None"]
     kept: list[Kept | None]
     results: int
     attached: Sequence[Storage] = ()
     gradients: dict[int, Held] = field(default_factory=dict)
+    before: list[Callable[[], None]] = field(default_factory=list)
 
 
 @dataclass(eq=False, slots=True)
@@ -135,10 +136,28 @@ class Skip:
     number: int
     above: int
     copies: int
-    edges: Sequence[tuple["Node | Leaf | Skip", int] | None]
+    edges: Sequence["Edge | None"]
     bulk: list[Storage]
     gradients: dict[int, Held] = field(default_factory=dict)
-    before: Mapping[str, int] | None = None
+    held_before: Mapping[str, int] | None = None
+    before: list[Callable[[], None]] = field(default_factory=list)
+
+
+@dataclass(eq=False, slots=True)
+class Boundary:
+    """Where values go into something of which the backward pass is over when they have their gradients: then `run` is
+    called, and the gradients are passed on; where there is none, zeros. `forms` are those of the values."""
+
+    number: int
+    edges: Sequence["Edge | None"]
+    forms: Sequence[Form]
+    run: Callable[[], None]
+    gradients: dict[int, Held] = field(default_factory=dict)
+    before: list[Callable[[], None]] = field(default_factory=list)
+
+
+# What a gradient goes to, and to which of its results.
+Edge = tuple[Node | Leaf | Skip | Boundary, int]
 
 
 def play(events: Sequence[Event], own: dict[int, Storage], ledger: Ledger, kind: str = TRANSIENT) -> None:

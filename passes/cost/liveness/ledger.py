@@ -65,5 +65,12 @@ class Storage:
         self._ledger.turn(self.kind, kind, self.bytes)
         self.kind = kind
 
+    def resize(self, size: int) -> None:
+        """Take other memory, or none, and be the same storage."""
+        change = -(-size // self._ledger.unit) * self._ledger.unit - self.bytes
+        self.bytes += change
+        if change:
+            self._ledger.add(self.kind, change)
+
     def __del__(self) -> None:
         self._ledger.add(self.kind, -self.bytes)

@@ -7,6 +7,7 @@ from math import prod
 import torch
 
 from passes.cost.liveness.backward import run_backward
+from passes.cost.liveness.engine import Engine
 from passes.cost.liveness.forward import Forward, Frame
 from passes.cost.liveness.graph import Leaf, Value
 from passes.cost.liveness.ledger import (
@@ -122,12 +123,15 @@ def peak_memory(
     read = {name for op in program.ops for name in op.operands}
     held: dict[str, Value] = {}
     leaves: list[Leaf] = []
+    trained: dict[str, Leaf | None] = {}
+    dtypes: dict[str, torch.dtype] = {}
     for parameter in program.parameters:
         dtype = parameter.type.dtype
         if dtype.is_floating_point and stored.master is not None:
             dtype = stored.master
         form = _local(parameter.type, lowered.parameters[parameter.name], mesh, dtype)
         leaf = Leaf(form) if parameter.trainable and training else None
+        trained[parameter.name], dtypes[parameter.name] = leaf, dtype
         held[parameter.name] = Value(Storage(ledger, form.bytes, PARAMETERS), form, leaf)
         if leaf is not None and parameter.name in read:
             leaves.append(leaf)
@@ -142,19 +146,21 @@ def peak_memory(
     states += [Storage(ledger, 4, OPTIMIZER) for _ in leaves if update.counts]
     regathers = _regathers(lowered) and training
     updated = frozenset(name for name, _ in lowered.updates)
-    forward = Forward(ledger, prober, variables, held, updated, regathers, training)
+    engine = Engine(lowered, trained, dtypes, mesh, ledger)
+    forward = Forward(ledger, prober, variables, held, engine, updated, regathers, training)
     batch, local = _inputs(lowered, stored, batches, ledger, mesh)
     if batches.count > 1:
         for leaf in leaves:
             leaf.gradient = Storage(ledger, leaf.form.bytes, GRADIENTS)
     earlier = _earlier_outputs(lowered, batches, ledger, mesh)
-    frame = Frame(variables.whole, held)
+    frame = Frame(variables.whole, held, engine.parameters)
     for name, value in local.items():
         frame.assign(name, value)
     del value
     forward.body(lowered.body, frame, forward.updated)
     outputs = {output.name: frame.read(name) for output in lowered.outputs for name in references(output.value)}
     forward.noted = None
+    engine.end_forward()
     local.clear()
     del frame
     for value in outputs.values():
@@ -162,7 +168,7 @@ def peak_memory(
             value.storage.turn(OUTPUTS)
     del value
     if training:
-        run_backward(_roots(outputs), ledger, prober)
+        run_backward(_roots(outputs), ledger, prober, engine.end_backward)
         _put_together(outputs, batches, ledger)
         ledger.moment = "optimizer step"
         sizes = [leaf.form.bytes for leaf in leaves if leaf.gradient is not None]
@@ -236,7 +242,8 @@ def _regathers(lowered: Lowered) -> bool:
     """Whether anything is made again in the backward pass."""
     bodies = [lowered.body, *(item.body for item in lowered.body.statements if isinstance(item, Loop))]
     return any(
-        (isinstance(item, Change) and item.again) or (isinstance(item, Compute) and item.recomputed)
+        (isinstance(item, Change) and item.again and len(item.steps) > item.engine)
+        or (isinstance(item, Compute) and item.recomputed)
         for body in bodies
         for item in body.statements
     )

@@ -1,0 +1,281 @@
+"""The engine of data axes in an abstract run: what torch's `fully_shard` allocates and frees, and when.
+
+Read from torch 2.13, torch/distributed/fsdp/_fully_shard (`_fsdp_param_group.py`, `_fsdp_collectives.py`): a group is
+gathered into one flat buffer and copied out into its parameters, which give their memory back and take it again but
+stay the same tensors; gradients are copied into one flat buffer that is reduced, and those that stay are views of what
+comes back. Streams are taken to run in the order of the program.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import partial
+from itertools import count as numbers_from
+from math import prod
+
+import torch
+
+from passes.cost.liveness.graph import Boundary, Leaf, Value
+from passes.cost.liveness.ledger import COMMUNICATION, GRADIENTS, TRANSIENT, Ledger, Storage
+from passes.cost.liveness.profile import Form
+from passes.ir.layout import local_shape
+from passes.ir.lowered import Group, Held, Lowered
+from passes.ir.mesh import Mesh
+
+
+class _State(Enum):
+    """What a group did last."""
+
+    IDLE = "idle"
+    BEFORE_BACKWARD = "before backward"
+    AFTER_BACKWARD = "after backward"
+
+
+@dataclass(frozen=True)
+class _Member:
+    """A parameter of a group: the gathered one, whose storage is empty when it is not there, and what takes the
+    gradient of the stored one. `moved` says that it is split in another dim than the first."""
+
+    whole: Value
+    stored: Leaf | None
+    moved: bool
+
+    @property
+    def count(self) -> int:
+        """Elements of the gathered one."""
+        return prod(self.whole.form.shape)
+
+
+@dataclass(eq=False)
+class _Run:
+    """A group while a program runs: `ranks` is on how many it is split. `flat` is what was received and is not copied
+    out yet, `places` where it is in the order of the forward pass, `reduced` what is held until the pass ends."""
+
+    plan: Group
+    members: tuple[_Member, ...]
+    ranks: int
+    stored: torch.dtype
+    state: _State = _State.IDLE
+    there: bool = False
+    waiting: bool = False
+    flat: Storage | None = None
+    places: list[int] = field(default_factory=list)
+    reduced: Storage | None = None
+
+    @property
+    def name(self) -> str:
+        """Its first parameter."""
+        return next(iter(self.plan.parameters))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What is computed in."""
+        return self.members[0].whole.form.dtype
+
+    @property
+    def casts(self) -> bool:
+        """Whether what is gathered is another dtype than what is stored."""
+        return self.dtype != self.stored
+
+
+class Engine:
+    """The groups of a program in one step. `leaves` are the stored parameters that take gradients, `dtypes` what all
+    parameters are stored in."""
+
+    def __init__(
+        self,
+        lowered: Lowered,
+        leaves: Mapping[str, Leaf | None],
+        dtypes: Mapping[str, torch.dtype],
+        mesh: Mesh,
+        ledger: Ledger,
+    ) -> None:
+        self._ledger = ledger
+        self._held = lowered.held
+        self._order: list[_Run] = []
+        self._received: Storage | None = None
+        self._sent: Storage | None = None
+        self.parameters: dict[str, Value] = {}
+        types = {parameter.name: parameter.type for parameter in lowered.program.parameters}
+        self._runs: list[_Run | None] = []
+        for group in lowered.held.groups:
+            members = []
+            for name, dim in group.parameters.items():
+                if name not in lowered.held.parameters:
+                    continue
+                shape = local_shape(types[name].shape, group.used(lowered.parameters[name]), mesh)
+                form = Form.contiguous(shape, group.dtypes[0] or dtypes[name])
+                stored = leaves[name]
+                whole = Value(Storage(ledger, 0, COMMUNICATION), form, Leaf(form) if stored is not None else None)
+                self.parameters[name] = whole
+                members.append(_Member(whole, stored, dim != 0))
+            ranks = prod(mesh.sizes[axis] for axis in group.sharded)
+            dtype = dtypes[next(iter(group.parameters))]
+            self._runs.append(_Run(group, tuple(members), ranks, dtype) if members else None)
+
+    @property
+    def held(self) -> Held:
+        """Where groups are called."""
+        return self._held
+
+    def around_copy(self, loop: int, copy: int) -> tuple[int, ...]:
+        """The groups around a copy of a loop, the innermost first."""
+        return self._held.copies[loop][copy] if loop < len(self._held.copies) else ()
+
+    # --- forward ---
+
+    def enter(self, numbers: Sequence[int], inputs: Sequence[Value], number_next: Callable[[], int]) -> list[Value]:
+        """Gather groups for what is called with `inputs`, which are then as returned: in the backward pass what is
+        called is over when they have their gradients. `number_next` numbers what is made."""
+        values = list(inputs)
+        for number in reversed(numbers):
+            run = self._run(number)
+            self._ledger.moment = f"gather of {run.name}"
+            self._gather(run, forward=True)
+            self._copy_out(run, forward=True)
+            flowing = [value for value in values if value.flows]
+            if not flowing:
+                continue
+            edges = [(value.maker, value.slot) if value.maker is not None else None for value in flowing]
+            boundary = Boundary(number_next(), edges, [value.form for value in flowing], partial(self._end, run))
+            slots = numbers_from()
+            values = [
+                Value(value.storage, value.form, boundary, next(slots)) if value.flows else value for value in values
+            ]
+        return values
+
+    def leave(self, numbers: Sequence[int], results: Sequence[Value]) -> None:
+        """What was called has given `results`; the backward pass of the first that gets a gradient begins with
+        gathering."""
+        for number in numbers:
+            run = self._run(number)
+            if run.plan.again:
+                self._empty(run)
+            run.places.append(len(self._order))
+            self._order.append(run)
+            for value in results:
+                if value.maker is not None and not isinstance(value.maker, Leaf):
+                    value.maker.before.append(partial(self._begin, run))
+
+    def end_forward(self) -> None:
+        """The forward pass is over."""
+        self._received = None
+
+    # --- backward ---
+
+    def _begin(self, run: _Run) -> None:
+        if run.state is _State.BEFORE_BACKWARD:
+            return
+        run.state = _State.BEFORE_BACKWARD
+        self._ledger.moment = f"gather of {run.name} for the backward pass"
+        self._gather(run, forward=False)
+        self._copy_out(run, forward=False)
+        if run.places:
+            place = run.places.pop()
+            if place:
+                self._gather(self._order[place - 1], forward=False)
+
+    def _end(self, run: _Run) -> None:
+        """All gradients of a group are there: reduce them."""
+        run.state = _State.AFTER_BACKWARD
+        self._ledger.moment = f"reduction of gradients of {run.name}"
+        reduced, gradients = [], []
+        for member in run.members:
+            whole = member.whole.maker
+            if isinstance(whole, Leaf) and whole.gradient is not None:
+                reduced.append(member)
+                gradients.append(whole.gradient)
+                whole.gradient = None
+        whole = None
+        self._empty(run)
+        self._sent = None
+        if reduced:
+            run.reduced = None
+            self._sent = self._reduce(run, reduced, gradients)
+
+    def _reduce(self, run: _Run, members: Sequence[_Member], gradients: list[Storage]) -> Storage:
+        """Reduce gradients; what was sent stays for a while. The last gradient is held until this is over, and so is
+        the last one that was turned."""
+        held = turned = None
+        if run.ranks > 1:
+            for number, member in enumerate(members):
+                held = gradients[number]
+                if member.moved:
+                    turned = held
+                    gradients[number] = Storage(self._ledger, member.count * run.dtype.itemsize, TRANSIENT)
+        dtype = run.plan.dtypes[1] or run.dtype
+        count = sum(member.count for member in members)
+        sent = Storage(self._ledger, count * dtype.itemsize, COMMUNICATION)
+        gradients.clear()
+        result = Storage(self._ledger, count // run.ranks * dtype.itemsize, GRADIENTS)
+        if run.ranks == 1:
+            # What would be received is divided by one into a tensor of its own.
+            Storage(self._ledger, count * dtype.itemsize, TRANSIENT)
+        if run.plan.replicated:
+            run.reduced = result
+        if dtype != run.stored:
+            result = Storage(self._ledger, count // run.ranks * run.stored.itemsize, GRADIENTS)
+        for member in members:
+            if member.stored is not None and member.stored.gradient is None:
+                member.stored.gradient = result
+        del held, turned
+        return sent
+
+    def end_backward(self) -> None:
+        """The backward pass is over: what is left is reduced, and nothing stays gathered."""
+        for run in self._runs:
+            if run is None:
+                continue
+            if run.state is not _State.AFTER_BACKWARD:
+                self._end(run)
+            run.state = _State.IDLE
+            run.reduced = run.flat = None
+            run.waiting = False
+            run.places.clear()
+        self._order.clear()
+        self._sent = None
+
+    # --- parameters ---
+
+    def _run(self, number: int) -> _Run:
+        run = self._runs[number]
+        assert run is not None
+        return run
+
+    def _gather(self, run: _Run, *, forward: bool) -> None:
+        """Let a group be received; what all ranks have is not sent."""
+        if run.waiting or run.there or not (forward or run.plan.saved):
+            return
+        run.waiting = True
+        if run.ranks > 1:
+            size = sum(member.count for member in run.members) * run.dtype.itemsize
+            cast = Storage(self._ledger, size // run.ranks, COMMUNICATION) if run.casts else None
+            run.flat = Storage(self._ledger, size, COMMUNICATION)
+            del cast
+
+    def _copy_out(self, run: _Run, *, forward: bool) -> None:
+        """Copy what was received into the parameters. In the forward pass it stays until the next group is there."""
+        if not run.waiting:
+            return
+        if forward:
+            self._received = None
+        held: list[Storage] = []
+        for member in run.members:
+            size = member.count * run.dtype.itemsize
+            if run.ranks == 1 and run.casts:
+                # One is cast before the one before it is gone.
+                held = [Storage(self._ledger, size, TRANSIENT)]
+            member.whole.storage.resize(size)
+            if run.ranks > 1 and member.moved:
+                held.append(Storage(self._ledger, size, COMMUNICATION))
+        del held
+        run.there, run.waiting = True, False
+        if forward:
+            self._received = run.flat
+        run.flat = None
+
+    def _empty(self, run: _Run) -> None:
+        """Give back the memory of gathered parameters."""
+        for member in run.members:
+            member.whole.storage.resize(0)
+        run.there = False

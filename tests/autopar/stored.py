@@ -1,0 +1,52 @@
+"""Plans whose parameters are stored in a way that a test asks for, and what becomes of them."""
+
+import contextlib
+from dataclasses import replace
+from unittest import mock
+
+from autopar import build
+from passes.cost.memory import same_tensor
+from passes.ir.choices import Problem, Solution
+from passes.ir.lowered import Lowered
+from tests.autopar.solving import solved_by
+
+
+def storage(**stored: str) -> dict[str, dict[str, dict[str, str]]]:
+    """All parameters are stored like this on these axes, and used whole there."""
+    return {"*": {"stored": stored, "used": dict.fromkeys(stored, "R")}}
+
+
+class Spy:
+    """Remembers what went to the engine; with `again` parameters are gathered again wherever that can be."""
+
+    def __init__(self, again: bool = False) -> None:
+        self.again = again
+        self.seen: list[Lowered] = []
+        self._engines, self._solve = build.engines, build.solve
+
+    def engines(self, *given: object) -> Lowered:
+        """The pass."""
+        self.seen.append(self._engines(*given))  # type: ignore[arg-type]
+        return self.seen[-1]
+
+    def solve(self, problem: Problem, *given: object) -> Solution:
+        """The pass, with its choice of what is gathered again overruled."""
+        solution = self._solve(problem, *given)  # type: ignore[arg-type]
+        if not self.again:
+            return solution
+        again = set()
+        for edge in problem.edges:
+            before = solution.strategy(problem, edge.producer).results[edge.result]
+            after = solution.strategy(problem, edge.consumer).operands[edge.operand]
+            if edge.saved and problem.groups[edge.group].parameter and not same_tensor(before, after):
+                again.add((edge.group, after))
+        return replace(solution, again=frozenset(again))
+
+    def __enter__(self) -> "Spy":
+        self._patches = contextlib.ExitStack()
+        self._patches.enter_context(mock.patch("autopar.build.engines", self.engines))
+        self._patches.enter_context(solved_by(self.solve))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._patches.close()
