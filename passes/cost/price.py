@@ -7,6 +7,7 @@ from passes.cost.communication import step_seconds
 from passes.cost.compute import Work, compute_seconds
 from passes.cost.fusion import Fused
 from passes.ir.choices import Cover, Strategy
+from passes.ir.figures import least
 from passes.ir.layout import Layout, R, local_shape
 from passes.ir.mesh import Mesh
 from passes.ir.program import Op, TensorType
@@ -54,7 +55,7 @@ def op_seconds(
     gradients = sum(reads[slot] for slot in flowing)
     kernels = 1, len(flowing)
     if subject.op.kind in _LOOKUPS and reads:
-        reads[0] = min(reads[0], sum(writes))
+        reads[0] = least((reads[0], sum(writes)))
     if fused is not None:
         for slot in fused.operands:
             gradients -= reads[slot] if slot in flowing else 0
