@@ -69,7 +69,9 @@ def expressions(model: nn.Module, request: Request, traced: Tracing, planned: Pr
         varying = {dim for _, dims in names.values() for dim in dims}
         symbolic = capture_symbolic(model, request.inputs, traced, varying)
     except CaptureError as error:
-        raise ExpressionError(f"costs have no formulas, as the model cannot be traced for other sizes: {error}") from None
+        raise ExpressionError(
+            f"costs have no formulas, as the model cannot be traced for other sizes: {error}"
+        ) from None
     samples = _Samples(symbolic, names, request, planned)
     others = {name: samples.others(name) for name in sizes}
     for name in [name for name, found in others.items() if not found]:
@@ -155,9 +157,7 @@ class _Samples:
 
     def _shapes(self, sizes: Mapping[str, int]) -> dict[str, Shape]:
         shapes = {
-            name: list(leaf.shape)
-            for name, leaf in input_leaves(self.request.inputs)
-            if isinstance(leaf, torch.Tensor)
+            name: list(leaf.shape) for name, leaf in input_leaves(self.request.inputs) if isinstance(leaf, torch.Tensor)
         }
         for name, size in sizes.items():
             for argument, dim in self.names[name][1]:

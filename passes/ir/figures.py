@@ -8,8 +8,8 @@ for `max` and `min`, and `as_float` for `float`.
 Comparisons look at the numbers alone. A formula holds wherever they would come out the same.
 """
 
-from collections.abc import Iterable
-from functools import reduce
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import cast
 
 import sympy
@@ -113,12 +113,13 @@ def formula(number: Number) -> sympy.Expr:
 
 def largest(*numbers: Number) -> Number:
     """`max`, whose formula is a maximum."""
-    return _extreme(numbers, max, sympy.Max, 1)
+    return _extreme(numbers, max(numbers), sympy.Max, 1)
 
 
 def least(numbers: Iterable[Number]) -> Number:
     """`min`, whose formula is a minimum."""
-    return _extreme(tuple(numbers), min, sympy.Min, -1)
+    given = tuple(numbers)
+    return _extreme(given, min(given), sympy.Min, -1)
 
 
 def as_float(number: Number) -> float:
@@ -126,33 +127,47 @@ def as_float(number: Number) -> float:
     return number if isinstance(number, Figure) else float(number)
 
 
-def _extreme(numbers: tuple[Number, ...], of: object, written: type[sympy.Expr], sign: int) -> Number:
-    found = max(numbers) if sign > 0 else min(numbers)
+def _extreme(numbers: Sequence[Number], found: Number, written: type[sympy.Max] | type[sympy.Min], sign: int) -> Number:
     if not any(isinstance(number, Figure) for number in numbers):
         return found
     kept: list[sympy.Expr] = []
-    for expression in dict.fromkeys(map(_expression, numbers)):
+    for expression in _flat(map(_expression, numbers), written):
         if any(_is_above(other, expression, sign) for other in kept):
             continue
         kept = [other for other in kept if not _is_above(expression, other, sign)]
         kept.append(expression)
     # Left as it is: sympy would compare all that stands in it.
-    expression = kept[0] if len(kept) == 1 else reduce(lambda a, b: written(a, b, evaluate=False), kept)
+    expression = kept[0] if len(kept) == 1 else written(*kept, evaluate=False)
     return cast(float, Figure(_value(found), expression))
 
 
+def _flat(expressions: Iterable[sympy.Expr], written: type[sympy.Expr]) -> list[sympy.Expr]:
+    """Different expressions, with what maxima of maxima are of."""
+    found = [item for one in expressions for item in (one.args if isinstance(one, written) else (one,))]
+    return list(dict.fromkeys(found))
+
+
 def _is_above(one: sympy.Expr, other: sympy.Expr, sign: int) -> bool:
-    """Whether one formula is never below the other (with a sign of -1: never above), for all sizes above zero."""
-    terms = sympy.expand(sign * (one - other)).as_coefficients_dict()
-    return all(
-        bool(factor >= 0) and all(base.is_Symbol for base in (power.as_base_exp()[0] for power in _factors(term)))
-        for term, factor in terms.items()
-        if factor != 0
-    )
+    """Whether one formula is never below the other (with a sign of -1: never above), for all sizes above zero: where
+    both are sums of products of sizes."""
+    more, less = (_terms(one), _terms(other)) if sign > 0 else (_terms(other), _terms(one))
+    if more is None or less is None:
+        return False
+    return all(more.get(term, 0) - less.get(term, 0) >= 0 for term in {*more, *less})
 
 
-def _factors(term: sympy.Expr) -> tuple[sympy.Expr, ...]:
-    return () if term == 1 else sympy.Mul.make_args(term)
+@lru_cache(maxsize=4096)
+def _terms(expression: sympy.Expr) -> Mapping[sympy.Expr, float] | None:
+    """Factors by product of powers of sizes; None for what is no sum of these."""
+    terms = sympy.expand(expression).as_coefficients_dict()
+    if any(not base.is_Symbol for term in terms for base in _bases(term)):
+        return None
+    return {term: float(factor) for term, factor in terms.items()}
+
+
+def _bases(term: sympy.Expr) -> list[sympy.Expr]:
+    factors = () if term == 1 else sympy.Mul.make_args(term)
+    return [factor.as_base_exp()[0] for factor in factors]
 
 
 def _quotient(one: object, other: object) -> Figure:

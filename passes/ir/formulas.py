@@ -1,28 +1,51 @@
 """Formulas as text, in plans: written by sympy, and read back by a reader that knows nothing but arithmetic."""
 
 import ast
+import math
+import operator
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Generic, TypeVar, cast
 
 import sympy
 
-_OPERATORS: Mapping[type[ast.operator], Callable[[sympy.Expr, sympy.Expr], sympy.Expr]] = {
-    ast.Add: lambda left, right: left + right,
-    ast.Sub: lambda left, right: left - right,
-    ast.Mult: lambda left, right: left * right,
-    ast.Div: lambda left, right: left / right,
-    ast.Pow: lambda left, right: left**right,
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class _Algebra(Generic[T]):
+    """What a formula is read as: what numbers, names and functions are there."""
+
+    number: Callable[[int | float], T]
+    name: Callable[[str], T]
+    functions: Mapping[str, Callable[..., T]]
+
+
+_OPERATORS: Mapping[type[ast.operator], Callable[..., object]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.Pow: operator.pow,
 }
-_FUNCTIONS: Mapping[str, Callable[..., sympy.Expr]] = {
-    "Max": lambda *values: sympy.Max(*values, evaluate=False),
-    "Min": lambda *values: sympy.Min(*values, evaluate=False),
-    "floor": sympy.floor,
-    "ceiling": sympy.ceiling,
-}
+
+# Maxima are left as they stand: sympy would compare all that is in them.
+_SYMBOLIC: _Algebra[sympy.Expr] = _Algebra(
+    sympy.sympify,
+    sympy.Symbol,
+    {
+        "Max": lambda *values: sympy.Max(*values, evaluate=False),
+        "Min": lambda *values: sympy.Min(*values, evaluate=False),
+        "floor": sympy.floor,
+        "ceiling": sympy.ceiling,
+    },
+)
+_NUMERIC: Mapping[str, Callable[..., float]] = {"Max": max, "Min": min, "floor": math.floor, "ceiling": math.ceil}
 
 
 def write_formula(formula: sympy.Expr) -> str:
     """A formula as text, its numbers in full."""
-    return str(sympy.sstr(formula, full_prec=True))
+    return str(sympy.sstr(formula, full_prec=False))
 
 
 def read_formula(text: str) -> sympy.Expr:
@@ -30,37 +53,45 @@ def read_formula(text: str) -> sympy.Expr:
 
     Raises ValueError for anything else; nothing of the text is run.
     """
+    return _read(_parsed(text), _SYMBOLIC)
+
+
+def formula_at(text: str, sizes: Mapping[str, int]) -> float:
+    """The number that a formula gives for sizes by name.
+
+    Raises ValueError for what is no formula, or depends on a size that is not given.
+    """
+
+    def size(name: str) -> float:
+        if name not in sizes:
+            raise ValueError(f"the formula depends on {name} too")
+        return sizes[name]
+
+    return _read(_parsed(text), _Algebra(lambda number: number, size, _NUMERIC))
+
+
+def _parsed(text: str) -> ast.expr:
     try:
-        return _read(ast.parse(text, mode="eval").body)
-    except (SyntaxError, RecursionError, MemoryError):
+        return ast.parse(text, mode="eval").body
+    except (SyntaxError, RecursionError, MemoryError, ValueError):
         raise ValueError(f"{text[:80]!r} is no formula") from None
 
 
-def _read(node: ast.expr) -> sympy.Expr:
+def _read(node: ast.expr, algebra: _Algebra[T]) -> T:
+    def read(part: ast.expr) -> T:
+        return _read(part, algebra)
+
     match node:
         case ast.Constant(value=bool()):
             pass
         case ast.Constant(value=int() | float() as value):
-            return sympy.sympify(value)
+            return algebra.number(value)
         case ast.Name(id=name):
-            return sympy.Symbol(name)
+            return algebra.name(name)
         case ast.UnaryOp(op=ast.USub(), operand=operand):
-            return -_read(operand)
-        case ast.BinOp(left=left, op=operator, right=right) if type(operator) in _OPERATORS:
-            return _OPERATORS[type(operator)](_read(left), _read(right))
-        case ast.Call(func=ast.Name(id=name), args=arguments, keywords=[]) if name in _FUNCTIONS:
-            return _FUNCTIONS[name](*map(_read, arguments))
+            return cast(T, operator.mul(-1, read(operand)))
+        case ast.BinOp(left=left, op=kind, right=right) if type(kind) in _OPERATORS:
+            return cast(T, _OPERATORS[type(kind)](read(left), read(right)))
+        case ast.Call(func=ast.Name(id=name), args=arguments, keywords=[]) if name in algebra.functions:
+            return algebra.functions[name](*map(read, arguments))
     raise ValueError(f"{ast.unparse(node)[:80]!r} is no formula")
-
-
-def value_of(formula: sympy.Expr, sizes: Mapping[str, int]) -> float:
-    """The number that a formula gives for sizes by name.
-
-    Raises ValueError where it has names that have no size.
-    """
-    numbers = {symbol: sympy.Integer(sizes[symbol.name]) for symbol in formula.free_symbols if symbol.name in sizes}
-    found = formula.xreplace(numbers)
-    if found.free_symbols:
-        missing = ", ".join(sorted(symbol.name for symbol in found.free_symbols))
-        raise ValueError(f"the formula depends on {missing} too")
-    return float(found)

@@ -11,7 +11,7 @@ from typing import get_args, get_origin, get_type_hints
 import sympy
 
 from passes.ir.errors import ExpressionError, InfeasibleError, PlanMismatchError
-from passes.ir.formulas import read_formula, value_of
+from passes.ir.formulas import formula_at, read_formula
 from passes.ir.plan_text import plan_text
 
 FORMAT_VERSION = 5
@@ -226,13 +226,11 @@ class Plan:
         found = self._formulas()
         if BATCH not in found.sizes:
             raise ExpressionError("the formulas do not depend on the batch: plan for inputs of two samples or more")
-        others = {sympy.Symbol(name): sympy.Integer(size) for name, size in found.sizes.items() if name != BATCH}
-        memory = read_formula(found.memory).xreplace(others)
         step = found.batch_step
         least = found.sizes[BATCH] % step or step
 
         def missing(steps: int) -> float:
-            return value_of(memory, {BATCH: least + steps * step}) - self.memory_limit
+            return formula_at(found.memory, {**found.sizes, BATCH: least + steps * step}) - self.memory_limit
 
         if missing(0) > 0:
             raise InfeasibleError(
