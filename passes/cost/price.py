@@ -49,7 +49,7 @@ def op_seconds(
         type.size // _ways(layout, sizes) for type, layout in zip(subject.operands, strategy.operands, strict=True)
     ]
     made = [type.size // _ways(layout, sizes) for type, layout in zip(subject.results, strategy.results, strict=True)]
-    reads = [count * type.dtype.itemsize for count, type in zip(elements, subject.operands, strict=True)]
+    reads: list[float] = [count * type.dtype.itemsize for count, type in zip(elements, subject.operands, strict=True)]
     writes = [count * type.dtype.itemsize for count, type in zip(made, subject.results, strict=True)]
     flowing = [slot for slot, flows in enumerate(subject.flowing_operands) if flows] if subject.flows else []
     gradients = sum(reads[slot] for slot in flowing)
