@@ -21,19 +21,18 @@ from autopar.clock import Clock
 from autopar.discover import rules_for
 from autopar.expressions import Priced, expressions
 from autopar.fingerprint import structure_fingerprint
+from autopar.placing import placed_parts
 from autopar.request import Request
 from autopar.runtime import (
     CompiledProgram,
-    Container,
     DistributedModule,
     LoadedProgram,
     OtherSizes,
     PlannedInput,
     PlannedOutput,
 )
-from autopar.runtime.generated import place
+from autopar.runtime.engine import Engine
 from autopar.runtime.inputs import constant_text
-from autopar.runtime.state import from_local, local_part
 from autopar.search import Search
 from passes.candidates import Setting, candidates
 from passes.capture import CPU, Tracing, capture
@@ -41,12 +40,13 @@ from passes.constrain import constrain, stored_as
 from passes.cost.memory import memory_use
 from passes.cost.walk import Optimizer, seconds_on_one, walk
 from passes.emit import Naming, emit
+from passes.engines import engines
 from passes.ir.choices import Problem, Solution
 from passes.ir.demands import Demands
 from passes.ir.errors import CaptureError, PlanMismatchError
-from passes.ir.layout import I, Layout
+from passes.ir.layout import Layout
 from passes.ir.leaves import Inputs, input_leaves
-from passes.ir.lowered import Lowered
+from passes.ir.lowered import Group, Lowered
 from passes.ir.plan import Expressions, InputPlan, ParameterPlan, Plan, PrecisionPlan, ProgramPlan
 from passes.ir.program import Folded, Input, Parameter, Program, TensorType, references
 from passes.ir.regime import Regime
@@ -69,7 +69,8 @@ T = TypeVar("T")
 class Compiled:
     """A plan and what runs it: programs by name, how each parameter is stored, where time went (seconds), the seed of
     random numbers: the one that torch was given on the first rank, what was decided for every node of each program,
-    and why there is no program for evaluation, where it cannot be traced."""
+    why there is no program for evaluation, where it cannot be traced, and the groups of parameters that an engine
+    holds."""
 
     plan: Plan
     programs: Mapping[str, CompiledProgram]
@@ -78,6 +79,7 @@ class Compiled:
     seed: int
     decided: Mapping[str, Mapping[str, Decided]]
     refused: str
+    groups: tuple[Group, ...]
 
 
 @dataclass(frozen=True)
@@ -132,7 +134,10 @@ def compile_model(model: nn.Module, request: Request, *, both_modes: bool = Fals
             evaluated = frozen(evaluated)
             inference, choose = replace(request, objective="infer", recompute=None), _chooser(request, "infer")
             demands = stored_as(evaluated, stored)
-            programs["infer"] = planned(model, evaluated, demands, inference, "infer", clock, choose)
+            groups = first.lowered.held.groups
+            programs["infer"] = planned(
+                model, evaluated, demands, inference, "infer", clock, choose, None, None, groups
+            )
     plan = _plan(model, fingerprint, request, program, programs)
     if request.symbolic:
         plan = replace(plan, expressions=clock("expressions", lambda: _expressions(model, request, program, first)))
@@ -140,7 +145,8 @@ def compile_model(model: nn.Module, request: Request, *, both_modes: bool = Fals
         plan = replace(plan, expressions=given.expressions)
     sources = {name: item.source for name, item in programs.items()}
     decisions = {name: item.decided for name, item in programs.items()}
-    return Compiled(plan, sources, stored, clock.times, torch.initial_seed(), decisions, refused)
+    groups = first.lowered.held.groups
+    return Compiled(plan, sources, stored, clock.times, torch.initial_seed(), decisions, refused, groups)
 
 
 def _expressions(model: nn.Module, request: Request, program: Program, found: Planned) -> Expressions:
@@ -154,15 +160,15 @@ def _searched(model: nn.Module, program: Program, request: Request, clock: Clock
     """The best plan, and the request with the mesh that it is for."""
     with with_rules(clock("discover", lambda: rules_for(program)) if request.discover else {}):
         search = Search(program, request, _master(model, request), clock)
-        found = search.best()
-    request = replace(request, mesh=found.mesh)
+        tried, solution = search.best()
+    request = replace(request, mesh=tried.mesh)
 
     def choose(folded: Folded, problem: Problem) -> Solution:
-        return found.solution
+        return solution
 
-    part, name = found.part, request.objective
-    ready = (part.folded, found.problem)
-    result = planned(model, part.program, found.demands, request, name, clock, choose, part.micro, ready)
+    part, name = tried.part, request.objective
+    ready = (part.folded, tried.problem)
+    result = planned(model, part.program, tried.demands, request, name, clock, choose, part.micro, ready)
     return request, replace(result, record=replace(result.record, whole_batch=search.refused))
 
 
@@ -187,9 +193,11 @@ def planned(
     choose: Callable[[Folded, Problem], Solution],
     micro: MicroBatches | None = None,
     ready: tuple[Folded, Problem] | None = None,
+    groups: tuple[Group, ...] | None = None,
 ) -> Planned:
     """One program through the passes from regions to emit; `choose` is the one between candidates and lower. With
-    `micro` it is that of one micro-batch. What the passes before `choose` give may be `ready`."""
+    `micro` it is that of one micro-batch. What the passes before `choose` give may be `ready`. `groups` hold the
+    model's parameters already, if this is not its first program."""
     with with_rules(clock("discover", lambda: rules_for(program)) if request.discover else {}):
         mesh, cluster, precision = request.mesh, request.cluster, request.precision
         states = request.optimizer_states
@@ -203,6 +211,7 @@ def planned(
         solution = clock("solve", lambda: choose(folded, problem))
         lowered = clock("lower", lambda: lower(folded, problem, solution, mesh, Casts(master, precision.reduce)))
         lowered = recompute(lowered, solution.regime.recompute)
+        lowered = clock("engines", lambda: engines(lowered, mesh, groups))
         seconds = walk(lowered, folded, cluster, mesh, Optimizer(states, master), solution.regime)
         if solution.bound == 0.0:
             solution = replace(solution, seconds=seconds.total, bound=seconds.total * (1 - _gap(request, name)))
@@ -325,6 +334,7 @@ def _compiled(lowered: Lowered, source: str, naming: Naming, request: Request) -
         program.changes,
         "keep=False" in source or "recomputed(lambda" in source,
         any(item.trainable for item in sources),
+        held=lowered.held,
     )
 
 
@@ -445,9 +455,11 @@ def distribute(
     device = torch.device(mesh.device_type)
     if device.type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
-    root = _root(model, compiled, request, mesh, device)
+    engine = Engine(mesh)
+    root = placed_parts(model, compiled.stored, compiled.groups, request, mesh, device, engine)
     loaded = {name: load(program, name) for name, program in compiled.programs.items()}
-    module = DistributedModule(root, mesh, device, compiled.plan, loaded, request.signature, compiled.seed, other_sizes)
+    signature, seed = request.signature, compiled.seed
+    module = DistributedModule(root, mesh, device, compiled.plan, loaded, signature, seed, other_sizes, engine)
     module.refuse_evaluation(compiled.refused)
     return module
 
@@ -458,31 +470,6 @@ def load(program: CompiledProgram, name: str) -> LoadedProgram:
     batches = program.micro_batches
     totals = None if batches is None or batches.totals is None else load(batches.totals, f"{name}_totals")
     return LoadedProgram(program, path, getattr(module, program.class_name), totals)
-
-
-def _root(model: nn.Module, compiled: Compiled, request: Request, mesh: DeviceMesh, device: torch.device) -> Container:
-    """Parameters as this rank's parts, and buffers, under the model's names; ties stay ties."""
-    root = Container()
-    coordinate = mesh.get_coordinate()
-    assert coordinate is not None
-    placed: dict[int, nn.Parameter | torch.Tensor] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if id(parameter) not in placed:
-            layout = compiled.stored.get(name, (I,) * len(request.mesh.sizes))
-            whole = parameter.detach()
-            dtype = request.precision.master if whole.is_floating_point() else None
-            part = local_part(whole, layout, coordinate, request.mesh)
-            # A copy: training must not change the model.
-            part = part.to(device, dtype or whole.dtype, copy=True).contiguous()
-            distributed = from_local(part, layout, parameter.shape, mesh, request.mesh)
-            placed[id(parameter)] = nn.Parameter(distributed, parameter.requires_grad)
-        place(root, name, placed[id(parameter)])
-    persistent = set(model.state_dict(keep_vars=True))
-    for name, buffer in model.named_buffers(remove_duplicate=False):
-        if id(buffer) not in placed:
-            placed[id(buffer)] = buffer.detach().clone().to(device)
-        place(root, name, placed[id(buffer)], name in persistent)
-    return root
 
 
 def load_source(source: str, name: str) -> tuple[Path, ModuleType]:

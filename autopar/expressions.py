@@ -34,7 +34,7 @@ from passes.ir.mesh import Mesh
 from passes.ir.plan import BATCH, SEQUENCE, Expressions, ProgramPlan
 from passes.ir.program import Folded, Symbolic
 from passes.lower import Casts, lower
-from passes.micro_batches import micro_batches
+from passes.micro_batches import batch_size, micro_batches
 from passes.normalize import normalize
 from passes.recompute import recompute
 from passes.record import find_decisions
@@ -101,6 +101,7 @@ def _names(inputs: Inputs, mesh: Mesh) -> dict[str, tuple[int, list[Dim]]]:
     Nothing is for many sizes that is shown a size of one.
     """
     tensors = [(name, leaf) for name, leaf in input_leaves(inputs) if isinstance(leaf, torch.Tensor)]
+    batch = batch_size(tuple(tensor.shape) for _, tensor in tensors)
     found: dict[str, tuple[int, list[Dim]]] = {}
     for dim, common in ((0, BATCH), (1, SEQUENCE)):
         for argument, tensor in tensors:
@@ -108,7 +109,7 @@ def _names(inputs: Inputs, mesh: Mesh) -> dict[str, tuple[int, list[Dim]]]:
             if tensor.dim() <= dim or (dim and not whole) or tensor.shape[dim] == 1:
                 continue
             size = tensor.shape[dim]
-            same = common not in found or found[common][0] == size
+            same = size == batch if common == BATCH else common not in found or found[common][0] == size
             name = common if same else f"{argument}_{dim}".replace(".", "_")
             if name in mesh.names:
                 raise ExpressionError(f"the mesh has an axis called {name!r}, as a size of the inputs: rename the axis")

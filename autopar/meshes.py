@@ -6,11 +6,14 @@ from passes.ir.mesh import Mesh
 
 
 def shapes(devices: int, node_size: int) -> list[Mesh]:
-    """All meshes of one or two axes, those first whose inner axis is one node."""
-    inner = [size for size in range(1, devices + 1) if devices % size == 0]
-    found = {tuple(size for size in (devices // size, size) if size > 1) or (1,) for size in inner}
-    ordered = sorted(found, key=lambda sizes: (abs(sizes[-1] - min(node_size, devices)), sizes))
-    return [mesh_of(sizes, node_size) for sizes in ordered]
+    """Meshes of one or two axes, of which the inner one lies within a node, or within two: the largest first that does.
+
+    What more axes between nodes are good for is found by making these finer.
+    """
+    inner = [size for size in range(1, min(devices, 2 * node_size) + 1) if devices % size == 0]
+    ordered = sorted(inner, key=lambda size: (size > node_size, -size))
+    found = (tuple(size for size in (devices // size, size) if size > 1) or (1,) for size in ordered)
+    return [mesh_of(sizes, node_size) for sizes in dict.fromkeys(found)]
 
 
 def finer(mesh: Mesh, node_size: int, most: int) -> Iterator[tuple[Mesh, Sequence[int | None]]]:

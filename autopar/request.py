@@ -18,6 +18,7 @@ from passes.ir.errors import InputError, MeshError, MicroBatchError
 from passes.ir.leaves import input_leaves
 from passes.ir.mesh import Mesh
 from passes.ir.plan import Plan
+from passes.micro_batches import batch_size
 
 OBJECTIVES = ("train", "infer")
 RECOMPUTE = ("none", "selective", "full")
@@ -140,10 +141,10 @@ def _micro_batches(options: Options, inputs: Mapping[str, object]) -> int | None
         raise InputError(f"micro_batches is {count!r}: it must be a whole number of at least 1, or None")
     if count > 1 and options.objective != "train":
         raise InputError(f"micro_batches is {count}, but only training goes through micro-batches: leave it out")
-    leaves = [leaf for _, leaf in input_leaves(inputs) if isinstance(leaf, torch.Tensor) and leaf.dim()]
-    if leaves and leaves[0].shape[0] % count:
+    batch = batch_size(tuple(leaf.shape) for _, leaf in input_leaves(inputs) if isinstance(leaf, torch.Tensor))
+    if batch % count:
         raise MicroBatchError(
-            f"a batch of {leaves[0].shape[0]} cannot be cut into {count} micro-batches: choose a number that divides it"
+            f"a batch of {batch} cannot be cut into {count} micro-batches: choose a number that divides it"
         )
     return count
 

@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import product
 
 import torch
@@ -40,7 +41,7 @@ _AXES = 4
 # How many times as many devices are tried when no plan fits.
 _MORE = (2, 4, 8, 16, 32, 64)
 # Gaps are closed for so many seconds in all, and each for at least so many.
-PATIENCE = 30.0
+PATIENCE = 20.0
 _LEAST = 2.0
 
 
@@ -54,19 +55,31 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Found:
-    """The best choice: on which mesh, for which part of the batch, of which problem."""
+class Tried:
+    """A mesh and a part of the batch, with a solver for what is left to choose."""
 
     mesh: Mesh
     part: Part
     demands: Demands
-    problem: Problem
-    solution: Solution
+    solver: Solver
+
+    @property
+    def bound(self) -> float:
+        """Nothing here takes less time (seconds)."""
+        return self.solver.bound
+
+    @property
+    def problem(self) -> Problem:
+        """What is left to choose."""
+        return self.solver.problem
 
 
 @dataclass
 class Search:
-    """The search for one program in training or inference; `refused` says why the batch stays in one piece."""
+    """The search for one program in training or inference; `refused` says why the batch stays in one piece.
+
+    `tried` is all that may have the best choice in it, `found` the best one that fits so far, and `cutoff` its seconds.
+    """
 
     program: Program
     request: Request
@@ -75,10 +88,15 @@ class Search:
     refused: str = ""
     parts: dict[int, Part] = field(default_factory=dict)
     errors: list[InfeasibleError] = field(default_factory=list)
-    patience: float = PATIENCE
-    spent: float = 0.0
+    tried: list[Tried] = field(default_factory=list)
+    found: tuple[Tried, Solution] | None = None
 
-    def best(self) -> Found:
+    @property
+    def cutoff(self) -> float:
+        """Seconds of the best choice so far."""
+        return float("inf") if self.found is None else self.found[1].seconds
+
+    def best(self) -> tuple[Tried, Solution]:
         """The best choice on the mesh that is given, or on any shape of it.
 
         Raises InfeasibleError where none fits, which says what would.
@@ -90,124 +108,141 @@ class Search:
             check_patterns(part.folded.regions, request.recompute)
             if not part.folded.regions and set(request.recompute.values()) != {"none"}:
                 logger.warning("no layers repeat in the model, so nothing is computed again in the backward pass")
-        found = self.on_any(request.mesh.size) if request.any_shape else self.on(request.mesh, float("inf"))
+        found = self._on([request.mesh]) if not request.any_shape else self._on_any(request.mesh.size)
         if found is None:
             raise self._with_hint(min(self.errors, key=lambda error: error.missing))
-        gap = 1 - found.solution.bound / found.solution.seconds if found.solution.seconds else 0.0
-        if gap > PROVEN:
-            logger.warning("the plan may be up to %.2g%% slower than the best: its proof was given up", 100 * gap)
+        seconds, bound = found[1].seconds, found[1].bound
+        if bound < seconds * (1 - PROVEN):
+            logger.warning("the plan may be up to %.2g%% slower than the best", 100 * (1 - bound / seconds))
         return found
 
     # --- meshes ---
 
-    def on_any(self, devices: int) -> Found | None:
+    def _on_any(self, devices: int) -> tuple[Tried, Solution] | None:
         """The best choice on any mesh of so many devices.
 
-        All shapes of up to two axes are tried. The axes of the best one are then cut in two as long as that helps, up
+        Shapes of up to two axes are tried first. The axes of the best one are then cut in two as long as that helps, up
         to four; for that nodes may do anything on the new axes, and on the others what they did before.
         """
-        best: Found | None = None
         for mesh in shapes(devices, self.request.cluster.node_size):
-            found = self.on(mesh, float("inf") if best is None else best.solution.seconds)
-            best = found or best
-        while best is not None:
-            parent = best
-            for mesh, origins in finer(parent.mesh, self.request.cluster.node_size, _AXES):
-                found = self._refined(parent, mesh, origins, best.solution.seconds)
-                best = found or best
-            if best is parent:
+            self._try(mesh)
+        while self.found is not None:
+            parent = self.found
+            for mesh, origins in finer(parent[0].mesh, self.request.cluster.node_size, _AXES):
+                self._try_finer(*parent, mesh, origins)
+            if self.found is parent:
                 break
-        return best
+        return self._closed()
 
-    def _refined(self, parent: Found, mesh: Mesh, origins: Sequence[int | None], cutoff: float) -> Found | None:
+    def _on(self, meshes: Sequence[Mesh]) -> tuple[Tried, Solution] | None:
+        """The best choice on any of these meshes; None where none fits."""
+        for mesh in meshes:
+            self._try(mesh)
+        return self._closed()
+
+    def _try(self, mesh: Mesh) -> None:
+        """Estimate all ways to run on `mesh`."""
+        free = list(self._free_choices(mesh))
+        if free and self._fits(free[-1]):
+            self.tried.append(free.pop())
+        # Those of most micro-batches first: they need least memory, and what they take others must beat.
+        for tried in reversed(free):
+            self._try_limited(tried)
+
+    def _try_limited(self, tried: Tried) -> None:
+        for regime in self._regimes(tried.solver.regime.micro_batches, tried.part.folded):
+            solver = Solver(tried.problem, self.request.cluster, tried.mesh, self._limits, regime)
+            self._estimate(replace(tried, solver=solver))
+
+    def _try_finer(self, parent: Tried, solution: Solution, mesh: Mesh, origins: Sequence[int | None]) -> None:
         offers = {}
         for index, node in enumerate(parent.problem.nodes):
-            methods = parent.solution.strategy(parent.problem, index).methods
-            tokens = [method.partition("@")[0] for method in methods]
+            strategy = solution.strategy(parent.problem, index)
+            tokens = [method.partition("@")[0] for method in strategy.methods]
             if node.kind != "op":
-                layout = (*parent.solution.strategy(parent.problem, index).results,)
-                layout = layout or parent.solution.strategy(parent.problem, index).operands
-                tokens = [letter_token(letter) for letter in layout[0]]
+                tokens = [letter_token(letter) for letter in (*strategy.results, *strategy.operands)[0]]
             offers[node.key] = [None if origin is None else frozenset({tokens[origin]}) for origin in origins]
-        regime = parent.solution.regime
         problem, demands = self._problem(mesh, parent.part, offers)
-        limits = Limits(self.request.memory_limit, self.request.optimizer_states)
-        solver = Solver(problem, self.request.cluster, mesh, limits, regime)
-        if not self._estimate(solver, cutoff):
+        solver = Solver(problem, self.request.cluster, mesh, self._limits, solution.regime)
+        self._estimate(Tried(mesh, parent.part, demands, solver))
+
+    def _closed(self) -> tuple[Tried, Solution] | None:
+        """The best of all that was tried: gaps are closed where something better may be in them."""
+        rest = list(self.tried)
+        self.tried.clear()
+        spent = 0.0
+        bound = float("inf")
+        while rest:
+            tried = min(rest, key=lambda item: item.bound)
+            rest.remove(tried)
+            if tried.solver.bound < self.cutoff * (1 - PROVEN) or self.found is None:
+                start = time.monotonic()
+                self._close(tried, max(_LEAST, PATIENCE - spent))
+                spent += time.monotonic() - start
+                if tried.solver.limits != self._limits and not self._fits(tried):
+                    # The best of all does not fit, though another one did.
+                    self._try_limited(tried)
+                    rest += self.tried
+                    self.tried.clear()
+                    continue
+            bound = min(bound, tried.bound)
+        if self.found is None:
             return None
-        return self._closed(None, [(parent.part, demands, solver)], mesh, cutoff)
+        tried, solution = self.found
+        return tried, replace(solution, bound=min(bound, solution.seconds))
 
     # --- regimes ---
 
-    def on(self, mesh: Mesh, cutoff: float) -> Found | None:
-        """The best choice on `mesh`; None where none fits or takes less than `cutoff` seconds."""
-        best: Found | None = None
-        rest: list[tuple[Part, Demands, Solver]] = []
+    @property
+    def _limits(self) -> Limits:
+        return Limits(self.request.memory_limit, self.request.optimizer_states)
+
+    def _free_choices(self, mesh: Mesh) -> Iterator[Tried]:
+        """For more and more micro-batches the best choice whatever memory it takes, until one fits, or none takes less
+        time than what is known: more micro-batches take no less time."""
         for count in self._counts():
             part = self._part(count)
             if part is None:
-                break
+                return
             problem, demands = self._problem(mesh, part)
-            free = self._free(problem, mesh, count, part.folded)
-            self._estimate(free, cutoff)
-            if free.bound >= cutoff * (1 - PROVEN):
-                # More micro-batches take no less time.
-                break
-            fits = self._fits(free, mesh)
-            if fits:
-                self._close(free, cutoff)
-                fits = self._fits(free, mesh)
-            limits = Limits(self.request.memory_limit, self.request.optimizer_states)
-            for regime in [] if fits else self._regimes(count, part.folded):
-                solver = Solver(problem, self.request.cluster, mesh, limits, regime)
-                if self._estimate(solver, cutoff):
-                    rest.append((part, demands, solver))
-                    if solver.best is not None and solver.best.seconds < cutoff:
-                        cutoff = solver.best.seconds
-                        best = Found(mesh, part, demands, problem, solver.solution())
-            if fits:
-                rest.append((part, demands, free))
-                break
-        return self._closed(best, rest, mesh, cutoff)
+            tried = Tried(mesh, part, demands, self._free(problem, mesh, count, part.folded))
+            self.clock("solve", partial(tried.solver.estimate, self.cutoff))
+            if tried.bound >= self.cutoff * (1 - PROVEN):
+                return
+            self._consider(tried)
+            yield tried
+            if self._fits(tried):
+                return
 
-    def _closed(
-        self, best: Found | None, rest: Sequence[tuple[Part, Demands, Solver]], mesh: Mesh, cutoff: float
-    ) -> Found | None:
-        """The best of what the solvers have, which close their gaps where something better may be in them."""
-        for part, demands, solver in sorted(rest, key=lambda item: item[2].bound):
-            self._close(solver, cutoff)
-            found = solver.best
-            if found is not None and (found.seconds < cutoff or (best is None and found.seconds <= cutoff)):
-                cutoff = found.seconds
-                best = Found(mesh, part, demands, solver.problem, found)
-        if best is None:
-            return None
-        bound = min([cutoff, *(solver.bound for _, _, solver in rest)])
-        return replace(best, solution=replace(best.solution, bound=bound))
-
-    def _estimate(self, solver: Solver, cutoff: float) -> bool:
-        """Whether a solver has, or may have, something below the cutoff."""
+    def _estimate(self, tried: Tried) -> None:
+        """Let a solver estimate, and remember it if it may have something better than what is known."""
         try:
-            self.clock("solve", lambda: solver.estimate(cutoff))
+            self.clock("solve", partial(tried.solver.estimate, self.cutoff))
         except InfeasibleError as error:
             self.errors.append(error)
-            return False
-        return solver.bound < cutoff * (1 - PROVEN)
+            return
+        if tried.bound < self.cutoff * (1 - PROVEN):
+            self.tried.append(tried)
+            self._consider(tried)
 
-    def _close(self, solver: Solver, cutoff: float) -> None:
-        left = max(_LEAST, self.patience - self.spent)
-        start = time.monotonic()
+    def _close(self, tried: Tried, patience: float) -> None:
         try:
-            self.clock("solve", lambda: solver.close(cutoff, left))
+            self.clock("solve", partial(tried.solver.close, self.cutoff, patience))
         except InfeasibleError as error:
             self.errors.append(error)
-        self.spent += time.monotonic() - start
+        self._consider(tried)
+
+    def _consider(self, tried: Tried) -> None:
+        """Take what a solver has for the best choice if it is, and fits."""
+        best = tried.solver.best
+        if best is not None and best.seconds < self.cutoff and self._fits(tried):
+            self.found = tried, best
 
     def _counts(self) -> Iterator[int]:
         if self.request.micro_batches is not None or self.request.objective != "train":
             yield self.request.micro_batches or 1
             return
-        batch = batch_size(self.program) if any(item.type.shape for item in self.program.inputs) else 1
+        batch = batch_size(item.type.shape for item in self.program.inputs)
         yield from (count for count in range(1, batch + 1) if batch % count == 0)
 
     def _part(self, count: int) -> Part | None:
@@ -254,10 +289,11 @@ class Search:
         limits = Limits(float("inf"), self.request.optimizer_states)
         return Solver(problem, self.request.cluster, mesh, limits, regime)
 
-    def _fits(self, solver: Solver, mesh: Mesh) -> bool:
-        if solver.best is None:
+    def _fits(self, tried: Tried) -> bool:
+        best = tried.solver.best
+        if best is None:
             return False
-        use = memory_use(solver.problem, solver.best, self.request.optimizer_states, mesh)
+        use = memory_use(tried.problem, best, self.request.optimizer_states, tried.mesh)
         return use.peak <= self.request.memory_limit
 
     def _problem(
@@ -276,18 +312,15 @@ class Search:
         request = self.request
         freed = replace(request, micro_batches=None, recompute=None)
         if (request.micro_batches, request.recompute) != (None, None) and request.objective == "train":
-            found = replace(self, request=freed, parts={}, errors=[]).on(request.mesh, float("inf"))
+            found = replace(self, request=freed, parts={}, errors=[])._on([request.mesh])
             if found is not None:
-                return InfeasibleError(
-                    f"{error}; it would fit with {regime_text(found.solution.regime)}", error.missing
-                )
+                return InfeasibleError(f"{error}; it would fit with {regime_text(found[1].regime)}", error.missing)
         sizes = request.mesh.sizes
         for factor in _MORE:
             mesh = Mesh(request.mesh.names, (sizes[0] * factor, *sizes[1:]))
-            wider = replace(self, request=replace(freed, mesh=mesh), parts={}, errors=[])
-            found = wider.on(mesh, float("inf"))
+            found = replace(self, request=replace(freed, mesh=mesh), parts={}, errors=[])._on([mesh])
             if found is not None:
-                how = regime_text(found.solution.regime)
+                how = regime_text(found[1].regime)
                 return InfeasibleError(
                     f"{error}; it would fit on {mesh.size} devices ({mesh})" + (f" with {how}" if how else ""),
                     error.missing,

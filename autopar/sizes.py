@@ -84,6 +84,7 @@ class _Planner:
         self.device = tensors[0].device if tensors else torch.device("cpu")
         self.stored = compiled.stored
         self.decided = compiled.decided
+        self.groups = compiled.groups
         self.again = {name: program.stages[0].again for name, program in compiled.plan.programs.items()}
         self.inputs = {name: program.inputs for name, program in compiled.programs.items()}
         constants = [item for program in compiled.programs.values() for item in program.constants.items()]
@@ -167,7 +168,8 @@ class _Planner:
         micro = micro_batches(program, count) if count > 1 else None
         program = program if micro is None else micro.program
         demands = stored_as(program, self.stored)
-        found = planned(model, program, demands, request, name, Clock(), self._chooser(request, name), micro)
+        choose = self._chooser(request, name)
+        found = planned(model, program, demands, request, name, Clock(), choose, micro, None, self.groups)
         memory = sum(found.record.memory.values())
         if memory > request.memory_limit:
             logger.warning(

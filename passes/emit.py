@@ -16,6 +16,7 @@ from passes.ir.lowered import Body, Change, Compute, Loop, Lowered
 from passes.ir.mesh import Mesh
 from passes.ir.program import Argument, Buffer, Op, Parameter, Ref, TensorType, references
 from passes.ir.redistribution import Step
+from passes.writing.engine import engine_text
 from passes.writing.expressions import expression
 from passes.writing.forms import form
 from passes.writing.lines import broken, signature, statement
@@ -38,7 +39,7 @@ FORMS = (
     "with_halo",
 )
 BASES = ("Generated", "Region")
-HELPERS = ("local", "recomputed")
+HELPERS = ("gathered", "local", "recomputed")
 LETTERS = ("I", "P", "R", "S")
 
 _BODY = " " * 8
@@ -96,15 +97,16 @@ class _Module:
         region, entries = loop.region, len(loop.region.copies[0])
         paths = {**self.paths, **{own: _path(own, region.name, entries) for own in region.owned}}
         updated = {own for own, names in region.owned.items() if self.updated & set(names)}
-        code = _Code(self, loop.body, paths, {}, self.updated | updated)
+        code = _Code(self, loop.body, paths, {}, self.updated | updated, inner=True)
         arguments = [
             code.names.fresh(base, argument)
             for base, argument in zip(self.called[id(loop)], loop.body.arguments, strict=True)
         ]
         code.statements(loop.body.statements)
         results = ", ".join(code.read(result) for result in loop.body.results)
+        said = engine_text(self.lowered.held, self.loops.index(loop), self.mesh)
         lines = [f"class {name}(Region):"]
-        lines += [f'    """{region.name}: {region.count} copies."""', ""]
+        lines += [f'    """{region.name}: {region.count} copies.{said}"""', ""]
         lines += signature("    ", "def forward", ["self", *arguments])
         lines += code.prologue()
         if any(text.startswith("layer") for text in code.paths_used):
@@ -119,7 +121,7 @@ class _Module:
         paths = dict(self.paths)
         paths.update({name: f'self.constants["{name}"]' for name in lowered.program.constants})
         returned = {name: output.name for output in lowered.outputs for name in references(output.value)}
-        code = _Code(self, lowered.body, paths, returned, self.updated)
+        code = _Code(self, lowered.body, paths, returned, self.updated, inner=False)
         arguments = [code.names.fresh(identifier(item.name), item.name) for item in lowered.program.inputs]
         code.statements(lowered.body.statements)
         leaves = [code.leaf(output.value, output.name) for output in lowered.outputs]
@@ -143,8 +145,16 @@ class _Code:
     """The body of one forward function."""
 
     def __init__(
-        self, module: _Module, body: Body, paths: Mapping[str, str], returned: Mapping[str, str], updated: Set[str]
+        self,
+        module: _Module,
+        body: Body,
+        paths: Mapping[str, str],
+        returned: Mapping[str, str],
+        updated: Set[str],
+        *,
+        inner: bool,
     ) -> None:
+        self.inner = inner
         self.module = module
         self.mesh = module.mesh
         self.body = body
@@ -193,6 +203,30 @@ class _Code:
             return f"{self.use('local')}({self.paths[value]}){before}"
         return self.names.of[value]
 
+    def gathered(self, parameter: str) -> str:
+        """The expression that reads a parameter as the engine gives it."""
+        self.paths_used.add(self.paths[parameter])
+        return f"{self.use('gathered')}({self.paths[parameter]})"
+
+    def gathered_for_op(self, item: Change) -> str:
+        """A parameter as the engine gives it, with the steps that follow, as an expression."""
+        right = self.gathered(item.source)
+        reduce = item.dtypes[1]
+        dtypes = f", grad_dtype={reduce}" if reduce is not None else ""
+        for step in item.steps[item.engine :]:
+            right = self.step(step, right, item.again, dtypes)
+        return right
+
+    def around(self, op: Op, right: str) -> str:
+        """An op with what the engine has to do for it."""
+        groups = self.module.lowered.held.groups
+        for number in self.module.lowered.held.ops.get(op.key, ()) if not self.inner else ():
+            operands = [self.read(name) for name in op.operands if name not in self.paths and name not in self.weights]
+            given = "".join(f", {name}" for name in dict.fromkeys(operands))
+            first = next(iter(groups[number].parameters))
+            right = f'self.gathering("{first}", lambda{given[1:]}: {right}{given})'
+        return right
+
     def value(self, argument: Argument) -> str:
         """An argument as an expression."""
         if isinstance(argument, Ref):
@@ -240,7 +274,7 @@ class _Code:
         """Write an op or a local form."""
         op = item.op
         self.where(op)
-        right = self.again(item) if item.recomputed else self.computed(item)
+        right = self.around(op, self.again(item) if item.recomputed else self.computed(item))
         left = ", ".join(self.names.result(op.kind, value, self.passed_on(op, value)) for value in op.results)
         source = f"  {op.line}" if op.line else ""
         indent = _BODY
@@ -283,23 +317,29 @@ class _Code:
 
     def change(self, item: Change) -> None:
         """Write the steps of a redistribution."""
-        right = self.read(item.source)
+        if item.engine and not self.inner:
+            # It is there only while the op runs that reads it.
+            self.names.of[item.result] = self.gathered_for_op(item)
+            self.weights.add(item.result)
+            return
+        right = self.gathered(item.source) if item.engine else self.read(item.source)
+        steps = item.steps[item.engine :]
         target = self.names.take_over(item.result, item.source)
         if target is None:
             base = identifier("_".join(item.source.split(".")[-2:]))
             if not item.parameter:
-                base = f"{identifier(self.names.of.get(item.source, base))}_{_SUFFIXES[item.steps[-1].collective]}"
+                base = f"{identifier(self.names.of.get(item.source, base))}_{_SUFFIXES[steps[-1].collective]}"
             target = self.names.fresh(base, item.result)
         if item.parameter:
             self.weights.add(item.result)
-        compute, reduce = item.dtypes
+        compute, reduce = item.dtypes if not item.engine else (None, item.dtypes[1])
         note = self.note(item.result)
-        if not item.steps:
-            self.lines += statement(_BODY, target, f"{right}.to({compute})", note)
-        for number, step in enumerate(item.steps):
+        if not steps:
+            self.lines += statement(_BODY, target, right if compute is None else f"{right}.to({compute})", note)
+        for number, step in enumerate(steps):
             dtypes = f", dtype={compute}" if compute is not None and number == 0 else ""
             dtypes += f", grad_dtype={reduce}" if reduce is not None else ""
-            comment = note if number == len(item.steps) - 1 else ""
+            comment = note if number == len(steps) - 1 else ""
             self.lines += statement(_BODY, target, self.step(step, right, item.again, dtypes), comment)
             right = target
 
@@ -380,9 +420,12 @@ _ATTRIBUTES = {
     "build",
     "constants",
     "copies",
+    "copy_groups",
     "device",
     "drawn",
     "forward",
+    "gathering",
+    "groups",
     "random",
     "recomputed",
     "root",

@@ -11,7 +11,8 @@ So the loss is a sum over the samples (`P`), and the gradients of all micro-batc
 Sizes that a trace has as numbers are those of the whole batch, so that a mean divides by what it divides by there.
 """
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -20,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 from passes.ir.choices import Strategy
 from passes.ir.errors import MicroBatchError
-from passes.ir.layout import Letter, P, R, S, fits, local_shape
+from passes.ir.layout import Letter, P, R, S, Shape, fits, local_shape
 from passes.ir.mesh import Mesh
 from passes.ir.program import (
     Argument,
@@ -37,7 +38,7 @@ from passes.ir.program import (
     rename,
 )
 from passes.ir.unused import without_unused
-from passes.rules import find_rule
+from passes.rules import find_rule, signature
 from passes.rules.local_sizes import local_arguments
 from passes.rules.rule import Choice, Role, Rule, digit, passing, split
 
@@ -70,38 +71,38 @@ def micro_batches(program: Program, count: int) -> MicroBatches:
     Raises MicroBatchError where the batch does not divide, and where the rules do not show that the loss is a sum over
     the samples, by totals of the inputs: the message names the op that needs the whole batch.
     """
-    batch = batch_size(program)
+    batch = batch_size(item.type.shape for item in program.inputs)
     if batch % count:
         raise MicroBatchError(
             f"a batch of {batch} cannot be cut into {count} micro-batches: choose a number that divides it"
         )
     if count == 1:
         raise MicroBatchError("one micro-batch is the whole batch: nothing is cut")
-    rules = [find_rule(op, program.types) for op in program.ops]
+    calls = _Calls(program)
     if count != batch:
         # Which samples are in which micro-batch must not matter.
-        _Cutter(program, rules, batch, count).run()
-    return _Cutter(program, rules, count, count).run()
+        _Cutter(program, calls, batch, count).run()
+    return _Cutter(program, calls, count, count).run()
 
 
-def batch_size(program: Program) -> int:
-    """How many samples there are: the size of the first dim of the first input that has one."""
-    sizes = [item.type.shape[0] for item in program.inputs if item.type.shape]
-    if not sizes:
-        raise MicroBatchError("no input has a batch to cut: use one micro-batch")
-    return sizes[0]
+def batch_size(shapes: Iterable[Shape]) -> int:
+    """How many samples inputs of `shapes` have: the size that most of them begin with, but 1, which serves all samples.
+
+    Whether that is right need not be known: the rules either show that the loss is a sum over it, or refuse.
+    """
+    sizes = Counter(shape[0] for shape in shapes if shape and shape[0] != 1)
+    return sizes.most_common(1)[0][0] if sizes else 1
 
 
 def _batch_dims(program: Program) -> dict[str, Letter]:
-    """How the inputs are cut: along the first dim that is as large as the batch, of their first two.
-
-    Whether that is right need not be known here: the rules either show that the loss is a sum over it, or refuse.
-    """
-    batch = batch_size(program)
+    """How the inputs are cut: along their first dim, or along the second behind something else (positions of several
+    kinds)."""
+    batch = batch_size(item.type.shape for item in program.inputs)
     found = {}
     for item in program.inputs:
-        dims = [dim for dim, size in enumerate(item.type.shape[:2]) if size == batch]
-        found[item.name] = S(dims[0]) if dims else R
+        first, second, *_ = (*item.type.shape, 1, 1)
+        behind = second == batch and first != 1 and len(item.type.shape) > 2
+        found[item.name] = S(0) if first == batch else S(1) if behind else R
     return found
 
 
@@ -117,12 +118,27 @@ class _Adapted:
     operands: tuple[str, ...]
 
 
+class _Calls:
+    """The calls of a program by their first results: what those of repeated layers have alike, and their rules."""
+
+    def __init__(self, program: Program) -> None:
+        self.alike = {op.results[0]: signature(op, program.types) for op in program.ops}
+        found: dict[Hashable, Rule | None] = {}
+        for op in program.ops:
+            key = self.alike[op.results[0]]
+            if key not in found:
+                found[key] = find_rule(op, program.types)
+        self.rules = {name: found[key] for name, key in self.alike.items()}
+
+
 class _Cutter:
     """Follows the rules on the axis of micro-batches, and writes down what one of them runs."""
 
-    def __init__(self, program: Program, rules: Sequence[Rule | None], ways: int, asked: int) -> None:
+    def __init__(self, program: Program, calls: _Calls, ways: int, asked: int) -> None:
         self.program = program
-        self.rules = {op.results[0]: rule for op, rule in zip(program.ops, rules, strict=True)}
+        self.rules = calls.rules
+        self.alike = calls.alike
+        self.known: dict[Hashable, Choice] = {}
         self.ways = ways
         self.asked = asked
         self.mesh = Mesh(("micro_batch",), (ways,))
@@ -158,7 +174,7 @@ class _Cutter:
         inputs = tuple(replace(item, type=types[item.name]) for item in program.inputs)
         whole = replace(program, inputs=inputs, ops=tuple(self.ops), types=types)
         cut = without_unused(replace(whole, inputs=(*inputs, *totals)))
-        samples = batch_size(program) // self.ways
+        samples = batch_size(item.type.shape for item in program.inputs) // self.ways
         return MicroBatches(self.ways, samples, cut, self._totals(whole), self.inputs, outputs, loss)
 
     def _error(self, why: str) -> MicroBatchError:
@@ -186,6 +202,9 @@ class _Cutter:
 
     def _adapted(self, op: Op) -> _Adapted | None:
         """The first choice that the letters of the operands allow, as they are before with a total in place."""
+        case = self.alike[op.results[0]], tuple(self.letters[name] for name in op.operands)
+        if case in self.known:
+            return _Adapted(self.known[case], op.operands)
         for totals in (False, True):
             for choice in self._choices(op):
                 if not self._is_alone(op, choice):
@@ -194,6 +213,8 @@ class _Cutter:
                     self._as(name, letter, totals) for name, letter in zip(op.operands, choice.operands, strict=True)
                 ]
                 found = tuple(name for name in names if name is not None)
+                if found == op.operands:
+                    self.known[case] = choice
                 if len(found) == len(names):
                     return _Adapted(choice, found)
         return None

@@ -19,6 +19,7 @@ from autopar.runtime.generated import (
     PlannedInput,
     PlannedOutput,
     Region,
+    gathered,
     local,
 )
 from autopar.runtime.inputs import named_arguments
@@ -56,6 +57,7 @@ __all__ = [
     "all_to_all",
     "causal_attention",
     "convert",
+    "gathered",
     "local",
     "named_arguments",
     "recomputed",

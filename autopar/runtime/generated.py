@@ -2,8 +2,9 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -12,10 +13,14 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 from autopar.runtime.axis import Axis
+from autopar.runtime.engine import ParameterGroup, PartView, within
 from autopar.runtime.random import Randomness
 from passes.ir.layout import Layout, Shape
+from passes.ir.lowered import Held
 from passes.ir.program import Change, TensorType
 from passes.ir.redistribution import Step
+
+Result = TypeVar("Result")
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -25,19 +30,36 @@ def local(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def gathered(tensor: Tensor) -> Tensor:
+    """A parameter as the engine gives it, whole on the data axes. It takes the gradient, which it reduces."""
+    return tensor
+
+
 class Region(nn.Module):
     """One copy of a region; generated subclasses define `forward`. `entries` are its parts of the model, `number`
-    counts the copies."""
+    counts the copies, `groups` hold parameters that are gathered around it."""
 
-    def __init__(self, entries: Sequence[nn.Module], program: "Generated", number: int) -> None:
+    def __init__(
+        self,
+        entries: Sequence[nn.Module | PartView],
+        program: "Generated",
+        number: int,
+        groups: Sequence[ParameterGroup] = (),
+    ) -> None:
         super().__init__()
         self.entries = tuple(entries)
+        # Not parts of this module either.
+        self.groups = tuple(groups)
         self.number = number
         self.random = program.random
         self.axes = program.axes
         self.device = program.device
         # Not a part of this module, which has no parameters of its own.
         object.__setattr__(self, "root", program.root)
+
+    def __call__(self, *inputs: Tensor) -> object:
+        """Run the copy, with its parameters gathered."""
+        return within(self.groups, super().__call__, inputs)
 
     def drawn(self, key: str, *axes: Axis) -> AbstractContextManager[None]:
         """Let the op called `key` draw random numbers within; they differ on the ranks of `axes` and between copies."""
@@ -47,21 +69,26 @@ class Region(nn.Module):
 class Generated:
     """A generated program; subclasses define `forward`, which takes local inputs and returns local outputs.
 
-    `root` holds parameters and buffers under the model's names, `axes` are those of the mesh. `totals` is the program
-    that makes what this one takes after its inputs, where the batch goes through it in parts.
+    `root` holds parameters and buffers under the model's names, `axes` are those of the mesh. `groups` are the groups
+    of parameters that an engine holds, by their first parameter, `copy_groups` those around each copy of each region.
+    `totals` is the program that makes what this one takes after its inputs, where the batch goes through it in parts.
     """
 
     totals: "Generated | None" = None
 
     def __init__(
         self,
-        root: nn.Module,
+        root: nn.Module | PartView,
         axes: tuple[Axis, ...],
         device: torch.device,
         constants: Mapping[str, Tensor],
         random: Randomness | None = None,
+        groups: Mapping[str, ParameterGroup] | None = None,
+        copy_groups: Sequence[Sequence[Sequence[ParameterGroup]]] = (),
     ) -> None:
         self.root = root
+        self.groups = groups or {}
+        self.copy_groups = iter(copy_groups)
         self.random = random or Randomness(0)
         self.axes = axes
         self.device = device
@@ -73,9 +100,16 @@ class Generated:
 
     def copies(self, kind: type[Region], entries: Sequence[Sequence[str]]) -> tuple[Region, ...]:
         """One `kind` for each of `entries`, which are paths in the model."""
+        groups = next(self.copy_groups, ((),) * len(entries))
         return tuple(
-            kind([_part(self.root, path) for path in paths], self, number) for number, paths in enumerate(entries)
+            kind([_part(self.root, path) for path in paths], self, number, groups[number])
+            for number, paths in enumerate(entries)
         )
+
+    def gathering(self, first: str, run: Callable[..., Result], *inputs: Tensor) -> Result:
+        """`run(*inputs)`, while the group of the parameter called `first` is gathered."""
+        group = self.groups.get(first)
+        return run(*inputs) if group is None else cast(Result, group(run, *inputs))
 
     def drawn(self, key: str, *axes: Axis) -> AbstractContextManager[None]:
         """Let the op called `key` draw random numbers within; they differ on the ranks of `axes`."""
@@ -94,11 +128,11 @@ class Generated:
         raise TypeError("a generated class defines forward")
 
 
-def _part(root: nn.Module, path: str) -> nn.Module:
+def _part(root: nn.Module | PartView, path: str) -> nn.Module | PartView:
     """The part of the model at `path`; one that holds nothing is not there."""
     for name in path.split("."):
-        inner = root._modules.get(name)
-        root = Container() if inner is None else inner
+        inner = root._modules.get(name) if isinstance(root, nn.Module) else root[name]
+        root = inner if isinstance(inner, nn.Module | PartView) else Container()
     return root
 
 
@@ -156,8 +190,8 @@ class CompiledProgram:
 
     `constants` are inputs that are constants, by name: what is no tensor, and tensors whose values the model needed;
     `assumed` are those of them that nobody gave. `tensors` are tensors that the model holds as constants,
-    `parameters` those that are used, `changes` are made to parameters before it runs. Inputs and outputs are those of
-    the whole batch; with `micro_batches` the program takes a part of them at a time.
+    `parameters` those that are used, `changes` are made to parameters before it runs, `held` is what the engine does.
+    Inputs and outputs are those of the whole batch; with `micro_batches` the program takes a part of them at a time.
     """
 
     source: str
@@ -173,6 +207,7 @@ class CompiledProgram:
     regathers: bool
     differentiable: bool
     micro_batches: MicroBatching | None = None
+    held: Held = field(default_factory=Held)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch
@@ -12,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from autopar.runtime.axis import axes_of
 from autopar.runtime.collectives import convert
+from autopar.runtime.engine import Engine
 from autopar.runtime.generated import (
     CompiledProgram,
     Container,
@@ -38,6 +40,7 @@ from passes.ir.redistribution import redistribution
 _OWN = (
     "_axes",
     "_device",
+    "_engine",
     "_loaded",
     "_mesh",
     "_original",
@@ -73,6 +76,7 @@ class DistributedModule(nn.Module):
         signature: inspect.Signature,
         seed: int,
         other_sizes: OtherSizes,
+        engine: Engine,
     ) -> None:
         super().__init__()
         taken = sorted(set(_OWN) & {*root._modules, *root._parameters, *root._buffers})
@@ -85,6 +89,8 @@ class DistributedModule(nn.Module):
         self._non_persistent_buffers_set.update(root._non_persistent_buffers_set)
         axes = axes_of(mesh)
         self._axes = axes
+        engine.bind(root)
+        self._engine = engine
         self._mesh = mesh
         self._shape = mesh_of(mesh)
         self._device = device
@@ -218,11 +224,11 @@ class DistributedModule(nn.Module):
         self._random.advance()
         if not compiled.differentiable:
             with torch.no_grad():
-                return generated.forward(*local_inputs)
+                return self._engine.run(compiled.held, generated.forward, local_inputs)
         if compiled.regathers and torch.is_grad_enabled():
             with saving():
-                return generated.forward(*local_inputs)
-        return generated.forward(*local_inputs)
+                return self._engine.run(compiled.held, generated.forward, local_inputs)
+        return self._engine.run(compiled.held, generated.forward, local_inputs)
 
     def _output(self, compiled: CompiledProgram, leaves: Sequence[object]) -> object:
         """What the model returns, from this rank's parts of its leaves."""
@@ -264,6 +270,21 @@ class DistributedModule(nn.Module):
         )
         return self._output(compiled, leaves)
 
+    def holding_gradients(self) -> AbstractContextManager[None]:
+        """Within, backward passes do not reduce the gradients of parameters on data axes; they add them up.
+
+        The first backward pass afterwards reduces the sum and leaves it in `.grad`: enter it around the backward passes
+        of all micro-batches but the last. Parameters whose gradients the generated code reduces are not affected.
+        """
+        return self._engine.holding_gradients()
+
+    def keeping_parameters(self) -> AbstractContextManager[None]:
+        """Within, parameters that the plan keeps for the backward pass stay gathered after it, too.
+
+        Enter it around all micro-batches of a step. Parameters must not change within.
+        """
+        return self._engine.keeping_parameters()
+
     def _change(self, changes: Sequence[Change]) -> None:
         """Change parameters as the model itself does before it reads them."""
         for change in changes:
@@ -295,7 +316,11 @@ class DistributedModule(nn.Module):
             if isinstance(value, Tensor)
         }
         tensors = {**compiled.tensors, **given}
-        generated = program.kind(self._root, self._axes, self._device, tensors, self._random)
+        view = self._engine.view(self._root, compiled.held)
+        # Totals are of inputs alone: there is nothing that the engine holds.
+        groups = self._engine.groups(compiled.held) if compiled.held.groups else {}
+        around = self._engine.around_copies(compiled.held)
+        generated = program.kind(view, self._axes, self._device, tensors, self._random, groups, around)
         if program.totals is not None:
             _, generated.totals = self._instance(program.totals)
         return compiled, generated

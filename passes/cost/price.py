@@ -50,7 +50,7 @@ def op_seconds(
     ]
     made = [type.size // _ways(layout, sizes) for type, layout in zip(subject.results, strategy.results, strict=True)]
     reads: list[float] = [count * type.dtype.itemsize for count, type in zip(elements, subject.operands, strict=True)]
-    writes = [count * type.dtype.itemsize for count, type in zip(made, subject.results, strict=True)]
+    writes: list[float] = [count * type.dtype.itemsize for count, type in zip(made, subject.results, strict=True)]
     flowing = [slot for slot, flows in enumerate(subject.flowing_operands) if flows] if subject.flows else []
     gradients = sum(reads[slot] for slot in flowing)
     kernels = 1, len(flowing)

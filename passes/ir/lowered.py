@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import torch
 
 from passes.ir.choices import Strategy
-from passes.ir.layout import Layout
+from passes.ir.layout import Layout, R
 from passes.ir.program import Argument, Op, Program, Region, TensorType
 from passes.ir.redistribution import Step
 
@@ -46,7 +46,8 @@ class Compute:
 class Change:
     """Bring a value to another layout. `again` says that the backward pass does it once more instead of keeping the
     result; `parameter` that `source` is a parameter, of which this is the local shard. `dtypes` are what it is cast to
-    before, and what its gradient is reduced in (None: as it is)."""
+    before, and what its gradient is reduced in (None: as it is). The first `engine` steps, and the cast, are made by
+    the engine that holds the parameter, the others in the generated code."""
 
     source: str
     result: str
@@ -59,6 +60,7 @@ class Change:
     again: bool = False
     parameter: bool = False
     dtypes: tuple[torch.dtype | None, torch.dtype | None] = (None, None)
+    engine: int = 0
 
 
 @dataclass(frozen=True)
@@ -105,8 +107,44 @@ class Returned:
 
 
 @dataclass(frozen=True)
+class Group:
+    """Parameters that an engine gathers, and whose gradients it reduces, together.
+
+    `parameters` have the dim that each is split in. The axes in `sharded`, the most significant digit first, split it;
+    on those in `replicated` all ranks store the same. `saved` says that the backward pass reads them, `again` that they
+    are gathered again for it; `dtypes` are what they are cast to, and what their gradients are reduced in (None: as
+    they are).
+    """
+
+    parameters: Mapping[str, int]
+    sharded: tuple[int, ...]
+    replicated: tuple[int, ...]
+    saved: bool
+    again: bool
+    dtypes: tuple[torch.dtype | None, torch.dtype | None]
+
+    def used(self, stored: Layout) -> Layout:
+        """The layout that the engine gives of a parameter in `stored`."""
+        given = {*self.sharded, *self.replicated}
+        return tuple(R if axis in given else letter for axis, letter in enumerate(stored))
+
+
+@dataclass(frozen=True)
+class Held:
+    """What an engine does for a program: `parameters` are those that it gives, `copies` the numbers of the groups
+    around each copy of each loop, `ops` those around ops outside of loops, by key. A model's programs share `groups`.
+    """
+
+    groups: tuple[Group, ...] = ()
+    parameters: frozenset[str] = frozenset()
+    copies: tuple[tuple[tuple[int, ...], ...], ...] = ()
+    ops: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Lowered:
-    """A whole lowered program. `inputs` and `parameters` are the layouts that they lie in."""
+    """A whole lowered program. `inputs` and `parameters` are the layouts that they lie in, `held` what does not run in
+    the generated code."""
 
     program: Program
     body: Body
@@ -114,3 +152,4 @@ class Lowered:
     parameters: Mapping[str, Layout]
     outputs: tuple[Returned, ...]
     updates: tuple[tuple[str, str], ...]
+    held: Held = field(default_factory=Held)

@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 from autopar.build import Compiled, compile_model
 from autopar.request import Options, make_request
+from autopar.runtime import collectives
 from autopar.runtime.generated import Container, Generated, place
 from autopar.runtime.saving import saving
 from passes.ir.choices import Node, Problem, Solution, Strategy
@@ -27,6 +28,7 @@ from passes.ir.layout import Layout
 from passes.ir.mesh import Mesh
 from tests.autopar.in_process import Threads, axes_at
 from tests.autopar.steps import MOST, NAMES, STEPS, Code, Draw, Held, UnfitError
+from tests.autopar.without_engine import step_by_step
 from tests.passes.helpers import Coordinate, Values, part, summed
 
 TOLERANCE = 1e-9
@@ -611,7 +613,9 @@ def _on_rank(
     for item in program.inputs:
         own = part(recipe.inputs[item.name], item.layout, coordinate, mesh).clone().contiguous()
         given[item.name] = own.requires_grad_(item.name in recipe.trained and recipe.training)
-    generated = kind(root, axes_at(coordinate, mesh), torch.device("cpu"), program.tensors)
+    axes = axes_at(coordinate, mesh)
+    seen = step_by_step(model, root, program.held, compiled.stored, mesh, axes, vars(collectives))
+    generated = kind(seen, axes, torch.device("cpu"), program.tensors)
     with torch.set_grad_enabled(program.differentiable and recipe.training):
         if program.regathers and torch.is_grad_enabled():
             with saving():

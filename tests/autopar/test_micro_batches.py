@@ -59,14 +59,14 @@ CASES = {
     "squares": _squares,
 }
 
-_FAST = {("gpt2", "2", 4, "selective")}
+_FAST = {("squares", "2", 4, "selective")}
 
 
 def _cases() -> list[object]:
     cases = [(name, "2x2", 2, "none") for name in CASES]
     cases += [(name, "2", count, level) for name in ("llama", "gpt2") for count in (2, 4) for level in ("none", "full")]
     cases += [("gpt2", "2", 4, "selective"), ("llama", "2x2", 2, "full"), ("llama", "2x2", 4, "selective")]
-    cases += [("llama", "2x2", 1, "none"), ("gpt2", "2x2x2", 2, "none")]
+    cases += [("squares", "2", 4, "selective"), ("llama", "2x2", 1, "none"), ("gpt2", "2x2x2", 2, "none")]
     return [case if case in _FAST else pytest.param(*case, marks=pytest.mark.slow) for case in cases]
 
 

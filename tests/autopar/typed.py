@@ -46,6 +46,7 @@ from autopar.runtime.state import local_part
 from passes.emit import FORMS
 from passes.ir.layout import I, Layout, Letter, R, digits, local_major, local_shape, parse_letter
 from passes.ir.mesh import Mesh
+from tests.autopar.without_engine import step_by_step
 
 SpmdTypeError = spmd.SpmdTypeError
 _KINDS = {"R": spmd.R, "I": spmd.I, "P": spmd.P, "S": spmd.V}
@@ -710,7 +711,8 @@ def run_typed(
         annotate(value, _flavored(value, layout, mesh), mesh)
         report.told.append(where)
 
-    replaced = {**collectives(mesh, report.alike), **_FORMS, "local": lambda tensor: tensor, "held": held}
+    replaced = {**collectives(mesh, report.alike), **_FORMS, "held": held}
+    replaced["local"] = replaced["gathered"] = lambda tensor: tensor
     used = {node.id for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name)}
     untyped = set(FORMS) & used - set(replaced)
     assert not untyped, f"no typing rule for {', '.join(sorted(untyped))}: see the local forms above"
@@ -730,7 +732,10 @@ def run_typed(
         whole = (R,) * len(mesh.names)
         constants = {name: annotate(value.to(device), whole, mesh) for name, value in program.tensors.items()}
         kind = namespace[program.class_name]
-        generated = kind(root, axes_of(device_mesh), device, constants)  # type: ignore[operator]
+        axes = axes_of(device_mesh)
+        steps = collectives(mesh, report.alike)
+        seen = step_by_step(model, root, program.held, compiled.stored, mesh, axes, steps)
+        generated = kind(seen, axes, device, constants)  # type: ignore[operator]
         with spmd.checker.typecheck(local=False), Vocabulary():
             report.outputs = generated.forward(*given)
             for value, planned in zip(report.outputs, program.outputs, strict=True):

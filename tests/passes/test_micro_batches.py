@@ -10,7 +10,7 @@ from passes.capture import Tracing, capture
 from passes.ir.errors import MicroBatchError
 from passes.ir.layout import P, R, S
 from passes.ir.program import Program
-from passes.micro_batches import micro_batches
+from passes.micro_batches import batch_size, micro_batches
 from passes.normalize import normalize
 
 
@@ -86,6 +86,37 @@ def test_sizes_are_those_of_a_micro_batch() -> None:
     for shape in ("shape=[4, 2, 2]", "shape=[8, 2]", "size=[4, 1]", "size=[4, 4]"):
         assert shape in text, text
     assert "[16" not in text
+
+
+@pytest.mark.parametrize(
+    ("shapes", "size"),
+    [
+        ([(8, 16), (8,)], 8),
+        ([(1, 16), (8, 16)], 8),
+        ([(3, 8, 16), (8, 16), (8, 16)], 8),
+        ([(), (1, 4)], 1),
+        ([], 1),
+    ],
+)
+def test_the_batch_is_what_most_inputs_begin_with(shapes: list[tuple[int, ...]], size: int) -> None:
+    """What serves all samples has a first dim of 1."""
+    assert batch_size(shapes) == size
+
+
+def test_inputs_may_have_the_batch_second() -> None:
+    """Positions of several kinds come before it; those of one sample for all have none."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor, y: Tensor, positions: Tensor, shared: Tensor) -> dict[str, Tensor]:
+            return {"loss": (self.inner(x) * y * positions[0] * positions[2] + shared).sum()}
+
+    given = {"x": torch.randn(4, 4), "y": torch.randn(4, 4), "positions": torch.randn(3, 4, 4)}
+    found = micro_batches(_program(Model(), **given, shared=torch.randn(1, 4)), 2)
+    assert found.inputs == {"x": S(0), "y": S(0), "positions": S(1), "shared": R}
 
 
 def test_inputs_without_a_batch_stay_whole() -> None:

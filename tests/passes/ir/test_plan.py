@@ -40,6 +40,8 @@ def example() -> Plan:
         (stage,),
         "none",
         2,
+        False,
+        True,
         {"forward compute": 1.5e-3},
         {"parameters": 2**30, "activations": 0.5},
         "optimizer step",
@@ -146,7 +148,7 @@ def test_the_table_shows_what_was_decided() -> None:
     assert "input x: float32[4, 8], dp S(0), tp R" in lines
     assert "constant flag: True" in lines
     assert "train: predicted step 1.5 ms, optimal" in lines
-    assert "2 micro-batches, of each of which all figures are" in lines
+    assert "2 micro-batches; parameters gathered for each, gradients reduced once" in lines
     assert "layers.* x 3, recompute selective" in lines
     assert "layers.*/linear dp d0, tp out dp S(0), tp R | dp R, tp S(0) -> dp S(0), tp S(1) f[4]" in lines
     assert "~ layers.*/linear all_reduce tp, again in backward dp S(0), tp P -> dp S(0), tp I f[4]" in lines

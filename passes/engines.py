@@ -1,0 +1,282 @@
+"""engines: which parameters an engine of torch gathers and whose gradients it reduces, instead of the generated code.
+
+An axis on which every use of a parameter is `R` (its gradient is a pending sum) and on which it is stored `S` or `I`
+is a data axis for it: bringing it from stored to `R` there, and its gradient back, is what `fully_shard` does, for many
+parameters at once, ahead of time and beside the computation. What it can do must
+
+- come first: the steps on other axes follow in the generated code, and none of them may shrink the tensor, or the
+  engine would move more than was planned;
+- be one gather: the engine cuts a dim of what a rank holds into consecutive parts, so the digits of its axes must be
+  the most significant ones that are left there when the other axes have taken theirs, in the order of the mesh.
+
+Whatever is no data axis, or does not fit, keeps its steps in the generated code. So does a parameter that is read in
+several places: an engine would keep it gathered all the while between.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+from itertools import combinations
+from math import prod
+
+import torch
+
+from passes.ir.layout import Layout, R, local_major
+from passes.ir.lowered import Body, Change, Compute, Group, Held, Loop, Lowered, Statement
+from passes.ir.mesh import Mesh
+from passes.ir.program import Parameter, find_overload, references
+from passes.ir.redistribution import redistribution
+
+# Where a parameter is read: in a copy of a loop (their numbers), or by an op outside of loops (its key). None for what
+# is no such place: several of them, or something else.
+_Place = tuple[int, int] | str | None
+# What parameters of one group have in common.
+_Signature = tuple[_Place, tuple[int, ...], tuple[int, ...], torch.dtype, tuple[torch.dtype | None, torch.dtype | None]]
+
+# Ops whose backward pass reads no parameter, only where its gradient goes.
+_TABLES = {"embedding"}
+
+
+@dataclass(frozen=True)
+class _Use:
+    """One reading of a parameter; `change` is None where it is read as it is stored."""
+
+    place: _Place
+    change: Change | None
+
+
+@dataclass(frozen=True)
+class _Axes:
+    """The axes that an engine can take of a parameter, and the dim that the sharded ones split."""
+
+    sharded: tuple[int, ...]
+    replicated: tuple[int, ...]
+    dim: int
+
+
+def engines(lowered: Lowered, mesh: Mesh, groups: Sequence[Group] | None = None) -> Lowered:
+    """`lowered` with `held`, and the changes marked that an engine makes.
+
+    `groups` are those that hold the model's parameters already, if there are any: another program of the same model
+    reads of them what it can.
+    """
+    uses = _uses(lowered)
+    if groups is None:
+        groups = _groups(lowered, uses, mesh)
+        given = _held(lowered, uses, groups, mesh).parameters
+        kept = [{name: dim for name, dim in group.parameters.items() if name in given} for group in groups]
+        groups = [replace(group, parameters=names) for group, names in zip(groups, kept, strict=True) if names]
+    return _marked(lowered, _held(lowered, uses, groups, mesh), mesh)
+
+
+def _uses(lowered: Lowered) -> dict[str, list[_Use]]:
+    """All readings of every parameter, by its own name."""
+    found: dict[str, list[_Use]] = {name: [] for name in lowered.parameters}
+    readers = dict(_readers(lowered.body))
+    for name, change in _reads(lowered.body):
+        if name in found:
+            found[name].append(_Use(None if change is None else readers.get(change.result), change))
+    for number, loop in enumerate(_loops(lowered)):
+        for name, change in _reads(loop.body):
+            for copy in range(loop.region.count):
+                own = loop.region.owned[name][copy] if name in loop.region.owned else name
+                if own in found:
+                    found[own].append(_Use((number, copy), change))
+    for output in lowered.outputs:
+        for name in references(output.value):
+            if name in found:
+                found[name].append(_Use(None, None))
+    return found
+
+
+def _loops(lowered: Lowered) -> list[Loop]:
+    return [item for item in lowered.body.statements if isinstance(item, Loop)]
+
+
+def _reads(body: Body) -> Iterator[tuple[str, Change | None]]:
+    """What the statements of a body read, and by which change; those inside its loops excepted."""
+    for statement in body.statements:
+        if isinstance(statement, Change):
+            yield statement.source, statement
+        elif isinstance(statement, Compute):
+            yield from ((name, None) for name in statement.op.operands)
+        else:
+            yield from ((name, None) for name in (*statement.initial, *statement.shared))
+    yield from ((name, None) for name in body.results)
+
+
+def _readers(body: Body) -> Iterator[tuple[str, str | None]]:
+    """The op that reads a value, by the value; None where something else does, or several ops do."""
+    found: dict[str, set[str | None]] = {}
+    for statement in body.statements:
+        if isinstance(statement, Compute):
+            reader = statement.op.key if _may_be_surrounded(statement) else None
+            for name in statement.op.operands:
+                found.setdefault(name, set()).add(reader)
+        elif isinstance(statement, Change):
+            found.setdefault(statement.source, set()).add(None)
+        else:
+            for name in (*statement.initial, *statement.shared):
+                found.setdefault(name, set()).add(None)
+    for name in body.results:
+        found.setdefault(name, set()).add(None)
+    for name, readers in found.items():
+        yield name, readers.pop() if len(readers) == 1 else None
+
+
+def _may_be_surrounded(statement: Compute) -> bool:
+    """Whether parameters can be gathered while an op runs, and no longer: not where a view of them is left, nor where
+    random numbers are drawn, in a context of its own."""
+    views = any(result.alias_info is not None for result in find_overload(statement.op.target)._schema.returns)
+    return not views and statement.draws is None
+
+
+def _place(uses: Sequence[_Use]) -> _Place:
+    """The one place where all uses are."""
+    places = {use.place for use in uses}
+    return places.pop() if len(places) == 1 else None
+
+
+# --- which groups there are ------------------------------------------------------------------------------------------
+
+
+def _groups(lowered: Lowered, uses: Mapping[str, Sequence[_Use]], mesh: Mesh) -> list[Group]:
+    """Parameters that are read in one place, and go the same way on the same axes, are one group."""
+    members: dict[_Signature, dict[str, int]] = {}
+    changes: dict[_Signature, list[Change]] = {}
+    for parameter in lowered.program.parameters:
+        own = uses[parameter.name]
+        place, found = _place(own), _axes(parameter, lowered.parameters[parameter.name], own, mesh)
+        if found is None or place is None:
+            continue
+        made = [use.change for use in own if use.change is not None]
+        signature = (place, found.sharded, found.replicated, parameter.type.dtype, made[0].dtypes)
+        members.setdefault(signature, {})[parameter.name] = found.dim
+        changes.setdefault(signature, []).extend(made)
+    tables = {item.op.key for item in lowered.body.statements if isinstance(item, Compute) and item.op.kind in _TABLES}
+    groups = []
+    for common, names in members.items():
+        _, sharded, replicated, _, dtypes = common
+        saved = common[0] not in tables
+        # What all ranks have is copied for use, not sent: it need not stay.
+        again = any(change.again for change in changes[common]) or not sharded or not saved
+        groups.append(Group(names, sharded, replicated, saved, again, dtypes))
+    return groups
+
+
+def _axes(parameter: Parameter, stored: Layout, uses: Sequence[_Use], mesh: Mesh) -> _Axes | None:
+    """What an engine can take of a parameter; None for nothing."""
+    type = parameter.type
+    changes = [use.change for use in uses if use.change is not None]
+    if len(changes) < len(uses) or not changes or not prod(type.shape) or not type.shape:
+        return None
+    if not type.dtype.is_floating_point:
+        return None
+    free = [
+        axis for axis in mesh.dimensions if mesh.sizes[axis] > 1 and all(change.after[axis] == R for change in changes)
+    ]
+    # What does not train has no gradient to be reduced, and what is the same everywhere need not be gathered.
+    replicated = tuple(axis for axis in free if stored[axis].kind == "I" and parameter.trainable)
+    split = [axis for axis in free if stored[axis].kind == "S"]
+    choices = [
+        axes
+        for count in range(1, len(split) + 1)
+        for axes in combinations(split, count)
+        if _is_leading(axes, stored, mesh)
+    ]
+    sharded = max(choices, key=lambda axes: prod(mesh.sizes[axis] for axis in axes), default=())
+    if not sharded and not replicated:
+        return None
+    used = Group({}, sharded, replicated, False, False, (None, None)).used(stored)
+    if not all(_grows(used, change, mesh) for change in changes):
+        return None
+    return _Axes(sharded, replicated, stored[sharded[0]].dim if sharded else 0)
+
+
+def _is_leading(axes: Sequence[int], stored: Layout, mesh: Mesh) -> bool:
+    """Whether `axes`, in this order, cut one dim of what the others leave into consecutive parts."""
+    others = tuple(R if axis in axes else letter for axis, letter in enumerate(stored))
+    taken = 1
+    for axis in axes:
+        if stored[axis].dim != stored[axes[0]].dim or local_major(stored[axis], others, mesh) != taken:
+            return False
+        taken *= mesh.sizes[axis]
+    return True
+
+
+def _grows(used: Layout, change: Change, mesh: Mesh) -> bool:
+    """Whether no step shrinks that is left from what the engine gives."""
+    steps = redistribution(used, change.after, change.type.shape, mesh)
+    return all(prod(step.after) >= prod(step.before) for step in steps)
+
+
+# --- what a program reads of them ------------------------------------------------------------------------------------
+
+
+def _held(lowered: Lowered, uses: Mapping[str, Sequence[_Use]], groups: Sequence[Group], mesh: Mesh) -> Held:
+    """What this program reads of `groups`, and where they are called."""
+    given: set[str] = set()
+    for group in groups:
+        names = {name for name in group.parameters if uses.get(name) and _fits(name, lowered, uses, group, mesh)}
+        # It gathers around one place: where the program is folded otherwise, there is none for it.
+        if len({_place(uses[name]) for name in names} - {None}) == 1:
+            given.update(name for name in names if _place(uses[name]) is not None)
+    # A region is written once: a parameter of its body is given in all copies, and in the same way, or in none.
+    ways = {name: (group.sharded, group.replicated, group.again) for group in groups for name in group.parameters}
+    bodies = [own for loop in _loops(lowered) for own in loop.region.owned.values() if own[0] in lowered.parameters]
+    while torn := [own for own in bodies if given.intersection(own) and not _alike(own, given, ways)]:
+        given.difference_update(*torn)
+    around: dict[_Place, tuple[int, ...]] = {}
+    for number, group in enumerate(groups):
+        for place in {_place(uses[name]) for name in given.intersection(group.parameters)}:
+            around[place] = (*around.get(place, ()), number)
+    copies = tuple(
+        tuple(around.get((number, copy), ()) for copy in range(loop.region.count))
+        for number, loop in enumerate(_loops(lowered))
+    )
+    ops = {place: numbers for place, numbers in around.items() if isinstance(place, str)}
+    return Held(tuple(groups), frozenset(given), copies, ops)
+
+
+def _alike(own: Sequence[str], given: Set[str], ways: Mapping[str, object]) -> bool:
+    """Whether all of `own` are given, in the same way."""
+    return given >= set(own) and all(ways[name] == ways[own[0]] for name in own)
+
+
+def _fits(name: str, lowered: Lowered, uses: Mapping[str, Sequence[_Use]], group: Group, mesh: Mesh) -> bool:
+    """Whether all that a program reads of a parameter follows from what `group` gives of it."""
+    used = group.used(lowered.parameters[name])
+    for use in uses[name]:
+        change = use.change
+        if change is None or change.dtypes[0] != group.dtypes[0] or not _grows(used, change, mesh):
+            return False
+        if any(change.after[axis] != R for axis in (*group.sharded, *group.replicated)):
+            return False
+    return True
+
+
+def _marked(lowered: Lowered, held: Held, mesh: Mesh) -> Lowered:
+    """`lowered` with the steps of the engine before all others."""
+    by_name = {name: group for group in held.groups for name in group.parameters if name in held.parameters}
+
+    def marked(body: Body, names: Mapping[str, Sequence[str]]) -> Body:
+        statements: list[Statement] = []
+        for item in body.statements:
+            if isinstance(item, Change):
+                group = by_name.get(names.get(item.source, (item.source,))[0])
+                statements.append(item if group is None else _by_engine(item, group, mesh))
+            elif isinstance(item, Loop):
+                statements.append(replace(item, body=marked(item.body, item.region.owned)))
+            else:
+                statements.append(item)
+        return replace(body, statements=tuple(statements))
+
+    return replace(lowered, body=marked(lowered.body, {}), held=held)
+
+
+def _by_engine(change: Change, group: Group, mesh: Mesh) -> Change:
+    used, shape = group.used(change.before), change.type.shape
+    first = redistribution(change.before, used, shape, mesh)
+    rest = redistribution(used, change.after, shape, mesh)
+    # The engine gathers all of a group again, or nothing.
+    again = change.again or (group.again and group.saved and bool(group.sharded))
+    return replace(change, steps=(*first, *rest), again=again, engine=len(first))

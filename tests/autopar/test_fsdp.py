@@ -1,0 +1,455 @@
+"""Data axes on `fully_shard`: the same numbers as on one device, and as many collectives as the plan says."""
+
+import copy
+import gc
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import ViTConfig, ViTForImageClassification
+
+import autopar
+from autopar import build
+from autopar.runtime import DistributedModule
+from autopar.testing import LiftFloat32, compare_on_mesh, run_ranks
+from passes.cost.memory import same_tensor
+from passes.ir.choices import Problem, Solution
+from passes.ir.lowered import Lowered
+from tests.models import Stack, gpt2, llama, tokens
+
+AXES: Mapping[int, tuple[str, ...]] = {1: ("dp",), 2: ("dp", "tp")}
+
+
+def vit() -> nn.Module:
+    """Two layers on images of 8 x 8."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    images = {"image_size": 8, "patch_size": 4, "num_labels": 4}
+    config = ViTConfig(**sizes, **images, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    return ViTForImageClassification(config)
+
+
+def images() -> dict[str, torch.Tensor]:
+    """Four images and their labels."""
+    generator = torch.Generator().manual_seed(0)
+    pixels = torch.randn(4, 3, 8, 8, generator=generator, dtype=torch.float64)
+    return {"pixel_values": pixels, "labels": torch.tensor([0, 1, 2, 3])}
+
+
+MODELS: Mapping[str, tuple[Callable[..., nn.Module], Callable[..., dict[str, torch.Tensor]]]] = {
+    "llama": (llama, tokens),
+    "tied llama": (lambda: llama(tie_word_embeddings=True), tokens),
+    "gpt2": (gpt2, tokens),
+    "vit": (vit, images),
+}
+
+
+def storage(**stored: str) -> dict[str, dict[str, dict[str, str]]]:
+    """All parameters are stored like this on these axes, and used whole there."""
+    return {"*": {"stored": stored, "used": dict.fromkeys(stored, "R")}}
+
+
+class Spy:
+    """Remembers what went to the engine; with `again` parameters are gathered again wherever that can be."""
+
+    def __init__(self, again: bool = False) -> None:
+        self.again = again
+        self.seen: list[Lowered] = []
+        self._engines, self._solve = build.engines, build.solve
+
+    def engines(self, *given: object) -> Lowered:
+        """The pass."""
+        self.seen.append(self._engines(*given))  # type: ignore[arg-type]
+        return self.seen[-1]
+
+    def solve(self, problem: Problem, *given: object) -> Solution:
+        """The pass, with its choice of what is gathered again overruled."""
+        solution = self._solve(problem, *given)  # type: ignore[arg-type]
+        if not self.again:
+            return solution
+        again = set()
+        for edge in problem.edges:
+            before = solution.strategy(problem, edge.producer).results[edge.result]
+            after = solution.strategy(problem, edge.consumer).operands[edge.operand]
+            if edge.saved and problem.groups[edge.group].parameter and not same_tensor(before, after):
+                again.add((edge.group, after))
+        return replace(solution, again=frozenset(again))
+
+    def __enter__(self) -> "Spy":
+        self._patches = [
+            mock.patch("autopar.build.engines", self.engines),
+            mock.patch("autopar.build.solve", self.solve),
+        ]
+        for patch in self._patches:
+            patch.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for patch in self._patches:
+            patch.stop()
+
+
+def mesh_of(sizes: tuple[int, ...]) -> DeviceMesh:
+    """The mesh of a rank's process group."""
+    return init_device_mesh("cpu", sizes, mesh_dim_names=AXES[len(sizes)])
+
+
+# --- equality ---------------------------------------------------------------------------------------------------------
+
+
+def _equal(
+    cases: list[tuple[str, tuple[int, ...], Mapping[str, str], bool]],
+) -> list[tuple[str, str, float, set[object]]]:
+    found = []
+    for name, sizes, stored, again in cases:
+        make, inputs = MODELS[name]
+        model, mesh = make().double(), mesh_of(sizes)
+        with Spy(again) as spy:
+            comparison = compare_on_mesh(
+                model, mesh, inputs(), torch.float64, cluster="ideal", constraints=storage(**stored), memory_limit=1e12
+            )
+        if not spy.seen:
+            # The first rank plans.
+            continue
+        groups = spy.seen[0].held.groups
+        layers = [group for group in groups if group.sharded and len(group.parameters) > 3]
+        assert {group.again for group in layers} <= {again}
+        taken = {(group.sharded, group.replicated) for group in groups}
+        given = {name for group in groups for name in group.parameters}
+        left = sorted({parameter.name for parameter in spy.seen[0].program.parameters} - given)
+        found.append((*comparison.worst, left, taken))
+    return found
+
+
+# Read in two places, or turned and cut before it is used.
+ELSEWHERE: Mapping[str, list[str]] = {
+    "tied llama": ["model.embed_tokens.weight"],
+    "gpt2": ["transformer.wte.weight"],
+    "vit": ["vit.embeddings.cls_token"],
+}
+
+FAST = [
+    # ZeRO-3 over two axes as one; hybrid.
+    ("llama", (2, 2), {"dp": "S(0)", "tp": "S(0, 2)"}, True, {((0, 1), ())}),
+    ("gpt2", (2, 2), {"dp": "I", "tp": "S(0)"}, False, {((1,), (0,))}),
+]
+SLOW = [
+    # ZeRO-2 and ZeRO-3, plain data parallel.
+    ("llama", (4,), {"dp": "S(0)"}, False, {((0,), ())}),
+    ("llama", (4,), {"dp": "S(0)"}, True, {((0,), ())}),
+    ("llama", (4,), {"dp": "I"}, False, {((), (0,))}),
+    ("tied llama", (4,), {"dp": "S(0)"}, True, {((0,), ())}),
+    ("gpt2", (4,), {"dp": "S(0)"}, True, {((0,), ())}),
+    ("gpt2", (4,), {"dp": "I"}, False, {((), (0,))}),
+    ("vit", (4,), {"dp": "I"}, False, {((), (0,))}),
+    # Both axes; both ways at once.
+    ("llama", (2, 2), {"dp": "I", "tp": "S(0)"}, True, {((1,), (0,))}),
+    ("gpt2", (2, 2), {"dp": "S(0)", "tp": "I"}, True, {((0,), (1,))}),
+    ("vit", (2, 2), {"dp": "I", "tp": "I"}, False, {((), (0, 1))}),
+]
+
+
+@pytest.mark.parametrize("cases", [FAST, pytest.param(SLOW, marks=pytest.mark.slow)], ids=["fast", "slow"])
+def test_equal_to_one_device(cases: list[tuple[str, tuple[int, ...], Mapping[str, str], bool, set[object]]]) -> None:
+    """Outputs, loss and all gradients; every parameter is held by the engine that is read in one place."""
+    for case, found in zip(cases, run_ranks(_equal, 4, [case[:4] for case in cases])[0], strict=True):
+        worst, error, left, taken = found
+        assert error <= 1e-9, (case, worst, error)
+        assert left == ELSEWHERE.get(case[0], []), case
+        assert taken == case[4], case
+
+
+@pytest.mark.slow
+def test_with_another_axis() -> None:
+    """The other axis is what it pays to be; the engine has the first one, but for the bias of fused projections, whose
+    split in the middle of each part leaves none for the first axis that would be consecutive."""
+    cases = [(name, (2, 2), {"dp": "S(0)"}, again) for name, again in (("llama", True), ("gpt2", False))]
+    cases.append(("llama", (2, 2), {"dp": "I"}, False))
+    for worst, error, left, taken in run_ranks(_equal, 4, cases)[0]:
+        assert error <= 1e-9, worst
+        assert all(name.endswith("c_attn.bias") or name in ELSEWHERE["gpt2"] for name in left)
+        assert all(0 in (*sharded, *replicated) for sharded, replicated in taken)
+
+
+# --- what runs --------------------------------------------------------------------------------------------------------
+
+
+class Counting(TorchDispatchMode):
+    """Counts collectives by name while it is entered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(
+        self, func: Any, types: object, args: tuple[object, ...] = (), kwargs: Mapping[str, object] | None = None
+    ) -> object:
+        if func.namespace in ("c10d", "_c10d_functional") and "wait" not in func._opname:
+            self.counts[func._opname.strip("_")] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def _calls(run: Callable[[], object]) -> Counter[str]:
+    """Collectives by name."""
+    with Counting() as counting:
+        run()
+    return counting.counts
+
+
+def _passes(again: bool) -> dict[str, object]:
+    model, inputs = llama().double(), tokens()
+    with Spy(again) as spy, LiftFloat32(torch.float64):
+        dist_model = autopar.parallelize(model, mesh_of((2,)), inputs, cluster="ideal", constraints=storage(dp="S(0)"))
+    outputs = []
+    return {
+        "groups": len(spy.seen[0].held.groups) if spy.seen else 0,
+        "forward": _calls(lambda: outputs.append(dist_model(**inputs))),
+        "backward": _calls(lambda: outputs[0].loss.backward()),
+        "no gradient": _calls(lambda: _without_gradient(dist_model, inputs)),
+        "code": dist_model.code,
+        "kinds": {type(parameter) for parameter in (*dist_model.parameters(), *dist_model.state_dict().values())},
+    }
+
+
+def _without_gradient(dist_model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> None:
+    with torch.no_grad():
+        dist_model(**inputs)
+
+
+@pytest.mark.parametrize("again", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_one_collective_for_each_group(again: bool) -> None:
+    """Parameters are gathered once a group and pass, in the backward pass only where the plan says again, and their
+    gradients are reduced together. What users see stays what it is."""
+    found = run_ranks(_passes, 2, again)[0]
+    # Two layers of nine parameters, the embedding, the norm and the head.
+    assert found["groups"] == 5
+    assert found["code"].count("gathered(") == 12
+    assert not re.search(r"local\(.*weight\)", found["code"])
+    assert found["forward"]["allgather_base"] == 5
+    # All but the embedding, which the backward pass does not read.
+    assert found["backward"] == {"reduce_scatter_base": 5, **({"allgather_base": 4} if again else {})}
+    assert found["no gradient"] == found["forward"]
+    assert found["kinds"] == {DTensor}
+
+
+def _kept_bytes() -> int:
+    """Bytes of all tensors that there are."""
+    gc.collect()
+    storages = {}
+    for item in gc.get_objects():
+        if type(item) in (torch.Tensor, nn.Parameter) and not item.is_meta:
+            storage = item.untyped_storage()
+            storages[storage._cdata] = storage.nbytes()
+    return sum(storages.values())
+
+
+def _kept(again: bool) -> dict[str, list[int]]:
+    found = {}
+    for name, engines in (("engine", build.engines), ("generated", lambda lowered, mesh, groups=None: lowered)):
+        generator = torch.Generator().manual_seed(0)
+        model = Stack(width=256, depth=4)
+        batch = {name: torch.randn(8, 256, generator=generator) for name in ("x", "target")}
+        with Spy(again), mock.patch("autopar.build.engines", engines):
+            dist_model = _made(model, (2,), batch, memory_limit=1e12)
+        del model
+        counts = [_kept_bytes()]
+        output = dist_model(**batch)
+        counts.append(_kept_bytes())
+        output["loss"].backward()
+        counts.append(_kept_bytes())
+        found[name] = [count - counts[0] for count in counts[1:]]
+        del dist_model, output
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("again", [False, True])
+def test_as_much_is_kept_as_planned(again: bool) -> None:
+    """After the forward pass there are all parameters or none, but for small ones; after the backward pass there are
+    the gradients. It is what generated gathers keep, within a hundredth of the parameters."""
+    parameters = 4 * sum(parameter.numel() for parameter in Stack(width=256, depth=4).parameters())
+    for found in run_ranks(_kept, 2, again):
+        forward, backward = found["engine"]
+        other_forward, other_backward = found["generated"]
+        assert forward < 0.02 * parameters if again else forward > 0.98 * parameters
+        assert abs(forward - other_forward) <= 0.01 * parameters
+        assert abs(backward - other_backward) <= 0.01 * parameters
+        assert abs(backward - parameters // 2) <= 0.02 * parameters
+
+
+def _gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Whole gradients by name."""
+    found = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    return {name: item.full_tensor() if isinstance(item, DTensor) else item for name, item in found.items()}
+
+
+def _close(ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]) -> bool:
+    """Equal but for rounding in float64."""
+    return set(ours) == set(theirs) and all(
+        torch.allclose(ours[name], theirs[name], rtol=1e-9, atol=1e-12) for name in theirs
+    )
+
+
+def _made(
+    model: nn.Module, sizes: tuple[int, ...], inputs: Mapping[str, torch.Tensor], **options: Any
+) -> DistributedModule:
+    """A distributed model, its parameters stored in parts on the first axis."""
+    options = {"cluster": "ideal", "constraints": storage(dp="S(0)"), **options}
+    return autopar.parallelize(model, mesh_of(sizes), inputs, **options)
+
+
+def _batch(seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(8, 16, generator=generator, dtype=torch.float64) for name in ("x", "target")}
+
+
+def _micro_batches() -> dict[str, object]:
+    model, batches = Stack().double(), [_batch(seed) for seed in range(3)]
+    dist_model = _made(model, (2,), batches[0])
+    found: dict[str, object] = {}
+    for batch in batches:
+        model(**batch)["loss"].backward()
+    for batch in batches:
+        dist_model(**batch)["loss"].backward()
+    found["added up"] = _close(_gradients(dist_model), _gradients(model))
+    dist_model.zero_grad()
+
+    def held() -> None:
+        with dist_model.keeping_parameters():
+            with dist_model.holding_gradients():
+                for batch in batches[:-1]:
+                    dist_model(**batch)["loss"].backward()
+                found["none yet"] = not _gradients(dist_model)
+            dist_model(**batches[-1])["loss"].backward()
+
+    calls = _calls(held)
+    found["held back"] = _close(_gradients(dist_model), _gradients(model))
+    found["calls"] = calls["allgather_base"], calls["reduce_scatter_base"]
+    # Several forward passes before the backward passes.
+    dist_model.zero_grad()
+    outputs = [dist_model(**batch) for batch in batches]
+    sum(output["loss"] for output in outputs).backward()
+    found["several at once"] = _close(_gradients(dist_model), _gradients(model))
+    return found
+
+
+def test_micro_batches() -> None:
+    """Gradients add up; they can be reduced once for all backward passes, and parameters be gathered once."""
+    for found in run_ranks(_micro_batches, 2):
+        assert found == {
+            "added up": True,
+            "none yet": True,
+            "held back": True,
+            "calls": (2, 2),
+            "several at once": True,
+        }
+
+
+def _steps() -> dict[str, bool]:
+    with LiftFloat32(torch.float64):
+        model = gpt2().double()
+        inputs, shorter = tokens(), {name: value[:, :8] for name, value in tokens().items()}
+        dist_model = _made(model, (2, 2), inputs)
+        optimizers = [torch.optim.AdamW(item.parameters(), lr=1e-2) for item in (dist_model, model)]
+        found: dict[str, bool] = {}
+        for step, batch in enumerate((inputs, shorter, inputs)):
+            losses = []
+            for item, optimizer in zip((dist_model, model), optimizers, strict=True):
+                optimizer.zero_grad()
+                # A forward pass whose gradient nobody wants leaves nothing of old values.
+                item(**batch)
+                item.eval()
+                with torch.no_grad():
+                    losses.append(item(**batch).loss)
+                item.train()
+                item(**batch).loss.backward()
+                norm = torch.nn.utils.clip_grad_norm_(item.parameters(), 0.1)
+                losses.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+                optimizer.step()
+            pairs = zip(losses[:2], losses[2:], strict=True)
+            found[f"step {step}"] = all(torch.allclose(ours, theirs, rtol=1e-9) for ours, theirs in pairs)
+        own = {name: parameter.full_tensor() for name, parameter in dist_model.named_parameters()}
+        found["parameters"] = _close(own, dict(model.named_parameters()))
+        # Other values: copied in, and with other memory.
+        start = copy.deepcopy(gpt2(tie_word_embeddings=True).double().state_dict())
+        for way in ("copied", "given"):
+            model.load_state_dict({name: value * (2.0 if way == "given" else 1.0) for name, value in start.items()})
+            values = {
+                name: distribute_tensor(model.get_parameter(name).detach(), parameter.device_mesh, parameter.placements)
+                for name, parameter in dist_model.named_parameters()
+            }
+            dist_model.load_state_dict(values, strict=False, assign=way == "given")
+            with torch.no_grad():
+                found[way] = torch.allclose(dist_model(**inputs).loss, model(**inputs).loss, rtol=1e-9)
+        return found
+
+
+@pytest.mark.slow
+def test_steps_of_an_optimizer() -> None:
+    """Training with clipping, evaluation in between, batches of other sizes, and other values of parameters."""
+    for found in run_ranks(_steps, 4):
+        assert all(found.values()), found
+
+
+def _after_an_error() -> bool:
+    model, inputs = Stack().double(), _batch(0)
+    dist_model = _made(model, (2,), inputs)
+    with mock.patch("torch.relu", side_effect=ValueError("torn")), pytest.raises(ValueError, match="torn"):
+        dist_model(**inputs)
+    with torch.inference_mode():
+        evaluated = dist_model(**inputs)["loss"].item()
+    output = dist_model(**inputs)
+    assert output["loss"].item() == evaluated
+    output["loss"].backward()
+    model(**inputs)["loss"].backward()
+    return _close(_gradients(dist_model), _gradients(model))
+
+
+def test_after_an_error() -> None:
+    """A call that raises leaves nothing behind, nor does one in inference mode, even if it is the first."""
+    assert all(run_ranks(_after_an_error, 2))
+
+
+def _mixed(reduce: torch.dtype | None) -> dict[str, object]:
+    precision = autopar.Precision(compute=torch.bfloat16, reduce=reduce, master=torch.float32)
+    model, inputs = Stack(), {name: value.float() for name, value in _batch(0).items()}
+    found = {}
+    for name, patch in (
+        ("engine", mock.patch("autopar.build.engines", build.engines)),
+        ("generated", mock.patch("autopar.build.engines", lambda lowered, mesh, groups=None: lowered)),
+    ):
+        with patch:
+            dist_model = _made(model, (2,), inputs, precision=precision)
+        output = dist_model(**inputs)
+        output["loss"].backward()
+        kind = output["prediction"].dtype
+        found[name] = (output["loss"], kind, _gradients(dist_model), "gathered(" in dist_model.code)
+    (loss, kind, ours, by_engine), (other_loss, other_kind, theirs, otherwise) = found["engine"], found["generated"]
+    return {
+        "engine": (by_engine, otherwise),
+        "loss": torch.equal(loss, other_loss),
+        "kind": kind == other_kind == torch.bfloat16,
+        "gradients": {item.dtype for item in ours.values()},
+        "errors": max(float((ours[name] - theirs[name]).abs().max() / theirs[name].abs().max()) for name in theirs),
+    }
+
+
+@pytest.mark.parametrize("reduce", [torch.float32, None])
+def test_mixed_precision(reduce: torch.dtype | None) -> None:
+    """Computed in bfloat16, the engine gives what the generated code gives without it: gradients of two ranks, which
+    are the same however they are added up."""
+    for found in run_ranks(_mixed, 2, reduce):
+        assert found["engine"] == (True, False)
+        assert found["loss"]
+        assert found["kind"]
+        assert found["gradients"] == {torch.float32}
+        assert found["errors"] == 0.0

@@ -1,0 +1,57 @@
+"""What the engine of data axes does, step by step, for ranks that it does not run on."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from autopar.runtime import Axis
+from autopar.runtime.engine import PartView
+from passes.ir.layout import Layout
+from passes.ir.lowered import Group, Held
+from passes.ir.mesh import Mesh
+from passes.ir.redistribution import redistribution
+
+
+@dataclass(frozen=True)
+class StepByStep:
+    """A group whose parameters are brought to the layout that the engine gives by a collective for each step."""
+
+    group: Group
+    root: nn.Module
+    stored: Mapping[str, Layout]
+    shapes: Mapping[str, tuple[int, ...]]
+    mesh: Mesh
+    axes: Sequence[Axis]
+    collectives: Mapping[str, Callable[..., Tensor]]
+
+    def current(self, number: int) -> Tensor:
+        """A parameter as the engine would give it."""
+        assert self.group.dtypes == (None, None)
+        name = tuple(self.group.parameters)[number]
+        tensor: Tensor = self.root.get_parameter(name)
+        layout = self.stored[name]
+        for step in redistribution(layout, self.group.used(layout), self.shapes[name], self.mesh):
+            change = self.collectives[step.collective]
+            tensor = change(tensor, self.axes[step.axis], src=step.source, dst=step.target)
+        return tensor
+
+
+def step_by_step(
+    model: nn.Module,
+    root: nn.Module,
+    held: Held,
+    stored: Mapping[str, Layout],
+    mesh: Mesh,
+    axes: Sequence[Axis],
+    collectives: Mapping[str, Callable[..., Tensor]],
+) -> PartView:
+    """`root`, which holds the parts of `model`, as a program with `held` sees it."""
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    table = {
+        name: (StepByStep(group, root, stored, shapes, mesh, axes, collectives), number)
+        for group in held.groups
+        for number, name in enumerate(group.parameters)
+        if name in held.parameters
+    }
+    return PartView(root, "", table)
