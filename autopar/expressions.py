@@ -22,6 +22,7 @@ from passes.capture import Tracing, capture_symbolic
 from passes.constrain import constrain
 from passes.cost.memory import memory_use, moments
 from passes.cost.walk import Optimizer, walk
+from passes.engines import engines
 from passes.generalize import alike, corners, generalize
 from passes.ir.choices import Problem, Solution
 from passes.ir.demands import Demands
@@ -207,7 +208,7 @@ class _Pricing:
         problem, solution = self.problem(mesh)
         master = self.planned.master
         lowered = lower(self.folded, problem, solution, mesh, Casts(master, self.request.precision.reduce))
-        lowered = recompute(lowered, solution.regime.recompute)
+        lowered = engines(recompute(lowered, solution.regime.recompute), mesh)
         optimizer = Optimizer(self.request.optimizer_states, master)
         return walk(lowered, self.folded, self.request.cluster, mesh, optimizer, solution.regime).total
 
