@@ -151,7 +151,8 @@ def compile_model(model: nn.Module, request: Request, *, both_modes: bool = Fals
 
 def _expressions(model: nn.Module, request: Request, program: Program, found: Planned) -> Expressions:
     """Formulas of the costs of the objective's program."""
-    priced = Priced(found.folded, found.record, _master(model, request))
+    arguments = frozenset(item.argument for item in program.inputs)
+    priced = Priced(found.folded, found.record, _master(model, request), arguments)
     with with_rules(rules_for(program) if request.discover else {}):
         return expressions(model, request, tracing(model, request, request.objective), priced)
 

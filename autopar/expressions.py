@@ -7,7 +7,7 @@ plan then prices these, with the plan's decisions, so the formulas are those of 
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from math import isclose, lcm
 from typing import cast
@@ -52,11 +52,13 @@ Dim = tuple[str, int]
 
 @dataclass(frozen=True)
 class Priced:
-    """What was planned: the program as it was folded, its part of the plan, what parameters are stored in."""
+    """What was planned: the program as it was folded, its part of the plan, what parameters are stored in, and which
+    arguments of the model are inputs of the program."""
 
     folded: Folded
     record: ProgramPlan
     master: torch.dtype | None
+    arguments: frozenset[str]
 
 
 def expressions(model: nn.Module, request: Request, traced: Tracing, planned: Priced) -> Expressions:
@@ -64,8 +66,7 @@ def expressions(model: nn.Module, request: Request, traced: Tracing, planned: Pr
 
     Raises ExpressionError where the model cannot be traced for several sizes, or is another program at other sizes.
     """
-    names = _names(request.inputs, request.mesh)
-    sizes = {name: size for name, (size, _) in names.items()}
+    names = _names(request.inputs, planned.arguments, request.mesh)
     try:
         varying = {dim for _, dims in names.values() for dim in dims}
         symbolic = capture_symbolic(model, request.inputs, traced, varying)
@@ -74,11 +75,7 @@ def expressions(model: nn.Module, request: Request, traced: Tracing, planned: Pr
             f"costs have no formulas, as the model cannot be traced for other sizes: {error}"
         ) from None
     samples = _Samples(symbolic, names, request, planned)
-    others = {name: samples.others(name) for name in sizes}
-    for name in [name for name, found in others.items() if not found]:
-        logger.info("formulas do not depend on %s: the model was traced for %d alone", name, sizes.pop(name))
-    points = corners(sizes, {name: others[name][0] for name in sizes})
-    points.append({name: others[name][-1] for name in sizes})
+    sizes, points = samples.points()
     folded = generalize([(sizes, planned.folded), *((point, samples.folded(point)) for point in points[1:])])
     demands = constrain(folded.program, request.constraints, request.mesh)
     pricing = _Pricing(folded, demands, request, planned)
@@ -95,27 +92,36 @@ def expressions(model: nn.Module, request: Request, traced: Tracing, planned: Pr
     return Expressions(write_formula(formula(memory)), write_formula(formula(seconds)), sizes, step)
 
 
-def _names(inputs: Inputs, mesh: Mesh) -> dict[str, tuple[int, list[Dim]]]:
+def _names(inputs: Inputs, arguments: frozenset[str], mesh: Mesh) -> dict[str, tuple[int, list[Dim]]]:
     """The sizes that may vary, by name, and the dims of inputs that they are: the batch is the first dim of most
-    inputs, the sequence the second of those that hold numbers of something; others are called after their input.
+    inputs, the sequence the second of those that hold numbers of something; others are called after their input. Only
+    `arguments` are inputs of the program, the others are constants.
 
     Nothing is for many sizes that is shown a size of one.
     """
-    tensors = [(name, leaf) for name, leaf in input_leaves(inputs) if isinstance(leaf, torch.Tensor)]
+    given = [(name, leaf) for name, leaf in input_leaves(inputs) if name in arguments]
+    tensors = [(name, leaf) for name, leaf in given if isinstance(leaf, torch.Tensor)]
+    # Those of numbers first: what features are given of has the same length.
+    tensors.sort(key=lambda item: _has_features(item[1]))
     batch = batch_size(tuple(tensor.shape) for _, tensor in tensors)
     found: dict[str, tuple[int, list[Dim]]] = {}
     for dim, common in ((0, BATCH), (1, SEQUENCE)):
         for argument, tensor in tensors:
-            whole = not tensor.dtype.is_floating_point and not tensor.dtype.is_complex
-            if tensor.dim() <= dim or (dim and not whole) or tensor.shape[dim] == 1:
+            if tensor.dim() <= dim or tensor.shape[dim] == 1:
                 continue
             size = tensor.shape[dim]
             same = size == batch if common == BATCH else common not in found or found[common][0] == size
+            if dim and _has_features(tensor) and (common not in found or not same or tensor.dim() != 3):
+                continue
             name = common if same else f"{argument}_{dim}".replace(".", "_")
             if name in mesh.names:
                 raise ExpressionError(f"the mesh has an axis called {name!r}, as a size of the inputs: rename the axis")
             found.setdefault(name, (size, []))[1].append((argument, dim))
     return found
+
+
+def _has_features(tensor: torch.Tensor) -> bool:
+    return tensor.dtype.is_floating_point or tensor.dtype.is_complex
 
 
 def _symbolic(mesh: Mesh) -> Mesh:
@@ -132,6 +138,24 @@ class _Samples:
     names: Mapping[str, tuple[int, list[Dim]]]
     request: Request
     planned: Priced
+    made: dict[tuple[tuple[str, int], ...], Folded] = field(default_factory=dict)
+
+    def points(self) -> tuple[dict[str, int], list[dict[str, int]]]:
+        """The planned sizes that may be others, and at which sizes to look: first of all as planned."""
+        sizes: dict[str, int] = {}
+        others: dict[str, list[int]] = {}
+        points: list[dict[str, int]] = [{}]
+        for name, (size, _) in self.names.items():
+            more = {**others, name: self.others(name)}
+            wider = {**sizes, name: size}
+            if more[name]:
+                found = corners(wider, {own: values[0] for own, values in more.items()})
+                found.append({own: values[-1] for own, values in more.items()})
+                if all(self._works(point) for point in found[1:]):
+                    sizes, others, points = wider, more, found
+                    continue
+            logger.info("formulas do not depend on %s: at other sizes than %d the model is another program", name, size)
+        return sizes, points
 
     def others(self, name: str) -> list[int]:
         """Up to two sizes besides the planned one at which the program is the same."""
@@ -151,6 +175,12 @@ class _Samples:
 
     def folded(self, sizes: Mapping[str, int]) -> Folded:
         """The program where some sizes are others than planned."""
+        own = tuple((name, size) for name, size in sorted(sizes.items()) if size != self.names[name][0])
+        if own not in self.made:
+            self.made[own] = self._folded(sizes)
+        return self.made[own]
+
+    def _folded(self, sizes: Mapping[str, int]) -> Folded:
         count = self.planned.record.micro_batches
         program = normalize(specialize(self.symbolic, self._shapes(sizes)))
         if count > 1:

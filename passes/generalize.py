@@ -7,7 +7,6 @@ polynomial of n sizes is known exactly from its values where each is one of two;
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from fractions import Fraction
 from itertools import combinations, product
 
 import sympy
@@ -38,14 +37,15 @@ def generalize(samples: Sequence[tuple[Sizes, Folded]]) -> Folded:
     The first samples are at `corners`; those that follow are tried. Raises ExpressionError where programs differ by
     more than sizes, or sizes are no such polynomials.
     """
-    sizes, first = samples[0]
+    points = [sizes for sizes, _ in samples]
+    _, first = samples[0]
     for _, folded in samples[1:]:
         if not alike(first, folded):
             raise ExpressionError("the program is another one at other sizes: it has no formula for all of them")
 
     def typed(name: str, types: Sequence[TensorType]) -> TensorType:
         dims = zip(*(type.shape for type in types), strict=True)
-        return replace(types[0], shape=tuple(_dim(name, sizes, samples, values) for values in dims))
+        return replace(types[0], shape=tuple(fitted(f"a dim of {name}", points, values) for values in dims))
 
     types = {name: typed(name, [folded.types[name] for _, folded in samples]) for name in first.types}
     program = first.program
@@ -67,27 +67,25 @@ def _structure(folded: Folded) -> list[object]:
     return found
 
 
-def _dim(name: str, planned: Sizes, samples: Sequence[tuple[Sizes, Folded]], values: Sequence[int]) -> int:
-    """A dim of tensor `name` from its `values`: a number where it is always the same."""
+def fitted(what: str, points: Sequence[Sizes], values: Sequence[int]) -> int:
+    """The number that has `values` at `points`, of which the first are `corners`: a figure of its value at the first
+    point, or a plain number where it is always the same.
+
+    Raises ExpressionError where it is no polynomial that is linear in each size; `what` names it there.
+    """
     if len(set(values)) == 1:
         return values[0]
-    terms = list(_terms(list(planned)))
+    terms = _terms(list(points[0]))
+    rows = [[_monomial(term, sizes) for term in terms] for sizes in points]
     known = len(terms)
-    rows = [[_monomial(term, sizes) for term in terms] for sizes, _ in samples]
-    solution = sympy.Matrix(rows[:known]).LUsolve(sympy.Matrix(values[:known]))
-    factors = [Fraction(int(item.p), int(item.q)) for item in solution]
-    for row, value, (sizes, _) in zip(rows, values, samples, strict=True):
+    factors = sympy.Matrix(rows[:known]).LUsolve(sympy.Matrix(values[:known]))
+    for row, value, sizes in zip(rows, values, points, strict=True):
         if sum(factor * item for factor, item in zip(factors, row, strict=True)) != value:
             raise ExpressionError(
-                f"the size of {name} is {value} at {dict(sizes)}: it is not linear in these, so it has no formula"
+                f"{what} is {value} at {dict(sizes)}: it is not linear in each of these, so it has no formula"
             )
-    expression = sympy.Add(
-        *(
-            sympy.Rational(factor.numerator, factor.denominator) * sympy.Mul(*map(sympy.Symbol, term))
-            for factor, term in zip(factors, terms, strict=True)
-        )
-    )
-    return size_of(values[0], expression)
+    products = [sympy.Mul(*map(sympy.Symbol, term)) for term in terms]
+    return size_of(values[0], sympy.Add(*(factor * product for factor, product in zip(factors, products, strict=True))))
 
 
 def _terms(names: Sequence[str]) -> list[tuple[str, ...]]:

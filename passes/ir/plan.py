@@ -225,7 +225,9 @@ class Plan:
         """
         found = self._formulas()
         if BATCH not in found.sizes:
-            raise ExpressionError("the formulas do not depend on the batch: plan for inputs of two samples or more")
+            raise ExpressionError(
+                "the formulas do not depend on the batch: it is one sample, or the model is another program for others"
+            )
         step = found.batch_step
         least = found.sizes[BATCH] % step or step
 
