@@ -1,5 +1,7 @@
 """`plan` and `parallelize`."""
 
+from dataclasses import replace
+
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -10,9 +12,10 @@ from autopar.precision import Precision
 from autopar.request import ExampleInputs, MeshLike, Options, Recompute, make_request
 from autopar.runtime import DistributedModule
 from autopar.sizes import AnySizes
+from autopar.world import device_type_of, found_mesh, refuse_other_sizes, world_mesh
 from passes.constrain import Constraints
 from passes.cost.cluster import Cluster
-from passes.ir.errors import MeshError, PlanMismatchError
+from passes.ir.errors import PlanMismatchError
 from passes.ir.plan import Plan
 
 
@@ -35,8 +38,8 @@ def plan(
 ) -> Plan:
     """Plan how `model` runs on `mesh`. Needs no process group, no GPU, and no values of parameters (`meta` will do).
 
-    See `parallelize` for the arguments; `mesh` may also be a dict of sizes by axis, outermost first, in which case
-    `cluster` says for which devices.
+    See `parallelize` for the arguments; `mesh` may also be a dict of sizes by axis, outermost first. With a dict or a
+    number of devices `cluster` says for which.
     """
     options = Options(
         objective, cluster, memory_limit, optimizer, precision, constraints, plan, discover, micro_batches, recompute,
@@ -47,7 +50,7 @@ def plan(
 
 def parallelize(
     model: nn.Module,
-    mesh: DeviceMesh,
+    mesh: DeviceMesh | int | Cluster,
     example_inputs: ExampleInputs | None = None,
     *,
     objective: str = "train",
@@ -66,7 +69,9 @@ def parallelize(
 
     Called by every rank alike, with the same model. Rank 0 plans; the others get plan and source from it, or its error.
 
-    - `mesh`: a `DeviceMesh` with named axes.
+    - `mesh`: a `DeviceMesh` with named axes; or how many devices there are, or a cluster that says so, all of which
+      are in the default process group: then the best shape is searched, and axes are called by where their links are,
+      "intra" a node or "inter" nodes (`intra0`, `intra1`, … where there are several).
     - `example_inputs`: a dict of keyword arguments or a tuple of positional ones with the global batch (`meta` tensors
       will do; values that are no tensors are constants of the plan). A Hugging Face model needs none.
     - `objective`: "train" or "infer": whether a backward pass is planned.
@@ -87,17 +92,21 @@ def parallelize(
 
     Raises a subclass of `autopar.AutoparError`, on every rank alike.
     """
-    if not isinstance(mesh, DeviceMesh):
-        raise MeshError("parallelize needs a DeviceMesh with named axes (plan alone takes a dict)")
     options = Options(
         objective, cluster, memory_limit, optimizer, precision, constraints, plan, discover, micro_batches, recompute,
         symbolic,
     )  # fmt: skip
-    request = together(mesh, lambda: make_request(model, mesh, example_inputs, options))
-    together(mesh, lambda: refuse_meta(model))
-    _check_same_model(model, mesh)
-    compiled = from_first(mesh, lambda: compile_model(model, request, both_modes=True))
-    return distribute(model, compiled, request, mesh, AnySizes(model, compiled, request, mesh))
+    ranks = mesh if isinstance(mesh, DeviceMesh) else world_mesh(mesh, device_type_of(model))
+    if not isinstance(mesh, DeviceMesh):
+        together(ranks, lambda: refuse_other_sizes(mesh, ranks))
+    request = together(ranks, lambda: make_request(model, mesh, example_inputs, options, ranks.device_type))
+    together(ranks, lambda: refuse_meta(model))
+    _check_same_model(model, ranks)
+    compiled = from_first(ranks, lambda: compile_model(model, request, both_modes=True))
+    if not isinstance(mesh, DeviceMesh):
+        ranks, shape = found_mesh(compiled.plan, ranks.device_type)
+        request = replace(request, mesh=shape, any_shape=False)
+    return distribute(model, compiled, request, ranks, AnySizes(model, compiled, request, ranks))
 
 
 def _check_same_model(model: nn.Module, mesh: DeviceMesh) -> None:

@@ -11,6 +11,7 @@ from passes.ir.layout import Layout, Letter, digits, is_dtensor
 from passes.ir.lowered import Lowered
 from passes.ir.mesh import Mesh
 from passes.ir.redistribution import Step, redistribution
+from passes.ir.regime import Regime
 from passes.micro_batches import MicroBatches
 
 
@@ -25,7 +26,12 @@ class _Samples:
 
 
 def batching(
-    micro: MicroBatches, lowered: Lowered, outputs: Sequence[PlannedOutput], totals: CompiledProgram | None, mesh: Mesh
+    micro: MicroBatches,
+    lowered: Lowered,
+    outputs: Sequence[PlannedOutput],
+    totals: CompiledProgram | None,
+    mesh: Mesh,
+    regime: Regime,
 ) -> tuple[MicroBatching, tuple[PlannedOutput, ...]]:
     """How the batch goes through the program of one micro-batch, and `outputs` as they are for the whole batch.
 
@@ -66,6 +72,8 @@ def batching(
         micro.loss,
         totals,
         tuple((places[item.name], steps(item)) for item in totals.inputs) if totals is not None else (),
+        gather_once=regime.gather_once,
+        reduce_once=regime.reduce_once,
     )
     return found, whole
 

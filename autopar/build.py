@@ -6,6 +6,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from types import ModuleType
@@ -22,6 +23,7 @@ from autopar.discover import rules_for
 from autopar.expressions import Priced, expressions
 from autopar.fingerprint import structure_fingerprint
 from autopar.placing import placed_parts
+from autopar.probing import FakeProber
 from autopar.request import Request
 from autopar.runtime import (
     CompiledProgram,
@@ -33,17 +35,18 @@ from autopar.runtime import (
 )
 from autopar.runtime.engine import Engine
 from autopar.runtime.inputs import constant_text
-from autopar.search import Search
+from autopar.search import Part, Search
 from passes.candidates import Setting, candidates
 from passes.capture import CPU, Tracing, capture
 from passes.constrain import constrain, stored_as
-from passes.cost.memory import memory_use
+from passes.cost.cluster import GIB, Cluster
+from passes.cost.liveness import MACHINES, Batches, Machine, MemoryPeak, Stored, peak_memory
 from passes.cost.walk import Optimizer, seconds_on_one, walk
-from passes.emit import Naming, emit
+from passes.emit import Naming, emit, variables
 from passes.engines import engines
 from passes.ir.choices import Problem, Solution
 from passes.ir.demands import Demands
-from passes.ir.errors import CaptureError, PlanMismatchError
+from passes.ir.errors import CaptureError, InfeasibleError, PlanMismatchError
 from passes.ir.layout import Layout
 from passes.ir.leaves import Inputs, input_leaves
 from passes.ir.lowered import Group, Lowered
@@ -61,6 +64,9 @@ from passes.solve import Limits, solve
 from passes.specialize import Decided, decided, hold
 
 logger = logging.getLogger("autopar")
+
+# So often a plan may turn out to take more memory than was counted.
+_TRIES = 5
 
 T = TypeVar("T")
 
@@ -158,19 +164,33 @@ def _expressions(model: nn.Module, request: Request, program: Program, found: Pl
 
 
 def _searched(model: nn.Module, program: Program, request: Request, clock: Clock) -> tuple[Request, Planned]:
-    """The best plan, and the request with the mesh that it is for."""
-    with with_rules(clock("discover", lambda: rules_for(program)) if request.discover else {}):
-        search = Search(program, request, _master(model, request), clock)
-        tried, solution = search.best()
-    request = replace(request, mesh=tried.mesh)
+    """The best plan, and the request with the mesh that it is for.
 
-    def choose(folded: Folded, problem: Problem) -> Solution:
-        return solution
+    The search counts memory by blocks; what a plan takes statement by statement may be more. Then the search begins
+    again with as much less memory, so that no limit is ever exceeded.
+    """
+    limit, parts = request.memory_limit, dict[int, Part]()
+    for _ in range(_TRIES):
+        with with_rules(clock("discover", lambda: rules_for(program)) if request.discover else {}):
+            search = Search(program, replace(request, memory_limit=limit), _master(model, request), clock, parts=parts)
+            tried, solution = search.best()
+        found = replace(request, mesh=tried.mesh)
+        part, name, choose = tried.part, request.objective, partial(_already, solution)
+        ready = (part.folded, tried.problem)
+        result = planned(model, part.program, tried.demands, found, name, clock, choose, part.micro, ready)
+        over = sum(result.record.memory.values()) - request.memory_limit
+        if over <= 0:
+            return found, replace(result, record=replace(result.record, whole_batch=search.refused))
+        limit -= over
+    raise InfeasibleError(
+        f"no plan was found that fits the memory limit of {request.memory_limit / GIB:.3g} GiB per device: "
+        f"{over / GIB:.3g} GiB are missing in the last of {_TRIES}; raise the limit",
+        over,
+    )
 
-    part, name = tried.part, request.objective
-    ready = (part.folded, tried.problem)
-    result = planned(model, part.program, tried.demands, request, name, clock, choose, part.micro, ready)
-    return request, replace(result, record=replace(result.record, whole_batch=search.refused))
+
+def _already(solution: Solution, folded: Folded, problem: Problem) -> Solution:
+    return solution
 
 
 def tracing(model: nn.Module, request: Request, name: str, device: torch.device = CPU) -> Tracing:
@@ -216,7 +236,6 @@ def planned(
         seconds = walk(lowered, folded, cluster, mesh, Optimizer(states, master), solution.regime)
         if solution.bound == 0.0:
             solution = replace(solution, seconds=seconds.total, bound=seconds.total * (1 - _gap(request, name)))
-        memory = memory_use(problem, solution, states, mesh)
         for axis in idle_axes(problem, solution, mesh) if program.parameters else ():
             logger.warning(
                 "mesh axis %r of size %d splits nothing: no split divides, or none pays; "
@@ -227,6 +246,7 @@ def planned(
         title = f"{type(model).__name__} on {mesh}, for {'training' if name == 'train' else 'inference'}."
         naming = Naming(type(model).__name__, title)
         source = clock("emit", lambda: emit(lowered, mesh, naming))
+        memory = clock("memory", lambda: _memory(lowered, naming, request, name, master, micro))
         on_one = solution.regime.micro_batches * seconds_on_one(folded, cluster)
         plan = record(folded, problem, solution, lowered, seconds, memory, mesh, on_one)
         compiled = _compiled(lowered, source, naming, request)
@@ -248,8 +268,9 @@ def _in_micro_batches(
         leaves = {leaf: value for leaf, value in input_leaves(request.inputs) if leaf in read}
         summing = replace(request, inputs=leaves, objective="infer", recompute=None)
         totals = planned(model, micro.totals, Demands({}), summing, totals_name(name), clock, choose)
+    regime = Regime(micro.count, {}, found.record.gather_once, found.record.reduce_once)
     batch, outputs = batching(
-        micro, found.lowered, found.source.outputs, None if totals is None else totals.source, request.mesh
+        micro, found.lowered, found.source.outputs, None if totals is None else totals.source, request.mesh, regime
     )
     source = replace(found.source, outputs=outputs, micro_batches=batch)
     return replace(found, source=source, totals=totals)
@@ -258,6 +279,36 @@ def _in_micro_batches(
 def totals_name(name: str) -> str:
     """What the program is called that sums over the batch what the one called `name` needs."""
     return f"{name} totals"
+
+
+def _memory(
+    lowered: Lowered,
+    naming: Naming,
+    request: Request,
+    name: str,
+    master: torch.dtype | None,
+    micro: MicroBatches | None,
+) -> MemoryPeak:
+    """The bytes on one device at the peak of the program called `name`; floating parameters are stored in `master`."""
+    mesh, leaves = request.mesh, dict(input_leaves(request.inputs))
+    given = {
+        item.name: leaf.dtype
+        for item in lowered.program.inputs
+        if isinstance(leaf := leaves.get(item.argument), torch.Tensor)
+    }
+    stored = Stored(master, given, request.optimizer if name == "train" else None)
+    held, machine, batches = variables(lowered, mesh, naming), machine_of(request.cluster), Batches()
+    if micro is not None:
+        inputs = frozenset(item for item, letter in micro.inputs.items() if letter.kind == "S")
+        joined = zip(lowered.outputs, micro.outputs, strict=True)
+        outputs = frozenset(output.name for output, letter in joined if letter.kind == "S")
+        batches = Batches(micro.count, inputs, outputs)
+    return peak_memory(lowered, held, stored, machine, FakeProber(mesh), mesh, batches)
+
+
+def machine_of(cluster: Cluster) -> Machine:
+    """What devices of a cluster do with memory; a device that nobody has is taken at its word."""
+    return MACHINES["cpu" if cluster.name in ("cpu", "ideal") else "cuda"]
 
 
 def _gap(request: Request, name: str) -> float:
@@ -289,7 +340,8 @@ def solve_held(
 ) -> Solution:
     """The best choice for `problem` in which nodes do what is `given` for them, where they can."""
     held = hold(folded, problem, given)
-    solution = solve(held, request.cluster, request.mesh, limits)
+    regime = Regime(recompute=levels(folded.regions, request.recompute or {}))
+    solution = solve(held, request.cluster, request.mesh, limits, regime)
     picks = tuple(node.strategies.index(solution.strategy(held, index)) for index, node in enumerate(problem.nodes))
     return replace(solution, picks=picks)
 

@@ -14,7 +14,7 @@ from autopar.profile import check_machine
 from autopar.runtime import named_arguments
 from passes.constrain import Constraints
 from passes.cost.cluster import Cluster, cluster_of_device, find_cluster
-from passes.ir.errors import InputError, MeshError, MicroBatchError
+from passes.ir.errors import ConstraintError, InputError, MeshError, MicroBatchError, PlanMismatchError
 from passes.ir.leaves import input_leaves
 from passes.ir.mesh import Mesh
 from passes.ir.plan import Plan
@@ -81,26 +81,41 @@ class Options:
     symbolic: bool = False
 
 
-def make_request(model: nn.Module, mesh: MeshLike, example_inputs: ExampleInputs | None, options: Options) -> Request:
-    """Check what was asked for and fill in what was left out.
+def make_request(
+    model: nn.Module,
+    mesh: MeshLike,
+    example_inputs: ExampleInputs | None,
+    options: Options,
+    device_type: str | None = None,
+) -> Request:
+    """Check what was asked for and fill in what was left out. `device_type` is what this process runs on, where it is
+    to run the plan.
 
-    Raises MeshError and InputError for what cannot be meant.
+    Raises MeshError, InputError, ConstraintError and PlanMismatchError for what cannot be meant.
     """
     shape = read_mesh(mesh)
-    if options.plan is not None and isinstance(mesh, (int, Cluster)):
-        shape = Mesh(tuple(options.plan.mesh), tuple(options.plan.mesh.values()))
+    any_shape = isinstance(mesh, (int, Cluster))
+    if any_shape and options.plan is not None:
+        shape, any_shape = _planned_mesh(options.plan, shape), False
+    if any_shape and options.constraints:
+        raise ConstraintError(
+            "constraints name the axes of a mesh, but its shape is still to be found: pass a mesh with named axes"
+        )
     if options.objective not in OBJECTIVES:
         raise InputError(f"objective is {options.objective!r}: it must be 'train' or 'infer'")
     if options.optimizer not in OPTIMIZERS:
         raise InputError(f"optimizer is {options.optimizer!r}: its memory is known for {', '.join(OPTIMIZERS)}")
-    cluster = _cluster(options.cluster, mesh)
+    device_type = mesh.device_type if isinstance(mesh, DeviceMesh) else device_type
+    cluster = _cluster(options.cluster, mesh, device_type)
     cluster.check(shape)
-    cluster.check(shape)
-    if isinstance(mesh, DeviceMesh):
-        check_machine(cluster, mesh.device_type)
+    if device_type is not None:
+        check_machine(cluster, device_type)
     limit = cluster.usable_memory if options.memory_limit is None else options.memory_limit
-    if not isinstance(limit, (int, float)) or not limit > 0:
-        raise InputError(f"memory_limit is {limit!r}: it must be a positive number of bytes per device")
+    if not isinstance(limit, (int, float)) or isinstance(limit, bool) or not limit > 0:
+        raise InputError(
+            f"memory_limit is {limit!r}: it must be a positive number of bytes per device, such as 60e9, or None for "
+            "the memory of the device less a reserve"
+        )
     signature = inspect.signature(model.forward)
     inputs = _inputs(model, shape, signature, example_inputs, options)
     known = huggingface.is_huggingface(model)
@@ -124,7 +139,7 @@ def make_request(model: nn.Module, mesh: MeshLike, example_inputs: ExampleInputs
         options.discover or (options.plan is not None and bool(options.plan.discovered)),
         _micro_batches(options, inputs),
         _recompute(options),
-        isinstance(mesh, (int, Cluster)) and options.plan is None,
+        any_shape,
         options.symbolic,
     )
 
@@ -195,7 +210,18 @@ def read_mesh(mesh: MeshLike) -> Mesh:
     )
 
 
-def _cluster(cluster: Cluster | str | None, mesh: MeshLike) -> Cluster:
+def _planned_mesh(plan: Plan, devices: Mesh) -> Mesh:
+    """The mesh of a plan that is to run on so many `devices`."""
+    planned = Mesh(tuple(plan.mesh), tuple(plan.mesh.values()))
+    if planned.size != devices.size:
+        raise PlanMismatchError(
+            f"the plan was made for the mesh {dict(plan.mesh)} of {planned.size} devices, here are {devices.size}: "
+            "plan anew"
+        )
+    return planned
+
+
+def _cluster(cluster: Cluster | str | None, mesh: MeshLike, device_type: str | None) -> Cluster:
     if isinstance(mesh, Cluster):
         if cluster is not None:
             raise MeshError("the mesh is a cluster already: leave out cluster=")
@@ -204,11 +230,11 @@ def _cluster(cluster: Cluster | str | None, mesh: MeshLike) -> Cluster:
         return cluster
     if isinstance(cluster, str):
         return find_cluster(cluster)
-    if not isinstance(mesh, DeviceMesh):
+    if device_type is None:
         raise MeshError("with a mesh that is no DeviceMesh, say for which devices: cluster='h100', for instance")
-    if mesh.device_type == "cuda":
+    if device_type == "cuda":
         return cluster_of_device(torch.cuda.get_device_name())
-    return cluster_of_device(mesh.device_type)
+    return cluster_of_device(device_type)
 
 
 def _inputs(

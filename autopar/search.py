@@ -23,7 +23,7 @@ from passes.constrain import constrain
 from passes.cost.memory import memory_use
 from passes.ir.choices import Problem, Solution
 from passes.ir.demands import Demands
-from passes.ir.errors import InfeasibleError, MicroBatchError
+from passes.ir.errors import ConstraintError, InfeasibleError, MicroBatchError
 from passes.ir.mesh import Mesh
 from passes.ir.program import Folded, Program
 from passes.ir.regime import RECOMPUTE, Regime
@@ -103,12 +103,12 @@ class Search:
         """
         request = self.request
         if request.recompute is not None:
-            part = self._part(1)
+            part = self.part(1)
             assert part is not None
             check_patterns(part.folded.regions, request.recompute)
             if not part.folded.regions and set(request.recompute.values()) != {"none"}:
                 logger.warning("no layers repeat in the model, so nothing is computed again in the backward pass")
-        found = self._on([request.mesh]) if not request.any_shape else self._on_any(request.mesh.size)
+        found = self.on_all()
         if found is None:
             raise self._with_hint(min(self.errors, key=lambda error: error.missing))
         seconds, bound = found[1].seconds, found[1].bound
@@ -117,6 +117,11 @@ class Search:
         return found
 
     # --- meshes ---
+
+    def on_all(self) -> tuple[Tried, Solution] | None:
+        """The best choice on the mesh that is given, or on any of as many devices where its shape is to be found."""
+        request = self.request
+        return self._on_any(request.mesh.size) if request.any_shape else self._on([request.mesh])
 
     def _on_any(self, devices: int) -> tuple[Tried, Solution] | None:
         """The best choice on any mesh of so many devices.
@@ -141,13 +146,22 @@ class Search:
         return self._closed()
 
     def _try(self, mesh: Mesh) -> None:
-        """Estimate all ways to run on `mesh`."""
-        free = list(self._free_choices(mesh))
-        if free and self._fits(free[-1]):
-            self.tried.append(free.pop())
-        # Those of most micro-batches first: they need least memory, and what they take others must beat.
-        for tried in reversed(free):
-            self._try_limited(tried)
+        """Estimate all ways to run on `mesh`, for more and more micro-batches: they take no less time, so that it ends
+        where even without any limit nothing beats what is known."""
+        for count in self._counts():
+            part = self.part(count)
+            if part is None:
+                return
+            problem, demands = self.problem(mesh, part)
+            free = Tried(mesh, part, demands, self._free(problem, mesh, count, part.folded))
+            self.clock("solve", partial(free.solver.estimate, self.cutoff))
+            if free.bound >= self.cutoff * (1 - PROVEN):
+                return
+            if self._fits(free):
+                self.tried.append(free)
+                self._consider(free)
+                return
+            self._try_limited(free)
 
     def _try_limited(self, tried: Tried) -> None:
         for regime in self._regimes(tried.solver.regime.micro_batches, tried.part.folded):
@@ -162,7 +176,7 @@ class Search:
             if node.kind != "op":
                 tokens = [letter_token(letter) for letter in (*strategy.results, *strategy.operands)[0]]
             offers[node.key] = [None if origin is None else frozenset({tokens[origin]}) for origin in origins]
-        problem, demands = self._problem(mesh, parent.part, offers)
+        problem, demands = self.problem(mesh, parent.part, offers)
         solver = Solver(problem, self.request.cluster, mesh, self._limits, solution.regime)
         self._estimate(Tried(mesh, parent.part, demands, solver))
 
@@ -197,23 +211,6 @@ class Search:
     def _limits(self) -> Limits:
         return Limits(self.request.memory_limit, self.request.optimizer_states)
 
-    def _free_choices(self, mesh: Mesh) -> Iterator[Tried]:
-        """For more and more micro-batches the best choice whatever memory it takes, until one fits, or none takes less
-        time than what is known: more micro-batches take no less time."""
-        for count in self._counts():
-            part = self._part(count)
-            if part is None:
-                return
-            problem, demands = self._problem(mesh, part)
-            tried = Tried(mesh, part, demands, self._free(problem, mesh, count, part.folded))
-            self.clock("solve", partial(tried.solver.estimate, self.cutoff))
-            if tried.bound >= self.cutoff * (1 - PROVEN):
-                return
-            self._consider(tried)
-            yield tried
-            if self._fits(tried):
-                return
-
     def _estimate(self, tried: Tried) -> None:
         """Let a solver estimate, and remember it if it may have something better than what is known."""
         try:
@@ -245,7 +242,7 @@ class Search:
         batch = batch_size(item.type.shape for item in self.program.inputs)
         yield from (count for count in range(1, batch + 1) if batch % count == 0)
 
-    def _part(self, count: int) -> Part | None:
+    def part(self, count: int) -> Part | None:
         """The program of one of `count` micro-batches; None where the graph does not show that it may be cut."""
         if self.refused and count > 1 and self.request.micro_batches is None:
             return None
@@ -296,7 +293,7 @@ class Search:
         use = memory_use(tried.problem, best, self.request.optimizer_states, tried.mesh)
         return use.peak <= self.request.memory_limit
 
-    def _problem(
+    def problem(
         self, mesh: Mesh, part: Part, offers: Mapping[str, Sequence[frozenset[str] | None]] | None = None
     ) -> tuple[Problem, Demands]:
         request = self.request
@@ -312,25 +309,34 @@ class Search:
         request = self.request
         freed = replace(request, micro_batches=None, recompute=None)
         if (request.micro_batches, request.recompute) != (None, None) and request.objective == "train":
-            found = replace(self, request=freed, parts={}, errors=[])._on([request.mesh])
+            found = self._would_fit(freed)
             if found is not None:
-                return InfeasibleError(f"{error}; it would fit with {regime_text(found[1].regime)}", error.missing)
+                how = regime_text(found[1].regime) or "nothing computed again, and one micro-batch"
+                return InfeasibleError(f"{error}; it would fit with {how}", error.missing)
         sizes = request.mesh.sizes
         for factor in _MORE:
-            mesh = Mesh(request.mesh.names, (sizes[0] * factor, *sizes[1:]))
-            found = replace(self, request=replace(freed, mesh=mesh), parts={}, errors=[])._on([mesh])
+            wider = replace(freed, mesh=Mesh(request.mesh.names, (sizes[0] * factor, *sizes[1:])))
+            found = self._would_fit(wider)
             if found is not None:
                 how = regime_text(found[1].regime)
                 return InfeasibleError(
-                    f"{error}; it would fit on {mesh.size} devices ({mesh})" + (f" with {how}" if how else ""),
+                    f"{error}; it would fit on {found[0].mesh.size} devices ({found[0].mesh})"
+                    + (f" with {how}" if how else ""),
                     error.missing,
                 )
-        most = sizes[0] * _MORE[-1]
         return InfeasibleError(
-            f"{error}; nor does any fit with up to {most * request.mesh.size // sizes[0]} devices: take a smaller "
-            "batch, shorter sequences, or a smaller model",
+            f"{error}; nor does any fit with up to {request.mesh.size * _MORE[-1]} devices: take a smaller batch, "
+            "shorter sequences, or a smaller model",
             error.missing,
         )
+
+    def _would_fit(self, request: Request) -> tuple[Tried, Solution] | None:
+        """What fits where something else is asked for; parts of the batch are the same for all meshes of these axes."""
+        try:
+            return replace(self, request=request, errors=[], tried=[], found=None).on_all()
+        except ConstraintError:
+            # The user's constraints cannot be met there.
+            return None
 
 
 def regime_text(regime: Regime) -> str:

@@ -26,7 +26,7 @@ from autopar.ranks import RankError, run_ranks
 from autopar.request import OBJECTIVES, Options, make_request
 from autopar.runtime import DistributedModule
 from autopar.sizes import AnySizes
-from passes.cost.cluster import cluster_of_device
+from passes.cost.cluster import Cluster, cluster_of_device
 
 __all__ = [
     "Comparison",
@@ -291,7 +291,7 @@ def _known_to_transformers(model: nn.Module) -> None:
 
 def compare_on_mesh(
     model: nn.Module,
-    mesh: DeviceMesh,
+    mesh: DeviceMesh | int | Cluster,
     inputs: Mapping[str, object],
     lifted: torch.dtype | None = None,
     **options: object,

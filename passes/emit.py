@@ -4,15 +4,12 @@ The source reads as a person would write it: values are called after the modules
 statements says where in the model it stands, layouts stand as comments, collectives are spelled out.
 """
 
-import json
 import keyword
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
-import torch
-
 from passes.ir.layout import Letter, format_layout
-from passes.ir.lowered import Body, Change, Compute, Loop, Lowered
+from passes.ir.lowered import Body, Change, Compute, Loop, Lowered, Variables
 from passes.ir.mesh import Mesh
 from passes.ir.program import Argument, Buffer, Op, Parameter, Ref, TensorType, references
 from passes.ir.redistribution import Step
@@ -21,6 +18,7 @@ from passes.writing.expressions import expression
 from passes.writing.forms import form
 from passes.writing.lines import broken, signature, statement
 from passes.writing.names import Names, hints, identifier, plain
+from passes.writing.values import value_text
 
 COLLECTIVES = ("all_gather", "all_reduce", "all_to_all", "convert", "reduce_scatter")
 FORMS = (
@@ -59,6 +57,13 @@ def emit(lowered: Lowered, mesh: Mesh, naming: Naming) -> str:
     return _Module(lowered, mesh, naming).source()
 
 
+def variables(lowered: Lowered, mesh: Mesh, naming: Naming) -> Variables:
+    """Which variable of the generated source holds which value: what was held before dies when it is assigned anew."""
+    module = _Module(lowered, mesh, naming)
+    module.source()
+    return Variables(module.variables[0], tuple(module.variables[1:]))
+
+
 class _Module:
     """The generated module: which names it imports, its classes."""
 
@@ -70,6 +75,7 @@ class _Module:
         self.functional = False
         self.loops = [item for item in lowered.body.statements if isinstance(item, Loop)]
         self.called: dict[int, list[str]] = {}
+        self.variables: list[Mapping[str, str]] = []
         held: tuple[Parameter | Buffer, ...] = (*lowered.program.parameters, *lowered.program.buffers)
         self.paths = {item.name: f"self.root{_attribute(item.name.split('.'))}" for item in held}
         self.updated = {buffer for buffer, _ in lowered.updates}
@@ -103,6 +109,7 @@ class _Module:
             for base, argument in zip(self.called[id(loop)], loop.body.arguments, strict=True)
         ]
         code.statements(loop.body.statements)
+        self.variables.append(code.names.of)
         results = ", ".join(code.read(result) for result in loop.body.results)
         said = engine_text(self.lowered.held, self.loops.index(loop), self.mesh)
         lines = [f"class {name}(Region):"]
@@ -124,6 +131,7 @@ class _Module:
         code = _Code(self, lowered.body, paths, returned, self.updated, inner=False)
         arguments = [code.names.fresh(identifier(item.name), item.name) for item in lowered.program.inputs]
         code.statements(lowered.body.statements)
+        self.variables.append(code.names.of)
         leaves = [code.leaf(output.value, output.name) for output in lowered.outputs]
         for buffer, value in lowered.updates:
             code.lines.append(f"{_BODY}{paths[buffer]}.copy_({code.read(value)})")
@@ -229,15 +237,7 @@ class _Code:
 
     def value(self, argument: Argument) -> str:
         """An argument as an expression."""
-        if isinstance(argument, Ref):
-            return self.read(argument.name)
-        if isinstance(argument, tuple):
-            return _tuple([self.value(item) for item in argument], quoted=False)
-        if isinstance(argument, torch.device):
-            return "self.device"
-        if isinstance(argument, float) and (argument != argument or argument in (float("inf"), float("-inf"))):
-            return f'float("{argument}")'
-        return json.dumps(argument) if isinstance(argument, str) else repr(argument)
+        return value_text(argument, self.read)
 
     def leaf(self, value: Argument, name: str) -> str:
         """What is returned; of a buffer that changes before that, what it was."""

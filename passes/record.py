@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from passes.cost.memory import MemoryUse
+from passes.cost.liveness import MemoryPeak
 from passes.cost.step import Seconds
 from passes.ir.choices import Problem, Solution
 from passes.ir.layout import Layout, format_layout
@@ -20,7 +20,7 @@ def record(
     solution: Solution,
     lowered: Lowered,
     seconds: Seconds,
-    memory: MemoryUse,
+    memory: MemoryPeak,
     mesh: Mesh,
     seconds_on_one: float,
 ) -> ProgramPlan:
@@ -42,7 +42,7 @@ def record(
         solution.regime.gather_once,
         solution.regime.reduce_once,
         seconds.spent(),
-        dict(memory.kinds()),
+        memory.kinds(),
         memory.moment,
         max(0.0, (solution.seconds - solution.bound) / total) if total else 0.0,
         seconds.hidden_communication,

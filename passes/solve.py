@@ -172,20 +172,27 @@ class Solver:
 
     def _refuse_if_hopeless(self) -> None:
         """Raise if what nodes and kept tensors take at least, each by itself, does not fit."""
-        for moment in self.moments:
-            least = 0.0
-            for node, size in zip(self.problem.nodes, self.bytes.nodes, strict=True):
-                least += float(size.there(moment, node.block).min())
-            for group, places in zip(self.arrays.groups, self.bytes.groups, strict=True):
-                if any(edge.saved for edge in group.edges):
-                    source = moment.kept[places.source] * float(group.source_bytes.min())
-                    least += min(source, moment.kept[places.target] * float(group.target_bytes.min()))
-            if least > self.limits.memory:
-                raise InfeasibleError(
-                    f"no plan fits the memory limit of {_gib(self.limits.memory)} per device: at least "
-                    f"{_gib(least)} are there at one moment ({moment.name})",
-                    least - self.limits.memory,
-                )
+        least = max((self._least(moment) for moment in self.moments), key=lambda use: use.peak)
+        if least.peak > self.limits.memory:
+            raise self._infeasible(least, "at least ")
+
+    def _least(self, moment: Moment) -> MemoryUse:
+        """What nodes and kept tensors take at least at a moment, each by itself."""
+        held: dict[str, float] = {}
+        optimizer = gradients = kept = 0.0
+        for node, size in zip(self.problem.nodes, self.bytes.nodes, strict=True):
+            pick = int(size.there(moment, node.block).argmin())
+            held[node.kind] = held.get(node.kind, 0.0) + float(size.held[pick])
+            optimizer += self.limits.optimizer_states * float(size.gradient[pick])
+            gradients += moment.gradients[node.block] * float(size.gradient[pick])
+            kept += moment.kept[size.place] * float(size.kept[pick])
+        for group, places in zip(self.arrays.groups, self.bytes.groups, strict=True):
+            if any(edge.saved for edge in group.edges):
+                source = moment.kept[places.source] * float(group.source_bytes.min())
+                kept += min(source, moment.kept[places.target] * float(group.target_bytes.min()))
+        parameters = held.get("parameter", 0.0) - optimizer
+        buffers, inputs, outputs = (held.get(kind, 0.0) for kind in ("buffer", "input", "output"))
+        return MemoryUse(parameters, optimizer, buffers, inputs, outputs, gradients, kept, 0.0, moment.name)
 
     def _refuse_if_impossible(self, name: str) -> None:
         """Raise if even the choice of least memory at a moment does not fit."""
@@ -198,11 +205,11 @@ class Solver:
         again = made_again(self.arrays, self.bytes, picks, self.moments, weights)
         raise self._infeasible(self.use(Solution(tuple(picks), again, 0.0, 0.0, self.regime)))
 
-    def _infeasible(self, use: MemoryUse) -> InfeasibleError:
+    def _infeasible(self, use: MemoryUse, at_least: str = "") -> InfeasibleError:
         terms = ", ".join(f"{name} {_gib(size)}" for name, size in largest_terms(use))
         missing = use.peak - self.limits.memory
         return InfeasibleError(
-            f"no plan fits the memory limit of {_gib(self.limits.memory)} per device: {_gib(missing)} are "
+            f"no plan fits the memory limit of {_gib(self.limits.memory)} per device: {at_least}{_gib(missing)} are "
             f"missing ({use.moment}: {terms})",
             missing,
         )
@@ -226,6 +233,7 @@ class Solver:
                 solution, bound = self._within(limit, fixed, hinges, weights, deadline)
             except InfeasibleProgramError:
                 if known == np.inf:
+                    self.bound = np.inf
                     raise self._infeasible(self._smallest(weights)) from None
                 # Nothing is better than what is known.
                 self.bound = max(self.bound, known)

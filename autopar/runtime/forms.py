@@ -42,6 +42,23 @@ def _positions(count: int, digits: Digits, device: torch.device) -> Tensor:
     return places
 
 
+def _last_position(count: int, digits: Digits) -> int:
+    """The last of `_positions`, as a number: no device is asked for it."""
+    size = count
+    for axis, _ in digits:
+        size *= axis.size
+    cuts = []
+    taken = 1
+    for axis, major in digits:
+        cuts.append((axis, size // (major // taken * axis.size)))
+        size //= axis.size
+        taken *= axis.size
+    place = count - 1
+    for axis, unit in reversed(cuts):
+        place = place // unit * unit * axis.size + axis.rank * unit + place % unit
+    return place
+
+
 def _rank(digits: Digits) -> tuple[int, int]:
     """This rank's number among those that have a dim in their order, and how many there are."""
     number, count = 0, 1
@@ -134,7 +151,7 @@ def causal_attention(
     keys up to its place in the whole sequence; keys after the last of them are left out.
     """
     places = _positions(query.shape[2], digits, query.device)
-    last = min(int(places[-1]) + 1, key.shape[2])
+    last = min(_last_position(query.shape[2], digits) + 1, key.shape[2])
     allowed = torch.arange(last, device=query.device) <= places.unsqueeze(-1)
     # Copies, also where all keys are needed: what shares memory must be the same on all ranks.
     key, value = key[:, :, :last].clone(), value[:, :, :last].clone()

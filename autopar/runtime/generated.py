@@ -174,6 +174,8 @@ class MicroBatching:
     `inputs` are cut so, or given whole to all. `outputs` are put side by side (`Cut`), summed ("P") or equal in all
     ("R"); `loss` is one of them. `totals`, where there are any, are sums over the batch that the program takes after
     its inputs; `reads` are the inputs that they are made from, and how each is brought to the layout that it has there.
+    With `gather_once` parameters on data axes stay gathered from the first to the last, with `reduce_once` their
+    gradients are reduced after the last.
     """
 
     count: int
@@ -182,6 +184,8 @@ class MicroBatching:
     loss: int
     totals: "CompiledProgram | None"
     reads: tuple[tuple[int, tuple[Step, ...]], ...]
+    gather_once: bool = False
+    reduce_once: bool = False
 
 
 @dataclass(frozen=True)

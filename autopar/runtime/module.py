@@ -267,6 +267,7 @@ class DistributedModule(nn.Module):
             self._axes,
             None if totals is None else lambda parts: totals.forward(*parts),
             lambda parts: self._run(compiled, generated, parts),
+            self,
         )
         return self._output(compiled, leaves)
 

@@ -1,6 +1,8 @@
 """One step of training: the batch goes through the program micro-batch by micro-batch, forward and backward each."""
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -15,11 +17,27 @@ from passes.ir.redistribution import Step
 Run = Callable[[Sequence[Tensor]], Sequence[object]]
 
 
+class Travel(Protocol):
+    """What decides when parameters on data axes are gathered, and their gradients reduced."""
+
+    def holding_gradients(self) -> AbstractContextManager[None]:
+        """Within, gradients are added up."""
+
+    def keeping_parameters(self) -> AbstractContextManager[None]:
+        """Within, parameters stay gathered."""
+
+
 def forward_backward(
-    batching: MicroBatching, inputs: Sequence[Tensor], axes: Sequence[Axis], totals: Run | None, program: Run
+    batching: MicroBatching,
+    inputs: Sequence[Tensor],
+    axes: Sequence[Axis],
+    totals: Run | None,
+    program: Run,
+    travel: Travel,
 ) -> list[object]:
     """Run `program` on every micro-batch, and backward from its part of the loss; returns the leaves for the batch.
 
+    `travel` says when parameters and gradients travel.
     `inputs` are this rank's parts of the inputs for the whole batch. `totals` come first and say what the micro-batches
     sum to; each gets that whole. `axes` are those of the mesh. Gradients are added to `.grad`. The
     leaves are without gradient.
@@ -37,15 +55,18 @@ def forward_backward(
             ]
         sums = [_sum(leaves) for leaves in zip(*found, strict=True)]
     results: list[list[object]] = []
-    for batch in batches:
-        leaves = program([*batch, *sums])
-        loss = leaves[batching.loss]
-        if not isinstance(loss, Tensor) or not loss.requires_grad:
-            raise InputError("the loss has no gradient to run backward from: call without torch.no_grad()")
-        loss.backward()  # type: ignore[no-untyped-call]
-        results.append([leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves])
-        # What the backward pass has used is gone before the next micro-batch begins.
-        del leaves, loss
+    with travel.keeping_parameters() if batching.gather_once else nullcontext():
+        for number, batch in enumerate(batches):
+            holds = batching.reduce_once and number < batching.count - 1
+            with travel.holding_gradients() if holds else nullcontext():
+                leaves = program([*batch, *sums])
+                loss = leaves[batching.loss]
+                if not isinstance(loss, Tensor) or not loss.requires_grad:
+                    raise InputError("the loss has no gradient to run backward from: call without torch.no_grad()")
+                loss.backward()  # type: ignore[no-untyped-call]
+            results.append([leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves])
+            # What the backward pass has used is gone before the next micro-batch begins.
+            del leaves, loss
     return [_joined(leaves, where) for leaves, where in zip(zip(*results, strict=True), batching.outputs, strict=True)]
 
 

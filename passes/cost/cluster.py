@@ -182,6 +182,7 @@ _TABLE: Mapping[str, tuple[str, int, str, str]] = {
     "h200": ("h200", 8, "nvlink4", "ndr"),
     "h20": ("h20", 8, "nvlink4", "ndr"),
     "b200": ("b200", 8, "nvlink5", "ndr"),
+    "b200-limited": ("b200-limited", 8, "nvlink5", "ndr"),
     "b300": ("b300", 8, "nvlink5", "xdr"),
     "gb200": ("gb200", 72, "nvlink5", "ndr"),
     "mi300x": ("mi300x", 8, "xgmi", "ndr"),
@@ -249,8 +250,10 @@ def cluster_of_device(name: str) -> Cluster:
         if own.issuperset(words.split()):
             return CLUSTERS[cluster]
     known = {cluster.device.name: key for key, cluster in CLUSTERS.items()}
-    close = get_close_matches(name, known, 1)
-    hint = f" (the nearest is {close[0]!r}, cluster={known[close[0]]!r})" if close else ""
+    close = [known[found] for found in get_close_matches(name, known, 1)]
+    # Where the whole name is like none, a word of it may be: the model's, next to the vendor's.
+    close += [found for word in name.lower().split() for found in get_close_matches(word, CLUSTERS, 1)]
+    hint = f" (the nearest is {CLUSTERS[close[0]].device.name!r}, cluster={close[0]!r})" if close else ""
     raise MeshError(
         f"no figures are known for the device {name!r}{hint}: pass cluster=, one of {', '.join(CLUSTERS)}, an "
         "autopar.Cluster(...), or a file that `autopar profile` wrote on it"

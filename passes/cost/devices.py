@@ -13,6 +13,7 @@ backward); links of A800, H800, MI300X and of cards without NVLink; the network 
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from passes.cost.hardware import GIB, Device, Link, Protocol
 
@@ -67,8 +68,8 @@ _AMPERE = _flops(312, 19.5, 9.7)
 _HOPPER = _flops(989, 67, 34, 1979)
 _BLACKWELL = _flops(2250, 80, 40, 4500)
 
-# Of the CPU, rates were measured on two cores.
-DEVICES: Mapping[str, Device] = {
+# Figures of single ops, undisturbed.
+ALONE: Mapping[str, Device] = {
     "a100": _device("A100-SXM-80GB", _AMPERE, 80, 2.0, 0.87, _idle(108, _WIDE), 0.68, 16),
     "a100-40gb": _device("A100-SXM-40GB", _AMPERE, 40, 1.555, 0.87, _idle(108, _WIDE), 0.68, 16),
     "a100-pcie": _device("A100-PCIe-80GB", _AMPERE, 80, 1.94, 0.81, _idle(108, _WIDE), 0.63, 16),
@@ -80,11 +81,40 @@ DEVICES: Mapping[str, Device] = {
     "h200": _device("H200-SXM", _HOPPER, 141, 4.8, 0.80, _idle(132, _WIDE), 0.42, 32),
     "h20": _device("H20", _flops(148, 44, 1, 296), 96, 4.0, 0.90, _idle(78, _WIDE), 0.80, 16),
     "b200": _device("B200", _BLACKWELL, 180, 8.0, 0.78, _idle(148, _LARGE), 0.50, 32),
+    "b200-limited": _device("B200 at limited power", _BLACKWELL, 180, 8.0, 0.78, _idle(148, _LARGE), 0.50, 32),
     "b300": _device("B300", _flops(2250, 77, 1.2, 4500), 288, 8.0, 0.79, _idle(148, _LARGE), 0.55, 32),
     "gb200": _device("GB200", _flops(2500, 80, 40, 5000), 186, 8.0, 0.73, _idle(152, _LARGE), 0.50, 32),
     "mi300x": _device("MI300X", _flops(1300, 163.4, 81.7, 2610), 192, 5.3, 0.51, _idle(304, _LARGE), 0.35, 32),
     "l40s": _device("L40S", _flops(362, 91.6, 1.4, 733), 48, 0.864, 0.65, _idle(142, _SQUARE), 0.50, 16, 2 * GIB),
     "rtx4090": _device("RTX-4090", _flops(165.2, 82.6, 1.3, 330), 24, 1.008, 0.95, _idle(128, _SQUARE), 0.85, 8, GIB),
+}
+
+# What of the peak products and attention reach in training, where clocks fall and memory is shared: fitted to published
+# runs (benchmarks/calibrate.py, which names them).
+TRAINING: Mapping[str, tuple[float, float]] = {
+    "a100": (0.733, 0.380),
+    "h100": (0.661, 0.234),
+    "h100-hbm2e": (0.506, 0.434),
+    "b200": (0.647, 0.347),
+    "b200-limited": (0.479, 0.535),
+}
+# Devices of the same chip share a fit.
+_SAME_CHIP = {"a100-40gb": "a100", "h200": "h100"}
+# Of devices without runs, products reach as much less than alone as the H100's do.
+_SUSTAINED = 0.83
+
+
+def _trained(name: str, device: Device) -> Device:
+    """A device as it runs in training."""
+    fitted = TRAINING.get(_SAME_CHIP.get(name, name))
+    if fitted is None:
+        return replace(device, efficiency=device.efficiency * _SUSTAINED)
+    return replace(device, efficiency=fitted[0], attention=fitted[1])
+
+
+# Of the CPU, rates were measured on two cores.
+DEVICES: Mapping[str, Device] = {
+    **{name: _trained(name, device) for name, device in ALONE.items()},
     "cpu": Device(
         "CPU core",
         {"float32": 60e9, "float64": 30e9, "bfloat16": 15e9, "float16": 15e9},

@@ -153,3 +153,12 @@ class Lowered:
     outputs: tuple[Returned, ...]
     updates: tuple[tuple[str, str], ...]
     held: Held = field(default_factory=Held)
+
+
+@dataclass(frozen=True)
+class Variables:
+    """Variables by value, of the whole and of each region. The last copy's result of a loop is "value~last", the list
+    of those of all copies "value~every"."""
+
+    whole: Mapping[str, str]
+    regions: tuple[Mapping[str, str], ...]

@@ -13,6 +13,9 @@ from passes.solving.arrays import Arrays, GroupArrays
 from passes.solving.integer import Program
 from passes.solving.prices import Floats, Integers
 
+# What sums of bytes may be off by, relative to them.
+ROUNDING = 1e-9
+
 
 @dataclass(frozen=True)
 class NodeBytes:
@@ -234,7 +237,9 @@ def limit_memory(
             row.append((transient[moment.running : moment.running + 1], np.ones(1)))
         columns = np.concatenate([columns for columns, _ in row])
         values = np.concatenate([values for _, values in row])
-        model.add_rows(1, np.zeros(len(columns), dtype=np.int64), columns, values, -np.inf, limit / unit)
+        # What fits to the byte must not be lost to rounding.
+        most = limit / unit * (1 + ROUNDING)
+        model.add_rows(1, np.zeros(len(columns), dtype=np.int64), columns, values, -np.inf, most)
     for hinge, parts in excess.items():
         overlap = arrays.overlaps[hinge]
         paid = model.add_columns(np.array([overlap.weight]))

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +26,7 @@ from passes.ir.errors import CaptureError
 from passes.ir.layout import Layout
 from passes.ir.mesh import Mesh
 from tests.autopar.in_process import Threads, axes_at
+from tests.autopar.solving import solved_by
 from tests.autopar.steps import MOST, NAMES, STEPS, Code, Draw, Held, UnfitError
 from tests.autopar.without_engine import step_by_step
 from tests.passes.helpers import Coordinate, Values, part, summed
@@ -583,7 +583,7 @@ def planned(recipe: Recipe, mesh: Mesh, solver: Solver) -> Compiled:
         cluster="ideal", memory_limit=1e15, objective="train" if recipe.training else "infer"
     )  # fmt: skip
     request = make_request(model, dict(zip(mesh.names, mesh.sizes, strict=True)), recipe.given(), options)
-    with mock.patch("autopar.build.solve", solver):
+    with solved_by(solver):
         return compile_model(model, request)
 
 

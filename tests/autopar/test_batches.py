@@ -2,7 +2,6 @@
 
 import functools
 import random
-from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ from autopar.runtime.state import local_part
 from autopar.runtime.steps import parts
 from passes.ir.mesh import Mesh
 from tests.autopar.fuzzing import random_solution
+from tests.autopar.solving import solved_by
 from tests.models import Stack
 
 _BATCH, _COUNT = 16, 2
@@ -24,7 +24,7 @@ def test_micro_batches_have_the_same_samples_on_all_ranks(seed: int) -> None:
     mesh = Mesh(("dp", "tp"), (2, 4))
     inputs = {name: torch.empty(_BATCH, 16, device="meta") for name in ("x", "target")}
     options = Options(cluster="ideal", memory_limit=1e15, micro_batches=_COUNT)
-    with mock.patch("autopar.build.solve", functools.partial(random_solution, random.Random(seed))):
+    with solved_by(functools.partial(random_solution, random.Random(seed))):
         request = make_request(Stack(), dict(zip(mesh.names, mesh.sizes, strict=True)), inputs, options)
         program = compile_model(Stack(), request).programs["train"]
     assert program.micro_batches is not None

@@ -4,6 +4,7 @@ import inspect
 import json
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
 from autopar.testing import run_ranks
+from passes.cost.cluster import CLUSTERS, cluster_of_device
 from tests.architectures import ARCHITECTURES
 from tests.models import Stack, llama, tokens
 from tests.untraceable import REFUSED, Selects
@@ -53,14 +55,17 @@ def test_a_mesh_without_names():
 @pytest.mark.parametrize(
     ("mesh", "message"),
     [
-        (8, "cannot be searched yet"),
+        (0, "give a DeviceMesh"),
+        (-8, "give a DeviceMesh"),
+        (True, "give a DeviceMesh"),
+        (8.0, "give a DeviceMesh"),
         ("dp", "give a DeviceMesh"),
         ({"dp": 0}, "dp"),
         ({"dp": 2.5}, "dp"),
         ({}, "axis"),
         ({"my axis": 2}, "my axis"),
     ],
-    ids=["int", "text", "zero", "fraction", "empty", "no identifier"],
+    ids=["no devices", "less than none", "truth", "float", "text", "zero", "fraction", "empty", "no identifier"],
 )
 def test_meshes_that_are_none(mesh, message):
     with pytest.raises(autopar.MeshError, match=message):
@@ -72,9 +77,44 @@ def test_a_dict_mesh_needs_a_cluster():
         plan(cluster=None)
 
 
-def test_an_unknown_cluster():
-    with pytest.raises(autopar.AutoparError, match=r"'h10'.*h100"):
-        plan(cluster="h10")
+@pytest.mark.parametrize(
+    ("name", "nearest"), [("h10", "h100"), ("H1000", "h100"), ("a10", "a100"), ("mi300", "mi300x")]
+)
+def test_an_unknown_cluster(name, nearest):
+    """The nearest, and the list of all."""
+    with pytest.raises(autopar.MeshError, match=rf"'{name}' \(did you mean '{nearest}'\?\).*a100.*b200.*cpu"):
+        plan(cluster=name)
+
+
+def test_an_unknown_device():
+    with pytest.raises(
+        autopar.MeshError, match=r"'NVIDIA H10' \(the nearest is .*cluster='h100'\).*pass cluster=, one of a100.*ideal"
+    ):
+        cluster_of_device("NVIDIA H10")
+
+
+@pytest.mark.parametrize("mesh", [{"dp": 4, "tp": 2}, {"dp": 64}, 8])
+def test_a_mesh_larger_than_the_cluster(mesh):
+    cluster = replace(CLUSTERS["h100"], devices=4)
+    with pytest.raises(
+        autopar.MeshError, match=r"has (8|64) devices, but the cluster 'h100' has 4: make the mesh smaller"
+    ):
+        plan(mesh=mesh, cluster=cluster)
+
+
+def test_a_cluster_as_mesh():
+    """It says how many devices there are, once."""
+    cluster = replace(CLUSTERS["ideal"], devices=2)
+    assert plan(mesh=cluster, cluster=None).mesh == {"intra": 2}
+    with pytest.raises(autopar.MeshError, match="leave out cluster="):
+        plan(mesh=cluster, cluster="h100")
+    with pytest.raises(autopar.MeshError, match=r"does not say how many devices it has: set Cluster\(devices"):
+        plan(mesh=CLUSTERS["h100"], cluster=None)
+
+
+def test_constraints_need_named_axes():
+    with pytest.raises(autopar.ConstraintError, match="pass a mesh with named axes"):
+        plan(mesh=4, constraints={"lm_head": {"weight": {"tp": "S(0)"}}})
 
 
 def test_parallelize_needs_a_device_mesh():
@@ -129,6 +169,14 @@ def test_other_modules_need_example_inputs():
 def test_options_that_mean_nothing(options: Mapping[str, object]):
     with pytest.raises(autopar.InputError, match=next(iter(options))):
         plan(**options)
+
+
+@pytest.mark.parametrize(
+    "limit", [0, -1, -60e9, float("nan"), float("-inf"), "inf", "60e9", "60GB", True, [60e9]], ids=repr
+)
+def test_memory_limits_that_are_none(limit):
+    with pytest.raises(autopar.InputError, match=r"^memory_limit is .*: it must be a positive number of bytes per dev"):
+        plan(Stack(), inputs=stack_inputs(8), memory_limit=limit)
 
 
 # --- models -----------------------------------------------------------------------------------------------------------
@@ -219,7 +267,20 @@ def test_a_memory_limit_that_cannot_be_met():
     message = str(caught.value)
     assert "GiB are missing" in message
     assert "parameters" in message or "optimizer states" in message
-    assert "more devices" in message
+    assert "nor does any fit with up to 256 devices" in message
+    with pytest.raises(autopar.InfeasibleError, match=r"; it would fit on \d+ devices \(dp \d+ x tp 2\)"):
+        autopar.plan(Stack(), MESH, stack_inputs(8), cluster="h100", memory_limit=9000)
+
+
+def test_a_memory_limit_below_the_parameters():
+    """Less than what the parameters take where they lie in parts on all devices."""
+    model = Stack()
+    own = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters()) / 4
+    with pytest.raises(
+        autopar.InfeasibleError, match=r"GiB are missing \(.*; it would fit on \d+ devices \("
+    ) as caught:
+        plan(model, inputs=stack_inputs(8), memory_limit=0.9 * own)
+    assert caught.value.missing > 0.1 * own
 
 
 # --- saved plans ------------------------------------------------------------------------------------------------------

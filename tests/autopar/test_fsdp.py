@@ -1,5 +1,6 @@
 """Data axes on `fully_shard`: the same numbers as on one device, and as many collectives as the plan says."""
 
+import contextlib
 import copy
 import gc
 import re
@@ -24,6 +25,7 @@ from autopar.testing import LiftFloat32, compare_on_mesh, run_ranks
 from passes.cost.memory import same_tensor
 from passes.ir.choices import Problem, Solution
 from passes.ir.lowered import Lowered
+from tests.autopar.solving import solved_by
 from tests.models import Stack, gpt2, llama, tokens
 
 AXES: Mapping[int, tuple[str, ...]] = {1: ("dp",), 2: ("dp", "tp")}
@@ -85,17 +87,13 @@ class Spy:
         return replace(solution, again=frozenset(again))
 
     def __enter__(self) -> "Spy":
-        self._patches = [
-            mock.patch("autopar.build.engines", self.engines),
-            mock.patch("autopar.build.solve", self.solve),
-        ]
-        for patch in self._patches:
-            patch.start()
+        self._patches = contextlib.ExitStack()
+        self._patches.enter_context(mock.patch("autopar.build.engines", self.engines))
+        self._patches.enter_context(solved_by(self.solve))
         return self
 
     def __exit__(self, *_: object) -> None:
-        for patch in self._patches:
-            patch.stop()
+        self._patches.close()
 
 
 def mesh_of(sizes: tuple[int, ...]) -> DeviceMesh:

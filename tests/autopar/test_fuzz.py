@@ -29,6 +29,7 @@ from tests.autopar.fuzzing import (
     shrunk,
 )
 from tests.autopar.in_process import StuckError, Threads, axes_at
+from tests.autopar.solving import solved_by
 from tests.autopar.steps import STEPS, Held
 from tests.passes.helpers import mesh_of
 
@@ -103,7 +104,7 @@ def _on_processes(seed: int) -> None:
     sizes = dict(zip(mesh.names, mesh.sizes, strict=True))
     options = {"cluster": "ideal", "memory_limit": 1e15, "objective": "train" if recipe.training else "infer"}
     inputs = {name: value.requires_grad_(False) for name, value in recipe.given().items()}
-    with mock.patch("autopar.build.solve", solver):
+    with solved_by(solver):
         comparison = compare(build(recipe), sizes, inputs, lifted=False, **options)
     assert comparison.worst[1] <= TOLERANCE, f"seed {seed}: {comparison}\n{recipe}"
 

@@ -2,6 +2,7 @@
 
 import pytest
 
+from autopar.meshes import finer, mesh_of, shapes
 from tests.autopar.comparing import exact, marked
 from tests.models import MODELS, llama, tokens
 
@@ -24,3 +25,49 @@ def test_three_axes(name):
 @pytest.mark.parametrize("objective", marked(["train", "infer"], {"train"}))
 def test_padding_mask_on_three_axes(objective):
     exact(llama(), "2x2x2", tokens(batch=8, padding=True, labels=objective == "train"), objective=objective)
+
+
+# --- shapes to search among -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("sizes", "node", "names"),
+    [
+        ((8,), 8, ("intra",)),
+        ((16,), 8, ("inter",)),
+        ((2, 8), 8, ("inter", "intra")),
+        ((2, 2, 8), 8, ("inter0", "inter1", "intra")),
+        ((4, 2, 2, 4), 8, ("inter0", "inter1", "intra0", "intra1")),
+        ((2, 4), 64, ("intra0", "intra1")),
+        ((1,), 8, ("intra",)),
+    ],
+)
+def test_axes_are_called_by_where_they_lie(sizes, node, names):
+    """An axis whose groups lie in one node is "intra"; all that is outside of one that does not is "inter"."""
+    assert mesh_of(sizes, node).names == names
+
+
+@pytest.mark.parametrize(("devices", "node"), [(1, 8), (7, 8), (8, 8), (12, 4), (64, 8), (96, 8)])
+def test_shapes_have_up_to_two_axes_of_which_one_is_near(devices, node):
+    """The inner axis lies within two nodes; what lies further apart is found by making axes finer."""
+    found = [mesh.sizes for mesh in shapes(devices, node)]
+    inner = [size for size in range(1, min(devices, 2 * node) + 1) if devices % size == 0]
+    expected = {tuple(size for size in (devices // size, size) if size > 1) or (1,) for size in inner}
+    assert set(found) == expected
+    assert len(found) == len(expected)
+    nearest = min(abs(size - min(node, devices)) for *_, size in expected)
+    assert abs(found[0][-1] - min(node, devices)) == nearest, "one node first"
+
+
+def test_finer_meshes_cut_one_axis():
+    """What an axis was tells which one of the old mesh it is; the two new ones together are the old one."""
+    mesh = mesh_of((6, 8), 8)
+    found = {cut.sizes: origins for cut, origins in finer(mesh, 8, 4)}
+    assert found == {
+        (3, 2, 8): [None, None, 1],
+        (2, 3, 8): [None, None, 1],
+        (6, 4, 2): [0, None, None],
+        (6, 2, 4): [0, None, None],
+    }
+    assert not list(finer(mesh_of((2, 2, 2, 2), 8), 8, 4)), "four axes at most"
+    assert not list(finer(mesh_of((7,), 8), 8, 4)), "a prime cannot be cut"

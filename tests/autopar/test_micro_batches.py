@@ -3,7 +3,6 @@
 import functools
 import math
 import random
-from unittest import mock
 
 import pytest
 import torch
@@ -26,6 +25,7 @@ from autopar.testing import LiftFloat32, compare_on_mesh
 from passes.recompute import LEVELS
 from tests.autopar.comparing import exact
 from tests.autopar.fuzzing import random_solution
+from tests.autopar.solving import solved_by
 from tests.models import MODELS, Stack, gpt2, llama, tokens
 
 _SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -209,7 +209,7 @@ def _random(name: str, sizes: tuple[int, ...], seeds: range) -> list[str]:
         count, recompute = choose.choice([1, 2, 4]), choose.choice(LEVELS)
         options = {"micro_batches": count, "recompute": recompute, "cluster": "ideal", "memory_limit": 1e15}
         inputs = tokens(batch=8, length=8, padding=name == "gpt2")
-        with mock.patch("autopar.build.solve", functools.partial(random_solution, choose)):
+        with solved_by(functools.partial(random_solution, choose)):
             comparison = compare_on_mesh(MODELS[name]().double(), mesh, inputs, torch.float64, **options)
         if not comparison.worst[1] <= 1e-9:
             wrong.append(f"seed {seed}: {comparison}")

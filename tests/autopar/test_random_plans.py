@@ -3,7 +3,6 @@
 import random
 from functools import partial
 from math import prod
-from unittest import mock
 
 import pytest
 import torch
@@ -11,6 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from autopar.testing import compare_on_mesh, run_ranks
 from tests.autopar.fuzzing import random_solution
+from tests.autopar.solving import solved_by
 from tests.models import MODELS, tokens
 
 
@@ -19,7 +19,7 @@ def _errors(name: str, padding: bool, sizes: tuple[int, ...], seeds: range) -> l
     wrong = []
     for seed in seeds:
         solver = partial(random_solution, random.Random(seed))
-        with mock.patch("autopar.build.solve", solver):
+        with solved_by(solver):
             model = MODELS[name](num_hidden_layers=2).double()
             inputs = tokens(length=8, padding=padding)
             comparison = compare_on_mesh(model, mesh, inputs, torch.float64, cluster="ideal", memory_limit=1e15)

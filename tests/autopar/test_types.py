@@ -26,6 +26,7 @@ from passes.ir.layout import Layout, Letter, S, digits, fits, local_major, parse
 from passes.ir.mesh import Mesh
 from passes.ir.redistribution import COLLECTIVES
 from tests.autopar import typed
+from tests.autopar.solving import solved_by
 from tests.autopar.test_random_plans import random_solution
 from tests.autopar.typed import Call, Report, SpmdTypeError, Typed, run_typed
 from tests.models import MODELS, tokens
@@ -50,7 +51,7 @@ def _compiled(
     request = make_request(model, _mesh(sizes), inputs, Options(cluster="ideal", memory_limit=1e15))
     if seed is None:
         return model, inputs, compile_model(model, request)
-    with mock.patch("autopar.build.solve", partial(random_solution, random.Random(seed))):
+    with solved_by(partial(random_solution, random.Random(seed))):
         return model, inputs, compile_model(model, request)
 
 

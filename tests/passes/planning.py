@@ -5,6 +5,7 @@ import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import combinations, product
+from math import prod
 
 import torch
 from torch import Tensor, nn
@@ -88,10 +89,15 @@ def planning(
     return Planning(folded, candidates(folded, demands, Setting(mesh, devices, STATES)), mesh, devices)
 
 
-def thinned(problem: Problem, budget: int, choose: random.Random) -> Problem:
-    """`problem` with a few random strategies per node, so that there are at most `budget` solutions."""
+def thinned(
+    problem: Problem, budget: int, choose: random.Random, given: Mapping[int, list[int]] | None = None
+) -> Problem:
+    """`problem` with a few random strategies per node, so that there are at most `budget` solutions, or as many as
+    nodes have with the strategies that are `given` for some."""
     kept = [[choose.randrange(len(node.strategies))] for node in problem.nodes]
-    total, stuck = 1, 0
+    for index, own in (given or {}).items():
+        kept[index] = list(own)
+    total, stuck = prod(len(own) for own in kept), 0
     while stuck < 200:
         index = choose.randrange(len(kept))
         rest = sorted(set(range(len(problem.nodes[index].strategies))) - set(kept[index]))
@@ -103,6 +109,19 @@ def thinned(problem: Problem, budget: int, choose: random.Random) -> Problem:
         total = larger
     nodes = [_thinned(node, sorted(own)) for node, own in zip(problem.nodes, kept, strict=True)]
     return replace(problem, nodes=nodes)
+
+
+def stored_both_ways(case: Planning, choose: random.Random, most: int) -> dict[int, list[int]]:
+    """For `most` parameters, a strategy that stores the parameter whole on every device and one that stores parts."""
+    found: dict[int, list[int]] = {}
+    parameters = [index for index, node in enumerate(case.problem.nodes) if node.kind == "parameter"]
+    for index in choose.sample(parameters, len(parameters)):
+        held = [(memory.held, way) for way, memory in enumerate(case.problem.nodes[index].memory)]
+        whole = max(held)[0]
+        parts = [way for size, way in held if size < whole]
+        if parts and len(found) < most:
+            found[index] = [choose.choice([way for size, way in held if size == whole]), choose.choice(parts)]
+    return found
 
 
 def _thinned(node: Node, kept: list[int]) -> Node:
@@ -193,6 +212,14 @@ def random_regime(case: Planning, seed: int) -> Regime:
     choose = random.Random(seed)
     again = {region.name: choose.choice(RECOMPUTE) for region in case.folded.regions}
     return Regime(choose.choice([1, 1, 2, 4]), again, choose.random() < 0.3, choose.random() < 0.3)
+
+
+def traveling_regime(case: Planning, seed: int) -> Regime:
+    """Two or four micro-batches, one of the ways in which parameters travel, and something to compute again."""
+    choose = random.Random(seed)
+    again = {region.name: choose.choice(RECOMPUTE) for region in case.folded.regions}
+    once = [(False, False), (True, False), (True, True), (False, True)][seed % 4]
+    return Regime(choose.choice([2, 4]), again, *once)
 
 
 def random_planning(seed: int, blocks: int = 0) -> Planning:

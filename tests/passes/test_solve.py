@@ -8,17 +8,32 @@ import pytest
 
 from passes.ir.choices import Solution
 from passes.ir.errors import InfeasibleError
+from passes.ir.regime import PLAIN, Regime
 from passes.solve import Limits, solve
-from tests.passes.planning import STATES, Planning, random_planning, random_regime, thinned
+from tests.passes.planning import (
+    STATES,
+    Planning,
+    random_planning,
+    random_regime,
+    stored_both_ways,
+    thinned,
+    traveling_regime,
+)
 
 UNLIMITED = 1e30
+
+
+def _seeds(first: int, count: int, fast: set[int]) -> list[object]:
+    """Seeds of random programs, of which some are fast: 200 in all."""
+    seeds = range(first, first + count)
+    return [seed if seed in fast else pytest.param(seed, marks=pytest.mark.slow) for seed in seeds]
 
 
 def _solve(case: Planning, memory: float = UNLIMITED) -> Solution:
     return solve(case.problem, case.cluster, case.mesh, Limits(memory, STATES))
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", _seeds(0, 60, set(range(12))))
 def test_solver_equals_brute_force(seed: int) -> None:
     """No choice is faster than the solver's, and what the solver says it takes, it takes."""
     case = random_planning(seed, blocks=3 if seed % 4 == 3 else 0)
@@ -30,48 +45,60 @@ def test_solver_equals_brute_force(seed: int) -> None:
     assert solution.seconds == pytest.approx(best, rel=1e-9)
 
 
-def _small(case: Planning, seed: int) -> Planning:
-    """The case with few strategies, so that there are at most 500 solutions and ways to make things again."""
+def _small(case: Planning, seed: int, stored: int = 0) -> Planning:
+    """The case with few strategies, so that there are at most 500 solutions and ways to make things again; `stored`
+    parameters may be whole or in parts."""
     for budget in (48, 24, 12, 6, 3):
-        small = replace(case, problem=thinned(case.problem, budget, random.Random(seed)))
+        choose = random.Random(seed)
+        given = stored_both_ways(case, choose, stored)
+        small = replace(case, problem=thinned(case.problem, budget, choose, given))
         if sum(1 for _ in islice(small.choices(again=True), 501)) <= 500:
             return small
-    return replace(case, problem=thinned(case.problem, 1, random.Random(seed)))
+    return _small(case, seed, stored - 1) if stored else replace(case, problem=thinned(case.problem, 1, choose))
 
 
-@pytest.mark.parametrize("seed", range(12))
-def test_solver_equals_brute_force_within_memory(seed: int) -> None:
-    """The same where memory is short: between what the fastest choice takes and what the smallest one does. Both may
-    make redistributions again in the backward pass instead of keeping what they give."""
-    case = _small(random_planning(100 + seed, blocks=2 if seed % 4 == 3 else 0), seed)
-    every = [(case.peak(choice), case.seconds(choice)) for choice in case.choices(again=True)]
-    peaks = sorted({peak for peak, _ in every})
-    fastest = min(every, key=lambda item: (item[1], item[0]))
-    for limit in {peaks[0], peaks[len(peaks) // 3], (peaks[0] + fastest[0]) / 2, fastest[0] * 0.999}:
-        fitting = [seconds for peak, seconds in every if peak <= limit]
-        if not fitting:
-            continue
-        solution = _solve(case, limit)
-        assert case.peak(solution) <= limit
-        assert case.seconds(solution) == pytest.approx(solution.seconds, rel=1e-9)
-        assert solution.seconds == pytest.approx(min(fitting), rel=1e-6)
-        assert min(fitting) * (1 - 2e-6) <= solution.bound <= min(fitting) * (1 + 1e-9)
-
-
-@pytest.mark.parametrize("seed", range(16))
-def test_solver_equals_brute_force_in_every_regime(seed: int) -> None:
-    """The same where parts run again, the batch comes in parts, and parameters travel once or with each part."""
-    case = _small(random_planning(300 + seed, blocks=2 + seed % 2), seed)
-    regime = random_regime(case, seed)
+def _against_all(case: Planning, regime: Regime) -> None:
+    """Hold the solver against every choice: without a limit, at limits between what the smallest choice takes and what
+    the fastest one does, and below the smallest one."""
     every = [(case.peak(choice), case.seconds(choice)) for choice in case.choices(again=True, regime=regime)]
     peaks = sorted({peak for peak, _ in every})
-    for limit in {peaks[0], peaks[len(peaks) // 3], UNLIMITED}:
-        fitting = min(seconds for peak, seconds in every if peak <= limit)
-        solution = solve(case.problem, case.cluster, case.mesh, Limits(limit, STATES), regime)
+    fastest = min(every, key=lambda item: (item[1], item[0]))
+    limits = {peaks[0], peaks[len(peaks) // 3], (peaks[0] + fastest[0]) / 2, fastest[0] * 0.999, UNLIMITED}
+    for limit in sorted(limits | {peaks[0] * 0.99}):
+        fitting = [seconds for peak, seconds in every if peak <= limit]
+        bounds = Limits(limit, STATES)
+        if not fitting:
+            with pytest.raises(InfeasibleError, match="no plan fits the memory limit"):
+                solve(case.problem, case.cluster, case.mesh, bounds, regime)
+            continue
+        solution = solve(case.problem, case.cluster, case.mesh, bounds, regime)
+        best = min(fitting)
         assert case.peak(solution) <= limit
         assert case.seconds(solution) == pytest.approx(solution.seconds, rel=1e-9)
-        assert solution.seconds == pytest.approx(fitting, rel=1e-6)
-        assert fitting * (1 - 2e-6) <= solution.bound <= fitting * (1 + 1e-9)
+        assert solution.seconds == pytest.approx(best, rel=1e-6)
+        assert best * (1 - 2e-6) <= solution.bound <= best * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("seed", _seeds(100, 50, set(range(100, 106))))
+def test_solver_equals_brute_force_within_memory(seed: int) -> None:
+    """The same where memory is short. Both may make redistributions again in the backward pass instead of keeping what
+    they give."""
+    _against_all(_small(random_planning(seed, blocks=2 if seed % 4 == 3 else 0), seed - 100), PLAIN)
+
+
+@pytest.mark.parametrize("seed", _seeds(300, 50, {300, 301, 302, 303, 306}))
+def test_solver_equals_brute_force_in_every_regime(seed: int) -> None:
+    """The same where parts run again, the batch comes in parts, and parameters travel once or with each part."""
+    case = _small(random_planning(seed, blocks=2 + seed % 2), seed - 300)
+    _against_all(case, random_regime(case, seed - 300))
+
+
+@pytest.mark.parametrize("seed", _seeds(600, 40, {600, 601, 605, 608, 610}))
+def test_solver_equals_brute_force_in_storing_parameters(seed: int) -> None:
+    """The same where parameters may be stored whole or in parts, and are then gathered and reduced for every
+    micro-batch or once for all; what is gathered in the forward pass is kept or gathered again."""
+    case = _small(random_planning(seed, blocks=(0, 2, 3)[seed % 3]), seed, stored=2)
+    _against_all(case, traveling_regime(case, seed))
 
 
 def test_too_little_memory_is_refused() -> None:

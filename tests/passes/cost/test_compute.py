@@ -8,6 +8,7 @@ import torch
 
 from passes.cost.cluster import CLUSTERS, Device
 from passes.cost.compute import Work, attention_seconds, compute_seconds, product_seconds
+from passes.cost.devices import ALONE
 
 DEVICE = Device("d", {"float32": 1e12}, 0.5, 80e9, 1e11, launch=1e-6, reserve=0.0)
 SHAPED = replace(DEVICE, fill=1000.0, depth=20.0, attention=0.25, softmax=32.0, streaming=0.5)
@@ -81,7 +82,7 @@ def test_products_take_longer_the_larger_they_are_and_reach_more(name: str) -> N
 
 def test_dtypes_run_at_their_own_rates() -> None:
     """float8 at twice the peak, with an efficiency of its own where there is one; what is not named as float32."""
-    device = CLUSTERS["h100"].device
+    device = ALONE["h100"]
     assert device.rate(torch.float8_e4m3fn) == pytest.approx(0.80 * 1979e12)
     own = replace(device, efficiencies={"float8_e4m3fn": 0.7})
     assert own.rate(torch.float8_e4m3fn) == pytest.approx(0.7 * 1979e12)
@@ -91,7 +92,7 @@ def test_dtypes_run_at_their_own_rates() -> None:
 def test_products_on_an_h100_reach_what_is_known_of_them() -> None:
     """795 TFLOP/s is the largest rate that was measured in bfloat16 (stas00/ml-engineering): it is neared from below,
     and products of 1024 reach less than half of it."""
-    device = CLUSTERS["h100"].device
+    device = ALONE["h100"]
     rates = [
         2e-12 * size**3 / product_seconds(2.0 * size**3, size**2, torch.bfloat16, device)
         for size in (1024, 4096, 8192, 16384)

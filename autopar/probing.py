@@ -1,0 +1,380 @@
+"""What statements of generated code do to memory, found by running each on tensors without values.
+
+A statement runs alone: its operands come from one autograd node and its results go to another, so that it is seen when
+gradients come, are no longer read, and are there. What autograd keeps is told by hooks, and every storage by when it is
+made and dies. Nothing is computed and nothing is sent. Equal statements are run once.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import SimpleNamespace
+from typing import TypeVar
+from weakref import ref
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autopar import runtime
+from autopar.runtime import Axis
+from passes.cost.liveness import (
+    BackwardProfile,
+    Event,
+    Form,
+    ForwardProfile,
+    Given,
+    Happening,
+    Made,
+    Place,
+    Task,
+)
+from passes.cost.liveness.assumed import assumed_backward, assumed_forward
+from passes.cost.liveness.profile import Origin
+from passes.ir.layout import local_shape
+from passes.ir.lowered import Compute
+from passes.ir.mesh import Mesh
+from passes.ir.program import Argument, TensorType
+from passes.ir.redistribution import Step
+from passes.writing.expressions import expression
+from passes.writing.forms import form
+from passes.writing.values import value_text
+
+T = TypeVar("T")
+
+# Operators that do the same to memory on every device. They run on meta, which is quick; of the others torch chooses
+# the kernel by the device, and they run on fake tensors.
+_SAME_EVERYWHERE = frozenset(
+    {
+        "__and__", "__or__", "abs", "add", "addmm", "all", "any", "arange", "argmax", "baddbmm",
+        "bitwise_and", "bitwise_not", "bitwise_or", "bmm", "cat", "ceil", "clamp", "clamp_max", "clamp_min",
+        "clone", "contiguous", "copy", "cos", "cross_entropy_loss", "cumsum", "div", "einsum", "elu",
+        "embedding", "eq", "erf", "exp", "expand", "expm1", "floor", "floor_divide", "full", "full_like",
+        "ge", "gelu", "gt", "index_select", "isnan", "layer_norm", "le", "leaky_relu", "linear", "log",
+        "log1p", "log_softmax", "logical_and", "logical_not", "logical_or", "logsumexp", "lt", "masked_fill",
+        "matmul", "max", "maximum", "mean", "min", "minimum", "mm", "mse_loss", "mul", "native_layer_norm",
+        "ne", "neg", "ones", "ones_like", "pad", "permute", "pow", "reciprocal", "relu", "repeat", "reshape",
+        "round", "rsqrt", "rsub", "scalar_tensor", "select", "sigmoid", "sign", "silu", "sin", "slice",
+        "softmax", "softplus", "split", "sqrt", "square", "squeeze", "stack", "sub", "sum", "tanh", "to",
+        "transpose", "tril", "triu", "unbind", "unflatten", "unsqueeze", "view", "view_as_complex",
+        "view_as_real", "where", "zeros", "zeros_like",
+    }
+)  # fmt: skip
+_SAME_BODIES = frozenset({"", "mean", "vocabulary_embedding", "vocabulary_cross_entropy", "softmax", "log_softmax"})
+
+
+class FakeProber:
+    """Looks into statements on the last rank of `mesh`, which has most to do where ranks differ."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+        self._axes = tuple(f"axis_{index}" for index in range(len(mesh.sizes)))
+        self._names: dict[str, object] = {
+            "torch": torch,
+            "F": functional,
+            **vars(runtime),
+        }
+        for name, size in zip(self._axes, mesh.sizes, strict=True):
+            self._names[name] = Axis(name, size, size - 1, "0")
+        self._fake = FakeTensorMode()
+        self._by_device: set[str] = set()
+        self._closed: set[str] = set()
+        self._results: dict[str, tuple[Form, ...]] = {}
+        self._forward: dict[Task, ForwardProfile] = {}
+        self._assumed: set[Task] = set()
+        self._backward: dict[tuple[Task, tuple[Form | None, ...]], BackwardProfile] = {}
+
+    def compute(self, statement: Compute, types: Mapping[str, TensorType], copied: frozenset[str]) -> str:
+        """The expression of an op; operands in `copied` are read as copies of what they are called."""
+        operands = {name: f"x{index}" for index, name in enumerate(dict.fromkeys(statement.op.operands))}
+        texts = {name: f"{text}.clone()" if name in copied else text for name, text in operands.items()}
+        scope = _Text(types, texts, self._axes)
+        text = form(scope, statement) if statement.body else expression(scope, statement.op)
+        if statement.op.kind not in _SAME_EVERYWHERE or statement.body not in _SAME_BODIES:
+            self._by_device.add(text)
+        self._results[text] = tuple(
+            Form.contiguous(local_shape(types[name].shape, layout, self._mesh), types[name].dtype)
+            for name, layout in zip(statement.op.results, statement.strategy.results, strict=True)
+        )
+        return text
+
+    def change(self, step: Step, dtypes: tuple[torch.dtype | None, torch.dtype | None]) -> str:
+        """The expression of a step of a redistribution; `dtypes` as those of a `Change`."""
+        extra = "".join(
+            f", {name}={dtype}"
+            for name, dtype in zip(("dtype", "grad_dtype"), dtypes, strict=True)
+            if dtype is not None
+        )
+        return f"{step.collective}(x0, {self._axes[step.axis]}, src={step.source}, dst={step.target}{extra})"
+
+    def forward(self, task: Task) -> ForwardProfile:
+        """What the forward pass of a task does."""
+        if task not in self._forward:
+            found = self._look(task, lambda run: run.forward())
+            if found is None:
+                # What runs backward must be of the same kind: it speaks of what forward keeps.
+                self._assumed.add(task)
+                found = assumed_forward(task, self._results[task.text])
+            self._forward[task] = found
+        return self._forward[task]
+
+    def backward(self, task: Task, gradients: tuple[Form | None, ...]) -> BackwardProfile:
+        """What its backward pass does, given the forms of the gradients of its results."""
+        if (task, gradients) not in self._backward:
+            forward = self.forward(task)
+            found = None if task in self._assumed else self._look(task, lambda run: run.backward(gradients))
+            self._backward[task, gradients] = found or assumed_backward(task, gradients, forward)
+        return self._backward[task, gradients]
+
+    def _look(self, task: Task, look: Callable[["_Run"], T]) -> T | None:
+        """What a run of a task shows; None for one that needs values, or that torch cannot run without."""
+        if task.text in self._closed:
+            return None
+        try:
+            with self._device(task) as device:
+                return look(_Run(task, self._names, device))
+        except RuntimeError:
+            if task.text in self._by_device:
+                self._closed.add(task.text)
+                return None
+            # Not every operator runs on meta.
+            self._by_device.add(task.text)
+            return self._look(task, look)
+
+    @contextmanager
+    def _device(self, task: Task) -> Iterator[torch.device]:
+        """The device that a task runs on, without values."""
+        if task.text not in self._by_device:
+            yield torch.device("meta")
+            return
+        with self._fake:
+            yield torch.device("cpu")
+
+
+class _Text:
+    """The scope of a statement that stands alone."""
+
+    def __init__(self, types: Mapping[str, TensorType], texts: Mapping[str, str], axes: Sequence[str]) -> None:
+        self.types = types
+        self._texts = texts
+        self._axes = axes
+
+    def value(self, argument: Argument) -> str:
+        """An argument as an expression."""
+        return value_text(argument, self._texts.__getitem__)
+
+    def use(self, name: str) -> str:
+        """A name of the runtime."""
+        return name
+
+    def function(self, name: str) -> str:
+        """A function of torch.nn.functional."""
+        return f"F.{name}"
+
+    def axis(self, index: int) -> str:
+        """The variable that holds an axis."""
+        return self._axes[index]
+
+
+class _Run:
+    """One run of a statement. `places` knows the storages that were seen, by their address."""
+
+    def __init__(self, task: Task, names: Mapping[str, object], device: torch.device) -> None:
+        self.task = task
+        self.names = {**names, "self": SimpleNamespace(device=device)}
+        self.device = device
+        self.events: list[Event] = []
+        self.places: dict[int, Place] = {}
+        self.watched: dict[int, ref[torch.UntypedStorage]] = {}
+        self.allocated = 0
+        self.expected: Place | None = None
+        self.kept: list[Place | None] = []
+        self.given: dict[int, Given] = {}
+
+    def forward(self) -> ForwardProfile:
+        """The events of the forward pass."""
+        operands = self.operands()
+        with _Watch(self):
+            results = self.results(operands)
+            events = tuple(self.events)
+            made = tuple(Made(self.places[_address(result)], _form(result), result.requires_grad) for result in results)
+            return ForwardProfile(events, made, tuple(self.kept), self.attached(results))
+
+    def backward(self, gradients: tuple[Form | None, ...]) -> BackwardProfile:
+        """The events of the backward pass."""
+        operands = self.operands()
+        with _Watch(self):
+            results = self.results(operands)
+            roots = [
+                _Source.apply(result, index, wanted, self)  # type: ignore[no-untyped-call]
+                for index, (result, wanted) in enumerate(zip(results, gradients, strict=True))
+                if wanted is not None
+            ]
+            ones = [torch.ones_like(root) for root in roots]
+            self.events.clear()
+            torch.autograd.backward(roots, ones)
+            return BackwardProfile(tuple(self.events), self.given)
+
+    def attached(self, results: Sequence[Tensor]) -> tuple[Place, ...]:
+        """What functions written in Python hold as attributes of theirs, which no hook sees."""
+        found: dict[Place, None] = {}
+        seen: set[object] = set()
+        waiting: list[object] = [result.grad_fn for result in results]
+        while waiting:
+            node = waiting.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            waiting += [after for after, _ in getattr(node, "next_functions", ())]
+            held = [value for value in vars(node).values() if isinstance(value, Tensor)] if _is_python(node) else []
+            found.update({self.places[_address(tensor)]: None for tensor in held if _address(tensor) in self.places})
+        return tuple(found)
+
+    def operands(self) -> dict[str, Tensor]:
+        """New tensors of the operands' forms."""
+        made = {}
+        for index, (wanted, flows) in enumerate(zip(self.task.operands, self.task.flows, strict=True)):
+            tensor = _new(wanted, self.device)
+            self.places[_address(tensor)] = Place(Origin.OPERAND, index)
+            made[f"x{index}"] = _Sink.apply(tensor.requires_grad_(), index, self) if flows else tensor  # type: ignore[no-untyped-call]
+        return made
+
+    def results(self, operands: dict[str, Tensor]) -> tuple[Tensor, ...]:
+        """Run the statement."""
+        grad: AbstractContextManager[object] = nullcontext() if any(self.task.flows) else torch.no_grad()
+        with torch.autograd.graph.saved_tensors_hooks(self.keep, _Kept.read), grad:
+            value = eval(self.task.text, {**self.names, **operands})
+        return tuple(value) if isinstance(value, (tuple, list)) else (value,)
+
+    def keep(self, tensor: Tensor) -> "_Kept":
+        """What autograd keeps instead of a tensor."""
+        self.kept.append(self.places.get(_address(tensor)))
+        self.happen(Happening.KEEP, len(self.kept) - 1)
+        return _Kept(tensor.detach(), len(self.kept) - 1, self)
+
+    def happen(self, what: Happening, index: int, size: int = 0) -> None:
+        """Write down that something happened."""
+        self.events.append(Event(what, index, size))
+
+    def see(self, tensor: Tensor) -> None:
+        """Take note of a tensor's storage, and of when it dies."""
+        storage = tensor.untyped_storage()
+        address = storage._cdata
+        if address in self.places:
+            return
+        if self.expected is not None:
+            place, self.expected = self.expected, None
+        else:
+            place = Place(Origin.OWN, self.allocated)
+            self.allocated += 1
+            self.happen(Happening.ALLOCATE, place.index, storage.nbytes())
+        self.places[address] = place
+
+        def end(_: object) -> None:
+            place = self.places.pop(address)
+            self.watched.pop(address)
+            self.happen(Happening.FREE if place.origin is Origin.OWN else Happening.TAKEN, place.index)
+
+        self.watched[address] = ref(storage, end)
+
+
+class _Kept:
+    """A tensor that autograd keeps."""
+
+    def __init__(self, tensor: Tensor, index: int, run: _Run) -> None:
+        self.tensor = tensor
+        self.index = index
+        self.run = run
+
+    def read(self) -> Tensor:
+        """The tensor, which the backward pass needs now."""
+        self.run.happen(Happening.USE, self.index)
+        return self.tensor
+
+    def __del__(self) -> None:
+        self.run.happen(Happening.RELEASE, self.index)
+
+
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sees every tensor that an operator makes."""
+
+    def __init__(self, run: _Run) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.run = run
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., object],
+        types: Sequence[type],
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
+        """Run an operator and look at what it gives."""
+        if func is torch.ops._c10d_functional.wait_tensor.default:
+            # It returns what it is given; without values it would make a new tensor.
+            return args[0]
+        results = func(*args, **(kwargs or {}))
+        for leaf in pytree.tree_leaves(results):
+            if isinstance(leaf, Tensor):
+                self.run.see(leaf)
+        return results
+
+
+class _Sink(torch.autograd.Function):
+    """An operand: takes its gradient."""
+
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, tensor: Tensor, index: int, run: _Run) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.about = (index, run)  # type: ignore[attr-defined]
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, *gradients: Tensor | None) -> tuple[None, None, None]:
+        (gradient,) = gradients
+        index, run = ctx.about  # type: ignore[attr-defined]
+        if gradient is not None:
+            run.given[index] = Given(run.places[_address(gradient)], _form(gradient))
+            run.happen(Happening.GIVE, index)
+        return None, None, None
+
+
+class _Source(torch.autograd.Function):
+    """A result: gives its gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: torch.autograd.function.FunctionCtx, tensor: Tensor, index: int, wanted: Form, run: _Run
+    ) -> Tensor:
+        ctx.about = (index, wanted, run)  # type: ignore[attr-defined]
+        return tensor.new_empty(())
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        index, wanted, run = ctx.about  # type: ignore[attr-defined]
+        run.expected = Place(Origin.GRADIENT, index)
+        return _new(wanted, run.device), None, None, None
+
+
+def _new(wanted: Form, device: torch.device) -> Tensor:
+    return torch.empty_strided(wanted.shape, wanted.stride, dtype=wanted.dtype, device=device)
+
+
+def _is_python(node: object) -> bool:
+    return isinstance(node, torch.autograd.function.BackwardCFunction) and not isinstance(node, _Sink)
+
+
+def _address(tensor: Tensor) -> int:
+    address: int = tensor.untyped_storage()._cdata
+    return address
+
+
+def _form(tensor: Tensor) -> Form:
+    """The form of a tensor; how far apart the elements of a dim of size 1 are says nothing."""
+    stride, inner = [], 1
+    for size, step in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
+        stride.append(inner if size == 1 else step)
+        inner *= max(size, 1)
+    return Form(tuple(tensor.shape), tuple(reversed(stride)), tensor.dtype)

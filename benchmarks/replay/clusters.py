@@ -1,0 +1,60 @@
+"""The cluster that a record names."""
+
+import re
+from dataclasses import replace
+
+from benchmarks.replay.reasons import Reason, SkippedError
+from benchmarks.replay.records import Run
+from passes.cost.cluster import CLUSTERS, Cluster
+
+# Pattern in a record's device -> cluster of the table. The first that is found counts.
+_DEVICES: tuple[tuple[str, str], ...] = (
+    (r"A100.*40", "a100-40gb"),
+    (r"A100", "a100"),
+    (r"A800", "a800"),
+    (r"H100.*(HBM2e|96)", "h100-hbm2e"),
+    (r"H100", "h100"),
+    (r"H800", "h800"),
+    (r"H200", "h200"),
+    (r"GB300", "gb300"),
+    (r"GB200", "gb200"),
+    (r"B300", "b300"),
+    (r"B200-180|B200.*power", "b200-limited"),
+    (r"B200|SM100", "b200"),
+    (r"MI300X", "mi300x"),
+    (r"L40S", "l40s"),
+    (r"4090", "rtx4090"),
+)
+# Bytes/s of one device's network card per what sources write.
+_CARDS = re.compile(r"(\d+)\s*x\s*(\d+)\s*Gb", re.IGNORECASE)
+_EACH = re.compile(r"(?:NDR|HDR)\s*(\d+)(?:/GPU| per GPU)|(\d+)\s*Gb/s[^,]*per GPU", re.IGNORECASE)
+_NODE = re.compile(r"(\d+)\s*Gbps node", re.IGNORECASE)
+
+
+def network_bandwidth(interconnect: str, node_size: int) -> float | None:
+    """Bytes/s to other nodes that each device has, from text such as "4x100Gb OPA/node"; None where it says none."""
+    if found := _NODE.search(interconnect):
+        return float(found.group(1)) * 1e9 / 8 / node_size
+    if found := _EACH.search(interconnect):
+        return float(found.group(1) or found.group(2)) * 1e9 / 8
+    if found := _CARDS.search(interconnect):
+        return float(found.group(1)) * float(found.group(2)) * 1e9 / 8 / node_size
+    return None
+
+
+def name_of(device: str) -> str:
+    """The cluster of the table that has a device. Raises SkippedError where none has."""
+    for pattern, name in _DEVICES:
+        if re.search(pattern, device, re.IGNORECASE) and name in CLUSTERS:
+            return name
+    raise SkippedError(Reason.DEVICE, device)
+
+
+def cluster_of(run: Run) -> tuple[str, Cluster]:
+    """The cluster of a run, with the network that its source names."""
+    name = name_of(run.device)
+    cluster = CLUSTERS[name]
+    bandwidth = network_bandwidth(run.interconnect, cluster.node_size)
+    if bandwidth is None:
+        return name, cluster
+    return name, replace(cluster, between=replace(cluster.between, bandwidth=bandwidth))

@@ -1,0 +1,218 @@
+"""The seconds of a step from those of its blocks: recompute, parameter gathers, gradient reductions, pipeline."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from benchmarks.replay.parts import Part, Parts
+from benchmarks.replay.records import Parallel, Run
+from passes.cost import step
+from passes.cost.cluster import Cluster
+from passes.cost.communication import step_seconds
+from passes.cost.step import compose
+from passes.ir.layout import I, P, R, S
+from passes.ir.mesh import Mesh
+from passes.ir.redistribution import Step
+from passes.ir.regime import Regime
+
+# Bytes that Adam reads and writes per element: states and a master copy in float32 both ways, a gradient, and the
+# parameter in the precision that it is computed in.
+UPDATE_BYTES = 2 * 12 + 4 + 2
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of a step by what they are spent on.
+
+    `data` is what of parameter gathers and gradient reductions no computation hides, `bubble` what a pipeline waits and
+    sends from stage to stage.
+    """
+
+    compute: float
+    sends: float
+    data: float
+    bubble: float
+    optimizer: float
+
+    @property
+    def total(self) -> float:
+        """Seconds of the whole step."""
+        return self.compute + self.sends + self.data + self.bubble + self.optimizer
+
+
+@dataclass(frozen=True)
+class Axis:
+    """The devices that hold copies of the same parameters: how many, and how far apart."""
+
+    mesh: Mesh
+    position: int
+    cluster: Cluster
+
+    def seconds(self, collective: str, elements: float, itemsize: int) -> float:
+        """Seconds of a collective over a whole tensor of `elements`."""
+        ways = self.mesh.sizes[self.position]
+        if ways == 1 or not elements:
+            return 0.0
+        whole, part = (int(elements),), (int(elements / ways),)
+        change = {
+            "all_gather": Step(self.position, S(0), R, part, whole),
+            "reduce_scatter": Step(self.position, P, S(0), whole, part),
+            "all_reduce": Step(self.position, P, I, whole, whole),
+        }[collective]
+        return step_seconds(change, itemsize, self.cluster, self.mesh)
+
+
+def axes_of(parallel: Parallel, cluster: Cluster) -> tuple[Axis, Axis]:
+    """The axis that states are split over, and the one that is left of the copies. Tensor-parallel devices are next to
+    each other, then those of the context, of the data, of the pipeline."""
+    copies = parallel.data * parallel.context
+    shards = max(1, parallel.shards)
+    mesh = Mesh(("outer", "inner", "tensor"), (max(1, copies // shards), shards, parallel.tensor))
+    return Axis(mesh, 1, cluster), Axis(mesh, 0, cluster)
+
+
+@dataclass(frozen=True)
+class _Work:
+    """Seconds of one copy of a block in one micro-batch."""
+
+    forward: float
+    backward: float
+    again: float
+    send_forward: float
+    send_backward: float
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return self.forward + self.backward + self.again + self.send_forward + self.send_backward
+
+
+def _work(part: Part, recompute: str) -> _Work:
+    again, send_again = 0.0, 0.0
+    if recompute == "full":
+        again, send_again = part.forward, part.send_forward
+    elif recompute == "selective":
+        again = part.core
+    elif recompute == "ops":
+        again, send_again = part.products / 2 + part.rest, part.send_forward / 2
+    return _Work(part.forward, part.backward, again, part.send_forward, part.send_backward + send_again)
+
+
+def stage_layers(layers: int, stages: int) -> list[int]:
+    """How many layers each stage has: the same, or one less in the first and last (beside the embedding and the head),
+    or as equal as can be."""
+    if layers % stages and (layers + 2) % stages == 0 and stages > 1:
+        each = (layers + 2) // stages
+        return [each - 1, *[each] * (stages - 2), each - 1]
+    each, more = divmod(layers, stages)
+    return [each + (1 if 0 < stage <= more or (stage == 0 and more == stages) else 0) for stage in range(stages)]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What one stage of a pipeline holds: blocks and how often each stands there. One stage alone holds everything."""
+
+    blocks: tuple[tuple[Part, str, int], ...]
+
+    def seconds(self) -> float:
+        """Seconds of one micro-batch."""
+        return sum(count * _work(part, recompute).total for part, recompute, count in self.blocks)
+
+    def parameters(self) -> float:
+        """Elements of the parameters on one rank."""
+        return sum(count * part.parameters for part, _, count in self.blocks)
+
+
+def stages_of(run: Run, parts: Parts, alone: bool) -> list[Stage]:
+    """The stages of a run. With `alone` there are layers only, no embedding and no head."""
+    layers = stage_layers(run.dimensions.layers, run.parallel.pipeline)
+    found = []
+    for number, count in enumerate(layers):
+        blocks = [(parts.layer, run.recompute, count)]
+        if number == 0 and not alone:
+            blocks.insert(0, (parts.before, "none", 1))
+        if number == len(layers) - 1 and not alone:
+            blocks.append((parts.after, "none", 1))
+        found.append(Stage(tuple(blocks)))
+    return found
+
+
+def step_time(run: Run, parts: Parts, cluster: Cluster, alone: bool) -> StepTime:
+    """The seconds of a step of `run`: those of its slowest stage by `passes.cost.step`, and what a pipeline adds."""
+    stages = stages_of(run, parts, alone)
+    longest = max(stages, key=Stage.seconds)
+    traffic = not alone and not run.frozen
+    hidden = run.software.overlaps or run.parallel.zero == 3
+    blocks = [_block(run, *block, cluster, traffic) for block in longest.blocks]
+    regime = Regime(
+        micro_batches=run.micro_batches, gather_once=run.parallel.zero < 3, reduce_once=run.parallel.zero < 2
+    )
+    update = 0.0 if alone or run.frozen else max(stage.parameters() for stage in stages) * UPDATE_BYTES
+    update /= max(1, run.parallel.shards) * cluster.device.stream
+    seconds = compose([block if hidden else _without_traffic(block) for block in blocks], regime, 0.0, update)
+    data = seconds.exposed_gathers + seconds.exposed_reductions
+    if not hidden:
+        data += sum(block.gather + block.reduce for block in blocks)
+    return StepTime(
+        seconds.forward_compute + seconds.backward_compute + seconds.recompute,
+        seconds.forward_communication + seconds.backward_communication,
+        data,
+        _bubble(run, stages, longest, parts) + _hops(run, cluster),
+        seconds.optimizer,
+    )
+
+
+def _without_traffic(block: step.Part) -> step.Part:
+    return replace(block, gather=0.0, gather_again=0.0, reduce=0.0)
+
+
+def _block(run: Run, part: Part, recompute: str, count: int, cluster: Cluster, traffic: bool) -> step.Part:
+    """A block as `passes.cost.step` composes it, with the traffic of its parameters."""
+    work = _work(part, recompute)
+    gather, reduce = _traffic(run, part, cluster) if traffic else (0.0, 0.0)
+    once = step.Part(
+        count,
+        work.forward,
+        work.backward,
+        work.send_forward,
+        work.send_backward,
+        work.again,
+        gather,
+        gather,
+        reduce,
+    )
+    return once * count
+
+
+def _traffic(run: Run, part: Part, cluster: Cluster) -> tuple[float, float]:
+    """Seconds to gather the parameters of a block, and to reduce their gradients."""
+    parallel, software = run.parallel, run.software
+    inner, outer = axes_of(parallel, cluster)
+    if parallel.zero == 0:
+        return 0.0, outer.seconds("all_reduce", part.parameters, software.reduced_bytes)
+    gather = inner.seconds("all_gather", part.parameters, software.gathered_bytes)
+    reduce = inner.seconds("reduce_scatter", part.parameters, software.reduced_bytes)
+    return gather, reduce + outer.seconds("all_reduce", part.parameters / parallel.shards, software.reduced_bytes)
+
+
+def _bubble(run: Run, stages: Sequence[Stage], longest: Stage, parts: Parts) -> float:
+    """What a pipeline waits besides the work of its slowest stage, by its schedule."""
+    if len(stages) == 1:
+        return 0.0
+    schedule = run.parallel.schedule
+    if schedule.startswith("ZB"):
+        # Gradients of weights, about half of each backward pass, fill the wait; ZB-2p leaves none (Qi et al. 2024).
+        layer = next(block for block in longest.blocks if block[0] is parts.layer)
+        return 0.0 if "2p" in schedule else (len(stages) - 1) * layer[2] * (layer[0].forward + layer[0].send_forward)
+    return (sum(stage.seconds() for stage in stages) - longest.seconds()) / run.parallel.chunks
+
+
+def _hops(run: Run, cluster: Cluster) -> float:
+    """Seconds that activations and their gradients travel between stages, for all micro-batches."""
+    parallel, sizes = run.parallel, run.dimensions
+    if parallel.pipeline == 1:
+        return 0.0
+    parts = parallel.tensor if parallel.sequence_parallel or run.software.scatters else 1
+    size = run.micro_batch * sizes.sequence * sizes.hidden * 2 / (parts * parallel.context)
+    mesh = Mesh(("pipeline", "inner"), (parallel.pipeline, parallel.data * parallel.context * parallel.tensor))
+    link = cluster.link(mesh, 0)
+    return 2 * run.micro_batches * parallel.chunks * (link.latency + size / link.bandwidth)

@@ -1,0 +1,100 @@
+"""What the planner would do on a run's mesh: layouts, ZeRO stage and recompute chosen freely, by the same prices."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from benchmarks.models import find_family
+from benchmarks.replay.compose import step_time
+from benchmarks.replay.graphs import Forced, Split, force, trace
+from benchmarks.replay.memory import peak_memory
+from benchmarks.replay.parts import parts_of
+from benchmarks.replay.predict import Replayed, is_alone
+from benchmarks.replay.records import Run
+from passes.cost.cluster import GIB, Cluster
+
+# Plans that are faster by more than this are explained.
+NOTABLE = 0.10
+
+
+@dataclass(frozen=True)
+class Planned:
+    """The fastest plan for a run's model and mesh: its seconds, its bytes, and what it does otherwise."""
+
+    run: Run
+    published: float
+    seconds: float
+    memory: float
+    changes: tuple[str, ...]
+    memory_error: float | None = None
+
+    @property
+    def gain(self) -> float:
+        """How much less time it takes than the published plan is predicted to, as a fraction of that."""
+        return 1 - self.seconds / self.published
+
+    def sentence(self) -> str:
+        """Why it is faster, and whether that is to be believed, in words."""
+        return f"{100 * self.gain:.0f}% faster with {' and '.join(self.changes)}: {self._verdict()}."
+
+    def _verdict(self) -> str:
+        if self.memory_error is not None and self.memory_error < -NOTABLE:
+            short = -100 * self.memory_error
+            return f"a hole in the memory model, which has {short:.0f}% too little for the published plan"
+        if not self.run.software.flash:
+            return (
+                "a find of later years (selective recompute, sequence parallelism and ZeRO were not in that software)"
+            )
+        if self.run.recompute != "none":
+            return f"a find, as long as the {self.memory / GIB:.0f} GiB that it takes are there"
+        return "a find: less is sent"
+
+
+def is_plain(run: Run) -> bool:
+    """Whether a run can be planned freely: neither pipeline nor context axes, nor parameters that do not train."""
+    return run.parallel.pipeline == run.parallel.context == 1 and not run.frozen and not is_alone(run)
+
+
+def plan_freely(item: Replayed, forced: Forced, cluster: Cluster) -> Planned:
+    """The fastest of all choices that fit the device, the published plan among them (it ran, so it fits)."""
+    run, published = item.run, item.predicted.total
+    usable = cluster.usable_memory
+    error = item.memory_error
+    best = Planned(run, published, published, item.predicted_memory or 0.0, (), error)
+    for name, graph in _graphs(run, forced, item.cluster):
+        parts = parts_of(graph, cluster, run.software.compiled)
+        for tried, changes in _regimes(run):
+            seconds = step_time(tried, parts, cluster, False).total
+            if seconds >= best.seconds:
+                continue
+            # What the driver has besides is in the limit already.
+            memory = peak_memory(tried, graph, 0.0, False).total
+            if memory <= usable:
+                best = Planned(run, published, seconds, memory, (*changes, *name), error)
+    return best
+
+
+def _graphs(run: Run, forced: Forced, cluster: str) -> Iterator[tuple[tuple[str, ...], Forced]]:
+    """The graph with the run's layouts, and with those that the solver chooses by itself."""
+    yield (), forced
+    family = find_family(run.dimensions)
+    if run.parallel.tensor > 1 and family is not None:
+        software = run.software
+        graph = trace(family, run.dimensions, run.micro_batch, software.flash, software.dropout, run.frozen)
+        free = force(graph, Split(1, run.parallel.tensor, False, "", forced=False), cluster)
+        yield ("layouts of its own on the tensor axis",), free
+
+
+def _regimes(run: Run) -> Iterator[tuple[Run, tuple[str, ...]]]:
+    """The run with other ZeRO stages and recompute, and what is changed."""
+    stages = (0, 1, 2, 3) if run.parallel.data > 1 else (run.parallel.zero,)
+    kinds = ("none", "full") if run.software.flash else ("none", "selective", "full")
+    for zero in stages:
+        shards = run.parallel.shards if zero == run.parallel.zero else run.parallel.data if zero else 1
+        parallel = replace(run.parallel, zero=zero, shards=shards)
+        for recompute in sorted({*kinds, run.recompute}):
+            changes: tuple[str, ...] = ()
+            if recompute != run.recompute:
+                changes = (f"recompute {recompute!r} instead of {run.recompute!r}",)
+            if zero != run.parallel.zero:
+                changes += (f"ZeRO stage {zero} instead of {run.parallel.zero}",)
+            yield replace(run, parallel=parallel, recompute=recompute), changes

@@ -1,0 +1,107 @@
+"""Peak bytes of a run on its fullest device: states, and what is kept of micro-batches in flight.
+
+States per element (Rajbhandari et al. 2020; `theoretical_memory_usage.py` of Megatron-LM): a parameter as it is
+computed in, a gradient, and a float32 master copy with two moments, the last three split by ZeRO's stage. FSDP holds
+parameters in float32, split, and gathers a layer and the next one. Runs in pure bfloat16 have everything in two bytes.
+
+What layers keep is what fused programs keep (`benchmarks.replay.kept`). A stage of a pipeline holds as many
+micro-batches as its schedule has in flight (section 2 of Korthikanti et al. 2022; Qi et al. 2024 for ZB-2p).
+"""
+
+from dataclasses import dataclass
+
+from benchmarks.replay.compose import stage_layers
+from benchmarks.replay.graphs import Forced
+from benchmarks.replay.kept import Kept, kept_bytes
+from benchmarks.replay.parts import parameter_elements
+from benchmarks.replay.records import Run
+
+# Bytes per element: float32 master copy and two moments; the same of a run in pure bfloat16 (no master copy).
+_ADAM, _PURE_ADAM = 12.0, 4.0
+_FLOAT, _HALF = 4.0, 2.0
+# Layers whose gathered parameters are there at once: the one that runs and the next.
+_GATHERED = 2
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on the fullest device."""
+
+    states: float
+    gathered: float
+    kept: float
+    working: float
+    reserve: float
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return self.states + self.gathered + self.kept + self.working + self.reserve
+
+
+def peak_memory(run: Run, forced: Forced, reserve: float, alone: bool) -> Memory:
+    """The peak of the fullest stage; `reserve` is counted where what was measured has it: whatever the driver says is
+    taken, rather than what torch has allocated."""
+    kept = kept_bytes(forced)
+    layers = stage_layers(run.dimensions.layers, run.parallel.pipeline)
+    outside = "smi" in run.measured.memory_kind or run.measured.memory_kind == "GB as printed"
+    stages = [_stage(run, forced, kept, number, layers, reserve if outside else 0.0) for number in range(len(layers))]
+    return max(stages, key=lambda stage: stage.total)
+
+
+def _stage(run: Run, forced: Forced, kept: Kept, number: int, layers: list[int], reserve: float) -> Memory:
+    layer, rest = parameter_elements(forced)
+    first, last = number == 0, number == len(layers) - 1
+    ends = run.dimensions.vocab * run.dimensions.hidden / run.parallel.tensor
+    outside = rest if first and last else ends if first or last else 0.0
+    elements = layers[number] * layer + outside
+    states, gradients, gathered = _states(run, elements, layer, outside)
+    gathered += run.software.buckets
+    held, running, loss = _activations(run, kept, layers[number], in_flight(run, number), last)
+    if not run.software.standing and run.micro_batches == 1:
+        # Where gradients come and go, the peak is before there are any, or when all of them are there.
+        begins = Memory(states, gathered, held, max(running, loss), reserve)
+        finishes = Memory(states + gradients, gathered, held / layers[number], running, reserve)
+        return max(begins, finishes, key=lambda moment: moment.total)
+    return Memory(states + gradients, gathered, held, max(running, loss), reserve)
+
+
+def _states(run: Run, elements: float, layer: float, outside: float) -> tuple[float, float, float]:
+    """Bytes of parameters with the optimizer, of gradients, and of gathered parameters with one layer's gradients."""
+    shards, zero = max(1, run.parallel.shards), run.parallel.zero
+    if run.quantized:
+        # Frozen weights in four bits, with a scale in eight bits per block of 64; embeddings are not quantized.
+        return (elements - outside) * (0.5 + 1 / 64) + outside * _HALF, 0.0, _HALF * layer
+    adam = _PURE_ADAM if "pure" in run.precision else _ADAM
+    if run.optimizer_in_backward:
+        # Gradients go as soon as they are used.
+        return elements * (_HALF + adam), 0.0, _HALF * layer
+    if zero == 3:
+        gathered = _HALF * (_GATHERED * layer + outside) + (_HALF + _FLOAT) * max(layer, outside / 2)
+        return elements * adam / shards, elements * _FLOAT / shards, gathered
+    gradient = run.software.gradient_bytes / (shards if zero == 2 else 1)
+    return elements * (_HALF + adam / shards), elements * gradient, 0.0
+
+
+def in_flight(run: Run, stage: int) -> float:
+    """How many micro-batches' activations of all its layers a stage holds at once."""
+    stages, chunks = run.parallel.pipeline, run.parallel.chunks
+    if stages == 1:
+        return 1.0
+    least = float(run.micro_batches)
+    if chunks > 1:
+        return min(least, stages + (stages - 1) / chunks - 2 * stage / chunks)
+    return min(least, (2 * stages - 1 if "2p" in run.parallel.schedule else stages) - stage)
+
+
+def _activations(run: Run, kept: Kept, layers: int, flying: float, last: bool) -> tuple[float, float, float]:
+    """Bytes that are kept, those of a layer whose backward pass runs, and those of the loss."""
+    loss = max(0.0, kept.after - kept.loss) + kept.loss * run.software.loss_copies if last else 0.0
+    if run.recompute == "full":
+        entry = 0.0 if run.offloads else kept.entry
+        outputs = flying * kept.entry if run.software.holds_outputs and run.parallel.pipeline > 1 else 0.0
+        return flying * layers * entry + outputs, kept.layer + kept.working, loss
+    if run.recompute == "ops":
+        return flying * layers * kept.selected, kept.layer - kept.selected + kept.working, loss
+    per_layer = kept.layer - (kept.scores if run.recompute == "selective" else 0.0)
+    return flying * layers * per_layer, kept.working, loss

@@ -1,0 +1,134 @@
+"""Seconds of one micro-batch, block by block, read from a lowered program."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from math import prod
+
+from benchmarks.replay.graphs import CONTEXT, Forced
+from passes.cost.cluster import Cluster
+from passes.cost.communication import redistribution_seconds
+from passes.cost.fusion import Fused, fusion
+from passes.cost.price import op_seconds
+from passes.ir.layout import local_shape
+from passes.ir.lowered import Body, Change, Compute, Loop
+from passes.rules import find_rule
+from passes.rules.strategies import named_choices, subject
+
+
+@dataclass(frozen=True)
+class Part:
+    """Seconds of a block on one rank, one copy of it, for one micro-batch.
+
+    Forward seconds are told apart by what may be computed again: products with weights, the attention core, and all
+    else. `parameters` are the elements that one rank holds when they are gathered over the data axis.
+    """
+
+    products: float = 0.0
+    core: float = 0.0
+    rest: float = 0.0
+    backward: float = 0.0
+    send_forward: float = 0.0
+    send_backward: float = 0.0
+    parameters: float = 0.0
+
+    @property
+    def forward(self) -> float:
+        """Seconds of computation in the forward pass."""
+        return self.products + self.core + self.rest
+
+    def __add__(self, other: "Part") -> "Part":
+        return Part(*(getattr(self, name) + getattr(other, name) for name in self.__dataclass_fields__))
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The blocks of a model: what stands before the layers, one layer, and what stands after them."""
+
+    before: Part
+    layer: Part
+    after: Part
+
+
+def parts_of(forced: Forced, cluster: Cluster, compiled: bool) -> Parts:
+    """Price every statement of `forced` on `cluster`; with `compiled` chains of cheap ops are fused."""
+    fused = _fusion(forced) if compiled else {}
+    statements = forced.lowered.body.statements
+    loop = next(number for number, item in enumerate(statements) if isinstance(item, Loop))
+    region = statements[loop]
+    assert isinstance(region, Loop)
+    layer = _body(region.body, forced, cluster, fused)
+    for change in region.between:
+        if change is not None:
+            layer += _change(change, forced, cluster)
+    body = forced.lowered.body
+    before = _body(replace(body, statements=statements[:loop]), forced, cluster, fused)
+    after = _body(replace(body, statements=statements[loop + 1 :]), forced, cluster, fused)
+    own, rest = parameter_elements(forced)
+    return Parts(
+        replace(before, parameters=rest / 2), replace(layer, parameters=own), replace(after, parameters=rest / 2)
+    )
+
+
+@cache
+def _fusion(forced: Forced) -> Mapping[str, Fused]:
+    return fusion(forced.folded)
+
+
+@cache
+def parameter_elements(forced: Forced) -> tuple[float, float]:
+    """Elements of the parameters on one rank: of one layer, and of all that is outside the layers."""
+    region = forced.folded.regions[0]
+    owned = {name for names in region.owned.values() for name in names}
+    inside = outside = 0.0
+    for item in forced.lowered.program.parameters:
+        size = prod(local_shape(item.type.shape, forced.lowered.parameters[item.name], forced.mesh))
+        if item.name in owned:
+            inside += size
+        else:
+            outside += size
+    return inside / region.count, outside
+
+
+def _body(body: Body, forced: Forced, cluster: Cluster, fused: Mapping[str, Fused]) -> Part:
+    total = Part()
+    for statement in body.statements:
+        if isinstance(statement, Compute):
+            total += _compute(statement, body, forced, cluster, fused)
+        elif isinstance(statement, Change):
+            total += _change(statement, forced, cluster)
+    return total
+
+
+def _compute(statement: Compute, body: Body, forced: Forced, cluster: Cluster, fused: Mapping[str, Fused]) -> Part:
+    op = statement.whole
+    types = {name: body.types[name] for name in (*op.operands, *op.results)}
+    flows = {name for name in types if name.partition("~")[0] in forced.folded.flowing}
+    rule = find_rule(op, types)
+    about = replace(subject(op, rule, types, flows, set(), set()), copies=statement.copies)
+    choices = named_choices(about, statement.strategy.methods, forced.mesh)
+    assert choices is not None
+    joined = fused.get(op.results[0].partition("~")[0])
+    forward, backward = op_seconds(about, choices, statement.strategy, cluster, forced.mesh, joined)
+    kind = "products" if op.kind in ("linear", "addmm") else "core" if _is_core(statement) else "rest"
+    return replace(Part(backward=backward), **{kind: forward})
+
+
+_CORE = ("scaled_dot_product_attention", "matmul", "softmax", "dropout", "mul", "add", "where", "to", "div")
+
+
+def _is_core(statement: Compute) -> bool:
+    """Whether the op is of the attention core: it stands in the attention module itself and makes or reads scores."""
+    op = statement.whole
+    if op.kind == "scaled_dot_product_attention":
+        return True
+    return op.kind in _CORE and op.module.endswith((".attn", ".self_attn"))
+
+
+def _change(statement: Change, forced: Forced, cluster: Cluster) -> Part:
+    size, gradient = statement.type.dtype.itemsize, statement.gradient_itemsize
+    # What the copies of a parameter exchange over the context axis is counted with the data axis.
+    context = forced.mesh.index(CONTEXT)
+    steps = tuple(step for step in statement.steps if not (statement.parameter and step.axis == context))
+    forward, backward = redistribution_seconds(steps, size, gradient, statement.gradient, cluster, forced.mesh)
+    return Part(send_forward=forward, send_backward=backward + (forward if statement.again else 0.0))

@@ -1,0 +1,87 @@
+"""How near predictions are, over many records."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from benchmarks.replay.predict import Replayed
+
+# Groups of fewer plans have no order to speak of.
+LEAST = 4
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Errors as fractions, None where nothing was measured; rank correlations by sweep."""
+
+    median_step_time: float | None
+    p90_step_time: float | None
+    median_memory: float | None
+    spearman: Mapping[str, float]
+
+
+def percentile(values: Sequence[float], part: float) -> float:
+    """The value that `part` of `values` do not exceed, between neighbours in proportion."""
+    ordered = sorted(values)
+    place = part * (len(ordered) - 1)
+    low = int(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (place - low) * (ordered[high] - ordered[low])
+
+
+def ranks(values: Sequence[float]) -> list[float]:
+    """Places in ascending order; equal values share the mean of theirs."""
+    order = sorted(range(len(values)), key=lambda number: values[number])
+    found = [0.0] * len(values)
+    start = 0
+    while start < len(order):
+        end = start
+        while end + 1 < len(order) and values[order[end + 1]] == values[order[start]]:
+            end += 1
+        for place in range(start, end + 1):
+            found[order[place]] = (start + end) / 2
+        start = end + 1
+    return found
+
+
+def spearman(left: Sequence[float], right: Sequence[float]) -> float:
+    """Correlation of the ranks of two lists of one length. 0 where one of them is all equal."""
+    first, second = ranks(left), ranks(right)
+    mean = (len(first) - 1) / 2
+    top = sum((a - mean) * (b - mean) for a, b in zip(first, second, strict=True))
+    bottom = (sum((a - mean) ** 2 for a in first) * sum((b - mean) ** 2 for b in second)) ** 0.5
+    return top / bottom if bottom else 0.0
+
+
+def sweep(item: Replayed) -> str:
+    """The sweep that a record belongs to: its group on its device."""
+    return f"{item.run.group} ({item.cluster})"
+
+
+def score(found: Sequence[Replayed]) -> Scores:
+    """The scores of what was predicted. Sweeps are ranked by tokens/s of a device, as their sources rank them: other
+    sizes of the batch and of the cluster do not change it."""
+    errors = [abs(item.error) for item in found if item.error is not None]
+    memory = [abs(item.memory_error) for item in found if item.memory_error is not None]
+    groups: dict[str, list[Replayed]] = {}
+    for item in found:
+        if item.seconds is not None:
+            groups.setdefault(sweep(item), []).append(item)
+    return Scores(
+        median(errors) if errors else None,
+        percentile(errors, 0.9) if errors else None,
+        median(memory) if memory else None,
+        {
+            name: spearman(
+                [_throughput(item, item.seconds or 0.0) for item in items],
+                [_throughput(item, item.predicted.total) for item in items],
+            )
+            for name, items in sorted(groups.items())
+            if len(items) >= LEAST
+        },
+    )
+
+
+def _throughput(item: Replayed, seconds: float) -> float:
+    """Tokens/s of one device."""
+    return item.run.global_batch * item.run.dimensions.sequence / (seconds * item.run.devices)

@@ -1,0 +1,140 @@
+"""The backward pass of an abstract run, in the order in which autograd runs: nodes that were made later come first."""
+
+from collections.abc import Sequence
+
+from passes.cost.liveness.graph import Held, Leaf, Node, Skip, Value, fetch
+from passes.cost.liveness.ledger import GRADIENTS, TRANSIENT, Ledger, Storage
+from passes.cost.liveness.profile import Form, Happening, Origin, Place, Prober
+
+
+def run_backward(roots: Sequence[Value], ledger: Ledger, prober: Prober) -> None:
+    """Run the backward pass of `roots`, whose gradients are new tensors like them."""
+    nodes = _reached(roots)
+    for node in nodes:
+        for edge in node.edges:
+            if edge is not None and isinstance(edge[0], Leaf):
+                edge[0].remaining += 1
+    skips = [node for node in nodes if isinstance(node, Skip)]
+    # Whoever begins a backward pass holds these until it ends.
+    begun = []
+    for root in roots:
+        assert root.maker is not None
+        form = Form.contiguous(root.form.shape, root.form.dtype)
+        begun.append(Held(Storage(ledger, form.bytes, TRANSIENT), form))
+        _give((root.maker, root.slot), begun[-1], ledger)
+    nodes.sort(key=lambda node: node.number)
+    while nodes:
+        node = nodes.pop()
+        for skip in skips:
+            if skip.before is None and node.number < skip.above:
+                skip.before = dict(ledger.held)
+        if isinstance(node, Skip):
+            _skip(node, ledger)
+        else:
+            ledger.moment = f"backward of {node.name}"
+            _run(node, ledger, prober)
+        for edge in node.edges:
+            if edge is not None and isinstance(edge[0], Leaf):
+                edge[0].remaining -= 1
+                if not edge[0].remaining:
+                    _accumulate(edge[0], ledger)
+
+
+def _reached(roots: Sequence[Value]) -> list[Node | Skip]:
+    found: dict[int, Node | Skip] = {}
+    waiting = [root.maker for root in roots]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, (Node, Skip)) and id(node) not in found:
+            found[id(node)] = node
+            waiting += [edge[0] for edge in node.edges if edge is not None]
+    return list(found.values())
+
+
+def _run(node: Node, ledger: Ledger, prober: Prober) -> None:
+    forms = tuple(node.gradients[slot].form if slot in node.gradients else None for slot in range(node.results))
+    if not node.gradients:
+        node.kept = [None] * len(node.kept)
+        return
+    profile = prober.backward(node.task, forms)
+    own: dict[int, Storage] = {}
+    read: dict[int, Storage] = {}
+    # A gradient may be what was kept itself.
+    places = prober.forward(node.task).kept
+    passed_on = {given.place for given in profile.given.values()} & set(places)
+    lingering: dict[Place, Storage] = {}
+    for event in profile.events:
+        if event.what is Happening.ALLOCATE:
+            own[event.index] = Storage(ledger, event.bytes, TRANSIENT)
+        elif event.what is Happening.FREE:
+            own.pop(event.index, None)
+        elif event.what is Happening.TAKEN:
+            node.gradients.pop(event.index, None)
+        elif event.what is Happening.USE:
+            kept = node.kept[event.index]
+            if kept is not None and not isinstance(kept, Storage) and event.index not in read:
+                moment = ledger.moment
+                read[event.index] = fetch(kept, ledger, prober)
+                ledger.moment = moment
+            del kept
+        elif event.what is Happening.RELEASE:
+            kept, node.kept[event.index] = node.kept[event.index], None
+            found = read.pop(event.index, kept if isinstance(kept, Storage) else None)
+            place = places[event.index]
+            if place in passed_on and found is not None and place is not None:
+                lingering[place] = found
+            del kept, found
+        else:
+            given = profile.given[event.index]
+            edge = node.edges[event.index]
+            if edge is not None:
+                _give(edge, Held(_place(given.place, node, own, lingering), given.form), ledger)
+    node.gradients.clear()
+
+
+def _place(place: Place, node: Node, own: dict[int, Storage], lingering: dict[Place, Storage]) -> Storage:
+    if place in lingering:
+        return lingering[place]
+    return node.gradients[place.index].storage if place.origin is Origin.GRADIENT else own[place.index]
+
+
+def _give(edge: tuple[Node | Leaf | Skip, int], gradient: Held, ledger: Ledger) -> None:
+    """Add a gradient to what has come already: the sum is a new tensor."""
+    target, slot = edge
+    before = target.incoming if isinstance(target, Leaf) else target.gradients.get(slot)
+    if before is not None:
+        form = before.form if not before.form.spread else gradient.form
+        if form.spread:
+            form = Form.contiguous(form.shape, form.dtype)
+        gradient = Held(Storage(ledger, form.bytes, TRANSIENT), form)
+    if isinstance(target, Leaf):
+        target.incoming = gradient
+    else:
+        target.gradients[slot] = gradient
+
+
+def _accumulate(leaf: Leaf, ledger: Ledger) -> None:
+    """Put the gradient of a leaf where it stays; what lies as the leaf does becomes its gradient as it is. One that is
+    there already is added to in place."""
+    incoming, leaf.incoming = leaf.incoming, None
+    if incoming is None or leaf.gradient is not None:
+        return
+    storage = incoming.storage
+    if incoming.form.stride != leaf.form.stride or storage.kind != TRANSIENT:
+        storage = Storage(ledger, leaf.form.bytes, GRADIENTS)
+    else:
+        storage.turn(GRADIENTS)
+    leaf.gradient = storage
+
+
+def _skip(skip: Skip, ledger: Ledger) -> None:
+    """The backward pass of all skipped copies at once."""
+    skip.bulk.clear()
+    assert skip.before is not None
+    each = ledger.held[GRADIENTS] - skip.before[GRADIENTS]
+    ledger.moment = "backward of equal copies"
+    skip.bulk.append(Storage(ledger, each * skip.copies, GRADIENTS))
+    for slot, edge in enumerate(skip.edges):
+        gradient = skip.gradients.pop(slot, None)
+        if edge is not None and gradient is not None:
+            _give(edge, gradient, ledger)

@@ -1,0 +1,314 @@
+"""The forward pass of an abstract run: statement by statement, as the generated code runs, variables included."""
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from passes.cost.liveness.graph import (
+    Copy,
+    Kept,
+    Node,
+    Noted,
+    Recomputed,
+    Skip,
+    Value,
+    fetch,
+    place_of,
+    play,
+    settle,
+)
+from passes.cost.liveness.ledger import COMMUNICATION, TRANSIENT, Ledger, Storage
+from passes.cost.liveness.profile import Event, ForwardProfile, Happening, Prober, Task
+from passes.ir.lowered import Body, Change, Compute, Loop, Variables
+from passes.ir.program import TensorType
+
+# Of more copies than this only the first and the last ones are run: three at the beginning, two at the end.
+BEGINNING, END = 3, 2
+
+
+@dataclass
+class Frame:
+    """A running function. `variables` are its own, `of` says which variable holds which value, `held` are parameters,
+    buffers and constants, `lists` what loops collect, `aside` what else stays until it returns."""
+
+    of: Mapping[str, str]
+    held: Mapping[str, Value]
+    variables: dict[str, Value] = field(default_factory=dict)
+    lists: dict[str, list[Value]] = field(default_factory=dict)
+    aside: list[Storage] = field(default_factory=list)
+
+    def read(self, name: str) -> Value:
+        """A value by its name in the program."""
+        if name in self.held:
+            return self.held[name]
+        variable = self.of[name]
+        if variable.endswith("]"):
+            held, _, index = variable[:-1].rpartition("[")
+            return self.lists[held][int(index)]
+        return self.variables[variable]
+
+    def assign(self, name: str, value: Value) -> None:
+        """Let the variable of a value hold it; what it held before is gone."""
+        self.variables[self.of[name]] = value
+
+
+class Forward:
+    """Runs the statements of a program forward. `held` are parameters, buffers and constants by name; `updated` the
+    buffers that the program changes, which are read as copies; without `training` no gradient flows."""
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        prober: Prober,
+        variables: Variables,
+        held: Mapping[str, Value],
+        updated: frozenset[str],
+        regathers: bool,
+        training: bool,
+    ) -> None:
+        self.ledger = ledger
+        self.prober = prober
+        self.variables = variables
+        self.held = held
+        self.updated = updated
+        self.noted = Noted() if regathers else None
+        self.training = training
+        self.running: _FirstRun | _SecondRun | None = None
+        self.phase = "forward"
+        self.count = 0
+        self.loops = 0
+        self._texts: dict[int, str] = {}
+
+    def body(self, body: Body, frame: Frame, copied: frozenset[str]) -> None:
+        """Run the statements of a body; operands in `copied` are read as copies."""
+        for statement in body.statements:
+            if isinstance(statement, Compute):
+                self.compute(statement, body.types, frame, copied)
+            elif isinstance(statement, Change):
+                self.change(statement, frame.read(statement.source), statement.result, frame)
+            else:
+                self.loop(statement, frame)
+
+    def compute(
+        self, statement: Compute, types: Mapping[str, TensorType], frame: Frame, copied: frozenset[str]
+    ) -> None:
+        """Run an op."""
+        if id(statement) not in self._texts:
+            self._texts[id(statement)] = self.prober.compute(statement, types, copied)
+        op = statement.op
+        operands = [frame.read(name) for name in dict.fromkeys(op.operands)]
+        text, again = self._texts[id(statement)], statement.recomputed
+        results = self.run(op.key or op.kind, text, operands, len(op.results), TRANSIENT, again=again)
+        del operands
+        for name in op.results:
+            frame.assign(name, results.pop(0))
+
+    def change(self, statement: Change, value: Value, target: str, frame: Frame) -> None:
+        """Run the steps of a redistribution; each is held by the variable of the result."""
+        compute, reduce = statement.dtypes
+        name = f"{'gather' if statement.parameter else 'redistribution'} of {statement.source}"
+        texts = [
+            self.prober.change(step, (compute if number == 0 else None, reduce))
+            for number, step in enumerate(statement.steps)
+        ]
+        for text in texts or [f"x0.to({compute})"]:
+            (result,) = self.run(name, text, [value], 1, COMMUNICATION)
+            if result.storage is not value.storage:
+                if self.noted is not None and statement.again:
+                    self.noted.note(result.storage, Task(text, (value.form,), (False,), 1), [value.storage])
+                if not statement.parameter:
+                    result.storage.turn(TRANSIENT)
+                    settle([result.storage])
+            frame.assign(target, result)
+            value = result
+
+    def run(
+        self, name: str, text: str, operands: Sequence[Value], results: int, kind: str, *, again: bool = False
+    ) -> list[Value]:
+        """Run an expression: allocations, and what autograd keeps; with `again` not its result, which is made again."""
+        self.ledger.moment = f"{self.phase} of {name}"
+        task = Task(text, tuple(item.form for item in operands), tuple(item.flows for item in operands), results)
+        profile = self.prober.forward(task)
+        own: dict[int, Storage] = {}
+        events = profile.events if self.running is None else self.running.events(profile)
+        play(events, own, self.ledger, kind)
+        storages = [item.storage for item in operands]
+        node: Node | None = None
+        if again and self.noted is not None:
+            remade = Task(text, task.operands, (False,) * len(operands), results)
+            self.noted.note(place_of(profile.results[0].place, own, storages), remade, storages)
+        if any(task.flows):
+            found = [None if place is None else place_of(place, own, storages) for place in profile.kept]
+            edges = [(item.maker, item.slot) if item.maker is not None else None for item in operands]
+            attached = [place_of(place, own, storages) for place in profile.attached]
+            node = Node(self.next(), name, task, edges, self.keep(found), results, attached)
+            del found
+        if kind == TRANSIENT:
+            settle(list(own.values()))
+        made = []
+        for slot, result in enumerate(profile.results):
+            storage = place_of(result.place, own, storages)
+            made.append(Value(storage, result.form, node if result.flows else None, slot))
+        return made
+
+    def keep(self, found: Sequence[Storage | None]) -> list[Kept | None]:
+        """What a node keeps instead of these tensors."""
+        if self.running is not None:
+            return self.running.keep(found)
+        return [item if item is None or self.noted is None else self.noted.keep(item) for item in found]
+
+    def next(self) -> int:
+        """The number of the next node."""
+        self.count += 1
+        return self.count
+
+    def loop(self, loop: Loop, frame: Frame) -> None:
+        """Run the copies of a region. Copies of which nothing goes out but what is carried on are like their
+        neighbours: between the first and the last ones they are counted, not run."""
+        region, of = loop.region, self.variables.regions[self.loops]
+        self.loops += 1
+        for carry, initial in zip(region.carries, loop.initial, strict=True):
+            frame.assign(carry.argument, frame.read(initial))
+        results = {value: frame.of.get(f"{value}~last", "") for value in loop.body.results}
+        for carry in region.carries:
+            if f"{carry.next}~last" not in frame.of:
+                results[carry.next] = frame.of[carry.argument]
+        lists = {value: frame.of[f"{value}~every"] for value, _ in loop.exports if f"{value}~every" in frame.of}
+        frame.lists.update({name: [] for name in lists.values()})
+        going_out = {copy for _, outside in loop.exports for copy, name in enumerate(outside) if name is not None}
+        skipped = range(BEGINNING, region.count - END)
+        if len(skipped) < 2 or going_out & set(skipped):
+            skipped = range(0)
+        before: dict[str, int] = {}
+        skip: Skip | None = None
+        for copy in range(region.count):
+            if copy in skipped:
+                if skip is None:
+                    grown = {kind: size - before[kind] for kind, size in self.ledger.held.items()}
+                    skip = self.skip([results[carry.next] for carry in region.carries], frame, grown, len(skipped))
+                continue
+            before = dict(self.ledger.held)
+            if skip is not None and copy == region.count - 1:
+                skip.above = self.count + 1
+            self.copy(loop, frame, of, copy, results, lists)
+
+    def skip(self, carried: Sequence[str], frame: Frame, grown: Mapping[str, int], copies: int) -> Skip:
+        """Count `copies` copies, each of which adds what `grown` says; `carried` are the variables that go through."""
+        bulk = [Storage(self.ledger, size * copies, kind) for kind, size in grown.items() if size]
+        names = list(dict.fromkeys(carried))
+        values = [frame.variables[name] for name in names]
+        edges = [(value.maker, value.slot) if value.maker is not None else None for value in values]
+        node = Skip(self.next(), self.count, copies, edges, bulk)
+        for slot, (name, value) in enumerate(zip(names, values, strict=True)):
+            frame.variables[name] = Value(value.storage, value.form, node if value.flows else None, slot)
+        if not any(value.flows for value in values):
+            frame.aside += bulk
+        return node
+
+    def copy(
+        self,
+        loop: Loop,
+        frame: Frame,
+        of: Mapping[str, str],
+        copy: int,
+        results: Mapping[str, str],
+        lists: Mapping[str, str],
+    ) -> None:
+        """Run one copy: what is done between two, the function, and what becomes of its results."""
+        region = loop.region
+        if copy:
+            for change in loop.between:
+                if change is not None:
+                    argument = next(item.argument for item in region.carries if item.next == change.source)
+                    self.change(change, frame.variables[results[change.source]], argument, frame)
+        names = {own: every[copy] for own, every in region.owned.items()}
+        inner = Frame(of, {**self.held, **{own: self.held[name] for own, name in names.items()}})
+        given = [frame.variables[frame.of[carry.argument]] for carry in region.carries]
+        given += [frame.read(value) for value in loop.shared]
+        for argument, value in zip(loop.body.arguments, given, strict=True):
+            inner.assign(argument, value)
+        del given
+        copied = frozenset(self.updated | {own for own, name in names.items() if name in self.updated})
+        if loop.recompute == "full" and self.training:
+            self.running = _FirstRun(self.checkpoint(loop.body, inner, copied))
+        self.body(loop.body, inner, copied)
+        self.running = None
+        returned = [inner.read(name) for name in loop.body.results]
+        del inner
+        for name in loop.body.results:
+            value = returned.pop(0)
+            if results[name]:
+                frame.variables[results[name]] = value
+            if name in lists:
+                frame.lists[lists[name]].append(value)
+
+    def checkpoint(self, body: Body, frame: Frame, copied: frozenset[str]) -> Copy:
+        """A copy that is to be run again on its arguments, which are kept."""
+        of, held = frame.of, frame.held
+        arguments = {name: frame.read(name) for name in body.arguments}
+        like = {name: (value.form, value.maker, value.slot) for name, value in arguments.items()}
+        inputs = [self.noted.keep(item.storage) if self.noted else item.storage for item in arguments.values()]
+        nodes: list[int] = []
+
+        def run(copy: Copy) -> dict[tuple[int, int], Storage]:
+            again = Frame(of, held)
+            for (name, (form, maker, slot)), kept in zip(like.items(), copy.inputs, strict=True):
+                assert kept is not None
+                again.assign(name, Value(fetch(kept, self.ledger, self.prober), form, maker, slot))
+            second, noted = _SecondRun(len(copy.nodes)), self.noted
+            self.running, self.noted, self.phase = second, None, "recomputation"
+            with contextlib.suppress(_EnoughError):
+                self.body(body, again, copied)
+            self.running, self.noted, self.phase = None, noted, "forward"
+            return second.found
+
+        return Copy(list(inputs), run, nodes)
+
+
+class _EnoughError(Exception):
+    """All that is kept of a copy is there again."""
+
+
+class _FirstRun:
+    """A copy runs of which nothing is kept but its arguments."""
+
+    def __init__(self, copy: Copy) -> None:
+        self.copy = copy
+        self.count = 0
+
+    def events(self, profile: ForwardProfile) -> Sequence[Event]:
+        """What happens."""
+        return profile.events
+
+    def keep(self, found: Sequence[Storage | None]) -> list[Kept | None]:
+        """The places of what is kept when the copy runs again."""
+        self.count += 1
+        if any(item is not None for item in found):
+            self.copy.nodes.append(self.count)
+        return [None if item is None else Recomputed(self.copy, (self.count, slot)) for slot, item in enumerate(found)]
+
+
+class _SecondRun:
+    """A copy runs again, until all is there that it keeps: the statements numbered in `nodes` keep something."""
+
+    def __init__(self, nodes: int) -> None:
+        self.left = nodes
+        self.count = 0
+        self.found: dict[tuple[int, int], Storage] = {}
+
+    def events(self, profile: ForwardProfile) -> Sequence[Event]:
+        """What happens: of the last statement only what does before all is kept."""
+        last = max((at for at, event in enumerate(profile.events) if event.what is Happening.KEEP), default=None)
+        if self.left > 1 or last is None or all(place is None for place in profile.kept):
+            return profile.events
+        return profile.events[:last]
+
+    def keep(self, found: Sequence[Storage | None]) -> list[Kept | None]:
+        """Hand out what is kept."""
+        self.count += 1
+        self.found.update({(self.count, slot): item for slot, item in enumerate(found) if item is not None})
+        if any(item is not None for item in found):
+            self.left -= 1
+            if not self.left:
+                raise _EnoughError
+        return list(found)

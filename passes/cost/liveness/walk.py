@@ -1,0 +1,242 @@
+"""Peak memory of one step, or of one evaluation, on one device."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+
+import torch
+
+from passes.cost.liveness.backward import run_backward
+from passes.cost.liveness.forward import Forward, Frame
+from passes.cost.liveness.graph import Leaf, Value
+from passes.cost.liveness.ledger import (
+    BUFFERS,
+    GRADIENTS,
+    INPUTS,
+    OPTIMIZER,
+    OUTPUTS,
+    PARAMETERS,
+    TRANSIENT,
+    Ledger,
+    Storage,
+)
+from passes.cost.liveness.profile import Form, Prober
+from passes.ir.layout import Layout, local_shape
+from passes.ir.lowered import Change, Compute, Loop, Lowered, Variables
+from passes.ir.mesh import Mesh
+from passes.ir.program import TensorType, references
+
+
+@dataclass(frozen=True)
+class Update:
+    """What an optimizer needs: `states` tensors of a parameter's size that stay, and one number per parameter if it
+    `counts` its steps. While it runs, `each` more tensors of the size of the parameter that it is at, or `all` of the
+    size of all parameters, where it handles them together."""
+
+    states: int
+    counts: bool
+    each: int
+    all: int
+
+
+# From the single-tensor and multi-tensor forms in torch/optim/*.py. adam and adamw take the square root of the second
+# moment and divide it by its correction; rmsprop and adagrad take a root in place of which the rest is computed; in its
+# multi-tensor form adagrad scales all gradients too. lion: sign of a mix of momentum and gradient.
+UPDATES: Mapping[str, Update] = {
+    "adam": Update(2, True, 2, 1),
+    "adamw": Update(2, True, 2, 1),
+    "lion": Update(1, False, 1, 1),
+    "rmsprop": Update(1, True, 1, 1),
+    "adagrad": Update(1, True, 1, 2),
+    "sgd": Update(0, False, 0, 0),
+    "sgd_momentum": Update(1, False, 0, 0),
+}
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a device does: storages take multiples of `unit` bytes; an optimizer handles all parameters `together`
+    (multi-tensor forms, the default on CUDA) or one after the other."""
+
+    unit: int = 1
+    together: bool = False
+
+
+# What torch's allocator and optimizers do there. (https://docs.pytorch.org/docs/stable/notes/cuda.html: blocks of 512
+# bytes; torch/optim: multi-tensor forms where all parameters are on CUDA.)
+MACHINES = {"cpu": Machine(), "cuda": Machine(unit=512, together=True)}
+
+
+@dataclass(frozen=True)
+class Stored:
+    """How tensors that outlive a step lie there: the dtype that floating parameters are stored in (None: that of the
+    program), the dtypes of inputs as they are given, and the optimizer (None: nothing is trained)."""
+
+    master: torch.dtype | None
+    given: Mapping[str, torch.dtype]
+    optimizer: str | None
+
+
+@dataclass(frozen=True)
+class Batches:
+    """A batch that goes through the program in `count` parts: the inputs of which each gets a part, and the outputs
+    that are put together of parts; others are whole, or sums."""
+
+    count: int = 1
+    inputs: frozenset[str] = frozenset()
+    outputs: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class MemoryPeak:
+    """Bytes on one device at the peak of a step, by kind, and the moment of the peak."""
+
+    bytes_by_kind: Mapping[str, int]
+    moment: str
+
+    @property
+    def peak(self) -> int:
+        """All of it."""
+        return sum(self.bytes_by_kind.values())
+
+    def kinds(self) -> dict[str, float]:
+        """The bytes by kind, under names for people."""
+        return {kind: float(size) for kind, size in self.bytes_by_kind.items()}
+
+
+def peak_memory(
+    lowered: Lowered,
+    variables: Variables,
+    stored: Stored,
+    machine: Machine,
+    prober: Prober,
+    mesh: Mesh,
+    batches: Batches = Batches(),
+) -> MemoryPeak:
+    """The most bytes that lie on one device during a step that is not the first (or an evaluation): the batch and what
+    the model returned lie there until the step ends. Of several micro-batches the last one takes most: all gradients
+    and what the others returned lie there already."""
+    ledger = Ledger(machine.unit)
+    program = lowered.program
+    training = stored.optimizer is not None
+    read = {name for op in program.ops for name in op.operands}
+    held: dict[str, Value] = {}
+    leaves: list[Leaf] = []
+    for parameter in program.parameters:
+        dtype = parameter.type.dtype
+        if dtype.is_floating_point and stored.master is not None:
+            dtype = stored.master
+        form = _local(parameter.type, lowered.parameters[parameter.name], mesh, dtype)
+        leaf = Leaf(form) if parameter.trainable and training else None
+        held[parameter.name] = Value(Storage(ledger, form.bytes, PARAMETERS), form, leaf)
+        if leaf is not None and parameter.name in read:
+            leaves.append(leaf)
+    for buffer in program.buffers:
+        form = Form.contiguous(buffer.type.shape, buffer.type.dtype)
+        held[buffer.name] = Value(Storage(ledger, form.bytes, BUFFERS), form)
+    for name, constant in program.constants.items():
+        form = Form.contiguous(tuple(constant.shape), constant.dtype)
+        held[name] = Value(Storage(ledger, form.bytes, BUFFERS), form)
+    update = UPDATES[stored.optimizer] if stored.optimizer is not None else Update(0, False, 0, 0)
+    states = [Storage(ledger, leaf.form.bytes, OPTIMIZER) for leaf in leaves for _ in range(update.states)]
+    states += [Storage(ledger, 4, OPTIMIZER) for _ in leaves if update.counts]
+    regathers = _regathers(lowered) and training
+    updated = frozenset(name for name, _ in lowered.updates)
+    forward = Forward(ledger, prober, variables, held, updated, regathers, training)
+    batch, local = _inputs(lowered, stored, batches, ledger, mesh)
+    if batches.count > 1:
+        for leaf in leaves:
+            leaf.gradient = Storage(ledger, leaf.form.bytes, GRADIENTS)
+    earlier = _earlier_outputs(lowered, batches, ledger, mesh)
+    frame = Frame(variables.whole, held)
+    for name, value in local.items():
+        frame.assign(name, value)
+    del value
+    forward.body(lowered.body, frame, forward.updated)
+    outputs = {output.name: frame.read(name) for output in lowered.outputs for name in references(output.value)}
+    forward.noted = None
+    local.clear()
+    del frame
+    for value in outputs.values():
+        if value.storage.kind not in (PARAMETERS, BUFFERS, INPUTS):
+            value.storage.turn(OUTPUTS)
+    del value
+    if training:
+        run_backward(_roots(outputs), ledger, prober)
+        _put_together(outputs, batches, ledger)
+        ledger.moment = "optimizer step"
+        sizes = [leaf.form.bytes for leaf in leaves if leaf.gradient is not None]
+        # The last tensor made for one parameter stays until that for the next one is there.
+        before = [0, *sizes] if update.each else [0] * len(sizes)
+        each = [update.each * size + last for size, last in zip(sizes, before, strict=False)]
+        more = update.all * sum(sizes) if machine.together else max(each, default=0)
+        Storage(ledger, more, TRANSIENT)
+    del batch, states, earlier
+    return MemoryPeak(ledger.peak.kinds, ledger.peak.moment)
+
+
+def _local(type: TensorType, layout: Layout, mesh: Mesh, dtype: torch.dtype) -> Form:
+    return Form.contiguous(local_shape(type.shape, layout, mesh), dtype)
+
+
+def _inputs(
+    lowered: Lowered, stored: Stored, batches: Batches, ledger: Ledger, mesh: Mesh
+) -> tuple[list[Storage], dict[str, Value]]:
+    """The batch as it is given, whole; and of every input this rank's part, in the dtype that is computed in: of one in
+    micro-batches, the whole part and all of its own parts."""
+    batch: list[Storage] = []
+    local: dict[str, Value] = {}
+    for item in lowered.program.inputs:
+        dtype = stored.given.get(item.name, item.type.dtype)
+        count = batches.count if item.name in batches.inputs else 1
+        storage = Storage(ledger, count * prod(item.type.shape) * dtype.itemsize, INPUTS)
+        batch.append(storage)
+        form = _local(item.type, lowered.inputs[item.name], mesh, item.type.dtype)
+        if dtype != item.type.dtype or form.shape != item.type.shape:
+            storage = Storage(ledger, count * form.bytes, INPUTS)
+        if count > 1:
+            # Whoever goes through the micro-batches holds all of this until the step ends.
+            batch.append(storage)
+            batch += [Storage(ledger, form.bytes, INPUTS) for _ in range(count - 1)]
+            storage = Storage(ledger, form.bytes, INPUTS)
+            batch.append(storage)
+        local[item.name] = Value(storage, form, Leaf(form) if item.trainable else None)
+    return batch, local
+
+
+def _earlier_outputs(lowered: Lowered, batches: Batches, ledger: Ledger, mesh: Mesh) -> list[Storage]:
+    """What micro-batches before the last one returned."""
+    found = []
+    for output in lowered.outputs:
+        for name in references(output.value):
+            layout = lowered.body.layouts[name]
+            form = _local(lowered.body.types[name], layout, mesh, lowered.body.types[name].dtype)
+            found += [Storage(ledger, form.bytes, OUTPUTS) for _ in range(batches.count - 1)]
+    return found
+
+
+def _put_together(outputs: Mapping[str, Value], batches: Batches, ledger: Ledger) -> None:
+    """What all micro-batches returned, side by side, while the parts are there."""
+    ledger.moment = "outputs of micro-batches"
+    parts = [value.form.bytes for name, value in outputs.items() if name in batches.outputs]
+    joined = [Storage(ledger, size * batches.count, OUTPUTS) for size in parts]
+    del joined
+
+
+def _roots(outputs: Mapping[str, Value]) -> list[Value]:
+    """Where the backward pass begins: the loss, or else everything that has a gradient."""
+    flowing = {name: value for name, value in outputs.items() if value.flows}
+    if "loss" in flowing:
+        return [flowing["loss"]]
+    scalars = [value for value in flowing.values() if not value.form.shape]
+    return scalars if len(scalars) == 1 else list(flowing.values())
+
+
+def _regathers(lowered: Lowered) -> bool:
+    """Whether anything is made again in the backward pass."""
+    bodies = [lowered.body, *(item.body for item in lowered.body.statements if isinstance(item, Loop))]
+    return any(
+        (isinstance(item, Change) and item.again) or (isinstance(item, Compute) and item.recomputed)
+        for body in bodies
+        for item in body.statements
+    )

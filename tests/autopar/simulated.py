@@ -1,0 +1,125 @@
+"""Run the generated module of one rank of any mesh on tensors without values, and measure the memory of its steps.
+
+The ranks are those of torch's "fake" process group, whose collectives send nothing; memory is what torch's MemTracker
+says.
+"""
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from math import prod
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._tools.mem_tracker import MemTracker
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils import _pytree as pytree
+
+from autopar.build import Compiled, compile_model, load, machine_of
+from autopar.request import Options, Request, make_request
+from autopar.runtime import Container, DistributedModule
+from autopar.runtime.generated import place
+from autopar.runtime.state import from_local
+from passes.ir.layout import I, local_shape
+
+OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+    "rmsprop": torch.optim.RMSprop,
+    "adagrad": torch.optim.Adagrad,
+    "sgd": torch.optim.SGD,
+    "sgd_momentum": partial(torch.optim.SGD, momentum=0.9),
+}
+
+
+def predicted_and_measured(
+    model: nn.Module, mesh: Mapping[str, int], inputs: Mapping[str, object], rank: int = 0, **options: object
+) -> tuple[int, int, Compiled]:
+    """Bytes at the peak of a step of `model` (on meta) as planned, and as MemTracker finds them, on one rank."""
+    settings = Options(**{"cluster": "h100", "memory_limit": 1e15, **options})  # type: ignore[arg-type]
+    request = make_request(model, mesh, dict(inputs), settings)
+    compiled = compile_model(model, request)
+    predicted = sum(compiled.plan.programs[request.objective].memory.values())
+    return int(predicted), measure(model, compiled, request, inputs, rank), compiled
+
+
+@contextmanager
+def _world(size: int, rank: int) -> Iterator[None]:
+    dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def measure(model: nn.Module, compiled: Compiled, request: Request, inputs: Mapping[str, object], rank: int) -> int:
+    """The most bytes that lie on `rank` during two steps."""
+    sizes = request.mesh.sizes
+    with _world(prod(sizes), rank), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=request.mesh.names)
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            module = _module(model, compiled, request, mesh)
+            batch = pytree.tree_map_only(
+                torch.Tensor, lambda leaf: torch.empty(leaf.shape, dtype=leaf.dtype), dict(inputs)
+            )
+            return _steps(module, batch, request)
+
+
+def _module(model: nn.Module, compiled: Compiled, request: Request, mesh: DeviceMesh) -> DistributedModule:
+    """What `distribute` makes, without values."""
+    root, placed = Container(), {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if id(parameter) not in placed:
+            layout = compiled.stored.get(name, (I,) * len(request.mesh.sizes))
+            dtype = request.precision.master if parameter.is_floating_point() else None
+            part = torch.empty(
+                local_shape(tuple(parameter.shape), layout, request.mesh), dtype=dtype or parameter.dtype
+            )
+            whole = from_local(part, layout, parameter.shape, mesh, request.mesh)
+            placed[id(parameter)] = nn.Parameter(whole, parameter.requires_grad)
+        place(root, name, placed[id(parameter)])
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        if id(buffer) not in placed:
+            placed[id(buffer)] = torch.empty(buffer.shape, dtype=buffer.dtype)
+        place(root, name, placed[id(buffer)])
+    loaded = {name: load(program, name) for name, program in compiled.programs.items()}
+
+    def other_sizes(*_: object) -> object:
+        raise AssertionError("the sizes are those of the plan")
+
+    return DistributedModule(root, mesh, torch.device("cpu"), compiled.plan, loaded, request.signature, 0, other_sizes)
+
+
+def _steps(module: DistributedModule, batch: dict[str, object], request: Request) -> int:
+    """The most bytes in the second step: in the first one, DTensor runs operators on whole tensors to learn their
+    shapes, which real ones never hold."""
+    training = request.objective == "train"
+    together = machine_of(request.cluster).together
+    optimizer = OPTIMIZERS[request.optimizer](list(module.parameters()), foreach=together) if training else None
+
+    def step() -> None:
+        run = module if optimizer is None else module.forward_backward
+        output = run(**batch)
+        if optimizer is not None:
+            optimizer.step()
+            optimizer.zero_grad()
+        del output
+
+    # An optimizer asks how many steps it has made; the module draws where its random numbers begin.
+    with mock.patch("torch.Tensor.item", return_value=1.0), mock.patch.object(module.random, "advance"):
+        step()
+        tracker = MemTracker()
+        # It cannot tell how much is each module's when one is called several times; only the sum is of interest here.
+        for hook in ("_pre_fw_hook", "_post_fw_hook", "_pre_bw_hook", "_post_bw_hook"):
+            setattr(tracker, hook, lambda *_: None)
+        tensors = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
+        tracker.track_external(*([module, *tensors] if optimizer is None else [module, optimizer, *tensors]))
+        with tracker:
+            step()
+    return int(tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"])

@@ -1,0 +1,34 @@
+"""Plans that a solver of the test's own chooses."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from unittest import mock
+
+from autopar.search import Search, Tried
+from passes.ir.choices import Solution
+from passes.ir.regime import Regime
+from passes.recompute import levels
+from passes.solve import Limits, Solver
+
+Solve = Callable[..., Solution]
+
+
+@contextlib.contextmanager
+def solved_by(solver: Solve) -> Iterator[None]:
+    """Plans take the strategies that `solver` gives for a problem, on the mesh, in the micro-batches and with the
+    recompute that is asked for."""
+
+    def best(search: Search) -> tuple[Tried, Solution]:
+        request = search.request
+        part = search.part(request.micro_batches or 1)
+        assert part is not None
+        problem, demands = search.problem(request.mesh, part)
+        limits = Limits(request.memory_limit, request.optimizer_states)
+        regime = Regime(request.micro_batches or 1, levels(part.folded.regions, request.recompute or {}))
+        solution = solver(problem, request.cluster, request.mesh, limits)
+        tried = Tried(request.mesh, part, demands, Solver(problem, request.cluster, request.mesh, limits, regime))
+        return tried, replace(solution, regime=regime)
+
+    with mock.patch.object(Search, "best", best), mock.patch("autopar.build.solve", solver):
+        yield

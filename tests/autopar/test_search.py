@@ -1,0 +1,281 @@
+"""The search for the shape of the mesh, for micro-batches and for what is computed again."""
+
+import math
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from torch import nn
+from transformers import MixtralConfig, MixtralForCausalLM
+
+import autopar
+from autopar import Cluster, InfeasibleError, MeshError, Plan, PlanMismatchError, parallelize
+from autopar.meshes import finer, shapes
+from autopar.ranks import run_ranks
+from autopar.testing import LiftFloat32, compare_on_mesh
+from passes.cost.cluster import CLUSTERS
+from passes.ir.mesh import Mesh
+from passes.ir.plan import ProgramPlan
+from tests.autopar.comparing import TOLERANCE, exact
+from tests.models import Stack, llama, tokens
+
+# Four devices, two in a node: shapes differ in what they cost.
+NODES = replace(CLUSTERS["h100"], name="pairs", node_size=2)
+
+
+def train(plan: Plan) -> ProgramPlan:
+    """The program of a plan for training."""
+    return plan.programs["train"]
+
+
+def seconds(plan: Plan) -> float:
+    """The predicted step time."""
+    return sum(train(plan).seconds.values())
+
+
+def memory(plan: Plan) -> float:
+    """The predicted peak."""
+    return sum(train(plan).memory.values())
+
+
+@cache
+def tiny() -> nn.Module:
+    """A tiny llama."""
+    return llama()
+
+
+def planned(limit: float | None = None, mesh: object = None, **options: object) -> Plan:
+    """A plan for a tiny llama on two devices with links that cost nothing."""
+    return autopar.plan(
+        tiny(), mesh or {"dp": 2}, tokens(batch=8), **{"cluster": "ideal", "memory_limit": limit, **options}
+    )
+
+
+# --- the best of all outer choices ---
+
+WIDE = {"hidden_size": 1024, "intermediate_size": 4096, "vocab_size": 4096, "num_attention_heads": 8}
+
+
+@cache
+def wide() -> nn.Module:
+    """Two layers that are wide enough for splitting to pay, without values."""
+    with torch.device("meta"):
+        return llama(**WIDE, num_key_value_heads=8, max_position_embeddings=2048)
+
+
+def _every_shape(devices: int) -> list[Mesh]:
+    """All meshes of so many devices that the search may come to, by cutting axes again and again."""
+    found = {mesh.sizes: mesh for mesh in shapes(devices, NODES.node_size)}
+    waiting = list(found.values())
+    while waiting:
+        for mesh, _ in finer(waiting.pop(), NODES.node_size, 4):
+            if mesh.sizes not in found:
+                found[mesh.sizes] = mesh
+                waiting.append(mesh)
+    return list(found.values())
+
+
+def test_searched_mesh_is_the_best_of_all() -> None:
+    """No shape that is given is faster than the one that is found, which is as fast when it is given."""
+    inputs = tokens(batch=8, length=512, vocabulary=4096)
+    options = {"cluster": NODES, "memory_limit": 60e9}
+    found = autopar.plan(wide(), 4, inputs, **options)
+    every = {
+        mesh.sizes: autopar.plan(wide(), dict(zip(mesh.names, mesh.sizes, strict=True)), inputs, **options)
+        for mesh in _every_shape(4)
+    }
+    assert len(every) == 2
+    assert len({round(seconds(plan) * 1e9) for plan in every.values()}) == 2
+    assert seconds(found) == pytest.approx(min(seconds(plan) for plan in every.values()), rel=1e-6)
+    assert seconds(every[tuple(found.mesh.values())]) == pytest.approx(seconds(found), rel=1e-6)
+
+
+@pytest.mark.parametrize("limit", [400e3, pytest.param(300e3, marks=pytest.mark.slow)])
+def test_searched_regime_is_the_best_of_all(limit: float) -> None:
+    """Every number of micro-batches with everything that may be computed again, each planned by itself."""
+    found = planned(limit)
+    best = math.inf
+    for count in (1, 2, 4, 8):
+        for level in ("none", "selective", "full"):
+            try:
+                plan = planned(limit, micro_batches=count, recompute=level)
+            except InfeasibleError:
+                continue
+            assert memory(plan) <= limit
+            best = min(best, seconds(plan))
+    assert seconds(found) == pytest.approx(best, rel=1e-6)
+    assert train(found).gap <= 1e-6
+
+
+# --- memory decides ---
+
+
+def test_plenty_of_memory_changes_nothing() -> None:
+    plan = planned(1e9)
+    assert (train(plan).micro_batches, dict(train(plan).stages[0].recompute)) == (1, {})
+
+
+@pytest.mark.parametrize(
+    ("limit", "options"),
+    [(400e3, {"recompute": "none"}), (400e3, {"micro_batches": 1})],
+    ids=["micro-batches", "recompute"],
+)
+def test_what_memory_makes_necessary_runs(limit: float, options: dict[str, object]) -> None:
+    """Where one of the two is not allowed the other is chosen; the plan runs and equals one device."""
+    plan = planned(limit, **options)
+    if "recompute" in options:
+        assert train(plan).micro_batches > 1
+    else:
+        assert set(train(plan).stages[0].recompute.values()) & {"selective", "full"}
+    assert memory(plan) <= limit
+    # Twice the bytes in float64.
+    exact(llama(), "2", tokens(batch=8), memory_limit=2 * limit, **options)
+
+
+def _mixtral() -> nn.Module:
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes |= {"num_key_value_heads": 2, "vocab_size": 64, "num_local_experts": 4}
+    return MixtralForCausalLM(MixtralConfig(**sizes, output_router_logits=True))
+
+
+def test_a_batch_that_may_not_be_cut_is_said_to_be() -> None:
+    """Where memory is short and the loss is no sum over the samples, the plan says why there is one micro-batch."""
+    model = _mixtral()
+    roomy = autopar.plan(model, {"dp": 2}, tokens(batch=8), cluster="ideal")
+    assert "one micro-batch" not in str(roomy), "nobody asked"
+    limit = 0.9 * memory(roomy)
+    plan = autopar.plan(model, {"dp": 2}, tokens(batch=8), cluster="ideal", memory_limit=limit)
+    assert train(plan).micro_batches == 1
+    assert memory(plan) <= limit
+    assert "one micro-batch: the batch cannot be cut into 2 micro-batches" in str(plan)
+    assert "needs the whole batch" in str(plan)
+
+
+# --- what does not fit ---
+
+TERMS = r"\d\S* GiB are missing \(.*: \w+.* \d\S* GiB, .* GiB, .* GiB\)"
+
+
+def test_what_was_forbidden_would_fit() -> None:
+    with pytest.raises(InfeasibleError, match=rf"limit of 0.000373 GiB.*{TERMS}; it would fit with 2 micro-batches$"):
+        planned(400e3, micro_batches=1, recompute="none")
+    with pytest.raises(InfeasibleError, match=r"it would fit with .*recompute of model.layers"):
+        planned(250e3, micro_batches=2, recompute="none", cluster="h100")
+
+
+@pytest.mark.parametrize("mesh", [{"dp": 2}, pytest.param(2, marks=pytest.mark.slow)])
+def test_more_devices_would_fit(mesh: object) -> None:
+    """The error names a mesh on which it fits indeed."""
+    with pytest.raises(InfeasibleError, match=rf"{TERMS}; it would fit on 4 devices \(") as caught:
+        planned(200e3, mesh)
+    assert caught.value.missing > 0
+    assert memory(planned(200e3, {"dp": 4} if isinstance(mesh, dict) else 4)) <= 200e3
+
+
+def test_nothing_would_fit() -> None:
+    with pytest.raises(InfeasibleError, match=rf"{TERMS}; nor does any fit with up to 128 devices: take a smaller"):
+        planned(1e3)
+
+
+# --- a number of devices at run time ---
+
+
+def _searched(model: nn.Module, batch: int, mesh: int | Cluster, options: dict[str, object]) -> dict[str, object]:
+    """Errors on a mesh whose shape is searched, and again on a replayed plan, saved and loaded."""
+    inputs = tokens(batch=batch)
+    model.double()
+    first = compare_on_mesh(model, mesh, inputs, torch.float64, **options)
+    with LiftFloat32(torch.float64):
+        module = parallelize(model, mesh, inputs, **options)  # type: ignore[arg-type]
+    plan = Plan.from_json(module.plan.to_json())
+    model.zero_grad()
+    again = compare_on_mesh(model, mesh, inputs, torch.float64, **{**options, "plan": plan})
+    names = module.mesh.mesh_dim_names
+    assert names == tuple(plan.mesh)
+    assert tuple(module.mesh.shape) == tuple(plan.mesh.values())
+    return {"errors": max(first.worst[1], again.worst[1]), "plan": plan.to_json(), "names": names}
+
+
+def test_a_number_of_devices_runs() -> None:
+    """Outputs and gradients equal one device on a mesh that was searched, and on one that was replayed."""
+    for found in run_ranks(_searched, 4, llama(), 8, 4, {"cluster": "ideal"}):
+        assert found["errors"] <= TOLERANCE, found["errors"]
+
+
+@pytest.mark.slow
+def test_a_cluster_runs_in_a_regime() -> None:
+    """Memory is short, so that the batch goes in parts; the links of the cluster give axes their names."""
+    cluster = replace(CLUSTERS["ideal"], name="pairs", node_size=2, devices=4)
+    results = run_ranks(_searched, 4, llama(), 8, cluster, {"memory_limit": 400e3, "recompute": "none"})
+    plan = Plan.from_json(str(results[0]["plan"]))
+    assert train(plan).micro_batches > 1
+    assert set(plan.mesh) <= {"inter", "intra", "inter0", "inter1", "intra0", "intra1"}
+    assert all(found["errors"] <= TOLERANCE for found in results), [found["errors"] for found in results]
+
+
+def _refused(rank_count: int) -> list[str]:
+    """What is said to meshes that are not the ranks there are."""
+    messages = []
+    pairs = replace(CLUSTERS["cpu"], devices=3)
+    rank = torch.distributed.get_rank()
+    plan = autopar.plan(Stack(), {"dp": 4}, _stack_inputs(), cluster="ideal")
+    for mesh, options in (
+        (rank_count + 1, {}),
+        (pairs, {}),
+        (rank_count + rank, {}),
+        (rank_count, {"plan": plan}),
+        (rank_count, {"constraints": {"*": {"weight": {"dp": "S(0)"}}}}),
+        (CLUSTERS["cpu"], {}),
+        (True, {}),
+        ({"dp": rank_count}, {}),
+    ):
+        try:
+            parallelize(Stack(), mesh, _stack_inputs(), **options)  # type: ignore[arg-type]
+            messages.append("ran")
+        except autopar.AutoparError as error:
+            messages.append(f"{type(error).__name__}: {error}")
+    return messages
+
+
+def _stack_inputs() -> dict[str, torch.Tensor]:
+    return {name: torch.zeros(8, 16) for name in ("x", "target")}
+
+
+def test_other_ranks_than_asked_for() -> None:
+    """One sentence on all ranks."""
+    first, second = run_ranks(_refused, 2, 2)
+    assert first == second
+    expected = (
+        "MeshError: mesh=3, but the process group has 2 ranks: start as many",
+        "MeshError: the cluster 'cpu' has 3 devices, but the process group has 2 ranks",
+        "MeshError: mesh=3, but the process group has 2 ranks",
+        "PlanMismatchError: the plan was made for the mesh {'dp': 4} of 4 devices, here are 2",
+        "ConstraintError: constraints name the axes of a mesh, but its shape is still to be found",
+        "MeshError: the cluster 'cpu' does not say how many devices it has",
+        "MeshError: the mesh is True: parallelize needs a DeviceMesh",
+        "MeshError: the mesh is {'dp': 2}: parallelize needs a DeviceMesh",
+    )
+    for message, start in zip(first, expected, strict=True):
+        assert message.startswith(start), message
+
+
+def test_no_process_group() -> None:
+    with pytest.raises(MeshError, match=r"no process group is initialized.*torchrun.*init_process_group"):
+        parallelize(Stack(), 2, _stack_inputs())
+
+
+def test_regimes_survive_the_round_trip(tmp_path: object) -> None:
+    """A plan with micro-batches and recompute is saved, loaded and planned again as it was, by number of devices too;
+    it is not replayed on another number."""
+    plan = planned(300e3, 2, recompute="full")
+    assert train(plan).micro_batches > 1
+    path = f"{tmp_path}/plan.json"
+    plan.save(path)
+    loaded = Plan.load(path)
+    assert loaded == plan
+    again = planned(300e3, 2, plan=loaded)
+    assert again.programs == plan.programs
+    assert again.mesh == plan.mesh
+    with pytest.raises(PlanMismatchError, match="of 2 devices, here are 4"):
+        planned(300e3, 4, plan=loaded)

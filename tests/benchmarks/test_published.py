@@ -1,0 +1,202 @@
+"""Published runs replayed: what is read, converted, left out, predicted, and how it is scored."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from benchmarks.calibrate import FITTED, fit, named_runs
+from benchmarks.models import GPT, LLAMA, QWEN3, Dimensions, find_family
+from benchmarks.published import DATA, as_json, plan_all, replay_all
+from benchmarks.replay.clusters import network_bandwidth
+from benchmarks.replay.compose import stage_layers
+from benchmarks.replay.flops import CONVENTIONS, formula
+from benchmarks.replay.graphs import TRACED, multiplications, trace
+from benchmarks.replay.predict import replay
+from benchmarks.replay.reasons import Reason, SkippedError
+from benchmarks.replay.records import read_records, read_run
+from benchmarks.replay.scores import percentile, ranks, spearman
+from passes.cost.devices import TRAINING
+
+ROOT = Path(__file__).parents[2]
+FEW = (
+    "korth-layer22B-sel+sp",
+    "mosaic-h100_80gb-7b-s2048-n128-amp_bf16-m6-noac",
+    "simumax-llama3_70b_tp2_pp1_dp4_l12_mbc8_cef",
+    "zb-6.2B-1F1B-m24",
+)
+
+
+def records() -> dict[str, dict[str, object]]:
+    return {str(item["id"]): dict(item) for item in read_records(DATA)}
+
+
+def test_few_runs_are_predicted() -> None:
+    """One run each of a layer alone, FSDP, tensor parallelism with ZeRO-1, and a pipeline."""
+    found, left = replay_all([records()[name] for name in FEW])
+    assert not left
+    assert [item.run.id for item in found] == list(FEW)
+    for item in found:
+        assert item.error is not None
+        assert abs(item.error) < 0.2
+        assert abs(item.flops_apart) <= 0.011
+        if item.memory_error is not None:
+            assert abs(item.memory_error) < 0.1
+    planned = plan_all(found)
+    assert {item.run.id for item in planned} == {FEW[1], FEW[2]}
+    assert all(item.seconds <= item.published for item in planned)
+
+
+def test_json_says_what_it_must(tmp_path: Path) -> None:
+    """A file with a record that is predicted, one of an unknown device and one that cannot be read."""
+    good = records()[FEW[0]]
+    unknown = {**good, "id": "unknown", "hardware": {"gpu": "Z9", "count": 8}}
+    path = tmp_path / "runs.json"
+    path.write_text(json.dumps([good, unknown, {"id": "empty"}]))
+    command = [sys.executable, str(ROOT / "benchmarks" / "published.py"), "--json", "--data", str(path)]
+    printed = json.loads(subprocess.run(command, capture_output=True, check=True, text=True).stdout)
+    assert set(printed) == {
+        "records",
+        "predicted",
+        "skipped",
+        "median_step_time_error",
+        "p90_step_time_error",
+        "median_memory_error",
+        "spearman",
+    }
+    assert printed["records"] == 3
+    assert [item["id"] for item in printed["predicted"]] == [FEW[0]]
+    reasons = {item["id"]: item["reason"] for item in printed["skipped"]}
+    assert reasons == {"unknown": Reason.DEVICE.value, "empty": Reason.MALFORMED.value}
+
+
+def test_every_reason_is_one_of_the_fixed_set() -> None:
+    assert set(as_json([], [("x", SkippedError(Reason.PLAN, "no micro_batch"))])["skipped"][0]) == {  # type: ignore[index]
+        "id",
+        "reason",
+        "detail",
+    }
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"precision": "fp8"}, Reason.PRECISION),
+        ({"micro_batch": None}, Reason.PLAN),
+        ({"micro_batch": "many"}, Reason.MALFORMED),
+        ({"model": None}, Reason.MALFORMED),
+        ({"tier": "C"}, Reason.FORMULA),
+        ({"iter_time_s": None}, Reason.NOT_MEASURED),
+        ({"iter_time_s": float("nan")}, Reason.MALFORMED),
+        ({"parallel": {"tp": 4, "pp": 1, "cp": 1, "dp": 1}}, Reason.INCONSISTENT),
+        ({"hardware": {"count": 8}}, Reason.DEVICE),
+    ],
+)
+def test_what_cannot_be_replayed_says_why(changes: Mapping[str, object], reason: Reason) -> None:
+    record = {**records()[FEW[0]], **changes}
+    with pytest.raises(SkippedError) as caught:
+        replay(record, "changed")
+    assert caught.value.reason is reason
+
+
+def test_the_depth_of_a_trace_does_not_matter() -> None:
+    """A model traced with few layers counts the FLOPs of the whole depth, as the closed form does."""
+    sizes = Dimensions("llama", 2 * TRACED + 1, 256, 8, 2, 32, 512, 1024, 128)
+    counted, closed = multiplications(trace(LLAMA, sizes, 1, True, 0.0, False)), formula(LLAMA, sizes)
+    assert counted.products == closed.products
+    assert counted.attention == closed.attention
+    assert counted.head == closed.head
+
+
+def test_conventions_agree_with_their_published_formulas() -> None:
+    """96 B s l h^2 (1 + s / 6h + V / 16lh) and 72 B s l h^2 (1 + s / 6h + V / 12lh) FLOPs of models with MLPs of 4h."""
+    s, layers, h, vocab = 2048, 24, 2048, 51200
+    counted = formula(GPT, Dimensions("GPT", layers, h, 16, 16, 128, 4 * h, vocab, s))
+    recomputing = 96 * s * layers * h**2 * (1 + s / (6 * h) + vocab / (16 * layers * h))
+    model = 72 * s * layers * h**2 * (1 + s / (6 * h) + vocab / (12 * layers * h))
+    assert CONVENTIONS["hardware_full_recompute"].flops(counted) == pytest.approx(recomputing)
+    assert CONVENTIONS["model_noncausal"].flops(counted) == pytest.approx(model)
+    causal = CONVENTIONS["model_causal"].flops(counted)
+    assert model - causal == pytest.approx(6 * layers * h * s * s)
+
+
+def test_families_are_found_by_name_and_by_dimensions() -> None:
+    gated = Dimensions("", 2, 4096, 32, 8, 128, 14336, 32000, 2048)
+    plain = Dimensions("", 2, 4096, 32, 32, 128, 16384, 32000, 2048)
+    assert find_family(gated) is LLAMA
+    assert find_family(plain) is GPT
+    assert find_family(Dimensions("Qwen3 8B", 2, 4096, 32, 8, 128, 12288, 151936, 2048)) is QWEN3
+    assert find_family(Dimensions("GPT-X", 2, 4096, 32, 8, 128, 16384, 32000, 2048)) is None
+
+
+def test_networks_are_read_from_text() -> None:
+    assert network_bandwidth("NVLink3 + 4x100Gb OPA/node (Jean Zay)", 8) == pytest.approx(6.25e9)
+    assert network_bandwidth("NVLink4+NDR400/GPU (DGX H100)", 8) == pytest.approx(50e9)
+    assert network_bandwidth("A100 80GB with 1600 Gbps node-node interconnect (RoCE)", 8) == pytest.approx(25e9)
+    assert network_bandwidth("NVLink5", 8) is None
+
+
+def test_layers_are_laid_on_stages_as_pipelines_do() -> None:
+    assert stage_layers(12, 4) == [3, 3, 3, 3]
+    assert stage_layers(30, 8) == [3, 4, 4, 4, 4, 4, 4, 3]
+    assert sum(stage_layers(31, 4)) == 31
+
+
+def test_zero_stages_are_read_from_what_sources_write() -> None:
+    record = records()["internevo-tp2-z4-32"]
+    parallel = read_run(record, "x").parallel
+    assert (parallel.zero, parallel.shards) == (1, 4)
+    record["parallel"] = {**dict(record["parallel"]), "zero": "Megatron-FSDP over 8"}  # type: ignore[call-overload]
+    parallel = read_run(record, "x").parallel
+    assert (parallel.zero, parallel.shards) == (3, 8)
+
+
+def test_scores_of_known_lists() -> None:
+    assert ranks([3.0, 1.0, 3.0]) == [1.5, 0.0, 1.5]
+    assert spearman([1, 2, 3, 4], [10, 20, 30, 40]) == pytest.approx(1.0)
+    assert spearman([1, 2, 3, 4], [4, 3, 2, 1]) == pytest.approx(-1.0)
+    assert spearman([1, 2, 3, 4], [1, 3, 2, 4]) == pytest.approx(0.8)
+    assert percentile([0.0, 1.0, 2.0], 0.9) == pytest.approx(1.8)
+
+
+def test_calibrations_name_four_runs_at_most_that_exist() -> None:
+    known = records()
+    for device, runs in named_runs().items():
+        assert device in TRAINING
+        assert 1 <= len(runs) <= 4
+        assert all(name in known for name in runs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", sorted(TRAINING))
+def test_calibrated_figures_are_those_that_the_fit_gives(device: str) -> None:
+    """From where they are frozen, the fit moves them by less than 3%."""
+    figures = fit(named_runs()[device]).figures
+    for name, frozen in zip(FITTED, TRAINING[device], strict=True):
+        assert figures[name] == pytest.approx(frozen, rel=0.03)
+
+
+@pytest.mark.slow
+def test_all_runs_are_replayed_within_the_aims() -> None:
+    found, left = replay_all(read_records(DATA))
+    printed = as_json(found, left)
+    assert printed["records"] == 503
+    median, p90, memory = (
+        printed[name] for name in ("median_step_time_error", "p90_step_time_error", "median_memory_error")
+    )
+    assert isinstance(median, float)
+    assert isinstance(p90, float)
+    assert isinstance(memory, float)
+    assert median <= 0.10
+    assert p90 <= 0.20
+    assert memory <= 0.10
+    known = records()
+    for name, _ in left:
+        record = known[name]
+        parallel, model = dict(record["parallel"]), dict(record["model"])  # type: ignore[call-overload]
+        half = str(record["precision"]).startswith(("bf16", "fp16", "amp_bf16"))
+        plain = parallel.get("pp") in (1, None) and parallel.get("cp") in (1, None) and not model.get("moe_experts")
+        assert not (record["tier"] == "A" and half and plain), name
