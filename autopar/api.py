@@ -34,6 +34,7 @@ def plan(
     discover: bool = False,
     micro_batches: int | None = None,
     recompute: Recompute | None = None,
+    symbolic: bool = False,
 ) -> Plan:
     """Plan how `model` runs on `mesh`. Needs no process group, no GPU, and no values of parameters (`meta` will do).
 
@@ -41,8 +42,9 @@ def plan(
     number of devices `cluster` says for which.
     """
     options = Options(
-        objective, cluster, memory_limit, optimizer, precision, constraints, plan, discover, micro_batches, recompute
-    )
+        objective, cluster, memory_limit, optimizer, precision, constraints, plan, discover, micro_batches, recompute,
+        symbolic,
+    )  # fmt: skip
     return compile_model(model, make_request(model, mesh, example_inputs, options)).plan
 
 
@@ -61,6 +63,7 @@ def parallelize(
     discover: bool = False,
     micro_batches: int | None = None,
     recompute: Recompute | None = None,
+    symbolic: bool = False,
 ) -> DistributedModule:
     """A module that computes what `model` does, on all devices of `mesh`. `model` is left unchanged.
 
@@ -84,12 +87,15 @@ def parallelize(
     - `recompute`: what the backward pass computes again instead of keeping it: "none", "selective" (all but products,
       attention and what is sent) or "full", for all repeated layers, or by name of the region as the plan prints it (or
       a pattern): `{"model.layers.*": "full"}`; None lets the planner choose.
+    - `symbolic`: whether the plan gets formulas of its costs, for `plan.memory_expression()`,
+      `plan.step_time_expression()` and `plan.max_batch()`. They cost another trace of the model.
 
     Raises a subclass of `autopar.AutoparError`, on every rank alike.
     """
     options = Options(
-        objective, cluster, memory_limit, optimizer, precision, constraints, plan, discover, micro_batches, recompute
-    )
+        objective, cluster, memory_limit, optimizer, precision, constraints, plan, discover, micro_batches, recompute,
+        symbolic,
+    )  # fmt: skip
     ranks = mesh if isinstance(mesh, DeviceMesh) else world_mesh(mesh, device_type_of(model))
     if not isinstance(mesh, DeviceMesh):
         together(ranks, lambda: refuse_other_sizes(mesh, ranks))

@@ -20,6 +20,7 @@ from autopar import huggingface
 from autopar.batches import batching
 from autopar.clock import Clock
 from autopar.discover import rules_for
+from autopar.expressions import Priced, expressions
 from autopar.fingerprint import structure_fingerprint
 from autopar.placing import placed_parts
 from autopar.probing import FakeProber
@@ -49,7 +50,7 @@ from passes.ir.errors import CaptureError, InfeasibleError, PlanMismatchError
 from passes.ir.layout import Layout
 from passes.ir.leaves import Inputs, input_leaves
 from passes.ir.lowered import Group, Lowered
-from passes.ir.plan import InputPlan, ParameterPlan, Plan, PrecisionPlan, ProgramPlan
+from passes.ir.plan import Expressions, InputPlan, ParameterPlan, Plan, PrecisionPlan, ProgramPlan
 from passes.ir.program import Folded, Input, Parameter, Program, TensorType, references
 from passes.ir.regime import Regime
 from passes.lower import Casts, lower
@@ -144,10 +145,22 @@ def compile_model(model: nn.Module, request: Request, *, both_modes: bool = Fals
                 model, evaluated, demands, inference, "infer", clock, choose, None, None, groups
             )
     plan = _plan(model, fingerprint, request, program, programs)
+    if request.symbolic:
+        plan = replace(plan, expressions=clock("expressions", lambda: _expressions(model, request, program, first)))
+    elif given is not None:
+        plan = replace(plan, expressions=given.expressions)
     sources = {name: item.source for name, item in programs.items()}
     decisions = {name: item.decided for name, item in programs.items()}
     groups = first.lowered.held.groups
     return Compiled(plan, sources, stored, clock.times, torch.initial_seed(), decisions, refused, groups)
+
+
+def _expressions(model: nn.Module, request: Request, program: Program, found: Planned) -> Expressions:
+    """Formulas of the costs of the objective's program."""
+    arguments = frozenset(item.argument for item in program.inputs)
+    priced = Priced(found.folded, found.record, _master(model, request), arguments)
+    with with_rules(rules_for(program) if request.discover else {}):
+        return expressions(model, request, tracing(model, request, request.objective), priced)
 
 
 def _searched(model: nn.Module, program: Program, request: Request, clock: Clock) -> tuple[Request, Planned]:

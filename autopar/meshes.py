@@ -4,7 +4,6 @@ from collections.abc import Iterator, Sequence
 
 from passes.ir.mesh import Mesh
 
-
 # An axis is cut in at most so many ways.
 _CUTS = 4
 

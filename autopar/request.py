@@ -38,7 +38,7 @@ class Request:
     With `any_shape` the shape of the mesh is still to be found, and `mesh` says how many devices there are. `inputs`
     are by name and hold the global batch, `assumed` are those that nobody gave; `memory_limit` is in bytes per
     device. `discover` says that ops without a rule are run on shards to find one. `micro_batches` and `recompute` (by
-    pattern of regions) are None where the planner is to choose.
+    pattern of regions) are None where the planner is to choose. With `symbolic` costs are given as formulas, too.
     """
 
     mesh: Mesh
@@ -56,6 +56,7 @@ class Request:
     micro_batches: int | None = None
     recompute: Mapping[str, str] | None = None
     any_shape: bool = False
+    symbolic: bool = False
 
     @property
     def optimizer_states(self) -> int:
@@ -77,6 +78,7 @@ class Options:
     discover: bool = False
     micro_batches: int | None = None
     recompute: Recompute | None = None
+    symbolic: bool = False
 
 
 def make_request(
@@ -138,6 +140,7 @@ def make_request(
         _micro_batches(options, inputs),
         _recompute(options),
         any_shape,
+        options.symbolic,
     )
 
 

@@ -16,6 +16,7 @@ from passes.cost.price import cover, op_seconds, update_seconds
 from passes.ir.choices import Cover, Edge, Group, Memory, Node, Problem, Strategy
 from passes.ir.demands import Demand, Demands
 from passes.ir.errors import ConstraintError
+from passes.ir.figures import as_float
 from passes.ir.layout import I, Layout, Letter, R, S, Shape, digits, fits, is_dtensor, local_shape
 from passes.ir.mesh import Mesh
 from passes.ir.program import Folded, Op, Region, dependents, references
@@ -206,7 +207,7 @@ class _Builder:
         """Buffers and constants are whole on every rank."""
         layout = (R,) * len(self.setting.mesh.sizes)
         for name in sorted(self.fixed):
-            memory = (Memory(held=float(self.types[name].bytes)),)
+            memory = (Memory(held=as_float(self.types[name].bytes)),)
             self._source(name, "buffer", [layout], (0.0,), memory)
 
     def _source(
@@ -225,7 +226,7 @@ class _Builder:
         return index
 
     def _bytes(self, name: str, layout: Layout) -> float:
-        return float(
+        return as_float(
             prod(local_shape(self.types[name].shape, layout, self.setting.mesh)) * self.types[name].dtype.itemsize
         )
 
@@ -407,8 +408,8 @@ class _Builder:
             count * prod(local_shape(self.types[name].shape, layout, self.setting.mesh)) * self._stored_itemsize(name)
         )
         if not updated:
-            return Memory(held=float(size))
-        return Memory(held=float(size * (1 + self.setting.optimizer_states)), gradient=float(size))
+            return Memory(held=as_float(size))
+        return Memory(held=as_float(size * (1 + self.setting.optimizer_states)), gradient=as_float(size))
 
     # --- edges ---
 

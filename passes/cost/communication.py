@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator
 from math import ceil, log2, prod
 
 from passes.cost.cluster import Cluster, Route
+from passes.ir.figures import least
 from passes.ir.mesh import Mesh
 from passes.ir.redistribution import Step
 
@@ -36,7 +37,7 @@ _FREE: tuple[Line, ...] = ((0.0, 0.0),)
 
 def step_seconds(step: Step, itemsize: int, cluster: Cluster, mesh: Mesh) -> float:
     """Seconds that the forward of `step` takes for elements of `itemsize` bytes."""
-    return min(fixed + each * itemsize for fixed, each in step_lines(step, cluster, mesh))
+    return least(fixed + each * itemsize for fixed, each in step_lines(step, cluster, mesh))
 
 
 def step_lines(step: Step, cluster: Cluster, mesh: Mesh) -> tuple[Line, ...]:
@@ -63,7 +64,7 @@ def collective_lines(collective: str, route: Route) -> tuple[Line, ...]:
 
 def collective_seconds(collective: str, size: float, route: Route) -> float:
     """Seconds that a collective takes over `route`, where the larger of its input and output has `size` bytes."""
-    return min(fixed + each * size for fixed, each in collective_lines(collective, route))
+    return least(fixed + each * size for fixed, each in collective_lines(collective, route))
 
 
 # --- algorithms ---

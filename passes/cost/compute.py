@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 
 from passes.cost.hardware import Device
+from passes.ir.figures import largest
 
 # How wide the tiles of products are, in elements of the result's last dim: attention's are as wide as its heads.
 _TILE = 256
@@ -58,9 +59,9 @@ def compute_seconds(work: Work, device: Device) -> tuple[float, float]:
     """
     forward, backward = (work.reads + work.writes) / device.stream, work.back / device.stream
     if work.forward:
-        forward = max(forward, _multiplying(work.forward, work.elements, work, device))
+        forward = largest(forward, _multiplying(work.forward, work.elements, work, device))
         shapes = zip(work.backward, work.gradients, strict=True)
-        backward = max(
+        backward = largest(
             backward, sum(_multiplying(flops, elements, work, device) for flops, elements in shapes if flops)
         )
     before, after = work.kernels

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from math import prod
 
 from passes.ir.choices import Group, Node, Problem, Solution
+from passes.ir.figures import as_float, largest
 from passes.ir.layout import I, Layout, R, local_shape
 from passes.ir.mesh import Mesh
 from passes.ir.regime import PLAIN, Regime
@@ -89,7 +90,7 @@ class MemoryUse:
 
 def layout_bytes(group: Group, layout: Layout, mesh: Mesh) -> float:
     """Bytes of all occurrences of a group's tensor in one layout on one device."""
-    return float(prod(local_shape(group.type.shape, layout, mesh)) * group.type.dtype.itemsize * group.count)
+    return as_float(prod(local_shape(group.type.shape, layout, mesh)) * group.type.dtype.itemsize * group.count)
 
 
 def same_tensor(source: Layout, target: Layout) -> bool:
@@ -129,7 +130,7 @@ def unsharded_bytes(group: Group, layout: Layout, mesh: Mesh, regime: Regime) ->
     otherwise: the gathered parameter, its gradient that is still to be reduced."""
     size = prod(local_shape(group.type.shape, layout, mesh)) * group.count
     held = size * group.type.dtype.itemsize * regime.gather_once
-    return float(held + size * group.gradient_itemsize * (regime.reduce_once and group.gradient))
+    return as_float(held + size * group.gradient_itemsize * (regime.reduce_once and group.gradient))
 
 
 def kept_bytes(problem: Problem, solution: Solution, mesh: Mesh) -> list[float]:
@@ -181,7 +182,7 @@ def memory_use(
         times = regime.micro_batches if node.kind in ("input", "output") else 1
         held[node.kind] = held.get(node.kind, 0.0) + times * memory.held
         gradients[node.block] += memory.gradient
-        transient[node.block] = max(transient[node.block], memory.transient)
+        transient[node.block] = largest(transient[node.block], memory.transient)
     unsharded = 0.0
     for edge in problem.edges:
         before = solution.strategy(problem, edge.producer).results[edge.result]

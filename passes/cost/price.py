@@ -7,6 +7,7 @@ from passes.cost.communication import step_seconds
 from passes.cost.compute import Work, compute_seconds
 from passes.cost.fusion import Fused
 from passes.ir.choices import Cover, Strategy
+from passes.ir.figures import least
 from passes.ir.layout import Layout, R, local_shape
 from passes.ir.mesh import Mesh
 from passes.ir.program import Op, TensorType
@@ -48,13 +49,13 @@ def op_seconds(
         type.size // _ways(layout, sizes) for type, layout in zip(subject.operands, strategy.operands, strict=True)
     ]
     made = [type.size // _ways(layout, sizes) for type, layout in zip(subject.results, strategy.results, strict=True)]
-    reads = [count * type.dtype.itemsize for count, type in zip(elements, subject.operands, strict=True)]
-    writes = [count * type.dtype.itemsize for count, type in zip(made, subject.results, strict=True)]
+    reads: list[float] = [count * type.dtype.itemsize for count, type in zip(elements, subject.operands, strict=True)]
+    writes: list[float] = [count * type.dtype.itemsize for count, type in zip(made, subject.results, strict=True)]
     flowing = [slot for slot, flows in enumerate(subject.flowing_operands) if flows] if subject.flows else []
     gradients = sum(reads[slot] for slot in flowing)
     kernels = 1, len(flowing)
     if subject.op.kind in _LOOKUPS and reads:
-        reads[0] = min(reads[0], sum(writes))
+        reads[0] = least((reads[0], sum(writes)))
     if fused is not None:
         for slot in fused.operands:
             gradients -= reads[slot] if slot in flowing else 0

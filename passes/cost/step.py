@@ -10,6 +10,7 @@ computes where nothing is computed twice, so that it is no choice: a plan cannot
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
+from passes.ir.figures import largest
 from passes.ir.regime import Regime
 
 
@@ -76,7 +77,7 @@ class Seconds:
 
 def exposed(traffic: float, cover: float, count: int) -> float:
     """Seconds of `traffic` that `cover` seconds of computation, both of `count` copies, do not hide."""
-    return traffic / count + max(0.0, traffic - cover) * (count - 1) / count
+    return traffic / count + largest(0.0, traffic - cover) * (count - 1) / count
 
 
 def compose(parts: Sequence[Part], regime: Regime, inputs: float, optimizer: float) -> Seconds:
@@ -105,5 +106,5 @@ def compose(parts: Sequence[Part], regime: Regime, inputs: float, optimizer: flo
         reductions,
         inputs,
         optimizer,
-        max(0.0, traffic - gathers - reductions),
+        largest(0.0, traffic - gathers - reductions),
     )

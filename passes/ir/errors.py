@@ -17,6 +17,10 @@ class ConstraintError(AutoparError):
     """A constraint matches nothing, contradicts another one, or cannot be met."""
 
 
+class ExpressionError(AutoparError):
+    """A plan has no formulas of its costs, or none can be given."""
+
+
 class InfeasibleError(AutoparError):
     """No plan fits the memory limit; the smallest that was found lacks `missing` bytes per device."""
 

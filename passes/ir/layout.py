@@ -58,7 +58,7 @@ P = Letter("P")
 
 def S(dim: int, major: int = 1) -> Letter:  # noqa: N802
     """The letter that splits `dim` after its `major` most significant parts."""
-    return Letter("S", dim, major)
+    return Letter("S", dim, int(major))
 
 
 _GRADIENTS = {"R": P, "P": R}

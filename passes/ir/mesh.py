@@ -6,6 +6,7 @@ from itertools import product
 from math import prod
 
 from passes.ir.errors import MeshError
+from passes.ir.figures import Figure
 
 # Names that generated code has for other things.
 _TAKEN = {"F", "I", "P", "R", "S", "copy", "index", "layer", "local", "self", "torch"}
@@ -30,7 +31,7 @@ class Mesh:
                 raise MeshError(
                     f"mesh axis {name!r} must be named by an identifier that generated code does not use, such as 'dp'"
                 )
-            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            if not isinstance(size, (int, Figure)) or isinstance(size, bool) or size < 1:
                 raise MeshError(f"mesh axis {name!r} has size {size!r}: it must be a positive integer")
         if len(set(self.names)) != len(self.names):
             raise MeshError(f"mesh axes must have different names, got {', '.join(self.names)}")

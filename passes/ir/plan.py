@@ -8,10 +8,19 @@ from dataclasses import dataclass, field
 from types import UnionType
 from typing import get_args, get_origin, get_type_hints
 
-from passes.ir.errors import PlanMismatchError
+import sympy
+
+from passes.ir.errors import ExpressionError, InfeasibleError, PlanMismatchError
+from passes.ir.formulas import formula_at, read_formula
 from passes.ir.plan_text import plan_text
 
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
+
+# What formulas call the first and the second dim of inputs.
+BATCH, SEQUENCE = "batch", "sequence"
+
+# More than any memory has room for.
+_MOST_STEPS = 1 << 60
 
 # Per axis a letter of a layout, as text.
 AxisText = Mapping[str, str]
@@ -133,6 +142,19 @@ class PrecisionPlan:
 
 
 @dataclass(frozen=True)
+class Expressions:
+    """Formulas of the costs of the objective's program, as text (see `passes.ir.formulas`): bytes on one device at the
+    peak, and seconds of a step. `sizes` are the planned ones of all names that may stand in them; the batch may be
+    another by multiples of `batch_step`.
+    """
+
+    memory: str
+    step_time: str
+    sizes: Mapping[str, int]
+    batch_step: int
+
+
+@dataclass(frozen=True)
 class Plan:
     """Everything that was decided for one model, mesh and batch.
 
@@ -155,6 +177,7 @@ class Plan:
     whole_ops: tuple[str, ...]
     constraints: Mapping[str, Mapping[str, AxisText]]
     discovered: tuple[str, ...] = ()
+    expressions: Expressions | None = None
     format_version: int = FORMAT_VERSION
 
     def __str__(self) -> str:
@@ -168,6 +191,70 @@ class Plan:
         ops = sum(count for row, count in rows if row.kind == "op")
         whole = sum(count for row, count in rows if row.kind == "op" and row.how.startswith("whole"))
         return Coverage(ops, ops - whole, self.whole_ops, program.compute_share)
+
+    def memory_expression(self) -> sympy.Expr:
+        """Bytes on one device at the peak of a step, as a formula: the plan's decisions, whatever the sizes.
+
+        It counts by blocks, as the solver does. `programs[...].memory` is counted statement by statement at the planned
+        sizes; where that is more, the difference is added, so that the formula is never below it there.
+
+        Symbols are `batch` and `sequence` (the first dim of inputs; the second of those with whole numbers), the names
+        of the mesh's axes, and other dims of inputs as `<input>_<dim>`: `plan.memory_expression().subs({"batch": 64})`.
+        Sizes that are one, or whose number the model's trace needs, are no symbols. It is exact where everything that
+        is split still divides, where the model is the same program (no other window, say), and an axis that is larger
+        or smaller leaves every other decision as it is.
+
+        Raises ExpressionError for a plan without formulas.
+        """
+        return read_formula(self._formulas().memory)
+
+    def step_time_expression(self) -> sympy.Expr:
+        """Seconds of a step, as a formula in the symbols of `memory_expression`.
+
+        It is exact where that is, as long as no part of a dim becomes one element or ceases to be it: what lies in one
+        piece need not be copied to be sent. Axes are symbols only if the mesh lies in one node: how groups lie in
+        several has no formula, so for such a mesh they are numbers, the planned ones.
+
+        Raises ExpressionError for a plan without formulas.
+        """
+        return read_formula(self._formulas().step_time)
+
+    def max_batch(self) -> int:
+        """The largest global batch whose memory fits `memory_limit`, all other sizes and decisions as planned: one
+        that everything that is split along the batch still divides.
+
+        Raises ExpressionError for a plan without formulas, or where no batch is too large; InfeasibleError where
+        none fits.
+        """
+        found = self._formulas()
+        if BATCH not in found.sizes:
+            raise ExpressionError(
+                "the formulas do not depend on the batch: it is one sample, or the model is another program for others"
+            )
+        step = found.batch_step
+        least = found.sizes[BATCH] % step or step
+
+        def missing(steps: int) -> float:
+            return formula_at(found.memory, {**found.sizes, BATCH: least + steps * step}) - self.memory_limit
+
+        if missing(0) > 0:
+            raise InfeasibleError(
+                f"no batch fits: one of {least} lacks {missing(0) / 1024**3:.3g} GiB per device", missing(0)
+            )
+        fits, above = 0, 1
+        while missing(above) <= 0:
+            fits, above = above, 2 * above
+            if above > _MOST_STEPS:
+                raise ExpressionError("the memory does not grow with the batch: there is no largest one")
+        while above - fits > 1:
+            middle = (fits + above) // 2
+            fits, above = (middle, above) if missing(middle) <= 0 else (fits, middle)
+        return least + fits * step
+
+    def _formulas(self) -> Expressions:
+        if self.expressions is None:
+            raise ExpressionError("the plan has no formulas of its costs: plan with symbolic=True")
+        return self.expressions
 
     def to_json(self) -> str:
         """The plan as JSON; equal plans give equal text."""

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from passes.ir.errors import PlanMismatchError
+from passes.ir.errors import ExpressionError, InfeasibleError, PlanMismatchError
 from passes.ir.plan import (
     Block,
+    Expressions,
     InputPlan,
     ParameterPlan,
     Plan,
@@ -99,7 +100,7 @@ def test_equal_plans_give_equal_text() -> None:
         ("not json", "this is no plan: not JSON"),
         ("[]", "it has no format_version"),
         ('{"model": "x"}', "it has no format_version"),
-        ('{"format_version": 99}', "format version 99, this autopar reads 4: plan again"),
+        ('{"format_version": 99}', "format version 99, this autopar reads 5: plan again"),
     ],
 )
 def test_what_is_no_plan_is_refused(text: str, message: str) -> None:
@@ -193,3 +194,57 @@ def test_layouts_that_agree_show_one_letter() -> None:
     """One letter stands for all axes if it needs no dim."""
     assert layout_text({"dp": "I", "tp": "I"}) == "I"
     assert layout_text({"dp": "S(0)", "tp": "S(0)"}) == "dp S(0), tp S(0)"
+
+
+def with_formulas(memory: str, **sizes: int) -> Plan:
+    """The example, whose limit is 1e9 bytes, with a formula for its memory."""
+    found = Expressions(memory, "batch / 4", {"batch": 8, "dp": 2, **sizes}, 4)
+    return dataclasses.replace(example(), expressions=found)
+
+
+def test_formulas_are_kept() -> None:
+    """They are saved with the plan, and read as expressions."""
+    plan = with_formulas("Max(3*batch*sequence/dp, 100.0)", sequence=16)
+    loaded = Plan.from_json(plan.to_json())
+    assert loaded == plan
+    assert loaded.memory_expression().subs({"batch": 10, "sequence": 20, "dp": 3}) == 200
+    assert float(loaded.step_time_expression().subs({"batch": 10})) == 2.5
+
+
+@pytest.mark.parametrize(
+    ("memory", "largest"),
+    [
+        ("100000000.0*batch/dp", 20),
+        ("99999999.0*batch/dp", 20),
+        ("83333334.0*batch/dp", 20),
+        ("83333333.0*batch/dp", 24),
+        ("batch + 2", 999999996),
+        ("Max(batch**2, 10.0*batch)", 31620),
+        ("1000000000.0*batch/(4*dp) + 0*dp + 500000000", 4),
+    ],
+)
+def test_the_largest_batch(memory: str, largest: int) -> None:
+    """The largest multiple of the step that is within the limit."""
+    assert with_formulas(memory).max_batch() == largest
+
+
+def test_no_batch_fits() -> None:
+    """What the smallest lacks is said."""
+    with pytest.raises(InfeasibleError, match="one of 4 lacks") as caught:
+        with_formulas("1000000000.0*batch").max_batch()
+    assert caught.value.missing == 3e9
+
+
+def test_every_batch_fits() -> None:
+    """There is no largest batch where memory does not depend on it, or the model does not."""
+    with pytest.raises(ExpressionError, match="does not grow with the batch"):
+        with_formulas("1.0").max_batch()
+    plan = dataclasses.replace(example(), expressions=Expressions("sequence", "1", {"sequence": 4}, 1))
+    with pytest.raises(ExpressionError, match="it is one sample"):
+        plan.max_batch()
+
+
+def test_plans_without_formulas_say_how_to_get_them() -> None:
+    """They are made where asked."""
+    with pytest.raises(ExpressionError, match="symbolic=True"):
+        example().memory_expression()

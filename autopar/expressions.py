@@ -1,0 +1,282 @@
+"""Formulas for the costs of a plan: its memory and step time as functions of batch, sequence and axis sizes.
+
+The model is traced once more with symbolic sizes, and put through the passes at a few sizes. What differs between them
+are dims, which `passes.generalize` turns into figures: numbers that remember their formulas. The code that priced the
+plan then prices these, with the plan's decisions, so the formulas are those of the prices and cannot differ from them.
+"""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from fractions import Fraction
+from math import isclose, lcm
+from typing import cast
+
+import sympy
+import torch
+from torch import nn
+
+from autopar.request import Request
+from passes.candidates import Setting, candidates, letter_token
+from passes.capture import Tracing, capture_symbolic
+from passes.constrain import constrain
+from passes.cost.memory import memory_use, moments
+from passes.cost.walk import Optimizer, walk
+from passes.engines import engines
+from passes.generalize import alike, corners, generalize
+from passes.ir.choices import Problem, Solution
+from passes.ir.demands import Demands
+from passes.ir.errors import AutoparError, CaptureError, ExpressionError
+from passes.ir.figures import Figure, Number, as_float, formula, largest, size_of
+from passes.ir.formulas import write_formula
+from passes.ir.layout import Layout, Shape, digits, parse_letter
+from passes.ir.leaves import Inputs, input_leaves
+from passes.ir.mesh import Mesh
+from passes.ir.plan import BATCH, SEQUENCE, Expressions, ProgramPlan
+from passes.ir.program import Folded, Symbolic
+from passes.lower import Casts, lower
+from passes.micro_batches import batch_size, micro_batches
+from passes.normalize import normalize
+from passes.recompute import recompute
+from passes.record import find_decisions
+from passes.regions import fold
+from passes.specialize import specialize
+
+logger = logging.getLogger("autopar")
+
+# How tight plans and formulas agree: they are sums of the same figures in another order.
+_TOLERANCE = 1e-9
+
+Dim = tuple[str, int]
+
+
+@dataclass(frozen=True)
+class Priced:
+    """What was planned: the program as it was folded, its part of the plan, what parameters are stored in, and which
+    arguments of the model are inputs of the program."""
+
+    folded: Folded
+    record: ProgramPlan
+    master: torch.dtype | None
+    arguments: frozenset[str]
+
+
+def expressions(model: nn.Module, request: Request, traced: Tracing, planned: Priced) -> Expressions:
+    """Memory (bytes) and step time (seconds) of what was `planned` as formulas.
+
+    Raises ExpressionError where the model cannot be traced for several sizes, or is another program at other sizes.
+    """
+    names = _names(request.inputs, planned.arguments, request.mesh)
+    try:
+        varying = {dim for _, dims in names.values() for dim in dims}
+        symbolic = capture_symbolic(model, request.inputs, traced, varying)
+    except CaptureError as error:
+        raise ExpressionError(
+            f"costs have no formulas, as the model cannot be traced for other sizes: {error}"
+        ) from None
+    samples = _Samples(symbolic, names, request, planned)
+    sizes, points = samples.points()
+    folded = generalize([(sizes, planned.folded), *((point, samples.folded(point)) for point in points[1:])])
+    demands = constrain(folded.program, request.constraints, request.mesh)
+    pricing = _Pricing(folded, demands, request, planned)
+    mesh = _symbolic(request.mesh)
+    problem, solution = pricing.problem(mesh)
+    memory = pricing.memory(problem, solution, mesh)
+    # How groups lie in nodes has no formula.
+    together = request.mesh.size <= request.cluster.node_size
+    seconds = pricing.seconds(mesh if together else request.mesh)
+    # The plan's own figure is of every statement. What it has more at the planned sizes is no formula, but counts.
+    memory = memory + max(0.0, sum(planned.record.memory.values()) - as_float(memory))
+    _check("step time", seconds, planned.record.seconds)
+    sizes.update((name, size) for name, size in zip(request.mesh.names, request.mesh.sizes, strict=True) if size > 1)
+    step = _batch_step(folded, problem, solution, mesh, sizes)
+    return Expressions(write_formula(formula(memory)), write_formula(formula(seconds)), sizes, step)
+
+
+def _names(inputs: Inputs, arguments: frozenset[str], mesh: Mesh) -> dict[str, tuple[int, list[Dim]]]:
+    """The sizes that may vary, by name, and the dims of inputs that they are: the batch is the first dim of most
+    inputs, the sequence the second of those that hold numbers of something; others are called after their input. Only
+    `arguments` are inputs of the program, the others are constants.
+
+    Nothing is for many sizes that is shown a size of one.
+    """
+    given = [(name, leaf) for name, leaf in input_leaves(inputs) if name in arguments]
+    tensors = [(name, leaf) for name, leaf in given if isinstance(leaf, torch.Tensor)]
+    # Those of numbers first: what features are given of has the same length.
+    tensors.sort(key=lambda item: _has_features(item[1]))
+    batch = batch_size(tuple(tensor.shape) for _, tensor in tensors)
+    found: dict[str, tuple[int, list[Dim]]] = {}
+    for dim, common in ((0, BATCH), (1, SEQUENCE)):
+        for argument, tensor in tensors:
+            if tensor.dim() <= dim or tensor.shape[dim] == 1:
+                continue
+            size = tensor.shape[dim]
+            same = size == batch if common == BATCH else common not in found or found[common][0] == size
+            if dim and _has_features(tensor) and (common not in found or not same or tensor.dim() != 3):
+                continue
+            name = common if same else f"{argument}_{dim}".replace(".", "_")
+            if name in mesh.names:
+                raise ExpressionError(f"the mesh has an axis called {name!r}, as a size of the inputs: rename the axis")
+            found.setdefault(name, (size, []))[1].append((argument, dim))
+    return found
+
+
+def _has_features(tensor: torch.Tensor) -> bool:
+    return tensor.dtype.is_floating_point or tensor.dtype.is_complex
+
+
+def _symbolic(mesh: Mesh) -> Mesh:
+    """`mesh` with figures for its sizes."""
+    sizes = zip(mesh.names, mesh.sizes, strict=True)
+    return Mesh(mesh.names, tuple(size_of(size, sympy.Symbol(name)) if size > 1 else size for name, size in sizes))
+
+
+@dataclass(frozen=True)
+class _Samples:
+    """The program at other sizes, up to where it was priced."""
+
+    symbolic: Symbolic
+    names: Mapping[str, tuple[int, list[Dim]]]
+    request: Request
+    planned: Priced
+    made: dict[tuple[tuple[str, int], ...], Folded] = field(default_factory=dict)
+
+    def points(self) -> tuple[dict[str, int], list[dict[str, int]]]:
+        """The planned sizes that may be others, and at which sizes to look: first of all as planned."""
+        sizes: dict[str, int] = {}
+        others: dict[str, list[int]] = {}
+        points: list[dict[str, int]] = [{}]
+        for name, (size, _) in self.names.items():
+            more = {**others, name: self.others(name)}
+            wider = {**sizes, name: size}
+            if more[name]:
+                found = corners(wider, {own: values[0] for own, values in more.items()})
+                found.append({own: values[-1] for own, values in more.items()})
+                if all(self._works(point) for point in found[1:]):
+                    sizes, others, points = wider, more, found
+                    continue
+            logger.info("formulas do not depend on %s: at other sizes than %d the model is another program", name, size)
+        return sizes, points
+
+    def others(self, name: str) -> list[int]:
+        """Up to two sizes besides the planned one at which the program is the same."""
+        size = self.names[name][0]
+        found: list[int] = []
+        for other in (2 * size, 3 * size, 4 * size, size // 2, size // 4, size + 2, size - 2):
+            if other > 1 and other not in found and len(found) < 2 and self._works({name: other}):
+                found.append(other)
+        return found
+
+    def _works(self, sizes: Mapping[str, int]) -> bool:
+        try:
+            return alike(self.planned.folded, self.folded(sizes))
+        except AutoparError as error:
+            logger.debug("no formula from %s: %s", sizes, error)
+            return False
+
+    def folded(self, sizes: Mapping[str, int]) -> Folded:
+        """The program where some sizes are others than planned."""
+        own = tuple((name, size) for name, size in sorted(sizes.items()) if size != self.names[name][0])
+        if own not in self.made:
+            self.made[own] = self._folded(sizes)
+        return self.made[own]
+
+    def _folded(self, sizes: Mapping[str, int]) -> Folded:
+        count = self.planned.record.micro_batches
+        program = normalize(specialize(self.symbolic, self._shapes(sizes)))
+        if count > 1:
+            program = micro_batches(program, count).program
+        return fold(program, constrain(program, self.request.constraints, self.request.mesh).label)
+
+    def _shapes(self, sizes: Mapping[str, int]) -> dict[str, Shape]:
+        shapes = {
+            name: list(leaf.shape) for name, leaf in input_leaves(self.request.inputs) if isinstance(leaf, torch.Tensor)
+        }
+        for name, size in sizes.items():
+            for argument, dim in self.names[name][1]:
+                shapes[argument][dim] = size
+        return {name: tuple(shape) for name, shape in shapes.items()}
+
+
+@dataclass(frozen=True)
+class _Pricing:
+    """Prices of what was decided."""
+
+    folded: Folded
+    demands: Demands
+    request: Request
+    planned: Priced
+
+    def problem(self, mesh: Mesh) -> tuple[Problem, Solution]:
+        """The decisions, and the problem that offers little else."""
+        request, planned = self.request, self.planned
+        ops = {op.key for op in self.folded.ops}
+        (stage,) = planned.record.stages
+        offers = {
+            key: tuple(frozenset({_token(method, key in ops)}) for method in methods)
+            for key, methods in stage.decisions.items()
+        }
+        states, reduce = request.optimizer_states, request.precision.reduce
+        setting = Setting(mesh, request.cluster, states, planned.master, reduce, offers)
+        problem = candidates(self.folded, self.demands, setting)
+        solution = find_decisions(problem, planned.record)
+        if isinstance(solution, str):
+            raise ExpressionError(f"costs have no formulas: what was decided for {solution!r} depends on the sizes")
+        return problem, solution
+
+    def memory(self, problem: Problem, solution: Solution, mesh: Mesh) -> Number:
+        """Bytes at the peak, whichever moment it is."""
+        states = self.request.optimizer_states
+        return largest(
+            *(
+                memory_use(problem, solution, states, mesh, [moment]).peak
+                for moment in moments(problem.blocks, problem.counts, solution.regime)
+            )
+        )
+
+    def seconds(self, mesh: Mesh) -> Number:
+        """Seconds of a step."""
+        problem, solution = self.problem(mesh)
+        master = self.planned.master
+        lowered = lower(self.folded, problem, solution, mesh, Casts(master, self.request.precision.reduce))
+        lowered = engines(recompute(lowered, solution.regime.recompute), mesh)
+        optimizer = Optimizer(self.request.optimizer_states, master)
+        return walk(lowered, self.folded, self.request.cluster, mesh, optimizer, solution.regime).total
+
+
+def _token(method: str, op: bool) -> str:
+    """A method as offers name it."""
+    return method.partition("@")[0] if op else letter_token(parse_letter(method))
+
+
+def _check(what: str, number: Number, planned: Mapping[str, float]) -> None:
+    value, expected = float(number.value if isinstance(number, Figure) else number), sum(planned.values())
+    if not isclose(value, expected, rel_tol=_TOLERANCE):
+        raise ExpressionError(f"the {what} of the plan is {expected}, but its formula gives {value}: report this")
+
+
+def _batch_step(folded: Folded, problem: Problem, solution: Solution, mesh: Mesh, sizes: Mapping[str, int]) -> int:
+    """How much the batch may grow at a time, so that all that was split still divides."""
+    ops = {op.key: op for op in folded.ops}
+    batch = sympy.Symbol(BATCH)
+    others = {sympy.Symbol(name): sympy.Integer(size) for name, size in sizes.items() if name != BATCH}
+    step = 1
+    for index, node in enumerate(problem.nodes):
+        strategy = solution.strategy(problem, index)
+        if node.kind == "op":
+            names = (*ops[node.key].operands, *ops[node.key].results)
+        else:
+            names = (node.name,) * (len(strategy.operands) + len(strategy.results))
+        for name, layout in zip(names, (*strategy.operands, *strategy.results), strict=True):
+            for dim, size in enumerate(cast(tuple[object, ...], folded.types[name].shape)):
+                if isinstance(size, Figure):
+                    rate = sympy.expand(size.expression.xreplace(others)).coeff(batch)
+                    parts = _parts(layout, dim, mesh)
+                    step = lcm(step, Fraction(int(rate.p), int(rate.q) * parts).denominator)
+    return step
+
+
+def _parts(layout: Layout, dim: int, mesh: Mesh) -> int:
+    """What the size of a dim must divide by."""
+    taken = digits(layout, dim, mesh)
+    return int(taken[-1][0]) * int(taken[-1][1]) if taken else 1

@@ -1,0 +1,187 @@
+"""Figures: numbers that remember what they were made from.
+
+A size of an input or a mesh axis that is a `Figure` behaves like its number, and what is computed from it is a figure
+again: a number and the formula for it. So the code that makes prices makes their formulas too. Two things cannot be
+seen from outside of Python's own functions, which is why code that is to give formulas writes `largest` and `least`
+for `max` and `min`, and `as_float` for `float`.
+
+Comparisons look at the numbers alone. A formula holds wherever they would come out the same.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
+from typing import cast
+
+import sympy
+
+Number = int | float
+
+
+class Figure:
+    """A number and its formula. Its sizes are positive."""
+
+    __slots__ = ("expression", "value")
+
+    def __init__(self, value: Number, expression: sympy.Expr) -> None:
+        self.value = value
+        self.expression = expression
+
+    def __add__(self, other: object) -> "Figure":
+        return Figure(self.value + _value(other), self.expression + _expression(other))
+
+    __radd__ = __add__
+
+    def __sub__(self, other: object) -> "Figure":
+        return Figure(self.value - _value(other), self.expression - _expression(other))
+
+    def __rsub__(self, other: object) -> "Figure":
+        return Figure(_value(other) - self.value, _expression(other) - self.expression)
+
+    def __mul__(self, other: object) -> "Figure":
+        return Figure(self.value * _value(other), self.expression * _expression(other))
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, other: object) -> "Figure":
+        return Figure(self.value / _value(other), self.expression / _expression(other))
+
+    def __rtruediv__(self, other: object) -> "Figure":
+        return Figure(_value(other) / self.value, _expression(other) / self.expression)
+
+    def __floordiv__(self, other: object) -> "Figure":
+        return _quotient(self, other)
+
+    def __rfloordiv__(self, other: object) -> "Figure":
+        return _quotient(other, self)
+
+    def __mod__(self, other: object) -> Number:
+        return self.value % _value(other)
+
+    def __rmod__(self, other: object) -> Number:
+        return _value(other) % self.value
+
+    def __pow__(self, power: int) -> "Figure":
+        return Figure(self.value**power, self.expression**power)
+
+    def __neg__(self) -> "Figure":
+        return Figure(-self.value, -self.expression)
+
+    def __eq__(self, other: object) -> bool:
+        return self.value == (other.value if isinstance(other, Figure) else other)
+
+    def __lt__(self, other: object) -> bool:
+        return self.value < _value(other)
+
+    def __le__(self, other: object) -> bool:
+        return self.value <= _value(other)
+
+    def __gt__(self, other: object) -> bool:
+        return self.value > _value(other)
+
+    def __ge__(self, other: object) -> bool:
+        return self.value >= _value(other)
+
+    def __hash__(self) -> int:
+        # Not that of the number: what a cache has for numbers is none of a figure's.
+        return hash((self.value, self.expression))
+
+    def __bool__(self) -> bool:
+        return bool(self.value)
+
+    def __int__(self) -> int:
+        return int(self.value)
+
+    def __index__(self) -> int:
+        return int(self.value)
+
+    def __str__(self) -> str:
+        return str(self.value)
+
+    def __repr__(self) -> str:
+        return f"Figure({self.value}, {self.expression})"
+
+
+def size_of(number: int, expression: sympy.Expr) -> int:
+    """A size that remembers its formula, where code wants a whole number."""
+    return cast(int, Figure(number, expression))
+
+
+def formula(number: Number) -> sympy.Expr:
+    """The formula of a figure; of a plain number the number."""
+    return _expression(number)
+
+
+def largest(*numbers: Number) -> Number:
+    """`max`, whose formula is a maximum."""
+    return _extreme(numbers, max(numbers), sympy.Max, 1)
+
+
+def least(numbers: Iterable[Number]) -> Number:
+    """`min`, whose formula is a minimum."""
+    given = tuple(numbers)
+    return _extreme(given, min(given), sympy.Min, -1)
+
+
+def as_float(number: Number) -> float:
+    """`float`, but a figure stays one."""
+    return number if isinstance(number, Figure) else float(number)
+
+
+def _extreme(numbers: Sequence[Number], found: Number, written: type[sympy.Max] | type[sympy.Min], sign: int) -> Number:
+    if not any(isinstance(number, Figure) for number in numbers):
+        return found
+    kept: list[sympy.Expr] = []
+    for expression in _flat(map(_expression, numbers), written):
+        if any(_is_above(other, expression, sign) for other in kept):
+            continue
+        kept = [other for other in kept if not _is_above(expression, other, sign)]
+        kept.append(expression)
+    # Left as it is: sympy would compare all that stands in it.
+    expression = kept[0] if len(kept) == 1 else written(*kept, evaluate=False)
+    return cast(float, Figure(_value(found), expression))
+
+
+def _flat(expressions: Iterable[sympy.Expr], written: type[sympy.Expr]) -> list[sympy.Expr]:
+    """Different expressions, with what maxima of maxima are of."""
+    found = [item for one in expressions for item in (one.args if isinstance(one, written) else (one,))]
+    return list(dict.fromkeys(found))
+
+
+def _is_above(one: sympy.Expr, other: sympy.Expr, sign: int) -> bool:
+    """Whether one formula is never below the other (with a sign of -1: never above), for all sizes above zero: where
+    both are sums of products of sizes."""
+    more, less = (_terms(one), _terms(other)) if sign > 0 else (_terms(other), _terms(one))
+    if more is None or less is None:
+        return False
+    return all(more.get(term, 0) - less.get(term, 0) >= 0 for term in {*more, *less})
+
+
+@lru_cache(maxsize=4096)
+def _terms(expression: sympy.Expr) -> Mapping[sympy.Expr, float] | None:
+    """Factors by product of powers of sizes; None for what is no sum of these."""
+    terms = sympy.expand(expression).as_coefficients_dict()
+    if any(not base.is_Symbol for term in terms for base in _bases(term)):
+        return None
+    return {term: float(factor) for term, factor in terms.items()}
+
+
+def _bases(term: sympy.Expr) -> list[sympy.Expr]:
+    factors = () if term == 1 else sympy.Mul.make_args(term)
+    return [factor.as_base_exp()[0] for factor in factors]
+
+
+def _quotient(one: object, other: object) -> Figure:
+    """Parts of what is split: where it divides the formula is that of the exact quotient."""
+    above, below = _value(one), _value(other)
+    exact = _expression(one) / _expression(other)
+    return Figure(above // below, exact if above % below == 0 else sympy.floor(exact))
+
+
+def _value(number: object) -> Number:
+    return number.value if isinstance(number, Figure) else cast(Number, number)
+
+
+def _expression(number: object) -> sympy.Expr:
+    if isinstance(number, Figure):
+        return number.expression
+    return sympy.sympify(int(number) if isinstance(number, bool) else number)

@@ -1,0 +1,211 @@
+"""Formulas of costs against plans: the plan's own figures, and those of planning at other sizes with its decisions."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch import nn
+
+import autopar
+from autopar import ExpressionError, Plan
+from autopar.build import Compiled, compile_model, planned, solve_held, tracing
+from autopar.clock import Clock
+from autopar.request import Options, make_request
+from passes.capture import capture
+from passes.constrain import constrain, stored_as
+from passes.ir.choices import Problem, Solution
+from passes.ir.formulas import formula_at
+from passes.ir.program import Folded
+from passes.ir.regime import Regime
+from passes.micro_batches import micro_batches
+from passes.normalize import normalize
+from passes.record import find_again, find_decisions
+from passes.solve import Limits
+from tests.autopar.recipes import MEGATRON
+from tests.models import gpt2, llama
+
+EXACT = 1e-9
+SIZES = (8, 16)
+MESH = {"dp": 2, "tp": 2}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, its mesh and how it is planned."""
+
+    model: Callable[[], nn.Module]
+    mesh: Mapping[str, int]
+    options: Options
+
+
+CASES = {
+    "megatron": Case(llama, MESH, Options(cluster="h100", constraints=MEGATRON, symbolic=True)),
+    "free": Case(gpt2, MESH, Options(cluster="ideal", symbolic=True)),
+    "again": Case(llama, MESH, Options(cluster="ideal", micro_batches=2, recompute="full", symbolic=True)),
+    "selective": Case(gpt2, {"dp": 4}, Options(cluster="a100", recompute="selective", symbolic=True)),
+    "inference": Case(llama, MESH, Options(cluster="ideal", objective="infer", symbolic=True)),
+    "two nodes": Case(llama, {"dp": 4, "tp": 4}, Options(cluster="h100", constraints=MEGATRON, symbolic=True)),
+}
+SLOW = ("free", "again", "selective", "inference", "two nodes")
+EVERY = ["megatron", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
+
+
+def batch_of(case: Case, batch: int, sequence: int) -> dict[str, object]:
+    """Token ids, and labels to train on."""
+    ids = torch.empty(batch, sequence, dtype=torch.long, device="meta")
+    return {"input_ids": ids, "labels": ids} if case.options.objective == "train" else {"input_ids": ids}
+
+
+@pytest.fixture(scope="module")
+def compiled() -> Callable[[str], Compiled]:
+    """What a case is compiled to; once."""
+    done: dict[str, Compiled] = {}
+
+    def get(name: str) -> Compiled:
+        if name not in done:
+            case = CASES[name]
+            model = case.model()
+            done[name] = compile_model(model, make_request(model, case.mesh, batch_of(case, *SIZES), case.options))
+        return done[name]
+
+    return get
+
+
+def costs(plan: Plan) -> tuple[float, float]:
+    """Bytes and seconds that a plan predicts."""
+    program = plan.programs[plan.objective]
+    return sum(program.memory.values()), sum(program.seconds.values())
+
+
+def formulas(plan: Plan, **sizes: int) -> tuple[float, float]:
+    """Bytes and seconds by the formulas, at the planned sizes but for some."""
+    found = plan.expressions
+    assert found is not None
+    assert set(sizes) <= set(found.sizes)
+    at = {**found.sizes, **sizes}
+    return formula_at(found.memory, at), formula_at(found.step_time, at)
+
+
+def planned_at(case: Case, done: Compiled, batch: int, sequence: int, mesh: Mapping[str, int]) -> tuple[float, float]:
+    """Bytes and seconds of planning at other sizes with the same decisions: held as calls of other sizes hold them, or
+    on another mesh taken by their names."""
+    model = case.model()
+    request = make_request(model, mesh, batch_of(case, batch, sequence), replace(case.options, constraints=None))
+    name = case.options.objective
+    program = normalize(capture(model, request.inputs, tracing(model, request, name)))
+    before = done.plan.programs[name]
+    (stage,) = before.stages
+    micro = micro_batches(program, before.micro_batches) if before.micro_batches > 1 else None
+    runs = program if micro is None else micro.program
+    regime = Regime(before.micro_batches, stage.recompute, before.gather_once, before.reduce_once)
+    limits = Limits(float("inf"), request.optimizer_states)
+
+    def hold(folded: Folded, problem: Problem) -> Solution:
+        solution = solve_held(folded, problem, done.decided[name], request, limits)
+        return replace(solution, again=find_again(problem, solution.picks, stage.again), regime=regime)
+
+    def by_name(folded: Folded, problem: Problem) -> Solution:
+        solution = find_decisions(problem, before)
+        assert isinstance(solution, Solution), solution
+        return solution
+
+    same = mesh == case.mesh
+    demands = stored_as(runs, done.stored) if same else constrain(runs, {}, request.mesh)
+    found = planned(model, runs, demands, request, name, Clock(), hold if same else by_name, micro)
+    return sum(found.record.memory.values()), sum(found.record.seconds.values())
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_formulas_give_the_plan(compiled: Callable[[str], Compiled], name: str) -> None:
+    """At the planned sizes they are the plan's figures, also as expressions of sympy, and after saving."""
+    plan = Plan.from_json(compiled(name).plan.to_json())
+    assert plan == compiled(name).plan
+    assert formulas(plan) == pytest.approx(costs(plan), rel=EXACT)
+    assert plan.expressions is not None
+    for expression, figure in zip((plan.memory_expression(), plan.step_time_expression()), costs(plan), strict=True):
+        assert {str(symbol) for symbol in expression.free_symbols} <= set(plan.expressions.sizes)
+        assert float(expression.subs(dict(plan.expressions.sizes))) == pytest.approx(figure, rel=EXACT)
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_formulas_give_other_batches_and_sequences(compiled: Callable[[str], Compiled], name: str) -> None:
+    """At sizes that all splits divide they are what planning there with the same decisions predicts."""
+    case, done = CASES[name], compiled(name)
+    assert done.plan.expressions is not None
+    step = done.plan.expressions.batch_step
+    for batch, sequence in ((3 * step, 16), (8, 32), (16 * step, 24), (512 * step, 32))[: 4 if name in SLOW else 3]:
+        expected = planned_at(case, done, batch, sequence, case.mesh)
+        assert formulas(done.plan, batch=batch, sequence=sequence) == pytest.approx(expected, rel=EXACT), (
+            batch,
+            sequence,
+        )
+        assert expected != costs(done.plan)
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    [
+        ("megatron", {"dp": 4, "tp": 2}),
+        pytest.param("selective", {"dp": 2}, marks=pytest.mark.slow),
+        pytest.param("selective", {"dp": 8}, marks=pytest.mark.slow),
+    ],
+)
+def test_formulas_give_other_axis_sizes(
+    compiled: Callable[[str], Compiled], name: str, mesh: Mapping[str, int]
+) -> None:
+    """On axes of other sizes they are what planning there with the same methods predicts."""
+    case, done = CASES[name], compiled(name)
+    expected = planned_at(case, done, *SIZES, mesh)
+    assert expected != costs(done.plan)
+    assert formulas(done.plan, **mesh) == pytest.approx(expected, rel=EXACT)
+
+
+@pytest.mark.slow
+def test_axes_across_nodes_are_numbers_in_seconds(compiled: Callable[[str], Compiled]) -> None:
+    """How groups lie in nodes has no formula; memory does not depend on it."""
+    plan = compiled("two nodes").plan
+    names = {str(symbol) for symbol in plan.step_time_expression().free_symbols}
+    assert names == {"batch", "sequence"}
+    assert {"dp", "tp"} <= {str(symbol) for symbol in plan.memory_expression().free_symbols}
+
+
+@pytest.mark.parametrize("name", ["megatron", pytest.param("again", marks=pytest.mark.slow)])
+def test_the_largest_batch_fits_and_the_next_does_not(compiled: Callable[[str], Compiled], name: str) -> None:
+    """Planned at that batch with the same decisions the memory is within the limit, at the next one above it."""
+    case, done = CASES[name], compiled(name)
+    needed, _ = costs(done.plan)
+    plan = replace(done.plan, memory_limit=6.5 * needed)
+    assert plan.expressions is not None
+    largest, step = plan.max_batch(), plan.expressions.batch_step
+    assert largest % step == 0
+    assert largest > SIZES[0]
+    assert planned_at(case, done, largest, SIZES[1], case.mesh)[0] <= plan.memory_limit
+    assert planned_at(case, done, largest + step, SIZES[1], case.mesh)[0] > plan.memory_limit
+
+
+def test_formulas_are_made_where_asked() -> None:
+    """Other plans say how to get them."""
+    plan = autopar.plan(nn.Linear(4, 4), {"dp": 2}, {"input": torch.empty(4, 4)}, cluster="cpu")
+    for ask in (plan.memory_expression, plan.step_time_expression, plan.max_batch):
+        with pytest.raises(ExpressionError, match="plan with symbolic=True"):
+            ask()
+
+
+def test_other_inputs_have_sizes_of_their_own() -> None:
+    """A first dim that is not the batch is called after its input; one sample is no size that may vary."""
+
+    class Pair(nn.Module):
+        def forward(self, x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+            return (x @ y).sum() + z.sum()
+
+    inputs = {"x": torch.empty(6, 8), "z": torch.empty(6, 2), "y": torch.empty(8, 6)}
+    plan = autopar.plan(Pair(), {"dp": 2}, inputs, cluster="ideal", objective="infer", symbolic=True)
+    assert plan.expressions is not None
+    assert plan.expressions.sizes == {"batch": 6, "dp": 2}
+
+
+def test_axes_are_not_called_like_sizes() -> None:
+    """An axis called batch could not be told from the batch."""
+    with pytest.raises(ExpressionError, match="an axis called 'batch'"):
+        autopar.plan(nn.Linear(4, 4), {"batch": 2}, {"input": torch.empty(4, 4)}, cluster="cpu", symbolic=True)
