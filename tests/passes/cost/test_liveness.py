@@ -132,6 +132,23 @@ def test_a_split_batch_takes_its_part() -> None:
     assert parts.memory["inputs"] == whole.memory["inputs"] * 1.5
 
 
+def test_a_weight_on_a_data_axis() -> None:
+    """Half of a weight of 512 bytes on each of two devices, one row of 32 bytes on each.
+
+    Without a backward pass what was received (512), the weight (512) and the sum that is added up (4) stay to the end.
+    In training most is there when the gradient (512) is copied into what is sent (512) and what comes back (256) is
+    there; the weight is gone.
+    """
+    split = {"@linear": {"out": {"dp": "S(0)"}}, "weight": {"stored": {"dp": "S(0)"}}}
+    train = planned(Linear(), torch.zeros(2, 8), {"dp": 2}, constraints=split)
+    assert train.peak_moment == "reduction of gradients of weight"
+    assert train.memory["parameters"] == 256
+    assert train.memory["gradients"] == 512 + 256
+    assert train.memory["communication buffers"] == 512
+    infer = planned(Linear(), torch.zeros(2, 8), {"dp": 2}, constraints=split, objective="infer")
+    assert infer.memory["communication buffers"] == 512 + 512 + 4
+
+
 def test_depth_adds_the_same_each_time() -> None:
     """Every further layer takes its weight, what it keeps, and at most its gradient."""
     sizes = {count: sum(planned(Layers(count), torch.zeros(32, 8)).memory.values()) for count in (3, 4, 5, 6, 7, 8, 20)}
