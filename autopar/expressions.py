@@ -27,7 +27,7 @@ from passes.generalize import alike, corners, generalize
 from passes.ir.choices import Problem, Solution
 from passes.ir.demands import Demands
 from passes.ir.errors import AutoparError, CaptureError, ExpressionError
-from passes.ir.figures import Figure, Number, as_float, formula, largest, size_of
+from passes.ir.figures import Figure, Number, formula, largest, size_of
 from passes.ir.formulas import write_formula
 from passes.ir.layout import Layout, Shape, digits, parse_letter
 from passes.ir.leaves import Inputs, input_leaves
@@ -85,8 +85,6 @@ def expressions(model: nn.Module, request: Request, traced: Tracing, planned: Pr
     # How groups lie in nodes has no formula.
     together = request.mesh.size <= request.cluster.node_size
     seconds = pricing.seconds(mesh if together else request.mesh)
-    # The plan's own figure is of every statement. What it has more at the planned sizes is no formula, but counts.
-    memory = memory + max(0.0, sum(planned.record.memory.values()) - as_float(memory))
     _check("step time", seconds, planned.record.seconds)
     sizes.update((name, size) for name, size in zip(request.mesh.names, request.mesh.sizes, strict=True) if size > 1)
     step = _batch_step(folded, problem, solution, mesh, sizes)

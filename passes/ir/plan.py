@@ -195,8 +195,8 @@ class Plan:
     def memory_expression(self) -> sympy.Expr:
         """Bytes on one device at the peak of a step, as a formula: the plan's decisions, whatever the sizes.
 
-        It counts by blocks, as the solver does. `programs[...].memory` is counted statement by statement at the planned
-        sizes; where that is more, the difference is added, so that the formula is never below it there.
+        It counts by blocks, as the solver does. `programs[...].memory` is counted statement by statement, which has no
+        formula: the two are near each other, not equal.
 
         Symbols are `batch` and `sequence` (the first dim of inputs; the second of those with whole numbers), the names
         of the mesh's axes, and other dims of inputs as `<input>_<dim>`: `plan.memory_expression().subs({"batch": 64})`.
