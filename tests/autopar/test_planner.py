@@ -57,7 +57,7 @@ def batch_of(batch: int, sequence: int = 8192, *, labels: bool = True) -> dict[s
 
 def program_of(plan: Plan) -> ProgramPlan:
     """The program of a plan that has one."""
-    (program,) = plan.programs.values()
+    program = plan.programs[plan.objective]
     return program
 
 
