@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from passes.ir.mesh import Mesh
 
 # An axis is cut in at most so many ways.
-_CUTS = 4
+_CUTS = 3
 
 
 def shapes(devices: int, node_size: int) -> list[Mesh]:

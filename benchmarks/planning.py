@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PretrainedConfig, Qwen3Config
 
 from autopar import huggingface
 from autopar.build import compile_model
@@ -117,9 +117,79 @@ def passes(found: Measured) -> None:
     row("runs", str(found.runs))
 
 
+@dataclass(frozen=True)
+class Case:
+    """A model of stock sizes, on how many devices or which mesh, and the seconds that planning it may take."""
+
+    name: str
+    config: PretrainedConfig
+    mesh: Mapping[str, int] | int
+    batch: int
+    at_most: float
+
+
+def llama_config(hidden: int, inner: int, layers: int, heads: int) -> LlamaConfig:
+    """A llama 3 with these sizes."""
+    return LlamaConfig(
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=8,
+        vocab_size=128256,
+        max_position_embeddings=SEQUENCE,
+    )
+
+
+QWEN = Qwen3Config(
+    hidden_size=4096,
+    intermediate_size=12288,
+    num_hidden_layers=36,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    head_dim=128,
+    vocab_size=151936,
+    max_position_embeddings=SEQUENCE,
+)
+CASES = (
+    Case("Llama 8B, mesh given", llama_config(4096, 14336, 32, 32), MESH, 64, 8.0),
+    Case("Qwen3 8B, mesh given", QWEN, MESH, 64, 8.0),
+    Case("Llama 70B, mesh searched", llama_config(8192, 28672, 80, 64), 512, 512, 25.0),
+    Case("Llama 405B, mesh searched", llama_config(16384, 53248, 126, 128), 16384, 2048, 45.0),
+)
+
+
+def whole_planning(case: Case) -> None:
+    """Plan from the model to the source, and print how long that takes."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(case.config).to(torch.bfloat16)
+    ids = torch.empty(case.batch, SEQUENCE, dtype=torch.long, device="meta")
+    gc.collect()
+    start = time.perf_counter()
+    compiled = compile_model(
+        model, make_request(model, case.mesh, {"input_ids": ids, "labels": ids}, Options(cluster="h100"))
+    )
+    total = time.perf_counter() - start
+    program = compiled.plan.programs["train"]
+    mesh = " x ".join(str(size) for size in compiled.plan.mesh.values())
+    row(f"{case.name}: {mesh}, batch {case.batch}", seconds(total), f"<= {case.at_most:g} s")
+    row("  of that tracing", seconds(compiled.times["capture"]))
+    row("  of that solver", seconds(compiled.times["solve"]))
+    row("  gap that the solver left", f"{program.gap:.1e}", "<= 1e-6")
+    again = ", ".join(program.stages[0].recompute.values()) or "none"
+    row(
+        f"  predicted step; {program.micro_batches} micro-batches, recompute {again}",
+        seconds(sum(program.seconds.values())),
+    )
+
+
 def main() -> None:
     """Measure and print everything."""
     logging.getLogger("autopar").setLevel(logging.ERROR)
+    section(f"Planning, all included, sequence {SEQUENCE}, H100")
+    for case in CASES:
+        whole_planning(case)
+
     mesh = " x ".join(f"{name} {size}" for name, size in MESH.items())
     plenty = 1e12
     for batch, limit, name in ((8, None, "of an H100"), (64, plenty, "without limit")):

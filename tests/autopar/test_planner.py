@@ -56,9 +56,8 @@ def batch_of(batch: int, sequence: int = 8192, *, labels: bool = True) -> dict[s
 
 
 def program_of(plan: Plan) -> ProgramPlan:
-    """The program of a plan that has one."""
-    program = plan.programs[plan.objective]
-    return program
+    """The program of the plan's objective."""
+    return plan.programs[plan.objective]
 
 
 def seconds(plan: Plan) -> float:
