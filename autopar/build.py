@@ -35,7 +35,7 @@ from autopar.runtime import (
 )
 from autopar.runtime.engine import Engine
 from autopar.runtime.inputs import constant_text
-from autopar.search import Part, Search
+from autopar.search import Search
 from passes.candidates import Setting, candidates
 from passes.capture import CPU, Tracing, capture
 from passes.constrain import constrain, stored_as
@@ -166,22 +166,22 @@ def _expressions(model: nn.Module, request: Request, program: Program, found: Pl
 def _searched(model: nn.Module, program: Program, request: Request, clock: Clock) -> tuple[Request, Planned]:
     """The best plan, and the request with the mesh that it is for.
 
-    The search counts memory by blocks; what a plan takes statement by statement may be more. Then the search begins
-    again with as much less memory, so that no limit is ever exceeded.
+    The search counts memory by blocks; what a plan takes statement by statement may be more. Then its layouts are
+    chosen again with as much less memory, so that no limit is ever exceeded.
     """
-    limit, parts = request.memory_limit, dict[int, Part]()
+    with with_rules(clock("discover", lambda: rules_for(program)) if request.discover else {}):
+        search = Search(program, request, _master(model, request), clock)
+        tried, solution = search.best()
+    found, bound, limit = replace(request, mesh=tried.mesh), solution.bound, request.memory_limit
     for _ in range(_TRIES):
-        with with_rules(clock("discover", lambda: rules_for(program)) if request.discover else {}):
-            search = Search(program, replace(request, memory_limit=limit), _master(model, request), clock, parts=parts)
-            tried, solution = search.best()
-        found = replace(request, mesh=tried.mesh)
-        part, name, choose = tried.part, request.objective, partial(_already, solution)
+        part, name, choose = tried.part, request.objective, partial(_already, replace(solution, bound=bound))
         ready = (part.folded, tried.problem)
         result = planned(model, part.program, tried.demands, found, name, clock, choose, part.micro, ready)
         over = sum(result.record.memory.values()) - request.memory_limit
         if over <= 0:
             return found, replace(result, record=replace(result.record, whole_batch=search.refused))
         limit -= over
+        tried, solution = clock("solve", partial(search.within, tried, limit))
     raise InfeasibleError(
         f"no plan was found that fits the memory limit of {request.memory_limit / GIB:.3g} GiB per device: "
         f"{over / GIB:.3g} GiB are missing in the last of {_TRIES}; raise the limit",

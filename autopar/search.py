@@ -42,7 +42,8 @@ _AXES = 4
 # How many times as many devices are tried when no plan fits.
 _MORE = (2, 4, 8, 16, 32, 64)
 # Gaps are closed for so many seconds in all, and each for at least so many.
-PATIENCE = 20.0
+PATIENCE = 10.0
+_AGAIN = 5.0
 _LEAST = 2.0
 
 
@@ -206,6 +207,23 @@ class Search:
             return None
         tried, solution = self.found
         return tried, replace(solution, bound=min(bound, solution.seconds))
+
+    def within(self, tried: Tried, memory: float) -> tuple[Tried, Solution]:
+        """The best choice that fits `memory` bytes on the same mesh in the same regime, or, where none does, in any
+        regime.
+
+        Raises InfeasibleError where none fits.
+        """
+        limits = Limits(memory, self.request.optimizer_states)
+        solver = Solver(tried.problem, self.request.cluster, tried.mesh, limits, tried.solver.regime)
+        try:
+            solver.estimate()
+            if solver.best is None:
+                solver.close(patience=_AGAIN)
+        except InfeasibleError:
+            request = replace(self.request, memory_limit=memory, mesh=tried.mesh, any_shape=False)
+            return replace(self, request=request, errors=[], tried=[], found=None).best()
+        return replace(tried, solver=solver), solver.solution()
 
     # --- regimes ---
 
