@@ -224,22 +224,11 @@ def test_recipes_are_what_they_are_called(plans: dict[str, Plan]) -> None:
 
 def test_against_ddp_gradients_cost_less(plans: dict[str, Plan]) -> None:
     """DDP all-reduces whole gradients on both axes, which is twice a reduce-scatter, and updates every parameter on
-    every device: backward communication and the optimizer are where it loses."""
+    every device: reductions that nothing hides and the optimizer are where it loses."""
     free, ddp = program_of(plans["free"]).seconds, program_of(plans["DDP"]).seconds
-    assert ddp["backward communication"] > 3 * free["backward communication"]
-    assert ddp["optimizer"] > 30 * free["optimizer"], "of 64 times as many parameters"
+    assert ddp["exposed reductions"] > free["exposed reductions"]
+    assert ddp["optimizer"] > 10 * free["optimizer"], "most are in 64 parts; those whose gathers would show are whole"
     assert not [row for row in rows(plans["DDP"], "change", ".weight") if "all_gather" in row.how]
-
-
-def test_against_fsdp_weights_of_the_ffn_are_not_gathered_on_tp(plans: dict[str, Plan]) -> None:
-    """A device has 2,048 tokens: gathering these costs less than gathering the weights of the ffn, so the free plan
-    splits features on tp there, and gathers their weights over dp only. All it saves is communication."""
-    for name in ("gate_proj", "up_proj", "down_proj"):
-        (ours,) = rows(plans["free"], "change", f".mlp.{name}.weight")
-        (theirs,) = rows(plans["FSDP"], "change", f".mlp.{name}.weight")
-        assert ours.how == "all_gather dp"
-        assert theirs.how == "all_gather dp, all_gather tp"
-    assert communication(plans["free"]) < 0.8 * communication(plans["FSDP"])
 
 
 def test_against_megatron_attention_moves_no_activations(plans: dict[str, Plan]) -> None:

@@ -1,5 +1,7 @@
 """Micro-batches at run time: parts of a rank's part, and what comes together of them."""
 
+import contextlib
+
 import pytest
 import torch
 from torch import Tensor
@@ -25,6 +27,18 @@ def test_each_group_gives_to_all_parts() -> None:
     assert second.tolist() == [2, 3, 6, 7]
 
 
+class Still:
+    """Nothing travels."""
+
+    def holding_gradients(self) -> contextlib.AbstractContextManager[None]:
+        """Nothing to hold."""
+        return contextlib.nullcontext()
+
+    def keeping_parameters(self) -> contextlib.AbstractContextManager[None]:
+        """Nothing to keep."""
+        return contextlib.nullcontext()
+
+
 def test_totals_come_first_and_gradients_add_up() -> None:
     """The mean of those that count, two at a time."""
     weight = torch.tensor(2.0, requires_grad=True)
@@ -42,7 +56,7 @@ def test_totals_come_first_and_gradients_add_up() -> None:
         return [scaled.where(counted, 0.0).sum() / number, scaled, "a name", number]
 
     batching = MicroBatching(2, (Cut(0, 1, 1), Cut(0, 1, 1)), ("P", Cut(0, 1, 1), "R", "R"), 0, None, ((1, ()),))
-    loss, scaled, name, number = forward_backward(batching, [values, counts], (), total, program)
+    loss, scaled, name, number = forward_backward(batching, [values, counts], (), total, program, Still())
     assert calls == ["total", "total", "program", "program"]
     torch.testing.assert_close(loss, torch.tensor(16.0 / 3))
     torch.testing.assert_close(weight.grad, torch.tensor(8.0 / 3))
