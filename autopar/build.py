@@ -41,6 +41,7 @@ from passes.capture import CPU, Tracing, capture
 from passes.constrain import constrain, stored_as
 from passes.cost.cluster import GIB, Cluster
 from passes.cost.liveness import MACHINES, Batches, Machine, MemoryPeak, Stored, peak_memory
+from passes.cost.memory import unsharded
 from passes.cost.walk import Optimizer, seconds_on_one, walk
 from passes.emit import Naming, emit, variables
 from passes.engines import engines
@@ -52,11 +53,11 @@ from passes.ir.leaves import Inputs, input_leaves
 from passes.ir.lowered import Group, Lowered
 from passes.ir.plan import Expressions, InputPlan, ParameterPlan, Plan, PrecisionPlan, ProgramPlan
 from passes.ir.program import Folded, Input, Parameter, Program, TensorType, references
-from passes.ir.regime import Regime
+from passes.ir.regime import PLAIN, Regime
 from passes.lower import Casts, lower
 from passes.micro_batches import MicroBatches, micro_batches
 from passes.normalize import normalize
-from passes.recompute import levels, recompute
+from passes.recompute import recompute
 from passes.record import discovered_ops, find_decisions, idle_axes, layout_texts, record, whole_ops
 from passes.regions import fold
 from passes.rules import with_rules
@@ -140,9 +141,8 @@ def compile_model(model: nn.Module, request: Request, *, both_modes: bool = Fals
             evaluated = frozen(evaluated)
             inference, choose = replace(request, objective="infer", recompute=None), _chooser(request, "infer")
             demands = stored_as(evaluated, stored)
-            groups = first.lowered.held.groups
             programs["infer"] = planned(
-                model, evaluated, demands, inference, "infer", clock, choose, None, None, groups
+                model, evaluated, demands, inference, "infer", clock, choose, groups=first.lowered.held.groups
             )
     plan = _plan(model, fingerprint, request, program, programs)
     if request.symbolic:
@@ -169,8 +169,9 @@ def _searched(model: nn.Module, program: Program, request: Request, clock: Clock
     The search counts memory by blocks; what a plan takes statement by statement may be more. Then its layouts are
     chosen again with as much less memory, so that no limit is ever exceeded.
     """
-    with with_rules(clock("discover", lambda: rules_for(program)) if request.discover else {}):
-        search = Search(program, request, _master(model, request), clock)
+    rules = clock("discover", lambda: rules_for(program)) if request.discover else {}
+    search = Search(program, request, _master(model, request), clock)
+    with with_rules(rules):
         tried, solution = search.best()
     found, bound, limit = replace(request, mesh=tried.mesh), solution.bound, request.memory_limit
     for _ in range(_TRIES):
@@ -181,7 +182,8 @@ def _searched(model: nn.Module, program: Program, request: Request, clock: Clock
         if over <= 0:
             return found, replace(result, record=replace(result.record, whole_batch=search.refused))
         limit -= over
-        tried, solution = clock("solve", partial(search.within, tried, limit))
+        with with_rules(rules):
+            tried, solution = search.within(tried, limit)
     raise InfeasibleError(
         f"no plan was found that fits the memory limit of {request.memory_limit / GIB:.3g} GiB per device: "
         f"{over / GIB:.3g} GiB are missing in the last of {_TRIES}; raise the limit",
@@ -247,6 +249,11 @@ def planned(
         naming = Naming(type(model).__name__, title)
         source = clock("emit", lambda: emit(lowered, mesh, naming))
         memory = clock("memory", lambda: _memory(lowered, naming, request, name, master, micro))
+        between = unsharded(problem, solution, mesh)
+        if between:
+            # The walk is of one micro-batch and does not know of this: it may count a part of it once more.
+            kinds = {**memory.bytes_by_kind, "kept between micro-batches": int(between)}
+            memory = replace(memory, bytes_by_kind=kinds)
         on_one = solution.regime.micro_batches * seconds_on_one(folded, cluster)
         plan = record(folded, problem, solution, lowered, seconds, memory, mesh, on_one)
         compiled = _compiled(lowered, source, naming, request)
@@ -268,10 +275,8 @@ def _in_micro_batches(
         leaves = {leaf: value for leaf, value in input_leaves(request.inputs) if leaf in read}
         summing = replace(request, inputs=leaves, objective="infer", recompute=None)
         totals = planned(model, micro.totals, Demands({}), summing, totals_name(name), clock, choose)
-    regime = Regime(micro.count, {}, found.record.gather_once, found.record.reduce_once)
-    batch, outputs = batching(
-        micro, found.lowered, found.source.outputs, None if totals is None else totals.source, request.mesh, regime
-    )
+    made = None if totals is None else totals.source
+    batch, outputs = batching(micro, found.lowered, found.source.outputs, made, request.mesh, found.record.regime)
     source = replace(found.source, outputs=outputs, micro_batches=batch)
     return replace(found, source=source, totals=totals)
 
@@ -325,8 +330,7 @@ def _chooser(
         if request.plan is None or name not in request.plan.programs:
             if given is not None:
                 return solve_held(folded, problem, given, request, limits)
-            regime = Regime(recompute=levels(folded.regions, request.recompute or {}))
-            return solve(problem, request.cluster, request.mesh, limits, regime)
+            return solve(problem, request.cluster, request.mesh, limits)
         found = find_decisions(problem, request.plan.programs[name])
         if isinstance(found, str):
             raise PlanMismatchError(f"the plan does not fit the model as it is traced now: it differs at {found!r}")
@@ -336,11 +340,15 @@ def _chooser(
 
 
 def solve_held(
-    folded: Folded, problem: Problem, given: Mapping[str, Decided], request: Request, limits: Limits
+    folded: Folded,
+    problem: Problem,
+    given: Mapping[str, Decided],
+    request: Request,
+    limits: Limits,
+    regime: Regime = PLAIN,
 ) -> Solution:
     """The best choice for `problem` in which nodes do what is `given` for them, where they can."""
     held = hold(folded, problem, given)
-    regime = Regime(recompute=levels(folded.regions, request.recompute or {}))
     solution = solve(held, request.cluster, request.mesh, limits, regime)
     picks = tuple(node.strategies.index(solution.strategy(held, index)) for index, node in enumerate(problem.nodes))
     return replace(solution, picks=picks)

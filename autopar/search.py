@@ -81,6 +81,7 @@ class Search:
     """The search for one program in training or inference; `refused` says why the batch stays in one piece.
 
     `tried` is all that may have the best choice in it, `found` the best one that fits so far, and `cutoff` its seconds.
+    `memory` is what is left of the limit for what the search counts, where that is less.
     """
 
     program: Program
@@ -88,6 +89,7 @@ class Search:
     master: torch.dtype | None
     clock: Clock
     refused: str = ""
+    memory: float | None = None
     parts: dict[int, Part] = field(default_factory=dict)
     errors: list[InfeasibleError] = field(default_factory=list)
     tried: list[Tried] = field(default_factory=list)
@@ -214,22 +216,23 @@ class Search:
 
         Raises InfeasibleError where none fits.
         """
-        limits = Limits(memory, self.request.optimizer_states)
-        solver = Solver(tried.problem, self.request.cluster, tried.mesh, limits, tried.solver.regime)
+        request = replace(self.request, mesh=tried.mesh, any_shape=False)
+        less = replace(self, request=request, memory=memory, errors=[], tried=[], found=None)
+        solver = less._solver(tried.problem, tried.mesh, less._limits, tried.solver.regime)
         try:
-            solver.estimate()
+            self.clock("solve", solver.estimate)
             if solver.best is None:
-                solver.close(patience=_AGAIN)
+                self.clock("solve", partial(solver.close, patience=_AGAIN))
         except InfeasibleError:
-            request = replace(self.request, memory_limit=memory, mesh=tried.mesh, any_shape=False)
-            return replace(self, request=request, errors=[], tried=[], found=None).best()
+            return less.best()
         return replace(tried, solver=solver), solver.solution()
 
     # --- regimes ---
 
     @property
     def _limits(self) -> Limits:
-        return Limits(self.request.memory_limit, self.request.optimizer_states)
+        asked = self.request.memory_limit
+        return Limits(asked if self.memory is None else self.memory, self.request.optimizer_states, asked)
 
     def _estimate(self, tried: Tried) -> None:
         """Let a solver estimate, and remember it if it may have something better than what is known."""
@@ -318,7 +321,7 @@ class Search:
         if best is None:
             return False
         use = memory_use(tried.problem, best, self.request.optimizer_states, tried.mesh)
-        return use.peak <= self.request.memory_limit
+        return use.peak <= self._limits.memory
 
     def problem(
         self, mesh: Mesh, part: Part, offers: Mapping[str, Sequence[frozenset[str] | None]] | None = None

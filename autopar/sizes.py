@@ -25,6 +25,7 @@ from passes.ir.errors import AutoparError, CaptureError, InputError
 from passes.ir.layout import Shape
 from passes.ir.leaves import Inputs, input_leaves
 from passes.ir.program import Folded, Program, Symbolic
+from passes.ir.regime import Regime
 from passes.micro_batches import micro_batches
 from passes.normalize import normalize
 from passes.record import find_again
@@ -86,13 +87,13 @@ class _Planner:
         self.decided = compiled.decided
         self.groups = compiled.groups
         self.again = {name: program.stages[0].again for name, program in compiled.plan.programs.items()}
+        self.regimes = {name: program.regime for name, program in compiled.plan.programs.items()}
         self.inputs = {name: program.inputs for name, program in compiled.programs.items()}
         constants = [item for program in compiled.programs.values() for item in program.constants.items()]
         values = {name: value for name, value in constants if isinstance(value, torch.Tensor)}
         self.values = {name: repr(value.tolist()) for name, value in values.items()}
-        again = compiled.plan.programs[request.objective].stages[0].recompute
         given = _with_shapes(request.inputs, {}, values)
-        self.request = replace(request, inputs=given, plan=None, recompute=again)
+        self.request = replace(request, inputs=given, plan=None)
         self.traced: dict[str, list[Symbolic]] = {}
         self.varying: dict[str, set[tuple[str, int]]] = {}
         self.model: nn.Module | None = None
@@ -164,12 +165,12 @@ class _Planner:
     def _planned(self, model: nn.Module, program: Program, request: Request, name: str, count: int) -> CompiledProgram:
         """`program` with what the plan decided, as far as it can be done at its sizes."""
         if name != request.objective:
-            program, request = frozen(program), replace(request, objective=name, recompute=None)
+            program, request = frozen(program), replace(request, objective=name)
         micro = micro_batches(program, count) if count > 1 else None
         program = program if micro is None else micro.program
         demands = stored_as(program, self.stored)
-        choose = self._chooser(request, name)
-        found = planned(model, program, demands, request, name, Clock(), choose, micro, None, self.groups)
+        choose = self._chooser(request, name, replace(self.regimes[name], micro_batches=count))
+        found = planned(model, program, demands, request, name, Clock(), choose, micro, groups=self.groups)
         memory = sum(found.record.memory.values())
         if memory > request.memory_limit:
             logger.warning(
@@ -179,11 +180,11 @@ class _Planner:
             )
         return found.source
 
-    def _chooser(self, request: Request, name: str) -> Callable[[Folded, Problem], Solution]:
+    def _chooser(self, request: Request, name: str, regime: Regime) -> Callable[[Folded, Problem], Solution]:
         limits = Limits(float("inf"), request.optimizer_states)
 
         def choose(folded: Folded, problem: Problem) -> Solution:
-            solution = solve_held(folded, problem, self.decided[name], request, limits)
+            solution = solve_held(folded, problem, self.decided[name], request, limits, regime)
             return replace(solution, again=find_again(problem, solution.picks, self.again[name]))
 
         return choose

@@ -10,7 +10,6 @@ from passes.ir.lowered import Body, Change, Compute, Loop, Lowered
 from passes.ir.mesh import Mesh
 from passes.ir.plan import Block, ProgramPlan, Row, Stage
 from passes.ir.program import Folded, dependents
-from passes.ir.regime import Regime
 from passes.rules import find_rule, written_rule
 
 
@@ -68,8 +67,7 @@ def find_decisions(problem: Problem, plan: ProgramPlan) -> Solution | str:
     missing = [use for use in stage.again if use not in uses]
     if missing:
         return missing[0][0]
-    regime = Regime(plan.micro_batches, stage.recompute, plan.gather_once, plan.reduce_once)
-    return Solution(tuple(picks), find_again(problem, picks, stage.again), 0.0, 0.0, regime)
+    return Solution(tuple(picks), find_again(problem, picks, stage.again), 0.0, 0.0, plan.regime)
 
 
 def find_again(

@@ -38,10 +38,15 @@ QUICK = 5.0
 
 @dataclass(frozen=True)
 class Limits:
-    """Bytes that a device has for the plan, and how many tensors the optimizer keeps per parameter."""
+    """Bytes that a device has for the plan, and how many tensors the optimizer keeps per parameter. What was `asked`
+    for is more where a part of it is set aside."""
 
     memory: float
     optimizer_states: int
+    asked: float | None = None
+
+    def __str__(self) -> str:
+        return _gib(self.memory if self.asked is None else self.asked)
 
 
 def solve(problem: Problem, cluster: Cluster, mesh: Mesh, limits: Limits, regime: Regime = PLAIN) -> Solution:
@@ -218,7 +223,7 @@ class Solver:
         terms = ", ".join(f"{name} {_gib(size)}" for name, size in largest_terms(use))
         missing = use.peak - self.limits.memory
         return InfeasibleError(
-            f"no plan fits the memory limit of {_gib(self.limits.memory)} per device: {at_least}{_gib(missing)} are "
+            f"no plan fits the memory limit of {self.limits} per device: {at_least}{_gib(missing)} are "
             f"missing ({use.moment}: {terms})",
             missing,
         )
@@ -251,8 +256,8 @@ class Solver:
                 if known < np.inf:
                     return
                 raise InfeasibleError(
-                    "in the time given no plan was found that fits the memory limit of "
-                    f"{_gib(self.limits.memory)} per device, though one may exist: raise the limit"
+                    f"in the time given no plan was found that fits the memory limit of {self.limits} per device, "
+                    "though one may exist: raise the limit"
                 ) from None
             if limit == self.limits.memory:
                 # What is left out of the program costs no less than what was known.

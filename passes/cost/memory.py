@@ -133,6 +133,18 @@ def unsharded_bytes(group: Group, layout: Layout, mesh: Mesh, regime: Regime) ->
     return as_float(held + size * group.gradient_itemsize * (regime.reduce_once and group.gradient))
 
 
+def unsharded(problem: Problem, solution: Solution, mesh: Mesh) -> float:
+    """Bytes of all parameters and gradients that lie there whole from the first micro-batch to the last."""
+    total = 0.0
+    for edge in problem.edges:
+        group = problem.groups[edge.group]
+        before = solution.strategy(problem, edge.producer).results[edge.result]
+        after = solution.strategy(problem, edge.consumer).operands[edge.operand]
+        if group.parameter and not same_tensor(before, after):
+            total += unsharded_bytes(group, after, mesh, solution.regime)
+    return total
+
+
 def kept_bytes(problem: Problem, solution: Solution, mesh: Mesh) -> list[float]:
     """What autograd keeps, by place."""
     regime = solution.regime
@@ -183,18 +195,13 @@ def memory_use(
         held[node.kind] = held.get(node.kind, 0.0) + times * memory.held
         gradients[node.block] += memory.gradient
         transient[node.block] = largest(transient[node.block], memory.transient)
-    unsharded = 0.0
-    for edge in problem.edges:
-        before = solution.strategy(problem, edge.producer).results[edge.result]
-        after = solution.strategy(problem, edge.consumer).operands[edge.operand]
-        if problem.groups[edge.group].parameter and not same_tensor(before, after):
-            unsharded += unsharded_bytes(problem.groups[edge.group], after, mesh, regime)
     kept = kept_bytes(problem, solution, mesh)
+    between = unsharded(problem, solution, mesh)
     best: MemoryUse | None = None
     optimizer = sum(gradients) * states
     for moment in moments(problem.blocks, problem.counts, regime) if among is None else among:
         use = MemoryUse(
-            held.get("parameter", 0.0) - optimizer + unsharded,
+            held.get("parameter", 0.0) - optimizer + between,
             optimizer,
             held.get("buffer", 0.0),
             held.get("input", 0.0),

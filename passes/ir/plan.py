@@ -13,6 +13,7 @@ import sympy
 from passes.ir.errors import ExpressionError, InfeasibleError, PlanMismatchError
 from passes.ir.formulas import formula_at, read_formula
 from passes.ir.plan_text import plan_text
+from passes.ir.regime import Regime
 
 FORMAT_VERSION = 5
 
@@ -109,6 +110,12 @@ class ProgramPlan:
     hidden: float
     seconds_on_one: float
     whole_batch: str = ""
+
+    @property
+    def regime(self) -> Regime:
+        """How a step is run besides its layouts."""
+        recompute = {name: level for stage in self.stages for name, level in stage.recompute.items()}
+        return Regime(self.micro_batches, recompute, self.gather_once, self.reduce_once)
 
     @property
     def compute_share(self) -> float:
