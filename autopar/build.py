@@ -61,7 +61,8 @@ from passes.recompute import recompute
 from passes.record import discovered_ops, find_decisions, idle_axes, layout_texts, record, whole_ops
 from passes.regions import fold
 from passes.rules import with_rules
-from passes.solve import Limits, solve
+from passes.solve import solve
+from passes.solving.limits import Limits
 from passes.specialize import Decided, decided, hold
 
 logger = logging.getLogger("autopar")

@@ -30,7 +30,8 @@ from passes.ir.regime import RECOMPUTE, Regime
 from passes.micro_batches import MicroBatches, batch_size, micro_batches
 from passes.recompute import check_patterns, levels
 from passes.regions import fold
-from passes.solve import PROVEN, Limits, Solver
+from passes.solve import PROVEN, Solver
+from passes.solving.limits import Limits
 from passes.solving.prices import Prices
 
 logger = logging.getLogger("autopar")
@@ -73,7 +74,7 @@ class Tried:
     @property
     def problem(self) -> Problem:
         """What is left to choose."""
-        return self.solver.problem
+        return self.solver.instance.problem
 
 
 @dataclass

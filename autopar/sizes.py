@@ -29,7 +29,7 @@ from passes.ir.regime import Regime
 from passes.micro_batches import micro_batches
 from passes.normalize import normalize
 from passes.record import find_again
-from passes.solve import Limits
+from passes.solving.limits import Limits
 from passes.specialize import specialize
 
 logger = logging.getLogger("autopar")

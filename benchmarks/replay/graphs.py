@@ -22,7 +22,8 @@ from passes.lower import Casts, lower
 from passes.normalize import normalize
 from passes.regions import fold
 from passes.rules import find_rule
-from passes.solve import Limits, solve
+from passes.solve import solve
+from passes.solving.limits import Limits
 
 # Layers that are traced: the region that they fold to is the same for any number (a test holds it).
 TRACED = 3

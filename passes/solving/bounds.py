@@ -104,6 +104,26 @@ class Bounds:
             self._absorb(node)
         return self.own
 
+    def with_label(self) -> dict[int, Floats]:
+        """For every node and each label what no choice with that label can be below."""
+        found = {}
+        for node in self.order:
+            self._absorb(node)
+            found[node] = self.bound - self.least[node] + self.own[node]
+        return found
+
+    def with_pair(self) -> dict[tuple[int, int], Floats]:
+        """For every two nodes with a link, and each pair of their labels, what no choice with both can be below."""
+        found: dict[tuple[int, int], Floats] = {}
+        bound = self.bound
+        for link, rest in zip(self.links, self.rest, strict=True):
+            here = self.own[link.producer] - self.least[link.producer]
+            there = self.own[link.consumer] - self.least[link.consumer]
+            least = bound - rest + here[:, None] + there + link.rest[np.ix_(link.made, link.wanted)]
+            key = link.producer, link.consumer
+            found[key] = np.maximum(found[key], least) if key in found else least
+        return found
+
     def decode(self) -> dict[int, int]:
         """A choice that looks good: node by node the best label, given those before."""
         picks: dict[int, int] = {}

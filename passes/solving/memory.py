@@ -9,12 +9,20 @@ from passes.cost.memory import Moment, is_resident, node_place, source_place, ta
 from passes.ir.choices import Problem
 from passes.ir.layout import Layout
 from passes.ir.regime import Regime
-from passes.solving.arrays import Arrays, GroupArrays
+from passes.solving.arrays import Arrays, EdgeArrays, GroupArrays
 from passes.solving.integer import Program
-from passes.solving.prices import Floats, Integers
+from passes.solving.prices import Flags, Floats, Integers
 
 # What sums of bytes may be off by, relative to them.
 ROUNDING = 1e-9
+
+
+@dataclass(frozen=True)
+class Point:
+    """A moment, and the node that needs room while it runs then, if that counts."""
+
+    moment: Moment
+    node: int | None = None
 
 
 @dataclass(frozen=True)
@@ -32,6 +40,10 @@ class NodeBytes:
         """The bytes of each strategy of a node of `block` at `moment`, but for transient ones."""
         return self.held + moment.gradients[block] * self.gradient + moment.kept[self.place] * self.kept
 
+    def at(self, point: Point, node: int, block: int) -> Floats:
+        """The bytes of each strategy of `node` of `block` at a point."""
+        return self.there(point.moment, block) + (self.transient if point.node == node else 0.0)
+
 
 @dataclass(frozen=True)
 class GroupPlaces:
@@ -39,6 +51,10 @@ class GroupPlaces:
 
     source: int
     target: int
+
+    def kept_at(self, points: Sequence[Point]) -> bool:
+        """Whether anything of the group may be there at any of these points."""
+        return any(point.moment.kept[place] for point in points for place in (self.source, self.target))
 
 
 @dataclass(frozen=True)
@@ -91,18 +107,19 @@ class Weights:
     excess: Sequence[float]
 
 
-def priced(arrays: Arrays, problem: Problem, sizes: Bytes, moments: Sequence[Moment], weights: Weights) -> Arrays:
-    """The problem of the weighted sum of the step time, the bytes at all moments (but for transient ones) and the
+def priced(arrays: Arrays, problem: Problem, sizes: Bytes, points: Sequence[Point], weights: Weights) -> Arrays:
+    """The problem of the weighted sum of the step time, the bytes at all points and the
     traffic of parameters that its part of is not hidden. What hides it is no choice, and left out.
 
     For each tensor that would be kept after a redistribution the cheaper of keeping it and making it again is taken.
     """
-    everywhere = _blend(moments, weights.bytes)
+    everywhere = _blend(points, weights.bytes)
     costs = []
-    for node, own, size in zip(problem.nodes, arrays.costs, sizes.nodes, strict=True):
+    for number, (node, own, size) in enumerate(zip(problem.nodes, arrays.costs, sizes.nodes, strict=True)):
         there = sum(weights.bytes) * size.held
         there = there + everywhere.gradients[node.block] * size.gradient + everywhere.kept[size.place] * size.kept
-        costs.append(weights.seconds * own + there)
+        runs = sum(price for point, price in zip(points, weights.bytes, strict=False) if point.node == number)
+        costs.append(weights.seconds * own + there + runs * size.transient)
     groups = []
     keeping_groups = []
     for group, places in zip(arrays.groups, sizes.groups, strict=True):
@@ -122,12 +139,12 @@ def priced(arrays: Arrays, problem: Problem, sizes: Bytes, moments: Sequence[Mom
     return replace(arrays, costs=costs, groups=[*groups, *keeping_groups], overlaps=())
 
 
-def _blend(moments: Sequence[Moment], prices: Sequence[float]) -> Moment:
-    """One moment with all moments' parts, each times its price."""
-    kept = sum((price * np.array(moment.kept) for moment, price in zip(moments, prices, strict=True)), np.zeros(1))
-    gradients = sum(
-        (price * np.array(moment.gradients) for moment, price in zip(moments, prices, strict=True)), np.zeros(1)
-    )
+def _blend(points: Sequence[Point], prices: Sequence[float]) -> Moment:
+    """One moment with all points' parts, each times its price. Points that came later have none."""
+    pairs = [(point.moment, price) for point, price in zip(points, prices, strict=False)]
+    places, blocks = len(points[0].moment.kept), len(points[0].moment.gradients)
+    kept = sum((price * np.array(moment.kept) for moment, price in pairs), np.zeros(places))
+    gradients = sum((price * np.array(moment.gradients) for moment, price in pairs), np.zeros(blocks))
     return Moment("all", list(kept), list(gradients), None)
 
 
@@ -135,11 +152,11 @@ def made_again(
     arrays: Arrays,
     sizes: Bytes,
     picks: Sequence[int],
-    moments: Sequence[Moment],
+    points: Sequence[Point],
     weights: Weights,
 ) -> frozenset[tuple[int, Layout]]:
     """Which redistributions of a choice are cheaper made again than kept at these weights: (group, target)."""
-    everywhere = _blend(moments, weights.bytes)
+    everywhere = _blend(points, weights.bytes)
     found: set[tuple[int, Layout]] = set()
     for number, (group, places) in enumerate(zip(arrays.groups, sizes.groups, strict=True)):
         keeping = keepers(group)
@@ -166,11 +183,59 @@ def again_seconds(arrays: Arrays, group: GroupArrays, weights: Weights) -> Float
 
 
 @dataclass(frozen=True)
+class Repeats:
+    """Of a group's redistributions those that are `cheaper` made again than kept, and those for which that is still
+    `open`."""
+
+    cheaper: Flags
+    open: Flags
+
+
+@dataclass(frozen=True)
+class Slack:
+    """The seconds by which a choice is, at best, better than some aim, for each strategy of a node, and for each pair
+    of strategies of two nodes; below zero where none is."""
+
+    nodes: dict[int, Floats]
+    pairs: dict[tuple[int, int], Floats]
+
+
+def decide_repeats(
+    arrays: Arrays, sizes: Bytes, points: Sequence[Point], weights: Weights, slack: Slack
+) -> list[Repeats]:
+    """What is made again at these weights. Where the other way costs more than the slack that is left, it is
+    decided."""
+    everywhere = _blend(points, weights.bytes)
+    found = []
+    for group, places in zip(arrays.groups, sizes.groups, strict=True):
+        source = everywhere.kept[places.source] * group.source_bytes[:, None]
+        target = everywhere.kept[places.target] * group.target_bytes
+        dearer = source + again_seconds(arrays, group, weights) - target
+        left = np.full(dearer.shape, -np.inf)
+        for edge in (edge for edge in group.edges if edge.saved):
+            np.maximum.at(left, (group.made[:, None], edge.wanted), _left(slack, group, edge))
+        found.append(Repeats((dearer < 0) & ~group.same, (abs(dearer) <= left) & ~group.same))
+    return found
+
+
+def _left(slack: Slack, group: GroupArrays, edge: EdgeArrays) -> Floats:
+    """The slack of each pair of strategies at both ends of a use."""
+    if (group.producer, edge.consumer) in slack.pairs:
+        return slack.pairs[group.producer, edge.consumer]
+    if (edge.consumer, group.producer) in slack.pairs:
+        return slack.pairs[edge.consumer, group.producer].T
+    here = slack.nodes.get(group.producer, np.full(len(group.made), np.inf))
+    return np.minimum(here[:, None], slack.nodes.get(edge.consumer, np.full(len(edge.wanted), np.inf)))
+
+
+@dataclass(frozen=True)
 class AgainColumns:
-    """The columns of an integer program that say which redistributions of a group are made again."""
+    """What an integer program says about which redistributions of a group are made again: the numbers of the `columns`
+    that decide, -1 where it is decided already, and whether it `is_made`."""
 
     group: int
     columns: Integers
+    is_made: Flags
     sources: Integers
     targets: Integers
 
@@ -183,58 +248,42 @@ def limit_memory(
     arrays: Arrays,
     problem: Problem,
     sizes: Bytes,
-    moments: Sequence[Moment],
+    points: Sequence[Point],
     limit: float,
     hinges: Sequence[int],
+    repeats: Sequence[Repeats],
 ) -> list[AgainColumns]:
-    """Add rows so that at every moment at most `limit` bytes are there, and that the overlaps numbered `hinges` cost
+    """Add rows so that at every point at most `limit` bytes are there, and that the overlaps numbered `hinges` cost
     what their traffic exceeds the computation by.
 
     A tensor that is wanted in another layout and kept is either kept as it is wanted, or its source is and it is made
-    again, which costs time and is a yes or no.
+    again, which costs time and is a yes or no where `repeats` leave it open.
     """
     network, model = program.network, program.model
     # The solver takes rows to be met within a millionth: bytes are counted in thousandths of the limit.
-    unit = limit / 1000
-    if limit == float("inf"):
-        moments, unit = [], 1.0
-    rows: list[list[Part]] = [[] for _ in moments]
+    unit = limit / 1000 if points else 1.0
+    rows: list[list[Part]] = [[] for _ in points]
     excess: dict[int, list[Part]] = {hinge: [] for hinge in hinges}
-    transient = model.add_columns(np.zeros(len(problem.blocks)))
     for node, size in enumerate(sizes.nodes):
-        if node not in program.labels:
-            continue
-        labels = program.labels[node]
-        strategies = network.labels[node][labels.kept]
-        block = problem.nodes[node].block
-        for row, moment in zip(rows, moments, strict=True):
-            row.append((labels.columns, size.there(moment, block)[strategies] / unit))
-        needs = size.transient[strategies] / unit
-        if moments and needs.any():
-            count = len(needs)
-            model.add_rows(
-                1,
-                np.zeros(count + 1, dtype=np.int64),
-                np.concatenate([transient[block : block + 1], labels.columns]),
-                np.concatenate([[1.0], -needs]),
-                0.0,
-                np.inf,
-            )
+        if node in program.labels:
+            labels = program.labels[node]
+            strategies = network.labels[node][labels.kept]
+            for row, point in zip(rows, points, strict=True):
+                there = size.at(point, node, problem.nodes[node].block)
+                row.append((labels.columns, there[strategies] / unit))
     again = []
     for number, (group, places) in enumerate(zip(arrays.groups, sizes.groups, strict=True)):
         _held_and_hidden(program, arrays, group, rows, excess, unit)
-        keeping = keepers(group) if moments else None
+        keeping = keepers(group) if places.kept_at(points) else None
         if keeping is not None:
-            item = _keep_group(program, number, keeping, places, moments, rows, unit)
+            item, columns = _keep_group(program, number, keeping, places, points, rows, unit, repeats[number])
             again.append(item)
             for hinge, parts in excess.items():
                 twice = arrays.overlaps[hinge].traffic_again(group)
                 if twice is not None:
                     more = twice[np.ix_(item.sources, item.targets)] * program.scale
-                    parts.append((item.columns.ravel(), more.ravel()))
-    for row, moment in zip(rows, moments, strict=True):
-        if moment.running is not None:
-            row.append((transient[moment.running : moment.running + 1], np.ones(1)))
+                    parts.append((columns[columns >= 0], more[columns >= 0]))
+    for row in rows:
         columns = np.concatenate([columns for columns, _ in row])
         values = np.concatenate([values for _, values in row])
         # What fits to the byte must not be lost to rounding.
@@ -282,10 +331,12 @@ def _keep_group(
     number: int,
     group: GroupArrays,
     places: GroupPlaces,
-    moments: Sequence[Moment],
+    points: Sequence[Point],
     rows: list[list[Part]],
     unit: float,
-) -> AgainColumns:
+    repeats: Repeats,
+) -> tuple[AgainColumns, Integers]:
+    """Columns and rows for what a group keeps, and the columns that are 1 where something is made again (-1: never)."""
     network, model = program.network, program.model
     made = group.made[network.labels[group.producer][program.labels[group.producer].kept]]
     sources = np.unique(made)
@@ -294,20 +345,25 @@ def _keep_group(
             [edge.wanted[network.labels[edge.consumer][program.labels[edge.consumer].kept]] for edge in group.edges]
         )
     )
-    same = group.same[np.ix_(sources, every)]
-    # A tensor that is kept as it is, one that is kept after a redistribution, and one that is made again.
-    kept = model.add_columns(np.zeros((len(sources), len(every))))
-    again = model.add_columns(group.again[np.ix_(sources, every)] * program.scale, integer=True)
+    here = np.ix_(sources, every)
+    same, is_open = group.same[here], repeats.open[here]
+    is_made = repeats.cheaper[here] & ~is_open
+    seconds = group.again[here] * program.scale
+    # A tensor that is kept as it is or after a redistribution, or is made again for sure, and one that may be.
+    kept = model.add_columns(np.where(is_made, seconds, 0.0))
+    again = np.full(kept.shape, -1)
+    again[is_open] = model.add_columns(seconds[is_open], integer=True)
     for edge in group.edges:
         wanted = edge.wanted[network.labels[edge.consumer][program.labels[edge.consumer].kept]]
         flows, _, targets = program.flows(group.producer, made, edge.consumer, wanted)
         columns = np.searchsorted(every, targets)
-        there = same[:, columns]
-        model.at_least(kept[:, columns][there], flows[there])
-        model.at_least(kept[:, columns][~there], flows[~there], again[:, columns][~there])
-    for row, moment in zip(rows, moments, strict=True):
+        there = is_open[:, columns]
+        model.at_least(kept[:, columns][~there], flows[~there])
+        model.at_least(kept[:, columns][there], flows[there], again[:, columns][there])
+    for row, moment in zip(rows, (point.moment for point in points), strict=True):
         source = moment.kept[places.source] / unit * group.source_bytes[sources][:, None]
         target = moment.kept[places.target] / unit * group.target_bytes[every]
-        row.append((kept.ravel(), np.where(same, source, target).ravel()))
-        row.append((again.ravel(), np.broadcast_to(source, kept.shape).ravel()))
-    return AgainColumns(number, again, sources, every)
+        row.append((kept.ravel(), np.where(same | is_made, source, target).ravel()))
+        row.append((again[is_open], np.broadcast_to(source, kept.shape)[is_open]))
+    twice = np.where(is_made, kept, again)
+    return AgainColumns(number, again, is_made, sources, every), twice

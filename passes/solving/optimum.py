@@ -5,6 +5,7 @@ bounds (`bounds`), and what is left is an integer program (`integer`).
 """
 
 import time
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -12,7 +13,7 @@ from passes.solving.arrays import Arrays
 from passes.solving.bounds import Bounds
 from passes.solving.integer import SCALE, OutOfTimeError, Program
 from passes.solving.network import Network, Sharing, drop_dominated, eliminate, restore
-from passes.solving.prices import Flags
+from passes.solving.prices import Flags, Integers
 
 # A choice is proven when it costs at most this much more than the bound, relative to it.
 GAP = 1e-9
@@ -25,12 +26,18 @@ SMALL = 20_000
 PATIENCE = 30.0
 
 
-def optimum(found: Arrays, patience: float = PATIENCE, enough: float = float("inf")) -> tuple[list[int], float]:
-    """The best strategy of every node that is found in `patience` seconds, and what no choice can be below.
+def optimum(
+    found: Arrays,
+    patience: float = PATIENCE,
+    enough: float = float("inf"),
+    alive: Mapping[int, Integers] | None = None,
+) -> tuple[list[int], float]:
+    """The best strategy of every node, among those that are `alive`, that is found in `patience` seconds, and what no
+    choice can be below.
 
     Where no choice costs less than `enough`, it need not be the best one.
     """
-    network = network_of(found)
+    network = network_of(found, alive)
     eliminate(network)
     drop_dominated(network)
     labels, bound = optimal_labels(network, patience, enough)
@@ -38,14 +45,16 @@ def optimum(found: Arrays, patience: float = PATIENCE, enough: float = float("in
     return [strategies[node] for node in range(len(found.costs))], bound
 
 
-def network_of(found: Arrays) -> Network:
-    """The arrays as a network, with a small price on what is unusual."""
+def network_of(found: Arrays, alive: Mapping[int, Integers] | None = None) -> Network:
+    """The arrays as a network, with a small price on what is unusual; of each node only the strategies `alive`."""
     unit = TIE * sum(float(costs.min()) for costs in found.costs)
-    costs = {node: own + unit * found.oddness[node] for node, own in enumerate(found.costs)}
-    network = Network(costs, {node: np.arange(len(own)) for node, own in costs.items()})
+    labels = {node: np.arange(len(own)) if alive is None else alive[node] for node, own in enumerate(found.costs)}
+    costs = {node: (own + unit * found.oddness[node])[labels[node]] for node, own in enumerate(found.costs)}
+    network = Network(costs, labels)
     for group in found.groups:
-        consumers = [(edge.consumer, edge.wanted) for edge in group.edges]
-        network.add_sharing(Sharing(group.producer, group.made, consumers, group.seconds + unit * group.changes))
+        consumers = [(edge.consumer, edge.wanted[labels[edge.consumer]]) for edge in group.edges]
+        made = group.made[labels[group.producer]]
+        network.add_sharing(Sharing(group.producer, made, consumers, group.seconds + unit * group.changes))
     return network
 
 

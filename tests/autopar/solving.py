@@ -9,7 +9,8 @@ from autopar.search import Search, Tried
 from passes.ir.choices import Solution
 from passes.ir.regime import Regime
 from passes.recompute import levels
-from passes.solve import Limits, Solver
+from passes.solve import Solver
+from passes.solving.limits import Limits
 
 Solve = Callable[..., Solution]
 

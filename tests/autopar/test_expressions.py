@@ -22,7 +22,7 @@ from passes.ir.regime import Regime
 from passes.micro_batches import micro_batches
 from passes.normalize import normalize
 from passes.record import find_again, find_decisions
-from passes.solve import Limits
+from passes.solving.limits import Limits
 from tests.autopar.recipes import MEGATRON
 from tests.models import gpt2, llama
 

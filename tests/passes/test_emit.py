@@ -12,7 +12,8 @@ from passes.emit import Naming
 from passes.ir.lowered import Lowered
 from passes.ir.mesh import Mesh
 from passes.rules.bodies import BODIES
-from passes.solve import Limits, solve
+from passes.solve import solve
+from passes.solving.limits import Limits
 from passes.writing.forms import WRITERS
 from tests.passes.helpers import mesh_of
 from tests.passes.planning import STATES, planning

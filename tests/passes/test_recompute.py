@@ -11,7 +11,8 @@ from passes.ir.errors import ConstraintError
 from passes.ir.lowered import Compute, Loop, Lowered
 from passes.ir.program import Region
 from passes.recompute import check_patterns, levels, recompute
-from passes.solve import Limits, solve
+from passes.solve import solve
+from passes.solving.limits import Limits
 from tests.passes.helpers import mesh_of
 from tests.passes.planning import STATES, planning
 

@@ -11,7 +11,8 @@ from passes.cost.walk import Optimizer, walk
 from passes.ir.choices import Solution
 from passes.ir.plan import ProgramPlan
 from passes.record import find_decisions, idle_axes, record, whole_ops
-from passes.solve import Limits, solve
+from passes.solve import solve
+from passes.solving.limits import Limits
 from tests.passes.helpers import Apply, mesh_of
 from tests.passes.planning import STATES, Planning, planning, random_planning
 

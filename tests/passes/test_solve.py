@@ -9,7 +9,8 @@ import pytest
 from passes.ir.choices import Solution
 from passes.ir.errors import InfeasibleError
 from passes.ir.regime import PLAIN, Regime
-from passes.solve import Limits, solve
+from passes.solve import solve
+from passes.solving.limits import Limits
 from tests.passes.planning import (
     STATES,
     Planning,

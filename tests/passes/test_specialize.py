@@ -16,7 +16,8 @@ from passes.ir.layout import Shape
 from passes.ir.program import Program, Symbolic, TensorType
 from passes.lower import Casts, lower
 from passes.normalize import normalize
-from passes.solve import Limits, solve
+from passes.solve import solve
+from passes.solving.limits import Limits
 from passes.specialize import Decided, decided, hold, specialize
 from tests.passes.helpers import Apply, captured, mesh_of, printed
 from tests.passes.planning import STATES, Planning, planning, random_planning

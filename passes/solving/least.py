@@ -1,0 +1,56 @@
+"""The least memory that any choice of an instance takes, to refuse early what cannot fit."""
+
+from dataclasses import replace
+
+from passes.cost.memory import MemoryUse, Moment
+from passes.solving.instance import Instance
+from passes.solving.limits import infeasible
+from passes.solving.memory import Point, Weights, made_again
+from passes.solving.optimum import optimum
+
+
+def refuse_if_hopeless(instance: Instance) -> None:
+    """Raise InfeasibleError if what nodes and kept tensors take at least, each by itself, does not fit."""
+    least = max((_least(instance, moment) for moment in instance.moments), key=lambda use: use.peak)
+    if least.peak > instance.limits.memory:
+        raise infeasible(instance.limits, least, "at least ")
+
+
+def refuse_if_impossible(instance: Instance, where: Point, patience: float) -> None:
+    """Raise InfeasibleError if even the choice of least memory at a point does not fit; it is looked
+    for in `patience` seconds."""
+    limit = instance.limits.memory
+    scale = instance.arrays.value([0] * len(instance.arrays.costs)) / limit
+    bytes = [scale if point == where else 0.0 for point in instance.points]
+    weights = Weights(1e-9, bytes, [0.0] * len(instance.arrays.overlaps))
+    picks, least = optimum(instance.priced(weights), patience)
+    if least / scale > limit:
+        again = made_again(instance.arrays, instance.bytes, picks, instance.points, weights)
+        raise infeasible(instance.limits, instance.use(instance.solution(picks, again)))
+
+
+def smallest(instance: Instance, weights: Weights, patience: float) -> MemoryUse:
+    """What a choice takes for which bytes are all that counts, found in `patience` seconds."""
+    dear = replace(weights, bytes=[max(1e6 * price, 1e-30) for price in weights.bytes])
+    picks, _ = optimum(instance.priced(dear), patience)
+    again = made_again(instance.arrays, instance.bytes, picks, instance.points, dear)
+    return instance.use(instance.solution(picks, again))
+
+
+def _least(instance: Instance, moment: Moment) -> MemoryUse:
+    """What nodes and kept tensors take at least at a point, each by itself."""
+    held: dict[str, float] = {}
+    optimizer = gradients = kept = 0.0
+    for node, size in zip(instance.problem.nodes, instance.bytes.nodes, strict=True):
+        pick = int(size.there(moment, node.block).argmin())
+        held[node.kind] = held.get(node.kind, 0.0) + float(size.held[pick])
+        optimizer += instance.limits.optimizer_states * float(size.gradient[pick])
+        gradients += moment.gradients[node.block] * float(size.gradient[pick])
+        kept += moment.kept[size.place] * float(size.kept[pick])
+    for group, places in zip(instance.arrays.groups, instance.bytes.groups, strict=True):
+        if any(edge.saved for edge in group.edges):
+            source = moment.kept[places.source] * float(group.source_bytes.min())
+            kept += min(source, moment.kept[places.target] * float(group.target_bytes.min()))
+    parameters = held.get("parameter", 0.0) - optimizer
+    buffers, inputs, outputs = (held.get(kind, 0.0) for kind in ("buffer", "input", "output"))
+    return MemoryUse(parameters, optimizer, buffers, inputs, outputs, gradients, kept, 0.0, moment.name)

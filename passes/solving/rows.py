@@ -1,0 +1,124 @@
+"""The integer program of one instance: memory and hidden traffic as rows, over strategies that may be in a better
+choice."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from passes.ir.choices import Solution
+from passes.ir.layout import Layout
+from passes.solving.dual import interior
+from passes.solving.instance import Alive, Instance
+from passes.solving.integer import SCALE, Program
+from passes.solving.memory import Point, Weights, again_seconds, decide_repeats, limit_memory
+from passes.solving.network import eliminate, restore
+from passes.solving.optimum import network_of, ties
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What stands in the integer program: at which points at most `limit` bytes may be there, of which overlaps the
+    traffic counts where it is not hidden, and the nodes that are `fixed` because these depend on them."""
+
+    limit: float
+    points: tuple[Point, ...]
+    hinges: tuple[int, ...]
+    fixed: frozenset[int]
+
+
+def first_rows(instance: Instance, weights: Weights, known: Rows | None = None) -> Rows:
+    """Rows for all that has a price, and those that are `known` to break otherwise."""
+    rows = known or Rows(instance.limits.memory, (), (), frozenset())
+    dear = (point for point, price in zip(instance.points, weights.bytes, strict=False) if price > 0)
+    points = (*rows.points, *(point for point in dear if point not in rows.points))
+    return _with_fixed(instance, replace(rows, points=points, hinges=_sorted(rows.hinges, interior(weights.excess))))
+
+
+def broken_rows(instance: Instance, rows: Rows, solution: Solution, weights: Weights) -> Rows:
+    """The rows with those that a choice breaks."""
+    over = instance.use(solution).peak - instance.limits.memory
+    if over <= 0:
+        waiting = _unhidden(instance, rows, solution, weights)
+        return _with_fixed(instance, replace(rows, hinges=_sorted(rows.hinges, waiting)))
+    point = instance.peak(solution)
+    if point not in rows.points:
+        return _with_fixed(instance, replace(rows, points=(*rows.points, point)))
+    # Where no row is missing it is the solver, which meets rows within a millionth.
+    return replace(rows, limit=rows.limit - over)
+
+
+def _with_fixed(instance: Instance, rows: Rows) -> Rows:
+    return replace(rows, fixed=rows.fixed | _fixed(instance, rows))
+
+
+def _sorted(known: Iterable[int], more: Iterable[int]) -> tuple[int, ...]:
+    return tuple(sorted({*known, *more}))
+
+
+def best_within(
+    instance: Instance, rows: Rows, weights: Weights, alive: Alive, aim: float, gap: float, patience: float
+) -> tuple[Solution, float]:
+    """The best choice that meets `rows`, and a bound on all that take less than `aim`.
+
+    Overlaps that have no row count with the part that `weights` has for them, nothing or all. The program is
+    solved up to `gap`, or for `patience` seconds. Raises what `Program.solve` does.
+    """
+    parts = [0.0 if index in rows.hinges else round(part) for index, part in enumerate(weights.excess)]
+    rounded = Weights(1.0, [], parts)
+    plain = instance.priced(rounded)
+    slack = instance.slack(weights, alive, rows.fixed, aim)
+    network = network_of(plain, alive)
+    eliminate(network, rows.fixed)
+    left = {node: slack.nodes[node][labels] >= 0 for node, labels in network.labels.items()}
+    program = Program(network, left, SCALE / min(aim, instance.arrays.value([0] * len(instance.arrays.costs))))
+    groups = [replace(group, again=again_seconds(instance.arrays, group, rounded)) for group in instance.arrays.groups]
+    repeats = decide_repeats(instance.arrays, instance.bytes, instance.points, weights, slack)
+    with_parts = replace(instance.arrays, groups=groups)
+    columns = limit_memory(
+        program, with_parts, instance.problem, instance.bytes, rows.points, rows.limit, rows.hinges, repeats
+    )
+    picks, values, bound = program.solve(gap, patience)
+    strategies = restore(network, picks)
+    chosen = [strategies[node] for node in range(len(instance.arrays.costs))]
+    again: set[tuple[int, Layout]] = set()
+    for item in columns:
+        group = instance.arrays.groups[item.group]
+        row = int(np.flatnonzero(item.sources == group.made[chosen[group.producer]])[0])
+        wanted = {int(edge.wanted[chosen[edge.consumer]]) for edge in group.edges if edge.saved}
+        for made, column, target in zip(item.is_made[row], item.columns[row], item.targets, strict=True):
+            if target in wanted and (made or (column >= 0 and values[column] > 0.5)):
+                again.add((item.group, group.targets[target]))
+    return instance.solution(chosen, frozenset(again)), bound - ties(plain) - instance.hidden(parts)
+
+
+def _unhidden(instance: Instance, rows: Rows, solution: Solution, weights: Weights) -> list[int]:
+    """Overlaps that the program counts as hidden, or as not hidden, of which the opposite is true."""
+    found = []
+    for index, (overlap, part) in enumerate(zip(instance.arrays.overlaps, weights.excess, strict=True)):
+        excess = instance.arrays.excess(overlap, solution.picks, solution.again)
+        if index not in rows.hinges and overlap.weight * (max(0.0, excess) - round(part) * excess) > (
+            1e-9 * solution.seconds
+        ):
+            found.append(index)
+    return found
+
+
+def _fixed(instance: Instance, rows: Rows) -> frozenset[int]:
+    """Nodes whose strategy counts in one of the rows."""
+    blocks = [node.block for node in instance.problem.nodes]
+    fixed = {
+        node
+        for node, size in enumerate(instance.bytes.nodes)
+        if any(size.at(point, node, blocks[node]).any() for point in rows.points)
+    }
+    overlaps = [instance.arrays.overlaps[hinge] for hinge in rows.hinges]
+    for group, places in zip(instance.arrays.groups, instance.bytes.groups, strict=True):
+        edges = [edge for edge in group.edges if edge.saved and places.kept_at(rows.points)]
+        held = bool(rows.points) and group.held.any()
+        if held or any(overlap.traffic(group) is not None for overlap in overlaps):
+            edges = list(group.edges)
+        if edges:
+            fixed.add(group.producer)
+            fixed.update(edge.consumer for edge in edges)
+    return frozenset(fixed)
