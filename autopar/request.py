@@ -18,10 +18,10 @@ from passes.ir.errors import ConstraintError, InputError, MeshError, MicroBatchE
 from passes.ir.leaves import input_leaves
 from passes.ir.mesh import Mesh
 from passes.ir.plan import Plan
+from passes.ir.regime import RECOMPUTE
 from passes.micro_batches import batch_size
 
 OBJECTIVES = ("train", "infer")
-RECOMPUTE = ("none", "selective", "full")
 
 # How many tensors of a parameter's size each optimizer keeps for it.
 OPTIMIZERS = {"adam": 2, "adamw": 2, "lion": 1, "rmsprop": 1, "adagrad": 1, "sgd": 0, "sgd_momentum": 1}

@@ -16,9 +16,6 @@ from passes.ir.program import Region
 from passes.rules import find_rule
 from passes.rules.cheap import is_cheap, is_view
 
-NONE, SELECTIVE, FULL = "none", "selective", "full"
-LEVELS = (NONE, SELECTIVE, FULL)
-
 
 def check_patterns(regions: Iterable[Region], asked: Iterable[str]) -> None:
     """Raise ConstraintError for a pattern that matches no region, but for "*": that is for all there are."""
@@ -34,14 +31,14 @@ def levels(regions: Iterable[Region], asked: Mapping[str, str]) -> dict[str, str
     found = {}
     for name in (region.name for region in regions):
         patterns = sorted((pattern for pattern in asked if _matches(name, pattern)), key=len)
-        found[name] = asked[patterns[-1]] if patterns else NONE
+        found[name] = asked[patterns[-1]] if patterns else "none"
     return found
 
 
 def recompute(lowered: Lowered, chosen: Mapping[str, str]) -> Lowered:
     """`lowered` with the regions marked as `chosen` by their names; the others keep what autograd needs."""
     statements = tuple(
-        _marked(item, chosen.get(item.region.name, NONE)) if isinstance(item, Loop) else item
+        _marked(item, chosen.get(item.region.name, "none")) if isinstance(item, Loop) else item
         for item in lowered.body.statements
     )
     return replace(lowered, body=replace(lowered.body, statements=statements))
@@ -53,7 +50,7 @@ def _matches(name: str, pattern: str) -> bool:
 
 def _marked(loop: Loop, level: str) -> Loop:
     body = loop.body
-    if level == SELECTIVE:
+    if level == "selective":
         handed_on = _handed_on(body)
         marked = tuple(
             replace(item, recomputed=item.op.results[0] not in handed_on and _is_cheap(item, body))
