@@ -6,8 +6,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.agreement import from_first, gathered, together
-from autopar.build import compile_model, distribute, refuse_meta
+from autopar.build import compile_model
 from autopar.fingerprint import first_difference, structure_fingerprint, values_fingerprint
+from autopar.loading import distribute, refuse_meta
 from autopar.precision import Precision
 from autopar.request import ExampleInputs, MeshLike, Options, Recompute, make_request
 from autopar.runtime import DistributedModule

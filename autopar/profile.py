@@ -25,6 +25,7 @@ from autopar.fitting import Shape, fit_attention, fit_line, fit_link, fit_produc
 from passes.cost.cluster import CLUSTERS, Cluster, Device, Link, cluster_of_device
 from passes.cost.devices import LINKS
 from passes.ir.errors import ClusterError, MeshError
+from passes.ir.program import dtype_name
 
 logger = logging.getLogger("autopar")
 
@@ -168,11 +169,11 @@ class _Bench:
         main, *others = self.what.dtypes
         timed = {shape: self._product(shape, main) for shape in self.what.products}
         rate, fill, depth = fit_products(timed)
-        flops = {_name(main): rate}
+        flops = {dtype_name(main): rate}
         largest = sorted(self.what.products, key=prod)[-3:]
         for dtype in others:
             seconds = {shape: self._product(shape, dtype) for shape in largest}
-            flops[_name(dtype)] = statistics.median(
+            flops[dtype_name(dtype)] = statistics.median(
                 2 * (m * n + fill) * (k + depth) / taken for (m, n, k), taken in seconds.items()
             )
         attention, softmax = fit_attention(
@@ -337,7 +338,3 @@ def _known(device_type: str) -> Cluster:
         return cluster_of_device("cpu" if device_type == "cpu" else torch.cuda.get_device_name())
     except MeshError:
         return replace(CLUSTERS["a100"], name="unknown", inside=LINKS["pcie4"], between=LINKS["hdr"])
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -12,6 +12,7 @@ from autopar import huggingface
 from autopar.precision import Precision
 from autopar.profile import check_machine
 from autopar.runtime import named_arguments
+from passes.candidates import Setting
 from passes.constrain import Constraints
 from passes.cost.cluster import Cluster, cluster_of_device, find_cluster
 from passes.ir.errors import ConstraintError, InputError, MeshError, MicroBatchError, PlanMismatchError
@@ -20,6 +21,7 @@ from passes.ir.mesh import Mesh
 from passes.ir.plan import Plan
 from passes.ir.regime import RECOMPUTE
 from passes.micro_batches import batch_size
+from passes.rules.strategies import Offer
 
 OBJECTIVES = ("train", "infer")
 
@@ -62,6 +64,12 @@ class Request:
     def optimizer_states(self) -> int:
         """Tensors that the optimizer keeps per trained parameter; none when nothing is trained."""
         return OPTIMIZERS[self.optimizer] if self.objective == "train" else 0
+
+    def setting(self, master: torch.dtype | None, offers: Mapping[str, Offer] | None = None) -> Setting:
+        """What candidates are made for: floating parameters are stored in `master` (None: in what they are computed
+        with); nodes that have `offers` may do nothing else."""
+        states, reduce = self.optimizer_states, self.precision.reduce
+        return Setting(self.mesh, self.cluster, states, master, reduce, offers or {})
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,8 @@ from torch.utils import _pytree as pytree
 
 from autopar import huggingface
 from autopar.api import parallelize
-from autopar.build import compile_model, distribute, refuse_meta
+from autopar.build import compile_model
+from autopar.loading import distribute, refuse_meta
 from autopar.ranks import RankError, run_ranks
 from autopar.request import OBJECTIVES, Options, make_request
 from autopar.runtime import DistributedModule
