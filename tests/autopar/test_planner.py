@@ -100,9 +100,16 @@ def splits_batch(method: str) -> bool:
 
 
 def communication(plan: Plan) -> float:
-    """Predicted seconds of communication, forward and backward."""
+    """Predicted seconds of communication that nothing hides: of activations, forward and backward, and of parameters
+    and their gradients."""
     spent = program_of(plan).seconds
-    return spent["forward communication"] + spent["backward communication"]
+    return spent["forward communication"] + spent["backward communication"] + parameter_traffic(plan)
+
+
+def parameter_traffic(plan: Plan) -> float:
+    """Predicted seconds of gathers of parameters and reductions of their gradients that nothing hides."""
+    spent = program_of(plan).seconds
+    return spent["exposed gathers"] + spent["exposed reductions"]
 
 
 # --- a 70B training step ---
@@ -224,11 +231,43 @@ def test_recipes_are_what_they_are_called(plans: dict[str, Plan]) -> None:
 
 def test_against_ddp_gradients_cost_less(plans: dict[str, Plan]) -> None:
     """DDP all-reduces whole gradients on both axes, which is twice a reduce-scatter, and updates every parameter on
-    every device: reductions that nothing hides and the optimizer are where it loses."""
-    free, ddp = program_of(plans["free"]).seconds, program_of(plans["DDP"]).seconds
-    assert ddp["exposed reductions"] > free["exposed reductions"]
-    assert ddp["optimizer"] > 10 * free["optimizer"], "most are in 64 parts; those whose gathers would show are whole"
+    every device: backward communication and the optimizer are where it loses."""
+    free, fsdp, ddp = (program_of(plans[name]).seconds for name in ("free", "FSDP", "DDP"))
+
+    def backward(spent: Mapping[str, float]) -> float:
+        return spent["backward communication"] + spent["exposed reductions"]
+
+    assert backward(ddp) > 10 * backward(free)
+    assert ddp["optimizer"] == pytest.approx(64 * fsdp["optimizer"], rel=0.01), "of 64 times as many parameters"
+    assert ddp["optimizer"] > 10 * free["optimizer"], "of 8 or 64 times as many parameters, but for norms"
     assert not [row for row in rows(plans["DDP"], "change", ".weight") if "all_gather" in row.how]
+
+
+def test_against_fsdp_layers_compute_while_parameters_travel(plans: dict[str, Plan]) -> None:
+    """FSDP's gathers take longer than what hides them. The free plan stores parameters in as many parts as can be
+    hidden: its traffic shows less, by far more than the optimizer takes longer."""
+    free, fsdp = plans["free"], plans["FSDP"]
+    saved = parameter_traffic(fsdp) - parameter_traffic(free)
+    longer = program_of(free).seconds["optimizer"] - program_of(fsdp).seconds["optimizer"]
+    assert saved > 10 * longer > 0
+    assert communication(free) < 0.6 * communication(fsdp)
+
+
+def test_against_fsdp_weights_of_the_ffn_are_not_gathered_on_tp() -> None:
+    """A device has 2,048 tokens: gathering these costs less than gathering the weights of the ffn, so where no other
+    layer computes meanwhile the free plan splits features on tp there, and gathers their weights over dp only. All it
+    saves is communication."""
+    model = llama("8B", num_hidden_layers=1)
+    free, fsdp = (
+        autopar.plan(model, MESH, batch_of(64, 2048), cluster="h100", memory_limit=PLENTY, constraints=RECIPES[name])
+        for name in ("free", "FSDP")
+    )
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        (ours,) = rows(free, "change", f".mlp.{name}.weight")
+        (theirs,) = rows(fsdp, "change", f".mlp.{name}.weight")
+        assert ours.how == "all_gather dp"
+        assert theirs.how == "all_gather dp, all_gather tp"
+    assert communication(free) < 0.6 * communication(fsdp)
 
 
 def test_against_megatron_attention_moves_no_activations(plans: dict[str, Plan]) -> None:
