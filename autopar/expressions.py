@@ -84,7 +84,7 @@ def expressions(model: nn.Module, request: Request, traced: Tracing, planned: Pr
     together = request.mesh.size <= request.cluster.node_size
     seconds = pricing.seconds(mesh if together else request.mesh)
     _check("step time", seconds, planned.record.seconds)
-    sizes.update((name, size) for name, size in zip(request.mesh.names, request.mesh.sizes, strict=True) if size > 1)
+    sizes.update((name, size) for name, size in request.mesh.by_name.items() if size > 1)
     step = _batch_step(folded, problem, solution, mesh, sizes)
     return Expressions(write_formula(formula(memory)), write_formula(formula(seconds)), sizes, step)
 
@@ -123,7 +123,7 @@ def _has_features(tensor: torch.Tensor) -> bool:
 
 def _symbolic(mesh: Mesh) -> Mesh:
     """`mesh` with figures for its sizes."""
-    sizes = zip(mesh.names, mesh.sizes, strict=True)
+    sizes = mesh.by_name.items()
     return Mesh(mesh.names, tuple(size_of(size, sympy.Symbol(name)) if size > 1 else size for name, size in sizes))
 
 

@@ -46,7 +46,7 @@ def written_plan(
         model=type(model).__name__,
         fingerprint=fingerprint,
         objective=request.objective,
-        mesh=dict(zip(mesh.names, mesh.sizes, strict=True)),
+        mesh=mesh.by_name,
         cluster=request.cluster.name,
         memory_limit=request.memory_limit,
         optimizer=request.optimizer,
@@ -63,7 +63,7 @@ def written_plan(
 
 def check_plan(plan: Plan, fingerprint: str, request: Request) -> None:
     """Raise PlanMismatchError where a given plan is one for something else."""
-    mesh = dict(zip(request.mesh.names, request.mesh.sizes, strict=True))
+    mesh = request.mesh.by_name
     if plan.fingerprint != fingerprint:
         raise PlanMismatchError(
             f"the plan was made for another {plan.model}: class, parameters or configuration differ; "

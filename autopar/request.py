@@ -205,7 +205,7 @@ def read_mesh(mesh: MeshLike) -> Mesh:
             )
         return Mesh(tuple(names), tuple(mesh.shape))
     if isinstance(mesh, Mapping):
-        return Mesh(tuple(mesh), tuple(mesh.values()))
+        return Mesh.of(mesh)
     if isinstance(mesh, Cluster):
         if mesh.devices is None:
             raise MeshError(f"the cluster {mesh.name!r} does not say how many devices it has: set Cluster(devices=...)")
@@ -220,7 +220,7 @@ def read_mesh(mesh: MeshLike) -> Mesh:
 
 def _planned_mesh(plan: Plan, devices: Mesh) -> Mesh:
     """The mesh of a plan that is to run on so many `devices`."""
-    planned = Mesh(tuple(plan.mesh), tuple(plan.mesh.values()))
+    planned = Mesh.of(plan.mesh)
     if planned.size != devices.size:
         raise PlanMismatchError(
             f"the plan was made for the mesh {dict(plan.mesh)} of {planned.size} devices, here are {devices.size}: "

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from passes.ir.lowered import Loop, Lowered, Variables
 from passes.ir.mesh import Mesh
 from passes.ir.program import Buffer, Parameter, references
+from passes.ir.vocabulary import import_order
 from passes.writing.code import INDENT, Code, Shared
 from passes.writing.engine import engine_text
 from passes.writing.lines import WIDTH, broken, signature
 from passes.writing.names import identifier
 from passes.writing.places import attribute, class_name, copy_path, loop_name, unpacked
-from passes.writing.vocabulary import import_order
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,13 @@ from passes.ir.lowered import Body, Change, Compute, Held, Loop
 from passes.ir.mesh import Mesh
 from passes.ir.program import Argument, Op, Ref, TensorType
 from passes.ir.redistribution import Step
+from passes.ir.vocabulary import RESERVED
 from passes.writing.expressions import expression
 from passes.writing.forms import form
 from passes.writing.lines import statement
 from passes.writing.names import Names, hints, identifier, plain
 from passes.writing.places import loop_name, unpacked
 from passes.writing.values import value_text
-from passes.writing.vocabulary import RESERVED
 
 INDENT = " " * 8
 

@@ -45,7 +45,7 @@ from autopar.runtime.generated import place
 from autopar.runtime.state import local_part
 from passes.ir.layout import I, Layout, Letter, R, digits, local_major, local_shape, parse_letter
 from passes.ir.mesh import Mesh
-from passes.writing.vocabulary import FORMS
+from passes.ir.vocabulary import FORMS
 from tests.autopar.without_engine import step_by_step
 
 SpmdTypeError = spmd.SpmdTypeError

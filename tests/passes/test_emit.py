@@ -8,11 +8,11 @@ from torch import Tensor, nn
 
 import autopar.runtime
 from passes.emit import Naming, emit
+from passes.ir import vocabulary
 from passes.ir.lowered import Lowered
 from passes.ir.mesh import Mesh
 from passes.rules.bodies import BODIES
 from passes.solve import Limits, solve
-from passes.writing import vocabulary
 from passes.writing.forms import WRITERS
 from tests.passes.helpers import mesh_of
 from tests.passes.planning import STATES, planning

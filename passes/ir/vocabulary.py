@@ -1,4 +1,4 @@
-"""Names that generated source takes from the runtime."""
+"""Names that generated source takes from the runtime, or has for something of its own."""
 
 COLLECTIVES = ("all_gather", "all_reduce", "all_to_all", "convert", "reduce_scatter")
 FORMS = (
@@ -20,7 +20,7 @@ BASES = ("Generated", "Region")
 HELPERS = ("gathered", "local", "recomputed")
 LETTERS = ("I", "P", "R", "S")
 
-# What no variable of generated source is called.
+# What no variable of generated source is called, and no axis, as it is one.
 RESERVED = {"self", "torch", "F", "copy", "index", "layer", *COLLECTIVES, *FORMS, *HELPERS, *LETTERS}
 
 
