@@ -80,9 +80,11 @@ def expressions(model: nn.Module, request: Request, traced: Tracing, planned: Pr
     mesh = _symbolic(request.mesh)
     problem, solution = pricing.problem(mesh)
     memory = pricing.memory(problem, solution, mesh)
-    # How groups lie in nodes has no formula.
-    together = request.mesh.size <= request.cluster.node_size
-    seconds = pricing.seconds(mesh if together else request.mesh)
+    if request.mesh.size <= request.cluster.node_size:
+        seconds = pricing.seconds(problem, solution, mesh)
+    else:
+        # How groups lie in nodes has no formula.
+        seconds = pricing.seconds(*pricing.problem(request.mesh), request.mesh)
     _check("step time", seconds, planned.record.seconds)
     sizes.update((name, size) for name, size in request.mesh.by_name.items() if size > 1)
     step = _batch_step(folded, problem, solution, mesh, sizes)
@@ -229,9 +231,8 @@ class _Pricing:
             )
         )
 
-    def seconds(self, mesh: Mesh) -> Number:
+    def seconds(self, problem: Problem, solution: Solution, mesh: Mesh) -> Number:
         """Seconds of a step."""
-        problem, solution = self.problem(mesh)
         request, master = replace(self.request, mesh=mesh), self.planned.master
         lowered = lowered_as(solution, self.folded, problem, request, master, Clock())
         return step_seconds(lowered, self.folded, request, master, solution.regime).total

@@ -106,6 +106,14 @@ def profile(
             dist.destroy_process_group()
 
 
+def known_cluster(device_type: str) -> Cluster:
+    """What is known of clusters of the device of this process.
+
+    Raises MeshError for a device that nothing is known of.
+    """
+    return cluster_of_device(torch.cuda.get_device_name() if device_type == "cuda" else device_type)
+
+
 def device_name(device_type: str) -> str:
     """What the device of this process calls itself: "NVIDIA H100 80GB HBM3", "AMD EPYC 9654 96-Core Processor"."""
     if device_type == "cuda":
@@ -146,7 +154,7 @@ class _Bench:
 
     def cluster(self) -> Cluster:
         """Everything, measured."""
-        known = _known(self.device_type)
+        known = _known_or_most(self.device_type)
         name = device_name(self.device_type)
         world = dist.get_world_size() if dist.is_initialized() else 1
         local = min(world, int(os.environ.get("LOCAL_WORLD_SIZE", world)))
@@ -332,9 +340,9 @@ def _all_to_all(whole: Tensor, group: dist.ProcessGroup) -> None:
     _c10d.wait_tensor(_c10d.all_to_all_single(whole, parts, parts, group.group_name))
 
 
-def _known(device_type: str) -> Cluster:
-    """What is known of the device here: of one that nothing is known of, the links of most."""
+def _known_or_most(device_type: str) -> Cluster:
+    """What is known of the device here, or, if that is nothing, a cluster with the links of most."""
     try:
-        return cluster_of_device("cpu" if device_type == "cpu" else torch.cuda.get_device_name())
+        return known_cluster(device_type)
     except MeshError:
         return replace(CLUSTERS["a100"], name="unknown", inside=LINKS["pcie4"], between=LINKS["hdr"])

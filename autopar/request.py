@@ -10,11 +10,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar import huggingface
 from autopar.precision import Precision
-from autopar.profile import check_machine
+from autopar.profile import check_machine, known_cluster
 from autopar.runtime import named_arguments
 from passes.candidates import Setting
 from passes.constrain import Constraints
-from passes.cost.cluster import Cluster, cluster_of_device, find_cluster
+from passes.cost.cluster import Cluster, find_cluster
 from passes.ir.errors import ConstraintError, InputError, MeshError, MicroBatchError, PlanMismatchError
 from passes.ir.leaves import input_leaves
 from passes.ir.mesh import Mesh
@@ -240,9 +240,7 @@ def _cluster(cluster: Cluster | str | None, mesh: MeshLike, device_type: str | N
         return find_cluster(cluster)
     if device_type is None:
         raise MeshError("with a mesh that is no DeviceMesh, say for which devices: cluster='h100', for instance")
-    if device_type == "cuda":
-        return cluster_of_device(torch.cuda.get_device_name())
-    return cluster_of_device(device_type)
+    return known_cluster(device_type)
 
 
 def _inputs(
