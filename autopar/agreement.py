@@ -74,12 +74,12 @@ def _sendable(error: Exception) -> Exception:
     return error
 
 
-def gathered(mesh: DeviceMesh, item: object) -> list[object]:
+def gathered(mesh: DeviceMesh, item: T) -> list[T]:
     """What every rank of the mesh has, in the order of ranks."""
     items = [item]
     for axis in reversed(range(mesh.ndim)):
         group = mesh.get_group(axis)
-        boxes: list[list[object]] = [[] for _ in range(group.size())]
+        boxes: list[list[T]] = [[] for _ in range(group.size())]
         dist.all_gather_object(boxes, items, group=group)
         items = [item for box in boxes for item in box]
     return items

@@ -115,9 +115,7 @@ def _check_same_model(model: nn.Module, mesh: DeviceMesh) -> None:
     own = (structure_fingerprint(model), values_fingerprint(model))
     every = gathered(mesh, own)
     first = every[0]
-    assert isinstance(first, tuple)
     for rank, other in enumerate(every):
-        assert isinstance(other, tuple)
         if other[0] != first[0]:
             raise PlanMismatchError(
                 f"ranks hold different models: the one of rank {rank} of the mesh is built otherwise than that of "

@@ -1,6 +1,6 @@
 """One program as the passes give it and as the runtime takes it."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -8,7 +8,7 @@ import torch
 from autopar.request import Request
 from autopar.runtime import CompiledProgram, PlannedInput, PlannedOutput
 from passes.ir.leaves import Inputs, input_leaves
-from passes.ir.lowered import Lowered
+from passes.ir.lowered import Change, Compute, Loop, Lowered
 from passes.ir.plan import ProgramPlan
 from passes.ir.program import Folded, Input, Parameter, Program, TensorType, references
 from passes.specialize import Decided
@@ -62,10 +62,27 @@ def compiled_program(lowered: Lowered, source: str, class_name: str, request: Re
         program.constants,
         _used_parameters(program),
         program.changes,
-        "keep=False" in source or "recomputed(lambda" in source,
+        any(_made_again(statement) for statement in _statements(lowered)),
         any(item.trainable for item in sources),
         held=lowered.held,
     )
+
+
+def _statements(lowered: Lowered) -> Iterator[Compute | Change]:
+    """All statements, those of loops and between their copies too."""
+    for statement in lowered.body.statements:
+        if isinstance(statement, Loop):
+            yield from (inner for inner in statement.body.statements if not isinstance(inner, Loop))
+            yield from (change for change in statement.between if change is not None)
+        else:
+            yield statement
+
+
+def _made_again(statement: Compute | Change) -> bool:
+    """Whether generated code makes the result again in the backward pass."""
+    if isinstance(statement, Compute):
+        return statement.recomputed
+    return statement.again and len(statement.steps) > statement.engine
 
 
 def _used_parameters(program: Program) -> frozenset[str]:

@@ -328,7 +328,7 @@ class Search:
     ) -> tuple[Problem, Demands]:
         request = self.request
         demands = constrain(part.program, request.constraints, mesh)
-        setting = replace(request, mesh=mesh).setting(self.master, offers or {})
+        setting = replace(request, mesh=mesh).setting(self.master, offers)
         return self.clock("candidates", lambda: candidates(part.folded, demands, setting)), demands
 
     # --- what would fit ---
