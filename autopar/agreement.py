@@ -4,7 +4,7 @@ import pickle
 import traceback
 import warnings
 from collections.abc import Callable
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -32,29 +32,36 @@ def together(mesh: DeviceMesh, run: Callable[[], T]) -> T:
 def from_first(mesh: DeviceMesh, run: Callable[[], T]) -> T:
     """Run on the first rank alone; every rank gets what it returned, or raises what it raised."""
     result: T | Exception | None = None
+    sent = b""
     coordinate = mesh.get_coordinate()
     assert coordinate is not None
     if not any(coordinate):
         try:
             result = run()
-            pickle.dumps(result)
+            sent = pickle.dumps(result)
         except Exception as error:
             result = _sendable(error)
-    sent = pickle.dumps(result)
+            sent = pickle.dumps(result)
     for axis in range(mesh.ndim):
         group = mesh.get_group(axis)
         box = [sent]
         dist.broadcast_object_list(box, src=dist.get_global_rank(group, 0), group=group)
         sent = box[0]
     if any(coordinate):
-        with warnings.catch_warnings():
-            # A tree's specification warns about its own parts when it is unpickled.
-            warnings.simplefilter("ignore", FutureWarning)
-            result = pickle.loads(sent)
+        result = cast(T | Exception, unpickled(sent))
     if isinstance(result, Exception):
         raise result
     assert result is not None
     return result
+
+
+def unpickled(sent: bytes) -> object:
+    """What another process has pickled."""
+    with warnings.catch_warnings():
+        # A tree's specification warns about its own parts when it is unpickled.
+        warnings.simplefilter("ignore", FutureWarning)
+        found: object = pickle.loads(sent)
+        return found
 
 
 def _sendable(error: Exception) -> Exception:
@@ -67,12 +74,12 @@ def _sendable(error: Exception) -> Exception:
     return error
 
 
-def gathered(mesh: DeviceMesh, item: object) -> list[object]:
+def gathered(mesh: DeviceMesh, item: T) -> list[T]:
     """What every rank of the mesh has, in the order of ranks."""
     items = [item]
     for axis in reversed(range(mesh.ndim)):
         group = mesh.get_group(axis)
-        boxes: list[list[object]] = [[] for _ in range(group.size())]
+        boxes: list[list[T]] = [[] for _ in range(group.size())]
         dist.all_gather_object(boxes, items, group=group)
         items = [item for box in boxes for item in box]
     return items

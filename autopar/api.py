@@ -6,8 +6,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.agreement import from_first, gathered, together
-from autopar.build import compile_model, distribute, refuse_meta
+from autopar.build import compile_model
 from autopar.fingerprint import first_difference, structure_fingerprint, values_fingerprint
+from autopar.loading import distribute, refuse_meta
 from autopar.precision import Precision
 from autopar.request import ExampleInputs, MeshLike, Options, Recompute, make_request
 from autopar.runtime import DistributedModule
@@ -114,9 +115,7 @@ def _check_same_model(model: nn.Module, mesh: DeviceMesh) -> None:
     own = (structure_fingerprint(model), values_fingerprint(model))
     every = gathered(mesh, own)
     first = every[0]
-    assert isinstance(first, tuple)
     for rank, other in enumerate(every):
-        assert isinstance(other, tuple)
         if other[0] != first[0]:
             raise PlanMismatchError(
                 f"ranks hold different models: the one of rank {rank} of the mesh is built otherwise than that of "

@@ -1,20 +1,12 @@
-"""From a model and a request to a plan and its source, and from these to a module that runs."""
+"""From a model and a request to a plan and its source."""
 
 import logging
-import os
-import sys
-import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from hashlib import sha256
-from pathlib import Path
-from types import ModuleType
-from typing import TypeVar
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from autopar import huggingface
 from autopar.batches import batching
@@ -22,43 +14,33 @@ from autopar.clock import Clock
 from autopar.discover import rules_for
 from autopar.expressions import Priced, expressions
 from autopar.fingerprint import structure_fingerprint
-from autopar.placing import placed_parts
+from autopar.lowering import lowered_as, step_seconds
+from autopar.plans import as_planned, check_plan, written_plan
 from autopar.probing import FakeProber
+from autopar.programs import Planned, compiled_program, totals_name
 from autopar.request import Request
-from autopar.runtime import (
-    CompiledProgram,
-    DistributedModule,
-    LoadedProgram,
-    OtherSizes,
-    PlannedInput,
-    PlannedOutput,
-)
-from autopar.runtime.engine import Engine
-from autopar.runtime.inputs import constant_text
+from autopar.runtime import CompiledProgram
 from autopar.search import Search
-from passes.candidates import Setting, candidates
+from passes.candidates import candidates
 from passes.capture import CPU, Tracing, capture
 from passes.constrain import constrain, stored_as
 from passes.cost.cluster import GIB, Cluster
 from passes.cost.liveness import MACHINES, Batches, Machine, MemoryPeak, Stored, peak_memory
 from passes.cost.memory import unsharded
-from passes.cost.walk import Optimizer, seconds_on_one, walk
+from passes.cost.walk import seconds_on_one
 from passes.emit import Naming, emit, variables
-from passes.engines import engines
 from passes.ir.choices import Problem, Solution
 from passes.ir.demands import Demands
 from passes.ir.errors import CaptureError, InfeasibleError, PlanMismatchError
 from passes.ir.layout import Layout
-from passes.ir.leaves import Inputs, input_leaves
+from passes.ir.leaves import input_leaves
 from passes.ir.lowered import Group, Lowered
-from passes.ir.plan import Expressions, InputPlan, ParameterPlan, Plan, PrecisionPlan, ProgramPlan
-from passes.ir.program import Folded, Input, Parameter, Program, TensorType, references
+from passes.ir.plan import Expressions, Plan
+from passes.ir.program import Folded, Program
 from passes.ir.regime import PLAIN, Regime
-from passes.lower import Casts, lower
 from passes.micro_batches import MicroBatches, micro_batches
 from passes.normalize import normalize
-from passes.recompute import recompute
-from passes.record import discovered_ops, find_decisions, idle_axes, layout_texts, record, whole_ops
+from passes.record import discovered_ops, find_decisions, idle_axes, record, whole_ops
 from passes.regions import fold
 from passes.rules import with_rules
 from passes.solve import solve
@@ -69,8 +51,6 @@ logger = logging.getLogger("autopar")
 
 # So often a plan may turn out to take more memory than was counted.
 _TRIES = 5
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -90,20 +70,6 @@ class Compiled:
     groups: tuple[Group, ...]
 
 
-@dataclass(frozen=True)
-class Planned:
-    """One program, planned."""
-
-    folded: Folded
-    lowered: Lowered
-    record: ProgramPlan
-    source: CompiledProgram
-    decided: Mapping[str, Decided]
-    whole_ops: tuple[str, ...]
-    discovered: tuple[str, ...]
-    totals: "Planned | None" = None
-
-
 def compile_model(model: nn.Module, request: Request, *, both_modes: bool = False) -> Compiled:
     """Plan `model` and generate its source. With `both_modes` a model that does something else in evaluation than in
     training gets a second program for it.
@@ -114,8 +80,8 @@ def compile_model(model: nn.Module, request: Request, *, both_modes: bool = Fals
     fingerprint = structure_fingerprint(model)
     given = request.plan
     if given is not None:
-        _check_plan(given, fingerprint, request)
-        request = _as_planned(request, given)
+        check_plan(given, fingerprint, request)
+        request = as_planned(request, given)
     training = request.objective == "train"
     program = clock("capture", lambda: capture(model, request.inputs, tracing(model, request, request.objective)))
     program = clock("normalize", lambda: normalize(program))
@@ -145,7 +111,7 @@ def compile_model(model: nn.Module, request: Request, *, both_modes: bool = Fals
             programs["infer"] = planned(
                 model, evaluated, demands, inference, "infer", clock, choose, groups=first.lowered.held.groups
             )
-    plan = _plan(model, fingerprint, request, program, programs)
+    plan = written_plan(model, fingerprint, request, program, programs)
     if request.symbolic:
         plan = replace(plan, expressions=clock("expressions", lambda: _expressions(model, request, program, first)))
     elif given is not None:
@@ -223,20 +189,15 @@ def planned(
     `micro` it is that of one micro-batch. What the passes before `choose` give may be `ready`. `groups` hold the
     model's parameters already, if this is not its first program."""
     with with_rules(clock("discover", lambda: rules_for(program)) if request.discover else {}):
-        mesh, cluster, precision = request.mesh, request.cluster, request.precision
-        states = request.optimizer_states
-        master = _master(model, request)
+        mesh, master = request.mesh, _master(model, request)
         if ready is None:
             folded = clock("regions", lambda: fold(program, demands.label))
-            setting = Setting(mesh, cluster, states, master, precision.reduce)
-            problem = clock("candidates", lambda: candidates(folded, demands, setting))
+            problem = clock("candidates", lambda: candidates(folded, demands, request.setting(master)))
         else:
             folded, problem = ready
         solution = clock("solve", lambda: choose(folded, problem))
-        lowered = clock("lower", lambda: lower(folded, problem, solution, mesh, Casts(master, precision.reduce)))
-        lowered = recompute(lowered, solution.regime.recompute)
-        lowered = clock("engines", lambda: engines(lowered, mesh, groups))
-        seconds = walk(lowered, folded, cluster, mesh, Optimizer(states, master), solution.regime)
+        lowered = lowered_as(solution, folded, problem, request, master, clock, groups)
+        seconds = step_seconds(lowered, folded, request, master, solution.regime)
         if solution.bound == 0.0:
             solution = replace(solution, seconds=seconds.total, bound=seconds.total * (1 - _gap(request, name)))
         for axis in idle_axes(problem, solution, mesh) if program.parameters else ():
@@ -255,9 +216,9 @@ def planned(
             # The walk is of one micro-batch and does not know of this: it may count a part of it once more.
             kinds = {**memory.bytes_by_kind, "kept between micro-batches": int(between)}
             memory = replace(memory, bytes_by_kind=kinds)
-        on_one = solution.regime.micro_batches * seconds_on_one(folded, cluster)
+        on_one = solution.regime.micro_batches * seconds_on_one(folded, request.cluster)
         plan = record(folded, problem, solution, lowered, seconds, memory, mesh, on_one)
-        compiled = _compiled(lowered, source, naming, request)
+        compiled = compiled_program(lowered, source, naming.class_name, request)
         decisions = decided(folded, problem, solution)
         found = Planned(folded, lowered, plan, compiled, decisions, whole_ops(folded), discovered_ops(folded))
     return found if micro is None else _in_micro_batches(model, found, micro, request, name, clock)
@@ -280,11 +241,6 @@ def _in_micro_batches(
     batch, outputs = batching(micro, found.lowered, found.source.outputs, made, request.mesh, found.record.regime)
     source = replace(found.source, outputs=outputs, micro_batches=batch)
     return replace(found, source=source, totals=totals)
-
-
-def totals_name(name: str) -> str:
-    """What the program is called that sums over the batch what the one called `name` needs."""
-    return f"{name} totals"
 
 
 def _memory(
@@ -364,187 +320,3 @@ def _master(model: nn.Module, request: Request) -> torch.dtype | None:
 def _stored_dtype(model: nn.Module) -> torch.dtype | None:
     """The dtype of a model's floating parameters."""
     return next((item.dtype for item in model.parameters() if item.is_floating_point()), None)
-
-
-def _compiled(lowered: Lowered, source: str, naming: Naming, request: Request) -> CompiledProgram:
-    program = lowered.program
-    given = dict(input_leaves(request.inputs))
-    inputs = []
-    for item in program.inputs:
-        if item.argument not in given:
-            # A total, which nobody gives.
-            continue
-        leaf = given[item.argument]
-        assert isinstance(leaf, torch.Tensor)
-        type = TensorType(tuple(leaf.shape), leaf.dtype)
-        inputs.append(PlannedInput(item.argument, type, item.type.dtype, lowered.inputs[item.name], item.trainable))
-    outputs = []
-    for output in lowered.outputs:
-        shape = tuple(size for name in references(output.value) for size in program.types[name.partition("~")[0]].shape)
-        outputs.append(PlannedOutput(output.name, output.layout, shape))
-    sources: tuple[Parameter | Input, ...] = (*program.parameters, *program.inputs)
-    return CompiledProgram(
-        source,
-        naming.class_name,
-        tuple(inputs),
-        _constants(request.inputs, program),
-        request.assumed,
-        tuple(outputs),
-        program.output_tree,
-        program.constants,
-        _used_parameters(program),
-        program.changes,
-        "keep=False" in source or "recomputed(lambda" in source,
-        any(item.trainable for item in sources),
-        held=lowered.held,
-    )
-
-
-def _used_parameters(program: Program) -> frozenset[str]:
-    """Names of the parameters that are read or changed, all names of each."""
-    read = {name for op in program.ops for name in op.operands}
-    read.update(name for output in program.outputs for name in references(output))
-    read.update(change.parameter for change in program.changes)
-    return frozenset(name for item in program.parameters if item.name in read for name in item.names)
-
-
-def _constants(inputs: Inputs, program: Program) -> dict[str, object]:
-    """What is given and is no input of the program: values that are no tensors, and tensors whose values count."""
-    given = dict(input_leaves(inputs))
-    left = [name for name in given if name not in {item.argument for item in program.inputs}]
-    return {name: leaf.detach().cpu() if isinstance(leaf := given[name], torch.Tensor) else leaf for name in left}
-
-
-def _plan(
-    model: nn.Module, fingerprint: str, request: Request, program: Program, programs: Mapping[str, Planned]
-) -> Plan:
-    mesh, precision = request.mesh, request.precision
-    first = programs[request.objective]
-
-    def kept_as(name: str) -> torch.dtype:
-        """What a parameter is stored in: a precision for computing alone leaves that as it is."""
-        dtype = model.get_parameter(name).dtype
-        return precision.master or dtype if dtype.is_floating_point else dtype
-
-    parameters = {
-        item.name: ParameterPlan(
-            item.type.shape,
-            _dtype_text(kept_as(item.name)),
-            layout_texts(first.lowered.parameters[item.name], mesh),
-            item.trainable,
-        )
-        for item in program.parameters
-    }
-    inputs = {
-        item.name: InputPlan(item.type.shape, _dtype_text(item.type.dtype), layout_texts(item.layout, mesh))
-        for item in first.source.inputs
-    }
-    totals = {totals_name(name): item.totals.record for name, item in programs.items() if item.totals is not None}
-    return Plan(
-        model=type(model).__name__,
-        fingerprint=fingerprint,
-        objective=request.objective,
-        mesh=dict(zip(mesh.names, mesh.sizes, strict=True)),
-        cluster=request.cluster.name,
-        memory_limit=request.memory_limit,
-        optimizer=request.optimizer,
-        precision=PrecisionPlan(*(None if dtype is None else _dtype_text(dtype) for dtype in vars(precision).values())),
-        inputs=inputs,
-        constants={name: constant_text(value) for name, value in first.source.constants.items()},
-        parameters=parameters,
-        programs={**{name: item.record for name, item in programs.items()}, **totals},
-        whole_ops=first.whole_ops,
-        discovered=first.discovered,
-        constraints=request.constraints,
-    )
-
-
-def _dtype_text(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _check_plan(plan: Plan, fingerprint: str, request: Request) -> None:
-    """Raise PlanMismatchError where a given plan is one for something else."""
-    mesh = dict(zip(request.mesh.names, request.mesh.sizes, strict=True))
-    if plan.fingerprint != fingerprint:
-        raise PlanMismatchError(
-            f"the plan was made for another {plan.model}: class, parameters or configuration differ; "
-            "plan this model anew"
-        )
-    if list(plan.mesh.items()) != list(mesh.items()):
-        raise PlanMismatchError(f"the plan was made for the mesh {dict(plan.mesh)}, this one is {mesh}: plan anew")
-    if request.objective not in plan.programs:
-        raise PlanMismatchError(f"the plan has no program for objective={request.objective!r}: plan anew")
-    leaves = {name: leaf for name, leaf in input_leaves(request.inputs) if isinstance(leaf, torch.Tensor)}
-    given = {name: leaf for name, leaf in leaves.items() if name not in plan.constants}
-    shapes = {name: (tuple(leaf.shape), _dtype_text(leaf.dtype)) for name, leaf in given.items()}
-    planned = {name: (item.shape, item.dtype) for name, item in plan.inputs.items()}
-    if shapes != planned:
-        raise PlanMismatchError(f"the plan was made for the inputs {planned}, these are {shapes}: plan anew")
-
-
-def _as_planned(request: Request, plan: Plan) -> Request:
-    """`request` with what `plan` decided; what is asked for besides must be the same."""
-    planned = plan.programs[request.objective]
-    if request.micro_batches not in (None, planned.micro_batches):
-        raise PlanMismatchError(
-            f"the plan has micro_batches={planned.micro_batches}, but {request.micro_batches} are asked for: leave it "
-            "out, or plan anew"
-        )
-    again = {} if request.objective == "infer" else planned.stages[0].recompute
-    if request.recompute is not None and dict(request.recompute) != dict(again):
-        raise PlanMismatchError(
-            f"the plan says what is computed again, {dict(again)}: leave recompute out, or plan anew"
-        )
-    return replace(request, constraints=plan.constraints, micro_batches=planned.micro_batches, recompute=again)
-
-
-def refuse_meta(model: nn.Module) -> None:
-    """Raise CaptureError for a parameter without values."""
-    for name, parameter in model.named_parameters():
-        if parameter.is_meta:
-            raise CaptureError(
-                f"parameter {name!r} is on meta: give it values before parallelize (plan alone needs none)"
-            )
-
-
-def distribute(
-    model: nn.Module, compiled: Compiled, request: Request, mesh: DeviceMesh, other_sizes: OtherSizes
-) -> DistributedModule:
-    """The module of one rank: its part of every parameter, and the generated programs."""
-    if huggingface.is_huggingface(model):
-        huggingface.register_caches(model)
-    device = torch.device(mesh.device_type)
-    if device.type == "cuda":
-        device = torch.device("cuda", torch.cuda.current_device())
-    engine = Engine(mesh)
-    root = placed_parts(model, compiled.stored, compiled.groups, request, mesh, device, engine)
-    loaded = {name: load(program, name) for name, program in compiled.programs.items()}
-    signature, seed = request.signature, compiled.seed
-    module = DistributedModule(root, mesh, device, compiled.plan, loaded, signature, seed, other_sizes, engine)
-    module.refuse_evaluation(compiled.refused)
-    return module
-
-
-def load(program: CompiledProgram, name: str) -> LoadedProgram:
-    """A program with its generated class."""
-    path, module = load_source(program.source, f"{program.class_name}_{name}")
-    batches = program.micro_batches
-    totals = None if batches is None or batches.totals is None else load(batches.totals, f"{name}_totals")
-    return LoadedProgram(program, path, getattr(module, program.class_name), totals)
-
-
-def load_source(source: str, name: str) -> tuple[Path, ModuleType]:
-    """Write generated source to a file, so that tracebacks and debuggers show it, and import it from there."""
-    digest = sha256(source.encode()).hexdigest()[:16]
-    folder = Path(tempfile.gettempdir()) / f"autopar-{os.getuid() if hasattr(os, 'getuid') else 'user'}" / digest
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{name.lower()}.py"
-    scratch = folder / f".{name.lower()}.{os.getpid()}"
-    scratch.write_text(source, encoding="utf-8")
-    scratch.replace(path)
-    module = ModuleType(f"autopar_generated_{digest}_{name}")
-    module.__file__ = str(path)
-    sys.modules[module.__name__] = module
-    exec(compile(source, str(path), "exec"), module.__dict__)
-    return path, module

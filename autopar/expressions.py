@@ -7,7 +7,7 @@ plan then prices these, with the plan's decisions, so the formulas are those of 
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from math import isclose, lcm
 from typing import cast
@@ -16,13 +16,13 @@ import sympy
 import torch
 from torch import nn
 
+from autopar.clock import Clock
+from autopar.lowering import lowered_as, step_seconds
 from autopar.request import Request
-from passes.candidates import Setting, candidates, letter_token
+from passes.candidates import candidates, letter_token
 from passes.capture import Tracing, capture_symbolic
 from passes.constrain import constrain
 from passes.cost.memory import memory_use, moments
-from passes.cost.walk import Optimizer, walk
-from passes.engines import engines
 from passes.generalize import alike, corners, generalize
 from passes.ir.choices import Problem, Solution
 from passes.ir.demands import Demands
@@ -34,10 +34,8 @@ from passes.ir.leaves import Inputs, input_leaves
 from passes.ir.mesh import Mesh
 from passes.ir.plan import BATCH, SEQUENCE, Expressions, ProgramPlan
 from passes.ir.program import Folded, Symbolic
-from passes.lower import Casts, lower
 from passes.micro_batches import batch_size, micro_batches
 from passes.normalize import normalize
-from passes.recompute import recompute
 from passes.record import find_decisions
 from passes.regions import fold
 from passes.specialize import specialize
@@ -82,11 +80,13 @@ def expressions(model: nn.Module, request: Request, traced: Tracing, planned: Pr
     mesh = _symbolic(request.mesh)
     problem, solution = pricing.problem(mesh)
     memory = pricing.memory(problem, solution, mesh)
-    # How groups lie in nodes has no formula.
-    together = request.mesh.size <= request.cluster.node_size
-    seconds = pricing.seconds(mesh if together else request.mesh)
+    if request.mesh.size <= request.cluster.node_size:
+        seconds = pricing.seconds(problem, solution, mesh)
+    else:
+        # How groups lie in nodes has no formula.
+        seconds = pricing.seconds(*pricing.problem(request.mesh), request.mesh)
     _check("step time", seconds, planned.record.seconds)
-    sizes.update((name, size) for name, size in zip(request.mesh.names, request.mesh.sizes, strict=True) if size > 1)
+    sizes.update((name, size) for name, size in request.mesh.by_name.items() if size > 1)
     step = _batch_step(folded, problem, solution, mesh, sizes)
     return Expressions(write_formula(formula(memory)), write_formula(formula(seconds)), sizes, step)
 
@@ -125,7 +125,7 @@ def _has_features(tensor: torch.Tensor) -> bool:
 
 def _symbolic(mesh: Mesh) -> Mesh:
     """`mesh` with figures for its sizes."""
-    sizes = zip(mesh.names, mesh.sizes, strict=True)
+    sizes = mesh.by_name.items()
     return Mesh(mesh.names, tuple(size_of(size, sympy.Symbol(name)) if size > 1 else size for name, size in sizes))
 
 
@@ -214,8 +214,7 @@ class _Pricing:
             key: tuple(frozenset({_token(method, key in ops)}) for method in methods)
             for key, methods in stage.decisions.items()
         }
-        states, reduce = request.optimizer_states, request.precision.reduce
-        setting = Setting(mesh, request.cluster, states, planned.master, reduce, offers)
+        setting = replace(request, mesh=mesh).setting(planned.master, offers)
         problem = candidates(self.folded, self.demands, setting)
         solution = find_decisions(problem, planned.record)
         if isinstance(solution, str):
@@ -232,14 +231,11 @@ class _Pricing:
             )
         )
 
-    def seconds(self, mesh: Mesh) -> Number:
+    def seconds(self, problem: Problem, solution: Solution, mesh: Mesh) -> Number:
         """Seconds of a step."""
-        problem, solution = self.problem(mesh)
-        master = self.planned.master
-        lowered = lower(self.folded, problem, solution, mesh, Casts(master, self.request.precision.reduce))
-        lowered = engines(recompute(lowered, solution.regime.recompute), mesh)
-        optimizer = Optimizer(self.request.optimizer_states, master)
-        return walk(lowered, self.folded, self.request.cluster, mesh, optimizer, solution.regime).total
+        request, master = replace(self.request, mesh=mesh), self.planned.master
+        lowered = lowered_as(solution, self.folded, problem, request, master, Clock())
+        return step_seconds(lowered, self.folded, request, master, solution.regime).total
 
 
 def _token(method: str, op: bool) -> str:

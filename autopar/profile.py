@@ -25,6 +25,7 @@ from autopar.fitting import Shape, fit_attention, fit_line, fit_link, fit_produc
 from passes.cost.cluster import CLUSTERS, Cluster, Device, Link, cluster_of_device
 from passes.cost.devices import LINKS
 from passes.ir.errors import ClusterError, MeshError
+from passes.ir.program import dtype_name
 
 logger = logging.getLogger("autopar")
 
@@ -105,6 +106,14 @@ def profile(
             dist.destroy_process_group()
 
 
+def known_cluster(device_type: str) -> Cluster:
+    """What is known of clusters of the device of this process.
+
+    Raises MeshError for a device that nothing is known of.
+    """
+    return cluster_of_device(torch.cuda.get_device_name() if device_type == "cuda" else device_type)
+
+
 def device_name(device_type: str) -> str:
     """What the device of this process calls itself: "NVIDIA H100 80GB HBM3", "AMD EPYC 9654 96-Core Processor"."""
     if device_type == "cuda":
@@ -145,7 +154,7 @@ class _Bench:
 
     def cluster(self) -> Cluster:
         """Everything, measured."""
-        known = _known(self.device_type)
+        known = _known_or_most(self.device_type)
         name = device_name(self.device_type)
         world = dist.get_world_size() if dist.is_initialized() else 1
         local = min(world, int(os.environ.get("LOCAL_WORLD_SIZE", world)))
@@ -168,11 +177,11 @@ class _Bench:
         main, *others = self.what.dtypes
         timed = {shape: self._product(shape, main) for shape in self.what.products}
         rate, fill, depth = fit_products(timed)
-        flops = {_name(main): rate}
+        flops = {dtype_name(main): rate}
         largest = sorted(self.what.products, key=prod)[-3:]
         for dtype in others:
             seconds = {shape: self._product(shape, dtype) for shape in largest}
-            flops[_name(dtype)] = statistics.median(
+            flops[dtype_name(dtype)] = statistics.median(
                 2 * (m * n + fill) * (k + depth) / taken for (m, n, k), taken in seconds.items()
             )
         attention, softmax = fit_attention(
@@ -331,13 +340,9 @@ def _all_to_all(whole: Tensor, group: dist.ProcessGroup) -> None:
     _c10d.wait_tensor(_c10d.all_to_all_single(whole, parts, parts, group.group_name))
 
 
-def _known(device_type: str) -> Cluster:
-    """What is known of the device here: of one that nothing is known of, the links of most."""
+def _known_or_most(device_type: str) -> Cluster:
+    """What is known of the device here, or, if that is nothing, a cluster with the links of most."""
     try:
-        return cluster_of_device("cpu" if device_type == "cpu" else torch.cuda.get_device_name())
+        return known_cluster(device_type)
     except MeshError:
         return replace(CLUSTERS["a100"], name="unknown", inside=LINKS["pcie4"], between=LINKS["hdr"])
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -95,7 +95,7 @@ def _results(pipes: Sequence[Connection], processes: Sequence[ForkServerProcess]
             try:
                 good, value = pickle.loads(pipe.recv_bytes())
             except EOFError:
-                processes[rank].join(5)
+                processes[rank].join(_PARTING)
                 good, value = False, f"died with exit code {processes[rank].exitcode}"
             if good:
                 found[rank] = value

@@ -10,18 +10,20 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar import huggingface
 from autopar.precision import Precision
-from autopar.profile import check_machine
+from autopar.profile import check_machine, known_cluster
 from autopar.runtime import named_arguments
+from passes.candidates import Setting
 from passes.constrain import Constraints
-from passes.cost.cluster import Cluster, cluster_of_device, find_cluster
+from passes.cost.cluster import Cluster, find_cluster
 from passes.ir.errors import ConstraintError, InputError, MeshError, MicroBatchError, PlanMismatchError
 from passes.ir.leaves import input_leaves
 from passes.ir.mesh import Mesh
 from passes.ir.plan import Plan
+from passes.ir.regime import RECOMPUTE
 from passes.micro_batches import batch_size
+from passes.rules.strategies import Offer
 
 OBJECTIVES = ("train", "infer")
-RECOMPUTE = ("none", "selective", "full")
 
 # How many tensors of a parameter's size each optimizer keeps for it.
 OPTIMIZERS = {"adam": 2, "adamw": 2, "lion": 1, "rmsprop": 1, "adagrad": 1, "sgd": 0, "sgd_momentum": 1}
@@ -62,6 +64,12 @@ class Request:
     def optimizer_states(self) -> int:
         """Tensors that the optimizer keeps per trained parameter; none when nothing is trained."""
         return OPTIMIZERS[self.optimizer] if self.objective == "train" else 0
+
+    def setting(self, master: torch.dtype | None, offers: Mapping[str, Offer] | None = None) -> Setting:
+        """What candidates are made for: floating parameters are stored in `master` (None: in what they are computed
+        with); nodes that have `offers` may do nothing else."""
+        states, reduce = self.optimizer_states, self.precision.reduce
+        return Setting(self.mesh, self.cluster, states, master, reduce, offers or {})
 
 
 @dataclass(frozen=True)
@@ -197,7 +205,7 @@ def read_mesh(mesh: MeshLike) -> Mesh:
             )
         return Mesh(tuple(names), tuple(mesh.shape))
     if isinstance(mesh, Mapping):
-        return Mesh(tuple(mesh), tuple(mesh.values()))
+        return Mesh.of(mesh)
     if isinstance(mesh, Cluster):
         if mesh.devices is None:
             raise MeshError(f"the cluster {mesh.name!r} does not say how many devices it has: set Cluster(devices=...)")
@@ -212,7 +220,7 @@ def read_mesh(mesh: MeshLike) -> Mesh:
 
 def _planned_mesh(plan: Plan, devices: Mesh) -> Mesh:
     """The mesh of a plan that is to run on so many `devices`."""
-    planned = Mesh(tuple(plan.mesh), tuple(plan.mesh.values()))
+    planned = Mesh.of(plan.mesh)
     if planned.size != devices.size:
         raise PlanMismatchError(
             f"the plan was made for the mesh {dict(plan.mesh)} of {planned.size} devices, here are {devices.size}: "
@@ -232,9 +240,7 @@ def _cluster(cluster: Cluster | str | None, mesh: MeshLike, device_type: str | N
         return find_cluster(cluster)
     if device_type is None:
         raise MeshError("with a mesh that is no DeviceMesh, say for which devices: cluster='h100', for instance")
-    if device_type == "cuda":
-        return cluster_of_device(torch.cuda.get_device_name())
-    return cluster_of_device(device_type)
+    return known_cluster(device_type)
 
 
 def _inputs(

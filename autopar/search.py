@@ -18,7 +18,7 @@ import torch
 from autopar.clock import Clock
 from autopar.meshes import finer, shapes
 from autopar.request import Request
-from passes.candidates import Setting, candidates, letter_token
+from passes.candidates import candidates, letter_token
 from passes.constrain import constrain
 from passes.cost.memory import memory_use
 from passes.ir.choices import Problem, Solution
@@ -329,8 +329,7 @@ class Search:
     ) -> tuple[Problem, Demands]:
         request = self.request
         demands = constrain(part.program, request.constraints, mesh)
-        states, reduce = request.optimizer_states, request.precision.reduce
-        setting = Setting(mesh, request.cluster, states, self.master, reduce, offers or {})
+        setting = replace(request, mesh=mesh).setting(self.master, offers)
         return self.clock("candidates", lambda: candidates(part.folded, demands, setting)), demands
 
     # --- what would fit ---

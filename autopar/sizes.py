@@ -13,8 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
 from autopar.agreement import from_first, gathered
-from autopar.build import Compiled, frozen, load, planned, solve_held, tracing
+from autopar.build import Compiled, frozen, planned, solve_held, tracing
 from autopar.clock import Clock
+from autopar.loading import load
 from autopar.request import Request
 from autopar.runtime import CompiledProgram, LoadedProgram
 from passes.capture import capture, capture_symbolic

@@ -5,10 +5,10 @@ import inspect
 import io
 import pickle
 import traceback
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from math import prod
 from typing import Any, cast
 
 import torch
@@ -20,8 +20,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from autopar import huggingface
+from autopar.agreement import unpickled
 from autopar.api import parallelize
-from autopar.build import compile_model, distribute, refuse_meta
+from autopar.build import Compiled, compile_model
+from autopar.loading import distribute, refuse_meta
 from autopar.ranks import RankError, run_ranks
 from autopar.request import OBJECTIVES, Options, make_request
 from autopar.runtime import DistributedModule
@@ -117,10 +119,7 @@ def assert_equivalent(
     objective = str(options.get("objective", "train"))
     inputs = _by_name(model, example_inputs) if example_inputs is not None else None
     if inputs is None:
-        devices = 1
-        for size in sizes.values():
-            devices *= size
-        inputs = random_inputs(model, objective, devices)
+        inputs = random_inputs(model, objective, prod(sizes.values()))
     first: Comparison | None = None
     for lifted, tolerance in ((True, rtol), (False, max(rtol, _FLOAT32_TOLERANCE))):
         comparison = compare(model, sizes, inputs, dtype, lifted=lifted, **options)
@@ -150,15 +149,12 @@ def compare(
 
     With `lifted` what the model casts to float32 is lifted to `dtype` on both sides.
     """
-    ranks = 1
-    for size in mesh.values():
-        ranks *= size
     model, inputs = copy.deepcopy(model).to(dtype), _cast(inputs, dtype)
     stream = io.BytesIO()
     torch.save((model, inputs), stream, pickle_module=_Pickling)
     lift = dtype if lifted else None
     planned = _plan_here(model, mesh, inputs, lift, options)
-    return run_ranks(_compare_on_rank, ranks, stream.getvalue(), planned, dict(mesh), lift, options)[0]
+    return run_ranks(_compare_on_rank, prod(mesh.values()), stream.getvalue(), planned, dict(mesh), lift, options)[0]
 
 
 class _Pickling:
@@ -252,11 +248,11 @@ def _by_name(model: nn.Module, example_inputs: Mapping[str, object] | tuple[obje
 def _cast(inputs: Mapping[str, object], dtype: torch.dtype) -> dict[str, object]:
     """Floating tensors in `dtype`."""
 
-    def cast(leaf: object) -> object:
+    def in_dtype(leaf: object) -> object:
         return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
 
-    cast_inputs: dict[str, object] = pytree.tree_map(cast, dict(inputs))
-    return cast_inputs
+    found: dict[str, object] = pytree.tree_map(in_dtype, dict(inputs))
+    return found
 
 
 def _compare_on_rank(
@@ -269,10 +265,7 @@ def _compare_on_rank(
     """What each rank does."""
     model, inputs = torch.load(io.BytesIO(payload), weights_only=False)
     _known_to_transformers(model)
-    with warnings.catch_warnings():
-        # A tree's specification warns about its own parts when it is unpickled.
-        warnings.simplefilter("ignore", FutureWarning)
-        compiled = pickle.loads(planned)
+    compiled = cast(Compiled, unpickled(planned))
     device_mesh = init_device_mesh("cpu", tuple(mesh.values()), mesh_dim_names=tuple(mesh))
     request = make_request(model, device_mesh, inputs, _options(options))
     any_sizes = AnySizes(model, compiled, request, device_mesh)

@@ -55,5 +55,5 @@ def refuse_other_sizes(mesh: int | Cluster, ranks: DeviceMesh) -> None:
 
 def found_mesh(plan: Plan, device_type: str) -> tuple[DeviceMesh, Mesh]:
     """The mesh that `plan` is for, of all ranks, as torch has it and as passes see it."""
-    shape = Mesh(tuple(plan.mesh), tuple(plan.mesh.values()))
+    shape = Mesh.of(plan.mesh)
     return init_device_mesh(device_type, shape.sizes, mesh_dim_names=shape.names), shape

@@ -21,7 +21,7 @@ from passes.ir.layout import I, Layout, Letter, R, S, Shape, digits, fits, is_dt
 from passes.ir.mesh import Mesh
 from passes.ir.program import Folded, Op, Region, dependents, references
 from passes.rules import find_rule
-from passes.rules.cheap import is_cheap, is_view
+from passes.rules.cheap import is_cheap, is_view, with_viewed
 from passes.rules.rule import Rule, Saved
 from passes.rules.strategies import Digit, Offer, Subject, named_choices, op_strategies, subject
 from passes.rules.strides import strided
@@ -117,13 +117,17 @@ class _Builder:
     def _handed_on(self) -> set[str]:
         """What copies of regions give, and what that is a view of: were it not kept, the last copy would be made from
         the first."""
-        found = {carry.next for region in self.folded.regions for carry in region.carries}
-        found |= {export.value for region in self.folded.regions for export in region.exports}
-        for placed in reversed(self.placed):
-            copies = placed.op.kind == "reshape" and placed.op.operands[0] in self.strided
-            if placed.region and found & set(placed.op.results) and is_view(placed.rule, copies):
-                found.update(placed.op.operands)
-        return found
+        given = {carry.next for region in self.folded.regions for carry in region.carries}
+        given |= {export.value for region in self.folded.regions for export in region.exports}
+        inside = (placed for placed in reversed(self.placed) if placed.region)
+        return with_viewed(
+            given,
+            (
+                (placed.op.results, placed.op.operands)
+                for placed in inside
+                if is_view(placed.rule, placed.op.kind == "reshape" and placed.op.operands[0] in self.strided)
+            ),
+        )
 
     # --- what may be split where ---
 

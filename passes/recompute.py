@@ -6,7 +6,7 @@
 - "full": of a copy of the region only its inputs are kept; the backward pass runs it once more, collectives included.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
@@ -14,10 +14,7 @@ from passes.ir.errors import ConstraintError
 from passes.ir.lowered import Body, Change, Compute, Loop, Lowered
 from passes.ir.program import Region
 from passes.rules import find_rule
-from passes.rules.cheap import is_cheap, is_view
-
-NONE, SELECTIVE, FULL = "none", "selective", "full"
-LEVELS = (NONE, SELECTIVE, FULL)
+from passes.rules.cheap import is_cheap, is_view, with_viewed
 
 
 def check_patterns(regions: Iterable[Region], asked: Iterable[str]) -> None:
@@ -34,14 +31,14 @@ def levels(regions: Iterable[Region], asked: Mapping[str, str]) -> dict[str, str
     found = {}
     for name in (region.name for region in regions):
         patterns = sorted((pattern for pattern in asked if _matches(name, pattern)), key=len)
-        found[name] = asked[patterns[-1]] if patterns else NONE
+        found[name] = asked[patterns[-1]] if patterns else "none"
     return found
 
 
 def recompute(lowered: Lowered, chosen: Mapping[str, str]) -> Lowered:
     """`lowered` with the regions marked as `chosen` by their names; the others keep what autograd needs."""
     statements = tuple(
-        _marked(item, chosen.get(item.region.name, NONE)) if isinstance(item, Loop) else item
+        _marked(item, chosen.get(item.region.name, "none")) if isinstance(item, Loop) else item
         for item in lowered.body.statements
     )
     return replace(lowered, body=replace(lowered.body, statements=statements))
@@ -53,7 +50,7 @@ def _matches(name: str, pattern: str) -> bool:
 
 def _marked(loop: Loop, level: str) -> Loop:
     body = loop.body
-    if level == SELECTIVE:
+    if level == "selective":
         handed_on = _handed_on(body)
         marked = tuple(
             replace(item, recomputed=item.op.results[0] not in handed_on and _is_cheap(item, body))
@@ -67,17 +64,16 @@ def _marked(loop: Loop, level: str) -> Loop:
 
 def _handed_on(body: Body) -> set[str]:
     """What a copy gives, and what that is a view of: were it not kept, the last copy would be made from the first."""
-    found = set(body.results)
+    return with_viewed(body.results, _views(body))
+
+
+def _views(body: Body) -> Iterator[tuple[Collection[str], Collection[str]]]:
+    """What statements give that may be views, and of what, from last to first."""
     for item in reversed(body.statements):
-        if isinstance(item, Compute) and found & set(item.op.results) and _is_view(item, body):
-            found.update(item.op.operands)
-        elif isinstance(item, Change) and item.result in found:
-            found.add(item.source)
-    return found
-
-
-def _is_view(item: Compute, body: Body) -> bool:
-    return is_view(find_rule(item.whole, body.types), item.copies)
+        if isinstance(item, Compute) and is_view(find_rule(item.whole, body.types), item.copies):
+            yield item.op.results, item.op.operands
+        elif isinstance(item, Change):
+            yield (item.result,), (item.source,)
 
 
 def _is_cheap(item: Compute, body: Body) -> bool:

@@ -109,7 +109,7 @@ class Sizes:
                 continue
             if cheap and leaf.is_floating_point():
                 same = leaf[(0,) * leaf.dim()].expand(shape)
-                leaves[place] = same.contiguous() if prod(shape) <= _MOST_ELEMENTS else same
+                leaves[place] = same.contiguous() if prod(shape) <= MOST_ELEMENTS else same
             else:
                 leaves[place] = resampled(leaf, shape, grown)
         arguments, options = pytree.tree_unflatten(leaves, self.tree)
@@ -151,7 +151,8 @@ def resampled(tensor: Tensor, shape: Sequence[int], grown: Mapping[int, int] | N
 # --- other sizes -----------------------------------------------------------------------------------------------------
 
 _PRIMES = (2, 3, 5, 7, 11, 13)
-_MOST_ELEMENTS = 50_000
+# Calls whose tensors have more are not run.
+MOST_ELEMENTS = 50_000
 _MOST_ATTEMPTS = 40
 
 
@@ -162,16 +163,16 @@ def runs(call: Call) -> bool:
 
 def _taken(call: Call) -> Shapes | None:
     """The shapes of the results if the operator takes the call, and all of it is small but not empty."""
-    if sum(tensor.numel() for tensor in call.tensors) > _MOST_ELEMENTS:
+    if sum(tensor.numel() for tensor in call.tensors) > MOST_ELEMENTS:
         return None
     sizes = Sizes(call)
     if any(sizes.leaves[place] > 1 for place in sizes.integers):
         # Sizes among the arguments may make results much larger than what they are made of.
         shapes = _shapes_on(call, "meta")
-        if shapes is not None and sum(map(prod, shapes)) > _MOST_ELEMENTS:
+        if shapes is not None and sum(map(prod, shapes)) > MOST_ELEMENTS:
             return None
     shapes = _shapes_on(call, "cpu")
-    return shapes if shapes and all(map(prod, shapes)) and sum(map(prod, shapes)) <= _MOST_ELEMENTS else None
+    return shapes if shapes and all(map(prod, shapes)) and sum(map(prod, shapes)) <= MOST_ELEMENTS else None
 
 
 def _shapes_on(call: Call, device: str) -> Shapes | None:
@@ -255,7 +256,7 @@ class Resizing:
             if values[other] % before:
                 return None
             values[other] = values[other] // before * target
-        if self.on == "cpu" and self.sizes.elements(values) > _MOST_ELEMENTS:
+        if self.on == "cpu" and self.sizes.elements(values) > MOST_ELEMENTS:
             return None
         call = self.sizes.changed(self.call, values, cheap=True)
         shapes = _taken(call) if self.on == "cpu" else _shapes_on(call, "meta")
@@ -315,12 +316,3 @@ def resized(call: C, unit: int, ties: str, on: str = "cpu") -> C:
     """The call with sizes that are primes times `unit`, as far as the operator takes them; see `Resizing`."""
     resizing = Resizing(call, unit, on)
     return resizing.sizes.changed(call, resizing.run(ties))
-
-
-def scaled(call: C, unit: int) -> C | None:
-    """The call with all sizes times `unit`, bounds and strides among the arguments too; None where there are none."""
-    sizes = Sizes(call)
-    if not any(sizes.leaves[place] > 1 for place in sizes.integers):
-        return None
-    values: list[int] = [size * unit if size > 1 else size for size in sizes.values]
-    return sizes.changed(call, values) if sizes.elements(values) <= _MOST_ELEMENTS else None

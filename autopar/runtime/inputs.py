@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from passes.ir.errors import InputError
-from passes.ir.program import TensorType
+from passes.ir.program import TensorType, dtype_name
 
 
 def named_arguments(signature: inspect.Signature, bound: inspect.BoundArguments) -> list[tuple[str, object]]:
@@ -25,7 +25,7 @@ def named_arguments(signature: inspect.Signature, bound: inspect.BoundArguments)
 
 def constant_text(value: object) -> str:
     """A constant as a plan has it."""
-    return f"{value.dtype} {value.tolist()}".removeprefix("torch.") if isinstance(value, Tensor) else repr(value)
+    return f"{dtype_name(value.dtype)} {value.tolist()}" if isinstance(value, Tensor) else repr(value)
 
 
 def tensors_among(constants: Mapping[str, object]) -> dict[str, Tensor]:

@@ -62,11 +62,6 @@ def collective_lines(collective: str, route: Route) -> tuple[Line, ...]:
     return tuple(_ALGORITHMS[collective](route)) if route.ways > 1 else _FREE
 
 
-def collective_seconds(collective: str, size: float, route: Route) -> float:
-    """Seconds that a collective takes over `route`, where the larger of its input and output has `size` bytes."""
-    return least(fixed + each * size for fixed, each in collective_lines(collective, route))
-
-
 # --- algorithms ---
 
 

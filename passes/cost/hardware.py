@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import torch
 
 from passes.ir.errors import ClusterError
+from passes.ir.program import dtype_name
 
 GIB = 1024**3
 
@@ -80,20 +81,16 @@ class Device:
 
     def peak(self, dtype: torch.dtype) -> float:
         """FLOP/s in `dtype` at best."""
-        return self.flops.get(_name(dtype), self.flops["float32"])
+        return self.flops.get(dtype_name(dtype), self.flops["float32"])
 
     def rate(self, dtype: torch.dtype) -> float:
         """FLOP/s that a large matrix product reaches in `dtype`."""
-        return self.efficiencies.get(_name(dtype), self.efficiency) * self.peak(dtype)
+        return self.efficiencies.get(dtype_name(dtype), self.efficiency) * self.peak(dtype)
 
     @property
     def stream(self) -> float:
         """Bytes/s at which large tensors are read and written."""
         return self.bandwidth * self.streaming
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 @dataclass(frozen=True)

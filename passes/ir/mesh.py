@@ -1,15 +1,14 @@
 """The device mesh as passes see it: named axes and their sizes, no devices."""
 
 import keyword
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import product
 from math import prod
 
 from passes.ir.errors import MeshError
 from passes.ir.figures import Figure
-
-# Names that generated code has for other things.
-_TAKEN = {"F", "I", "P", "R", "S", "copy", "index", "layer", "local", "self", "torch"}
+from passes.ir.vocabulary import RESERVED
 
 
 @dataclass(frozen=True)
@@ -23,11 +22,16 @@ class Mesh:
     names: tuple[str, ...]
     sizes: tuple[int, ...]
 
+    @classmethod
+    def of(cls, sizes: Mapping[str, int]) -> "Mesh":
+        """The mesh with axes of these sizes, in this order."""
+        return cls(tuple(sizes), tuple(sizes.values()))
+
     def __post_init__(self) -> None:
         if not self.names:
             raise MeshError("the mesh has no axes: give it at least one named axis, such as {'dp': 8}")
         for name, size in zip(self.names, self.sizes, strict=True):
-            if not isinstance(name, str) or not name.isidentifier() or keyword.iskeyword(name) or name in _TAKEN:
+            if not isinstance(name, str) or not name.isidentifier() or keyword.iskeyword(name) or name in RESERVED:
                 raise MeshError(
                     f"mesh axis {name!r} must be named by an identifier that generated code does not use, such as 'dp'"
                 )
@@ -40,6 +44,11 @@ class Mesh:
     def size(self) -> int:
         """Number of devices."""
         return prod(self.sizes)
+
+    @property
+    def by_name(self) -> dict[str, int]:
+        """The sizes of the axes by their names, in order."""
+        return dict(zip(self.names, self.sizes, strict=True))
 
     @property
     def dimensions(self) -> range:

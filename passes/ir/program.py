@@ -19,6 +19,11 @@ from torch.utils._pytree import TreeSpec
 from passes.ir.layout import Shape
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """A dtype for people: "float32"."""
+    return str(dtype).removeprefix("torch.")
+
+
 @dataclass(frozen=True, slots=True)
 class TensorType:
     """Global shape and dtype of a tensor."""
@@ -37,7 +42,7 @@ class TensorType:
         return self.size * self.dtype.itemsize
 
     def __str__(self) -> str:
-        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
+        return f"{dtype_name(self.dtype)}{list(self.shape)}"
 
 
 @dataclass(frozen=True, slots=True)

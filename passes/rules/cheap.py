@@ -1,6 +1,6 @@
 """Which ops are cheap to run again in the backward pass, so that their results need not be kept."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 from passes.ir.program import Op, draws
 from passes.rules.bodies import BODIES
@@ -10,6 +10,16 @@ from passes.rules.rule import Rule
 def is_view(rule: Rule | None, copies: bool) -> bool:
     """Whether an op gives a view of its operand; `copies` says that it must copy where it would else."""
     return rule is not None and not rule.moves and not copies
+
+
+def with_viewed(values: Iterable[str], views: Iterable[tuple[Collection[str], Collection[str]]]) -> set[str]:
+    """`values` and all that they are views of. `views` are the ops that give views, the last first: what each gives,
+    and what that is a view of."""
+    found = set(values)
+    for given, viewed in views:
+        if not found.isdisjoint(given):
+            found.update(viewed)
+    return found
 
 
 def is_cheap(op: Op, rule: Rule | None, copies: bool, bodies: Collection[str]) -> bool:

@@ -21,7 +21,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils import _pytree as pytree
 
-from autopar.build import Compiled, compile_model, load, machine_of
+from autopar.build import Compiled, compile_model, machine_of
+from autopar.loading import load
 from autopar.placing import placed_parts
 from autopar.request import Options, Request, make_request
 from autopar.runtime import DistributedModule

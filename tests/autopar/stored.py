@@ -4,7 +4,7 @@ import contextlib
 from dataclasses import replace
 from unittest import mock
 
-from autopar import build
+from autopar import build, lowering
 from passes.cost.memory import same_tensor
 from passes.ir.choices import Problem, Solution
 from passes.ir.lowered import Lowered
@@ -22,7 +22,7 @@ class Spy:
     def __init__(self, again: bool = False) -> None:
         self.again = again
         self.seen: list[Lowered] = []
-        self._engines, self._solve = build.engines, build.solve
+        self._engines, self._solve = lowering.engines, build.solve
 
     def engines(self, *given: object) -> Lowered:
         """The pass."""
@@ -44,7 +44,7 @@ class Spy:
 
     def __enter__(self) -> "Spy":
         self._patches = contextlib.ExitStack()
-        self._patches.enter_context(mock.patch("autopar.build.engines", self.engines))
+        self._patches.enter_context(mock.patch("autopar.lowering.engines", self.engines))
         self._patches.enter_context(solved_by(self.solve))
         return self
 

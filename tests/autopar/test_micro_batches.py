@@ -22,7 +22,7 @@ import autopar
 from autopar import InputError, MicroBatchError, Plan, PlanMismatchError, parallelize
 from autopar.ranks import run_ranks
 from autopar.testing import LiftFloat32, compare_on_mesh
-from passes.recompute import LEVELS
+from passes.ir.regime import RECOMPUTE
 from tests.autopar.comparing import exact
 from tests.autopar.fuzzing import random_solution
 from tests.autopar.solving import solved_by
@@ -206,7 +206,7 @@ def _random(name: str, sizes: tuple[int, ...], seeds: range) -> list[str]:
     wrong = []
     for seed in seeds:
         choose = random.Random(seed)
-        count, recompute = choose.choice([1, 2, 4]), choose.choice(LEVELS)
+        count, recompute = choose.choice([1, 2, 4]), choose.choice(RECOMPUTE)
         options = {"micro_batches": count, "recompute": recompute, "cluster": "ideal", "memory_limit": 1e15}
         inputs = tokens(batch=8, length=8, padding=name == "gpt2")
         with solved_by(functools.partial(random_solution, choose)):

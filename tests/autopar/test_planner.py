@@ -100,9 +100,16 @@ def splits_batch(method: str) -> bool:
 
 
 def communication(plan: Plan) -> float:
-    """Predicted seconds of communication, forward and backward."""
+    """Predicted seconds of communication that nothing hides: of activations, forward and backward, and of parameters
+    and their gradients."""
     spent = program_of(plan).seconds
-    return spent["forward communication"] + spent["backward communication"]
+    return spent["forward communication"] + spent["backward communication"] + parameter_traffic(plan)
+
+
+def parameter_traffic(plan: Plan) -> float:
+    """Predicted seconds of gathers of parameters and reductions of their gradients that nothing hides."""
+    spent = program_of(plan).seconds
+    return spent["exposed gathers"] + spent["exposed reductions"]
 
 
 # --- a 70B training step ---
@@ -111,12 +118,17 @@ def communication(plan: Plan) -> float:
 @pytest.fixture(scope="module")
 def large() -> Plan:
     """A training step of 70B on 8 nodes of 8 with 60 GB per device: tight, so that memory decides as well."""
-    plan = autopar.plan(llama("70B"), MESH, batch_of(8), cluster="h100", memory_limit=60e9)
-    gap = program_of(plan).gap
+    return autopar.plan(llama("70B"), MESH, batch_of(8), cluster="h100", memory_limit=60e9)
+
+
+@pytest.fixture
+def best_large(large: Plan) -> Plan:
+    """The same for what need only hold of the best plan."""
+    gap = program_of(large).gap
     if gap > 1e-3:
         # Where gathers are exposed and memory is short the integer program does not end in its time.
         pytest.xfail(f"the solver leaves a gap of {gap:.1%}: the plan need not be the best")
-    return plan
+    return large
 
 
 NORMS = ("input_layernorm", "post_attention_layernorm")
@@ -125,7 +137,7 @@ NORMS = ("input_layernorm", "post_attention_layernorm")
 def test_large_fits(large: Plan) -> None:
     program = program_of(large)
     assert sum(program.memory.values()) <= 60e9
-    assert program.gap < 1e-3
+    assert program.gap < 0.1, "the most that is left unproven; best_large asks for more"
     assert large.whole_ops == ()
 
 
@@ -144,33 +156,33 @@ def test_large_norms_work_on_a_part_of_the_sequence(large: Plan, norm: str) -> N
 
 
 @pytest.mark.parametrize(("norm", "consumers"), [(NORMS[0], ("q", "k", "v")), (NORMS[1], ("gate", "up"))])
-def test_large_one_gather_for_all_that_read_a_norm(large: Plan, norm: str, consumers: tuple[str, ...]) -> None:
+def test_large_one_gather_for_all_that_read_a_norm(best_large: Plan, norm: str, consumers: tuple[str, ...]) -> None:
     """The sequence is gathered once for q, k and v, and once for gate and up: all read the very same tensor."""
-    (gather,) = [row for row in rows(large, "change", "/mul.1") if f".{norm}/" in row.name]
+    (gather,) = [row for row in rows(best_large, "change", "/mul.1") if f".{norm}/" in row.name]
     assert gather.how == "all_gather tp"
     assert gather.before == ("dp S(0), tp S(1)",)
     for name in consumers:
-        assert op(large, f".{name}_proj/linear").before[0] == gather.after[0] == "dp S(0), tp R"
+        assert op(best_large, f".{name}_proj/linear").before[0] == gather.after[0] == "dp S(0), tp R"
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v", "gate", "up"])
-def test_large_heads_and_features_are_split(large: Plan, name: str) -> None:
-    row = op(large, f".{name}_proj/linear")
+def test_large_heads_and_features_are_split(best_large: Plan, name: str) -> None:
+    row = op(best_large, f".{name}_proj/linear")
     assert row.before[1] == "dp R, tp S(0)", "rows of the weight"
     assert row.after == ("dp S(0), tp S(2)",)
 
 
-def test_large_attention_works_on_a_part_of_the_heads(large: Plan) -> None:
-    row = op(large, "/scaled_dot_product_attention")
+def test_large_attention_works_on_a_part_of_the_heads(best_large: Plan) -> None:
+    row = op(best_large, "/scaled_dot_product_attention")
     assert {*row.before, *row.after} == {"dp S(0), tp S(1)"}
-    assert not [change for change in rows(large, "change", "") if "self_attn/" in change.name], "nothing is moved"
+    assert not [change for change in rows(best_large, "change", "") if "self_attn/" in change.name], "nothing is moved"
 
 
 @pytest.mark.parametrize("name", ["self_attn.o_proj", "mlp.down_proj"])
-def test_large_pending_sums_are_reduce_scattered(large: Plan, name: str) -> None:
+def test_large_pending_sums_are_reduce_scattered(best_large: Plan, name: str) -> None:
     """The second product of each pair makes pending sums; they go straight back to parts of the sequence."""
-    assert op(large, f".{name}/linear").after == ("dp S(0), tp P",)
-    (change,) = rows(large, "change", f".{name}/linear")
+    assert op(best_large, f".{name}/linear").after == ("dp S(0), tp P",)
+    (change,) = rows(best_large, "change", f".{name}/linear")
     assert (change.how, change.after) == ("reduce_scatter tp", ("dp S(0), tp S(1)",))
 
 
@@ -183,9 +195,9 @@ def test_large_logits_stay_split_over_the_vocabulary(large: Plan) -> None:
         assert not change.type.endswith("128256]"), f"{change.name} moves logits"
 
 
-def test_large_parameters_are_stored_in_parts(large: Plan) -> None:
+def test_large_parameters_are_stored_in_parts(best_large: Plan) -> None:
     """Parameters with their optimizer states are split over all devices, and so over dp."""
-    for name, parameter in large.parameters.items():
+    for name, parameter in best_large.parameters.items():
         assert parameter.layout["dp"].startswith("S("), name
         assert parameter.layout["tp"].startswith("S("), name
 
@@ -224,11 +236,43 @@ def test_recipes_are_what_they_are_called(plans: dict[str, Plan]) -> None:
 
 def test_against_ddp_gradients_cost_less(plans: dict[str, Plan]) -> None:
     """DDP all-reduces whole gradients on both axes, which is twice a reduce-scatter, and updates every parameter on
-    every device: reductions that nothing hides and the optimizer are where it loses."""
-    free, ddp = program_of(plans["free"]).seconds, program_of(plans["DDP"]).seconds
-    assert ddp["exposed reductions"] > free["exposed reductions"]
-    assert ddp["optimizer"] > 10 * free["optimizer"], "most are in 64 parts; those whose gathers would show are whole"
+    every device: backward communication and the optimizer are where it loses."""
+    free, fsdp, ddp = (program_of(plans[name]).seconds for name in ("free", "FSDP", "DDP"))
+
+    def backward(spent: Mapping[str, float]) -> float:
+        return spent["backward communication"] + spent["exposed reductions"]
+
+    assert backward(ddp) > 10 * backward(free)
+    assert ddp["optimizer"] == pytest.approx(64 * fsdp["optimizer"], rel=0.01), "of 64 times as many parameters"
+    assert ddp["optimizer"] > 10 * free["optimizer"], "of 8 or 64 times as many parameters, but for norms"
     assert not [row for row in rows(plans["DDP"], "change", ".weight") if "all_gather" in row.how]
+
+
+def test_against_fsdp_layers_compute_while_parameters_travel(plans: dict[str, Plan]) -> None:
+    """FSDP's gathers take longer than what hides them. The free plan stores parameters in as many parts as can be
+    hidden: its traffic shows less, by far more than the optimizer takes longer."""
+    free, fsdp = plans["free"], plans["FSDP"]
+    saved = parameter_traffic(fsdp) - parameter_traffic(free)
+    longer = program_of(free).seconds["optimizer"] - program_of(fsdp).seconds["optimizer"]
+    assert saved > 10 * longer > 0
+    assert communication(free) < 0.6 * communication(fsdp)
+
+
+def test_against_fsdp_weights_of_the_ffn_are_not_gathered_on_tp() -> None:
+    """A device has 2,048 tokens: gathering these costs less than gathering the weights of the ffn, so where no other
+    layer computes meanwhile the free plan splits features on tp there, and gathers their weights over dp only. All it
+    saves is communication."""
+    model = llama("8B", num_hidden_layers=1)
+    free, fsdp = (
+        autopar.plan(model, MESH, batch_of(64, 2048), cluster="h100", memory_limit=PLENTY, constraints=RECIPES[name])
+        for name in ("free", "FSDP")
+    )
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        (ours,) = rows(free, "change", f".mlp.{name}.weight")
+        (theirs,) = rows(fsdp, "change", f".mlp.{name}.weight")
+        assert ours.how == "all_gather dp"
+        assert theirs.how == "all_gather dp, all_gather tp"
+    assert communication(free) < 0.6 * communication(fsdp)
 
 
 def test_against_megatron_attention_moves_no_activations(plans: dict[str, Plan]) -> None:
@@ -294,14 +338,14 @@ def test_links_too_slow_are_not_used(caplog: pytest.LogCaptureFixture) -> None:
     assert all(splits_batch(method) for _, method in layer_methods(plan, 1))
 
 
-def test_memory_decides_what_is_gathered_again(large: Plan) -> None:
+def test_memory_decides_what_is_gathered_again(best_large: Plan) -> None:
     """Keeping the gathered result of a norm for the backward pass takes 8 times its memory; without a limit nothing is
     made again, and with one it is, although that costs communication."""
     plenty = autopar.plan(llama("70B", num_hidden_layers=2), MESH, batch_of(8), cluster="h100", memory_limit=PLENTY)
     assert program_of(plenty).stages[0].again == ()
-    again = {row.name.split("/")[0].split(".")[-1] for row in rows(large, "change", "/mul.1") if row.again}
+    again = {row.name.split("/")[0].split(".")[-1] for row in rows(best_large, "change", "/mul.1") if row.again}
     assert again >= set(NORMS)
-    spent = program_of(large).seconds
+    spent = program_of(best_large).seconds
     assert spent["backward communication"] > 1.02 * spent["forward communication"]
 
 

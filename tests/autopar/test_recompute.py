@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from autopar import DistributedModule, parallelize
 from autopar.ranks import run_ranks
-from passes.recompute import LEVELS
+from passes.ir.regime import RECOMPUTE
 from tests.models import gpt2, llama, tokens
 
 _MODELS = {"llama": llama, "gpt2": gpt2}
@@ -63,7 +63,7 @@ def _module(name: str, sizes: dict[str, int], level: str, constraints: object, *
 def _measured(name: str, sizes: dict[str, int], constraints: object, config: dict[str, object]) -> list[dict[str, Any]]:
     """For every level what is alive after the forward pass, the collectives of both passes, and the gradients."""
     found = []
-    for level in LEVELS:
+    for level in RECOMPUTE:
         module = _module(name, sizes, level, constraints, **config)
         with _Watching() as living:
             loss = module(**tokens())["loss"]

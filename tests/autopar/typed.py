@@ -43,9 +43,9 @@ from autopar.runtime import Axis, Container
 from autopar.runtime.axis import axes_of
 from autopar.runtime.generated import place
 from autopar.runtime.state import local_part
-from passes.emit import FORMS
 from passes.ir.layout import I, Layout, Letter, R, digits, local_major, local_shape, parse_letter
 from passes.ir.mesh import Mesh
+from passes.ir.vocabulary import FORMS
 from tests.autopar.without_engine import step_by_step
 
 SpmdTypeError = spmd.SpmdTypeError

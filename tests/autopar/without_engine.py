@@ -1,16 +1,30 @@
-"""What the engine of data axes does, step by step, for ranks that it does not run on."""
+"""What the engine of data axes does, done otherwise: step by step for ranks that it does not run on, or by the
+generated code."""
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from unittest import mock
 
 from torch import Tensor, nn
 
 from autopar.runtime import Axis
 from autopar.runtime.engine import PartView
 from passes.ir.layout import Layout
-from passes.ir.lowered import Group, Held
+from passes.ir.lowered import Group, Held, Lowered
 from passes.ir.mesh import Mesh
 from passes.ir.redistribution import redistribution
+
+
+@contextlib.contextmanager
+def without_engine() -> Iterator[None]:
+    """Plans leave all that parameters need to collectives of the generated code."""
+
+    def engines(lowered: Lowered, mesh: Mesh, groups: object = None) -> Lowered:
+        return lowered
+
+    with mock.patch("autopar.lowering.engines", engines):
+        yield
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 import autopar.runtime
-from passes import emit
-from passes.emit import Naming
+from passes.emit import Naming, emit
+from passes.ir import vocabulary
 from passes.ir.lowered import Lowered
 from passes.ir.mesh import Mesh
 from passes.rules.bodies import BODIES
@@ -21,7 +21,7 @@ from tests.passes.planning import STATES, planning
 
 def test_names_are_those_of_the_runtime() -> None:
     """Every name that source may import is exported by the runtime, and the lists have all that are meant for it."""
-    names = {*emit.COLLECTIVES, *emit.FORMS, *emit.BASES, *emit.HELPERS, *emit.LETTERS}
+    names = {*vocabulary.COLLECTIVES, *vocabulary.FORMS, *vocabulary.BASES, *vocabulary.HELPERS, *vocabulary.LETTERS}
     assert names <= set(autopar.runtime.__all__)
     assert all(hasattr(autopar.runtime, name) for name in names)
     around = {
@@ -42,7 +42,7 @@ def test_collectives_are_those_of_the_redistributions() -> None:
     """Every step has a collective that source can call, and every one is some step's."""
     from passes.ir.redistribution import COLLECTIVES
 
-    assert set(COLLECTIVES.values()) == set(emit.COLLECTIVES)
+    assert set(COLLECTIVES.values()) == set(vocabulary.COLLECTIVES)
 
 
 def test_forms_are_bodies() -> None:
@@ -84,7 +84,7 @@ def _emitted(mesh: Mesh, cluster: str = "cpu") -> tuple[Lowered, str]:
     inputs = {"x": torch.ones(8, 8), "lambda_": torch.ones(4)}
     case = planning(Model(), inputs, mesh, cluster)
     lowered = case.lowered(solve(case.problem, case.cluster, mesh, Limits(1e30, STATES)))
-    return lowered, emit.emit(lowered, mesh, Naming("Model", "Model on a mesh."))
+    return lowered, emit(lowered, mesh, Naming("Model", "Model on a mesh."))
 
 
 @pytest.mark.parametrize("mesh", [mesh_of(dp=2), mesh_of(dp=2, tp=2), mesh_of(x=2, out=2)], ids=str)
@@ -139,7 +139,7 @@ def test_every_collective_of_the_plan_is_written_once() -> None:
     calls = [
         node.func.id
         for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in emit.COLLECTIVES
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in vocabulary.COLLECTIVES
     ]
     assert sorted(calls) == sorted(expected)
     assert expected

@@ -8,7 +8,6 @@ import pytest
 from passes.cost.cluster import CLUSTERS, Cluster, Link, Protocol, Route
 from passes.cost.communication import (
     collective_lines,
-    collective_seconds,
     redistribution_seconds,
     step_lines,
     step_seconds,
@@ -22,6 +21,12 @@ MESH = mesh_of(a=4)
 DEVICE = replace(CLUSTERS["h100"].device, bandwidth=1e12, streaming=1.0, launch=5e-6)
 CLUSTER = Cluster("c", DEVICE, 8, Link(100e9, 2e-6), Link(100e9, 2e-6))
 SIZE = 4096 * 64 * 4
+
+
+def collective_seconds(collective: str, size: float, route: Route) -> float:
+    """Seconds that a collective takes by its fastest algorithm, where the larger of its input and output has `size`
+    bytes."""
+    return min(fixed + each * size for fixed, each in collective_lines(collective, route))
 
 
 def seconds(source: Letter, target: Letter) -> float:

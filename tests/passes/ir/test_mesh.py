@@ -21,7 +21,9 @@ def test_ranks_are_row_major() -> None:
 
 def test_axes_by_name() -> None:
     """An axis is found by its name; an unknown one is refused with those that there are."""
-    mesh = Mesh(("dp", "tp"), (2, 3))
+    mesh = Mesh.of({"dp": 2, "tp": 3})
+    assert mesh == Mesh(("dp", "tp"), (2, 3))
+    assert mesh.by_name == {"dp": 2, "tp": 3}
     assert mesh.index("tp") == 1
     assert str(mesh) == "dp 2 x tp 3"
     with pytest.raises(MeshError, match="no axis 'pp': its axes are dp, tp"):
@@ -34,6 +36,7 @@ def test_axes_by_name() -> None:
         ((), (), "has no axes"),
         (("a b",), (2,), "'a b' must be named by an identifier"),
         ((3,), (2,), "3 must be named by an identifier"),
+        (("tp", "all_gather"), (2, 2), "'all_gather' must be named by an identifier that generated code does not use"),
         (("a",), (0,), "size 0: it must be a positive integer"),
         (("a",), (True,), "size True: it must be a positive integer"),
         (("a",), (2.0,), "size 2.0: it must be a positive integer"),

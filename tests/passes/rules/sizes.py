@@ -3,7 +3,7 @@
 from collections.abc import Hashable
 from functools import cache
 
-from autopar.discovering.calls import Sizes, resized, runs, scaled
+from autopar.discovering.calls import MOST_ELEMENTS, Sizes, resized, runs
 from tests.passes.rules.normal import differentiates, normal_form
 from tests.passes.rules.samples import Sample
 
@@ -23,6 +23,15 @@ def form(sample: Sample) -> Hashable:
     numbers: dict[int, int] = {}
     pattern = tuple(size if size < 2 else numbers.setdefault(size, len(numbers) + 2) for size in sizes_of(sample))
     return sample.target, pattern, Sizes(sample).others
+
+
+def scaled(sample: Sample, unit: int) -> Sample | None:
+    """The call with all sizes times `unit`, bounds and strides among the arguments too; None where there are none."""
+    sizes = Sizes(sample)
+    if not any(sizes.leaves[place] > 1 for place in sizes.integers):
+        return None
+    values: list[int] = [size * unit if size > 1 else size for size in sizes.values]
+    return sizes.changed(sample, values) if sizes.elements(values) <= MOST_ELEMENTS else None
 
 
 def redrawn(sample: Sample, unit: int) -> tuple[Sample, ...]:

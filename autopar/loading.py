@@ -1,0 +1,71 @@
+"""From a plan and its source to a module that runs."""
+
+import os
+import sys
+import tempfile
+from hashlib import sha256
+from pathlib import Path
+from types import ModuleType
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from autopar import huggingface
+from autopar.build import Compiled
+from autopar.placing import placed_parts
+from autopar.request import Request
+from autopar.runtime import CompiledProgram, DistributedModule, LoadedProgram, OtherSizes
+from autopar.runtime.engine import Engine
+from passes.ir.errors import CaptureError
+
+
+def refuse_meta(model: nn.Module) -> None:
+    """Raise CaptureError for a parameter without values."""
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta:
+            raise CaptureError(
+                f"parameter {name!r} is on meta: give it values before parallelize (plan alone needs none)"
+            )
+
+
+def distribute(
+    model: nn.Module, compiled: Compiled, request: Request, mesh: DeviceMesh, other_sizes: OtherSizes
+) -> DistributedModule:
+    """The module of one rank: its part of every parameter, and the generated programs."""
+    if huggingface.is_huggingface(model):
+        huggingface.register_caches(model)
+    device = torch.device(mesh.device_type)
+    if device.type == "cuda":
+        device = torch.device("cuda", torch.cuda.current_device())
+    engine = Engine(mesh)
+    root = placed_parts(model, compiled.stored, compiled.groups, request, mesh, device, engine)
+    loaded = {name: load(program, name) for name, program in compiled.programs.items()}
+    signature, seed = request.signature, compiled.seed
+    module = DistributedModule(root, mesh, device, compiled.plan, loaded, signature, seed, other_sizes, engine)
+    module.refuse_evaluation(compiled.refused)
+    return module
+
+
+def load(program: CompiledProgram, name: str) -> LoadedProgram:
+    """A program with its generated class."""
+    path, module = load_source(program.source, f"{program.class_name}_{name}")
+    batches = program.micro_batches
+    totals = None if batches is None or batches.totals is None else load(batches.totals, f"{name}_totals")
+    return LoadedProgram(program, path, getattr(module, program.class_name), totals)
+
+
+def load_source(source: str, name: str) -> tuple[Path, ModuleType]:
+    """Write generated source to a file, so that tracebacks and debuggers show it, and import it from there."""
+    digest = sha256(source.encode()).hexdigest()[:16]
+    folder = Path(tempfile.gettempdir()) / f"autopar-{os.getuid() if hasattr(os, 'getuid') else 'user'}" / digest
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name.lower()}.py"
+    scratch = folder / f".{name.lower()}.{os.getpid()}"
+    scratch.write_text(source, encoding="utf-8")
+    scratch.replace(path)
+    module = ModuleType(f"autopar_generated_{digest}_{name}")
+    module.__file__ = str(path)
+    sys.modules[module.__name__] = module
+    exec(compile(source, str(path), "exec"), module.__dict__)
+    return path, module

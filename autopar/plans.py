@@ -1,0 +1,100 @@
+"""What a plan says of a model, written down and held against what it is replayed for."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from autopar.programs import Planned, totals_name
+from autopar.request import Request
+from autopar.runtime.inputs import constant_text
+from passes.ir.errors import PlanMismatchError
+from passes.ir.leaves import input_leaves
+from passes.ir.plan import InputPlan, ParameterPlan, Plan, PrecisionPlan
+from passes.ir.program import Program, dtype_name
+from passes.record import layout_texts
+
+
+def written_plan(
+    model: nn.Module, fingerprint: str, request: Request, program: Program, programs: Mapping[str, Planned]
+) -> Plan:
+    """The plan of `model`: `program` is what was traced for the objective, `programs` are those that were planned."""
+    mesh, precision = request.mesh, request.precision
+    first = programs[request.objective]
+
+    def kept_as(name: str) -> torch.dtype:
+        """What a parameter is stored in: a precision for computing alone leaves that as it is."""
+        dtype = model.get_parameter(name).dtype
+        return precision.master or dtype if dtype.is_floating_point else dtype
+
+    parameters = {
+        item.name: ParameterPlan(
+            item.type.shape,
+            dtype_name(kept_as(item.name)),
+            layout_texts(first.lowered.parameters[item.name], mesh),
+            item.trainable,
+        )
+        for item in program.parameters
+    }
+    inputs = {
+        item.name: InputPlan(item.type.shape, dtype_name(item.type.dtype), layout_texts(item.layout, mesh))
+        for item in first.source.inputs
+    }
+    totals = {totals_name(name): item.totals.record for name, item in programs.items() if item.totals is not None}
+    return Plan(
+        model=type(model).__name__,
+        fingerprint=fingerprint,
+        objective=request.objective,
+        mesh=mesh.by_name,
+        cluster=request.cluster.name,
+        memory_limit=request.memory_limit,
+        optimizer=request.optimizer,
+        precision=PrecisionPlan(*(None if dtype is None else dtype_name(dtype) for dtype in vars(precision).values())),
+        inputs=inputs,
+        constants={name: constant_text(value) for name, value in first.source.constants.items()},
+        parameters=parameters,
+        programs={**{name: item.record for name, item in programs.items()}, **totals},
+        whole_ops=first.whole_ops,
+        discovered=first.discovered,
+        constraints=request.constraints,
+    )
+
+
+def check_plan(plan: Plan, fingerprint: str, request: Request) -> None:
+    """Raise PlanMismatchError where a given plan is one for something else."""
+    mesh = request.mesh.by_name
+    if plan.fingerprint != fingerprint:
+        raise PlanMismatchError(
+            f"the plan was made for another {plan.model}: class, parameters or configuration differ; "
+            "plan this model anew"
+        )
+    if list(plan.mesh.items()) != list(mesh.items()):
+        raise PlanMismatchError(f"the plan was made for the mesh {dict(plan.mesh)}, this one is {mesh}: plan anew")
+    if request.objective not in plan.programs:
+        raise PlanMismatchError(f"the plan has no program for objective={request.objective!r}: plan anew")
+    leaves = {name: leaf for name, leaf in input_leaves(request.inputs) if isinstance(leaf, torch.Tensor)}
+    given = {name: leaf for name, leaf in leaves.items() if name not in plan.constants}
+    shapes = {name: (tuple(leaf.shape), dtype_name(leaf.dtype)) for name, leaf in given.items()}
+    planned = {name: (item.shape, item.dtype) for name, item in plan.inputs.items()}
+    if shapes != planned:
+        raise PlanMismatchError(f"the plan was made for the inputs {planned}, these are {shapes}: plan anew")
+
+
+def as_planned(request: Request, plan: Plan) -> Request:
+    """`request` with what `plan` decided.
+
+    Raises PlanMismatchError where something else is asked for besides.
+    """
+    planned = plan.programs[request.objective]
+    if request.micro_batches not in (None, planned.micro_batches):
+        raise PlanMismatchError(
+            f"the plan has micro_batches={planned.micro_batches}, but {request.micro_batches} are asked for: leave it "
+            "out, or plan anew"
+        )
+    again = {} if request.objective == "infer" else planned.stages[0].recompute
+    if request.recompute is not None and dict(request.recompute) != dict(again):
+        raise PlanMismatchError(
+            f"the plan says what is computed again, {dict(again)}: leave recompute out, or plan anew"
+        )
+    return replace(request, constraints=plan.constraints, micro_batches=planned.micro_batches, recompute=again)

@@ -1,0 +1,100 @@
+"""One program as the passes give it and as the runtime takes it."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from autopar.request import Request
+from autopar.runtime import CompiledProgram, PlannedInput, PlannedOutput
+from passes.ir.leaves import Inputs, input_leaves
+from passes.ir.lowered import Change, Compute, Loop, Lowered
+from passes.ir.plan import ProgramPlan
+from passes.ir.program import Folded, Input, Parameter, Program, TensorType, references
+from passes.specialize import Decided
+
+
+@dataclass(frozen=True)
+class Planned:
+    """One program, planned."""
+
+    folded: Folded
+    lowered: Lowered
+    record: ProgramPlan
+    source: CompiledProgram
+    decided: Mapping[str, Decided]
+    whole_ops: tuple[str, ...]
+    discovered: tuple[str, ...]
+    totals: "Planned | None" = None
+
+
+def totals_name(name: str) -> str:
+    """What the program is called that sums over the batch what the one called `name` needs."""
+    return f"{name} totals"
+
+
+def compiled_program(lowered: Lowered, source: str, class_name: str, request: Request) -> CompiledProgram:
+    """`source`, which defines `class_name`, with what the runtime has to know of it."""
+    program = lowered.program
+    given = dict(input_leaves(request.inputs))
+    inputs = []
+    for item in program.inputs:
+        if item.argument not in given:
+            # A total, which nobody gives.
+            continue
+        leaf = given[item.argument]
+        assert isinstance(leaf, torch.Tensor)
+        type = TensorType(tuple(leaf.shape), leaf.dtype)
+        inputs.append(PlannedInput(item.argument, type, item.type.dtype, lowered.inputs[item.name], item.trainable))
+    outputs = []
+    for output in lowered.outputs:
+        shape = tuple(size for name in references(output.value) for size in program.types[name.partition("~")[0]].shape)
+        outputs.append(PlannedOutput(output.name, output.layout, shape))
+    sources: tuple[Parameter | Input, ...] = (*program.parameters, *program.inputs)
+    return CompiledProgram(
+        source,
+        class_name,
+        tuple(inputs),
+        _constants(request.inputs, program),
+        request.assumed,
+        tuple(outputs),
+        program.output_tree,
+        program.constants,
+        _used_parameters(program),
+        program.changes,
+        any(_made_again(statement) for statement in _statements(lowered)),
+        any(item.trainable for item in sources),
+        held=lowered.held,
+    )
+
+
+def _statements(lowered: Lowered) -> Iterator[Compute | Change]:
+    """All statements, those of loops and between their copies too."""
+    for statement in lowered.body.statements:
+        if isinstance(statement, Loop):
+            yield from (inner for inner in statement.body.statements if not isinstance(inner, Loop))
+            yield from (change for change in statement.between if change is not None)
+        else:
+            yield statement
+
+
+def _made_again(statement: Compute | Change) -> bool:
+    """Whether generated code makes the result again in the backward pass."""
+    if isinstance(statement, Compute):
+        return statement.recomputed
+    return statement.again and len(statement.steps) > statement.engine
+
+
+def _used_parameters(program: Program) -> frozenset[str]:
+    """Names of the parameters that are read or changed, all names of each."""
+    read = {name for op in program.ops for name in op.operands}
+    read.update(name for output in program.outputs for name in references(output))
+    read.update(change.parameter for change in program.changes)
+    return frozenset(name for item in program.parameters if item.name in read for name in item.names)
+
+
+def _constants(inputs: Inputs, program: Program) -> dict[str, object]:
+    """What is given and is no input of the program: values that are no tensors, and tensors whose values count."""
+    given = dict(input_leaves(inputs))
+    left = [name for name in given if name not in {item.argument for item in program.inputs}]
+    return {name: leaf.detach().cpu() if isinstance(leaf := given[name], torch.Tensor) else leaf for name in left}
