@@ -14,7 +14,7 @@ from passes.solving.integer import Program
 from passes.solving.prices import Flags, Floats, Integers
 
 # What sums of bytes may be off by, relative to them.
-ROUNDING = 1e-9
+ROUNDING = 1e-7
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from passes.ir.layout import Layout
 from passes.solving.dual import interior
 from passes.solving.instance import Alive, Instance
 from passes.solving.integer import SCALE, Program
-from passes.solving.memory import Point, Weights, again_seconds, decide_repeats, limit_memory
+from passes.solving.memory import ROUNDING, Point, Weights, again_seconds, decide_repeats, limit_memory
 from passes.solving.network import eliminate, restore
 from passes.solving.optimum import network_of, ties
 
@@ -44,8 +44,8 @@ def broken_rows(instance: Instance, rows: Rows, solution: Solution, weights: Wei
     point = instance.peak(solution)
     if point not in rows.points:
         return _with_fixed(instance, replace(rows, points=(*rows.points, point)))
-    # Where no row is missing it is the solver, which meets rows within a millionth.
-    return replace(rows, limit=rows.limit - over)
+    # Where no row is missing it is rounding, which is cut off with what it let pass.
+    return replace(rows, limit=rows.limit - max(over, 2 * ROUNDING * rows.limit))
 
 
 def _with_fixed(instance: Instance, rows: Rows) -> Rows:
