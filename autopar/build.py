@@ -32,6 +32,7 @@ from autopar.runtime import (
     OtherSizes,
     PlannedInput,
     PlannedOutput,
+    Region,
 )
 from autopar.runtime.engine import Engine
 from autopar.runtime.inputs import constant_text
@@ -117,7 +118,7 @@ def compile_model(model: nn.Module, request: Request, *, both_modes: bool = Fals
         request = _as_planned(request, given)
     training = request.objective == "train"
     program = clock("capture", lambda: capture(model, request.inputs, tracing(model, request, request.objective)))
-    program = clock("normalize", lambda: normalize(program))
+    program = replace(clock("normalize", lambda: normalize(program)), compiled=request.compiled)
     if given is None:
         request, first = _searched(model, program, request, clock)
     else:
@@ -138,7 +139,7 @@ def compile_model(model: nn.Module, request: Request, *, both_modes: bool = Fals
             # It can be trained all the same.
             evaluated, refused = program, str(error)
         if str(evaluated) != str(program):
-            evaluated = frozen(evaluated)
+            evaluated = replace(frozen(evaluated), compiled=request.compiled)
             inference, choose = replace(request, objective="infer", recompute=None), _chooser(request, "infer")
             demands = stored_as(evaluated, stored)
             programs["infer"] = planned(
@@ -396,6 +397,7 @@ def _compiled(lowered: Lowered, source: str, naming: Naming, request: Request) -
         "keep=False" in source or "recomputed(lambda" in source,
         any(item.trainable for item in sources),
         held=lowered.held,
+        compiled=program.compiled,
     )
 
 
@@ -455,6 +457,7 @@ def _plan(
         whole_ops=first.whole_ops,
         discovered=first.discovered,
         constraints=request.constraints,
+        compiled=request.compiled,
     )
 
 
@@ -495,7 +498,15 @@ def _as_planned(request: Request, plan: Plan) -> Request:
         raise PlanMismatchError(
             f"the plan says what is computed again, {dict(again)}: leave recompute out, or plan anew"
         )
-    return replace(request, constraints=plan.constraints, micro_batches=planned.micro_batches, recompute=again)
+    if request.compiled and not plan.compiled:
+        raise PlanMismatchError("compiled=True is asked for, but the plan was made for code that is not: plan anew")
+    return replace(
+        request,
+        constraints=plan.constraints,
+        micro_batches=planned.micro_batches,
+        recompute=again,
+        compiled=plan.compiled,
+    )
 
 
 def refuse_meta(model: nn.Module) -> None:
@@ -528,9 +539,18 @@ def distribute(
 def load(program: CompiledProgram, name: str) -> LoadedProgram:
     """A program with its generated class."""
     path, module = load_source(program.source, f"{program.class_name}_{name}")
+    if program.compiled:
+        compile_regions(module)
     batches = program.micro_batches
     totals = None if batches is None or batches.totals is None else load(batches.totals, f"{name}_totals")
     return LoadedProgram(program, path, getattr(module, program.class_name), totals)
+
+
+def compile_regions(module: ModuleType) -> None:
+    """Have torch compile the regions of a generated module when they are first called."""
+    for kind in vars(module).values():
+        if isinstance(kind, type) and issubclass(kind, Region) and kind is not Region:
+            kind.forward = torch.compile(kind.forward, dynamic=False)
 
 
 def load_source(source: str, name: str) -> tuple[Path, ModuleType]:
