@@ -222,7 +222,8 @@ def _traffic(run: Run, part: Part, cluster: Cluster) -> tuple[float, float]:
         return 0.0, outer.seconds("all_reduce", part.parameters, software.reduced_bytes)
     tensors = 1 if software.coalesces else part.tensors
     gather = tensors * inner.seconds("all_gather", part.parameters / tensors, software.gathered_bytes)
-    reduce = tensors * inner.seconds("reduce_scatter", part.parameters / tensors, software.reduced_bytes)
+    summing = "all_reduce" if software.all_reduces else "reduce_scatter"
+    reduce = tensors * inner.seconds(summing, part.parameters / tensors, software.reduced_bytes)
     return gather, reduce + outer.seconds("all_reduce", part.parameters / parallel.shards, software.reduced_bytes)
 
 

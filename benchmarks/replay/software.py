@@ -21,6 +21,7 @@ class Software:
     - `holds_outputs`: a pipeline stage keeps what it has sent on until its backward pass.
     - `adds`: gradients of a micro-batch are added to those before by a kernel of their own, rather than by the product
       that makes them.
+    - `all_reduces`: gradients of ZeRO-1 are summed whole on every device.
     - `prefetches`: parameters that are split (ZeRO-3) are gathered, and their gradients reduced, while others compute.
     - `coalesces`: those of a layer in one collective, rather than one for each tensor.
     - `buckets`: bytes of the buffers that gradients are reduced and parameters gathered in.
@@ -40,6 +41,7 @@ class Software:
     scatters: bool = True
     holds_outputs: bool = False
     adds: bool = False
+    all_reduces: bool = False
     prefetches: bool = True
     coalesces: bool = True
     buckets: float = 0.0
@@ -93,6 +95,7 @@ def find_software(source: str, precision: str, notes: str) -> Software:
     if "PURE" in precision:
         found = replace(found, reduced_bytes=2)
     if "fp32 grad accumulation" in precision and "no fp32" not in precision:
-        # Beside the gradients of a micro-batch in two bytes; DeepSpeed's BF16_Optimizer reduces the sums.
-        found = replace(found, gradient_bytes=6, reduced_bytes=4)
+        # Beside the gradients of a micro-batch in two bytes. DeepSpeed's pipeline sums those of its BF16_Optimizer up
+        # everywhere (`_bf16_reduce_grads`).
+        found = replace(found, gradient_bytes=6, reduced_bytes=4, all_reduces=True)
     return found
