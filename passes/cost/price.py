@@ -76,10 +76,11 @@ def op_seconds(
         backward = [multiplications * factors[slot] if slot < len(factors) else 0.0 for slot in flowing]
         width = subject.results[0].shape[-1] if subject.op.kind in _ATTENTION else 0
         counts = [elements[slot] for slot in flowing]
-        batched = len(subject.operands[0].shape) > 2 and len(subject.operands[1].shape) > 2
+        batched = all(len(type.shape) > 2 for type in subject.operands[:2])
+        unaligned = subject.op.kind in _PRODUCTS and _unaligned(subject, strategy, sizes)
         work = Work(
             dtype, read, written, back, kernels, multiplications, backward, sum(made), counts, width,
-            _unaligned(subject, strategy, sizes), batched,
+            unaligned, batched,
         )  # fmt: skip
     forward, back = compute_seconds(work, cluster.device)
     return forward + inside, back
@@ -101,6 +102,8 @@ def _saved(subject: Subject, reads: Sequence[float], writes: Sequence[float], fu
 _PLAIN = Body()
 _ONE = Mesh(("one",), (1,))
 _ATTENTION = frozenset({"scaled_dot_product_attention"})
+# Products of matrices as they lie in memory; convolutions lay theirs out as they need them.
+_PRODUCTS = frozenset({"linear", "addmm", "mm", "matmul", "bmm", "baddbmm"})
 # Ops that read no more of their first operand than they write.
 _LOOKUPS = frozenset({"embedding", "index", "index_select", "gather"})
 
