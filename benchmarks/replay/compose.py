@@ -152,7 +152,7 @@ def step_time(run: Run, parts: Parts, cluster: Cluster, alone: bool) -> StepTime
     )
     update = 0.0
     if not alone and not run.frozen:
-        update = _update_bytes(run, max(stage.parameters() for stage in stages)) / cluster.device.stream
+        update = update_bytes(run, max(stage.parameters() for stage in stages)) / cluster.device.stream
     axis = axes_of(run.parallel, cluster)[0 if run.parallel.shards > 1 else 1]
     share = cluster.device.share(cluster.link(axis.mesh, axis.position))
     seconds = compose(blocks if hidden else [_uncovered(block) for block in blocks], regime, 0.0, update, share)
@@ -165,7 +165,7 @@ def step_time(run: Run, parts: Parts, cluster: Cluster, alone: bool) -> StepTime
     )
 
 
-def _update_bytes(run: Run, parameters: float) -> float:
+def update_bytes(run: Run, parameters: float) -> float:
     """Bytes that adding up gradients and the optimizer read and write; `parameters` are a rank's, gathered.
 
     Gradients in float32 are added to from the first micro-batch on, others stay where the first has put them.
