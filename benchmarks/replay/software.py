@@ -15,6 +15,7 @@ class Software:
     - `compiled`: chains of cheap ops are fused, by hand or by a compiler.
     - `gradient_bytes`, `reduced_bytes`, `gathered_bytes`: what an element of an accumulated gradient, of one that is
       sent, and of a parameter that is gathered takes.
+    - `updating`: bytes of each element of its states that the optimizer's step takes besides these.
     - `standing`: gradients have their memory from the first step on, rather than while there are any.
     - `loss_copies`: how many float32 copies of the logits the loss takes at its peak.
     - `scatters`: tensor-parallel ranks each send a part of what goes to the next stage of a pipeline, gathered there.
@@ -36,6 +37,7 @@ class Software:
     gradient_bytes: int = 4
     reduced_bytes: int = 4
     gathered_bytes: int = 2
+    updating: int = 0
     standing: bool = True
     loss_copies: float = 2.5
     scatters: bool = True
@@ -67,7 +69,9 @@ _BLOOM = replace(
 # what stages send (Narayanan et al. 2021, section 4.1), DeepSpeed does not; it reduces and gathers in buckets of 5e8
 # elements. Its ZeRO-3 gathered parameter by parameter until the summer of 2021, and synchronized with each (DeepSpeed
 # pull request 1188, issue 1069). Megatron has products add gradients since 2022. Torchtitan compiles its loss since
-# 2025; torchtune makes logits in eight chunks.
+# 2025; torchtune makes logits in eight chunks. InternEvo's step casts gradients to float32 (`FSDPadaptOptimizer.step`,
+# `HybridZeroOptimizer._step`), and torch's AdamW, which it used unfused before torch 2.1, makes the root of the second
+# moments and what it divides by.
 _KNOWN: tuple[tuple[str, Software], ...] = (
     (r"bigscience|BLOOM", _BLOOM),
     (r"Korthikanti|2205\.05198", replace(_UNFUSED, sequence_parallel=True)),
@@ -76,7 +80,7 @@ _KNOWN: tuple[tuple[str, Software], ...] = (
         replace(_UNFUSED, adds=True, reduced_bytes=2, gradient_bytes=2, prefetches=False, coalesces=False),
     ),
     (r"Zero Bubble", _UNFUSED),
-    (r"InternEvo", Software(sequence_parallel=False, reduced_bytes=2, gradient_bytes=2)),
+    (r"InternEvo", Software(sequence_parallel=False, reduced_bytes=2, gradient_bytes=2, updating=4 + 2 * 4)),
     (r"llm-foundry", _TORCH),
     (r"torchtitan.*2024", replace(_TORCH, recompute="ops")),
     (r"torchtitan", replace(_TORCH, recompute="ops", loss_copies=1.0)),
