@@ -93,6 +93,7 @@ def test_prices_know_and_plans_say_it() -> None:
     assert "compiled" not in str(plain)
 
 
+@pytest.mark.slow
 def test_formulas_have_the_prices_of_compiled_code() -> None:
     """They are checked against the plan when they are made."""
     plan = _plan(compiled=True, symbolic=True)
