@@ -36,6 +36,7 @@ def plan(
     micro_batches: int | None = None,
     recompute: Recompute | None = None,
     symbolic: bool = False,
+    compiled: bool = False,
 ) -> Plan:
     """Plan how `model` runs on `mesh`. Needs no process group, no GPU, and no values of parameters (`meta` will do).
 
@@ -44,7 +45,7 @@ def plan(
     """
     options = Options(
         objective, cluster, memory_limit, optimizer, precision, constraints, plan, discover, micro_batches, recompute,
-        symbolic,
+        symbolic, compiled,
     )  # fmt: skip
     return compile_model(model, make_request(model, mesh, example_inputs, options)).plan
 
@@ -65,6 +66,7 @@ def parallelize(
     micro_batches: int | None = None,
     recompute: Recompute | None = None,
     symbolic: bool = False,
+    compiled: bool = False,
 ) -> DistributedModule:
     """A module that computes what `model` does, on all devices of `mesh`. `model` is left unchanged.
 
@@ -90,12 +92,14 @@ def parallelize(
       a pattern): `{"model.layers.*": "full"}`; None lets the planner choose.
     - `symbolic`: whether the plan gets formulas of its costs, for `plan.memory_expression()`,
       `plan.step_time_expression()` and `plan.max_batch()`. They cost another trace of the model.
+    - `compiled`: whether regions are compiled by torch, which makes one kernel of a chain of cheap ops; prices know.
+      Memory is counted as if they were not.
 
     Raises a subclass of `autopar.AutoparError`, on every rank alike.
     """
     options = Options(
         objective, cluster, memory_limit, optimizer, precision, constraints, plan, discover, micro_batches, recompute,
-        symbolic,
+        symbolic, compiled,
     )  # fmt: skip
     ranks = mesh if isinstance(mesh, DeviceMesh) else world_mesh(mesh, device_type_of(model))
     if not isinstance(mesh, DeviceMesh):
@@ -103,11 +107,11 @@ def parallelize(
     request = together(ranks, lambda: make_request(model, mesh, example_inputs, options, ranks.device_type))
     together(ranks, lambda: refuse_meta(model))
     _check_same_model(model, ranks)
-    compiled = from_first(ranks, lambda: compile_model(model, request, both_modes=True))
+    made = from_first(ranks, lambda: compile_model(model, request, both_modes=True))
     if not isinstance(mesh, DeviceMesh):
-        ranks, shape = found_mesh(compiled.plan, ranks.device_type)
+        ranks, shape = found_mesh(made.plan, ranks.device_type)
         request = replace(request, mesh=shape, any_shape=False)
-    return distribute(model, compiled, request, ranks, AnySizes(model, compiled, request, ranks))
+    return distribute(model, made, request, ranks, AnySizes(model, made, request, ranks))
 
 
 def _check_same_model(model: nn.Module, mesh: DeviceMesh) -> None:

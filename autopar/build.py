@@ -84,7 +84,7 @@ def compile_model(model: nn.Module, request: Request, *, both_modes: bool = Fals
         request = as_planned(request, given)
     training = request.objective == "train"
     program = clock("capture", lambda: capture(model, request.inputs, tracing(model, request, request.objective)))
-    program = clock("normalize", lambda: normalize(program))
+    program = replace(clock("normalize", lambda: normalize(program)), compiled=request.compiled)
     if given is None:
         request, first = _searched(model, program, request, clock)
     else:
@@ -105,7 +105,7 @@ def compile_model(model: nn.Module, request: Request, *, both_modes: bool = Fals
             # It can be trained all the same.
             evaluated, refused = program, str(error)
         if str(evaluated) != str(program):
-            evaluated = frozen(evaluated)
+            evaluated = replace(frozen(evaluated), compiled=request.compiled)
             inference, choose = replace(request, objective="infer", recompute=None), _chooser(request, "infer")
             demands = stored_as(evaluated, stored)
             programs["infer"] = planned(

@@ -15,7 +15,7 @@ from autopar import huggingface
 from autopar.build import Compiled
 from autopar.placing import placed_parts
 from autopar.request import Request
-from autopar.runtime import CompiledProgram, DistributedModule, LoadedProgram, OtherSizes
+from autopar.runtime import CompiledProgram, DistributedModule, LoadedProgram, OtherSizes, Region
 from autopar.runtime.engine import Engine
 from passes.ir.errors import CaptureError
 
@@ -50,9 +50,18 @@ def distribute(
 def load(program: CompiledProgram, name: str) -> LoadedProgram:
     """A program with its generated class."""
     path, module = load_source(program.source, f"{program.class_name}_{name}")
+    if program.compiled:
+        compile_regions(module)
     batches = program.micro_batches
     totals = None if batches is None or batches.totals is None else load(batches.totals, f"{name}_totals")
     return LoadedProgram(program, path, getattr(module, program.class_name), totals)
+
+
+def compile_regions(module: ModuleType) -> None:
+    """Have torch compile the regions of a generated module when they are first called."""
+    for kind in vars(module).values():
+        if isinstance(kind, type) and issubclass(kind, Region) and kind is not Region:
+            kind.forward = torch.compile(kind.forward, dynamic=False)
 
 
 def load_source(source: str, name: str) -> tuple[Path, ModuleType]:

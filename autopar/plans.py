@@ -58,6 +58,7 @@ def written_plan(
         whole_ops=first.whole_ops,
         discovered=first.discovered,
         constraints=request.constraints,
+        compiled=request.compiled,
     )
 
 
@@ -97,4 +98,12 @@ def as_planned(request: Request, plan: Plan) -> Request:
         raise PlanMismatchError(
             f"the plan says what is computed again, {dict(again)}: leave recompute out, or plan anew"
         )
-    return replace(request, constraints=plan.constraints, micro_batches=planned.micro_batches, recompute=again)
+    if request.compiled and not plan.compiled:
+        raise PlanMismatchError("compiled=True is asked for, but the plan was made for code that is not: plan anew")
+    return replace(
+        request,
+        constraints=plan.constraints,
+        micro_batches=planned.micro_batches,
+        recompute=again,
+        compiled=plan.compiled,
+    )

@@ -65,6 +65,7 @@ def compiled_program(lowered: Lowered, source: str, class_name: str, request: Re
         any(_made_again(statement) for statement in _statements(lowered)),
         any(item.trainable for item in sources),
         held=lowered.held,
+        compiled=program.compiled,
     )
 
 

@@ -40,7 +40,8 @@ class Request:
     With `any_shape` the shape of the mesh is still to be found, and `mesh` says how many devices there are. `inputs`
     are by name and hold the global batch, `assumed` are those that nobody gave; `memory_limit` is in bytes per
     device. `discover` says that ops without a rule are run on shards to find one. `micro_batches` and `recompute` (by
-    pattern of regions) are None where the planner is to choose. With `symbolic` costs are given as formulas, too.
+    pattern of regions) are None where the planner is to choose. With `symbolic` costs are given as formulas, too. With
+    `compiled` regions are compiled by torch.
     """
 
     mesh: Mesh
@@ -59,6 +60,7 @@ class Request:
     recompute: Mapping[str, str] | None = None
     any_shape: bool = False
     symbolic: bool = False
+    compiled: bool = False
 
     @property
     def optimizer_states(self) -> int:
@@ -87,6 +89,7 @@ class Options:
     micro_batches: int | None = None
     recompute: Recompute | None = None
     symbolic: bool = False
+    compiled: bool = False
 
 
 def make_request(
@@ -149,6 +152,7 @@ def make_request(
         _recompute(options),
         any_shape,
         options.symbolic,
+        options.compiled,
     )
 
 

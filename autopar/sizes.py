@@ -94,7 +94,7 @@ class _Planner:
         values = {name: value for name, value in constants if isinstance(value, torch.Tensor)}
         self.values = {name: repr(value.tolist()) for name, value in values.items()}
         given = _with_shapes(request.inputs, {}, values)
-        self.request = replace(request, inputs=given, plan=None)
+        self.request = replace(request, inputs=given, plan=None, compiled=compiled.plan.compiled)
         self.traced: dict[str, list[Symbolic]] = {}
         self.varying: dict[str, set[tuple[str, int]]] = {}
         self.model: nn.Module | None = None
@@ -124,7 +124,8 @@ class _Planner:
             else:
                 program = self._program(self.model, request, name, shapes)
             traced = time.perf_counter()
-            found = self._planned(self.model, normalize(program), request, name, count)
+            program = replace(normalize(program), compiled=request.compiled)
+            found = self._planned(self.model, program, request, name, count)
         except AutoparError as error:
             raise InputError(
                 f"the sizes of the inputs ({sizes}) are not the planned ones, and the model cannot run at them: {error}"

@@ -42,7 +42,7 @@ def replay_all(
 
 
 def plan_all(found: Sequence[Replayed]) -> list[Planned]:
-    """The fastest plans for the models and meshes of runs without pipeline and context axes."""
+    """The fastest plans for the models and devices of runs without pipeline and context axes."""
     planned = []
     for item in found:
         if is_plain(item.run):
@@ -113,7 +113,7 @@ def _summary(found: Sequence[Replayed], left: Sequence[object], scores: Scores) 
 
 
 def _print_planned(planned: Sequence[Planned]) -> None:
-    print("\nplanned freely on the same mesh (layouts, ZeRO stage, recompute)")
+    print("\nplanned freely for the same devices (mesh, layouts, ZeRO stage, recompute)")
     print(f"{'run':52}{'published plan':>15}{'free':>11}{'faster':>8}{'memory':>11}")
     for item in planned:
         print(f"{item.run.id[:51]:52}{_seconds(item.published):>15}{_seconds(item.seconds):>11}", end="")
@@ -144,7 +144,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", type=Path, default=DATA, help="a JSON list of records")
     parser.add_argument("--json", action="store_true", help="print data instead of tables")
-    parser.add_argument("--free", action="store_true", help="also plan freely for the same models and meshes")
+    parser.add_argument("--free", action="store_true", help="also plan freely for the same models and devices")
     arguments = parser.parse_args()
     logging.disable(logging.ERROR)
     try:

@@ -12,6 +12,7 @@ from math import prod
 import torch
 
 from passes.cost.cluster import Cluster
+from passes.cost.fusion import joined
 from passes.cost.price import cover, op_seconds, update_seconds
 from passes.ir.choices import Cover, Edge, Group, Memory, Node, Problem, Strategy
 from passes.ir.demands import Demand, Demands
@@ -83,6 +84,7 @@ class _Builder:
         program = folded.program
         self.types = folded.types
         self.flowing = folded.flowing
+        self.fused = joined(folded)
         self.placed, self.blocks = _place(folded)
         self.parameters = {item.name: (item.trainable, 1) for item in program.parameters}
         self.fixed = {item.name for item in program.buffers} | set(program.constants)
@@ -111,7 +113,9 @@ class _Builder:
         mesh, cluster = self.setting.mesh, self.setting.cluster
         for number, region in enumerate(self.folded.regions):
             counts[2 * number + 1] = region.count
-            covers[2 * number + 1] = cover(region.ops, self.types, self.flowing, cluster, mesh.size, region.count)
+            covers[2 * number + 1] = cover(
+                region.ops, self.types, self.flowing, cluster, mesh.size, region.count, self.fused
+            )
         return Problem(self.nodes, self.edges, self.groups, self.blocks, counts, self.index, covers)
 
     def _handed_on(self) -> set[str]:
@@ -267,10 +271,11 @@ class _Builder:
             digits = {size: found[position] for size, found in self.digits.items()}
             strategies = self._demand(about, op_strategies(about, digits, mesh, self.setting.offers.get(op.key)))
         seconds, forwards, memory, kept, light = [], [], [], [], []
+        fused = self.fused.get(op.results[0]) if op.results else None
         for strategy in strategies:
             choices = named_choices(about, strategy.methods, mesh)
             assert choices is not None
-            forward, backward = op_seconds(about, choices, strategy, cluster, mesh)
+            forward, backward = op_seconds(about, choices, strategy, cluster, mesh, fused)
             seconds.append(placed.count * (forward + backward))
             forwards.append(placed.count * forward)
             bodies = [placed.rule.bodies.get(choice.factor, "") for choice in choices] if placed.rule else []

@@ -182,6 +182,10 @@ def _call(
     grad_dtype: torch.dtype | None,
 ) -> Tensor:
     assert COLLECTIVES.get((src.kind, dst.kind)) == name, f"{name} does not go from {src} to {dst}"
+    if not keep and torch.compiler.is_compiling():
+        # What is noted is no part of a graph.
+        result: Tensor = _uncompiled(name, x, axis, src, dst, keep, dtype, grad_dtype)
+        return result
     operator = getattr(torch.ops.autopar, name)
 
     def run(tensor: Tensor) -> Tensor:
@@ -194,6 +198,9 @@ def _call(
     if not keep:
         note_made(result, run, x)
     return result
+
+
+_uncompiled = torch.compiler.disable(_call)  # type: ignore[no-untyped-call]
 
 
 def all_gather(

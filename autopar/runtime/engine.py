@@ -72,24 +72,29 @@ def within(groups: Sequence[nn.Module], run: Callable[..., object], inputs: Sequ
 class PartView:
     """A part of the model as generated code sees it: what a group holds is read from there, all else from the part."""
 
-    def __init__(self, part: nn.Module, path: str, held: Mapping[str, tuple[Reading, int]]) -> None:
+    def __init__(self, part: nn.Module, held: Mapping[str, tuple[Reading, int]]) -> None:
+        own: dict[str, tuple[Reading, int]] = {}
+        inner: dict[str, dict[str, tuple[Reading, int]]] = {}
+        for path, reading in held.items():
+            name, _, rest = path.partition(".")
+            if rest:
+                inner.setdefault(name, {})[rest] = reading
+            else:
+                own[name] = reading
         self.__part = part
-        self.__path = path
-        self.__held = held
+        # Without paths, so that what is compiled for one copy of a region serves the others.
+        self.__own = own
+        for name, module in part._modules.items():
+            if module is not None:
+                self.__dict__[name] = PartView(module, inner.get(name, {}))
 
     def __getattr__(self, name: str) -> object:
-        path = self.__path + name
-        if path in self.__held:
-            group, number = self.__held[path]
+        reading = self.__own.get(name)
+        if reading is not None:
+            group, number = reading
             return group.current(number)
-        found = self.__part._modules.get(name)
-        if found is None:
-            result: object = getattr(self.__part, name)
-            return result
-        inner = PartView(found, f"{path}.", self.__held)
-        # From here on it is found without coming here.
-        self.__dict__[name] = inner
-        return inner
+        result: object = getattr(self.__part, name)
+        return result
 
     def __getitem__(self, name: int | str) -> object:
         """What lies here under a name that is no identifier, `layers[0]`; None where there is nothing."""
@@ -232,7 +237,7 @@ class Engine:
             for place, name in enumerate(group.parameters)
             if name in held.parameters
         }
-        return PartView(root, "", table) if table else root
+        return PartView(root, table) if table else root
 
     def groups(self, held: Held) -> dict[str, ParameterGroup]:
         """The groups by their first parameter."""

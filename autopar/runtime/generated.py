@@ -196,6 +196,7 @@ class CompiledProgram:
     `assumed` are those of them that nobody gave. `tensors` are tensors that the model holds as constants,
     `parameters` those that are used, `changes` are made to parameters before it runs, `held` is what the engine does.
     Inputs and outputs are those of the whole batch; with `micro_batches` the program takes a part of them at a time.
+    With `compiled` regions are compiled by torch.
     """
 
     source: str
@@ -212,6 +213,7 @@ class CompiledProgram:
     differentiable: bool
     micro_batches: MicroBatching | None = None
     held: Held = field(default_factory=Held)
+    compiled: bool = False
 
 
 @dataclass(frozen=True)

@@ -98,7 +98,12 @@ def note_made(result: Tensor, run: Callable[..., Tensor], *sources: Tensor) -> N
 
 
 def recomputed(run: Callable[..., Tensor], *operands: Tensor) -> Tensor:
-    """`run(*operands)`, which the backward pass runs again: kept are the operands, or what they are made from."""
+    """`run(*operands)`, which the backward pass runs again: kept are the operands, or what they are made from.
+
+    In what torch compiles its own partitioner chooses what is kept, and makes cheap ops again.
+    """
+    if torch.compiler.is_compiling():
+        return run(*operands)
     kept: list[_Own] = []
     token = _running.set(kept)
     try:

@@ -15,8 +15,12 @@ from passes.ir.redistribution import Step
 from passes.ir.regime import Regime
 
 # Bytes that Adam reads and writes per element: states and a master copy in float32 both ways, a gradient, and the
-# parameter in the precision that it is computed in.
-UPDATE_BYTES = 2 * 12 + 4 + 2
+# parameter in the precision that it is computed in. In pure bfloat16 states, parameter and gradient take two each.
+UPDATE_BYTES, PURE_UPDATE_BYTES = 2 * 12 + 4 + 2, 2 * 6 + 2
+# Bytes of a gradient as the backward pass makes it, and of one in float32.
+HALF, FLOAT = 2, 4
+# A weight in four bits with a scale of eight bits per block of 64, read; and the same in two bytes, written.
+DEQUANTIZING_BYTES = 0.5 + 1 / 64 + 2
 
 
 @dataclass(frozen=True)
@@ -141,28 +145,53 @@ def step_time(run: Run, parts: Parts, cluster: Cluster, alone: bool) -> StepTime
     stages = stages_of(run, parts, alone)
     longest = max(stages, key=Stage.seconds)
     traffic = not alone and not run.frozen
-    hidden = run.software.overlaps or run.parallel.zero == 3
+    hidden = run.software.prefetches if run.parallel.zero == 3 else run.software.overlaps
     blocks = [_block(run, *block, cluster, traffic) for block in longest.blocks]
     regime = Regime(
         micro_batches=run.micro_batches, gather_once=run.parallel.zero < 3, reduce_once=run.parallel.zero < 2
     )
-    update = 0.0 if alone or run.frozen else max(stage.parameters() for stage in stages) * UPDATE_BYTES
-    update /= max(1, run.parallel.shards) * cluster.device.stream
-    seconds = compose([block if hidden else _without_traffic(block) for block in blocks], regime, 0.0, update)
-    data = seconds.exposed_gathers + seconds.exposed_reductions
-    if not hidden:
-        data += sum(block.gather + block.reduce for block in blocks)
+    update = 0.0
+    if not alone and not run.frozen:
+        update = update_bytes(run, max(stage.parameters() for stage in stages)) / cluster.device.stream
+    axis = axes_of(run.parallel, cluster)[0 if run.parallel.shards > 1 else 1]
+    share = cluster.device.share(cluster.link(axis.mesh, axis.position))
+    seconds = compose(blocks if hidden else [_uncovered(block) for block in blocks], regime, 0.0, update, share)
     return StepTime(
-        seconds.forward_compute + seconds.backward_compute + seconds.recompute,
+        seconds.forward_compute + seconds.backward_compute + seconds.recompute + _dequantizing(run, parts, cluster),
         seconds.forward_communication + seconds.backward_communication,
-        data,
+        seconds.exposed_gathers + seconds.exposed_reductions,
         _bubble(run, stages, longest, parts) + _hops(run, cluster),
         seconds.optimizer,
     )
 
 
-def _without_traffic(block: step.Part) -> step.Part:
-    return replace(block, gather=0.0, gather_again=0.0, reduce=0.0)
+def update_bytes(run: Run, parameters: float) -> float:
+    """Bytes that adding up gradients and the optimizer read and write; `parameters` are a rank's, gathered.
+
+    Gradients in float32 are added to from the first micro-batch on, others stay where the first has put them.
+    """
+    parallel, software = run.parallel, run.software
+    adam = PURE_UPDATE_BYTES if "pure" in run.precision else UPDATE_BYTES
+    update = parameters * adam / max(1, parallel.shards)
+    if not software.adds:
+        return update
+    kept = parameters / (max(1, parallel.shards) if parallel.zero >= 2 else 1)
+    width = HALF if software.gradient_bytes == HALF else FLOAT
+    times = run.micro_batches - (width == HALF)
+    return update + times * kept * (HALF + 2 * width)
+
+
+def _dequantizing(run: Run, parts: Parts, cluster: Cluster) -> float:
+    """Seconds to make weights of four bits again for each pass over them: forward, backward, and again between."""
+    if not run.quantized:
+        return 0.0
+    passes = 3 if run.recompute == "full" else 2
+    elements = parts.layer.parameters * run.dimensions.layers
+    return run.micro_batches * passes * elements * DEQUANTIZING_BYTES / cluster.device.stream
+
+
+def _uncovered(block: step.Part) -> step.Part:
+    return replace(block, cover=0.0, cover_again=0.0)
 
 
 def _block(run: Run, part: Part, recompute: str, count: int, cluster: Cluster, traffic: bool) -> step.Part:
@@ -179,6 +208,8 @@ def _block(run: Run, part: Part, recompute: str, count: int, cluster: Cluster, t
         gather,
         gather,
         reduce,
+        cover=work.forward,
+        cover_again=work.backward + work.again,
     )
     return once * count
 
@@ -189,8 +220,10 @@ def _traffic(run: Run, part: Part, cluster: Cluster) -> tuple[float, float]:
     inner, outer = axes_of(parallel, cluster)
     if parallel.zero == 0:
         return 0.0, outer.seconds("all_reduce", part.parameters, software.reduced_bytes)
-    gather = inner.seconds("all_gather", part.parameters, software.gathered_bytes)
-    reduce = inner.seconds("reduce_scatter", part.parameters, software.reduced_bytes)
+    tensors = 1 if software.coalesces else part.tensors
+    gather = tensors * inner.seconds("all_gather", part.parameters / tensors, software.gathered_bytes)
+    summing = "all_reduce" if software.all_reduces else "reduce_scatter"
+    reduce = tensors * inner.seconds(summing, part.parameters / tensors, software.reduced_bytes)
     return gather, reduce + outer.seconds("all_reduce", part.parameters / parallel.shards, software.reduced_bytes)
 
 

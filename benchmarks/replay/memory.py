@@ -58,12 +58,24 @@ def _stage(run: Run, forced: Forced, kept: Kept, number: int, layers: list[int],
     states, gradients, gathered = _states(run, elements, layer, outside)
     gathered += run.software.buckets
     held, running, loss = _activations(run, kept, layers[number], in_flight(run, number), last)
+    updating = Memory(_updating(run, elements), 0.0, 0.0, 0.0, reserve)
     if not run.software.standing and run.micro_batches == 1:
         # Where gradients come and go, the peak is before there are any, or when all of them are there.
         begins = Memory(states, gathered, held, max(running, loss), reserve)
         finishes = Memory(states + gradients, gathered, held / layers[number], running, reserve)
-        return max(begins, finishes, key=lambda moment: moment.total)
-    return Memory(states + gradients, gathered, held, max(running, loss), reserve)
+        return max(begins, finishes, updating, key=lambda moment: moment.total)
+    runs = Memory(states + gradients, gathered, held, max(running, loss), reserve)
+    return max(runs, updating, key=lambda moment: moment.total)
+
+
+def _updating(run: Run, elements: float) -> float:
+    """Bytes while the optimizer updates: parameters in two bytes, states and what the step makes; where parameters are
+    split their gradients in two bytes are there too. 0 where a step makes nothing."""
+    if not run.software.updating:
+        return 0.0
+    own = elements / max(1, run.parallel.shards)
+    halves = 2 * _HALF * own if run.parallel.zero == 3 else _HALF * elements
+    return halves + own * (_ADAM + run.software.updating)
 
 
 def _states(run: Run, elements: float, layer: float, outside: float) -> tuple[float, float, float]:

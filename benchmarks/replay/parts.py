@@ -21,7 +21,8 @@ class Part:
     """Seconds of a block on one rank, one copy of it, for one micro-batch.
 
     Forward seconds are told apart by what may be computed again: products with weights, the attention core, and all
-    else. `parameters` are the elements that one rank holds when they are gathered over the data axis.
+    else. `parameters` are the elements that one rank holds when they are gathered over the data axis, `tensors` how
+    many matrices they are in.
     """
 
     products: float = 0.0
@@ -31,6 +32,7 @@ class Part:
     send_forward: float = 0.0
     send_backward: float = 0.0
     parameters: float = 0.0
+    tensors: int = 1
 
     @property
     def forward(self) -> float:
@@ -66,13 +68,23 @@ def parts_of(forced: Forced, cluster: Cluster, compiled: bool) -> Parts:
     after = _body(replace(body, statements=statements[loop + 1 :]), forced, cluster, fused)
     own, rest = parameter_elements(forced)
     return Parts(
-        replace(before, parameters=rest / 2), replace(layer, parameters=own), replace(after, parameters=rest / 2)
+        replace(before, parameters=rest / 2, tensors=1),
+        replace(layer, parameters=own, tensors=_matrices(forced)),
+        replace(after, parameters=rest / 2, tensors=1),
     )
 
 
 @cache
 def _fusion(forced: Forced) -> Mapping[str, Fused]:
     return fusion(forced.folded)
+
+
+@cache
+def _matrices(forced: Forced) -> int:
+    """How many matrices a layer has."""
+    region = forced.folded.regions[0]
+    shapes = {item.name: item.type.shape for item in forced.lowered.program.parameters}
+    return sum(len(shapes[names[0]]) > 1 for names in region.owned.values() if names[0] in shapes)
 
 
 @cache

@@ -6,6 +6,10 @@ Multiplications run at the part of the peak that their shape allows:
   result are made in waves over all multiprocessors, of which the last leaves some idle (half of them on average: fill),
   and each tile takes a while to begin and end (depth). So small results and short sums reach less. Tile and wave
   quantisation are as in NVIDIA's matrix multiplication guide, smoothed: libraries choose tiles by shape.
+- Tensor cores are fed 16 bytes at a time. Where a row of an operand or of the result does not begin at a multiple of
+  that (an odd vocabulary, heads of 108 elements in two bytes), libraries take slower kernels. A head of 128,003 classes
+  takes three times as long as one of 128,064 (Netflix on post-training, 2026); products in batches run as without
+  tensor cores, which NVIDIA's guide has as the rule of cuBLAS before 11.0, and the BLOOM runs show for 11.5.
 - Attention runs at a part of its own, the less the narrower its heads, because exponentials cost each score the same
   (FlashAttention-2, Dao 2023, and -3, Shah et al. 2024, tables of heads of 64, 128, 256). Its tiles are as wide as a
   head. The backward pass of its fused kernels makes 2.5 times the multiplications of the forward pass.
@@ -38,6 +42,8 @@ class Work:
       of operands.
     - `elements`: how many the results have; `gradients` the operands that `backward` is about.
     - `width`: of attention's heads; 0 for everything else.
+    - `unaligned`: whether rows of operands or results do not begin at multiples of 16 bytes; `batched` whether it is
+      many products at once.
     """
 
     dtype: torch.dtype
@@ -50,6 +56,8 @@ class Work:
     elements: float = 0.0
     gradients: Sequence[float] = ()
     width: int = 0
+    unaligned: bool = False
+    batched: bool = False
 
 
 def compute_seconds(work: Work, device: Device) -> tuple[float, float]:
@@ -68,9 +76,15 @@ def compute_seconds(work: Work, device: Device) -> tuple[float, float]:
     return before * device.launch + forward, after * device.launch + backward
 
 
-def product_seconds(flops: float, elements: float, dtype: torch.dtype, device: Device) -> float:
-    """Seconds to multiply, for a product of `flops` whose result has `elements`."""
-    return (flops + 2 * elements * device.depth) * (elements + device.fill) / (elements * device.rate(dtype))
+def product_seconds(
+    flops: float, elements: float, dtype: torch.dtype, device: Device, unaligned: bool = False, batched: bool = False
+) -> float:
+    """Seconds to multiply, for a product of `flops` whose result has `elements`. Beginning and ending a tile takes as
+    long where rows are `unaligned`."""
+    rate = device.rate(dtype)
+    if unaligned:
+        flops = flops * (rate / device.unaligned_rate(dtype, batched))
+    return (flops + 2 * elements * device.depth) * (elements + device.fill) / (elements * rate)
 
 
 def attention_seconds(flops: float, elements: float, width: int, dtype: torch.dtype, device: Device) -> float:
@@ -83,4 +97,4 @@ def attention_seconds(flops: float, elements: float, width: int, dtype: torch.dt
 def _multiplying(flops: float, elements: float, work: Work, device: Device) -> float:
     if work.width:
         return attention_seconds(flops, elements, work.width, work.dtype, device)
-    return product_seconds(flops, elements, work.dtype, device)
+    return product_seconds(flops, elements, work.dtype, device, work.unaligned, work.batched)

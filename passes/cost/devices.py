@@ -4,7 +4,12 @@ Peaks (dense), memory, bandwidth of memory and of links, and the largest rates o
 (271 of 312 TFLOP/s on A100, 795 of 989 on H100, 1745 of 2250 on B200, 668 of 1300 on MI300X, in bfloat16) are from the
 tables of stas00/ml-engineering (compute/accelerator, network, at 744d01e1), the peaks of torchtitan
 (tools/utils.py), and NVIDIA/dgxc-benchmarking. What collectives reach of a link is from nccl-tests on nodes of eight
-(see `passes.cost.communication`), hop latencies are those of NCCL's tuning (tuning.cc).
+(see `passes.cost.communication`), hop latencies are those of NCCL's tuning (tuning.cc). That products with rows that do
+not begin at multiples of 16 bytes take three times as long was measured at heads of language models (Netflix on scaling
+post-training, 2026).
+
+A channel of NCCL is a block on one multiprocessor (NVIDIA/nccl issue 689); it has 24 of them in a node with NVSwitch
+(issue 1259) and 16 across nodes (issue 1453).
 
 Recalled from data sheets and papers, not read there: all rates in float32 and float64; multiprocessors; A100-SXM-40GB
 and H100-NVL memory bandwidth; H20 but for its bfloat16 rate; RTX 4090; what attention and streaming reach
@@ -16,12 +21,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from passes.cost.hardware import GIB, Device, Link, Protocol
-
-
-def _idle(units: int, tile: int) -> float:
-    """What the last wave of tiles leaves idle of `units` multiprocessors on average, in elements of the result."""
-    return units * tile / 2
-
 
 # Elements of the result that one multiprocessor makes at a time.
 _WIDE, _SQUARE, _LARGE = 128 * 256, 128 * 128, 256 * 256
@@ -43,11 +42,12 @@ def _device(
     gigabytes: float,
     terabytes: float,
     efficiency: float,
-    idle: float,
+    units: tuple[int, int],
     attention: float,
     softmax: float,
     reserve: float = 4 * GIB,
 ) -> Device:
+    """`units` are its multiprocessors, and the elements of a result that each makes at a time."""
     return Device(
         name,
         flops,
@@ -56,11 +56,14 @@ def _device(
         bandwidth=terabytes * 1e12,
         launch=5e-6,
         reserve=reserve,
-        fill=idle,
+        # What the last wave of tiles leaves idle on average.
+        fill=units[0] * units[1] / 2,
         depth=_DEPTH,
         attention=attention,
         softmax=softmax,
         streaming=0.85,
+        unaligned=1 / 3,
+        multiprocessors=units[0],
     )
 
 
@@ -70,32 +73,32 @@ _BLACKWELL = _flops(2250, 80, 40, 4500)
 
 # Figures of single ops, undisturbed.
 ALONE: Mapping[str, Device] = {
-    "a100": _device("A100-SXM-80GB", _AMPERE, 80, 2.0, 0.87, _idle(108, _WIDE), 0.68, 16),
-    "a100-40gb": _device("A100-SXM-40GB", _AMPERE, 40, 1.555, 0.87, _idle(108, _WIDE), 0.68, 16),
-    "a100-pcie": _device("A100-PCIe-80GB", _AMPERE, 80, 1.94, 0.81, _idle(108, _WIDE), 0.63, 16),
-    "a100-pcie-40gb": _device("A100-PCIe-40GB", _AMPERE, 40, 1.555, 0.81, _idle(108, _WIDE), 0.63, 16),
-    "h100": _device("H100-SXM", _HOPPER, 80, 3.35, 0.80, _idle(132, _WIDE), 0.42, 32),
-    "h100-pcie": _device("H100-PCIe", _flops(756, 51, 26, 1513), 80, 2.0, 0.70, _idle(114, _WIDE), 0.42, 32),
-    "h100-nvl": _device("H100-NVL", _flops(835, 60, 30, 1671), 94, 3.9, 0.75, _idle(132, _WIDE), 0.42, 32),
-    "h100-hbm2e": _device("H100-SXM-96GB-HBM2e", _HOPPER, 96, 2.4, 0.70, _idle(132, _WIDE), 0.38, 32),
-    "h200": _device("H200-SXM", _HOPPER, 141, 4.8, 0.80, _idle(132, _WIDE), 0.42, 32),
-    "h20": _device("H20", _flops(148, 44, 1, 296), 96, 4.0, 0.90, _idle(78, _WIDE), 0.80, 16),
-    "b200": _device("B200", _BLACKWELL, 180, 8.0, 0.78, _idle(148, _LARGE), 0.50, 32),
-    "b200-limited": _device("B200 at limited power", _BLACKWELL, 180, 8.0, 0.78, _idle(148, _LARGE), 0.50, 32),
-    "b300": _device("B300", _flops(2250, 77, 1.2, 4500), 288, 8.0, 0.79, _idle(148, _LARGE), 0.55, 32),
-    "gb200": _device("GB200", _flops(2500, 80, 40, 5000), 186, 8.0, 0.73, _idle(152, _LARGE), 0.50, 32),
-    "mi300x": _device("MI300X", _flops(1300, 163.4, 81.7, 2610), 192, 5.3, 0.51, _idle(304, _LARGE), 0.35, 32),
-    "l40s": _device("L40S", _flops(362, 91.6, 1.4, 733), 48, 0.864, 0.65, _idle(142, _SQUARE), 0.50, 16, 2 * GIB),
-    "rtx4090": _device("RTX-4090", _flops(165.2, 82.6, 1.3, 330), 24, 1.008, 0.95, _idle(128, _SQUARE), 0.85, 8, GIB),
+    "a100": _device("A100-SXM-80GB", _AMPERE, 80, 2.0, 0.87, (108, _WIDE), 0.68, 16),
+    "a100-40gb": _device("A100-SXM-40GB", _AMPERE, 40, 1.555, 0.87, (108, _WIDE), 0.68, 16),
+    "a100-pcie": _device("A100-PCIe-80GB", _AMPERE, 80, 1.94, 0.81, (108, _WIDE), 0.63, 16),
+    "a100-pcie-40gb": _device("A100-PCIe-40GB", _AMPERE, 40, 1.555, 0.81, (108, _WIDE), 0.63, 16),
+    "h100": _device("H100-SXM", _HOPPER, 80, 3.35, 0.80, (132, _WIDE), 0.42, 32),
+    "h100-pcie": _device("H100-PCIe", _flops(756, 51, 26, 1513), 80, 2.0, 0.70, (114, _WIDE), 0.42, 32),
+    "h100-nvl": _device("H100-NVL", _flops(835, 60, 30, 1671), 94, 3.9, 0.75, (132, _WIDE), 0.42, 32),
+    "h100-hbm2e": _device("H100-SXM-96GB-HBM2e", _HOPPER, 96, 2.4, 0.70, (132, _WIDE), 0.38, 32),
+    "h200": _device("H200-SXM", _HOPPER, 141, 4.8, 0.80, (132, _WIDE), 0.42, 32),
+    "h20": _device("H20", _flops(148, 44, 1, 296), 96, 4.0, 0.90, (78, _WIDE), 0.80, 16),
+    "b200": _device("B200", _BLACKWELL, 180, 8.0, 0.78, (148, _LARGE), 0.50, 32),
+    "b200-limited": _device("B200 at limited power", _BLACKWELL, 180, 8.0, 0.78, (148, _LARGE), 0.50, 32),
+    "b300": _device("B300", _flops(2250, 77, 1.2, 4500), 288, 8.0, 0.79, (148, _LARGE), 0.55, 32),
+    "gb200": _device("GB200", _flops(2500, 80, 40, 5000), 186, 8.0, 0.73, (152, _LARGE), 0.50, 32),
+    "mi300x": _device("MI300X", _flops(1300, 163.4, 81.7, 2610), 192, 5.3, 0.51, (304, _LARGE), 0.35, 32),
+    "l40s": _device("L40S", _flops(362, 91.6, 1.4, 733), 48, 0.864, 0.65, (142, _SQUARE), 0.50, 16, 2 * GIB),
+    "rtx4090": _device("RTX-4090", _flops(165.2, 82.6, 1.3, 330), 24, 1.008, 0.95, (128, _SQUARE), 0.85, 8, GIB),
 }
 
 # What of the peak products and attention reach in training, where clocks fall and memory is shared: fitted to published
 # runs (benchmarks/calibrate.py, which names them).
 TRAINING: Mapping[str, tuple[float, float]] = {
-    "a100": (0.733, 0.380),
-    "h100": (0.661, 0.234),
-    "h100-hbm2e": (0.506, 0.434),
-    "b200": (0.647, 0.347),
+    "a100": (0.726, 0.380),
+    "h100": (0.584, 0.244),
+    "h100-hbm2e": (0.506, 0.324),
+    "b200": (0.647, 0.277),
     "b200-limited": (0.479, 0.535),
 }
 # Devices of the same chip share a fit.
@@ -138,12 +141,12 @@ def _protocols(flags: float, lines: float) -> tuple[Protocol, ...]:
 def _nvlink(bandwidth: float, efficiency: float, exchange: float, switch: float = 0.0) -> Link:
     """NVLink through switches; a reduction in them takes 25 us to get going."""
     protocols, waits = _protocols(0.6e-6, 1.9e-6), 25e-6 if switch else 0.0
-    return Link(bandwidth, 3.4e-6, efficiency, exchange, 8.4e-6, protocols, switch, waits)
+    return Link(bandwidth, 3.4e-6, efficiency, exchange, 8.4e-6, protocols, switch, waits, blocks=24)
 
 
 def _network(bandwidth: float) -> Link:
     """InfiniBand or RoCE."""
-    return Link(bandwidth, 14e-6, 0.9, 0.8, 8.4e-6, _protocols(2.7e-6, 4.0e-6))
+    return Link(bandwidth, 14e-6, 0.9, 0.8, 8.4e-6, _protocols(2.7e-6, 4.0e-6), blocks=16)
 
 
 def _pcie(bandwidth: float, efficiency: float) -> Link:

@@ -60,6 +60,14 @@ def fusion(folded: Folded) -> dict[str, Fused]:
     return found
 
 
+def joined(folded: Folded) -> Mapping[str, Fused]:
+    """`fusion` of a program that is compiled, whose regions are; what stands between them is not joined."""
+    if not folded.program.compiled:
+        return {}
+    inside = {op.results[0] for region in folded.regions for op in region.ops if op.results}
+    return {name: fused for name, fused in fusion(folded).items() if name in inside}
+
+
 def _bodies(folded: Folded) -> Iterator[Sequence[Op]]:
     """The ops of every region, and the runs of ops between them."""
     for inside, items in groupby(folded.items, lambda item: isinstance(item, Region)):

@@ -13,6 +13,8 @@ from passes.ir.errors import ClusterError
 from passes.ir.program import dtype_name
 
 GIB = 1024**3
+# Bytes that tensor cores' operands are loaded in at a time.
+ALIGNMENT = 16
 
 
 def check_positive(about: str, figures: Mapping[str, float]) -> None:
@@ -50,8 +52,11 @@ class Device:
       leaves idle.
     - `depth`: and as one that sums over so many more elements: beginning and ending a tile.
     - `attention`: the part of the peak that fused attention reaches with wide heads.
+    - `multiprocessors`: how many it has, which computation shares with collectives; 0 where that is not known.
     - `softmax`: what exponentials cost it, as a number of elements that its heads would be wider.
     - `streaming`: the part of `bandwidth` that reading and writing large tensors reaches.
+    - `unaligned`: the part of its rate that a product keeps whose rows do not begin at multiples of `ALIGNMENT` bytes;
+      1 where that does not matter.
     """
 
     name: str
@@ -66,6 +71,8 @@ class Device:
     attention: float = 1.0
     softmax: float = 0.0
     streaming: float = 1.0
+    unaligned: float = 1.0
+    multiprocessors: int = 0
     efficiencies: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -75,7 +82,7 @@ class Device:
         check_positive(about, {f"flops[{dtype!r}]": rate for dtype, rate in self.flops.items()})
         check_positive(about, {"efficiency": self.efficiency, "memory": self.memory, "bandwidth": self.bandwidth})
         check_positive(about, {f"efficiencies[{dtype!r}]": part for dtype, part in self.efficiencies.items()})
-        check_part(about, {"attention": self.attention, "streaming": self.streaming})
+        check_part(about, {"attention": self.attention, "streaming": self.streaming, "unaligned": self.unaligned})
         check_no_less(about, {"launch": self.launch, "reserve": self.reserve})
         check_no_less(about, {"fill": self.fill, "depth": self.depth, "softmax": self.softmax})
 
@@ -86,6 +93,20 @@ class Device:
     def rate(self, dtype: torch.dtype) -> float:
         """FLOP/s that a large matrix product reaches in `dtype`."""
         return self.efficiencies.get(dtype_name(dtype), self.efficiency) * self.peak(dtype)
+
+    def unaligned_rate(self, dtype: torch.dtype, batched: bool) -> float:
+        """FLOP/s that a large matrix product reaches in `dtype` where rows do not begin at multiples of `ALIGNMENT`
+        bytes: a part of the rate, and where it is `batched` no more than in float32, without tensor cores."""
+        rate = self.rate(dtype)
+        if self.unaligned == 1.0:
+            return rate
+        if batched:
+            return min(rate, self.rate(torch.float32))
+        return self.unaligned * rate
+
+    def share(self, link: "Link") -> float:
+        """The part of the multiprocessors that a collective over `link` takes."""
+        return min(1.0, link.blocks / self.multiprocessors) if self.multiprocessors else 0.0
 
     @property
     def stream(self) -> float:
@@ -116,6 +137,7 @@ class Link:
     - `efficiency`: the part of `bandwidth` that rings and trees reach with large messages, `exchange` that all-to-all
       reaches.
     - `start`: seconds to begin a collective.
+    - `blocks`: multiprocessors of a device that a collective takes.
     - `protocols`: others, for shorter messages.
     - `switch`: the part of `bandwidth` that a reduction in the switches reaches (0: they cannot); `switch_latency` the
       seconds that one takes to get going.
@@ -130,6 +152,7 @@ class Link:
     switch: float = 0.0
     switch_latency: float = 0.0
     pair: float | None = None
+    blocks: int = 0
 
     def __post_init__(self) -> None:
         check_positive("a link", {"bandwidth": self.bandwidth})

@@ -6,6 +6,7 @@ from passes.cost.cluster import Cluster
 from passes.cost.communication import step_seconds
 from passes.cost.compute import Work, compute_seconds
 from passes.cost.fusion import Fused
+from passes.cost.hardware import ALIGNMENT
 from passes.ir.choices import Cover, Strategy
 from passes.ir.figures import least
 from passes.ir.layout import Layout, R, local_shape
@@ -75,7 +76,12 @@ def op_seconds(
         backward = [multiplications * factors[slot] if slot < len(factors) else 0.0 for slot in flowing]
         width = subject.results[0].shape[-1] if subject.op.kind in _ATTENTION else 0
         counts = [elements[slot] for slot in flowing]
-        work = Work(dtype, read, written, back, kernels, multiplications, backward, sum(made), counts, width)
+        batched = all(len(type.shape) > 2 for type in subject.operands[:2])
+        unaligned = subject.op.kind in _PRODUCTS and _unaligned(subject, strategy, sizes)
+        work = Work(
+            dtype, read, written, back, kernels, multiplications, backward, sum(made), counts, width,
+            unaligned, batched,
+        )  # fmt: skip
     forward, back = compute_seconds(work, cluster.device)
     return forward + inside, back
 
@@ -96,6 +102,8 @@ def _saved(subject: Subject, reads: Sequence[float], writes: Sequence[float], fu
 _PLAIN = Body()
 _ONE = Mesh(("one",), (1,))
 _ATTENTION = frozenset({"scaled_dot_product_attention"})
+# Products of matrices as they lie in memory; convolutions lay theirs out as they need them.
+_PRODUCTS = frozenset({"linear", "addmm", "mm", "matmul", "bmm", "baddbmm"})
 # Ops that read no more of their first operand than they write.
 _LOOKUPS = frozenset({"embedding", "index", "index_select", "gather"})
 
@@ -107,6 +115,20 @@ def _ways(layout: Layout, sizes: Sequence[int]) -> int:
         if letter.kind == "S":
             ways *= size
     return ways
+
+
+def _unaligned(subject: Subject, strategy: Strategy, sizes: Sequence[int]) -> bool:
+    """Whether rows of what is multiplied, or of the product, do not begin at multiples of 16 bytes on a rank."""
+    for types, layouts in ((subject.operands, strategy.operands), (subject.results, strategy.results)):
+        for type, layout in zip(types, layouts, strict=True):
+            last = len(type.shape) - 1
+            row = type.shape[-1] * type.dtype.itemsize if last > 0 else 0
+            for letter, size in zip(layout, sizes, strict=True):
+                if letter.kind == "S" and letter.dim == last:
+                    row = row // size
+            if row % ALIGNMENT:
+                return True
+    return False
 
 
 def _inside(subject: Subject, rule: Rule, axis: int, choice: Choice, strategy: Strategy, mesh: Mesh) -> Inside:
@@ -122,21 +144,30 @@ def _inside(subject: Subject, rule: Rule, axis: int, choice: Choice, strategy: S
     return Inside(axis, mesh.sizes[axis], shapes, rows, dim, reach)
 
 
-def seconds_alone(op: Op, types: Mapping[str, TensorType], flowing: Set[str], cluster: Cluster) -> tuple[float, float]:
+def seconds_alone(
+    op: Op, types: Mapping[str, TensorType], flowing: Set[str], cluster: Cluster, fused: Fused | None = None
+) -> tuple[float, float]:
     """Seconds that one device takes for a whole op, forward and backward."""
     about = subject(op, find_rule(op, types), types, flowing, set(), set())
     choice = replicated(len(op.operands), len(op.results), R)
     strategy = Strategy((choice.name,), ((R,),) * len(op.operands), ((R,),) * len(op.results))
-    return op_seconds(about, (choice,), strategy, cluster, _ONE)
+    return op_seconds(about, (choice,), strategy, cluster, _ONE, fused)
 
 
 def cover(
-    ops: Sequence[Op], types: Mapping[str, TensorType], flowing: Set[str], cluster: Cluster, devices: int, count: int
+    ops: Sequence[Op],
+    types: Mapping[str, TensorType],
+    flowing: Set[str],
+    cluster: Cluster,
+    devices: int,
+    count: int,
+    fused: Mapping[str, Fused],
 ) -> Cover:
-    """What `count` copies of a region of `ops` compute where nothing is computed twice: the part of one device."""
+    """What `count` copies of a region of `ops` compute where nothing is computed twice: the part of one device. `fused`
+    are those that are joined, by their first result."""
     forward = backward = light = 0.0
     for op in ops:
-        own, back = seconds_alone(op, types, flowing, cluster)
+        own, back = seconds_alone(op, types, flowing, cluster, fused.get(op.results[0]) if op.results else None)
         forward, backward = forward + own, backward + back
         light += own if is_cheap(op, find_rule(op, types), False, ()) else 0.0
     part = count / devices

@@ -5,6 +5,9 @@ of the one before are reduced (prefetch, as FSDP does it: Zhao et al. 2023, sect
 is never covered: the first gather has nothing before it, the last reduction nothing behind it. Only computation covers;
 collectives between ops of the region do not, as they may use the same link. What covers is taken to be what a device
 computes where nothing is computed twice, so that it is no choice: a plan cannot hide traffic by computing more.
+
+Collectives take some multiprocessors from the computation beside them. While a `share` of them is taken, computation is
+slower by that share, so of a second that is hidden this share is lost.
 """
 
 from collections.abc import Sequence
@@ -75,13 +78,16 @@ class Seconds:
         }
 
 
-def exposed(traffic: float, cover: float, count: int) -> float:
-    """Seconds of `traffic` that `cover` seconds of computation, both of `count` copies, do not hide."""
-    return traffic / count + largest(0.0, traffic - cover) * (count - 1) / count
+def exposed(traffic: float, cover: float, count: int, share: float = 0.0) -> float:
+    """Seconds of `traffic` that `cover` seconds of computation, both of `count` copies, do not hide, and those by which
+    they take longer meanwhile."""
+    alone = share * traffic + (1 - share) * largest(0.0, traffic - cover)
+    return traffic / count + alone * (count - 1) / count
 
 
-def compose(parts: Sequence[Part], regime: Regime, inputs: float, optimizer: float) -> Seconds:
-    """The step whose micro-batches consist of `parts`; `inputs` and `optimizer` are seconds of the whole step.
+def compose(parts: Sequence[Part], regime: Regime, inputs: float, optimizer: float, share: float = 0.0) -> Seconds:
+    """The step whose micro-batches consist of `parts`; `inputs` and `optimizer` are seconds of the whole step, `share`
+    is the part of a device that collectives take meanwhile.
 
     The first micro-batch gathers, the last reduces, the others do so where the regime has it so.
     """
@@ -90,11 +96,11 @@ def compose(parts: Sequence[Part], regime: Regime, inputs: float, optimizer: flo
     for part in parts:
         again = 0.0 if regime.gather_once else part.gather_again
         gather = 0.0 if regime.gather_once else part.gather
-        gathers += exposed(part.gather, part.cover, part.count)
-        gathers += (times - 1) * exposed(gather, part.cover, part.count)
+        gathers += exposed(part.gather, part.cover, part.count, share)
+        gathers += (times - 1) * exposed(gather, part.cover, part.count, share)
         between = 0.0 if regime.reduce_once else part.reduce
-        reductions += exposed(again + part.reduce, part.cover_again, part.count)
-        reductions += (times - 1) * exposed(again + between, part.cover_again, part.count)
+        reductions += exposed(again + part.reduce, part.cover_again, part.count, share)
+        reductions += (times - 1) * exposed(again + between, part.cover_again, part.count, share)
         traffic += part.gather + (times - 1) * gather + times * again + part.reduce + (times - 1) * between
     return Seconds(
         times * sum(part.forward_compute for part in parts),

@@ -1,6 +1,6 @@
 """Walk a lowered program and add up what it costs: the step time that the plan predicts."""
 
-from collections.abc import Set
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -8,6 +8,7 @@ import torch
 
 from passes.cost.cluster import Cluster
 from passes.cost.communication import redistribution_seconds
+from passes.cost.fusion import Fused, joined
 from passes.cost.price import cover, op_seconds, seconds_alone, update_seconds
 from passes.cost.step import Part, Seconds, compose
 from passes.ir.layout import local_shape
@@ -48,28 +49,35 @@ def walk(
 def lowered_parts(lowered: Lowered, folded: Folded, cluster: Cluster, mesh: Mesh) -> tuple[Part, ...]:
     """Seconds of what stands before, in, between and after the regions of a lowered program."""
     parts = []
-    outside = Part()
+    outside, fused = Part(), joined(folded)
     for statement in lowered.body.statements:
         if isinstance(statement, Loop):
-            parts += [outside, _loop(statement, folded, cluster, mesh)]
+            parts += [outside, _loop(statement, folded, cluster, mesh, fused)]
             outside = Part()
         else:
-            outside += _statement(statement, lowered.body, folded.flowing, cluster, mesh, "none")
+            outside += _statement(statement, lowered.body, folded.flowing, cluster, mesh, "none", fused)
     return (*parts, outside)
 
 
 def seconds_on_one(folded: Folded, cluster: Cluster) -> float:
     """Seconds of computation, forward and backward, that one device would take for all of a step."""
-    total = 0.0
+    total, fused = 0.0, joined(folded)
     for item in folded.items:
         ops, count = (item.ops, item.count) if isinstance(item, Region) else ((item,), 1)
         for op in ops:
-            total += count * sum(seconds_alone(op, folded.types, folded.flowing, cluster))
+            own = fused.get(op.results[0]) if op.results else None
+            total += count * sum(seconds_alone(op, folded.types, folded.flowing, cluster, own))
     return total
 
 
 def _statement(
-    statement: Compute | Change, body: Body, flowing: Set[str], cluster: Cluster, mesh: Mesh, recompute: str
+    statement: Compute | Change,
+    body: Body,
+    flowing: Set[str],
+    cluster: Cluster,
+    mesh: Mesh,
+    recompute: str,
+    fused: Mapping[str, Fused],
 ) -> Part:
     if isinstance(statement, Change):
         return _change(statement, cluster, mesh, recompute)
@@ -80,7 +88,8 @@ def _statement(
     about = replace(subject(op, rule, types, flows, set(), set()), copies=statement.copies)
     choices = named_choices(about, statement.strategy.methods, mesh)
     assert choices is not None
-    forward, backward = op_seconds(about, choices, statement.strategy, cluster, mesh)
+    own = fused.get(op.results[0].partition("~")[0]) if op.results else None
+    forward, backward = op_seconds(about, choices, statement.strategy, cluster, mesh, own)
     again = forward if recompute == "full" or (recompute == "selective" and statement.recomputed) else 0.0
     return Part(forward_compute=forward, backward_compute=backward, recompute=again)
 
@@ -96,13 +105,13 @@ def _change(statement: Change, cluster: Cluster, mesh: Mesh, recompute: str) -> 
     return Part(forward_communication=forward, backward_communication=backward + again)
 
 
-def _loop(loop: Loop, folded: Folded, cluster: Cluster, mesh: Mesh) -> Part:
+def _loop(loop: Loop, folded: Folded, cluster: Cluster, mesh: Mesh, fused: Mapping[str, Fused]) -> Part:
     count, recompute = loop.region.count, loop.recompute
-    ideal = cover(loop.region.ops, folded.types, folded.flowing, cluster, mesh.size, count)
+    ideal = cover(loop.region.ops, folded.types, folded.flowing, cluster, mesh.size, count, fused)
     total = Part(count, cover=ideal.forward, cover_again=ideal.again(recompute))
     for statement in loop.body.statements:
         assert not isinstance(statement, Loop)
-        total += _statement(statement, loop.body, folded.flowing, cluster, mesh, recompute) * count
+        total += _statement(statement, loop.body, folded.flowing, cluster, mesh, recompute, fused) * count
     for change in loop.between:
         if change is not None:
             total += _change(change, cluster, mesh, "none") * (count - 1)

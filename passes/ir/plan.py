@@ -15,7 +15,7 @@ from passes.ir.formulas import formula_at, read_formula
 from passes.ir.plan_text import plan_text
 from passes.ir.regime import Regime
 
-FORMAT_VERSION = 5
+FORMAT_VERSION = 6
 
 # What formulas call the first and the second dim of inputs.
 BATCH, SEQUENCE = "batch", "sequence"
@@ -165,7 +165,8 @@ class Expressions:
 class Plan:
     """Everything that was decided for one model, mesh and batch.
 
-    `whole_ops` are the ops that no rule speaks for, `discovered` those whose rule was found by running them.
+    `whole_ops` are the ops that no rule speaks for, `discovered` those whose rule was found by running them. With
+    `compiled` regions are compiled by torch.
     `print` shows it as a table; `save` and `load` keep it as JSON; `autopar.parallelize(..., plan=plan)` replays it.
     """
 
@@ -185,6 +186,7 @@ class Plan:
     constraints: Mapping[str, Mapping[str, AxisText]]
     discovered: tuple[str, ...] = ()
     expressions: Expressions | None = None
+    compiled: bool = False
     format_version: int = FORMAT_VERSION
 
     def __str__(self) -> str:

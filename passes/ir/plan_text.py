@@ -18,6 +18,8 @@ def plan_text(plan: Plan) -> str:
         devices *= size
     axes = " x ".join(f"{name} {size}" for name, size in plan.mesh.items())
     lines = [f"{plan.model}: {axes} on {plan.cluster} ({devices} device{'s' if devices > 1 else ''})"]
+    if plan.compiled:
+        lines.append("  regions are compiled by torch")
     for name, item in plan.inputs.items():
         lines.append(f"  input {name}: {item.dtype}{list(item.shape)}, {layout_text(item.layout)}")
     for name, value in plan.constants.items():

@@ -188,7 +188,8 @@ class Program:
 
     `outputs` are the leaves of what the model returns (references and plain values) and `output_tree` puts them
     together again; `output_names` names each leaf. `types` has the type of every tensor. `copied` are the results of
-    ops that give a view where they can, and here gave a copy. `changes` are made before the ops run.
+    ops that give a view where they can, and here gave a copy. `changes` are made before the ops run. Of a program that
+    is `compiled` chains of cheap ops in regions are one kernel each.
     """
 
     inputs: tuple[Input, ...]
@@ -203,6 +204,7 @@ class Program:
     updates: tuple[Update, ...] = ()
     copied: frozenset[str] = frozenset()
     changes: tuple[Change, ...] = ()
+    compiled: bool = False
 
     def __str__(self) -> str:
         lines = [f"input {item.name}: {item.type}" for item in self.inputs]

@@ -68,4 +68,4 @@ def step_by_step(
         for number, name in enumerate(group.parameters)
         if name in held.parameters
     }
-    return PartView(root, "", table)
+    return PartView(root, table)

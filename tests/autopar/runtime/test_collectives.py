@@ -1,6 +1,7 @@
 """Each collective means the same tensor before and after, and so does its backward pass."""
 
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -129,3 +130,31 @@ def test_what_is_gathered_again_is_not_kept():
     for (expected, freed), (gradient, freed_too) in zip(kept, dropped, strict=True):
         assert torch.equal(gradient, expected)
         assert (freed, freed_too) == (False, True)
+
+
+def _compiled(keep: bool) -> tuple[Tensor, int]:
+    """The gradients of compiled code that gathers, and how often its backward pass does."""
+    axis = _axis(2)
+    operand = torch.arange(32.0, dtype=torch.float64).reshape(4, 8).requires_grad_()
+    weight = torch.ones(16, 8, dtype=torch.float64, requires_grad=True)
+
+    @partial(torch.compile, backend="aot_eager")
+    def run(operand: Tensor, weight: Tensor) -> Tensor:
+        gathered = runtime.all_gather(operand, axis, src=S(0), dst=R, keep=keep)
+        return (gathered @ weight.T).tanh()
+
+    with saving():
+        result = run(operand, weight)
+    with torch.profiler.profile() as profile:
+        result.pow(2).sum().backward()
+    assert operand.grad is not None
+    gathers = sum(item.name == "_c10d_functional::all_gather_into_tensor" for item in profile.events())
+    return torch.cat([operand.grad.flatten(), weight.grad.flatten()]), gathers
+
+
+def test_what_is_gathered_again_is_not_kept_in_compiled_code():
+    """With keep=False compiled code gathers in the backward pass too, and gradients are the same."""
+    kept, dropped = run_ranks(_compiled, 2, True), run_ranks(_compiled, 2, False)
+    for (expected, gathers), (gradient, gathers_too) in zip(kept, dropped, strict=True):
+        torch.testing.assert_close(gradient, expected, rtol=1e-12, atol=1e-12)
+        assert (gathers, gathers_too) == (0, 1)

@@ -38,6 +38,24 @@ def test_products_take_as_long_as_filled_ones() -> None:
     assert product_seconds(2 * 30 * 40 * 50, 30 * 40, torch.float32, SHAPED) == pytest.approx(2 * 2200 * 70 / 0.5e12)
 
 
+def test_rows_that_tensor_cores_cannot_load() -> None:
+    """Three times as long in a product, at the rate of float32 in many at once; tiles begin and end as ever."""
+    device = Device("d", {"float32": 1e11, "bfloat16": 1e12}, 0.5, 80e9, 1e11, 0.0, 0.0, depth=20.0, unaligned=1 / 3)
+
+    def seconds(unaligned: bool, batched: bool) -> float:
+        return product_seconds(2e9, 1e6, torch.bfloat16, device, unaligned, batched)
+
+    tiles = 2 * 1e6 * 20 / 0.5e12
+    assert seconds(False, False) == seconds(False, True) == pytest.approx(2e9 / 0.5e12 + tiles)
+    assert seconds(True, False) == pytest.approx(3 * 2e9 / 0.5e12 + tiles)
+    assert seconds(True, True) == pytest.approx(2e9 / 0.5e11 + tiles)
+    # Where there are no tensor cores, or their loads are not known, nothing changes.
+    alike = replace(device, unaligned=1.0)
+    assert product_seconds(2e9, 1e6, torch.bfloat16, alike, True, True) == seconds(False, False)
+    plain = product_seconds(2e9, 1e6, torch.float32, device, True, True)
+    assert plain == product_seconds(2e9, 1e6, torch.float32, device)
+
+
 def test_gradients_of_a_product_have_shapes_of_their_own() -> None:
     """Of x[30, 50] w[50, 40]: the gradient of x sums over 40, that of w over 30."""
     flops = 2.0 * 30 * 40 * 50

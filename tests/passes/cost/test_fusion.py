@@ -1,12 +1,14 @@
 """What chains of ops keep from memory."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from passes.cost.cluster import CLUSTERS, Cluster, Device, Link
-from passes.cost.fusion import Fused, fusion
+from passes.cost.fusion import Fused, fusion, joined
 from passes.cost.price import op_seconds
 from passes.ir.choices import Strategy
 from passes.ir.layout import R
@@ -165,3 +167,13 @@ def test_what_is_returned_is_written() -> None:
     assert exp is not None
     assert mul.results == frozenset()
     assert exp.operands == frozenset({0})
+
+
+def test_regions_are_joined_where_the_program_is_compiled() -> None:
+    """What stands outside of them is not."""
+    folded = folded_of(Layers())
+    assert joined(folded) == {}
+    compiled = replace(folded, program=replace(folded.program, compiled=True))
+    inside = {op.results[0] for region in folded.regions for op in region.ops}
+    assert set(joined(compiled)) == inside & set(fusion(folded))
+    assert set(joined(compiled)) < set(fusion(folded))

@@ -58,6 +58,41 @@ def test_products_have_the_shape_that_a_rank_sees() -> None:
     assert backward == pytest.approx(product(16 * 32, 32) + product(32 * 32, 16))
 
 
+@pytest.mark.parametrize(
+    ("classes", "methods", "times"),
+    [
+        (128, ("R", "R"), 1),
+        (125, ("R", "R"), 3),
+        # Of 24 columns a rank has 6, which are 12 bytes.
+        (24, ("out", "out"), 3),
+        (24, ("d0", "d0"), 1),
+    ],
+)
+def test_rows_begin_at_multiples_of_16_bytes_on_a_rank(classes: int, methods: tuple[str, ...], times: int) -> None:
+    """Or products take three times as long."""
+    cores = replace(WIDE, device=replace(WIDE.device, flops={"float32": 1e6, "bfloat16": 1e9}, fill=0.0, depth=0.0))
+    unaligned = replace(cores, device=replace(cores.device, unaligned=1 / 3))
+    product = nn.Linear(64, classes, bias=False, dtype=torch.bfloat16)
+    folded = folded_of(product, input=torch.ones(16, 64, dtype=torch.bfloat16, requires_grad=True))
+    expected, found = (cost(folded, "linear", methods, cluster, MESH) for cluster in (cores, unaligned))
+    assert found == pytest.approx(tuple(times * seconds for seconds in expected))
+
+
+def test_many_products_with_narrow_rows() -> None:
+    """Heads of 108 elements are multiplied as fast as in float32, those of 112 as fast as tensor cores can."""
+    cores = {"float32": 1e6, "bfloat16": 1e9}
+    cluster = replace(WIDE, device=replace(WIDE.device, flops=cores, fill=0.0, depth=0.0, unaligned=1 / 3))
+
+    def seconds(width: int) -> float:
+        inputs = {name: torch.ones(2, 4, 16, width, dtype=torch.bfloat16, requires_grad=True) for name in ("x", "y")}
+        folded = folded_of(Apply(lambda x, y: x @ y.transpose(2, 3)), **inputs)
+        return cost(folded, "matmul", ("R", "R"), cluster, MESH)[0]
+
+    flops = 2 * 2 * 4 * 16 * 16
+    assert seconds(112) == pytest.approx(flops * 112 / 1e9)
+    assert seconds(108) == pytest.approx(flops * 108 / 1e6)
+
+
 def test_attention_of_a_part_of_the_heads() -> None:
     """Half of them has half of the multiplications and of the elements; width and length stay."""
     shape = (2, 4, 16, 8)

@@ -12,10 +12,10 @@ from passes.capture import Tracing, capture
 from passes.constrain import constrain
 from passes.cost.cluster import CLUSTERS, Device
 from passes.cost.memory import memory_use, moments
-from passes.cost.step import Seconds
+from passes.cost.step import Part, Seconds, compose, exposed
 from passes.cost.walk import Optimizer, walk
 from passes.ir.choices import Solution
-from passes.ir.regime import Regime
+from passes.ir.regime import PLAIN, Regime
 from passes.normalize import normalize
 from passes.regions import fold
 from tests.passes.helpers import mesh_of
@@ -173,3 +173,20 @@ def test_recomputing_costs_its_forward_once_more() -> None:
     assert costs[1].forward_communication == costs[0].forward_communication > 0
     uses = [memory_use(case.problem, choice, STATES, MESH).activations for choice in (kept, again)]
     assert uses[0] - uses[1] == 32 * 64 * 4
+
+
+def test_what_is_hidden_slows_down_what_hides_it() -> None:
+    """Of 4 copies the traffic of one is never hidden. A quarter of the device is taken while the rest of it is."""
+    assert exposed(8.0, 100.0, 4) == 2.0
+    assert exposed(8.0, 100.0, 4, 0.25) == pytest.approx(2.0 + 0.25 * 8.0 * 3 / 4)
+    # What is not hidden is not slower for it.
+    assert exposed(8.0, 0.0, 4, 0.25) == exposed(8.0, 0.0, 4) == 8.0
+    parts = [Part(4, forward_compute=100.0, gather=8.0, cover=100.0)]
+    assert compose(parts, PLAIN, 0.0, 0.0, 0.25).exposed_gathers == pytest.approx(3.5)
+
+
+def test_collectives_take_multiprocessors() -> None:
+    """24 of 132 on an H100 in a node; none of a device whose number is not known."""
+    h100 = CLUSTERS["h100"]
+    assert h100.device.share(h100.inside) == pytest.approx(24 / 132)
+    assert CLUSTERS["cpu"].device.share(CLUSTERS["cpu"].inside) == 0.0
