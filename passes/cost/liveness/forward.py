@@ -62,7 +62,7 @@ class Frame:
 class Forward:
     """Runs the statements of a program forward. `held` are parameters, buffers and constants by name; `engine` gives
     some of the parameters; `updated` are the buffers that the program changes, which are read as copies; without
-    `training` no gradient flows."""
+    `training` no gradient flows. `stays` is what copies that are not run hold when the pass is over, by kind."""
 
     def __init__(
         self,
@@ -74,6 +74,7 @@ class Forward:
         updated: frozenset[str],
         regathers: bool,
         training: bool,
+        stays: dict[str, Storage],
     ) -> None:
         self.ledger = ledger
         self.prober = prober
@@ -83,6 +84,7 @@ class Forward:
         self.updated = updated
         self.noted = Noted() if regathers else None
         self.training = training
+        self.stays = stays
         self.running: _FirstRun | _SecondRun | None = None
         self.phase = "forward"
         self.count = 0
@@ -234,15 +236,15 @@ class Forward:
 
     def skip(self, carried: Sequence[str], frame: Frame, grown: Mapping[str, int], copies: int) -> Skip:
         """Count `copies` copies, each of which adds what `grown` says; `carried` are the variables that go through."""
-        bulk = [Storage(self.ledger, size * copies, kind) for kind, size in grown.items() if size]
         names = list(dict.fromkeys(carried))
         values = [frame.variables[name] for name in names]
         edges = [(value.maker, value.slot) if value.maker is not None else None for value in values]
-        node = Skip(self.next(), self.count, copies, edges, bulk)
+        node = Skip(self.next(), self.count, copies, edges, self.stays)
+        node.count(self.ledger, grown)
         for slot, (name, value) in enumerate(zip(names, values, strict=True)):
             frame.variables[name] = Value(value.storage, value.form, node if value.flows else None, slot)
         if not any(value.flows for value in values):
-            frame.aside += bulk
+            frame.aside += node.bulk.values()
         return node
 
     def copy(
