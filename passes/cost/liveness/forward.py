@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from passes.cost.liveness.engine import Engine
 from passes.cost.liveness.graph import (
@@ -99,14 +100,13 @@ class Forward:
             elif isinstance(statement, Change) and statement.engine and not frame.inner:
                 frame.later[statement.result] = statement
             elif isinstance(statement, Change) and statement.engine:
-                gathered = frame.gathered[statement.source]
                 frame.weights.add(statement.result)
-                frame.assign(statement.result, gathered)
-                self.change(statement, gathered, statement.result, frame)
+                frame.assign(statement.result, frame.gathered[statement.source])
+                self.change(statement, frame.gathered[statement.source], partial(frame.assign, statement.result))
             elif isinstance(statement, Change):
                 if statement.parameter:
                     frame.weights.add(statement.result)
-                self.change(statement, frame.read(statement.source), statement.result, frame)
+                self.change(statement, frame.read(statement.source), partial(frame.assign, statement.result))
             else:
                 self.loop(statement, frame)
 
@@ -126,7 +126,7 @@ class Forward:
             del entered
         for name in op.operands:
             if name in frame.later:
-                values[name] = self.changed(frame.later[name], frame.gathered[frame.later[name].source], _ignore)
+                values[name] = self.change(frame.later[name], frame.gathered[frame.later[name].source], _ignore)
         operands = [values[name] for name in dict.fromkeys(op.operands)]
         del values
         text, again = self._texts[id(statement)], statement.recomputed
@@ -136,11 +136,7 @@ class Forward:
         for name in op.results:
             frame.assign(name, results.pop(0))
 
-    def change(self, statement: Change, value: Value, target: str, frame: Frame) -> None:
-        """Run the steps of a redistribution that are in the generated code; the result's variable holds each."""
-        self.changed(statement, value, lambda result: frame.assign(target, result))
-
-    def changed(self, statement: Change, value: Value, hold: Callable[[Value], object]) -> Value:
+    def change(self, statement: Change, value: Value, hold: Callable[[Value], object]) -> Value:
         """What the generated code makes of a value in a redistribution; `hold` is called with what each step makes."""
         compute, reduce = statement.dtypes
         if statement.engine:
@@ -263,7 +259,8 @@ class Forward:
             for change in loop.between:
                 if change is not None:
                     argument = next(item.argument for item in region.carries if item.next == change.source)
-                    self.change(change, frame.variables[results[change.source]], argument, frame)
+                    source = results[change.source]
+                    self.change(change, frame.variables[source], partial(frame.assign, argument))
         names = {own: every[copy] for own, every in region.owned.items()}
         gathered = self.engine.parameters
         own_gathered = {own: gathered[name] for own, name in names.items() if name in gathered}
