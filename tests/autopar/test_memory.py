@@ -9,6 +9,9 @@ import transformers
 from torch import nn
 
 from autopar import Precision
+from autopar.runtime.state import local_part
+from passes.ir.layout import Letter, S
+from passes.ir.mesh import Mesh
 from tests.autopar.comparing import MESHES
 from tests.autopar.fuzzing import random_solution
 from tests.autopar.simulated import predicted_and_measured
@@ -47,6 +50,16 @@ def test_best_plans(name: str, mesh: str, options: dict[str, object]) -> None:
     """The plan that the solver chooses, in training and inference."""
     training = options.get("objective") != "infer"
     _check(MODELS[name](), mesh, tokens(length=8, labels=training), **options)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("letter", [S(0), S(1)])
+def test_a_part_is_a_tensor_of_its_own(letter: Letter, rank: int) -> None:
+    """On every rank, or the whole would stay as long as its part."""
+    whole = torch.arange(32.0).reshape(4, 8)
+    part = local_part(whole, (letter,), (rank,), Mesh(("dp",), (2,)))
+    assert torch.equal(part, whole.chunk(2, letter.dim)[rank])
+    assert part.untyped_storage().nbytes() == whole.nbytes // 2
 
 
 def test_copies_are_counted() -> None:
