@@ -160,8 +160,7 @@ TRAVELS_TOO: list[_Travel] = [
         ("gpt2", 7, "2x2", {"dp": "I", "tp": "S(0)"}, stage, count, again, options)
         for stage in (1, 2)
         for count in (2, 4)
-        for again in (False, True)
-        for options in ({}, {"precision": MIXED, "recompute": "full"})
+        for again, options in ((False, {}), (True, {}), (True, {"precision": MIXED, "recompute": "full"}))
     ),
 ]
 
