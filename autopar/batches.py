@@ -6,10 +6,12 @@ from math import lcm, prod
 
 from autopar.runtime import CompiledProgram, PlannedInput, PlannedOutput
 from autopar.runtime.generated import Cut, MicroBatching
+from passes.cost.liveness import Batches
 from passes.ir.errors import MicroBatchError
-from passes.ir.layout import Layout, Letter, digits, is_dtensor
+from passes.ir.layout import Layout, Letter, digits, is_dtensor, local_shape
 from passes.ir.lowered import Lowered
 from passes.ir.mesh import Mesh
+from passes.ir.program import Input
 from passes.ir.redistribution import Step, redistribution
 from passes.ir.regime import Regime
 from passes.micro_batches import MicroBatches
@@ -57,7 +59,7 @@ def batching(
     given = {item.name: _cut(item, samples, groups, mesh) for item in cut}
     made = {item.name: _cut(item, samples, groups, mesh) for item in joined}
     whole = tuple(_whole(item, letter, micro, mesh) for item, letter in zip(outputs, micro.outputs, strict=True))
-    own = [item for item in program.inputs if item.name in micro.inputs]
+    own = _given(micro, lowered)
     places = {item.argument: place for place, item in enumerate(own)}
     lying = {item.argument: (lowered.inputs[item.name], item.type.shape) for item in own}
 
@@ -76,6 +78,29 @@ def batching(
         reduce_once=regime.reduce_once,
     )
     return found, whole
+
+
+def lying_batches(
+    micro: MicroBatches, lowered: Lowered, outputs: Sequence[PlannedOutput], mesh: Mesh, regime: Regime
+) -> Batches:
+    """What of micro-batches lies in memory from one to the next."""
+    made, _ = batching(micro, lowered, outputs, None, mesh, regime)
+    copied = set()
+    for item, where in zip(_given(micro, lowered), made.inputs, strict=True):
+        if where is not None:
+            shape = local_shape(item.type.shape, lowered.inputs[item.name], mesh)
+            # Of what is in one piece the parts are views.
+            if prod(shape[: where.dim]) * where.before * where.groups > 1:
+                copied.add(item.name)
+    cut = frozenset(name for name, letter in micro.inputs.items() if letter.kind == "S")
+    joined = zip(lowered.outputs, micro.outputs, strict=True)
+    together = frozenset(output.name for output, letter in joined if letter.kind == "S")
+    return Batches(micro.count, cut, frozenset(copied), together, regime.gather_once, regime.reduce_once)
+
+
+def _given(micro: MicroBatches, lowered: Lowered) -> list[Input]:
+    """The inputs that are given, and no totals."""
+    return [item for item in lowered.program.inputs if item.name in micro.inputs]
 
 
 def _ends(item: _Samples, samples: int, mesh: Mesh) -> Iterator[int]:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from autopar import huggingface
-from autopar.batches import batching
+from autopar.batches import batching, lying_batches
 from autopar.clock import Clock
 from autopar.discover import rules_for
 from autopar.expressions import Priced, expressions
@@ -26,7 +26,6 @@ from passes.capture import CPU, Tracing, capture
 from passes.constrain import constrain, stored_as
 from passes.cost.cluster import GIB, Cluster
 from passes.cost.liveness import MACHINES, Batches, Machine, MemoryPeak, Stored, peak_memory
-from passes.cost.memory import unsharded
 from passes.cost.walk import seconds_on_one
 from passes.emit import Naming, emit, variables
 from passes.ir.choices import Problem, Solution
@@ -210,15 +209,12 @@ def planned(
         title = f"{type(model).__name__} on {mesh}, for {'training' if name == 'train' else 'inference'}."
         naming = Naming(type(model).__name__, title)
         source = clock("emit", lambda: emit(lowered, mesh, naming))
-        memory = clock("memory", lambda: _memory(lowered, naming, request, name, master, micro))
-        between = unsharded(problem, solution, mesh)
-        if between:
-            # The walk is of one micro-batch and does not know of this: it may count a part of it once more.
-            kinds = {**memory.bytes_by_kind, "kept between micro-batches": int(between)}
-            memory = replace(memory, bytes_by_kind=kinds)
+        compiled = compiled_program(lowered, source, naming.class_name, request)
+        outputs, regime = compiled.outputs, solution.regime
+        batches = Batches() if micro is None else lying_batches(micro, lowered, outputs, mesh, regime)
+        memory = clock("memory", lambda: _memory(lowered, naming, request, name, master, batches))
         on_one = solution.regime.micro_batches * seconds_on_one(folded, request.cluster)
         plan = record(folded, problem, solution, lowered, seconds, memory, mesh, on_one)
-        compiled = compiled_program(lowered, source, naming.class_name, request)
         decisions = decided(folded, problem, solution)
         found = Planned(folded, lowered, plan, compiled, decisions, whole_ops(folded), discovered_ops(folded))
     return found if micro is None else _in_micro_batches(model, found, micro, request, name, clock)
@@ -249,7 +245,7 @@ def _memory(
     request: Request,
     name: str,
     master: torch.dtype | None,
-    micro: MicroBatches | None,
+    batches: Batches,
 ) -> MemoryPeak:
     """The bytes on one device at the peak of the program called `name`; floating parameters are stored in `master`."""
     mesh, leaves = request.mesh, dict(input_leaves(request.inputs))
@@ -259,12 +255,7 @@ def _memory(
         if isinstance(leaf := leaves.get(item.argument), torch.Tensor)
     }
     stored = Stored(master, given, request.optimizer if name == "train" else None)
-    held, machine, batches = variables(lowered, mesh, naming), machine_of(request.cluster), Batches()
-    if micro is not None:
-        inputs = frozenset(item for item, letter in micro.inputs.items() if letter.kind == "S")
-        joined = zip(lowered.outputs, micro.outputs, strict=True)
-        outputs = frozenset(output.name for output, letter in joined if letter.kind == "S")
-        batches = Batches(micro.count, inputs, outputs)
+    held, machine = variables(lowered, mesh, naming), machine_of(request.cluster)
     return peak_memory(lowered, held, stored, machine, FakeProber(mesh), mesh, batches)
 
 

@@ -40,7 +40,8 @@ def local_part(whole: Tensor, layout: Layout, coordinate: Sequence[int], mesh: M
             cut = cut.select(dim + 1, coordinate[axis])
             part = cut.reshape(*shape[:dim], shape[dim] // size, *shape[dim + 1 :])
             taken *= size
-    return part.contiguous().clone() if part.data_ptr() == whole.data_ptr() else part.contiguous()
+    part = part.contiguous()
+    return part.clone() if part.untyped_storage()._cdata == whole.untyped_storage()._cdata else part
 
 
 def from_local(

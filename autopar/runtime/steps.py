@@ -54,6 +54,7 @@ def forward_backward(
                 totals([_relaid(batch[place], steps, axes) for place, steps in batching.reads]) for batch in batches
             ]
         sums = [_sum(leaves) for leaves in zip(*found, strict=True)]
+        del found
     results: list[list[object]] = []
     with travel.keeping_parameters() if batching.gather_once else nullcontext():
         for number, batch in enumerate(batches):

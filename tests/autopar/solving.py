@@ -16,9 +16,9 @@ Solve = Callable[..., Solution]
 
 
 @contextlib.contextmanager
-def solved_by(solver: Solve) -> Iterator[None]:
+def solved_by(solver: Solve, *, gather_once: bool = False, reduce_once: bool = False) -> Iterator[None]:
     """Plans take the strategies that `solver` gives for a problem, on the mesh, in the micro-batches and with the
-    recompute that is asked for."""
+    recompute that is asked for, and parameters travel as is said here."""
 
     def best(search: Search) -> tuple[Tried, Solution]:
         request = search.request
@@ -26,7 +26,8 @@ def solved_by(solver: Solve) -> Iterator[None]:
         assert part is not None
         problem, demands = search.problem(request.mesh, part)
         limits = Limits(request.memory_limit, request.optimizer_states)
-        regime = Regime(request.micro_batches or 1, levels(part.folded.regions, request.recompute or {}))
+        again = levels(part.folded.regions, request.recompute or {})
+        regime = Regime(request.micro_batches or 1, again, gather_once, reduce_once)
         solution = solver(problem, request.cluster, request.mesh, limits)
         tried = Tried(request.mesh, part, demands, Solver(problem, request.cluster, request.mesh, limits, regime))
         return tried, replace(solution, regime=regime)

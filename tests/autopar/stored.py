@@ -17,10 +17,12 @@ def storage(**stored: str) -> dict[str, dict[str, dict[str, str]]]:
 
 
 class Spy:
-    """Remembers what went to the engine; with `again` parameters are gathered again wherever that can be."""
+    """Remembers what went to the engine; with `again` parameters are gathered again wherever that can be. In
+    micro-batches they are gathered and their gradients reduced as ZeRO of this `stage` does."""
 
-    def __init__(self, again: bool = False) -> None:
+    def __init__(self, again: bool = False, stage: int = 3) -> None:
         self.again = again
+        self.stage = stage
         self.seen: list[Lowered] = []
         self._engines, self._solve = lowering.engines, build.solve
 
@@ -45,7 +47,7 @@ class Spy:
     def __enter__(self) -> "Spy":
         self._patches = contextlib.ExitStack()
         self._patches.enter_context(mock.patch("autopar.lowering.engines", self.engines))
-        self._patches.enter_context(solved_by(self.solve))
+        self._patches.enter_context(solved_by(self.solve, gather_once=self.stage < 3, reduce_once=self.stage < 2))
         return self
 
     def __exit__(self, *_: object) -> None:

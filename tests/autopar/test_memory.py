@@ -9,6 +9,9 @@ import transformers
 from torch import nn
 
 from autopar import Precision
+from autopar.runtime.state import local_part
+from passes.ir.layout import Letter, S
+from passes.ir.mesh import Mesh
 from tests.autopar.comparing import MESHES
 from tests.autopar.fuzzing import random_solution
 from tests.autopar.simulated import predicted_and_measured
@@ -47,6 +50,16 @@ def test_best_plans(name: str, mesh: str, options: dict[str, object]) -> None:
     """The plan that the solver chooses, in training and inference."""
     training = options.get("objective") != "infer"
     _check(MODELS[name](), mesh, tokens(length=8, labels=training), **options)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("letter", [S(0), S(1)])
+def test_a_part_is_a_tensor_of_its_own(letter: Letter, rank: int) -> None:
+    """On every rank, or the whole would stay as long as its part."""
+    whole = torch.arange(32.0).reshape(4, 8)
+    part = local_part(whole, (letter,), (rank,), Mesh(("dp",), (2,)))
+    assert torch.equal(part, whole.chunk(2, letter.dim)[rank])
+    assert part.untyped_storage().nbytes() == whole.nbytes // 2
 
 
 def test_copies_are_counted() -> None:
@@ -89,13 +102,8 @@ def test_recompute(name: str, mesh: str, level: str) -> None:
     ("name", "mesh", "level"), [("llama", "2", "none"), pytest.param("gpt2", "2x2", "full", marks=pytest.mark.slow)]
 )
 def test_micro_batches(name: str, mesh: str, level: str) -> None:
-    """Gradients and what earlier micro-batches returned stay. Parts of inputs are counted as copies; some are views."""
-    inputs = tokens(8, 8)
-    predicted, measured, _ = predicted_and_measured(
-        MODELS[name](), MESHES[mesh], inputs, cluster="ideal", micro_batches=4, recompute=level
-    )
-    copies = 2 * sum(tensor.nbytes for tensor in inputs.values())
-    assert measured <= predicted <= measured + copies
+    """Gradients and what earlier micro-batches returned stay."""
+    _check(MODELS[name](), mesh, tokens(8, 8), micro_batches=4, recompute=level)
 
 
 # (model, layers, mesh, how parameters are stored, whether they are gathered again, options)
@@ -133,16 +141,49 @@ def test_data_axes(
     assert len(spy.seen[0].held.groups) > layers
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mesh", ["2", "2x2"])
-def test_data_axes_in_micro_batches(mesh: str) -> None:
-    """Gradients of earlier micro-batches stay, and buffers do not."""
-    inputs = tokens(8, 8)
-    with Spy(again=True):
-        predicted, measured, _ = predicted_and_measured(
-            MODELS["llama"](), MESHES[mesh], inputs, cluster="ideal", micro_batches=4, constraints=storage(dp="S(0)")
-        )
-    assert measured <= predicted <= measured + 2 * sum(tensor.nbytes for tensor in inputs.values())
+# (model, layers, mesh, how parameters are stored, ZeRO stage, micro-batches, whether they are gathered again, options)
+_Travel = tuple[str, int, str, dict[str, str], int, int, bool, dict[str, object]]
+TRAVELS: list[_Travel] = [
+    ("llama", 7, "2", _SPLIT, 1, 4, False, {"precision": MIXED}),
+    ("llama", 3, "2x2", {"dp": "I"}, 2, 2, False, {}),
+]
+TRAVELS_TOO: list[_Travel] = [
+    *(
+        ("llama", 7, mesh, stored, stage, count, stage == 3, options)
+        for mesh in ("2", "dp4", "2x2")
+        for stored in (_SPLIT, {"dp": "I"})
+        for stage in (1, 2, 3)
+        for count in (1, 2, 4)
+        for options in ({"optimizer": "sgd"}, {"precision": MIXED})
+    ),
+    *(
+        ("gpt2", 7, "2x2", {"dp": "I", "tp": "S(0)"}, stage, count, again, options)
+        for stage in (1, 2)
+        for count in (2, 4)
+        for again, options in ((False, {}), (True, {}), (True, {"precision": MIXED, "recompute": "full"}))
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "layers", "mesh", "stored", "stage", "count", "again", "options"),
+    [*TRAVELS, *(pytest.param(*case, marks=pytest.mark.slow) for case in TRAVELS_TOO)],
+)
+def test_what_stays_between_micro_batches(
+    name: str,
+    layers: int,
+    mesh: str,
+    stored: dict[str, str],
+    stage: int,
+    count: int,
+    again: bool,
+    options: dict[str, object],
+) -> None:
+    """Gathered parameters, and gradients that are still to be reduced."""
+    model = MODELS[name](**{"n_layer" if name == "gpt2" else "num_hidden_layers": layers})
+    with Spy(again, stage) as spy:
+        _check(model, mesh, tokens(8, 8), constraints=storage(**stored), **{"micro_batches": count, **options})
+    assert len(spy.seen[0].held.groups) > layers
 
 
 def _vit() -> tuple[nn.Module, dict[str, torch.Tensor]]:

@@ -13,7 +13,8 @@ from passes.cost.liveness.profile import (
     Prober,
     Task,
 )
-from passes.cost.liveness.walk import MACHINES, Batches, Machine, MemoryPeak, Stored, peak_memory
+from passes.cost.liveness.step import Batches
+from passes.cost.liveness.walk import MACHINES, Machine, MemoryPeak, Stored, peak_memory
 
 __all__ = [
     "KINDS",

@@ -134,12 +134,11 @@ def _accumulate(leaf: Leaf, ledger: Ledger) -> None:
 
 
 def _skip(skip: Skip, ledger: Ledger) -> None:
-    """The backward pass of all skipped copies at once."""
-    skip.bulk.clear()
+    """The backward pass of all skipped copies at once: what goes, and then what comes."""
     assert skip.held_before is not None
-    each = ledger.held[GRADIENTS] - skip.held_before[GRADIENTS]
     ledger.moment = "backward of equal copies"
-    skip.bulk.append(Storage(ledger, each * skip.copies, GRADIENTS))
+    grown = {kind: size - skip.held_before[kind] for kind, size in ledger.held.items()}
+    skip.count(ledger, grown)
     for slot, edge in enumerate(skip.edges):
         gradient = skip.gradients.pop(slot, None)
         if edge is not None and gradient is not None:

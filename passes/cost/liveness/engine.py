@@ -16,7 +16,7 @@ from math import prod
 import torch
 
 from passes.cost.liveness.graph import Boundary, Leaf, Value
-from passes.cost.liveness.ledger import COMMUNICATION, GRADIENTS, TRANSIENT, Ledger, Storage
+from passes.cost.liveness.ledger import COMMUNICATION, GATHERED, GRADIENTS, TRANSIENT, Ledger, Storage
 from passes.cost.liveness.profile import Form
 from passes.ir.layout import local_shape
 from passes.ir.lowered import Group, Held, Lowered
@@ -31,14 +31,16 @@ class _State(Enum):
     AFTER_BACKWARD = "after backward"
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class _Member:
     """A parameter of a group: the gathered one, whose storage is empty when it is not there, and what takes the
-    gradient of the stored one. `moved` says that it is split in another dim than the first."""
+    gradient of the stored one. `moved` says that it is split in another dim than the first. `sum` is the gradient of
+    earlier micro-batches that is still to be reduced, where it is another dtype than what autograd adds to."""
 
     whole: Value
     stored: Leaf | None
     moved: bool
+    sum: Storage | None = None
 
     @property
     def count(self) -> int:
@@ -73,6 +75,11 @@ class _Run:
         return self.members[0].whole.form.dtype
 
     @property
+    def reduction(self) -> torch.dtype:
+        """What gradients are reduced in."""
+        return self.plan.dtypes[1] or self.dtype
+
+    @property
     def casts(self) -> bool:
         """Whether what is gathered is another dtype than what is stored."""
         return self.dtype != self.stored
@@ -80,7 +87,8 @@ class _Run:
 
 class Engine:
     """The groups of a program in one step. `leaves` are the stored parameters that take gradients, `dtypes` what all
-    parameters are stored in."""
+    parameters are stored in. With `keeps` parameters that were gathered for a backward pass stay after it; while
+    `holds` is set, gradients are added up and not reduced."""
 
     def __init__(
         self,
@@ -89,7 +97,11 @@ class Engine:
         dtypes: Mapping[str, torch.dtype],
         mesh: Mesh,
         ledger: Ledger,
+        *,
+        keeps: bool = False,
     ) -> None:
+        self.holds = False
+        self._keeps = keeps
         self._ledger = ledger
         self._held = lowered.held
         self._order: list[_Run] = []
@@ -106,7 +118,7 @@ class Engine:
                 shape = local_shape(types[name].shape, group.used(lowered.parameters[name]), mesh)
                 form = Form.contiguous(shape, group.dtypes[0] or dtypes[name])
                 stored = leaves[name]
-                whole = Value(Storage(ledger, 0, COMMUNICATION), form, Leaf(form) if stored is not None else None)
+                whole = Value(Storage(ledger, 0, GATHERED), form, Leaf(form) if stored is not None else None)
                 self.parameters[name] = whole
                 members.append(_Member(whole, stored, dim != 0))
             ranks = prod(mesh.sizes[axis] for axis in group.sharded)
@@ -176,34 +188,54 @@ class Engine:
                 self._gather(self._order[place - 1], forward=False)
 
     def _end(self, run: _Run) -> None:
-        """All gradients of a group are there: reduce them."""
+        """All gradients of a group are there: reduce them, or add them to those of earlier micro-batches."""
         run.state = _State.AFTER_BACKWARD
         self._ledger.moment = f"reduction of gradients of {run.name}"
-        reduced, gradients = [], []
         for member in run.members:
-            whole = member.whole.maker
-            if isinstance(whole, Leaf) and whole.gradient is not None:
+            if member.sum is not None:
+                _take(member)
+        if self.holds:
+            if not self._keeps:
+                self._empty(run)
+            self._hold(run)
+            return
+        reduced, gradients = [], []
+        dtype = run.dtype
+        for member in run.members:
+            gradient, member.sum = member.sum, None
+            dtype = run.reduction if gradient is not None else dtype
+            gradient = gradient or _take(member)
+            if gradient is not None:
                 reduced.append(member)
-                gradients.append(whole.gradient)
-                whole.gradient = None
-        whole = None
-        self._empty(run)
+                gradients.append(gradient)
+        gradient = None
+        if not self._keeps:
+            self._empty(run)
         self._sent = None
         if reduced:
             run.reduced = None
-            self._sent = self._reduce(run, reduced, gradients)
+            self._sent = self._reduce(run, reduced, gradients, dtype)
 
-    def _reduce(self, run: _Run, members: Sequence[_Member], gradients: list[Storage]) -> Storage:
-        """Reduce gradients; what was sent stays for a while. The last gradient is held until this is over, and so is
-        the last one that was turned."""
+    def _hold(self, run: _Run) -> None:
+        """Keep gradients whole, in the dtype that they are reduced in."""
+        if run.reduction == run.dtype:
+            return
+        for member in run.members:
+            gradient = _take(member)
+            if gradient is not None:
+                member.sum = Storage(self._ledger, member.count * run.reduction.itemsize, GRADIENTS)
+
+    def _reduce(self, run: _Run, members: Sequence[_Member], gradients: list[Storage], given: torch.dtype) -> Storage:
+        """Reduce gradients, which are of the dtype `given`; what was sent stays for a while. The last gradient is held
+        until this is over, and so is the last one that was turned."""
         held = turned = None
         if run.ranks > 1:
             for number, member in enumerate(members):
                 held = gradients[number]
                 if member.moved:
                     turned = held
-                    gradients[number] = Storage(self._ledger, member.count * run.dtype.itemsize, TRANSIENT)
-        dtype = run.plan.dtypes[1] or run.dtype
+                    gradients[number] = Storage(self._ledger, member.count * given.itemsize, TRANSIENT)
+        dtype = run.reduction
         count = sum(member.count for member in members)
         sent = Storage(self._ledger, count * dtype.itemsize, COMMUNICATION)
         gradients.clear()
@@ -214,6 +246,7 @@ class Engine:
         if run.plan.replicated:
             run.reduced = result
         if dtype != run.stored:
+            result.turn(COMMUNICATION)
             result = Storage(self._ledger, count // run.ranks * run.stored.itemsize, GRADIENTS)
         for member in members:
             if member.stored is not None and member.stored.gradient is None:
@@ -222,7 +255,7 @@ class Engine:
         return sent
 
     def end_backward(self) -> None:
-        """The backward pass is over: what is left is reduced, and nothing stays gathered."""
+        """The backward pass is over: what is left is reduced."""
         for run in self._runs:
             if run is None:
                 continue
@@ -234,6 +267,12 @@ class Engine:
             run.places.clear()
         self._order.clear()
         self._sent = None
+
+    def drop(self) -> None:
+        """Keep nothing gathered."""
+        for run in self._runs:
+            if run is not None:
+                self._empty(run)
 
     # --- parameters ---
 
@@ -279,3 +318,12 @@ class Engine:
         for member in run.members:
             member.whole.storage.resize(0)
         run.there = False
+
+
+def _take(member: _Member) -> Storage | None:
+    """The gradient that autograd has left for a gathered parameter, which then has none."""
+    whole = member.whole.maker
+    if not isinstance(whole, Leaf):
+        return None
+    gradient, whole.gradient = whole.gradient, None
+    return gradient

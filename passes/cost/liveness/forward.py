@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from passes.cost.liveness.engine import Engine
 from passes.cost.liveness.graph import (
@@ -62,7 +63,7 @@ class Frame:
 class Forward:
     """Runs the statements of a program forward. `held` are parameters, buffers and constants by name; `engine` gives
     some of the parameters; `updated` are the buffers that the program changes, which are read as copies; without
-    `training` no gradient flows."""
+    `training` no gradient flows. `stays` is what copies that are not run hold when the pass is over, by kind."""
 
     def __init__(
         self,
@@ -74,6 +75,7 @@ class Forward:
         updated: frozenset[str],
         regathers: bool,
         training: bool,
+        stays: dict[str, Storage],
     ) -> None:
         self.ledger = ledger
         self.prober = prober
@@ -83,6 +85,7 @@ class Forward:
         self.updated = updated
         self.noted = Noted() if regathers else None
         self.training = training
+        self.stays = stays
         self.running: _FirstRun | _SecondRun | None = None
         self.phase = "forward"
         self.count = 0
@@ -97,14 +100,13 @@ class Forward:
             elif isinstance(statement, Change) and statement.engine and not frame.inner:
                 frame.later[statement.result] = statement
             elif isinstance(statement, Change) and statement.engine:
-                gathered = frame.gathered[statement.source]
                 frame.weights.add(statement.result)
-                frame.assign(statement.result, gathered)
-                self.change(statement, gathered, statement.result, frame)
+                frame.assign(statement.result, frame.gathered[statement.source])
+                self.change(statement, frame.gathered[statement.source], partial(frame.assign, statement.result))
             elif isinstance(statement, Change):
                 if statement.parameter:
                     frame.weights.add(statement.result)
-                self.change(statement, frame.read(statement.source), statement.result, frame)
+                self.change(statement, frame.read(statement.source), partial(frame.assign, statement.result))
             else:
                 self.loop(statement, frame)
 
@@ -124,7 +126,7 @@ class Forward:
             del entered
         for name in op.operands:
             if name in frame.later:
-                values[name] = self.changed(frame.later[name], frame.gathered[frame.later[name].source], _ignore)
+                values[name] = self.change(frame.later[name], frame.gathered[frame.later[name].source], _ignore)
         operands = [values[name] for name in dict.fromkeys(op.operands)]
         del values
         text, again = self._texts[id(statement)], statement.recomputed
@@ -134,11 +136,7 @@ class Forward:
         for name in op.results:
             frame.assign(name, results.pop(0))
 
-    def change(self, statement: Change, value: Value, target: str, frame: Frame) -> None:
-        """Run the steps of a redistribution that are in the generated code; the result's variable holds each."""
-        self.changed(statement, value, lambda result: frame.assign(target, result))
-
-    def changed(self, statement: Change, value: Value, hold: Callable[[Value], object]) -> Value:
+    def change(self, statement: Change, value: Value, hold: Callable[[Value], object]) -> Value:
         """What the generated code makes of a value in a redistribution; `hold` is called with what each step makes."""
         compute, reduce = statement.dtypes
         if statement.engine:
@@ -234,15 +232,15 @@ class Forward:
 
     def skip(self, carried: Sequence[str], frame: Frame, grown: Mapping[str, int], copies: int) -> Skip:
         """Count `copies` copies, each of which adds what `grown` says; `carried` are the variables that go through."""
-        bulk = [Storage(self.ledger, size * copies, kind) for kind, size in grown.items() if size]
         names = list(dict.fromkeys(carried))
         values = [frame.variables[name] for name in names]
         edges = [(value.maker, value.slot) if value.maker is not None else None for value in values]
-        node = Skip(self.next(), self.count, copies, edges, bulk)
+        node = Skip(self.next(), self.count, copies, edges, self.stays)
+        node.count(self.ledger, grown)
         for slot, (name, value) in enumerate(zip(names, values, strict=True)):
             frame.variables[name] = Value(value.storage, value.form, node if value.flows else None, slot)
         if not any(value.flows for value in values):
-            frame.aside += bulk
+            frame.aside += node.bulk.values()
         return node
 
     def copy(
@@ -261,7 +259,8 @@ class Forward:
             for change in loop.between:
                 if change is not None:
                     argument = next(item.argument for item in region.carries if item.next == change.source)
-                    self.change(change, frame.variables[results[change.source]], argument, frame)
+                    source = results[change.source]
+                    self.change(change, frame.variables[source], partial(frame.assign, argument))
         names = {own: every[copy] for own, every in region.owned.items()}
         gathered = self.engine.parameters
         own_gathered = {own: gathered[name] for own, name in names.items() if name in gathered}

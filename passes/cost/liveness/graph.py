@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
-from passes.cost.liveness.ledger import ACTIVATIONS, COMMUNICATION, TRANSIENT, Ledger, Storage
+from passes.cost.liveness.ledger import ACTIVATIONS, COMMUNICATION, STAYING, TRANSIENT, Ledger, Storage
 from passes.cost.liveness.profile import Event, Form, Happening, Origin, Place, Prober, Task
 
 
@@ -129,18 +129,28 @@ class Node:
 
 @dataclass(eq=False, slots=True)
 class Skip:
-    """Copies of a region that are like their neighbours, in the backward pass: each keeps as much as the copy before
-    them, and leaves as much in gradients as the copy after them. `above` is the number of the first node after that
-    copy; `bulk` is what all keep."""
+    """Copies of a region that are like their neighbours: in the forward pass each adds as much as the copy before them,
+    in the backward pass as the copy after them. `above` is the number of the first node after that copy; `bulk` is what
+    all hold until this pass is over, `stays` what they hold longer, both by kind."""
 
     number: int
     above: int
     copies: int
     edges: Sequence["Edge | None"]
-    bulk: list[Storage]
+    stays: dict[str, Storage]
+    bulk: dict[str, Storage] = field(default_factory=dict)
     gradients: dict[int, Held] = field(default_factory=dict)
     held_before: Mapping[str, int] | None = None
     before: list[Callable[[], None]] = field(default_factory=list)
+
+    def count(self, ledger: Ledger, grown: Mapping[str, int]) -> None:
+        """Let every copy add so many bytes by kind (fewer, below zero)."""
+        for kind, size in sorted(grown.items(), key=lambda item: item[1]):
+            if size:
+                held = self.stays if kind in STAYING else self.bulk
+                if kind not in held:
+                    held[kind] = Storage(ledger, 0, kind)
+                held[kind].resize(held[kind].bytes + size * self.copies)
 
 
 @dataclass(eq=False, slots=True)

@@ -9,10 +9,13 @@ BUFFERS = "buffers"
 INPUTS = "inputs"
 OUTPUTS = "outputs"
 ACTIVATIONS = "activations"
+GATHERED = "gathered parameters"
 COMMUNICATION = "communication buffers"
 TRANSIENT = "transient tensors"
 
-KINDS = (PARAMETERS, OPTIMIZER, BUFFERS, INPUTS, OUTPUTS, GRADIENTS, ACTIVATIONS, COMMUNICATION, TRANSIENT)
+KINDS = (PARAMETERS, OPTIMIZER, BUFFERS, INPUTS, OUTPUTS, GRADIENTS, ACTIVATIONS, GATHERED, COMMUNICATION, TRANSIENT)
+# What can stay from one micro-batch to the next.
+STAYING = (GRADIENTS, GATHERED)
 
 
 @dataclass(frozen=True)

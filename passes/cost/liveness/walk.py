@@ -6,26 +6,23 @@ from math import prod
 
 import torch
 
-from passes.cost.liveness.backward import run_backward
 from passes.cost.liveness.engine import Engine
-from passes.cost.liveness.forward import Forward, Frame
 from passes.cost.liveness.graph import Leaf, Value
 from passes.cost.liveness.ledger import (
     BUFFERS,
-    GRADIENTS,
     INPUTS,
     OPTIMIZER,
-    OUTPUTS,
     PARAMETERS,
     TRANSIENT,
     Ledger,
     Storage,
 )
 from passes.cost.liveness.profile import Form, Prober
+from passes.cost.liveness.step import WHOLE, Batches, Step
 from passes.ir.layout import Layout, local_shape
-from passes.ir.lowered import Change, Compute, Loop, Lowered, Variables
+from passes.ir.lowered import Lowered, Variables
 from passes.ir.mesh import Mesh
-from passes.ir.program import TensorType, references
+from passes.ir.program import TensorType
 
 
 @dataclass(frozen=True)
@@ -79,16 +76,6 @@ class Stored:
 
 
 @dataclass(frozen=True)
-class Batches:
-    """A batch that goes through the program in `count` parts: the inputs of which each gets a part, and the outputs
-    that are put together of parts; others are whole, or sums."""
-
-    count: int = 1
-    inputs: frozenset[str] = frozenset()
-    outputs: frozenset[str] = frozenset()
-
-
-@dataclass(frozen=True)
 class MemoryPeak:
     """Bytes on one device at the peak of a step, by kind, and the moment of the peak."""
 
@@ -112,11 +99,10 @@ def peak_memory(
     machine: Machine,
     prober: Prober,
     mesh: Mesh,
-    batches: Batches = Batches(),
+    batches: Batches = WHOLE,
 ) -> MemoryPeak:
     """The most bytes that lie on one device during a step that is not the first (or an evaluation): the batch and what
-    the model returned lie there until the step ends. Of several micro-batches the last one takes most: all gradients
-    and what the others returned lie there already."""
+    the model returned lie there until the step ends."""
     ledger = Ledger(machine.unit)
     program = lowered.program
     training = stored.optimizer is not None
@@ -144,32 +130,11 @@ def peak_memory(
     update = UPDATES[stored.optimizer] if stored.optimizer is not None else Update(0, False, 0, 0)
     states = [Storage(ledger, leaf.form.bytes, OPTIMIZER) for leaf in leaves for _ in range(update.states)]
     states += [Storage(ledger, 4, OPTIMIZER) for _ in leaves if update.counts]
-    regathers = _regathers(lowered) and training
-    updated = frozenset(name for name, _ in lowered.updates)
-    engine = Engine(lowered, trained, dtypes, mesh, ledger)
-    forward = Forward(ledger, prober, variables, held, engine, updated, regathers, training)
+    engine = Engine(lowered, trained, dtypes, mesh, ledger, keeps=batches.gathered_once)
+    step = Step(lowered, variables, batches, held, engine, ledger, prober, training)
     batch, local = _inputs(lowered, stored, batches, ledger, mesh)
-    if batches.count > 1:
-        for leaf in leaves:
-            leaf.gradient = Storage(ledger, leaf.form.bytes, GRADIENTS)
-    earlier = _earlier_outputs(lowered, batches, ledger, mesh)
-    frame = Frame(variables.whole, held, engine.parameters)
-    for name, value in local.items():
-        frame.assign(name, value)
-    del value
-    forward.body(lowered.body, frame, forward.updated)
-    outputs = {output.name: frame.read(name) for output in lowered.outputs for name in references(output.value)}
-    forward.noted = None
-    engine.end_forward()
-    local.clear()
-    del frame
-    for value in outputs.values():
-        if value.storage.kind not in (PARAMETERS, BUFFERS, INPUTS):
-            value.storage.turn(OUTPUTS)
-    del value
+    returned = step.run(local)
     if training:
-        run_backward(_roots(outputs), ledger, prober, engine.end_backward)
-        _put_together(outputs, batches, ledger)
         ledger.moment = "optimizer step"
         sizes = [leaf.form.bytes for leaf in leaves if leaf.gradient is not None]
         # The last tensor made for one parameter stays until that for the next one is there.
@@ -177,7 +142,7 @@ def peak_memory(
         each = [update.each * size + last for size, last in zip(sizes, before, strict=False)]
         more = update.all * sum(sizes) if machine.together else max(each, default=0)
         Storage(ledger, more, TRANSIENT)
-    del batch, states, earlier
+    del batch, states, returned
     return MemoryPeak(ledger.peak.kinds, ledger.peak.moment)
 
 
@@ -188,8 +153,8 @@ def _local(type: TensorType, layout: Layout, mesh: Mesh, dtype: torch.dtype) -> 
 def _inputs(
     lowered: Lowered, stored: Stored, batches: Batches, ledger: Ledger, mesh: Mesh
 ) -> tuple[list[Storage], dict[str, Value]]:
-    """The batch as it is given, whole; and of every input this rank's part, in the dtype that is computed in: of one in
-    micro-batches, the whole part and all of its own parts."""
+    """The batch as it is given, whole; and of every input this rank's part, in the dtype that is computed in. Of one in
+    micro-batches the whole part lies there throughout, and all of its own parts, where they are no views of it."""
     batch: list[Storage] = []
     local: dict[str, Value] = {}
     for item in lowered.program.inputs:
@@ -200,50 +165,11 @@ def _inputs(
         form = _local(item.type, lowered.inputs[item.name], mesh, item.type.dtype)
         if dtype != item.type.dtype or form.shape != item.type.shape:
             storage = Storage(ledger, count * form.bytes, INPUTS)
-        if count > 1:
-            # Whoever goes through the micro-batches holds all of this until the step ends.
+        if batches.count > 1:
             batch.append(storage)
-            batch += [Storage(ledger, form.bytes, INPUTS) for _ in range(count - 1)]
-            storage = Storage(ledger, form.bytes, INPUTS)
-            batch.append(storage)
+        if item.name in batches.copied:
+            copies = [Storage(ledger, form.bytes, INPUTS) for _ in range(count)]
+            batch += copies
+            storage = copies[-1]
         local[item.name] = Value(storage, form, Leaf(form) if item.trainable else None)
     return batch, local
-
-
-def _earlier_outputs(lowered: Lowered, batches: Batches, ledger: Ledger, mesh: Mesh) -> list[Storage]:
-    """What micro-batches before the last one returned."""
-    found = []
-    for output in lowered.outputs:
-        for name in references(output.value):
-            layout = lowered.body.layouts[name]
-            form = _local(lowered.body.types[name], layout, mesh, lowered.body.types[name].dtype)
-            found += [Storage(ledger, form.bytes, OUTPUTS) for _ in range(batches.count - 1)]
-    return found
-
-
-def _put_together(outputs: Mapping[str, Value], batches: Batches, ledger: Ledger) -> None:
-    """What all micro-batches returned, side by side, while the parts are there."""
-    ledger.moment = "outputs of micro-batches"
-    parts = [value.form.bytes for name, value in outputs.items() if name in batches.outputs]
-    joined = [Storage(ledger, size * batches.count, OUTPUTS) for size in parts]
-    del joined
-
-
-def _roots(outputs: Mapping[str, Value]) -> list[Value]:
-    """Where the backward pass begins: the loss, or else everything that has a gradient."""
-    flowing = {name: value for name, value in outputs.items() if value.flows}
-    if "loss" in flowing:
-        return [flowing["loss"]]
-    scalars = [value for value in flowing.values() if not value.form.shape]
-    return scalars if len(scalars) == 1 else list(flowing.values())
-
-
-def _regathers(lowered: Lowered) -> bool:
-    """Whether anything is made again in the backward pass."""
-    bodies = [lowered.body, *(item.body for item in lowered.body.statements if isinstance(item, Loop))]
-    return any(
-        (isinstance(item, Change) and item.again and len(item.steps) > item.engine)
-        or (isinstance(item, Compute) and item.recomputed)
-        for body in bodies
-        for item in body.statements
-    )

@@ -146,7 +146,8 @@ def test_a_weight_on_a_data_axis() -> None:
     assert train.memory["gradients"] == 512 + 256
     assert train.memory["communication buffers"] == 512
     infer = planned(Linear(), torch.zeros(2, 8), {"dp": 2}, constraints=split, objective="infer")
-    assert infer.memory["communication buffers"] == 512 + 512 + 4
+    assert infer.memory["gathered parameters"] == 512
+    assert infer.memory["communication buffers"] == 512 + 4
 
 
 def test_depth_adds_the_same_each_time() -> None:

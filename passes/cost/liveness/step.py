@@ -1,0 +1,155 @@
+"""One step of an abstract run: the batch goes through the program micro-batch by micro-batch."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from passes.cost.liveness.backward import run_backward
+from passes.cost.liveness.engine import Engine
+from passes.cost.liveness.forward import Forward, Frame
+from passes.cost.liveness.graph import Value
+from passes.cost.liveness.ledger import BUFFERS, GATHERED, INPUTS, OUTPUTS, PARAMETERS, Ledger, Storage
+from passes.cost.liveness.profile import Prober
+from passes.ir.lowered import Change, Compute, Loop, Lowered, Variables
+from passes.ir.program import references
+
+
+@dataclass(frozen=True)
+class Batches:
+    """A batch that goes through the program in `count` parts: the `inputs` of which each gets a part, those of which
+    the parts are `copied`, and the `outputs` that are put together of parts; others are whole, or sums. What an engine
+    gathers for a backward pass stays from the first to the last if it is `gathered_once`; gradients that it reduces are
+    added up whole if they are `reduced_once`."""
+
+    count: int = 1
+    inputs: frozenset[str] = frozenset()
+    copied: frozenset[str] = frozenset()
+    outputs: frozenset[str] = frozenset()
+    gathered_once: bool = False
+    reduced_once: bool = False
+
+    def different(self) -> list[int]:
+        """The micro-batches in which different things lie there: the first, the last, and the one before it if it does
+        not reduce gradients as the last one does."""
+        kinds = {0, self.count - 1}
+        if self.reduced_once and self.count > 2:
+            kinds.add(self.count - 2)
+        return sorted(kinds)
+
+
+# A batch in one piece.
+WHOLE = Batches()
+
+
+@dataclass
+class Step:
+    """What a step of `lowered` runs on. `held` are parameters, buffers and constants by name; without `training` there
+    is no backward pass. `stays` is what copies of regions that are not run hold from one micro-batch to the next."""
+
+    lowered: Lowered
+    variables: Variables
+    batches: Batches
+    held: Mapping[str, Value]
+    engine: Engine
+    ledger: Ledger
+    prober: Prober
+    training: bool
+    stays: dict[str, Storage] = field(default_factory=dict)
+
+    def run(self, inputs: dict[str, Value]) -> list[Value]:
+        """Run the micro-batches that differ; returns what is returned. `inputs` are empty afterwards."""
+        count = self.batches.count
+        returned: dict[str, Value] = {}
+        earlier: list[Storage] = []
+        done = 0
+        for number in self.batches.different():
+            given = dict(inputs)
+            if number == count - 1:
+                inputs.clear()
+            if done:
+                # All micro-batches return as much.
+                sizes = _sizes(returned)
+                returned.clear()
+                earlier += [Storage(self.ledger, size, OUTPUTS) for size in sizes for _ in range(done, number + 1)]
+            self.engine.holds = self.batches.reduced_once and number < count - 1
+            returned = self._micro_batch(given)
+            done = number + 1
+            if count > 1:
+                # What stays is without gradient.
+                returned = {name: Value(value.storage, value.form) for name, value in returned.items()}
+        self.engine.drop()
+        self.stays.pop(GATHERED, None)
+        if count > 1:
+            self._put_together(returned)
+        return list(returned.values())
+
+    def _micro_batch(self, inputs: dict[str, Value]) -> dict[str, Value]:
+        """One of them; returns the outputs by name."""
+        regathers = self.training and _regathers(self.lowered)
+        updated = frozenset(name for name, _ in self.lowered.updates)
+        forward = Forward(
+            self.ledger,
+            self.prober,
+            self.variables,
+            self.held,
+            self.engine,
+            updated,
+            regathers,
+            self.training,
+            self.stays,
+        )
+        frame = Frame(self.variables.whole, self.held, self.engine.parameters)
+        for name, value in inputs.items():
+            frame.assign(name, value)
+        del value
+        forward.body(self.lowered.body, frame, updated)
+        outputs = {
+            output.name: frame.read(name) for output in self.lowered.outputs for name in references(output.value)
+        }
+        forward.noted = None
+        self.engine.end_forward()
+        # Whoever called it held what it was given.
+        inputs.clear()
+        del frame
+        for value in outputs.values():
+            if value.storage.kind not in (PARAMETERS, BUFFERS, INPUTS):
+                value.storage.turn(OUTPUTS)
+        if self.training:
+            run_backward(_roots(outputs), self.ledger, self.prober, self.engine.end_backward)
+        return outputs
+
+    def _put_together(self, returned: dict[str, Value]) -> None:
+        """Put what all micro-batches returned side by side, while the parts are there."""
+        self.ledger.moment = "outputs of micro-batches"
+        count = self.batches.count
+        joined = {
+            name: Value(Storage(self.ledger, value.form.bytes * count, OUTPUTS), value.form)
+            for name, value in returned.items()
+            if name in self.batches.outputs
+        }
+        returned.update(joined)
+
+
+def _sizes(returned: Mapping[str, Value]) -> list[int]:
+    """Bytes of the storages in which it lies what was returned, but not what lies there anyway."""
+    own = {id(value.storage): value.storage for value in returned.values()}
+    return [storage.bytes for storage in own.values() if storage.kind == OUTPUTS]
+
+
+def _roots(outputs: Mapping[str, Value]) -> list[Value]:
+    """Where the backward pass begins: the loss, or else everything that has a gradient."""
+    flowing = {name: value for name, value in outputs.items() if value.flows}
+    if "loss" in flowing:
+        return [flowing["loss"]]
+    scalars = [value for value in flowing.values() if not value.form.shape]
+    return scalars if len(scalars) == 1 else list(flowing.values())
+
+
+def _regathers(lowered: Lowered) -> bool:
+    """Whether anything is made again in the backward pass."""
+    bodies = [lowered.body, *(item.body for item in lowered.body.statements if isinstance(item, Loop))]
+    return any(
+        (isinstance(item, Change) and item.again and len(item.steps) > item.engine)
+        or (isinstance(item, Compute) and item.recomputed)
+        for body in bodies
+        for item in body.statements
+    )
