@@ -22,7 +22,7 @@ from passes.solving.integer import InfeasibleProgramError, OutOfTimeError
 from passes.solving.least import refuse_if_hopeless, refuse_if_impossible, smallest
 from passes.solving.limits import Limits, infeasible, out_of_time
 from passes.solving.memory import Point, Weights, find_bytes
-from passes.solving.optimum import PATIENCE
+from passes.solving.optimum import GAP, PATIENCE
 from passes.solving.prices import Prices
 from passes.solving.rows import Rows, best_within, broken_rows, first_rows
 from passes.solving.tree import Branch, split
@@ -39,6 +39,8 @@ QUICK = 5.0
 FIRST = 1e-3
 FURTHER = 4
 FURTHEST = 1.0
+# The best choice at one price is found up to this part of what is open.
+COARSE = 0.01
 # Bounds of branches are raised until less than this part of their gap is to be gained.
 ENOUGH = 0.05
 # A branch with so few strategies is not cut further.
@@ -151,7 +153,9 @@ class Solver:
     def _at(self, branch: Branch, weights: Weights) -> Found:
         """The best choice of a branch at these prices."""
         patience = QUICK if any(weights.bytes) else PATIENCE
-        found = self.instance.at(weights, branch.alive, patience, self.known)
+        # What is far from closed is not made exact.
+        gap = GAP if np.isinf(branch.bound) else COARSE * min(1.0, self.known / branch.bound - 1)
+        found = self.instance.at(weights, branch.alive, patience, self.known, max(GAP, gap))
         solution = self.instance.solution(found.picks, found.again)
         self._consider(solution)
         if not branch.found or found.bound >= branch.bound:
@@ -175,14 +179,16 @@ class Solver:
             if self.best is None and number == TRIES:
                 solution = self.instance.solution(branch.found[-1].picks, branch.found[-1].again)
                 refuse_if_impossible(self.instance, self.instance.peak(solution), QUICK)
-            if self.dual.at_the_end(weights) and self.best is None:
+            at_the_end = self.dual.at_the_end(weights) and self.best is None
+            if at_the_end:
                 self.dual.highest *= 4
             elif most <= branch.bound + enough:
                 return
             known = {(item.picks, item.again) for item in branch.found}
             points = len(self.instance.points)
             item = self._at(branch, weights)
-            if (item.picks, item.again) in known and len(self.instance.points) == points:
+            is_new = (item.picks, item.again) not in known or len(self.instance.points) > points
+            if not is_new and not at_the_end:
                 return
 
     # --- branches ---

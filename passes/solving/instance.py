@@ -73,12 +73,12 @@ class Instance:
         pairs = zip(parts, self.arrays.overlaps, strict=True)
         return sum(part * overlap.weight * overlap.cover for part, overlap in pairs)
 
-    def at(self, weights: Weights, alive: Alive, patience: float, cutoff: float) -> Found:
-        """The best choice at these prices among the strategies that are alive, and the bound on any of these that
-        fits. Where none takes less than `cutoff` seconds, it need not be the best one."""
+    def at(self, weights: Weights, alive: Alive, patience: float, cutoff: float, gap: float) -> Found:
+        """The best choice at these prices among the strategies that are alive, up to a part `gap` of its price, and the
+        bound on any of these that fits. Where none takes less than `cutoff` seconds, it need not be the best one."""
         found = self.priced(weights)
         beyond = self.constant(weights) + ties(found)
-        picks, least = optimum(found, patience, cutoff + beyond, alive)
+        picks, least = optimum(found, patience, cutoff + beyond, alive, gap)
         again = made_again(self.arrays, self.bytes, picks, self.points, weights)
         over = [self.arrays.excess(overlap, picks, again) for overlap in self.arrays.overlaps]
         excess = [overlap.weight * size for overlap, size in zip(self.arrays.overlaps, over, strict=True)]

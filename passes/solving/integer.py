@@ -76,7 +76,7 @@ class Model:
         )
 
     def solve(self, gap: float, seconds: float) -> tuple[Floats, float, float]:
-        """The values of the columns, the objective and a bound on it: the best that is found in so many `seconds`.
+        """The values of integer columns, the objective and a bound on it: the best that is found in so many `seconds`.
 
         Raises InfeasibleProgramError where the rows cannot be met, OutOfTimeError where nothing is found in time.
         """
@@ -102,7 +102,10 @@ class Model:
         parameters = mathopt.SolveParameters(relative_gap_tolerance=gap)
         if seconds != float("inf"):
             parameters.time_limit = timedelta(seconds=seconds)
-        result = mathopt.solve(model, mathopt.SolverType.HIGHS, params=parameters)
+        # What is not a yes or no is not asked for.
+        wanted = [model.get_variable(number) for number in np.flatnonzero(np.concatenate(self.integer)).tolist()]
+        asked = mathopt.ModelSolveParameters(variable_values_filter=mathopt.VariableFilter(filtered_items=wanted))
+        result = mathopt.solve(model, mathopt.SolverType.HIGHS, params=parameters, model_params=asked)
         reason = result.termination.reason
         if reason in (mathopt.TerminationReason.INFEASIBLE, mathopt.TerminationReason.INFEASIBLE_OR_UNBOUNDED):
             raise InfeasibleProgramError
@@ -110,8 +113,9 @@ class Model:
             raise OutOfTimeError
         if reason not in (mathopt.TerminationReason.OPTIMAL, mathopt.TerminationReason.FEASIBLE):
             raise ArithmeticError(f"HiGHS stopped with {reason.name}: {result.termination.detail}")
-        found = result.variable_values()
-        solution = np.array([found[variable] for variable in model.variables()])
+        solution = np.zeros(self.columns)
+        for variable, value in result.variable_values().items():
+            solution[variable.id] = value
         return solution, result.objective_value(), result.best_objective_bound()
 
 

@@ -31,16 +31,17 @@ def optimum(
     patience: float = PATIENCE,
     enough: float = float("inf"),
     alive: Mapping[int, Integers] | None = None,
+    gap: float = GAP,
 ) -> tuple[list[int], float]:
     """The best strategy of every node, among those that are `alive`, that is found in `patience` seconds, and what no
     choice can be below.
 
-    Where no choice costs less than `enough`, it need not be the best one.
+    Where no choice costs less than `enough`, it need not be the best one; else it is, up to a part `gap` of its cost.
     """
     network = network_of(found, alive)
     eliminate(network)
     drop_dominated(network)
-    labels, bound = optimal_labels(network, patience, enough)
+    labels, bound = optimal_labels(network, patience, enough, gap)
     strategies = restore(network, labels)
     return [strategies[node] for node in range(len(found.costs))], bound
 
@@ -59,11 +60,12 @@ def network_of(found: Arrays, alive: Mapping[int, Integers] | None = None) -> Ne
 
 
 def optimal_labels(
-    network: Network, patience: float = PATIENCE, enough: float = float("inf")
+    network: Network, patience: float = PATIENCE, enough: float = float("inf"), gap: float = GAP
 ) -> tuple[dict[int, int], float]:
     """The best label of every node that is left in `network`, which shrinks meanwhile, and a bound on its cost.
 
-    After `patience` seconds, or when the bound is `enough`, it is the best that was found.
+    After `patience` seconds, when the bound is `enough`, or within a part `gap` of what was found, it is the best that
+    was found.
     """
     best, chosen = np.inf, dict[int, int]()
     bound = -np.inf
@@ -82,7 +84,7 @@ def optimal_labels(
     def exactly(alive: dict[int, Flags]) -> float:
         """Consider the best choice among the labels that are alive; a bound on all of these."""
         try:
-            picks, _, reached = Program(network, alive, SCALE / best).solve(GAP, max(1.0, deadline - time.monotonic()))
+            picks, _, reached = Program(network, alive, SCALE / best).solve(gap, max(1.0, deadline - time.monotonic()))
         except OutOfTimeError:
             return bound
         consider(picks)
@@ -97,7 +99,7 @@ def optimal_labels(
             bounds.sweep(a_little_more(best))
             consider(bounds.decode())
             bound = max(bound, bounds.bound)
-            if bound >= min(enough, best - GAP * abs(best)):
+            if bound >= min(enough, best - gap * abs(best)):
                 return labels(), min(bound, best)
         before = network.size()
         for node, alive in bounds.alive.items():
