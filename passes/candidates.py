@@ -444,6 +444,7 @@ class _Builder:
             for export in region.exports:
                 exported.update({name: (region, export.value) for name in export.names if name})
         self.exported = exported
+        remade = self._remade()
         for placed in self.placed:
             consumer = self.index[placed.op.key]
             kept = {item.index for item in _saved_of(placed, self) if not item.result and not item.copy}
@@ -456,7 +457,7 @@ class _Builder:
                     group = self._group(("inside", name), name, placed.count, placed.block, False, True)
                 else:
                     group = self._group(("outside", name), name, 1, placed.block, False)
-                self._edge(name, consumer, slot, group, slot in kept)
+                self._edge(name, consumer, slot, group, slot in kept, (placed.op.key, slot) in remade)
         for number, region in enumerate(self.folded.regions):
             block = 2 * number + 1
             for carry in region.carries:
@@ -469,9 +470,27 @@ class _Builder:
                 group = self._group(("carry", carry.argument), carry.next, region.count - 1, block, False)
                 self._edge(carry.next, consumer, 0, group, False)
 
-    def _edge(self, name: str, consumer: int, slot: int, group: int, saved: bool) -> None:
+    def _remade(self) -> set[tuple[str, int]]:
+        """Uses (op, operand) of what has to be there when the backward pass makes again what is cheap. Of a view it is
+        what is viewed."""
+        found: set[tuple[str, int]] = set()
+        for region in self.folded.regions:
+            placed = [item for item in self.placed if item.region is region]
+            views = {item.op.results[0] for item in placed if is_view(item.rule, False)}
+            wanted: set[str] = set()
+            for item in reversed(placed):
+                saved = _saved_of(item, self)
+                cheap = any(self.nodes[self.index[item.op.key]].light)
+                again = cheap and any(kept.result or kept.copy for kept in saved)
+                if again or ((cheap or item.op.results[0] in views) and not wanted.isdisjoint(item.op.results)):
+                    wanted.update(item.op.operands)
+                    found.update((item.op.key, slot) for slot, name in enumerate(item.op.operands) if name not in views)
+                wanted.update(item.op.operands[kept.index] for kept in saved if not kept.result)
+        return found
+
+    def _edge(self, name: str, consumer: int, slot: int, group: int, saved: bool, remade: bool = False) -> None:
         producer, result = self.producers[self.exported[name][1] if name in self.exported else name]
-        self.edges.append(Edge(producer, result, consumer, slot, group, saved))
+        self.edges.append(Edge(producer, result, consumer, slot, group, saved, remade))
 
     def _outputs(self) -> None:
         """What the program returns, and the new values of buffers, which are whole."""

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
-from passes.ir.choices import Group, Node, Problem, Solution
+from passes.ir.choices import Edge, Group, Node, Problem, Solution
 from passes.ir.figures import as_float, largest
 from passes.ir.layout import I, Layout, R, local_shape
 from passes.ir.mesh import Mesh
@@ -125,6 +125,12 @@ def is_resident(problem: Problem, regime: Regime, producer: Node) -> bool:
     return producer.kind in ("parameter", "input", "buffer") or producer.saves_result
 
 
+def is_kept(problem: Problem, regime: Regime, edge: Edge) -> bool:
+    """Whether the operand of a use has to be there in the backward pass."""
+    group = problem.groups[edge.group]
+    return edge.saved or (edge.remade and recompute_of(problem, regime, group.block) == "selective")
+
+
 def unsharded_bytes(group: Group, layout: Layout, mesh: Mesh, regime: Regime) -> float:
     """Bytes that lie there from the first micro-batch to the last where a parameter is used in `layout` but stored
     otherwise: the gathered parameter, its gradient that is still to be reduced."""
@@ -159,7 +165,7 @@ def kept_bytes(problem: Problem, solution: Solution, mesh: Mesh) -> list[float]:
         if node.kind == "carry" and is_resident(problem, regime, node):
             kept[node.block] += node.results[solution.picks[index]]
     for edge in problem.edges:
-        if not edge.saved:
+        if not is_kept(problem, regime, edge):
             continue
         group, producer = problem.groups[edge.group], problem.nodes[edge.producer]
         before = solution.strategy(problem, edge.producer).results[edge.result]

@@ -65,7 +65,8 @@ class Edge:
     """A use of a tensor: result `result` of node `producer` as operand `operand` of node `consumer`, `count` times.
 
     Edges of one `group` are in one place of the program: a redistribution to the same layout is done once for all.
-    `saved` says that autograd keeps the operand.
+    `saved` says that autograd keeps the operand, `remade` that what it keeps is made of the operand again where
+    recompute is selective.
     """
 
     producer: int
@@ -74,6 +75,7 @@ class Edge:
     operand: int
     group: int
     saved: bool
+    remade: bool = False
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from passes.cost.memory import is_resident, layout_bytes, recompute_of, unsharded_bytes
+from passes.cost.memory import is_kept, is_resident, layout_bytes, recompute_of, unsharded_bytes
 from passes.ir.choices import Edge, Group, Node, Problem, Strategy
 from passes.ir.layout import I, Layout, Letter, R
 from passes.ir.regime import Regime
@@ -15,7 +15,8 @@ from passes.solving.prices import Flags, Floats, Integers, Prices
 
 @dataclass(frozen=True)
 class EdgeArrays:
-    """One use: `wanted[y]` is the layout (a column of the group's matrices) that strategy y of `consumer` wants."""
+    """One use: `wanted[y]` is the layout (a column of the group's matrices) that strategy y of `consumer` wants.
+    `saved` says that it has to be there in the backward pass."""
 
     consumer: int
     wanted: Integers
@@ -191,7 +192,7 @@ def _group(problem: Problem, number: int, edges: Sequence[Edge], prices: Prices,
     for edge in edges:
         strategies = problem.nodes[edge.consumer].strategies
         wanted = [targets.setdefault(item.operands[edge.operand], len(targets)) for item in strategies]
-        uses.append(EdgeArrays(edge.consumer, np.array(wanted), edge.saved))
+        uses.append(EdgeArrays(edge.consumer, np.array(wanted), is_kept(problem, regime, edge)))
     forward, backward = (part * group.count for part in prices.matrices(group, list(sources), list(targets)))
     resident = is_resident(problem, regime, problem.nodes[first.producer])
     source_bytes = np.array([layout_bytes(group, layout, prices.mesh) for layout in sources])
