@@ -26,7 +26,7 @@ from math import ceil, log2, prod
 from passes.cost.cluster import Cluster, Route
 from passes.ir.figures import least
 from passes.ir.mesh import Mesh
-from passes.ir.redistribution import Step
+from passes.ir.redistribution import COLLECTIVES, Step
 
 # Seconds of one algorithm: what is fixed, and what each byte adds.
 Line = tuple[float, float]
@@ -45,13 +45,13 @@ def step_lines(step: Step, cluster: Cluster, mesh: Mesh) -> tuple[Line, ...]:
 
     The step takes the least of them; they do not depend on the itemsize.
     """
-    collective = step.collective
-    if collective == "convert":
-        return (_local(step, cluster),)
-    elements = max(prod(step.before), prod(step.after))
-    copied, each_copied = _copies(step, cluster)
-    lines = collective_lines(collective, cluster.route(mesh, step.axis))
-    return tuple((fixed + copied, each * elements + each_copied) for fixed, each in lines)
+    before, after, device = prod(step.before), prod(step.after), cluster.device
+    kernels, at_first, at_last = touched(step.source.kind, step.target.kind, step.cut, step.join)
+    fixed, each = kernels * device.launch, (at_first * before + at_last * after) / device.stream
+    if step.collective == "convert":
+        return ((fixed, each),)
+    lines = collective_lines(step.collective, cluster.route(mesh, step.axis))
+    return tuple((start + fixed, per_byte * max(before, after) + each) for start, per_byte in lines)
 
 
 def collective_lines(collective: str, route: Route) -> tuple[Line, ...]:
@@ -152,24 +152,19 @@ def _ring(route: Route) -> float:
 # --- local ---
 
 
-def _copies(step: Step, cluster: Cluster) -> Line:
-    """Parts that do not lie in one piece are copied before they are sent, and after they are received."""
-    device = cluster.device
-    fixed, elements = 0.0, 0
-    if step.cut and step.target.kind == "S":
-        fixed += device.launch
-        elements += 2 * prod(step.before)
-    if step.join and step.source.kind == "S":
-        fixed += device.launch
-        elements += 2 * prod(step.after)
-    return fixed, elements / device.stream
+def touched(source: str, target: str, cut: bool, join: bool) -> tuple[int, int, int]:
+    """What a rank reads and writes itself for a change between letters of these kinds, with `cut` and `join` of the
+    step: kernels, and how often all elements that it holds before and after.
 
-
-def _local(step: Step, cluster: Cluster) -> Line:
-    if {step.source.kind, step.target.kind} == {"R", "I"}:
-        return 0.0, 0.0
-    before, after = prod(step.before), prod(step.after)
-    return cluster.device.launch, (min(before, after) + after) / cluster.device.stream
+    Parts that do not lie in one piece are copied before they are sent, and after they are received.
+    """
+    if COLLECTIVES[source, target] != "convert":
+        first, last = int(cut and target == "S"), int(join and source == "S")
+        return first + last, 2 * first, 2 * last
+    if {source, target} == {"R", "I"}:
+        return 0, 0, 0
+    # What is smaller is read: the part to cut out, or the one to pad.
+    return (1, 1, 1) if source == "S" else (1, 0, 2)
 
 
 def redistribution_seconds(
@@ -180,11 +175,3 @@ def redistribution_seconds(
     if not differentiable:
         return forward, 0.0
     return forward, sum(step_seconds(step.backward, gradient_itemsize, cluster, mesh) for step in reversed(steps))
-
-
-def redistribution_lines(
-    steps: tuple[Step, ...], cluster: Cluster, mesh: Mesh
-) -> tuple[list[tuple[Line, ...]], list[tuple[Line, ...]]]:
-    """The lines of every step, forward and backward, in the order in which `redistribution_seconds` adds them up."""
-    forward = [step_lines(step, cluster, mesh) for step in steps]
-    return forward, [step_lines(step.backward, cluster, mesh) for step in reversed(steps)]

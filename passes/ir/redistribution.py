@@ -105,7 +105,7 @@ def redistribution(
         }
         ready = [axis for axis in pending if not blocks[axis]]
         if ready:
-            axis = min(ready, key=lambda axis: _priority(current[axis], target[axis], axis))
+            axis = min(ready, key=lambda axis: priority(current[axis], target[axis], axis))
             letter = target[axis]
         else:
             axis, letter = blocks[pending[0]][0], R
@@ -142,7 +142,8 @@ def _conflict(held: Letter, wanted: Letter, holder: int, wanting: int, mesh: Mes
     return not (after or before)
 
 
-def _priority(source: Letter, target: Letter, axis: int) -> tuple[int, int]:
+def priority(source: Letter, target: Letter, axis: int) -> tuple[int, int]:
+    """Of the changes that need not wait the one where this is least comes first."""
     order = _ORDER.get((source.kind, target.kind), _SAME_SIZE)
     return order, -axis if target.kind == "S" else axis
 

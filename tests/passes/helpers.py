@@ -1,6 +1,7 @@
 """What the tests of the passes share: programs from small modules, and all ranks of a mesh simulated in one process."""
 
 import contextlib
+import random
 from collections.abc import Iterator, Sequence
 from itertools import product
 
@@ -8,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from passes.capture import Tracing, capture
-from passes.ir.layout import Layout, Letter, digits, fits
+from passes.ir.layout import Layout, Letter, S, digits, fits
 from passes.ir.mesh import Mesh
 from passes.ir.program import Op, Program
 from passes.ir.redistribution import Step
@@ -183,6 +184,20 @@ def layouts_on(shape: Sequence[int], letters: Sequence[Letter], mesh: Mesh) -> I
     for layout in product(letters, repeat=len(mesh.sizes)):
         if fits(tuple(shape), layout, mesh):
             yield layout
+
+
+def some_layouts(shape: Sequence[int], mesh: Mesh, count: int, seed: int) -> list[Layout]:
+    """So many random layouts of a tensor of `shape`, of every kind of letter and with digits anywhere."""
+    chosen = random.Random(seed)
+    majors = [major for major in range(1, max(shape, default=1) + 1) if any(size % major == 0 for size in shape)]
+    digits = [S(dim, major) for dim in range(len(shape)) for major in majors if shape[dim] % major == 0]
+    found: list[Layout] = []
+    while len(found) < count:
+        kinds = chosen.choices(["R", "I", "P", "S"], weights=[2, 1, 1, 5], k=len(mesh.sizes))
+        layout = tuple(chosen.choice(digits) if kind == "S" else Letter(kind) for kind in kinds)
+        if fits(tuple(shape), layout, mesh):
+            found.append(layout)
+    return found
 
 
 def assert_lies(values: Values, whole: Tensor, layout: Layout, mesh: Mesh, tolerance: float = 0.0) -> None:

@@ -1,59 +1,89 @@
 """Prices of all pairs of layouts at once, against the steps of each pair."""
 
+import numpy as np
 import pytest
 import torch
 
 from passes.cost.cluster import CLUSTERS
 from passes.cost.communication import redistribution_seconds
 from passes.ir.choices import Group
-from passes.ir.layout import I, P, R, S, Shape
+from passes.ir.layout import I, Layout, P, R, S, Shape
 from passes.ir.mesh import Mesh
 from passes.ir.program import TensorType
 from passes.ir.redistribution import redistribution
 from passes.solving.prices import Prices
-from tests.passes.helpers import layouts_on, mesh_of
+from tests.passes.helpers import layouts_on, mesh_of, some_layouts
 
 MESHES = [mesh_of(a=2), mesh_of(a=2, b=2), mesh_of(a=2, b=3)]
 LETTERS = [R, I, P, S(0), S(1), S(0, 2), S(0, 3), S(1, 2)]
+
+
+def _assert_prices(prices: Prices, group: Group, sources: list[Layout], targets: list[Layout]) -> None:
+    """Each entry is the sum of the steps of its pair."""
+    found = np.array(prices.matrices(group, sources, targets))
+    expected = np.zeros_like(found)
+    itemsize, shape = group.type.dtype.itemsize, group.type.shape
+    for row, source in enumerate(sources):
+        for column, target in enumerate(targets):
+            steps = redistribution(source, target, shape, prices.mesh, strided=group.strided)
+            expected[:, row, column] = redistribution_seconds(
+                steps, itemsize, group.gradient_itemsize, group.gradient, prices.cluster, prices.mesh
+            )
+    np.testing.assert_allclose(found, expected, rtol=1e-12, atol=0.0)
+
+
+def _group(shape: Shape, dtype: torch.dtype, gradient: bool, gradient_itemsize: int, strided: bool) -> Group:
+    return Group("x", TensorType(shape, dtype), 3, 0, gradient, gradient_itemsize, False, strided)
 
 
 @pytest.mark.parametrize("strided", [False, True])
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize("cluster", ["cpu", "h100"])
 def test_every_pair_costs_what_its_steps_do(mesh: Mesh, cluster: str, strided: bool) -> None:
-    """One price object for tensors of several shapes and sizes: each entry is the sum of the steps of its pair."""
+    """All layouts; one price object for tensors of several shapes and sizes."""
     prices = Prices(CLUSTERS[cluster], mesh)
     shapes: list[tuple[Shape, torch.dtype, int]] = [
         ((12, 36), torch.float32, 4),
         ((36, 24), torch.bfloat16, 4),
         ((1, 12), torch.float64, 8),
+        ((), torch.float32, 4),
     ]
     for shape, dtype, gradient_itemsize in shapes:
+        layouts = list(layouts_on(shape, LETTERS, mesh))
         for gradient in (True, False):
-            group = Group("x", TensorType(shape, dtype), 3, 0, gradient, gradient_itemsize, False, strided)
-            layouts = list(layouts_on(shape, LETTERS, mesh))
-            forward, backward = prices.matrices(group, layouts, layouts)
-            for row, source in enumerate(layouts):
-                for column, target in enumerate(layouts):
-                    steps = redistribution(source, target, shape, mesh, strided=strided)
-                    expected = redistribution_seconds(
-                        steps, dtype.itemsize, gradient_itemsize, gradient, CLUSTERS[cluster], mesh
-                    )
-                    found = forward[row, column], backward[row, column]
-                    assert found == pytest.approx(expected, rel=1e-9, abs=1e-18), (source, target, shape)
+            _assert_prices(prices, _group(shape, dtype, gradient, gradient_itemsize, strided), layouts, layouts)
 
 
-def test_three_axes() -> None:
-    """The same with three digits on one dim, where changes can be in each other's way."""
-    mesh = mesh_of(a=2, b=2, c=2)
+# The mesh, what all digits divide, and shapes from few bytes to many; some of them are not divided.
+RANDOM: list[tuple[Mesh, Shape, list[Shape]]] = [
+    (mesh_of(a=16), (64, 32), [(64, 32), (65536, 32768), (63, 31)]),
+    (mesh_of(a=3, b=8), (48, 24, 24), [(48, 24, 24), (480, 2400, 240), (50, 7, 1)]),
+    (mesh_of(a=32, b=1, c=8), (512, 256), [(512, 256), (65536, 65536), (1000, 300)]),
+    (mesh_of(a=2, b=4, c=2, d=8), (256, 256), [(256, 256), (131072, 65536), (250, 17)]),
+    (mesh_of(a=2, b=2, c=2, d=2), (32, 16, 16, 4), [(32, 16, 16, 4), (3200, 160, 1600, 4), (33, 15, 1, 2)]),
+]
+
+
+@pytest.mark.parametrize("cluster", ["cpu", "a100", "h200", "b200", "ideal"])
+@pytest.mark.parametrize(
+    ("mesh", "whole", "shapes"), RANDOM, ids=lambda case: str(case) if isinstance(case, Mesh) else ""
+)
+def test_random_layouts_cost_what_their_steps_do(mesh: Mesh, whole: Shape, shapes: list[Shape], cluster: str) -> None:
+    """Up to four axes, inside nodes and across; digits in each other's way; every algorithm is the least at some
+    size."""
+    prices = Prices(CLUSTERS[cluster], mesh)
+    sources, targets = some_layouts(whole, mesh, 15, seed=3), some_layouts(whole, mesh, 15, seed=4)
+    for number, shape in enumerate(shapes):
+        group = _group(shape, torch.bfloat16, gradient=True, gradient_itemsize=4, strided=number == 1)
+        _assert_prices(prices, group, sources, targets)
+
+
+def test_what_was_asked_is_remembered() -> None:
+    """The same tensor and layouts are priced once; other bytes are other prices."""
+    mesh = mesh_of(a=2, b=2)
     prices = Prices(CLUSTERS["h100"], mesh)
-    shape = (16, 8)
-    group = Group("x", TensorType(shape, torch.float32), 1, 0, True, 4, False, False)
-    layouts = list(layouts_on(shape, [R, P, S(0), S(0, 2), S(0, 4), S(1)], mesh))
-    forward, backward = prices.matrices(group, layouts, layouts)
-    for row, source in list(enumerate(layouts))[::3]:
-        for column, target in list(enumerate(layouts))[1::2]:
-            steps = redistribution(source, target, shape, mesh)
-            expected = redistribution_seconds(steps, 4, 4, True, CLUSTERS["h100"], mesh)
-            found = forward[row, column], backward[row, column]
-            assert found == pytest.approx(expected, rel=1e-9, abs=1e-18), (source, target)
+    layouts: list[Layout] = [(R, S(0)), (S(0), R)]
+    group = _group((8, 8), torch.float32, True, 4, False)
+    assert prices.matrices(group, layouts, layouts) is prices.matrices(group, layouts, layouts)
+    small = _group((8, 8), torch.bfloat16, True, 4, False)
+    assert prices.matrices(small, layouts, layouts)[0][0, 1] < prices.matrices(group, layouts, layouts)[0][0, 1]

@@ -1,0 +1,76 @@
+"""The steps of all pairs of layouts at once, against `redistribution` on each pair."""
+
+from math import prod
+
+import pytest
+
+from passes.ir.layout import I, Layout, P, R, S, Shape
+from passes.ir.mesh import Mesh
+from passes.ir.redistribution import redistribution
+from passes.solving.steps import KINDS, all_steps
+from tests.passes.helpers import layouts_on, mesh_of, some_layouts
+
+# (axis, kind before, kind after, elements before, elements after, cut, join)
+Row = tuple[int, str, str, int, int, bool, bool]
+
+# Mesh, what all digits divide, and shapes: some that divide, some that do not, some without dims or elements.
+CASES: list[tuple[Mesh, Shape, list[Shape]]] = [
+    (mesh_of(a=4), (32, 8), [(32, 8), (33, 9), (0, 8), (1, 1)]),
+    (mesh_of(a=1, b=3), (9, 6, 3), [(9, 6, 3), (10, 5, 2)]),
+    (mesh_of(a=3, b=2), (36, 24), [(36, 24), (35, 1)]),
+    (mesh_of(a=2, b=2, c=3), (48, 24, 12), [(48, 24, 12), (7, 50, 13)]),
+    (mesh_of(a=2, b=4, c=2, d=3), (192, 96), [(192, 96), (191, 97)]),
+    (mesh_of(a=2, b=2, c=2, d=2), (32, 16, 16), [(32, 16, 16), (31, 1, 17)]),
+]
+
+
+def _rows(sources: list[Layout], targets: list[Layout], shape: Shape, mesh: Mesh, strided: bool) -> list[list[Row]]:
+    """The steps of every pair, in order."""
+    found: list[list[Row]] = [[] for _ in range(len(sources) * len(targets))]
+    for steps in all_steps(sources, targets, shape, mesh, strided=strided):
+        parts = (steps.axis, steps.source, steps.target, steps.before, steps.after, steps.cut, steps.join)
+        columns = [part.tolist() for part in parts]
+        for pair, axis, source, target, *rest in zip(steps.pair.tolist(), *columns, strict=True):
+            found[pair].append((axis, KINDS[source], KINDS[target], *rest))
+    return found
+
+
+@pytest.mark.parametrize("strided", [False, True])
+@pytest.mark.parametrize(
+    ("mesh", "whole", "shapes"), CASES, ids=lambda case: str(case) if isinstance(case, Mesh) else ""
+)
+def test_every_pair_takes_the_steps_of_its_redistribution(
+    mesh: Mesh, whole: Shape, shapes: list[Shape], strided: bool
+) -> None:
+    """Random layouts of every kind of letter: the same steps in the same order, of the same sizes."""
+    sources, targets = some_layouts(whole, mesh, 30, seed=1), some_layouts(whole, mesh, 25, seed=2)
+    longest = 0
+    for shape in shapes:
+        found = _rows(sources, targets, shape, mesh, strided)
+        for pair, steps in enumerate(found):
+            row, column = divmod(pair, len(targets))
+            expected = redistribution(sources[row], targets[column], shape, mesh, strided=strided)
+            assert steps == [
+                (s.axis, s.source.kind, s.target.kind, prod(s.before), prod(s.after), s.cut, s.join) for s in expected
+            ], (sources[row], targets[column], shape)
+            longest = max(longest, len(steps) - sum(a != b for a, b in zip(sources[row], targets[column], strict=True)))
+    # Without digits that all wait for each other nothing would be asked of what goes through R.
+    assert longest > 0
+
+
+def test_tensors_without_dims() -> None:
+    """A number changes between R, I and P alone."""
+    mesh = mesh_of(a=2, b=2)
+    layouts = list(layouts_on((), [R, I, P], mesh))
+    found = _rows(layouts, layouts, (), mesh, strided=False)
+    for pair, steps in enumerate(found):
+        row, column = divmod(pair, len(layouts))
+        expected = redistribution(layouts[row], layouts[column], (), mesh)
+        assert [row[:5] for row in steps] == [(s.axis, s.source.kind, s.target.kind, 1, 1) for s in expected]
+
+
+def test_a_digit_that_is_in_its_own_way_goes_through_replication() -> None:
+    """There is no all-to-all between digits of one dim that overlap."""
+    mesh = mesh_of(a=4)
+    found = _rows([(S(0),)], [(S(0, 2),)], (16,), mesh, strided=False)
+    assert found == [[(0, "S", "R", 4, 16, True, False), (0, "R", "S", 16, 4, True, False)]]
