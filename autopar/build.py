@@ -132,16 +132,17 @@ def _expressions(model: nn.Module, request: Request, program: Program, found: Pl
 def _searched(model: nn.Module, program: Program, request: Request, clock: Clock) -> tuple[Request, Planned]:
     """The best plan, and the request with the mesh that it is for.
 
-    The search counts memory by blocks; what a plan takes statement by statement may be more. Then its layouts are
-    chosen again with as much less memory, so that no limit is ever exceeded.
+    The search counts memory by blocks; what a plan takes statement by statement may be more. Then it is searched again
+    with as much set aside, so that no limit is ever exceeded: the plan is the best one for what is left.
     """
     rules = clock("discover", lambda: rules_for(program)) if request.discover else {}
     search = Search(program, request, _master(model, request), clock)
     with with_rules(rules):
         tried, solution = search.best()
-    found, bound, limit = replace(request, mesh=tried.mesh), solution.bound, request.memory_limit
+    limit = request.memory_limit
     for _ in range(_TRIES):
-        part, name, choose = tried.part, request.objective, partial(_already, replace(solution, bound=bound))
+        found, part, name = replace(request, mesh=tried.mesh), tried.part, request.objective
+        choose = partial(_already, solution)
         ready = (part.folded, tried.problem)
         result = planned(model, part.program, tried.demands, found, name, clock, choose, part.micro, ready)
         over = sum(result.record.memory.values()) - request.memory_limit

@@ -8,7 +8,7 @@ something again, and more micro-batches never take less time than fewer do.
 
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
@@ -31,6 +31,7 @@ from passes.micro_batches import MicroBatches, batch_size, micro_batches
 from passes.recompute import check_patterns, levels
 from passes.regions import fold
 from passes.solve import PROVEN, Solver
+from passes.solving.arrays import Uses, find_uses
 from passes.solving.limits import Limits
 from passes.solving.prices import Prices
 
@@ -44,7 +45,6 @@ _AXES = 4
 _MORE = (2, 4, 8, 16, 32, 64)
 # Gaps are closed for so many seconds in all, and each for at least so many.
 PATIENCE = 10.0
-_AGAIN = 5.0
 _LEAST = 2.0
 
 
@@ -82,7 +82,8 @@ class Search:
     """The search for one program in training or inference; `refused` says why the batch stays in one piece.
 
     `tried` is all that may have the best choice in it, `found` the best one that fits so far, and `cutoff` its seconds.
-    `memory` is what is left of the limit for what the search counts, where that is less.
+    `memory` is what is left of the limit for what the search counts, where that is less. The rest is what was found out
+    on the way: `problems` by mesh and number of micro-batches, and what no mesh with one more axis can be below.
     """
 
     program: Program
@@ -96,6 +97,9 @@ class Search:
     tried: list[Tried] = field(default_factory=list)
     found: tuple[Tried, Solution] | None = None
     prices: dict[Mesh, Prices] = field(default_factory=dict)
+    uses: dict[int, tuple[Problem, Sequence[Uses]]] = field(default_factory=dict)
+    problems: dict[tuple[Mesh, int], tuple[Problem, Demands]] = field(default_factory=dict)
+    refined: dict[Mesh, float] = field(default_factory=dict)
 
     @property
     def cutoff(self) -> float:
@@ -135,39 +139,50 @@ class Search:
         Shapes of up to two axes are tried first. The axes of the best one are then cut in two as long as that helps, up
         to four; for that nodes may do anything on the new axes, and on the others what they did before.
         """
-        for mesh in shapes(devices, self.request.cluster.node_size):
-            self._try(mesh)
+        self._try(shapes(devices, self.request.cluster.node_size))
         while self.found is not None:
             parent = self.found
             for mesh, origins in finer(parent[0].mesh, self.request.cluster.node_size, _AXES):
-                self._try_finer(*parent, mesh, origins)
+                if self.refined.get(mesh, 0.0) < self.cutoff:
+                    self._try_finer(*parent, mesh, origins)
             if self.found is parent:
                 break
         return self._closed()
 
     def _on(self, meshes: Sequence[Mesh]) -> tuple[Tried, Solution] | None:
         """The best choice on any of these meshes; None where none fits."""
-        for mesh in meshes:
-            self._try(mesh)
+        self._try(meshes)
         return self._closed()
 
-    def _try(self, mesh: Mesh) -> None:
-        """Estimate all ways to run on `mesh`, for more and more micro-batches: they take no less time, so that it ends
-        where even without any limit nothing beats what is known."""
-        for count in self._counts():
-            part = self.part(count)
-            if part is None:
-                return
-            problem, demands = self.problem(mesh, part)
-            free = Tried(mesh, part, demands, self._free(problem, mesh, count, part.folded))
-            self.clock("solve", partial(free.solver.estimate, self.cutoff))
+    def _try(self, meshes: Iterable[Mesh]) -> None:
+        """Estimate all ways to run on `meshes`, for more and more micro-batches, those that promise most without any
+        limit first: more micro-batches take no less time, so that it ends where nothing beats what is known."""
+        waiting: list[tuple[Tried, Iterator[int]]] = []
+
+        def wait(mesh: Mesh, counts: Iterator[int]) -> None:
+            count = next(counts, None)
+            part = None if count is None else self.part(count)
+            if count is not None and part is not None:
+                if (mesh, count) not in self.problems:
+                    self.problems[mesh, count] = self.problem(mesh, part)
+                problem, demands = self.problems[mesh, count]
+                free = Tried(mesh, part, demands, self._free(problem, mesh, count, part.folded))
+                self.clock("solve", partial(free.solver.estimate, self.cutoff))
+                waiting.append((free, counts))
+
+        for mesh in meshes:
+            wait(mesh, self._counts())
+        while waiting:
+            free, counts = min(waiting, key=lambda item: item[0].bound)
             if free.bound >= self.cutoff * (1 - PROVEN):
                 return
+            waiting = [item for item in waiting if item[0] is not free]
             if self._fits(free):
                 self.tried.append(free)
                 self._consider(free)
-                return
-            self._try_limited(free)
+            else:
+                self._try_limited(free)
+                wait(free.mesh, counts)
 
     def _try_limited(self, tried: Tried) -> None:
         for regime in self._regimes(tried.solver.regime.micro_batches, tried.part.folded):
@@ -184,7 +199,9 @@ class Search:
             offers[node.key] = [None if origin is None else frozenset({tokens[origin]}) for origin in origins]
         problem, demands = self.problem(mesh, parent.part, offers)
         solver = self._solver(problem, mesh, self._limits, solution.regime)
-        self._estimate(Tried(mesh, parent.part, demands, solver))
+        tried = Tried(mesh, parent.part, demands, solver)
+        self._estimate(tried)
+        self.refined[mesh] = tried.bound
 
     def _closed(self) -> tuple[Tried, Solution] | None:
         """The best of all that was tried: gaps are closed where something better may be in them."""
@@ -212,21 +229,15 @@ class Search:
         return tried, replace(solution, bound=min(bound, solution.seconds))
 
     def within(self, tried: Tried, memory: float) -> tuple[Tried, Solution]:
-        """The best choice that fits `memory` bytes on the same mesh in the same regime, or, where none does, in any
-        regime.
+        """The best choice that fits `memory` bytes. What was the best one with more is looked at first, so that little
+        else is left to look at.
 
         Raises InfeasibleError where none fits.
         """
-        request = replace(self.request, mesh=tried.mesh, any_shape=False)
-        less = replace(self, request=request, memory=memory, errors=[], tried=[], found=None)
-        solver = less._solver(tried.problem, tried.mesh, less._limits, tried.solver.regime)
-        try:
-            self.clock("solve", solver.estimate)
-            if solver.best is None:
-                self.clock("solve", partial(solver.close, patience=_AGAIN))
-        except InfeasibleError:
-            return less.best()
-        return replace(tried, solver=solver), solver.solution()
+        less = replace(self, memory=memory, errors=[], tried=[], found=None)
+        regime = tried.solver.regime
+        less._estimate(replace(tried, solver=less._solver(tried.problem, tried.mesh, less._limits, regime)))
+        return less.best()
 
     # --- regimes ---
 
@@ -311,11 +322,16 @@ class Search:
         return self._solver(problem, mesh, limits, regime)
 
     def _solver(self, problem: Problem, mesh: Mesh, limits: Limits, regime: Regime) -> Solver:
-        """A solver that shares its prices with all others for the same mesh."""
+        """A solver that shares its prices with all others for the same mesh, and all but the regime with others for the
+        same problem."""
         cluster = self.request.cluster
         if mesh not in self.prices:
             self.prices[mesh] = Prices(cluster, mesh)
-        return Solver(problem, cluster, mesh, limits, regime, self.prices[mesh])
+        if id(problem) not in self.uses:
+            # The problem is kept with them, so that its id stays its own.
+            self.uses[id(problem)] = problem, self.clock("solve", lambda: find_uses(problem, self.prices[mesh]))
+        _, uses = self.uses[id(problem)]
+        return self.clock("solve", lambda: Solver(problem, cluster, mesh, limits, regime, uses))
 
     def _fits(self, tried: Tried) -> bool:
         best = tried.solver.best

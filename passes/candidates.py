@@ -4,7 +4,7 @@ For every op the strategies that its rule allows and that divide, with their pri
 the layouts that they may have; and who reads what from whom.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from math import prod
@@ -390,7 +390,7 @@ class _Builder:
             for axis, demand in demanded.items():
                 base = (*base[:axis], _meant(demand, trainable), *base[axis + 1 :])
             if fits(shape, base, mesh):
-                found.update(dict.fromkeys(_split_further(base, shape, mesh, len(demanded) and set(demanded))))
+                _split_further(base, shape, mesh, found)
         layouts = [
             layout
             for layout in found
@@ -565,9 +565,12 @@ def _meant(demand: Demand, flows: bool) -> Letter:
     return R if demand.letter == I and not flows else demand.letter
 
 
-def _split_further(base: Layout, shape: Shape, mesh: Mesh, fixed: object) -> Iterator[Layout]:
-    """`base`, and `base` with axes that do not split it splitting the least significant part of some dim."""
-    yield base
+def _split_further(base: Layout, shape: Shape, mesh: Mesh, found: dict[Layout, None]) -> None:
+    """Add to `found` what it lacks of `base`, and `base` with axes that do not split it splitting the least significant
+    part of some dim."""
+    if base in found:
+        return
+    found[base] = None
     for axis, letter in enumerate(base):
         if letter.kind == "S" or mesh.sizes[axis] == 1:
             continue
@@ -576,4 +579,4 @@ def _split_further(base: Layout, shape: Shape, mesh: Mesh, fixed: object) -> Ite
             major = taken[-1][0] * taken[-1][1] if taken else 1
             layout = (*base[:axis], S(dim, major), *base[axis + 1 :])
             if fits(shape, layout, mesh):
-                yield from _split_further(layout, shape, mesh, fixed)
+                _split_further(layout, shape, mesh, found)

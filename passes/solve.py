@@ -6,6 +6,7 @@ can then still be best closes the gap.
 """
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -15,7 +16,7 @@ from passes.cost.memory import moments
 from passes.ir.choices import Problem, Solution
 from passes.ir.mesh import Mesh
 from passes.ir.regime import PLAIN, Regime
-from passes.solving.arrays import arrays
+from passes.solving.arrays import Uses, arrays, find_uses
 from passes.solving.dual import Dual, Found
 from passes.solving.instance import Instance
 from passes.solving.integer import InfeasibleProgramError, OutOfTimeError
@@ -71,10 +72,10 @@ class Solver:
         mesh: Mesh,
         limits: Limits,
         regime: Regime = PLAIN,
-        prices: Prices | None = None,
+        uses: Sequence[Uses] | None = None,
     ) -> None:
-        """`prices` are those of the cluster and the mesh, where another solver has found some already."""
-        found = arrays(problem, prices or Prices(cluster, mesh), regime)
+        """`uses` are those of the problem, where another solver has found them already."""
+        found = arrays(problem, uses or find_uses(problem, Prices(cluster, mesh)), regime)
         found_moments = moments(problem.blocks, problem.counts, regime)
         sizes = find_bytes(problem, found, regime)
         starts = [Point(moment) for moment in found_moments]

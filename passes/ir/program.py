@@ -10,7 +10,7 @@ It prints as text that a person can read, one op per line:
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from math import prod
 
 import torch
@@ -99,7 +99,7 @@ class Op:
         """The operator itself."""
         return find_overload(self.target)
 
-    @property
+    @cached_property
     def operands(self) -> tuple[str, ...]:
         """Names of the tensors that it reads, in the order of the schema; one that is read twice stands twice."""
         return tuple(references(tuple(self.arguments.values())))

@@ -9,6 +9,7 @@ import numpy as np
 from passes.cost.memory import is_kept, is_resident, layout_bytes, recompute_of, unsharded_bytes
 from passes.ir.choices import Edge, Group, Node, Problem, Strategy
 from passes.ir.layout import I, Layout, Letter, R
+from passes.ir.mesh import Mesh
 from passes.ir.regime import Regime
 from passes.solving.prices import Flags, Floats, Integers, Prices
 
@@ -21,6 +22,26 @@ class EdgeArrays:
     consumer: int
     wanted: Integers
     saved: bool
+
+
+@dataclass(frozen=True)
+class Uses:
+    """Uses of one tensor in one place as they are in any regime: see `GroupArrays`. `forward` and `backward` are the
+    seconds of all occurrences in one micro-batch, `wanted` stands beside `edges`."""
+
+    group: Group
+    producer: int
+    made: Integers
+    edges: Sequence[Edge]
+    wanted: Sequence[Integers]
+    targets: tuple[Layout, ...]
+    forward: Floats
+    backward: Floats
+    source_bytes: Floats
+    target_bytes: Floats
+    same: Flags
+    changes: Integers
+    mesh: Mesh
 
 
 @dataclass(frozen=True)
@@ -127,12 +148,9 @@ class Arrays:
         return total
 
 
-def arrays(problem: Problem, prices: Prices, regime: Regime) -> Arrays:
+def arrays(problem: Problem, uses: Sequence[Uses], regime: Regime) -> Arrays:
     """The arrays of `problem`, in seconds and bytes of a step in `regime`."""
-    by_group: dict[int, list[Edge]] = {}
-    for edge in problem.edges:
-        by_group.setdefault(edge.group, []).append(edge)
-    groups = [_group(problem, number, edges, prices, regime) for number, edges in sorted(by_group.items())]
+    groups = [_group(problem, each, regime) for each in uses]
     costs = [_seconds(problem, node, regime) for node in problem.nodes]
     oddness = [np.array([_oddness(strategy) for strategy in node.strategies]) for node in problem.nodes]
     return Arrays(costs, oddness, groups, _overlaps(problem, regime, groups))
@@ -180,7 +198,15 @@ def _oddness(strategy: Strategy) -> int:
     return sum(method.startswith("P(") or "@" in method for method in strategy.methods)
 
 
-def _group(problem: Problem, number: int, edges: Sequence[Edge], prices: Prices, regime: Regime) -> GroupArrays:
+def find_uses(problem: Problem, prices: Prices) -> list[Uses]:
+    """The uses of every tensor, with what redistributions cost one occurrence after the other."""
+    by_group: dict[int, list[Edge]] = {}
+    for edge in problem.edges:
+        by_group.setdefault(edge.group, []).append(edge)
+    return [_uses(problem, number, edges, prices) for number, edges in sorted(by_group.items())]
+
+
+def _uses(problem: Problem, number: int, edges: Sequence[Edge], prices: Prices) -> Uses:
     group, first = problem.groups[number], edges[0]
     sources: dict[Layout, int] = {}
     targets: dict[Layout, int] = {}
@@ -188,20 +214,39 @@ def _group(problem: Problem, number: int, edges: Sequence[Edge], prices: Prices,
         sources.setdefault(item.results[first.result], len(sources))
         for item in problem.nodes[first.producer].strategies
     ]
-    uses = []
+    wanted = []
     for edge in edges:
         strategies = problem.nodes[edge.consumer].strategies
-        wanted = [targets.setdefault(item.operands[edge.operand], len(targets)) for item in strategies]
-        uses.append(EdgeArrays(edge.consumer, np.array(wanted), is_kept(problem, regime, edge)))
+        wanted.append([targets.setdefault(item.operands[edge.operand], len(targets)) for item in strategies])
     forward, backward = (part * group.count for part in prices.matrices(group, list(sources), list(targets)))
-    resident = is_resident(problem, regime, problem.nodes[first.producer])
-    source_bytes = np.array([layout_bytes(group, layout, prices.mesh) for layout in sources])
-    target_bytes = np.array([layout_bytes(group, layout, prices.mesh) for layout in targets])
     numbers: dict[Layout, int] = {}
-    same = _tensors(list(sources), numbers)[:, None] == _tensors(list(targets), numbers)
+    return Uses(
+        group,
+        first.producer,
+        np.array(made),
+        edges,
+        [np.array(each) for each in wanted],
+        tuple(targets),
+        forward,
+        backward,
+        np.array([layout_bytes(group, layout, prices.mesh) for layout in sources]),
+        np.array([layout_bytes(group, layout, prices.mesh) for layout in targets]),
+        _tensors(list(sources), numbers)[:, None] == _tensors(list(targets), numbers),
+        _changes(list(sources), list(targets)),
+        prices.mesh,
+    )
+
+
+def _group(problem: Problem, uses: Uses, regime: Regime) -> GroupArrays:
+    group, forward, backward, same = uses.group, uses.forward, uses.backward, uses.same
+    edges = [
+        EdgeArrays(edge.consumer, wanted, is_kept(problem, regime, edge))
+        for edge, wanted in zip(uses.edges, uses.wanted, strict=True)
+    ]
     full = group.inside and recompute_of(problem, regime, group.block) == "full"
     none = np.zeros_like(forward)
     held = none
+    target_bytes = uses.target_bytes
     times = regime.micro_batches
     if group.parameter:
         # Of all copies' traffic that of one is never hidden; see `cost.step`.
@@ -211,25 +256,27 @@ def _group(problem: Problem, number: int, edges: Sequence[Edge], prices: Prices,
         seconds = part * (gathers * forward + reductions * backward)
         if full and not regime.gather_once:
             seconds = seconds + times * part * forward
-        held = np.where(same, 0.0, [unsharded_bytes(group, layout, prices.mesh, regime) for layout in targets])
+        unsharded = [unsharded_bytes(group, layout, uses.mesh, regime) for layout in uses.targets]
+        held = np.where(same, 0.0, unsharded)
         target_bytes = target_bytes * (not regime.gather_once)
         gather, reduce = forward, backward
     else:
         again = times * forward
         seconds = times * (forward * (1 + full) + backward)
         gather = reduce = none
+    resident = is_resident(problem, regime, problem.nodes[uses.producer])
     return GroupArrays(
         group,
-        first.producer,
-        np.array(made),
-        uses,
-        tuple(targets),
+        uses.producer,
+        uses.made,
+        edges,
+        uses.targets,
         seconds,
         again,
-        np.zeros(len(sources)) if resident else source_bytes,
+        np.zeros_like(uses.source_bytes) if resident else uses.source_bytes,
         target_bytes,
         same,
-        _changes(list(sources), list(targets)),
+        uses.changes,
         held,
         gather,
         reduce,
