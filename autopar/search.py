@@ -45,7 +45,7 @@ _AXES = 4
 _MORE = (2, 4, 8, 16, 32, 64)
 # Gaps are closed for so many seconds in all, and each for at least so many.
 PATIENCE = 10.0
-_LEAST = 2.0
+_LEAST = 5.0
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,14 @@ class Tried:
         return self.solver.bound
 
     @property
+    def key(self) -> tuple[object, ...]:
+        """What tells it from others: the mesh, the regime, and whether memory is limited."""
+        regime = self.solver.regime
+        again = tuple(regime.recompute.items())
+        is_limited = self.solver.limits.memory < float("inf")
+        return self.mesh, regime.micro_batches, again, regime.gather_once, regime.reduce_once, is_limited
+
+    @property
     def problem(self) -> Problem:
         """What is left to choose."""
         return self.solver.instance.problem
@@ -83,7 +91,8 @@ class Search:
 
     `tried` is all that may have the best choice in it, `found` the best one that fits so far, and `cutoff` its seconds.
     `memory` is what is left of the limit for what the search counts, where that is less. The rest is what was found out
-    on the way: `problems` by mesh and number of micro-batches, and what no mesh with one more axis can be below.
+    on the way: `problems` by mesh and number of micro-batches, and what no way to run can be below, `refined` for
+    meshes with one more axis.
     """
 
     program: Program
@@ -99,6 +108,7 @@ class Search:
     prices: dict[Mesh, Prices] = field(default_factory=dict)
     uses: dict[int, tuple[Problem, Sequence[Uses]]] = field(default_factory=dict)
     problems: dict[tuple[Mesh, int], tuple[Problem, Demands]] = field(default_factory=dict)
+    bounds: dict[tuple[object, ...], float] = field(default_factory=dict)
     refined: dict[Mesh, float] = field(default_factory=dict)
 
     @property
@@ -167,8 +177,10 @@ class Search:
                     self.problems[mesh, count] = self.problem(mesh, part)
                 problem, demands = self.problems[mesh, count]
                 free = Tried(mesh, part, demands, self._free(problem, mesh, count, part.folded))
-                self.clock("solve", partial(free.solver.estimate, self.cutoff))
-                waiting.append((free, counts))
+                if self._may_be_better(free):
+                    self.clock("solve", partial(free.solver.estimate, self.cutoff))
+                    self.bounds[free.key] = free.bound
+                    waiting.append((free, counts))
 
         for mesh in meshes:
             wait(mesh, self._counts())
@@ -187,7 +199,10 @@ class Search:
     def _try_limited(self, tried: Tried) -> None:
         for regime in self._regimes(tried.solver.regime.micro_batches, tried.part.folded):
             solver = self._solver(tried.problem, tried.mesh, self._limits, regime)
-            self._estimate(replace(tried, solver=solver))
+            limited = replace(tried, solver=solver)
+            if self._may_be_better(limited):
+                self._estimate(limited)
+                self.bounds[limited.key] = limited.bound
 
     def _try_finer(self, parent: Tried, solution: Solution, mesh: Mesh, origins: Sequence[int | None]) -> None:
         offers = {}
@@ -202,6 +217,12 @@ class Search:
         tried = Tried(mesh, parent.part, demands, solver)
         self._estimate(tried)
         self.refined[mesh] = tried.bound
+
+    def _may_be_better(self, tried: Tried) -> bool:
+        """Whether nothing that was found with as much memory or more tells that it is no better than what is known, and
+        it is not being looked at already."""
+        is_known = any(tried.key == other.key for other in self.tried)
+        return not is_known and self.bounds.get(tried.key, 0.0) < self.cutoff * (1 - PROVEN)
 
     def _closed(self) -> tuple[Tried, Solution] | None:
         """The best of all that was tried: gaps are closed where something better may be in them."""
@@ -252,6 +273,7 @@ class Search:
             self.clock("solve", partial(tried.solver.estimate, self.cutoff))
         except InfeasibleError as error:
             self.errors.append(error)
+            tried.solver.bound = float("inf")
             return
         if tried.bound < self.cutoff * (1 - PROVEN):
             self.tried.append(tried)

@@ -33,8 +33,10 @@ PROVEN = 1e-6
 # So often prices are tried before branching, and before it is asked whether any choice fits.
 ROUNDS = 30
 TRIES = 6
+# Prices rise until the bytes of the limit are so many times as dear as the step.
+DEAREST = 1e4
 # Seconds for the best choice at one price.
-QUICK = 5.0
+QUICK = 2.0
 # An integer program first looks for what is at most so much above the bound; where nothing is known yet, then for this
 # many times as much, and from so much on for anything.
 FIRST = 1e-3
@@ -153,10 +155,9 @@ class Solver:
 
     def _at(self, branch: Branch, weights: Weights) -> Found:
         """The best choice of a branch at these prices."""
-        patience = QUICK if any(weights.bytes) else PATIENCE
         # What is far from closed is not made exact.
-        gap = GAP if np.isinf(branch.bound) else COARSE * min(1.0, self.known / branch.bound - 1)
-        found = self.instance.at(weights, branch.alive, patience, self.known, max(GAP, gap))
+        gap = COARSE * min(0.1, self.known / branch.bound - 1) if branch.bound > 0 else GAP
+        found = self.instance.at(weights, branch.alive, QUICK, self.known, max(GAP, gap))
         solution = self.instance.solution(found.picks, found.again)
         self._consider(solution)
         if not branch.found or found.bound >= branch.bound:
@@ -177,10 +178,10 @@ class Solver:
             weights, most, branch.mixture = self.dual.next(branch.found)
             if not self._may_be_better(branch.bound):
                 return
-            if self.best is None and number == TRIES:
+            if self.known == np.inf and number == TRIES:
                 solution = self.instance.solution(branch.found[-1].picks, branch.found[-1].again)
                 refuse_if_impossible(self.instance, self.instance.peak(solution), QUICK)
-            at_the_end = self.dual.at_the_end(weights) and self.best is None
+            at_the_end = self.dual.at_the_end(weights) and self.best is None and self.dual.highest < DEAREST
             if at_the_end:
                 self.dual.highest *= 4
             elif most <= branch.bound + enough:

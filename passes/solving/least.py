@@ -5,7 +5,7 @@ from dataclasses import replace
 from passes.cost.memory import MemoryUse, Moment
 from passes.solving.instance import Instance
 from passes.solving.limits import infeasible
-from passes.solving.memory import Point, Weights, made_again
+from passes.solving.memory import ROUNDING, Point, Weights, made_again
 from passes.solving.optimum import optimum
 
 
@@ -24,7 +24,8 @@ def refuse_if_impossible(instance: Instance, where: Point, patience: float) -> N
     bytes = [scale if point == where else 0.0 for point in instance.points]
     weights = Weights(1e-9, bytes, [0.0] * len(instance.arrays.overlaps))
     picks, least = optimum(instance.priced(weights), patience)
-    if least / scale > limit:
+    # Seconds and ties weigh a little, too.
+    if least / scale > limit * (1 + ROUNDING):
         again = made_again(instance.arrays, instance.bytes, picks, instance.points, weights)
         raise infeasible(instance.limits, instance.use(instance.solution(picks, again)))
 
