@@ -2,7 +2,7 @@
 
 import contextlib
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, product
 from math import prod
@@ -14,7 +14,7 @@ from passes.candidates import Setting, candidates
 from passes.capture import Tracing, capture
 from passes.constrain import Constraints, constrain
 from passes.cost.cluster import CLUSTERS, Cluster
-from passes.cost.memory import memory_use, same_tensor
+from passes.cost.memory import is_kept, memory_use, same_tensor
 from passes.cost.walk import Optimizer, walk
 from passes.ir.choices import Node, Problem, Solution
 from passes.ir.layout import Layout
@@ -54,21 +54,26 @@ class Planning:
         """The memory of a solution."""
         return memory_use(self.problem, solution, STATES, self.mesh).peak
 
-    def changed_and_kept(self, picks: tuple[int, ...]) -> list[tuple[int, Layout]]:
-        """The redistributions whose result autograd keeps under `picks`, so that they could be made again instead."""
+    def with_picks(self, picks: Sequence[int]) -> Solution:
+        """The solution with these strategies, in which nothing is made again."""
+        return Solution(tuple(picks), frozenset(), 0.0, 0.0)
+
+    def changed_and_kept(self, picks: tuple[int, ...], regime: Regime = PLAIN) -> list[tuple[int, Layout]]:
+        """The redistributions whose result has to be there in the backward pass under `picks`, so that they could be
+        made again instead."""
         chosen = Solution(picks, frozenset(), 0.0, 0.0)
         found: dict[tuple[int, Layout], None] = {}
         for edge in self.problem.edges:
             before = chosen.strategy(self.problem, edge.producer).results[edge.result]
             after = chosen.strategy(self.problem, edge.consumer).operands[edge.operand]
-            if edge.saved and not same_tensor(before, after):
+            if is_kept(self.problem, regime, edge) and not same_tensor(before, after):
                 found[edge.group, after] = None
         return list(found)
 
     def choices(self, again: bool, regime: Regime = PLAIN) -> Iterator[Solution]:
         """Every solution in a regime; with `again` in every way to make redistributions again."""
         for picks in product(*(range(len(node.strategies)) for node in self.problem.nodes)):
-            redone = self.changed_and_kept(picks) if again else []
+            redone = self.changed_and_kept(picks, regime) if again else []
             for count in range(len(redone) + 1):
                 for chosen in combinations(redone, count):
                     yield Solution(picks, frozenset(chosen), 0.0, 0.0, regime)

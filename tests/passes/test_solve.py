@@ -102,6 +102,15 @@ def test_solver_equals_brute_force_in_storing_parameters(seed: int) -> None:
     _against_all(case, traveling_regime(case, seed))
 
 
+@pytest.mark.parametrize("seed", [103, 302, 306, 601, 605])
+def test_branches_find_the_best(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same where all that is open is branched over, down to choices that differ in nothing that counts."""
+    monkeypatch.setattr("passes.solve.SMALL", 0)
+    monkeypatch.setattr("passes.solve.FIRST", 1e-12)
+    case = _small(random_planning(seed, blocks=2 + seed % 2), seed, stored=seed % 3)
+    _against_all(case, traveling_regime(case, seed) if seed > 600 else random_regime(case, seed))
+
+
 def test_too_little_memory_is_refused() -> None:
     """A limit below the smallest choice is refused with what is missing and what takes most."""
     case = _small(random_planning(100), 0)

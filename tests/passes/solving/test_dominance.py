@@ -1,0 +1,52 @@
+"""Sources that are never better than another one."""
+
+import random
+
+import numpy as np
+import pytest
+
+from passes.ir.regime import PLAIN
+from passes.solving.arrays import arrays, find_uses
+from passes.solving.dominance import undominated
+from passes.solving.memory import find_bytes
+from passes.solving.prices import Prices
+from tests.passes.planning import Planning, random_planning
+
+
+def _left(case: Planning, choose: random.Random) -> tuple[dict[int, np.ndarray], dict[int, np.ndarray]]:
+    """All strategies of every node, of ops two at most, and those that are left."""
+    found = arrays(case.problem, find_uses(case.problem, Prices(case.cluster, case.mesh)), PLAIN)
+    every = {node: np.arange(len(costs)) for node, costs in enumerate(found.costs)}
+    for node, labels in every.items():
+        if case.problem.nodes[node].kind == "op":
+            every[node] = np.sort(choose.sample(labels.tolist(), min(2, len(labels))))
+    return every, undominated(found, find_bytes(case.problem, found, PLAIN), every)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_what_is_dropped_is_never_needed(seed: int) -> None:
+    """Whatever other nodes do, one of the strategies that are left takes no more seconds and no more bytes."""
+    case = random_planning(seed)
+    choose = random.Random(seed)
+    every, left = _left(case, choose)
+    dropped = [(node, pick) for node in every for pick in every[node] if pick not in left[node]]
+    assert dropped
+    for node, pick in choose.sample(dropped, min(12, len(dropped))):
+        picks = [int(choose.choice(labels)) for labels in every.values()]
+        picks[node] = int(pick)
+        worse = case.with_picks(picks)
+        others = [case.with_picks([*picks[:node], int(other), *picks[node + 1 :]]) for other in left[node]]
+        assert any(
+            case.seconds(other) <= case.seconds(worse) * (1 + 1e-9) and case.peak(other) <= case.peak(worse)
+            for other in others
+        )
+
+
+def test_what_ops_may_do_stays() -> None:
+    """Only sources are looked at: whether an op is better depends on what is around it."""
+    case = random_planning(0)
+    every, left = _left(case, random.Random(0))
+    for node, labels in every.items():
+        if case.problem.nodes[node].kind == "op":
+            assert left[node].tolist() == labels.tolist()
+        assert len(left[node])
