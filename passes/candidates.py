@@ -476,15 +476,20 @@ class _Builder:
         found: set[tuple[str, int]] = set()
         for region in self.folded.regions:
             placed = [item for item in self.placed if item.region is region]
+            light = {item.op.results[0]: self.nodes[self.index[item.op.key]].light for item in placed}
             views = {item.op.results[0] for item in placed if is_view(item.rule, False)}
+            # What is made again, or is of what is, need not be there before.
+            passed = views | {name for name, cheap in light.items() if all(cheap)}
             wanted: set[str] = set()
             for item in reversed(placed):
                 saved = _saved_of(item, self)
-                cheap = any(self.nodes[self.index[item.op.key]].light)
+                cheap = any(light[item.op.results[0]])
                 again = cheap and any(kept.result or kept.copy for kept in saved)
                 if again or ((cheap or item.op.results[0] in views) and not wanted.isdisjoint(item.op.results)):
                     wanted.update(item.op.operands)
-                    found.update((item.op.key, slot) for slot, name in enumerate(item.op.operands) if name not in views)
+                    found.update(
+                        (item.op.key, slot) for slot, name in enumerate(item.op.operands) if name not in passed
+                    )
                 wanted.update(item.op.operands[kept.index] for kept in saved if not kept.result)
         return found
 
