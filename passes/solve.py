@@ -260,8 +260,8 @@ class Solver:
             self._consider(solution)
             more = self.rows = broken_rows(self.instance, rows, solution, branch.weights)
             if more == rows:
-                if self._may_be_better(bound) and bound < aim * (1 - PROVEN):
-                    # The program was not solved to its end.
+                # Programs are solved up to PROVEN, and rounding and ties take a little of a bound.
+                if bound < min(aim, self.known) * (1 - 3 * PROVEN):
                     raise OutOfTimeError
                 return
             rows = more
