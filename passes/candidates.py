@@ -4,7 +4,7 @@ For every op the strategies that its rule allows and that divide, with their pri
 the layouts that they may have; and who reads what from whom.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from math import prod
@@ -18,12 +18,14 @@ from passes.ir.choices import Cover, Edge, Group, Memory, Node, Problem, Strateg
 from passes.ir.demands import Demand, Demands
 from passes.ir.errors import ConstraintError
 from passes.ir.figures import as_float
-from passes.ir.layout import I, Layout, Letter, R, S, Shape, digits, fits, is_dtensor, local_shape
+from passes.ir.layout import I, Layout, Letter, R, fits, is_dtensor, local_shape
 from passes.ir.mesh import Mesh
-from passes.ir.program import Folded, Op, Region, dependents, references
-from passes.rules import find_rule
-from passes.rules.cheap import is_cheap, is_view, with_viewed
-from passes.rules.rule import Rule, Saved
+from passes.ir.program import Folded, Region, dependents, references
+from passes.proposing.demanded import meeting
+from passes.proposing.kept import handed_on, kept_by, uses_remade
+from passes.proposing.places import Placed, place
+from passes.proposing.storage import storage
+from passes.rules.cheap import is_cheap
 from passes.rules.strategies import Digit, Offer, Subject, named_choices, op_strategies, subject
 from passes.rules.strides import strided
 from passes.rules.travel import travel
@@ -54,20 +56,6 @@ def candidates(folded: Folded, demands: Demands, setting: Setting) -> Problem:
     return _Builder(folded, demands, setting).build()
 
 
-@dataclass(frozen=True)
-class _Placed:
-    """An op, where it stands (block 0, 1, …: before, inside and after each region), and how often."""
-
-    op: Op
-    rule: Rule | None
-    block: int
-    region: Region | None
-
-    @property
-    def count(self) -> int:
-        return self.region.count if self.region else 1
-
-
 @dataclass
 class _Builder:
     folded: Folded
@@ -85,7 +73,7 @@ class _Builder:
         self.types = folded.types
         self.flowing = folded.flowing
         self.fused = joined(folded)
-        self.placed, self.blocks = _place(folded)
+        self.placed, self.blocks = place(folded)
         self.parameters = {item.name: (item.trainable, 1) for item in program.parameters}
         self.fixed = {item.name for item in program.buffers} | set(program.constants)
         trainable = {item.name for item in program.parameters if item.trainable}
@@ -100,7 +88,8 @@ class _Builder:
         self.digits, self.letters = self._travel()
         self.producers: dict[str, tuple[int, int]] = {}
         self.followed: dict[Demand, bool] = {}
-        self.handed_on = self._handed_on()
+        self.saved = {item.op.key: kept_by(self._subject(item)) for item in self.placed}
+        self.handed_on = handed_on(folded, self.placed, self.strided)
         self._inputs()
         self._fixed()
         self._ops()
@@ -117,21 +106,6 @@ class _Builder:
                 region.ops, self.types, self.flowing, cluster, mesh.size, region.count, self.fused
             )
         return Problem(self.nodes, self.edges, self.groups, self.blocks, counts, self.index, covers)
-
-    def _handed_on(self) -> set[str]:
-        """What copies of regions give, and what that is a view of: were it not kept, the last copy would be made from
-        the first."""
-        given = {carry.next for region in self.folded.regions for carry in region.carries}
-        given |= {export.value for region in self.folded.regions for export in region.exports}
-        inside = (placed for placed in reversed(self.placed) if placed.region)
-        return with_viewed(
-            given,
-            (
-                (placed.op.results, placed.op.operands)
-                for placed in inside
-                if is_view(placed.rule, placed.op.kind == "reshape" and placed.op.operands[0] in self.strided)
-            ),
-        )
 
     # --- what may be split where ---
 
@@ -155,7 +129,7 @@ class _Builder:
             op = placed.op
             for slot, name in enumerate(op.operands):
                 places = [self.demands.at("in", op.results[0], str(slot)), self.demands.at("used", self._real(name))]
-                for demand in (demand for place in places for demand in place.items()):
+                for demand in (demand for each in places for demand in each.items()):
                     self._offer(offered, name, demand, size)
             for index, name in enumerate(op.results):
                 for demand in self.demands.at("out", op.results[0], str(index)).items():
@@ -257,9 +231,12 @@ class _Builder:
         for position, placed in enumerate(self.placed):
             self._op(position, placed)
 
-    def _op(self, position: int, placed: _Placed) -> None:
+    def _subject(self, placed: Placed) -> Subject:
+        return subject(placed.op, placed.rule, self.types, self.flowing, set(self.parameters), self.strided)
+
+    def _op(self, position: int, placed: Placed) -> None:
         op, mesh, cluster = placed.op, self.setting.mesh, self.setting.cluster
-        about = subject(op, placed.rule, self.types, self.flowing, set(self.parameters), self.strided)
+        about = self._subject(placed)
         whole = Strategy(
             ("R",) * len(mesh.sizes),
             ((R,) * len(mesh.sizes),) * len(op.operands),
@@ -269,9 +246,10 @@ class _Builder:
             strategies = [whole]
         else:
             digits = {size: found[position] for size, found in self.digits.items()}
-            strategies = self._demand(about, op_strategies(about, digits, mesh, self.setting.offers.get(op.key)))
+            strategies = op_strategies(about, digits, mesh, self.setting.offers.get(op.key))
+            strategies = meeting(about, strategies, self.demands, self._real, mesh, self.followed)
         seconds, forwards, memory, kept, light = [], [], [], [], []
-        fused = self.fused.get(op.results[0]) if op.results else None
+        fused = self.fused.get(op.results[0])
         for strategy in strategies:
             choices = named_choices(about, strategy.methods, mesh)
             assert choices is not None
@@ -288,7 +266,7 @@ class _Builder:
             )
             memory.append(Memory(transient=results + operands))
             kept.append(placed.count * results)
-        saved = _saved(about)
+        saved = self.saved[op.key]
         copies = [
             sum(self._bytes(op.operands[item.index], strategy.operands[item.index]) for item in saved if item.copy)
             for strategy in strategies
@@ -319,37 +297,6 @@ class _Builder:
         touched = sum(type.bytes for type in (*about.operands, *about.results))
         return touched / self.setting.cluster.device.bandwidth <= self.setting.cluster.device.launch
 
-    def _demand(self, about: Subject, strategies: list[Strategy]) -> list[Strategy]:
-        """Keep the strategies that meet what is demanded of an op and of the parameters it uses."""
-        op, first = about.op, about.op.results[0]
-
-        def keep(demand: Demand, axis: int, met: Iterable[bool]) -> list[Strategy]:
-            kept = [strategy for strategy, good in zip(strategies, met, strict=True) if good]
-            if not kept:
-                raise ConstraintError(
-                    f"constraint {demand.pattern!r}, {demand.what} {demand.letter or demand.method} on axis "
-                    f"{self.setting.mesh.names[axis]!r} cannot be met at {op.key}: no strategy has it "
-                    "together with the other constraints"
-                )
-            return kept
-
-        for axis, demand in self.demands.at("method", first).items():
-            strategies = keep(demand, axis, (strategy.methods[axis] == demand.method for strategy in strategies))
-        for axis, demand in self.demands.at("method within", first).items():
-            following = [strategy for strategy in strategies if strategy.methods[axis] == demand.method]
-            strategies = following or strategies
-            self.followed[demand] = self.followed.get(demand, False) or bool(following)
-        for slot, name in enumerate(op.operands):
-            wanted = {**self.demands.at("used", self._real(name)), **self.demands.at("in", first, str(slot))}
-            for axis, demand in wanted.items():
-                letter = _meant(demand, about.flowing_operands[slot])
-                strategies = keep(demand, axis, (strategy.operands[slot][axis] == letter for strategy in strategies))
-        for number in range(len(op.results)):
-            for axis, demand in self.demands.at("out", first, str(number)).items():
-                letter = _meant(demand, about.flowing_results[number])
-                strategies = keep(demand, axis, (strategy.results[number][axis] == letter for strategy in strategies))
-        return strategies
-
     def _refuse_unfollowed(self) -> None:
         """Raise where no op of a module can follow the method that is demanded of it."""
         for demand, followed in self.followed.items():
@@ -373,37 +320,14 @@ class _Builder:
         for name, (trainable, count) in self.parameters.items():
             if name in owned:
                 continue
-            layouts = self._storage(name, uses.get(name, set()), trainable)
+            demanded = self.demands.at("stored", self._real(name))
+            layouts = storage(
+                name, self.types[name].shape, uses.get(name, set()), trainable, demanded, self.setting.mesh
+            )
             updated = trainable and name in uses
             seconds = tuple(count * self._update_seconds(name, layout) if updated else 0.0 for layout in layouts)
             memory = tuple(self._parameter_memory(name, layout, updated, count) for layout in layouts)
             self._source(name, "parameter", layouts, seconds, memory, blocks.get(name, 0), count)
-
-    def _storage(self, name: str, uses: set[Layout], trainable: bool) -> list[Layout]:
-        """The layouts that a parameter may be stored in."""
-        mesh, shape = self.setting.mesh, self.types[name].shape
-        whole = I if trainable else R
-        demanded = self.demands.at("stored", self._real(name))
-        found: dict[Layout, None] = {}
-        for used in [(whole,) * len(mesh.sizes), *sorted(uses)]:
-            base = tuple(letter if letter.kind == "S" else whole for letter in used)
-            for axis, demand in demanded.items():
-                base = (*base[:axis], _meant(demand, trainable), *base[axis + 1 :])
-            if fits(shape, base, mesh):
-                _split_further(base, shape, mesh, found)
-        layouts = [
-            layout
-            for layout in found
-            if is_dtensor(layout, mesh)
-            and all(layout[axis] == _meant(demand, trainable) for axis, demand in demanded.items())
-        ]
-        if not layouts:
-            demand = next(iter(demanded.values()))
-            raise ConstraintError(
-                f"constraint {demand.pattern!r}, stored {demand.letter} on axis {mesh.names[demand.axis]!r} cannot be "
-                f"met for {name} of shape {list(shape)}: the split does not divide, or collides with another"
-            )
-        return layouts
 
     def _stored_itemsize(self, name: str) -> int:
         return (self.setting.master or self.types[name].dtype).itemsize
@@ -444,10 +368,11 @@ class _Builder:
             for export in region.exports:
                 exported.update({name: (region, export.value) for name in export.names if name})
         self.exported = exported
-        remade = self._remade()
+        light = {key: self.nodes[index].light for key, index in self.index.items()}
+        remade = {use for region in self.folded.regions for use in uses_remade(self._inside(region), self.saved, light)}
         for placed in self.placed:
             consumer = self.index[placed.op.key]
-            kept = {item.index for item in _saved_of(placed, self) if not item.result and not item.copy}
+            kept = {item.index for item in self.saved[placed.op.key] if not item.result and not item.copy}
             for slot, name in enumerate(placed.op.operands):
                 if name in self.parameters:
                     group = self._group(
@@ -470,28 +395,8 @@ class _Builder:
                 group = self._group(("carry", carry.argument), carry.next, region.count - 1, block, False)
                 self._edge(carry.next, consumer, 0, group, False)
 
-    def _remade(self) -> set[tuple[str, int]]:
-        """Uses (op, operand) of what has to be there when the backward pass makes again what is cheap. Of a view it is
-        what is viewed."""
-        found: set[tuple[str, int]] = set()
-        for region in self.folded.regions:
-            placed = [item for item in self.placed if item.region is region]
-            light = {item.op.results[0]: self.nodes[self.index[item.op.key]].light for item in placed}
-            views = {item.op.results[0] for item in placed if is_view(item.rule, False)}
-            # What is made again, or is of what is, need not be there before.
-            passed = views | {name for name, cheap in light.items() if all(cheap)}
-            wanted: set[str] = set()
-            for item in reversed(placed):
-                saved = _saved_of(item, self)
-                cheap = any(light[item.op.results[0]])
-                again = cheap and any(kept.result or kept.copy for kept in saved)
-                if again or ((cheap or item.op.results[0] in views) and not wanted.isdisjoint(item.op.results)):
-                    wanted.update(item.op.operands)
-                    found.update(
-                        (item.op.key, slot) for slot, name in enumerate(item.op.operands) if name not in passed
-                    )
-                wanted.update(item.op.operands[kept.index] for kept in saved if not kept.result)
-        return found
+    def _inside(self, region: Region) -> list[Placed]:
+        return [placed for placed in self.placed if placed.region is region]
 
     def _edge(self, name: str, consumer: int, slot: int, group: int, saved: bool, remade: bool = False) -> None:
         producer, result = self.producers[self.exported[name][1] if name in self.exported else name]
@@ -528,60 +433,6 @@ class _Builder:
         self.edges.append(Edge(producer, result, node, 0, group, False))
 
 
-def _place(folded: Folded) -> tuple[list[_Placed], list[str]]:
-    """All ops with their blocks, and the names of the blocks."""
-    placed: list[_Placed] = []
-    blocks = ["before"]
-    for item in folded.items:
-        if isinstance(item, Region):
-            blocks += [item.name, f"after {item.name}"]
-            placed += [_Placed(op, find_rule(op, folded.types), len(blocks) - 2, item) for op in item.ops]
-        else:
-            placed.append(_Placed(item, find_rule(item, folded.types), len(blocks) - 1, None))
-    return placed, blocks
-
-
-def _saved(about: Subject) -> list[Saved]:
-    """What autograd keeps for an op; of one without a rule everything, to be safe."""
-    if not about.flows:
-        return []
-    if about.rule is None:
-        every = [Saved(slot) for slot in range(len(about.operands))]
-        return [*every, Saved(0, result=True)]
-    return [
-        item
-        for item in about.rule.saved
-        if not item.needed_by or any(about.flowing_operands[slot] for slot in item.needed_by)
-    ]
-
-
-def _saved_of(placed: _Placed, builder: _Builder) -> list[Saved]:
-    return _saved(subject(placed.op, placed.rule, builder.types, builder.flowing, set(builder.parameters), set()))
-
-
 def letter_token(letter: Letter) -> str:
     """A letter in an offer: a split by its dim alone."""
     return f"S({letter.dim})" if letter.kind == "S" else letter.kind
-
-
-def _meant(demand: Demand, flows: bool) -> Letter:
-    """The letter that is demanded: without a gradient R and I are the same."""
-    assert demand.letter is not None, "only demands of a method have no letter"
-    return R if demand.letter == I and not flows else demand.letter
-
-
-def _split_further(base: Layout, shape: Shape, mesh: Mesh, found: dict[Layout, None]) -> None:
-    """Add to `found` what it lacks of `base`, and `base` with axes that do not split it splitting the least significant
-    part of some dim."""
-    if base in found:
-        return
-    found[base] = None
-    for axis, letter in enumerate(base):
-        if letter.kind == "S" or mesh.sizes[axis] == 1:
-            continue
-        for dim in range(len(shape)):
-            taken = digits(base, dim, mesh)
-            major = taken[-1][0] * taken[-1][1] if taken else 1
-            layout = (*base[:axis], S(dim, major), *base[axis + 1 :])
-            if fits(shape, layout, mesh):
-                _split_further(layout, shape, mesh, found)

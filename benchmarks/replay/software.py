@@ -67,8 +67,8 @@ _BLOOM = replace(
 # Pattern in the source -> its software, where it is not as Megatron-LM is today. FlashAttention is of June 2022 (arXiv
 # 2205.14135), sequence parallelism of May 2022 (arXiv 2205.05198, which has dropout in its formulas). Megatron scatters
 # what stages send (Narayanan et al. 2021, section 4.1), DeepSpeed does not; it reduces and gathers in buckets of 5e8
-# elements. Its ZeRO-3 gathered parameter by parameter until the summer of 2021, and synchronized with each (DeepSpeed
-# pull request 1188, issue 1069). Megatron has products add gradients since 2022. Torchtitan compiles its loss since
+# elements. Its ZeRO-3 gathered parameter by parameter until the summer of 2021, and synchronized with each (microsoft/
+# DeepSpeed#1188 and #1069). Megatron has products add gradients since 2022. Torchtitan compiles its loss since
 # 2025; torchtune makes logits in eight chunks. InternEvo's step casts gradients to float32 (`FSDPadaptOptimizer.step`,
 # `HybridZeroOptimizer._step`), and torch's AdamW, which it used unfused before torch 2.1, makes the root of the second
 # moments and what it divides by.

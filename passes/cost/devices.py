@@ -8,8 +8,8 @@ tables of stas00/ml-engineering (compute/accelerator, network, at 744d01e1), the
 not begin at multiples of 16 bytes take three times as long was measured at heads of language models (Netflix on scaling
 post-training, 2026).
 
-A channel of NCCL is a block on one multiprocessor (NVIDIA/nccl issue 689); it has 24 of them in a node with NVSwitch
-(issue 1259) and 16 across nodes (issue 1453).
+A channel of NCCL is a block on one multiprocessor (NVIDIA/nccl#689); it has 24 of them in a node with NVSwitch
+(nccl#1259) and 16 across nodes (nccl#1453).
 
 Recalled from data sheets and papers, not read there: all rates in float32 and float64; multiprocessors; A100-SXM-40GB
 and H100-NVL memory bandwidth; H20 but for its bfloat16 rate; RTX 4090; what attention and streaming reach

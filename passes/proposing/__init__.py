@@ -1,0 +1,1 @@
+"""What candidates consist of: where ops stand, what they keep, what may be stored and what is demanded."""

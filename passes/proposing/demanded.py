@@ -1,0 +1,59 @@
+"""What users demand of ops, and what meets it."""
+
+from collections.abc import Callable, Iterable
+
+from passes.ir.choices import Strategy
+from passes.ir.demands import Demand, Demands
+from passes.ir.errors import ConstraintError
+from passes.ir.layout import I, Letter, R
+from passes.ir.mesh import Mesh
+from passes.rules.strategies import Subject
+
+
+def meant(demand: Demand, flows: bool) -> Letter:
+    """The letter that is demanded: without a gradient R and I are the same."""
+    assert demand.letter is not None, "only demands of a method have no letter"
+    return R if demand.letter == I and not flows else demand.letter
+
+
+def meeting(
+    about: Subject,
+    strategies: list[Strategy],
+    demands: Demands,
+    real: Callable[[str], str],
+    mesh: Mesh,
+    followed: dict[Demand, bool],
+) -> list[Strategy]:
+    """The strategies that meet what is demanded of an op and of the parameters it uses.
+
+    `real` gives the name in the program of what a region calls otherwise. A method that is demanded of a whole module
+    is taken where an op has it, which is noted in `followed`. Raises ConstraintError where no strategy is left.
+    """
+    op, first = about.op, about.op.results[0]
+
+    def keep(demand: Demand, axis: int, met: Iterable[bool]) -> list[Strategy]:
+        kept = [strategy for strategy, good in zip(strategies, met, strict=True) if good]
+        if not kept:
+            raise ConstraintError(
+                f"constraint {demand.pattern!r}, {demand.what} {demand.letter or demand.method} on axis "
+                f"{mesh.names[axis]!r} cannot be met at {op.key}: no strategy has it "
+                "together with the other constraints"
+            )
+        return kept
+
+    for axis, demand in demands.at("method", first).items():
+        strategies = keep(demand, axis, (strategy.methods[axis] == demand.method for strategy in strategies))
+    for axis, demand in demands.at("method within", first).items():
+        following = [strategy for strategy in strategies if strategy.methods[axis] == demand.method]
+        strategies = following or strategies
+        followed[demand] = followed.get(demand, False) or bool(following)
+    for slot, name in enumerate(op.operands):
+        wanted = {**demands.at("used", real(name)), **demands.at("in", first, str(slot))}
+        for axis, demand in wanted.items():
+            letter = meant(demand, about.flowing_operands[slot])
+            strategies = keep(demand, axis, (strategy.operands[slot][axis] == letter for strategy in strategies))
+    for number in range(len(op.results)):
+        for axis, demand in demands.at("out", first, str(number)).items():
+            letter = meant(demand, about.flowing_results[number])
+            strategies = keep(demand, axis, (strategy.results[number][axis] == letter for strategy in strategies))
+    return strategies

@@ -1,0 +1,35 @@
+"""Where the ops of a folded program stand."""
+
+from dataclasses import dataclass
+
+from passes.ir.program import Folded, Op, Region
+from passes.rules import find_rule
+from passes.rules.rule import Rule
+
+
+@dataclass(frozen=True)
+class Placed:
+    """An op, where it stands (block 0, 1, …: before, inside and after each region), and how often."""
+
+    op: Op
+    rule: Rule | None
+    block: int
+    region: Region | None
+
+    @property
+    def count(self) -> int:
+        """How often it runs in a micro-batch."""
+        return self.region.count if self.region else 1
+
+
+def place(folded: Folded) -> tuple[list[Placed], list[str]]:
+    """All ops with their blocks, and the names of the blocks."""
+    placed: list[Placed] = []
+    blocks = ["before"]
+    for item in folded.items:
+        if isinstance(item, Region):
+            blocks += [item.name, f"after {item.name}"]
+            placed += [Placed(op, find_rule(op, folded.types), len(blocks) - 2, item) for op in item.ops]
+        else:
+            placed.append(Placed(item, find_rule(item, folded.types), len(blocks) - 1, None))
+    return placed, blocks
