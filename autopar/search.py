@@ -1,22 +1,25 @@
 """What no single integer program decides: the shape of the mesh, how many micro-batches there are, what is computed
 again, and when parameters travel.
 
-Each of these is tried with an integer program of its own, those that promise most first. What cannot be better than
-the best so far is given up as soon as a bound says so: the step without any memory limit bounds all that computes
-something again, and more micro-batches never take less time than fewer do.
+Each of these ways to run has a solver of its own with a bound on what it takes. The one with the lowest bound is
+always gone on with, so that little work goes into what cannot be better than the best so far. The step without any
+memory limit bounds all ways to run as many micro-batches on a mesh, and more micro-batches never take less time than
+fewer do.
 """
 
+import heapq
+import itertools
 import logging
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import product
 
 import torch
 
 from autopar.clock import Clock
 from autopar.meshes import finer, shapes
+from autopar.regimes import free_regime, limited_regimes, micro_batch_counts, regime_text
 from autopar.request import Request
 from passes.candidates import candidates, letter_token
 from passes.constrain import constrain
@@ -26,19 +29,17 @@ from passes.ir.demands import Demands
 from passes.ir.errors import ConstraintError, InfeasibleError, MicroBatchError
 from passes.ir.mesh import Mesh
 from passes.ir.program import Folded, Program
-from passes.ir.regime import RECOMPUTE, Regime
-from passes.micro_batches import MicroBatches, batch_size, micro_batches
-from passes.recompute import check_patterns, levels
+from passes.ir.regime import Regime
+from passes.micro_batches import MicroBatches, micro_batches
+from passes.recompute import check_patterns
 from passes.regions import fold
 from passes.solve import PROVEN, Solver
-from passes.solving.arrays import Uses, find_uses
+from passes.solving.dual import Hint
 from passes.solving.limits import Limits
 from passes.solving.prices import Prices
 
 logger = logging.getLogger("autopar")
 
-# Regions whose levels of recompute are chosen one by one; of more, all get the same.
-_APART = 2
 # A searched mesh has at most so many axes.
 _AXES = 4
 # How many times as many devices are tried when no plan fits.
@@ -73,11 +74,10 @@ class Tried:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """What tells it from others: the mesh, the regime, and whether memory is limited."""
+        """What tells it from others: the mesh and the regime."""
         regime = self.solver.regime
         again = tuple(regime.recompute.items())
-        is_limited = self.solver.limits.memory < float("inf")
-        return self.mesh, regime.micro_batches, again, regime.gather_once, regime.reduce_once, is_limited
+        return self.mesh, regime.micro_batches, again, regime.gather_once, regime.reduce_once
 
     @property
     def problem(self) -> Problem:
@@ -85,14 +85,19 @@ class Tried:
         return self.solver.instance.problem
 
 
+# Looks at more and more of what there is, and gives a bound on what it has not seen yet.
+Looking = Iterator[float]
+
+
 @dataclass
 class Search:
     """The search for one program in training or inference; `refused` says why the batch stays in one piece.
 
-    `tried` is all that may have the best choice in it, `found` the best one that fits so far, and `cutoff` its seconds.
-    `memory` is what is left of the limit for what the search counts, where that is less. The rest is what was found out
-    on the way: `problems` by mesh and number of micro-batches, and what no way to run can be below, `refined` for
-    meshes with one more axis.
+    `waiting` is what may have something better in it, by its bound and its number; `tried` all that may have the best
+    choice in it, `found` the best one that fits so far, and `cutoff` its seconds. `memory` is what is left of the limit
+    for what the search counts, where that is less. The rest is what was found out on the way: what is `free` of limits
+    by mesh and number of micro-batches, what no way to run can be below, `refined` for meshes with one more axis, and a
+    `hint` at what bytes are worth.
     """
 
     program: Program
@@ -103,13 +108,15 @@ class Search:
     memory: float | None = None
     parts: dict[int, Part] = field(default_factory=dict)
     errors: list[InfeasibleError] = field(default_factory=list)
+    waiting: list[tuple[float, int, Looking]] = field(default_factory=list)
+    numbers: Iterator[int] = field(default_factory=itertools.count)
     tried: list[Tried] = field(default_factory=list)
     found: tuple[Tried, Solution] | None = None
     prices: dict[Mesh, Prices] = field(default_factory=dict)
-    uses: dict[int, tuple[Problem, Sequence[Uses]]] = field(default_factory=dict)
-    problems: dict[tuple[Mesh, int], tuple[Problem, Demands]] = field(default_factory=dict)
+    free: dict[tuple[Mesh, int], Tried] = field(default_factory=dict)
     bounds: dict[tuple[object, ...], float] = field(default_factory=dict)
     refined: dict[Mesh, float] = field(default_factory=dict)
+    hint: Hint | None = None
 
     @property
     def cutoff(self) -> float:
@@ -136,12 +143,26 @@ class Search:
             logger.warning("the plan may be up to %.2g%% slower than the best", 100 * (1 - bound / seconds))
         return found
 
+    def within(self, tried: Tried, memory: float) -> tuple[Tried, Solution]:
+        """The best choice that fits `memory` bytes. What was the best one with more is looked at first, so that little
+        else is left to look at.
+
+        Raises InfeasibleError where none fits.
+        """
+        less = replace(self, memory=memory, errors=[], waiting=[], tried=[], found=None)
+        solver = tried.solver.other(less._limits, tried.solver.regime)
+        less._look(less._limited(replace(tried, solver=solver)))
+        return less.best()
+
     # --- meshes ---
 
     def on_all(self) -> tuple[Tried, Solution] | None:
         """The best choice on the mesh that is given, or on any of as many devices where its shape is to be found."""
         request = self.request
-        return self._on_any(request.mesh.size) if request.any_shape else self._on([request.mesh])
+        if request.any_shape:
+            return self._on_any(request.mesh.size)
+        self._try([request.mesh])
+        return self._closed()
 
     def _on_any(self, devices: int) -> tuple[Tried, Solution] | None:
         """The best choice on any mesh of so many devices.
@@ -154,57 +175,70 @@ class Search:
             parent = self.found
             for mesh, origins in finer(parent[0].mesh, self.request.cluster.node_size, _AXES):
                 if self.refined.get(mesh, 0.0) < self.cutoff:
-                    self._try_finer(*parent, mesh, origins)
+                    self._look(self._finer(*parent, mesh, origins))
             if self.found is parent:
                 break
         return self._closed()
 
-    def _on(self, meshes: Sequence[Mesh]) -> tuple[Tried, Solution] | None:
-        """The best choice on any of these meshes; None where none fits."""
-        self._try(meshes)
-        return self._closed()
-
     def _try(self, meshes: Iterable[Mesh]) -> None:
-        """Estimate all ways to run on `meshes`, for more and more micro-batches, those that promise most without any
-        limit first: more micro-batches take no less time, so that it ends where nothing beats what is known."""
-        waiting: list[tuple[Tried, Iterator[int]]] = []
-
-        def wait(mesh: Mesh, counts: Iterator[int]) -> None:
-            count = next(counts, None)
-            part = None if count is None else self.part(count)
-            if count is not None and part is not None:
-                if (mesh, count) not in self.problems:
-                    self.problems[mesh, count] = self.problem(mesh, part)
-                problem, demands = self.problems[mesh, count]
-                free = Tried(mesh, part, demands, self._free(problem, mesh, count, part.folded))
-                if self._may_be_better(free):
-                    self.clock("solve", partial(free.solver.estimate, self.cutoff))
-                    self.bounds[free.key] = free.bound
-                    waiting.append((free, counts))
-
         for mesh in meshes:
-            wait(mesh, self._counts())
-        while waiting:
-            free, counts = min(waiting, key=lambda item: item[0].bound)
-            if free.bound >= self.cutoff * (1 - PROVEN):
+            self._wait(0.0, self._on(mesh))
+        self._go_on()
+
+    def _look(self, looking: Looking) -> None:
+        self._wait(0.0, looking)
+        self._go_on()
+
+    def _wait(self, bound: float, looking: Looking) -> None:
+        heapq.heappush(self.waiting, (bound, next(self.numbers), looking))
+
+    def _go_on(self) -> None:
+        """Go on where the bound is lowest, until nothing that waits can be better than what is known."""
+        while self.waiting:
+            bound, _, looking = heapq.heappop(self.waiting)
+            if bound >= self.cutoff * (1 - PROVEN):
+                self.waiting.clear()
                 return
-            waiting = [item for item in waiting if item[0] is not free]
-            if self._fits(free):
-                self.tried.append(free)
-                self._consider(free)
-            else:
-                self._try_limited(free)
-                wait(free.mesh, counts)
+            following = next(looking, None)
+            if following is not None:
+                self._wait(following, looking)
 
-    def _try_limited(self, tried: Tried) -> None:
-        for regime in self._regimes(tried.solver.regime.micro_batches, tried.part.folded):
-            solver = self._solver(tried.problem, tried.mesh, self._limits, regime)
-            limited = replace(tried, solver=solver)
-            if self._may_be_better(limited):
-                self._estimate(limited)
-                self.bounds[limited.key] = limited.bound
+    def _on(self, mesh: Mesh) -> Looking:
+        """All ways to run on a mesh."""
+        bound = 0.0
+        for count in micro_batch_counts(self.request, self.program):
+            yield bound
+            part = self.part(count)
+            if part is None:
+                return
+            tried = self._free(mesh, part, count)
+            for least in self._estimate(tried):
+                bound = max(bound, least)
+                yield bound
+            bound = max(bound, tried.bound)
+            if self._fits(tried):
+                self._remember(tried)
+                return
+            self._wait_for_limited(tried, bound)
 
-    def _try_finer(self, parent: Tried, solution: Solution, mesh: Mesh, origins: Sequence[int | None]) -> None:
+    def _wait_for_limited(self, tried: Tried, bound: float) -> None:
+        """All ways to run as many micro-batches within the memory wait."""
+        for regime in limited_regimes(self.request, tried.solver.regime.micro_batches, tried.part.folded):
+            limited = replace(tried, solver=tried.solver.other(self._limits, regime))
+            least = max(bound, self.bounds.get(limited.key, 0.0))
+            if all(limited.key != other.key for other in self.tried):
+                self._wait(least, self._limited(limited))
+
+    def _limited(self, tried: Tried) -> Looking:
+        """One way to run within the memory; what is found out about it holds with less memory, too."""
+        for bound in self._estimate(tried):
+            self.bounds[tried.key] = bound
+            yield bound
+        self.hint = tried.solver.hint or self.hint
+        self._remember(tried)
+
+    def _finer(self, parent: Tried, solution: Solution, mesh: Mesh, origins: Sequence[int | None]) -> Looking:
+        """What is done in a choice with one axis cut in two."""
         offers = {}
         for index, node in enumerate(parent.problem.nodes):
             strategy = solution.strategy(parent.problem, index)
@@ -213,35 +247,49 @@ class Search:
                 tokens = [letter_token(letter) for letter in (*strategy.results, *strategy.operands)[0]]
             offers[node.key] = [None if origin is None else frozenset({tokens[origin]}) for origin in origins]
         problem, demands = self.problem(mesh, parent.part, offers)
-        solver = self._solver(problem, mesh, self._limits, solution.regime)
-        tried = Tried(mesh, parent.part, demands, solver)
-        self._estimate(tried)
+        tried = Tried(mesh, parent.part, demands, self._solver(problem, mesh, self._limits, solution.regime))
+        for bound in self._estimate(tried):
+            self.refined[mesh] = bound
+            yield bound
         self.refined[mesh] = tried.bound
+        self._remember(tried)
 
-    def _may_be_better(self, tried: Tried) -> bool:
-        """Whether nothing that was found with as much memory or more tells that it is no better than what is known, and
-        it is not being looked at already."""
-        is_known = any(tried.key == other.key for other in self.tried)
-        return not is_known and self.bounds.get(tried.key, 0.0) < self.cutoff * (1 - PROVEN)
+    def _estimate(self, tried: Tried) -> Looking:
+        """Let a solver raise its bound."""
+        solver = tried.solver
+        try:
+            if not solver.has_begun:
+                self.clock("solve", partial(solver.begin, self.cutoff))
+            goes_on = True
+            while goes_on:
+                self._consider(tried)
+                yield tried.bound
+                goes_on = self.clock("solve", partial(solver.climb, self.cutoff, self.hint))
+        except InfeasibleError as error:
+            self.errors.append(error)
+            solver.bound = float("inf")
+
+    def _remember(self, tried: Tried) -> None:
+        """Remember what may have something better than what is known."""
+        if tried.bound < self.cutoff * (1 - PROVEN):
+            self.tried.append(tried)
+            self._consider(tried)
 
     def _closed(self) -> tuple[Tried, Solution] | None:
         """The best of all that was tried: gaps are closed where something better may be in them."""
-        rest = list(self.tried)
-        self.tried.clear()
         spent = 0.0
         bound = float("inf")
-        while rest:
-            tried = min(rest, key=lambda item: item.bound)
-            rest.remove(tried)
+        while self.tried:
+            tried = min(self.tried, key=lambda item: item.bound)
+            self.tried.remove(tried)
             if tried.solver.bound < self.cutoff * (1 - PROVEN) or self.found is None:
                 start = time.monotonic()
                 self._close(tried, max(_LEAST, PATIENCE - spent))
                 spent += time.monotonic() - start
                 if tried.solver.limits != self._limits and not self._fits(tried):
                     # The best of all does not fit, though another one did.
-                    self._try_limited(tried)
-                    rest += self.tried
-                    self.tried.clear()
+                    self._wait_for_limited(tried, tried.bound)
+                    self._go_on()
                     continue
             bound = min(bound, tried.bound)
         if self.found is None:
@@ -249,35 +297,12 @@ class Search:
         tried, solution = self.found
         return tried, replace(solution, bound=min(bound, solution.seconds))
 
-    def within(self, tried: Tried, memory: float) -> tuple[Tried, Solution]:
-        """The best choice that fits `memory` bytes. What was the best one with more is looked at first, so that little
-        else is left to look at.
-
-        Raises InfeasibleError where none fits.
-        """
-        less = replace(self, memory=memory, errors=[], tried=[], found=None)
-        regime = tried.solver.regime
-        less._estimate(replace(tried, solver=less._solver(tried.problem, tried.mesh, less._limits, regime)))
-        return less.best()
-
-    # --- regimes ---
+    # --- what they are tried on ---
 
     @property
     def _limits(self) -> Limits:
         asked = self.request.memory_limit
         return Limits(asked if self.memory is None else self.memory, self.request.optimizer_states, asked)
-
-    def _estimate(self, tried: Tried) -> None:
-        """Let a solver estimate, and remember it if it may have something better than what is known."""
-        try:
-            self.clock("solve", partial(tried.solver.estimate, self.cutoff))
-        except InfeasibleError as error:
-            self.errors.append(error)
-            tried.solver.bound = float("inf")
-            return
-        if tried.bound < self.cutoff * (1 - PROVEN):
-            self.tried.append(tried)
-            self._consider(tried)
 
     def _close(self, tried: Tried, patience: float) -> None:
         try:
@@ -291,13 +316,6 @@ class Search:
         best = tried.solver.best
         if best is not None and best.seconds < self.cutoff and self._fits(tried):
             self.found = tried, best
-
-    def _counts(self) -> Iterator[int]:
-        if self.request.micro_batches is not None or self.request.objective != "train":
-            yield self.request.micro_batches or 1
-            return
-        batch = batch_size(item.type.shape for item in self.program.inputs)
-        yield from (count for count in range(1, batch + 1) if batch % count == 0)
 
     def part(self, count: int) -> Part | None:
         """The program of one of `count` micro-batches; None where the graph does not show that it may be cut."""
@@ -318,42 +336,24 @@ class Search:
             self.parts[count] = Part(micro, program, self.clock("regions", lambda: fold(program, demands.label)))
         return self.parts[count]
 
-    def _levels(self, folded: Folded) -> Iterator[Mapping[str, str]]:
-        """What may be computed again of each region, what takes least memory first."""
-        if self.request.recompute is not None or self.request.objective != "train":
-            yield levels(folded.regions, self.request.recompute or {})
-            return
-        names = [region.name for region in folded.regions if region.count > 1]
-        if len(names) <= _APART:
-            yield from (dict(zip(names, each, strict=True)) for each in product(RECOMPUTE[::-1], repeat=len(names)))
-        else:
-            yield from (dict.fromkeys(names, level) for level in RECOMPUTE[::-1])
-
-    def _regimes(self, count: int, folded: Folded) -> Iterator[Regime]:
-        """All ways to run so many micro-batches: ZeRO-3, 2 and 1."""
-        travel = [(False, False)] if count == 1 else [(False, False), (True, False), (True, True)]
-        for again in self._levels(folded):
-            yield from (Regime(count, again, *once) for once in travel)
-
-    def _free(self, problem: Problem, mesh: Mesh, count: int, folded: Folded) -> Solver:
-        """A solver without a memory limit: nothing that is not asked for is computed again, and parameters travel
-        once."""
-        again = list(self._levels(folded))[-1]
-        regime = Regime(count, again, count > 1, count > 1)
+    def _free(self, mesh: Mesh, part: Part, count: int) -> Tried:
+        """What takes as much memory as it likes."""
+        regime = free_regime(self.request, count, part.folded)
         limits = Limits(float("inf"), self.request.optimizer_states)
-        return self._solver(problem, mesh, limits, regime)
+        if (mesh, count) not in self.free:
+            problem, demands = self.problem(mesh, part)
+            self.free[mesh, count] = Tried(mesh, part, demands, self._solver(problem, mesh, limits, regime))
+        tried = self.free[mesh, count]
+        if tried.solver.regime != regime:
+            tried = replace(tried, solver=tried.solver.other(limits, regime))
+        return tried
 
     def _solver(self, problem: Problem, mesh: Mesh, limits: Limits, regime: Regime) -> Solver:
-        """A solver that shares its prices with all others for the same mesh, and all but the regime with others for the
-        same problem."""
+        """A solver that shares its prices with all others for the same mesh."""
         cluster = self.request.cluster
         if mesh not in self.prices:
             self.prices[mesh] = Prices(cluster, mesh)
-        if id(problem) not in self.uses:
-            # The problem is kept with them, so that its id stays its own.
-            self.uses[id(problem)] = problem, self.clock("solve", lambda: find_uses(problem, self.prices[mesh]))
-        _, uses = self.uses[id(problem)]
-        return self.clock("solve", lambda: Solver(problem, cluster, mesh, limits, regime, uses))
+        return self.clock("solve", lambda: Solver(problem, cluster, mesh, limits, regime, self.prices[mesh]))
 
     def _fits(self, tried: Tried) -> bool:
         best = tried.solver.best
@@ -401,14 +401,7 @@ class Search:
     def _would_fit(self, request: Request) -> tuple[Tried, Solution] | None:
         """What fits where something else is asked for; parts of the batch are the same for all meshes of these axes."""
         try:
-            return replace(self, request=request, errors=[], tried=[], found=None).on_all()
+            return replace(self, request=request, errors=[], waiting=[], tried=[], found=None).on_all()
         except ConstraintError:
             # The user's constraints cannot be met there.
             return None
-
-
-def regime_text(regime: Regime) -> str:
-    """A regime for people: "4 micro-batches, full recompute of model.layers.*"; nothing for the plain one."""
-    parts = [f"{regime.micro_batches} micro-batches"] if regime.micro_batches > 1 else []
-    parts += [f"{level} recompute of {name}" for name, level in regime.recompute.items() if level != "none"]
-    return ", ".join(parts)

@@ -6,7 +6,7 @@ can then still be best closes the gap.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -17,7 +17,7 @@ from passes.ir.choices import Problem, Solution
 from passes.ir.mesh import Mesh
 from passes.ir.regime import PLAIN, Regime
 from passes.solving.arrays import Uses, arrays, find_uses
-from passes.solving.dual import Dual, Found
+from passes.solving.dual import Dual, Found, Hint, hint_of
 from passes.solving.instance import Instance
 from passes.solving.integer import InfeasibleProgramError, OutOfTimeError
 from passes.solving.least import refuse_if_hopeless, refuse_if_impossible, smallest
@@ -56,7 +56,9 @@ def solve(problem: Problem, cluster: Cluster, mesh: Mesh, limits: Limits, regime
     Raises InfeasibleError where none fits.
     """
     solver = Solver(problem, cluster, mesh, limits, regime)
-    solver.estimate()
+    solver.begin()
+    while solver.climb():
+        pass
     solver.close()
     return solver.solution()
 
@@ -74,10 +76,13 @@ class Solver:
         mesh: Mesh,
         limits: Limits,
         regime: Regime = PLAIN,
+        prices: Prices | None = None,
         uses: Sequence[Uses] | None = None,
     ) -> None:
-        """`uses` are those of the problem, where another solver has found them already."""
-        found = arrays(problem, uses or find_uses(problem, Prices(cluster, mesh)), regime)
+        """`prices` are those of the mesh, and `uses` those of the problem, where they have been found already."""
+        self.cluster = cluster
+        self.uses = uses or find_uses(problem, prices or Prices(cluster, mesh))
+        found = arrays(problem, self.uses, regime)
         found_moments = moments(problem.blocks, problem.counts, regime)
         sizes = find_bytes(problem, found, regime)
         starts = [Point(moment) for moment in found_moments]
@@ -88,7 +93,18 @@ class Solver:
         self.bound = -np.inf
         self.dual = Dual(len(found.overlaps), 0.0)
         self.root: Branch | None = None
+        self.climbing: Iterator[Found] | None = None
         self.rows: Rows | None = None
+
+    def other(self, limits: Limits, regime: Regime) -> "Solver":
+        """A solver for the same problem within other limits, in another regime."""
+        own = self.instance
+        return Solver(own.problem, self.cluster, own.mesh, limits, regime, uses=self.uses)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether there is a bound to raise."""
+        return self.root is not None
 
     @property
     def regime(self) -> Regime:
@@ -105,10 +121,10 @@ class Solver:
         """Whether there may be a better choice than the best one, and than the cutoff."""
         return self._may_be_better(self.bound)
 
-    def estimate(self, cutoff: float = np.inf) -> None:
-        """Raise the bound by prices on bytes and on traffic, and look at the choices that are best at these.
+    def begin(self, cutoff: float = np.inf) -> None:
+        """Find the best choice where bytes cost nothing, and the bound that it gives.
 
-        Raises InfeasibleError where it turns out that none fits.
+        Raises InfeasibleError where it is plain that none fits.
         """
         self.cutoff = cutoff
         refuse_if_hopeless(self.instance)
@@ -116,8 +132,27 @@ class Solver:
         self.root = Branch(self.instance.all_alive, [], -np.inf, start, [])
         first = self._at(self.root, start)
         self.dual.unit = first.seconds / self.limits.memory
-        self._climb(self.root, 1e-8 * abs(self.root.bound))
-        self.bound = self.root.bound
+        self.bound = max(self.bound, self.root.bound)
+
+    def climb(self, cutoff: float = np.inf, hint: Hint | None = None) -> bool:
+        """Raise the bound by other prices on bytes and on traffic, those of `hint` first, and look at the choice that
+        is best at these. Whether more prices are worth a try.
+
+        Raises InfeasibleError where it turns out that none fits.
+        """
+        assert self.root is not None
+        self.cutoff = cutoff
+        if self.climbing is None:
+            is_limited = self.limits.memory < np.inf
+            self.climbing = self._climb(self.root, 1e-8 * abs(self.root.bound), hint if is_limited else None)
+        goes_on = next(self.climbing, None) is not None
+        self.bound = max(self.bound, self.root.bound)
+        return goes_on
+
+    @property
+    def hint(self) -> Hint | None:
+        """The prices that gave the bound, for other solvers; None where all are zero."""
+        return None if self.root is None else hint_of(self.instance.points, self.root.weights)
 
     def close(self, cutoff: float = np.inf, patience: float = PATIENCE) -> None:
         """Close the gap in about `patience` seconds: by an integer program over what is little above the bound, then by
@@ -170,12 +205,15 @@ class Solver:
                 self.instance.points.append(point)
         return found
 
-    def _climb(self, branch: Branch, enough: float) -> None:
-        """Raise the bound of a branch by better prices as long as there is more to gain than `enough` seconds."""
+    def _climb(self, branch: Branch, enough: float, hint: Hint | None = None) -> Iterator[Found]:
+        """Raise the bound of a branch by better prices as long as there is more to gain than `enough` seconds; gives
+        the best choice at each."""
         for number in range(ROUNDS):
             for item in branch.found:
                 self.instance.complete(item)
             weights, most, branch.mixture = self.dual.next(branch.found)
+            if number == 0 and hint is not None and most > branch.bound + enough:
+                weights = self.dual.hinted(hint, self.instance.points)
             if not self._may_be_better(branch.bound):
                 return
             if self.known == np.inf and number == TRIES:
@@ -189,6 +227,7 @@ class Solver:
             known = {(item.picks, item.again) for item in branch.found}
             points = len(self.instance.points)
             item = self._at(branch, weights)
+            yield item
             is_new = (item.picks, item.again) not in known or len(self.instance.points) > points
             if not is_new and not at_the_end:
                 return
@@ -235,7 +274,8 @@ class Solver:
                 part.found = [item for item in branch.found if part.holds(item)]
                 if not part.found:
                     self._at(part, branch.weights)
-                self._climb(part, ENOUGH * (self.known - part.bound))
+                for _ in self._climb(part, ENOUGH * (self.known - part.bound)):
+                    pass
                 if self._may_be_better(part.bound):
                     found.append(part)
         return found
