@@ -11,7 +11,7 @@ import heapq
 import itertools
 import logging
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -34,7 +34,6 @@ from passes.micro_batches import MicroBatches, micro_batches
 from passes.recompute import check_patterns
 from passes.regions import fold
 from passes.solve import PROVEN, Solver
-from passes.solving.dual import Hint
 from passes.solving.limits import Limits
 from passes.solving.prices import Prices
 
@@ -73,13 +72,6 @@ class Tried:
         return self.solver.bound
 
     @property
-    def key(self) -> tuple[object, ...]:
-        """What tells it from others: the mesh and the regime."""
-        regime = self.solver.regime
-        again = tuple(regime.recompute.items())
-        return self.mesh, regime.micro_batches, again, regime.gather_once, regime.reduce_once
-
-    @property
     def problem(self) -> Problem:
         """What is left to choose."""
         return self.solver.instance.problem
@@ -96,8 +88,7 @@ class Search:
     `waiting` is what may have something better in it, by its bound and its number; `tried` all that may have the best
     choice in it, `found` the best one that fits so far, and `cutoff` its seconds. `memory` is what is left of the limit
     for what the search counts, where that is less. The rest is what was found out on the way: what is `free` of limits
-    by mesh and number of micro-batches, what no way to run can be below, `refined` for meshes with one more axis, and a
-    `hint` at what bytes are worth.
+    by mesh and number of micro-batches, what no way to run can be below, and `refined` for meshes with one more axis.
     """
 
     program: Program
@@ -114,9 +105,8 @@ class Search:
     found: tuple[Tried, Solution] | None = None
     prices: dict[Mesh, Prices] = field(default_factory=dict)
     free: dict[tuple[Mesh, int], Tried] = field(default_factory=dict)
-    bounds: dict[tuple[object, ...], float] = field(default_factory=dict)
+    bounds: dict[tuple[Mesh, Hashable], float] = field(default_factory=dict)
     refined: dict[Mesh, float] = field(default_factory=dict)
-    hint: Hint | None = None
 
     @property
     def cutoff(self) -> float:
@@ -150,8 +140,7 @@ class Search:
         Raises InfeasibleError where none fits.
         """
         less = replace(self, memory=memory, errors=[], waiting=[], tried=[], found=None)
-        solver = tried.solver.other(less._limits, tried.solver.regime)
-        less._look(less._limited(replace(tried, solver=solver)))
+        less._look(less._limited(tried, tried.solver.regime))
         return less.best()
 
     # --- meshes ---
@@ -224,17 +213,16 @@ class Search:
     def _wait_for_limited(self, tried: Tried, bound: float) -> None:
         """All ways to run as many micro-batches within the memory wait."""
         for regime in limited_regimes(self.request, tried.solver.regime.micro_batches, tried.part.folded):
-            limited = replace(tried, solver=tried.solver.other(self._limits, regime))
-            least = max(bound, self.bounds.get(limited.key, 0.0))
-            if all(limited.key != other.key for other in self.tried):
-                self._wait(least, self._limited(limited))
+            key = tried.mesh, regime.key
+            if all(key != (other.mesh, other.solver.regime.key) for other in self.tried):
+                self._wait(max(bound, self.bounds.get(key, 0.0)), self._limited(tried, regime))
 
-    def _limited(self, tried: Tried) -> Looking:
+    def _limited(self, same: Tried, regime: Regime) -> Looking:
         """One way to run within the memory; what is found out about it holds with less memory, too."""
+        tried = replace(same, solver=same.solver.other(self._limits, regime))
         for bound in self._estimate(tried):
-            self.bounds[tried.key] = bound
+            self.bounds[tried.mesh, regime.key] = bound
             yield bound
-        self.hint = tried.solver.hint or self.hint
         self._remember(tried)
 
     def _finer(self, parent: Tried, solution: Solution, mesh: Mesh, origins: Sequence[int | None]) -> Looking:
@@ -264,7 +252,7 @@ class Search:
             while goes_on:
                 self._consider(tried)
                 yield tried.bound
-                goes_on = self.clock("solve", partial(solver.climb, self.cutoff, self.hint))
+                goes_on = self.clock("solve", partial(solver.climb, self.cutoff))
         except InfeasibleError as error:
             self.errors.append(error)
             solver.bound = float("inf")

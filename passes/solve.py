@@ -17,7 +17,7 @@ from passes.ir.choices import Problem, Solution
 from passes.ir.mesh import Mesh
 from passes.ir.regime import PLAIN, Regime
 from passes.solving.arrays import Uses, arrays, find_uses
-from passes.solving.dual import Dual, Found, Hint, hint_of
+from passes.solving.dual import Dual, Found
 from passes.solving.instance import Instance
 from passes.solving.integer import InfeasibleProgramError, OutOfTimeError
 from passes.solving.least import refuse_if_hopeless, refuse_if_impossible, smallest
@@ -134,25 +134,22 @@ class Solver:
         self.dual.unit = first.seconds / self.limits.memory
         self.bound = max(self.bound, self.root.bound)
 
-    def climb(self, cutoff: float = np.inf, hint: Hint | None = None) -> bool:
-        """Raise the bound by other prices on bytes and on traffic, those of `hint` first, and look at the choice that
-        is best at these. Whether more prices are worth a try.
+    def climb(self, cutoff: float = np.inf) -> bool:
+        """Raise the bound by other prices on bytes and on traffic, and look at the choice that is best at these.
+        Whether more prices are worth a try.
 
         Raises InfeasibleError where it turns out that none fits.
         """
         assert self.root is not None
+        if cutoff > self.cutoff:
+            # More is of interest than was.
+            self.root.alive, self.climbing = self.instance.all_alive, None
         self.cutoff = cutoff
         if self.climbing is None:
-            is_limited = self.limits.memory < np.inf
-            self.climbing = self._climb(self.root, 1e-8 * abs(self.root.bound), hint if is_limited else None)
+            self.climbing = self._climb(self.root, 1e-8 * abs(self.root.bound))
         goes_on = next(self.climbing, None) is not None
         self.bound = max(self.bound, self.root.bound)
         return goes_on
-
-    @property
-    def hint(self) -> Hint | None:
-        """The prices that gave the bound, for other solvers; None where all are zero."""
-        return None if self.root is None else hint_of(self.instance.points, self.root.weights)
 
     def close(self, cutoff: float = np.inf, patience: float = PATIENCE) -> None:
         """Close the gap in about `patience` seconds: by an integer program over what is little above the bound, then by
@@ -190,30 +187,31 @@ class Solver:
 
     def _at(self, branch: Branch, weights: Weights) -> Found:
         """The best choice of a branch at these prices."""
-        # What is far from closed is not made exact.
-        gap = COARSE * min(0.1, self.known / branch.bound - 1) if branch.bound > 0 else GAP
-        found = self.instance.at(weights, branch.alive, QUICK, self.known, max(GAP, gap))
-        solution = self.instance.solution(found.picks, found.again)
+        gap = GAP
+        if self.limits.memory < np.inf:
+            # What is far from closed is not made exact.
+            gap = max(GAP, COARSE * min(0.1, self.known / branch.bound - 1 if branch.bound > 0 else np.inf))
+        found, solution, alive = self.instance.at(weights, branch.alive, QUICK, self.known, gap)
         self._consider(solution)
         if not branch.found or found.bound >= branch.bound:
             branch.weights = weights
         branch.bound = max(branch.bound, found.bound)
-        branch.found.append(found)
+        branch.alive = alive
+        branch.found = [item for item in branch.found if branch.holds(item)] + [found]
         if self.instance.use(solution).peak > self.limits.memory:
             point = self.instance.peak(solution)
             if point not in self.instance.points:
                 self.instance.points.append(point)
         return found
 
-    def _climb(self, branch: Branch, enough: float, hint: Hint | None = None) -> Iterator[Found]:
+    def _climb(self, branch: Branch, enough: float) -> Iterator[Found]:
         """Raise the bound of a branch by better prices as long as there is more to gain than `enough` seconds; gives
         the best choice at each."""
         for number in range(ROUNDS):
             for item in branch.found:
                 self.instance.complete(item)
-            weights, most, branch.mixture = self.dual.next(branch.found)
-            if number == 0 and hint is not None and most > branch.bound + enough:
-                weights = self.dual.hinted(hint, self.instance.points)
+            weights, most, parts = self.dual.next(branch.found)
+            branch.mixture = list(zip(branch.found, parts, strict=True))
             if not self._may_be_better(branch.bound):
                 return
             if self.known == np.inf and number == TRIES:

@@ -1,6 +1,6 @@
 """How a step is run besides its layouts: micro-batches, what is computed again, and when parameters travel."""
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 
 RECOMPUTE = ("none", "selective", "full")
@@ -22,6 +22,11 @@ class Regime:
     recompute: Mapping[str, str] = field(default_factory=dict)
     gather_once: bool = False
     reduce_once: bool = False
+
+    @property
+    def key(self) -> Hashable:
+        """What tells it from others."""
+        return self.micro_batches, tuple(sorted(self.recompute.items())), self.gather_once, self.reduce_once
 
     def of(self, region: str) -> str:
         """What is computed again of a region."""

@@ -27,7 +27,8 @@ class _Link:
 
 
 class Bounds:
-    """Costs as they have been moved so far. `alive[n]` are the labels of node n that may be in an optimal choice."""
+    """Costs as they have been moved so far. `alive[n]` are the labels of node n that may be in a choice that is good
+    enough."""
 
     def __init__(self, network: Network) -> None:
         self.network = network
@@ -89,14 +90,24 @@ class Bounds:
         """No choice costs less."""
         return self.network.constant + sum(self.least.values()) + sum(self.rest)
 
-    def sweep(self, best: float = np.inf) -> None:
-        """Once forward and once backward through all nodes; labels that no choice cheaper than `best` has, die."""
+    def sweep(self, enough: float = np.inf) -> bool:
+        """Once forward and once backward through all nodes; labels that no choice cheaper than `enough` has, die. False
+        where a node has none left."""
         for forward in (True, False):
             for node in self.order if forward else reversed(self.order):
                 self._absorb(node)
-                self._kill(node, best)
+                self._kill(node, enough)
+                if self.least[node] == np.inf:
+                    return False
                 self._pass_on(node, forward)
         self._divide_anew()
+        return True
+
+    def drop(self, enough: float) -> None:
+        """Let the labels die that no choice cheaper than `enough` has."""
+        for node in self.order:
+            self._absorb(node)
+            self._kill(node, enough)
 
     def scores(self) -> dict[int, Floats]:
         """For every label a figure that is lower the better it looks."""
@@ -160,14 +171,15 @@ class Bounds:
             self.rest[index] = 0.0
         self.least[node] = float(own.min())
 
-    def _kill(self, node: int, best: float) -> None:
-        if not np.isfinite(best):
+    def _kill(self, node: int, enough: float) -> None:
+        if enough == np.inf:
             return
         own = self.own[node]
-        dead = self.alive[node] & (self.bound - self.least[node] + own > best)
+        dead = self.alive[node] & (self.bound - self.least[node] + own > enough)
         if dead.any():
             self.alive[node] &= ~dead
             own[dead] = np.inf
+            self.least[node] = float(own.min())
 
     def _pass_on(self, node: int, forward: bool) -> None:
         """Move what labels cost above the least one to the links with nodes that follow, an equal part to each."""

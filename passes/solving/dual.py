@@ -7,13 +7,13 @@ optimum is a choice too, and bounds the lower bounds of all other prices: where 
 are tried.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ortools.math_opt.python import mathopt
 
 from passes.ir.layout import Layout
-from passes.solving.memory import Point, Weights
+from passes.solving.memory import Weights
 
 
 @dataclass(frozen=True)
@@ -28,23 +28,6 @@ class Found:
     excess: Sequence[float]
     bound: float
     weights: Weights
-
-
-@dataclass(frozen=True)
-class Hint:
-    """Prices that were good for another problem with moments of the same names: per byte at each (seconds), and the
-    part of each overlap's excess."""
-
-    bytes: Mapping[str, float]
-    excess: Sequence[float]
-
-
-def hint_of(points: Sequence[Point], weights: Weights) -> Hint | None:
-    """The prices as a hint, without regard to which nodes were running; None where all are zero."""
-    bytes: dict[str, float] = {}
-    for point, price in zip(points, weights.bytes, strict=False):
-        bytes[point.moment.name] = bytes.get(point.moment.name, 0.0) + price
-    return Hint(bytes, weights.excess) if any(bytes.values()) else None
 
 
 @dataclass
@@ -84,13 +67,6 @@ class Dual:
         weights = Weights(1.0, found_prices, [values[part] for part in parts])
         duals = result.dual_values()
         return weights, result.objective_value() * scale, [duals[cut] for cut in cuts]
-
-    def hinted(self, hint: Hint, points: Sequence[Point]) -> Weights:
-        """The prices of a hint; what follows may be a few times as high."""
-        prices = [hint.bytes.get(point.moment.name, 0.0) if point.node is None else 0.0 for point in points]
-        self.highest = max(self.highest, 4 * max(prices) / self.unit)
-        excess = hint.excess if len(hint.excess) == self.overlaps else [0.0] * self.overlaps
-        return Weights(1.0, prices, excess)
 
     def at_the_end(self, weights: Weights) -> bool:
         """Whether a price is as high as was looked."""

@@ -73,17 +73,26 @@ class Instance:
         pairs = zip(parts, self.arrays.overlaps, strict=True)
         return sum(part * overlap.weight * overlap.cover for part, overlap in pairs)
 
-    def at(self, weights: Weights, alive: Alive, patience: float, cutoff: float, gap: float) -> Found:
-        """The best choice at these prices among the strategies that are alive, up to a part `gap` of its price, and the
-        bound on any of these that fits. Where none takes less than `cutoff` seconds, it need not be the best one."""
+    def cheapest(self, picks: Mapping[int, int], weights: Weights) -> Solution:
+        """The choice of these strategies that makes again what is cheaper made again at these prices."""
+        chosen = [picks[node] for node in range(len(self.arrays.costs))]
+        return self.solution(chosen, made_again(self.arrays, self.bytes, chosen, self.points, weights))
+
+    def at(
+        self, weights: Weights, alive: Alive, patience: float, cutoff: float, gap: float
+    ) -> tuple[Found, Solution, Alive]:
+        """The best choice at these prices among the strategies that are alive, up to a part `gap` of its price, with
+        the bound on any of these that fits; and the strategies that may be in one that takes less than `cutoff`
+        seconds. Where none does, it need not be the best one."""
         found = self.priced(weights)
         beyond = self.constant(weights) + ties(found)
-        picks, least = optimum(found, patience, cutoff + beyond, alive, gap)
-        again = made_again(self.arrays, self.bytes, picks, self.points, weights)
-        over = [self.arrays.excess(overlap, picks, again) for overlap in self.arrays.overlaps]
+        best = optimum(found, patience, cutoff + beyond, alive, gap)
+        solution = self.cheapest(best.picks, weights)
+        over = [self.arrays.excess(overlap, solution.picks, solution.again) for overlap in self.arrays.overlaps]
         excess = [overlap.weight * size for overlap, size in zip(self.arrays.overlaps, over, strict=True)]
-        seconds = self.arrays.value(picks, again) - sum(max(0.0, size) for size in excess)
-        return Found(tuple(picks), again, seconds, [], excess, least - beyond, weights)
+        seconds = solution.seconds - sum(max(0.0, size) for size in excess)
+        choice = Found(solution.picks, solution.again, seconds, [], excess, best.bound - beyond, weights)
+        return choice, solution, best.hopeful
 
     def complete(self, found: Found) -> None:
         """Find the bytes over the limit of a choice at the points that came later."""

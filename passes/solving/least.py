@@ -5,7 +5,7 @@ from dataclasses import replace
 from passes.cost.memory import MemoryUse, Moment
 from passes.solving.instance import Instance
 from passes.solving.limits import infeasible
-from passes.solving.memory import ROUNDING, Point, Weights, made_again
+from passes.solving.memory import ROUNDING, Point, Weights
 from passes.solving.optimum import optimum
 
 
@@ -23,19 +23,16 @@ def refuse_if_impossible(instance: Instance, where: Point, patience: float) -> N
     scale = instance.arrays.value([0] * len(instance.arrays.costs)) / limit
     bytes = [scale if point == where else 0.0 for point in instance.points]
     weights = Weights(1e-9, bytes, [0.0] * len(instance.arrays.overlaps))
-    picks, least = optimum(instance.priced(weights), patience)
+    best = optimum(instance.priced(weights), patience)
     # Seconds and ties weigh a little, too.
-    if least / scale > limit * (1 + ROUNDING):
-        again = made_again(instance.arrays, instance.bytes, picks, instance.points, weights)
-        raise infeasible(instance.limits, instance.use(instance.solution(picks, again)))
+    if best.bound / scale > limit * (1 + ROUNDING):
+        raise infeasible(instance.limits, instance.use(instance.cheapest(best.picks, weights)))
 
 
 def smallest(instance: Instance, weights: Weights, patience: float) -> MemoryUse:
     """What a choice takes for which bytes are all that counts, found in `patience` seconds."""
     dear = replace(weights, bytes=[max(1e6 * price, 1e-30) for price in weights.bytes])
-    picks, _ = optimum(instance.priced(dear), patience)
-    again = made_again(instance.arrays, instance.bytes, picks, instance.points, dear)
-    return instance.use(instance.solution(picks, again))
+    return instance.use(instance.cheapest(optimum(instance.priced(dear), patience).picks, dear))
 
 
 def _least(instance: Instance, moment: Moment) -> MemoryUse:

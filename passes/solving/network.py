@@ -103,6 +103,10 @@ class Network:
             for first, second in [key for key in self.pairs if node in key]:
                 self.add_pair(first, second, self.pairs.pop((first, second)))
 
+    def strategies(self, picks: Mapping[int, int]) -> dict[int, int]:
+        """The strategies that the labels `picks` stand for."""
+        return {node: int(self.labels[node][label]) for node, label in picks.items()}
+
     def size(self) -> int:
         """Number of pairs of labels and layouts: what an integer program over it would have as flows."""
         total = sum(costs.size for costs in self.pairs.values())
@@ -225,8 +229,8 @@ def _undominated(excess: Floats) -> Integers:
 
 
 def restore(network: Network, picks: Mapping[int, int]) -> dict[int, int]:
-    """The strategies of all nodes, those eliminated too, when the remaining nodes take the labels `picks`."""
-    chosen = {node: int(network.labels[node][label]) for node, label in picks.items()}
+    """The strategies of all nodes, those eliminated too, when the remaining nodes take the strategies `picks`."""
+    chosen = dict(picks)
     for gone in reversed(network.eliminated):
         costs = gone.costs
         for other, matrix, labels in gone.neighbours:

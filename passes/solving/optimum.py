@@ -6,6 +6,7 @@ bounds (`bounds`), and what is left is an integer program (`integer`).
 
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -26,24 +27,33 @@ SMALL = 20_000
 PATIENCE = 30.0
 
 
+@dataclass(frozen=True)
+class Optimum:
+    """The best strategy of every node that was found, what no choice can be below, and of every node the strategies
+    that may be in a choice which costs less than what was enough."""
+
+    picks: Mapping[int, int]
+    bound: float
+    hopeful: Mapping[int, Integers]
+
+
 def optimum(
     found: Arrays,
     patience: float = PATIENCE,
     enough: float = float("inf"),
     alive: Mapping[int, Integers] | None = None,
     gap: float = GAP,
-) -> tuple[list[int], float]:
-    """The best strategy of every node, among those that are `alive`, that is found in `patience` seconds, and what no
-    choice can be below.
+) -> Optimum:
+    """The best choice, among the strategies that are `alive`, that is found in `patience` seconds.
 
     Where no choice costs less than `enough`, it need not be the best one; else it is, up to a part `gap` of its cost.
     """
+    if alive is None:
+        alive = {node: np.arange(len(costs)) for node, costs in enumerate(found.costs)}
     network = network_of(found, alive)
     eliminate(network)
-    drop_dominated(network)
-    labels, bound = optimal_labels(network, patience, enough, gap)
-    strategies = restore(network, labels)
-    return [strategies[node] for node in range(len(found.costs))], bound
+    best = optimum_of(network, patience, enough, gap)
+    return replace(best, picks=restore(network, best.picks), hopeful={**alive, **best.hopeful})
 
 
 def network_of(found: Arrays, alive: Mapping[int, Integers] | None = None) -> Network:
@@ -59,27 +69,29 @@ def network_of(found: Arrays, alive: Mapping[int, Integers] | None = None) -> Ne
     return network
 
 
-def optimal_labels(
-    network: Network, patience: float = PATIENCE, enough: float = float("inf"), gap: float = GAP
-) -> tuple[dict[int, int], float]:
-    """The best label of every node that is left in `network`, which shrinks meanwhile, and a bound on its cost.
-
-    After `patience` seconds, when the bound is `enough`, or within a part `gap` of what was found, it is the best that
-    was found.
-    """
+def optimum_of(network: Network, patience: float = PATIENCE, enough: float = float("inf"), gap: float = GAP) -> Optimum:
+    """The best choice of what is left in `network`, which shrinks meanwhile, as `optimum` has it."""
     best, chosen = np.inf, dict[int, int]()
     bound = -np.inf
     width = 16
+    strategies = dict(network.labels)
+    hopeful: Mapping[int, Integers] | None = None
     deadline = time.monotonic() + patience
 
     def consider(picks: dict[int, int]) -> None:
         nonlocal best, chosen
         cost = network.value(picks)
         if cost < best:
-            best, chosen = cost, {node: int(network.labels[node][label]) for node, label in picks.items()}
+            best, chosen = cost, network.strategies(picks)
 
-    def labels() -> dict[int, int]:
-        return {node: int(np.searchsorted(network.labels[node], chosen[node])) for node in network.costs}
+    def result() -> Optimum:
+        return Optimum(chosen, min(bound, best, enough), strategies if hopeful is None else hopeful)
+
+    def living(bounds: Bounds) -> Mapping[int, Integers]:
+        """The strategies that may be in a choice that is good enough."""
+        if enough == np.inf:
+            return strategies
+        return {node: strategies[node][flags] for node, flags in bounds.alive.items()}
 
     def exactly(alive: dict[int, Flags]) -> float:
         """Consider the best choice among the labels that are alive; a bound on all of these."""
@@ -95,32 +107,39 @@ def optimal_labels(
         consider(bounds.decode())
         for _ in range(SWEEPS):
             if time.monotonic() > deadline:
-                return labels(), min(bound, best)
-            bounds.sweep(a_little_more(best))
+                return result()
+            # Where what is enough is known, what no such choice has is told to who asks.
+            if not bounds.sweep(a_little_more(best if enough == np.inf else enough)):
+                bound = min(best, enough)
+                return result()
             consider(bounds.decode())
             bound = max(bound, bounds.bound)
             if bound >= min(enough, best - gap * abs(best)):
-                return labels(), min(bound, best)
-        before = network.size()
-        for node, alive in bounds.alive.items():
-            alive[np.searchsorted(network.labels[node], chosen[node])] = True
-        scores = bounds.scores()
-        small = {node: scores[node][alive] for node, alive in bounds.alive.items()}
+                hopeful = hopeful or living(bounds)
+                return result()
+        hopeful = hopeful or living(bounds)
+        bounds.drop(a_little_more(best))
+        if not all(flags.any() for flags in bounds.alive.values()):
+            bound = best
+            return result()
+        before, labels, scores = network.size(), dict(network.labels), bounds.scores()
         for node, alive in bounds.alive.items():
             network.keep(node, np.flatnonzero(alive))
+        drop_dominated(network)
         whole = {node: np.ones(len(costs), dtype=bool) for node, costs in network.costs.items()}
         if network.size() <= SMALL:
             bound = exactly(whole)
-            return labels(), min(bound, best)
+            return result()
         if network.size() > 0.7 * before:
             kept = {}
-            for node, score in small.items():
-                kept[node] = np.zeros(len(score), dtype=bool)
-                kept[node][np.argsort(score, kind="stable")[:width]] = True
-                kept[node][labels()[node]] = True
+            for node, left in network.labels.items():
+                own = scores[node][np.searchsorted(labels[node], left)]
+                kept[node] = left == chosen[node]
+                kept[node][np.argsort(own, kind="stable")[:width]] = True
             reached = exactly(kept)
             if all(flags.all() for flags in kept.values()):
-                return labels(), min(reached, best)
+                bound = reached
+                return result()
             width *= 2
 
 

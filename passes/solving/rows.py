@@ -79,7 +79,7 @@ def best_within(
         program, with_parts, instance.problem, instance.bytes, rows.points, rows.limit, rows.hinges, repeats
     )
     picks, values, bound = program.solve(gap, patience)
-    strategies = restore(network, picks)
+    strategies = restore(network, network.strategies(picks))
     chosen = [strategies[node] for node in range(len(instance.arrays.costs))]
     again: set[tuple[int, Layout]] = set()
     for item in columns:

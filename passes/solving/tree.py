@@ -24,7 +24,7 @@ class Branch:
     found: list[Found]
     bound: float
     weights: Weights
-    mixture: Sequence[float]
+    mixture: Sequence[tuple[Found, float]]
 
     def holds(self, choice: Found) -> bool:
         """Whether a choice is one of these."""
@@ -34,7 +34,7 @@ class Branch:
 def split(instance: Instance, branch: Branch) -> tuple[Alive, Alive] | None:
     """The strategies of two parts of a branch: a node does on an axis what one choice in the mixture does, or anything
     else. None where the choices differ in nothing that counts."""
-    parts = [(found, part) for found, part in zip(branch.found, branch.mixture, strict=False) if part > 1e-6]
+    parts = [(found, part) for found, part in branch.mixture if part > 1e-6]
     most = (False, 0.0)
     best: tuple[int, int, str] | None = None
     shares = np.array([part for _, part in parts])

@@ -55,10 +55,24 @@ def least(arrays: Arrays) -> float:
 def test_optimum_of_random_networks(seed: int) -> None:
     """No choice costs less, and the bound is below it and close to it."""
     arrays = random_arrays(seed)
-    picks, bound = optimum(arrays)
+    found = optimum(arrays)
     best = least(arrays)
-    assert arrays.value(picks) == pytest.approx(best, rel=1e-9)
-    assert best * (1 - 1e-6) <= bound <= best * (1 + 1e-6)
+    assert arrays.value([found.picks[node] for node in range(len(arrays.costs))]) == pytest.approx(best, rel=1e-9)
+    assert best * (1 - 1e-6) <= found.bound <= best * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_is_in_no_better_choice_is_not_hopeful(seed: int) -> None:
+    """With a price that is enough, every choice that costs less has hopeful strategies only, and others have gone."""
+    arrays = random_arrays(seed)
+    every = list(product(*(range(len(costs)) for costs in arrays.costs)))
+    values = sorted(arrays.value(picks) for picks in every)
+    enough = values[len(values) // 100] * (1 + 1e-6)
+    hopeful = optimum(arrays, enough=enough).hopeful
+    assert all(
+        pick in hopeful[node] for picks in every if arrays.value(picks) < enough for node, pick in enumerate(picks)
+    )
+    assert optimum(arrays, enough=values[0]).bound >= values[0] * (1 - 1e-9)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -71,7 +85,7 @@ def test_making_the_network_smaller_keeps_the_optimum(seed: int) -> None:
     nodes = sorted(network.costs)
     every = product(*(range(len(network.costs[node])) for node in nodes))
     picks = min((dict(zip(nodes, labels, strict=True)) for labels in every), key=network.value)
-    chosen = restore(network, picks)
+    chosen = restore(network, network.strategies(picks))
     strategies = [chosen[node] for node in range(len(arrays.costs))]
     assert arrays.value(strategies) == pytest.approx(least(arrays), rel=1e-9)
     assert network.value(picks) == pytest.approx(least(arrays), rel=1e-9)
