@@ -140,7 +140,8 @@ class Search:
         Raises InfeasibleError where none fits.
         """
         less = replace(self, memory=memory, errors=[], waiting=[], tried=[], found=None)
-        less._look(less._limited(tried, tried.solver.regime))
+        less._wait(0.0, less._limited(tried, tried.solver.regime))
+        less._go_on()
         return less.best()
 
     # --- meshes ---
@@ -163,8 +164,8 @@ class Search:
         while self.found is not None:
             parent = self.found
             for mesh, origins in finer(parent[0].mesh, self.request.cluster.node_size, _AXES):
-                if self.refined.get(mesh, 0.0) < self.cutoff:
-                    self._look(self._finer(*parent, mesh, origins))
+                self._wait(self.refined.get(mesh, 0.0), self._finer(*parent, mesh, origins))
+            self._go_on()
             if self.found is parent:
                 break
         return self._closed()
@@ -172,10 +173,6 @@ class Search:
     def _try(self, meshes: Iterable[Mesh]) -> None:
         for mesh in meshes:
             self._wait(0.0, self._on(mesh))
-        self._go_on()
-
-    def _look(self, looking: Looking) -> None:
-        self._wait(0.0, looking)
         self._go_on()
 
     def _wait(self, bound: float, looking: Looking) -> None:

@@ -21,8 +21,11 @@ GAP = 1e-9
 # What is unusual about a choice costs this much of the least cost, to choose among equals.
 TIE = 1e-9
 SWEEPS = 12
-# An integer program with at most this many flows is solved as it is.
+# An integer program with at most this many flows is solved as it is, and where it need not be exact with this many.
 SMALL = 20_000
+TINY = 5_000
+# Where it need not be exact, bounds are raised by at most so many times as many sweeps.
+LONG = 3
 # An integer program gets so many seconds; the gap of the plan says what is not proven then.
 PATIENCE = 30.0
 
@@ -43,16 +46,18 @@ def optimum(
     enough: float = float("inf"),
     alive: Mapping[int, Integers] | None = None,
     gap: float = GAP,
+    rough: bool = False,
 ) -> Optimum:
     """The best choice, among the strategies that are `alive`, that is found in `patience` seconds.
 
-    Where no choice costs less than `enough`, it need not be the best one; else it is, up to a part `gap` of its cost.
+    Where no choice costs less than `enough`, it need not be the best one; else it is, up to a part `gap` of its cost. A
+    `rough` answer is a good choice and a good bound where it would take long to do better.
     """
     if alive is None:
         alive = {node: np.arange(len(costs)) for node, costs in enumerate(found.costs)}
     network = network_of(found, alive)
     eliminate(network)
-    best = optimum_of(network, patience, enough, gap)
+    best = optimum_of(network, patience, enough, gap, rough)
     return replace(best, picks=restore(network, best.picks), hopeful={**alive, **best.hopeful})
 
 
@@ -69,7 +74,7 @@ def network_of(found: Arrays, alive: Mapping[int, Integers] | None = None) -> Ne
     return network
 
 
-def optimum_of(network: Network, patience: float = PATIENCE, enough: float = float("inf"), gap: float = GAP) -> Optimum:
+def optimum_of(network: Network, patience: float, enough: float, gap: float, rough: bool) -> Optimum:
     """The best choice of what is left in `network`, which shrinks meanwhile, as `optimum` has it."""
     best, chosen = np.inf, dict[int, int]()
     bound = -np.inf
@@ -105,7 +110,9 @@ def optimum_of(network: Network, patience: float = PATIENCE, enough: float = flo
     while True:
         bounds = Bounds(network)
         consider(bounds.decode())
-        for _ in range(SWEEPS):
+        for number in range(SWEEPS * LONG if rough else SWEEPS):
+            if number and number % SWEEPS == 0 and bounds.size() <= TINY:
+                break
             if time.monotonic() > deadline:
                 return result()
             # Where what is enough is known, what no such choice has is told to who asks.
@@ -121,6 +128,8 @@ def optimum_of(network: Network, patience: float = PATIENCE, enough: float = flo
         bounds.drop(a_little_more(best))
         if not all(flags.any() for flags in bounds.alive.values()):
             bound = best
+            return result()
+        if rough and bounds.size() > TINY:
             return result()
         before, labels, scores = network.size(), dict(network.labels), bounds.scores()
         for node, alive in bounds.alive.items():
