@@ -1,7 +1,7 @@
 """One record at a time: the published figures against the predicted ones."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from benchmarks.models import find_family
 from benchmarks.replay.clusters import cluster_of
@@ -76,6 +76,8 @@ def replay(record: Mapping[str, object], name: str) -> Replayed:
 
 def replayed(run: Run, key: str, cluster: Cluster, forced: Forced, counted: Multiplications, apart: float) -> Replayed:
     """Price a run whose graph is there."""
+    waiting = replace(cluster.device, launch=cluster.device.launch + run.software.host)
+    cluster = replace(cluster, device=waiting)
     predicted = step_time(run, parts_of(forced, cluster, run.software.compiled), cluster, is_alone(run))
     peak = cluster.device.flops["bfloat16"]
     found = measured_seconds(run, counted)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from benchmarks.models import Dimensions
 from benchmarks.replay.reasons import Reason, SkippedError
-from benchmarks.replay.software import Software, find_software
+from benchmarks.replay.software import Software, find_row, find_software
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,8 @@ class Measured:
 
 @dataclass(frozen=True)
 class Run:
-    """One record that can be replayed: `micro_batches` is how many micro-batches one device runs in a step."""
+    """One record that can be replayed: `micro_batches` is how many micro-batches one device runs in a step, `repeats` how
+    many steps have the tokens of one of the record, whose samples are shorter than its sequences."""
 
     id: str
     group: str
@@ -66,12 +67,16 @@ class Run:
     precision: str
     frozen: bool
     quantized: bool
-    optimizer_in_backward: bool
-    offloads: bool
+    repeats: int
     measured: Measured
     software: Software
     parameters: int | None
     notes: str
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a step of the record."""
+        return self.repeats * self.global_batch * self.dimensions.sequence
 
 
 # Published precisions: what stands first in the text decides.
@@ -107,6 +112,7 @@ def read_run(record: Mapping[str, object], name: str) -> Run:
     if not _HALF.match(precision):
         raise SkippedError(Reason.PRECISION, precision)
     software = find_software(str(record.get("source") or ""), precision, _text(record, "notes"))
+    software = find_row(software, _text(record, "cumulative_step"))
     dimensions = _dimensions(model)
     task = f"{record.get('task')} {name}".lower()
     if "lora" in task and "qlora" not in task:
@@ -120,9 +126,15 @@ def read_run(record: Mapping[str, object], name: str) -> Run:
         _number(record, "global_batch", Reason.PLAN),
     )
     micro_batches = max(1, round(global_batch / (micro_batch * split.data)))
-    cumulative = str(record.get("cumulative_step") or "")
-    if record.get("compile") is False or cumulative in ("baseline", "+packed"):
+    if record.get("compile") is False:
         software = replace(software, compiled=False)
+    repeats = 1
+    if software.sample and (parts := _parts(dimensions.sequence, software.sample)) > 1:
+        dimensions = replace(dimensions, sequence=dimensions.sequence // parts)
+        if software.packed:
+            micro_batch, global_batch = micro_batch * parts, global_batch * parts
+        else:
+            repeats = parts
     return Run(
         name,
         str(record.get("group") or "all"),
@@ -138,13 +150,17 @@ def read_run(record: Mapping[str, object], name: str) -> Run:
         precision,
         "qlora" in task,
         "qlora" in task,
-        "opt in bwd" in cumulative or "act offload" in cumulative or "qlora" in cumulative,
-        "act offload" in cumulative,
+        repeats,
         measured,
         software,
         _number(model, "params", Reason.DIMENSIONS) if model.get("params") else None,
         _text(record, "notes"),
     )
+
+
+def _parts(sequence: int, sample: int) -> int:
+    """In how many equal samples of about `sample` tokens a sequence is."""
+    return min((parts for parts in range(1, sequence + 1) if sequence % parts == 0), key=lambda n: abs(sequence / n - sample))
 
 
 def _mapping(record: Mapping[str, object], key: str) -> Mapping[str, object]:

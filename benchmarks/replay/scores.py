@@ -84,4 +84,4 @@ def score(found: Sequence[Replayed]) -> Scores:
 
 def _throughput(item: Replayed, seconds: float) -> float:
     """Tokens/s of one device."""
-    return item.run.global_batch * item.run.dimensions.sequence / (seconds * item.run.devices)
+    return item.run.tokens / (seconds * item.run.devices)
