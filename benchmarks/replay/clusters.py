@@ -25,8 +25,8 @@ _DEVICES: tuple[tuple[str, str], ...] = (
     (r"L40S", "l40s"),
     (r"4090", "rtx4090"),
 )
-# Bits/s that the network of a node reached, where that was measured and is far from what its cards could do: Omni-Path at
-# Jean Zay in 2022 had 135 Gb/s of 400 (stas00/ml-engineering, network, at 744d01e1, by who ran BLOOM there).
+# Bits/s that the network of a node reached, where that was measured and is far from what its cards could do: Omni-Path
+# at Jean Zay in 2022 had 135 Gb/s of 400 (stas00/ml-engineering, network, at 744d01e1, by who ran BLOOM there).
 _REACHED: tuple[tuple[str, float], ...] = ((r"Jean Zay|4x100Gb OPA", 135e9),)
 # Bytes/s of one device's network card per what sources write.
 _CARDS = re.compile(r"(\d+)\s*x\s*(\d+)\s*Gb", re.IGNORECASE)
@@ -37,18 +37,21 @@ _NODE = re.compile(r"(\d+)\s*Gbps node", re.IGNORECASE)
 def network_bandwidth(interconnect: str, node_size: int) -> float | None:
     """Bytes/s to other nodes that each device has, from text such as "4x100Gb OPA/node"; None where it says none."""
     if found := _NODE.search(interconnect):
-        return float(found.group(1)) * 1e9 / 8 / node_size
-    if found := _EACH.search(interconnect):
-        return float(found.group(1) or found.group(2)) * 1e9 / 8
-    if found := _CARDS.search(interconnect):
-        return float(found.group(1)) * float(found.group(2)) * 1e9 / 8 / node_size
-    return None
+        rate = float(found.group(1)) / node_size
+    elif found := _EACH.search(interconnect):
+        rate = float(found.group(1) or found.group(2))
+    elif found := _CARDS.search(interconnect):
+        rate = float(found.group(1)) * float(found.group(2)) / node_size
+    else:
+        return None
+    return rate * 1e9 / 8 if 0 < rate < float("inf") else None
 
 
 def devices_per_card(interconnect: str, node_size: int) -> float:
     """How many devices of a node share a network card, from text such as "4x100Gb OPA/node"; 1 where it says none."""
     found = _CARDS.search(interconnect)
-    return max(1.0, node_size / float(found.group(1))) if found and float(found.group(1)) else 1.0
+    cards = float(found.group(1)) if found else 0.0
+    return max(1.0, node_size / cards) if cards else 1.0
 
 
 def name_of(device: str) -> str:

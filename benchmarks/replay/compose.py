@@ -208,8 +208,8 @@ def _rotating(run: Run, cluster: Cluster) -> float:
 
 
 def _adapting(run: Run, cluster: Cluster) -> float:
-    """Seconds of the adapters of a layer: x A B beside each product x W, added to it; backward the gradients of A, B and
-    x. All wait for memory, as the rank is small."""
+    """Seconds of the adapters of a layer: x A B beside each product x W, added to it; backward the gradients of A, B
+    and x. All wait for memory, as the rank is small."""
     if not run.software.adapter:
         return 0.0
     sizes, rank = run.dimensions, run.software.adapter
@@ -219,7 +219,7 @@ def _adapting(run: Run, cluster: Cluster) -> float:
     tokens = run.micro_batch * sizes.sequence
     forward = backward = 0.0
     for first, last in (*attention, *mlp):
-        # Forward x is read, and the result written and added; backward its gradient and x are read twice, and x's added.
+        # Forward x is read, and the result written and added; backward its gradient and x are read twice, x's added.
         forward += tokens * (first + 4 * last + 2 * rank) * HALF
         backward += tokens * (2 * last + 5 * first + 4 * rank) * HALF
     return ((2 if run.recompute == "full" else 1) * forward + backward) / cluster.device.stream

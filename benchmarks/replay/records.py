@@ -50,8 +50,8 @@ class Measured:
 
 @dataclass(frozen=True)
 class Run:
-    """One record that can be replayed: `micro_batches` is how many micro-batches one device runs in a step, `repeats` how
-    many steps have the tokens of one of the record, whose samples are shorter than its sequences."""
+    """One record that can be replayed: `micro_batches` is how many micro-batches one device runs in a step, `repeats`
+    how many steps have the tokens of one of the record, whose samples are shorter than its sequences."""
 
     id: str
     group: str
@@ -79,17 +79,31 @@ class Run:
         return self.repeats * self.global_batch * self.dimensions.sequence
 
 
+# Larger sizes and figures are none, nor are smaller figures.
+MOST, LEAST = 1 << 40, 1e-9
+# How many more or less parts than wanted are looked at.
+_FAR = 1000
 # Published precisions: what stands first in the text decides.
 _HALF = re.compile(r"^(amp_)?(bf16|fp16|bfloat16|float16)", re.IGNORECASE)
 _GIB, _GB = 1024.0**3, 1e9
 
 
+class RecordsError(ValueError):
+    """Raised for a file that holds no records."""
+
+
 def read_records(path: Path) -> list[Mapping[str, object]]:
-    """The records of a file. Raises ValueError where it is no JSON list of objects."""
-    found = json.loads(path.read_text())
-    if not isinstance(found, list) or not all(isinstance(item, dict) for item in found):
-        raise ValueError(f"{path} must hold a JSON list of records")
-    return found
+    """The records of a file; what is no object in its list counts as a record without fields.
+
+    Raises RecordsError where there is no JSON list.
+    """
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        raise RecordsError(f"{path} cannot be read as JSON: {error}") from error
+    if not isinstance(found, list):
+        raise RecordsError(f"{path} must hold a JSON list of records, but holds a {type(found).__name__}")
+    return [item if isinstance(item, dict) else {} for item in found]
 
 
 def identity(record: Mapping[str, object], number: int) -> str:
@@ -160,7 +174,9 @@ def read_run(record: Mapping[str, object], name: str) -> Run:
 
 def _parts(sequence: int, sample: int) -> int:
     """In how many equal samples of about `sample` tokens a sequence is."""
-    return min((parts for parts in range(1, sequence + 1) if sequence % parts == 0), key=lambda n: abs(sequence / n - sample))
+    wanted = max(1, round(sequence / sample))
+    near = (number for away in range(min(wanted, _FAR)) for number in (wanted - away, wanted + away))
+    return next((number for number in near if sequence % number == 0), 1)
 
 
 def _mapping(record: Mapping[str, object], key: str) -> Mapping[str, object]:
@@ -191,7 +207,7 @@ def _figure(record: Mapping[str, object], key: str) -> float | None:
     value = record.get(key)
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not LEAST <= value < MOST:
         raise SkippedError(Reason.MALFORMED, f"{key} is {value!r}")
     return float(value)
 
@@ -233,8 +249,6 @@ def _dimensions(model: Mapping[str, object]) -> Dimensions:
     )
 
 
-# Larger sizes are no sizes.
-MOST = 1 << 40
 _STAGE = re.compile(r"zero\D{0,3}(\d)", re.IGNORECASE)
 _OVER = re.compile(r"(?:over|x)\s*(\d+)")
 
@@ -275,7 +289,7 @@ def _chunks(given: object, layers: int, pipeline: int) -> int:
     """Virtual stages: a number, or text such as "1 layer/chunk"."""
     text = str(given or 1)
     found = re.match(r"\d+", text)
-    number = int(found.group()) if found else 1
+    number = max(1, int(found.group())) if found else 1
     return max(1, -(-layers // pipeline) // number) if "layer" in text else number
 
 
@@ -285,7 +299,7 @@ def _zero(given: object, copies: int) -> tuple[int, int]:
         return 0, 1
     text = str(given)
     over = _OVER.search(text)
-    shards = min(int(over.group(1)), copies) if over else copies
+    shards = max(1, min(int(over.group(1)), copies)) if over else copies
     stage = _STAGE.search(text)
     if text.isdigit():
         number = int(text)

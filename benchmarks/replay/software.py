@@ -33,7 +33,7 @@ class Software:
     - `packed`: samples are packed to whole sequences, rather than padded to each other.
     - `offloads`: what layers keep lies in the host's memory.
     - `optimizer_in_backward`: parameters are updated as soon as their gradients are there.
-    - `rotation`: bytes that are read and written to rotate an element of queries and keys, beyond those of the stock class.
+    - `rotation`: bytes read and written to rotate an element of queries and keys, beyond the stock class's.
     - `adapter`: rank of adapters on the matrices of frozen layers, but for that of keys; 0 where there are none.
     - `recompute`: what is computed again where a record does not say.
     """
@@ -84,19 +84,28 @@ _BLOOM = replace(
     buckets=2 * 5e8 * 2,
 )
 
-# A chunk of the logits in eight is in float32 at a time, with its softmax and their gradient; all are there in two bytes.
+# One chunk of the logits in eight is in float32, with its softmax and their gradient; all are there in two bytes
+# (torchtune's modules/loss/ce_chunked_output_loss.py).
 _CHUNKED = 0.5 + 3 / 8
 _TUNE = replace(_TORCH, gradient_bytes=2, reduced_bytes=2, loss_copies=_CHUNKED)
 
-# Pattern in the source -> its software, where it is not as Megatron-LM is today. FlashAttention is of June 2022 (arXiv
-# 2205.14135), sequence parallelism of May 2022 (arXiv 2205.05198, which has dropout in its formulas). Of what
-# a stage of a pipeline sends, each tensor-parallel rank sends its part, in Megatron (Narayanan et al. 2021, section 4.1)
-# and in DeepSpeed (`PartitionedTensor` in runtime/pipe/engine.py, at 2151c787 of February 2022), whose stages receive
-# and send one after the other (`TrainSchedule.steps` in runtime/pipe/schedule.py). DeepSpeed reduces and gathers in
-# buckets of 5e8 elements, and its stages are filled one after the
-# other (78 layers on 12 stages: 7 on each but the last, chronicles-prequel.md of bigscience). Its ZeRO-3 gathered parameter by parameter until the summer of 2021, and synchronized with each (microsoft/
-# DeepSpeed#1188 and #1069). Megatron has products add gradients since 2022. Torchtitan compiles its loss since
-# 2025; torchtune makes logits in eight chunks. InternEvo's step casts gradients to float32 (`FSDPadaptOptimizer.step`,
+# Pattern in the source -> its software, where it is not as Megatron-LM is today.
+#
+# FlashAttention is of June 2022 (arXiv 2205.14135), sequence parallelism of May 2022 (arXiv 2205.05198, which has
+# dropout in its formulas). Of what a stage of a pipeline sends, each tensor-parallel rank sends its part: in Megatron
+# (Narayanan et al. 2021, section 4.1) and in DeepSpeed (`PartitionedTensor` in runtime/pipe/engine.py, at 2151c787 of
+# February 2022), whose stages receive and send one after the other (`TrainSchedule.steps` in runtime/pipe/schedule.py)
+# and are filled in order (78 layers on 12 stages lie 7 on each but the last, says the chronicle of BLOOM). DeepSpeed
+# reduces and gathers in buckets of 5e8 elements. Its ZeRO-3 gathered parameter by parameter until the summer of 2021,
+# and synchronized with each (microsoft/DeepSpeed#1188 and #1069). Megatron has products add gradients since 2022.
+#
+# BLOOM ran with CUDA_LAUNCH_BLOCKING=1 (its README and scripts): no kernel is started while another runs, so the device
+# waits for Python and the dispatcher, 5 to 25 us an op, of which the middle is taken. (The chronicle has three pairs of
+# runs with and without: 6.8% slower, and twice no difference.) It says of the machine that a fix of PCIe and NUMA on 25
+# February 2022 made all 1 to 5% faster: the middle is taken for what was before. In bfloat16 it ran DeepSpeed's
+# BF16_Optimizer.
+#
+# Torchtitan compiles its loss since 2025. InternEvo's step casts gradients to float32 (`FSDPadaptOptimizer.step`,
 # `HybridZeroOptimizer._step`), and torch's AdamW, which it used unfused before torch 2.1, makes the root of the second
 # moments and what it divides by.
 _KNOWN: tuple[tuple[str, Software], ...] = (
@@ -134,16 +143,17 @@ def find_software(source: str, precision: str, notes: str) -> Software:
     return found
 
 
-# What the rows of torchtune's table of techniques add, each to those before it; LoRA and QLoRA leave the optimizer's out.
+# What the rows of torchtune's table of techniques add (its README at bd2a0fc7), each to those before it; LoRA and QLoRA
+# leave out the optimizer's.
 _ROWS = ("baseline", "packed", "compile", "chunked", "act ckpt", "opt in bwd", "act offload", "8-bit", "lora", "qlora")
 # Tokens of a sample of Alpaca: 918 bytes a row of the data set, of which the prompt with its answer is 540 (the columns
 # and once more all of them in a template of 165), at 3.94 characters a token of Llama 3 (Llama team 2024, section 3.2).
 _ALPACA = 137
 
 
-# Rotations of torchtune (modules/position_embeddings.py) in float32, even elements apart from odd ones, op by op: 56 bytes an
-# element forward and 116 backward, of which four of each are a zeroed tensor with a half copied in; the stock class's have
-# 20 and 32 in two bytes.
+# Rotations of torchtune (modules/position_embeddings.py) run in float32, even elements apart from odd ones. Op by op
+# they read and write 56 bytes an element forward and 116 backward, where each of four slices makes a tensor of zeros;
+# the stock class's have 20 and 32 in two bytes.
 _ROTATION = 56 + 116 - 20 - 32.0
 # recipes/configs/llama3_2/3B_qlora_single_device.yaml, on queries, values, outputs and the MLP.
 _RANK = 64
