@@ -17,7 +17,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.replay.clusters import cluster_of  # noqa: E402
 from benchmarks.replay.free import NOTABLE, Planned, is_plain, plan_freely  # noqa: E402
-from benchmarks.replay.predict import Replayed, forced_of, replay  # noqa: E402
+from benchmarks.replay.predict import Replayed, forced_of, replay, waiting  # noqa: E402
 from benchmarks.replay.reasons import Reason, SkippedError  # noqa: E402
 from benchmarks.replay.records import RecordsError, identity, read_records  # noqa: E402
 from benchmarks.replay.scores import Scores, repeated, score  # noqa: E402
@@ -50,7 +50,7 @@ def plan_all(found: Sequence[Replayed]) -> list[Planned]:
     for item in found:
         if is_plain(item.run):
             key, cluster = cluster_of(item.run)
-            planned.append(plan_freely(item, forced_of(item.run, key)[0], cluster))
+            planned.append(plan_freely(item, forced_of(item.run, key)[0], waiting(item.run, cluster)))
     return planned
 
 
