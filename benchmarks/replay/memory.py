@@ -86,8 +86,9 @@ def _states(run: Run, elements: float, layer: float, outside: float) -> tuple[fl
         return (elements - outside) * (0.5 + 1 / 64) + outside * _HALF, 0.0, _HALF * layer
     adam = _PURE_ADAM if "pure" in run.precision else _ADAM
     if run.software.optimizer_in_backward:
-        # Gradients go as soon as they are used.
-        return elements * (_HALF + adam), 0.0, _HALF * layer
+        # Gradients go as soon as they are used; the head's waits for the embedding's where they are one.
+        largest = max(layer, outside if run.dimensions.tied else outside / 2)
+        return elements * (_HALF + adam), 0.0, _HALF * largest
     if zero == 3:
         gathered = _HALF * (_GATHERED * layer + outside) + (_HALF + _FLOAT) * max(layer, outside / 2)
         return elements * adam / shards, elements * _FLOAT / shards, gathered

@@ -84,9 +84,9 @@ _BLOOM = replace(
     buckets=2 * 5e8 * 2,
 )
 
-# One chunk of the logits in eight is in float32, with its softmax and their gradient; all are there in two bytes
-# (torchtune's modules/loss/ce_chunked_output_loss.py).
-_CHUNKED = 0.5 + 3 / 8
+# Logits in eight chunks (torchtune's modules/loss/ce_chunked_output_loss.py): all are there in two bytes, and one chunk
+# in float32, with its softmax and their gradient; compiled there is its gradient in two bytes only.
+_CHUNKED, _CHUNKED_COMPILED = 0.5 + 3 / 8, 0.5 + 0.5 / 8
 _TUNE = replace(_TORCH, gradient_bytes=2, reduced_bytes=2, loss_copies=_CHUNKED)
 
 # Pattern in the source -> its software, where it is not as Megatron-LM is today.
@@ -174,7 +174,7 @@ def find_row(software: Software, row: str) -> Software:
         rotation=0.0 if compiled else _ROTATION,
         adapter=_RANK if place >= _ROWS.index("lora") else 0,
         # The logits in float32, their softmax, and the gradients of both.
-        loss_copies=_CHUNKED if place >= _ROWS.index("chunked") else 3.0,
+        loss_copies=_CHUNKED_COMPILED if place >= _ROWS.index("chunked") else 3.0,
         optimizer_in_backward=_ROWS.index("opt in bwd") <= place < _ROWS.index("lora"),
         offloads=place >= _ROWS.index("act offload"),
     )
