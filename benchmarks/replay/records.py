@@ -79,8 +79,8 @@ class Run:
         return self.repeats * self.global_batch * self.dimensions.sequence
 
 
-# Larger sizes and figures are none, nor are smaller figures.
-MOST, LEAST = 1 << 40, 1e-9
+# Larger sizes are none, nor are larger or smaller figures.
+LARGEST, MOST, LEAST = 1 << 26, 1 << 40, 1e-9
 # How many more or less parts than wanted are looked at.
 _FAR = 1000
 # Published precisions: what stands first in the text decides.
@@ -191,13 +191,14 @@ def _text(record: Mapping[str, object], key: str) -> str:
 
 
 def _number(record: Mapping[str, object], key: str, missing: Reason, default: int | None = None) -> int:
-    """A whole number above zero."""
+    """A whole number above zero: a size, or how many parameters there are."""
+    most = MOST if key == "params" else LARGEST
     value = record.get(key)
     if value is None and default is not None:
         return default
     if value is None:
         raise SkippedError(missing, f"no {key}")
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 1 <= value < MOST or value != int(value):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 1 <= value < most or value != int(value):
         raise SkippedError(Reason.MALFORMED, f"{key} is {value!r}")
     return int(value)
 
