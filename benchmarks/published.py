@@ -17,10 +17,11 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.replay.clusters import cluster_of  # noqa: E402
 from benchmarks.replay.free import NOTABLE, Planned, is_plain, plan_freely  # noqa: E402
-from benchmarks.replay.predict import Replayed, forced_of, replay  # noqa: E402
-from benchmarks.replay.reasons import SkippedError  # noqa: E402
-from benchmarks.replay.records import identity, read_records  # noqa: E402
-from benchmarks.replay.scores import Scores, score  # noqa: E402
+from benchmarks.replay.predict import Replayed, forced_of, replay, waiting  # noqa: E402
+from benchmarks.replay.reasons import Reason, SkippedError  # noqa: E402
+from benchmarks.replay.records import RecordsError, identity, read_records  # noqa: E402
+from benchmarks.replay.scores import Scores, repeated, score  # noqa: E402
+from passes.ir.errors import AutoparError  # noqa: E402
 
 DATA = Path(__file__).parent / "data" / "training_runs.json"
 GIB = 1024**3
@@ -38,6 +39,8 @@ def replay_all(
             found.append(replay(record, name))
         except SkippedError as error:
             left.append((name, error))
+        except (AutoparError, ArithmeticError) as error:
+            left.append((name, SkippedError(Reason.TRACE, str(error))))
     return found, left
 
 
@@ -47,7 +50,7 @@ def plan_all(found: Sequence[Replayed]) -> list[Planned]:
     for item in found:
         if is_plain(item.run):
             key, cluster = cluster_of(item.run)
-            planned.append(plan_freely(item, forced_of(item.run, key)[0], cluster))
+            planned.append(plan_freely(item, forced_of(item.run, key)[0], waiting(item.run, cluster)))
     return planned
 
 
@@ -110,6 +113,9 @@ def _summary(found: Sequence[Replayed], left: Sequence[object], scores: Scores) 
     print("rank correlation (Spearman; aim: 0.8)")
     for name, value in scores.spearman.items():
         print(f"  {name:40}{value:6.2f}")
+    print("records that are equal but for what was measured: how far apart, and what correlation their means reach")
+    for name, (count, apart, value) in repeated(found).items():
+        print(f"  {name:40}{count:4} records{_percent(apart, 8)}{value:6.2f}")
 
 
 def _print_planned(planned: Sequence[Planned]) -> None:
@@ -149,8 +155,8 @@ def main() -> None:
     logging.disable(logging.ERROR)
     try:
         records = read_records(arguments.data)
-    except (OSError, ValueError) as error:
-        raise SystemExit(f"{arguments.data} cannot be read: {error}") from None
+    except RecordsError as error:
+        raise SystemExit(f"RecordsError: {error}") from None
     found, left = replay_all(records)
     if arguments.json:
         print(json.dumps(as_json(found, left), indent=1))

@@ -25,6 +25,9 @@ _DEVICES: tuple[tuple[str, str], ...] = (
     (r"L40S", "l40s"),
     (r"4090", "rtx4090"),
 )
+# Bits/s that the network of a node reached, where that was measured and is far from what its cards could do: Omni-Path
+# at Jean Zay in 2022 had 135 Gb/s of 400 (stas00/ml-engineering, network, at 744d01e1, by who ran BLOOM there).
+_REACHED: tuple[tuple[str, float], ...] = ((r"Jean Zay|4x100Gb OPA", 135e9),)
 # Bytes/s of one device's network card per what sources write.
 _CARDS = re.compile(r"(\d+)\s*x\s*(\d+)\s*Gb", re.IGNORECASE)
 _EACH = re.compile(r"(?:NDR|HDR)\s*(\d+)(?:/GPU| per GPU)|(\d+)\s*Gb/s[^,]*per GPU", re.IGNORECASE)
@@ -34,12 +37,21 @@ _NODE = re.compile(r"(\d+)\s*Gbps node", re.IGNORECASE)
 def network_bandwidth(interconnect: str, node_size: int) -> float | None:
     """Bytes/s to other nodes that each device has, from text such as "4x100Gb OPA/node"; None where it says none."""
     if found := _NODE.search(interconnect):
-        return float(found.group(1)) * 1e9 / 8 / node_size
-    if found := _EACH.search(interconnect):
-        return float(found.group(1) or found.group(2)) * 1e9 / 8
-    if found := _CARDS.search(interconnect):
-        return float(found.group(1)) * float(found.group(2)) * 1e9 / 8 / node_size
-    return None
+        rate = float(found.group(1)) / node_size
+    elif found := _EACH.search(interconnect):
+        rate = float(found.group(1) or found.group(2))
+    elif found := _CARDS.search(interconnect):
+        rate = float(found.group(1)) * float(found.group(2)) / node_size
+    else:
+        return None
+    return rate * 1e9 / 8 if 0 < rate < float("inf") else None
+
+
+def devices_per_card(interconnect: str, node_size: int) -> float:
+    """How many devices of a node share a network card, from text such as "4x100Gb OPA/node"; 1 where it says none."""
+    found = _CARDS.search(interconnect)
+    cards = float(found.group(1)) if found else 0.0
+    return max(1.0, node_size / cards) if cards else 1.0
 
 
 def name_of(device: str) -> str:
@@ -54,6 +66,10 @@ def cluster_of(run: Run) -> tuple[str, Cluster]:
     """The cluster of a run, with the network that its source names."""
     name = name_of(run.device)
     cluster = CLUSTERS[name]
+    for site, rate in _REACHED:
+        if re.search(site, run.interconnect, re.IGNORECASE):
+            reached = replace(cluster.between, bandwidth=rate / 8 / cluster.node_size, efficiency=1.0, exchange=1.0)
+            return name, replace(cluster, between=reached)
     bandwidth = network_bandwidth(run.interconnect, cluster.node_size)
     if bandwidth is None:
         return name, cluster

@@ -1,8 +1,9 @@
 """The seconds of a step from those of its blocks: recompute, parameter gathers, gradient reductions, pipeline."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
+from benchmarks.replay.clusters import devices_per_card
 from benchmarks.replay.parts import Part, Parts
 from benchmarks.replay.records import Parallel, Run
 from passes.cost import step
@@ -41,6 +42,9 @@ class StepTime:
     def total(self) -> float:
         """Seconds of the whole step."""
         return self.compute + self.sends + self.data + self.bubble + self.optimizer
+
+    def __mul__(self, times: float) -> "StepTime":
+        return StepTime(*(getattr(self, item.name) * times for item in fields(self)))
 
 
 @dataclass(frozen=True)
@@ -101,48 +105,56 @@ def _work(part: Part, recompute: str) -> _Work:
     return _Work(part.forward, part.backward, again, part.send_forward, part.send_backward + send_again)
 
 
-def stage_layers(layers: int, stages: int) -> list[int]:
+def stage_layers(layers: int, stages: int, fills: bool = False) -> list[int]:
     """How many layers each stage has: the same, or one less in the first and last (beside the embedding and the head),
-    or as equal as can be."""
+    or as equal as can be; with `fills` as many as any must have, the last stage what is left."""
     if layers % stages and (layers + 2) % stages == 0 and stages > 1:
         each = (layers + 2) // stages
         return [each - 1, *[each] * (stages - 2), each - 1]
+    if fills:
+        each = -(-layers // stages)
+        return [max(0, min(each, layers - each * stage)) for stage in range(stages)]
     each, more = divmod(layers, stages)
     return [each + (1 if 0 < stage <= more or (stage == 0 and more == stages) else 0) for stage in range(stages)]
 
 
 @dataclass(frozen=True)
 class Stage:
-    """What one stage of a pipeline holds: blocks and how often each stands there. One stage alone holds everything."""
+    """What one stage of a pipeline holds: blocks and how often each stands there. One stage alone holds everything.
+    `exchange` is the seconds of a micro-batch that it sends and receives."""
 
     blocks: tuple[tuple[Part, str, int], ...]
+    exchange: float = 0.0
 
     def seconds(self) -> float:
         """Seconds of one micro-batch."""
-        return sum(count * _work(part, recompute).total for part, recompute, count in self.blocks)
+        return self.exchange + sum(count * _work(part, recompute).total for part, recompute, count in self.blocks)
 
     def parameters(self) -> float:
         """Elements of the parameters on one rank."""
         return sum(count * part.parameters for part, _, count in self.blocks)
 
 
-def stages_of(run: Run, parts: Parts, alone: bool) -> list[Stage]:
+def stages_of(run: Run, parts: Parts, cluster: Cluster, alone: bool) -> list[Stage]:
     """The stages of a run. With `alone` there are layers only, no embedding and no head."""
-    layers = stage_layers(run.dimensions.layers, run.parallel.pipeline)
+    layers = stage_layers(run.dimensions.layers, run.parallel.pipeline, run.software.fills)
+    exchange, last = _exchange(run, cluster), len(layers) - 1
     found = []
     for number, count in enumerate(layers):
         blocks = [(parts.layer, run.recompute, count)]
         if number == 0 and not alone:
             blocks.insert(0, (parts.before, "none", 1))
-        if number == len(layers) - 1 and not alone:
+        if number == last and not alone:
             blocks.append((parts.after, "none", 1))
-        found.append(Stage(tuple(blocks)))
+        # With several chunks a device the first stage and the last have a neighbour on either side too.
+        sides = 2 if run.parallel.chunks > 1 or 0 < number < last else min(1, last)
+        found.append(Stage(tuple(blocks), sides * run.parallel.chunks * exchange))
     return found
 
 
 def step_time(run: Run, parts: Parts, cluster: Cluster, alone: bool) -> StepTime:
     """The seconds of a step of `run`: those of its slowest stage by `passes.cost.step`, and what a pipeline adds."""
-    stages = stages_of(run, parts, alone)
+    stages = stages_of(run, parts, cluster, alone)
     longest = max(stages, key=Stage.seconds)
     traffic = not alone and not run.frozen
     hidden = run.software.prefetches if run.parallel.zero == 3 else run.software.overlaps
@@ -156,13 +168,14 @@ def step_time(run: Run, parts: Parts, cluster: Cluster, alone: bool) -> StepTime
     axis = axes_of(run.parallel, cluster)[0 if run.parallel.shards > 1 else 1]
     share = cluster.device.share(cluster.link(axis.mesh, axis.position))
     seconds = compose(blocks if hidden else [_uncovered(block) for block in blocks], regime, 0.0, update, share)
-    return StepTime(
-        seconds.forward_compute + seconds.backward_compute + seconds.recompute + _dequantizing(run, parts, cluster),
+    found = StepTime(
+        seconds.forward_compute + seconds.backward_compute + seconds.recompute + _besides(run, parts, cluster),
         seconds.forward_communication + seconds.backward_communication,
         seconds.exposed_gathers + seconds.exposed_reductions,
-        _bubble(run, stages, longest, parts) + _hops(run, cluster),
+        run.micro_batches * longest.exchange + _bubble(run, stages, longest, parts),
         seconds.optimizer,
     )
+    return found * (run.software.slower * run.repeats)
 
 
 def update_bytes(run: Run, parameters: float) -> float:
@@ -179,6 +192,37 @@ def update_bytes(run: Run, parameters: float) -> float:
     width = HALF if software.gradient_bytes == HALF else FLOAT
     times = run.micro_batches - (width == HALF)
     return update + times * kept * (HALF + 2 * width)
+
+
+def _besides(run: Run, parts: Parts, cluster: Cluster) -> float:
+    """Seconds of a step that software computes beside the ops of the stock class."""
+    each = _rotating(run, cluster) + _adapting(run, cluster)
+    return run.micro_batches * run.dimensions.layers * each + _dequantizing(run, parts, cluster)
+
+
+def _rotating(run: Run, cluster: Cluster) -> float:
+    """Seconds that rotating queries and keys of a layer takes beyond the stock class's."""
+    sizes = run.dimensions
+    elements = run.micro_batch * sizes.sequence * (sizes.heads + sizes.kv_heads) * sizes.head_size
+    return elements * run.software.rotation / run.parallel.tensor / cluster.device.stream
+
+
+def _adapting(run: Run, cluster: Cluster) -> float:
+    """Seconds of the adapters of a layer: x A B beside each product x W, added to it; backward the gradients of A, B
+    and x. All wait for memory, as the rank is small."""
+    if not run.software.adapter:
+        return 0.0
+    sizes, rank = run.dimensions, run.software.adapter
+    heads, keys = sizes.heads * sizes.head_size, sizes.kv_heads * sizes.head_size
+    attention = [(sizes.hidden, heads), (sizes.hidden, keys), (heads, sizes.hidden)]
+    mlp = [(sizes.hidden, sizes.ffn), (sizes.hidden, sizes.ffn), (sizes.ffn, sizes.hidden)]
+    tokens = run.micro_batch * sizes.sequence
+    forward = backward = 0.0
+    for first, last in (*attention, *mlp):
+        # Forward x is read, and the result written and added; backward its gradient and x are read twice, x's added.
+        forward += tokens * (first + 4 * last + 2 * rank) * HALF
+        backward += tokens * (2 * last + 5 * first + 4 * rank) * HALF
+    return ((2 if run.recompute == "full" else 1) * forward + backward) / cluster.device.stream
 
 
 def _dequantizing(run: Run, parts: Parts, cluster: Cluster) -> float:
@@ -239,13 +283,24 @@ def _bubble(run: Run, stages: Sequence[Stage], longest: Stage, parts: Parts) -> 
     return (sum(stage.seconds() for stage in stages) - longest.seconds()) / run.parallel.chunks
 
 
-def _hops(run: Run, cluster: Cluster) -> float:
-    """Seconds that activations and their gradients travel between stages, for all micro-batches."""
+def _exchange(run: Run, cluster: Cluster) -> float:
+    """Seconds in which two stages exchange the activations of one micro-batch and the gradients of another.
+
+    Both ways at once, or one after the other. Where tensor-parallel ranks send a part each, who receives gathers it
+    (Narayanan et al. 2021, section 4.1); DeepSpeed gathers what a stage has sent once more, for its backward pass.
+    """
     parallel, sizes = run.parallel, run.dimensions
     if parallel.pipeline == 1:
         return 0.0
-    parts = parallel.tensor if parallel.sequence_parallel or run.software.scatters else 1
-    size = run.micro_batch * sizes.sequence * sizes.hidden * 2 / (parts * parallel.context)
+    elements = run.micro_batch * sizes.sequence * sizes.hidden / parallel.context
     mesh = Mesh(("pipeline", "inner"), (parallel.pipeline, parallel.data * parallel.context * parallel.tensor))
     link = cluster.link(mesh, 0)
-    return 2 * run.micro_batches * parallel.chunks * (link.latency + size / link.bandwidth)
+    ways = 1 if run.software.exchanges else 2
+    # The tensor-parallel ranks of a stage send at once; a card that they share with another replica's is theirs then.
+    own = max(1.0, min(devices_per_card(run.interconnect, cluster.node_size), cluster.node_size / parallel.tensor))
+    rate = own * link.bandwidth * link.efficiency
+    seconds = ways * (link.latency + elements * HALF / parallel.tensor / rate)
+    if parallel.tensor > 1 and not parallel.sequence_parallel:
+        tensor = Axis(Mesh(("outer", "tensor"), (parallel.pipeline * parallel.data, parallel.tensor)), 1, cluster)
+        seconds += (1.5 if run.software.holds_outputs else 1) * tensor.seconds("all_gather", elements, HALF)
+    return seconds

@@ -94,7 +94,7 @@ def _published_seconds(run: Run) -> float | None:
     if measured.step_time is not None:
         return measured.step_time
     if measured.tokens_per_second is not None:
-        return run.global_batch * run.dimensions.sequence / (measured.tokens_per_second * run.devices)
+        return run.tokens / (measured.tokens_per_second * run.devices)
     return None
 
 
@@ -109,12 +109,12 @@ def measured_seconds(run: Run, counted: Multiplications) -> tuple[float, str] | 
         return None
     if run.measured.convention not in CONVENTIONS:
         return None
-    flops = convention_of(run).flops(counted) * run.global_batch
+    flops = convention_of(run).flops(counted) * run.global_batch * run.repeats
     return flops / (run.measured.flops_per_second * run.devices), f"from FLOP/s, {run.measured.convention}"
 
 
 def utilization(run: Run, counted: Multiplications, seconds: float, peak: float) -> float:
     """Model FLOPs in the record's convention (without what is computed again) over those that the devices could do."""
     attention = 0.5 if run.measured.convention == "model_causal" else 1.0
-    flops = Convention(3, 3, attention).flops(counted) * run.global_batch
+    flops = Convention(3, 3, attention).flops(counted) * run.global_batch * run.repeats
     return flops / (seconds * run.devices * peak)

@@ -52,17 +52,17 @@ class Kept:
 
 
 @cache
-def kept_bytes(forced: Forced) -> Kept:
-    """What `forced` keeps, block by block."""
+def kept_bytes(forced: Forced, fused: bool = True) -> Kept:
+    """What `forced` keeps, block by block; without `fused` all that autograd keeps of each op alone."""
     body = forced.lowered.body
     number = next(place for place, item in enumerate(body.statements) if isinstance(item, Loop))
     loop = body.statements[number]
     assert isinstance(loop, Loop)
-    region = _Block(loop.body, forced)
+    region = _Block(loop.body, forced, fused)
     carried = loop.body.arguments[: len(loop.region.carries)]
     entry = sum(region.size(name) for name in carried if loop.body.types[name].dtype.is_floating_point)
-    before = _Block(replace(body, statements=body.statements[:number]), forced)
-    after = _Block(replace(body, statements=body.statements[number + 1 :]), forced)
+    before = _Block(replace(body, statements=body.statements[:number]), forced, fused)
+    after = _Block(replace(body, statements=body.statements[number + 1 :]), forced, fused)
     scores = region.scores()
     selected = entry + region.selected()
     return Kept(region.kept(), entry, scores, selected, before.kept(), after.kept(), region.largest(), after.largest())
@@ -71,8 +71,8 @@ def kept_bytes(forced: Forced) -> Kept:
 class _Block:
     """Straight code: who makes each value, and what it takes in memory."""
 
-    def __init__(self, body: Body, forced: Forced) -> None:
-        self.body, self.forced = body, forced
+    def __init__(self, body: Body, forced: Forced, fused: bool) -> None:
+        self.body, self.forced, self.fused = body, forced, fused
         self.parameters = {item.name for item in forced.lowered.program.parameters}
         for region in forced.folded.regions:
             self.parameters.update(region.owned)
@@ -154,7 +154,7 @@ class _Block:
                     held[f"mask of {op.results[0]}"] = self.size(op.results[0]) / self._itemsize(op.results[0])
                 elif item.copy:
                     held[f"copy in {op.results[0]}"] = self.size(name)
-                elif op.kind in _ANCHORS:
+                elif op.kind in _ANCHORS or not self.fused:
                     found = self.base(name)
                     if not self.resident(found):
                         held[found] = self.size(found)

@@ -42,8 +42,8 @@ class Memory:
 def peak_memory(run: Run, forced: Forced, reserve: float, alone: bool) -> Memory:
     """The peak of the fullest stage; `reserve` is counted where what was measured has it: whatever the driver says is
     taken, rather than what torch has allocated."""
-    kept = kept_bytes(forced)
-    layers = stage_layers(run.dimensions.layers, run.parallel.pipeline)
+    kept = kept_bytes(forced, run.software.compiled)
+    layers = stage_layers(run.dimensions.layers, run.parallel.pipeline, run.software.fills)
     outside = "smi" in run.measured.memory_kind or run.measured.memory_kind == "GB as printed"
     stages = [_stage(run, forced, kept, number, layers, reserve if outside else 0.0) for number in range(len(layers))]
     return max(stages, key=lambda stage: stage.total)
@@ -85,9 +85,10 @@ def _states(run: Run, elements: float, layer: float, outside: float) -> tuple[fl
         # Frozen weights in four bits, with a scale in eight bits per block of 64; embeddings are not quantized.
         return (elements - outside) * (0.5 + 1 / 64) + outside * _HALF, 0.0, _HALF * layer
     adam = _PURE_ADAM if "pure" in run.precision else _ADAM
-    if run.optimizer_in_backward:
-        # Gradients go as soon as they are used.
-        return elements * (_HALF + adam), 0.0, _HALF * layer
+    if run.software.optimizer_in_backward:
+        # Gradients go as soon as they are used; the head's waits for the embedding's where they are one.
+        largest = max(layer, outside if run.dimensions.tied else outside / 2)
+        return elements * (_HALF + adam), 0.0, _HALF * largest
     if zero == 3:
         gathered = _HALF * (_GATHERED * layer + outside) + (_HALF + _FLOAT) * max(layer, outside / 2)
         return elements * adam / shards, elements * _FLOAT / shards, gathered
@@ -110,8 +111,9 @@ def _activations(run: Run, kept: Kept, layers: int, flying: float, last: bool) -
     """Bytes that are kept, those of a layer whose backward pass runs, and those of the loss."""
     loss = max(0.0, kept.after - kept.loss) + kept.loss * run.software.loss_copies if last else 0.0
     if run.recompute == "full":
-        entry = 0.0 if run.offloads else kept.entry
-        outputs = flying * kept.entry if run.software.holds_outputs and run.parallel.pipeline > 1 else 0.0
+        entry = 0.0 if run.software.offloads else kept.entry
+        sent = run.software.holds_outputs and run.parallel.pipeline > 1
+        outputs = flying * kept.entry / run.parallel.tensor if sent else 0.0
         return flying * layers * entry + outputs, kept.layer + kept.working, loss
     if run.recompute == "ops":
         return flying * layers * kept.selected, kept.layer - kept.selected + kept.working, loss

@@ -1,7 +1,7 @@
 """One record at a time: the published figures against the predicted ones."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from benchmarks.models import find_family
 from benchmarks.replay.clusters import cluster_of
@@ -66,6 +66,11 @@ def is_alone(run: Run) -> bool:
     return "one layer" in run.dimensions.name
 
 
+def waiting(run: Run, cluster: Cluster) -> Cluster:
+    """`cluster` with devices that wait for the host before each kernel, where the software of `run` has it so."""
+    return replace(cluster, device=replace(cluster.device, launch=cluster.device.launch + run.software.host))
+
+
 def replay(record: Mapping[str, object], name: str) -> Replayed:
     """Predict one record. Raises SkippedError where it cannot be."""
     run = read_run(record, name)
@@ -76,6 +81,7 @@ def replay(record: Mapping[str, object], name: str) -> Replayed:
 
 def replayed(run: Run, key: str, cluster: Cluster, forced: Forced, counted: Multiplications, apart: float) -> Replayed:
     """Price a run whose graph is there."""
+    cluster = waiting(run, cluster)
     predicted = step_time(run, parts_of(forced, cluster, run.software.compiled), cluster, is_alone(run))
     peak = cluster.device.flops["bfloat16"]
     found = measured_seconds(run, counted)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from benchmarks.models import Dimensions
 from benchmarks.replay.reasons import Reason, SkippedError
-from benchmarks.replay.software import Software, find_software
+from benchmarks.replay.software import Software, find_row, find_software
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,8 @@ class Measured:
 
 @dataclass(frozen=True)
 class Run:
-    """One record that can be replayed: `micro_batches` is how many micro-batches one device runs in a step."""
+    """One record that can be replayed: `micro_batches` is how many micro-batches one device runs in a step, `repeats`
+    how many steps have the tokens of one of the record, whose samples are shorter than its sequences."""
 
     id: str
     group: str
@@ -66,25 +67,43 @@ class Run:
     precision: str
     frozen: bool
     quantized: bool
-    optimizer_in_backward: bool
-    offloads: bool
+    repeats: int
     measured: Measured
     software: Software
     parameters: int | None
     notes: str
 
+    @property
+    def tokens(self) -> int:
+        """Tokens of a step of the record."""
+        return self.repeats * self.global_batch * self.dimensions.sequence
 
+
+# Larger sizes are none, nor are larger or smaller figures.
+LARGEST, MOST, LEAST = 1 << 26, 1 << 40, 1e-9
+# How many more or less parts than wanted are looked at.
+_FAR = 1000
 # Published precisions: what stands first in the text decides.
 _HALF = re.compile(r"^(amp_)?(bf16|fp16|bfloat16|float16)", re.IGNORECASE)
 _GIB, _GB = 1024.0**3, 1e9
 
 
+class RecordsError(ValueError):
+    """Raised for a file that holds no records."""
+
+
 def read_records(path: Path) -> list[Mapping[str, object]]:
-    """The records of a file. Raises ValueError where it is no JSON list of objects."""
-    found = json.loads(path.read_text())
-    if not isinstance(found, list) or not all(isinstance(item, dict) for item in found):
-        raise ValueError(f"{path} must hold a JSON list of records")
-    return found
+    """The records of a file; what is no object in its list counts as a record without fields.
+
+    Raises RecordsError where there is no JSON list.
+    """
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        raise RecordsError(f"{path} cannot be read as JSON: {error}") from error
+    if not isinstance(found, list):
+        raise RecordsError(f"{path} must hold a JSON list of records, but holds a {type(found).__name__}")
+    return [item if isinstance(item, dict) else {} for item in found]
 
 
 def identity(record: Mapping[str, object], number: int) -> str:
@@ -107,6 +126,7 @@ def read_run(record: Mapping[str, object], name: str) -> Run:
     if not _HALF.match(precision):
         raise SkippedError(Reason.PRECISION, precision)
     software = find_software(str(record.get("source") or ""), precision, _text(record, "notes"))
+    software = find_row(software, _text(record, "cumulative_step"))
     dimensions = _dimensions(model)
     task = f"{record.get('task')} {name}".lower()
     if "lora" in task and "qlora" not in task:
@@ -120,9 +140,15 @@ def read_run(record: Mapping[str, object], name: str) -> Run:
         _number(record, "global_batch", Reason.PLAN),
     )
     micro_batches = max(1, round(global_batch / (micro_batch * split.data)))
-    cumulative = str(record.get("cumulative_step") or "")
-    if record.get("compile") is False or cumulative in ("baseline", "+packed"):
+    if record.get("compile") is False:
         software = replace(software, compiled=False)
+    repeats = 1
+    if software.sample and (parts := _parts(dimensions.sequence, software.sample)) > 1:
+        dimensions = replace(dimensions, sequence=dimensions.sequence // parts)
+        if software.packed:
+            micro_batch, global_batch = micro_batch * parts, global_batch * parts
+        else:
+            repeats = parts
     return Run(
         name,
         str(record.get("group") or "all"),
@@ -138,13 +164,19 @@ def read_run(record: Mapping[str, object], name: str) -> Run:
         precision,
         "qlora" in task,
         "qlora" in task,
-        "opt in bwd" in cumulative or "act offload" in cumulative or "qlora" in cumulative,
-        "act offload" in cumulative,
+        repeats,
         measured,
         software,
         _number(model, "params", Reason.DIMENSIONS) if model.get("params") else None,
         _text(record, "notes"),
     )
+
+
+def _parts(sequence: int, sample: int) -> int:
+    """In how many equal samples of about `sample` tokens a sequence is."""
+    wanted = max(1, round(sequence / sample))
+    near = (number for away in range(min(wanted, _FAR)) for number in (wanted - away, wanted + away))
+    return next((number for number in near if sequence % number == 0), 1)
 
 
 def _mapping(record: Mapping[str, object], key: str) -> Mapping[str, object]:
@@ -159,13 +191,14 @@ def _text(record: Mapping[str, object], key: str) -> str:
 
 
 def _number(record: Mapping[str, object], key: str, missing: Reason, default: int | None = None) -> int:
-    """A whole number above zero."""
+    """A whole number above zero: a size, or how many parameters there are."""
+    most = MOST if key == "params" else LARGEST
     value = record.get(key)
     if value is None and default is not None:
         return default
     if value is None:
         raise SkippedError(missing, f"no {key}")
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 1 <= value < MOST or value != int(value):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 1 <= value < most or value != int(value):
         raise SkippedError(Reason.MALFORMED, f"{key} is {value!r}")
     return int(value)
 
@@ -175,7 +208,7 @@ def _figure(record: Mapping[str, object], key: str) -> float | None:
     value = record.get(key)
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not LEAST <= value < MOST:
         raise SkippedError(Reason.MALFORMED, f"{key} is {value!r}")
     return float(value)
 
@@ -217,8 +250,6 @@ def _dimensions(model: Mapping[str, object]) -> Dimensions:
     )
 
 
-# Larger sizes are no sizes.
-MOST = 1 << 40
 _STAGE = re.compile(r"zero\D{0,3}(\d)", re.IGNORECASE)
 _OVER = re.compile(r"(?:over|x)\s*(\d+)")
 
@@ -259,7 +290,7 @@ def _chunks(given: object, layers: int, pipeline: int) -> int:
     """Virtual stages: a number, or text such as "1 layer/chunk"."""
     text = str(given or 1)
     found = re.match(r"\d+", text)
-    number = int(found.group()) if found else 1
+    number = max(1, int(found.group())) if found else 1
     return max(1, -(-layers // pipeline) // number) if "layer" in text else number
 
 
@@ -269,7 +300,7 @@ def _zero(given: object, copies: int) -> tuple[int, int]:
         return 0, 1
     text = str(given)
     over = _OVER.search(text)
-    shards = min(int(over.group(1)), copies) if over else copies
+    shards = max(1, min(int(over.group(1)), copies)) if over else copies
     stage = _STAGE.search(text)
     if text.isdigit():
         number = int(text)

@@ -1,10 +1,11 @@
 """How near predictions are, over many records."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 
 from benchmarks.replay.predict import Replayed
+from benchmarks.replay.records import Measured, Run
 
 # Groups of fewer plans have no order to speak of.
 LEAST = 4
@@ -53,20 +54,11 @@ def spearman(left: Sequence[float], right: Sequence[float]) -> float:
     return top / bottom if bottom else 0.0
 
 
-def sweep(item: Replayed) -> str:
-    """The sweep that a record belongs to: its group on its device."""
-    return f"{item.run.group} ({item.cluster})"
-
-
 def score(found: Sequence[Replayed]) -> Scores:
     """The scores of what was predicted. Sweeps are ranked by tokens/s of a device, as their sources rank them: other
     sizes of the batch and of the cluster do not change it."""
     errors = [abs(item.error) for item in found if item.error is not None]
     memory = [abs(item.memory_error) for item in found if item.memory_error is not None]
-    groups: dict[str, list[Replayed]] = {}
-    for item in found:
-        if item.seconds is not None:
-            groups.setdefault(sweep(item), []).append(item)
     return Scores(
         median(errors) if errors else None,
         percentile(errors, 0.9) if errors else None,
@@ -76,12 +68,45 @@ def score(found: Sequence[Replayed]) -> Scores:
                 [_throughput(item, item.seconds or 0.0) for item in items],
                 [_throughput(item, item.predicted.total) for item in items],
             )
-            for name, items in sorted(groups.items())
-            if len(items) >= LEAST
+            for name, items in _sweeps(found).items()
         },
     )
 
 
+def _sweeps(found: Sequence[Replayed]) -> dict[str, list[Replayed]]:
+    """What was predicted and measured, by group."""
+    groups: dict[str, list[Replayed]] = {}
+    for item in found:
+        if item.seconds is not None:
+            groups.setdefault(item.run.group, []).append(item)
+    return {name: items for name, items in sorted(groups.items()) if len(items) >= LEAST}
+
+
+def repeated(found: Sequence[Replayed]) -> dict[str, tuple[int, float, float]]:
+    """Of each group with records that differ in nothing but their names and what was measured: how many they are, how
+    far the slowest and the fastest of equal ones are apart at most, and the rank correlation of the group if all
+    records were predicted as the means of their equals: about the most that a function of the records can reach."""
+    result = {}
+    for name, items in _sweeps(found).items():
+        rates: dict[Run, list[float]] = {}
+        for item in items:
+            rates.setdefault(_plan(item), []).append(_throughput(item, item.seconds or 0.0))
+        several = [values for values in rates.values() if len(values) > 1]
+        if not several:
+            continue
+        measured = [_throughput(item, item.seconds or 0.0) for item in items]
+        means = [sum(rates[_plan(item)]) / len(rates[_plan(item)]) for item in items]
+        apart = max(max(values) / min(values) - 1 for values in several)
+        result[name] = (sum(map(len, several)), apart, spearman(measured, means))
+    return result
+
+
+def _plan(item: Replayed) -> Run:
+    """A run without its name and what was measured and remarked of it."""
+    nothing = Measured(None, None, None, None, None, "")
+    return replace(item.run, id="", measured=nothing, notes="", software=replace(item.run.software, slower=1.0))
+
+
 def _throughput(item: Replayed, seconds: float) -> float:
     """Tokens/s of one device."""
-    return item.run.global_batch * item.run.dimensions.sequence / (seconds * item.run.devices)
+    return item.run.tokens / (seconds * item.run.devices)

@@ -18,14 +18,23 @@ class Software:
     - `updating`: bytes of each element of its states that the optimizer's step takes besides these.
     - `standing`: gradients have their memory from the first step on, rather than while there are any.
     - `loss_copies`: how many float32 copies of the logits the loss takes at its peak.
-    - `scatters`: tensor-parallel ranks each send a part of what goes to the next stage of a pipeline, gathered there.
-    - `holds_outputs`: a pipeline stage keeps what it has sent on until its backward pass.
+    - `exchanges`: two stages of a pipeline send to each other at the same time, rather than one after the other.
+    - `holds_outputs`: a pipeline stage keeps its part of what it has sent on until its backward pass.
     - `adds`: gradients of a micro-batch are added to those before by a kernel of their own, rather than by the product
       that makes them.
     - `all_reduces`: gradients of ZeRO-1 are summed whole on every device.
     - `prefetches`: parameters that are split (ZeRO-3) are gathered, and their gradients reduced, while others compute.
     - `coalesces`: those of a layer in one collective, rather than one for each tensor.
     - `buckets`: bytes of the buffers that gradients are reduced and parameters gathered in.
+    - `fills`: stages of a pipeline have as many layers as the first, the last has what is left.
+    - `host`: seconds that the device waits for the host before each kernel.
+    - `slower`: how often longer everything takes than it would.
+    - `sample`: tokens of a sample of the data, beyond which no attention reaches; 0 where samples are whole sequences.
+    - `packed`: samples are packed to whole sequences, rather than padded to each other.
+    - `offloads`: what layers keep lies in the host's memory.
+    - `optimizer_in_backward`: parameters are updated as soon as their gradients are there.
+    - `rotation`: bytes read and written to rotate an element of queries and keys, beyond the stock class's.
+    - `adapter`: rank of adapters on the matrices of frozen layers, but for that of keys; 0 where there are none.
     - `recompute`: what is computed again where a record does not say.
     """
 
@@ -40,8 +49,17 @@ class Software:
     updating: int = 0
     standing: bool = True
     loss_copies: float = 2.5
-    scatters: bool = True
+    exchanges: bool = True
     holds_outputs: bool = False
+    fills: bool = False
+    host: float = 0.0
+    slower: float = 1.0
+    sample: int = 0
+    packed: bool = True
+    offloads: bool = False
+    optimizer_in_backward: bool = False
+    rotation: float = 0.0
+    adapter: int = 0
     adds: bool = False
     all_reduces: bool = False
     prefetches: bool = True
@@ -59,20 +77,39 @@ _BLOOM = replace(
     adds=True,
     reduced_bytes=2,
     gradient_bytes=2,
-    scatters=False,
+    exchanges=False,
     holds_outputs=True,
+    fills=True,
+    host=15e-6,
     buckets=2 * 5e8 * 2,
 )
 
-# Pattern in the source -> its software, where it is not as Megatron-LM is today. FlashAttention is of June 2022 (arXiv
-# 2205.14135), sequence parallelism of May 2022 (arXiv 2205.05198, which has dropout in its formulas). Megatron scatters
-# what stages send (Narayanan et al. 2021, section 4.1), DeepSpeed does not; it reduces and gathers in buckets of 5e8
-# elements. Its ZeRO-3 gathered parameter by parameter until the summer of 2021, and synchronized with each (microsoft/
-# DeepSpeed#1188 and #1069). Megatron has products add gradients since 2022. Torchtitan compiles its loss since
-# 2025; torchtune makes logits in eight chunks. InternEvo's step casts gradients to float32 (`FSDPadaptOptimizer.step`,
+# Logits in eight chunks (torchtune's modules/loss/ce_chunked_output_loss.py): all are there in two bytes, and one chunk
+# in float32, with its softmax and their gradient; compiled there is its gradient in two bytes only.
+_CHUNKED, _CHUNKED_COMPILED = 0.5 + 3 / 8, 0.5 + 0.5 / 8
+_TUNE = replace(_TORCH, gradient_bytes=2, reduced_bytes=2, loss_copies=_CHUNKED)
+
+# Pattern in the source -> its software, where it is not as Megatron-LM is today.
+#
+# FlashAttention is of June 2022 (arXiv 2205.14135), sequence parallelism of May 2022 (arXiv 2205.05198, which has
+# dropout in its formulas). Of what a stage of a pipeline sends, each tensor-parallel rank sends its part: in Megatron
+# (Narayanan et al. 2021, section 4.1) and in DeepSpeed (`PartitionedTensor` in runtime/pipe/engine.py, at 2151c787 of
+# February 2022), whose stages receive and send one after the other (`TrainSchedule.steps` in runtime/pipe/schedule.py)
+# and are filled in order (78 layers on 12 stages lie 7 on each but the last, says the chronicle of BLOOM). DeepSpeed
+# reduces and gathers in buckets of 5e8 elements. Its ZeRO-3 gathered parameter by parameter until the summer of 2021,
+# and synchronized with each (microsoft/DeepSpeed#1188 and #1069). Megatron has products add gradients since 2022.
+#
+# BLOOM ran with CUDA_LAUNCH_BLOCKING=1 (its README and scripts): no kernel is started while another runs, so the device
+# waits for Python and the dispatcher, 5 to 25 us an op, of which the middle is taken. (The chronicle has three pairs of
+# runs with and without: 6.8% slower, and twice no difference.) It says of the machine that a fix of PCIe and NUMA on 25
+# February 2022 made all 1 to 5% faster: the middle is taken for what was before. In bfloat16 it ran DeepSpeed's
+# BF16_Optimizer.
+#
+# Torchtitan compiles its loss since 2025. InternEvo's step casts gradients to float32 (`FSDPadaptOptimizer.step`,
 # `HybridZeroOptimizer._step`), and torch's AdamW, which it used unfused before torch 2.1, makes the root of the second
 # moments and what it divides by.
 _KNOWN: tuple[tuple[str, Software], ...] = (
+    (r"chronicles-prequel.*2022-02-2[0-4]", replace(_BLOOM, slower=1.03)),
     (r"bigscience|BLOOM", _BLOOM),
     (r"Korthikanti|2205\.05198", replace(_UNFUSED, sequence_parallel=True)),
     (
@@ -84,7 +121,7 @@ _KNOWN: tuple[tuple[str, Software], ...] = (
     (r"llm-foundry", _TORCH),
     (r"torchtitan.*2024", replace(_TORCH, recompute="ops")),
     (r"torchtitan", replace(_TORCH, recompute="ops", loss_copies=1.0)),
-    (r"torchtune", replace(_TORCH, gradient_bytes=2, reduced_bytes=2, loss_copies=1.3)),
+    (r"torchtune", _TUNE),
 )
 
 
@@ -98,8 +135,46 @@ def find_software(source: str, precision: str, notes: str) -> Software:
     # What Composer calls PURE sends gradients in bfloat16, DEFAULT in float32 (its `get_mixed_precision`).
     if "PURE" in precision:
         found = replace(found, reduced_bytes=2)
-    if "fp32 grad accumulation" in precision and "no fp32" not in precision:
+    own = found.fills and precision.lower().startswith("bf16")
+    if own or ("fp32 grad accumulation" in precision and "no fp32" not in precision):
         # Beside the gradients of a micro-batch in two bytes. DeepSpeed's pipeline sums those of its BF16_Optimizer up
         # everywhere (`_bf16_reduce_grads`).
         found = replace(found, gradient_bytes=6, reduced_bytes=4, all_reduces=True)
     return found
+
+
+# What the rows of torchtune's table of techniques add (its README at bd2a0fc7), each to those before it; LoRA and QLoRA
+# leave out the optimizer's.
+_ROWS = ("baseline", "packed", "compile", "chunked", "act ckpt", "opt in bwd", "act offload", "8-bit", "lora", "qlora")
+# Tokens of a sample of Alpaca: 918 bytes a row of the data set, of which the prompt with its answer is 540 (the columns
+# and once more all of them in a template of 165), at 3.94 characters a token of Llama 3 (Llama team 2024, section 3.2).
+_ALPACA = 137
+
+
+# Rotations of torchtune (modules/position_embeddings.py) run in float32, even elements apart from odd ones. Op by op
+# they read and write 56 bytes an element forward and 116 backward, where each of four slices makes a tensor of zeros;
+# the stock class's have 20 and 32 in two bytes.
+_ROTATION = 56 + 116 - 20 - 32.0
+# recipes/configs/llama3_2/3B_qlora_single_device.yaml, on queries, values, outputs and the MLP.
+_RANK = 64
+
+
+def find_row(software: Software, row: str) -> Software:
+    """`software` with the techniques of a row of torchtune's table, and all before it."""
+    name = row.strip("+ ").lower()
+    place = next((place for place, title in enumerate(_ROWS) if name.startswith(title)), None)
+    if place is None:
+        return software
+    compiled = place >= _ROWS.index("compile")
+    return replace(
+        software,
+        sample=_ALPACA,
+        packed=place >= _ROWS.index("packed"),
+        compiled=compiled,
+        rotation=0.0 if compiled else _ROTATION,
+        adapter=_RANK if place >= _ROWS.index("lora") else 0,
+        # The logits in float32, their softmax, and the gradients of both.
+        loss_copies=_CHUNKED_COMPILED if place >= _ROWS.index("chunked") else 3.0,
+        optimizer_in_backward=_ROWS.index("opt in bwd") <= place < _ROWS.index("lora"),
+        offloads=place >= _ROWS.index("act offload"),
+    )
