@@ -15,9 +15,9 @@ P      a pending sum over the ranks                         R
 """
 
 import re
-from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
+from typing import NamedTuple
 
 from torch.torch_version import TorchVersion
 from torch.version import __version__ as torch_version
@@ -30,9 +30,11 @@ _STRIDED = TorchVersion(torch_version) >= "2.13"
 Shape = tuple[int, ...]
 
 
-@dataclass(frozen=True, order=True, slots=True)
-class Letter:
-    """One letter of a layout: `kind` is "R", "I", "S" or "P"; `dim` and `major` belong to "S" alone."""
+class Letter(NamedTuple):
+    """One letter of a layout: `kind` is "R", "I", "S" or "P"; `dim` and `major` belong to "S" alone.
+
+    A named tuple, because planning compares and hashes letters by the million.
+    """
 
     kind: str
     dim: int = -1
