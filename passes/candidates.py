@@ -26,7 +26,8 @@ from passes.proposing.kept import handed_on, kept_by, uses_remade
 from passes.proposing.places import Placed, place
 from passes.proposing.storage import storage
 from passes.rules.cheap import is_cheap
-from passes.rules.strategies import Digit, Offer, Subject, named_choices, op_strategies, subject
+from passes.rules.rule import replicated
+from passes.rules.strategies import Digit, Offer, Subject, op_strategies, subject
 from passes.rules.strides import strided
 from passes.rules.travel import travel
 
@@ -243,16 +244,17 @@ class _Builder:
             ((R,) * len(mesh.sizes),) * len(op.results),
         )
         if self._negligible(about):
+            choices = (replicated(len(op.operands), len(op.results), R),) * len(mesh.sizes)
+            choices_of = {whole: choices}
             strategies = [whole]
         else:
             digits = {size: found[position] for size, found in self.digits.items()}
-            strategies = op_strategies(about, digits, mesh, self.setting.offers.get(op.key))
-            strategies = meeting(about, strategies, self.demands, self._real, mesh, self.followed)
+            choices_of = op_strategies(about, digits, mesh, self.setting.offers.get(op.key))
+            strategies = meeting(about, list(choices_of), self.demands, self._real, mesh, self.followed)
         seconds, forwards, memory, kept, light = [], [], [], [], []
         fused = self.fused.get(op.results[0])
         for strategy in strategies:
-            choices = named_choices(about, strategy.methods, mesh)
-            assert choices is not None
+            choices = choices_of[strategy]
             forward, backward = op_seconds(about, choices, strategy, cluster, mesh, fused)
             seconds.append(placed.count * (forward + backward))
             forwards.append(placed.count * forward)
