@@ -13,7 +13,7 @@ import torch
 
 from passes.cost.cluster import Cluster
 from passes.cost.fusion import joined
-from passes.cost.price import cover, op_seconds, update_seconds
+from passes.cost.price import OpPrices, cover, update_seconds
 from passes.ir.choices import Cover, Edge, Group, Memory, Node, Problem, Strategy
 from passes.ir.demands import Demand, Demands
 from passes.ir.errors import ConstraintError
@@ -67,6 +67,7 @@ class _Builder:
     groups: list[Group] = field(default_factory=list)
     group_index: dict[tuple[object, ...], int] = field(default_factory=dict)
     index: dict[str, int] = field(default_factory=dict)
+    sizes: dict[tuple[str, Layout], float] = field(default_factory=dict)
 
     def build(self) -> Problem:
         folded = self.folded
@@ -209,9 +210,10 @@ class _Builder:
         return index
 
     def _bytes(self, name: str, layout: Layout) -> float:
-        return as_float(
-            prod(local_shape(self.types[name].shape, layout, self.setting.mesh)) * self.types[name].dtype.itemsize
-        )
+        if (name, layout) not in self.sizes:
+            type, mesh = self.types[name], self.setting.mesh
+            self.sizes[name, layout] = as_float(prod(local_shape(type.shape, layout, mesh)) * type.dtype.itemsize)
+        return self.sizes[name, layout]
 
     def _ops(self) -> None:
         """Carried tensors and ops."""
@@ -252,10 +254,10 @@ class _Builder:
             choices_of = op_strategies(about, digits, mesh, self.setting.offers.get(op.key))
             strategies = meeting(about, list(choices_of), self.demands, self._real, mesh, self.followed)
         seconds, forwards, memory, kept, light = [], [], [], [], []
-        fused = self.fused.get(op.results[0])
+        prices = OpPrices(about, cluster, mesh, self.fused.get(op.results[0]))
         for strategy in strategies:
             choices = choices_of[strategy]
-            forward, backward = op_seconds(about, choices, strategy, cluster, mesh, fused)
+            forward, backward = prices.seconds(choices, strategy)
             seconds.append(placed.count * (forward + backward))
             forwards.append(placed.count * forward)
             bodies = [placed.rule.bodies.get(choice.factor, "") for choice in choices] if placed.rule else []
