@@ -15,6 +15,7 @@ P      a pending sum over the ranks                         R
 """
 
 import re
+from functools import lru_cache
 from itertools import pairwise
 from math import prod
 from typing import NamedTuple
@@ -45,7 +46,8 @@ class Letter(NamedTuple):
             return self.kind
         return f"S({self.dim})" if self.major == 1 else f"S({self.dim}, {self.major})"
 
-    __repr__ = __str__
+    def __repr__(self) -> str:
+        return str(self)
 
     @property
     def gradient(self) -> "Letter":
@@ -97,6 +99,7 @@ def digits(layout: Layout, dim: int, mesh: Mesh) -> list[tuple[int, int, int]]:
     return sorted(found)
 
 
+@lru_cache(maxsize=1 << 14)
 def fits(shape: Shape, layout: Layout, mesh: Mesh) -> bool:
     """Whether every split divides and no two digits of one dim overlap."""
     for dim in {letter.dim for letter in layout if letter.kind == "S"}:

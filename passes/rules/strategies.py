@@ -1,6 +1,6 @@
 """From a rule to strategies: one choice per mesh axis, where they go together."""
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cache
 from math import prod
@@ -151,11 +151,7 @@ def _combinations(
         whole = [
             _option(subject, choice) for choice in _unsplit(subject, size) if offered is None or choice.name in offered
         ]
-        begins = [
-            (factor, major)
-            for factor, major in (digits.get(size, ()) if rule is not None and size != 1 else ())
-            if not (rule.factors[factor].ordered and major != 1) and (offered is None or factor in offered)
-        ]
+        begins = [] if rule is None or size == 1 else _begins(rule, digits.get(size, ()), offered)
         longer: list[tuple[_Option, ...]] = []
         for chosen in found:
             longer += [(*chosen, option) for option in whole]
@@ -166,6 +162,15 @@ def _combinations(
                     longer.append((*chosen, further))
         found = longer
     return found
+
+
+def _begins(rule: Rule, digits: Iterable[Digit], offered: Set[str] | None) -> list[Digit]:
+    """Those of the digits that are offered; what has to stay in order is split from its front only."""
+    return [
+        (factor, major)
+        for factor, major in digits
+        if (major == 1 or not rule.factors[factor].ordered) and (offered is None or factor in offered)
+    ]
 
 
 def _unsplit(subject: Subject, size: int) -> list[Choice]:
