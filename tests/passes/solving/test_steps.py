@@ -7,7 +7,7 @@ import pytest
 from passes.ir.layout import I, Layout, P, R, S, Shape
 from passes.ir.mesh import Mesh
 from passes.ir.redistribution import redistribution
-from passes.solving.steps import KINDS, all_steps
+from passes.solving.steps import KINDS, Pairs, all_steps
 from tests.passes.helpers import layouts_on, mesh_of, some_layouts
 
 # (axis, kind before, kind after, elements before, elements after, cut, join)
@@ -27,7 +27,7 @@ CASES: list[tuple[Mesh, Shape, list[Shape]]] = [
 def _rows(sources: list[Layout], targets: list[Layout], shape: Shape, mesh: Mesh, strided: bool) -> list[list[Row]]:
     """The steps of every pair, in order."""
     found: list[list[Row]] = [[] for _ in range(len(sources) * len(targets))]
-    for steps in all_steps(sources, targets, shape, mesh, strided=strided):
+    for steps in all_steps([Pairs(sources, targets, shape, strided)], mesh):
         parts = (steps.axis, steps.source, steps.target, steps.before, steps.after, steps.cut, steps.join)
         columns = [part.tolist() for part in parts]
         for pair, axis, source, target, *rest in zip(steps.pair.tolist(), *columns, strict=True):
