@@ -105,12 +105,12 @@ class _Tables:
         change = steps.source * len(KINDS) + steps.target
         kernels, at_first, at_last = self.own.take((change * 2 + steps.cut) * 2 + steps.join, axis=1)
         seconds: Floats = kernels + (at_first * steps.before + at_last * steps.after) * itemsize
-        sent = np.flatnonzero(self.is_sent[steps.source, steps.target])
-        place = (change * self.axes + steps.axis)[sent]
-        size = np.maximum(steps.before, steps.after)[sent] * itemsize[sent].astype(np.float64)
+        sent = np.flatnonzero(self.is_sent.take(change))
+        place = (change * self.axes + steps.axis).take(sent)
+        size = np.maximum(steps.before, steps.after).take(sent) * itemsize.take(sent).astype(np.float64)
         least = np.full(len(sent), np.inf)
         for fixed, each in self.lines:
-            np.minimum(least, fixed[place] + each[place] * size, out=least)
+            np.minimum(least, fixed.take(place) + each.take(place) * size, out=least)
         seconds[sent] += least
         return seconds
 

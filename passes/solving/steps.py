@@ -64,7 +64,7 @@ class _Letters:
     def __init__(self, tensors: Sequence[Pairs]) -> None:
         found = {R: _THROUGH}
         self.sources, self.targets = (
-            np.array([[found.setdefault(letter, len(found)) for letter in layout] for layout in layouts]).T
+            np.array([[found.setdefault(letter, len(found)) for letter in layout] for layout in layouts]).T.copy()
             for layouts in (
                 [layout for pairs in tensors for layout in pairs.sources],
                 [layout for pairs in tensors for layout in pairs.targets],
@@ -134,43 +134,46 @@ def _steps(
 ) -> Iterator[Steps]:
     """The first steps of some pairs, then their second ones, and so on; `ranks` and `conflicts` are those of
     letters."""
-    here, there, elements, weights = letters.sources, letters.targets, sizes.elements, sizes.weights
-    axes = len(weights)
+    here, there = letters.sources, letters.targets
+    axes, layouts_here, layouts_there = len(here), here.shape[1], there.shape[1]
     # [axis, pair]: when an axis comes, and which are in its way while they hold what they do.
-    rank = np.stack([ranks[axis][here[axis, row], there[axis, column]] for axis in range(axes)])
-    blockers = _blockers(conflicts, here[:, row], there[:, column])
+    rank = np.stack([ranks[axis][here[axis].take(row), there[axis].take(column)] for axis in range(axes)])
+    blockers = _blockers(conflicts, here.take(row, axis=1), there.take(column, axis=1))
     # Axes that are still to change, and hold what they did at first.
     held = ((rank < _NEVER) << np.arange(axes)[:, None]).sum(axis=0)
-    place = sizes.places[row]
+    place = sizes.places.take(row)
     while True:
-        left = rank.min(axis=0, initial=_NEVER) < _NEVER
-        if not left.all():
-            row, column, pair, held, place = row[left], column[left], pair[left], held[left], place[left]
-            rank, blockers = rank[:, left], blockers[:, left]
-        if not len(pair):
+        left = np.flatnonzero(rank.min(axis=0) < _NEVER)
+        if not len(left):
             return
-        every = np.arange(len(pair))
+        if len(left) < len(pair):
+            row, column, pair, held, place = (known.take(left) for known in (row, column, pair, held, place))
+            rank, blockers = rank.take(left, axis=1), blockers.take(left, axis=1)
         first = np.where(blockers & held, _NEVER, rank).min(axis=0)
         axis = (first % axes).astype(np.int64)
         # Where all wait for each other, the first that is in the way of the first goes through R.
         stuck = np.flatnonzero(first == _NEVER)
-        waiting = (rank[:, stuck] < _NEVER).argmax(axis=0)
-        axis[stuck] = _lowest_bit(blockers[waiting, stuck] & held[stuck], axes)
-        old = np.where(held >> axis & 1, here[axis, row], _THROUGH)
-        new = there[axis, column]
-        rank[axis, every] = _NEVER
-        rank[axis[stuck], stuck] = ranks[axis[stuck], _THROUGH, new[stuck]]
-        new[stuck] = _THROUGH
-        moved = place + (letters.dim[new] - letters.dim[old]) * weights[axis]
+        if len(stuck):
+            waiting = (rank[:, stuck] < _NEVER).argmax(axis=0)
+            axis[stuck] = _lowest_bit(blockers[waiting, stuck] & held[stuck], axes)
+        # Where to look in what is told by axis and layout.
+        at_source, at_target = axis * layouts_here + row, axis * layouts_there + column
+        old = np.where(held >> axis & 1, here.take(at_source), _THROUGH)
+        new = there.take(at_target)
+        rank[axis, np.arange(len(pair))] = _NEVER
+        if len(stuck):
+            rank[axis[stuck], stuck] = ranks[axis[stuck], _THROUGH, new[stuck]]
+            new[stuck] = _THROUGH
+        moved = place + (letters.dim.take(new) - letters.dim.take(old)) * sizes.weights.take(axis)
         yield Steps(
             pair,
             axis,
-            letters.kind[old],
-            letters.kind[new],
-            elements[place],
-            elements[moved],
-            sizes.cut[axis, column],
-            sizes.join[axis, row],
+            letters.kind.take(old),
+            letters.kind.take(new),
+            sizes.elements.take(place),
+            sizes.elements.take(moved),
+            sizes.cut.take(at_target),
+            sizes.join.take(at_source),
         )
         held = held & ~(1 << axis)
         place = moved
