@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import product
 
 import torch
@@ -27,7 +27,7 @@ from passes.ir.errors import ConstraintError, InfeasibleError, MicroBatchError
 from passes.ir.mesh import Mesh
 from passes.ir.program import Folded, Program
 from passes.ir.regime import RECOMPUTE, Regime
-from passes.micro_batches import MicroBatches, batch_size, micro_batches
+from passes.micro_batches import Batch, MicroBatches, batch_size
 from passes.recompute import check_patterns, levels
 from passes.regions import fold
 from passes.solve import PROVEN, Solver
@@ -299,6 +299,11 @@ class Search:
         batch = batch_size(item.type.shape for item in self.program.inputs)
         yield from (count for count in range(1, batch + 1) if batch % count == 0)
 
+    @cached_property
+    def batch(self) -> Batch:
+        """The batch, to be cut."""
+        return Batch(self.program)
+
     def part(self, count: int) -> Part | None:
         """The program of one of `count` micro-batches; None where the graph does not show that it may be cut."""
         if self.refused and count > 1 and self.request.micro_batches is None:
@@ -307,7 +312,7 @@ class Search:
             micro = None
             if count > 1:
                 try:
-                    micro = self.clock("micro-batches", lambda: micro_batches(self.program, count))
+                    micro = self.clock("micro-batches", lambda: self.batch.cut(count))
                 except MicroBatchError as error:
                     if self.request.micro_batches is not None:
                         raise
