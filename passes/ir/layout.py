@@ -15,7 +15,6 @@ P      a pending sum over the ranks                         R
 """
 
 import re
-from functools import lru_cache
 from itertools import pairwise
 from math import prod
 from typing import NamedTuple
@@ -99,16 +98,19 @@ def digits(layout: Layout, dim: int, mesh: Mesh) -> list[tuple[int, int, int]]:
     return sorted(found)
 
 
-@lru_cache(maxsize=1 << 14)
 def fits(shape: Shape, layout: Layout, mesh: Mesh) -> bool:
     """Whether every split divides and no two digits of one dim overlap."""
-    for dim in {letter.dim for letter in layout if letter.kind == "S"}:
+    taken: dict[int, list[tuple[int, int]]] = {}
+    for letter, size in zip(layout, mesh.sizes, strict=True):
+        if letter.kind == "S":
+            taken.setdefault(letter.dim, []).append((letter.major, size))
+    for dim, found in taken.items():
         if dim >= len(shape) or shape[dim] == 0:
             return False
-        taken = digits(layout, dim, mesh)
-        if any(low * size > high or high % (low * size) for (low, size, _), (high, _, _) in pairwise(taken)):
+        found.sort()
+        if any(low * size > high or high % (low * size) for (low, size), (high, _) in pairwise(found)):
             return False
-        major, size, _ = taken[-1]
+        major, size = found[-1]
         if shape[dim] % (major * size):
             return False
     return True
