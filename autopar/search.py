@@ -13,7 +13,7 @@ import logging
 import time
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 
@@ -30,7 +30,7 @@ from passes.ir.errors import ConstraintError, InfeasibleError, MicroBatchError
 from passes.ir.mesh import Mesh
 from passes.ir.program import Folded, Program
 from passes.ir.regime import Regime
-from passes.micro_batches import MicroBatches, micro_batches
+from passes.micro_batches import Batch, MicroBatches
 from passes.recompute import check_patterns
 from passes.regions import fold
 from passes.solve import PROVEN, Solver
@@ -302,6 +302,11 @@ class Search:
         if best is not None and best.seconds < self.cutoff and self._fits(tried):
             self.found = tried, best
 
+    @cached_property
+    def batch(self) -> Batch:
+        """The batch, to be cut."""
+        return Batch(self.program)
+
     def part(self, count: int) -> Part | None:
         """The program of one of `count` micro-batches; None where the graph does not show that it may be cut."""
         if self.refused and count > 1 and self.request.micro_batches is None:
@@ -310,7 +315,7 @@ class Search:
             micro = None
             if count > 1:
                 try:
-                    micro = self.clock("micro-batches", lambda: micro_batches(self.program, count))
+                    micro = self.clock("micro-batches", lambda: self.batch.cut(count))
                 except MicroBatchError as error:
                     if self.request.micro_batches is not None:
                         raise

@@ -4,8 +4,9 @@ For every op the strategies that its rule allows and that divide, with their pri
 the layouts that they may have; and who reads what from whom.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache, partial
 from itertools import product
 from math import prod
 
@@ -13,7 +14,7 @@ import torch
 
 from passes.cost.cluster import Cluster
 from passes.cost.fusion import joined
-from passes.cost.price import cover, op_seconds, update_seconds
+from passes.cost.price import OpPrices, cover, update_seconds
 from passes.ir.choices import Cover, Edge, Group, Memory, Node, Problem, Strategy
 from passes.ir.demands import Demand, Demands
 from passes.ir.errors import ConstraintError
@@ -26,7 +27,8 @@ from passes.proposing.kept import handed_on, kept_by, uses_remade
 from passes.proposing.places import Placed, place
 from passes.proposing.storage import storage
 from passes.rules.cheap import is_cheap
-from passes.rules.strategies import Digit, Offer, Subject, named_choices, op_strategies, subject
+from passes.rules.rule import replicated
+from passes.rules.strategies import Choices, Digit, Offer, Subject, combine, op_strategies, subject
 from passes.rules.strides import strided
 from passes.rules.travel import travel
 
@@ -66,6 +68,7 @@ class _Builder:
     groups: list[Group] = field(default_factory=list)
     group_index: dict[tuple[object, ...], int] = field(default_factory=dict)
     index: dict[str, int] = field(default_factory=dict)
+    sizes: dict[tuple[str, Layout], float] = field(default_factory=dict)
 
     def build(self) -> Problem:
         folded = self.folded
@@ -208,9 +211,14 @@ class _Builder:
         return index
 
     def _bytes(self, name: str, layout: Layout) -> float:
-        return as_float(
-            prod(local_shape(self.types[name].shape, layout, self.setting.mesh)) * self.types[name].dtype.itemsize
-        )
+        if (name, layout) not in self.sizes:
+            type, mesh = self.types[name], self.setting.mesh
+            self.sizes[name, layout] = as_float(prod(local_shape(type.shape, layout, mesh)) * type.dtype.itemsize)
+        return self.sizes[name, layout]
+
+    def _all_bytes(self, names: Sequence[str], layouts: Sequence[Layout], among: Iterable[int] | None = None) -> float:
+        """The bytes of these tensors together, or of those `among` them."""
+        return sum(self._bytes(names[slot], layouts[slot]) for slot in (range(len(names)) if among is None else among))
 
     def _ops(self) -> None:
         """Carried tensors and ops."""
@@ -235,60 +243,52 @@ class _Builder:
         return subject(placed.op, placed.rule, self.types, self.flowing, set(self.parameters), self.strided)
 
     def _op(self, position: int, placed: Placed) -> None:
-        op, mesh, cluster = placed.op, self.setting.mesh, self.setting.cluster
+        op, count, setting = placed.op, placed.count, self.setting
+        mesh = setting.mesh
         about = self._subject(placed)
-        whole = Strategy(
-            ("R",) * len(mesh.sizes),
-            ((R,) * len(mesh.sizes),) * len(op.operands),
-            ((R,) * len(mesh.sizes),) * len(op.results),
-        )
         if self._negligible(about):
-            strategies = [whole]
+            whole = (replicated(len(op.operands), len(op.results), R),) * len(mesh.sizes)
+            choices_of = {combine(about, whole): whole}
+            strategies = list(choices_of)
         else:
             digits = {size: found[position] for size, found in self.digits.items()}
-            strategies = op_strategies(about, digits, mesh, self.setting.offers.get(op.key))
-            strategies = meeting(about, strategies, self.demands, self._real, mesh, self.followed)
-        seconds, forwards, memory, kept, light = [], [], [], [], []
-        fused = self.fused.get(op.results[0])
-        for strategy in strategies:
-            choices = named_choices(about, strategy.methods, mesh)
-            assert choices is not None
-            forward, backward = op_seconds(about, choices, strategy, cluster, mesh, fused)
-            seconds.append(placed.count * (forward + backward))
-            forwards.append(placed.count * forward)
-            bodies = [placed.rule.bodies.get(choice.factor, "") for choice in choices] if placed.rule else []
-            light.append(op.results[0] not in self.handed_on and is_cheap(op, placed.rule, about.copies, bodies))
-            results = sum(self._bytes(name, layout) for name, layout in zip(op.results, strategy.results, strict=True))
-            operands = sum(
-                self._bytes(name, layout)
-                for name, layout in zip(op.operands, strategy.operands, strict=True)
-                if name in self.flowing or not about.flows
-            )
-            memory.append(Memory(transient=results + operands))
-            kept.append(placed.count * results)
+            choices_of = op_strategies(about, digits, mesh, setting.offers.get(op.key))
+            strategies = meeting(about, list(choices_of), self.demands, self._real, mesh, self.followed)
+        prices = OpPrices(about, setting.cluster, mesh, self.fused.get(op.results[0]))
+        seconds = [prices.seconds(choices_of[strategy], strategy) for strategy in strategies]
+        results = [self._all_bytes(op.results, strategy.results) for strategy in strategies]
+        read = [slot for slot, flows in enumerate(about.flowing_operands) if flows or not about.flows]
+        operands = [self._all_bytes(op.operands, strategy.operands, read) for strategy in strategies]
         saved = self.saved[op.key]
-        copies = [
-            sum(self._bytes(op.operands[item.index], strategy.operands[item.index]) for item in saved if item.copy)
-            for strategy in strategies
-        ]
+        copied = [item.index for item in saved if item.copy]
         index = self._add(
             Node(
                 op.key,
                 "op",
                 op.results[0],
-                placed.count,
+                count,
                 placed.block,
                 tuple(strategies),
-                tuple(seconds),
-                tuple(memory),
+                tuple(count * (forward + backward) for forward, backward in seconds),
+                tuple(Memory(transient=made + used) for made, used in zip(results, operands, strict=True)),
                 any(item.result for item in saved),
-                tuple(kept),
-                tuple(placed.count * size for size in copies),
-                tuple(forwards),
-                tuple(light),
+                tuple(count * size for size in results),
+                tuple(count * self._all_bytes(op.operands, strategy.operands, copied) for strategy in strategies),
+                tuple(count * forward for forward, _ in seconds),
+                self._light(placed, about, [choices_of[strategy] for strategy in strategies]),
             )
         )
         self.producers.update({name: (index, number) for number, name in enumerate(op.results)})
+
+    def _light(self, placed: Placed, about: Subject, strategies: Sequence[Choices]) -> tuple[bool, ...]:
+        """Whether an op runs again where recompute is selective, for each of its strategies."""
+        op, rule = placed.op, placed.rule
+        if rule is None or op.results[0] in self.handed_on:
+            return (False,) * len(strategies)
+        is_light = cache(partial(is_cheap, op, rule, about.copies))
+        return tuple(
+            is_light(tuple(rule.bodies.get(choice.factor, "") for choice in choices)) for choices in strategies
+        )
 
     def _negligible(self, about: Subject) -> bool:
         """Whether an op on positions or masks takes no longer whole than starting it does: splitting gains nothing."""

@@ -53,6 +53,8 @@ def constrain(program: Program, constraints: Constraints, mesh: Mesh) -> Demands
     Raises ConstraintError where a pattern matches nothing, and where two of the same length contradict each other.
     """
     demands = parse(constraints, mesh)
+    if not demands:
+        return Demands({})
     matched: dict[Demand, list[Place]] = {demand: [] for demand in demands}
     names = _names(program)
     for demand in demands:

@@ -14,6 +14,7 @@ Sizes that a trace has as numbers are those of the whole batch, so that a mean d
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import prod
 
 import torch
@@ -71,18 +72,49 @@ def micro_batches(program: Program, count: int) -> MicroBatches:
     Raises MicroBatchError where the batch does not divide, and where the rules do not show that the loss is a sum over
     the samples, by totals of the inputs: the message names the op that needs the whole batch.
     """
-    batch = batch_size(item.type.shape for item in program.inputs)
-    if batch % count:
-        raise MicroBatchError(
-            f"a batch of {batch} cannot be cut into {count} micro-batches: choose a number that divides it"
-        )
-    if count == 1:
-        raise MicroBatchError("one micro-batch is the whole batch: nothing is cut")
-    calls = _Calls(program)
-    if count != batch:
+    return Batch(program).cut(count)
+
+
+class Batch:
+    """The batch of a program, to be cut in several ways: what these have in common is found out once."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.size = batch_size(item.type.shape for item in program.inputs)
+
+    @cached_property
+    def _calls(self) -> "_Calls":
+        return _Calls(self.program)
+
+    @cached_property
+    def _samples(self) -> MicroBatches | str:
+        """Micro-batches of one sample each, or why there are none."""
+        return self._ways(self.size)
+
+    def _ways(self, count: int) -> MicroBatches | str:
+        try:
+            return _Cutter(self.program, self._calls, count).run()
+        except _WholeBatchError as error:
+            return str(error)
+
+    def cut(self, count: int) -> MicroBatches:
+        """Cut it into `count` parts; see `micro_batches`."""
+        if self.size % count:
+            raise MicroBatchError(
+                f"a batch of {self.size} cannot be cut into {count} micro-batches: choose a number that divides it"
+            )
+        if count == 1:
+            raise MicroBatchError("one micro-batch is the whole batch: nothing is cut")
         # Which samples are in which micro-batch must not matter.
-        _Cutter(program, calls, batch, count).run()
-    return _Cutter(program, calls, count, count).run()
+        found = self._samples
+        if count != self.size and not isinstance(found, str):
+            found = self._ways(count)
+        if isinstance(found, str):
+            raise MicroBatchError(
+                f"the batch cannot be cut into {count} micro-batches, because it is not shown that the loss is a sum "
+                f"over the samples: {found}; use one micro-batch"
+            )
+        return found
 
 
 def batch_size(shapes: Iterable[Shape]) -> int:
@@ -107,7 +139,7 @@ def _batch_dims(program: Program) -> dict[str, Letter]:
 
 
 class _WholeBatchError(Exception):
-    """An op cannot run on a micro-batch."""
+    """The batch has to stay in one piece; it says why."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +151,9 @@ class _Adapted:
 
 
 class _Calls:
-    """The calls of a program by their first results: what those of repeated layers have alike, and their rules."""
+    """What does not depend on how a program is cut. `alike` is by first results what calls of repeated layers have
+    alike, `rules` are their rules. `makers` are the ops that make tensors, `flowing` the tensors that a gradient flows
+    through, `weighed` those that depend on parameters."""
 
     def __init__(self, program: Program) -> None:
         self.alike = {op.results[0]: signature(op, program.types) for op in program.ops}
@@ -129,23 +163,6 @@ class _Calls:
             if key not in found:
                 found[key] = find_rule(op, program.types)
         self.rules = {name: found[key] for name, key in self.alike.items()}
-
-
-class _Cutter:
-    """Follows the rules on the axis of micro-batches, and writes down what one of them runs."""
-
-    def __init__(self, program: Program, calls: _Calls, ways: int, asked: int) -> None:
-        self.program = program
-        self.rules = calls.rules
-        self.alike = calls.alike
-        self.known: dict[Hashable, Choice] = {}
-        self.ways = ways
-        self.asked = asked
-        self.mesh = Mesh(("micro_batch",), (ways,))
-        self.inputs = _batch_dims(program)
-        # Types are those of the whole batch; those of the micro-batch follow from the letters.
-        self.types = dict(program.types)
-        self.letters: dict[str, Letter] = {name: self.inputs.get(name, R) for name in program.types}
         self.makers = {name: op for op in program.ops for name in op.results}
         sources: tuple[Parameter | Input, ...] = (*program.parameters, *program.inputs)
         self.flowing = {item.name for item in sources if item.trainable}
@@ -154,6 +171,25 @@ class _Cutter:
         for op in program.ops:
             if any(name in self.weighed for name in op.operands):
                 self.weighed.update(op.results)
+
+
+class _Cutter:
+    """Follows the rules on the axis of micro-batches, and writes down what one of them runs."""
+
+    def __init__(self, program: Program, calls: _Calls, ways: int) -> None:
+        self.program = program
+        self.rules = calls.rules
+        self.alike = calls.alike
+        self.known: dict[Hashable, Choice] = {}
+        self.ways = ways
+        self.mesh = Mesh(("micro_batch",), (ways,))
+        self.inputs = _batch_dims(program)
+        # Types are those of the whole batch; those of the micro-batch follow from the letters.
+        self.types = dict(program.types)
+        self.letters: dict[str, Letter] = {name: self.inputs.get(name, R) for name in program.types}
+        self.makers = calls.makers
+        self.flowing = set(calls.flowing)
+        self.weighed = calls.weighed
         self.ops: list[Op] = []
         self.parts: dict[tuple[str, Letter], str] = {}
         self.totals: dict[str, str] = {}
@@ -161,12 +197,9 @@ class _Cutter:
     def run(self) -> MicroBatches:
         program = self.program
         if program.updates:
-            raise self._error(f"each pass changes the buffer {program.updates[0].buffer}")
+            raise _WholeBatchError(f"each pass changes the buffer {program.updates[0].buffer}")
         for op in program.ops:
-            try:
-                self._op(op)
-            except _WholeBatchError as error:
-                raise self._error(f"{op.key} {error}") from None
+            self._op(op)
         loss = self._loss()
         outputs = tuple(self._joined(value) for value in program.outputs)
         totals = tuple(Input(name, f"{name} (total)", self.types[name]) for name in self.totals.values())
@@ -177,12 +210,6 @@ class _Cutter:
         samples = batch_size(item.type.shape for item in program.inputs) // self.ways
         return MicroBatches(self.ways, samples, cut, self._totals(whole), self.inputs, outputs, loss)
 
-    def _error(self, why: str) -> MicroBatchError:
-        return MicroBatchError(
-            f"the batch cannot be cut into {self.asked} micro-batches, because it is not shown that the loss is a sum "
-            f"over the samples: {why}; use one micro-batch"
-        )
-
     def _local(self, name: str) -> TensorType:
         type = self.types[name]
         return replace(type, shape=local_shape(type.shape, (self.letters[name],), self.mesh))
@@ -192,12 +219,12 @@ class _Cutter:
     def _op(self, op: Op) -> None:
         if all(self.letters[name] == R for name in op.operands):
             if not has_linear_gradients(op) and any(name in self.flowing for name in op.results):
-                raise _WholeBatchError("may change its gradient in a way that micro-batches cannot add up")
+                raise _WholeBatchError(f"{op.key} may change its gradient in a way that micro-batches cannot add up")
             self.ops.append(op)
             return
         adapted = self._adapted(op)
         if adapted is None:
-            raise _WholeBatchError("needs the whole batch")
+            raise _WholeBatchError(f"{op.key} needs the whole batch")
         self._write(op, adapted, op.results, op.key)
 
     def _adapted(self, op: Op) -> _Adapted | None:
@@ -339,9 +366,9 @@ class _Cutter:
         read = {name for op in found.ops for name in op.operands}
         for op in found.ops:
             if draws(op):
-                raise self._error(f"{op.key} draws random numbers that a sum over the whole batch depends on")
+                raise _WholeBatchError(f"{op.key} draws random numbers that a sum over the whole batch depends on")
             if any(name in self.totals.values() for name in op.operands):
-                raise self._error(f"{op.key} makes a sum over the batch from another one")
+                raise _WholeBatchError(f"{op.key} makes a sum over the batch from another one")
         inputs = tuple(item for item in found.inputs if item.name in read)
         kept = {item.name for item in inputs} | {name for op in found.ops for name in op.results}
         buffers = tuple(item for item in found.buffers if item.name in read)
@@ -372,12 +399,12 @@ class _Cutter:
         ]
         named = [index for index in scalars if program.output_names[index] == "loss"]
         if not named and len(scalars) != 1:
-            raise self._error("there is no output called loss")
+            raise _WholeBatchError("there is no output called loss")
         (place,) = named or scalars
         value = program.outputs[place]
         assert isinstance(value, Ref)
         if self.letters[value.name] != P:
-            raise self._error("the loss does not depend on the batch")
+            raise _WholeBatchError("the loss does not depend on the batch")
         return place
 
 

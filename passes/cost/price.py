@@ -1,6 +1,7 @@
 """What an op costs under a strategy. The planner's arrays and the walk over a lowered program both ask here."""
 
 from collections.abc import Mapping, Sequence, Set
+from typing import NamedTuple
 
 from passes.cost.cluster import Cluster
 from passes.cost.communication import step_seconds
@@ -19,6 +20,107 @@ from passes.rules.rule import Choice, Role, Rule, replicated
 from passes.rules.strategies import Subject, subject
 
 
+class Parts(NamedTuple):
+    """What the busiest rank has of an op: the `share` of its multiplications, into how many parts each of its operands
+    and results is split, and whether rows of these are `unaligned` in a product."""
+
+    share: float
+    operands: tuple[int, ...]
+    results: tuple[int, ...]
+    unaligned: bool
+
+
+class OpPrices:
+    """Prices of one op, under any number of strategies: under those that give a rank the same parts it computes as
+    long.
+
+    `fused` says what of the op stays in registers when its neighbours are compiled together with it (see
+    `passes.cost.fusion`); None that it is not.
+    """
+
+    def __init__(self, subject: Subject, cluster: Cluster, mesh: Mesh, fused: Fused | None = None) -> None:
+        self.subject = subject
+        self.cluster = cluster
+        self.mesh = mesh
+        self.fused = fused
+        self.is_free = subject.rule is not None and not subject.rule.moves and not subject.copies
+        self.computed: dict[Parts, tuple[float, float]] = {}
+
+    def seconds(self, choices: Sequence[Choice], strategy: Strategy) -> tuple[float, float]:
+        """Seconds that the busiest rank computes, forward and backward, collectives inside local forms included."""
+        share, inside = 1.0, 0.0
+        rule = self.subject.rule
+        for axis, choice in enumerate(choices):
+            if not choice.factor or rule is None:
+                continue
+            body = BODIES[rule.bodies[choice.factor]] if choice.factor in rule.bodies else _PLAIN
+            share *= body.share(self.mesh.sizes[axis])
+            if body.communicates:
+                inside += self._inside(rule, body, axis, choice, strategy)
+        if self.is_free:
+            return inside, 0.0
+        parts = self._parts(share, strategy)
+        if parts not in self.computed:
+            self.computed[parts] = compute_seconds(self._work(parts), self.cluster.device)
+        forward, back = self.computed[parts]
+        return forward + inside, back
+
+    def _inside(self, rule: Rule, body: Body, axis: int, choice: Choice, strategy: Strategy) -> float:
+        """Seconds of the collectives inside a local form."""
+        about = _inside(self.subject, rule, axis, choice, strategy, self.mesh)
+        itemsize = self.subject.operands[0].dtype.itemsize
+        return sum(step_seconds(step, itemsize, self.cluster, self.mesh) for step in body.inside(about))
+
+    def _parts(self, share: float, strategy: Strategy) -> Parts:
+        subject, sizes = self.subject, self.mesh.sizes
+        multiplies = subject.rule is not None and subject.rule.multiplications
+        return Parts(
+            share,
+            tuple(_ways(layout, sizes) for layout in strategy.operands),
+            tuple(_ways(layout, sizes) for layout in strategy.results),
+            bool(multiplies) and subject.op.kind in _PRODUCTS and _unaligned(subject, strategy, sizes),
+        )
+
+    def _work(self, parts: Parts) -> Work:
+        """What a rank with these parts reads, writes and multiplies."""
+        subject, fused, rule = self.subject, self.fused, self.subject.rule
+        elements = [type.size // ways for type, ways in zip(subject.operands, parts.operands, strict=True)]
+        made = [type.size // ways for type, ways in zip(subject.results, parts.results, strict=True)]
+        reads: list[float] = [
+            count * type.dtype.itemsize for count, type in zip(elements, subject.operands, strict=True)
+        ]
+        writes: list[float] = [count * type.dtype.itemsize for count, type in zip(made, subject.results, strict=True)]
+        flowing = [slot for slot, flows in enumerate(subject.flowing_operands) if flows] if subject.flows else []
+        gradients = sum(reads[slot] for slot in flowing)
+        kernels = 1, len(flowing)
+        if subject.op.kind in _LOOKUPS and reads:
+            reads[0] = least((reads[0], sum(writes)))
+        if fused is not None:
+            for slot in fused.operands:
+                gradients -= reads[slot] if slot in flowing else 0
+                reads[slot] = 0
+            for index in fused.results:
+                writes[index] = 0
+            kernels = (1, 1 if flowing else 0) if fused.starts else (0, 0)
+        read, written = sum(reads), sum(writes)
+        back = written + gradients + _saved(subject, reads, writes, fused) if flowing else 0
+        if fused is None and rule is not None and flowing:
+            written += sum(reads[item.index] for item in rule.saved if item.copy)
+        dtype = (subject.results or subject.operands)[0].dtype
+        if rule is None or not rule.multiplications:
+            return Work(dtype, read, written, back, kernels)
+        multiplications = rule.multiplications * parts.share
+        factors = rule.backward
+        backward = [multiplications * factors[slot] if slot < len(factors) else 0.0 for slot in flowing]
+        width = subject.results[0].shape[-1] if subject.op.kind in _ATTENTION else 0
+        counts = [elements[slot] for slot in flowing]
+        batched = all(len(type.shape) > 2 for type in subject.operands[:2])
+        return Work(
+            dtype, read, written, back, kernels, multiplications, backward, sum(made), counts, width,
+            parts.unaligned, batched,
+        )  # fmt: skip
+
+
 def op_seconds(
     subject: Subject,
     choices: Sequence[Choice],
@@ -27,63 +129,8 @@ def op_seconds(
     mesh: Mesh,
     fused: Fused | None = None,
 ) -> tuple[float, float]:
-    """Seconds that the busiest rank computes, forward and backward, collectives inside local forms included.
-
-    `fused` says what of the op stays in registers when its neighbours are compiled together with it (see
-    `passes.cost.fusion`); None that it is not.
-    """
-    rule = subject.rule
-    share, inside = 1.0, 0.0
-    for axis, choice in enumerate(choices):
-        if not choice.factor or rule is None:
-            continue
-        body = BODIES[rule.bodies[choice.factor]] if choice.factor in rule.bodies else _PLAIN
-        share *= body.share(mesh.sizes[axis])
-        if body.communicates:
-            about = _inside(subject, rule, axis, choice, strategy, mesh)
-            itemsize = subject.operands[0].dtype.itemsize
-            inside += sum(step_seconds(step, itemsize, cluster, mesh) for step in body.inside(about))
-    if rule is not None and not rule.moves and not subject.copies:
-        return inside, 0.0
-    sizes = mesh.sizes
-    elements = [
-        type.size // _ways(layout, sizes) for type, layout in zip(subject.operands, strategy.operands, strict=True)
-    ]
-    made = [type.size // _ways(layout, sizes) for type, layout in zip(subject.results, strategy.results, strict=True)]
-    reads: list[float] = [count * type.dtype.itemsize for count, type in zip(elements, subject.operands, strict=True)]
-    writes: list[float] = [count * type.dtype.itemsize for count, type in zip(made, subject.results, strict=True)]
-    flowing = [slot for slot, flows in enumerate(subject.flowing_operands) if flows] if subject.flows else []
-    gradients = sum(reads[slot] for slot in flowing)
-    kernels = 1, len(flowing)
-    if subject.op.kind in _LOOKUPS and reads:
-        reads[0] = least((reads[0], sum(writes)))
-    if fused is not None:
-        for slot in fused.operands:
-            gradients -= reads[slot] if slot in flowing else 0
-            reads[slot] = 0
-        for index in fused.results:
-            writes[index] = 0
-        kernels = (1, 1 if flowing else 0) if fused.starts else (0, 0)
-    read, written = sum(reads), sum(writes)
-    back = written + gradients + _saved(subject, reads, writes, fused) if flowing else 0
-    if fused is None and rule is not None and flowing:
-        written += sum(reads[item.index] for item in rule.saved if item.copy)
-    dtype = (subject.results or subject.operands)[0].dtype
-    work = Work(dtype, read, written, back, kernels)
-    if rule is not None and rule.multiplications:
-        multiplications = rule.multiplications * share
-        factors = rule.backward
-        backward = [multiplications * factors[slot] if slot < len(factors) else 0.0 for slot in flowing]
-        width = subject.results[0].shape[-1] if subject.op.kind in _ATTENTION else 0
-        counts = [elements[slot] for slot in flowing]
-        batched = all(len(type.shape) > 2 for type in subject.operands[:2])
-        unaligned = subject.op.kind in _PRODUCTS and _unaligned(subject, strategy, sizes)
-        work = Work(
-            dtype, read, written, back, kernels, multiplications, backward, sum(made), counts, width,
-            unaligned, batched,
-        )  # fmt: skip
-    forward, back = compute_seconds(work, cluster.device)
-    return forward + inside, back
+    """What `OpPrices` says of one strategy."""
+    return OpPrices(subject, cluster, mesh, fused).seconds(choices, strategy)
 
 
 def _saved(subject: Subject, reads: Sequence[float], writes: Sequence[float], fused: Fused | None) -> float:

@@ -9,7 +9,7 @@ from passes.ir.program import TensorType
 from passes.ir.regime import PLAIN, Regime
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Strategy:
     """One way to run an op: the method on every axis, and what that makes of its operands and results.
 
@@ -21,7 +21,7 @@ class Strategy:
     results: tuple[Layout, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Memory:
     """Bytes that a strategy of a node holds, all its copies together.
 

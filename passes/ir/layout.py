@@ -15,9 +15,9 @@ P      a pending sum over the ranks                         R
 """
 
 import re
-from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
+from typing import NamedTuple
 
 from torch.torch_version import TorchVersion
 from torch.version import __version__ as torch_version
@@ -30,9 +30,11 @@ _STRIDED = TorchVersion(torch_version) >= "2.13"
 Shape = tuple[int, ...]
 
 
-@dataclass(frozen=True, order=True, slots=True)
-class Letter:
-    """One letter of a layout: `kind` is "R", "I", "S" or "P"; `dim` and `major` belong to "S" alone."""
+class Letter(NamedTuple):
+    """One letter of a layout: `kind` is "R", "I", "S" or "P"; `dim` and `major` belong to "S" alone.
+
+    A named tuple, because planning compares and hashes letters by the million.
+    """
 
     kind: str
     dim: int = -1
@@ -43,7 +45,8 @@ class Letter:
             return self.kind
         return f"S({self.dim})" if self.major == 1 else f"S({self.dim}, {self.major})"
 
-    __repr__ = __str__
+    def __repr__(self) -> str:
+        return str(self)
 
     @property
     def gradient(self) -> "Letter":
@@ -97,13 +100,17 @@ def digits(layout: Layout, dim: int, mesh: Mesh) -> list[tuple[int, int, int]]:
 
 def fits(shape: Shape, layout: Layout, mesh: Mesh) -> bool:
     """Whether every split divides and no two digits of one dim overlap."""
-    for dim in {letter.dim for letter in layout if letter.kind == "S"}:
+    taken: dict[int, list[tuple[int, int]]] = {}
+    for letter, size in zip(layout, mesh.sizes, strict=True):
+        if letter.kind == "S":
+            taken.setdefault(letter.dim, []).append((letter.major, size))
+    for dim, found in taken.items():
         if dim >= len(shape) or shape[dim] == 0:
             return False
-        taken = digits(layout, dim, mesh)
-        if any(low * size > high or high % (low * size) for (low, size, _), (high, _, _) in pairwise(taken)):
+        found.sort()
+        if any(low * size > high or high % (low * size) for (low, size), (high, _) in pairwise(found)):
             return False
-        major, size, _ = taken[-1]
+        major, size = found[-1]
         if shape[dim] % (major * size):
             return False
     return True

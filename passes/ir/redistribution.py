@@ -16,7 +16,7 @@ P           all-reduce / all-reduce            all-reduce / convert reduce-scatt
 The backward of a -> b is the forward of gradient(b) -> gradient(a), so the forward column is all that code needs.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 
 from passes.ir.layout import Layout, Letter, R, Shape, local_major, local_shape
@@ -152,4 +152,4 @@ def _local(letter: Letter, others: Layout, mesh: Mesh) -> Letter:
     """`letter` with the major that ranks see while the other splits are those of `others`."""
     if letter.kind != "S":
         return letter
-    return replace(letter, major=local_major(letter, others, mesh))
+    return letter._replace(major=local_major(letter, others, mesh))

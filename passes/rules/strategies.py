@@ -1,8 +1,10 @@
 """From a rule to strategies: one choice per mesh axis, where they go together."""
 
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
+from functools import cache
 from math import prod
+from operator import contains
 
 from passes.ir.choices import Strategy
 from passes.ir.layout import I, Layout, Letter, R, fits
@@ -11,6 +13,8 @@ from passes.ir.program import Op, TensorType, has_linear_gradients
 from passes.rules.rule import Choice, Rule, parse_choice, passing, replicated, split
 
 Digit = tuple[str, int]
+# What an op does on every axis.
+Choices = tuple[Choice, ...]
 
 
 @dataclass(frozen=True)
@@ -60,21 +64,28 @@ Offer = Sequence[Set[str] | None]
 
 def op_strategies(
     subject: Subject, digits: Mapping[int, Sequence[Digit]], mesh: Mesh, offer: Offer | None = None
-) -> list[Strategy]:
-    """Every strategy of an op whose splits divide; `digits` are by size of axis the factors to split and where. Where
-    there is an `offer`, each axis does one of the things that it names.
+) -> dict[Strategy, Choices]:
+    """Every strategy of an op whose splits divide, with its choices; `digits` are by size of axis the factors to split
+    and where. Where there is an `offer`, each axis does one of the things that it names.
 
     An op without a rule is computed whole on every rank. Of strategies that differ only in letters of tensors without
     a gradient one is kept: there R and I are the same.
     """
-    letters = ((I, R) if has_linear_gradients(subject.op) else (I,)) if subject.flows else (R,)
-    plain = [replicated(len(subject.operands), len(subject.results), letter) for letter in letters]
-    found: dict[tuple[tuple[Layout, ...], tuple[Layout, ...]], Strategy] = {}
-    for choices in _combinations(subject, plain, digits, mesh, offer or (None,) * len(mesh.sizes), ()):
-        strategy = combine(subject, choices)
-        if _valid(subject, strategy, mesh):
-            found.setdefault((strategy.operands, strategy.results), strategy)
-    return list(found.values())
+    combinations = _combinations(subject, digits, mesh, offer or (None,) * len(mesh.sizes))
+    rows = [tuple(zip(*(option.letters for option in options), strict=True)) for options in combinations]
+    fitting = [
+        {layout for layout in {row[number] for row in rows} if fits(type.shape, layout, mesh)}
+        for number, type in enumerate((*subject.operands, *subject.results))
+    ]
+    found: dict[tuple[Layout, ...], Choices] = {}
+    for row, options in zip(rows, combinations, strict=True):
+        if row not in found and all(map(contains, fitting, row)):
+            found[row] = tuple(option.choice for option in options)
+    count = len(subject.operands)
+    return {
+        Strategy(tuple(choice.name for choice in choices), row[:count], row[count:]): choices
+        for row, choices in found.items()
+    }
 
 
 def combine(subject: Subject, choices: Sequence[Choice]) -> Strategy:
@@ -90,7 +101,7 @@ def combine(subject: Subject, choices: Sequence[Choice]) -> Strategy:
     return Strategy(tuple(choice.name for choice in choices), operands, results)
 
 
-def named_choices(subject: Subject, methods: Sequence[str], mesh: Mesh) -> tuple[Choice, ...] | None:
+def named_choices(subject: Subject, methods: Sequence[str], mesh: Mesh) -> Choices | None:
     """The choices that `methods` name, one per axis; None if the op has none of that name."""
     choices = []
     for axis, name in enumerate(methods):
@@ -105,45 +116,69 @@ def _plain(letter: Letter, flows: bool) -> Letter:
     return R if letter == I and not flows else letter
 
 
-def _valid(subject: Subject, strategy: Strategy, mesh: Mesh) -> bool:
-    tensors = [*zip(subject.operands, strategy.operands, strict=True)]
-    tensors += zip(subject.results, strategy.results, strict=True)
-    return all(fits(type.shape, layout, mesh) for type, layout in tensors)
+@dataclass(frozen=True, slots=True)
+class _Option:
+    """What one axis may do: the choice, the letters that it gives all tensors, operands first, and the digit that its
+    split begins from."""
+
+    choice: Choice
+    letters: tuple[Letter, ...]
+    begun: Digit | None = None
+
+
+def _option(subject: Subject, choice: Choice, begun: Digit | None = None) -> _Option:
+    flowing = (*subject.flowing_operands, *subject.flowing_results)
+    return _Option(choice, tuple(map(_plain, (*choice.operands, *choice.results), flowing)), begun)
 
 
 def _combinations(
-    subject: Subject,
-    plain: Sequence[Choice],
-    digits: Mapping[int, Sequence[Digit]],
-    mesh: Mesh,
-    offer: Offer,
-    chosen: tuple[tuple[Choice, Digit | None], ...],
-) -> Iterator[tuple[Choice, ...]]:
-    """All ways to choose on the axes that follow those of `chosen` (with the digit that each of them began from).
+    subject: Subject, digits: Mapping[int, Sequence[Digit]], mesh: Mesh, offer: Offer
+) -> list[tuple[_Option, ...]]:
+    """All ways to choose, one option per axis.
 
     Axes that split a factor from the same place on take its digits in mesh order.
     """
-    axis = len(chosen)
-    if axis == len(mesh.sizes):
-        yield tuple(choice for choice, _ in chosen)
-        return
-    offered = offer[axis]
-    rule, size = subject.rule, mesh.sizes[axis]
-    whole = [(choice, None) for choice in plain]
-    if rule is not None and size != 1:
-        linear = [
-            index for index, together in enumerate(rule.linear) if not together - rule.added <= subject.parameters
+    rule = subject.rule
+
+    @cache
+    def split_further(begun: Digit, taken: int, ways: int) -> _Option | None:
+        factor, major = begun
+        choice = None if rule is None else split(rule, factor, major * taken, ways)
+        return None if choice is None else _option(subject, choice, begun)
+
+    found: list[tuple[_Option, ...]] = [()]
+    for size, offered in zip(mesh.sizes, offer, strict=True):
+        whole = [
+            _option(subject, choice) for choice in _unsplit(subject, size) if offered is None or choice.name in offered
         ]
-        whole += [(passing(rule, index), None) for index in linear]
-    for choice, digit in whole:
-        if offered is None or choice.name in offered:
-            yield from _combinations(subject, plain, digits, mesh, offer, (*chosen, (choice, digit)))
-    if rule is None or size == 1:
-        return
-    for factor, major in digits.get(size, ()):
-        if (rule.factors[factor].ordered and major != 1) or not (offered is None or factor in offered):
-            continue
-        taken = prod(mesh.sizes[other] for other, (_, begun) in enumerate(chosen) if begun == (factor, major))
-        candidate = split(rule, factor, major * taken, size)
-        if candidate is not None:
-            yield from _combinations(subject, plain, digits, mesh, offer, (*chosen, (candidate, (factor, major))))
+        begins = [] if rule is None or size == 1 else _begins(rule, digits.get(size, ()), offered)
+        longer: list[tuple[_Option, ...]] = []
+        for chosen in found:
+            longer += [(*chosen, option) for option in whole]
+            for begun in begins:
+                taken = prod(other for other, option in zip(mesh.sizes, chosen, strict=False) if option.begun == begun)
+                further = split_further(begun, taken, size)
+                if further is not None:
+                    longer.append((*chosen, further))
+        found = longer
+    return found
+
+
+def _begins(rule: Rule, digits: Iterable[Digit], offered: Set[str] | None) -> list[Digit]:
+    """Those of the digits that are offered; what has to stay in order is split from its front only."""
+    return [
+        (factor, major)
+        for factor, major in digits
+        if (major == 1 or not rule.factors[factor].ordered) and (offered is None or factor in offered)
+    ]
+
+
+def _unsplit(subject: Subject, size: int) -> list[Choice]:
+    """What an axis of `size` may do without a split: compute the same on every rank, or let pending sums pass."""
+    letters = ((I, R) if has_linear_gradients(subject.op) else (I,)) if subject.flows else (R,)
+    found = [replicated(len(subject.operands), len(subject.results), letter) for letter in letters]
+    rule = subject.rule
+    if rule is not None and size != 1:
+        linear = (index for index, some in enumerate(rule.linear) if not some - rule.added <= subject.parameters)
+        found += [passing(rule, index) for index in linear]
+    return found

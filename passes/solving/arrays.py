@@ -1,13 +1,14 @@
 """The planning problem as arrays: own costs of nodes, matrices of what redistributions cost, and what is hidden behind
 what."""
 
-from collections.abc import Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
 from passes.cost.memory import is_kept, is_resident, layout_bytes, recompute_of, unsharded_bytes
-from passes.ir.choices import Edge, Group, Node, Problem, Strategy
+from passes.ir.choices import Edge, Group, Node, Problem
 from passes.ir.layout import I, Layout, Letter, R
 from passes.ir.mesh import Mesh
 from passes.ir.regime import Regime
@@ -152,7 +153,7 @@ def arrays(problem: Problem, uses: Sequence[Uses], regime: Regime) -> Arrays:
     """The arrays of `problem`, in seconds and bytes of a step in `regime`."""
     groups = [_group(problem, each, regime) for each in uses]
     costs = [_seconds(problem, node, regime) for node in problem.nodes]
-    oddness = [np.array([_oddness(strategy) for strategy in node.strategies]) for node in problem.nodes]
+    oddness = [np.array([_oddness(strategy.methods) for strategy in node.strategies]) for node in problem.nodes]
     return Arrays(costs, oddness, groups, _overlaps(problem, regime, groups))
 
 
@@ -193,9 +194,10 @@ def _overlaps(problem: Problem, regime: Regime, groups: Sequence[GroupArrays]) -
     return found
 
 
-def _oddness(strategy: Strategy) -> int:
+@lru_cache(maxsize=1 << 14)
+def _oddness(methods: tuple[str, ...]) -> int:
     """Pending sums that pass through, and splits that do not begin at the front."""
-    return sum(method.startswith("P(") or "@" in method for method in strategy.methods)
+    return sum(method.startswith("P(") or "@" in method for method in methods)
 
 
 def find_uses(problem: Problem, prices: Prices) -> list[Uses]:
@@ -203,38 +205,62 @@ def find_uses(problem: Problem, prices: Prices) -> list[Uses]:
     by_group: dict[int, list[Edge]] = {}
     for edge in problem.edges:
         by_group.setdefault(edge.group, []).append(edge)
-    return [_uses(problem, number, edges, prices) for number, edges in sorted(by_group.items())]
+    ends = [_Ends(problem, problem.groups[number], edges) for number, edges in sorted(by_group.items())]
+    matrices = prices.matrices([(each.group, list(each.sources), list(each.targets)) for each in ends])
+    letters = _letters(layout for each in ends for layout in (*each.sources, *each.targets))
+    return [_uses(each, *seconds, letters, prices.mesh) for each, seconds in zip(ends, matrices, strict=True)]
 
 
-def _uses(problem: Problem, number: int, edges: Sequence[Edge], prices: Prices) -> Uses:
-    group, first = problem.groups[number], edges[0]
-    sources: dict[Layout, int] = {}
-    targets: dict[Layout, int] = {}
-    made = [
-        sources.setdefault(item.results[first.result], len(sources))
-        for item in problem.nodes[first.producer].strategies
-    ]
-    wanted = []
-    for edge in edges:
-        strategies = problem.nodes[edge.consumer].strategies
-        wanted.append([targets.setdefault(item.operands[edge.operand], len(targets)) for item in strategies])
-    forward, backward = (part * group.count for part in prices.matrices(group, list(sources), list(targets)))
-    numbers: dict[Layout, int] = {}
+class _Ends:
+    """The layouts that a tensor is made in and those that it is wanted in, by their numbers; and which of them the
+    strategies of its producer make, and of each of its `edges` want."""
+
+    def __init__(self, problem: Problem, group: Group, edges: Sequence[Edge]) -> None:
+        self.group = group
+        self.edges = edges
+        self.sources: dict[Layout, int] = {}
+        self.targets: dict[Layout, int] = {}
+        made = [item.results[edges[0].result] for item in problem.nodes[edges[0].producer].strategies]
+        self.made = np.array([self.sources.setdefault(layout, len(self.sources)) for layout in made])
+        self.wanted = []
+        for edge in edges:
+            wanted = [item.operands[edge.operand] for item in problem.nodes[edge.consumer].strategies]
+            self.wanted.append(np.array([self.targets.setdefault(layout, len(self.targets)) for layout in wanted]))
+
+
+def _uses(ends: _Ends, forward: Floats, backward: Floats, letters: Mapping[Layout, Sequence[int]], mesh: Mesh) -> Uses:
+    group, sources, targets = ends.group, ends.sources, ends.targets
+    # [source, axis, target]
+    here = np.array([letters[layout] for layout in sources])[:, :, None]
+    there = np.array([letters[layout] for layout in targets]).T[None]
+    # Changing between R and I runs nothing.
+    same: Flags = (np.maximum(here, _WHOLE) == np.maximum(there, _WHOLE)).all(axis=1)
     return Uses(
         group,
-        first.producer,
-        np.array(made),
-        edges,
-        [np.array(each) for each in wanted],
+        ends.edges[0].producer,
+        ends.made,
+        ends.edges,
+        ends.wanted,
         tuple(targets),
-        forward,
-        backward,
-        np.array([layout_bytes(group, layout, prices.mesh) for layout in sources]),
-        np.array([layout_bytes(group, layout, prices.mesh) for layout in targets]),
-        _tensors(list(sources), numbers)[:, None] == _tensors(list(targets), numbers),
-        _changes(list(sources), list(targets)),
-        prices.mesh,
+        forward * group.count,
+        backward * group.count,
+        np.array([layout_bytes(group, layout, mesh) for layout in sources]),
+        np.array([layout_bytes(group, layout, mesh) for layout in targets]),
+        same,
+        (here != there).sum(axis=1),
+        mesh,
     )
+
+
+_WHOLE = 1
+
+
+def _letters(layouts: Iterable[Layout]) -> dict[Layout, list[int]]:
+    """The letters of each layout as numbers, of R and I the lowest: up to `_WHOLE`."""
+    numbers: dict[Letter, int] = {R: 0, I: _WHOLE}
+    return {
+        layout: [numbers.setdefault(letter, len(numbers)) for letter in layout] for layout in dict.fromkeys(layouts)
+    }
 
 
 def _group(problem: Problem, uses: Uses, regime: Regime) -> GroupArrays:
@@ -281,20 +307,3 @@ def _group(problem: Problem, uses: Uses, regime: Regime) -> GroupArrays:
         gather,
         reduce,
     )
-
-
-def _tensors(layouts: Sequence[Layout], numbers: dict[Layout, int]) -> Integers:
-    """A number per layout, equal for layouts that differ between R and I only: changing that runs nothing."""
-    plain = (tuple(R if letter == I else letter for letter in layout) for layout in layouts)
-    return np.array([numbers.setdefault(layout, len(numbers)) for layout in plain])
-
-
-def _changes(sources: Sequence[Layout], targets: Sequence[Layout]) -> Integers:
-    """For every pair of layouts the number of axes whose letters differ."""
-    letters: dict[Letter, int] = {}
-    here, there = (
-        np.array([[letters.setdefault(letter, len(letters)) for letter in layout] for layout in layouts])
-        for layouts in (sources, targets)
-    )
-    changes: Integers = (here[:, None, :] != there[None, :, :]).sum(axis=2)
-    return changes

@@ -1,10 +1,10 @@
-"""Prices of redistributions, for all pairs of layouts of a tensor at once.
+"""Prices of redistributions, for all pairs of layouts of many tensors at once.
 
 `steps` tells the steps of all pairs as arrays; what the lines of a step are (`cost/communication`) depends on its axis
 and the kinds of its letters alone, so that these are looked up in tables.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,11 +15,13 @@ from passes.ir.choices import Group
 from passes.ir.layout import Layout, Letter
 from passes.ir.mesh import Mesh
 from passes.ir.redistribution import COLLECTIVES
-from passes.solving.steps import KINDS, Flags, Integers, Steps, all_steps
+from passes.solving.steps import KINDS, Flags, Integers, Pairs, Steps, all_steps
 
 __all__ = ["Flags", "Floats", "Integers", "Prices"]
 
 Floats = NDArray[np.float64]
+# A group, and from which layouts to which.
+Asked = tuple[Group, Sequence[Layout], Sequence[Layout]]
 
 
 class Prices:
@@ -33,23 +35,39 @@ class Prices:
         self.cluster = cluster
         self.mesh = mesh
         self.forward, self.backward = (_Tables(cluster, mesh, backward=way) for way in (False, True))
-        self.found: dict[tuple[object, ...], tuple[Floats, Floats]] = {}
+        self.found: dict[Hashable, tuple[Floats, Floats]] = {}
 
-    def matrices(self, group: Group, sources: Sequence[Layout], targets: Sequence[Layout]) -> tuple[Floats, Floats]:
-        """Seconds forward and backward from every source to every target, for one occurrence of `group`."""
-        itemsize = group.type.dtype.itemsize
-        tensor = (group.type.shape, itemsize, group.gradient_itemsize, group.gradient, group.strided)
-        asked = (*tensor, tuple(sources), tuple(targets))
-        found = self.found.get(asked)
-        if found is None:
-            forward, backward = np.zeros((2, len(sources) * len(targets)))
-            for steps in all_steps(sources, targets, group.type.shape, self.mesh, strided=group.strided):
-                forward[steps.pair] += self.forward.seconds(steps, itemsize)
-                if group.gradient:
-                    backward[steps.pair] += self.backward.seconds(steps, group.gradient_itemsize)
+    def matrices(self, asked: Sequence[Asked]) -> list[tuple[Floats, Floats]]:
+        """Seconds forward and backward from every source to every target, for one occurrence of each group."""
+        keys = [_key(*each) for each in asked]
+        new = {key: each for key, each in zip(keys, asked, strict=True) if key not in self.found}
+        for gradient in (False, True):
+            some = {key: each for key, each in new.items() if each[0].gradient == gradient}
+            self.found.update(zip(some, self._priced(list(some.values()), gradient=gradient), strict=True))
+        return [self.found[key] for key in keys]
+
+    def _priced(self, asked: Sequence[Asked], *, gradient: bool) -> Iterator[tuple[Floats, Floats]]:
+        """What is asked, of groups through all or none of which a gradient flows back."""
+        pairs = [Pairs(sources, targets, group.type.shape, group.strided) for group, sources, targets in asked]
+        counts = [len(sources) * len(targets) for _, sources, targets in asked]
+        itemsizes = np.repeat([group.type.dtype.itemsize for group, _, _ in asked], counts)
+        gradient_itemsizes = np.repeat([group.gradient_itemsize for group, _, _ in asked], counts)
+        forward, backward = np.zeros((2, sum(counts)))
+        for steps in all_steps(pairs, self.mesh):
+            forward[steps.pair] += self.forward.seconds(steps, itemsizes[steps.pair])
+            if gradient:
+                backward[steps.pair] += self.backward.seconds(steps, gradient_itemsizes[steps.pair])
+        end = 0
+        for count, (_, sources, targets) in zip(counts, asked, strict=True):
+            start, end = end, end + count
             size = len(sources), len(targets)
-            found = self.found[asked] = forward.reshape(size), backward.reshape(size)
-        return found
+            yield forward[start:end].reshape(size), backward[start:end].reshape(size)
+
+
+def _key(group: Group, sources: Sequence[Layout], targets: Sequence[Layout]) -> Hashable:
+    """What prices of one occurrence depend on."""
+    tensor = group.type.shape, group.type.dtype.itemsize, group.gradient_itemsize, group.gradient, group.strided
+    return *tensor, tuple(sources), tuple(targets)
 
 
 class _Tables:
@@ -82,17 +100,17 @@ class _Tables:
             lines[(..., *place)] = (*found, *[found[-1]] * (most - len(found)))
         self.lines = lines.reshape(most, 2, -1)
 
-    def seconds(self, steps: Steps, itemsize: int) -> Floats:
-        """Seconds of each of the steps, for elements of `itemsize` bytes."""
+    def seconds(self, steps: Steps, itemsize: Integers) -> Floats:
+        """Seconds of each of the steps, for elements of `itemsize` bytes (by step)."""
         change = steps.source * len(KINDS) + steps.target
         kernels, at_first, at_last = self.own.take((change * 2 + steps.cut) * 2 + steps.join, axis=1)
         seconds: Floats = kernels + (at_first * steps.before + at_last * steps.after) * itemsize
-        sent = np.flatnonzero(self.is_sent[steps.source, steps.target])
-        place = (change * self.axes + steps.axis)[sent]
-        size = np.maximum(steps.before, steps.after)[sent] * float(itemsize)
+        sent = np.flatnonzero(self.is_sent.take(change))
+        place = (change * self.axes + steps.axis).take(sent)
+        size = np.maximum(steps.before, steps.after).take(sent) * itemsize.take(sent).astype(np.float64)
         least = np.full(len(sent), np.inf)
         for fixed, each in self.lines:
-            np.minimum(least, fixed[place] + each[place] * size, out=least)
+            np.minimum(least, fixed.take(place) + each.take(place) * size, out=least)
         seconds[sent] += least
         return seconds
 

@@ -1,4 +1,4 @@
-"""The steps of redistributions, for all pairs of layouts of a tensor at once.
+"""The steps of redistributions, for all pairs of layouts of many tensors at once.
 
 This is `redistribution` of `ir/redistribution` on arrays, with one entry per pair: what it says of order, of digits in
 each other's way and of what goes through R holds here too, and both give the same steps. Where a pair is known by what
@@ -24,15 +24,27 @@ _SPLIT = KINDS.index("S")
 _THROUGH = 0
 # The rank of an axis that has nothing to change, or has to wait.
 _NEVER = np.iinfo(np.int16).max
+# So many pairs are followed at a time: what is known of them stays in the processor's cache.
+_BLOCK = 1 << 13
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Every source with every target of one tensor; `shape` and `strided` are those of `redistribution`."""
+
+    sources: Sequence[Layout]
+    targets: Sequence[Layout]
+    shape: Shape
+    strided: bool = False
 
 
 @dataclass(frozen=True)
 class Steps:
     """One step each of some pairs: flat arrays of one length.
 
-    `pair` is where a pair stands in the matrix of sources by targets, row by row; `axis` is what changes, between kinds
-    `source` and `target` (places in `KINDS`). `before` and `after` are the elements that a rank holds; `cut` and `join`
-    are those of `redistribution.Step`.
+    `pair` is the number of a pair: those of one tensor come after those of the other, and row by row where sources are
+    rows. `axis` is what changes, between kinds `source` and `target` (places in `KINDS`). `before` and `after` are the
+    elements that a rank holds; `cut` and `join` are those of `redistribution.Step`.
     """
 
     pair: Integers
@@ -46,70 +58,122 @@ class Steps:
 
 
 class _Letters:
-    """All letters that occur, R first: arrays of their kinds, dims (-1 where nothing is split) and majors."""
+    """All letters that occur, R first: arrays of their kinds, dims (-1 where nothing is split) and majors. `sources`
+    and `targets` [axis, layout] are those of all tensors, by the numbers of their letters."""
 
-    def __init__(self, sources: Sequence[Layout], targets: Sequence[Layout]) -> None:
+    def __init__(self, tensors: Sequence[Pairs]) -> None:
         found = {R: _THROUGH}
         self.sources, self.targets = (
-            np.array([[found.setdefault(letter, len(found)) for letter in layout] for layout in layouts]).T
-            for layouts in (sources, targets)
+            np.array([[found.setdefault(letter, len(found)) for letter in layout] for layout in layouts]).T.copy()
+            for layouts in (
+                [layout for pairs in tensors for layout in pairs.sources],
+                [layout for pairs in tensors for layout in pairs.targets],
+            )
         )
         self.kind = np.array([KINDS.index(letter.kind) for letter in found])
         self.dim = np.array([letter.dim for letter in found])
         self.major = np.array([letter.major for letter in found])
 
 
-def all_steps(
-    sources: Sequence[Layout], targets: Sequence[Layout], shape: Shape, mesh: Mesh, *, strided: bool = False
+class _Sizes:
+    """What ranks hold. `elements` are by place: a tensor, and which dims of it the axes split, where an axis is a digit
+    of `weights` (0 where it splits none); `places` are those of the sources. `join` and `cut` [axis, layout] say of
+    sources and of targets whether their parts lie scattered."""
+
+    def __init__(self, tensors: Sequence[Pairs], letters: _Letters, mesh: Mesh) -> None:
+        axes, dims = len(mesh.sizes), max(len(pairs.shape) for pairs in tensors)
+        # [dim, tensor]; dims that a tensor lacks are of size 1.
+        shapes = np.array([(*pairs.shape, *(1,) * (dims - len(pairs.shape))) for pairs in tensors], dtype=np.int64).T
+        split = np.indices((dims + 1,) * axes).reshape(axes, 1, -1) - 1
+        self.elements = _local_sizes(split, shapes[:, :, None], mesh).prod(axis=0).ravel()
+        self.weights = (dims + 1) ** np.arange(axes)[::-1]
+        strided = np.array([pairs.strided for pairs in tensors])
+        sources = np.repeat(np.arange(len(tensors)), [len(pairs.sources) for pairs in tensors])
+        targets = np.repeat(np.arange(len(tensors)), [len(pairs.targets) for pairs in tensors])
+        self.join = _scattered(letters.sources, letters, shapes[:, sources], mesh) | strided[sources]
+        self.cut = _scattered(letters.targets, letters, shapes[:, targets], mesh) | strided[targets]
+        digits = (letters.dim[letters.sources] + 1) * self.weights[:, None]
+        self.places = sources * split.shape[-1] + digits.sum(axis=0)
+
+
+def all_steps(tensors: Sequence[Pairs], mesh: Mesh) -> Iterator[Steps]:
+    """The steps of all pairs of these tensors: of some pairs the first ones, then their second ones, and so on, then
+    those of others."""
+    if not tensors:
+        return
+    letters = _Letters(tensors)
+    sizes = _Sizes(tensors, letters, mesh)
+    ranks, conflicts = _ranks(letters, mesh), _conflicts(letters, mesh)
+    row, column = _rows_and_columns(tensors)
+    for start in range(0, len(row), _BLOCK):
+        pair = np.arange(start, min(start + _BLOCK, len(row)))
+        yield from _steps(pair, row[pair], column[pair], letters, sizes, ranks, conflicts)
+
+
+def _rows_and_columns(tensors: Sequence[Pairs]) -> tuple[Integers, Integers]:
+    """For all pairs the numbers of their sources and targets, among those of all tensors."""
+    rows, columns = [], []
+    first_row = first_column = 0
+    for pairs in tensors:
+        high, wide = len(pairs.sources), len(pairs.targets)
+        row, column = np.indices((high, wide)).reshape(2, -1)
+        rows.append(first_row + row)
+        columns.append(first_column + column)
+        first_row, first_column = first_row + high, first_column + wide
+    return np.concatenate(rows), np.concatenate(columns)
+
+
+def _steps(
+    pair: Integers,
+    row: Integers,
+    column: Integers,
+    letters: _Letters,
+    sizes: _Sizes,
+    ranks: NDArray[np.int16],
+    conflicts: Flags,
 ) -> Iterator[Steps]:
-    """The first steps from every source to every target, then all second ones, and so on.
-
-    `shape` and `strided` are those of `redistribution`.
-    """
-    letters = _Letters(sources, targets)
+    """The first steps of some pairs, then their second ones, and so on; `ranks` and `conflicts` are those of
+    letters."""
     here, there = letters.sources, letters.targets
-    join, cut = (_scattered(numbers, letters, shape, mesh) | strided for numbers in (here, there))
-    ranks = _ranks(letters, mesh)
-    elements = _elements(shape, mesh)
-    weights = (len(shape) + 1) ** np.arange(len(mesh.sizes))[::-1]
-
-    row, column = (places.ravel() for places in np.indices((len(sources), len(targets))))
+    axes, layouts_here, layouts_there = len(here), here.shape[1], there.shape[1]
     # [axis, pair]: when an axis comes, and which are in its way while they hold what they do.
-    rank = np.stack([ranks[axis][here[axis]][:, there[axis]].ravel() for axis in mesh.dimensions])
-    blockers = _blockers(letters, mesh)
+    rank = np.stack([ranks[axis][here[axis].take(row), there[axis].take(column)] for axis in range(axes)])
+    blockers = _blockers(conflicts, here.take(row, axis=1), there.take(column, axis=1))
     # Axes that are still to change, and hold what they did at first.
-    held = ((rank < _NEVER) << np.arange(len(mesh.sizes))[:, None]).sum(axis=0)
-    place = ((letters.dim[here] + 1) * weights[:, None]).sum(axis=0)[row]
-    pair = np.arange(len(row))
+    held = ((rank < _NEVER) << np.arange(axes)[:, None]).sum(axis=0)
+    place = sizes.places.take(row)
     while True:
-        left = rank.min(axis=0, initial=_NEVER) < _NEVER
-        if not left.all():
-            row, column, pair, held, place = row[left], column[left], pair[left], held[left], place[left]
-            rank, blockers = rank[:, left], blockers[:, left]
-        if not len(pair):
+        left = np.flatnonzero(rank.min(axis=0) < _NEVER)
+        if not len(left):
             return
-        every = np.arange(len(pair))
+        if len(left) < len(pair):
+            row, column, pair, held, place = (known.take(left) for known in (row, column, pair, held, place))
+            rank, blockers = rank.take(left, axis=1), blockers.take(left, axis=1)
         first = np.where(blockers & held, _NEVER, rank).min(axis=0)
-        axis = (first % len(mesh.sizes)).astype(np.int64)
+        axis = (first % axes).astype(np.int64)
         # Where all wait for each other, the first that is in the way of the first goes through R.
         stuck = np.flatnonzero(first == _NEVER)
-        waiting = (rank[:, stuck] < _NEVER).argmax(axis=0)
-        axis[stuck] = _lowest_bit(blockers[waiting, stuck] & held[stuck], len(mesh.sizes))
-        old = np.where(held >> axis & 1, here[axis, row], _THROUGH)
-        new = there[axis, column]
-        rank[axis, every] = _NEVER
-        rank[axis[stuck], stuck] = ranks[axis[stuck], _THROUGH, new[stuck]]
-        new[stuck] = _THROUGH
-        moved = place + (letters.dim[new] - letters.dim[old]) * weights[axis]
+        if len(stuck):
+            waiting = (rank[:, stuck] < _NEVER).argmax(axis=0)
+            axis[stuck] = _lowest_bit(blockers[waiting, stuck] & held[stuck], axes)
+        # Where to look in what is told by axis and layout.
+        at_source, at_target = axis * layouts_here + row, axis * layouts_there + column
+        old = np.where(held >> axis & 1, here.take(at_source), _THROUGH)
+        new = there.take(at_target)
+        rank[axis, np.arange(len(pair))] = _NEVER
+        if len(stuck):
+            rank[axis[stuck], stuck] = ranks[axis[stuck], _THROUGH, new[stuck]]
+            new[stuck] = _THROUGH
+        moved = place + (letters.dim.take(new) - letters.dim.take(old)) * sizes.weights.take(axis)
         yield Steps(
             pair,
             axis,
-            letters.kind[old],
-            letters.kind[new],
-            elements[place],
-            elements[moved],
-            cut[axis, column],
-            join[axis, row],
+            letters.kind.take(old),
+            letters.kind.take(new),
+            sizes.elements.take(place),
+            sizes.elements.take(moved),
+            sizes.cut.take(at_target),
+            sizes.join.take(at_source),
         )
         held = held & ~(1 << axis)
         place = moved
@@ -130,22 +194,26 @@ def _ranks(letters: _Letters, mesh: Mesh) -> NDArray[np.int16]:
     return ranks
 
 
-def _blockers(letters: _Letters, mesh: Mesh) -> Integers:
-    """[axis, pair]: for the digit that a target wants on an axis, the axes on which the source has one that cannot lie
-    together with it, as bits."""
+def _conflicts(letters: _Letters, mesh: Mesh) -> Flags:
+    """[letter held on an axis, letter wanted on another, the one axis, the other]: whether both are digits of one dim
+    that cannot lie together."""
     sizes = np.array(mesh.sizes)
-    # [letter held on an axis, letter wanted on another, the one axis, the other]
     ends = letters.major[:, None] * sizes
     is_split = letters.kind == _SPLIT
     together = is_split[:, None] & is_split & (letters.dim[:, None] == letters.dim)
     held, wanted = letters.major[:, None, None, None], letters.major[:, None, None]
     apart = (wanted % ends[:, None, :, None] == 0) | (held % ends[:, None, :] == 0)
-    conflicts = together[:, :, None, None] & ~apart
-    found = np.zeros((len(sizes), letters.sources.shape[1], letters.targets.shape[1]), dtype=np.int64)
+    found: Flags = together[:, :, None, None] & ~apart
+    return found
+
+
+def _blockers(conflicts: Flags, held: Integers, wanted: Integers) -> Integers:
+    """[axis, pair]: for what a target wants on an axis, the axes on which the source has what cannot lie together with
+    it, as bits. `held` and `wanted` [axis, pair] are the letters of sources and targets."""
+    found = np.zeros(held.shape, dtype=np.int64)
     for holder, wanting in np.argwhere(conflicts.any(axis=(0, 1))):
-        table = conflicts[:, :, holder, wanting]
-        found[wanting] |= table[letters.sources[holder]][:, letters.targets[wanting]].astype(np.int64) << holder
-    return found.reshape(len(sizes), -1)
+        found[wanting] |= conflicts[held[holder], wanted[wanting], holder, wanting].astype(np.int64) << holder
+    return found
 
 
 def _lowest_bit(numbers: Integers, bits: int) -> Integers:
@@ -153,28 +221,20 @@ def _lowest_bit(numbers: Integers, bits: int) -> Integers:
     return found
 
 
-def _local_sizes(dims: Integers, shape: Shape, mesh: Mesh) -> Integers:
-    """[dim of the tensor, layout]: what a rank holds where the axes split `dims` [axis, layout] of `shape`."""
-    sizes = np.array(mesh.sizes)[:, None]
-    ways = [np.where(dims == dim, sizes, 1).prod(axis=0) for dim in range(len(shape))]
-    return np.array(shape, dtype=np.int64)[:, None] // np.array(ways, dtype=np.int64).reshape(len(shape), -1)
+def _local_sizes(dims: Integers, shapes: Integers, mesh: Mesh) -> Integers:
+    """[dim of the tensor, ...]: what a rank holds where the axes split `dims` [axis, ...] of `shapes` [dim, ...]."""
+    sizes = np.array(mesh.sizes, dtype=np.int64).reshape(-1, *(1,) * (dims.ndim - 1))
+    ways = [np.where(dims == dim, sizes, 1).prod(axis=0) for dim in range(len(shapes))]
+    return shapes // np.array(ways, dtype=np.int64).reshape(len(shapes), *dims.shape[1:])
 
 
-def _elements(shape: Shape, mesh: Mesh) -> Integers:
-    """The elements that a rank holds, by which dims the axes split: an axis is a digit, 0 where it splits none."""
-    axes = len(mesh.sizes)
-    places = np.indices((len(shape) + 1,) * axes).reshape(axes, -1)
-    return _local_sizes(places - 1, shape, mesh).prod(axis=0) if shape else np.ones(1, dtype=np.int64)
-
-
-def _scattered(numbers: Integers, letters: _Letters, shape: Shape, mesh: Mesh) -> Flags:
-    """`is_scattered` on every axis of layouts whose letters have these numbers [axis, layout]."""
-    if not shape:
-        return np.zeros(numbers.shape, dtype=np.bool_)
+def _scattered(numbers: Integers, letters: _Letters, shapes: Integers, mesh: Mesh) -> Flags:
+    """`is_scattered` on every axis of layouts whose letters have these numbers [axis, layout], of tensors of these
+    `shapes` [dim, layout]."""
     kind, dim, major = letters.kind[numbers], letters.dim[numbers], letters.major[numbers]
     sizes = np.array(mesh.sizes)[:, None]
-    local = _local_sizes(dim, shape, mesh)
-    rows = np.concatenate([np.ones_like(local[:1]), local.cumprod(axis=0)])
+    local = _local_sizes(dim, shapes, mesh)
+    rows = np.concatenate([np.ones((1, local.shape[1]), dtype=np.int64), local.cumprod(axis=0)])
     before = np.take_along_axis(rows, np.maximum(dim, 0), axis=0)
     found = np.zeros(numbers.shape, dtype=np.bool_)
     for axis in mesh.dimensions:

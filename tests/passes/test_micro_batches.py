@@ -10,7 +10,7 @@ from passes.capture import Tracing, capture
 from passes.ir.errors import MicroBatchError
 from passes.ir.layout import P, R, S
 from passes.ir.program import Program
-from passes.micro_batches import batch_size, micro_batches
+from passes.micro_batches import Batch, batch_size, micro_batches
 from passes.normalize import normalize
 
 
@@ -235,3 +235,17 @@ def _run(program: Program, given: dict[str, Tensor]) -> list[Tensor]:
         result = op.overload(**{name: value(item) for name, item in op.arguments.items()})
         values[op.results[0]] = result
     return [values[item.name] for item in program.outputs if isinstance(item, Ref)]
+
+
+def test_one_batch_is_cut_in_several_ways() -> None:
+    """Each cut is what it is alone, whatever was cut before; so is each refusal."""
+    program = _traced(nn.functional.cross_entropy)
+    batch = Batch(program)
+    for count in (2, 8, 4, 2):
+        found, alone = batch.cut(count), micro_batches(program, count)
+        assert (found.count, found.samples) == (count, 8 // count)
+        assert (str(found.program), str(found.totals)) == (str(alone.program), str(alone.totals))
+    refused = Batch(_traced(lambda x, y: x.cumsum(0).sum()))
+    for count in (2, 8, 4):
+        with pytest.raises(MicroBatchError, match=rf"into {count} micro-batches.*needs the whole batch"):
+            refused.cut(count)

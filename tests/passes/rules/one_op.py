@@ -21,7 +21,7 @@ from passes.regions import fold
 from passes.rules import find_rule
 from passes.rules.bodies import BODIES
 from passes.rules.rule import Rule, split, starts
-from passes.rules.strategies import Digit, Subject, op_strategies, subject
+from passes.rules.strategies import Choices, Digit, Subject, op_strategies, subject
 from tests.passes.helpers import Coordinate, Values, part, spread, summed
 from tests.passes.rules.ranks import ranks
 from tests.passes.rules.samples import Sample
@@ -47,8 +47,8 @@ class OneOp:
         """What strategies are made for."""
         return subject(self.op, self.rule, self.folded.types, self.folded.flowing, set(), set())
 
-    def strategies(self, mesh: Mesh) -> list[Strategy]:
-        """Every strategy whose splits begin at a part of a factor, or at its second digit of two."""
+    def strategies(self, mesh: Mesh) -> dict[Strategy, Choices]:
+        """Every strategy whose splits begin at a part of a factor, or at its second digit of two, with its choices."""
         digits = {size: list(digits_of(self.rule, size)) for size in mesh.sizes}
         return op_strategies(self.subject, digits, mesh)
 

@@ -70,9 +70,9 @@ def test_methods_name_their_strategy(sample: Sample, mesh: Mesh) -> None:
     one = one_op(sample)
     strategies = one.strategies(mesh)
     assert len({(strategy.operands, strategy.results) for strategy in strategies}) == len(strategies)
-    for strategy in strategies:
+    for strategy, made in strategies.items():
         choices = named_choices(one.subject, strategy.methods, mesh)
-        assert choices is not None
+        assert choices == made
         again = combine(one.subject, choices)
         assert (again.operands, again.results) == (strategy.operands, strategy.results)
         for tensor, layout in zip((*one.operands, *one.results), (*strategy.operands, *strategy.results), strict=True):

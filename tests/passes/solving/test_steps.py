@@ -4,10 +4,10 @@ from math import prod
 
 import pytest
 
-from passes.ir.layout import I, Layout, P, R, S, Shape
+from passes.ir.layout import I, P, R, S, Shape
 from passes.ir.mesh import Mesh
 from passes.ir.redistribution import redistribution
-from passes.solving.steps import KINDS, all_steps
+from passes.solving.steps import KINDS, Pairs, all_steps
 from tests.passes.helpers import layouts_on, mesh_of, some_layouts
 
 # (axis, kind before, kind after, elements before, elements after, cut, join)
@@ -24,10 +24,10 @@ CASES: list[tuple[Mesh, Shape, list[Shape]]] = [
 ]
 
 
-def _rows(sources: list[Layout], targets: list[Layout], shape: Shape, mesh: Mesh, strided: bool) -> list[list[Row]]:
+def _rows(tensors: list[Pairs], mesh: Mesh) -> list[list[Row]]:
     """The steps of every pair, in order."""
-    found: list[list[Row]] = [[] for _ in range(len(sources) * len(targets))]
-    for steps in all_steps(sources, targets, shape, mesh, strided=strided):
+    found: list[list[Row]] = [[] for pairs in tensors for _ in range(len(pairs.sources) * len(pairs.targets))]
+    for steps in all_steps(tensors, mesh):
         parts = (steps.axis, steps.source, steps.target, steps.before, steps.after, steps.cut, steps.join)
         columns = [part.tolist() for part in parts]
         for pair, axis, source, target, *rest in zip(steps.pair.tolist(), *columns, strict=True):
@@ -46,7 +46,7 @@ def test_every_pair_takes_the_steps_of_its_redistribution(
     sources, targets = some_layouts(whole, mesh, 30, seed=1), some_layouts(whole, mesh, 25, seed=2)
     longest = 0
     for shape in shapes:
-        found = _rows(sources, targets, shape, mesh, strided)
+        found = _rows([Pairs(sources, targets, shape, strided)], mesh)
         for pair, steps in enumerate(found):
             row, column = divmod(pair, len(targets))
             expected = redistribution(sources[row], targets[column], shape, mesh, strided=strided)
@@ -58,11 +58,28 @@ def test_every_pair_takes_the_steps_of_its_redistribution(
     assert longest > 0
 
 
+def test_tensors_together_take_the_steps_of_each() -> None:
+    """Of tensors with different numbers of dims, layouts and order in memory, more pairs than are followed at once."""
+    mesh = mesh_of(a=2, b=2, c=3)
+    whole = (48, 24, 12)
+    many = some_layouts(whole, mesh, 100, seed=5), some_layouts(whole, mesh, 90, seed=6)
+    plain = list(layouts_on((), [R, I, P], mesh))
+    tensors = [
+        Pairs(*many, whole),
+        Pairs(plain, plain[:5], ()),
+        Pairs(many[1][:7], many[0][:8], (7, 50, 13), strided=True),
+        Pairs(some_layouts((36, 24), mesh, 9, seed=7), [(R, R, R), (I, P, R)], (36, 24)),
+    ]
+    alone = [row for pairs in tensors for row in _rows([pairs], mesh)]
+    assert len(alone) > 1 << 13
+    assert _rows(tensors, mesh) == alone
+
+
 def test_tensors_without_dims() -> None:
     """A number changes between R, I and P alone."""
     mesh = mesh_of(a=2, b=2)
     layouts = list(layouts_on((), [R, I, P], mesh))
-    found = _rows(layouts, layouts, (), mesh, strided=False)
+    found = _rows([Pairs(layouts, layouts, ())], mesh)
     for pair, steps in enumerate(found):
         row, column = divmod(pair, len(layouts))
         expected = redistribution(layouts[row], layouts[column], (), mesh)
@@ -72,5 +89,5 @@ def test_tensors_without_dims() -> None:
 def test_a_digit_that_is_in_its_own_way_goes_through_replication() -> None:
     """There is no all-to-all between digits of one dim that overlap."""
     mesh = mesh_of(a=4)
-    found = _rows([(S(0),)], [(S(0, 2),)], (16,), mesh, strided=False)
+    found = _rows([Pairs([(S(0),)], [(S(0, 2),)], (16,))], mesh)
     assert found == [[(0, "S", "R", 4, 16, True, False), (0, "R", "S", 16, 4, True, False)]]
