@@ -36,7 +36,7 @@ class Dual:
 
     overlaps: int
     unit: float
-    highest: float = 1 / 64
+    highest: float = 1 / 16
 
     def start(self) -> Weights:
         """Bytes cost nothing, all traffic is hidden."""
