@@ -14,6 +14,7 @@ import torch
 from passes.cost.cluster import Cluster
 from passes.cost.fusion import joined
 from passes.cost.price import cover, op_seconds, update_seconds
+from passes.cost.workspace import workspace
 from passes.ir.choices import Cover, Edge, Group, Memory, Node, Problem, Strategy
 from passes.ir.demands import Demand, Demands
 from passes.ir.errors import ConstraintError
@@ -248,7 +249,7 @@ class _Builder:
             digits = {size: found[position] for size, found in self.digits.items()}
             strategies = op_strategies(about, digits, mesh, self.setting.offers.get(op.key))
             strategies = meeting(about, strategies, self.demands, self._real, mesh, self.followed)
-        seconds, forwards, memory, kept, light = [], [], [], [], []
+        seconds, forwards, memory, kept, copies, light = [], [], [], [], [], []
         fused = self.fused.get(op.results[0])
         for strategy in strategies:
             choices = named_choices(about, strategy.methods, mesh)
@@ -259,18 +260,13 @@ class _Builder:
             bodies = [placed.rule.bodies.get(choice.factor, "") for choice in choices] if placed.rule else []
             light.append(op.results[0] not in self.handed_on and is_cheap(op, placed.rule, about.copies, bodies))
             results = sum(self._bytes(name, layout) for name, layout in zip(op.results, strategy.results, strict=True))
-            operands = sum(
-                self._bytes(name, layout)
-                for name, layout in zip(op.operands, strategy.operands, strict=True)
-                if name in self.flowing or not about.flows
+            operands = [self._bytes(name, layout) for name, layout in zip(op.operands, strategy.operands, strict=True)]
+            more, needs = (
+                workspace(op, bodies, operands, about.flowing_operands, results) if about.flows else (0.0, 0.0)
             )
-            memory.append(Memory(transient=results + operands))
+            memory.append(Memory(transient=needs))
             kept.append(placed.count * results)
-        saved = self.saved[op.key]
-        copies = [
-            sum(self._bytes(op.operands[item.index], strategy.operands[item.index]) for item in saved if item.copy)
-            for strategy in strategies
-        ]
+            copies.append(placed.count * (more + sum(operands[item.index] for item in self.saved[op.key] if item.copy)))
         index = self._add(
             Node(
                 op.key,
@@ -281,9 +277,9 @@ class _Builder:
                 tuple(strategies),
                 tuple(seconds),
                 tuple(memory),
-                any(item.result for item in saved),
+                any(item.result for item in self.saved[op.key]),
                 tuple(kept),
-                tuple(placed.count * size for size in copies),
+                tuple(copies),
                 tuple(forwards),
                 tuple(light),
             )
