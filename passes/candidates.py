@@ -183,7 +183,14 @@ class _Builder:
                 if is_dtensor(layout, self.setting.mesh)
             ]
             seconds = tuple(self._bytes(item.name, layout) / self.setting.cluster.host for layout in layouts)
-            memory = tuple(Memory(held=self._bytes(item.name, layout)) for layout in layouts)
+            # The caller holds the whole batch, beside which this rank's part of it lies.
+            batch, whole = (
+                as_float(self.types[item.name].bytes),
+                set(layouts) & {(whole,) * len(self.setting.mesh.sizes)},
+            )
+            memory = tuple(
+                Memory(held=batch + (0.0 if layout in whole else self._bytes(item.name, layout))) for layout in layouts
+            )
             self._source(item.name, "input", layouts, seconds, memory)
 
     def _fixed(self) -> None:

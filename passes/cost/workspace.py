@@ -20,7 +20,12 @@ class Workspace:
 
 NONE = Workspace()
 # pow: the power below and its product with the exponent. rsqrt: the result to the third, and half of that.
-BY_KIND: Mapping[str, Workspace] = {"pow": Workspace(backward=2.0), "rsqrt": Workspace(backward=2.0)}
+# cross_entropy_loss: the gradient of the logarithms.
+BY_KIND: Mapping[str, Workspace] = {
+    "pow": Workspace(backward=2.0),
+    "rsqrt": Workspace(backward=2.0),
+    "cross_entropy_loss": Workspace(backward=1.0),
+}
 # vocabulary_cross_entropy keeps differences and their exponentials, of which the rule counts one.
 BY_BODY: Mapping[str, Workspace] = {"vocabulary_cross_entropy": Workspace(kept=1.0, backward=1.0)}
 # Their gradients are products of full size before they are summed over what an operand is repeated for.
