@@ -184,12 +184,10 @@ class _Builder:
             ]
             seconds = tuple(self._bytes(item.name, layout) / self.setting.cluster.host for layout in layouts)
             # The caller holds the whole batch, beside which this rank's part of it lies.
-            batch, whole = (
-                as_float(self.types[item.name].bytes),
-                set(layouts) & {(whole,) * len(self.setting.mesh.sizes)},
-            )
+            batch, split = as_float(self.types[item.name].bytes), [set(layout) - {whole} for layout in layouts]
             memory = tuple(
-                Memory(held=batch + (0.0 if layout in whole else self._bytes(item.name, layout))) for layout in layouts
+                Memory(held=batch + (self._bytes(item.name, layout) if parts else 0.0))
+                for layout, parts in zip(layouts, split, strict=True)
             )
             self._source(item.name, "input", layouts, seconds, memory)
 

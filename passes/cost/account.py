@@ -7,7 +7,7 @@ running copy makes anew is there. A gradient lies there from the backward pass o
 that of the op that makes it.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -149,33 +149,50 @@ def account(problem: Problem, regime: Regime) -> Account:
     uses: dict[int, list[int]] = {}
     for index, edge in enumerate(problem.edges):
         uses.setdefault(edge.group, []).append(index)
-    readers: dict[int, list[int]] = {}
+    readers: dict[int, list[Edge]] = {}
     for edge in problem.edges:
-        readers.setdefault(edge.producer, []).append(edge.consumer)
-    nodes = [_node(problem, regime, index, readers.get(index, [])) for index in range(len(problem.nodes))]
+        readers.setdefault(edge.producer, []).append(edge)
+    again = _made_first(problem, readers)
+    nodes = [_node(problem, regime, index, readers.get(index, []), again) for index in range(len(problem.nodes))]
     groups = [
-        _group(problem, regime, number, [problem.edges[index] for index in own]) for number, own in sorted(uses.items())
+        _group(problem, regime, number, [problem.edges[index] for index in own], again)
+        for number, own in sorted(uses.items())
     ]
     edges = [item for own in uses.values() for item in _sums(problem, own)]
     return Account(nodes, groups, edges)
 
 
-def _node(problem: Problem, regime: Regime, index: int, readers: Sequence[int]) -> list[NodeItem]:
+def _made_first(problem: Problem, readers: Mapping[int, Sequence[Edge]]) -> dict[int, int]:
+    """The op whose backward pass is the first that needs what a node gives, or what cheap ops make of it."""
+    found: dict[int, int] = {}
+    for index in range(len(problem.nodes) - 1, -1, -1):
+        node = problem.nodes[index]
+        found[index] = index
+        for edge in readers.get(index, []):
+            reader = problem.nodes[edge.consumer]
+            if reader.kind == "op" and reader.block == node.block and edge.consumer > index:
+                needed = found[edge.consumer] if any(reader.light) else edge.consumer if edge.saved else index
+                found[index] = max(found[index], needed)
+    return found
+
+
+def _node(
+    problem: Problem, regime: Regime, index: int, readers: Sequence[Edge], again: Mapping[int, int]
+) -> list[NodeItem]:
     node = problem.nodes[index]
     times = regime.micro_batches if node.kind in ("input", "output") else 1
     found = [NodeItem(node.kind, Place(Span.STEP), [times * memory.held for memory in node.memory])]
     if node.kind == "parameter":
-        first = min((_position(problem, reader) for reader in readers), default=START)
+        first = min((_position(problem, edge.consumer) for edge in readers), default=START)
         gradient = [memory.gradient for memory in node.memory]
         found.append(NodeItem("gradient", Place(Span.SUM, node.block, first), gradient))
     if node.kind == "op":
         running = Place(Span.RUNNING, node.block, index, index)
         found.append(NodeItem("transient", running, [memory.transient * node.count for memory in node.memory]))
-    place = _made(problem, regime, index, index, index)
     if node.copies:
-        found.append(NodeItem("kept", place, node.copies))
+        found.append(NodeItem("kept", _made(problem, regime, index, index, index), node.copies))
     if node.saves_result:
-        found.append(NodeItem("kept", place, node.results))
+        found.append(NodeItem("kept", _made(problem, regime, index, index, again[index]), node.results))
     if node.kind == "carry" and is_resident(problem, regime, node):
         found.append(NodeItem("kept", Place(Span.FORWARD, node.block), node.results))
     return [item for item in found if any(item.sizes)]
@@ -198,7 +215,9 @@ def _made(problem: Problem, regime: Regime, producer: int, first: int, last: int
     return Place(Span.FORWARD, node.block, first)
 
 
-def _group(problem: Problem, regime: Regime, number: int, edges: Sequence[Edge]) -> GroupItem:
+def _group(
+    problem: Problem, regime: Regime, number: int, edges: Sequence[Edge], made_first: Mapping[int, int]
+) -> GroupItem:
     group, producer = problem.groups[number], edges[0].producer
     node, block = problem.nodes[producer], group.block
     positions = [_position(problem, edge.consumer) for edge in edges]
@@ -211,7 +230,8 @@ def _group(problem: Problem, regime: Regime, number: int, edges: Sequence[Edge])
         # What all copies read stays until the last of them is over.
         source = target = Place(Span.FORWARD, block - 1)
     elif node.block == block:
-        source, target = _made(problem, regime, producer, first, last), Place(Span.FORWARD, block, first)
+        source = _made(problem, regime, producer, first, max(last, made_first[producer]))
+        target = Place(Span.FORWARD, block, first)
     else:
         source = target = Place(Span.FORWARD, block, first)
     targets: tuple[Place, ...] = (Place(Span.RUNNING, block, first) if full else target,)

@@ -156,24 +156,22 @@ def totals(table: Timetable, found: Sequence[Lying]) -> NDArray[np.float64]:
     return result
 
 
-def memory_use(
-    problem: Problem,
-    solution: Solution,
-    states: int,
-    mesh: Mesh,
-    among: Sequence[Moment] | None = None,
-    table: Timetable | None = None,
-) -> MemoryUse:
-    """The bytes of `solution` at its peak (`among` these moments, or all); `states` is how many tensors the optimizer
-    keeps per parameter. `table` is that of the problem and the regime, where it is known already."""
-    table = table or timetable(problem, solution.regime)
+def peaks(table: Timetable, found: Sequence[Lying]) -> list[Moment]:
+    """The moment of each block, and of the optimizer, at which most lies there."""
+    most = totals(table, found)
+    best: dict[int | None, int] = {}
+    for number, moment in enumerate(table.moments):
+        if moment.block not in best or most[number] > most[best[moment.block]]:
+            best[moment.block] = number
+    return [table.moments[number] for number in best.values()]
+
+
+def memory_use(problem: Problem, solution: Solution, states: int, mesh: Mesh) -> MemoryUse:
+    """The bytes of `solution` at its peak; `states` is how many tensors the optimizer keeps per parameter."""
+    table = timetable(problem, solution.regime)
     found = lying(problem, solution, mesh, table.account)
-    moment = among[0] if among is not None and len(among) == 1 else None
-    if moment is None:
-        most = totals(table, found)
-        allowed = [index for index, item in enumerate(table.moments) if among is None or item in among]
-        moment = table.moments[max(allowed, key=lambda index: most[index])]
-    return use_at(moment, solution.regime, found, states)
+    uses = [use_at(moment, solution.regime, found, states) for moment in peaks(table, found)]
+    return max(uses, key=lambda use: use.peak)
 
 
 def use_at(moment: Moment, regime: Regime, found: Sequence[Lying], states: int) -> MemoryUse:

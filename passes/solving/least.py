@@ -12,7 +12,9 @@ from passes.solving.optimum import optimum
 
 def refuse_if_hopeless(instance: Instance) -> None:
     """Raise InfeasibleError if what nodes and kept tensors take at least, each by itself, does not fit."""
-    least = max((_least(instance, moment) for moment in range(len(instance.bytes.table.moments))), key=_peak)
+    least = max(
+        (_least(instance, moment) for moment in range(len(instance.bytes.table.moments))), key=lambda use: use.peak
+    )
     if least.peak > instance.limits.memory:
         raise infeasible(instance.limits, least, "at least ")
 
@@ -37,10 +39,6 @@ def smallest(instance: Instance, weights: Weights, patience: float) -> MemoryUse
     picks, _ = optimum(instance.priced(dear), patience)
     again = made_again(instance.arrays, instance.bytes, picks, instance.points, dear)
     return instance.use(instance.solution(picks, again))
-
-
-def _peak(use: MemoryUse) -> float:
-    return use.peak
 
 
 def _least(instance: Instance, moment: int) -> MemoryUse:
