@@ -23,7 +23,7 @@ from passes.ir.layout import I, Layout, Letter, R, fits, is_dtensor, local_shape
 from passes.ir.mesh import Mesh
 from passes.ir.program import Folded, Region, dependents, references
 from passes.proposing.demanded import meeting
-from passes.proposing.kept import handed_on, kept_by, uses_remade
+from passes.proposing.kept import handed_on, is_viewing, kept_by, uses_remade, uses_viewed
 from passes.proposing.places import Placed, place
 from passes.proposing.storage import storage
 from passes.rules.cheap import is_cheap
@@ -287,6 +287,7 @@ class _Builder:
                 tuple(copies),
                 tuple(forwards),
                 tuple(light),
+                is_viewing(placed, self.strided),
             )
         )
         self.producers.update({name: (index, number) for number, name in enumerate(op.results)})
@@ -371,6 +372,7 @@ class _Builder:
         self.exported = exported
         light = {key: self.nodes[index].light for key, index in self.index.items()}
         remade = {use for region in self.folded.regions for use in uses_remade(self._inside(region), self.saved, light)}
+        viewed = uses_viewed(self.placed, self.saved, self.strided)
         for placed in self.placed:
             consumer = self.index[placed.op.key]
             kept = {item.index for item in self.saved[placed.op.key] if not item.result and not item.copy}
@@ -383,7 +385,8 @@ class _Builder:
                     group = self._group(("inside", name), name, placed.count, placed.block, False, True)
                 else:
                     group = self._group(("outside", name), name, 1, placed.block, False)
-                self._edge(name, consumer, slot, group, slot in kept, (placed.op.key, slot) in remade)
+                stays = slot in kept or (placed.op.key, slot) in viewed
+                self._edge(name, consumer, slot, group, stays, (placed.op.key, slot) in remade)
         for number, region in enumerate(self.folded.regions):
             block = 2 * number + 1
             for carry in region.carries:

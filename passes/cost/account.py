@@ -103,10 +103,11 @@ def recompute_of(problem: Problem, regime: Regime, block: int) -> str:
 
 
 def is_resident(problem: Problem, regime: Regime, producer: Node) -> bool:
-    """Whether a node's result is in memory whoever keeps it: what copies that are computed again are given, too."""
+    """Whether a node's result is in memory whoever keeps it, or counts elsewhere: what copies that run again as a whole
+    are given, and views, for what they view."""
     if producer.kind == "carry":
-        return recompute_of(problem, regime, producer.block) != "none"
-    return producer.kind in ("parameter", "input", "buffer") or producer.saves_result
+        return recompute_of(problem, regime, producer.block) == "full"
+    return producer.kind in ("parameter", "input", "buffer") or producer.saves_result or producer.views
 
 
 def is_kept(problem: Problem, regime: Regime, edge: Edge) -> bool:

@@ -62,7 +62,7 @@ def test_what_is_made_again_is_made_of_something() -> None:
     # what tanh gives is there for the second product and itself.
     assert places["none"] == {Place(Span.FORWARD, block, product), Place(Span.FORWARD, block, tanh)}
     assert places["selective"] == {
-        Place(Span.FORWARD, block),
+        Place(Span.FORWARD, block, product),
         Place(Span.FORWARD, block, tanh),
         Place(Span.RUNNING, block, tanh, last),
     }
