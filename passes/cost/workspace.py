@@ -28,8 +28,9 @@ BY_KIND: Mapping[str, Workspace] = {
 }
 # vocabulary_cross_entropy keeps differences and their exponentials, of which the rule counts one.
 BY_BODY: Mapping[str, Workspace] = {"vocabulary_cross_entropy": Workspace(kept=1.0, backward=1.0)}
-# Their gradients are products of full size before they are summed over what an operand is repeated for.
-PRODUCTS = frozenset({"mul", "div"})
+# The same in tensors of the result's size, where an operand that is repeated has a gradient: products of full size before
+# they are summed (of a divisor: the quotient again, minus that, and the product with the gradient).
+REPEATED: Mapping[str, float] = {"mul": 1.0, "div": 3.0}
 
 
 def workspace(
@@ -41,6 +42,6 @@ def workspace(
         return 0.0, 0.0
     found = next((BY_BODY[body] for body in bodies if body in BY_BODY), BY_KIND.get(op.kind, NONE))
     backward = found.backward * operands[0]
-    if op.kind in PRODUCTS and any(flowing and size < result for flowing, size in zip(flows, operands, strict=True)):
-        backward += result
+    if any(flowing and size < result for flowing, size in zip(flows, operands, strict=True)):
+        backward += REPEATED.get(op.kind, 0.0) * result
     return found.kept * operands[0], backward
