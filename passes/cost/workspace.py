@@ -28,8 +28,8 @@ BY_KIND: Mapping[str, Workspace] = {
 }
 # vocabulary_cross_entropy keeps differences and their exponentials, of which the rule counts one.
 BY_BODY: Mapping[str, Workspace] = {"vocabulary_cross_entropy": Workspace(kept=1.0, backward=1.0)}
-# The same in tensors of the result's size, where an operand that is repeated has a gradient: products of full size before
-# they are summed (of a divisor: the quotient again, minus that, and the product with the gradient).
+# The same in tensors of the result's size, where an operand that is repeated has a gradient: products of full size
+# before they are summed (of a divisor: the quotient again, minus that, and the product with the gradient).
 REPEATED: Mapping[str, float] = {"mul": 1.0, "div": 3.0}
 
 
