@@ -105,7 +105,9 @@ class Instance:
     def complete(self, found: Found) -> None:
         """Find the bytes over the limit of a choice at the points that came later."""
         most = self.totals(found.picks, found.again)
-        found.over.extend(float(most[point]) - self.limits.memory for point in self.points[len(found.over) :])
+        over = [float(most[point]) - self.limits.memory for point in self.points[len(found.over) :]]
+        # What is left of equal sums by rounding would trouble the linear program.
+        found.over.extend(size if abs(size) > 1e-12 * self.limits.memory else 0.0 for size in over)
 
     def worst(self, solution: Solution) -> int:
         """The moment at which a choice takes most."""
