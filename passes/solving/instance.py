@@ -6,7 +6,7 @@ from functools import cached_property
 
 import numpy as np
 
-from passes.cost.memory import MemoryUse, lying, totals, use_at
+from passes.cost.memory import MemoryUse, lying, memory_use, totals
 from passes.ir.choices import Problem, Solution
 from passes.ir.layout import Layout
 from passes.ir.mesh import Mesh
@@ -65,15 +65,14 @@ class Instance:
         return self.counted[key]
 
     def peak(self, solution: Solution) -> float:
-        """The most bytes that a choice takes."""
-        return float(self.totals(solution.picks, solution.again).max())
+        """The most bytes that a choice takes, to the last digit as `memory_use` has it."""
+        most = float(self.totals(solution.picks, solution.again).max())
+        is_near = abs(most - self.limits.memory) <= 1e-9 * most
+        return self.use(solution).peak if is_near else most
 
     def use(self, solution: Solution) -> MemoryUse:
         """The memory that a choice takes at its peak."""
-        table = self.bytes.table
-        moment = table.moments[int(self.totals(solution.picks, solution.again).argmax())]
-        found = lying(self.problem, solution, self.mesh, table.account)
-        return use_at(moment, self.regime, found, self.limits.optimizer_states)
+        return memory_use(self.problem, solution, self.limits.optimizer_states, self.mesh)
 
     def priced(self, weights: Weights) -> Arrays:
         """The problem at these prices, without limits."""
