@@ -22,7 +22,7 @@ from autopar.request import Request
 from passes.candidates import candidates, letter_token
 from passes.capture import Tracing, capture_symbolic
 from passes.constrain import constrain
-from passes.cost.memory import memory_use, moments
+from passes.cost.memory import lying, peaks, timetable, use_at
 from passes.generalize import alike, corners, generalize
 from passes.ir.choices import Problem, Solution
 from passes.ir.demands import Demands
@@ -222,14 +222,11 @@ class _Pricing:
         return problem, solution
 
     def memory(self, problem: Problem, solution: Solution, mesh: Mesh) -> Number:
-        """Bytes at the peak, whichever moment it is."""
+        """Bytes at the peak, whichever block's it is."""
+        table, regime = timetable(problem, solution.regime), solution.regime
+        found = lying(problem, solution, mesh, table.account)
         states = self.request.optimizer_states
-        return largest(
-            *(
-                memory_use(problem, solution, states, mesh, [moment]).peak
-                for moment in moments(problem.blocks, problem.counts, solution.regime)
-            )
-        )
+        return largest(*(use_at(moment, regime, found, states).peak for moment in peaks(table, found)))
 
     def seconds(self, problem: Problem, solution: Solution, mesh: Mesh) -> Number:
         """Seconds of a step."""

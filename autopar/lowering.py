@@ -32,7 +32,7 @@ def lowered_as(
     mesh, casts = request.mesh, Casts(master, request.precision.reduce)
     plain = clock("lower", lambda: lower(folded, problem, solution, mesh, casts))
     marked = clock("recompute", lambda: recompute(plain, solution.regime.recompute))
-    return clock("engines", lambda: engines(marked, mesh, groups))
+    return clock("engines", lambda: engines(marked, mesh, groups, solution.regime.gather_once))
 
 
 def step_seconds(

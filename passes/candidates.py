@@ -15,6 +15,7 @@ import torch
 from passes.cost.cluster import Cluster
 from passes.cost.fusion import joined
 from passes.cost.price import OpPrices, cover, update_seconds
+from passes.cost.workspace import workspace
 from passes.ir.choices import Cover, Edge, Group, Memory, Node, Problem, Strategy
 from passes.ir.demands import Demand, Demands
 from passes.ir.errors import ConstraintError
@@ -23,7 +24,7 @@ from passes.ir.layout import I, Layout, Letter, R, fits, is_dtensor, local_shape
 from passes.ir.mesh import Mesh
 from passes.ir.program import Folded, Region, dependents, references
 from passes.proposing.demanded import meeting
-from passes.proposing.kept import handed_on, kept_by, uses_remade
+from passes.proposing.kept import handed_on, is_viewing, kept_by, uses_remade, uses_viewed
 from passes.proposing.places import Placed, place
 from passes.proposing.storage import storage
 from passes.rules.cheap import is_cheap
@@ -185,7 +186,12 @@ class _Builder:
                 if is_dtensor(layout, self.setting.mesh)
             ]
             seconds = tuple(self._bytes(item.name, layout) / self.setting.cluster.host for layout in layouts)
-            memory = tuple(Memory(held=self._bytes(item.name, layout)) for layout in layouts)
+            # The caller holds the whole batch, beside which this rank's part of it lies.
+            batch, split = as_float(self.types[item.name].bytes), [set(layout) - {whole} for layout in layouts]
+            memory = tuple(
+                Memory(held=batch + (self._bytes(item.name, layout) if parts else 0.0))
+                for layout, parts in zip(layouts, split, strict=True)
+            )
             self._source(item.name, "input", layouts, seconds, memory)
 
     def _fixed(self) -> None:
@@ -256,11 +262,15 @@ class _Builder:
             strategies = meeting(about, list(choices_of), self.demands, self._real, mesh, self.followed)
         prices = OpPrices(about, setting.cluster, mesh, self.fused.get(op.results[0]))
         seconds = [prices.seconds(choices_of[strategy], strategy) for strategy in strategies]
+        bodies = [_bodies(placed, choices_of[strategy]) for strategy in strategies]
         results = [self._all_bytes(op.results, strategy.results) for strategy in strategies]
-        read = [slot for slot, flows in enumerate(about.flowing_operands) if flows or not about.flows]
-        operands = [self._all_bytes(op.operands, strategy.operands, read) for strategy in strategies]
+        needs = [
+            self._workspace(about, strategy, each, size)
+            for strategy, each, size in zip(strategies, bodies, results, strict=True)
+        ]
         saved = self.saved[op.key]
         copied = [item.index for item in saved if item.copy]
+        copies = [self._all_bytes(op.operands, strategy.operands, copied) for strategy in strategies]
         index = self._add(
             Node(
                 op.key,
@@ -270,25 +280,34 @@ class _Builder:
                 placed.block,
                 tuple(strategies),
                 tuple(count * (forward + backward) for forward, backward in seconds),
-                tuple(Memory(transient=made + used) for made, used in zip(results, operands, strict=True)),
+                tuple(Memory(transient=backward) for _, backward in needs),
                 any(item.result for item in saved),
                 tuple(count * size for size in results),
-                tuple(count * self._all_bytes(op.operands, strategy.operands, copied) for strategy in strategies),
+                tuple(count * (size + kept) for size, (kept, _) in zip(copies, needs, strict=True)),
                 tuple(count * forward for forward, _ in seconds),
-                self._light(placed, about, [choices_of[strategy] for strategy in strategies]),
+                self._light(placed, about, bodies),
+                is_viewing(placed, self.strided),
             )
         )
         self.producers.update({name: (index, number) for number, name in enumerate(op.results)})
 
-    def _light(self, placed: Placed, about: Subject, strategies: Sequence[Choices]) -> tuple[bool, ...]:
+    def _workspace(
+        self, about: Subject, strategy: Strategy, bodies: Sequence[str], result: float
+    ) -> tuple[float, float]:
+        """What an op keeps, and what its backward pass has there, besides its operands and its `result` bytes."""
+        if not about.flows:
+            return 0.0, 0.0
+        pairs = zip(about.op.operands, strategy.operands, strict=True)
+        operands = [self._bytes(name, layout) for name, layout in pairs]
+        return workspace(about.op, bodies, operands, about.flowing_operands, result)
+
+    def _light(self, placed: Placed, about: Subject, bodies: Sequence[tuple[str, ...]]) -> tuple[bool, ...]:
         """Whether an op runs again where recompute is selective, for each of its strategies."""
         op, rule = placed.op, placed.rule
         if rule is None or op.results[0] in self.handed_on:
-            return (False,) * len(strategies)
+            return (False,) * len(bodies)
         is_light = cache(partial(is_cheap, op, rule, about.copies))
-        return tuple(
-            is_light(tuple(rule.bodies.get(choice.factor, "") for choice in choices)) for choices in strategies
-        )
+        return tuple(is_light(each) for each in bodies)
 
     def _negligible(self, about: Subject) -> bool:
         """Whether an op on positions or masks takes no longer whole than starting it does: splitting gains nothing."""
@@ -370,6 +389,7 @@ class _Builder:
         self.exported = exported
         light = {key: self.nodes[index].light for key, index in self.index.items()}
         remade = {use for region in self.folded.regions for use in uses_remade(self._inside(region), self.saved, light)}
+        viewed = uses_viewed(self.placed, self.saved, self.strided)
         for placed in self.placed:
             consumer = self.index[placed.op.key]
             kept = {item.index for item in self.saved[placed.op.key] if not item.result and not item.copy}
@@ -382,7 +402,8 @@ class _Builder:
                     group = self._group(("inside", name), name, placed.count, placed.block, False, True)
                 else:
                     group = self._group(("outside", name), name, 1, placed.block, False)
-                self._edge(name, consumer, slot, group, slot in kept, (placed.op.key, slot) in remade)
+                stays = slot in kept or (placed.op.key, slot) in viewed
+                self._edge(name, consumer, slot, group, stays, (placed.op.key, slot) in remade)
         for number, region in enumerate(self.folded.regions):
             block = 2 * number + 1
             for carry in region.carries:
@@ -436,3 +457,8 @@ class _Builder:
 def letter_token(letter: Letter) -> str:
     """A letter in an offer: a split by its dim alone."""
     return f"S({letter.dim})" if letter.kind == "S" else letter.kind
+
+
+def _bodies(placed: Placed, choices: Choices) -> tuple[str, ...]:
+    """The local forms that run for these choices, by axis."""
+    return tuple(placed.rule.bodies.get(choice.factor, "") for choice in choices) if placed.rule else ()

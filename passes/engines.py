@@ -53,15 +53,15 @@ class _Axes:
     dim: int
 
 
-def engines(lowered: Lowered, mesh: Mesh, groups: Sequence[Group] | None = None) -> Lowered:
+def engines(lowered: Lowered, mesh: Mesh, groups: Sequence[Group] | None = None, gather_once: bool = False) -> Lowered:
     """`lowered` with `held`, and the changes marked that an engine makes.
 
     `groups` are those that hold the model's parameters already, if there are any: another program of the same model
-    reads of them what it can.
+    reads of them what it can. With `gather_once` what is gathered stays for all micro-batches.
     """
     uses = _uses(lowered)
     if groups is None:
-        groups = _groups(lowered, uses, mesh)
+        groups = _groups(lowered, uses, mesh, gather_once)
         given = _held(lowered, uses, groups, mesh).parameters
         kept = [{name: dim for name, dim in group.parameters.items() if name in given} for group in groups]
         groups = [replace(group, parameters=names) for group, names in zip(groups, kept, strict=True) if names]
@@ -139,8 +139,9 @@ def _place(uses: Sequence[_Use]) -> _Place:
 # --- which groups there are ------------------------------------------------------------------------------------------
 
 
-def _groups(lowered: Lowered, uses: Mapping[str, Sequence[_Use]], mesh: Mesh) -> list[Group]:
-    """Parameters that are read in one place, and go the same way on the same axes, are one group."""
+def _groups(lowered: Lowered, uses: Mapping[str, Sequence[_Use]], mesh: Mesh, gather_once: bool) -> list[Group]:
+    """Parameters that are read in one place, and go the same way on the same axes, are one group. Those of copies that
+    run again are gathered again."""
     members: dict[_Signature, dict[str, int]] = {}
     changes: dict[_Signature, list[Change]] = {}
     for parameter in lowered.program.parameters:
@@ -152,6 +153,7 @@ def _groups(lowered: Lowered, uses: Mapping[str, Sequence[_Use]], mesh: Mesh) ->
         signature = (place, found.sharded, found.replicated, parameter.type.dtype, made[0].dtypes)
         members.setdefault(signature, {})[parameter.name] = found.dim
         changes.setdefault(signature, []).extend(made)
+    whole = {number for number, loop in enumerate(_loops(lowered)) if loop.recompute == "full" and not gather_once}
     tables = {item.op.key for item in lowered.body.statements if isinstance(item, Compute) and item.op.kind in _TABLES}
     groups = []
     for common, names in members.items():
@@ -159,6 +161,7 @@ def _groups(lowered: Lowered, uses: Mapping[str, Sequence[_Use]], mesh: Mesh) ->
         saved = common[0] not in tables
         # What all ranks have is copied for use, not sent: it need not stay.
         again = any(change.again for change in changes[common]) or not sharded or not saved
+        again |= isinstance(common[0], tuple) and common[0][0] in whole
         groups.append(Group(names, sharded, replicated, saved, again, dtypes))
     return groups
 
@@ -258,25 +261,27 @@ def _marked(lowered: Lowered, held: Held, mesh: Mesh) -> Lowered:
     """`lowered` with the steps of the engine before all others."""
     by_name = {name: group for group in held.groups for name in group.parameters if name in held.parameters}
 
-    def marked(body: Body, names: Mapping[str, Sequence[str]]) -> Body:
+    def marked(body: Body, names: Mapping[str, Sequence[str]], whole: bool) -> Body:
         statements: list[Statement] = []
         for item in body.statements:
             if isinstance(item, Change):
                 group = by_name.get(names.get(item.source, (item.source,))[0])
-                statements.append(item if group is None else _by_engine(item, group, mesh))
+                statements.append(item if group is None else _by_engine(item, group, mesh, whole))
             elif isinstance(item, Loop):
-                statements.append(replace(item, body=marked(item.body, item.region.owned)))
+                inner = marked(item.body, item.region.owned, item.recompute == "full")
+                statements.append(replace(item, body=inner))
             else:
                 statements.append(item)
         return replace(body, statements=tuple(statements))
 
-    return replace(lowered, body=marked(lowered.body, {}), held=held)
+    return replace(lowered, body=marked(lowered.body, {}, False), held=held)
 
 
-def _by_engine(change: Change, group: Group, mesh: Mesh) -> Change:
+def _by_engine(change: Change, group: Group, mesh: Mesh, whole: bool) -> Change:
+    """`change` with the steps of the engine first; `whole` says that all around it runs again in any case."""
     used, shape = group.used(change.before), change.type.shape
     first = redistribution(change.before, used, shape, mesh)
     rest = redistribution(used, change.after, shape, mesh)
     # The engine gathers all of a group again, or nothing.
-    again = change.again or (group.again and group.saved and bool(group.sharded))
+    again = change.again or (group.again and group.saved and bool(group.sharded) and not whole)
     return replace(change, steps=(*first, *rest), again=again, engine=len(first))

@@ -12,17 +12,17 @@ from dataclasses import replace
 import numpy as np
 
 from passes.cost.cluster import Cluster
-from passes.cost.memory import moments
 from passes.ir.choices import Problem, Solution
 from passes.ir.mesh import Mesh
 from passes.ir.regime import PLAIN, Regime
 from passes.solving.arrays import Uses, arrays, find_uses
+from passes.solving.bytes import find_bytes
 from passes.solving.dual import Dual, Found
 from passes.solving.instance import Instance
 from passes.solving.integer import InfeasibleProgramError, OutOfTimeError
 from passes.solving.least import refuse_if_hopeless, refuse_if_impossible, smallest
 from passes.solving.limits import Limits, infeasible, out_of_time
-from passes.solving.memory import Point, Weights, find_bytes
+from passes.solving.memory import Weights
 from passes.solving.optimum import GAP, PATIENCE
 from passes.solving.prices import Prices
 from passes.solving.rows import Rows, best_within, broken_rows, first_rows
@@ -83,10 +83,8 @@ class Solver:
         self.cluster = cluster
         self.uses = uses or find_uses(problem, prices or Prices(cluster, mesh))
         found = arrays(problem, self.uses, regime)
-        found_moments = moments(problem.blocks, problem.counts, regime)
-        sizes = find_bytes(problem, found, regime)
-        starts = [Point(moment) for moment in found_moments]
-        self.instance = Instance(problem, mesh, regime, found, sizes, found_moments, limits, starts)
+        sizes = find_bytes(problem, found, self.uses, regime)
+        self.instance = Instance(problem, mesh, regime, found, sizes, limits)
         self.limits = limits
         self.cutoff = np.inf
         self.best: Solution | None = None
@@ -180,7 +178,7 @@ class Solver:
     def _consider(self, solution: Solution) -> None:
         """Take a choice for the best one if it is, and fits."""
         is_better = self.best is None or solution.seconds < self.best.seconds
-        if is_better and self.instance.use(solution).peak <= self.limits.memory:
+        if is_better and self.instance.peak(solution) <= self.limits.memory:
             self.best = solution
 
     # --- prices ---
@@ -198,10 +196,8 @@ class Solver:
         branch.bound = max(branch.bound, found.bound)
         branch.alive = alive
         branch.found = [item for item in branch.found if branch.holds(item)] + [found]
-        if self.instance.use(solution).peak > self.limits.memory:
-            point = self.instance.peak(solution)
-            if point not in self.instance.points:
-                self.instance.points.append(point)
+        points = self.instance.points
+        points += [point for point in self.instance.breaking(solution) if point not in points]
         return found
 
     def _climb(self, branch: Branch, enough: float) -> Iterator[Found]:
@@ -216,7 +212,7 @@ class Solver:
                 return
             if self.known == np.inf and number == TRIES:
                 solution = self.instance.solution(branch.found[-1].picks, branch.found[-1].again)
-                refuse_if_impossible(self.instance, self.instance.peak(solution), QUICK)
+                refuse_if_impossible(self.instance, self.instance.worst(solution), QUICK)
             at_the_end = self.dual.at_the_end(weights) and self.best is None and self.dual.highest < DEAREST
             if at_the_end:
                 self.dual.highest *= 4

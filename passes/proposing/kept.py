@@ -36,6 +36,29 @@ def handed_on(folded: Folded, placed: Sequence[Placed], strided: Collection[str]
     return with_viewed(given, views)
 
 
+def uses_viewed(
+    placed: Sequence[Placed], saved: Mapping[str, Sequence[Saved]], strided: Collection[str]
+) -> set[tuple[str, int]]:
+    """Uses (op, operand) by views of which the result is kept: then it is what they view that stays. Tensors that are
+    `strided` are copied where they take another shape."""
+    found: set[tuple[str, int]] = set()
+    kept: set[str] = set()
+    for item in reversed(placed):
+        op = item.op
+        kept.update(op.operands[each.index] for each in saved[op.key] if not each.result and not each.copy)
+        if is_viewing(item, strided) and not kept.isdisjoint(op.results):
+            kept.add(op.operands[0])
+            found.add((op.key, 0))
+    return found
+
+
+def is_viewing(item: Placed, strided: Collection[str]) -> bool:
+    """Whether an op gives a view of its first operand, the only one that it has."""
+    op = item.op
+    copies = op.kind == "reshape" and op.operands[:1] and op.operands[0] in strided
+    return len(op.operands) == 1 and is_view(item.rule, bool(copies))
+
+
 def uses_remade(
     placed: Sequence[Placed], saved: Mapping[str, Sequence[Saved]], light: Mapping[str, Sequence[bool]]
 ) -> set[tuple[str, int]]:

@@ -7,7 +7,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from passes.cost.memory import is_kept, is_resident, layout_bytes, recompute_of, unsharded_bytes
+from passes.cost.account import is_kept, is_resident, layout_bytes, recompute_of, unsharded_bytes
 from passes.ir.choices import Edge, Group, Node, Problem
 from passes.ir.layout import I, Layout, Letter, R
 from passes.ir.mesh import Mesh

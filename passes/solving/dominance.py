@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from passes.solving.arrays import Arrays, GroupArrays, Overlap
-from passes.solving.memory import Bytes
+from passes.solving.bytes import Bytes, GroupBytes
 from passes.solving.prices import Floats, Integers
 
 # Figures that differ by less than this, relative to the largest of their kind, are equal.
@@ -20,24 +20,25 @@ ROUNDING = 1e-12
 def undominated(arrays: Arrays, sizes: Bytes, alive: Mapping[int, Integers]) -> dict[int, Integers]:
     """Of the strategies of each node that are alive those that are left; all of nodes that consume anything."""
     consumers = {edge.consumer for group in arrays.groups for edge in group.edges}
-    made: dict[int, list[GroupArrays]] = {}
-    for group in arrays.groups:
-        made.setdefault(group.producer, []).append(group)
+    made: dict[int, list[tuple[GroupArrays, GroupBytes]]] = {}
+    for group, size in zip(arrays.groups, sizes.groups, strict=True):
+        made.setdefault(group.producer, []).append((group, size))
     left = dict(alive)
     for node, labels in alive.items():
         if node not in consumers and len(labels) > 1:
-            size = sizes.nodes[node]
-            own = [arrays.costs[node], size.held, size.gradient, size.kept, size.transient]
+            own = [arrays.costs[node], *sizes.nodes[node].sizes]
             figures = [column[:, None] for column in own]
-            figures += [item for group in made.get(node, []) for item in _figures(group, arrays.overlaps, alive)]
+            figures += [item for uses in made.get(node, []) for item in _figures(*uses, arrays.overlaps, alive)]
             left[node] = labels[_least(np.concatenate(figures, axis=1)[labels], arrays.oddness[node][labels])]
     return left
 
 
-def _figures(group: GroupArrays, overlaps: Sequence[Overlap], alive: Mapping[int, Integers]) -> list[Floats]:
+def _figures(
+    group: GroupArrays, size: GroupBytes, overlaps: Sequence[Overlap], alive: Mapping[int, Integers]
+) -> list[Floats]:
     """For each strategy of the producer all that its uses cost, in any of the layouts that may be wanted."""
     wanted = np.unique(np.concatenate([edge.wanted[alive[edge.consumer]] for edge in group.edges]))
-    matrices = [group.seconds, group.again, group.held]
+    matrices = [group.seconds, group.again, *size.sizes]
     for overlap in overlaps:
         matrices += [
             traffic for traffic in (overlap.traffic(group), overlap.traffic_again(group)) if traffic is not None

@@ -1,26 +1,27 @@
 """One problem in one regime, in all that solving it needs: costs, bytes, the points of the step, and the limit."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
 
-from passes.cost.memory import MemoryUse, Moment, memory_use
+from passes.cost.memory import MemoryUse, lying, memory_use, totals
 from passes.ir.choices import Problem, Solution
 from passes.ir.layout import Layout
 from passes.ir.mesh import Mesh
 from passes.ir.regime import Regime
 from passes.solving.arrays import Arrays
 from passes.solving.bounds import Bounds
+from passes.solving.bytes import Bytes
 from passes.solving.dominance import undominated
 from passes.solving.dual import Found
 from passes.solving.integer import InfeasibleProgramError
 from passes.solving.limits import Limits
-from passes.solving.memory import Bytes, Point, Slack, Weights, made_again, priced
+from passes.solving.memory import Slack, Weights, made_again, priced
 from passes.solving.network import eliminate
 from passes.solving.optimum import SWEEPS, a_little_more, network_of, optimum, ties
-from passes.solving.prices import Integers
+from passes.solving.prices import Floats, Integers
 
 # Of every node the strategies that may be chosen, in order.
 Alive = Mapping[int, Integers]
@@ -29,17 +30,17 @@ Again = frozenset[tuple[int, Layout]]
 
 @dataclass(frozen=True)
 class Instance:
-    """A problem whose choices must keep within the limits at all of the `moments`. The `points` are those at which they
-    were looked at so far: each moment, and with it nodes that turned out to need too much room then."""
+    """A problem whose choices must keep within the limits at all moments. The `points` are those of them (by number) at
+    which some choice did not. `counted` remembers the bytes of choices at all moments."""
 
     problem: Problem
     mesh: Mesh
     regime: Regime
     arrays: Arrays
     bytes: Bytes
-    moments: Sequence[Moment]
     limits: Limits
-    points: list[Point]
+    points: list[int] = field(default_factory=list)
+    counted: dict[tuple[tuple[int, ...], Again], Floats] = field(default_factory=dict)
 
     @cached_property
     def all_alive(self) -> Alive:
@@ -54,13 +55,28 @@ class Instance:
         seconds = self.arrays.value(picks, again)
         return Solution(tuple(picks), again, seconds, seconds, self.regime)
 
-    def use(self, solution: Solution, among: Sequence[Moment] | None = None) -> MemoryUse:
+    def totals(self, picks: tuple[int, ...], again: Again) -> Floats:
+        """The bytes of a choice at every moment."""
+        key = picks, again
+        if key not in self.counted:
+            chosen = Solution(picks, again, 0.0, 0.0, self.regime)
+            found = lying(self.problem, chosen, self.mesh, self.bytes.table.account)
+            self.counted[key] = totals(self.bytes.table, found)
+        return self.counted[key]
+
+    def peak(self, solution: Solution) -> float:
+        """The most bytes that a choice takes, to the last digit as `memory_use` has it."""
+        most = float(self.totals(solution.picks, solution.again).max())
+        is_near = abs(most - self.limits.memory) <= 1e-9 * most
+        return self.use(solution).peak if is_near else most
+
+    def use(self, solution: Solution) -> MemoryUse:
         """The memory that a choice takes at its peak."""
-        return memory_use(self.problem, solution, self.limits.optimizer_states, self.mesh, among)
+        return memory_use(self.problem, solution, self.limits.optimizer_states, self.mesh)
 
     def priced(self, weights: Weights) -> Arrays:
         """The problem at these prices, without limits."""
-        return priced(self.arrays, self.problem, self.bytes, self.points, weights)
+        return priced(self.arrays, self.bytes, self.points, weights)
 
     def constant(self, weights: Weights) -> float:
         """What the bytes of the limit and the traffic that computation hides are worth at these prices: the best choice
@@ -96,21 +112,24 @@ class Instance:
 
     def complete(self, found: Found) -> None:
         """Find the bytes over the limit of a choice at the points that came later."""
-        for point in self.points[len(found.over) :]:
-            use = self.use(self.solution(found.picks, found.again), [point.moment])
-            runs = 0.0 if point.node is None else self.bytes.nodes[point.node].transient[found.picks[point.node]]
-            found.over.append(use.peak - use.transient + float(runs) - self.limits.memory)
+        most = self.totals(found.picks, found.again)
+        over = [float(most[point]) - self.limits.memory for point in self.points[len(found.over) :]]
+        # What is left of equal sums by rounding would trouble the linear program.
+        found.over.extend(size if abs(size) > 1e-12 * self.limits.memory else 0.0 for size in over)
 
-    def peak(self, solution: Solution) -> Point:
-        """The point at which a choice takes most."""
-        name = self.use(solution).moment
-        moment = next(moment for moment in self.moments if moment.name == name)
-        needs = [
-            float(size.transient[pick]) * (node.block == moment.running)
-            for node, size, pick in zip(self.problem.nodes, self.bytes.nodes, solution.picks, strict=True)
-        ]
-        most = int(np.argmax(needs))
-        return Point(moment, most if needs[most] else None)
+    def worst(self, solution: Solution) -> int:
+        """The moment at which a choice takes most."""
+        return int(self.totals(solution.picks, solution.again).argmax())
+
+    def breaking(self, solution: Solution) -> list[int]:
+        """Of each block, and of the copies of it that differ, the worst moment, where a choice does not fit then."""
+        most = self.totals(solution.picks, solution.again)
+        found: dict[tuple[int | None, float], int] = {}
+        for number, moment in enumerate(self.bytes.table.moments):
+            key = moment.block, moment.done
+            if most[number] > self.limits.memory and (key not in found or most[number] > most[found[key]]):
+                found[key] = number
+        return list(found.values())
 
     def slack(self, weights: Weights, alive: Alive, fixed: frozenset[int], aim: float) -> Slack:
         """What the nodes that are left next to `fixed` leave to `aim`.

@@ -2,21 +2,24 @@
 
 from dataclasses import replace
 
-from passes.cost.memory import MemoryUse, Moment
+from passes.cost.memory import MemoryUse
+from passes.cost.moments import Span
 from passes.solving.instance import Instance
 from passes.solving.limits import infeasible
-from passes.solving.memory import ROUNDING, Point, Weights
+from passes.solving.memory import ROUNDING, Weights
 from passes.solving.optimum import optimum
 
 
 def refuse_if_hopeless(instance: Instance) -> None:
     """Raise InfeasibleError if what nodes and kept tensors take at least, each by itself, does not fit."""
-    least = max((_least(instance, moment) for moment in instance.moments), key=lambda use: use.peak)
+    least = max(
+        (_least(instance, moment) for moment in range(len(instance.bytes.table.moments))), key=lambda use: use.peak
+    )
     if least.peak > instance.limits.memory:
         raise infeasible(instance.limits, least, "at least ")
 
 
-def refuse_if_impossible(instance: Instance, where: Point, patience: float) -> None:
+def refuse_if_impossible(instance: Instance, where: int, patience: float) -> None:
     """Raise InfeasibleError if even the choice of least memory at a point does not fit; it is looked
     for in `patience` seconds."""
     limit = instance.limits.memory
@@ -35,20 +38,24 @@ def smallest(instance: Instance, weights: Weights, patience: float) -> MemoryUse
     return instance.use(instance.cheapest(optimum(instance.priced(dear), patience).picks, dear))
 
 
-def _least(instance: Instance, moment: Moment) -> MemoryUse:
-    """What nodes and kept tensors take at least at a point, each by itself."""
-    held: dict[str, float] = {}
-    optimizer = gradients = kept = 0.0
-    for node, size in zip(instance.problem.nodes, instance.bytes.nodes, strict=True):
-        pick = int(size.there(moment, node.block).argmin())
-        held[node.kind] = held.get(node.kind, 0.0) + float(size.held[pick])
-        optimizer += instance.limits.optimizer_states * float(size.gradient[pick])
-        gradients += moment.gradients[node.block] * float(size.gradient[pick])
-        kept += moment.kept[size.place] * float(size.kept[pick])
-    for group, places in zip(instance.arrays.groups, instance.bytes.groups, strict=True):
+def _least(instance: Instance, moment: int) -> MemoryUse:
+    """What nodes and kept tensors take at least at a moment, each by itself."""
+    table = instance.bytes.table
+    parts, spans = instance.bytes.parts(moment), [place.span for place in table.numbers]
+    there: dict[str, float] = {}
+    optimizer = 0.0
+    for size in instance.bytes.nodes:
+        pick = int(size.at(parts).argmin())
+        for kind, place, sizes in zip(size.kinds, size.places.tolist(), size.sizes, strict=True):
+            there[kind] = there.get(kind, 0.0) + float(parts[place] * sizes[pick])
+            optimizer += instance.limits.optimizer_states * float(sizes[pick]) * (spans[place] is Span.SUM)
+    kept = there.get("kept", 0.0)
+    for group, held in zip(instance.arrays.groups, instance.bytes.groups, strict=True):
         if any(edge.saved for edge in group.edges):
-            source = moment.kept[places.source] * float(group.source_bytes.min())
-            kept += min(source, moment.kept[places.target] * float(group.target_bytes.min()))
-    parameters = held.get("parameter", 0.0) - optimizer
-    buffers, inputs, outputs = (held.get(kind, 0.0) for kind in ("buffer", "input", "output"))
-    return MemoryUse(parameters, optimizer, buffers, inputs, outputs, gradients, kept, 0.0, moment.name)
+            source, target, _ = held.kept(parts)
+            kept += min(source * float(group.source_bytes.min()), target * float(group.target_bytes.min()))
+    parameters = there.get("parameter", 0.0) - optimizer
+    buffers, inputs, outputs = (there.get(kind, 0.0) for kind in ("buffer", "input", "output"))
+    gradients, transient = there.get("gradient", 0.0), there.get("transient", 0.0)
+    name = table.moments[moment].name
+    return MemoryUse(parameters, optimizer, buffers, inputs, outputs, gradients, kept, transient, name)

@@ -5,91 +5,14 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from passes.cost.memory import Moment, is_resident, node_place, source_place, target_place
-from passes.ir.choices import Problem
 from passes.ir.layout import Layout
-from passes.ir.regime import Regime
 from passes.solving.arrays import Arrays, EdgeArrays, GroupArrays
+from passes.solving.bytes import Bytes, GroupBytes
 from passes.solving.integer import Program
 from passes.solving.prices import Flags, Floats, Integers
 
 # What sums of bytes may be off by, relative to them.
 ROUNDING = 1e-7
-
-
-@dataclass(frozen=True)
-class Point:
-    """A moment, and the node that needs room while it runs then, if that counts."""
-
-    moment: Moment
-    node: int | None = None
-
-
-@dataclass(frozen=True)
-class NodeBytes:
-    """Bytes per strategy of a node: held throughout, of its gradient, kept for the backward pass at `place`, and while
-    it runs."""
-
-    held: Floats
-    gradient: Floats
-    kept: Floats
-    transient: Floats
-    place: int
-
-    def there(self, moment: Moment, block: int) -> Floats:
-        """The bytes of each strategy of a node of `block` at `moment`, but for transient ones."""
-        return self.held + moment.gradients[block] * self.gradient + moment.kept[self.place] * self.kept
-
-    def at(self, point: Point, node: int, block: int) -> Floats:
-        """The bytes of each strategy of `node` of `block` at a point."""
-        return self.there(point.moment, block) + (self.transient if point.node == node else 0.0)
-
-
-@dataclass(frozen=True)
-class GroupPlaces:
-    """Where the tensors of a group are kept: as they are, and after a redistribution."""
-
-    source: int
-    target: int
-
-    def kept_at(self, points: Sequence[Point]) -> bool:
-        """Whether anything of the group may be there at any of these points."""
-        return any(point.moment.kept[place] for point in points for place in (self.source, self.target))
-
-
-@dataclass(frozen=True)
-class Bytes:
-    """What nodes and groups of a problem keep, and where."""
-
-    nodes: Sequence[NodeBytes]
-    groups: Sequence[GroupPlaces]
-
-
-def find_bytes(problem: Problem, arrays: Arrays, regime: Regime) -> Bytes:
-    """The bytes of every node, and the places of every group."""
-    nodes = []
-    for node in problem.nodes:
-        kept = np.array(node.copies) if node.copies else np.zeros(len(node.strategies))
-        if node.saves_result or (node.kind == "carry" and is_resident(problem, regime, node)):
-            kept = kept + np.array(node.results)
-        times = regime.micro_batches if node.kind in ("input", "output") else 1
-        nodes.append(
-            NodeBytes(
-                times * np.array([memory.held for memory in node.memory]),
-                np.array([memory.gradient for memory in node.memory]),
-                kept,
-                np.array([memory.transient for memory in node.memory]),
-                node_place(problem, regime, node),
-            )
-        )
-    groups = [
-        GroupPlaces(
-            source_place(problem, regime, group.group, problem.nodes[group.producer]),
-            target_place(problem, regime, group.group),
-        )
-        for group in arrays.groups
-    ]
-    return Bytes(nodes, groups)
 
 
 def keepers(group: GroupArrays) -> GroupArrays | None:
@@ -107,23 +30,21 @@ class Weights:
     excess: Sequence[float]
 
 
-def priced(arrays: Arrays, problem: Problem, sizes: Bytes, points: Sequence[Point], weights: Weights) -> Arrays:
+def priced(arrays: Arrays, sizes: Bytes, points: Sequence[int], weights: Weights) -> Arrays:
     """The problem of the weighted sum of the step time, the bytes at all points and the
     traffic of parameters that its part of is not hidden. What hides it is no choice, and left out.
 
     For each tensor that would be kept after a redistribution the cheaper of keeping it and making it again is taken.
     """
-    everywhere = _blend(points, weights.bytes)
-    costs = []
-    for number, (node, own, size) in enumerate(zip(problem.nodes, arrays.costs, sizes.nodes, strict=True)):
-        there = sum(weights.bytes) * size.held
-        there = there + everywhere.gradients[node.block] * size.gradient + everywhere.kept[size.place] * size.kept
-        runs = sum(price for point, price in zip(points, weights.bytes, strict=False) if point.node == number)
-        costs.append(weights.seconds * own + there + runs * size.transient)
+    everywhere = sizes.blend(points, weights.bytes)
+    costs = [weights.seconds * own + size.at(everywhere) for own, size in zip(arrays.costs, sizes.nodes, strict=True)]
     groups = []
     keeping_groups = []
-    for group, places in zip(arrays.groups, sizes.groups, strict=True):
-        seconds = weights.seconds * group.seconds + sum(weights.bytes) * group.held
+    for group, size in zip(arrays.groups, sizes.groups, strict=True):
+        seconds = weights.seconds * group.seconds
+        used = size.used(everywhere)
+        if used is not None:
+            seconds = seconds + used
         for overlap, part in zip(arrays.overlaps, weights.excess, strict=True):
             traffic = overlap.traffic(group)
             if part and traffic is not None:
@@ -131,43 +52,40 @@ def priced(arrays: Arrays, problem: Problem, sizes: Bytes, points: Sequence[Poin
         groups.append(replace(group, seconds=seconds))
         keeping = keepers(group) if any(weights.bytes) else None
         if keeping is not None:
-            again = again_seconds(arrays, group, weights)
-            source = everywhere.kept[places.source] * group.source_bytes[:, None]
-            target = everywhere.kept[places.target] * group.target_bytes
-            kept = np.where(group.same, source, np.minimum(target, source + again))
+            source, target = _kept(group, size, everywhere, again_seconds(arrays, group, weights))
+            kept = np.where(
+                group.same, size.kept(everywhere)[0] * group.source_bytes[:, None], np.minimum(source, target)
+            )
             keeping_groups.append(replace(keeping, seconds=kept))
     return replace(arrays, costs=costs, groups=[*groups, *keeping_groups], overlaps=())
 
 
-def _blend(points: Sequence[Point], prices: Sequence[float]) -> Moment:
-    """One moment with all points' parts, each times its price. Points that came later have none."""
-    pairs = [(point.moment, price) for point, price in zip(points, prices, strict=False)]
-    places, blocks = len(points[0].moment.kept), len(points[0].moment.gradients)
-    kept = sum((price * np.array(moment.kept) for moment, price in pairs), np.zeros(places))
-    gradients = sum((price * np.array(moment.gradients) for moment, price in pairs), np.zeros(blocks))
-    return Moment("all", list(kept), list(gradients), None)
+def _kept(group: GroupArrays, size: GroupBytes, parts: Floats, again: Floats) -> tuple[Floats, Floats]:
+    """What every redistribution of a group costs where it is made again, for the seconds `again`, and where its result
+    is kept."""
+    source, target, there = size.kept(parts)
+    return again + source * group.source_bytes[:, None] + there * group.target_bytes, target * group.target_bytes
 
 
 def made_again(
     arrays: Arrays,
     sizes: Bytes,
     picks: Sequence[int],
-    points: Sequence[Point],
+    points: Sequence[int],
     weights: Weights,
 ) -> frozenset[tuple[int, Layout]]:
     """Which redistributions of a choice are cheaper made again than kept at these weights: (group, target)."""
-    everywhere = _blend(points, weights.bytes)
+    everywhere = sizes.blend(points, weights.bytes)
     found: set[tuple[int, Layout]] = set()
-    for number, (group, places) in enumerate(zip(arrays.groups, sizes.groups, strict=True)):
+    for number, (group, size) in enumerate(zip(arrays.groups, sizes.groups, strict=True)):
         keeping = keepers(group)
         if keeping is None:
             continue
         made = group.made[picks[group.producer]]
+        again, kept = _kept(group, size, everywhere, again_seconds(arrays, group, weights))
         for edge in keeping.edges:
             wanted = edge.wanted[picks[edge.consumer]]
-            again = again_seconds(arrays, group, weights)[made, wanted]
-            again += everywhere.kept[places.source] * group.source_bytes[made]
-            if not group.same[made, wanted] and again < everywhere.kept[places.target] * group.target_bytes[wanted]:
+            if not group.same[made, wanted] and again[made, wanted] < kept[wanted]:
                 found.add((number, group.targets[wanted]))
     return frozenset(found)
 
@@ -201,16 +119,15 @@ class Slack:
 
 
 def decide_repeats(
-    arrays: Arrays, sizes: Bytes, points: Sequence[Point], weights: Weights, slack: Slack
+    arrays: Arrays, sizes: Bytes, points: Sequence[int], weights: Weights, slack: Slack
 ) -> list[Repeats]:
     """What is made again at these weights. Where the other way costs more than the slack that is left, it is
     decided."""
-    everywhere = _blend(points, weights.bytes)
+    everywhere = sizes.blend(points, weights.bytes)
     found = []
-    for group, places in zip(arrays.groups, sizes.groups, strict=True):
-        source = everywhere.kept[places.source] * group.source_bytes[:, None]
-        target = everywhere.kept[places.target] * group.target_bytes
-        dearer = source + again_seconds(arrays, group, weights) - target
+    for group, size in zip(arrays.groups, sizes.groups, strict=True):
+        again, kept = _kept(group, size, everywhere, again_seconds(arrays, group, weights))
+        dearer = again - kept
         left = np.full(dearer.shape, -np.inf)
         for edge in (edge for edge in group.edges if edge.saved):
             np.maximum.at(left, (group.made[:, None], edge.wanted), _left(slack, group, edge))
@@ -246,9 +163,8 @@ Part = tuple[np.ndarray, np.ndarray]
 def limit_memory(
     program: Program,
     arrays: Arrays,
-    problem: Problem,
     sizes: Bytes,
-    points: Sequence[Point],
+    points: Sequence[int],
     limit: float,
     hinges: Sequence[int],
     repeats: Sequence[Repeats],
@@ -263,20 +179,21 @@ def limit_memory(
     # The solver takes rows to be met within a millionth: bytes are counted in thousandths of the limit.
     unit = limit / 1000 if points else 1.0
     rows: list[list[Part]] = [[] for _ in points]
+    moments = [sizes.parts(point) for point in points]
     excess: dict[int, list[Part]] = {hinge: [] for hinge in hinges}
     for node, size in enumerate(sizes.nodes):
         if node in program.labels:
             labels = program.labels[node]
             strategies = network.labels[node][labels.kept]
-            for row, point in zip(rows, points, strict=True):
-                there = size.at(point, node, problem.nodes[node].block)
-                row.append((labels.columns, there[strategies] / unit))
+            for row, there in zip(rows, moments, strict=True):
+                row.append((labels.columns, size.at(there)[strategies] / unit))
     again = []
-    for number, (group, places) in enumerate(zip(arrays.groups, sizes.groups, strict=True)):
-        _held_and_hidden(program, arrays, group, rows, excess, unit)
-        keeping = keepers(group) if places.kept_at(points) else None
+    for number, (group, held) in enumerate(zip(arrays.groups, sizes.groups, strict=True)):
+        _used_and_hidden(program, arrays, group, [held.used(there) for there in moments], rows, excess, unit)
+        keeping = keepers(group) if any(any(held.kept(there)) for there in moments) else None
         if keeping is not None:
-            item, columns = _keep_group(program, number, keeping, places, points, rows, unit, repeats[number])
+            kept = [held.kept(there) for there in moments]
+            item, columns = _keep_group(program, number, keeping, kept, rows, unit, repeats[number])
             again.append(item)
             for hinge, parts in excess.items():
                 twice = arrays.overlaps[hinge].traffic_again(group)
@@ -300,38 +217,45 @@ def limit_memory(
     return again
 
 
-def _held_and_hidden(
+def _used_and_hidden(
     program: Program,
     arrays: Arrays,
     group: GroupArrays,
+    used: Sequence[Floats | None],
     rows: list[list[Part]],
     excess: dict[int, list[Part]],
     unit: float,
 ) -> None:
-    """What lies there all the time because of a redistribution of a parameter, and what traffic it makes."""
+    """What lies there because of the layouts in which a tensor is wanted, in each row, and what traffic it makes."""
     traffics = {hinge: arrays.overlaps[hinge].traffic(group) for hinge in excess}
-    if not (rows and group.held.any()) and all(traffic is None for traffic in traffics.values()):
+    if all(there is None for there in used) and all(traffic is None for traffic in traffics.values()):
         return
     network = program.network
     made = group.made[network.labels[group.producer][program.labels[group.producer].kept]]
+    sources = np.unique(made)
+    several = len(group.edges) > 1
+    # What several uses want lies there once.
+    once = program.model.add_columns(np.zeros((len(sources), len(group.targets) if several else 0)))
     for edge in group.edges:
         wanted = edge.wanted[network.labels[edge.consumer][program.labels[edge.consumer].kept]]
-        flows, sources, targets = program.flows(group.producer, made, edge.consumer, wanted)
-        here = np.ix_(sources, targets)
-        if rows and group.held.any():
-            for row in rows:
-                row.append((flows.ravel(), (group.held[here] / unit).ravel()))
-        for hinge, traffic in traffics.items():
-            if traffic is not None:
-                excess[hinge].append((flows.ravel(), (traffic[here] * program.scale).ravel()))
+        flows, _, targets = program.flows(group.producer, made, edge.consumer, wanted)
+        if several:
+            program.model.at_least(once[:, targets].ravel(), flows.ravel())
+    columns, every = (once, np.arange(len(group.targets))) if several else (flows, targets)
+    here = np.ix_(sources, every)
+    for row, there in zip(rows, used, strict=True):
+        if there is not None:
+            row.append((columns.ravel(), (there[here] / unit).ravel()))
+    for hinge, traffic in traffics.items():
+        if traffic is not None:
+            excess[hinge].append((columns.ravel(), (traffic[here] * program.scale).ravel()))
 
 
 def _keep_group(
     program: Program,
     number: int,
     group: GroupArrays,
-    places: GroupPlaces,
-    points: Sequence[Point],
+    parts: Sequence[tuple[float, float, float]],
     rows: list[list[Part]],
     unit: float,
     repeats: Repeats,
@@ -360,10 +284,10 @@ def _keep_group(
         there = is_open[:, columns]
         model.at_least(kept[:, columns][~there], flows[~there])
         model.at_least(kept[:, columns][there], flows[there], again[:, columns][there])
-    for row, moment in zip(rows, (point.moment for point in points), strict=True):
-        source = moment.kept[places.source] / unit * group.source_bytes[sources][:, None]
-        target = moment.kept[places.target] / unit * group.target_bytes[every]
-        row.append((kept.ravel(), np.where(same | is_made, source, target).ravel()))
-        row.append((again[is_open], np.broadcast_to(source, kept.shape)[is_open]))
+    sizes = group.source_bytes[sources][:, None] / unit, group.target_bytes[every] / unit
+    for row, (source, target, there) in zip(rows, parts, strict=True):
+        remade = np.where(same, source * sizes[0], source * sizes[0] + there * sizes[1])
+        row.append((kept.ravel(), np.where(same | is_made, remade, target * sizes[1]).ravel()))
+        row.append((again[is_open], remade[is_open]))
     twice = np.where(is_made, kept, again)
     return AgainColumns(number, again, is_made, sources, every), twice

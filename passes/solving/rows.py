@@ -11,18 +11,18 @@ from passes.ir.layout import Layout
 from passes.solving.dual import interior
 from passes.solving.instance import Alive, Instance
 from passes.solving.integer import SCALE, Program
-from passes.solving.memory import ROUNDING, Point, Weights, again_seconds, decide_repeats, limit_memory
+from passes.solving.memory import ROUNDING, Weights, again_seconds, decide_repeats, limit_memory
 from passes.solving.network import eliminate, restore
 from passes.solving.optimum import network_of, ties
 
 
 @dataclass(frozen=True)
 class Rows:
-    """What stands in the integer program: at which points at most `limit` bytes may be there, of which overlaps the
-    traffic counts where it is not hidden, and the nodes that are `fixed` because these depend on them."""
+    """What stands in the integer program: the moments (`points`) at which at most `limit` bytes may be there, of which
+    overlaps the traffic counts where it is not hidden, and the nodes that are `fixed` because these depend on them."""
 
     limit: float
-    points: tuple[Point, ...]
+    points: tuple[int, ...]
     hinges: tuple[int, ...]
     fixed: frozenset[int]
 
@@ -37,13 +37,13 @@ def first_rows(instance: Instance, weights: Weights, known: Rows | None = None) 
 
 def broken_rows(instance: Instance, rows: Rows, solution: Solution, weights: Weights) -> Rows:
     """The rows with those that a choice breaks."""
-    over = instance.use(solution).peak - instance.limits.memory
+    over = instance.peak(solution) - instance.limits.memory
     if over <= 0:
         waiting = _unhidden(instance, rows, solution, weights)
         return _with_fixed(instance, replace(rows, hinges=_sorted(rows.hinges, waiting)))
-    point = instance.peak(solution)
-    if point not in rows.points:
-        return _with_fixed(instance, replace(rows, points=(*rows.points, point)))
+    missing = [point for point in instance.breaking(solution) if point not in rows.points]
+    if missing:
+        return _with_fixed(instance, replace(rows, points=(*rows.points, *missing)))
     # Where no row is missing it is rounding, which is cut off with what it let pass.
     return replace(rows, limit=rows.limit - max(over, 2 * ROUNDING * rows.limit))
 
@@ -75,9 +75,7 @@ def best_within(
     groups = [replace(group, again=again_seconds(instance.arrays, group, rounded)) for group in instance.arrays.groups]
     repeats = decide_repeats(instance.arrays, instance.bytes, instance.points, weights, slack)
     with_parts = replace(instance.arrays, groups=groups)
-    columns = limit_memory(
-        program, with_parts, instance.problem, instance.bytes, rows.points, rows.limit, rows.hinges, repeats
-    )
+    columns = limit_memory(program, with_parts, instance.bytes, rows.points, rows.limit, rows.hinges, repeats)
     picks, values, bound = program.solve(gap, patience)
     strategies = restore(network, network.strategies(picks))
     chosen = [strategies[node] for node in range(len(instance.arrays.costs))]
@@ -106,17 +104,14 @@ def _unhidden(instance: Instance, rows: Rows, solution: Solution, weights: Weigh
 
 def _fixed(instance: Instance, rows: Rows) -> frozenset[int]:
     """Nodes whose strategy counts in one of the rows."""
-    blocks = [node.block for node in instance.problem.nodes]
-    fixed = {
-        node
-        for node, size in enumerate(instance.bytes.nodes)
-        if any(size.at(point, node, blocks[node]).any() for point in rows.points)
-    }
+    parts = [instance.bytes.parts(point) for point in rows.points]
+    fixed = {node for node, size in enumerate(instance.bytes.nodes) if any(size.at(there).any() for there in parts)}
     overlaps = [instance.arrays.overlaps[hinge] for hinge in rows.hinges]
-    for group, places in zip(instance.arrays.groups, instance.bytes.groups, strict=True):
-        edges = [edge for edge in group.edges if edge.saved and places.kept_at(rows.points)]
-        held = bool(rows.points) and group.held.any()
-        if held or any(overlap.traffic(group) is not None for overlap in overlaps):
+    for group, size in zip(instance.arrays.groups, instance.bytes.groups, strict=True):
+        kept = any(any(size.kept(there)) for there in parts)
+        edges = [edge for edge in group.edges if edge.saved and kept]
+        used = any(size.used(there) is not None for there in parts)
+        if used or any(overlap.traffic(group) is not None for overlap in overlaps):
             edges = list(group.edges)
         if edges:
             fixed.add(group.producer)

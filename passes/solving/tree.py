@@ -63,10 +63,9 @@ def split(instance: Instance, branch: Branch) -> tuple[Alive, Alive] | None:
 def _needs(instance: Instance, weights: Weights, found: Found) -> list[float]:
     """What each node's bytes, and the traffic of parameters that it makes or wants, are worth in a choice (seconds)."""
     needs = []
-    for number, (node, size) in enumerate(zip(instance.problem.nodes, instance.bytes.nodes, strict=True)):
-        pairs = zip(instance.points, weights.bytes, strict=False)
-        pick = found.picks[number]
-        needs.append(sum(price * float(size.at(point, number, node.block)[pick]) for point, price in pairs))
+    everywhere = instance.bytes.blend(instance.points, weights.bytes)
+    for size, pick in zip(instance.bytes.nodes, found.picks, strict=True):
+        needs.append(float(size.at(everywhere)[pick]))
     for group, (made, wanted) in zip(instance.arrays.groups, instance.arrays.changes(found.picks), strict=True):
         for overlap, part in zip(instance.arrays.overlaps, weights.excess, strict=True):
             traffic = overlap.traffic(group)

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from passes.candidates import Setting, candidates
 from passes.capture import Tracing, capture
 from passes.constrain import Constraints, constrain
+from passes.cost.account import is_kept, same_tensor
 from passes.cost.cluster import CLUSTERS, Cluster
-from passes.cost.memory import is_kept, memory_use, same_tensor
+from passes.cost.memory import memory_use
 from passes.cost.walk import Optimizer, walk
 from passes.ir.choices import Node, Problem, Solution
 from passes.ir.layout import Layout

@@ -248,9 +248,12 @@ class Engine:
         if dtype != run.stored:
             result.turn(COMMUNICATION)
             result = Storage(self._ledger, count // run.ranks * run.stored.itemsize, GRADIENTS)
-        for member in members:
-            if member.stored is not None and member.stored.gradient is None:
-                member.stored.gradient = result
+        taking = [member.stored for member in members if member.stored is not None and member.stored.gradient is None]
+        for leaf in taking:
+            leaf.gradient = result
+        if not taking and result.kind == GRADIENTS:
+            # It was added to what is there, and does not stay.
+            result.turn(COMMUNICATION)
         del held, turned
         return sent
 

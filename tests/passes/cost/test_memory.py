@@ -3,7 +3,9 @@
 import torch
 from torch import Tensor, nn
 
-from passes.cost.memory import kept_bytes
+from passes.cost.account import account
+from passes.cost.memory import lying
+from passes.cost.moments import Place, Span
 from passes.ir.mesh import Mesh
 from passes.ir.regime import Regime
 from passes.solve import solve
@@ -49,11 +51,18 @@ def test_what_is_made_again_is_made_of_something() -> None:
     for level in ("none", "selective"):
         regime = Regime(recompute={name: level})
         solution = solve(case.problem, case.cluster, case.mesh, Limits(1e30, STATES), regime)
-        places[level] = kept_bytes(case.problem, solution, case.mesh)
+        found = lying(case.problem, solution, case.mesh, account(case.problem, regime))
+        tensor = ROWS * WIDTH * 4 * LAYERS
+        places[level] = {item.place for item in found if item.kind == "kept" and item.size == tensor}
     block = case.problem.blocks.index(name)
-    tensor = ROWS * WIDTH * 4 * LAYERS
-    # None: what each product reads, which is what tanh keeps. Selective: what a layer is given, and the first product.
-    assert places["none"][block] == 2 * tensor
-    assert places["selective"][block] == 2 * tensor
-    assert places["none"][block + len(case.problem.blocks)] == 0
-    assert places["selective"][block + len(case.problem.blocks)] == tensor
+    product, tanh, last = (
+        index for index, node in enumerate(case.problem.nodes) if node.block == block and node.kind == "op"
+    )
+    # None: what each product reads, which is what tanh keeps. Selective: what a layer is given, and the first product;
+    # what tanh gives is there for the second product and itself.
+    assert places["none"] == {Place(Span.FORWARD, block, product), Place(Span.FORWARD, block, tanh)}
+    assert places["selective"] == {
+        Place(Span.FORWARD, block, product),
+        Place(Span.FORWARD, block, tanh),
+        Place(Span.RUNNING, block, tanh, last),
+    }

@@ -10,8 +10,10 @@ from torch import Tensor, nn
 from passes.candidates import Setting, candidates
 from passes.capture import Tracing, capture
 from passes.constrain import constrain
+from passes.cost.account import account
 from passes.cost.cluster import CLUSTERS, Device
-from passes.cost.memory import memory_use, moments
+from passes.cost.memory import lying, memory_use
+from passes.cost.moments import Moment, Place, Span
 from passes.cost.step import Part, Seconds, compose, exposed
 from passes.cost.walk import Optimizer, walk
 from passes.ir.choices import Solution
@@ -72,27 +74,40 @@ def test_memory_of_a_step_on_one_device() -> None:
     use = memory_use(case.problem, whole(case), STATES, MESH)
     weight = 128 * 64 * 4
     assert (use.parameters, use.optimizer, use.inputs, use.outputs) == (weight, 2 * weight, 32 * 64 * 4, 4)
-    assert use.moment in ("optimizer step", "backward of before begins")
+    assert use.moment == "backward of proj/linear"
     assert use.peak == sum(use.kinds().values())
 
 
-def test_moments_of_a_step() -> None:
-    """Blocks lose what they keep as backward goes from the last to the first, and their gradients come."""
-    found = {moment.name: moment for moment in moments(("before", "layers", "after"), (1, 4, 1))}
-    kept = {name: (moment.kept[:3], moment.kept[3:]) for name, moment in found.items()}
-    assert kept["backward of after begins"] == ([1.0, 1.0, 1.0], [0.0, 0.0, 1.0])
-    assert found["backward of after begins"].gradients == [0.0, 0.0, 0.0]
-    assert kept["backward of layers begins"] == ([1.0, 1.0, 0.0], [0.0, 0.25, 0.0])
-    assert found["backward of layers begins"].gradients == [0.0, 0.0, 1.0]
-    assert kept["backward of layers ends"] == ([1.0, 0.25, 0.0], [0.0, 0.25, 0.0])
-    assert found["backward of layers ends"].gradients == [0.0, 1.0, 1.0]
-    assert kept["optimizer step"] == ([0.0, 0.0, 0.0], [0.0, 0.0, 0.0])
-    assert found["optimizer step"].gradients == [1.0, 1.0, 1.0]
+def test_parts_at_a_moment() -> None:
+    """A block loses what its ops keep as they run backward, copy by copy; its gradients come."""
+    moment = Moment("", block=1, op=5, own=0.25, left=0.5, done=0.25)
+    parts = {
+        (Span.STEP, -1, 0, 0): 1.0,
+        (Span.FORWARD, 0, 9, 9): 1.0,
+        (Span.FORWARD, 1, 5, 9): 0.75,
+        (Span.FORWARD, 1, 6, 9): 0.5,
+        (Span.FORWARD, 2, 0, 9): 0.0,
+        (Span.RUNNING, 1, 4, 5): 0.25,
+        (Span.RUNNING, 1, 4, 4): 0.0,
+        (Span.RUNNING, 0, 4, 5): 0.0,
+        (Span.LEFT, 1, 0, 0): 0.25,
+        (Span.NEXT, 1, 0, 0): 0.25,
+        (Span.SUM, 1, 5, 0): 0.5,
+        (Span.SUM, 1, 4, 0): 0.25,
+        (Span.SUM, 2, 0, 0): 1.0,
+        (Span.SUM, 0, 9, 0): 0.0,
+    }
+    for place, part in parts.items():
+        assert moment.part(Place(*place), PLAIN) == part, place
+    assert moment.part(Place(Span.LEFT, 2), PLAIN) == 0.0
+    optimizer = Moment("")
+    assert [optimizer.part(Place(span, 1), PLAIN) for span in Span] == [1.0, 0.0, 0.0, 0.0, 0.0, 1.0, 1.0]
 
 
 def test_gradients_stay_from_one_micro_batch_to_the_next() -> None:
     """With several micro-batches all gradients are there at every moment."""
-    assert all(moment.gradients == [1.0, 1.0] for moment in moments(("a", "b"), (1, 2), Regime(micro_batches=2)))
+    moment = Moment("", block=1, op=5)
+    assert moment.part(Place(Span.SUM, 0, 9), Regime(micro_batches=2)) == 1.0
 
 
 class Stack(nn.Module):
@@ -171,8 +186,14 @@ def test_recomputing_costs_its_forward_once_more() -> None:
         costs[0].forward_communication
     )
     assert costs[1].forward_communication == costs[0].forward_communication > 0
-    uses = [memory_use(case.problem, choice, STATES, MESH).activations for choice in (kept, again)]
-    assert uses[0] - uses[1] == 32 * 64 * 4
+    # Until its backward pass it lies there only where it is kept, and while that runs either way.
+    found = account(case.problem, PLAIN)
+    for span, more in ((Span.FORWARD, 32 * 64 * 4), (Span.RUNNING, -32 * 64 * 4)):
+        sizes = [
+            sum(item.size for item in lying(case.problem, choice, MESH, found) if item.place.span is span)
+            for choice in (kept, again)
+        ]
+        assert sizes[0] - sizes[1] == more
 
 
 def test_what_is_hidden_slows_down_what_hides_it() -> None:

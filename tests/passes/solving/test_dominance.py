@@ -7,20 +7,21 @@ import pytest
 
 from passes.ir.regime import PLAIN
 from passes.solving.arrays import arrays, find_uses
+from passes.solving.bytes import find_bytes
 from passes.solving.dominance import undominated
-from passes.solving.memory import find_bytes
 from passes.solving.prices import Prices
 from tests.passes.planning import Planning, random_planning
 
 
 def _left(case: Planning, choose: random.Random) -> tuple[dict[int, np.ndarray], dict[int, np.ndarray]]:
     """All strategies of every node, of ops two at most, and those that are left."""
-    found = arrays(case.problem, find_uses(case.problem, Prices(case.cluster, case.mesh)), PLAIN)
+    uses = find_uses(case.problem, Prices(case.cluster, case.mesh))
+    found = arrays(case.problem, uses, PLAIN)
     every = {node: np.arange(len(costs)) for node, costs in enumerate(found.costs)}
     for node, labels in every.items():
         if case.problem.nodes[node].kind == "op":
             every[node] = np.sort(choose.sample(labels.tolist(), min(2, len(labels))))
-    return every, undominated(found, find_bytes(case.problem, found, PLAIN), every)
+    return every, undominated(found, find_bytes(case.problem, found, uses, PLAIN), every)
 
 
 @pytest.mark.parametrize("seed", range(6))
