@@ -14,6 +14,7 @@ from autopar.clock import Clock
 from autopar.discover import rules_for
 from autopar.expressions import Priced, expressions
 from autopar.fingerprint import structure_fingerprint
+from autopar.garbage import no_collection
 from autopar.lowering import lowered_as, step_seconds
 from autopar.plans import as_planned, check_plan, written_plan
 from autopar.probing import FakeProber
@@ -69,6 +70,7 @@ class Compiled:
     groups: tuple[Group, ...]
 
 
+@no_collection()
 def compile_model(model: nn.Module, request: Request, *, both_modes: bool = False) -> Compiled:
     """Plan `model` and generate its source. With `both_modes` a model that does something else in evaluation than in
     training gets a second program for it.
