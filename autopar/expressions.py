@@ -223,10 +223,10 @@ class _Pricing:
 
     def memory(self, problem: Problem, solution: Solution, mesh: Mesh) -> Number:
         """Bytes at the peak, whichever block's it is."""
-        table, regime = timetable(problem, solution.regime), solution.regime
+        table = timetable(problem, solution.regime)
         found = lying(problem, solution, mesh, table.account)
         states = self.request.optimizer_states
-        return largest(*(use_at(moment, regime, found, states).peak for moment in peaks(table, found)))
+        return largest(*(use_at(table, moment, found, states).peak for moment in peaks(table, found)))
 
     def seconds(self, problem: Problem, solution: Solution, mesh: Mesh) -> Number:
         """Seconds of a step."""

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from passes.cost.account import Account, account, is_kept, layout_bytes, reduced_bytes, same_tensor, unsharded_bytes
-from passes.cost.moments import Moment, Place, Span, moments
+from passes.cost.moments import Moment, Place, Span, moments, parts
 from passes.ir.choices import Edge, Problem, Solution
 from passes.ir.figures import Figure
 from passes.ir.layout import Layout
@@ -79,8 +79,7 @@ def timetable(problem: Problem, regime: Regime) -> Timetable:
     numbers: dict[Place, int] = {}
     for place in found.places():
         numbers.setdefault(place, len(numbers))
-    parts = np.array([[moment.part(place, regime) for place in numbers] for moment in points])
-    return Timetable(found, numbers, points, parts)
+    return Timetable(found, numbers, points, parts(points, list(numbers), regime))
 
 
 def lying(problem: Problem, solution: Solution, mesh: Mesh, found: Account) -> list[Lying]:
@@ -156,32 +155,32 @@ def totals(table: Timetable, found: Sequence[Lying]) -> NDArray[np.float64]:
     return result
 
 
-def peaks(table: Timetable, found: Sequence[Lying]) -> list[Moment]:
-    """The moment of each block, and of the optimizer, at which most lies there."""
+def peaks(table: Timetable, found: Sequence[Lying]) -> list[int]:
+    """The moment of each block, and of the optimizer, at which most lies there, by number."""
     most = totals(table, found)
     best: dict[int | None, int] = {}
     for number, moment in enumerate(table.moments):
         if moment.block not in best or most[number] > most[best[moment.block]]:
             best[moment.block] = number
-    return [table.moments[number] for number in best.values()]
+    return list(best.values())
 
 
 def memory_use(problem: Problem, solution: Solution, states: int, mesh: Mesh) -> MemoryUse:
     """The bytes of `solution` at its peak; `states` is how many tensors the optimizer keeps per parameter."""
     table = timetable(problem, solution.regime)
     found = lying(problem, solution, mesh, table.account)
-    uses = [use_at(moment, solution.regime, found, states) for moment in peaks(table, found)]
+    uses = [use_at(table, moment, found, states) for moment in peaks(table, found)]
     return max(uses, key=lambda use: use.peak)
 
 
-def use_at(moment: Moment, regime: Regime, found: Sequence[Lying], states: int) -> MemoryUse:
-    """The bytes of all that is there at a moment."""
+def use_at(table: Timetable, moment: int, found: Sequence[Lying], states: int) -> MemoryUse:
+    """The bytes of all that is there at a moment, given by its number."""
     there: dict[str, float] = {}
     optimizer: float = 0.0
     for item in found:
         if item.place.span is Span.SUM:
             optimizer += states * item.size
-        part = moment.part(item.place, regime)
+        part = float(table.parts[moment, table.numbers[item.place]])
         if part:
             there[item.kind] = there.get(item.kind, 0.0) + part * item.size
     return MemoryUse(
@@ -193,7 +192,7 @@ def use_at(moment: Moment, regime: Regime, found: Sequence[Lying], states: int) 
         there.get("gradient", 0.0),
         there.get("kept", 0.0),
         there.get("transient", 0.0),
-        moment.name,
+        table.moments[moment].name,
     )
 
 

@@ -4,6 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+import numpy as np
+from numpy.typing import NDArray
+
 from passes.ir.choices import Problem
 from passes.ir.regime import Regime
 
@@ -45,27 +48,32 @@ class Moment:
     left: float = 0.0
     done: float = 0.0
 
-    def part(self, place: Place, regime: Regime) -> float:
-        """Which part of what all copies have in a place is there."""
-        span = place.span
-        if span is Span.STEP or (span is Span.SUM and regime.micro_batches > 1):
-            return 1.0
-        if span in (Span.SUM, Span.GRADIENT):
-            if self.block is None or place.block != self.block:
-                return float(self.block is None or place.block > self.block)
-            return self.done + self.own * (self.op <= place.first)
-        if self.block is None:
-            return 0.0
-        if place.block != self.block:
-            return float(span is Span.FORWARD and place.block < self.block)
-        if span is Span.FORWARD:
-            return self.left + self.own * (place.first <= self.op)
-        is_there = {
-            Span.RUNNING: place.first <= self.op <= place.last,
-            Span.LEFT: self.done > 0,
-            Span.NEXT: self.left > 0,
-        }
-        return self.own * is_there[span]
+
+def parts(moments: Sequence[Moment], places: Sequence[Place], regime: Regime) -> NDArray[np.float64]:
+    """Which part of what all copies have in each place is there at each moment: `[moment, place]`."""
+    rows = [(moment.block, moment.op, moment.own, moment.left, moment.done) for moment in moments]
+    is_over = np.array([[block is None] for block, *_ in rows])
+    block, op = (np.array([[row[column] or 0] for row in rows]) for column in (0, 1))
+    own, left, done = (np.array([[row[column]] for row in rows]) for column in (2, 3, 4))
+    columns = np.array([(place.block, place.first, place.last) for place in places], dtype=np.int64).reshape(-1, 3)
+    where, first, last = columns.T
+    here, later = ~is_over & (where == block), is_over | (where > block)
+    runs = here * own
+    gradient = later + here * done + runs * (op <= first)
+    by_span = {
+        Span.STEP: np.ones(1),
+        Span.FORWARD: ~(here | later) + here * left + runs * (first <= op),
+        Span.RUNNING: runs * ((first <= op) & (op <= last)),
+        Span.LEFT: runs * (done > 0),
+        Span.NEXT: runs * (left > 0),
+        Span.GRADIENT: gradient,
+        Span.SUM: gradient if regime.micro_batches == 1 else np.ones(1),
+    }
+    there = np.zeros((len(moments), len(places)))
+    for span, values in by_span.items():
+        lies = np.array([place.span is span for place in places], dtype=bool)
+        there[:, lies] = np.broadcast_to(values, there.shape)[:, lies]
+    return there
 
 
 def moments(problem: Problem) -> list[Moment]:

@@ -99,9 +99,11 @@ class Bounds:
         """Once forward and once backward through all nodes; labels that no choice cheaper than `enough` has, die. False
         where a node has none left."""
         for forward in (True, False):
+            # It only rises meanwhile.
+            bound = self.bound
             for node in self.order if forward else reversed(self.order):
                 self._absorb(node)
-                self._kill(node, enough)
+                self._kill(node, bound, enough)
                 if self.least[node] == np.inf:
                     return False
                 self._pass_on(node, forward)
@@ -112,7 +114,7 @@ class Bounds:
         """Let the labels die that no choice cheaper than `enough` has."""
         for node in self.order:
             self._absorb(node)
-            self._kill(node, enough)
+            self._kill(node, self.bound, enough)
 
     def scores(self) -> dict[int, Floats]:
         """For every label a figure that is lower the better it looks."""
@@ -176,11 +178,11 @@ class Bounds:
             self.rest[index] = 0.0
         self.least[node] = float(own.min())
 
-    def _kill(self, node: int, enough: float) -> None:
+    def _kill(self, node: int, bound: float, enough: float) -> None:
         if enough == np.inf:
             return
         own = self.own[node]
-        dead = self.alive[node] & (self.bound - self.least[node] + own > enough)
+        dead = self.alive[node] & (bound - self.least[node] + own > enough)
         if dead.any():
             self.alive[node] &= ~dead
             own[dead] = np.inf

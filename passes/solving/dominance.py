@@ -54,7 +54,9 @@ def _least(figures: Floats, oddness: Integers) -> Integers:
     scale = np.abs(figures).max(axis=0, initial=0.0)
     figures = figures / np.where(scale > 0, scale, 1.0)
     kept: list[int] = []
+    better = np.empty_like(figures)
     for row in np.lexsort((np.arange(len(figures)), oddness, figures.sum(axis=1).round(9))).tolist():
-        if not any((figures[other] <= figures[row] + ROUNDING).all() for other in kept):
+        if not (better[: len(kept)] <= figures[row] + ROUNDING).all(axis=1).any():
+            better[len(kept)] = figures[row]
             kept.append(row)
     return np.sort(np.array(kept))

@@ -2,19 +2,20 @@
 
 from dataclasses import replace
 
+import numpy as np
+
 from passes.cost.memory import MemoryUse
 from passes.cost.moments import Span
 from passes.solving.instance import Instance
 from passes.solving.limits import infeasible
 from passes.solving.memory import ROUNDING, Weights
 from passes.solving.optimum import optimum
+from passes.solving.prices import Floats
 
 
 def refuse_if_hopeless(instance: Instance) -> None:
     """Raise InfeasibleError if what nodes and kept tensors take at least, each by itself, does not fit."""
-    least = max(
-        (_least(instance, moment) for moment in range(len(instance.bytes.table.moments))), key=lambda use: use.peak
-    )
+    least = _least(instance, int(_least_at_all(instance).argmax()))
     if least.peak > instance.limits.memory:
         raise infeasible(instance.limits, least, "at least ")
 
@@ -36,6 +37,20 @@ def smallest(instance: Instance, weights: Weights, patience: float) -> MemoryUse
     """What a choice takes for which bytes are all that counts, found in `patience` seconds."""
     dear = replace(weights, bytes=[max(1e6 * price, 1e-30) for price in weights.bytes])
     return instance.use(instance.cheapest(optimum(instance.priced(dear), patience).picks, dear))
+
+
+def _least_at_all(instance: Instance) -> Floats:
+    """The bytes of `_least` at each moment."""
+    parts = instance.bytes.table.parts
+    found = np.zeros(len(parts))
+    for size in instance.bytes.nodes:
+        if len(size.places):
+            found += (parts[:, size.places] @ size.sizes).min(axis=1)
+    for group, held in zip(instance.arrays.groups, instance.bytes.groups, strict=True):
+        if any(edge.saved for edge in group.edges):
+            source = 0.0 if held.source is None else parts[:, held.source] * group.source_bytes.min()
+            found += np.minimum(source, parts[:, held.target].sum(axis=1) * group.target_bytes.min())
+    return found
 
 
 def _least(instance: Instance, moment: int) -> MemoryUse:

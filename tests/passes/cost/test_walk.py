@@ -13,7 +13,7 @@ from passes.constrain import constrain
 from passes.cost.account import account
 from passes.cost.cluster import CLUSTERS, Device
 from passes.cost.memory import lying, memory_use
-from passes.cost.moments import Moment, Place, Span
+from passes.cost.moments import Moment, Place, Span, parts
 from passes.cost.step import Part, Seconds, compose, exposed
 from passes.cost.walk import Optimizer, walk
 from passes.ir.choices import Solution
@@ -81,7 +81,7 @@ def test_memory_of_a_step_on_one_device() -> None:
 def test_parts_at_a_moment() -> None:
     """A block loses what its ops keep as they run backward, copy by copy; its gradients come."""
     moment = Moment("", block=1, op=5, own=0.25, left=0.5, done=0.25)
-    parts = {
+    expected = {
         (Span.STEP, -1, 0, 0): 1.0,
         (Span.FORWARD, 0, 9, 9): 1.0,
         (Span.FORWARD, 1, 5, 9): 0.75,
@@ -97,17 +97,17 @@ def test_parts_at_a_moment() -> None:
         (Span.SUM, 2, 0, 0): 1.0,
         (Span.SUM, 0, 9, 0): 0.0,
     }
-    for place, part in parts.items():
-        assert moment.part(Place(*place), PLAIN) == part, place
-    assert moment.part(Place(Span.LEFT, 2), PLAIN) == 0.0
-    optimizer = Moment("")
-    assert [optimizer.part(Place(span, 1), PLAIN) for span in Span] == [1.0, 0.0, 0.0, 0.0, 0.0, 1.0, 1.0]
+    found = parts([moment], [Place(*place) for place in expected], PLAIN)
+    assert dict(zip(expected, found[0].tolist(), strict=True)) == expected
+    assert parts([moment], [Place(Span.LEFT, 2)], PLAIN) == 0.0
+    optimizer = parts([Moment("")], [Place(span, 1) for span in Span], PLAIN)
+    assert optimizer.tolist() == [[1.0, 0.0, 0.0, 0.0, 0.0, 1.0, 1.0]]
 
 
 def test_gradients_stay_from_one_micro_batch_to_the_next() -> None:
     """With several micro-batches all gradients are there at every moment."""
     moment = Moment("", block=1, op=5)
-    assert moment.part(Place(Span.SUM, 0, 9), Regime(micro_batches=2)) == 1.0
+    assert parts([moment], [Place(Span.SUM, 0, 9)], Regime(micro_batches=2)) == 1.0
 
 
 class Stack(nn.Module):
