@@ -24,7 +24,7 @@ from autopar.request import Request
 from passes.candidates import candidates, letter_token
 from passes.constrain import constrain
 from passes.cost.memory import memory_use
-from passes.ir.choices import Problem, Solution
+from passes.ir.choices import Node, Problem, Solution, Strategy
 from passes.ir.demands import Demands
 from passes.ir.errors import ConstraintError, InfeasibleError, MicroBatchError
 from passes.ir.mesh import Mesh
@@ -158,7 +158,8 @@ class Search:
         """The best choice on any mesh of so many devices.
 
         Shapes of up to two axes are tried first. The axes of the best one are then cut in two as long as that helps, up
-        to four; for that nodes may do anything on the new axes, and on the others what they did before.
+        to four; for that nodes may do anything on the new axes, and on the others what they did before, in the best
+        choice or in those that its bound mixes.
         """
         self._try(shapes(devices, self.request.cluster.node_size))
         while self.found is not None:
@@ -223,14 +224,14 @@ class Search:
         self._remember(tried)
 
     def _finer(self, parent: Tried, solution: Solution, mesh: Mesh, origins: Sequence[int | None]) -> Looking:
-        """What is done in a choice with one axis cut in two."""
+        """What is done in a choice, or in those that its bound mixes, with one axis cut in two."""
         offers = {}
+        choices = [solution.picks, *parent.solver.mixed]
         for index, node in enumerate(parent.problem.nodes):
-            strategy = solution.strategy(parent.problem, index)
-            tokens = [method.partition("@")[0] for method in strategy.methods]
-            if node.kind != "op":
-                tokens = [letter_token(letter) for letter in (*strategy.results, *strategy.operands)[0]]
-            offers[node.key] = [None if origin is None else frozenset({tokens[origin]}) for origin in origins]
+            tokens = [_tokens(node, node.strategies[pick]) for pick in {picks[index] for picks in choices}]
+            offers[node.key] = [
+                None if origin is None else frozenset(own[origin] for own in tokens) for origin in origins
+            ]
         problem, demands = self.problem(mesh, parent.part, offers)
         tried = Tried(mesh, parent.part, demands, self._solver(problem, mesh, self._limits, solution.regime))
         for bound in self._estimate(tried):
@@ -395,3 +396,10 @@ class Search:
         except ConstraintError:
             # The user's constraints cannot be met there.
             return None
+
+
+def _tokens(node: Node, strategy: Strategy) -> list[str]:
+    """What a strategy does on each axis, as it is offered to `candidates`."""
+    if node.kind == "op":
+        return [method.partition("@")[0] for method in strategy.methods]
+    return [letter_token(letter) for letter in (*strategy.results, *strategy.operands)[0]]

@@ -26,7 +26,7 @@ from passes.solving.memory import Weights
 from passes.solving.optimum import GAP, PATIENCE
 from passes.solving.prices import Prices
 from passes.solving.rows import Rows, best_within, broken_rows, first_rows
-from passes.solving.tree import Branch, split
+from passes.solving.tree import NOTHING, Branch, split
 
 # A choice is proven when it costs at most this much more than the bound, relative to it.
 PROVEN = 1e-6
@@ -43,7 +43,7 @@ FIRST = 1e-3
 FURTHER = 4
 FURTHEST = 1.0
 # The best choice at one price is found up to this part of what is open.
-COARSE = 0.01
+COARSE = 0.1
 # Bounds of branches are raised until less than this part of their gap is to be gained.
 ENOUGH = 0.05
 # A branch with so few strategies is not cut further.
@@ -108,6 +108,11 @@ class Solver:
     def regime(self) -> Regime:
         """What is chosen for."""
         return self.instance.regime
+
+    @property
+    def mixed(self) -> list[tuple[int, ...]]:
+        """The strategies of the choices that the bound mixes."""
+        return [] if self.root is None else [found.picks for found, part in self.root.mixture if part > NOTHING]
 
     @property
     def known(self) -> float:

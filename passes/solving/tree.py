@@ -14,6 +14,9 @@ from passes.solving.instance import Alive, Instance
 from passes.solving.memory import Weights
 from passes.solving.prices import Flags
 
+# A smaller part of a mixture is none.
+NOTHING = 1e-6
+
 
 @dataclass(eq=False)
 class Branch:
@@ -34,7 +37,7 @@ class Branch:
 def split(instance: Instance, branch: Branch) -> tuple[Alive, Alive] | None:
     """The strategies of two parts of a branch: a node does on an axis what one choice in the mixture does, or anything
     else. None where the choices differ in nothing that counts."""
-    parts = [(found, part) for found, part in branch.mixture if part > 1e-6]
+    parts = [(found, part) for found, part in branch.mixture if part > NOTHING]
     most = (False, 0.0)
     best: tuple[int, int, str] | None = None
     shares = np.array([part for _, part in parts])
