@@ -148,6 +148,9 @@ class Solver:
             # More is of interest than was.
             self.root.alive, self.climbing = self.instance.all_alive, None
         self.cutoff = cutoff
+        if self.bound * (1 + FIRST) >= self.known:
+            # So little is left to an integer program.
+            return False
         if self.climbing is None:
             self.climbing = self._climb(self.root, 1e-8 * abs(self.root.bound))
         goes_on = next(self.climbing, None) is not None
