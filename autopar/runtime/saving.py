@@ -55,12 +55,28 @@ class _Kept:
 
 @dataclass(frozen=True)
 class _View:
-    """A view of a result that is made again."""
+    """A view of a result that is made again, perhaps of its numbers' parts, conjugates or negatives."""
 
     made: _Made
+    dtype: torch.dtype
     shape: torch.Size
     stride: tuple[int, ...]
     offset: int | torch.SymInt
+    is_conj: bool
+    is_neg: bool
+
+    def fetch(self) -> Tensor:
+        """The same view of the result once more."""
+        found = self.made.fetch()
+        conj, neg = found.is_conj(), found.is_neg()
+        if found.dtype == self.dtype:
+            view = found.as_strided(self.shape, self.stride, self.offset)
+        else:
+            conj = neg = False
+            view = torch.empty(0, dtype=self.dtype, device=found.device)
+            view.set_(found.untyped_storage(), self.offset, self.shape, self.stride)
+        view = view.conj() if conj != self.is_conj else view
+        return torch._neg_view(view) if neg != self.is_neg else view
 
 
 _Packed = _Kept | _View
@@ -124,7 +140,8 @@ def _noted_or_kept(tensor: Tensor) -> _Packed:
     made = noted.get(tensor.untyped_storage()._cdata) if noted else None
     if made is None:
         return _Kept(tensor.detach(), tensor._version)
-    return _View(made, tensor.shape, tensor.stride(), tensor.storage_offset())
+    shape, stride, offset = tensor.shape, tensor.stride(), tensor.storage_offset()
+    return _View(made, tensor.dtype, shape, stride, offset, tensor.is_conj(), tensor.is_neg())
 
 
 def _pack(tensor: Tensor) -> _Packed:
@@ -147,7 +164,7 @@ def _unpack(packed: "_Packed | _Own") -> Tensor:
     if isinstance(packed, _Own):
         return _unpack(packed.packed)
     if isinstance(packed, _View):
-        return packed.made.fetch().as_strided(packed.shape, packed.stride, packed.offset)
+        return packed.fetch()
     if packed.tensor._version != packed.version:
         raise RuntimeError(
             "a tensor that the backward pass needs was changed in place after the forward pass (a parameter, by the "

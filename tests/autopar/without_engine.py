@@ -20,7 +20,7 @@ from passes.ir.redistribution import redistribution
 def without_engine() -> Iterator[None]:
     """Plans leave all that parameters need to collectives of the generated code."""
 
-    def engines(lowered: Lowered, mesh: Mesh, groups: object = None) -> Lowered:
+    def engines(lowered: Lowered, mesh: Mesh, groups: object = None, gather_once: bool = False) -> Lowered:
         return lowered
 
     with mock.patch("autopar.lowering.engines", engines):

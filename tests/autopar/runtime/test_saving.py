@@ -1,5 +1,7 @@
 """What is computed again: the same gradients, and nothing but its operands kept."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
@@ -50,6 +52,32 @@ def test_twice_backward() -> None:
         loss = _chain(x, torch.randn(4, 2, dtype=torch.float64), []).sum()
     first = torch.autograd.grad(loss, x, retain_graph=True)[0]
     assert torch.equal(first, torch.autograd.grad(loss, x)[0])
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        torch.view_as_real,
+        torch.conj,
+        lambda made: torch.view_as_real(made)[..., 1],
+        lambda made: made.conj().imag,
+        lambda made: made.conj().t()[1:],
+    ],
+)
+def test_views_of_complex_numbers(view: Callable[[Tensor], Tensor]) -> None:
+    """Parts and conjugates of what is made again are kept as views of it, whatever type they have."""
+    torch.manual_seed(0)
+    x = torch.randn(4, 3, dtype=torch.complex128, requires_grad=True)
+
+    def loss() -> Tensor:
+        seen = view(recomputed(lambda x: x * x, x))
+        return (seen * seen.detach().cos() + seen * seen).abs().square().sum()
+
+    (expected,) = torch.autograd.grad(loss(), x)
+    with saving():
+        result = loss()
+    (got,) = torch.autograd.grad(result, x)
+    assert torch.equal(got, expected)
 
 
 def test_what_changed_is_refused() -> None:
