@@ -44,8 +44,8 @@ _AXES = 4
 # How many times as many devices are tried when no plan fits.
 _MORE = (2, 4, 8, 16, 32, 64)
 # Gaps are closed for so many seconds in all, and each for at least so many.
-PATIENCE = 20.0
-_LEAST = 10.0
+PATIENCE = 12.0
+_LEAST = 8.0
 
 
 @dataclass(frozen=True)
