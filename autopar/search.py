@@ -88,7 +88,7 @@ class Search:
     `waiting` is what may have something better in it, by its bound and its number; `tried` all that may have the best
     choice in it, `found` the best one that fits so far, and `cutoff` its seconds. `memory` is what is left of the limit
     for what the search counts, where that is less. The rest is what was found out on the way: what is `free` of limits
-    by mesh and number of micro-batches, what no way to run can be below, and `refined` for meshes with one more axis.
+    by mesh and number of micro-batches, and what no way to run can be below.
     """
 
     program: Program
@@ -106,7 +106,6 @@ class Search:
     prices: dict[Mesh, Prices] = field(default_factory=dict)
     free: dict[tuple[Mesh, int], Tried] = field(default_factory=dict)
     bounds: dict[tuple[Mesh, Hashable], float] = field(default_factory=dict)
-    refined: dict[Mesh, float] = field(default_factory=dict)
 
     @property
     def cutoff(self) -> float:
@@ -165,7 +164,7 @@ class Search:
         while self.found is not None:
             parent = self.found
             for mesh, origins in finer(parent[0].mesh, self.request.cluster.node_size, _AXES):
-                self._wait(self.refined.get(mesh, 0.0), self._finer(*parent, mesh, origins))
+                self._wait(0.0, self._finer(*parent, mesh, origins))
             self._go_on()
             if self.found is parent:
                 break
@@ -234,10 +233,7 @@ class Search:
             ]
         problem, demands = self.problem(mesh, parent.part, offers)
         tried = Tried(mesh, parent.part, demands, self._solver(problem, mesh, self._limits, solution.regime))
-        for bound in self._estimate(tried):
-            self.refined[mesh] = bound
-            yield bound
-        self.refined[mesh] = tried.bound
+        yield from self._estimate(tried)
         self._remember(tried)
 
     def _estimate(self, tried: Tried) -> Looking:

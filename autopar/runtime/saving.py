@@ -76,7 +76,7 @@ class _View:
             view = torch.empty(0, dtype=self.dtype, device=found.device)
             view.set_(found.untyped_storage(), self.offset, self.shape, self.stride)
         view = view.conj() if conj != self.is_conj else view
-        return torch._neg_view(view) if neg != self.is_neg else view
+        return view.neg() if neg != self.is_neg else view
 
 
 _Packed = _Kept | _View

@@ -141,8 +141,8 @@ class Instance:
         eliminate(network, fixed)
         bounds = Bounds(network)
         threshold = a_little_more(aim + self.constant(weights) + ties(found))
-        for _ in range(SWEEPS):
-            bounds.sweep(threshold)
+        if not all(bounds.sweep(threshold) for _ in range(SWEEPS)):
+            raise InfeasibleProgramError
         sizes = [len(costs) for costs in self.arrays.costs]
         slack = Slack({}, {})
         for node, least in bounds.with_label().items():

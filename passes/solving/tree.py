@@ -38,6 +38,8 @@ def split(instance: Instance, branch: Branch) -> tuple[Alive, Alive] | None:
     """The strategies of two parts of a branch: a node does on an axis what one choice in the mixture does, or anything
     else. None where the choices differ in nothing that counts."""
     parts = [(found, part) for found, part in branch.mixture if part > NOTHING]
+    if len(parts) < 2:
+        return None
     most = (False, 0.0)
     best: tuple[int, int, str] | None = None
     shares = np.array([part for _, part in parts])
