@@ -23,11 +23,12 @@ from passes.solving.integer import InfeasibleProgramError, OutOfTimeError
 from passes.solving.least import refuse_if_hopeless, refuse_if_impossible, smallest
 from passes.solving.limits import Limits, infeasible, out_of_time
 from passes.solving.memory import Weights
-from passes.solving.optimum import GAP, PATIENCE
 from passes.solving.prices import Prices
 from passes.solving.rows import Rows, best_within, broken_rows, first_rows
 from passes.solving.tree import NOTHING, Branch, split
 
+# Seconds for closing what is open; the gap of the plan says what is not proven then.
+PATIENCE = 30.0
 # A choice is proven when it costs at most this much more than the bound, relative to it.
 PROVEN = 1e-6
 # So often prices are tried before branching, and before it is asked whether any choice fits.
@@ -35,15 +36,11 @@ ROUNDS = 30
 TRIES = 6
 # Prices rise until the bytes of the limit are so many times as dear as the step.
 DEAREST = 1e4
-# Seconds for the best choice at one price.
-QUICK = 2.0
 # An integer program first looks for what is at most so much above the bound; where nothing is known yet, then for this
 # many times as much, and from so much on for anything.
 FIRST = 1e-3
 FURTHER = 4
 FURTHEST = 1.0
-# The best choice at one price is found up to this part of what is open.
-COARSE = 0.1
 # Bounds of branches are raised until less than this part of their gap is to be gained.
 ENOUGH = 0.05
 # A branch with so few strategies is not cut further.
@@ -173,7 +170,7 @@ class Solver:
                 return
             raise out_of_time(self.limits) from None
         if self.known == np.inf:
-            raise infeasible(self.limits, smallest(self.instance, self.root.weights, QUICK))
+            raise infeasible(self.limits, smallest(self.instance, self.root.weights))
 
     def solution(self) -> Solution:
         """The best choice with the bound that was found."""
@@ -193,11 +190,7 @@ class Solver:
 
     def _at(self, branch: Branch, weights: Weights) -> Found:
         """The best choice of a branch at these prices."""
-        gap = GAP
-        if self.limits.memory < np.inf:
-            # What is far from closed is not made exact.
-            gap = max(GAP, COARSE * min(0.1, self.known / branch.bound - 1 if branch.bound > 0 else np.inf))
-        found, solution, alive = self.instance.at(weights, branch.alive, QUICK, self.known, gap)
+        found, solution, alive = self.instance.at(weights, branch.alive, self.known)
         self._consider(solution)
         if not branch.found or found.bound >= branch.bound:
             branch.weights = weights
@@ -220,7 +213,7 @@ class Solver:
                 return
             if self.known == np.inf and number == TRIES:
                 solution = self.instance.solution(branch.found[-1].picks, branch.found[-1].again)
-                refuse_if_impossible(self.instance, self.instance.worst(solution), QUICK)
+                refuse_if_impossible(self.instance, self.instance.worst(solution))
             at_the_end = self.dual.at_the_end(weights) and self.best is None and self.dual.highest < DEAREST
             if at_the_end:
                 self.dual.highest *= 4

@@ -90,10 +90,9 @@ class Bounds:
         """No choice costs less."""
         return self.network.constant + sum(self.least.values()) + sum(self.rest)
 
-    def size(self) -> int:
-        """Number of pairs of living labels."""
-        living = {node: int(flags.sum()) for node, flags in self.alive.items()}
-        return sum(living[link.producer] * living[link.consumer] for link in self.links)
+    def living(self) -> dict[int, int]:
+        """How many labels of each node are alive."""
+        return {node: int(flags.sum()) for node, flags in self.alive.items()}
 
     def sweep(self, enough: float = np.inf) -> bool:
         """Once forward and once backward through all nodes; labels that no choice cheaper than `enough` has, die. False

@@ -12,7 +12,6 @@ from passes.ir.layout import Layout
 from passes.ir.mesh import Mesh
 from passes.ir.regime import Regime
 from passes.solving.arrays import Arrays
-from passes.solving.bounds import Bounds
 from passes.solving.bytes import Bytes
 from passes.solving.dominance import undominated
 from passes.solving.dual import Found
@@ -20,7 +19,7 @@ from passes.solving.integer import InfeasibleProgramError
 from passes.solving.limits import Limits
 from passes.solving.memory import Slack, Weights, made_again, priced
 from passes.solving.network import eliminate
-from passes.solving.optimum import SWEEPS, a_little_more, network_of, optimum, ties
+from passes.solving.optimum import a_little_more, least_with, network_of, optimum, ties
 from passes.solving.prices import Floats, Integers
 
 # Of every node the strategies that may be chosen, in order.
@@ -94,15 +93,13 @@ class Instance:
         chosen = [picks[node] for node in range(len(self.arrays.costs))]
         return self.solution(chosen, made_again(self.arrays, self.bytes, chosen, self.points, weights))
 
-    def at(
-        self, weights: Weights, alive: Alive, patience: float, cutoff: float, gap: float
-    ) -> tuple[Found, Solution, Alive]:
-        """The best choice at these prices among the strategies that are alive, up to a part `gap` of its price, with
-        the bound on any of these that fits; and the strategies that may be in one that takes less than `cutoff`
-        seconds. Where none does, it need not be the best one."""
+    def at(self, weights: Weights, alive: Alive, cutoff: float) -> tuple[Found, Solution, Alive]:
+        """The best choice at these prices among the strategies that are alive, with the bound on any of these that
+        fits; and the strategies that may be in one that takes less than `cutoff` seconds. Where none does, it need not
+        be the best one."""
         found = self.priced(weights)
         beyond = self.constant(weights) + ties(found)
-        best = optimum(found, patience, cutoff + beyond, alive, gap, rough=self.limits.memory < np.inf)
+        best = optimum(found, cutoff + beyond, alive)
         solution = self.cheapest(best.picks, weights)
         over = [self.arrays.excess(overlap, solution.picks, solution.again) for overlap in self.arrays.overlaps]
         excess = [overlap.weight * size for overlap, size in zip(self.arrays.overlaps, over, strict=True)]
@@ -139,20 +136,20 @@ class Instance:
         found = self.priced(weights)
         network = network_of(found, alive)
         eliminate(network, fixed)
-        bounds = Bounds(network)
         threshold = a_little_more(aim + self.constant(weights) + ties(found))
-        if not all(bounds.sweep(threshold) for _ in range(SWEEPS)):
+        least = least_with(network, threshold)
+        if least is None:
             raise InfeasibleProgramError
         sizes = [len(costs) for costs in self.arrays.costs]
         slack = Slack({}, {})
-        for node, least in bounds.with_label().items():
+        for node, own in least[0].items():
             slack.nodes[node] = np.full(sizes[node], -np.inf)
-            slack.nodes[node][network.labels[node]] = threshold - least
+            slack.nodes[node][network.labels[node]] = threshold - own
         if not all((left >= 0).any() for left in slack.nodes.values()):
             raise InfeasibleProgramError
-        for (first, second), least in bounds.with_pair().items():
+        for (first, second), pair in least[1].items():
             slack.pairs[first, second] = np.full((sizes[first], sizes[second]), -np.inf)
-            slack.pairs[first, second][np.ix_(network.labels[first], network.labels[second])] = threshold - least
+            slack.pairs[first, second][np.ix_(network.labels[first], network.labels[second])] = threshold - pair
         return slack
 
     def restricted(self, weights: Weights, alive: Alive, aim: float) -> Alive:

@@ -20,23 +20,22 @@ def refuse_if_hopeless(instance: Instance) -> None:
         raise infeasible(instance.limits, least, "at least ")
 
 
-def refuse_if_impossible(instance: Instance, where: int, patience: float) -> None:
-    """Raise InfeasibleError if even the choice of least memory at a point does not fit; it is looked
-    for in `patience` seconds."""
+def refuse_if_impossible(instance: Instance, where: int) -> None:
+    """Raise InfeasibleError if even the choice of least memory at a point does not fit."""
     limit = instance.limits.memory
     scale = instance.arrays.value([0] * len(instance.arrays.costs)) / limit
     bytes = [scale if point == where else 0.0 for point in instance.points]
     weights = Weights(1e-9, bytes, [0.0] * len(instance.arrays.overlaps))
-    best = optimum(instance.priced(weights), patience)
+    best = optimum(instance.priced(weights))
     # Seconds and ties weigh a little, too.
     if best.bound / scale > limit * (1 + ROUNDING):
         raise infeasible(instance.limits, instance.use(instance.cheapest(best.picks, weights)))
 
 
-def smallest(instance: Instance, weights: Weights, patience: float) -> MemoryUse:
-    """What a choice takes for which bytes are all that counts, found in `patience` seconds."""
+def smallest(instance: Instance, weights: Weights) -> MemoryUse:
+    """What a choice takes for which bytes are all that counts."""
     dear = replace(weights, bytes=[max(1e6 * price, 1e-30) for price in weights.bytes])
-    return instance.use(instance.cheapest(optimum(instance.priced(dear), patience).picks, dear))
+    return instance.use(instance.cheapest(optimum(instance.priced(dear)).picks, dear))
 
 
 def _least_at_all(instance: Instance) -> Floats:

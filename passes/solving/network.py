@@ -8,11 +8,11 @@ elimination, Goldstein 1994).
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from passes.solving.prices import Floats, Integers
+from passes.solving.prices import Flags, Floats, Integers
 
 LARGEST = 30_000_000
 
@@ -102,6 +102,24 @@ class Network:
         if len(kept) == 1:
             for first, second in [key for key in self.pairs if node in key]:
                 self.add_pair(first, second, self.pairs.pop((first, second)))
+
+    def narrow(self, flags: Mapping[int, Flags]) -> None:
+        """Drop all labels but those with a flag."""
+        for node, own in flags.items():
+            if not own.all():
+                self.keep(node, np.flatnonzero(own))
+
+    def copy(self) -> "Network":
+        """The same network, to be changed by itself."""
+        sharings = [replace(sharing) for sharing in self.sharings]
+        return replace(
+            self,
+            costs=dict(self.costs),
+            labels=dict(self.labels),
+            pairs=dict(self.pairs),
+            sharings=sharings,
+            eliminated=list(self.eliminated),
+        )
 
     def strategies(self, picks: Mapping[int, int]) -> dict[int, int]:
         """The strategies that the labels `picks` stand for."""

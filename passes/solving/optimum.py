@@ -1,10 +1,9 @@
 """The best choice of a problem without limits.
 
-The problem is made smaller without losing the optimum (`network`), labels that cannot be in it are found by lower
-bounds (`bounds`), and what is left is an integer program (`integer`).
+The problem is made smaller without losing the optimum (`network`) and, where that is small enough, solved exactly
+(`tables`). Where it is not, labels that cannot be in the optimum are found by lower bounds first (`bounds`).
 """
 
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -12,22 +11,20 @@ import numpy as np
 
 from passes.solving.arrays import Arrays
 from passes.solving.bounds import Bounds
-from passes.solving.integer import SCALE, OutOfTimeError, Program
 from passes.solving.network import Network, Sharing, drop_dominated, eliminate, restore
-from passes.solving.prices import Flags, Integers
+from passes.solving.prices import Floats, Integers
+from passes.solving.tables import Tables, find_order
 
-# A choice is proven when it costs at most this much more than the bound, relative to it.
-GAP = 1e-9
 # What is unusual about a choice costs this much of the least cost, to choose among equals.
 TIE = 1e-9
-SWEEPS = 12
-# An integer program with at most this many flows is solved as it is, and where it need not be exact with this many.
-SMALL = 20_000
-TINY = 5_000
-# Where it need not be exact, bounds are raised by at most so many times as many sweeps.
-LONG = 3
-# An integer program gets so many seconds; the gap of the plan says what is not proven then.
-PATIENCE = 30.0
+# Tables with so many cells are made at once, with the larger number where bounds have done what they can.
+FEW = 3_000_000
+MANY = 30_000_000
+# Sweeps of bounds at most, and so many before it is asked again whether tables are small enough.
+SWEEPS = 36
+SOME = 3
+# Where tables are too large, so many labels of each node that look best are tried.
+WIDTHS = (32, 16, 8, 4)
 
 
 @dataclass(frozen=True)
@@ -42,22 +39,19 @@ class Optimum:
 
 def optimum(
     found: Arrays,
-    patience: float = PATIENCE,
     enough: float = float("inf"),
     alive: Mapping[int, Integers] | None = None,
-    gap: float = GAP,
-    rough: bool = False,
 ) -> Optimum:
-    """The best choice, among the strategies that are `alive`, that is found in `patience` seconds.
+    """The best choice among the strategies that are `alive`; where no choice costs less than `enough`, it need not be
+    the best one.
 
-    Where no choice costs less than `enough`, it need not be the best one; else it is, up to a part `gap` of its cost. A
-    `rough` answer is a good choice and a good bound where it would take long to do better.
+    Where tables are too large, and bounds do not help, it is a good choice with a good bound.
     """
     if alive is None:
         alive = {node: np.arange(len(costs)) for node, costs in enumerate(found.costs)}
     network = network_of(found, alive)
     eliminate(network)
-    best = optimum_of(network, patience, enough, gap, rough)
+    best = optimum_of(network, enough)
     return replace(best, picks=restore(network, best.picks), hopeful={**alive, **best.hopeful})
 
 
@@ -74,82 +68,95 @@ def network_of(found: Arrays, alive: Mapping[int, Integers] | None = None) -> Ne
     return network
 
 
-def optimum_of(network: Network, patience: float, enough: float, gap: float, rough: bool) -> Optimum:
-    """The best choice of what is left in `network`, which shrinks meanwhile, as `optimum` has it."""
-    best, chosen = np.inf, dict[int, int]()
-    bound = -np.inf
-    width = 16
+def optimum_of(network: Network, enough: float) -> Optimum:
+    """The best choice of what is left in `network`, as `optimum` has it."""
+    if _cells(network) <= FEW:
+        return _by_tables(network, enough)
     strategies = dict(network.labels)
-    hopeful: Mapping[int, Integers] | None = None
-    deadline = time.monotonic() + patience
-
-    def consider(picks: dict[int, int]) -> None:
-        nonlocal best, chosen
-        cost = network.value(picks)
-        if cost < best:
-            best, chosen = cost, network.strategies(picks)
-
-    def result() -> Optimum:
-        return Optimum(chosen, min(bound, best, enough), strategies if hopeful is None else hopeful)
-
-    def living(bounds: Bounds) -> Mapping[int, Integers]:
-        """The strategies that may be in a choice that is good enough."""
-        if enough == np.inf:
-            return strategies
-        return {node: strategies[node][flags] for node, flags in bounds.alive.items()}
-
-    def exactly(alive: dict[int, Flags]) -> float:
-        """Consider the best choice among the labels that are alive; a bound on all of these."""
-        try:
-            picks, _, reached = Program(network, alive, SCALE / best).solve(gap, max(1.0, deadline - time.monotonic()))
-        except OutOfTimeError:
-            return bound
-        consider(picks)
-        return max(bound, reached)
-
+    bounds = Bounds(network)
+    picks = bounds.decode()
+    best = network.value(picks)
+    hopeful: Mapping[int, Integers] = strategies
+    for number in range(1, SWEEPS + 1):
+        # At first labels are dropped that no good choice has, and who asks is told; then all that the best has not.
+        asked = enough < np.inf and number <= SOME
+        if not bounds.sweep(a_little_more(enough if asked else best)):
+            return Optimum(network.strategies(picks), min(best, enough), hopeful)
+        picks = min(picks, bounds.decode(), key=network.value)
+        best = network.value(picks)
+        if asked:
+            hopeful = {node: strategies[node][flags] for node, flags in bounds.alive.items()}
+        if number % SOME == 0 and find_order(network, bounds.living()).cells <= FEW:
+            part = network.copy()
+            part.narrow(bounds.alive)
+            found = _by_tables(part, enough if asked else np.inf)
+            return replace(
+                found, bound=min(found.bound, enough), hopeful={**hopeful, **found.hopeful} if asked else hopeful
+            )
+    bound = bounds.bound
+    chosen: Mapping[int, int] = network.strategies(picks)
     while True:
-        bounds = Bounds(network)
-        consider(bounds.decode())
-        for number in range(SWEEPS * LONG if rough else SWEEPS):
-            if number and number % SWEEPS == 0 and bounds.size() <= TINY:
-                break
-            if time.monotonic() > deadline:
-                return result()
-            # Where what is enough is known, what no such choice has is told to who asks.
-            if not bounds.sweep(a_little_more(best if enough == np.inf else enough)):
-                bound = min(best, enough)
-                return result()
-            consider(bounds.decode())
-            bound = max(bound, bounds.bound)
-            if bound >= min(enough, best - gap * abs(best)):
-                hopeful = hopeful or living(bounds)
-                return result()
-        hopeful = hopeful or living(bounds)
         bounds.drop(a_little_more(best))
         if not all(flags.any() for flags in bounds.alive.values()):
-            bound = best
-            return result()
-        if rough and bounds.size() > TINY:
-            return result()
-        before, labels, scores = network.size(), dict(network.labels), bounds.scores()
-        for node, alive in bounds.alive.items():
-            network.keep(node, np.flatnonzero(alive))
-        drop_dominated(network)
-        whole = {node: np.ones(len(costs), dtype=bool) for node, costs in network.costs.items()}
-        if network.size() <= SMALL:
-            bound = exactly(whole)
-            return result()
-        if network.size() > 0.7 * before:
-            kept = {}
-            for node, left in network.labels.items():
-                own = scores[node][np.searchsorted(labels[node], left)]
-                kept[node] = left == chosen[node]
-                kept[node][np.argsort(own, kind="stable")[:width]] = True
-            reached = exactly(kept)
-            if all(flags.all() for flags in kept.values()):
-                bound = reached
-                return result()
-            width *= 2
+            return Optimum(chosen, min(best, enough), hopeful)
+        whole = network.copy()
+        whole.narrow(bounds.alive)
+        drop_dominated(whole)
+        if _cells(whole) <= MANY:
+            found = _by_tables(whole, np.inf)
+            return Optimum(found.picks, min(found.bound, enough), hopeful)
+        small = _part(whole, strategies, bounds.scores())
+        better = None if small is None else _by_tables(small, np.inf)
+        if better is None or better.bound >= best * (1 - TIE):
+            return Optimum(chosen, min(bound, best, enough), hopeful)
+        chosen, best = better.picks, better.bound
+
+
+def least_with(network: Network, enough: float) -> tuple[dict[int, Floats], dict[tuple[int, int], Floats]] | None:
+    """For every node and each of its labels, and for every two nodes with a price together, what no choice with these
+    labels can be below, of the labels that a choice may have which costs at most `enough`: only these are left in
+    `network`. None where no choice does."""
+    if _cells(network) > FEW:
+        bounds = Bounds(network)
+        for number in range(1, SWEEPS + 1):
+            if not bounds.sweep(enough):
+                return None
+            if number % SOME == 0 and find_order(network, bounds.living()).cells <= FEW:
+                break
+        if find_order(network, bounds.living()).cells > MANY:
+            nodes, pairs = bounds.with_label(), bounds.with_pair()
+            return nodes, pairs
+        network.narrow(bounds.alive)
+    tables = Tables(network)
+    tables.learn()
+    return tables.with_label(), tables.with_pair()
+
+
+def _cells(network: Network) -> int:
+    return find_order(network, {node: len(costs) for node, costs in network.costs.items()}).cells
+
+
+def _part(network: Network, strategies: Mapping[int, Integers], scores: Mapping[int, Floats]) -> Network | None:
+    """The network with as many of the labels that look best (the lowest `scores` by label, of which `strategies` tells
+    what they stand for) as tables can have; None where it is too large with the fewest, too."""
+    for width in WIDTHS:
+        part = network.copy()
+        for node, labels in network.labels.items():
+            own = scores[node][np.searchsorted(strategies[node], labels)]
+            part.keep(node, np.sort(np.argsort(own, kind="stable")[:width]))
+        if _cells(part) <= FEW:
+            return part
+    return None
+
+
+def _by_tables(network: Network, enough: float) -> Optimum:
+    tables = Tables(network)
+    picks, hopeful = network.strategies(tables.picks()), dict(network.labels)
+    if enough < np.inf:
+        tables.learn()
+        for node, least in tables.with_label().items():
+            hopeful[node] = network.labels[node][least <= a_little_more(enough)]
+    return Optimum(picks, min(tables.bound, enough), hopeful)
 
 
 def ties(found: Arrays) -> float:

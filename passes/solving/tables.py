@@ -1,0 +1,157 @@
+"""The best choice of a network, exactly, and of every label what no choice with it can be below: by tables.
+
+Nodes leave one by one (bucket elimination, Dechter, Artificial Intelligence 113, 1999). What a node costs together with
+others is joined into one table over them all, of which the least over the node's own labels stays. On the way back each
+table learns what everything else costs at least. All of it takes as many steps as the tables have cells, and that
+depends on how far a tensor is from where it is used, not on how many ops there are.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from passes.solving.network import Network, Sharing
+from passes.solving.prices import Floats, Integers
+
+
+@dataclass(frozen=True)
+class Order:
+    """Nodes in the order in which they leave; the table of each is over itself and what it meets then (`scopes`, in
+    that order), and all tables together have so many `cells`."""
+
+    nodes: tuple[int, ...]
+    scopes: tuple[tuple[int, ...], ...]
+    cells: int
+
+
+def find_order(network: Network, sizes: Mapping[int, int]) -> Order:
+    """An order with small tables where node n has `sizes[n]` labels: next leaves the node with the smallest."""
+    around: dict[int, set[int]] = {node: set() for node in network.costs}
+    groups = [set(pair) for pair in network.pairs]
+    groups += [{sharing.producer, *(consumer for consumer, _ in sharing.consumers)} for sharing in network.sharings]
+    for group in groups:
+        for node in group:
+            around[node] |= group - {node}
+    cells = {node: sizes[node] * math.prod(sizes[other] for other in near) for node, near in around.items()}
+    order: list[int] = []
+    met: list[set[int]] = []
+    total = 0
+    while cells:
+        node = min(cells, key=lambda item: (cells[item], item))
+        total += cells.pop(node)
+        near = around.pop(node)
+        order.append(node)
+        met.append(near)
+        for other in near:
+            around[other] |= near
+            around[other] -= {node, other}
+            cells[other] = sizes[other] * math.prod(sizes[item] for item in around[other])
+    rank = {node: position for position, node in enumerate(order)}
+    scopes = [(node, *sorted(near, key=rank.__getitem__)) for node, near in zip(order, met, strict=True)]
+    return Order(tuple(order), tuple(scopes), total)
+
+
+class Tables:
+    """All that the tables of a network tell. `bound` is what the best choice costs, to rounding."""
+
+    def __init__(self, network: Network) -> None:
+        self.network = network
+        self.sizes = {node: len(costs) for node, costs in network.costs.items()}
+        self.order = order = find_order(network, self.sizes)
+        self.rank = {node: position for position, node in enumerate(order.nodes)}
+        self.tables: list[Floats] = []
+        self.least: list[Floats] = []
+        self.bound = network.constant
+        waiting = self._costs()
+        for node, scope in zip(order.nodes, order.scopes, strict=True):
+            table = np.zeros([self.sizes[other] for other in scope])
+            for own, costs in waiting[node]:
+                table += self._spread(costs, own, scope)
+            least = table.min(axis=0)
+            self.tables.append(table)
+            self.least.append(least)
+            if len(scope) > 1:
+                waiting[scope[1]].append((scope[1:], least))
+            else:
+                self.bound += float(least)
+
+    def _costs(self) -> dict[int, list[tuple[tuple[int, ...], Floats]]]:
+        """The costs of the network by the node of them that leaves first, each with its nodes in order."""
+        found: dict[int, list[tuple[tuple[int, ...], Floats]]] = {
+            node: [((node,), costs)] for node, costs in self.network.costs.items()
+        }
+        for (first, second), costs in self.network.pairs.items():
+            if self.rank[first] < self.rank[second]:
+                found[first].append(((first, second), costs))
+            else:
+                found[second].append(((second, first), costs.T))
+        for sharing in self.network.sharings:
+            members = {sharing.producer, *(consumer for consumer, _ in sharing.consumers)}
+            scope = tuple(sorted(members, key=self.rank.__getitem__))
+            found[scope[0]].append((scope, shared(sharing, scope)))
+        return found
+
+    def _spread(self, costs: Floats, own: tuple[int, ...], scope: tuple[int, ...]) -> Floats:
+        """Costs over some nodes of a table, with an axis of one for each other node."""
+        return costs.reshape([self.sizes[node] if node in own else 1 for node in scope])
+
+    def picks(self) -> dict[int, int]:
+        """The labels of the best choice; of equals the first."""
+        chosen: dict[int, int] = {}
+        for scope, table in zip(reversed(self.order.scopes), reversed(self.tables), strict=True):
+            at = np.ravel_multi_index([chosen[node] for node in scope[1:]], table.shape[1:]) if len(scope) > 1 else 0
+            chosen[scope[0]] = int(table.reshape(len(table), -1)[:, at].argmin())
+        return chosen
+
+    def learn(self) -> None:
+        """Put into every cell what all choices with these labels cost at least."""
+        for position in range(len(self.tables) - 1, -1, -1):
+            scope, table, least = self.order.scopes[position], self.tables[position], self.least[position]
+            if len(scope) == 1:
+                table += self.bound - float(least)
+                continue
+            whole = self._over(self.rank[scope[1]], scope[1:])
+            # What no choice has, has no price.
+            table += np.subtract(whole, least, out=np.full(whole.shape, np.inf), where=np.isfinite(least))
+
+    def _over(self, position: int, nodes: tuple[int, ...]) -> Floats:
+        """The least cells of a table for each choice of labels of some of its nodes."""
+        scope = self.order.scopes[position]
+        others = tuple(axis for axis, node in enumerate(scope) if node not in nodes)
+        least: Floats = self.tables[position].min(axis=others)
+        return least
+
+    def with_label(self) -> dict[int, Floats]:
+        """For every node and each label what no choice with that label can be below, once they have learned it."""
+        return {node: self._over(position, (node,)) for position, node in enumerate(self.order.nodes)}
+
+    def with_pair(self) -> dict[tuple[int, int], Floats]:
+        """The same for every two nodes with a price together, and each pair of their labels."""
+        pairs = set(self.network.pairs)
+        pairs |= {(item.producer, consumer) for item in self.network.sharings for consumer, _ in item.consumers}
+        found = {}
+        for first, second in pairs:
+            here, there = sorted((first, second), key=self.rank.__getitem__)
+            least = self._over(self.rank[here], (here, there))
+            found[first, second] = least if here == first else least.T
+        return found
+
+
+def shared(sharing: Sharing, scope: tuple[int, ...]) -> Floats:
+    """What a group costs, over the labels of its nodes in the order of `scope`."""
+    axes = {node: axis for axis, node in enumerate(scope)}
+
+    def along(node: int, layouts: Integers) -> Integers:
+        return layouts.reshape([-1 if axis == axes[node] else 1 for axis in range(len(scope))])
+
+    made = along(sharing.producer, sharing.made)
+    wanted = [along(consumer, layouts) for consumer, layouts in sharing.consumers]
+    total = np.zeros([1] * len(scope))
+    for number, layouts in enumerate(wanted):
+        own = sharing.costs[made, layouts]
+        for earlier in wanted[:number]:
+            own = np.where(layouts == earlier, 0.0, own)
+        total = total + own
+    return total
