@@ -193,10 +193,8 @@ class Solver:
 
     def _at(self, branch: Branch, weights: Weights) -> Found:
         """The best choice of a branch at these prices."""
-        gap = GAP
-        if self.limits.memory < np.inf:
-            # What is far from closed is not made exact.
-            gap = max(GAP, COARSE * min(0.1, self.known / branch.bound - 1 if branch.bound > 0 else np.inf))
+        # What is far from closed is not made exact.
+        gap = max(GAP, COARSE * min(0.1, self.known / branch.bound - 1 if branch.bound > 0 else np.inf))
         found, solution, alive = self.instance.at(weights, branch.alive, QUICK, self.known, gap)
         self._consider(solution)
         if not branch.found or found.bound >= branch.bound:

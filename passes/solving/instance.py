@@ -102,7 +102,7 @@ class Instance:
         seconds. Where none does, it need not be the best one."""
         found = self.priced(weights)
         beyond = self.constant(weights) + ties(found)
-        best = optimum(found, patience, cutoff + beyond, alive, gap, rough=self.limits.memory < np.inf)
+        best = optimum(found, patience, cutoff + beyond, alive, gap, rough=True)
         solution = self.cheapest(best.picks, weights)
         over = [self.arrays.excess(overlap, solution.picks, solution.again) for overlap in self.arrays.overlaps]
         excess = [overlap.weight * size for overlap, size in zip(self.arrays.overlaps, over, strict=True)]
