@@ -19,7 +19,7 @@ from torch import nn
 from autopar.clock import Clock
 from autopar.lowering import lowered_as, step_seconds
 from autopar.request import Request
-from passes.candidates import candidates, letter_token
+from passes.candidates import candidates
 from passes.capture import Tracing, capture_symbolic
 from passes.constrain import constrain
 from passes.cost.memory import lying, peaks, timetable, use_at
@@ -38,6 +38,7 @@ from passes.micro_batches import batch_size, micro_batches
 from passes.normalize import normalize
 from passes.record import find_decisions
 from passes.regions import fold
+from passes.rules.strategies import letter_token
 from passes.specialize import specialize
 
 logger = logging.getLogger("autopar")

@@ -21,7 +21,7 @@ from autopar.clock import Clock
 from autopar.meshes import finer, shapes
 from autopar.regimes import free_regime, limited_regimes, micro_batch_counts, regime_text
 from autopar.request import Request
-from passes.candidates import candidates, letter_token
+from passes.candidates import candidates
 from passes.constrain import constrain
 from passes.cost.memory import memory_use
 from passes.ir.choices import Node, Problem, Solution, Strategy
@@ -33,6 +33,7 @@ from passes.ir.regime import Regime
 from passes.micro_batches import Batch, MicroBatches
 from passes.recompute import check_patterns
 from passes.regions import fold
+from passes.rules.strategies import letter_token
 from passes.solve import PROVEN, Solver
 from passes.solving.limits import Limits
 from passes.solving.prices import Prices

@@ -1,1 +1,1 @@
-"""What candidates consist of: where ops stand, what they keep, what may be stored and what is demanded."""
+"""What candidates consist of: how ops and tensors may be split, stored and connected, at what price."""

@@ -62,6 +62,11 @@ def subject(
 Offer = Sequence[Set[str] | None]
 
 
+def letter_token(letter: Letter) -> str:
+    """A letter in an offer: a split by its dim alone."""
+    return f"S({letter.dim})" if letter.kind == "S" else letter.kind
+
+
 def op_strategies(
     subject: Subject, digits: Mapping[int, Sequence[Digit]], mesh: Mesh, offer: Offer | None = None
 ) -> dict[Strategy, Choices]:

@@ -8,10 +8,11 @@ import numpy as np
 
 from passes.ir.choices import Solution
 from passes.ir.layout import Layout
+from passes.solving.capacity import limit_memory
 from passes.solving.dual import interior
 from passes.solving.instance import Alive, Instance
 from passes.solving.integer import SCALE, Program
-from passes.solving.memory import ROUNDING, Weights, again_seconds, decide_repeats, limit_memory
+from passes.solving.memory import ROUNDING, Weights, again_seconds, decide_repeats
 from passes.solving.network import eliminate, restore
 from passes.solving.optimum import network_of, ties
 

@@ -16,6 +16,7 @@ from passes.constrain import Constraints
 from passes.cost.cluster import CLUSTERS, Link
 from passes.ir.plan import ProgramPlan, Row
 from tests.autopar.recipes import DDP, FSDP, MEGATRON
+from tests.autopar.shared import shared_plan
 
 MESH = {"dp": 8, "tp": 8}
 # Memory that never decides anything.
@@ -116,9 +117,13 @@ def parameter_traffic(plan: Plan) -> float:
 
 
 @pytest.fixture(scope="module")
-def large() -> Plan:
+def large(tmp_path_factory: pytest.TempPathFactory) -> Plan:
     """A training step of 70B on 8 nodes of 8 with 60 GB per device: tight, so that memory decides as well."""
-    return autopar.plan(llama("70B"), MESH, batch_of(8), cluster="h100", memory_limit=60e9)
+
+    def make() -> Plan:
+        return autopar.plan(llama("70B"), MESH, batch_of(8), cluster="h100", memory_limit=60e9)
+
+    return shared_plan(tmp_path_factory, "70B at 60 GB", make)
 
 
 @pytest.fixture

@@ -1,0 +1,69 @@
+"""What parameters cost and hold as they are stored."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+
+from passes.cost.cluster import Cluster
+from passes.cost.price import update_seconds
+from passes.ir.choices import Memory, Node
+from passes.ir.figures import as_float
+from passes.ir.layout import Layout, local_shape
+from passes.ir.mesh import Mesh
+from passes.ir.program import TensorType
+from passes.proposing.survey import Survey
+from passes.proposing.tensors import source
+
+
+@dataclass(frozen=True)
+class Upkeep:
+    """What a parameter takes besides itself: `states` tensors of its size that the optimizer keeps for it. It is stored
+    in the dtype `master` (None: as it is)."""
+
+    states: int
+    master: torch.dtype | None
+
+    def stored_bytes(self, type: TensorType, layout: Layout, mesh: Mesh) -> float:
+        """The bytes that a device stores of a parameter of this type, without what the optimizer keeps."""
+        return prod(local_shape(type.shape, layout, mesh)) * (self.master or type.dtype).itemsize
+
+
+@dataclass(frozen=True)
+class Used:
+    """The layouts in which ops may use a parameter, and the block in which the first of them stands."""
+
+    layouts: set[Layout]
+    block: int
+
+
+def uses_of_parameters(known: Survey, nodes: Iterable[Node]) -> dict[str, Used]:
+    """How the ops among `nodes` use each parameter; what none uses is not there."""
+    strategies = {node.key: node.strategies for node in nodes}
+    found: dict[str, Used] = {}
+    for placed in known.placed:
+        for slot, name in enumerate(placed.op.operands):
+            if name in known.parameters:
+                used = found.setdefault(name, Used(set(), placed.block))
+                used.layouts.update(strategy.operands[slot] for strategy in strategies[placed.op.key])
+    return found
+
+
+def parameter_node(
+    known: Survey, name: str, layouts: Sequence[Layout], used: Used | None, upkeep: Upkeep, cluster: Cluster, mesh: Mesh
+) -> Node:
+    """The node of a parameter that may be stored in `layouts`; the optimizer updates what trains and is used."""
+    type, training = known.folded.types[name], known.parameters[name]
+    sizes = [upkeep.stored_bytes(type, layout, mesh) for layout in layouts]
+    count, updated = training.count, training.trainable and used is not None
+    seconds = tuple(count * update_seconds(size, upkeep.states, cluster) if updated else 0.0 for size in sizes)
+    memory = tuple(_memory(count * size, upkeep.states if updated else None) for size in sizes)
+    return source(name, "parameter", layouts, seconds, memory, used.block if used else 0, count)
+
+
+def _memory(size: float, states: int | None) -> Memory:
+    """What `size` bytes of parameters hold, with as many `states`, and with a gradient; None: with neither."""
+    if states is None:
+        return Memory(held=as_float(size))
+    return Memory(held=as_float(size * (1 + states)), gradient=as_float(size))

@@ -1,0 +1,164 @@
+"""Memory in the solver as rows of the integer program.
+
+They keep what lies there at each moment within the limit: because of the layouts in which tensors are wanted, and what
+is kept for the backward pass or made again. Other rows count traffic where nothing hides it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from passes.solving.arrays import Arrays, GroupArrays
+from passes.solving.bytes import Bytes
+from passes.solving.integer import Program
+from passes.solving.memory import ROUNDING, Repeats, keepers
+from passes.solving.prices import Flags, Floats, Integers
+
+# Numbers of columns, and their coefficients in one row.
+Part = tuple[np.ndarray, np.ndarray]
+
+
+@dataclass(frozen=True)
+class AgainColumns:
+    """What an integer program says about which redistributions of a group are made again: the numbers of the `columns`
+    that decide, -1 where it is decided already, and whether it `is_made`."""
+
+    group: int
+    columns: Integers
+    is_made: Flags
+    sources: Integers
+    targets: Integers
+
+
+def limit_memory(
+    program: Program,
+    arrays: Arrays,
+    sizes: Bytes,
+    points: Sequence[int],
+    limit: float,
+    hinges: Sequence[int],
+    repeats: Sequence[Repeats],
+) -> list[AgainColumns]:
+    """Add rows so that at every point at most `limit` bytes are there, and that the overlaps numbered `hinges` cost
+    what their traffic exceeds the computation by.
+
+    A tensor that is wanted in another layout and kept is either kept as it is wanted, or its source is and it is made
+    again, which costs time and is a yes or no where `repeats` leave it open.
+    """
+    network, model = program.network, program.model
+    # The solver takes rows to be met within a millionth: bytes are counted in thousandths of the limit.
+    unit = limit / 1000 if points else 1.0
+    rows: list[list[Part]] = [[] for _ in points]
+    moments = [sizes.parts(point) for point in points]
+    excess: dict[int, list[Part]] = {hinge: [] for hinge in hinges}
+    for node, size in enumerate(sizes.nodes):
+        if node in program.labels:
+            labels = program.labels[node]
+            strategies = network.labels[node][labels.kept]
+            for row, there in zip(rows, moments, strict=True):
+                row.append((labels.columns, size.at(there)[strategies] / unit))
+    again = []
+    for number, (group, held) in enumerate(zip(arrays.groups, sizes.groups, strict=True)):
+        _used_and_hidden(program, arrays, group, [held.used(there) for there in moments], rows, excess, unit)
+        keeping = keepers(group) if any(any(held.kept(there)) for there in moments) else None
+        if keeping is not None:
+            kept = [held.kept(there) for there in moments]
+            item, columns = _keep_group(program, number, keeping, kept, rows, unit, repeats[number])
+            again.append(item)
+            for hinge, parts in excess.items():
+                twice = arrays.overlaps[hinge].traffic_again(group)
+                if twice is not None:
+                    more = twice[np.ix_(item.sources, item.targets)] * program.scale
+                    parts.append((columns[columns >= 0], more[columns >= 0]))
+    for row in rows:
+        columns = np.concatenate([columns for columns, _ in row])
+        values = np.concatenate([values for _, values in row])
+        # What fits to the byte must not be lost to rounding.
+        most = limit / unit * (1 + ROUNDING)
+        model.add_rows(1, np.zeros(len(columns), dtype=np.int64), columns, values, -np.inf, most)
+    for hinge, parts in excess.items():
+        overlap = arrays.overlaps[hinge]
+        paid = model.add_columns(np.array([overlap.weight]))
+        columns = np.concatenate([paid, *(columns for columns, _ in parts)])
+        values = np.concatenate([[-1.0], *(values for _, values in parts)])
+        model.add_rows(
+            1, np.zeros(len(columns), dtype=np.int64), columns, values, -np.inf, overlap.cover * program.scale
+        )
+    return again
+
+
+def _used_and_hidden(
+    program: Program,
+    arrays: Arrays,
+    group: GroupArrays,
+    used: Sequence[Floats | None],
+    rows: list[list[Part]],
+    excess: dict[int, list[Part]],
+    unit: float,
+) -> None:
+    """What lies there because of the layouts in which a tensor is wanted, in each row, and what traffic it makes."""
+    traffics = {hinge: arrays.overlaps[hinge].traffic(group) for hinge in excess}
+    if all(there is None for there in used) and all(traffic is None for traffic in traffics.values()):
+        return
+    network = program.network
+    made = group.made[network.labels[group.producer][program.labels[group.producer].kept]]
+    sources = np.unique(made)
+    several = len(group.edges) > 1
+    # What several uses want lies there once.
+    once = program.model.add_columns(np.zeros((len(sources), len(group.targets) if several else 0)))
+    for edge in group.edges:
+        wanted = edge.wanted[network.labels[edge.consumer][program.labels[edge.consumer].kept]]
+        flows, _, targets = program.flows(group.producer, made, edge.consumer, wanted)
+        if several:
+            program.model.at_least(once[:, targets].ravel(), flows.ravel())
+    columns, every = (once, np.arange(len(group.targets))) if several else (flows, targets)
+    here = np.ix_(sources, every)
+    for row, there in zip(rows, used, strict=True):
+        if there is not None:
+            row.append((columns.ravel(), (there[here] / unit).ravel()))
+    for hinge, traffic in traffics.items():
+        if traffic is not None:
+            excess[hinge].append((columns.ravel(), (traffic[here] * program.scale).ravel()))
+
+
+def _keep_group(
+    program: Program,
+    number: int,
+    group: GroupArrays,
+    parts: Sequence[tuple[float, float, float]],
+    rows: list[list[Part]],
+    unit: float,
+    repeats: Repeats,
+) -> tuple[AgainColumns, Integers]:
+    """Columns and rows for what a group keeps, and the columns that are 1 where something is made again (-1: never)."""
+    network, model = program.network, program.model
+    made = group.made[network.labels[group.producer][program.labels[group.producer].kept]]
+    sources = np.unique(made)
+    every = np.unique(
+        np.concatenate(
+            [edge.wanted[network.labels[edge.consumer][program.labels[edge.consumer].kept]] for edge in group.edges]
+        )
+    )
+    here = np.ix_(sources, every)
+    same, is_open = group.same[here], repeats.open[here]
+    is_made = repeats.cheaper[here] & ~is_open
+    seconds = group.again[here] * program.scale
+    # A tensor that is kept as it is or after a redistribution, or is made again for sure, and one that may be.
+    kept = model.add_columns(np.where(is_made, seconds, 0.0))
+    again = np.full(kept.shape, -1)
+    again[is_open] = model.add_columns(seconds[is_open], integer=True)
+    for edge in group.edges:
+        wanted = edge.wanted[network.labels[edge.consumer][program.labels[edge.consumer].kept]]
+        flows, _, targets = program.flows(group.producer, made, edge.consumer, wanted)
+        columns = np.searchsorted(every, targets)
+        there = is_open[:, columns]
+        model.at_least(kept[:, columns][~there], flows[~there])
+        model.at_least(kept[:, columns][there], flows[there], again[:, columns][there])
+    sizes = group.source_bytes[sources][:, None] / unit, group.target_bytes[every] / unit
+    for row, (source, target, there) in zip(rows, parts, strict=True):
+        remade = np.where(same, source * sizes[0], source * sizes[0] + there * sizes[1])
+        row.append((kept.ravel(), np.where(same | is_made, remade, target * sizes[1]).ravel()))
+        row.append((again[is_open], remade[is_open]))
+    twice = np.where(is_made, kept, again)
+    return AgainColumns(number, again, is_made, sources, every), twice
