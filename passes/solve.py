@@ -7,6 +7,7 @@ can then still be best closes the gap.
 
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
@@ -17,14 +18,17 @@ from passes.ir.mesh import Mesh
 from passes.ir.regime import PLAIN, Regime
 from passes.solving.arrays import Uses, arrays, find_uses
 from passes.solving.bytes import find_bytes
+from passes.solving.capacity import best_by_program
+from passes.solving.demands import best_by_frontiers
 from passes.solving.dual import Dual, Found
+from passes.solving.frontiers import TooManyError
 from passes.solving.instance import Instance
 from passes.solving.integer import InfeasibleProgramError, OutOfTimeError
 from passes.solving.least import refuse_if_hopeless, refuse_if_impossible, smallest
 from passes.solving.limits import Limits, infeasible, out_of_time
 from passes.solving.memory import Weights
 from passes.solving.prices import Prices
-from passes.solving.rows import Rows, best_within, broken_rows, first_rows
+from passes.solving.rows import Rows, broken_rows, first_rows, rest_of
 from passes.solving.tree import NOTHING, Branch, split
 
 # Seconds for closing what is open; the gap of the plan says what is not proven then.
@@ -39,10 +43,12 @@ DEAREST = 1e4
 # An integer program first looks for what is at most so much above the bound; where nothing is known yet, then for this
 # many times as much, and from so much on for anything.
 FIRST = 1e-3
-FURTHER = 4
+FURTHER = 2
 FURTHEST = 1.0
 # Bounds of branches are raised until less than this part of their gap is to be gained.
 ENOUGH = 0.05
+# So many of the last prices tell what frontiers may leave out.
+OFFERS = 20
 # A branch with so few strategies is not cut further.
 SMALL = 700
 
@@ -90,6 +96,7 @@ class Solver:
         self.root: Branch | None = None
         self.climbing: Iterator[Found] | None = None
         self.rows: Rows | None = None
+        self.tried: list[Weights] = []
 
     def other(self, limits: Limits, regime: Regime) -> "Solver":
         """A solver for the same problem within other limits, in another regime."""
@@ -192,6 +199,7 @@ class Solver:
         """The best choice of a branch at these prices."""
         found, solution, alive = self.instance.at(weights, branch.alive, self.known)
         self._consider(solution)
+        self.tried.append(weights)
         if not branch.found or found.bound >= branch.bound:
             branch.weights = weights
         branch.bound = max(branch.bound, found.bound)
@@ -233,12 +241,13 @@ class Solver:
         step = FIRST
         while self.is_open:
             aim = root.bound + step * abs(root.bound)
-            if step > FURTHEST or self.known < aim + (aim - root.bound):
+            if step > FURTHEST or self.known < aim + (aim - root.bound) * (FURTHER - 1):
                 aim = self.known
-            self._exactly(root, aim, deadline)
-            self.bound = max(self.bound, min(aim, self.known))
-            if self.known < np.inf or aim == np.inf:
+            try:
+                self._exactly(root, aim, deadline, at_any_rate=self.known == np.inf)
+            except TooManyError:
                 break
+            self.bound = max(self.bound, min(aim, self.known))
             step *= FURTHER
         waiting = [root]
         while waiting and self.is_open:
@@ -257,9 +266,13 @@ class Solver:
         except InfeasibleProgramError:
             return []
         parts = split(self.instance, branch)
-        if parts is None or sum(len(labels) for labels in branch.alive.values()) < SMALL:
-            self._exactly(branch, self.known, deadline)
+        if parts is None:
+            self._exactly(branch, self.known, deadline, at_any_rate=True)
             return []
+        if sum(len(labels) for labels in branch.alive.values()) < SMALL:
+            with suppress(TooManyError):
+                self._exactly(branch, self.known, deadline, at_any_rate=False)
+                return []
         found = []
         for alive in parts:
             if time.monotonic() > deadline:
@@ -275,11 +288,12 @@ class Solver:
                     found.append(part)
         return found
 
-    def _exactly(self, branch: Branch, aim: float, deadline: float) -> None:
-        """Consider the best choice of a branch, if it takes less than `aim`, by an integer program.
+    def _exactly(self, branch: Branch, aim: float, deadline: float, at_any_rate: bool) -> None:
+        """Consider the best choice of a branch, if it takes less than `aim`: by frontiers, and where these get too
+        large, `at_any_rate` by an integer program.
 
         Rows for moments and overlaps that do not bind, and for nodes that only need room while they run, are left out
-        at first; those that break come in, and it is solved again.
+        at first; those that break come in, and it is solved again. Raises TooManyError.
         """
         rows = first_rows(self.instance, branch.weights, self.rows)
         while True:
@@ -287,9 +301,13 @@ class Solver:
             if left < 0:
                 raise OutOfTimeError
             try:
-                solution, bound = best_within(
-                    self.instance, rows, branch.weights, branch.alive, aim, PROVEN, max(1.0, left)
-                )
+                rest = rest_of(self.instance, rows, branch.weights, branch.alive, aim)
+                try:
+                    solution, bound = best_by_frontiers(self.instance, rows, rest, self.tried[-OFFERS:], aim)
+                except TooManyError:
+                    if not at_any_rate:
+                        raise
+                    solution, bound = best_by_program(self.instance, rows, rest, aim, PROVEN, max(1.0, left))
             except InfeasibleProgramError:
                 return
             self._consider(solution)

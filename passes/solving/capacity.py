@@ -1,19 +1,24 @@
-"""Memory in the solver as rows of the integer program.
+"""The best choice within limits by an integer program, where frontiers get too large.
 
-They keep what lies there at each moment within the limit: because of the layouts in which tensors are wanted, and what
-is kept for the backward pass or made again. Other rows count traffic where nothing hides it.
+Its rows keep what lies there at each moment within the limit: because of the layouts in which tensors are wanted, and
+what is kept for the backward pass or made again. Other rows count traffic where nothing hides it.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from passes.ir.choices import Solution
+from passes.ir.layout import Layout
 from passes.solving.arrays import Arrays, GroupArrays
 from passes.solving.bytes import Bytes
-from passes.solving.integer import Program
-from passes.solving.memory import ROUNDING, Repeats, keepers
+from passes.solving.instance import Instance
+from passes.solving.integer import SCALE, Program
+from passes.solving.memory import ROUNDING, Repeats, again_seconds, keepers
+from passes.solving.network import restore
 from passes.solving.prices import Flags, Floats, Integers
+from passes.solving.rows import Rest, Rows
 
 # Numbers of columns, and their coefficients in one row.
 Part = tuple[np.ndarray, np.ndarray]
@@ -29,6 +34,30 @@ class AgainColumns:
     is_made: Flags
     sources: Integers
     targets: Integers
+
+
+def best_by_program(
+    instance: Instance, rows: Rows, rest: Rest, aim: float, gap: float, patience: float
+) -> tuple[Solution, float]:
+    """The best choice that meets `rows`, and a bound on all that take less than `aim`, which the program leaves a part
+    `gap` open, or what it has after `patience` seconds. Raises what `Program.solve` does."""
+    arrays, network = instance.arrays, rest.network
+    program = Program(network, SCALE / min(aim, arrays.value([0] * len(arrays.costs))))
+    groups = [replace(group, again=again_seconds(arrays, group, rest.plain)) for group in arrays.groups]
+    priced = replace(arrays, groups=groups)
+    columns = limit_memory(program, priced, instance.bytes, rows.points, rows.limit, rows.hinges, rest.repeats)
+    picks, values, bound = program.solve(gap, patience)
+    strategies = restore(network, network.strategies(picks))
+    chosen = [strategies[node] for node in range(len(arrays.costs))]
+    again: set[tuple[int, Layout]] = set()
+    for item in columns:
+        group = arrays.groups[item.group]
+        row = int(np.flatnonzero(item.sources == group.made[chosen[group.producer]])[0])
+        wanted = {int(edge.wanted[chosen[edge.consumer]]) for edge in group.edges if edge.saved}
+        for made, column, target in zip(item.is_made[row], item.columns[row], item.targets, strict=True):
+            if target in wanted and (made or (column >= 0 and values[column] > 0.5)):
+                again.add((item.group, group.targets[target]))
+    return instance.solution(chosen, frozenset(again)), bound - rest.base
 
 
 def limit_memory(
@@ -53,11 +82,9 @@ def limit_memory(
     moments = [sizes.parts(point) for point in points]
     excess: dict[int, list[Part]] = {hinge: [] for hinge in hinges}
     for node, size in enumerate(sizes.nodes):
-        if node in program.labels:
-            labels = program.labels[node]
-            strategies = network.labels[node][labels.kept]
+        if node in program.columns:
             for row, there in zip(rows, moments, strict=True):
-                row.append((labels.columns, size.at(there)[strategies] / unit))
+                row.append((program.columns[node], size.at(there)[network.labels[node]] / unit))
     again = []
     for number, (group, held) in enumerate(zip(arrays.groups, sizes.groups, strict=True)):
         _used_and_hidden(program, arrays, group, [held.used(there) for there in moments], rows, excess, unit)
@@ -102,13 +129,13 @@ def _used_and_hidden(
     if all(there is None for there in used) and all(traffic is None for traffic in traffics.values()):
         return
     network = program.network
-    made = group.made[network.labels[group.producer][program.labels[group.producer].kept]]
+    made = group.made[network.labels[group.producer]]
     sources = np.unique(made)
     several = len(group.edges) > 1
     # What several uses want lies there once.
     once = program.model.add_columns(np.zeros((len(sources), len(group.targets) if several else 0)))
     for edge in group.edges:
-        wanted = edge.wanted[network.labels[edge.consumer][program.labels[edge.consumer].kept]]
+        wanted = edge.wanted[network.labels[edge.consumer]]
         flows, _, targets = program.flows(group.producer, made, edge.consumer, wanted)
         if several:
             program.model.at_least(once[:, targets].ravel(), flows.ravel())
@@ -133,13 +160,9 @@ def _keep_group(
 ) -> tuple[AgainColumns, Integers]:
     """Columns and rows for what a group keeps, and the columns that are 1 where something is made again (-1: never)."""
     network, model = program.network, program.model
-    made = group.made[network.labels[group.producer][program.labels[group.producer].kept]]
+    made = group.made[network.labels[group.producer]]
     sources = np.unique(made)
-    every = np.unique(
-        np.concatenate(
-            [edge.wanted[network.labels[edge.consumer][program.labels[edge.consumer].kept]] for edge in group.edges]
-        )
-    )
+    every = np.unique(np.concatenate([edge.wanted[network.labels[edge.consumer]] for edge in group.edges]))
     here = np.ix_(sources, every)
     same, is_open = group.same[here], repeats.open[here]
     is_made = repeats.cheaper[here] & ~is_open
@@ -149,7 +172,7 @@ def _keep_group(
     again = np.full(kept.shape, -1)
     again[is_open] = model.add_columns(seconds[is_open], integer=True)
     for edge in group.edges:
-        wanted = edge.wanted[network.labels[edge.consumer][program.labels[edge.consumer].kept]]
+        wanted = edge.wanted[network.labels[edge.consumer]]
         flows, _, targets = program.flows(group.producer, made, edge.consumer, wanted)
         columns = np.searchsorted(every, targets)
         there = is_open[:, columns]

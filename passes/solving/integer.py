@@ -6,7 +6,6 @@ m[group, a, b] is at least every flow of the group from a to b: a redistribution
 once.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -119,50 +118,35 @@ class Model:
         return solution, result.objective_value(), result.best_objective_bound()
 
 
-@dataclass(frozen=True)
-class Labels:
-    """The labels of a node that are left, and their columns."""
-
-    kept: Integers
-    columns: Integers
-
-
 class Program:
-    """The integer program of a network, over the labels that are `alive`. Costs are scaled by `scale`."""
+    """The integer program of a network. Costs are scaled by `scale`."""
 
-    def __init__(self, network: Network, alive: Mapping[int, Flags], scale: float) -> None:
+    def __init__(self, network: Network, scale: float) -> None:
         self.network = network
         self.scale = scale
         self.model = Model()
-        self.labels: dict[int, Labels] = {}
+        self.columns: dict[int, Integers] = {}
         for node, costs in sorted(network.costs.items()):
-            kept = np.flatnonzero(alive[node])
-            columns = self.model.add_columns(costs[kept] * scale, integer=True)
-            self.labels[node] = Labels(kept, columns)
-            size = len(kept)
+            columns = self.columns[node] = self.model.add_columns(costs * scale, integer=True)
+            size = len(costs)
             self.model.add_rows(1, np.zeros(size, dtype=np.int64), columns, np.ones(size), 1.0, 1.0)
         for (first, second), costs in sorted(network.pairs.items()):
             self._pair(first, second, costs)
         for sharing in network.sharings:
-            made = sharing.made[self.labels[sharing.producer].kept]
-            rows = np.unique(made)
+            rows = np.unique(sharing.made)
             paid = self.model.add_columns(sharing.costs[rows] * scale)
             for consumer, wanted in sharing.consumers:
-                flows, sources, targets = self.flows(
-                    sharing.producer, made, consumer, wanted[self.labels[consumer].kept]
-                )
+                flows, sources, targets = self.flows(sharing.producer, sharing.made, consumer, wanted)
                 dear = sharing.costs[np.ix_(sources, targets)] > 0
                 self.model.at_least(paid[:, targets][dear], flows[dear])
 
     def _pair(self, first: int, second: int, costs: Floats) -> None:
         """Flows between the labels of two nodes; labels whose costs are alike are one row or column."""
-        here, there = self.labels[first], self.labels[second]
-        costs = costs[np.ix_(here.kept, there.kept)]
         rows, made = np.unique(costs, axis=0, return_inverse=True)
         columns, wanted = np.unique(rows, axis=1, return_inverse=True)
         flows = self.model.add_columns(columns * self.scale)
-        self._marginals(flows, made.ravel(), here.columns)
-        self._marginals(flows.T, wanted.ravel(), there.columns)
+        self._marginals(flows, made.ravel(), self.columns[first])
+        self._marginals(flows.T, wanted.ravel(), self.columns[second])
 
     def flows(
         self, producer: int, made: Integers, consumer: int, wanted: Integers
@@ -171,8 +155,8 @@ class Program:
         sources, rows = np.unique(made, return_inverse=True)
         targets, columns = np.unique(wanted, return_inverse=True)
         flows = self.model.add_columns(np.zeros((len(sources), len(targets))))
-        self._marginals(flows, rows, self.labels[producer].columns)
-        self._marginals(flows.T, columns, self.labels[consumer].columns)
+        self._marginals(flows, rows, self.columns[producer])
+        self._marginals(flows.T, columns, self.columns[consumer])
         return flows, sources, targets
 
     def _marginals(self, flows: Integers, layouts: Integers, columns: Integers) -> None:
@@ -185,5 +169,5 @@ class Program:
     def solve(self, gap: float, seconds: float = float("inf")) -> tuple[dict[int, int], Floats, float]:
         """The label of every node, the values of all columns, and a bound on the cost; see `Model.solve`."""
         solution, _, bound = self.model.solve(gap, seconds)
-        picks = {node: int(item.kept[np.argmax(solution[item.columns])]) for node, item in self.labels.items()}
+        picks = {node: int(np.argmax(solution[columns])) for node, columns in self.columns.items()}
         return picks, solution, bound / self.scale + self.network.constant

@@ -1,25 +1,20 @@
-"""The integer program of one instance: memory and hidden traffic as rows, over strategies that may be in a better
-choice."""
+"""What limits one instance, as rows: bytes at some moments, and traffic that computation hides; and what is left to
+choose from when a choice must be better than some aim."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from passes.ir.choices import Solution
-from passes.ir.layout import Layout
-from passes.solving.capacity import limit_memory
 from passes.solving.dual import interior
 from passes.solving.instance import Alive, Instance
-from passes.solving.integer import SCALE, Program
-from passes.solving.memory import ROUNDING, Weights, again_seconds, decide_repeats
-from passes.solving.network import eliminate, restore
+from passes.solving.memory import ROUNDING, Repeats, Weights, decide_repeats
+from passes.solving.network import Network, eliminate
 from passes.solving.optimum import network_of, ties
 
 
 @dataclass(frozen=True)
 class Rows:
-    """What stands in the integer program: the moments (`points`) at which at most `limit` bytes may be there, of which
+    """What is limited: the moments (`points`) at which at most `limit` bytes may be there, of which
     overlaps the traffic counts where it is not hidden, and the nodes that are `fixed` because these depend on them."""
 
     limit: float
@@ -57,38 +52,32 @@ def _sorted(known: Iterable[int], more: Iterable[int]) -> tuple[int, ...]:
     return tuple(sorted({*known, *more}))
 
 
-def best_within(
-    instance: Instance, rows: Rows, weights: Weights, alive: Alive, aim: float, gap: float, patience: float
-) -> tuple[Solution, float]:
-    """The best choice that meets `rows`, and a bound on all that take less than `aim`.
+@dataclass(frozen=True)
+class Rest:
+    """What an aim leaves to choose from: a `network` of the seconds that no row counts, at the weights `plain`, with
+    `base` in its costs besides (seconds); and which redistributions are made again."""
 
-    Overlaps that have no row count with the part that `weights` has for them, nothing or all. The program is
-    solved up to `gap`, or for `patience` seconds. Raises what `Program.solve` does.
+    network: Network
+    plain: Weights
+    repeats: Sequence[Repeats]
+    base: float
+
+
+def rest_of(instance: Instance, rows: Rows, weights: Weights, alive: Alive, aim: float) -> Rest:
+    """What may be in a choice that takes less than `aim` seconds.
+
+    Overlaps that have no row count with the part that `weights` has for them, nothing or all. Raises
+    InfeasibleProgramError where there is no such choice.
     """
     parts = [0.0 if index in rows.hinges else round(part) for index, part in enumerate(weights.excess)]
-    rounded = Weights(1.0, [], parts)
-    plain = instance.priced(rounded)
+    plain = Weights(1.0, [], parts)
+    priced = instance.priced(plain)
     slack = instance.slack(weights, alive, rows.fixed, aim)
-    network = network_of(plain, alive)
+    network = network_of(priced, alive)
     eliminate(network, rows.fixed)
-    left = {node: slack.nodes[node][labels] >= 0 for node, labels in network.labels.items()}
-    program = Program(network, left, SCALE / min(aim, instance.arrays.value([0] * len(instance.arrays.costs))))
-    groups = [replace(group, again=again_seconds(instance.arrays, group, rounded)) for group in instance.arrays.groups]
+    network.narrow({node: slack.nodes[node][labels] >= 0 for node, labels in network.labels.items()})
     repeats = decide_repeats(instance.arrays, instance.bytes, instance.points, weights, slack)
-    with_parts = replace(instance.arrays, groups=groups)
-    columns = limit_memory(program, with_parts, instance.bytes, rows.points, rows.limit, rows.hinges, repeats)
-    picks, values, bound = program.solve(gap, patience)
-    strategies = restore(network, network.strategies(picks))
-    chosen = [strategies[node] for node in range(len(instance.arrays.costs))]
-    again: set[tuple[int, Layout]] = set()
-    for item in columns:
-        group = instance.arrays.groups[item.group]
-        row = int(np.flatnonzero(item.sources == group.made[chosen[group.producer]])[0])
-        wanted = {int(edge.wanted[chosen[edge.consumer]]) for edge in group.edges if edge.saved}
-        for made, column, target in zip(item.is_made[row], item.columns[row], item.targets, strict=True):
-            if target in wanted and (made or (column >= 0 and values[column] > 0.5)):
-                again.add((item.group, group.targets[target]))
-    return instance.solution(chosen, frozenset(again)), bound - ties(plain) - instance.hidden(parts)
+    return Rest(network, plain, repeats, ties(priced) + instance.hidden(parts))
 
 
 def _unhidden(instance: Instance, rows: Rows, solution: Solution, weights: Weights) -> list[int]:

@@ -56,15 +56,16 @@ def find_order(network: Network, sizes: Mapping[int, int]) -> Order:
 class Tables:
     """All that the tables of a network tell. `bound` is what the best choice costs, to rounding."""
 
-    def __init__(self, network: Network) -> None:
+    def __init__(self, network: Network, order: Order | None = None) -> None:
         self.network = network
         self.sizes = {node: len(costs) for node, costs in network.costs.items()}
-        self.order = order = find_order(network, self.sizes)
+        self.order = order = order or find_order(network, self.sizes)
         self.rank = {node: position for position, node in enumerate(order.nodes)}
         self.tables: list[Floats] = []
         self.least: list[Floats] = []
+        self.outside: list[Floats] = []
         self.bound = network.constant
-        waiting = self._costs()
+        waiting = local_costs(network, self.rank)
         for node, scope in zip(order.nodes, order.scopes, strict=True):
             table = np.zeros([self.sizes[other] for other in scope])
             for own, costs in waiting[node]:
@@ -76,22 +77,6 @@ class Tables:
                 waiting[scope[1]].append((scope[1:], least))
             else:
                 self.bound += float(least)
-
-    def _costs(self) -> dict[int, list[tuple[tuple[int, ...], Floats]]]:
-        """The costs of the network by the node of them that leaves first, each with its nodes in order."""
-        found: dict[int, list[tuple[tuple[int, ...], Floats]]] = {
-            node: [((node,), costs)] for node, costs in self.network.costs.items()
-        }
-        for (first, second), costs in self.network.pairs.items():
-            if self.rank[first] < self.rank[second]:
-                found[first].append(((first, second), costs))
-            else:
-                found[second].append(((second, first), costs.T))
-        for sharing in self.network.sharings:
-            members = {sharing.producer, *(consumer for consumer, _ in sharing.consumers)}
-            scope = tuple(sorted(members, key=self.rank.__getitem__))
-            found[scope[0]].append((scope, shared(sharing, scope)))
-        return found
 
     def _spread(self, costs: Floats, own: tuple[int, ...], scope: tuple[int, ...]) -> Floats:
         """Costs over some nodes of a table, with an axis of one for each other node."""
@@ -106,15 +91,16 @@ class Tables:
         return chosen
 
     def learn(self) -> None:
-        """Put into every cell what all choices with these labels cost at least."""
+        """Put into every cell what all choices with these labels cost at least. `outside` is then, for each table, what
+        all else costs, for the labels of its scope but the first node's."""
+        outside: list[Floats] = []
         for position in range(len(self.tables) - 1, -1, -1):
             scope, table, least = self.order.scopes[position], self.tables[position], self.least[position]
-            if len(scope) == 1:
-                table += self.bound - float(least)
-                continue
-            whole = self._over(self.rank[scope[1]], scope[1:])
+            whole = self._over(self.rank[scope[1]], scope[1:]) if len(scope) > 1 else np.array(self.bound)
             # What no choice has, has no price.
-            table += np.subtract(whole, least, out=np.full(whole.shape, np.inf), where=np.isfinite(least))
+            outside.append(np.subtract(whole, least, out=np.full(whole.shape, np.inf), where=np.isfinite(least)))
+            table += outside[-1]
+        self.outside = outside[::-1]
 
     def _over(self, position: int, nodes: tuple[int, ...]) -> Floats:
         """The least cells of a table for each choice of labels of some of its nodes."""
@@ -155,3 +141,20 @@ def shared(sharing: Sharing, scope: tuple[int, ...]) -> Floats:
             own = np.where(layouts == earlier, 0.0, own)
         total = total + own
     return total
+
+
+def local_costs(network: Network, rank: Mapping[int, int]) -> dict[int, list[tuple[tuple[int, ...], Floats]]]:
+    """The costs of a network by the node of them that leaves first, each with its nodes in the order of `rank`."""
+    found: dict[int, list[tuple[tuple[int, ...], Floats]]] = {
+        node: [((node,), costs)] for node, costs in network.costs.items()
+    }
+    for (first, second), costs in network.pairs.items():
+        if rank[first] < rank[second]:
+            found[first].append(((first, second), costs))
+        else:
+            found[second].append(((second, first), costs.T))
+    for sharing in network.sharings:
+        members = {sharing.producer, *(consumer for consumer, _ in sharing.consumers)}
+        scope = tuple(sorted(members, key=rank.__getitem__))
+        found[scope[0]].append((scope, shared(sharing, scope)))
+    return found
