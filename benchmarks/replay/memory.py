@@ -57,6 +57,8 @@ def _stage(run: Run, forced: Forced, kept: Kept, number: int, layers: list[int],
     elements = layers[number] * layer + outside
     states, gradients, gathered = _states(run, elements, layer, outside)
     gathered += run.software.buckets
+    if run.software.placeholders:
+        gradients += _HALF * layer
     held, running, loss = _activations(run, kept, layers[number], in_flight(run, number), last)
     updating = Memory(_updating(run, elements), 0.0, 0.0, 0.0, reserve)
     if not run.software.standing and run.micro_batches == 1:
@@ -109,13 +111,37 @@ def in_flight(run: Run, stage: int) -> float:
 
 def _activations(run: Run, kept: Kept, layers: int, flying: float, last: bool) -> tuple[float, float, float]:
     """Bytes that are kept, those of a layer whose backward pass runs, and those of the loss."""
-    loss = max(0.0, kept.after - kept.loss) + kept.loss * run.software.loss_copies if last else 0.0
+    loss = _loss(run, kept) if last else 0.0
+    whole = kept.layer + (_exchanged(run) if run.software.keeps_exchanged else 0.0)
     if run.recompute == "full":
         entry = 0.0 if run.software.offloads else kept.entry
         sent = run.software.holds_outputs and run.parallel.pipeline > 1
         outputs = flying * kept.entry / run.parallel.tensor if sent else 0.0
-        return flying * layers * entry + outputs, kept.layer + kept.working, loss
+        return flying * layers * entry + outputs, whole + kept.working, loss
     if run.recompute == "ops":
-        return flying * layers * kept.selected, kept.layer - kept.selected + kept.working, loss
-    per_layer = kept.layer - (kept.scores if run.recompute == "selective" else 0.0)
+        return flying * layers * kept.selected, whole - kept.selected + kept.working, loss
+    per_layer = whole - (kept.scores if run.recompute == "selective" else 0.0)
     return flying * layers * per_layer, kept.working, loss
+
+
+def _loss(run: Run, kept: Kept) -> float:
+    """Bytes of what stands after the layers: while the loss is computed, or while the head's backward pass has the
+    gradient of the logits, makes that of what it read, and gives autograd a tensor for its weight's.
+
+    A split sequence is whole there, as the operand and as its gradient.
+    """
+    sizes, parallel = run.dimensions, run.parallel
+    read = _HALF * run.micro_batch * sizes.sequence / parallel.context * sizes.hidden
+    whole = 2 * read if parallel.sequence_parallel else read
+    weight = _HALF * sizes.vocab * sizes.hidden / parallel.tensor if run.software.placeholders else 0.0
+    headed = kept.loss * _HALF / _FLOAT + whole + weight
+    return max(0.0, kept.after - kept.loss) + max(kept.loss * run.software.loss_copies, headed)
+
+
+def _exchanged(run: Run) -> float:
+    """Bytes of what a layer's attention gives on one device, where heads are exchanged for parts of the sequence."""
+    sizes, parallel = run.dimensions, run.parallel
+    if parallel.context == 1 or parallel.context_method != "a2a":
+        return 0.0
+    elements = run.micro_batch * sizes.sequence * sizes.heads * sizes.head_size
+    return _HALF * elements / (parallel.context * parallel.tensor)

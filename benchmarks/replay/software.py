@@ -18,6 +18,10 @@ class Software:
     - `updating`: bytes of each element of its states that the optimizer's step takes besides these.
     - `standing`: gradients have their memory from the first step on, rather than while there are any.
     - `loss_copies`: how many float32 copies of the logits the loss takes at its peak.
+    - `placeholders`: products that add gradients up themselves give autograd an empty tensor of their weight's shape.
+      It is kept and shared by all layers; the head's goes when its backward pass is over.
+    - `keeps_exchanged`: attention that exchanges heads for parts of the sequence keeps its results as they were before
+      the exchange too.
     - `exchanges`: two stages of a pipeline send to each other at the same time, rather than one after the other.
     - `holds_outputs`: a pipeline stage keeps its part of what it has sent on until its backward pass.
     - `adds`: gradients of a micro-batch are added to those before by a kernel of their own, rather than by the product
@@ -49,6 +53,8 @@ class Software:
     updating: int = 0
     standing: bool = True
     loss_copies: float = 2.5
+    placeholders: bool = True
+    keeps_exchanged: bool = True
     exchanges: bool = True
     holds_outputs: bool = False
     fills: bool = False
@@ -68,8 +74,10 @@ class Software:
     recompute: str = "none"
 
 
-_UNFUSED = Software(flash=False, sequence_parallel=False, overlaps=False, dropout=0.1)
-_TORCH = Software(standing=False, loss_copies=3.5, adds=True)
+_UNFUSED = Software(
+    flash=False, sequence_parallel=False, overlaps=False, dropout=0.1, placeholders=False, keeps_exchanged=False
+)
+_TORCH = Software(standing=False, loss_copies=3.5, adds=True, placeholders=False, keeps_exchanged=False)
 
 _BLOOM = replace(
     _UNFUSED,
@@ -89,7 +97,18 @@ _BLOOM = replace(
 _CHUNKED, _CHUNKED_COMPILED = 0.5 + 3 / 8, 0.5 + 0.5 / 8
 _TUNE = replace(_TORCH, gradient_bytes=2, reduced_bytes=2, loss_copies=_CHUNKED)
 
+# Logits in two bytes, with their gradient written over them (`cross_entropy_forward` of Transformer Engine 2.11, in
+# pytorch/triton/cross_entropy.py).
+_WRITTEN_OVER = 0.5
+
 # Pattern in the source -> its software, where it is not as Megatron-LM is today.
+#
+# Megatron computes layers with Transformer Engine, whose products give `get_dummy_wgrad` (pytorch/module/base.py) to
+# autograd where gradients are added up by products: one tensor for each shape. Megatron's own head makes one each time
+# (`LinearWithGradAccumulationAndAsyncCommunication.backward` in core/tensor_parallel/layers.py). With all-to-alls
+# around attention Transformer Engine keeps q, k, v and the result as they are between them (`AttnFuncWithCPAndQKVOA2A`
+# of 2.11); the product that follows keeps the result as it is after them. SimuMax ran Megatron at 23e00ed0 with 2.11
+# and its fused loss (docs/b200/b200_real_repro_guide.md).
 #
 # FlashAttention is of June 2022 (arXiv 2205.14135), sequence parallelism of May 2022 (arXiv 2205.05198, which has
 # dropout in its formulas). Of what a stage of a pipeline sends, each tensor-parallel rank sends its part: in Megatron
@@ -117,7 +136,18 @@ _KNOWN: tuple[tuple[str, Software], ...] = (
         replace(_UNFUSED, adds=True, reduced_bytes=2, gradient_bytes=2, prefetches=False, coalesces=False),
     ),
     (r"Zero Bubble", _UNFUSED),
-    (r"InternEvo", Software(sequence_parallel=False, reduced_bytes=2, gradient_bytes=2, updating=4 + 2 * 4)),
+    (
+        r"InternEvo",
+        Software(
+            sequence_parallel=False,
+            reduced_bytes=2,
+            gradient_bytes=2,
+            updating=4 + 2 * 4,
+            placeholders=False,
+            keeps_exchanged=False,
+        ),
+    ),
+    (r"SimuMax", Software(loss_copies=_WRITTEN_OVER)),
     (r"llm-foundry", _TORCH),
     (r"torchtitan.*2024", replace(_TORCH, recompute="ops")),
     (r"torchtitan", replace(_TORCH, recompute="ops", loss_copies=1.0)),
