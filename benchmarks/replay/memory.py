@@ -60,6 +60,9 @@ def _stage(run: Run, forced: Forced, kept: Kept, number: int, layers: list[int],
     if run.software.placeholders:
         gradients += _HALF * layer
     held, running, loss = _activations(run, kept, layers[number], in_flight(run, number), last)
+    if first:
+        normed = _HALF * _entering(run) if run.software.norms_embeddings else 0.0
+        held += in_flight(run, number) * (kept.before + normed)
     updating = Memory(_updating(run, elements), 0.0, 0.0, 0.0, reserve)
     if not run.software.standing and run.micro_batches == 1:
         # Where gradients come and go, the peak is before there are any, or when all of them are there.
@@ -131,11 +134,16 @@ def _loss(run: Run, kept: Kept) -> float:
     A split sequence is whole there, as the operand and as its gradient.
     """
     sizes, parallel = run.dimensions, run.parallel
-    read = _HALF * run.micro_batch * sizes.sequence / parallel.context * sizes.hidden
+    read = _HALF * _entering(run)
     whole = 2 * read if parallel.sequence_parallel else read
     weight = _HALF * sizes.vocab * sizes.hidden / parallel.tensor if run.software.placeholders else 0.0
     headed = kept.loss * _HALF / _FLOAT + whole + weight
     return max(0.0, kept.after - kept.loss) + max(kept.loss * run.software.loss_copies, headed)
+
+
+def _entering(run: Run) -> float:
+    """Elements that enter the first layer and leave the last one, of the part of the sequence that a device has."""
+    return run.micro_batch * run.dimensions.sequence * run.dimensions.hidden / run.parallel.context
 
 
 def _exchanged(run: Run) -> float:

@@ -12,6 +12,7 @@ class Software:
     - `sequence_parallel`: activations between the tensor-parallel products are split over the sequence.
     - `overlaps`: gradients are reduced while the backward pass runs.
     - `dropout`: its rate in training.
+    - `norms_embeddings`: a norm stands between embeddings and layers, and keeps what it reads.
     - `compiled`: chains of cheap ops are fused, by hand or by a compiler.
     - `gradient_bytes`, `reduced_bytes`, `gathered_bytes`: what an element of an accumulated gradient, of one that is
       sent, and of a parameter that is gathered takes.
@@ -46,6 +47,7 @@ class Software:
     sequence_parallel: bool = True
     overlaps: bool = True
     dropout: float = 0.0
+    norms_embeddings: bool = False
     compiled: bool = True
     gradient_bytes: int = 4
     reduced_bytes: int = 4
@@ -81,7 +83,7 @@ _TORCH = Software(standing=False, loss_copies=3.5, adds=True, placeholders=False
 
 _BLOOM = replace(
     _UNFUSED,
-    dropout=0.0,
+    norms_embeddings=True,
     adds=True,
     reduced_bytes=2,
     gradient_bytes=2,
