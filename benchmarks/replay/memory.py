@@ -8,7 +8,7 @@ What layers keep is what fused programs keep (`benchmarks.replay.kept`). A stage
 micro-batches as its schedule has in flight (section 2 of Korthikanti et al. 2022; Qi et al. 2024 for ZB-2p).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from benchmarks.replay.compose import stage_layers
 from benchmarks.replay.graphs import Forced
@@ -19,6 +19,9 @@ from benchmarks.replay.records import Run
 # Bytes per element: float32 master copy and two moments; the same of a run in pure bfloat16 (no master copy).
 _ADAM, _PURE_ADAM = 12.0, 4.0
 _FLOAT, _HALF = 4.0, 2.0
+# What torch's allocator holds of each byte that it has given out: the median of the 43 runs of Megatron of which
+# MooreThreads/SimuMax published both (docs/b200/b200_release_v1.2_summary.json at 4dcaae51; 1.028 to 1.093).
+_RESERVED = 1.04
 # Layers whose gathered parameters are there at once: the one that runs and the next.
 _GATHERED = 2
 
@@ -41,12 +44,17 @@ class Memory:
 
 def peak_memory(run: Run, forced: Forced, reserve: float, alone: bool) -> Memory:
     """The peak of the fullest stage; `reserve` is counted where what was measured has it: whatever the driver says is
-    taken, rather than what torch has allocated."""
+    taken, rather than what torch has allocated. Then the allocator's cached blocks count, too, where the source says so
+    (nvidia-smi, or what torch has reserved)."""
     kept = kept_bytes(forced, run.software.compiled)
     layers = stage_layers(run.dimensions.layers, run.parallel.pipeline, run.software.fills)
     outside = "smi" in run.measured.memory_kind or run.measured.memory_kind == "GB as printed"
     stages = [_stage(run, forced, kept, number, layers, reserve if outside else 0.0) for number in range(len(layers))]
-    return max(stages, key=lambda stage: stage.total)
+    most = max(stages, key=lambda stage: stage.total)
+    if "smi" in run.measured.memory_kind or "reserved" in run.measured.memory_kind:
+        cached = (_RESERVED - 1) * (most.total - most.reserve)
+        return replace(most, reserve=most.reserve + cached)
+    return most
 
 
 def _stage(run: Run, forced: Forced, kept: Kept, number: int, layers: list[int], reserve: float) -> Memory:

@@ -8,6 +8,7 @@ import pytest
 from benchmarks.published import DATA
 from benchmarks.replay.clusters import cluster_of
 from benchmarks.replay.graphs import Forced
+from benchmarks.replay.kept import kept_bytes
 from benchmarks.replay.memory import peak_memory
 from benchmarks.replay.parts import parameter_elements
 from benchmarks.replay.predict import forced_of
@@ -15,6 +16,7 @@ from benchmarks.replay.records import Run, read_records, read_run
 from benchmarks.replay.software import Software, find_software
 
 LONG = "simumax-llama3_70b_l12_tp1_cp8_pp1_dp1_seq131072_mbc4_cef"
+BLOOM = "bloom-sweep-034"
 SPLIT = "simumax-llama3_405b_l4_tp2_cp4_pp1_dp1_seq32768_mbc4_cef"
 
 
@@ -57,6 +59,31 @@ def test_products_that_add_gradients_leave_a_tensor_for_each_weight_of_a_layer()
     unfused = replace(run.software, loss_copies=2.5)
     more = 2.5 * logits - (logits / 2 + entry + head)
     assert peak(run, graph, unfused) - peak(run, graph, run.software) == more
+
+
+def test_what_stands_before_the_layers_is_kept_for_each_micro_batch_in_flight() -> None:
+    """The operand of a norm in two bytes, and the mask of dropout in one, on the first of twelve stages."""
+    run, graph = forced(BLOOM)
+    assert (run.software.dropout, run.software.norms_embeddings) == (0.1, True)
+    assert run.parallel.pipeline == 12
+    torch_says = replace(run, measured=replace(run.measured, memory_kind="torch"))
+    without = replace(run.software, norms_embeddings=False)
+    assert peak(torch_says, graph, run.software) - peak(torch_says, graph, without) == 12 * 2 * 2048 * 14336
+    assert kept_bytes(graph).before == 2048 * 14336
+
+
+def test_drivers_count_what_the_allocator_has_cached_and_the_reserve() -> None:
+    run, graph = forced(BLOOM)
+    assert "nvidia-smi" in run.measured.memory_kind
+    reserve = cluster_of(run)[1].device.reserve
+
+    def said(kind: str) -> float:
+        return peak_memory(replace(run, measured=replace(run.measured, memory_kind=kind)), graph, reserve, False).total
+
+    tensors = said("torch max_allocated")
+    assert said("nvidia-smi") == pytest.approx(1.04 * tensors + reserve)
+    assert said("torch max_reserved") == pytest.approx(1.04 * tensors)
+    assert said("nvidia-smi") == pytest.approx(run.measured.memory, rel=0.1)
 
 
 def test_software_by_its_source() -> None:
