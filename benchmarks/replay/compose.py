@@ -186,6 +186,8 @@ def update_bytes(run: Run, parameters: float) -> float:
     parallel, software = run.parallel, run.software
     adam = PURE_UPDATE_BYTES if "pure" in run.precision else UPDATE_BYTES
     update = parameters * adam / max(1, parallel.shards)
+    if software.scales:
+        update += parameters * 2 * HALF
     if not software.adds:
         return update
     kept = parameters / (max(1, parallel.shards) if parallel.zero >= 2 else 1)
@@ -197,7 +199,17 @@ def update_bytes(run: Run, parameters: float) -> float:
 def _besides(run: Run, parts: Parts, cluster: Cluster) -> float:
     """Seconds of a step that software computes beside the ops of the stock class."""
     each = _rotating(run, cluster) + _adapting(run, cluster)
-    return run.micro_batches * run.dimensions.layers * each + _dequantizing(run, parts, cluster)
+    return run.micro_batches * (run.dimensions.layers * each + _ending(run, cluster)) + _dequantizing(
+        run, parts, cluster
+    )
+
+
+def _ending(run: Run, cluster: Cluster) -> float:
+    """Seconds of the loss beyond a fused one, and of adding up the gradients of the head's weight, chunk by chunk."""
+    sizes, parallel = run.dimensions, run.parallel
+    logits = run.micro_batch * sizes.sequence / parallel.context * sizes.vocab * run.software.logits
+    added = 0.0 if run.frozen else (run.software.chunks - 1) * 3 * HALF * sizes.vocab * sizes.hidden
+    return (logits + added) / parallel.tensor / cluster.device.stream
 
 
 def _rotating(run: Run, cluster: Cluster) -> float:

@@ -39,6 +39,9 @@ class Software:
     - `offloads`: what layers keep lies in the host's memory.
     - `optimizer_in_backward`: parameters are updated as soon as their gradients are there.
     - `rotation`: bytes read and written to rotate an element of queries and keys, beyond the stock class's.
+    - `logits`: bytes read and written for each logit, beyond those of a fused loss.
+    - `chunks`: parts of the sequence that the head computes one by one, each with a gradient of its weight.
+    - `scales`: gradients are divided by the number of tokens once they are there.
     - `adapter`: rank of adapters on the matrices of frozen layers, but for that of keys; 0 where there are none.
     - `recompute`: what is computed again where a record does not say.
     """
@@ -67,6 +70,9 @@ class Software:
     offloads: bool = False
     optimizer_in_backward: bool = False
     rotation: float = 0.0
+    logits: float = 0.0
+    chunks: int = 1
+    scales: bool = False
     adapter: int = 0
     adds: bool = False
     all_reduces: bool = False
@@ -185,8 +191,15 @@ _ALPACA = 137
 
 # Rotations of torchtune (modules/position_embeddings.py) run in float32, even elements apart from odd ones. Op by op
 # they read and write 56 bytes an element forward and 116 backward, where each of four slices makes a tensor of zeros;
-# the stock class's have 20 and 32 in two bytes.
-_ROTATION = 56 + 116 - 20 - 32.0
+# the stock class's have 20 and 26 in two bytes.
+_ROTATION = 56 + 116 - 20 - 26.0
+# What a fused loss does not: layers and the loss are compiled, but not what casts logits between them, and a softmax in
+# one kernel reads rows for their maximum and for their sum. The cast writes 4 bytes, the loss reads 2 x 4 in place of
+# 2, and backward reads and writes 4 in place of 2, which the cast's gradient reads again and writes in 2 (22 in all).
+# Chunks are cast within (torchtune's modules/transformer.py and training/_compile.py at 1814feb1, which added the
+# table).
+_CAST_LOGITS, _CHUNKED_LOGITS = (4 + 4 + 4) + (4 + 4 + 4 - 2.0), 2.0
+_CHUNKS = 8
 # recipes/configs/llama3_2/3B_qlora_single_device.yaml, on queries, values, outputs and the MLP.
 _RANK = 64
 
@@ -198,15 +211,21 @@ def find_row(software: Software, row: str) -> Software:
     if place is None:
         return software
     compiled = place >= _ROWS.index("compile")
+    chunked = place >= _ROWS.index("chunked")
+    early = _ROWS.index("opt in bwd") <= place < _ROWS.index("lora")
     return replace(
         software,
         sample=_ALPACA,
         packed=place >= _ROWS.index("packed"),
         compiled=compiled,
         rotation=0.0 if compiled else _ROTATION,
+        logits=_CHUNKED_LOGITS if chunked else _CAST_LOGITS if compiled else 0.0,
+        chunks=_CHUNKS if chunked else 1,
+        # The recipe's step (`scale_grads`), where there are gradients left by then.
+        scales=not early,
         adapter=_RANK if place >= _ROWS.index("lora") else 0,
         # The logits in float32, their softmax, and the gradients of both.
-        loss_copies=_CHUNKED_COMPILED if place >= _ROWS.index("chunked") else 3.0,
-        optimizer_in_backward=_ROWS.index("opt in bwd") <= place < _ROWS.index("lora"),
+        loss_copies=_CHUNKED_COMPILED if chunked else 3.0,
+        optimizer_in_backward=early,
         offloads=place >= _ROWS.index("act offload"),
     )
