@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from math import prod
 
-from benchmarks.replay.eager import beyond, sums
+from benchmarks.replay.eager import Beyond, beyond, sums
 from benchmarks.replay.graphs import CONTEXT, Forced
 from passes.cost.cluster import Cluster
 from passes.cost.communication import redistribution_seconds
@@ -104,16 +104,21 @@ def parameter_elements(forced: Forced) -> tuple[float, float]:
 
 
 def _body(body: Body, forced: Forced, cluster: Cluster, fused: Mapping[str, Fused]) -> Part:
-    total = Part() if fused else Part(backward=sums(body, forced) / cluster.device.stream)
+    total = Part() if fused else _beyond(sums(body, forced), cluster)
     for statement in body.statements:
         if isinstance(statement, Compute):
             total += _compute(statement, body, forced, cluster, fused)
             if not fused:
-                forward, backward = beyond(statement, body, forced)
-                total += Part(rest=forward / cluster.device.stream, backward=backward / cluster.device.stream)
+                total += _beyond(beyond(statement, body, forced), cluster)
         elif isinstance(statement, Change):
             total += _change(statement, forced, cluster)
     return total
+
+
+def _beyond(found: Beyond, cluster: Cluster) -> Part:
+    device = cluster.device
+    backward = found.backward / device.stream + found.kernels * device.launch
+    return Part(rest=found.forward / device.stream, backward=backward)
 
 
 def _compute(statement: Compute, body: Body, forced: Forced, cluster: Cluster, fused: Mapping[str, Fused]) -> Part:

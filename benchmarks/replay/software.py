@@ -36,9 +36,11 @@ class Software:
     - `slower`: how often longer everything takes than it would.
     - `sample`: tokens of a sample of the data, beyond which no attention reaches; 0 where samples are whole sequences.
     - `packed`: samples are packed to whole sequences, rather than padded to each other.
+    - `block`: queries and keys that attention computes together, if any pair of them belongs to one packed sample.
     - `offloads`: what layers keep lies in the host's memory.
     - `optimizer_in_backward`: parameters are updated as soon as their gradients are there.
     - `rotation`: bytes read and written to rotate an element of queries and keys, beyond the stock class's.
+    - `rotation_kernels`: kernels of a layer that do so, beyond the stock class's.
     - `logits`: bytes read and written for each logit, beyond those of a fused loss.
     - `chunks`: parts of the sequence that the head computes one by one, each with a gradient of its weight.
     - `scales`: gradients are divided by the number of tokens once they are there.
@@ -67,9 +69,11 @@ class Software:
     slower: float = 1.0
     sample: int = 0
     packed: bool = True
+    block: int = 0
     offloads: bool = False
     optimizer_in_backward: bool = False
     rotation: float = 0.0
+    rotation_kernels: int = 0
     logits: float = 0.0
     chunks: int = 1
     scales: bool = False
@@ -191,8 +195,10 @@ _ALPACA = 137
 
 # Rotations of torchtune (modules/position_embeddings.py) run in float32, even elements apart from odd ones. Op by op
 # they read and write 56 bytes an element forward and 116 backward, where each of four slices makes a tensor of zeros;
-# the stock class's have 20 and 26 in two bytes.
-_ROTATION = 56 + 116 - 20 - 26.0
+# the stock class's have 20 and 26 in two bytes. These are 9 and 18 kernels for queries, and as many for keys: a cast,
+# four products, a difference and a sum, a stack and a cast; backward two casts, four products, a sign, four zeros and
+# copies, and three sums. Of the stock class 5 are counted, and 7 backward.
+_ROTATION, _ROTATION_KERNELS = 56 + 116 - 20 - 26.0, 2 * (9 + 18 - 5 - 7)
 # What a fused loss does not: layers and the loss are compiled, but not what casts logits between them, and a softmax in
 # one kernel reads rows for their maximum and for their sum. The cast writes 4 bytes, the loss reads 2 x 4 in place of
 # 2, and backward reads and writes 4 in place of 2, which the cast's gradient reads again and writes in 2 (22 in all).
@@ -200,6 +206,8 @@ _ROTATION = 56 + 116 - 20 - 26.0
 # table).
 _CAST_LOGITS, _CHUNKED_LOGITS = (4 + 4 + 4) + (4 + 4 + 4 - 2.0), 2.0
 _CHUNKS = 8
+# Flex attention skips whole blocks of a mask (`_DEFAULT_SPARSE_BLOCK_SIZE` in torch/nn/attention/flex_attention.py).
+_BLOCK = 128
 # recipes/configs/llama3_2/3B_qlora_single_device.yaml, on queries, values, outputs and the MLP.
 _RANK = 64
 
@@ -217,8 +225,10 @@ def find_row(software: Software, row: str) -> Software:
         software,
         sample=_ALPACA,
         packed=place >= _ROWS.index("packed"),
+        block=_BLOCK,
         compiled=compiled,
         rotation=0.0 if compiled else _ROTATION,
+        rotation_kernels=0 if compiled else _ROTATION_KERNELS,
         logits=_CHUNKED_LOGITS if chunked else _CAST_LOGITS if compiled else 0.0,
         chunks=_CHUNKS if chunked else 1,
         # The recipe's step (`scale_grads`), where there are gradients left by then.
