@@ -186,6 +186,8 @@ def update_bytes(run: Run, parameters: float) -> float:
     parallel, software = run.parallel, run.software
     adam = PURE_UPDATE_BYTES if "pure" in run.precision else UPDATE_BYTES
     update = parameters * adam / max(1, parallel.shards)
+    if software.scales:
+        update += parameters * 2 * HALF
     if not software.adds:
         return update
     kept = parameters / (max(1, parallel.shards) if parallel.zero >= 2 else 1)
@@ -196,15 +198,43 @@ def update_bytes(run: Run, parameters: float) -> float:
 
 def _besides(run: Run, parts: Parts, cluster: Cluster) -> float:
     """Seconds of a step that software computes beside the ops of the stock class."""
-    each = _rotating(run, cluster) + _adapting(run, cluster)
-    return run.micro_batches * run.dimensions.layers * each + _dequantizing(run, parts, cluster)
+    each = _rotating(run, cluster) + _adapting(run, cluster) + _masking(run, cluster)
+    return run.micro_batches * (run.dimensions.layers * each + _ending(run, cluster)) + _dequantizing(
+        run, parts, cluster
+    )
+
+
+def _ending(run: Run, cluster: Cluster) -> float:
+    """Seconds of the loss beyond a fused one, and of adding up the gradients of the head's weight, chunk by chunk."""
+    sizes, parallel = run.dimensions, run.parallel
+    logits = run.micro_batch * sizes.sequence / parallel.context * sizes.vocab * run.software.logits
+    added = 0.0 if run.frozen else (run.software.chunks - 1) * 3 * HALF * sizes.vocab * sizes.hidden
+    return (logits + added) / parallel.tensor / cluster.device.stream
 
 
 def _rotating(run: Run, cluster: Cluster) -> float:
     """Seconds that rotating queries and keys of a layer takes beyond the stock class's."""
     sizes = run.dimensions
     elements = run.micro_batch * sizes.sequence * (sizes.heads + sizes.kv_heads) * sizes.head_size
-    return elements * run.software.rotation / run.parallel.tensor / cluster.device.stream
+    kernels = run.software.rotation_kernels * cluster.device.launch
+    return elements * run.software.rotation / run.parallel.tensor / cluster.device.stream + kernels
+
+
+def _masking(run: Run, cluster: Cluster) -> float:
+    """Seconds of a layer's attention on whole blocks, beyond those of samples that begin where blocks do.
+
+    A query's block is computed with its own and with those before it that its first sample begins in: that sample has
+    begun anywhere in its length before the block does.
+    """
+    block, length = run.software.block, run.software.sample
+    if not block or not run.software.packed:
+        return 0.0
+    sizes, device = run.dimensions, cluster.device
+    before = sum(-(-begun // block) for begun in range(length)) / length
+    keys = block * (1 + before) - sizes.sequence / 2
+    flops = 4 * run.micro_batch * sizes.sequence * keys * sizes.heads * sizes.head_size
+    forward = flops * (1 + device.softmax / sizes.head_size) / (device.attention * device.flops["bfloat16"])
+    return ((2 if run.recompute == "full" else 1) + 2.5) * forward
 
 
 def _adapting(run: Run, cluster: Cluster) -> float:

@@ -8,7 +8,7 @@ What layers keep is what fused programs keep (`benchmarks.replay.kept`). A stage
 micro-batches as its schedule has in flight (section 2 of Korthikanti et al. 2022; Qi et al. 2024 for ZB-2p).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from benchmarks.replay.compose import stage_layers
 from benchmarks.replay.graphs import Forced
@@ -19,6 +19,9 @@ from benchmarks.replay.records import Run
 # Bytes per element: float32 master copy and two moments; the same of a run in pure bfloat16 (no master copy).
 _ADAM, _PURE_ADAM = 12.0, 4.0
 _FLOAT, _HALF = 4.0, 2.0
+# What torch's allocator holds of each byte that it has given out: the median of the 43 runs of Megatron of which
+# MooreThreads/SimuMax published both (docs/b200/b200_release_v1.2_summary.json at 4dcaae51; 1.028 to 1.093).
+_RESERVED = 1.04
 # Layers whose gathered parameters are there at once: the one that runs and the next.
 _GATHERED = 2
 
@@ -41,12 +44,17 @@ class Memory:
 
 def peak_memory(run: Run, forced: Forced, reserve: float, alone: bool) -> Memory:
     """The peak of the fullest stage; `reserve` is counted where what was measured has it: whatever the driver says is
-    taken, rather than what torch has allocated."""
+    taken, rather than what torch has allocated. Then the allocator's cached blocks count, too, where the source says so
+    (nvidia-smi, or what torch has reserved)."""
     kept = kept_bytes(forced, run.software.compiled)
     layers = stage_layers(run.dimensions.layers, run.parallel.pipeline, run.software.fills)
     outside = "smi" in run.measured.memory_kind or run.measured.memory_kind == "GB as printed"
     stages = [_stage(run, forced, kept, number, layers, reserve if outside else 0.0) for number in range(len(layers))]
-    return max(stages, key=lambda stage: stage.total)
+    most = max(stages, key=lambda stage: stage.total)
+    if "smi" in run.measured.memory_kind or "reserved" in run.measured.memory_kind:
+        cached = (_RESERVED - 1) * (most.total - most.reserve)
+        return replace(most, reserve=most.reserve + cached)
+    return most
 
 
 def _stage(run: Run, forced: Forced, kept: Kept, number: int, layers: list[int], reserve: float) -> Memory:
@@ -57,7 +65,12 @@ def _stage(run: Run, forced: Forced, kept: Kept, number: int, layers: list[int],
     elements = layers[number] * layer + outside
     states, gradients, gathered = _states(run, elements, layer, outside)
     gathered += run.software.buckets
+    if run.software.placeholders:
+        gradients += _HALF * layer
     held, running, loss = _activations(run, kept, layers[number], in_flight(run, number), last)
+    if first:
+        normed = _HALF * _entering(run) if run.software.norms_embeddings else 0.0
+        held += in_flight(run, number) * (kept.before + normed)
     updating = Memory(_updating(run, elements), 0.0, 0.0, 0.0, reserve)
     if not run.software.standing and run.micro_batches == 1:
         # Where gradients come and go, the peak is before there are any, or when all of them are there.
@@ -109,13 +122,42 @@ def in_flight(run: Run, stage: int) -> float:
 
 def _activations(run: Run, kept: Kept, layers: int, flying: float, last: bool) -> tuple[float, float, float]:
     """Bytes that are kept, those of a layer whose backward pass runs, and those of the loss."""
-    loss = max(0.0, kept.after - kept.loss) + kept.loss * run.software.loss_copies if last else 0.0
+    loss = _loss(run, kept) if last else 0.0
+    whole = kept.layer + (_exchanged(run) if run.software.keeps_exchanged else 0.0)
     if run.recompute == "full":
         entry = 0.0 if run.software.offloads else kept.entry
         sent = run.software.holds_outputs and run.parallel.pipeline > 1
         outputs = flying * kept.entry / run.parallel.tensor if sent else 0.0
-        return flying * layers * entry + outputs, kept.layer + kept.working, loss
+        return flying * layers * entry + outputs, whole + kept.working, loss
     if run.recompute == "ops":
-        return flying * layers * kept.selected, kept.layer - kept.selected + kept.working, loss
-    per_layer = kept.layer - (kept.scores if run.recompute == "selective" else 0.0)
+        return flying * layers * kept.selected, whole - kept.selected + kept.working, loss
+    per_layer = whole - (kept.scores if run.recompute == "selective" else 0.0)
     return flying * layers * per_layer, kept.working, loss
+
+
+def _loss(run: Run, kept: Kept) -> float:
+    """Bytes of what stands after the layers: while the loss is computed, or while the head's backward pass has the
+    gradient of the logits, makes that of what it read, and gives autograd a tensor for its weight's.
+
+    A split sequence is whole there, as the operand and as its gradient.
+    """
+    sizes, parallel = run.dimensions, run.parallel
+    read = _HALF * _entering(run)
+    whole = 2 * read if parallel.sequence_parallel else read
+    weight = _HALF * sizes.vocab * sizes.hidden / parallel.tensor if run.software.placeholders else 0.0
+    headed = kept.loss * _HALF / _FLOAT + whole + weight
+    return max(0.0, kept.after - kept.loss) + max(kept.loss * run.software.loss_copies, headed)
+
+
+def _entering(run: Run) -> float:
+    """Elements that enter the first layer and leave the last one, of the part of the sequence that a device has."""
+    return run.micro_batch * run.dimensions.sequence * run.dimensions.hidden / run.parallel.context
+
+
+def _exchanged(run: Run) -> float:
+    """Bytes of what a layer's attention gives on one device, where heads are exchanged for parts of the sequence."""
+    sizes, parallel = run.dimensions, run.parallel
+    if parallel.context == 1 or parallel.context_method != "a2a":
+        return 0.0
+    elements = run.micro_batch * sizes.sequence * sizes.heads * sizes.head_size
+    return _HALF * elements / (parallel.context * parallel.tensor)

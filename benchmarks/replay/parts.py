@@ -1,11 +1,11 @@
 """Seconds of one micro-batch, block by block, read from a lowered program."""
 
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from math import prod
 
+from benchmarks.replay.eager import Beyond, beyond, sums
 from benchmarks.replay.graphs import CONTEXT, Forced
 from passes.cost.cluster import Cluster
 from passes.cost.communication import redistribution_seconds
@@ -104,31 +104,21 @@ def parameter_elements(forced: Forced) -> tuple[float, float]:
 
 
 def _body(body: Body, forced: Forced, cluster: Cluster, fused: Mapping[str, Fused]) -> Part:
-    total = Part() if fused else Part(backward=_sums(body, forced) / cluster.device.stream)
+    total = Part() if fused else _beyond(sums(body, forced), cluster)
     for statement in body.statements:
         if isinstance(statement, Compute):
             total += _compute(statement, body, forced, cluster, fused)
+            if not fused:
+                total += _beyond(beyond(statement, body, forced), cluster)
         elif isinstance(statement, Change):
             total += _change(statement, forced, cluster)
     return total
 
 
-def _sums(body: Body, forced: Forced) -> float:
-    """Bytes that adding up the gradients of values that several ops read takes, each sum a kernel of its own."""
-    uses: Counter[str] = Counter()
-    for statement in body.statements:
-        if isinstance(statement, Compute):
-            uses.update(name for name in statement.whole.operands if name.partition("~")[0] in forced.folded.flowing)
-    owned = {name for region in forced.folded.regions for name in region.owned}
-    owned.update(item.name for item in forced.lowered.program.parameters)
-    total = 0.0
-    for name, count in uses.items():
-        if count > 1 and name not in owned:
-            type = body.types[name]
-            total += (
-                3 * (count - 1) * prod(local_shape(type.shape, body.layouts[name], forced.mesh)) * type.dtype.itemsize
-            )
-    return total
+def _beyond(found: Beyond, cluster: Cluster) -> Part:
+    device = cluster.device
+    backward = found.backward / device.stream + found.kernels * device.launch
+    return Part(rest=found.forward / device.stream, backward=backward)
 
 
 def _compute(statement: Compute, body: Body, forced: Forced, cluster: Cluster, fused: Mapping[str, Fused]) -> Part:

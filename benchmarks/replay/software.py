@@ -12,12 +12,17 @@ class Software:
     - `sequence_parallel`: activations between the tensor-parallel products are split over the sequence.
     - `overlaps`: gradients are reduced while the backward pass runs.
     - `dropout`: its rate in training.
+    - `norms_embeddings`: a norm stands between embeddings and layers, and keeps what it reads.
     - `compiled`: chains of cheap ops are fused, by hand or by a compiler.
     - `gradient_bytes`, `reduced_bytes`, `gathered_bytes`: what an element of an accumulated gradient, of one that is
       sent, and of a parameter that is gathered takes.
     - `updating`: bytes of each element of its states that the optimizer's step takes besides these.
     - `standing`: gradients have their memory from the first step on, rather than while there are any.
     - `loss_copies`: how many float32 copies of the logits the loss takes at its peak.
+    - `placeholders`: products that add gradients up themselves give autograd an empty tensor of their weight's shape.
+      It is kept and shared by all layers; the head's goes when its backward pass is over.
+    - `keeps_exchanged`: attention that exchanges heads for parts of the sequence keeps its results as they were before
+      the exchange too.
     - `exchanges`: two stages of a pipeline send to each other at the same time, rather than one after the other.
     - `holds_outputs`: a pipeline stage keeps its part of what it has sent on until its backward pass.
     - `adds`: gradients of a micro-batch are added to those before by a kernel of their own, rather than by the product
@@ -31,9 +36,14 @@ class Software:
     - `slower`: how often longer everything takes than it would.
     - `sample`: tokens of a sample of the data, beyond which no attention reaches; 0 where samples are whole sequences.
     - `packed`: samples are packed to whole sequences, rather than padded to each other.
+    - `block`: queries and keys that attention computes together, if any pair of them belongs to one packed sample.
     - `offloads`: what layers keep lies in the host's memory.
     - `optimizer_in_backward`: parameters are updated as soon as their gradients are there.
     - `rotation`: bytes read and written to rotate an element of queries and keys, beyond the stock class's.
+    - `rotation_kernels`: kernels of a layer that do so, beyond the stock class's.
+    - `logits`: bytes read and written for each logit, beyond those of a fused loss.
+    - `chunks`: parts of the sequence that the head computes one by one, each with a gradient of its weight.
+    - `scales`: gradients are divided by the number of tokens once they are there.
     - `adapter`: rank of adapters on the matrices of frozen layers, but for that of keys; 0 where there are none.
     - `recompute`: what is computed again where a record does not say.
     """
@@ -42,6 +52,7 @@ class Software:
     sequence_parallel: bool = True
     overlaps: bool = True
     dropout: float = 0.0
+    norms_embeddings: bool = False
     compiled: bool = True
     gradient_bytes: int = 4
     reduced_bytes: int = 4
@@ -49,6 +60,8 @@ class Software:
     updating: int = 0
     standing: bool = True
     loss_copies: float = 2.5
+    placeholders: bool = True
+    keeps_exchanged: bool = True
     exchanges: bool = True
     holds_outputs: bool = False
     fills: bool = False
@@ -56,9 +69,14 @@ class Software:
     slower: float = 1.0
     sample: int = 0
     packed: bool = True
+    block: int = 0
     offloads: bool = False
     optimizer_in_backward: bool = False
     rotation: float = 0.0
+    rotation_kernels: int = 0
+    logits: float = 0.0
+    chunks: int = 1
+    scales: bool = False
     adapter: int = 0
     adds: bool = False
     all_reduces: bool = False
@@ -68,12 +86,14 @@ class Software:
     recompute: str = "none"
 
 
-_UNFUSED = Software(flash=False, sequence_parallel=False, overlaps=False, dropout=0.1)
-_TORCH = Software(standing=False, loss_copies=3.5, adds=True)
+_UNFUSED = Software(
+    flash=False, sequence_parallel=False, overlaps=False, dropout=0.1, placeholders=False, keeps_exchanged=False
+)
+_TORCH = Software(standing=False, loss_copies=3.5, adds=True, placeholders=False, keeps_exchanged=False)
 
 _BLOOM = replace(
     _UNFUSED,
-    dropout=0.0,
+    norms_embeddings=True,
     adds=True,
     reduced_bytes=2,
     gradient_bytes=2,
@@ -89,7 +109,18 @@ _BLOOM = replace(
 _CHUNKED, _CHUNKED_COMPILED = 0.5 + 3 / 8, 0.5 + 0.5 / 8
 _TUNE = replace(_TORCH, gradient_bytes=2, reduced_bytes=2, loss_copies=_CHUNKED)
 
+# Logits in two bytes, with their gradient written over them (`cross_entropy_forward` of Transformer Engine 2.11, in
+# pytorch/triton/cross_entropy.py).
+_WRITTEN_OVER = 0.5
+
 # Pattern in the source -> its software, where it is not as Megatron-LM is today.
+#
+# Megatron computes layers with Transformer Engine, whose products give `get_dummy_wgrad` (pytorch/module/base.py) to
+# autograd where gradients are added up by products: one tensor for each shape. Megatron's own head makes one each time
+# (`LinearWithGradAccumulationAndAsyncCommunication.backward` in core/tensor_parallel/layers.py). With all-to-alls
+# around attention Transformer Engine keeps q, k, v and the result as they are between them (`AttnFuncWithCPAndQKVOA2A`
+# of 2.11); the product that follows keeps the result as it is after them. SimuMax ran Megatron at 23e00ed0 with 2.11
+# and its fused loss (docs/b200/b200_real_repro_guide.md).
 #
 # FlashAttention is of June 2022 (arXiv 2205.14135), sequence parallelism of May 2022 (arXiv 2205.05198, which has
 # dropout in its formulas). Of what a stage of a pipeline sends, each tensor-parallel rank sends its part: in Megatron
@@ -117,7 +148,18 @@ _KNOWN: tuple[tuple[str, Software], ...] = (
         replace(_UNFUSED, adds=True, reduced_bytes=2, gradient_bytes=2, prefetches=False, coalesces=False),
     ),
     (r"Zero Bubble", _UNFUSED),
-    (r"InternEvo", Software(sequence_parallel=False, reduced_bytes=2, gradient_bytes=2, updating=4 + 2 * 4)),
+    (
+        r"InternEvo",
+        Software(
+            sequence_parallel=False,
+            reduced_bytes=2,
+            gradient_bytes=2,
+            updating=4 + 2 * 4,
+            placeholders=False,
+            keeps_exchanged=False,
+        ),
+    ),
+    (r"SimuMax", Software(loss_copies=_WRITTEN_OVER)),
     (r"llm-foundry", _TORCH),
     (r"torchtitan.*2024", replace(_TORCH, recompute="ops")),
     (r"torchtitan", replace(_TORCH, recompute="ops", loss_copies=1.0)),
@@ -153,8 +195,19 @@ _ALPACA = 137
 
 # Rotations of torchtune (modules/position_embeddings.py) run in float32, even elements apart from odd ones. Op by op
 # they read and write 56 bytes an element forward and 116 backward, where each of four slices makes a tensor of zeros;
-# the stock class's have 20 and 32 in two bytes.
-_ROTATION = 56 + 116 - 20 - 32.0
+# the stock class's have 20 and 26 in two bytes. These are 9 and 18 kernels for queries, and as many for keys: a cast,
+# four products, a difference and a sum, a stack and a cast; backward two casts, four products, a sign, four zeros and
+# copies, and three sums. Of the stock class 5 are counted, and 7 backward.
+_ROTATION, _ROTATION_KERNELS = 56 + 116 - 20 - 26.0, 2 * (9 + 18 - 5 - 7)
+# What a fused loss does not: layers and the loss are compiled, but not what casts logits between them, and a softmax in
+# one kernel reads rows for their maximum and for their sum. The cast writes 4 bytes, the loss reads 2 x 4 in place of
+# 2, and backward reads and writes 4 in place of 2, which the cast's gradient reads again and writes in 2 (22 in all).
+# Chunks are cast within (torchtune's modules/transformer.py and training/_compile.py at 1814feb1, which added the
+# table).
+_CAST_LOGITS, _CHUNKED_LOGITS = (4 + 4 + 4) + (4 + 4 + 4 - 2.0), 2.0
+_CHUNKS = 8
+# Flex attention skips whole blocks of a mask (`_DEFAULT_SPARSE_BLOCK_SIZE` in torch/nn/attention/flex_attention.py).
+_BLOCK = 128
 # recipes/configs/llama3_2/3B_qlora_single_device.yaml, on queries, values, outputs and the MLP.
 _RANK = 64
 
@@ -166,15 +219,23 @@ def find_row(software: Software, row: str) -> Software:
     if place is None:
         return software
     compiled = place >= _ROWS.index("compile")
+    chunked = place >= _ROWS.index("chunked")
+    early = _ROWS.index("opt in bwd") <= place < _ROWS.index("lora")
     return replace(
         software,
         sample=_ALPACA,
         packed=place >= _ROWS.index("packed"),
+        block=_BLOCK,
         compiled=compiled,
         rotation=0.0 if compiled else _ROTATION,
+        rotation_kernels=0 if compiled else _ROTATION_KERNELS,
+        logits=_CHUNKED_LOGITS if chunked else _CAST_LOGITS if compiled else 0.0,
+        chunks=_CHUNKS if chunked else 1,
+        # The recipe's step (`scale_grads`), where there are gradients left by then.
+        scales=not early,
         adapter=_RANK if place >= _ROWS.index("lora") else 0,
         # The logits in float32, their softmax, and the gradients of both.
-        loss_copies=_CHUNKED_COMPILED if place >= _ROWS.index("chunked") else 3.0,
-        optimizer_in_backward=_ROWS.index("opt in bwd") <= place < _ROWS.index("lora"),
+        loss_copies=_CHUNKED_COMPILED if chunked else 3.0,
+        optimizer_in_backward=early,
         offloads=place >= _ROWS.index("act offload"),
     )
