@@ -7,7 +7,6 @@ can then still be best closes the gap.
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
@@ -50,7 +49,7 @@ ENOUGH = 0.05
 # So many of the last prices tell what frontiers may leave out.
 OFFERS = 20
 # A branch with so few strategies is not cut further.
-SMALL = 700
+SMALL = 300
 
 
 def solve(problem: Problem, cluster: Cluster, mesh: Mesh, limits: Limits, regime: Regime = PLAIN) -> Solution:
@@ -266,13 +265,9 @@ class Solver:
         except InfeasibleProgramError:
             return []
         parts = split(self.instance, branch)
-        if parts is None:
+        if parts is None or sum(len(labels) for labels in branch.alive.values()) < SMALL:
             self._exactly(branch, self.known, deadline, at_any_rate=True)
             return []
-        if sum(len(labels) for labels in branch.alive.values()) < SMALL:
-            with suppress(TooManyError):
-                self._exactly(branch, self.known, deadline, at_any_rate=False)
-                return []
         found = []
         for alive in parts:
             if time.monotonic() > deadline:

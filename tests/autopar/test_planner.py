@@ -126,23 +126,13 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Plan:
     return shared_plan(tmp_path_factory, "70B at 60 GB", make)
 
 
-@pytest.fixture
-def best_large(large: Plan) -> Plan:
-    """The same for what need only hold of the best plan."""
-    gap = program_of(large).gap
-    if gap > 1e-3:
-        # Where gathers are exposed and memory is short the integer program does not end in its time.
-        pytest.xfail(f"the solver leaves a gap of {gap:.1%}: the plan need not be the best")
-    return large
-
-
 NORMS = ("input_layernorm", "post_attention_layernorm")
 
 
 def test_large_fits(large: Plan) -> None:
     program = program_of(large)
     assert sum(program.memory.values()) <= 60e9
-    assert program.gap < 0.1, "the most that is left unproven; best_large asks for more"
+    assert program.gap <= 1e-6
     assert large.whole_ops == ()
 
 
@@ -161,33 +151,33 @@ def test_large_norms_work_on_a_part_of_the_sequence(large: Plan, norm: str) -> N
 
 
 @pytest.mark.parametrize(("norm", "consumers"), [(NORMS[0], ("q", "k", "v")), (NORMS[1], ("gate", "up"))])
-def test_large_one_gather_for_all_that_read_a_norm(best_large: Plan, norm: str, consumers: tuple[str, ...]) -> None:
+def test_large_one_gather_for_all_that_read_a_norm(large: Plan, norm: str, consumers: tuple[str, ...]) -> None:
     """The sequence is gathered once for q, k and v, and once for gate and up: all read the very same tensor."""
-    (gather,) = [row for row in rows(best_large, "change", "/mul.1") if f".{norm}/" in row.name]
+    (gather,) = [row for row in rows(large, "change", "/mul.1") if f".{norm}/" in row.name]
     assert gather.how == "all_gather tp"
     assert gather.before == ("dp S(0), tp S(1)",)
     for name in consumers:
-        assert op(best_large, f".{name}_proj/linear").before[0] == gather.after[0] == "dp S(0), tp R"
+        assert op(large, f".{name}_proj/linear").before[0] == gather.after[0] == "dp S(0), tp R"
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v", "gate", "up"])
-def test_large_heads_and_features_are_split(best_large: Plan, name: str) -> None:
-    row = op(best_large, f".{name}_proj/linear")
+def test_large_heads_and_features_are_split(large: Plan, name: str) -> None:
+    row = op(large, f".{name}_proj/linear")
     assert row.before[1] == "dp R, tp S(0)", "rows of the weight"
     assert row.after == ("dp S(0), tp S(2)",)
 
 
-def test_large_attention_works_on_a_part_of_the_heads(best_large: Plan) -> None:
-    row = op(best_large, "/scaled_dot_product_attention")
+def test_large_attention_works_on_a_part_of_the_heads(large: Plan) -> None:
+    row = op(large, "/scaled_dot_product_attention")
     assert {*row.before, *row.after} == {"dp S(0), tp S(1)"}
-    assert not [change for change in rows(best_large, "change", "") if "self_attn/" in change.name], "nothing is moved"
+    assert not [change for change in rows(large, "change", "") if "self_attn/" in change.name], "nothing is moved"
 
 
 @pytest.mark.parametrize("name", ["self_attn.o_proj", "mlp.down_proj"])
-def test_large_pending_sums_are_reduce_scattered(best_large: Plan, name: str) -> None:
+def test_large_pending_sums_are_reduce_scattered(large: Plan, name: str) -> None:
     """The second product of each pair makes pending sums; they go straight back to parts of the sequence."""
-    assert op(best_large, f".{name}/linear").after == ("dp S(0), tp P",)
-    (change,) = rows(best_large, "change", f".{name}/linear")
+    assert op(large, f".{name}/linear").after == ("dp S(0), tp P",)
+    (change,) = rows(large, "change", f".{name}/linear")
     assert (change.how, change.after) == ("reduce_scatter tp", ("dp S(0), tp S(1)",))
 
 
@@ -200,9 +190,9 @@ def test_large_logits_stay_split_over_the_vocabulary(large: Plan) -> None:
         assert not change.type.endswith("128256]"), f"{change.name} moves logits"
 
 
-def test_large_parameters_are_stored_in_parts(best_large: Plan) -> None:
+def test_large_parameters_are_stored_in_parts(large: Plan) -> None:
     """Parameters with their optimizer states are split over all devices, and so over dp."""
-    for name, parameter in best_large.parameters.items():
+    for name, parameter in large.parameters.items():
         assert parameter.layout["dp"].startswith("S("), name
         assert parameter.layout["tp"].startswith("S("), name
 
@@ -343,14 +333,14 @@ def test_links_too_slow_are_not_used(caplog: pytest.LogCaptureFixture) -> None:
     assert all(splits_batch(method) for _, method in layer_methods(plan, 1))
 
 
-def test_memory_decides_what_is_gathered_again(best_large: Plan) -> None:
+def test_memory_decides_what_is_gathered_again(large: Plan) -> None:
     """Keeping the gathered result of a norm for the backward pass takes 8 times its memory; without a limit nothing is
     made again, and with one it is, although that costs communication."""
     plenty = autopar.plan(llama("70B", num_hidden_layers=2), MESH, batch_of(8), cluster="h100", memory_limit=PLENTY)
     assert program_of(plenty).stages[0].again == ()
-    again = {row.name.split("/")[0].split(".")[-1] for row in rows(best_large, "change", "/mul.1") if row.again}
+    again = {row.name.split("/")[0].split(".")[-1] for row in rows(large, "change", "/mul.1") if row.again}
     assert again >= set(NORMS)
-    spent = program_of(best_large).seconds
+    spent = program_of(large).seconds
     assert spent["backward communication"] > 1.02 * spent["forward communication"]
 
 

@@ -102,11 +102,13 @@ def test_solver_equals_brute_force_in_storing_parameters(seed: int) -> None:
     _against_all(case, traveling_regime(case, seed))
 
 
+@pytest.mark.parametrize("small", [0, 10**9])
 @pytest.mark.parametrize("seed", [103, 302, 306, 601, 605])
-def test_branches_find_the_best(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same where all that is open is branched over, down to choices that differ in nothing that counts."""
-    monkeypatch.setattr("passes.solve.SMALL", 0)
-    monkeypatch.setattr("passes.solve.FIRST", 1e-12)
+def test_branches_and_integer_programs_find_the_best(seed: int, small: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same where frontiers are too large: all that is open is branched over, down to choices that differ in nothing
+    that counts, or goes to an integer program at once."""
+    monkeypatch.setattr("passes.solving.frontiers.ROWS", 0)
+    monkeypatch.setattr("passes.solve.SMALL", small)
     case = _small(random_planning(seed, blocks=2 + seed % 2), seed, stored=seed % 3)
     _against_all(case, traveling_regime(case, seed) if seed > 600 else random_regime(case, seed))
 

@@ -61,6 +61,28 @@ def test_optimum_of_random_networks(seed: int) -> None:
     assert best * (1 - 1e-6) <= found.bound <= best * (1 + 1e-6)
 
 
+@pytest.mark.parametrize("many", [1, 100, 10**6])
+@pytest.mark.parametrize("seed", range(20))
+def test_optimum_where_tables_are_too_large(seed: int, many: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then bounds drop labels first: the bound is below the least cost and the choice above it, both are it where
+    tables are small enough after that, and no hopeful label is lost."""
+    monkeypatch.setattr("passes.solving.optimum.FEW", 1)
+    monkeypatch.setattr("passes.solving.optimum.MANY", many)
+    arrays = random_arrays(seed)
+    best = least(arrays)
+    for enough in (np.inf, best * 1.1):
+        found = optimum(arrays, enough)
+        cost = arrays.value([found.picks[node] for node in range(len(arrays.costs))])
+        assert found.bound <= best * (1 + 1e-6)
+        assert cost >= best * (1 - 1e-9)
+        if many == 10**6:
+            assert cost == pytest.approx(best, rel=1e-6)
+            assert found.bound == pytest.approx(best, rel=1e-6)
+        for picks in product(*(range(len(costs)) for costs in arrays.costs)):
+            if arrays.value(picks) < enough:
+                assert all(pick in found.hopeful[node] for node, pick in enumerate(picks))
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_what_is_in_no_better_choice_is_not_hopeful(seed: int) -> None:
     """With a price that is enough, every choice that costs less has hopeful strategies only, and others have gone."""

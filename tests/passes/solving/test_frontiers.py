@@ -1,0 +1,103 @@
+"""Frontiers of random networks with limits against trying every choice."""
+
+from itertools import product
+
+import numpy as np
+import pytest
+
+from passes.solving.frontiers import Demand, Frontiers, Limited, Price, TooManyError, undominated_rows
+from passes.solving.network import Network
+from passes.solving.optimum import network_of
+from tests.passes.solving.test_optimum import random_arrays
+
+
+def random_limited(seed: int) -> Limited:
+    """A random network with two amounts besides seconds, demands among them of which some may be met in two ways."""
+    arrays = random_arrays(seed, nodes=6)
+    draw = np.random.default_rng(seed)
+    network = network_of(arrays)
+    amounts = {}
+    for node, costs in network.costs.items():
+        amounts[node] = np.zeros((len(costs), 3))
+        amounts[node][:, 1:] = draw.integers(0, 4, size=(len(costs), 2))
+    demands = []
+    for group in arrays.groups[::2]:
+        first, second = np.zeros((2, *group.seconds.shape, 3))
+        first[..., 1] = draw.integers(0, 5, size=group.seconds.shape)
+        second[..., 0] = draw.random(group.seconds.shape)
+        second[..., 2] = draw.integers(0, 2, size=group.seconds.shape)
+        is_open = draw.random(group.seconds.shape) < 0.5
+        consumers = [(edge.consumer, edge.wanted) for edge in group.edges]
+        demands.append(Demand(group.producer, group.made, consumers, first, second, is_open))
+    return Limited(network, amounts, demands, 3)
+
+
+def every_choice(limited: Limited) -> list[np.ndarray]:
+    """The amounts of every choice of labels and of ways to meet demands."""
+    network: Network = limited.network
+    nodes = sorted(network.costs)
+    found = []
+    for labels in product(*(range(len(network.costs[node])) for node in nodes)):
+        picks = dict(zip(nodes, labels, strict=True))
+        base = np.array([network.value(picks), 0.0, 0.0])
+        base += sum(amounts[picks[node]] for node, amounts in limited.amounts.items())
+        ways = []
+        for demand in limited.demands:
+            made = demand.made[picks[demand.producer]]
+            for target in {wanted[picks[node]] for node, wanted in demand.consumers}:
+                options = [demand.first[made, target]]
+                if demand.open[made, target]:
+                    options.append(demand.second[made, target])
+                ways.append(options)
+        found += [base + sum(taken) for taken in product(*ways)]
+    return found
+
+
+def amounts_of(limited: Limited, picks: dict[int, int], ways: frozenset[tuple[int, int]]) -> np.ndarray:
+    """The amounts of one choice."""
+    total = np.array([limited.network.value(picks), 0.0, 0.0])
+    total += sum(amounts[picks[node]] for node, amounts in limited.amounts.items())
+    for number, demand in enumerate(limited.demands):
+        made = demand.made[picks[demand.producer]]
+        for target in {int(wanted[picks[node]]) for node, wanted in demand.consumers}:
+            total += (demand.second if (number, target) in ways else demand.first)[made, target]
+    return total
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_frontiers_have_the_best_choice_within_every_limit(seed: int) -> None:
+    limited = random_limited(seed)
+    every = np.array(every_choice(limited))
+    for part in (0.0, 0.3, 0.7):
+        limits = np.quantile(every[:, 1:], part, axis=0, method="lower")
+        fitting = every[(every[:, 1:] <= limits).all(axis=1)]
+        aim = np.inf if seed % 2 else every[:, 0].mean()
+        offers = [Price(np.eye(3)[1 + index], limit * (1 + 1e-9)) for index, limit in enumerate(limits)]
+        price = np.array([1.0, 0.1, 0.2])
+        offers += [Price(np.eye(3)[0], aim), Price(price, aim + price[1:] @ limits)]
+        frontiers = Frontiers(limited, offers)
+        within = [row for row, own in enumerate(frontiers.rows.amounts) if (own[1:] <= limits * (1 + 1e-9)).all()]
+        best = min(fitting[:, 0], default=np.inf)
+        found = min(within, key=lambda row: frontiers.rows.amounts[row, 0], default=None)
+        if best >= aim:
+            assert found is None or frontiers.rows.amounts[found, 0] >= best * (1 - 1e-9)
+            continue
+        assert found is not None, "no choice is left"
+        choice = frontiers.choice(found)
+        assert choice.amounts[0] == pytest.approx(best, rel=1e-9)
+        assert amounts_of(limited, dict(choice.picks), choice.ways) == pytest.approx(choice.amounts, rel=1e-9)
+
+
+@pytest.mark.parametrize("name", ["ROWS", "CELLS"])
+def test_too_many_rows_are_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    limited = random_limited(3)
+    monkeypatch.setattr(f"passes.solving.frontiers.{name}", 10)
+    with pytest.raises(TooManyError):
+        Frontiers(limited, [Price(np.array([1.0, 0.0, 0.0]), np.inf)])
+
+
+def test_rows_that_others_beat_go() -> None:
+    """Of each key the rows stay of which no other is as good in every amount; of equal ones the first."""
+    keys = np.array([1, 0, 0, 0, 1])
+    amounts = np.array([[1.0, 5.0], [2.0, 2.0], [1.0, 3.0], [2.0, 3.0], [1.0, 5.0]])
+    assert undominated_rows(keys, amounts).tolist() == [2, 1, 0]

@@ -1,0 +1,61 @@
+"""Tables of random networks against trying every choice."""
+
+from itertools import product
+
+import numpy as np
+import pytest
+
+from passes.solving.network import Network
+from passes.solving.optimum import network_of
+from passes.solving.tables import Tables, find_order
+from tests.passes.solving.test_optimum import random_arrays
+
+
+def every_value(network: Network) -> dict[tuple[int, ...], float]:
+    """What every choice of labels costs; nodes in the order of their numbers."""
+    nodes = sorted(network.costs)
+    sizes = [range(len(network.costs[node])) for node in nodes]
+    return {labels: network.value(dict(zip(nodes, labels, strict=True))) for labels in product(*sizes)}
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_tables_tell_what_every_label_and_pair_costs_at_least(seed: int) -> None:
+    network = network_of(random_arrays(seed, nodes=6))
+    values = every_value(network)
+    tables = Tables(network)
+    assert tables.bound == pytest.approx(min(values.values()), rel=1e-12)
+    assert network.value(tables.picks()) == pytest.approx(tables.bound, rel=1e-12)
+    tables.learn()
+    for node, least in tables.with_label().items():
+        own = [min(value for labels, value in values.items() if labels[node] == label) for label in range(len(least))]
+        assert least == pytest.approx(np.array(own), rel=1e-12)
+    for (first, second), least in tables.with_pair().items():
+        for here, there in np.ndindex(least.shape):
+            own = [value for labels, value in values.items() if (labels[first], labels[second]) == (here, there)]
+            assert least[here, there] == pytest.approx(min(own), rel=1e-12)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_what_no_choice_may_have_costs_no_finite_price(seed: int) -> None:
+    """Labels and pairs without a price that is finite stay so, and tell nothing about others."""
+    network = network_of(random_arrays(seed, nodes=6))
+    node = max(network.costs, key=lambda item: len(network.costs[item]))
+    network.costs[node] = np.where(np.arange(len(network.costs[node])) == 0, np.inf, network.costs[node])
+    values = every_value(network)
+    tables = Tables(network)
+    tables.learn()
+    for other, least in tables.with_label().items():
+        own = [min(value for labels, value in values.items() if labels[other] == label) for label in range(len(least))]
+        assert least == pytest.approx(np.array(own), rel=1e-12)
+
+
+def test_a_chain_has_tables_of_two_nodes() -> None:
+    """A chain of any length costs its length times a table of two nodes."""
+    for length in (4, 40):
+        costs = {node: np.zeros(5) for node in range(length)}
+        network = Network(costs, {node: np.arange(5) for node in costs})
+        for node in range(length - 1):
+            network.add_pair(node, node + 1, np.ones((5, 5)))
+        order = find_order(network, dict.fromkeys(costs, 5))
+        assert order.cells == 25 * (length - 1) + 5
+        assert all(len(scope) <= 2 for scope in order.scopes)
