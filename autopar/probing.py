@@ -193,6 +193,7 @@ class _Run:
         self.watched: dict[int, ref[torch.UntypedStorage]] = {}
         self.allocated = 0
         self.expected: Place | None = None
+        self.reading: int | None = None
         self.kept: list[Place | None] = []
         self.given: dict[int, Given] = {}
 
@@ -267,6 +268,9 @@ class _Run:
         address = storage._cdata
         if address in self.places:
             return
+        if self.reading is not None:
+            self.see_read(storage, self.reading)
+            return
         if self.expected is not None:
             place, self.expected = self.expected, None
         else:
@@ -282,6 +286,20 @@ class _Run:
 
         self.watched[address] = ref(storage, end)
 
+    def see_read(self, storage: torch.UntypedStorage, index: int) -> None:
+        """Take note of what is read in place of what autograd keeps: it lies where that does, and dies when whoever
+        reads lets go."""
+        address, place = storage._cdata, self.kept[index]
+        if place is not None:
+            self.places[address] = place
+
+        def end(_: object) -> None:
+            self.places.pop(address, None)
+            self.watched.pop(address)
+            self.happen(Happening.DONE, index)
+
+        self.watched[address] = ref(storage, end)
+
 
 class _Kept:
     """A tensor that autograd keeps."""
@@ -292,9 +310,12 @@ class _Kept:
         self.run = run
 
     def read(self) -> Tensor:
-        """The tensor, which the backward pass needs now."""
+        """The tensor, which the backward pass needs now. It gets one like it, so that it is seen when it lets go."""
         self.run.happen(Happening.USE, self.index)
-        return self.tensor
+        self.run.reading = self.index
+        given = _new(_form(self.tensor), self.tensor.device)
+        self.run.reading = None
+        return given
 
     def __del__(self) -> None:
         self.run.happen(Happening.RELEASE, self.index)
