@@ -259,7 +259,7 @@ def _memory(
     }
     stored = Stored(master, given, request.optimizer if name == "train" else None)
     held, machine = variables(lowered, mesh, naming), machine_of(request.cluster)
-    return peak_memory(lowered, held, stored, machine, FakeProber(mesh), mesh, batches)
+    return peak_memory(lowered, held, stored, machine, FakeProber(mesh, machine.device), mesh, batches)
 
 
 def machine_of(cluster: Cluster) -> Machine:

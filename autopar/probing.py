@@ -48,28 +48,31 @@ T = TypeVar("T")
 # the kernel by the device, and they run on fake tensors.
 _SAME_EVERYWHERE = frozenset(
     {
-        "__and__", "__or__", "abs", "add", "addmm", "all", "any", "arange", "argmax", "baddbmm",
-        "bitwise_and", "bitwise_not", "bitwise_or", "bmm", "cat", "ceil", "clamp", "clamp_max", "clamp_min",
-        "clone", "contiguous", "copy", "cos", "cross_entropy_loss", "cumsum", "div", "einsum", "elu",
-        "embedding", "eq", "erf", "exp", "expand", "expm1", "floor", "floor_divide", "full", "full_like",
-        "ge", "gelu", "gt", "index_select", "isnan", "layer_norm", "le", "leaky_relu", "linear", "log",
-        "log1p", "log_softmax", "logical_and", "logical_not", "logical_or", "logsumexp", "lt", "masked_fill",
-        "matmul", "max", "maximum", "mean", "min", "minimum", "mm", "mse_loss", "mul", "native_layer_norm",
-        "ne", "neg", "ones", "ones_like", "pad", "permute", "pow", "reciprocal", "relu", "repeat", "reshape",
-        "round", "rsqrt", "rsub", "scalar_tensor", "select", "sigmoid", "sign", "silu", "sin", "slice",
-        "softmax", "softplus", "split", "sqrt", "square", "squeeze", "stack", "sub", "sum", "tanh", "to",
-        "transpose", "tril", "triu", "unbind", "unflatten", "unsqueeze", "view", "view_as_complex",
-        "view_as_real", "where", "zeros", "zeros_like",
+        "__and__", "__or__", "abs", "add", "addmm", "all", "any", "arange", "argmax", "baddbmm", "bitwise_and",
+        "bitwise_not", "bitwise_or", "bmm", "cat", "ceil", "clamp", "clamp_max", "clamp_min", "clone",
+        "contiguous", "copy", "cos", "cross_entropy_loss", "cumsum", "div", "einsum", "elu", "embedding", "eq",
+        "erf", "exp", "expand", "expm1", "floor", "floor_divide", "full", "full_like", "ge", "gelu", "gt",
+        "index_select", "isnan", "le", "leaky_relu", "linear", "log", "log1p", "log_softmax", "logical_and",
+        "logical_not", "logical_or", "logsumexp", "lt", "masked_fill", "matmul", "max", "maximum", "mean",
+        "min", "minimum", "mm", "mse_loss", "mul", "ne", "neg", "ones", "ones_like", "pad", "permute", "pow",
+        "reciprocal", "relu", "repeat", "reshape", "round", "rsqrt", "rsub", "scalar_tensor", "select",
+        "sigmoid", "sign", "silu", "sin", "slice", "softmax", "softplus", "split", "sqrt", "square", "squeeze",
+        "stack", "sub", "sum", "tanh", "to", "transpose", "tril", "triu", "unbind", "unflatten", "unsqueeze",
+        "view", "view_as_complex", "view_as_real", "where", "zeros", "zeros_like",
     }
 )  # fmt: skip
+# Operators that do on CUDA what they do on meta: these keep statistics in float32, and on the CPU in the input's dtype.
+_AS_ON_CUDA = frozenset({"layer_norm", "native_layer_norm"})
 _SAME_BODIES = frozenset({"", "mean", "vocabulary_embedding", "vocabulary_cross_entropy", "softmax", "log_softmax"})
 
 
 class FakeProber:
-    """Looks into statements on the last rank of `mesh`, which has most to do where ranks differ."""
+    """Looks into statements as a kind of `device` ("cpu" or "cuda") runs them, on the last rank of `mesh`, which has
+    most to do where ranks differ."""
 
-    def __init__(self, mesh: Mesh) -> None:
+    def __init__(self, mesh: Mesh, device: str = "cpu") -> None:
         self._mesh = mesh
+        self._on_meta = _SAME_EVERYWHERE | _AS_ON_CUDA if device == "cuda" else _SAME_EVERYWHERE
         self._axes = tuple(f"axis_{index}" for index in range(len(mesh.sizes)))
         self._names: dict[str, object] = {
             "torch": torch,
@@ -92,7 +95,7 @@ class FakeProber:
         texts = {name: f"{text}.clone()" if name in copied else text for name, text in operands.items()}
         scope = _Text(types, texts, self._axes)
         text = form(scope, statement) if statement.body else expression(scope, statement.op)
-        if statement.op.kind not in _SAME_EVERYWHERE or statement.body not in _SAME_BODIES:
+        if statement.op.kind not in self._on_meta or statement.body not in _SAME_BODIES:
             self._by_device.add(text)
         self._results[text] = tuple(
             Form.contiguous(local_shape(types[name].shape, layout, self._mesh), types[name].dtype)
@@ -190,6 +193,7 @@ class _Run:
         self.watched: dict[int, ref[torch.UntypedStorage]] = {}
         self.allocated = 0
         self.expected: Place | None = None
+        self.reading: int | None = None
         self.kept: list[Place | None] = []
         self.given: dict[int, Given] = {}
 
@@ -264,6 +268,9 @@ class _Run:
         address = storage._cdata
         if address in self.places:
             return
+        if self.reading is not None:
+            self.see_read(storage, self.reading)
+            return
         if self.expected is not None:
             place, self.expected = self.expected, None
         else:
@@ -279,6 +286,20 @@ class _Run:
 
         self.watched[address] = ref(storage, end)
 
+    def see_read(self, storage: torch.UntypedStorage, index: int) -> None:
+        """Take note of what is read in place of what autograd keeps: it lies where that does, and dies when whoever
+        reads lets go."""
+        address, place = storage._cdata, self.kept[index]
+        if place is not None:
+            self.places[address] = place
+
+        def end(_: object) -> None:
+            self.places.pop(address, None)
+            self.watched.pop(address)
+            self.happen(Happening.DONE, index)
+
+        self.watched[address] = ref(storage, end)
+
 
 class _Kept:
     """A tensor that autograd keeps."""
@@ -289,9 +310,12 @@ class _Kept:
         self.run = run
 
     def read(self) -> Tensor:
-        """The tensor, which the backward pass needs now."""
+        """The tensor, which the backward pass needs now. It gets one like it, so that it is seen when it lets go."""
         self.run.happen(Happening.USE, self.index)
-        return self.tensor
+        self.run.reading = self.index
+        given = _new(_form(self.tensor), self.tensor.device)
+        self.run.reading = None
+        return given
 
     def __del__(self) -> None:
         self.run.happen(Happening.RELEASE, self.index)

@@ -85,6 +85,12 @@ def test_random_plans(name: str, mesh: str, seed: int) -> None:
         _check(MODELS[name](), mesh, tokens(length=8))
 
 
+def test_statistics_of_norms() -> None:
+    """They are kept in the dtype that is computed in: so the CPU does it, unlike CUDA."""
+    with solved_by(partial(random_solution, random.Random(1))):
+        _check(MODELS["gpt2"](), "2", tokens(length=8), precision=MIXED)
+
+
 @pytest.mark.parametrize(
     ("name", "mesh", "level"),
     [

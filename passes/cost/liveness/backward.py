@@ -83,13 +83,17 @@ def _run(node: Node, ledger: Ledger, prober: Prober) -> None:
                 read[event.index] = fetch(kept, ledger, prober)
                 ledger.moment = moment
             del kept
-        elif event.what is Happening.RELEASE:
-            kept, node.kept[event.index] = node.kept[event.index], None
-            found = read.pop(event.index, kept if isinstance(kept, Storage) else None)
+        elif event.what in (Happening.DONE, Happening.RELEASE):
+            # What was made again is held by whom it was made for alone, which may let go before the node does.
+            found = read.pop(event.index, None)
+            if event.what is Happening.RELEASE:
+                kept, node.kept[event.index] = node.kept[event.index], None
+                found = kept if isinstance(kept, Storage) else found
+                del kept
             place = places[event.index]
             if place in passed_on and found is not None and place is not None:
                 lingering[place] = found
-            del kept, found
+            del found
         else:
             given = profile.given[event.index]
             edge = node.edges[event.index]

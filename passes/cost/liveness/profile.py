@@ -68,6 +68,7 @@ class Happening(Enum):
     TAKEN = "taken"  # the gradient of a result is read no more
     KEEP = "keep"  # autograd keeps a tensor from here on
     USE = "use"  # what autograd kept is read
+    DONE = "done"  # what was read is let go, by whom it was read for
     RELEASE = "release"  # autograd keeps it no more
     GIVE = "give"  # an operand's gradient is there
 

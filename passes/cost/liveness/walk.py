@@ -53,16 +53,17 @@ UPDATES: Mapping[str, Update] = {
 
 @dataclass(frozen=True)
 class Machine:
-    """What a device does: storages take multiples of `unit` bytes; an optimizer handles all parameters `together`
-    (multi-tensor forms, the default on CUDA) or one after the other."""
+    """What a kind of `device`, as torch calls it, does: storages take multiples of `unit` bytes; an optimizer handles
+    all parameters `together` (multi-tensor forms, the default on CUDA) or one after the other."""
 
+    device: str = "cpu"
     unit: int = 1
     together: bool = False
 
 
 # What torch's allocator and optimizers do there. (https://docs.pytorch.org/docs/stable/notes/cuda.html: blocks of 512
 # bytes; torch/optim: multi-tensor forms where all parameters are on CUDA.)
-MACHINES = {"cpu": Machine(), "cuda": Machine(unit=512, together=True)}
+MACHINES = {"cpu": Machine(), "cuda": Machine("cuda", unit=512, together=True)}
 
 
 @dataclass(frozen=True)
