@@ -7,6 +7,7 @@ can then still be best closes the gap.
 
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
@@ -44,6 +45,8 @@ DEAREST = 1e4
 FIRST = 1e-3
 FURTHER = 2
 FURTHEST = 1.0
+# What can be looked at is found to such a part of itself.
+CLOSE = 0.2
 # Bounds of branches are raised until less than this part of their gap is to be gained.
 ENOUGH = 0.05
 # So many of the last prices tell what frontiers may leave out.
@@ -237,17 +240,22 @@ class Solver:
     # --- branches ---
 
     def _close(self, root: Branch, deadline: float) -> None:
-        step = FIRST
-        while self.is_open:
-            aim = root.bound + step * abs(root.bound)
-            if step > FURTHEST or self.known < aim + (aim - root.bound) * (FURTHER - 1):
-                aim = self.known
+        # Of the bound: nothing is left to find so much above it, and there is too much to look at.
+        done, most = 0.0, np.inf
+        unit = abs(root.bound) or 1.0
+        while self.is_open and (most == np.inf or most - done > max(FIRST, CLOSE * most)):
+            step = max(FIRST, FURTHER * done) if most == np.inf else (done + most) / 2
+            open_part = (self.known - root.bound) / unit
+            if step > FURTHEST or open_part < (FURTHER * step if most == np.inf else step):
+                step = open_part
+            aim = min(self.known, root.bound + step * unit)
             try:
                 self._exactly(root, aim, deadline, at_any_rate=self.known == np.inf)
             except TooManyError:
-                break
-            self.bound = max(self.bound, min(aim, self.known))
-            step *= FURTHER
+                most = step
+            else:
+                done = step
+                self.bound = max(self.bound, min(aim, self.known))
         waiting = [root]
         while waiting and self.is_open:
             branch = min(waiting, key=lambda item: item.bound)
@@ -265,9 +273,11 @@ class Solver:
         except InfeasibleProgramError:
             return []
         parts = split(self.instance, branch)
-        if parts is None or sum(len(labels) for labels in branch.alive.values()) < SMALL:
-            self._exactly(branch, self.known, deadline, at_any_rate=True)
+        is_small = parts is None or sum(len(labels) for labels in branch.alive.values()) < SMALL
+        with suppress(TooManyError):
+            self._exactly(branch, self.known, deadline, at_any_rate=is_small)
             return []
+        assert parts is not None
         found = []
         for alive in parts:
             if time.monotonic() > deadline:
