@@ -40,11 +40,13 @@ ROUNDS = 30
 TRIES = 6
 # Prices rise until the bytes of the limit are so many times as dear as the step.
 DEAREST = 1e4
-# An integer program first looks for what is at most so much above the bound; where nothing is known yet, then for this
-# many times as much, and from so much on for anything.
+# What is at most so much above the bound, relative to it, is looked at first, then this many times as much, and from so
+# much on anything. So little is not worth further prices.
 FIRST = 1e-3
 FURTHER = 2
 FURTHEST = 1.0
+# All is looked at at once where no more than this part of the bound is open, as long as that is not too much.
+NEAR = 0.05
 # What can be looked at is found to such a part of itself.
 CLOSE = 0.2
 # Bounds of branches are raised until less than this part of their gap is to be gained.
@@ -244,9 +246,11 @@ class Solver:
         done, most = 0.0, np.inf
         unit = abs(root.bound) or 1.0
         while self.is_open and (most == np.inf or most - done > max(FIRST, CLOSE * most)):
-            step = max(FIRST, FURTHER * done) if most == np.inf else (done + most) / 2
             open_part = (self.known - root.bound) / unit
-            if step > FURTHEST or open_part < (FURTHER * step if most == np.inf else step):
+            step = max(FIRST, FURTHER * done)
+            if most < np.inf:
+                step = min(step, (done + most) / 2, open_part)
+            elif step > FURTHEST or open_part < max(FURTHER * step, NEAR):
                 step = open_part
             aim = min(self.known, root.bound + step * unit)
             try:
