@@ -17,9 +17,9 @@ from passes.ir.choices import Problem, Solution
 from passes.ir.mesh import Mesh
 from passes.ir.regime import PLAIN, Regime
 from passes.solving.arrays import Uses, arrays, find_uses
+from passes.solving.by_frontiers import best_by_frontiers
+from passes.solving.by_program import best_by_program
 from passes.solving.bytes import find_bytes
-from passes.solving.capacity import best_by_program
-from passes.solving.demands import best_by_frontiers
 from passes.solving.dual import Dual, Found
 from passes.solving.frontiers import TooManyError
 from passes.solving.instance import Instance

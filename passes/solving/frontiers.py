@@ -28,7 +28,7 @@ class TooManyError(Exception):
 
 
 @dataclass(frozen=True)
-class Demand:
+class Claim:
     """What a group takes besides: `first[a, b]` (amounts last) once for every b that consumers want of a, or where
     `open` either that or `second[a, b]`."""
 
@@ -54,7 +54,7 @@ class Limited:
 
     network: Network
     amounts: Mapping[int, Floats]
-    demands: Sequence[Demand]
+    claims: Sequence[Claim]
     count: int
 
     def priced(self, prices: Floats) -> Network:
@@ -66,16 +66,16 @@ class Limited:
         network.pairs = {pair: prices[0] * costs for pair, costs in network.pairs.items()}
         network.sharings = [replace(sharing, costs=prices[0] * sharing.costs) for sharing in network.sharings]
         network.constant = prices[0] * network.constant
-        for demand in self.demands:
-            first, second = demand.first @ prices, demand.second @ prices
-            costs = np.where(demand.open, np.minimum(first, second), first)
-            network.sharings.append(Sharing(demand.producer, demand.made, list(demand.consumers), costs))
+        for claim in self.claims:
+            first, second = claim.first @ prices, claim.second @ prices
+            costs = np.where(claim.open, np.minimum(first, second), first)
+            network.sharings.append(Sharing(claim.producer, claim.made, list(claim.consumers), costs))
         return network
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A choice within the limits: its amounts, the label of each node, and which (demand, target) are taken the second
+    """A choice within the limits: its amounts, the label of each node, and which (claim, target) are taken the second
     way."""
 
     amounts: Floats
@@ -86,7 +86,7 @@ class Choice:
 @dataclass
 class _Rows:
     """Rows of a table: the numbers of their `cells`, the amounts so far, which rows the tables of other nodes (by
-    position) have in it, and of demands (number, targets) which rows take these the second way."""
+    position) have in it, and of claims (number, targets) which rows take these the second way."""
 
     cells: Integers
     amounts: Floats
@@ -97,7 +97,7 @@ class _Rows:
         """Go on with these rows, each as often as it is named."""
         self.cells, self.amounts = self.cells[which], self.amounts[which]
         self.parts = {position: rows[which] for position, rows in self.parts.items()}
-        self.ways = [(demand, targets[which], flags[which]) for demand, targets, flags in self.ways]
+        self.ways = [(claim, targets[which], flags[which]) for claim, targets, flags in self.ways]
 
 
 @dataclass(frozen=True)
@@ -112,10 +112,10 @@ class _Frontier:
 
 @dataclass(frozen=True)
 class _Open:
-    """For each cell whether a demand for a target may be met in two ways, the amounts of both, and what it is worth at
+    """For each cell whether a claim for a target may be met in two ways, the amounts of both, and what it is worth at
     least at each price."""
 
-    demand: int
+    claim: int
     targets: Integers
     is_open: Flags
     first: Floats
@@ -124,8 +124,8 @@ class _Open:
 
 
 class Frontiers:
-    """The choices that may be best within limits, by the amounts that they take: of any two that are not listed, and
-    are not dearer than `prices` say, there is one in the list that is as good.
+    """The choices that may be best within limits, as `rows` with the amounts that they take: for every choice that is
+    worth no more than any of the `prices` allows there is one that is as good in all amounts.
 
     Raises TooManyError where tables have too many cells or rows.
     """
@@ -143,10 +143,10 @@ class Frontiers:
             tables.learn()
         self.seconds = local_costs(limited.network, self.rank)
         self.waiting: dict[int | None, list[int]] = {}
-        self.demanded: dict[int, list[int]] = {}
-        for number, demand in enumerate(limited.demands):
-            first = min(self.rank[node] for node in (demand.producer, *(node for node, _ in demand.consumers)))
-            self.demanded.setdefault(first, []).append(number)
+        self.claimed: dict[int, list[int]] = {}
+        for number, claim in enumerate(limited.claims):
+            first = min(self.rank[node] for node in (claim.producer, *(node for node, _ in claim.consumers)))
+            self.claimed.setdefault(first, []).append(number)
         self.frontiers: list[_Frontier] = []
         for position, scope in enumerate(self.order.scopes):
             self.frontiers.append(self._frontier(position))
@@ -162,7 +162,7 @@ class Frontiers:
         waiting = [(self.rows, row)]
         while waiting:
             rows, number = waiting.pop()
-            ways |= {(demand, int(targets[number])) for demand, targets, flags in rows.ways if flags[number]}
+            ways |= {(claim, int(targets[number])) for claim, targets, flags in rows.ways if flags[number]}
             for position, parts in rows.parts.items():
                 frontier, part = self.frontiers[position], int(parts[number])
                 picks[self.order.nodes[position]] = int(frontier.labels[part])
@@ -181,10 +181,10 @@ class Frontiers:
             amounts[:, 0] += costs[tuple(columns[node] for node in nodes)]
         if scope[0] in self.limited.amounts:
             amounts += self.limited.amounts[scope[0]][labels[:, 0]]
-        open_demands = []
-        for number in self.demanded.get(position, []):
-            open_demands += self._demand(number, columns, amounts)
-        rows = self._joined(scope, labels, amounts, open_demands, self.waiting.get(position, []), position)
+        open_claims = []
+        for number in self.claimed.get(position, []):
+            open_claims += self._claim(number, columns, amounts)
+        rows = self._joined(scope, labels, amounts, open_claims, self.waiting.get(position, []), position)
         keys = self._keys(scope[1:], labels[:, 1:])[rows.cells]
         kept = undominated_rows(keys, rows.amounts)
         rows.take(kept)
@@ -196,19 +196,19 @@ class Frontiers:
             keys = keys * self.sizes[node] + column
         return keys
 
-    def _demand(self, number: int, columns: Mapping[int, Integers], amounts: Floats) -> list[_Open]:
-        """Add what a demand takes in each cell to `amounts`, but for what may be met in two ways."""
-        demand = self.limited.demands[number]
-        made = demand.made[columns[demand.producer]]
+    def _claim(self, number: int, columns: Mapping[int, Integers], amounts: Floats) -> list[_Open]:
+        """Add what a claim takes in each cell to `amounts`, but for what may be met in two ways."""
+        claim = self.limited.claims[number]
+        made = claim.made[columns[claim.producer]]
         found = []
         earlier: list[Integers] = []
-        for consumer, layouts in demand.consumers:
+        for consumer, layouts in claim.consumers:
             wanted = layouts[columns[consumer]]
             is_new = np.ones(len(wanted), dtype=bool)
             for other in earlier:
                 is_new &= wanted != other
             earlier.append(wanted)
-            first, second, is_open = demand.first[made, wanted], demand.second[made, wanted], demand.open[made, wanted]
+            first, second, is_open = claim.first[made, wanted], claim.second[made, wanted], claim.open[made, wanted]
             settled = is_new & ~is_open
             amounts[settled] += first[settled]
             is_open &= is_new
@@ -225,7 +225,7 @@ class Frontiers:
         scope: Sequence[int],
         labels: Integers,
         amounts: Floats,
-        demands: Sequence[_Open],
+        claims: Sequence[_Open],
         parts: Sequence[int],
         position: int | None = None,
     ) -> _Rows:
@@ -238,34 +238,19 @@ class Frontiers:
         for tables in self.tables:
             else_where = tables.outside[position][tuple(labels.T[1:])] if position is not None else np.zeros(1)
             outside.append(np.broadcast_to(else_where, len(labels)))
-        coming = [item.least for item in demands]
+        coming = [item.least for item in claims]
         coming += [
             [np.broadcast_to(tables.least[part][at[part]], len(labels)) for tables in self.tables] for part in parts
         ]
         rows = _Rows(np.arange(len(labels)), amounts, {}, [])
-        for number, demand in enumerate(demands):
-            here = demand.is_open[rows.cells]
-            twice = np.flatnonzero(here)
-            second = np.concatenate([np.zeros(len(here), dtype=bool), np.ones(len(twice), dtype=bool)])
-            rows.take(np.concatenate([np.arange(len(here)), twice]))
-            taken = np.where(second[:, None], demand.second[rows.cells], demand.first[rows.cells])
-            rows.amounts = rows.amounts + np.where(demand.is_open[rows.cells][:, None], taken, 0.0)
-            rows.ways.append((demand.demand, demand.targets[rows.cells], second))
-            self._drop(rows, outside, coming[number + 1 :])
-        for number, part in enumerate(parts):
-            frontier = self.frontiers[part]
-            keys = self._keys(self.order.scopes[part][1:], np.stack([*at[part]], axis=1) if at[part] else labels[:, :0])
-            first = np.searchsorted(frontier.keys, keys)
-            counts = (np.searchsorted(frontier.keys, keys, side="right") - first)[rows.cells]
-            if counts.sum() > ROWS:
-                raise TooManyError
-            starts = np.concatenate([[0], np.cumsum(counts)[:-1]])
-            which = np.repeat(np.arange(len(counts)), counts)
-            rows.take(which)
-            own = first[rows.cells] + np.arange(len(which)) - starts[which]
-            rows.amounts = rows.amounts + frontier.rows.amounts[own]
-            rows.parts[part] = own
-            self._drop(rows, outside, coming[len(demands) + number + 1 :])
+        for number, claim in enumerate(claims, 1):
+            _take_both_ways(rows, claim)
+            self._drop(rows, outside, coming[number:])
+        for number, part in enumerate(parts, len(claims) + 1):
+            nodes = self.order.scopes[part][1:]
+            keys = self._keys(nodes, np.array([columns[node] for node in nodes]).reshape(len(nodes), len(labels)).T)
+            _join(rows, part, self.frontiers[part], keys)
+            self._drop(rows, outside, coming[number:])
         return rows
 
     def _drop(self, rows: _Rows, outside: Sequence[Floats], coming: Sequence[Sequence[Floats]]) -> None:
@@ -275,6 +260,33 @@ class Frontiers:
             rest = sum((item[number] for item in coming), outside[number])
             good &= rows.amounts @ price.amounts + rest[rows.cells] <= price.most
         rows.take(np.flatnonzero(good))
+
+
+def _take_both_ways(rows: _Rows, claim: _Open) -> None:
+    """Meet an open claim: rows of cells where it is open stand there twice."""
+    here = claim.is_open[rows.cells]
+    twice = np.flatnonzero(here)
+    if len(here) + len(twice) > ROWS:
+        raise TooManyError
+    rows.take(np.concatenate([np.arange(len(here)), twice]))
+    second = np.arange(len(rows.cells)) >= len(here)
+    taken = np.where(second[:, None], claim.second[rows.cells], claim.first[rows.cells])
+    rows.amounts = rows.amounts + np.where(claim.is_open[rows.cells][:, None], taken, 0.0)
+    rows.ways.append((claim.claim, claim.targets[rows.cells], second))
+
+
+def _join(rows: _Rows, part: int, frontier: _Frontier, keys: Integers) -> None:
+    """Put each row together with all rows of an earlier table, at position `part`, that have the key of its cell."""
+    first = np.searchsorted(frontier.keys, keys)
+    counts = (np.searchsorted(frontier.keys, keys, side="right") - first)[rows.cells]
+    if counts.sum() > ROWS:
+        raise TooManyError
+    starts = np.cumsum(counts) - counts
+    which = np.repeat(np.arange(len(counts)), counts)
+    rows.take(which)
+    own = first[rows.cells] + np.arange(len(which)) - starts[which]
+    rows.amounts = rows.amounts + frontier.rows.amounts[own]
+    rows.parts[part] = own
 
 
 def undominated_rows(keys: Integers, amounts: Floats) -> Integers:

@@ -1,6 +1,6 @@
 """Memory in the solver as prices on bytes (a Lagrangian relaxation), and what is made again rather than kept at these.
 
-As rows of the integer program it is in `capacity`.
+As limits it is in `by_frontiers` and `by_program`.
 """
 
 from collections.abc import Sequence

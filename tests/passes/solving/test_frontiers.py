@@ -5,14 +5,14 @@ from itertools import product
 import numpy as np
 import pytest
 
-from passes.solving.frontiers import Demand, Frontiers, Limited, Price, TooManyError, undominated_rows
+from passes.solving.frontiers import Claim, Frontiers, Limited, Price, TooManyError, undominated_rows
 from passes.solving.network import Network
 from passes.solving.optimum import network_of
 from tests.passes.solving.test_optimum import random_arrays
 
 
 def random_limited(seed: int) -> Limited:
-    """A random network with two amounts besides seconds, demands among them of which some may be met in two ways."""
+    """A random network with two amounts besides seconds, claims among them of which some may be met in two ways."""
     arrays = random_arrays(seed, nodes=6)
     draw = np.random.default_rng(seed)
     network = network_of(arrays)
@@ -20,7 +20,7 @@ def random_limited(seed: int) -> Limited:
     for node, costs in network.costs.items():
         amounts[node] = np.zeros((len(costs), 3))
         amounts[node][:, 1:] = draw.integers(0, 4, size=(len(costs), 2))
-    demands = []
+    claims = []
     for group in arrays.groups[::2]:
         first, second = np.zeros((2, *group.seconds.shape, 3))
         first[..., 1] = draw.integers(0, 5, size=group.seconds.shape)
@@ -28,12 +28,12 @@ def random_limited(seed: int) -> Limited:
         second[..., 2] = draw.integers(0, 2, size=group.seconds.shape)
         is_open = draw.random(group.seconds.shape) < 0.5
         consumers = [(edge.consumer, edge.wanted) for edge in group.edges]
-        demands.append(Demand(group.producer, group.made, consumers, first, second, is_open))
-    return Limited(network, amounts, demands, 3)
+        claims.append(Claim(group.producer, group.made, consumers, first, second, is_open))
+    return Limited(network, amounts, claims, 3)
 
 
 def every_choice(limited: Limited) -> list[np.ndarray]:
-    """The amounts of every choice of labels and of ways to meet demands."""
+    """The amounts of every choice of labels and of ways to meet claims."""
     network: Network = limited.network
     nodes = sorted(network.costs)
     found = []
@@ -42,12 +42,12 @@ def every_choice(limited: Limited) -> list[np.ndarray]:
         base = np.array([network.value(picks), 0.0, 0.0])
         base += sum(amounts[picks[node]] for node, amounts in limited.amounts.items())
         ways = []
-        for demand in limited.demands:
-            made = demand.made[picks[demand.producer]]
-            for target in {wanted[picks[node]] for node, wanted in demand.consumers}:
-                options = [demand.first[made, target]]
-                if demand.open[made, target]:
-                    options.append(demand.second[made, target])
+        for claim in limited.claims:
+            made = claim.made[picks[claim.producer]]
+            for target in {wanted[picks[node]] for node, wanted in claim.consumers}:
+                options = [claim.first[made, target]]
+                if claim.open[made, target]:
+                    options.append(claim.second[made, target])
                 ways.append(options)
         found += [base + sum(taken) for taken in product(*ways)]
     return found
@@ -57,10 +57,10 @@ def amounts_of(limited: Limited, picks: dict[int, int], ways: frozenset[tuple[in
     """The amounts of one choice."""
     total = np.array([limited.network.value(picks), 0.0, 0.0])
     total += sum(amounts[picks[node]] for node, amounts in limited.amounts.items())
-    for number, demand in enumerate(limited.demands):
-        made = demand.made[picks[demand.producer]]
-        for target in {int(wanted[picks[node]]) for node, wanted in demand.consumers}:
-            total += (demand.second if (number, target) in ways else demand.first)[made, target]
+    for number, claim in enumerate(limited.claims):
+        made = claim.made[picks[claim.producer]]
+        for target in {int(wanted[picks[node]]) for node, wanted in claim.consumers}:
+            total += (claim.second if (number, target) in ways else claim.first)[made, target]
     return total
 
 

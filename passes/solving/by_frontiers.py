@@ -8,7 +8,7 @@ import numpy as np
 from passes.ir.choices import Solution
 from passes.ir.layout import Layout
 from passes.solving.arrays import GroupArrays
-from passes.solving.frontiers import Demand, Frontiers, Limited, Price
+from passes.solving.frontiers import Claim, Frontiers, Limited, Price
 from passes.solving.instance import Instance
 from passes.solving.integer import InfeasibleProgramError
 from passes.solving.memory import ROUNDING, Weights, again_seconds, keepers
@@ -51,7 +51,7 @@ def best_by_frontiers(
 
 def limited(instance: Instance, rows: Rows, rest: Rest) -> tuple[Limited, list[tuple[int, bool]]]:
     """The network of what is left, with the bytes at each point and the traffic of each hinge of `rows`; and for every
-    demand of it the number of its group, and whether it is what that keeps."""
+    claim of it the number of its group, and whether it is what that keeps."""
     arrays, sizes, network = instance.arrays, instance.bytes, rest.network
     points, hinges = rows.points, rows.hinges
     count = 1 + len(points) + len(hinges)
@@ -64,7 +64,7 @@ def limited(instance: Instance, rows: Rows, rest: Rest) -> tuple[Limited, list[t
             own[:, 1 + index] = sizes.nodes[node].at(there)[labels]
         if own.any():
             amounts[node] = own
-    demands: list[Demand] = []
+    claims: list[Claim] = []
     names: list[tuple[int, bool]] = []
     for number, (group, held) in enumerate(zip(arrays.groups, sizes.groups, strict=True)):
         lying = [held.used(parts) for parts in moments] + [overlap.traffic(group) for overlap in overlaps]
@@ -74,7 +74,7 @@ def limited(instance: Instance, rows: Rows, rest: Rest) -> tuple[Limited, list[t
                 if item is not None:
                     taken[..., 1 + index] = item
             never = np.zeros(group.seconds.shape, dtype=bool)
-            demands.append(_demand(network, group, taken, taken, never))
+            claims.append(_claim(network, group, taken, taken, never))
             names.append((number, False))
         kept = [held.kept(parts) for parts in moments]
         keeping = keepers(group)
@@ -92,15 +92,15 @@ def limited(instance: Instance, rows: Rows, rest: Rest) -> tuple[Limited, list[t
                     again[..., 1 + len(points) + index] = twice
             repeats = rest.repeats[number]
             settled = np.where((repeats.cheaper & ~repeats.open)[..., None], again, as_wanted)
-            demands.append(_demand(network, keeping, settled, again, repeats.open))
+            claims.append(_claim(network, keeping, settled, again, repeats.open))
             names.append((number, True))
-    return Limited(network, amounts, demands, count), names
+    return Limited(network, amounts, claims, count), names
 
 
-def _demand(network: Network, group: GroupArrays, first: Floats, second: Floats, is_open: Flags) -> Demand:
+def _claim(network: Network, group: GroupArrays, first: Floats, second: Floats, is_open: Flags) -> Claim:
     """What a group takes for each pair of layouts, over the labels of `network`."""
     consumers = [(edge.consumer, edge.wanted[network.labels[edge.consumer]]) for edge in group.edges]
-    return Demand(group.producer, group.made[network.labels[group.producer]], consumers, first, second, is_open)
+    return Claim(group.producer, group.made[network.labels[group.producer]], consumers, first, second, is_open)
 
 
 def _prices(instance: Instance, rows: Rows, weights: Sequence[Weights], aim: float) -> list[Price]:
