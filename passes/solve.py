@@ -42,7 +42,7 @@ TRIES = 6
 DEAREST = 1e4
 # What is at most so much above the bound, relative to it, is looked at first, then this many times as much, and from so
 # much on anything. So little is not worth further prices.
-FIRST = 1e-3
+FIRST = 5e-3
 FURTHER = 2
 FURTHEST = 1.0
 # All is looked at at once where no more than this part of the bound is open, as long as that is not too much.

@@ -21,7 +21,7 @@ TIE = 1e-9
 FEW = 3_000_000
 MANY = 30_000_000
 # Sweeps of bounds at most, and so many before it is asked again whether tables are small enough.
-SWEEPS = 36
+SWEEPS = 18
 SOME = 3
 # Where tables are too large, so many labels of each node that look best are tried.
 WIDTHS = (32, 16, 8, 4)
