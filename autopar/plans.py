@@ -13,6 +13,7 @@ from passes.ir.errors import PlanMismatchError
 from passes.ir.leaves import input_leaves
 from passes.ir.plan import InputPlan, ParameterPlan, Plan, PrecisionPlan
 from passes.ir.program import Program, dtype_name
+from passes.recompute import levels
 from passes.record import layout_texts
 
 
@@ -94,7 +95,9 @@ def as_planned(request: Request, plan: Plan) -> Request:
             "out, or plan anew"
         )
     again = {} if request.objective == "infer" else planned.stages[0].recompute
-    if request.recompute is not None and dict(request.recompute) != dict(again):
+    repeated = [block.name for block in planned.stages[0].blocks if block.count > 1]
+    asked = {name: level for name, level in levels(repeated, request.recompute or {}).items() if level != "none"}
+    if request.recompute is not None and asked != dict(again):
         raise PlanMismatchError(
             f"the plan says what is computed again, {dict(again)}: leave recompute out, or plan anew"
         )

@@ -47,7 +47,7 @@ def regime_text(regime: Regime) -> str:
 def _levels(request: Request, folded: Folded) -> Iterator[Mapping[str, str]]:
     """What may be computed again of each region, what takes least memory first."""
     if request.recompute is not None or request.objective != "train":
-        yield levels(folded.regions, request.recompute or {})
+        yield levels([region.name for region in folded.regions], request.recompute or {})
         return
     names = [region.name for region in folded.regions if region.count > 1]
     if len(names) <= _APART:

@@ -26,10 +26,10 @@ def check_patterns(regions: Iterable[Region], asked: Iterable[str]) -> None:
             raise ConstraintError(f"recompute for {pattern!r} matches no region: {known}")
 
 
-def levels(regions: Iterable[Region], asked: Mapping[str, str]) -> dict[str, str]:
-    """The level of each region by name, from levels by pattern; the longest pattern that matches holds."""
+def levels(regions: Iterable[str], asked: Mapping[str, str]) -> dict[str, str]:
+    """The level of each of these regions by name, from levels by pattern; the longest pattern that matches holds."""
     found = {}
-    for name in (region.name for region in regions):
+    for name in regions:
         patterns = sorted((pattern for pattern in asked if _matches(name, pattern)), key=len)
         found[name] = asked[patterns[-1]] if patterns else "none"
     return found

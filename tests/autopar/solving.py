@@ -26,7 +26,7 @@ def solved_by(solver: Solve, *, gather_once: bool = False, reduce_once: bool = F
         assert part is not None
         problem, demands = search.problem(request.mesh, part)
         limits = Limits(request.memory_limit, request.optimizer_states)
-        again = levels(part.folded.regions, request.recompute or {})
+        again = levels([region.name for region in part.folded.regions], request.recompute or {})
         regime = Regime(request.micro_batches or 1, again, gather_once, reduce_once)
         solution = solver(problem, request.cluster, request.mesh, limits)
         tried = Tried(request.mesh, part, demands, Solver(problem, request.cluster, request.mesh, limits, regime))

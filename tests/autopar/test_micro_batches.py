@@ -181,12 +181,19 @@ def test_options_that_cannot_be_meant(options: dict[str, object], error: type[Ex
         autopar.plan(_llama(), {"dp": 2}, tokens(), cluster="ideal", **options)
 
 
-def test_a_plan_is_not_overruled() -> None:
-    """What a plan decided is not asked for again."""
-    plan = autopar.plan(_llama(), {"dp": 2}, tokens(), cluster="ideal", recompute="full")
-    again = autopar.plan(_llama(), {"dp": 2}, tokens(), cluster="ideal", plan=plan)
+@pytest.mark.parametrize("level", ["none", "selective", "full"])
+def test_a_plan_may_be_asked_for_as_it_is(level: str) -> None:
+    """Options that say what the plan says: the level of all regions, or of one by its name."""
+    options: dict[str, object] = {"cluster": "ideal", "micro_batches": 1}
+    plan = autopar.plan(_llama(), {"dp": 2}, tokens(), recompute=level, **options)
+    for recompute in (level, {"model.layers.*": level}, None):
+        again = autopar.plan(_llama(), {"dp": 2}, tokens(), recompute=recompute, plan=plan, **options)
+        assert again.programs == plan.programs
 
-    assert again.programs == plan.programs
+
+def test_a_plan_is_not_overruled() -> None:
+    """What a plan decided is not asked for again in another way."""
+    plan = autopar.plan(_llama(), {"dp": 2}, tokens(), cluster="ideal", recompute="full")
     for options in ({"micro_batches": 2}, {"recompute": "none"}):
         with pytest.raises(PlanMismatchError, match="leave"):
             autopar.plan(_llama(), {"dp": 2}, tokens(), cluster="ideal", plan=plan, **options)

@@ -100,7 +100,7 @@ def _regions(*names: str) -> list[Region]:
 def test_the_longest_pattern_holds() -> None:
     """Of several that match."""
     asked = {"*": "selective", "encoder.*": "full", "encoder.blocks.*": "none"}
-    regions = _regions("encoder.layers.*", "encoder.blocks.*", "decoder.layers.*")
+    regions = ["encoder.layers.*", "encoder.blocks.*", "decoder.layers.*"]
     assert levels(regions, asked) == {
         "encoder.layers.*": "full",
         "encoder.blocks.*": "none",
