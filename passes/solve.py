@@ -1,8 +1,8 @@
 """solve: the planning problem in, the best strategy for every node out.
 
 The best choice without limits (`solving/optimum`) is the answer where it fits the memory and all traffic of parameters
-is hidden. Otherwise bytes and traffic get prices (`solving/dual`) until a choice fits, and an integer program over what
-can then still be best closes the gap.
+is hidden. Otherwise bytes and traffic get prices (`solving/dual`) until a choice fits, and all that can then still be
+best is looked at (`solving/by_frontiers`): step by step above the bound, and in branches where it is too much.
 """
 
 import time
