@@ -5,6 +5,7 @@ Where depth does not matter models have few layers: a layer is planned once, how
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -238,13 +239,17 @@ RECIPES: Mapping[str, Constraints] = {"free": {}, "Megatron": MEGATRON, "FSDP": 
 
 
 @pytest.fixture(scope="module")
-def plans() -> dict[str, Plan]:
+def plans(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Plan]:
     """Eight 8B layers at batch 64, planned freely and by recipe. Memory is plenty: DDP does not fit 80 GB."""
     model = llama("8B", num_hidden_layers=8)
-    return {
-        name: autopar.plan(
+
+    def by(constraints: Constraints) -> Plan:
+        return autopar.plan(
             model, MESH, batch_of(64, 2048), cluster="h100", memory_limit=PLENTY, constraints=constraints
         )
+
+    return {
+        name: shared_plan(tmp_path_factory, f"8B by {name}", partial(by, constraints))
         for name, constraints in RECIPES.items()
     }
 
