@@ -23,9 +23,8 @@ from passes.solving.bytes import find_bytes
 from passes.solving.dual import Dual, Found
 from passes.solving.frontiers import TooManyError
 from passes.solving.instance import Instance
-from passes.solving.integer import InfeasibleProgramError, OutOfTimeError
 from passes.solving.least import refuse_if_hopeless, refuse_if_impossible, smallest
-from passes.solving.limits import Limits, infeasible, out_of_time
+from passes.solving.limits import InfeasibleProgramError, Limits, OutOfTimeError, infeasible, out_of_time
 from passes.solving.memory import Weights
 from passes.solving.prices import Prices
 from passes.solving.rows import Rows, broken_rows, first_rows, rest_of

@@ -10,7 +10,7 @@ from passes.ir.layout import Layout
 from passes.solving.arrays import GroupArrays
 from passes.solving.frontiers import Claim, Frontiers, Limited, Price
 from passes.solving.instance import Instance
-from passes.solving.integer import InfeasibleProgramError
+from passes.solving.limits import InfeasibleProgramError
 from passes.solving.memory import ROUNDING, Weights, again_seconds, keepers
 from passes.solving.network import Network, restore
 from passes.solving.optimum import a_little_more

@@ -15,8 +15,7 @@ from passes.solving.arrays import Arrays
 from passes.solving.bytes import Bytes
 from passes.solving.dominance import undominated
 from passes.solving.dual import Found
-from passes.solving.integer import InfeasibleProgramError
-from passes.solving.limits import Limits
+from passes.solving.limits import InfeasibleProgramError, Limits
 from passes.solving.memory import Slack, Weights, made_again, priced
 from passes.solving.network import eliminate
 from passes.solving.optimum import a_little_more, least_with, network_of, optimum, ties

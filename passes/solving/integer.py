@@ -13,18 +13,11 @@ import numpy as np
 from ortools.math_opt import model_pb2
 from ortools.math_opt.python import mathopt
 
+from passes.solving.limits import InfeasibleProgramError, OutOfTimeError
 from passes.solving.network import Network
 from passes.solving.prices import Flags, Floats, Integers
 
 SCALE = 1e4
-
-
-class InfeasibleProgramError(Exception):
-    """No choice meets all rows."""
-
-
-class OutOfTimeError(Exception):
-    """No choice was found in the time given."""
 
 
 @dataclass

@@ -7,6 +7,14 @@ from passes.cost.memory import MemoryUse, largest_terms
 from passes.ir.errors import InfeasibleError
 
 
+class InfeasibleProgramError(Exception):
+    """No choice keeps within the limits and takes less than was aimed at."""
+
+
+class OutOfTimeError(Exception):
+    """No choice was found in the time given."""
+
+
 @dataclass(frozen=True)
 class Limits:
     """Bytes that a device has for the plan, and how many tensors the optimizer keeps per parameter. What was `asked`

@@ -124,8 +124,7 @@ def least_with(network: Network, enough: float) -> tuple[dict[int, Floats], dict
             if number % SOME == 0 and find_order(network, bounds.living()).cells <= FEW:
                 break
         if find_order(network, bounds.living()).cells > MANY:
-            nodes, pairs = bounds.with_label(), bounds.with_pair()
-            return nodes, pairs
+            return bounds.with_label(), bounds.with_pair()
         network.narrow(bounds.alive)
     tables = Tables(network)
     tables.learn()
