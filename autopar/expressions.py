@@ -22,12 +22,12 @@ from autopar.request import Request
 from passes.candidates import candidates
 from passes.capture import Tracing, capture_symbolic
 from passes.constrain import constrain
-from passes.cost.memory import lying, peaks, timetable, use_at
+from passes.cost.memory import lying, timetable
 from passes.generalize import alike, corners, generalize
 from passes.ir.choices import Problem, Solution
 from passes.ir.demands import Demands
 from passes.ir.errors import AutoparError, CaptureError, ExpressionError
-from passes.ir.figures import Figure, Number, formula, largest, size_of
+from passes.ir.figures import Figure, Number, formula, largest_sum, size_of
 from passes.ir.formulas import write_formula
 from passes.ir.layout import Layout, Shape, digits, parse_letter
 from passes.ir.leaves import Inputs, input_leaves
@@ -223,11 +223,10 @@ class _Pricing:
         return problem, solution
 
     def memory(self, problem: Problem, solution: Solution, mesh: Mesh) -> Number:
-        """Bytes at the peak, whichever block's it is."""
+        """Bytes at the peak, at whichever moment it is."""
         table = timetable(problem, solution.regime)
         found = lying(problem, solution, mesh, table.account)
-        states = self.request.optimizer_states
-        return largest(*(use_at(table, moment, found, states).peak for moment in peaks(table, found)))
+        return largest_sum(table.parts[:, [table.numbers[item.place] for item in found]], [item.size for item in found])
 
     def seconds(self, problem: Problem, solution: Solution, mesh: Mesh) -> Number:
         """Seconds of a step."""

@@ -51,11 +51,12 @@ class Gathered:
 
 @dataclass(frozen=True)
 class GroupItem:
-    """Where the tensors of a group lie. Of what is kept: `source` as it is (None: it lies there anyway), `target` after
-    a redistribution, and `again` when that is made again. Of gradients: `flow` where no redistribution lies between,
-    else `before` it and `after` it (None: there are none). `gathered` is for parameters that have gradients."""
+    """Where the tensors of a group lie. Of what is kept: `sources` as it is, where what made it does not run again and
+    where it does (None: it lies there anyway), `target` after a redistribution, and `again` when that is made again.
+    Of gradients: `flow` where no redistribution lies between, else `before` it and `after` it (None: there are none).
+    `gathered` is for parameters that have gradients."""
 
-    source: Place | None
+    sources: tuple[Place, Place] | None
     target: tuple[Place, ...]
     again: tuple[Place, ...]
     flow: Place | None
@@ -78,8 +79,9 @@ class Account:
         yield from (item.place for items in self.nodes for item in items)
         yield from (item.place for item in self.edges)
         for group in self.groups:
-            single = (group.source, group.flow, group.before, group.after)
-            yield from (place for place in (*single, *group.target, *group.again) if place is not None)
+            several = (*(group.sources or ()), *group.target, *group.again)
+            single = (group.flow, group.before, group.after)
+            yield from (*several, *(place for place in single if place is not None))
             if group.gathered is not None:
                 found = group.gathered
                 yield from (found.whole, found.alone, found.sent, found.second)
@@ -100,6 +102,11 @@ def same_tensor(source: Layout, target: Layout) -> bool:
 def recompute_of(problem: Problem, regime: Regime, block: int) -> str:
     """What is computed again of a block."""
     return regime.of(problem.blocks[block])
+
+
+def runs_again(node: Node, pick: int) -> bool:
+    """Whether strategy `pick` of a node runs again in the backward pass where recompute is selective."""
+    return bool(node.light) and node.light[pick]
 
 
 def is_resident(problem: Problem, regime: Regime, producer: Node) -> bool:
@@ -172,7 +179,7 @@ def _made_first(problem: Problem, readers: Mapping[int, Sequence[Edge]]) -> dict
         for edge in readers.get(index, []):
             reader = problem.nodes[edge.consumer]
             if reader.kind == "op" and reader.block == node.block and edge.consumer > index:
-                needed = found[edge.consumer] if any(reader.light) else edge.consumer if edge.saved else index
+                needed = found[edge.consumer] if reader.cheap else edge.consumer if edge.saved else index
                 found[index] = max(found[index], needed)
     return found
 
@@ -191,12 +198,25 @@ def _node(
         running = Place(Span.RUNNING, node.block, index, index)
         found.append(NodeItem("transient", running, [memory.transient * node.count for memory in node.memory]))
     if node.copies:
-        found.append(NodeItem("kept", _made(problem, regime, index, index, index), node.copies))
+        found += _each_way(node, _made(problem, regime, index, index, index), node.copies)
     if node.saves_result:
-        found.append(NodeItem("kept", _made(problem, regime, index, index, again[index]), node.results))
+        found += _each_way(node, _made(problem, regime, index, index, again[index]), node.results)
     if node.kind == "carry" and is_resident(problem, regime, node):
         found.append(NodeItem("kept", Place(Span.FORWARD, node.block), node.results))
     return [item for item in found if any(item.sizes)]
+
+
+def _each_way(node: Node, places: tuple[Place, Place], sizes: Sequence[float]) -> list[NodeItem]:
+    """What a node keeps, where the strategies that do not run again have it and where those have it that do."""
+    ways = zip(places, (False, True), strict=True)
+    return [
+        NodeItem(
+            "kept",
+            place,
+            [size if runs_again(node, pick) is again else 0.0 for pick, size in enumerate(sizes)],
+        )
+        for place, again in ways
+    ]
 
 
 def _position(problem: Problem, node: int) -> int:
@@ -204,16 +224,17 @@ def _position(problem: Problem, node: int) -> int:
     return node if problem.nodes[node].kind == "op" else START
 
 
-def _made(problem: Problem, regime: Regime, producer: int, first: int, last: int) -> Place:
-    """Where it lies what a node makes and the ops from `first` to `last` of its block keep. Where some strategies run
-    again and others do not, it stays."""
+def _made(problem: Problem, regime: Regime, producer: int, first: int, last: int) -> tuple[Place, Place]:
+    """Where it lies what a node makes and the ops from `first` to `last` of its block keep: where the node does not run
+    again, and where it does."""
     node = problem.nodes[producer]
     recompute = recompute_of(problem, regime, node.block)
+    stays = Place(Span.FORWARD, node.block, first)
     if node.kind == "op" and recompute == "full":
-        return Place(Span.RUNNING, node.block, first)
-    if node.kind == "op" and recompute == "selective" and all(node.light):
-        return Place(Span.RUNNING, node.block, first, last)
-    return Place(Span.FORWARD, node.block, first)
+        stays = Place(Span.RUNNING, node.block, first)
+    if node.kind == "op" and recompute == "selective":
+        return stays, Place(Span.RUNNING, node.block, first, last)
+    return stays, stays
 
 
 def _group(
@@ -227,14 +248,12 @@ def _group(
     running = Place(Span.RUNNING, block, first, last)
     repeated = problem.counts[block] > 1
     full = group.inside and recompute_of(problem, regime, block) == "full"
-    if repeated and group.count == 1:
-        # What all copies read stays until the last of them is over.
-        source = target = Place(Span.FORWARD, block - 1)
-    elif node.block == block:
-        source = _made(problem, regime, producer, first, max(last, made_first[producer]))
-        target = Place(Span.FORWARD, block, first)
-    else:
-        source = target = Place(Span.FORWARD, block, first)
+    # What all copies read stays until the last of them is over.
+    shared = repeated and group.count == 1
+    target = Place(Span.FORWARD, block - 1) if shared else Place(Span.FORWARD, block, first)
+    sources = target, target
+    if node.block == block and not shared:
+        sources = _made(problem, regime, producer, first, max(last, made_first[producer]))
     targets: tuple[Place, ...] = (Place(Span.RUNNING, block, first) if full else target,)
     again: tuple[Place, ...] = (running,)
     gathered = None
@@ -257,7 +276,7 @@ def _group(
         before = Place(Span.RUNNING, block, made, min(positions))
         after = Place(Span.RUNNING, block, min(positions), end)
     resident = is_resident(problem, regime, node)
-    return GroupItem(None if resident else source, targets, again, flow, before, after, gathered)
+    return GroupItem(None if resident else sources, targets, again, flow, before, after, gathered)
 
 
 def _reduced(problem: Problem, block: int, op: int) -> Gathered:

@@ -11,7 +11,16 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from passes.cost.account import Account, account, is_kept, layout_bytes, reduced_bytes, same_tensor, unsharded_bytes
+from passes.cost.account import (
+    Account,
+    account,
+    is_kept,
+    layout_bytes,
+    reduced_bytes,
+    runs_again,
+    same_tensor,
+    unsharded_bytes,
+)
 from passes.cost.moments import Moment, Place, Span, moments, parts
 from passes.ir.choices import Edge, Problem, Solution
 from passes.ir.figures import Figure
@@ -115,8 +124,9 @@ def _kept(
     group, item, regime = problem.groups[edge.group], found.groups[edge.group], solution.regime
     again = (edge.group, after) in solution.again
     result = []
-    if (same_tensor(before, after) or again) and item.source is not None:
-        result.append(Lying("kept", item.source, layout_bytes(group, before, mesh)))
+    if (same_tensor(before, after) or again) and item.sources is not None:
+        source = item.sources[runs_again(problem.nodes[edge.producer], solution.picks[edge.producer])]
+        result.append(Lying("kept", source, layout_bytes(group, before, mesh)))
     if not same_tensor(before, after) and not (group.parameter and regime.gather_once):
         places = item.again if again else item.target
         result += [Lying("kept", place, layout_bytes(group, after, mesh)) for place in places]

@@ -41,8 +41,9 @@ class Node:
     `key` names it in the plan; `kind` is "op", "parameter", "input", "buffer", "carry" or "output". `count` is how
     often it occurs in a micro-batch, `block` the place it stands in. `seconds` and `memory` are per strategy, for all
     copies together; of an op's seconds `forward` are those of the forward pass. `light` says of each strategy whether
-    it runs again where recompute is selective. `saves_result` says that autograd keeps its result, of `results` bytes
-    per strategy; `copies` are the bytes of what else it keeps; `views` that its result is a view of its operand.
+    it runs again where recompute is selective, `cheap` whether any that the op may have does. `saves_result` says that
+    autograd keeps its result, of `results` bytes per strategy; `copies` are the bytes of what else it keeps; `views`
+    that its result is a view of its operand.
     """
 
     key: str
@@ -58,6 +59,7 @@ class Node:
     copies: tuple[float, ...] = ()
     forward: tuple[float, ...] = ()
     light: tuple[bool, ...] = ()
+    cheap: bool = False
     views: bool = False
 
 

@@ -12,7 +12,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import cast
 
+import numpy as np
 import sympy
+from numpy.typing import NDArray
 
 Number = int | float
 
@@ -116,6 +118,43 @@ def largest(*numbers: Number) -> Number:
     return _extreme(numbers, max(numbers), sympy.Max, 1)
 
 
+def largest_sum(weights: NDArray[np.float64], numbers: Sequence[Number]) -> Number:
+    """The largest of several sums of `numbers`, each times a weight that is not negative: `weights[sum, number]`. Its
+    formula is the maximum of those sums that are not below another for all sizes."""
+    found = float((weights @ np.array([float(_value(number)) for number in numbers])).max())
+    if not any(isinstance(number, Figure) for number in numbers):
+        return found
+    terms: dict[sympy.Expr, int] = {}
+    expanded = [sympy.expand(_expression(number)).as_coefficients_dict() for number in numbers]
+    for term in (term for each in expanded for term in each):
+        terms.setdefault(term, len(terms))
+    factors = np.zeros((len(numbers), len(terms)))
+    for row, each in zip(factors, expanded, strict=True):
+        for term, factor in each.items():
+            row[terms[term]] += float(factor)
+    positive = np.array([_is_product(term) for term in terms], dtype=bool)
+    sums = [_sum(row, terms) for row in _undominated(weights @ factors, positive)]
+    # Left as it is: sympy would compare all that stands in it.
+    expression = sums[0] if len(sums) == 1 else sympy.Max(*sums, evaluate=False)
+    return cast(float, Figure(found, expression))
+
+
+def _undominated(rows: NDArray[np.float64], positive: NDArray[np.bool_]) -> list[NDArray[np.float64]]:
+    """The rows than which no other is at least as large in every column that is of something `positive`, and the same
+    in the others."""
+    kept: list[NDArray[np.float64]] = []
+    for row in sorted(np.unique(rows, axis=0), key=np.sum, reverse=True):
+        if not any(np.where(positive, other >= row, other == row).all() for other in kept):
+            kept.append(row)
+    return kept
+
+
+def _sum(factors: Iterable[float], terms: Iterable[sympy.Expr]) -> sympy.Expr:
+    pairs = zip(map(float, factors), terms, strict=True)
+    whole = ((int(factor) if factor.is_integer() else factor, term) for factor, term in pairs if factor)
+    return sympy.Add(*(factor * term for factor, term in whole))
+
+
 def least(numbers: Iterable[Number]) -> Number:
     """`min`, whose formula is a minimum."""
     given = tuple(numbers)
@@ -160,14 +199,14 @@ def _is_above(one: sympy.Expr, other: sympy.Expr, sign: int) -> bool:
 def _terms(expression: sympy.Expr) -> Mapping[sympy.Expr, float] | None:
     """Factors by product of powers of sizes; None for what is no sum of these."""
     terms = sympy.expand(expression).as_coefficients_dict()
-    if any(not base.is_Symbol for term in terms for base in _bases(term)):
+    if not all(map(_is_product, terms)):
         return None
     return {term: float(factor) for term, factor in terms.items()}
 
 
-def _bases(term: sympy.Expr) -> list[sympy.Expr]:
-    factors = () if term == 1 else sympy.Mul.make_args(term)
-    return [factor.as_base_exp()[0] for factor in factors]
+def _is_product(term: sympy.Expr) -> bool:
+    """Whether a term is a product of powers of sizes, which are above zero."""
+    return term == 1 or all(factor.as_base_exp()[0].is_Symbol for factor in sympy.Mul.make_args(term))
 
 
 def _quotient(one: object, other: object) -> Figure:

@@ -52,11 +52,12 @@ class _Connections:
                 *(carry.argument for carry in region.carries),
             )
         }
-        light = {key: self.nodes[number].light for key, number in self.index.items()}
         remade = {
             use
             for region in known.folded.regions
-            for use in uses_remade([placed for placed in known.placed if placed.region is region], known.saved, light)
+            for use in uses_remade(
+                [placed for placed in known.placed if placed.region is region], known.saved, known.cheap
+            )
         }
         viewed = uses_viewed(known.placed, known.saved, known.strided)
         for placed in known.placed:

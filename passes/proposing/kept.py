@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from passes.ir.program import Folded
 from passes.proposing.places import Placed
-from passes.rules.cheap import is_view, with_viewed
+from passes.rules.cheap import Cheap, is_view, with_viewed
 from passes.rules.rule import Saved
 from passes.rules.strategies import Subject
 
@@ -60,23 +60,23 @@ def is_viewing(item: Placed, strided: Collection[str]) -> bool:
 
 
 def uses_remade(
-    placed: Sequence[Placed], saved: Mapping[str, Sequence[Saved]], light: Mapping[str, Sequence[bool]]
+    placed: Sequence[Placed], saved: Mapping[str, Sequence[Saved]], cheap: Mapping[str, Cheap]
 ) -> set[tuple[str, int]]:
     """Uses (op, operand) of what has to be there when the backward pass of a region, whose ops are `placed`, makes
     again what is cheap. Of a view it is what is viewed.
 
-    `saved` is what autograd keeps for each op; `light` says of each of its strategies whether it runs again.
+    `saved` is what autograd keeps for each op, `cheap` whether it runs again.
     """
     found: set[tuple[str, int]] = set()
     views = {item.op.results[0] for item in placed if is_view(item.rule, False)}
     # What is made again, or is of what is, need not be there before.
-    passed = views | {item.op.results[0] for item in placed if all(light[item.op.key])}
+    passed = views | {item.op.results[0] for item in placed if cheap[item.op.key] is Cheap.ALWAYS}
     wanted: set[str] = set()
     for item in reversed(placed):
         op, kept = item.op, saved[item.op.key]
-        cheap = any(light[op.key])
-        again = cheap and any(each.result or each.copy for each in kept)
-        if again or ((cheap or op.results[0] in views) and not wanted.isdisjoint(op.results)):
+        may_run = cheap[op.key] is not Cheap.NEVER
+        again = may_run and any(each.result or each.copy for each in kept)
+        if again or ((may_run or op.results[0] in views) and not wanted.isdisjoint(op.results)):
             wanted.update(op.operands)
             found.update((op.key, slot) for slot, name in enumerate(op.operands) if name not in passed)
         wanted.update(op.operands[each.index] for each in kept if not each.result)

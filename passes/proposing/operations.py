@@ -11,7 +11,7 @@ from passes.proposing.kept import is_viewing
 from passes.proposing.places import Placed
 from passes.proposing.sizes import Sizes
 from passes.proposing.survey import Survey
-from passes.rules.cheap import is_cheap
+from passes.rules.cheap import Cheap, is_cheap
 from passes.rules.strategies import Choices, Subject
 
 
@@ -54,6 +54,7 @@ def op_node(
         tuple(count * (size + kept) for size, (kept, _) in zip(copies, needs, strict=True)),
         tuple(count * forward for forward, _ in seconds),
         _light(known, placed, bodies),
+        known.cheap[op.key] is not Cheap.NEVER,
         is_viewing(placed, known.strided),
     )
 
@@ -77,8 +78,8 @@ def _workspace(
 def _light(known: Survey, placed: Placed, bodies: Sequence[tuple[str, ...]]) -> tuple[bool, ...]:
     """Whether an op runs again where recompute is selective, for each of its strategies by the local forms that it runs
     in."""
-    op, rule = placed.op, placed.rule
-    if rule is None or op.results[0] in known.handed_on:
+    op = placed.op
+    if known.cheap[op.key] is Cheap.NEVER:
         return (False,) * len(bodies)
-    is_light = cache(partial(is_cheap, op, rule, known.subjects[op.key].copies))
+    is_light = cache(partial(is_cheap, op, placed.rule, known.subjects[op.key].copies))
     return tuple(is_light(each) for each in bodies)

@@ -7,6 +7,7 @@ from passes.cost.fusion import Fused, joined
 from passes.ir.program import Folded, dependents
 from passes.proposing.kept import handed_on, kept_by
 from passes.proposing.places import Placed, place
+from passes.rules.cheap import Cheap, how_cheap
 from passes.rules.rule import Saved
 from passes.rules.strategies import Subject, subject
 from passes.rules.strides import strided
@@ -28,8 +29,9 @@ class Survey:
     (buffers and constants) are by the names that stand in ops, so those of regions are among them; `names` has, for
     what a region calls otherwise, the name in the program (of its first copy), `exported` for what is used outside of
     a region the name inside. `depends`, `strided` and `handed_on` are names of tensors (`dependents`, `strided` and
-    `handed_on` say which). By keys of ops: what their strategies depend on (`subjects`), and what autograd keeps for
-    them (`saved`). `fused` are ops that are compiled together with others, by their first result.
+    `handed_on` say which). By keys of ops: what their strategies depend on (`subjects`), what autograd keeps for them
+    (`saved`), and whether they are `cheap` to run again. `fused` are ops that are compiled together with others, by
+    their first result.
     """
 
     folded: Folded
@@ -44,6 +46,7 @@ class Survey:
     handed_on: Set[str]
     subjects: Mapping[str, Subject]
     saved: Mapping[str, Sequence[Saved]]
+    cheap: Mapping[str, Cheap]
     fused: Mapping[str, Fused]
 
     def inside(self, name: str) -> str:
@@ -60,6 +63,7 @@ def survey(folded: Folded) -> Survey:
         item.op.key: subject(item.op, item.rule, folded.types, folded.flowing, parameters.keys(), moved)
         for item in placed
     }
+    given = handed_on(folded, placed, moved)
     return Survey(
         folded=folded,
         placed=placed,
@@ -77,9 +81,15 @@ def survey(folded: Folded) -> Survey:
         },
         depends=dependents(folded),
         strided=moved,
-        handed_on=handed_on(folded, placed, moved),
+        handed_on=given,
         subjects=subjects,
         saved={key: kept_by(about) for key, about in subjects.items()},
+        cheap={
+            item.op.key: Cheap.NEVER
+            if item.op.results[0] in given
+            else how_cheap(item.op, item.rule, subjects[item.op.key].copies)
+            for item in placed
+        },
         fused=joined(folded),
     )
 

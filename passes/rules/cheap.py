@@ -1,6 +1,7 @@
 """Which ops are cheap to run again in the backward pass, so that their results need not be kept."""
 
 from collections.abc import Collection, Iterable
+from enum import Enum
 
 from passes.ir.program import Op, draws
 from passes.rules.bodies import BODIES
@@ -20,6 +21,21 @@ def with_viewed(values: Iterable[str], views: Iterable[tuple[Collection[str], Co
         if not found.isdisjoint(given):
             found.update(viewed)
     return found
+
+
+class Cheap(Enum):
+    """In which of its local forms an op is cheap to run again."""
+
+    NEVER = "in none"
+    SOMETIMES = "in some"
+    ALWAYS = "in all"
+
+
+def how_cheap(op: Op, rule: Rule | None, copies: bool) -> Cheap:
+    """In which of the local forms that its rule has an op is cheap; on any mesh, whatever it is offered."""
+    if rule is None or not is_cheap(op, rule, copies, ()):
+        return Cheap.NEVER
+    return Cheap.ALWAYS if is_cheap(op, rule, copies, rule.bodies.values()) else Cheap.SOMETIMES
 
 
 def is_cheap(op: Op, rule: Rule | None, copies: bool, bodies: Collection[str]) -> bool:

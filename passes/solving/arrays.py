@@ -7,7 +7,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from passes.cost.account import is_kept, is_resident, layout_bytes, recompute_of, unsharded_bytes
+from passes.cost.account import is_kept, is_resident, layout_bytes, recompute_of, runs_again, unsharded_bytes
 from passes.ir.choices import Edge, Group, Node, Problem
 from passes.ir.layout import I, Layout, Letter, R
 from passes.ir.mesh import Mesh
@@ -28,11 +28,13 @@ class EdgeArrays:
 @dataclass(frozen=True)
 class Uses:
     """Uses of one tensor in one place as they are in any regime: see `GroupArrays`. `forward` and `backward` are the
-    seconds of all occurrences in one micro-batch, `wanted` stands beside `edges`."""
+    seconds of all occurrences in one micro-batch, `wanted` stands beside `edges`. `remade[a]` says that what makes
+    layout a runs again where recompute is selective."""
 
     group: Group
     producer: int
     made: Integers
+    remade: Flags
     edges: Sequence[Edge]
     wanted: Sequence[Integers]
     targets: tuple[Layout, ...]
@@ -49,7 +51,8 @@ class Uses:
 class GroupArrays:
     """Uses of one tensor in one place, all its occurrences together.
 
-    `made[y]` is the layout (a row) that strategy y of `producer` gives, `targets` are those of the columns.
+    `made[y]` is the layout (a row) that strategy y of `producer` gives, `targets` are those of the columns. Strategies
+    that run again have rows of their own, as what they give lies elsewhere.
     `seconds[a, b]` is what it costs in a step to bring layout a to layout b forward and backward, `again[a, b]` what
     doing it once more in the backward pass adds. `source_bytes` and `target_bytes` are what keeping the tensor in each
     layout takes; `same[a, b]` says that b is the very tensor a. `held[a, b]` are bytes that lie there all the time.
@@ -206,22 +209,26 @@ def find_uses(problem: Problem, prices: Prices) -> list[Uses]:
     for edge in problem.edges:
         by_group.setdefault(edge.group, []).append(edge)
     ends = [_Ends(problem, problem.groups[number], edges) for number, edges in sorted(by_group.items())]
-    matrices = prices.matrices([(each.group, list(each.sources), list(each.targets)) for each in ends])
+    matrices = prices.matrices([(each.group, each.sources, list(each.targets)) for each in ends])
     letters = _letters(layout for each in ends for layout in (*each.sources, *each.targets))
     return [_uses(each, *seconds, letters, prices.mesh) for each, seconds in zip(ends, matrices, strict=True)]
 
 
 class _Ends:
-    """The layouts that a tensor is made in and those that it is wanted in, by their numbers; and which of them the
-    strategies of its producer make, and of each of its `edges` want."""
+    """The layouts that a tensor is made in (by what runs `again` and by what does not) and those that it is wanted in,
+    by their numbers; and which of them the strategies of its producer make, and of each of its `edges` want."""
 
     def __init__(self, problem: Problem, group: Group, edges: Sequence[Edge]) -> None:
         self.group = group
         self.edges = edges
-        self.sources: dict[Layout, int] = {}
+        # What runs again lies elsewhere than what does not.
+        sources: dict[tuple[Layout, bool], int] = {}
         self.targets: dict[Layout, int] = {}
-        made = [item.results[edges[0].result] for item in problem.nodes[edges[0].producer].strategies]
-        self.made = np.array([self.sources.setdefault(layout, len(self.sources)) for layout in made])
+        node = problem.nodes[edges[0].producer]
+        made = [(item.results[edges[0].result], runs_again(node, pick)) for pick, item in enumerate(node.strategies)]
+        self.made = np.array([sources.setdefault(each, len(sources)) for each in made])
+        self.sources = [layout for layout, _ in sources]
+        self.again = np.array([again for _, again in sources])
         self.wanted = []
         for edge in edges:
             wanted = [item.operands[edge.operand] for item in problem.nodes[edge.consumer].strategies]
@@ -239,6 +246,7 @@ def _uses(ends: _Ends, forward: Floats, backward: Floats, letters: Mapping[Layou
         group,
         ends.edges[0].producer,
         ends.made,
+        ends.again,
         ends.edges,
         ends.wanted,
         tuple(targets),

@@ -78,14 +78,14 @@ def limited(instance: Instance, rows: Rows, rest: Rest) -> tuple[Limited, list[t
             names.append((number, False))
         kept = [held.kept(parts) for parts in moments]
         keeping = keepers(group)
-        if keeping is not None and any(any(item) for item in kept):
+        if keeping is not None and any(item.any() for item in kept):
             as_wanted = np.zeros((*group.seconds.shape, count))
             again = np.zeros((*group.seconds.shape, count))
             again[..., 0] = again_seconds(arrays, group, rest.plain)
-            for index, (source, target, beside) in enumerate(kept):
-                own = source * group.source_bytes[:, None]
-                as_wanted[..., 1 + index] = np.where(group.same, own, target * group.target_bytes)
-                again[..., 1 + index] = own + beside * group.target_bytes
+            for index, own_kept in enumerate(kept):
+                own = (own_kept.source * group.source_bytes)[:, None]
+                as_wanted[..., 1 + index] = np.where(group.same, own, own_kept.target * group.target_bytes)
+                again[..., 1 + index] = own + own_kept.again * group.target_bytes
             for index, overlap in enumerate(overlaps):
                 twice = overlap.traffic_again(group)
                 if twice is not None:

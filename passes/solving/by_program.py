@@ -12,7 +12,7 @@ import numpy as np
 from passes.ir.choices import Solution
 from passes.ir.layout import Layout
 from passes.solving.arrays import Arrays, GroupArrays
-from passes.solving.bytes import Bytes
+from passes.solving.bytes import Bytes, Kept
 from passes.solving.instance import Instance
 from passes.solving.integer import SCALE, Program
 from passes.solving.memory import ROUNDING, Repeats, again_seconds, keepers
@@ -88,7 +88,7 @@ def limit_memory(
     again = []
     for number, (group, held) in enumerate(zip(arrays.groups, sizes.groups, strict=True)):
         _used_and_hidden(program, arrays, group, [held.used(there) for there in moments], rows, excess, unit)
-        keeping = keepers(group) if any(any(held.kept(there)) for there in moments) else None
+        keeping = keepers(group) if any(held.kept(there).any() for there in moments) else None
         if keeping is not None:
             kept = [held.kept(there) for there in moments]
             item, columns = _keep_group(program, number, keeping, kept, rows, unit, repeats[number])
@@ -153,7 +153,7 @@ def _keep_group(
     program: Program,
     number: int,
     group: GroupArrays,
-    parts: Sequence[tuple[float, float, float]],
+    parts: Sequence[Kept],
     rows: list[list[Part]],
     unit: float,
     repeats: Repeats,
@@ -178,10 +178,11 @@ def _keep_group(
         there = is_open[:, columns]
         model.at_least(kept[:, columns][~there], flows[~there])
         model.at_least(kept[:, columns][there], flows[there], again[:, columns][there])
-    sizes = group.source_bytes[sources][:, None] / unit, group.target_bytes[every] / unit
-    for row, (source, target, there) in zip(rows, parts, strict=True):
-        remade = np.where(same, source * sizes[0], source * sizes[0] + there * sizes[1])
-        row.append((kept.ravel(), np.where(same | is_made, remade, target * sizes[1]).ravel()))
+    size = group.target_bytes[every] / unit
+    for row, there in zip(rows, parts, strict=True):
+        as_made = (there.source * group.source_bytes)[sources][:, None] / unit
+        remade = np.where(same, as_made, as_made + there.again * size)
+        row.append((kept.ravel(), np.where(same | is_made, remade, there.target * size).ravel()))
         row.append((again[is_open], remade[is_open]))
     twice = np.where(is_made, kept, again)
     return AgainColumns(number, again, is_made, sources, every), twice

@@ -31,14 +31,28 @@ class NodeBytes:
 
 
 @dataclass(frozen=True)
+class Kept:
+    """Which parts of what a group keeps are there: of the `source` in each layout that is made (or in any), of the
+    `target`, and of the target that is made `again`."""
+
+    source: Floats
+    target: float
+    again: float
+
+    def any(self) -> bool:
+        """Whether anything is."""
+        return bool(self.source.any() or self.target or self.again)
+
+
+@dataclass(frozen=True)
 class GroupBytes:
     """Bytes of a group: `sizes[i][a, b]` lie in place i once for every layout b that is wanted where a is made. What is
-    kept lies at `source` as it is (None: it lies there anyway), at `target` after a redistribution, and at `again`
+    kept lies at `source[a]` as it is (None: it lies there anyway), at `target` after a redistribution, and at `again`
     besides the source where that is made again."""
 
     places: Integers
     sizes: Sequence[Floats]
-    source: int | None
+    source: Integers | None
     target: Integers
     again: Integers
 
@@ -47,10 +61,10 @@ class GroupBytes:
         there = [part * size for part, size in zip(parts[self.places], self.sizes, strict=True) if part]
         return sum(there[1:], there[0]) if there else None
 
-    def kept(self, parts: Floats) -> tuple[float, float, float]:
-        """Which parts of the source, the target, and the target that is made again are there."""
-        source = 0.0 if self.source is None else float(parts[self.source])
-        return source, float(parts[self.target].sum()), float(parts[self.again].sum())
+    def kept(self, parts: Floats) -> Kept:
+        """Which parts of what is kept are there."""
+        source = np.zeros(1) if self.source is None else parts[self.source]
+        return Kept(source, float(parts[self.target].sum()), float(parts[self.again].sum()))
 
 
 @dataclass(frozen=True)
@@ -106,7 +120,7 @@ def find_bytes(problem: Problem, arrays: Arrays, uses: Sequence[Uses], regime: R
             GroupBytes(
                 np.array([numbers[place] for place, _ in lying], dtype=np.int64),
                 [sizes for _, sizes in lying],
-                None if item.source is None else numbers[item.source],
+                None if item.sources is None else np.array([numbers[place] for place in item.sources])[use.remade * 1],
                 np.array([numbers[place] for place in item.target]),
                 np.array([numbers[place] for place in item.again]),
             )

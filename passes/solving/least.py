@@ -46,8 +46,8 @@ def _least_at_all(instance: Instance) -> Floats:
         if len(size.places):
             found += (parts[:, size.places] @ size.sizes).min(axis=1)
     for group, held in zip(instance.arrays.groups, instance.bytes.groups, strict=True):
-        if any(edge.saved for edge in group.edges):
-            source = 0.0 if held.source is None else parts[:, held.source] * group.source_bytes.min()
+        if any(edge.saved for edge in group.edges) and held.source is not None:
+            source = (parts[:, held.source] * group.source_bytes).min(axis=1)
             found += np.minimum(source, parts[:, held.target].sum(axis=1) * group.target_bytes.min())
     return found
 
@@ -66,8 +66,9 @@ def _least(instance: Instance, moment: int) -> MemoryUse:
     kept = there.get("kept", 0.0)
     for group, held in zip(instance.arrays.groups, instance.bytes.groups, strict=True):
         if any(edge.saved for edge in group.edges):
-            source, target, _ = held.kept(parts)
-            kept += min(source * float(group.source_bytes.min()), target * float(group.target_bytes.min()))
+            own = held.kept(parts)
+            source = float((own.source * group.source_bytes).min())
+            kept += min(source, own.target * float(group.target_bytes.min()))
     parameters = there.get("parameter", 0.0) - optimizer
     buffers, inputs, outputs = (there.get(kind, 0.0) for kind in ("buffer", "input", "output"))
     gradients, transient = there.get("gradient", 0.0), there.get("transient", 0.0)

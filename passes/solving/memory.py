@@ -55,9 +55,8 @@ def priced(arrays: Arrays, sizes: Bytes, points: Sequence[int], weights: Weights
         keeping = keepers(group) if any(weights.bytes) else None
         if keeping is not None:
             source, target = _kept(group, size, everywhere, again_seconds(arrays, group, weights))
-            kept = np.where(
-                group.same, size.kept(everywhere)[0] * group.source_bytes[:, None], np.minimum(source, target)
-            )
+            as_made = size.kept(everywhere).source * group.source_bytes
+            kept = np.where(group.same, as_made[:, None], np.minimum(source, target))
             keeping_groups.append(replace(keeping, seconds=kept))
     return replace(arrays, costs=costs, groups=[*groups, *keeping_groups], overlaps=())
 
@@ -65,8 +64,9 @@ def priced(arrays: Arrays, sizes: Bytes, points: Sequence[int], weights: Weights
 def _kept(group: GroupArrays, size: GroupBytes, parts: Floats, again: Floats) -> tuple[Floats, Floats]:
     """What every redistribution of a group costs where it is made again, for the seconds `again`, and where its result
     is kept."""
-    source, target, there = size.kept(parts)
-    return again + source * group.source_bytes[:, None] + there * group.target_bytes, target * group.target_bytes
+    kept = size.kept(parts)
+    source = (kept.source * group.source_bytes)[:, None]
+    return again + source + kept.again * group.target_bytes, kept.target * group.target_bytes
 
 
 def made_again(

@@ -2,10 +2,11 @@
 
 from math import prod
 
+import numpy as np
 import pytest
 import sympy
 
-from passes.ir.figures import Figure, as_float, formula, largest, least, size_of
+from passes.ir.figures import Figure, as_float, formula, largest, largest_sum, least, size_of
 
 A, B = sympy.Symbol("a"), sympy.Symbol("b")
 SIX, FOUR = size_of(6, A), size_of(4, B)
@@ -70,6 +71,23 @@ def test_what_may_be_below_stays() -> None:
     """A difference is not taken for more than nothing, nor what stands in a rounding or a sum's quotient."""
     assert len(formula(largest(0.0, SIX - FOUR)).args) == 2
     assert len(formula(largest(SIX / (SIX + 1), FOUR)).args) == 2
+
+
+def test_the_largest_of_sums_keeps_those_that_may_be_largest() -> None:
+    """Whatever the sizes: a sum goes only where another has as much of everything; of a difference nothing is known."""
+    weights = np.array([[1.0, 0.0, 1.0], [0.0, 1.0, 1.0], [1.0, 0.0, 0.5], [0.0, 0.0, 1.0]])
+    found = largest_sum(weights, [SIX, 3 * FOUR, 2.0])
+    assert found == 14
+    assert formula(found) == sympy.Max(3 * B + 2, A + 2, evaluate=False)
+    assert len(formula(largest_sum(np.array([[1.0, 1.0], [1.0, 0.0]]), [SIX, SIX / (SIX - FOUR)])).args) == 2
+    assert formula(largest_sum(np.eye(2), [SIX, 2 * SIX])) == 2 * A
+
+
+def test_the_largest_of_sums_of_numbers_is_a_number() -> None:
+    """No formula where there is nothing to remember."""
+    found = largest_sum(np.array([[1.0, 2.0], [0.5, 3.0]]), [2, 4.0])
+    assert found == 13.0
+    assert not isinstance(found, Figure)
 
 
 def test_the_least_of_figures_is_a_minimum() -> None:
