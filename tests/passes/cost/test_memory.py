@@ -87,8 +87,7 @@ def test_what_is_made_again_is_made_of_something() -> None:
 
 def test_what_sends_is_not_made_again() -> None:
     """A norm over a dim that is split sends, so it does not run again where recompute is selective: what it gives
-    stays.
-    Another strategy of the same norm runs again, and what it gives does not."""
+    stays. Another strategy of the same norm runs again, and what it gives does not stay."""
     mesh = Mesh.of({"tp": 2})
     case = planning(_Layers(_Normed), {"x": torch.zeros(ROWS, WIDTH)}, mesh)
     (name,) = (region.name for region in case.folded.regions)
