@@ -6,12 +6,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from passes.ir.choices import Solution
-from passes.ir.layout import Layout
 from passes.solving.arrays import GroupArrays
 from passes.solving.frontiers import Claim, Frontiers, Limited, Price
 from passes.solving.instance import Instance
 from passes.solving.limits import InfeasibleProgramError
-from passes.solving.memory import ROUNDING, Weights, again_seconds, keepers
+from passes.solving.memory import ROUNDING, Weights, again_seconds, decided_again, keepers
 from passes.solving.network import Network, restore
 from passes.solving.optimum import a_little_more
 from passes.solving.prices import Flags, Floats
@@ -39,14 +38,10 @@ def best_by_frontiers(
     choice = frontiers.choice(int(seconds.argmin()))
     strategies = restore(rest.network, rest.network.strategies(choice.picks))
     chosen = [strategies[node] for node in range(len(arrays.costs))]
-    again: set[tuple[int, Layout]] = set()
-    for number, (index, is_kept) in enumerate(names):
-        group, repeats = arrays.groups[index], rest.repeats[index]
-        made = group.made[chosen[group.producer]]
-        for target in {int(edge.wanted[chosen[edge.consumer]]) for edge in group.edges if edge.saved and is_kept}:
-            if (number, target) in choice.ways if repeats.open[made, target] else repeats.cheaper[made, target]:
-                again.add((index, group.targets[target]))
-    return instance.solution(chosen, frozenset(again)), float(seconds.min())
+    ways = {(names[number][0], target) for number, target in choice.ways}
+    kept = [index for index, is_kept in names if is_kept]
+    again = decided_again(arrays, rest.repeats, chosen, kept, lambda group, _, target: (group, target) in ways)
+    return instance.solution(chosen, again), float(seconds.min())
 
 
 def limited(instance: Instance, rows: Rows, rest: Rest) -> tuple[Limited, list[tuple[int, bool]]]:

@@ -10,14 +10,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from passes.ir.choices import Solution
-from passes.ir.layout import Layout
 from passes.solving.arrays import Arrays, GroupArrays
 from passes.solving.bytes import Bytes, Kept
 from passes.solving.instance import Instance
 from passes.solving.integer import SCALE, Program
-from passes.solving.memory import ROUNDING, Repeats, again_seconds, keepers
+from passes.solving.memory import ROUNDING, Repeats, again_seconds, decided_again, keepers
 from passes.solving.network import restore
-from passes.solving.prices import Flags, Floats, Integers
+from passes.solving.prices import Floats, Integers
 from passes.solving.rows import Rest, Rows
 
 # Numbers of columns, and their coefficients in one row.
@@ -27,11 +26,9 @@ Part = tuple[np.ndarray, np.ndarray]
 @dataclass(frozen=True)
 class AgainColumns:
     """What an integer program says about which redistributions of a group are made again: the numbers of the `columns`
-    that decide, -1 where it is decided already, and whether it `is_made`."""
+    that decide, by source and target (-1: decided already)."""
 
-    group: int
     columns: Integers
-    is_made: Flags
     sources: Integers
     targets: Integers
 
@@ -49,15 +46,14 @@ def best_by_program(
     picks, values, bound = program.solve(gap, patience)
     strategies = restore(network, network.strategies(picks))
     chosen = [strategies[node] for node in range(len(arrays.costs))]
-    again: set[tuple[int, Layout]] = set()
-    for item in columns:
-        group = arrays.groups[item.group]
-        row = int(np.flatnonzero(item.sources == group.made[chosen[group.producer]])[0])
-        wanted = {int(edge.wanted[chosen[edge.consumer]]) for edge in group.edges if edge.saved}
-        for made, column, target in zip(item.is_made[row], item.columns[row], item.targets, strict=True):
-            if target in wanted and (made or (column >= 0 and values[column] > 0.5)):
-                again.add((item.group, group.targets[target]))
-    return instance.solution(chosen, frozenset(again)), bound - rest.base
+
+    def is_again(group: int, made: int, target: int) -> bool:
+        item = columns[group]
+        column = item.columns[np.searchsorted(item.sources, made), np.searchsorted(item.targets, target)]
+        return bool(values[column] > 0.5)
+
+    again = decided_again(arrays, rest.repeats, chosen, columns, is_again)
+    return instance.solution(chosen, again), bound - rest.base
 
 
 def limit_memory(
@@ -68,12 +64,12 @@ def limit_memory(
     limit: float,
     hinges: Sequence[int],
     repeats: Sequence[Repeats],
-) -> list[AgainColumns]:
+) -> dict[int, AgainColumns]:
     """Add rows so that at every point at most `limit` bytes are there, and that the overlaps numbered `hinges` cost
     what their traffic exceeds the computation by.
 
     A tensor that is wanted in another layout and kept is either kept as it is wanted, or its source is and it is made
-    again, which costs time and is a yes or no where `repeats` leave it open.
+    again, which costs time and is a yes or no where `repeats` leave it open. Returns what says which, by group.
     """
     network, model = program.network, program.model
     # The solver takes rows to be met within a millionth: bytes are counted in thousandths of the limit.
@@ -85,14 +81,14 @@ def limit_memory(
         if node in program.columns:
             for row, there in zip(rows, moments, strict=True):
                 row.append((program.columns[node], size.at(there)[network.labels[node]] / unit))
-    again = []
+    again = {}
     for number, (group, held) in enumerate(zip(arrays.groups, sizes.groups, strict=True)):
         _used_and_hidden(program, arrays, group, [held.used(there) for there in moments], rows, excess, unit)
         keeping = keepers(group) if any(held.kept(there).any() for there in moments) else None
         if keeping is not None:
             kept = [held.kept(there) for there in moments]
-            item, columns = _keep_group(program, number, keeping, kept, rows, unit, repeats[number])
-            again.append(item)
+            item, columns = _keep_group(program, keeping, kept, rows, unit, repeats[number])
+            again[number] = item
             for hinge, parts in excess.items():
                 twice = arrays.overlaps[hinge].traffic_again(group)
                 if twice is not None:
@@ -151,7 +147,6 @@ def _used_and_hidden(
 
 def _keep_group(
     program: Program,
-    number: int,
     group: GroupArrays,
     parts: Sequence[Kept],
     rows: list[list[Part]],
@@ -185,4 +180,4 @@ def _keep_group(
         row.append((kept.ravel(), np.where(same | is_made, remade, there.target * size).ravel()))
         row.append((again[is_open], remade[is_open]))
     twice = np.where(is_made, kept, again)
-    return AgainColumns(number, again, is_made, sources, every), twice
+    return AgainColumns(again, sources, every), twice

@@ -3,7 +3,7 @@
 As limits it is in `by_frontiers` and `by_program`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -135,6 +135,25 @@ def decide_repeats(
             np.maximum.at(left, (group.made[:, None], edge.wanted), _left(slack, group, edge))
         found.append(Repeats((dearer < 0) & ~group.same, (abs(dearer) <= left) & ~group.same))
     return found
+
+
+def decided_again(
+    arrays: Arrays,
+    repeats: Sequence[Repeats],
+    picks: Sequence[int],
+    groups: Iterable[int],
+    is_again: Callable[[int, int, int], bool],
+) -> frozenset[tuple[int, Layout]]:
+    """What a choice makes again of the redistributions of `groups`: (group, target). Where `repeats` leave that open
+    `is_again(group, made, target)` says it, the layouts given as row and column."""
+    found: set[tuple[int, Layout]] = set()
+    for number in groups:
+        group, known = arrays.groups[number], repeats[number]
+        made = int(group.made[picks[group.producer]])
+        for target in {int(edge.wanted[picks[edge.consumer]]) for edge in group.edges if edge.saved}:
+            if is_again(number, made, target) if known.open[made, target] else known.cheaper[made, target]:
+                found.add((number, group.targets[target]))
+    return frozenset(found)
 
 
 def _left(slack: Slack, group: GroupArrays, edge: EdgeArrays) -> Floats:

@@ -70,8 +70,11 @@ def network_of(found: Arrays, alive: Mapping[int, Integers] | None = None) -> Ne
 
 def optimum_of(network: Network, enough: float) -> Optimum:
     """The best choice of what is left in `network`, as `optimum` has it."""
-    if _cells(network) <= FEW:
-        return _by_tables(network, enough)
+    return _by_tables(network, enough) if _cells(network) <= FEW else _by_sweeps(network, enough)
+
+
+def _by_sweeps(network: Network, enough: float) -> Optimum:
+    """The best choice where there is too much for tables: sweeps drop labels until the rest is little enough."""
     strategies = dict(network.labels)
     bounds = Bounds(network)
     picks = bounds.decode()
@@ -93,22 +96,28 @@ def optimum_of(network: Network, enough: float) -> Optimum:
             return replace(
                 found, bound=min(found.bound, enough), hopeful={**hopeful, **found.hopeful} if asked else hopeful
             )
-    bound = bounds.bound
-    chosen: Mapping[int, int] = network.strategies(picks)
+    found = _by_parts(network, bounds, network.strategies(picks), best)
+    return replace(found, bound=min(found.bound, enough), hopeful=hopeful)
+
+
+def _by_parts(network: Network, bounds: Bounds, chosen: Mapping[int, int], best: float) -> Optimum:
+    """The best choice, from one that costs `best`, where too much is left after all sweeps: tables of the labels that
+    look best find better choices, and these drop labels of the rest, until that is little enough. Where no better one
+    is found any more, the best with the bound of the sweeps."""
+    strategies, bound = dict(network.labels), bounds.bound
     while True:
         bounds.drop(a_little_more(best))
         if not all(flags.any() for flags in bounds.alive.values()):
-            return Optimum(chosen, min(best, enough), hopeful)
+            return Optimum(chosen, best, strategies)
         whole = network.copy()
         whole.narrow(bounds.alive)
         drop_dominated(whole)
         if _cells(whole) <= MANY:
-            found = _by_tables(whole, np.inf)
-            return Optimum(found.picks, min(found.bound, enough), hopeful)
+            return _by_tables(whole, np.inf)
         small = _part(whole, strategies, bounds.scores())
         better = None if small is None else _by_tables(small, np.inf)
         if better is None or better.bound >= best * (1 - TIE):
-            return Optimum(chosen, min(bound, best, enough), hopeful)
+            return Optimum(chosen, min(bound, best), strategies)
         chosen, best = better.picks, better.bound
 
 
