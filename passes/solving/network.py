@@ -218,16 +218,19 @@ def _least_differences(matrix: Floats) -> Floats:
 def _sharing_excess(sharing: Sharing, node: int, count: int) -> Floats:
     """A lower bound on what label y of `node` costs more in a group than label x, whatever the others do."""
     excess = np.zeros((count, count))
-    own = [wanted for consumer, wanted in sharing.consumers if consumer == node]
+    # Only what is made and wanted by labels that are left counts.
+    rows, made = np.unique(sharing.made, return_inverse=True)
     if sharing.producer == node:
-        most = len(sharing.consumers)
-        for row, costs in enumerate(sharing.costs):
-            differences = np.sort(costs - sharing.costs, axis=1)[:, :most]
-            least = differences[:, 0] + np.minimum(differences[:, 1:], 0).sum(axis=1)
-            excess[sharing.made == row] = least[sharing.made]
-    for wanted in own:
+        columns = np.unique(np.concatenate([wanted for _, wanted in sharing.consumers]))
+        costs = sharing.costs[np.ix_(rows, columns)]
+        most = min(len(sharing.consumers), len(columns))
+        # At least one layout is wanted, and at most as many as there are consumers.
+        least = [np.partition(own - costs, most - 1, axis=1)[:, :most] for own in costs]
+        sums = [np.maximum(own.min(axis=1), 0) + np.minimum(own, 0).sum(axis=1) for own in least]
+        excess += np.stack(sums)[np.ix_(made, made)]
+    for wanted in (wanted for consumer, wanted in sharing.consumers if consumer == node):
         # At worst y gets its layout for nothing, because others want it too, and x pays for one of its own.
-        pays = sharing.costs.max(axis=0)[wanted]
+        pays = sharing.costs[rows].max(axis=0)[wanted]
         excess -= np.where(wanted[:, None] == wanted, 0.0, pays)
     return excess
 
