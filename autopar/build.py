@@ -16,12 +16,14 @@ from autopar.expressions import Priced, expressions
 from autopar.fingerprint import structure_fingerprint
 from autopar.garbage import no_collection
 from autopar.lowering import lowered_as, step_seconds
+from autopar.pieces import Pieces
 from autopar.plans import as_planned, check_plan, written_plan
 from autopar.probing import FakeProber
 from autopar.programs import Planned, compiled_program, totals_name
 from autopar.request import Request
 from autopar.runtime import CompiledProgram
-from autopar.search import Search
+from autopar.search import best
+from autopar.ways import Ways
 from passes.candidates import candidates
 from passes.capture import CPU, Tracing, capture
 from passes.constrain import constrain, stored_as
@@ -138,9 +140,10 @@ def _searched(model: nn.Module, program: Program, request: Request, clock: Clock
     with as much set aside, so that no limit is ever exceeded: the plan is the best one for what is left.
     """
     rules = clock("discover", lambda: rules_for(program)) if request.discover else {}
-    search = Search(program, request, _master(model, request), clock)
+    pieces = Pieces(program, request, clock)
+    ways = Ways(pieces, request, _master(model, request), clock)
     with with_rules(rules):
-        tried, solution = search.best()
+        tried, solution = best(ways)
     limit = request.memory_limit
     for _ in range(_TRIES):
         found, part, name = replace(request, mesh=tried.mesh), tried.part, request.objective
@@ -149,10 +152,10 @@ def _searched(model: nn.Module, program: Program, request: Request, clock: Clock
         result = planned(model, part.program, tried.demands, found, name, clock, choose, part.micro, ready)
         over = sum(result.record.memory.values()) - request.memory_limit
         if over <= 0:
-            return found, replace(result, record=replace(result.record, whole_batch=search.refused))
+            return found, replace(result, record=replace(result.record, whole_batch=pieces.refused))
         limit -= over
         with with_rules(rules):
-            tried, solution = search.within(tried, limit)
+            tried, solution = best(ways.within(tried, limit))
     raise InfeasibleError(
         f"no plan was found that fits the memory limit of {request.memory_limit / GIB:.3g} GiB per device: "
         f"{over / GIB:.3g} GiB are missing in the last of {_TRIES}; raise the limit",

@@ -1,6 +1,8 @@
 """Shapes that a mesh of so many devices can have."""
 
 from collections.abc import Iterator, Sequence
+from itertools import combinations, pairwise
+from math import prod
 
 from passes.ir.mesh import Mesh
 
@@ -46,3 +48,29 @@ def mesh_of(sizes: Sequence[int], node_size: int) -> Mesh:
         for position, name in enumerate(names)
     ]
     return Mesh(tuple(numbered), tuple(sizes))
+
+
+# Neighbouring axes, by their numbers in a mesh.
+Axes = tuple[int, ...]
+
+
+def partitions(axes: int, count: int) -> Iterator[tuple[Axes, ...]]:
+    """All ways to put so many axes into `count` groups of neighbours."""
+    for cuts in combinations(range(1, axes), count - 1):
+        bounds = (0, *cuts, axes)
+        yield tuple(tuple(range(start, end)) for start, end in pairwise(bounds))
+
+
+def merged(mesh: Mesh, groups: Sequence[Axes]) -> Mesh:
+    """`mesh` with one axis for each group of neighbouring ones. Axes that stay alone keep their names."""
+    names = ["_".join(mesh.names[axis] for axis in group) + "_together" * (len(group) > 1) for group in groups]
+    return Mesh(tuple(names), tuple(prod(mesh.sizes[axis] for axis in group) for group in groups))
+
+
+def cut_one(groups: Sequence[Axes]) -> tuple[tuple[Axes, ...], list[int | None]]:
+    """Groups of which the first that has several axes is cut behind its first axis, and for each group which one it
+    was; None for the new two."""
+    at = next(number for number, group in enumerate(groups) if len(group) > 1)
+    first, rest = groups[at][:1], groups[at][1:]
+    origins = [*range(at), None, None, *range(at + 1, len(groups))]
+    return (*groups[:at], first, rest, *groups[at + 1 :]), origins

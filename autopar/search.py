@@ -1,402 +1,205 @@
-"""What no single integer program decides: the shape of the mesh, how many micro-batches there are, what is computed
-again, and when parameters travel.
+"""What no single integer program decides: the shape of the mesh, and what is looked at where it has many axes.
 
-Each of these ways to run has a solver of its own with a bound on what it takes. The one with the lowest bound is
-always gone on with, so that little work goes into what cannot be better than the best so far. The step without any
-memory limit bounds all ways to run as many micro-batches on a mesh, and more micro-batches never take less time than
-fewer do.
+On two axes everything is looked at, in all ways to run (`autopar.ways`). On more there are too many strategies for that
+at first: axes are taken together, and the best choice is cut up axis by axis.
 """
 
-import heapq
-import itertools
 import logging
-import time
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import combinations
 
-import torch
-
-from autopar.clock import Clock
-from autopar.meshes import finer, shapes
-from autopar.regimes import free_regime, limited_regimes, micro_batch_counts, regime_text
+from autopar.meshes import Axes, cut_one, finer, merged, partitions, shapes
+from autopar.regimes import regime_text
 from autopar.request import Request
-from passes.candidates import candidates
-from passes.constrain import constrain
-from passes.cost.memory import memory_use
-from passes.ir.choices import Node, Problem, Solution, Strategy
-from passes.ir.demands import Demands
-from passes.ir.errors import ConstraintError, InfeasibleError, MicroBatchError
+from autopar.ways import Tried, Ways
+from passes.ir.choices import Solution
+from passes.ir.errors import ConstraintError, InfeasibleError
 from passes.ir.mesh import Mesh
-from passes.ir.program import Folded, Program
-from passes.ir.regime import Regime
-from passes.micro_batches import Batch, MicroBatches
 from passes.recompute import check_patterns
-from passes.regions import fold
-from passes.rules.strategies import letter_token
-from passes.solve import PROVEN, Solver
-from passes.solving.limits import Limits
-from passes.solving.prices import Prices
+from passes.solve import PROVEN
 
 logger = logging.getLogger("autopar")
 
 # A searched mesh has at most so many axes.
 _AXES = 4
+# On so many axes everything is looked at; on more only what is near to the best choice.
+_WHOLLY = 3
 # How many times as many devices are tried when no plan fits.
 _MORE = (2, 4, 8, 16, 32, 64)
-# Gaps are closed for so many seconds in all, and each for at least so many.
-PATIENCE = 12.0
-_LEAST = 8.0
+
+Found = tuple[Tried, Solution]
 
 
-@dataclass(frozen=True)
-class Part:
-    """The program of one micro-batch (`micro` is None for the whole batch), folded."""
+def best(ways: Ways) -> Found:
+    """The best choice on the mesh that is given, or on any shape of it.
 
-    micro: MicroBatches | None
-    program: Program
-    folded: Folded
-
-
-@dataclass(frozen=True)
-class Tried:
-    """A mesh and a part of the batch, with a solver for what is left to choose."""
-
-    mesh: Mesh
-    part: Part
-    demands: Demands
-    solver: Solver
-
-    @property
-    def bound(self) -> float:
-        """Nothing here takes less time (seconds)."""
-        return self.solver.bound
-
-    @property
-    def problem(self) -> Problem:
-        """What is left to choose."""
-        return self.solver.instance.problem
-
-
-# Looks at more and more of what there is, and gives a bound on what it has not seen yet.
-Looking = Iterator[float]
-
-
-@dataclass
-class Search:
-    """The search for one program in training or inference; `refused` says why the batch stays in one piece.
-
-    `waiting` is what may have something better in it, by its bound and its number; `tried` all that may have the best
-    choice in it, `found` the best one that fits so far, and `cutoff` its seconds. `memory` is what is left of the limit
-    for what the search counts, where that is less. The rest is what was found out on the way: what is `free` of limits
-    by mesh and number of micro-batches, and what no way to run can be below.
+    Raises InfeasibleError where none fits, which says what would.
     """
+    request = ways.request
+    if request.recompute is not None:
+        part = ways.pieces.of(1, is_asked=True)
+        assert part is not None
+        check_patterns(part.folded.regions, request.recompute)
+        if not part.folded.regions and set(request.recompute.values()) != {"none"}:
+            logger.warning("no layers repeat in the model, so nothing is computed again in the backward pass")
+    found = on_all(ways)
+    if found is None:
+        raise with_hint(ways, min(ways.errors, key=lambda error: error.missing))
+    seconds, bound = found[1].seconds, found[1].bound
+    if bound < seconds * (1 - PROVEN):
+        logger.warning("the plan may be up to %.2g%% slower than the best", 100 * (1 - bound / seconds))
+    return found
 
-    program: Program
-    request: Request
-    master: torch.dtype | None
-    clock: Clock
-    refused: str = ""
-    memory: float | None = None
-    parts: dict[int, Part] = field(default_factory=dict)
-    errors: list[InfeasibleError] = field(default_factory=list)
-    waiting: list[tuple[float, int, Looking]] = field(default_factory=list)
-    numbers: Iterator[int] = field(default_factory=itertools.count)
-    tried: list[Tried] = field(default_factory=list)
-    found: tuple[Tried, Solution] | None = None
-    prices: dict[Mesh, Prices] = field(default_factory=dict)
-    free: dict[tuple[Mesh, int], Tried] = field(default_factory=dict)
-    bounds: dict[tuple[Mesh, Hashable], float] = field(default_factory=dict)
 
-    @property
-    def cutoff(self) -> float:
-        """Seconds of the best choice so far."""
-        return float("inf") if self.found is None else self.found[1].seconds
+def on_all(ways: Ways) -> Found | None:
+    """The best choice on the mesh that is asked for, or on any of as many devices where its shape is to be found; None
+    where none fits."""
+    mesh = ways.request.mesh
+    if ways.request.any_shape:
+        _on_any_shape(ways, mesh.size)
+        return ways.closed()
+    several = sum(size > 1 for size in mesh.sizes)
+    if several > 2:
+        _cut_up(ways, mesh)
+    if several <= _WHOLLY:
+        # All that was found before is among this.
+        ways.least = float("inf")
+        ways.on([mesh])
+    elif ways.found is not None:
+        logger.info("on %s the plan is the best of what is near to it; not everything was looked at", mesh)
+    return ways.closed()
 
-    def best(self) -> tuple[Tried, Solution]:
-        """The best choice on the mesh that is given, or on any shape of it.
 
-        Raises InfeasibleError where none fits, which says what would.
-        """
-        request = self.request
-        if request.recompute is not None:
-            part = self.part(1)
-            assert part is not None
-            check_patterns(part.folded.regions, request.recompute)
-            if not part.folded.regions and set(request.recompute.values()) != {"none"}:
-                logger.warning("no layers repeat in the model, so nothing is computed again in the backward pass")
-        found = self.on_all()
-        if found is None:
-            raise self._with_hint(min(self.errors, key=lambda error: error.missing))
-        seconds, bound = found[1].seconds, found[1].bound
-        if bound < seconds * (1 - PROVEN):
-            logger.warning("the plan may be up to %.2g%% slower than the best", 100 * (1 - bound / seconds))
-        return found
+def _on_any_shape(ways: Ways, devices: int) -> None:
+    """Look at meshes of so many devices.
 
-    def within(self, tried: Tried, memory: float) -> tuple[Tried, Solution]:
-        """The best choice that fits `memory` bytes. What was the best one with more is looked at first, so that little
-        else is left to look at.
+    Shapes of up to two axes are tried first. The axes of the best one are then cut in two as long as that helps, up to
+    four; for that nodes may do anything on the new axes, and on the others what they did before, in the best choice or
+    in those that its bound mixes.
+    """
+    node_size = ways.request.cluster.node_size
+    ways.on(shapes(devices, node_size))
+    while ways.found is not None:
+        parent = ways.found
+        for mesh, origins in finer(parent[0].mesh, node_size, _AXES):
+            ways.offered(*parent, mesh, origins)
+        ways.go_on()
+        if ways.found is parent:
+            break
 
-        Raises InfeasibleError where none fits.
-        """
-        less = replace(self, memory=memory, errors=[], waiting=[], tried=[], found=None)
-        less._wait(0.0, less._limited(tried, tried.solver.regime))
-        less._go_on()
-        return less.best()
 
-    # --- meshes ---
+# --- many axes ---
 
-    def on_all(self) -> tuple[Tried, Solution] | None:
-        """The best choice on the mesh that is given, or on any of as many devices where its shape is to be found."""
-        request = self.request
-        if request.any_shape:
-            return self._on_any(request.mesh.size)
-        self._try([request.mesh])
-        return self._closed()
 
-    def _on_any(self, devices: int) -> tuple[Tried, Solution] | None:
-        """The best choice on any mesh of so many devices.
+def _cut_up(ways: Ways, mesh: Mesh) -> None:
+    """Look for a good choice on a mesh of more than two axes.
 
-        Shapes of up to two axes are tried first. The axes of the best one are then cut in two as long as that helps, up
-        to four; for that nodes may do anything on the new axes, and on the others what they did before, in the best
-        choice or in those that its bound mixes.
-        """
-        self._try(shapes(devices, self.request.cluster.node_size))
-        while self.found is not None:
-            parent = self.found
-            for mesh, origins in finer(parent[0].mesh, self.request.cluster.node_size, _AXES):
-                self._wait(0.0, self._finer(*parent, mesh, origins))
-            self._go_on()
-            if self.found is parent:
-                break
-        return self._closed()
-
-    def _try(self, meshes: Iterable[Mesh]) -> None:
-        for mesh in meshes:
-            self._wait(0.0, self._on(mesh))
-        self._go_on()
-
-    def _wait(self, bound: float, looking: Looking) -> None:
-        heapq.heappush(self.waiting, (bound, next(self.numbers), looking))
-
-    def _go_on(self) -> None:
-        """Go on where the bound is lowest, until nothing that waits can be better than what is known."""
-        while self.waiting:
-            bound, _, looking = heapq.heappop(self.waiting)
-            if bound >= self.cutoff * (1 - PROVEN):
-                self.waiting.clear()
-                return
-            following = next(looking, None)
-            if following is not None:
-                self._wait(following, looking)
-
-    def _on(self, mesh: Mesh) -> Looking:
-        """All ways to run on a mesh."""
-        bound = 0.0
-        for count in micro_batch_counts(self.request, self.program):
-            yield bound
-            part = self.part(count)
-            if part is None:
-                return
-            tried = self._free(mesh, part, count)
-            for least in self._estimate(tried):
-                bound = max(bound, least)
-                yield bound
-            bound = max(bound, tried.bound)
-            if self._fits(tried):
-                self._remember(tried)
-                return
-            self._wait_for_limited(tried, bound)
-
-    def _wait_for_limited(self, tried: Tried, bound: float) -> None:
-        """All ways to run as many micro-batches within the memory wait."""
-        for regime in limited_regimes(self.request, tried.solver.regime.micro_batches, tried.part.folded):
-            key = tried.mesh, regime.key
-            if all(key != (other.mesh, other.solver.regime.key) for other in self.tried):
-                self._wait(max(bound, self.bounds.get(key, 0.0)), self._limited(tried, regime))
-
-    def _limited(self, same: Tried, regime: Regime) -> Looking:
-        """One way to run within the memory; what is found out about it holds with less memory, too."""
-        tried = replace(same, solver=same.solver.other(self._limits, regime))
-        for bound in self._estimate(tried):
-            self.bounds[tried.mesh, regime.key] = bound
-            yield bound
-        self._remember(tried)
-
-    def _finer(self, parent: Tried, solution: Solution, mesh: Mesh, origins: Sequence[int | None]) -> Looking:
-        """What is done in a choice, or in those that its bound mixes, with one axis cut in two."""
-        offers = {}
-        choices = [solution.picks, *parent.solver.mixed]
-        for index, node in enumerate(parent.problem.nodes):
-            tokens = [_tokens(node, node.strategies[pick]) for pick in {picks[index] for picks in choices}]
-            offers[node.key] = [
-                None if origin is None else frozenset(own[origin] for own in tokens) for origin in origins
-            ]
-        problem, demands = self.problem(mesh, parent.part, offers)
-        tried = Tried(mesh, parent.part, demands, self._solver(problem, mesh, self._limits, solution.regime))
-        yield from self._estimate(tried)
-        self._remember(tried)
-
-    def _estimate(self, tried: Tried) -> Looking:
-        """Let a solver raise its bound."""
-        solver = tried.solver
+    Neighbouring axes are taken for one until there are two (or, where nothing fits, three). What is best there is cut
+    up, axis by axis: nodes may do anything on both new axes, and on the others what they did before. In the end they
+    may do anything on any two axes, as long as that helps.
+    """
+    starts = _coarse(ways, mesh)
+    while ways.found is None and (start := next(starts, None)) is not None:
         try:
-            if not solver.has_begun:
-                self.clock("solve", partial(solver.begin, self.cutoff))
-            goes_on = True
-            while goes_on:
-                self._consider(tried)
-                yield tried.bound
-                goes_on = self.clock("solve", partial(solver.climb, self.cutoff))
-        except InfeasibleError as error:
-            self.errors.append(error)
-            solver.bound = float("inf")
-
-    def _remember(self, tried: Tried) -> None:
-        """Remember what may have something better than what is known."""
-        if tried.bound < self.cutoff * (1 - PROVEN):
-            self.tried.append(tried)
-            self._consider(tried)
-
-    def _closed(self) -> tuple[Tried, Solution] | None:
-        """The best of all that was tried: gaps are closed where something better may be in them."""
-        spent = 0.0
-        bound = float("inf")
-        while self.tried:
-            tried = min(self.tried, key=lambda item: item.bound)
-            self.tried.remove(tried)
-            if tried.solver.bound < self.cutoff * (1 - PROVEN) or self.found is None:
-                start = time.monotonic()
-                self._close(tried, max(_LEAST, PATIENCE - spent))
-                spent += time.monotonic() - start
-                if tried.solver.limits != self._limits and not self._fits(tried):
-                    # The best of all does not fit, though another one did.
-                    self._wait_for_limited(tried, tried.bound)
-                    self._go_on()
-                    continue
-            bound = min(bound, tried.bound)
-        if self.found is None:
-            return None
-        tried, solution = self.found
-        return tried, replace(solution, bound=min(bound, solution.seconds))
-
-    # --- what they are tried on ---
-
-    @property
-    def _limits(self) -> Limits:
-        asked = self.request.memory_limit
-        return Limits(asked if self.memory is None else self.memory, self.request.optimizer_states, asked)
-
-    def _close(self, tried: Tried, patience: float) -> None:
-        try:
-            self.clock("solve", partial(tried.solver.close, self.cutoff, patience))
-        except InfeasibleError as error:
-            self.errors.append(error)
-        self._consider(tried)
-
-    def _consider(self, tried: Tried) -> None:
-        """Take what a solver has for the best choice if it is, and fits."""
-        best = tried.solver.best
-        if best is not None and best.seconds < self.cutoff and self._fits(tried):
-            self.found = tried, best
-
-    @cached_property
-    def batch(self) -> Batch:
-        """The batch, to be cut."""
-        return Batch(self.program)
-
-    def part(self, count: int) -> Part | None:
-        """The program of one of `count` micro-batches; None where the graph does not show that it may be cut."""
-        if self.refused and count > 1 and self.request.micro_batches is None:
-            return None
-        if count not in self.parts:
-            micro = None
-            if count > 1:
-                try:
-                    micro = self.clock("micro-batches", lambda: self.batch.cut(count))
-                except MicroBatchError as error:
-                    if self.request.micro_batches is not None:
-                        raise
-                    self.refused = str(error)
-                    return None
-            program = self.program if micro is None else micro.program
-            demands = constrain(program, self.request.constraints, self.request.mesh)
-            self.parts[count] = Part(micro, program, self.clock("regions", lambda: fold(program, demands.label)))
-        return self.parts[count]
-
-    def _free(self, mesh: Mesh, part: Part, count: int) -> Tried:
-        """What takes as much memory as it likes."""
-        regime = free_regime(self.request, count, part.folded)
-        limits = Limits(float("inf"), self.request.optimizer_states)
-        if (mesh, count) not in self.free:
-            problem, demands = self.problem(mesh, part)
-            self.free[mesh, count] = Tried(mesh, part, demands, self._solver(problem, mesh, limits, regime))
-        tried = self.free[mesh, count]
-        if tried.solver.regime != regime:
-            tried = replace(tried, solver=tried.solver.other(limits, regime))
-        return tried
-
-    def _solver(self, problem: Problem, mesh: Mesh, limits: Limits, regime: Regime) -> Solver:
-        """A solver that shares its prices with all others for the same mesh."""
-        cluster = self.request.cluster
-        if mesh not in self.prices:
-            self.prices[mesh] = Prices(cluster, mesh)
-        return self.clock("solve", lambda: Solver(problem, cluster, mesh, limits, regime, self.prices[mesh]))
-
-    def _fits(self, tried: Tried) -> bool:
-        best = tried.solver.best
-        if best is None:
-            return False
-        use = memory_use(tried.problem, best, self.request.optimizer_states, tried.mesh)
-        return use.peak <= self._limits.memory
-
-    def problem(
-        self, mesh: Mesh, part: Part, offers: Mapping[str, Sequence[frozenset[str] | None]] | None = None
-    ) -> tuple[Problem, Demands]:
-        request = self.request
-        demands = constrain(part.program, request.constraints, mesh)
-        setting = replace(request, mesh=mesh).setting(self.master, offers)
-        return self.clock("candidates", lambda: candidates(part.folded, demands, setting)), demands
-
-    # --- what would fit ---
-
-    def _with_hint(self, error: InfeasibleError) -> InfeasibleError:
-        """The error with the nearest thing that fits, found by solving."""
-        request = self.request
-        freed = replace(request, micro_batches=None, recompute=None)
-        if (request.micro_batches, request.recompute) != (None, None) and request.objective == "train":
-            found = self._would_fit(freed)
-            if found is not None:
-                how = regime_text(found[1].regime) or "nothing computed again, and one micro-batch"
-                return InfeasibleError(f"{error}; it would fit with {how}", error.missing)
-        sizes = request.mesh.sizes
-        for factor in _MORE:
-            wider = replace(freed, mesh=Mesh(request.mesh.names, (sizes[0] * factor, *sizes[1:])))
-            found = self._would_fit(wider)
-            if found is not None:
-                how = regime_text(found[1].regime)
-                return InfeasibleError(
-                    f"{error}; it would fit on {found[0].mesh.size} devices ({found[0].mesh})"
-                    + (f" with {how}" if how else ""),
-                    error.missing,
-                )
-        return InfeasibleError(
-            f"{error}; nor does any fit with up to {request.mesh.size * _MORE[-1]} devices: take a smaller batch, "
-            "shorter sequences, or a smaller model",
-            error.missing,
-        )
-
-    def _would_fit(self, request: Request) -> tuple[Tried, Solution] | None:
-        """What fits where something else is asked for; parts of the batch are the same for all meshes of these axes."""
-        try:
-            return replace(self, request=request, errors=[], waiting=[], tried=[], found=None).on_all()
-        except ConstraintError:
-            # The user's constraints cannot be met there.
-            return None
+            _cut_from(ways, mesh, *start)
+        except ConstraintError as error:
+            # What is demanded needs more than a choice without it offers.
+            logger.debug("not cut up: %s", error)
+    if ways.found is not None:
+        _go_round(ways, mesh)
 
 
-def _tokens(node: Node, strategy: Strategy) -> list[str]:
-    """What a strategy does on each axis, as it is offered to `candidates`."""
-    if node.kind == "op":
-        return [method.partition("@")[0] for method in strategy.methods]
-    return [letter_token(letter) for letter in (*strategy.results, *strategy.operands)[0]]
+def _coarse(ways: Ways, mesh: Mesh) -> Iterator[tuple[Sequence[Axes], Found]]:
+    """The best choices where neighbouring axes of `mesh` are one, the best first."""
+    for count in range(2, len(mesh.sizes)):
+        found = []
+        for groups in partitions(len(mesh.sizes), count):
+            coarse = ways.anew(_with_axes_together(ways.request, groups))
+            choice = on_all(coarse)
+            ways.errors += coarse.errors
+            if choice is not None:
+                found.append((groups, choice))
+        yield from sorted(found, key=lambda item: item[1][1].seconds)
+
+
+def _with_axes_together(request: Request, groups: Sequence[Axes]) -> Request:
+    """What is asked for where the axes in each group are one; what is demanded on one of several is left out."""
+    mesh = merged(request.mesh, groups)
+    alone = {request.mesh.names[group[0]] for group in groups if len(group) == 1}
+    constraints = {
+        pattern: {what: {axis: text for axis, text in axes.items() if axis in alone} for what, axes in whats.items()}
+        for pattern, whats in request.constraints.items()
+    }
+    return replace(request, mesh=mesh, constraints=constraints)
+
+
+def _cut_from(ways: Ways, mesh: Mesh, groups: Sequence[Axes], found: Found) -> None:
+    """Cut groups of axes up until each is one, from the best choice on what they make."""
+    while len(groups) < len(mesh.sizes):
+        groups, origins = cut_one(groups)
+        step = ways
+        if len(groups) < len(mesh.sizes):
+            step = ways.anew(_with_axes_together(ways.request, groups))
+        step.offered(*found, step.request.mesh, origins)
+        step.go_on()
+        choice = step.closed()
+        if choice is None:
+            ways.errors += step.errors if step is not ways else []
+            return
+        found = choice
+
+
+def _go_round(ways: Ways, mesh: Mesh) -> None:
+    """Let nodes do anything on any two axes, and on the others what they do in the best choice, as long as that
+    helps."""
+    several = [axis for axis, size in enumerate(mesh.sizes) if size > 1]
+    while True:
+        parent = ways.found
+        assert parent is not None
+        for pair in combinations(several, 2):
+            ways.offered(*parent, mesh, [None if axis in pair else axis for axis in mesh.dimensions])
+        ways.go_on()
+        if ways.found is parent:
+            ways.closed()
+            if ways.found is parent:
+                return
+
+
+# --- what would fit ---
+
+
+def with_hint(ways: Ways, error: InfeasibleError) -> InfeasibleError:
+    """The error with the nearest thing that fits, found by solving."""
+    request = ways.request
+    freed = replace(request, micro_batches=None, recompute=None)
+    if (request.micro_batches, request.recompute) != (None, None) and request.objective == "train":
+        found = _would_fit(ways, freed)
+        if found is not None:
+            how = regime_text(found[1].regime) or "nothing computed again, and one micro-batch"
+            return InfeasibleError(f"{error}; it would fit with {how}", error.missing)
+    sizes = request.mesh.sizes
+    for factor in _MORE:
+        wider = replace(freed, mesh=Mesh(request.mesh.names, (sizes[0] * factor, *sizes[1:])))
+        found = _would_fit(ways, wider)
+        if found is not None:
+            how = regime_text(found[1].regime)
+            return InfeasibleError(
+                f"{error}; it would fit on {found[0].mesh.size} devices ({found[0].mesh})"
+                + (f" with {how}" if how else ""),
+                error.missing,
+            )
+    return InfeasibleError(
+        f"{error}; nor does any fit with up to {request.mesh.size * _MORE[-1]} devices: take a smaller batch, "
+        "shorter sequences, or a smaller model",
+        error.missing,
+    )
+
+
+def _would_fit(ways: Ways, request: Request) -> Found | None:
+    """What fits where something else is asked for; parts of the batch are the same for all meshes of these axes."""
+    try:
+        return on_all(ways.anew(request))
+    except ConstraintError:
+        # The user's constraints cannot be met there.
+        return None

@@ -36,15 +36,23 @@ class Demands:
         """The demands at one place, by axis."""
         return self.placed.get(place, {})
 
+    def axes(self, *places: Place) -> set[int]:
+        """The axes on which anything is demanded at these places."""
+        return {axis for place in places for axis in self.at(*place)}
+
+    def places(self, op: Op) -> list[Place]:
+        """Where something may be demanded of an op."""
+        found: list[Place] = [("method", op.results[0]), ("method within", op.results[0])]
+        found += [("in", op.results[0], str(slot)) for slot in range(len(op.operands))]
+        found += [("out", op.results[0], str(index)) for index in range(len(op.results))]
+        for name in op.operands:
+            found += [("stored", name), ("used", name)]
+        return found
+
     def label(self, op: Op) -> Hashable:
         """Equal for ops of which the same is demanded."""
-        places: list[Place] = [("method", op.results[0]), ("method within", op.results[0])]
-        places += [("in", op.results[0], str(slot)) for slot in range(len(op.operands))]
-        places += [("out", op.results[0], str(index)) for index in range(len(op.results))]
-        for name in op.operands:
-            places += [("stored", name), ("used", name)]
         return tuple(
             (number, tuple(sorted((axis, str(demand)) for axis, demand in self.placed[place].items())))
-            for number, place in enumerate(places)
+            for number, place in enumerate(self.places(op))
             if place in self.placed
         )

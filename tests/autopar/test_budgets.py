@@ -17,9 +17,8 @@ from torch import nn
 from autopar import InfeasibleError
 from autopar.build import Compiled, compile_model
 from autopar.request import Options, Request, make_request
-from autopar.search import Search, Tried
+from autopar.ways import Ways
 from passes.capture import capture
-from passes.ir.choices import Solution
 from passes.ir.program import Program
 from tests.autopar.simulated import measure
 from tests.models import MODELS, tokens
@@ -106,16 +105,13 @@ def _quickly(name: str) -> Iterator[None]:
             _traces[name] = capture(*given)  # type: ignore[arg-type]
         return _traces[name]
 
-    def best(search: Search) -> tuple[Tried, Solution]:
-        found = search.on_all()
-        if found is None:
-            raise min(search.errors, key=lambda error: error.missing)
-        return found
+    def unchanged(_: Ways, error: InfeasibleError) -> InfeasibleError:
+        return error
 
     with (
         mock.patch("autopar.build.capture", traced),
-        mock.patch("autopar.search.PATIENCE", _PATIENCE),
-        mock.patch.object(Search, "best", best),
+        mock.patch("autopar.ways.PATIENCE", _PATIENCE),
+        mock.patch("autopar.search.with_hint", unchanged),
     ):
         yield
 
