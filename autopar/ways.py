@@ -36,6 +36,8 @@ from passes.solving.prices import Prices
 # Gaps are closed for so many seconds in all, and each for at least so many.
 PATIENCE = 12.0
 _LEAST = 8.0
+# What every node may do on an axis: nothing is split.
+_WHOLE = frozenset({"I", "R"})
 
 
 @dataclass(frozen=True)
@@ -200,8 +202,10 @@ class Ways:
         for index, node in enumerate(parent.problem.nodes):
             tokens = [_tokens(node, node.strategies[pick]) for pick in {picks[index] for picks in choices}]
             demanded = demands.axes(*(demands.places(ops[node.key]) if node.key in ops else [("stored", node.name)]))
+            # What is demanded on one axis may leave nothing of what was done on another.
+            others = _WHOLE if demanded else frozenset()
             offers[node.key] = [
-                None if origin is None or axis in demanded else frozenset(own[origin] for own in tokens)
+                None if origin is None or axis in demanded else others.union(own[origin] for own in tokens)
                 for axis, origin in enumerate(origins)
             ]
         problem, demands = self.problem(mesh, parent.part, offers)

@@ -7,7 +7,13 @@ from torch import nn
 
 from autopar.testing import Comparison, compare
 
-MESHES = {"2": {"dp": 2}, "4": {"tp": 4}, "2x2": {"dp": 2, "tp": 2}, "2x2x2": {"dp": 2, "cp": 2, "tp": 2}}
+MESHES = {
+    "2": {"dp": 2},
+    "4": {"tp": 4},
+    "2x2": {"dp": 2, "tp": 2},
+    "2x2x2": {"dp": 2, "cp": 2, "tp": 2},
+    "2x2x2x2": {"pod": 2, "dp": 2, "cp": 2, "tp": 2},
+}
 TOLERANCE = 1e-9
 
 

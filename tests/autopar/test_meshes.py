@@ -1,8 +1,9 @@
-"""Stock models on meshes of one, two and three axes."""
+"""Stock models on meshes of one to four axes, and the shapes of meshes."""
 
 import pytest
 
-from autopar.meshes import finer, mesh_of, shapes
+from autopar.meshes import cut_one, finer, merged, mesh_of, partitions, shapes
+from passes.ir.mesh import Mesh
 from tests.autopar.comparing import exact, marked
 from tests.models import MODELS, llama, tokens
 
@@ -25,6 +26,12 @@ def test_three_axes(name):
 @pytest.mark.parametrize("objective", marked(["train", "infer"], {"train"}))
 def test_padding_mask_on_three_axes(objective):
     exact(llama(), "2x2x2", tokens(batch=8, padding=True, labels=objective == "train"), objective=objective)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_four_axes(name):
+    exact(MODELS[name](), "2x2x2x2", tokens(batch=16))
 
 
 # --- shapes to search among -------------------------------------------------------------------------------------------
@@ -71,3 +78,23 @@ def test_finer_meshes_cut_one_axis():
     }
     assert not list(finer(mesh_of((2, 2, 2, 2), 8), 8, 4)), "four axes at most"
     assert not list(finer(mesh_of((7,), 8), 8, 4)), "a prime cannot be cut"
+
+
+def test_neighbouring_axes_are_taken_together():
+    """In every way into so many groups; what stays alone keeps its name."""
+    assert list(partitions(4, 2)) == [((0,), (1, 2, 3)), ((0, 1), (2, 3)), ((0, 1, 2), (3,))]
+    assert list(partitions(3, 3)) == [((0,), (1,), (2,))]
+    mesh = Mesh(("pod", "dp", "cp", "tp"), (2, 3, 4, 5))
+    found = merged(mesh, ((0,), (1, 2), (3,)))
+    assert found.sizes == (2, 12, 5)
+    assert (found.names[0], found.names[2]) == ("pod", "tp")
+    assert found.names[1] not in mesh.names
+
+
+def test_groups_are_cut_axis_by_axis():
+    """What is cut is the first that can be; the others are what they were."""
+    groups, origins = cut_one(((0,), (1, 2, 3)))
+    assert (groups, origins) == (((0,), (1,), (2, 3)), [0, None, None])
+    groups, origins = cut_one(((0, 1), (2, 3)))
+    assert (groups, origins) == (((0,), (1,), (2, 3)), [None, None, 1])
+    assert cut_one(groups) == (((0,), (1,), (2,), (3,)), [0, 1, None, None])

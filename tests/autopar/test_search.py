@@ -11,12 +11,22 @@ from transformers import MixtralConfig, MixtralForCausalLM
 
 import autopar
 from autopar import Cluster, InfeasibleError, MeshError, Plan, PlanMismatchError, parallelize
+from autopar.build import tracing
+from autopar.clock import Clock
 from autopar.meshes import finer, shapes
+from autopar.pieces import Pieces
 from autopar.ranks import run_ranks
+from autopar.request import Options, make_request
+from autopar.search import on_all
 from autopar.testing import LiftFloat32, compare_on_mesh
+from autopar.ways import Ways
+from passes.capture import capture
 from passes.cost.cluster import CLUSTERS
+from passes.ir.layout import I
 from passes.ir.mesh import Mesh
 from passes.ir.plan import ProgramPlan
+from passes.normalize import normalize
+from passes.solve import PROVEN
 from tests.autopar.comparing import TOLERANCE, exact
 from tests.models import Stack, llama, tokens
 
@@ -89,6 +99,88 @@ def test_searched_mesh_is_the_best_of_all() -> None:
     assert len({round(seconds(plan) * 1e9) for plan in every.values()}) == 2
     assert seconds(found) == pytest.approx(min(seconds(plan) for plan in every.values()), rel=1e-6)
     assert seconds(every[tuple(found.mesh.values())]) == pytest.approx(seconds(found), rel=1e-6)
+
+
+class Residual(nn.Module):
+    """A norm and two products, and what they are added to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(1024)
+        self.up = nn.Linear(1024, 4096, bias=False)
+        self.down = nn.Linear(4096, 1024, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Apply them."""
+        return (x + self.down(torch.relu(self.up(self.norm(x))))).square().sum()
+
+
+def _ways(model: nn.Module, sizes: dict[str, int], inputs: dict[str, torch.Tensor], **options: object) -> Ways:
+    """Ways to run on a mesh, of which nothing is known yet."""
+    request = make_request(model, sizes, inputs, Options(cluster=NODES, **options))
+    program = normalize(capture(model, request.inputs, tracing(model, request, "train")))
+    clock = Clock()
+    return Ways(Pieces(program, request, clock), request, None, clock)
+
+
+def _residual(sizes: dict[str, int], **options: object) -> Ways:
+    with torch.device("meta"):
+        model = Residual()
+        return _ways(model, sizes, {"x": torch.empty(64, 512, 1024)}, **options)
+
+
+FOUR = {"a": 2, "b": 2, "c": 2, "d": 2}
+
+
+@pytest.mark.parametrize("limit", [None, pytest.param(150e6, marks=pytest.mark.slow)])
+def test_axes_that_are_cut_up_have_the_best_of_all(limit: float | None) -> None:
+    """On four axes, where not everything is looked at, what is found is what looking at everything finds."""
+    all_at_once = _residual(FOUR, memory_limit=limit)
+    all_at_once.on([all_at_once.request.mesh])
+    expected = all_at_once.closed()
+    found = on_all(_residual(FOUR, memory_limit=limit))
+    assert expected is not None
+    assert found is not None
+    assert found[0].mesh.by_name == FOUR
+    assert found[1].seconds == pytest.approx(expected[1].seconds, rel=1e-6)
+
+
+def test_nothing_but_what_is_near_is_looked_at_on_four_axes() -> None:
+    """Nodes have a small part of all strategies to choose from."""
+    found = on_all(_residual(FOUR))
+    assert found is not None
+    every = _residual(FOUR)
+    part = every.pieces.of(1, is_asked=False)
+    assert part is not None
+    problem, _ = every.problem(every.request.mesh, part)
+    counts = [sum(len(node.strategies) for node in each.nodes) for each in (found[0].problem, problem)]
+    assert 4 * counts[0] < counts[1]
+
+
+def test_demands_hold_where_axes_are_cut_up() -> None:
+    """What is demanded on one axis is left out while that is one with others, and holds in the end."""
+    constraints = {"up": {"out": {"b": "S(2)"}, "in": {"b": "R"}}, "down.weight": {"stored": {"d": "I"}}}
+    found = on_all(_residual(FOUR, constraints=constraints))
+    assert found is not None
+    tried, solution = found
+    up, down = (solution.strategy(tried.problem, tried.problem.index[key]) for key in ("up/linear", "down.weight"))
+    assert str(up.results[0][1]) == "S(2)"
+    assert down.results[0][3] == I
+
+
+@pytest.mark.slow
+def test_three_axes_are_looked_at_wholly() -> None:
+    """A bound on all there is proves what was found while axes were cut up."""
+    sizes = {"dp": 2, "cp": 2, "tp": 2}
+    inputs = tokens(batch=8, length=512, vocabulary=4096)
+    all_at_once = _ways(wide(), sizes, inputs)
+    all_at_once.on([all_at_once.request.mesh])
+    expected = all_at_once.closed()
+    found = on_all(_ways(wide(), sizes, inputs))
+    assert expected is not None
+    assert found is not None
+    assert found[1].seconds == pytest.approx(expected[1].seconds, rel=1e-6)
+    assert found[1].bound >= found[1].seconds * (1 - PROVEN)
 
 
 @pytest.mark.slow
