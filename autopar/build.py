@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -33,7 +34,7 @@ from passes.cost.walk import seconds_on_one
 from passes.emit import Naming, emit, variables
 from passes.ir.choices import Problem, Solution
 from passes.ir.demands import Demands
-from passes.ir.errors import CaptureError, InfeasibleError, PlanMismatchError
+from passes.ir.errors import CaptureError, ConstraintError, InfeasibleError, PlanMismatchError
 from passes.ir.layout import Layout
 from passes.ir.leaves import input_leaves
 from passes.ir.lowered import Group, Lowered
@@ -42,7 +43,7 @@ from passes.ir.program import Folded, Program
 from passes.ir.regime import PLAIN, Regime
 from passes.micro_batches import MicroBatches, micro_batches
 from passes.normalize import normalize
-from passes.record import discovered_ops, find_decisions, idle_axes, record, whole_ops
+from passes.record import discovered_ops, find_decisions, idle_axes, offers_of, record, whole_ops
 from passes.regions import fold
 from passes.rules import with_rules
 from passes.solve import solve
@@ -197,7 +198,7 @@ def planned(
         mesh, master = request.mesh, _master(model, request)
         if ready is None:
             folded = clock("regions", lambda: fold(program, demands.label))
-            problem = clock("candidates", lambda: candidates(folded, demands, request.setting(master)))
+            problem = clock("candidates", lambda: _candidates(folded, demands, request, master, name))
         else:
             folded, problem = ready
         solution = clock("solve", lambda: choose(folded, problem))
@@ -224,6 +225,19 @@ def planned(
         decisions = decided(folded, problem, solution)
         found = Planned(folded, lowered, plan, compiled, decisions, whole_ops(folded), discovered_ops(folded))
     return found if micro is None else _in_micro_batches(model, found, micro, request, name, clock)
+
+
+def _candidates(folded: Folded, demands: Demands, request: Request, master: torch.dtype | None, name: str) -> Problem:
+    """What may be chosen for the program called `name`; where a plan is given little more than what it says, as on many
+    axes there is much besides."""
+    if request.plan is not None and name in request.plan.programs:
+        record = request.plan.programs[name]
+        # What is stored otherwise than any op of the plan reads it is found among everything only.
+        with suppress(ConstraintError):
+            problem = candidates(folded, demands, request.setting(master, offers_of(folded, record)))
+            if isinstance(find_decisions(problem, record), Solution):
+                return problem
+    return candidates(folded, demands, request.setting(master))
 
 
 def _in_micro_batches(

@@ -29,16 +29,15 @@ from passes.ir.demands import Demands
 from passes.ir.errors import AutoparError, CaptureError, ExpressionError
 from passes.ir.figures import Figure, Number, formula, largest_sum, size_of
 from passes.ir.formulas import write_formula
-from passes.ir.layout import Layout, Shape, digits, parse_letter
+from passes.ir.layout import Layout, Shape, digits
 from passes.ir.leaves import Inputs, input_leaves
 from passes.ir.mesh import Mesh
 from passes.ir.plan import BATCH, SEQUENCE, Expressions, ProgramPlan
 from passes.ir.program import Folded, Symbolic
 from passes.micro_batches import batch_size, micro_batches
 from passes.normalize import normalize
-from passes.record import find_decisions
+from passes.record import find_decisions, offers_of
 from passes.regions import fold
-from passes.rules.strategies import letter_token
 from passes.specialize import specialize
 
 logger = logging.getLogger("autopar")
@@ -209,13 +208,7 @@ class _Pricing:
     def problem(self, mesh: Mesh) -> tuple[Problem, Solution]:
         """The decisions, and the problem that offers little else."""
         request, planned = self.request, self.planned
-        ops = {op.key for op in self.folded.ops}
-        (stage,) = planned.record.stages
-        offers = {
-            key: tuple(frozenset({_token(method, key in ops)}) for method in methods)
-            for key, methods in stage.decisions.items()
-        }
-        setting = replace(request, mesh=mesh).setting(planned.master, offers)
+        setting = replace(request, mesh=mesh).setting(planned.master, offers_of(self.folded, planned.record))
         problem = candidates(self.folded, self.demands, setting)
         solution = find_decisions(problem, planned.record)
         if isinstance(solution, str):
@@ -233,11 +226,6 @@ class _Pricing:
         request, master = replace(self.request, mesh=mesh), self.planned.master
         lowered = lowered_as(solution, self.folded, problem, request, master, Clock())
         return step_seconds(lowered, self.folded, request, master, solution.regime).total
-
-
-def _token(method: str, op: bool) -> str:
-    """A method as offers name it."""
-    return method.partition("@")[0] if op else letter_token(parse_letter(method))
 
 
 def _check(what: str, number: Number, planned: Mapping[str, float]) -> None:

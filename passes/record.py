@@ -5,12 +5,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from passes.cost.liveness import MemoryPeak
 from passes.cost.step import Seconds
 from passes.ir.choices import Problem, Solution
-from passes.ir.layout import Layout, format_layout
+from passes.ir.layout import Layout, format_layout, parse_letter
 from passes.ir.lowered import Body, Change, Compute, Loop, Lowered
 from passes.ir.mesh import Mesh
 from passes.ir.plan import Block, ProgramPlan, Row, Stage
 from passes.ir.program import Folded, dependents
 from passes.rules import find_rule, written_rule
+from passes.rules.strategies import Offer, letter_token
 
 
 def record(
@@ -68,6 +69,21 @@ def find_decisions(problem: Problem, plan: ProgramPlan) -> Solution | str:
     if missing:
         return missing[0][0]
     return Solution(tuple(picks), find_again(problem, picks, stage.again), 0.0, 0.0, plan.regime)
+
+
+def offers_of(folded: Folded, plan: ProgramPlan) -> dict[str, Offer]:
+    """What candidates offer to nodes that do no more than a plan of one program says, but for where splits begin."""
+    ops = {op.key for op in folded.ops}
+    (stage,) = plan.stages
+    return {
+        key: tuple(frozenset({_token(method, key in ops)}) for method in methods)
+        for key, methods in stage.decisions.items()
+    }
+
+
+def _token(method: str, op: bool) -> str:
+    """A method as offers name it."""
+    return method.partition("@")[0] if op else letter_token(parse_letter(method))
 
 
 def find_again(
