@@ -63,8 +63,8 @@ def on_all(ways: Ways) -> Found | None:
     if several > 2:
         _cut_up(ways, mesh)
     if several <= _WHOLLY:
-        # All that was found before is among this.
-        ways.least = float("inf")
+        # All that was looked at before is among this.
+        ways.least, ways.errors = float("inf"), []
         ways.on([mesh])
     elif ways.found is not None:
         logger.info("on %s the plan is the best of what is near to it; not everything was looked at", mesh)
