@@ -25,6 +25,8 @@ logger = logging.getLogger("autopar")
 _AXES = 4
 # On so many axes everything is looked at; on more only what is near to the best choice.
 _WHOLLY = 3
+# Seconds that closing the gap to what is near may take each time, at least.
+_BRIEFLY = 2.0
 # How many times as many devices are tried when no plan fits.
 _MORE = (2, 4, 8, 16, 32, 64)
 
@@ -60,7 +62,8 @@ def on_all(ways: Ways) -> Found | None:
         _on_any_shape(ways, mesh.size)
         return ways.closed()
     several = sum(size > 1 for size in mesh.sizes)
-    if several > 2:
+    if several > 2 and ways.closed() is None:
+        # Otherwise it was found with a little more memory.
         _cut_up(ways, mesh)
     if several <= _WHOLLY:
         # All that was looked at before is among this.
@@ -99,15 +102,15 @@ def _cut_up(ways: Ways, mesh: Mesh) -> None:
     up, axis by axis: nodes may do anything on both new axes, and on the others what they did before. In the end they
     may do anything on any two axes, as long as that helps.
     """
-    starts = _coarse(ways, mesh)
-    while ways.found is None and (start := next(starts, None)) is not None:
+    for groups, found in _coarse(ways, mesh):
         try:
-            _cut_from(ways, mesh, *start)
+            _cut_from(ways, mesh, groups, found)
         except ConstraintError as error:
             # What is demanded needs more than a choice without it offers.
             logger.debug("not cut up: %s", error)
-    if ways.found is not None:
-        _go_round(ways, mesh)
+        if ways.found is not None:
+            _go_round(ways, mesh)
+            return
 
 
 def _coarse(ways: Ways, mesh: Mesh) -> Iterator[tuple[Sequence[Axes], Found]]:
@@ -161,7 +164,7 @@ def _go_round(ways: Ways, mesh: Mesh) -> None:
             ways.offered(*parent, mesh, [None if axis in pair else axis for axis in mesh.dimensions])
         ways.go_on()
         if ways.found is parent:
-            ways.closed()
+            ways.closed(_BRIEFLY)
             if ways.found is parent:
                 return
 

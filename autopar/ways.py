@@ -131,14 +131,15 @@ class Ways:
             if following is not None:
                 self._wait(following, looking)
 
-    def closed(self) -> tuple[Tried, Solution] | None:
-        """The best of all that was tried: gaps are closed where something better may be in them."""
+    def closed(self, at_least: float = _LEAST) -> tuple[Tried, Solution] | None:
+        """The best of all that was tried: gaps are closed where something better may be in them, for so many seconds
+        each if that takes so long."""
         while self.tried:
             tried = min(self.tried, key=lambda item: item.bound)
             self.tried.remove(tried)
             if tried.solver.bound < self.cutoff * (1 - PROVEN) or self.found is None:
                 start = time.monotonic()
-                self._close(tried, max(_LEAST, PATIENCE - self.spent))
+                self._close(tried, max(at_least, PATIENCE - self.spent))
                 self.spent += time.monotonic() - start
                 if tried.solver.limits != self._limits and not self._fits(tried):
                     # The best of all does not fit, though another one did.
