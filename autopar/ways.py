@@ -23,12 +23,12 @@ from autopar.request import Request
 from passes.candidates import candidates
 from passes.constrain import constrain
 from passes.cost.memory import memory_use
-from passes.ir.choices import Node, Problem, Solution, Strategy
+from passes.ir.choices import Problem, Solution
 from passes.ir.demands import Demands
 from passes.ir.errors import InfeasibleError
 from passes.ir.mesh import Mesh
 from passes.ir.regime import Regime
-from passes.rules.strategies import Offer, letter_token
+from passes.rules.strategies import Offer, method_token
 from passes.solve import PROVEN, Solver
 from passes.solving.limits import Limits
 from passes.solving.prices import Prices
@@ -70,9 +70,9 @@ class Ways:
 
     `waiting` is what may have something better in it, by its bound and its number; `tried` all that may have the best
     choice in it, `found` the best one that fits so far, and `cutoff` its seconds. Closing gaps has `spent` so many
-    seconds, and none of what was closed takes less than `least`. `memory` is what is left of the limit
-    for what is counted here, where that is less. The rest is what was found out on the way: what is `free` of limits
-    by mesh and number of micro-batches, and what no way to run can be below.
+    seconds, and none of what was closed takes less than `least`. `memory` is what is left of the limit for what is
+    counted here, where that is less. The rest is what was found out on the way: what is `free` of limits by mesh and
+    number of micro-batches, and what no way to run can be below.
     """
 
     pieces: Pieces
@@ -153,6 +153,8 @@ class Ways:
         return tried, replace(solution, bound=min(self.least, solution.seconds))
 
     def problem(self, mesh: Mesh, part: Part, offers: Mapping[str, Offer] | None = None) -> tuple[Problem, Demands]:
+        """What may be chosen on a mesh, of what nodes have `offers` for no more than these; and what is demanded
+        there."""
         request = self.request
         demands = constrain(part.program, request.constraints, mesh)
         setting = replace(request, mesh=mesh).setting(self.master, offers)
@@ -201,12 +203,15 @@ class Ways:
         choices = [solution.picks, *parent.solver.mixed]
         offers = {}
         for index, node in enumerate(parent.problem.nodes):
-            tokens = [_tokens(node, node.strategies[pick]) for pick in {picks[index] for picks in choices}]
-            demanded = demands.axes(*(demands.places(ops[node.key]) if node.key in ops else [("stored", node.name)]))
+            is_op = node.key in ops
+            done = [node.strategies[pick].methods for pick in {picks[index] for picks in choices}]
+            demanded = demands.axes(*(demands.places(ops[node.key]) if is_op else [("stored", node.name)]))
             # What is demanded on one axis may leave nothing of what was done on another.
             others = _WHOLE if demanded else frozenset()
             offers[node.key] = [
-                None if origin is None or axis in demanded else others.union(own[origin] for own in tokens)
+                None
+                if origin is None or axis in demanded
+                else others.union(method_token(methods[origin], is_op) for methods in done)
                 for axis, origin in enumerate(origins)
             ]
         problem, demands = self.problem(mesh, parent.part, offers)
@@ -278,10 +283,3 @@ class Ways:
             return False
         use = memory_use(tried.problem, best, self.request.optimizer_states, tried.mesh)
         return use.peak <= self._limits.memory
-
-
-def _tokens(node: Node, strategy: Strategy) -> list[str]:
-    """What a strategy does on each axis, as it is offered to `candidates`."""
-    if node.kind == "op":
-        return [method.partition("@")[0] for method in strategy.methods]
-    return [letter_token(letter) for letter in (*strategy.results, *strategy.operands)[0]]

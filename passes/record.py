@@ -5,13 +5,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from passes.cost.liveness import MemoryPeak
 from passes.cost.step import Seconds
 from passes.ir.choices import Problem, Solution
-from passes.ir.layout import Layout, format_layout, parse_letter
+from passes.ir.layout import Layout, format_layout
 from passes.ir.lowered import Body, Change, Compute, Loop, Lowered
 from passes.ir.mesh import Mesh
 from passes.ir.plan import Block, ProgramPlan, Row, Stage
 from passes.ir.program import Folded, dependents
 from passes.rules import find_rule, written_rule
-from passes.rules.strategies import Offer, letter_token
+from passes.rules.strategies import Offer, method_token
 
 
 def record(
@@ -76,14 +76,9 @@ def offers_of(folded: Folded, plan: ProgramPlan) -> dict[str, Offer]:
     ops = {op.key for op in folded.ops}
     (stage,) = plan.stages
     return {
-        key: tuple(frozenset({_token(method, key in ops)}) for method in methods)
+        key: tuple(frozenset({method_token(method, key in ops)}) for method in methods)
         for key, methods in stage.decisions.items()
     }
-
-
-def _token(method: str, op: bool) -> str:
-    """A method as offers name it."""
-    return method.partition("@")[0] if op else letter_token(parse_letter(method))
 
 
 def find_again(

@@ -229,8 +229,8 @@ class Plan:
         return read_formula(self._formulas().step_time)
 
     def max_batch(self) -> int:
-        """The largest global batch whose memory fits `memory_limit`, all other sizes and decisions as planned: one
-        that everything that is split along the batch still divides.
+        """The largest global batch whose memory, as `memory_expression` has it, fits `memory_limit`, all other sizes
+        and decisions as planned: one that everything that is split along the batch still divides.
 
         Raises ExpressionError for a plan without formulas, or where no batch is too large; InfeasibleError where
         none fits.

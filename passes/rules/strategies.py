@@ -7,7 +7,7 @@ from math import prod
 from operator import contains
 
 from passes.ir.choices import Strategy
-from passes.ir.layout import I, Layout, Letter, R, fits
+from passes.ir.layout import I, Layout, Letter, R, fits, parse_letter
 from passes.ir.mesh import Mesh
 from passes.ir.program import Op, TensorType, has_linear_gradients
 from passes.rules.rule import Choice, Rule, parse_choice, passing, replicated, split
@@ -65,6 +65,12 @@ Offer = Sequence[Set[str] | None]
 def letter_token(letter: Letter) -> str:
     """A letter in an offer: a split by its dim alone."""
     return f"S({letter.dim})" if letter.kind == "S" else letter.kind
+
+
+def method_token(method: str, is_op: bool) -> str:
+    """What a strategy does on one axis, as an offer names it: a split of an op without where it begins, and the letter
+    of anything else."""
+    return method.partition("@")[0] if is_op else letter_token(parse_letter(method))
 
 
 def op_strategies(

@@ -120,7 +120,9 @@ def find_bytes(problem: Problem, arrays: Arrays, uses: Sequence[Uses], regime: R
             GroupBytes(
                 np.array([numbers[place] for place, _ in lying], dtype=np.int64),
                 [sizes for _, sizes in lying],
-                None if item.sources is None else np.array([numbers[place] for place in item.sources])[use.remade * 1],
+                None
+                if item.sources is None
+                else np.array([numbers[place] for place in item.sources])[use.remade.astype(np.int64)],
                 np.array([numbers[place] for place in item.target]),
                 np.array([numbers[place] for place in item.again]),
             )
