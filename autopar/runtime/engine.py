@@ -12,12 +12,12 @@ from functools import partial
 from typing import Protocol, TypeVar, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
+from autopar.runtime.groups import axes_group, axes_ranks
 from autopar.runtime.state import from_local, mesh_of
 from passes.ir.layout import Layout, Shape, whole_shape
 from passes.ir.lowered import Group, Held
@@ -186,30 +186,16 @@ class Engine:
         """The mesh of `fully_shard`: one axis that shards, and before it one that replicates, if there is any."""
         found = self._meshes.get((sharded, replicated))
         if found is None:
-            shard, shard_ranks = self._process_group(sharded)
+            shard, shard_ranks = axes_group(self._mesh, sharded)
             if replicated:
-                replicate, _ = self._process_group(replicated)
-                ranks = self._ranks((*replicated, *sharded)).reshape(replicate.size(), shard.size())
+                replicate, _ = axes_group(self._mesh, replicated)
+                ranks = axes_ranks(self._mesh, (*replicated, *sharded)).reshape(replicate.size(), shard.size())
                 names = ("replicate", "shard")
                 found = DeviceMesh.from_group([replicate, shard], self._mesh.device_type, ranks, mesh_dim_names=names)
             else:
                 found = DeviceMesh.from_group(shard, self._mesh.device_type, shard_ranks, mesh_dim_names=("shard",))
             self._meshes[sharded, replicated] = found
         return found
-
-    def _ranks(self, axes: Sequence[int]) -> Tensor:
-        """The ranks that differ from this one on `axes` alone, in the order of the mesh."""
-        coordinate = self._mesh.get_coordinate()
-        assert coordinate is not None
-        return self._mesh.mesh[tuple(slice(None) if axis in axes else place for axis, place in enumerate(coordinate))]
-
-    def _process_group(self, axes: Sequence[int]) -> tuple[dist.ProcessGroup, Tensor]:
-        """The process group of `axes` together, and its ranks."""
-        ranks = self._ranks(axes).reshape(-1)
-        if len(axes) == 1:
-            return self._mesh.get_group(axes[0]), ranks
-        # Only its members take part: the mesh may be a part of all ranks.
-        return dist.new_group(ranks.tolist(), use_local_synchronization=True), ranks
 
     def _hand_over(self, shown: _Shown, kept: Tensor) -> None:
         """Hand a reduced gradient over to the parameter that users see."""

@@ -1,0 +1,109 @@
+"""Process groups over several axes of a mesh, and CPU groups of whole meshes.
+
+A group is made at the first request and kept: connections and NCCL communicators are dear, and two models on one mesh
+share them. The functions that make groups are collective: every rank of the mesh calls them in the same order.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+
+@dataclass(frozen=True)
+class _Key:
+    """Requests for the same ranks, backend and purpose get one group."""
+
+    ranks: tuple[int, ...]
+    backend: str | None
+    purpose: str
+
+
+# Groups belong to the job, not to a module, so they are kept per process. They are keyed by the default process group,
+# weakly: after destroy_process_group() it is gone, and so are they; the next one gets its own.
+_made: WeakKeyDictionary[dist.ProcessGroup, dict[_Key, dist.ProcessGroup]] = WeakKeyDictionary()
+
+
+def cpu_group(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """A group of all ranks of `mesh` that sends CPU tensors without the device: gloo, or what the job has for CPUs.
+
+    It is neither the default group nor one of the mesh, so that collectives of others (a checkpoint that is saved from
+    a thread) cannot come between. Its ranks are sorted; `ranks_of` gives the order of the mesh. Collective over the
+    mesh.
+    """
+    return _group(tuple(sorted(ranks_of(mesh))), _cpu_backend(), "cpu")
+
+
+def axes_group(mesh: DeviceMesh, axes: Sequence[int]) -> tuple[dist.ProcessGroup, Tensor]:
+    """The group of the ranks that differ from this one on `axes` alone, and these ranks in the order of the mesh.
+
+    Collective over the mesh. The group of a single axis is the mesh's own.
+    """
+    ranks = axes_ranks(mesh, axes).reshape(-1)
+    if len(axes) == 1:
+        return mesh.get_group(axes[0]), ranks
+    return _group(tuple(sorted(ranks.tolist())), None, "axes"), ranks
+
+
+def axes_ranks(mesh: DeviceMesh, axes: Sequence[int]) -> Tensor:
+    """The ranks that differ from this one on `axes` alone, of the shape that the mesh has on these axes."""
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None
+    return mesh.mesh[tuple(slice(None) if axis in axes else place for axis, place in enumerate(coordinate))]
+
+
+def ranks_of(mesh: DeviceMesh) -> list[int]:
+    """The global ranks of `mesh`, in its order."""
+    ranks: list[int] = mesh.mesh.flatten().tolist()
+    return ranks
+
+
+def job_timeout() -> timedelta | None:
+    """The timeout that the default process group was made with; None where its backend has none."""
+    return group_timeout(_default_group())
+
+
+def group_timeout(group: dist.ProcessGroup) -> timedelta | None:
+    """The timeout of the collectives of `group`; None where its backend has none.
+
+    torch has no public way to read it: `_device_types` and `Backend.options._timeout` are those of torch 2.11 to 2.13.
+    """
+    for device in group._device_types:
+        options = getattr(group._get_backend(device), "options", None)
+        timeout = getattr(options, "_timeout", None)
+        if isinstance(timeout, timedelta):
+            return timeout
+    return None
+
+
+def _default_group() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None, "no process group is initialized"
+    return group
+
+
+def _cpu_backend() -> str:
+    """The backend that the default process group has for CPUs, or else gloo."""
+    backends = dict(item.split(":", 1) for item in dist.get_backend_config().split(",") if ":" in item)
+    return backends.get(torch.device("cpu").type, "gloo")
+
+
+def _group(ranks: tuple[int, ...], backend: str | None, purpose: str) -> dist.ProcessGroup:
+    """The group of `ranks`; it takes the timeout of the job, not torch's default."""
+    known = _made.setdefault(_default_group(), {})
+    key = _Key(ranks, backend, purpose)
+    if key not in known:
+        known[key] = dist.new_group(
+            list(ranks),
+            timeout=job_timeout(),
+            backend=backend,
+            # Only its members take part: the mesh may be a part of all ranks.
+            use_local_synchronization=True,
+            group_desc=f"autopar_{purpose}",
+        )
+    return known[key]
