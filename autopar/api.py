@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -9,12 +10,12 @@ from autopar.agreement import from_first, gathered, together
 from autopar.build import compile_model
 from autopar.fingerprint import first_difference, structure_fingerprint, values_fingerprint
 from autopar.loading import distribute, refuse_meta
+from autopar.options import Constraints, Options, Recompute
 from autopar.precision import Precision
-from autopar.request import ExampleInputs, MeshLike, Options, Recompute, make_request
+from autopar.request import ExampleInputs, MeshLike, make_request
 from autopar.runtime import DistributedModule
 from autopar.sizes import AnySizes
 from autopar.world import device_type_of, found_mesh, refuse_other_sizes, world_mesh
-from passes.constrain import Constraints
 from passes.cost.cluster import Cluster
 from passes.ir.errors import PlanMismatchError
 from passes.ir.plan import Plan
@@ -25,18 +26,18 @@ def plan(
     mesh: MeshLike,
     example_inputs: ExampleInputs | None = None,
     *,
-    objective: str = "train",
+    objective: str | None = None,
     cluster: Cluster | str | None = None,
     memory_limit: float | None = None,
-    optimizer: str = "adamw",
-    precision: Precision | None = None,
+    optimizer: str | None = None,
+    precision: Precision | torch.dtype | None = None,
     constraints: Constraints | None = None,
     plan: Plan | None = None,
-    discover: bool = False,
+    discover: bool | None = None,
     micro_batches: int | None = None,
     recompute: Recompute | None = None,
-    symbolic: bool = False,
-    compiled: bool = False,
+    symbolic: bool | None = None,
+    compiled: bool | None = None,
 ) -> Plan:
     """Plan how `model` runs on `mesh`. Needs no process group, no GPU, and no values of parameters (`meta` will do).
 
@@ -55,18 +56,18 @@ def parallelize(
     mesh: DeviceMesh | int | Cluster,
     example_inputs: ExampleInputs | None = None,
     *,
-    objective: str = "train",
+    objective: str | None = None,
     cluster: Cluster | str | None = None,
     memory_limit: float | None = None,
-    optimizer: str = "adamw",
-    precision: Precision | None = None,
+    optimizer: str | None = None,
+    precision: Precision | torch.dtype | None = None,
     constraints: Constraints | None = None,
     plan: Plan | None = None,
-    discover: bool = False,
+    discover: bool | None = None,
     micro_batches: int | None = None,
     recompute: Recompute | None = None,
-    symbolic: bool = False,
-    compiled: bool = False,
+    symbolic: bool | None = None,
+    compiled: bool | None = None,
 ) -> DistributedModule:
     """A module that computes what `model` does, on all devices of `mesh`. `model` is left unchanged.
 
@@ -77,13 +78,15 @@ def parallelize(
       "intra" a node or "inter" nodes (`intra0`, `intra1`, … where there are several).
     - `example_inputs`: a dict of keyword arguments or a tuple of positional ones with the global batch (`meta` tensors
       will do; values that are no tensors are constants of the plan). A Hugging Face model needs none.
-    - `objective`: "train" or "infer": whether a backward pass is planned.
+    - `objective`: "train" or "infer": whether a backward pass is planned; None means "train".
     - `cluster`: an `autopar.Cluster` or the name of one; None reads the devices of the mesh.
     - `memory_limit`: bytes per device; None takes the device's memory less a reserve.
-    - `optimizer`: whose states count in memory ("adamw", "sgd", …).
-    - `precision`: an `autopar.Precision`; None leaves dtypes as the model has them.
-    - `constraints`: `{pattern: {what: {axis: layout}}}`, what the plan must hold to.
-    - `plan`: one to replay instead of planning.
+    - `optimizer`: whose states count in memory ("adamw", "sgd", …); None means "adamw".
+    - `precision`: an `autopar.Precision`, or the dtype to compute in; None leaves dtypes as the model has them.
+    - `constraints`: `{pattern: {what: {axis: layout}}}`, what the plan must hold to. A layout is text such as "S(0)",
+      or a placement of `torch.distributed.tensor`.
+    - `plan`: one to replay instead of planning. It brings its objective, memory limit, optimizer, precision,
+      constraints and all that it decided; arguments that are given besides must agree with it.
     - `discover`: whether ops that no sharding rule speaks for are run on random shards, on the CPU, to find a rule.
       Such rules are no proof; the plan names the ops. Without it they are computed whole on every device.
     - `micro_batches`: into how many parts `forward_backward` cuts the batch; None lets the planner choose.

@@ -18,7 +18,7 @@ from autopar.fingerprint import structure_fingerprint
 from autopar.garbage import no_collection
 from autopar.lowering import lowered_as, step_seconds
 from autopar.pieces import Pieces
-from autopar.plans import as_planned, check_plan, written_plan
+from autopar.plans import as_planned, check_plan, check_replayed, written_plan
 from autopar.probing import FakeProber
 from autopar.programs import Planned, compiled_program, totals_name
 from autopar.request import Request
@@ -34,7 +34,14 @@ from passes.cost.walk import seconds_on_one
 from passes.emit import Naming, emit, variables
 from passes.ir.choices import Problem, Solution
 from passes.ir.demands import Demands
-from passes.ir.errors import CaptureError, ConstraintError, InfeasibleError, PlanMismatchError
+from passes.ir.errors import (
+    CaptureError,
+    ConstraintError,
+    InfeasibleError,
+    MeshError,
+    MicroBatchError,
+    PlanMismatchError,
+)
 from passes.ir.layout import Layout
 from passes.ir.leaves import input_leaves
 from passes.ir.lowered import Group, Lowered
@@ -92,12 +99,7 @@ def compile_model(model: nn.Module, request: Request, *, both_modes: bool = Fals
     if given is None:
         request, first = _searched(model, program, request, clock)
     else:
-        count = request.micro_batches or 1
-        micro = clock("micro-batches", lambda: micro_batches(program, count)) if count > 1 else None
-        runs = program if micro is None else micro.program
-        demands = clock("constrain", lambda: constrain(runs, request.constraints, request.mesh))
-        choose = _chooser(request, request.objective)
-        first = planned(model, runs, demands, request, request.objective, clock, choose, micro)
+        first = _replayed(model, program, request, clock)
     programs = {request.objective: first}
     stored = first.lowered.parameters
     refused = ""
@@ -116,14 +118,30 @@ def compile_model(model: nn.Module, request: Request, *, both_modes: bool = Fals
                 model, evaluated, demands, inference, "infer", clock, choose, groups=first.lowered.held.groups
             )
     plan = written_plan(model, fingerprint, request, program, programs)
-    if request.symbolic:
-        plan = replace(plan, expressions=clock("expressions", lambda: _expressions(model, request, program, first)))
-    elif given is not None:
+    if given is not None:
+        check_replayed(given, plan)
         plan = replace(plan, expressions=given.expressions)
+    elif request.symbolic:
+        plan = replace(plan, expressions=clock("expressions", lambda: _expressions(model, request, program, first)))
     sources = {name: item.source for name, item in programs.items()}
     decisions = {name: item.decided for name, item in programs.items()}
     groups = first.lowered.held.groups
     return Compiled(plan, sources, stored, clock.times, torch.initial_seed(), decisions, refused, groups)
+
+
+def _replayed(model: nn.Module, program: Program, request: Request, clock: Clock) -> Planned:
+    """The objective's program as the given plan decides it.
+
+    Raises PlanMismatchError where its decisions do not fit `program`.
+    """
+    count, name = request.micro_batches or 1, request.objective
+    try:
+        micro = clock("micro-batches", lambda: micro_batches(program, count)) if count > 1 else None
+        runs = program if micro is None else micro.program
+        demands = clock("constrain", lambda: constrain(runs, request.constraints, request.mesh))
+        return planned(model, runs, demands, request, name, clock, _chooser(request, name), micro)
+    except (ConstraintError, MeshError, MicroBatchError) as error:
+        raise PlanMismatchError(f"the plan does not fit the model as it is traced now: {error}") from error
 
 
 def _expressions(model: nn.Module, request: Request, program: Program, found: Planned) -> Expressions:

@@ -60,6 +60,7 @@ def written_plan(
         discovered=first.discovered,
         constraints=request.constraints,
         compiled=request.compiled,
+        discover=request.discover,
     )
 
 
@@ -81,6 +82,16 @@ def check_plan(plan: Plan, fingerprint: str, request: Request) -> None:
     planned = {name: (item.shape, item.dtype) for name, item in plan.inputs.items()}
     if shapes != planned:
         raise PlanMismatchError(f"the plan was made for the inputs {planned}, these are {shapes}: plan anew")
+    constants = {
+        name: constant_text(leaf)
+        for name, leaf in input_leaves(request.inputs)
+        if not isinstance(leaf, torch.Tensor) or (name in plan.constants and not leaf.is_meta)
+    }
+    unknown = {name for name, leaf in leaves.items() if leaf.is_meta}
+    for name in sorted({*constants, *plan.constants} - unknown):
+        said, found = plan.constants.get(name, "left out"), constants.get(name, "left out")
+        if said != found:
+            raise PlanMismatchError(f"the plan was made with {name} = {said}, but here it is {found}: plan anew")
 
 
 def as_planned(request: Request, plan: Plan) -> Request:
@@ -91,22 +102,26 @@ def as_planned(request: Request, plan: Plan) -> Request:
     planned = plan.programs[request.objective]
     if request.micro_batches not in (None, planned.micro_batches):
         raise PlanMismatchError(
-            f"the plan has micro_batches={planned.micro_batches}, but {request.micro_batches} are asked for: leave it "
-            "out, or plan anew"
+            f"micro_batches={request.micro_batches} is asked for, but the plan was made with "
+            f"micro_batches={planned.micro_batches}: leave micro_batches out, or plan anew"
         )
     again = {} if request.objective == "infer" else planned.stages[0].recompute
     repeated = [block.name for block in planned.stages[0].blocks if block.count > 1]
     asked = {name: level for name, level in levels(repeated, request.recompute or {}).items() if level != "none"}
     if request.recompute is not None and asked != dict(again):
         raise PlanMismatchError(
-            f"the plan says what is computed again, {dict(again)}: leave recompute out, or plan anew"
+            f"recompute={dict(request.recompute)} is asked for, but the plan was made with recompute={dict(again)}: "
+            "leave recompute out, or plan anew"
         )
-    if request.compiled and not plan.compiled:
-        raise PlanMismatchError("compiled=True is asked for, but the plan was made for code that is not: plan anew")
-    return replace(
-        request,
-        constraints=plan.constraints,
-        micro_batches=planned.micro_batches,
-        recompute=again,
-        compiled=plan.compiled,
-    )
+    return replace(request, micro_batches=planned.micro_batches, recompute=again)
+
+
+def check_replayed(plan: Plan, replayed: Plan) -> None:
+    """Raise PlanMismatchError where a plan does not say of parameters and inputs what its own decisions lead to."""
+    for name in ("parameters", "inputs"):
+        said, found = getattr(plan, name), getattr(replayed, name)
+        wrong = sorted(key for key in {*said, *found} if said.get(key) != found.get(key))
+        if wrong:
+            raise PlanMismatchError(
+                f"the plan is damaged: plan.{name}[{wrong[0]!r}] does not agree with its decisions; plan anew"
+            )

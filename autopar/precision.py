@@ -12,7 +12,8 @@ class Precision:
     """dtypes of a distributed module; None leaves each as the model has it.
 
     `compute`: parameters are cast to it where they are used, floating inputs where they come in. `reduce`: gradients of
-    parameters are reduced over devices in it. `master`: parameters, gradients and optimizer states are stored in it.
+    parameters are reduced over devices in it, and added up in it until then; where `compute` has less than 32 bits it
+    is float32 unless it is given. `master`: parameters, gradients and optimizer states are stored in it.
     """
 
     compute: torch.dtype | None = None
@@ -26,3 +27,19 @@ class Precision:
                 raise InputError(
                     f"precision: {name} must be a floating torch.dtype such as torch.bfloat16, got {dtype!r}"
                 )
+        if self.reduce is None and self.compute is not None and self.compute.itemsize < torch.float32.itemsize:
+            object.__setattr__(self, "reduce", torch.float32)
+
+
+def read_precision(given: object) -> Precision:
+    """A precision as users write it: a `Precision`, or the dtype to compute in.
+
+    Raises InputError for anything else.
+    """
+    if isinstance(given, Precision):
+        return given
+    if isinstance(given, torch.dtype):
+        return Precision(compute=given)
+    raise InputError(
+        f"precision is {given!r}: give an autopar.Precision, or the dtype to compute in, such as torch.bfloat16"
+    )

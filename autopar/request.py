@@ -9,28 +9,24 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar import huggingface
+from autopar.options import OPTIMIZERS, Options, Recompute, settled
 from autopar.precision import Precision
 from autopar.profile import check_machine, known_cluster
 from autopar.runtime import named_arguments
 from passes.candidates import Setting
 from passes.constrain import Constraints
-from passes.cost.cluster import Cluster, find_cluster
+from passes.cost.cluster import CLUSTERS, Cluster, find_cluster
 from passes.ir.errors import ConstraintError, InputError, MeshError, MicroBatchError, PlanMismatchError
 from passes.ir.leaves import input_leaves
 from passes.ir.mesh import Mesh
 from passes.ir.plan import Plan
+from passes.ir.plan_contents import check_contents
 from passes.ir.regime import RECOMPUTE
 from passes.micro_batches import batch_size
 from passes.rules.strategies import Offer
 
-OBJECTIVES = ("train", "infer")
-
-# How many tensors of a parameter's size each optimizer keeps for it.
-OPTIMIZERS = {"adam": 2, "adamw": 2, "lion": 1, "rmsprop": 1, "adagrad": 1, "sgd": 0, "sgd_momentum": 1}
-
 MeshLike = DeviceMesh | Mapping[str, int] | int | Cluster
 ExampleInputs = Mapping[str, object] | tuple[object, ...]
-Recompute = str | Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -74,24 +70,6 @@ class Request:
         return Setting(self.mesh, self.cluster, states, master, reduce, offers or {})
 
 
-@dataclass(frozen=True)
-class Options:
-    """The keyword arguments of `plan` and `parallelize`, as they were given."""
-
-    objective: str = "train"
-    cluster: Cluster | str | None = None
-    memory_limit: float | None = None
-    optimizer: str = "adamw"
-    precision: Precision | None = None
-    constraints: Constraints | None = None
-    plan: Plan | None = None
-    discover: bool = False
-    micro_batches: int | None = None
-    recompute: Recompute | None = None
-    symbolic: bool = False
-    compiled: bool = False
-
-
 def make_request(
     model: nn.Module,
     mesh: MeshLike,
@@ -102,35 +80,31 @@ def make_request(
     """Check what was asked for and fill in what was left out. `device_type` is what this process runs on, where it is
     to run the plan.
 
-    Raises MeshError, InputError, ConstraintError and PlanMismatchError for what cannot be meant.
+    Raises MeshError, InputError, ConstraintError and PlanMismatchError for arguments that mean nothing or contradict
+    each other.
     """
+    if options.plan is not None:
+        check_contents(options.plan)
+    chosen = settled(options)
     shape = read_mesh(mesh)
     any_shape = isinstance(mesh, (int, Cluster))
     if any_shape and options.plan is not None:
         shape, any_shape = _planned_mesh(options.plan, shape), False
-    if any_shape and options.constraints:
+    if any_shape and chosen.constraints:
         raise ConstraintError(
             "constraints name the axes of a mesh, but its shape is still to be found: pass a mesh with named axes"
         )
-    if options.objective not in OBJECTIVES:
-        raise InputError(f"objective is {options.objective!r}: it must be 'train' or 'infer'")
-    if options.optimizer not in OPTIMIZERS:
-        raise InputError(f"optimizer is {options.optimizer!r}: its memory is known for {', '.join(OPTIMIZERS)}")
     device_type = mesh.device_type if isinstance(mesh, DeviceMesh) else device_type
-    cluster = _cluster(options.cluster, mesh, device_type)
+    cluster = _cluster(options, mesh, device_type)
     cluster.check(shape)
     if device_type is not None:
         check_machine(cluster, device_type)
-    limit = cluster.usable_memory if options.memory_limit is None else options.memory_limit
-    if not isinstance(limit, (int, float)) or isinstance(limit, bool) or not limit > 0:
-        raise InputError(
-            f"memory_limit is {limit!r}: it must be a positive number of bytes per device, such as 60e9, or None for "
-            "the memory of the device less a reserve"
-        )
     signature = inspect.signature(model.forward)
-    inputs = _inputs(model, shape, signature, example_inputs, options)
+    inputs = _inputs(model, shape, signature, example_inputs, options.plan, chosen.objective)
     known = huggingface.is_huggingface(model)
-    assumed = huggingface.settings(model, inputs, options.objective) if known else {}
+    # A program for inference of a plan for training was traced as it was.
+    traced_for = chosen.objective if options.plan is None else options.plan.objective
+    assumed = huggingface.settings(model, inputs, traced_for) if known else {}
     if example_inputs is None and options.plan is not None:
         unknown = sorted(set(options.plan.constants) - {*inputs, *assumed})
         if unknown:
@@ -138,35 +112,34 @@ def make_request(
     return Request(
         shape,
         cluster,
-        float(limit),
-        options.objective,
-        options.optimizer,
-        options.precision or Precision(),
-        options.constraints if options.constraints is not None else {},
+        cluster.usable_memory if chosen.memory_limit is None else chosen.memory_limit,
+        chosen.objective,
+        chosen.optimizer,
+        chosen.precision,
+        chosen.constraints,
         {**inputs, **assumed},
         frozenset(assumed),
         signature,
         options.plan,
-        options.discover or (options.plan is not None and bool(options.plan.discovered)),
-        _micro_batches(options, inputs),
-        _recompute(options),
+        chosen.discover,
+        _micro_batches(options.micro_batches, chosen.objective, inputs),
+        _recompute(options.recompute, chosen.objective),
         any_shape,
-        options.symbolic,
-        options.compiled,
+        chosen.symbolic,
+        chosen.compiled,
     )
 
 
-def _micro_batches(options: Options, inputs: Mapping[str, object]) -> int | None:
+def _micro_batches(count: int | None, objective: str, inputs: Mapping[str, object]) -> int | None:
     """How many micro-batches are asked for.
 
     Raises InputError for what is no number of them, MicroBatchError for one that does not divide the batch.
     """
-    count = options.micro_batches
     if count is None:
         return None
     if not isinstance(count, int) or isinstance(count, bool) or count < 1:
         raise InputError(f"micro_batches is {count!r}: it must be a whole number of at least 1, or None")
-    if count > 1 and options.objective != "train":
+    if count > 1 and objective != "train":
         raise InputError(f"micro_batches is {count}, but only training goes through micro-batches: leave it out")
     batch = batch_size(tuple(leaf.shape) for _, leaf in input_leaves(inputs) if isinstance(leaf, torch.Tensor))
     if batch % count:
@@ -176,12 +149,11 @@ def _micro_batches(options: Options, inputs: Mapping[str, object]) -> int | None
     return count
 
 
-def _recompute(options: Options) -> Mapping[str, str] | None:
+def _recompute(given: Recompute | None, objective: str) -> Mapping[str, str] | None:
     """What is computed again, by pattern of regions.
 
     Raises InputError for what cannot be meant.
     """
-    given = options.recompute
     if given is None:
         return None
     if not isinstance(given, (str, Mapping)):
@@ -191,7 +163,7 @@ def _recompute(options: Options) -> Mapping[str, str] | None:
         if not isinstance(pattern, str) or level not in RECOMPUTE:
             where = "" if isinstance(given, str) else f" for {pattern!r}"
             raise InputError(f"recompute{where} is {level!r}: it must be one of {', '.join(RECOMPUTE)}")
-    if options.objective != "train" and any(level != "none" for level in levels.values()):
+    if objective != "train" and any(level != "none" for level in levels.values()):
         raise InputError("recompute is given, but only training keeps anything for a backward pass: leave it out")
     return levels
 
@@ -233,18 +205,33 @@ def _planned_mesh(plan: Plan, devices: Mesh) -> Mesh:
     return planned
 
 
-def _cluster(cluster: Cluster | str | None, mesh: MeshLike, device_type: str | None) -> Cluster:
+def _cluster(options: Options, mesh: MeshLike, device_type: str | None) -> Cluster:
+    """The cluster that is asked for, or that of the devices at hand, or the one that the plan was made for."""
+    found, plan = _asked_cluster(options.cluster, mesh), options.plan
+    if found is not None:
+        if plan is not None and found.name != plan.cluster:
+            raise PlanMismatchError(
+                f"cluster={found.name!r} is asked for, but the plan was made with cluster={plan.cluster!r}: leave "
+                "cluster out, or plan anew"
+            )
+        return found
+    if device_type is not None:
+        return known_cluster(device_type)
+    if plan is not None and plan.cluster in CLUSTERS:
+        return find_cluster(plan.cluster)
+    if plan is not None:
+        raise PlanMismatchError(
+            f"the plan was made with cluster={plan.cluster!r}, which is none that is known by name: pass cluster="
+        )
+    raise MeshError("with a mesh that is no DeviceMesh, say for which devices: cluster='h100', for instance")
+
+
+def _asked_cluster(cluster: Cluster | str | None, mesh: MeshLike) -> Cluster | None:
     if isinstance(mesh, Cluster):
         if cluster is not None:
             raise MeshError("the mesh is a cluster already: leave out cluster=")
         return mesh
-    if isinstance(cluster, Cluster):
-        return cluster
-    if isinstance(cluster, str):
-        return find_cluster(cluster)
-    if device_type is None:
-        raise MeshError("with a mesh that is no DeviceMesh, say for which devices: cluster='h100', for instance")
-    return known_cluster(device_type)
+    return find_cluster(cluster) if isinstance(cluster, str) else cluster
 
 
 def _inputs(
@@ -252,12 +239,13 @@ def _inputs(
     mesh: Mesh,
     signature: inspect.Signature,
     example_inputs: ExampleInputs | None,
-    options: Options,
+    plan: Plan | None,
+    objective: str,
 ) -> dict[str, object]:
     """The inputs by name."""
     inputs: dict[str, object]
-    if example_inputs is None and options.plan is not None:
-        inputs = _planned_inputs(options.plan)
+    if example_inputs is None and plan is not None:
+        inputs = _planned_inputs(plan)
     elif example_inputs is None:
         if not huggingface.is_huggingface(model):
             raise InputError(
@@ -265,7 +253,7 @@ def _inputs(
                 "a dict of keyword arguments or a tuple of positional ones with the global batch "
                 "(tensors on meta will do)"
             )
-        inputs = huggingface.made_inputs(model, options.objective, mesh.size)
+        inputs = huggingface.made_inputs(model, objective, mesh.size)
     else:
         args, kwargs = (example_inputs, {}) if isinstance(example_inputs, tuple) else ((), dict(example_inputs))
         try:

@@ -24,8 +24,9 @@ from autopar.agreement import unpickled
 from autopar.api import parallelize
 from autopar.build import Compiled, compile_model
 from autopar.loading import distribute, refuse_meta
+from autopar.options import OBJECTIVES, Options
 from autopar.ranks import RankError, run_ranks
-from autopar.request import OBJECTIVES, Options, make_request
+from autopar.request import make_request
 from autopar.runtime import DistributedModule
 from autopar.sizes import AnySizes
 from passes.cost.cluster import Cluster, cluster_of_device

@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Pr
 
 from autopar import huggingface
 from autopar.build import compile_model
-from autopar.request import Options, Request, make_request
+from autopar.options import Options
+from autopar.request import Request, make_request
 from passes.capture import Tracing, capture
 from passes.ir.errors import InfeasibleError
 from passes.normalize import normalize

@@ -13,6 +13,7 @@ from passes.cost.cluster import Cluster
 from passes.cost.price import cover
 from passes.ir.choices import Cover, Node, Problem, Strategy
 from passes.ir.demands import Demand, Demands
+from passes.ir.errors import ConstraintError
 from passes.ir.layout import I, Layout, Letter, R, is_dtensor
 from passes.ir.mesh import Mesh
 from passes.ir.program import Folded, references
@@ -50,27 +51,32 @@ class Setting:
 def candidates(folded: Folded, demands: Demands, setting: Setting) -> Problem:
     """The planning problem of `folded`.
 
-    Raises ConstraintError where a demand leaves an op or parameter without any strategy.
+    Raises ConstraintError where a demand leaves an op or parameter without any strategy, or an offer any node.
     """
     known = survey(folded)
     splits = find_splits(known, demands, setting.mesh)
     proposals = _Proposals(known, demands, setting, splits, Sizes(folded.types, setting.mesh))
     nodes: list[Node] = []
-    nodes += _able(proposals.inputs())
-    nodes += _able(proposals.buffers())
-    nodes += _able(proposals.carries())
-    nodes += _able(proposals.ops())
-    nodes += _able(proposals.parameters(uses_of_parameters(known, nodes)))
-    nodes += _able(proposals.outputs())
+    nodes += _able(proposals.inputs(), setting)
+    nodes += _able(proposals.buffers(), setting)
+    nodes += _able(proposals.carries(), setting)
+    nodes += _able(proposals.ops(), setting)
+    nodes += _able(proposals.parameters(uses_of_parameters(known, nodes)), setting)
+    nodes += _able(proposals.outputs(), setting)
     index = {node.key: number for number, node in enumerate(nodes)}
     edges, groups = connect(known, nodes, index, setting.reduce)
     counts, covers = _blocks(known, setting)
     return Problem(nodes, edges, groups, known.blocks, counts, index, covers)
 
 
-def _able(nodes: Iterable[Node]) -> Iterator[Node]:
-    """The nodes, each of which can do something."""
+def _able(nodes: Iterable[Node], setting: Setting) -> Iterator[Node]:
+    """The nodes, each of which can do something.
+
+    Raises ConstraintError for a node that can do nothing of what it is offered.
+    """
     for node in nodes:
+        if not node.strategies and node.key in setting.offers:
+            raise ConstraintError(f"{node.key} has no strategy among those that it is offered")
         if not node.strategies:
             raise AssertionError(f"{node.key} has no strategy")
         yield node

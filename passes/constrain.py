@@ -2,17 +2,19 @@
 
 Constraints are `{pattern: {what: {axis: layout}}}`. A pattern is matched (fnmatch) against names of parameters, modules
 and ops, or is an op kind such as "@linear". `what` is "stored" or "used" (parameters), "in", "out" or "method" (ops,
-and modules: what enters and leaves them). Of several that say something of the same thing the longest pattern holds.
+and modules: what enters and leaves them). A layout is a letter as it prints, or "whole" for both R and I. Of several
+that say something of the same thing the longest pattern holds.
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
 from passes.ir.demands import Demand, Demands, Place
 from passes.ir.errors import ConstraintError
-from passes.ir.layout import Layout, parse_letter
+from passes.ir.layout import WHOLE, Layout, R, parse_letter
 from passes.ir.mesh import Mesh
 from passes.ir.program import Op, Program, references
 
@@ -38,7 +40,7 @@ def parse(constraints: Constraints, mesh: Mesh) -> list[Demand]:
                 letter = None
                 if what != "method":
                     try:
-                        letter = parse_letter(text)
+                        letter = R if text == WHOLE else parse_letter(text)
                     except ValueError as error:
                         raise ConstraintError(f"constraint {pattern!r}, {what}, axis {axis!r}: {error}") from None
                 if what == "stored" and letter is not None and letter.kind == "P":
@@ -67,10 +69,7 @@ def constrain(program: Program, constraints: Constraints, mesh: Mesh) -> Demands
                 matched[demand] += _op_places(op, demand, names)
     for demand, places in matched.items():
         if not places:
-            kind = "parameter" if demand.what in ("stored", "used") else "op or module"
-            raise ConstraintError(
-                f"constraint {demand.pattern!r}, {demand.what}: it matches no {kind} (print a plan for their names)"
-            )
+            raise _without_match(demand, program)
     placed: dict[Place, dict[int, Demand]] = {}
     for demand in sorted(demands, key=lambda demand: len(demand.pattern)):
         for place in matched[demand]:
@@ -82,6 +81,32 @@ def constrain(program: Program, constraints: Constraints, mesh: Mesh) -> Demands
                 )
             placed[place][demand.axis] = demand
     return Demands(placed)
+
+
+def _without_match(demand: Demand, program: Program) -> ConstraintError:
+    """The error for a pattern that matches nothing, with the nearest names."""
+    if demand.what in ("stored", "used"):
+        kind = "parameter"
+        known = [name for item in program.parameters for name in item.names]
+    else:
+        kind = "op or module"
+        known = [op.key for op in program.ops] + [path for op in program.ops for path in _paths(op.module)]
+        if demand.pattern.startswith("@"):
+            known = [f"@{op.kind}" for op in program.ops]
+    near = get_close_matches(demand.pattern, _as_printed(known), 3, 0.4)
+    hint = f"; the nearest names are {', '.join(map(repr, near))}" if near else ""
+    if "{" in demand.pattern:
+        hint += (
+            "; braces are not part of a shell pattern: write one constraint for each alternative, or use * and [...]"
+        )
+    return ConstraintError(
+        f"constraint {demand.pattern!r}, {demand.what}: it matches no {kind}{hint} (a printed plan has all names)"
+    )
+
+
+def _as_printed(names: Iterable[str]) -> list[str]:
+    """Names as a plan prints them, with * for the number of a layer, and each once."""
+    return list(dict.fromkeys(_NUMBER.sub(".*", name) for name in names))
 
 
 def stored_as(program: Program, layouts: Mapping[str, Layout]) -> Demands:

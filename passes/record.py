@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from passes.cost.liveness import MemoryPeak
 from passes.cost.step import Seconds
 from passes.ir.choices import Problem, Solution
+from passes.ir.errors import PlanMismatchError
 from passes.ir.layout import Layout, format_layout
 from passes.ir.lowered import Body, Change, Compute, Loop, Lowered
 from passes.ir.mesh import Mesh
@@ -72,13 +73,20 @@ def find_decisions(problem: Problem, plan: ProgramPlan) -> Solution | str:
 
 
 def offers_of(folded: Folded, plan: ProgramPlan) -> dict[str, Offer]:
-    """What candidates offer to nodes that do no more than a plan of one program says, but for where splits begin."""
+    """What candidates offer to nodes that do no more than a plan of one program says, but for where splits begin.
+
+    Raises PlanMismatchError for a method of a tensor that is no layout.
+    """
     ops = {op.key for op in folded.ops}
     (stage,) = plan.stages
-    return {
-        key: tuple(frozenset({method_token(method, key in ops)}) for method in methods)
-        for key, methods in stage.decisions.items()
-    }
+
+    def offer(key: str, method: str) -> frozenset[str]:
+        try:
+            return frozenset({method_token(method, key in ops)})
+        except ValueError as error:
+            raise PlanMismatchError(f"the plan does not fit the model as it is traced now: {key!r}: {error}") from None
+
+    return {key: tuple(offer(key, method) for method in methods) for key, methods in stage.decisions.items()}
 
 
 def find_again(

@@ -221,21 +221,22 @@ _DEVICE_NAMES: tuple[tuple[str, str], ...] = (
 
 
 def find_cluster(name: str) -> Cluster:
-    """The cluster called `name`, or that of a cluster file (`*.json`).
+    """The cluster called `name`, in any case, or that of a cluster file (`*.json`).
 
     Raises MeshError for an unknown name, with those that there are and the nearest; ClusterError for a file that
     cannot be read.
     """
     if name.endswith(".json"):
         return Cluster.load(name)
-    if name not in CLUSTERS:
-        close = get_close_matches(name.lower(), CLUSTERS, 1)
+    known = name.lower()
+    if known not in CLUSTERS:
+        close = get_close_matches(known, CLUSTERS, 1)
         hint = f" (did you mean {close[0]!r}?)" if close else ""
         raise MeshError(
             f"unknown cluster {name!r}{hint}: give one of {', '.join(CLUSTERS)}, an autopar.Cluster or a file that "
             "`autopar profile` wrote"
         )
-    return CLUSTERS[name]
+    return CLUSTERS[known]
 
 
 def cluster_of_device(name: str) -> Cluster:

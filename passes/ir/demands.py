@@ -3,13 +3,15 @@
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 
-from passes.ir.layout import Letter
+from passes.ir.layout import WHOLE, I, Letter, R
 from passes.ir.program import Op
 
 
 @dataclass(frozen=True)
 class Demand:
-    """One demand: on `axis`, `what` of what matches `pattern` is `letter`, or its method is `method`."""
+    """One demand: on `axis`, `what` of what matches `pattern` is `letter`, or its method is `method`.
+
+    `method` is the layout as it was written where it is one; "whole" is met by both R and I."""
 
     pattern: str
     what: str
@@ -18,7 +20,13 @@ class Demand:
     method: str
 
     def __str__(self) -> str:
-        return f"{self.pattern!r}: {self.what} {self.letter or self.method}"
+        return f"{self.pattern!r}: {self.what} {self.method}"
+
+    def is_met(self, letter: Letter, flows: bool) -> bool:
+        """Whether a tensor with `letter` meets the demand; without a gradient (`flows`) R and I are the same."""
+        if self.method == WHOLE:
+            return letter in (R, I)
+        return letter == (R if self.letter == I and not flows else self.letter)
 
 
 # Where a demand holds: ("stored" | "used", parameter), ("in", op, slot), ("out", op, result), ("method", op), or

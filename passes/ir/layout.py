@@ -68,6 +68,9 @@ _GRADIENTS = {"R": P, "P": R}
 
 Layout = tuple[Letter, ...]
 
+# In constraints: the same value on every rank, used in either way (R or I).
+WHOLE = "whole"
+
 _LETTER = re.compile(r"(?:([RIP])|S\(\s*(\d+)\s*(?:,\s*(\d+)\s*)?\))")
 
 

@@ -5,17 +5,17 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import UnionType
-from typing import get_args, get_origin, get_type_hints
 
 import sympy
 
 from passes.ir.errors import ExpressionError, InfeasibleError, PlanMismatchError
 from passes.ir.formulas import formula_at, read_formula
+from passes.ir.plan_contents import check_contents
+from passes.ir.plan_json import decode
 from passes.ir.plan_text import plan_text
 from passes.ir.regime import Regime
 
-FORMAT_VERSION = 6
+FORMAT_VERSION = 7
 
 # What formulas call the first and the second dim of inputs.
 BATCH, SEQUENCE = "batch", "sequence"
@@ -165,8 +165,9 @@ class Expressions:
 class Plan:
     """Everything that was decided for one model, mesh and batch.
 
-    `whole_ops` are the ops that no rule speaks for, `discovered` those whose rule was found by running them. With
-    `compiled` regions are compiled by torch.
+    `whole_ops` are the ops that no rule speaks for, `discovered` those whose rule was found by running them, as
+    `discover` allows. With `compiled` regions are compiled by torch. `loss` is the fingerprint of a loss outside of the
+    model, or "". `outputs` is "planned" (in the plan's layout) or "full" (whole on every rank).
     `print` shows it as a table; `save` and `load` keep it as JSON; `autopar.parallelize(..., plan=plan)` replays it.
     """
 
@@ -187,6 +188,9 @@ class Plan:
     discovered: tuple[str, ...] = ()
     expressions: Expressions | None = None
     compiled: bool = False
+    discover: bool = False
+    loss: str = ""
+    outputs: str = "planned"
     format_version: int = FORMAT_VERSION
 
     def __str__(self) -> str:
@@ -278,60 +282,38 @@ class Plan:
     def from_json(cls, text: str) -> "Plan":
         """Read a plan from JSON.
 
-        Raises PlanMismatchError if it is none, or one of another version of the format.
+        Raises PlanMismatchError for text that is no plan, for a damaged one, by the name of the field, and for one of
+        another version of the format.
         """
         try:
             data = json.loads(text)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise PlanMismatchError(f"this is no plan: not JSON ({error})") from None
         if not isinstance(data, dict) or "format_version" not in data:
             raise PlanMismatchError("this is no plan: it has no format_version")
         if data["format_version"] != FORMAT_VERSION:
             raise PlanMismatchError(
-                f"the plan has format version {data['format_version']}, this autopar reads {FORMAT_VERSION}: plan again"
+                f"the plan has format version {str(data['format_version'])[:20]}, this autopar reads "
+                f"{FORMAT_VERSION}: plan again"
             )
         try:
-            plan = _decode(cls, data, "plan")
-        except (KeyError, ValueError) as error:
+            plan = decode(cls, data, "plan")
+        except ValueError as error:
             raise PlanMismatchError(f"the plan is damaged: {error}") from None
         assert isinstance(plan, cls)
+        check_contents(plan)
         return plan
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Plan":
         """Read a plan from a file.
 
-        Raises PlanMismatchError if it holds none, or one of another version of the format.
+        Raises PlanMismatchError, which names the file, where `from_json` does; OSError where it cannot be read.
         """
-        with open(path, encoding="utf-8") as file:
-            return cls.from_json(file.read())
-
-
-def _decode(kind: object, value: object, place: str) -> object:
-    """A value of type `kind` from what JSON has of it; `kind` is made of dataclasses, tuples, mappings and scalars."""
-    origin, arguments = get_origin(kind), get_args(kind)
-    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
-        if not isinstance(value, dict):
-            raise ValueError(f"{place} is no object")
-        hints = get_type_hints(kind)
-        return kind(
-            **{
-                item.name: _decode(hints[item.name], value[item.name], f"{place}.{item.name}")
-                for item in dataclasses.fields(kind)
-            }
-        )
-    if origin is UnionType:
-        return None if value is None else _decode(arguments[0], value, place)
-    if origin is tuple and isinstance(value, list):
-        kinds = [arguments[0]] * len(value) if arguments[-1] is Ellipsis else list(arguments)
-        return tuple(
-            _decode(item_kind, item, f"{place}[{index}]")
-            for index, (item_kind, item) in enumerate(zip(kinds, value, strict=True))
-        )
-    if origin is Mapping and isinstance(value, dict):
-        return {key: _decode(arguments[1], item, f"{place}[{key!r}]") for key, item in value.items()}
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    if isinstance(kind, type) and type(value) is kind:
-        return value
-    raise ValueError(f"{place} is {value!r}")
+        try:
+            with open(path, encoding="utf-8") as file:
+                return cls.from_json(file.read())
+        except UnicodeDecodeError as error:
+            raise PlanMismatchError(f"{os.fspath(path)}: this is no plan: not UTF-8 ({error})") from None
+        except PlanMismatchError as error:
+            raise PlanMismatchError(f"{os.fspath(path)}: {error}") from None

@@ -5,16 +5,32 @@ from collections.abc import Iterable, Mapping, Sequence
 from passes.ir.choices import Strategy
 from passes.ir.demands import Demand, Demands
 from passes.ir.errors import ConstraintError
-from passes.ir.layout import I, Letter, R
+from passes.ir.layout import Letter, Shape
 from passes.ir.mesh import Mesh
-from passes.ir.program import Op
+from passes.ir.program import Op, TensorType
 from passes.rules.strategies import Subject
 
 
-def meant(demand: Demand, flows: bool) -> Letter:
-    """The letter that is demanded: without a gradient R and I are the same."""
-    assert demand.letter is not None, "only demands of a method have no letter"
-    return R if demand.letter == I and not flows else demand.letter
+def indivisible(letter: Letter | None, shape: Shape, mesh: Mesh, axis: int) -> str:
+    """Why a tensor of `shape` cannot be split as `letter` says on `axis`; "" if it can."""
+    if letter is None or letter.kind != "S":
+        return ""
+    if letter.dim >= len(shape):
+        return f"it has no dim {letter.dim}"
+    parts = letter.major * mesh.sizes[axis]
+    if shape[letter.dim] % parts == 0:
+        return ""
+    ways = f"{mesh.sizes[axis]} devices" if letter.major == 1 else f"{letter.major} x {mesh.sizes[axis]} parts"
+    return f"its dim {letter.dim} of size {shape[letter.dim]} is not divisible into {ways}"
+
+
+def _indivisible_factor(about: Subject, demand: Demand, mesh: Mesh) -> str:
+    """Why an op cannot be split by the method that is demanded; "" if its sizes are no reason."""
+    factor = about.rule.factors.get(demand.method.partition("@")[0]) if about.rule is not None else None
+    size = mesh.sizes[demand.axis]
+    if factor is None or factor.size % size == 0:
+        return ""
+    return f"{demand.method} of size {factor.size} is not divisible into {size} devices"
 
 
 def demanded_splits(
@@ -55,18 +71,23 @@ def meeting(
     """
     op, first = about.op, about.op.results[0]
 
-    def keep(demand: Demand, axis: int, met: Iterable[bool]) -> list[Strategy]:
+    def keep(demand: Demand, met: Iterable[bool], reason: str) -> list[Strategy]:
         kept = [strategy for strategy, good in zip(strategies, met, strict=True) if good]
         if not kept:
             raise ConstraintError(
-                f"constraint {demand.pattern!r}, {demand.what} {demand.letter or demand.method} on axis "
-                f"{mesh.names[axis]!r} cannot be met at {op.key}: no strategy has it "
-                "together with the other constraints"
+                f"constraint {demand.pattern!r}, {demand.what} {demand.method} on axis {mesh.names[demand.axis]!r} "
+                f"cannot be met at {op.key}: "
+                f"{reason or 'no strategy has it together with the other constraints'}"
             )
         return kept
 
+    def at(demand: Demand, type: TensorType, name: str) -> str:
+        reason = indivisible(demand.letter, type.shape, mesh, demand.axis)
+        return reason and f"{name} of shape {list(type.shape)} cannot be split so, because {reason}"
+
     for axis, demand in demands.at("method", first).items():
-        strategies = keep(demand, axis, (strategy.methods[axis] == demand.method for strategy in strategies))
+        met = [strategy.methods[axis] == demand.method for strategy in strategies]
+        strategies = keep(demand, met, _indivisible_factor(about, demand, mesh))
     for axis, demand in demands.at("method within", first).items():
         following = [strategy for strategy in strategies if strategy.methods[axis] == demand.method]
         strategies = following or strategies
@@ -74,12 +95,14 @@ def meeting(
     for slot, name in enumerate(op.operands):
         wanted = {**demands.at("used", names.get(name, name)), **demands.at("in", first, str(slot))}
         for axis, demand in wanted.items():
-            letter = meant(demand, about.flowing_operands[slot])
-            strategies = keep(demand, axis, (strategy.operands[slot][axis] == letter for strategy in strategies))
+            flows = about.flowing_operands[slot]
+            met = [demand.is_met(strategy.operands[slot][axis], flows) for strategy in strategies]
+            strategies = keep(demand, met, at(demand, about.operands[slot], names.get(name, name)))
     for number in range(len(op.results)):
         for axis, demand in demands.at("out", first, str(number)).items():
-            letter = meant(demand, about.flowing_results[number])
-            strategies = keep(demand, axis, (strategy.results[number][axis] == letter for strategy in strategies))
+            flows = about.flowing_results[number]
+            met = [demand.is_met(strategy.results[number][axis], flows) for strategy in strategies]
+            strategies = keep(demand, met, at(demand, about.results[number], "its result"))
     return strategies
 
 

@@ -4,9 +4,9 @@ from collections.abc import Mapping, Set
 
 from passes.ir.demands import Demand
 from passes.ir.errors import ConstraintError
-from passes.ir.layout import I, Layout, R, S, Shape, digits, fits, is_dtensor
+from passes.ir.layout import I, Layout, Letter, R, S, Shape, digits, fits, is_dtensor
 from passes.ir.mesh import Mesh
-from passes.proposing.demanded import meant
+from passes.proposing.demanded import indivisible
 
 
 def storage(
@@ -22,22 +22,28 @@ def storage(
     for used in [(whole,) * len(mesh.sizes), *sorted(uses)]:
         base = tuple(letter if letter.kind == "S" else whole for letter in used)
         for axis, demand in demanded.items():
-            base = (*base[:axis], meant(demand, trainable), *base[axis + 1 :])
+            base = (*base[:axis], _wanted(demand, whole), *base[axis + 1 :])
         if fits(shape, base, mesh):
             _split_further(base, shape, mesh, found)
     layouts = [
         layout
         for layout in found
-        if is_dtensor(layout, mesh)
-        and all(layout[axis] == meant(demand, trainable) for axis, demand in demanded.items())
+        if is_dtensor(layout, mesh) and all(layout[axis] == _wanted(demand, whole) for axis, demand in demanded.items())
     ]
     if not layouts:
-        demand = next(iter(demanded.values()))
+        reasons = {demand: indivisible(demand.letter, shape, mesh, demand.axis) for demand in demanded.values()}
+        demand = next((item for item, reason in reasons.items() if reason), next(iter(reasons)))
         raise ConstraintError(
-            f"constraint {demand.pattern!r}, stored {demand.letter} on axis {mesh.names[demand.axis]!r} cannot be "
-            f"met for {name} of shape {list(shape)}: the split does not divide, or collides with another"
+            f"constraint {demand.pattern!r}, stored {demand.method} on axis {mesh.names[demand.axis]!r} cannot be "
+            f"met for {name} of shape {list(shape)}: {reasons[demand] or 'the split collides with another'}"
         )
     return layouts
+
+
+def _wanted(demand: Demand, whole: Letter) -> Letter:
+    """The letter in which a parameter is stored as demanded: R and I both say that it is whole."""
+    assert demand.letter is not None, "only demands of a method have no letter"
+    return demand.letter if demand.letter.kind == "S" else whole
 
 
 def _split_further(base: Layout, shape: Shape, mesh: Mesh, found: dict[Layout, None]) -> None:

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from autopar.build import Compiled, compile_model
-from autopar.request import Options, make_request
+from autopar.options import Options
+from autopar.request import make_request
 from autopar.runtime import collectives
 from autopar.runtime.generated import Container, Generated, place
 from autopar.runtime.saving import saving

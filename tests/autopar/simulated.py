@@ -23,8 +23,9 @@ from torch.utils import _pytree as pytree
 
 from autopar.build import Compiled, compile_model, machine_of
 from autopar.loading import load
+from autopar.options import Options
 from autopar.placing import placed_parts
-from autopar.request import Options, Request, make_request
+from autopar.request import Request, make_request
 from autopar.runtime import DistributedModule
 from autopar.runtime.engine import Engine
 

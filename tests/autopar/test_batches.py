@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from autopar.build import compile_model
-from autopar.request import Options, make_request
+from autopar.options import Options
+from autopar.request import make_request
 from autopar.runtime.state import local_part
 from autopar.runtime.steps import parts
 from passes.ir.mesh import Mesh

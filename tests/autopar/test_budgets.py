@@ -16,7 +16,8 @@ from torch import nn
 
 from autopar import InfeasibleError
 from autopar.build import Compiled, compile_model
-from autopar.request import Options, Request, make_request
+from autopar.options import Options
+from autopar.request import Request, make_request
 from autopar.ways import Ways
 from passes.capture import capture
 from passes.ir.program import Program

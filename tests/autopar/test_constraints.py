@@ -6,6 +6,7 @@ from itertools import combinations
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Partial, Replicate, Shard
 
 import autopar
 from autopar.testing import compare_on_mesh, run_ranks
@@ -177,4 +178,32 @@ def test_a_split_that_does_not_divide_is_refused():
             tokens(batch=3),
             cluster="ideal",
             constraints={"@embedding": {"out": {"dp": "S(0)"}}},
+        )
+
+
+def test_placements_of_torch_are_layouts():
+    """As the letters that they stand for, in the saved plan, too."""
+    text = _plan({"lm_head.weight": {"stored": {"tp": "S(0)", "dp": "whole"}}, "lm_head": {"in": {"tp": "whole"}}})
+    placed = {
+        "lm_head.weight": {"stored": {"tp": Shard(0), "dp": Replicate()}},
+        "lm_head": {"in": {"tp": Replicate()}},
+    }
+    found = _plan(placed)
+    assert found == text
+    assert autopar.Plan.from_json(found.to_json()) == found
+    assert found.parameters["lm_head.weight"].layout == {"dp": "I", "tp": "S(0)"}
+
+
+@pytest.mark.parametrize("layout", [Shard(-1), Partial("max"), 0, None], ids=str)
+def test_other_values_are_no_layouts(layout):
+    with pytest.raises(autopar.ConstraintError, match=r"'lm_head', in, axis 'tp': .* is no layout: write 'R'.*Shard"):
+        _plan({"lm_head": {"in": {"tp": layout}}})
+
+
+def test_a_batch_that_does_not_divide_is_named():
+    """By its sizes, and not as a strategy that nothing has."""
+    message = r"'@embedding', out S\(0\) on axis 'dp'.*dim 0 of size 3 is not divisible into 2 devices"
+    with pytest.raises(autopar.ConstraintError, match=message):
+        autopar.plan(
+            llama(), {"dp": 2}, tokens(batch=3), cluster="ideal", constraints={"@embedding": {"out": {"dp": Shard(0)}}}
         )

@@ -86,6 +86,10 @@ def test_an_unknown_cluster(name, nearest):
         plan(cluster=name)
 
 
+def test_a_cluster_in_capitals():
+    assert plan(Stack(), inputs=stack_inputs(8), cluster="H100").cluster == "h100"
+
+
 def test_an_unknown_device():
     with pytest.raises(
         autopar.MeshError, match=r"'NVIDIA H10' \(the nearest is .*cluster='h100'\).*pass cluster=, one of a100.*ideal"
@@ -169,6 +173,20 @@ def test_other_modules_need_example_inputs():
 def test_options_that_mean_nothing(options: Mapping[str, object]):
     with pytest.raises(autopar.InputError, match=next(iter(options))):
         plan(**options)
+
+
+@pytest.mark.parametrize("precision", ["bf16", torch.int32, {"compute": torch.bfloat16}], ids=str)
+def test_precisions_that_are_none(precision):
+    with pytest.raises(
+        autopar.InputError, match=r"^precision(: compute must be a floating| is .*: give an autopar\.Prec)"
+    ):
+        plan(Stack(), inputs=stack_inputs(8), precision=precision)
+
+
+def test_a_precision_may_be_a_dtype():
+    """The dtype to compute in; gradients are reduced in float32."""
+    found = plan(Stack(), inputs=stack_inputs(8), precision=torch.bfloat16).precision
+    assert (found.compute, found.reduce, found.master) == ("bfloat16", "float32", None)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,8 @@ import autopar
 from autopar import ExpressionError, Plan
 from autopar.build import Compiled, compile_model, planned, solve_held, tracing
 from autopar.clock import Clock
-from autopar.request import Options, make_request
+from autopar.options import Options
+from autopar.request import make_request
 from passes.capture import capture
 from passes.constrain import constrain, stored_as
 from passes.cost.memory import memory_use

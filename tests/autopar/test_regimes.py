@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from autopar.build import tracing
+from autopar.options import Options
 from autopar.regimes import free_regime, limited_regimes, micro_batch_counts, regime_text
-from autopar.request import Options, Request, make_request
+from autopar.request import Request, make_request
 from passes.capture import capture
 from passes.ir.program import Folded, Program
 from passes.ir.regime import Regime

@@ -14,9 +14,10 @@ from autopar import Cluster, InfeasibleError, MeshError, Plan, PlanMismatchError
 from autopar.build import tracing
 from autopar.clock import Clock
 from autopar.meshes import finer, shapes
+from autopar.options import Options
 from autopar.pieces import Pieces
 from autopar.ranks import run_ranks
-from autopar.request import Options, make_request
+from autopar.request import make_request
 from autopar.search import on_all
 from autopar.testing import LiftFloat32, compare_on_mesh
 from autopar.ways import Ways

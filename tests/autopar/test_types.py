@@ -20,7 +20,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
 
 from autopar.build import Compiled, compile_model
-from autopar.request import Options, make_request
+from autopar.options import Options
+from autopar.request import make_request
 from autopar.runtime.state import local_part
 from autopar.testing import LiftFloat32, run_ranks
 from passes.ir.layout import Layout, Letter, S, digits, fits, local_major, parse_letter

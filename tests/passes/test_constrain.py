@@ -242,3 +242,54 @@ def test_stored_as_fixes_every_parameter(program: Program) -> None:
     for item in program.parameters:
         assert [letter(demands, axis, "stored", item.name) for axis in (0, 1)] == [S(0), I]
     assert P not in {letter(demands, 0, "stored", item.name) for item in program.parameters}
+
+
+@pytest.mark.parametrize(
+    ("pattern", "what", "hint"),
+    [
+        ("layers.*.gate.weight", "stored", "the nearest names are 'layers.*.up.weight'"),
+        (
+            "layers.*.{up,down}",
+            "out",
+            "'layers.*.down'.*; braces are not part of a shell pattern: write one constraint",
+        ),
+        ("@lineer", "method", "the nearest names are '@linear'"),
+        ("heads", "in", "the nearest names are 'head'"),
+    ],
+)
+def test_the_nearest_names_are_suggested(program: Program, pattern: str, what: str, hint: str) -> None:
+    """Names as a plan prints them, and a word on braces."""
+    text = "R" if what != "method" else "out"
+    with pytest.raises(ConstraintError, match=hint.replace("*", r"\*").replace(r".\*;", ".*;")):
+        constrain(program, {pattern: {what: {"dp": text}}}, MESH)
+
+
+@pytest.mark.parametrize(
+    ("constraints", "message"),
+    [
+        ({"head": {"in": {"dp": "S(0)"}}}, r"its dim 0 of size 3 is not divisible into 2 devices"),
+        (
+            {"layers.0.up": {"out": {"dp": "S(0)"}}},
+            r"its result of shape \[3, 16\] cannot be split so, because its dim 0",
+        ),
+        ({"layers.0.up/linear": {"method": {"dp": "d0"}}}, r"d0 of size 3 is not divisible into 2 devices"),
+        ({"head.weight": {"stored": {"dp": "S(0, 4)"}}}, r"its dim 0 of size 4 is not divisible into 4 x 2 parts"),
+        ({"head.weight": {"stored": {"dp": "S(2)"}}}, r"it has no dim 2"),
+    ],
+)
+def test_sizes_that_do_not_divide_are_named(constraints: Constraints, message: str) -> None:
+    """A batch of 3 on two devices."""
+    with pytest.raises(ConstraintError, match=message):
+        problem(normalized(Model(), x=torch.ones(3, 8)), constraints)
+
+
+def test_whole_is_met_by_both_letters(program: Program) -> None:
+    """Used and made in either way; stored R is what is stored I, because both say that the parameter is whole."""
+    found = problem(program, {"head": {"out": {"tp": "whole"}}, "head.weight": {"used": {"dp": "whole"}}})
+    strategies = found.nodes[found.index["head/linear"]].strategies
+    assert {strategy.results[0][1] for strategy in strategies} == {R, I}
+    assert {strategy.operands[1][0] for strategy in strategies} == {R, I}
+    for text in ("R", "I", "whole"):
+        made = problem(program, {"head.weight": {"stored": {"dp": text}}})
+        stored = {item.results[0][0] for item in made.nodes[made.index["head.weight"]].strategies}
+        assert stored == {I}, text

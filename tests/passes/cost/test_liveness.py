@@ -234,6 +234,6 @@ def test_ledger_takes_whole_units_and_remembers_the_peak() -> None:
 
 def test_optimizers_are_those_that_can_be_asked_for() -> None:
     """Both tables of optimizers have the same names and states."""
-    from autopar.request import OPTIMIZERS
+    from autopar.options import OPTIMIZERS
 
     assert {name: update.states for name, update in UPDATES.items()} == OPTIMIZERS

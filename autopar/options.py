@@ -1,0 +1,175 @@
+"""The options of `plan` and `parallelize`: as they were given, and as they hold once a replayed plan and the defaults
+have filled in the rest."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
+
+from autopar.precision import Precision, read_precision
+from passes.cost.cluster import Cluster
+from passes.ir.errors import ConstraintError, InputError, PlanMismatchError
+from passes.ir.layout import WHOLE
+from passes.ir.plan import Plan
+
+OBJECTIVES = ("train", "infer")
+
+# Number of tensors of a parameter's size that each optimizer keeps for it.
+OPTIMIZERS = {"adam": 2, "adamw": 2, "lion": 1, "rmsprop": 1, "adagrad": 1, "sgd": 0, "sgd_momentum": 1}
+
+# Constraints as users write them: a layout is text, or a placement of `torch.distributed.tensor`.
+Constraints = Mapping[str, Mapping[str, Mapping[str, str | Placement]]]
+Recompute = str | Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Options:
+    """The keyword arguments of `plan` and `parallelize`, as they were given; None where they were left out."""
+
+    objective: str | None = None
+    cluster: Cluster | str | None = None
+    memory_limit: float | None = None
+    optimizer: str | None = None
+    precision: Precision | torch.dtype | None = None
+    constraints: Constraints | None = None
+    plan: Plan | None = None
+    discover: bool | None = None
+    micro_batches: int | None = None
+    recompute: Recompute | None = None
+    symbolic: bool | None = None
+    compiled: bool | None = None
+
+
+@dataclass(frozen=True)
+class Settled:
+    """Options without gaps. `memory_limit` is None for the device's memory less a reserve."""
+
+    objective: str
+    memory_limit: float | None
+    optimizer: str
+    precision: Precision
+    constraints: Mapping[str, Mapping[str, Mapping[str, str]]]
+    discover: bool
+    symbolic: bool
+    compiled: bool
+
+
+_DEFAULTS = Settled("train", None, "adamw", Precision(), {}, discover=False, symbolic=False, compiled=False)
+
+
+def settled(options: Options) -> Settled:
+    """Check the options that depend on neither the model nor the mesh, and fill in those that were left out.
+
+    A plan to replay brings its own. Raises InputError or ConstraintError for a value that means nothing, and
+    PlanMismatchError for one that contradicts the plan.
+    """
+    given = _given(options)
+    if options.plan is None:
+        return replace(_DEFAULTS, **given)
+    planned = _planned(options.plan)
+    for name, asked in given.items():
+        brought = getattr(planned, name)
+        if asked != brought and name != "objective":
+            raise PlanMismatchError(
+                f"{name}={_text(asked)} is asked for, but the plan was made with {name}={_text(brought)}: leave {name} "
+                "out, or plan anew"
+            )
+    # Whether the plan has a program for another objective is known when it is replayed.
+    return replace(planned, objective=options.objective or planned.objective)
+
+
+def _given(options: Options) -> dict[str, Any]:
+    """The options that were given, checked, by their names in `Settled`."""
+    if options.objective is not None and options.objective not in OBJECTIVES:
+        raise InputError(f"objective is {options.objective!r}: it must be 'train' or 'infer'")
+    if options.optimizer is not None and options.optimizer not in OPTIMIZERS:
+        raise InputError(f"optimizer is {options.optimizer!r}: its memory is known for {', '.join(OPTIMIZERS)}")
+    limit = options.memory_limit
+    if limit is not None and (not isinstance(limit, (int, float)) or isinstance(limit, bool) or not limit > 0):
+        raise InputError(
+            f"memory_limit is {limit!r}: it must be a positive number of bytes per device, such as 60e9, or None for "
+            "the memory of the device less a reserve"
+        )
+    found = {
+        "objective": options.objective,
+        "memory_limit": None if limit is None else float(limit),
+        "optimizer": options.optimizer,
+        "precision": None if options.precision is None else read_precision(options.precision),
+        "constraints": None if options.constraints is None else _as_text(options.constraints),
+        "discover": options.discover,
+        "symbolic": options.symbolic,
+        "compiled": options.compiled,
+    }
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _planned(plan: Plan) -> Settled:
+    """The options that a plan was made with.
+
+    Raises PlanMismatchError for an optimizer whose memory is not known.
+    """
+    if plan.optimizer not in OPTIMIZERS:
+        raise PlanMismatchError(
+            f"the plan is damaged: plan.optimizer is {plan.optimizer!r}, which is none of {', '.join(OPTIMIZERS)}"
+        )
+    dtypes = vars(plan.precision).values()
+    precision = Precision(*(None if name is None else getattr(torch, name) for name in dtypes))
+    return Settled(
+        plan.objective,
+        plan.memory_limit,
+        plan.optimizer,
+        precision,
+        plan.constraints,
+        plan.discover,
+        plan.expressions is not None,
+        plan.compiled,
+    )
+
+
+def _text(value: object) -> str:
+    """An option as its user writes it."""
+    return f"{value:g}" if isinstance(value, float) else repr(value)
+
+
+# --- constraints ------------------------------------------------------------------------------------------------------
+
+
+def _as_text(constraints: Constraints) -> dict[str, dict[str, dict[str, str]]]:
+    """Constraints with their layouts as text.
+
+    Raises ConstraintError for what is no mapping of mappings, and for a layout that is neither text nor a placement.
+    """
+    found: dict[str, dict[str, dict[str, str]]] = {}
+    for pattern, whats in _items(constraints, "constraints"):
+        for what, axes in _items(whats, f"constraint {pattern!r}"):
+            for axis, layout in _items(axes, f"constraint {pattern!r}, {what}"):
+                text = _layout_text(layout, f"constraint {pattern!r}, {what}, axis {axis!r}")
+                found.setdefault(pattern, {}).setdefault(what, {})[axis] = text
+    return found
+
+
+def _items(value: object, place: str) -> list[tuple[str, Any]]:
+    if not isinstance(value, Mapping):
+        raise ConstraintError(
+            f"{place}: {value!r} is no dict: write {{pattern: {{what: {{axis: layout}}}}}}, such as "
+            "{'lm_head.weight': {'stored': {'tp': 'S(0)'}}}"
+        )
+    return list(value.items())
+
+
+def _layout_text(layout: object, place: str) -> str:
+    """A layout on one axis as constraints have it: torch's placements in the words of layouts."""
+    if isinstance(layout, str):
+        return layout
+    if isinstance(layout, Shard) and layout.dim >= 0:
+        return f"S({layout.dim})"
+    if isinstance(layout, Replicate):
+        return WHOLE
+    if isinstance(layout, Partial) and layout.reduce_op == "sum":
+        return "P"
+    raise ConstraintError(
+        f"{place}: {layout!r} is no layout: write 'R', 'I', 'P', 'S(dim)' or 'S(dim, major)', or Shard(dim) with a dim "
+        "counted from 0, Replicate() or Partial()"
+    )
