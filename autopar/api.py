@@ -38,6 +38,7 @@ def plan(
     recompute: Recompute | None = None,
     symbolic: bool | None = None,
     compiled: bool | None = None,
+    outputs: str | None = None,
 ) -> Plan:
     """Plan how `model` runs on `mesh`. Needs no process group, no GPU, and no values of parameters (`meta` will do).
 
@@ -46,7 +47,7 @@ def plan(
     """
     options = Options(
         objective, cluster, memory_limit, optimizer, precision, constraints, plan, discover, micro_batches, recompute,
-        symbolic, compiled,
+        symbolic, compiled, outputs,
     )  # fmt: skip
     return compile_model(model, make_request(model, mesh, example_inputs, options)).plan
 
@@ -68,6 +69,7 @@ def parallelize(
     recompute: Recompute | None = None,
     symbolic: bool | None = None,
     compiled: bool | None = None,
+    outputs: str | None = None,
 ) -> DistributedModule:
     """A module that computes what `model` does, on all devices of `mesh`. `model` is left unchanged.
 
@@ -97,12 +99,14 @@ def parallelize(
       `plan.step_time_expression()` and `plan.max_batch()`. They cost another trace of the model.
     - `compiled`: whether regions are compiled by torch, which makes one kernel of a chain of cheap ops; prices know.
       Memory is counted as if they were not.
+    - `outputs`: "full" returns whole plain tensors, the same on every rank, for a loss or metrics outside of the model
+      that every rank computes alike; None and "planned" return each output as a `DTensor` in the plan's layout.
 
     Raises a subclass of `autopar.AutoparError`, on every rank alike.
     """
     options = Options(
         objective, cluster, memory_limit, optimizer, precision, constraints, plan, discover, micro_batches, recompute,
-        symbolic, compiled,
+        symbolic, compiled, outputs,
     )  # fmt: skip
     ranks = mesh if isinstance(mesh, DeviceMesh) else world_mesh(mesh, device_type_of(model))
     if not isinstance(mesh, DeviceMesh):

@@ -19,6 +19,9 @@ OBJECTIVES = ("train", "infer")
 # Number of tensors of a parameter's size that each optimizer keeps for it.
 OPTIMIZERS = {"adam": 2, "adamw": 2, "lion": 1, "rmsprop": 1, "adagrad": 1, "sgd": 0, "sgd_momentum": 1}
 
+# How outputs are returned: in the plan's layout, or whole on every rank.
+OUTPUTS = ("planned", "full")
+
 # Constraints as users write them: a layout is text, or a placement of `torch.distributed.tensor`.
 Constraints = Mapping[str, Mapping[str, Mapping[str, str | Placement]]]
 Recompute = str | Mapping[str, str]
@@ -40,6 +43,7 @@ class Options:
     recompute: Recompute | None = None
     symbolic: bool | None = None
     compiled: bool | None = None
+    outputs: str | None = None
 
 
 @dataclass(frozen=True)
@@ -54,9 +58,12 @@ class Settled:
     discover: bool
     symbolic: bool
     compiled: bool
+    outputs: str
 
 
-_DEFAULTS = Settled("train", None, "adamw", Precision(), {}, discover=False, symbolic=False, compiled=False)
+_DEFAULTS = Settled(
+    "train", None, "adamw", Precision(), {}, discover=False, symbolic=False, compiled=False, outputs="planned"
+)
 
 
 def settled(options: Options) -> Settled:
@@ -86,6 +93,8 @@ def _given(options: Options) -> dict[str, Any]:
         raise InputError(f"objective is {options.objective!r}: it must be 'train' or 'infer'")
     if options.optimizer is not None and options.optimizer not in OPTIMIZERS:
         raise InputError(f"optimizer is {options.optimizer!r}: its memory is known for {', '.join(OPTIMIZERS)}")
+    if options.outputs is not None and options.outputs not in OUTPUTS:
+        raise InputError(f"outputs is {options.outputs!r}: it must be 'planned' or 'full'")
     limit = options.memory_limit
     if limit is not None and (not isinstance(limit, (int, float)) or isinstance(limit, bool) or not limit > 0):
         raise InputError(
@@ -101,6 +110,7 @@ def _given(options: Options) -> dict[str, Any]:
         "discover": options.discover,
         "symbolic": options.symbolic,
         "compiled": options.compiled,
+        "outputs": options.outputs,
     }
     return {name: value for name, value in found.items() if value is not None}
 
@@ -125,6 +135,7 @@ def _planned(plan: Plan) -> Settled:
         plan.discover,
         plan.expressions is not None,
         plan.compiled,
+        plan.outputs,
     )
 
 

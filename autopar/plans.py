@@ -61,6 +61,7 @@ def written_plan(
         constraints=request.constraints,
         compiled=request.compiled,
         discover=request.discover,
+        outputs=request.outputs,
     )
 
 

@@ -37,7 +37,7 @@ class Request:
     are by name and hold the global batch, `assumed` are those that nobody gave; `memory_limit` is in bytes per
     device. `discover` says that ops without a rule are run on shards to find one. `micro_batches` and `recompute` (by
     pattern of regions) are None where the planner is to choose. With `symbolic` costs are given as formulas, too. With
-    `compiled` regions are compiled by torch.
+    `compiled` regions are compiled by torch. `outputs` is "planned" or "full": whole on every rank.
     """
 
     mesh: Mesh
@@ -57,6 +57,7 @@ class Request:
     any_shape: bool = False
     symbolic: bool = False
     compiled: bool = False
+    outputs: str = "planned"
 
     @property
     def optimizer_states(self) -> int:
@@ -67,7 +68,7 @@ class Request:
         """What candidates are made for: floating parameters are stored in `master` (None: in what they are computed
         with); nodes that have `offers` may do nothing else."""
         states, reduce = self.optimizer_states, self.precision.reduce
-        return Setting(self.mesh, self.cluster, states, master, reduce, offers or {})
+        return Setting(self.mesh, self.cluster, states, master, reduce, offers or {}, self.outputs == "full")
 
 
 def make_request(
@@ -127,6 +128,7 @@ def make_request(
         any_shape,
         chosen.symbolic,
         chosen.compiled,
+        chosen.outputs,
     )
 
 

@@ -37,7 +37,8 @@ class Setting:
 
     `optimizer_states` is how many tensors of its size the optimizer keeps per parameter; `master` the dtype that
     parameters are stored in (None: as they are), `reduce` the one that their gradients are reduced in. `offers` has,
-    for nodes by their keys, what they may do on each axis; nodes that are not among them may do anything.
+    for nodes by their keys, what they may do on each axis; nodes that are not among them may do anything. With
+    `full_outputs` outputs are whole on every rank, which uses them as all others do.
     """
 
     mesh: Mesh
@@ -46,6 +47,7 @@ class Setting:
     master: torch.dtype | None = None
     reduce: torch.dtype | None = None
     offers: Mapping[str, Offer] = field(default_factory=dict)
+    full_outputs: bool = False
 
 
 def candidates(folded: Folded, demands: Demands, setting: Setting) -> Problem:
@@ -165,11 +167,15 @@ class _Proposals:
                 wanted.setdefault(self.known.inside(name), []).append(label)
         for name, labels in wanted.items():
             key = f"output {labels[0]}"
-            yield output_node(key, name, self._expressible(name, key), len(labels), last, self.sizes)
+            layouts = [self._same(name)] if self.setting.full_outputs else self._expressible(name, key)
+            yield output_node(key, name, layouts, len(labels), last, self.sizes)
         for update in program.updates:
             name = self.known.inside(update.value)
-            layout = (self._whole(name),) * len(self.setting.mesh.sizes)
-            yield output_node(f"update {update.buffer}", name, [layout], 1, last, self.sizes)
+            yield output_node(f"update {update.buffer}", name, [self._same(name)], 1, last, self.sizes)
+
+    def _same(self, name: str) -> Layout:
+        """The layout of a tensor that all ranks have whole, and use the same way."""
+        return (self._whole(name),) * len(self.setting.mesh.sizes)
 
     def _whole(self, name: str) -> Letter:
         """The letter of an axis that does not split a tensor, which all ranks have the same of."""

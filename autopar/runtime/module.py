@@ -194,7 +194,8 @@ class DistributedModule(nn.Module):
 
     def _output(self, program: RunnableProgram, leaves: Sequence[object]) -> object:
         """The model's output, from this rank's parts of its leaves."""
-        return output_of(program.compiled, leaves, self._mesh, whole=self._original is not None)
+        whole = self._original is not None or self._plan.outputs == "full"
+        return output_of(program.compiled, leaves, self._mesh, whole=whole)
 
     def forward_backward(self, *args: object, **kwargs: object) -> object:
         """Run forward and backward on the global batch: returns the output with the loss, and adds to `.grad`.

@@ -22,6 +22,8 @@ def output_of(compiled: CompiledProgram, leaves: Sequence[object], mesh: DeviceM
 def _at_surface(leaf: object, item: PlannedOutput, mesh: DeviceMesh, shape: Mesh, whole: bool) -> object:
     if not isinstance(leaf, Tensor) or item.layout is None or not item.shape:
         return leaf
+    if whole and not any(letter.kind == "S" for letter in item.layout):
+        return leaf
     distributed = from_local(leaf, item.layout, item.shape, mesh, shape)
     return distributed.full_tensor() if whole else distributed
 

@@ -1,0 +1,111 @@
+"""Outputs as users get them: whole plain tensors where they ask for that, else `DTensor`s, which say how to go on."""
+
+from collections.abc import Callable, Mapping
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+import autopar
+from autopar.testing import LiftFloat32, run_ranks
+from tests.models import gpt2, llama, tokens
+
+MODELS: Mapping[str, Callable[..., nn.Module]] = {"llama": llama, "tied llama": lambda: llama(tie_word_embeddings=True)}
+
+
+def mesh_of(sizes: tuple[int, ...]) -> DeviceMesh:
+    """The mesh of a rank's process group."""
+    return init_device_mesh("cpu", sizes, mesh_dim_names=("dp", "tp")[-len(sizes) :])
+
+
+def difference(dist_model: nn.Module, model: nn.Module) -> float:
+    """The largest relative error of a gradient."""
+    own = dict(dist_model.named_parameters())
+    errors = []
+    for name, parameter in model.named_parameters():
+        gradient = own[name].grad
+        assert isinstance(gradient, DTensor), name
+        assert parameter.grad is not None
+        errors.append((gradient.full_tensor() - parameter.grad).abs().max() / parameter.grad.abs().max())
+    return float(max(errors))
+
+
+def own_loss(model: nn.Module, ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """A loss outside of the model, as it is written for one device, and what is counted besides."""
+    logits = model(input_ids=ids).logits
+    loss = (
+        nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()) + 1e-3 * logits.logsumexp(-1).pow(2).mean()
+    )
+    loss.backward()
+    return loss.detach(), (logits.argmax(-1) == labels).sum()
+
+
+def _full(cases: list[tuple[str, tuple[int, ...]]]) -> None:
+    with LiftFloat32(torch.float64):
+        for name, sizes in cases:
+            model, ids = MODELS[name]().double(), tokens(labels=False)["input_ids"]
+            labels = ids.roll(-1, 1)
+            dist_model = autopar.parallelize(model, mesh_of(sizes), {"input_ids": ids}, cluster="ideal", outputs="full")
+            assert "outputs are whole on every rank" in str(dist_model.plan)
+            again = autopar.plan(model, dict(dist_model.plan.mesh), {"input_ids": ids}, plan=dist_model.plan)
+            assert again.programs == dist_model.plan.programs
+            for batch in (4, 8):
+                # The second batch is of another size than planned.
+                given = ids.repeat(batch // 4, 1), labels.repeat(batch // 4, 1)
+                own, expected = own_loss(dist_model, *given), own_loss(model, *given)
+                assert type(own[0]) is Tensor
+                assert torch.allclose(own[0], expected[0], rtol=1e-12), name
+                assert torch.equal(own[1], expected[1]), name
+                assert difference(dist_model, model) < 1e-9, (name, sizes)
+            dist_model.eval()
+            with torch.no_grad():
+                logits = dist_model(input_ids=ids).logits
+                assert type(logits) is Tensor
+                assert torch.allclose(logits, model.eval()(input_ids=ids).logits, rtol=1e-9, atol=1e-12)
+
+
+def test_a_loss_outside_of_the_model() -> None:
+    """Written as for one device: loss, metrics and every gradient are those of one device, at other sizes, too."""
+    run_ranks(_full, 4, [("llama", (2, 2))])
+
+
+@pytest.mark.slow
+def test_losses_outside_of_models() -> None:
+    """Other meshes, and tied parameters."""
+    run_ranks(_full, 4, [("llama", (4,)), ("tied llama", (2, 2)), ("tied llama", (4,))])
+
+
+def _in_micro_batches() -> None:
+    with LiftFloat32(torch.float64):
+        model, inputs = gpt2().double(), tokens()
+        options = {"cluster": "ideal", "outputs": "full", "micro_batches": 2}
+        dist_model = autopar.parallelize(model, mesh_of((2, 2)), inputs, **options)
+        output = dist_model.forward_backward(**inputs)
+        expected = model(**inputs, use_cache=False)
+        expected.loss.backward()
+        assert type(output.logits) is Tensor
+        assert torch.allclose(output.logits, expected.logits, rtol=1e-9, atol=1e-12)
+        assert difference(dist_model, model) < 1e-9
+
+
+def test_micro_batches_return_the_whole_batch() -> None:
+    """The outputs of all micro-batches, side by side."""
+    run_ranks(_in_micro_batches, 4)
+
+
+def test_full_outputs_are_counted() -> None:
+    """As many bytes more as the whole logits take."""
+    inputs, sizes = tokens(labels=False), {"dp": 2, "tp": 2}
+    planned = autopar.plan(llama(), sizes, inputs, cluster="ideal")
+    full = autopar.plan(llama(), sizes, inputs, cluster="ideal", outputs="full")
+    assert full.programs["train"].stages[0].decisions["output logits"] == ("I", "I")
+    assert full.programs["train"].memory["outputs"] == 4 * 16 * 64 * 4
+    assert planned.programs["train"].memory["outputs"] < full.programs["train"].memory["outputs"]
+
+
+def test_other_kinds_of_outputs_are_refused() -> None:
+    """By the argument."""
+    with pytest.raises(autopar.InputError, match=r"^outputs is 'whole': it must be 'planned' or 'full'"):
+        autopar.plan(llama(), {"dp": 2}, tokens(), cluster="ideal", outputs="whole")
