@@ -16,6 +16,7 @@ from passes.ir.errors import (
     MeshError,
     MicroBatchError,
     PlanMismatchError,
+    UnsupportedError,
 )
 from passes.ir.plan import Plan
 
@@ -36,6 +37,7 @@ __all__ = [
     "Plan",
     "PlanMismatchError",
     "Precision",
+    "UnsupportedError",
     "parallelize",
     "plan",
     "replace_part",

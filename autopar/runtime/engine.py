@@ -1,130 +1,56 @@
 """The engine of data axes: `fully_shard` of torch gathers parameters and reduces their gradients.
 
-Each group of parameters is a module of its own that holds nothing else, and is called around what reads them. The
-model's own parameters, which users see, share memory with what the engine stores, and take the gradients when it has
-reduced them. So they are the same before, during and after a step, whatever the engine has gathered.
+Each FSDP unit is a module of its own that holds nothing but parameters, and is called around the code that reads them
+(`units.py`). The parameters that users see share memory with those that the units store, and take the gradients when
+they are reduced (`gradients.py`). So they are the same before, during and after a step, whatever is gathered.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
-from functools import partial
-from typing import Protocol, TypeVar, cast
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import Shard
 
+from autopar.runtime import fsdp
+from autopar.runtime.gradients import OwnPart, UnitGradients, UnitParameter, part_of
 from autopar.runtime.groups import axes_group, axes_ranks
-from autopar.runtime.state import from_local, mesh_of
-from passes.ir.layout import Layout, Shape, whole_shape
+from autopar.runtime.state import mesh_of
+from autopar.runtime.units import ParameterGroup, PartView
+from passes.ir.errors import UnsupportedError
+from passes.ir.layout import Layout, P, whole_shape
 from passes.ir.lowered import Group, Held
 
 T = TypeVar("T")
 
-
-class Reading(Protocol):
-    """What parameters are read from."""
-
-    def current(self, number: int) -> Tensor:
-        """A parameter as it is now."""
-
-
-class ParameterGroup(nn.Module):
-    """Parameters that are gathered while it runs what it is called with. `kept` are their names."""
-
-    def __init__(self, parts: Mapping[str, nn.Parameter]) -> None:
-        super().__init__()
-        self.kept = tuple(parts)
-        for number, part in enumerate(parts.values()):
-            self.register_parameter(str(number), part)
-
-    def forward(self, run: Callable[..., object], *inputs: Tensor) -> object:
-        """`run(*inputs)`, with the parameters there."""
-        result = run(*inputs)
-        # Their memory is given back: what is a view of one needs its own.
-        held = {part.untyped_storage()._cdata for part in self._parameters.values() if part is not None}
-        if isinstance(result, tuple):
-            return tuple(_apart(item, held) for item in result)
-        return _apart(result, held)
-
-    def current(self, number: int) -> Tensor:
-        """A parameter as it is now: gathered while the group runs, or else this rank's part."""
-        found = self._parameters[str(number)]
-        assert found is not None
-        return found
-
-
-def _apart(result: object, held: Set[int]) -> object:
-    """`result`, as a copy if it lies in one of the storages `held`."""
-    return result.clone() if isinstance(result, Tensor) and result.untyped_storage()._cdata in held else result
-
-
-def within(groups: Sequence[nn.Module], run: Callable[..., object], inputs: Sequence[Tensor]) -> object:
-    """`run(*inputs)` with the parameters of `groups` gathered."""
-    for group in groups:
-        run = partial(group, run)
-    return run(*inputs)
-
-
-class PartView:
-    """A part of the model as generated code sees it: what a group holds is read from there, all else from the part."""
-
-    def __init__(self, part: nn.Module, held: Mapping[str, tuple[Reading, int]]) -> None:
-        own: dict[str, tuple[Reading, int]] = {}
-        inner: dict[str, dict[str, tuple[Reading, int]]] = {}
-        for path, reading in held.items():
-            name, _, rest = path.partition(".")
-            if rest:
-                inner.setdefault(name, {})[rest] = reading
-            else:
-                own[name] = reading
-        self.__part = part
-        # Without paths, so that what is compiled for one copy of a region serves the others.
-        self.__own = own
-        for name, module in part._modules.items():
-            if module is not None:
-                self.__dict__[name] = PartView(module, inner.get(name, {}))
-
-    def __getattr__(self, name: str) -> object:
-        reading = self.__own.get(name)
-        if reading is not None:
-            group, number = reading
-            return group.current(number)
-        result: object = getattr(self.__part, name)
-        return result
-
-    def __getitem__(self, name: int | str) -> object:
-        """What lies here under a name that is no identifier, `layers[0]`; None where there is nothing."""
-        return getattr(self, str(name), None)
-
-
-@dataclass(frozen=True)
-class _Shown:
-    """A parameter that users see under a path, how it lies, and what the engine stores of it."""
-
-    path: str
-    layout: Layout
-    shape: Shape
-    kept: Tensor
+_BROKEN = (
+    "an earlier backward pass ended with an exception after this forward pass: call zero_grad() and run the forward "
+    "pass again"
+)
 
 
 class Engine:
-    """The groups of a model, and the parameters that users see of them."""
+    """The FSDP units of a model, and the parameters that users see of them."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self._mesh = mesh
         self._shape = mesh_of(mesh)
         self._meshes: dict[tuple[tuple[int, ...], tuple[int, ...]], DeviceMesh] = {}
         self._groups: list[ParameterGroup] = []
-        self._shown: list[_Shown] = []
-        self._owners: dict[str, tuple[nn.Module, str]] = {}
+        self._gradients = UnitGradients(mesh)
         self._root: FSDPModule | None = None
+        self._has_run = False
         self._keeping = False
+        self._holding = False
+        # The backward pass that runs, or that an exception has ended; whether it adds to gradients that were held back.
+        self._backward: int | None = None
+        self._adding = False
 
-    # --- what it holds ---
+    # --- its parameters ---
 
     def add(
         self, plan: Group, parts: Mapping[str, nn.Parameter], stored: Mapping[str, Layout]
@@ -140,9 +66,10 @@ class Engine:
         dims = {id(part): plan.parameters[name] for name, part in parts.items()}
         group = ParameterGroup(parts)
         compute, reduce = plan.dtypes
+        mesh = self._data_mesh(plan.sharded, plan.replicated)
         sharded = fully_shard(
             group,
-            mesh=self._data_mesh(plan.sharded, plan.replicated),
+            mesh=mesh,
             reshard_after_forward=plan.again,
             shard_placement_fn=lambda parameter: Shard(dims[id(parameter)]),
             mp_policy=MixedPrecisionPolicy(compute, reduce, cast_forward_inputs=False),
@@ -153,34 +80,28 @@ class Engine:
         # What the backward pass does not read is not gathered for it.
         sharded.set_unshard_in_backward(plan.saved)
         self._groups.append(group)
-        added = [
-            _Shown(name, stored[name], shapes[name], group.current(number))
-            for number, name in enumerate(plan.parameters)
-        ]
-        for shown in added:
-            if shown.kept.requires_grad:
-                shown.kept.register_post_accumulate_grad_hook(partial(self._hand_over, shown))  # type: ignore[no-untyped-call]
-        self._shown += added
+        given = {*plan.sharded, *plan.replicated}
+        first = not plan.replicated or mesh.get_local_rank("replicate") == 0
+        members = zip(plan.parameters.items(), fsdp.parameters_of(group), strict=True)
         return {
-            shown.path: nn.Parameter(self._whole_tensor(_part_of(shown.kept), shown), shown.kept.requires_grad)
-            for shown in added
+            name: self._gradients.add(
+                UnitParameter(
+                    name,
+                    shapes[name],
+                    stored[name],
+                    tuple(P if axis in given else letter for axis, letter in enumerate(stored[name])),
+                    OwnPart(dim, mesh.get_local_rank("shard"), first),
+                    group.current(number),
+                    gathered,
+                    parts[name].requires_grad,
+                )
+            )
+            for number, ((name, dim), gathered) in enumerate(members)
         }
 
     def bind(self, root: nn.Module) -> None:
-        """Find in `root` what users see: there gradients go, and values come from."""
-        for shown in self._shown:
-            path, _, name = shown.path.rpartition(".")
-            self._owners[shown.path] = root.get_submodule(path), name
-
-    def _parameter(self, shown: _Shown) -> nn.Parameter:
-        """What users see now: they may put another one in its place."""
-        owner, name = self._owners[shown.path]
-        found = owner._parameters[name]
-        assert found is not None
-        return found
-
-    def _whole_tensor(self, part: Tensor, shown: _Shown) -> DTensor:
-        return from_local(part, shown.layout, shown.shape, self._mesh, self._shape)
+        """Find in `root` the parameters that users see: gradients go there, and values come from there."""
+        self._gradients.bind(root)
 
     def _data_mesh(self, sharded: tuple[int, ...], replicated: tuple[int, ...]) -> DeviceMesh:
         """The mesh of `fully_shard`: one axis that shards, and before it one that replicates, if there is any."""
@@ -196,22 +117,6 @@ class Engine:
                 found = DeviceMesh.from_group(shard, self._mesh.device_type, shard_ranks, mesh_dim_names=("shard",))
             self._meshes[sharded, replicated] = found
         return found
-
-    def _hand_over(self, shown: _Shown, kept: Tensor) -> None:
-        """Hand a reduced gradient over to the parameter that users see."""
-        gradient, kept.grad = kept.grad, None
-        parameter = self._parameter(shown)
-        if gradient is None or not parameter.requires_grad:
-            return
-        part = _part_of(gradient)
-        if parameter.grad is None:
-            parameter.grad = self._whole_tensor(part, shown)
-        else:
-            _part_of(parameter.grad).add_(part)
-        # Autograd does not know this parameter, so what waits for its gradient is called here.
-        hooks: Mapping[int, Callable[[Tensor], None]] = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
-        for hook in tuple(hooks.values()):
-            hook(parameter)
 
     # --- programs ---
 
@@ -238,18 +143,21 @@ class Engine:
         if not held.parameters:
             return forward(*inputs)
         root = self._whole()
+        self._recover()
         if not self._keeping:
-            # What was gathered for a backward pass that never came may be of old values.
+            # Parameters that were gathered for a backward pass that never came may have old values.
             self._drop()
         self._take_values()
         try:
             with _without_inference_mode():
                 result = cast(nn.Module, root)(forward, *inputs)
         except BaseException:
-            # What the engine was about to do is not to be done in the next call.
-            _forget(root)
+            fsdp.reset(root, self._groups)
             raise
-        if not torch.is_grad_enabled() and not self._keeping:
+        self._has_run = True
+        if torch.is_grad_enabled():
+            self._watch(result)
+        elif not self._keeping:
             self._drop()
         return cast(T, result)
 
@@ -257,16 +165,22 @@ class Engine:
     def holding_gradients(self) -> Iterator[None]:
         """Backward passes within add up gradients without reducing them; the first one afterwards reduces the sum."""
         root = self._whole()
+        outer, self._holding = self._holding, True
         root.set_requires_gradient_sync(False)
         try:
             yield
         finally:
-            root.set_requires_gradient_sync(True)
+            self._holding = outer
+            root.set_requires_gradient_sync(not outer)
 
     @contextlib.contextmanager
     def keeping_parameters(self) -> Iterator[None]:
         """Parameters that are kept for the backward pass stay gathered after it, until this is left."""
+        if self._keeping:
+            yield
+            return
         root = self._whole()
+        self._recover()
         self._drop()
         self._keeping = True
         root.set_reshard_after_backward(False)
@@ -275,6 +189,7 @@ class Engine:
         finally:
             root.set_reshard_after_backward(True)
             self._keeping = False
+            self._recover()
             self._drop()
 
     def _whole(self) -> FSDPModule:
@@ -292,18 +207,59 @@ class Engine:
             group.reshard()
 
     def _take_values(self) -> None:
-        """Take over values that came with other memory, as `load_state_dict(..., assign=True)` brings them."""
-        for shown in self._shown:
-            given, kept = _part_of(self._parameter(shown)), _part_of(shown.kept)
+        """Follow the parameters that users see: values in other memory, as `load_state_dict(..., assign=True)` brings
+        them, and parameters that are frozen."""
+        for number, item in enumerate(self._gradients.parameters):
+            seen = self._gradients.seen(number)
+            given, kept = part_of(seen), part_of(item.kept)
             if given.data_ptr() != kept.data_ptr():
                 kept.copy_(given)
+            # torch reads at the first call which parameters are trained at all.
+            if self._has_run and item.trainable and item.kept.requires_grad != seen.requires_grad:
+                item.kept.requires_grad_(seen.requires_grad)
 
+    # --- backward passes ---
 
-def _part_of(tensor: Tensor) -> Tensor:
-    """This rank's part of a `DTensor`, without gradient."""
-    assert isinstance(tensor, DTensor)
-    with torch.no_grad():
-        return tensor.to_local().detach()
+    def _watch(self, outputs: object) -> None:
+        """Be called when a backward pass from `outputs` begins."""
+        for leaf in outputs if isinstance(outputs, tuple) else (outputs,):
+            if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
+                leaf.register_hook(self._begin_backward)  # type: ignore[no-untyped-call]
+
+    def _begin_backward(self, _: Tensor) -> None:
+        """A backward pass has come to an output, before it has made any gradient of a parameter."""
+        number = fsdp.current_backward()
+        if number == self._backward:
+            return
+        if self._backward is not None:
+            raise UnsupportedError(_BROKEN)
+        self._backward = number
+        fsdp.at_end_of_backward(self._end_backward)
+        self._adding = self._gradients.begin_backward(self._holding)
+
+    def _end_backward(self) -> None:
+        if fsdp.is_in_backward(self._whole()):
+            # An earlier pass failed before it came here. So torch did not expect the end of this one.
+            raise UnsupportedError(_BROKEN)
+        if self._holding:
+            self._gradients.end_held_backward()
+        self._backward = None
+
+    def _recover(self) -> None:
+        """Begin anew if the last backward pass ended with an exception. Its gradients are lost."""
+        root = self._whole()
+        failed = self._backward is not None or fsdp.is_in_backward(root)
+        if not failed or fsdp.current_backward() != fsdp.NO_BACKWARD:
+            return
+        fsdp.reset(root, self._groups)
+        adding = self._backward is not None and self._adding
+        self._backward = None
+        if adding:
+            warnings.warn(
+                "a backward pass ended with an exception while it added to gradients that were held back: these are "
+                "lost; call zero_grad() and begin the accumulation again",
+                stacklevel=2,
+            )
 
 
 @contextlib.contextmanager
@@ -314,10 +270,3 @@ def _without_inference_mode() -> Iterator[None]:
         return
     with torch.inference_mode(False), torch.no_grad():
         yield
-
-
-def _forget(root: FSDPModule) -> None:
-    """Let the engine begin anew after an exception; older versions of torch do so by themselves, as far as they can."""
-    forget = getattr(root, "reset_iter_state", None)
-    if forget is not None:
-        forget()

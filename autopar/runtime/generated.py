@@ -13,8 +13,8 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 from autopar.runtime.axis import Axis
-from autopar.runtime.engine import ParameterGroup, PartView, within
 from autopar.runtime.random import Randomness
+from autopar.runtime.units import ParameterGroup, PartView, within
 from passes.ir.layout import Layout, Shape
 from passes.ir.lowered import Held
 from passes.ir.program import Change, TensorType

@@ -43,3 +43,7 @@ class MicroBatchError(AutoparError):
 
 class PlanMismatchError(AutoparError):
     """A plan belongs to another model, mesh or version, or the ranks hold different models."""
+
+
+class UnsupportedError(AutoparError):
+    """A distributed module, a part or a parameter of it is asked for something that it cannot do."""

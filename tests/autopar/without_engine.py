@@ -9,7 +9,7 @@ from unittest import mock
 from torch import Tensor, nn
 
 from autopar.runtime import Axis
-from autopar.runtime.engine import PartView
+from autopar.runtime.units import PartView
 from passes.ir.layout import Layout
 from passes.ir.lowered import Group, Held, Lowered
 from passes.ir.mesh import Mesh

@@ -1,0 +1,197 @@
+"""Gradients of the parameters in FSDP units, handed to the parameters that users see.
+
+Users see `DTensor`s that share memory with the parameters that the units store. Autograd knows those of the units only.
+So the gradients travel by hand, and `.grad` of the parameter that users see is the one place where they are between two
+backward passes:
+
+- a reduced gradient is added to `.grad`, in the layout of the parameter;
+- a gradient that is held back is `.grad` itself: a `DTensor` that is `Partial` on the axes it is not reduced over.
+  The next backward pass moves it into the unit, which adds to it. So `zero_grad` of a module or an optimizer, clipping
+  and assignment mean for it what they mean for any gradient.
+"""
+
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from autopar.runtime import fsdp
+from autopar.runtime.state import from_local, mesh_of, placements
+from passes.ir.errors import InputError
+from passes.ir.layout import Layout, Shape
+
+
+@dataclass(frozen=True)
+class OwnPart:
+    """The part of a gathered parameter that this rank stores: the `number`-th along `dim`.
+
+    `first` marks one rank of those that store the same part.
+    """
+
+    dim: int
+    number: int
+    first: bool
+
+    def of(self, gathered: Tensor, part: Tensor) -> Tensor:
+        """The view of `gathered` where `part` belongs."""
+        size = part.shape[self.dim]
+        return gathered.narrow(self.dim, self.number * size, size)
+
+
+@dataclass(frozen=True)
+class UnitParameter:
+    """A parameter of an FSDP unit, with the path of the parameter that users see.
+
+    `shape` is global, `layout` that of the parameter and its reduced gradient, `pending` that of a gradient that is not
+    reduced. `kept` is the parameter that the unit stores, `gathered` torch's record of it;
+    `trainable` says that it took gradients when it was planned.
+    """
+
+    path: str
+    shape: Shape
+    layout: Layout
+    pending: Layout
+    own: OwnPart
+    kept: Tensor
+    gathered: fsdp.GatheredParameter
+    trainable: bool
+
+
+class UnitGradients:
+    """The parameters of all FSDP units of a model, and the way of their gradients."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self._mesh = mesh
+        self._shape = mesh_of(mesh)
+        self.parameters: list[UnitParameter] = []
+        self._owners: list[tuple[nn.Module, str]] = []
+        # Whether `.grad` of some parameter may be a gradient that is not reduced.
+        self._pending = False
+
+    def add(self, parameter: UnitParameter) -> nn.Parameter:
+        """Take care of a parameter; returns the one that users see."""
+        if parameter.trainable:
+            # The hook keeps neither this object nor the parameter alive: no garbage collector sees a cycle through it.
+            hook = partial(_hand_over, weakref.ref(self), len(self.parameters))
+            parameter.kept.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+        self.parameters.append(parameter)
+        seen = self._distributed(part_of(parameter.kept), parameter.layout, parameter.shape)
+        return nn.Parameter(seen, parameter.trainable)
+
+    def bind(self, root: nn.Module) -> None:
+        """Find in `root` the parameters that users see."""
+        self._owners = []
+        for item in self.parameters:
+            path, _, name = item.path.rpartition(".")
+            self._owners.append((root.get_submodule(path), name))
+
+    def seen(self, number: int) -> nn.Parameter:
+        """The parameter that users see now: they may put another one in its place."""
+        owner, name = self._owners[number]
+        found = owner._parameters[name]
+        assert found is not None
+        return found
+
+    def begin_backward(self, holding: bool) -> bool:
+        """Move gradients that are not reduced from `.grad` into the units; returns whether there were any.
+
+        Raises InputError if gradients are held back of a parameter with tensor hooks.
+        """
+        if holding:
+            self._refuse_hooks()
+        if not self._pending:
+            return False
+        moved = False
+        for number, item in enumerate(self.parameters):
+            seen = self.seen(number)
+            if self._is_pending(seen.grad, item):
+                fsdp.give_gradient(item.gathered, part_of(seen.grad))
+                seen.grad = None
+                moved = True
+        self._pending = False
+        return moved
+
+    def end_held_backward(self) -> None:
+        """Let `.grad` be the gradients that the units have not reduced."""
+        for number, item in enumerate(self.parameters):
+            gradient, seen = fsdp.take_gradient(item.gathered), self.seen(number)
+            if gradient is None or not seen.requires_grad:
+                continue
+            earlier, seen.grad = seen.grad, None
+            if earlier is not None and item.own.first:
+                part = part_of(earlier)
+                item.own.of(gradient, part).add_(part)
+            if gradient.dtype != seen.dtype:
+                # Not reduced yet, it has the dtype that it is reduced in.
+                seen.grad_dtype = None
+            seen.grad = self._distributed(gradient, item.pending, item.shape)
+            self._pending = True
+
+    def hand_over(self, number: int, kept: Tensor) -> None:
+        """Add the reduced gradient of a parameter to that of the parameter that users see, and call its hooks."""
+        gradient, kept.grad = kept.grad, None
+        item, seen = self.parameters[number], self.seen(number)
+        if gradient is None or not seen.requires_grad:
+            return
+        part = part_of(gradient)
+        if seen._backward_hooks:
+            part = part_of(self._after_hooks(seen, item, self._distributed(part, item.layout, item.shape)))
+        if seen.grad is None:
+            seen.grad = self._distributed(part, item.layout, item.shape)
+        else:
+            part_of(seen.grad).add_(part)
+        # Autograd does not know this parameter, so its hooks are called here.
+        hooks: Mapping[int, Callable[[Tensor], None]] = getattr(seen, "_post_accumulate_grad_hooks", None) or {}
+        for hook in tuple(hooks.values()):
+            hook(seen)
+
+    def _after_hooks(self, seen: nn.Parameter, item: UnitParameter, gradient: DTensor) -> DTensor:
+        """A reduced gradient as the parameter's tensor hooks return it."""
+        assert seen._backward_hooks is not None
+        for hook in tuple(seen._backward_hooks.values()):
+            result = hook(gradient)
+            if result is None:
+                continue
+            if not isinstance(result, DTensor) or result.placements != gradient.placements:
+                raise InputError(
+                    f"a hook of parameter {item.path!r} returned {_kind(result)}: return a DTensor with the placements "
+                    f"of the gradient that it is given, {gradient.placements}"
+                )
+            gradient = result
+        return gradient
+
+    def _refuse_hooks(self) -> None:
+        for number, item in enumerate(self.parameters):
+            if self.seen(number)._backward_hooks:
+                raise InputError(
+                    f"parameter {item.path!r} has a tensor hook, which gets gradients that are reduced, but they are "
+                    "held back: remove the hook, register a post-accumulate hook, or do not hold gradients"
+                )
+
+    def _is_pending(self, gradient: Tensor | None, item: UnitParameter) -> bool:
+        return isinstance(gradient, DTensor) and gradient.placements == placements(item.pending, self._shape)
+
+    def _distributed(self, part: Tensor, layout: Layout, shape: Shape) -> DTensor:
+        return from_local(part, layout, shape, self._mesh, self._shape)
+
+
+def _hand_over(gradients: "weakref.ref[UnitGradients]", number: int, kept: Tensor) -> None:
+    found = gradients()
+    if found is not None:
+        found.hand_over(number, kept)
+
+
+def part_of(tensor: Tensor | None) -> Tensor:
+    """This rank's part of a `DTensor`, without gradient."""
+    assert isinstance(tensor, DTensor)
+    with torch.no_grad():
+        return tensor.to_local().detach()
+
+
+def _kind(value: object) -> str:
+    return f"a DTensor with {value.placements}" if isinstance(value, DTensor) else f"a {type(value).__name__}"

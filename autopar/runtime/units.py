@@ -1,0 +1,83 @@
+"""FSDP units: modules that hold parameters, gathered by torch's `fully_shard` around the code that reads them."""
+
+from collections.abc import Callable, Mapping, Sequence, Set
+from functools import partial
+from typing import Protocol
+
+from torch import Tensor, nn
+
+
+class Reading(Protocol):
+    """What parameters are read from."""
+
+    def current(self, number: int) -> Tensor:
+        """A parameter as it is now."""
+
+
+class ParameterGroup(nn.Module):
+    """Parameters that are gathered while it runs what it is called with. `kept` are their names."""
+
+    def __init__(self, parts: Mapping[str, nn.Parameter]) -> None:
+        super().__init__()
+        self.kept = tuple(parts)
+        for number, part in enumerate(parts.values()):
+            self.register_parameter(str(number), part)
+
+    def forward(self, run: Callable[..., object], *inputs: Tensor) -> object:
+        """`run(*inputs)`, with the parameters there."""
+        result = run(*inputs)
+        # Their memory is given back: what is a view of one needs its own.
+        held = {part.untyped_storage()._cdata for part in self._parameters.values() if part is not None}
+        if isinstance(result, tuple):
+            return tuple(_apart(item, held) for item in result)
+        return _apart(result, held)
+
+    def current(self, number: int) -> Tensor:
+        """A parameter as it is now: gathered while the group runs, or else this rank's part."""
+        found = self._parameters[str(number)]
+        assert found is not None
+        return found
+
+
+def _apart(result: object, held: Set[int]) -> object:
+    """`result`, as a copy if it lies in one of the storages `held`."""
+    return result.clone() if isinstance(result, Tensor) and result.untyped_storage()._cdata in held else result
+
+
+def within(groups: Sequence[nn.Module], run: Callable[..., object], inputs: Sequence[Tensor]) -> object:
+    """`run(*inputs)` with the parameters of `groups` gathered."""
+    for group in groups:
+        run = partial(group, run)
+    return run(*inputs)
+
+
+class PartView:
+    """A part of the model as generated code sees it: what a group holds is read from there, all else from the part."""
+
+    def __init__(self, part: nn.Module, held: Mapping[str, tuple[Reading, int]]) -> None:
+        own: dict[str, tuple[Reading, int]] = {}
+        inner: dict[str, dict[str, tuple[Reading, int]]] = {}
+        for path, reading in held.items():
+            name, _, rest = path.partition(".")
+            if rest:
+                inner.setdefault(name, {})[rest] = reading
+            else:
+                own[name] = reading
+        self.__part = part
+        # Without paths, so that what is compiled for one copy of a region serves the others.
+        self.__own = own
+        for name, module in part._modules.items():
+            if module is not None:
+                self.__dict__[name] = PartView(module, inner.get(name, {}))
+
+    def __getattr__(self, name: str) -> object:
+        reading = self.__own.get(name)
+        if reading is not None:
+            group, number = reading
+            return group.current(number)
+        result: object = getattr(self.__part, name)
+        return result
+
+    def __getitem__(self, name: int | str) -> object:
+        """What lies here under a name that is no identifier, `layers[0]`; None where there is nothing."""
+        return getattr(self, str(name), None)

@@ -1,0 +1,392 @@
+"""Training loops as people write them: exceptions that are caught, gradients that are held back and dropped."""
+
+import itertools
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Partial
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import autopar
+from autopar.runtime import DistributedModule
+from autopar.testing import run_ranks
+from tests.autopar.stored import Spy, storage
+from tests.models import Stack
+
+AXES: Mapping[int, tuple[str, ...]] = {1: ("dp",), 2: ("dp", "tp")}
+
+
+def mesh_of(sizes: tuple[int, ...]) -> DeviceMesh:
+    """The mesh of a rank's process group."""
+    return init_device_mesh("cpu", sizes, mesh_dim_names=AXES[len(sizes)])
+
+
+def batches(count: int, rows: int = 8) -> list[dict[str, torch.Tensor]]:
+    """Batches for a `Stack`: [rows, 16]."""
+    generator = torch.Generator().manual_seed(0)
+    return [
+        {name: torch.randn(rows, 16, generator=generator, dtype=torch.float64) for name in ("x", "target")}
+        for _ in range(count)
+    ]
+
+
+def made(
+    model: nn.Module, sizes: tuple[int, ...], inputs: Mapping[str, torch.Tensor], **options: Any
+) -> DistributedModule:
+    """A distributed model whose parameters lie in FSDP units."""
+    stored = options.pop("stored", {"dp": "S(0)"})
+    options = {"cluster": "ideal", "constraints": storage(**stored), "memory_limit": 1e12, **options}
+    with Spy(again=options.pop("again", True), stage=options.pop("stage", 3)) as spy:
+        dist_model = autopar.parallelize(model, mesh_of(sizes), inputs, **options)
+    assert not spy.seen or spy.seen[0].held.groups
+    return dist_model
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor on one device."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Whole gradients by name."""
+    return {name: whole(item.grad) for name, item in model.named_parameters() if item.grad is not None}
+
+
+def error(ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]) -> float:
+    """The largest difference, relative to the largest value; infinite for other names."""
+    if set(ours) != set(theirs) or not theirs:
+        return float("inf")
+    largest = max(float(item.abs().max()) for item in theirs.values()) or 1.0
+    return max(float((ours[name] - theirs[name]).abs().max()) for name in theirs) / largest
+
+
+def steps_error(dist_model: nn.Module, model: nn.Module, data: list[dict[str, torch.Tensor]]) -> float:
+    """The largest error of gradients and parameters in steps of SGD on `data`, of both models."""
+    optimizers = [torch.optim.SGD(item.parameters(), lr=0.1, momentum=0.9) for item in (dist_model, model)]
+    worst = 0.0
+    for batch in data:
+        for item, optimizer in zip((dist_model, model), optimizers, strict=True):
+            optimizer.zero_grad()
+            item(**batch)["loss"].backward()
+        worst = max(worst, error(gradients(dist_model), gradients(model)))
+        for optimizer in optimizers:
+            optimizer.step()
+    own = {name: whole(item.detach()) for name, item in dist_model.named_parameters()}
+    return max(worst, error(own, {name: item.detach() for name, item in model.named_parameters()}))
+
+
+# --- exceptions that every rank catches -------------------------------------------------------------------------------
+
+
+class FullError(RuntimeError):
+    """Stands for an exception of a kernel, such as out of memory."""
+
+
+class Failing(TorchDispatchMode):
+    """Raises FullError at the op of a number; counts ops."""
+
+    def __init__(self, at: int = -1) -> None:
+        super().__init__()
+        self.at = at
+        self.count = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: object, args: tuple[object, ...] = (), kwargs: Mapping[str, object] | None = None
+    ) -> object:
+        # Ops of the profiler run while contexts are left.
+        if func.namespace != "profiler":
+            self.count += 1
+            if self.count == self.at:
+                raise FullError(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def _counted(run: Callable[[], object]) -> int:
+    with Failing() as mode:
+        run()
+    return mode.count
+
+
+def _fails(at: int, run: Callable[[], object]) -> None:
+    with pytest.raises(FullError), Failing(at):
+        run()
+
+
+def _after_exceptions(options: Mapping[str, Any], places: int) -> dict[str, float]:
+    data = batches(3)
+    model = Stack().double()
+    dist_model = made(model, (2,), data[0], **options)
+    found = {}
+
+    def output() -> torch.Tensor:
+        dist_model.zero_grad()
+        loss: torch.Tensor = dist_model(**data[0])["loss"]
+        return loss
+
+    for where, place in itertools.product(("forward", "backward"), range(places)):
+        output().backward()
+        count = _counted(output if where == "forward" else output().backward)
+        at = 1 + (count - 1) * place // (places - 1)
+        with torch.no_grad():
+            for own, other in zip(dist_model.parameters(), model.parameters(), strict=True):
+                other.copy_(whole(own))
+        if where == "forward":
+            _fails(at, output)
+        else:
+            _fails(at, output().backward)
+        found[f"{where} {at}/{count}"] = steps_error(dist_model, model, data)
+    return found
+
+
+RECOVERING: list[dict[str, Any]] = [
+    {},
+    {"again": False, "stored": {"dp": "I"}},
+    {"recompute": "full"},
+    {"recompute": "selective"},
+]
+
+
+@pytest.mark.parametrize(
+    ("cases", "places"), [(RECOVERING, 4), pytest.param(RECOVERING, 40, marks=pytest.mark.slow)], ids=["fast", "slow"]
+)
+def test_after_an_exception_in_any_op(cases: list[dict[str, Any]], places: int) -> None:
+    """Steps after an exception in the forward or backward pass that every rank catches are those of one device."""
+    for case, found in zip(cases, run_ranks(_all_after_exceptions, 2, cases, places)[0], strict=True):
+        assert max(found.values()) <= 1e-12, (case, found)
+
+
+def _all_after_exceptions(cases: list[dict[str, Any]], places: int) -> list[dict[str, float]]:
+    return [_after_exceptions(case, places) for case in cases]
+
+
+# --- gradients that are held back -------------------------------------------------------------------------------------
+
+
+class Both:
+    """A distributed model and its original, which do the same; `errors` has what differs after each thing done."""
+
+    def __init__(self, sizes: tuple[int, ...], **options: Any) -> None:
+        self.data = batches(4)
+        self.model = Stack().double()
+        self.dist_model = made(self.model, sizes, self.data[0], **options)
+        self.optimizers = [
+            torch.optim.AdamW(item.parameters(), lr=0.01, foreach=False) for item in (self.dist_model, self.model)
+        ]
+        self.errors: dict[str, float] = {}
+        self.name = ""
+
+    def check(self, what: str) -> None:
+        """Compare gradients; none is none on both sides."""
+        ours, theirs = gradients(self.dist_model), gradients(self.model)
+        self.errors[f"{self.name} {len(self.errors)} {what}"] = error(ours, theirs) if ours or theirs else 0.0
+
+    def backward(self, *numbers: int) -> None:
+        """Forward and backward on batches of `numbers`."""
+        for number in numbers:
+            for item in (self.dist_model, self.model):
+                item(**self.data[number])["loss"].backward()
+            self.check(f"backward {number}")
+
+    def forward_backward(self, number: int) -> None:
+        """Forward and backward on a batch in micro-batches."""
+        self.dist_model.forward_backward(**self.data[number])
+        self.model(**self.data[number])["loss"].backward()
+        self.check(f"micro-batches of {number}")
+
+    def each(self, what: str, change: Callable[[nn.Module, torch.optim.Optimizer], object]) -> None:
+        """Do `change` with both."""
+        for item, optimizer in zip((self.dist_model, self.model), self.optimizers, strict=True):
+            change(item, optimizer)
+        self.check(what)
+
+    def step(self) -> None:
+        """A step of the optimizer; compares parameters."""
+        self.each("step", lambda _, optimizer: optimizer.step())
+        own = {name: whole(item.detach()) for name, item in self.dist_model.named_parameters()}
+        theirs = {name: item.detach() for name, item in self.model.named_parameters()}
+        self.errors[f"{self.name} {len(self.errors)} parameters"] = error(own, theirs)
+
+    def pending(self) -> int:
+        """The number of gradients that are not reduced."""
+        found = [item.grad for item in self.dist_model.parameters()]
+        return sum(
+            isinstance(item, DTensor) and any(isinstance(place, Partial) for place in item.placements) for item in found
+        )
+
+
+ZEROING: Mapping[str, Callable[[nn.Module, torch.optim.Optimizer], object]] = {
+    "module, none": lambda model, _: model.zero_grad(),
+    "module, zeros": lambda model, _: model.zero_grad(set_to_none=False),
+    "optimizer, none": lambda _, optimizer: optimizer.zero_grad(),
+    "optimizer, zeros": lambda _, optimizer: optimizer.zero_grad(set_to_none=False),
+    "by hand": lambda model, _: [setattr(item, "grad", None) for item in model.parameters()],
+}
+
+
+def _held(sizes: tuple[int, ...], options: Mapping[str, Any]) -> tuple[dict[str, float], list[int]]:
+    both = Both(sizes, **options)
+    hold, pending = both.dist_model.holding_gradients, []
+    for name, zero in ZEROING.items():
+        both.name = name
+        with hold():
+            both.backward(0, 1)
+            pending.append(both.pending())
+            both.each("zero", zero)
+            both.backward(2)
+            outputs = [item(**both.data[3])["loss"] for item in (both.dist_model, both.model)]
+            both.each("zero between forward and backward", zero)
+            for output in outputs:
+                output.backward()
+            both.check("backward")
+        both.each("zero after", zero)
+        both.backward(1)
+        pending.append(both.pending())
+        with hold():
+            both.backward(0)
+        both.backward(2)
+        both.step()
+        both.each("zero at the end", zero)
+    both.name = "others"
+    both.backward(0)
+    with hold():
+        both.backward(1)
+        both.each("scale", lambda model, _: [item.grad.mul_(0.5) for item in model.parameters()])
+        both.backward(2)
+        both.each("clip", lambda model, _: nn.utils.clip_grad_norm_(model.parameters(), 0.1, foreach=False))
+        both.step()
+        with hold():
+            both.backward(3)
+        both.backward(0)
+    pending.append(both.pending())
+    both.backward(1)
+    both.step()
+    return both.errors, pending
+
+
+@pytest.mark.parametrize(
+    ("sizes", "stored"), [((2,), {"dp": "S(0)"}), ((2, 2), {"dp": "I", "tp": "S(0)"}), ((2, 2), {"dp": "S(0)"})]
+)
+def test_held_gradients_are_gradients(sizes: tuple[int, ...], stored: Mapping[str, str]) -> None:
+    """`.grad` has gradients that are held back, too: zeroing, scaling, clipping and steps mean what they always do."""
+    for errors, pending in run_ranks(_held, len(sizes) * 2, sizes, {"stored": stored}):
+        assert max(errors.values()) <= 1e-11, errors
+        assert pending[1::2] == [0] * 5
+        assert min(pending[::2]) > 0
+
+
+def _micro_batches() -> tuple[dict[str, float], list[int], list[str]]:
+    both = Both((2,), micro_batches=2, stage=1)
+    hold, keep, pending = both.dist_model.holding_gradients, both.dist_model.keeping_parameters, []
+    both.forward_backward(0)
+    pending.append(both.pending())
+    with hold(), keep():
+        both.forward_backward(1)
+        both.forward_backward(2)
+        pending.append(both.pending())
+    both.forward_backward(3)
+    pending.append(both.pending())
+    both.step()
+    both.each("zero", ZEROING["optimizer, none"])
+    # An exception in the forward pass of the second micro-batch, and in backward passes.
+    both.name = "after an exception"
+    count = _counted(lambda: both.dist_model.forward_backward(**both.data[0]))
+    both.each("zero", ZEROING["optimizer, none"])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for at in (count // 5, count // 2, count * 4 // 5):
+            with hold(), keep():
+                both.forward_backward(1)
+                _fails(at, lambda: both.dist_model.forward_backward(**both.data[0]))
+            both.each("zero", ZEROING["optimizer, none"])
+            both.forward_backward(2)
+            both.forward_backward(3)
+            both.step()
+            both.each("zero", ZEROING["optimizer, none"])
+    return both.errors, pending, [str(item.message) for item in caught]
+
+
+def test_holding_around_micro_batches() -> None:
+    """Gradients are held back around calls with micro-batches, which hold them, too; exceptions in them are caught."""
+    for errors, pending, failures in run_ranks(_micro_batches, 2):
+        assert max(errors.values()) <= 1e-11, errors
+        assert pending[0] == pending[2] == 0 < pending[1]
+        assert any("held back" in item for item in failures)
+
+
+def _exceptions_while_holding() -> tuple[dict[str, float], list[str]]:
+    both = Both((2,))
+    hold = both.dist_model.holding_gradients
+    # Sums outlive an exception in a forward pass.
+    with hold():
+        both.backward(0)
+        _fails(40, lambda: both.dist_model(**both.data[1]))
+        both.check("after an exception in forward")
+        both.backward(2)
+    both.backward(3)
+    both.step()
+    # Of a failed backward pass all that it added to is lost.
+    caught = []
+    for at in (60, 100):
+        both.each("zero", ZEROING["module, none"])
+        both.name = f"backward fails at {at}"
+        with hold(), warnings.catch_warnings():
+            warnings.simplefilter("always")
+            both.backward(0)
+            output = both.dist_model(**both.data[1])["loss"]
+            _fails(at, output.backward)
+            both.each("zero", ZEROING["module, none"])
+            with pytest.warns(UserWarning, match="held back: these are lost") as found:
+                both.backward(2)
+            caught += [str(item.message) for item in found]
+        both.backward(3)
+        both.step()
+    return both.errors, caught
+
+
+def test_exceptions_while_gradients_are_held() -> None:
+    """Sums outlive an exception in a forward pass; one in a backward pass loses them, and says so."""
+    for errors, caught in run_ranks(_exceptions_while_holding, 2):
+        assert max(errors.values()) <= 1e-11, errors
+        assert len(caught) == 2
+
+
+def _backward_after_a_failed_one() -> list[str]:
+    both, said = Both((2,)), []
+    for at in (1, 12, 60):
+        outputs = [both.dist_model(**both.data[number])["loss"] for number in (0, 1)]
+        _fails(at, outputs[0].backward)
+        if at > 1:
+            with pytest.raises(autopar.UnsupportedError) as caught:
+                outputs[1].backward()
+            said.append(str(caught.value))
+        both.each("zero", ZEROING["module, none"])
+        both.backward(2)
+        both.step()
+    assert max(both.errors.values()) <= 1e-11, both.errors
+    return said
+
+
+def test_a_backward_pass_after_a_failed_one() -> None:
+    """A forward pass from before the exception is of no use, and says so; the next one is."""
+    for said in run_ranks(_backward_after_a_failed_one, 2):
+        assert len(said) == 2
+        assert all("run the forward pass again" in item for item in said)
+
+
+def test_recovery_in_older_versions() -> None:
+    """torch 2.11 and 2.12 have no function for it."""
+    for found in run_ranks(_recovered_by_hand, 2):
+        assert max(found.values()) <= 1e-12, found
+
+
+def _recovered_by_hand() -> dict[str, float]:
+    with mock.patch.object(FSDPModule, "reset_iter_state"):
+        del FSDPModule.reset_iter_state
+        return _after_exceptions({}, 4)
