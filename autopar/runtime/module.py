@@ -234,8 +234,12 @@ class DistributedModule(nn.Module):
     def holding_gradients(self) -> AbstractContextManager[None]:
         """Within, backward passes do not reduce the gradients of parameters on data axes; they add them up.
 
-        The first backward pass afterwards reduces the sum and leaves it in `.grad`: enter it around the backward passes
-        of all micro-batches but the last. Parameters whose gradients the generated code reduces are not affected.
+        The first backward pass afterwards reduces the sum: enter it around the backward passes of all micro-batches but
+        the last. Until then `.grad` is a `DTensor` that is `Partial` on these axes, which can be zeroed, scaled and
+        clipped like any other. Parameters whose gradients the generated code reduces are not affected. It may be
+        entered within itself.
+
+        The backward pass raises InputError for a parameter on data axes that has a tensor hook.
         """
         return self._engine.holding_gradients()
 
