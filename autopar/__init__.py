@@ -1,6 +1,7 @@
 """autopar: parallelizes PyTorch models by itself."""
 
 from autopar.api import parallelize, plan
+from autopar.losses import LossOutput
 from autopar.parts import replace_part
 from autopar.precision import Precision
 from autopar.runtime import DistributedModule
@@ -32,6 +33,7 @@ __all__ = [
     "InfeasibleError",
     "InputError",
     "Link",
+    "LossOutput",
     "MeshError",
     "MicroBatchError",
     "Plan",

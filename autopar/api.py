@@ -10,6 +10,7 @@ from autopar.agreement import from_first, gathered, together
 from autopar.build import compile_model
 from autopar.fingerprint import first_difference, structure_fingerprint, values_fingerprint
 from autopar.loading import distribute, refuse_meta
+from autopar.losses import Loss, loss_fingerprint, with_loss
 from autopar.options import Constraints, Options, Recompute
 from autopar.precision import Precision
 from autopar.request import ExampleInputs, MeshLike, make_request
@@ -39,6 +40,7 @@ def plan(
     symbolic: bool | None = None,
     compiled: bool | None = None,
     outputs: str | None = None,
+    loss: Loss | None = None,
 ) -> Plan:
     """Plan how `model` runs on `mesh`. Needs no process group, no GPU, and no values of parameters (`meta` will do).
 
@@ -49,6 +51,7 @@ def plan(
         objective, cluster, memory_limit, optimizer, precision, constraints, plan, discover, micro_batches, recompute,
         symbolic, compiled, outputs,
     )  # fmt: skip
+    model = with_loss(model, loss)
     return compile_model(model, make_request(model, mesh, example_inputs, options)).plan
 
 
@@ -70,6 +73,7 @@ def parallelize(
     symbolic: bool | None = None,
     compiled: bool | None = None,
     outputs: str | None = None,
+    loss: Loss | None = None,
 ) -> DistributedModule:
     """A module that computes what `model` does, on all devices of `mesh`. `model` is left unchanged.
 
@@ -101,6 +105,10 @@ def parallelize(
       Memory is counted as if they were not.
     - `outputs`: "full" returns whole plain tensors, the same on every rank, for a loss or metrics outside of the model
       that every rank computes alike; None and "planned" return each output as a `DTensor` in the plan's layout.
+    - `loss`: a function of the model's output, called as `loss(output, **arguments)`, that returns a scalar. It is
+      traced and planned with the model, which makes a cross entropy in it run on the split vocabulary. The model's
+      forward gets the arguments in its signature, the loss those in its own; calls return a named tuple
+      `(loss, output)`. The loss may hold numbers and tensors, but no parameters.
 
     Raises a subclass of `autopar.AutoparError`, on every rank alike.
     """
@@ -109,6 +117,7 @@ def parallelize(
         symbolic, compiled, outputs,
     )  # fmt: skip
     ranks = mesh if isinstance(mesh, DeviceMesh) else world_mesh(mesh, device_type_of(model))
+    model = together(ranks, lambda: with_loss(model, loss))
     if not isinstance(mesh, DeviceMesh):
         together(ranks, lambda: refuse_other_sizes(mesh, ranks))
     request = together(ranks, lambda: make_request(model, mesh, example_inputs, options, ranks.device_type))
@@ -123,7 +132,7 @@ def parallelize(
 
 def _check_same_model(model: nn.Module, mesh: DeviceMesh) -> None:
     """Raise PlanMismatchError on all ranks if they hold different models."""
-    own = (structure_fingerprint(model), values_fingerprint(model))
+    own = (structure_fingerprint(model), values_fingerprint(model), loss_fingerprint(model))
     every = gathered(mesh, own)
     first = every[0]
     for rank, other in enumerate(every):
@@ -131,6 +140,11 @@ def _check_same_model(model: nn.Module, mesh: DeviceMesh) -> None:
             raise PlanMismatchError(
                 f"ranks hold different models: the one of rank {rank} of the mesh is built otherwise than that of "
                 "rank 0"
+            )
+        if other[2] != first[2]:
+            raise PlanMismatchError(
+                f"ranks pass different losses: the code of the one on rank {rank} of the mesh, or a value that it "
+                "holds, is not that of rank 0"
             )
         name = first_difference(first[1], other[1])
         if name is not None:

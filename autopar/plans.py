@@ -62,6 +62,7 @@ def written_plan(
         compiled=request.compiled,
         discover=request.discover,
         outputs=request.outputs,
+        loss=request.loss,
     )
 
 

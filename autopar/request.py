@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar import huggingface
+from autopar.losses import loss_fingerprint, missing_for_loss
 from autopar.options import OPTIMIZERS, Options, Recompute, settled
 from autopar.precision import Precision
 from autopar.profile import check_machine, known_cluster
@@ -38,6 +39,7 @@ class Request:
     device. `discover` says that ops without a rule are run on shards to find one. `micro_batches` and `recompute` (by
     pattern of regions) are None where the planner is to choose. With `symbolic` costs are given as formulas, too. With
     `compiled` regions are compiled by torch. `outputs` is "planned" or "full": whole on every rank.
+    `loss` is the fingerprint of a loss outside of the model.
     """
 
     mesh: Mesh
@@ -58,6 +60,7 @@ class Request:
     symbolic: bool = False
     compiled: bool = False
     outputs: str = "planned"
+    loss: str = ""
 
     @property
     def optimizer_states(self) -> int:
@@ -86,6 +89,7 @@ def make_request(
     """
     if options.plan is not None:
         check_contents(options.plan)
+        _check_loss(options.plan, loss_fingerprint(model))
     chosen = settled(options)
     shape = read_mesh(mesh)
     any_shape = isinstance(mesh, (int, Cluster))
@@ -102,6 +106,9 @@ def make_request(
         check_machine(cluster, device_type)
     signature = inspect.signature(model.forward)
     inputs = _inputs(model, shape, signature, example_inputs, options.plan, chosen.objective)
+    missing = missing_for_loss(model, inputs) if chosen.objective == "train" else []
+    if missing:
+        raise InputError(f"the loss needs {', '.join(missing)}: add it to example_inputs")
     known = huggingface.is_huggingface(model)
     # A program for inference of a plan for training was traced as it was.
     traced_for = chosen.objective if options.plan is None else options.plan.objective
@@ -129,6 +136,7 @@ def make_request(
         chosen.symbolic,
         chosen.compiled,
         chosen.outputs,
+        loss_fingerprint(model),
     )
 
 
@@ -205,6 +213,18 @@ def _planned_mesh(plan: Plan, devices: Mesh) -> Mesh:
             "plan anew"
         )
     return planned
+
+
+def _check_loss(plan: Plan, loss: str) -> None:
+    """Raise PlanMismatchError where a plan was made with another loss than the one of this fingerprint."""
+    if plan.loss and not loss:
+        raise PlanMismatchError("the plan was made with a loss outside of the model: pass the same one as loss=")
+    if loss and not plan.loss:
+        raise PlanMismatchError("loss= is given, but the plan was made without one: leave loss out, or plan anew")
+    if plan.loss != loss:
+        raise PlanMismatchError(
+            "the plan was made with another loss=: its code, or a value that it holds, differs; plan anew"
+        )
 
 
 def _cluster(options: Options, mesh: MeshLike, device_type: str | None) -> Cluster:

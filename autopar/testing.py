@@ -24,6 +24,7 @@ from autopar.agreement import unpickled
 from autopar.api import parallelize
 from autopar.build import Compiled, compile_model
 from autopar.loading import distribute, refuse_meta
+from autopar.losses import Loss, with_loss
 from autopar.options import OBJECTIVES, Options
 from autopar.ranks import RankError, run_ranks
 from autopar.request import make_request
@@ -205,6 +206,7 @@ def _plan_here(
     Raises RankError, as if it were rank 0.
     """
     try:
+        model = _with_loss(model, options)
         request = make_request(model, mesh, inputs, _options(options))
         refuse_meta(model)
         with _lifting(lifted):
@@ -215,7 +217,13 @@ def _plan_here(
 
 def _options(options: Mapping[str, object]) -> Options:
     """Options of `parallelize` on CPUs."""
-    return Options(**{**options, "cluster": options.get("cluster") or cluster_of_device("cpu")})  # type: ignore[arg-type]
+    given = {name: value for name, value in options.items() if name != "loss"}
+    return Options(**{**given, "cluster": options.get("cluster") or cluster_of_device("cpu")})  # type: ignore[arg-type]
+
+
+def _with_loss(model: nn.Module, options: Mapping[str, object]) -> nn.Module:
+    """The model with the loss outside of it that is among the options, if any is."""
+    return with_loss(model, cast(Loss | None, options.get("loss")))
 
 
 def random_inputs(model: nn.Module, objective: str, batch: int, length: int = 16) -> dict[str, object]:
@@ -266,6 +274,7 @@ def _compare_on_rank(
     """What each rank does."""
     model, inputs = torch.load(io.BytesIO(payload), weights_only=False)
     _known_to_transformers(model)
+    model = _with_loss(model, options)
     compiled = cast(Compiled, unpickled(planned))
     device_mesh = init_device_mesh("cpu", tuple(mesh.values()), mesh_dim_names=tuple(mesh))
     request = make_request(model, device_mesh, inputs, _options(options))
@@ -296,7 +305,7 @@ def compare_on_mesh(
     """
     with _lifting(lifted):
         distributed = parallelize(model, mesh, dict(inputs), **options)  # type: ignore[arg-type]
-    return _compare(model, distributed, inputs, lifted, str(options.get("objective", "train")))
+    return _compare(_with_loss(model, options), distributed, inputs, lifted, str(options.get("objective", "train")))
 
 
 def _compare(

@@ -190,7 +190,8 @@ def _output_names(tree: pytree.TreeSpec) -> tuple[str, ...]:
             yield path
             return
         children = spec.children()
-        keys = spec.context if isinstance(spec.context, (list, tuple)) else ()
+        keys = getattr(spec.context, "_fields", spec.context)
+        keys = keys if isinstance(keys, (list, tuple)) else ()
         named = len(keys) == len(children) and all(isinstance(key, str) for key in keys)
         for index, child in enumerate(children):
             inner = f".{keys[index]}".lstrip("" if path else ".") if named else f"[{index}]"

@@ -20,6 +20,8 @@ def plan_text(plan: Plan) -> str:
     lines = [f"{plan.model}: {axes} on {plan.cluster} ({devices} device{'s' if devices > 1 else ''})"]
     if plan.compiled:
         lines.append("  regions are compiled by torch")
+    if plan.loss:
+        lines.append("  with a loss outside of the model")
     if plan.outputs == "full":
         lines.append("  outputs are whole on every rank")
     for name, item in plan.inputs.items():
