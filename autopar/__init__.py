@@ -8,6 +8,7 @@ from autopar.runtime import DistributedModule
 from passes.cost.cluster import Cluster, Device, Link
 from passes.ir.errors import (
     AutoparError,
+    CacheError,
     CaptureError,
     ClusterError,
     ConstraintError,
@@ -17,12 +18,14 @@ from passes.ir.errors import (
     MeshError,
     MicroBatchError,
     PlanMismatchError,
+    RankFailedError,
     UnsupportedError,
 )
 from passes.ir.plan import Plan
 
 __all__ = [
     "AutoparError",
+    "CacheError",
     "CaptureError",
     "Cluster",
     "ClusterError",
@@ -39,6 +42,7 @@ __all__ = [
     "Plan",
     "PlanMismatchError",
     "Precision",
+    "RankFailedError",
     "UnsupportedError",
     "parallelize",
     "plan",

@@ -14,6 +14,7 @@ import numpy as np
 from passes.cost.devices import DEVICES, LINKS
 from passes.cost.hardware import GIB, Device, Link, Protocol, check_positive
 from passes.ir.errors import ClusterError, MeshError
+from passes.ir.files import write_atomically
 from passes.ir.mesh import Mesh
 
 __all__ = ["CLUSTERS", "GIB", "Cluster", "Device", "Link", "Protocol", "Route", "cluster_of_device", "find_cluster"]
@@ -99,7 +100,7 @@ class Cluster:
 
     def save(self, path: str | Path) -> None:
         """Write the cluster to a JSON file, from which `load` reads it exactly."""
-        Path(path).write_text(json.dumps({"autopar cluster": _FORMAT, **asdict(self)}, indent=1) + "\n")
+        write_atomically(path, json.dumps({"autopar cluster": _FORMAT, **asdict(self)}, indent=1) + "\n")
 
     @classmethod
     def load(cls, path: str | Path) -> "Cluster":

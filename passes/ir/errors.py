@@ -5,6 +5,10 @@ class AutoparError(Exception):
     """Base class: the message says in one sentence what is wrong, where, and what to do."""
 
 
+class CacheError(AutoparError):
+    """Generated source cannot be written to any folder."""
+
+
 class CaptureError(AutoparError):
     """The model cannot be traced, or holds something that cannot be parallelized exactly."""
 
@@ -43,6 +47,10 @@ class MicroBatchError(AutoparError):
 
 class PlanMismatchError(AutoparError):
     """A plan belongs to another model, mesh or version, or the ranks hold different models."""
+
+
+class RankFailedError(AutoparError):
+    """Another rank raised, was interrupted, died, or does not answer in time."""
 
 
 class UnsupportedError(AutoparError):

@@ -3,17 +3,22 @@
 import dataclasses
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeVar
 
 import sympy
 
 from passes.ir.errors import ExpressionError, InfeasibleError, PlanMismatchError
+from passes.ir.files import write_atomically
 from passes.ir.formulas import formula_at, read_formula
 from passes.ir.plan_contents import check_contents
 from passes.ir.plan_json import decode
 from passes.ir.plan_text import plan_text
 from passes.ir.regime import Regime
+
+T = TypeVar("T")
 
 FORMAT_VERSION = 7
 
@@ -217,9 +222,9 @@ class Plan:
         is split still divides, where the model is the same program (no other window, say), and an axis that is larger
         or smaller leaves every other decision as it is.
 
-        Raises ExpressionError for a plan without formulas.
+        Raises ExpressionError for a plan without formulas, PlanMismatchError for damaged ones.
         """
-        return read_formula(self._formulas().memory)
+        return _undamaged(read_formula, self._formulas().memory)
 
     def step_time_expression(self) -> sympy.Expr:
         """Seconds of a step, as a formula in the symbols of `memory_expression`.
@@ -228,16 +233,16 @@ class Plan:
         piece need not be copied to be sent. Axes are symbols only if the mesh lies in one node: how groups lie in
         several has no formula, so for such a mesh they are numbers, the planned ones.
 
-        Raises ExpressionError for a plan without formulas.
+        Raises ExpressionError for a plan without formulas, PlanMismatchError for damaged ones.
         """
-        return read_formula(self._formulas().step_time)
+        return _undamaged(read_formula, self._formulas().step_time)
 
     def max_batch(self) -> int:
         """The largest global batch whose memory, as `memory_expression` has it, fits `memory_limit`, all other sizes
         and decisions as planned: one that everything that is split along the batch still divides.
 
         Raises ExpressionError for a plan without formulas, or where no batch is too large; InfeasibleError where
-        none fits.
+        none fits; PlanMismatchError for damaged formulas.
         """
         found = self._formulas()
         if BATCH not in found.sizes:
@@ -248,7 +253,8 @@ class Plan:
         least = found.sizes[BATCH] % step or step
 
         def missing(steps: int) -> float:
-            return formula_at(found.memory, {**found.sizes, BATCH: least + steps * step}) - self.memory_limit
+            sizes = {**found.sizes, BATCH: least + steps * step}
+            return _undamaged(partial(formula_at, sizes=sizes), found.memory) - self.memory_limit
 
         if missing(0) > 0:
             raise InfeasibleError(
@@ -274,9 +280,8 @@ class Plan:
         return json.dumps(dataclasses.asdict(self), indent=1) + "\n"
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the plan to a file, as JSON."""
-        with open(path, "w", encoding="utf-8") as file:
-            file.write(self.to_json())
+        """Write the plan to a file, as JSON: all of it, or, where that raises OSError, nothing."""
+        write_atomically(path, self.to_json())
 
     @classmethod
     def from_json(cls, text: str) -> "Plan":
@@ -317,3 +322,11 @@ class Plan:
             raise PlanMismatchError(f"{os.fspath(path)}: this is no plan: not UTF-8 ({error})") from None
         except PlanMismatchError as error:
             raise PlanMismatchError(f"{os.fspath(path)}: {error}") from None
+
+
+def _undamaged(read: Callable[[str], T], formula: str) -> T:
+    """`read(formula)`. Raises PlanMismatchError where the plan's text is no formula."""
+    try:
+        return read(formula)
+    except ValueError as error:
+        raise PlanMismatchError(f"the plan is damaged: in its formulas, {error}") from None

@@ -248,3 +248,11 @@ def test_plans_without_formulas_say_how_to_get_them() -> None:
     """They are made where asked."""
     with pytest.raises(ExpressionError, match="symbolic=True"):
         example().memory_expression()
+
+
+@pytest.mark.parametrize("formula", ["9**9**9", "batch**batch", "import os", "batch/0"])
+def test_damaged_formulas_are_told(formula: str) -> None:
+    plan = with_formulas(formula)
+    for read in (plan.memory_expression, plan.max_batch):
+        with pytest.raises(PlanMismatchError, match=r"the plan is damaged: in its formulas, .* is no formula"):
+            read()
