@@ -1,58 +1,118 @@
-"""How ranks agree: one may compute for all, and an error of one is an error of all."""
+"""How ranks agree: one rank may compute for all, and an error of one rank is an error of all.
+
+Everything here is sent over the mesh's CPU group, so that the device is not waited for. Every rank of the mesh calls
+these functions in the same order, with the same `stage`: what the ranks are doing, for messages ("planning the model").
+"""
 
 import pickle
 import traceback
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TypeVar, cast
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+
+from autopar.runtime.failures import naming_collectives
+from autopar.runtime.groups import cpu_group, ranks_of
+from passes.ir.errors import AutoparError, RankFailedError
 
 T = TypeVar("T")
 
 
-def together(mesh: DeviceMesh, run: Callable[[], T]) -> T:
-    """Run on every rank; if it raises on any, raise on all."""
+@dataclass(frozen=True)
+class _Raised:
+    """An exception of one rank for the others: `error` is pickled, or None where it is not autopar's own."""
+
+    rank: int
+    error: bytes | None
+    said: str
+    trace: str
+
+    @classmethod
+    def of(cls, rank: int, error: BaseException) -> "_Raised":
+        trace = "".join(traceback.format_exception(error))
+        return cls(rank, _pickled(error), f"{type(error).__name__}: {error}".rstrip(": "), trace)
+
+    def again(self, stage: str, *, for_all: bool) -> AutoparError:
+        """The exception that another rank raises. One of what was computed `for_all` names no rank."""
+        error: AutoparError
+        if self.error is None:
+            ended = "was interrupted" if self.said.startswith(_INTERRUPTS) else "failed"
+            error = RankFailedError(f"rank {self.rank} of the mesh {ended} while {stage}: {self.said}")
+            error.add_note(f"On rank {self.rank} of the mesh:\n{self.trace}")
+            return error
+        error = cast(AutoparError, unpickled(self.error))
+        if not for_all:
+            error.args = (f"{error} (raised on rank {self.rank} of the mesh, while {stage})", *error.args[1:])
+        return error
+
+
+_INTERRUPTS = (KeyboardInterrupt.__name__, SystemExit.__name__)
+
+
+def together(mesh: DeviceMesh, run: Callable[[], T], stage: str = "parallelizing the model") -> T:
+    """Run on every rank; if it raises on any, raise on all.
+
+    A rank whose own call raised raises that; the others raise the error of the first rank that failed: the same
+    AutoparError, or RankFailedError for any other exception, which includes KeyboardInterrupt and SystemExit.
+    """
     result: list[T] = []
-    error: Exception | None = None
+    error: BaseException | None = None
     try:
         result.append(run())
-    except Exception as raised:
+    except BaseException as raised:
+        # An interrupt too: it is told to the others before it goes on.
         error = raised
-    errors = gathered(mesh, None if error is None else _sendable(error))
+    failure = None if error is None else _Raised.of(_place(mesh), error)
+    failures = [item for item in gathered(mesh, failure, stage) if item is not None]
     if error is not None:
         raise error
-    for other in errors:
-        if isinstance(other, Exception):
-            raise other
+    for other in failures:
+        raise other.again(stage, for_all=False)
     return result[0]
 
 
-def from_first(mesh: DeviceMesh, run: Callable[[], T]) -> T:
-    """Run on the first rank alone; every rank gets what it returned, or raises what it raised."""
-    result: T | Exception | None = None
-    sent = b""
-    coordinate = mesh.get_coordinate()
-    assert coordinate is not None
-    if not any(coordinate):
+def from_first(mesh: DeviceMesh, run: Callable[[], T], stage: str = "planning the model") -> T:
+    """Run on the first rank alone; every rank gets what it returned, or raises what it raised.
+
+    The others raise RankFailedError where the first raised another exception than an AutoparError, or was interrupted.
+    """
+    first = _place(mesh) == 0
+    result: list[T] = []
+    error: BaseException | None = None
+    sent: tuple[bytes, _Raised | None] = (b"", None)
+    if first:
         try:
-            result = run()
-            sent = pickle.dumps(result)
-        except Exception as error:
-            result = _sendable(error)
-            sent = pickle.dumps(result)
-    for axis in range(mesh.ndim):
-        group = mesh.get_group(axis)
-        box = [sent]
-        dist.broadcast_object_list(box, src=dist.get_global_rank(group, 0), group=group)
-        sent = box[0]
-    if any(coordinate):
-        result = cast(T | Exception, unpickled(sent))
-    if isinstance(result, Exception):
-        raise result
-    assert result is not None
-    return result
+            result.append(run())
+            sent = pickle.dumps(result[0]), None
+        except BaseException as raised:
+            error = raised
+            sent = b"", _Raised.of(0, raised)
+    box = [sent]
+    with naming_collectives(stage):
+        dist.broadcast_object_list(box, src=ranks_of(mesh)[0], group=cpu_group(mesh), device=torch.device("cpu"))
+    if error is not None:
+        raise error
+    if first:
+        return result[0]
+    payload, failure = box[0]
+    if failure is not None:
+        raise failure.again(stage, for_all=True)
+    return cast(T, unpickled(payload))
+
+
+def gathered(mesh: DeviceMesh, item: T, stage: str = "comparing ranks") -> list[T]:
+    """The items of all ranks of the mesh, in its order."""
+    ranks = ranks_of(mesh)
+    items: list[T | None] = [None] * len(ranks)
+    with naming_collectives(stage):
+        dist.all_gather_object(items, item, group=cpu_group(mesh))
+    # The group has them in the order of the ranks' numbers.
+    by_rank = dict(zip(sorted(ranks), items, strict=True))
+    return [cast(T, by_rank[rank]) for rank in ranks]
 
 
 def unpickled(sent: bytes) -> object:
@@ -64,22 +124,19 @@ def unpickled(sent: bytes) -> object:
         return found
 
 
-def _sendable(error: Exception) -> Exception:
-    """An exception as it is, if it can travel to other ranks, or one that says what it said."""
+def _place(mesh: DeviceMesh) -> int:
+    """The position of this rank in the mesh."""
+    return ranks_of(mesh).index(dist.get_rank())
+
+
+def _pickled(error: BaseException) -> bytes | None:
+    """An error of autopar, if it can travel to other ranks."""
+    if not isinstance(error, AutoparError):
+        return None
     try:
-        pickle.loads(pickle.dumps(error))
+        sent = pickle.dumps(error)
+        pickle.loads(sent)
     except Exception:
-        # Whatever keeps it from being sent, what it says is sent as text.
-        return RuntimeError("".join(traceback.format_exception(error)))
-    return error
-
-
-def gathered(mesh: DeviceMesh, item: T) -> list[T]:
-    """What every rank of the mesh has, in the order of ranks."""
-    items = [item]
-    for axis in reversed(range(mesh.ndim)):
-        group = mesh.get_group(axis)
-        boxes: list[list[T]] = [[] for _ in range(group.size())]
-        dist.all_gather_object(boxes, items, group=group)
-        items = [item for box in boxes for item in box]
-    return items
+        # Whatever keeps it from being sent, its message is sent as text.
+        return None
+    return sent

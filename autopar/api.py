@@ -9,14 +9,25 @@ from torch.distributed.device_mesh import DeviceMesh
 from autopar.agreement import from_first, gathered, together
 from autopar.build import compile_model
 from autopar.fingerprint import first_difference, structure_fingerprint, values_fingerprint
-from autopar.loading import distribute, refuse_meta
+from autopar.loading import distribute, make_groups, refuse_meta
 from autopar.losses import Loss, loss_fingerprint, with_loss
 from autopar.options import Constraints, Options, Recompute
 from autopar.precision import Precision
 from autopar.request import ExampleInputs, MeshLike, make_request
 from autopar.runtime import DistributedModule
+from autopar.runtime.failures import naming_collectives
+from autopar.runtime.groups import take_job_timeout
 from autopar.sizes import AnySizes
-from autopar.world import device_type_of, found_mesh, refuse_other_sizes, world_mesh
+from autopar.world import (
+    described_device,
+    device_type_of,
+    found_mesh,
+    local_device,
+    refuse_other_sizes,
+    refuse_shared_devices,
+    refuse_strangers,
+    world_mesh,
+)
 from passes.cost.cluster import Cluster
 from passes.ir.errors import PlanMismatchError
 from passes.ir.plan import Plan
@@ -116,24 +127,46 @@ def parallelize(
         objective, cluster, memory_limit, optimizer, precision, constraints, plan, discover, micro_batches, recompute,
         symbolic, compiled, outputs,
     )  # fmt: skip
-    ranks = mesh if isinstance(mesh, DeviceMesh) else world_mesh(mesh, device_type_of(model))
-    model = together(ranks, lambda: with_loss(model, loss))
-    if not isinstance(mesh, DeviceMesh):
-        together(ranks, lambda: refuse_other_sizes(mesh, ranks))
-    request = together(ranks, lambda: make_request(model, mesh, example_inputs, options, ranks.device_type))
-    together(ranks, lambda: refuse_meta(model))
+    ranks = _checked_ranks(mesh, model)
+    model = together(ranks, lambda: with_loss(model, loss), "checking the loss")
+    request = together(
+        ranks, lambda: make_request(model, mesh, example_inputs, options, ranks.device_type), "checking the arguments"
+    )
+    together(ranks, lambda: refuse_meta(model), "checking the model")
     _check_same_model(model, ranks)
-    made = from_first(ranks, lambda: compile_model(model, request, both_modes=True))
+    made = from_first(ranks, lambda: compile_model(model, request, both_modes=True), "planning the model")
+    with naming_collectives("making the process groups of the plan"):
+        if not isinstance(mesh, DeviceMesh):
+            ranks, shape = found_mesh(made.plan, ranks.device_type)
+            request = replace(request, mesh=shape, any_shape=False)
+        make_groups(made, ranks)
+    return together(
+        ranks,
+        lambda: distribute(model, made, request, ranks, AnySizes(model, made, request, ranks)),
+        "loading parameters and generated source",
+    )
+
+
+def _checked_ranks(mesh: DeviceMesh | int | Cluster, model: nn.Module) -> DeviceMesh:
+    """The ranks that `mesh` asks for. Raises MeshError where these are others, or two of them share a device."""
+    ranks = mesh if isinstance(mesh, DeviceMesh) else world_mesh(mesh, device_type_of(model))
+    refuse_strangers(ranks)
+    take_job_timeout(ranks)
     if not isinstance(mesh, DeviceMesh):
-        ranks, shape = found_mesh(made.plan, ranks.device_type)
-        request = replace(request, mesh=shape, any_shape=False)
-    return distribute(model, made, request, ranks, AnySizes(model, made, request, ranks))
+        together(ranks, lambda: refuse_other_sizes(mesh, ranks), "checking the mesh")
+    stage = "comparing the devices of the ranks"
+    device = together(ranks, lambda: described_device(local_device(ranks.device_type)), stage)
+    refuse_shared_devices(gathered(ranks, device, stage))
+    return ranks
 
 
 def _check_same_model(model: nn.Module, mesh: DeviceMesh) -> None:
     """Raise PlanMismatchError on all ranks if they hold different models."""
-    own = (structure_fingerprint(model), values_fingerprint(model), loss_fingerprint(model))
-    every = gathered(mesh, own)
+    stage = "comparing the models of the ranks"
+    own = together(
+        mesh, lambda: (structure_fingerprint(model), values_fingerprint(model), loss_fingerprint(model)), stage
+    )
+    every = gathered(mesh, own, stage)
     first = every[0]
     for rank, other in enumerate(every):
         if other[0] != first[0]:

@@ -1,8 +1,6 @@
 """From a plan and its source to a module that runs."""
 
-import os
 import sys
-import tempfile
 from hashlib import sha256
 from pathlib import Path
 from types import ModuleType
@@ -13,10 +11,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar import huggingface
 from autopar.build import Compiled
+from autopar.cache import write_source
 from autopar.placing import placed_parts
 from autopar.request import Request
 from autopar.runtime import CompiledProgram, DistributedModule, LoadedProgram, OtherSizes, Region
 from autopar.runtime.engine import Engine
+from autopar.runtime.groups import axes_group
+from autopar.world import local_device
 from passes.ir.errors import CaptureError
 
 
@@ -29,15 +30,27 @@ def refuse_meta(model: nn.Module) -> None:
             )
 
 
+def make_groups(compiled: Compiled, mesh: DeviceMesh) -> None:
+    """Make the process groups over several axes that `distribute` needs. Collective over the mesh.
+
+    They are made before anything that one rank alone may fail in, so that no rank waits for another one here.
+    """
+    for group in compiled.groups:
+        for axes in (group.sharded, group.replicated):
+            if axes:
+                axes_group(mesh, axes)
+
+
 def distribute(
     model: nn.Module, compiled: Compiled, request: Request, mesh: DeviceMesh, other_sizes: OtherSizes
 ) -> DistributedModule:
-    """The module of one rank: its part of every parameter, and the generated programs."""
+    """The module of one rank: its part of every parameter, and the generated programs.
+
+    Nothing is sent between ranks, apart from process groups that `make_groups` has not made.
+    """
     if huggingface.is_huggingface(model):
         huggingface.register_caches(model)
-    device = torch.device(mesh.device_type)
-    if device.type == "cuda":
-        device = torch.device("cuda", torch.cuda.current_device())
+    device = local_device(mesh.device_type)
     engine = Engine(mesh)
     root = placed_parts(model, compiled.stored, compiled.groups, request, mesh, device, engine)
     loaded = {name: load(program, name) for name, program in compiled.programs.items()}
@@ -65,14 +78,12 @@ def compile_regions(module: ModuleType) -> None:
 
 
 def load_source(source: str, name: str) -> tuple[Path, ModuleType]:
-    """Write generated source to a file, so that tracebacks and debuggers show it, and import it from there."""
+    """Write generated source to a file, so that tracebacks and debuggers show it, and import it from memory.
+
+    Raises CacheError where it cannot be written.
+    """
     digest = sha256(source.encode()).hexdigest()[:16]
-    folder = Path(tempfile.gettempdir()) / f"autopar-{os.getuid() if hasattr(os, 'getuid') else 'user'}" / digest
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{name.lower()}.py"
-    scratch = folder / f".{name.lower()}.{os.getpid()}"
-    scratch.write_text(source, encoding="utf-8")
-    scratch.replace(path)
+    path = write_source(f"{name.lower()[:100]}_{digest}.py", source)
     module = ModuleType(f"autopar_generated_{digest}_{name}")
     module.__file__ = str(path)
     sys.modules[module.__name__] = module

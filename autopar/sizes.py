@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
-from autopar.agreement import from_first, gathered
+from autopar.agreement import from_first, gathered, together
 from autopar.build import Compiled, frozen, planned, solve_held, tracing
 from autopar.clock import Clock
 from autopar.loading import load
@@ -57,7 +57,9 @@ class AnySizes:
         Raises InputError where the model cannot run at these sizes, or ranks are called with different ones.
         """
         every = gathered(
-            self._mesh, (name, count, dict(shapes), {given: value.tolist() for given, value in values.items()})
+            self._mesh,
+            (name, count, dict(shapes), {given: value.tolist() for given, value in values.items()}),
+            "comparing the sizes of the inputs",
         )
         for rank, other in enumerate(every):
             if other != every[0]:
@@ -65,7 +67,10 @@ class AnySizes:
                     f"ranks are called with different sizes: rank {rank} of the mesh with {other}, rank 0 with "
                     f"{every[0]}; pass the same global batch on every rank, or from_local() of equal parts"
                 )
-        return load(from_first(self._mesh, lambda: self._compiled(name, shapes, values, count)), name)
+        program = from_first(
+            self._mesh, lambda: self._compiled(name, shapes, values, count), "planning for other sizes of the inputs"
+        )
+        return together(self._mesh, lambda: load(program, name), "loading generated source")
 
     def _compiled(
         self, name: str, shapes: Mapping[str, Shape], values: Mapping[str, torch.Tensor], count: int

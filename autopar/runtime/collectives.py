@@ -28,6 +28,7 @@ import torch.distributed._functional_collectives
 from torch import Tensor
 
 from autopar.runtime.axis import Axis
+from autopar.runtime.failures import is_collective_failure, rank_failure
 from autopar.runtime.saving import note_made
 from passes.ir.layout import Letter, parse_letter
 from passes.ir.redistribution import COLLECTIVES
@@ -87,6 +88,16 @@ def run_change(tensor: Tensor, group: str, size: int, rank: int, source: Letter,
         # Not every backend sends complex numbers: pairs of real ones lie in a last dim, which is never split.
         pairs = run_change(torch.view_as_real(tensor.resolve_conj()), group, size, rank, source, target)
         return torch.view_as_complex(pairs.contiguous())
+    try:
+        return _run_change(tensor, group, size, rank, source, target)
+    except RuntimeError as error:
+        # A plain `loss.backward()` passes through no code of ours but this.
+        if not is_collective_failure(error):
+            raise
+        raise rank_failure(error, f"a redistribution from {source} to {target}") from error
+
+
+def _run_change(tensor: Tensor, group: str, size: int, rank: int, source: Letter, target: Letter) -> Tensor:
     kinds = source.kind, target.kind
     collective = COLLECTIVES[kinds]
     if collective == "all_gather":

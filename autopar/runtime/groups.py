@@ -12,6 +12,8 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import Store
+from torch.distributed.constants import default_pg_nccl_timeout, default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
 
 
@@ -23,6 +25,11 @@ class _Key:
     backend: str | None
     purpose: str
 
+
+# Timeouts of groups that were made without one: of gloo, and of NCCL.
+_DEFAULT_TIMEOUTS = frozenset(
+    limit for limit in (default_pg_timeout, default_pg_nccl_timeout) if isinstance(limit, timedelta)
+)
 
 # Groups belong to the job, not to a module, so they are kept per process. They are keyed by the default process group,
 # weakly: after destroy_process_group() it is gone, and so are they; the next one gets its own.
@@ -79,6 +86,30 @@ def group_timeout(group: dist.ProcessGroup) -> timedelta | None:
         if isinstance(timeout, timedelta):
             return timeout
     return None
+
+
+def take_job_timeout(mesh: DeviceMesh) -> None:
+    """Let the groups of the mesh's axes have the timeout of the job where they have torch's default.
+
+    `init_device_mesh` takes no timeout, and makes its groups without that of `init_process_group`. torch has no public
+    way to change it: `_set_pg_timeout` is that of torch 2.11 to 2.13.
+    """
+    timeout = job_timeout()
+    for axis in range(mesh.ndim):
+        group = mesh.get_group(axis)
+        if timeout is not None and group_timeout(group) in _DEFAULT_TIMEOUTS - {timeout}:
+            dist.distributed_c10d._set_pg_timeout(timeout, group)
+
+
+def job_store() -> Store | None:
+    """The key-value store of the default process group, which every rank can read and write; None without one.
+
+    torch has no public way to it: `_get_default_store` is that of torch 2.11 to 2.13.
+    """
+    if not dist.is_initialized():
+        return None
+    store: Store = dist.distributed_c10d._get_default_store()
+    return store
 
 
 def _default_group() -> dist.ProcessGroup:

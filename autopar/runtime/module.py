@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from autopar.runtime.axis import axes_of
 from autopar.runtime.call import CallPath, PreparedCall
 from autopar.runtime.engine import Engine
+from autopar.runtime.failures import FailureReports
 from autopar.runtime.generated import Container, LoadedProgram, OtherSizes, local
 from autopar.runtime.loaders import planned_parts
 from autopar.runtime.outputs import loss_of, output_of
@@ -30,6 +31,7 @@ _OWN = (
     "_calls",
     "_device",
     "_engine",
+    "_failures",
     "_mesh",
     "_original",
     "_plan",
@@ -81,6 +83,7 @@ class DistributedModule(nn.Module):
         self._device = device
         self._plan = plan
         self._random = Randomness(seed)
+        self._failures = FailureReports(plan.model)
         self._refused = ""
         self._original: nn.Module | None = None
         # The parts of the model are this module's own: the container is none of them.
@@ -170,6 +173,10 @@ class DistributedModule(nn.Module):
         """
         return planned_parts(batch, self._programs.planned(self._mode()).compiled, self._mesh, self._device)
 
+    def __call__(self, *args: object, **kwargs: object) -> object:
+        """Run `forward` and the hooks of the module. Raises RankFailedError where a collective fails."""
+        return self._failures.run(super().__call__, *args, **kwargs)
+
     def forward(self, *args: object, **kwargs: object) -> object:
         """Run the plan on the global batch.
 
@@ -205,6 +212,9 @@ class DistributedModule(nn.Module):
 
         Raises InputError if the output has no loss, and what a call raises.
         """
+        return self._failures.run(self._forward_backward, *args, **kwargs)
+
+    def _forward_backward(self, *args: object, **kwargs: object) -> object:
         micro_batches = self._programs.planned(self._mode()).compiled.micro_batches
         if micro_batches is not None:
             return self._in_micro_batches(self._calls.prepared(self._mode(), micro_batches.count, args, kwargs))
