@@ -6,7 +6,7 @@ import io
 import pickle
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from math import prod
 from typing import Any, cast
@@ -26,11 +26,13 @@ from autopar.build import Compiled, compile_model
 from autopar.loading import distribute, refuse_meta
 from autopar.losses import Loss, with_loss
 from autopar.options import OBJECTIVES, Options
+from autopar.randomness import RandomOps, WithoutDropout
 from autopar.ranks import RankError, run_ranks
 from autopar.request import make_request
 from autopar.runtime import DistributedModule
 from autopar.sizes import AnySizes
 from passes.cost.cluster import Cluster, cluster_of_device
+from passes.ir.errors import UnsupportedError
 
 __all__ = [
     "Comparison",
@@ -113,7 +115,11 @@ def assert_equivalent(
     split that can be. Without `example_inputs` a Hugging Face model gets random ones. Prints the worst tensor, and
     returns the (first) comparison.
 
-    Raises AssertionError where a tensor is off by more than `rtol`, or is there on one side only.
+    A model in evaluation (`model.eval()`) is compared in evaluation, without gradients where its evaluation has none.
+    Dropout is off on both sides in any case.
+
+    Raises AssertionError where a tensor is off by more than `rtol`, or is there on one side only; UnsupportedError,
+    which names the ops, for a model that draws random numbers otherwise.
     """
     sizes = dict(mesh or {"dp": 2, "tp": 2})
     model = model_or_factory if isinstance(model_or_factory, nn.Module) else model_or_factory()
@@ -122,6 +128,7 @@ def assert_equivalent(
     inputs = _by_name(model, example_inputs) if example_inputs is not None else None
     if inputs is None:
         inputs = random_inputs(model, objective, prod(sizes.values()))
+    _refuse_random(copy.deepcopy(model).to(dtype), _cast(inputs, dtype), objective, options)
     first: Comparison | None = None
     for lifted, tolerance in ((True, rtol), (False, max(rtol, _FLOAT32_TOLERANCE))):
         comparison = compare(model, sizes, inputs, dtype, lifted=lifted, **options)
@@ -147,9 +154,10 @@ def compare(
     lifted: bool = True,
     **options: object,
 ) -> Comparison:
-    """Run `model` and its parallelized self on gloo ranks and return all errors.
+    """Run `model` and its parallelized self on gloo ranks, without dropout, and return all errors.
 
-    With `lifted` what the model casts to float32 is lifted to `dtype` on both sides.
+    A model in evaluation is compared in evaluation. With `lifted` what the model casts to float32 is lifted to `dtype`
+    on both sides.
     """
     model, inputs = copy.deepcopy(model).to(dtype), _cast(inputs, dtype)
     stream = io.BytesIO()
@@ -209,7 +217,7 @@ def _plan_here(
         model = _with_loss(model, options)
         request = make_request(model, mesh, inputs, _options(options))
         refuse_meta(model)
-        with _lifting(lifted):
+        with _comparable(lifted):
             return pickle.dumps(compile_model(model, request, both_modes=True))
     except Exception as error:
         raise RankError(f"rank 0: {traceback.format_exc()}") from error
@@ -274,13 +282,14 @@ def _compare_on_rank(
     """What each rank does."""
     model, inputs = torch.load(io.BytesIO(payload), weights_only=False)
     _known_to_transformers(model)
+    training = options.get("objective", "train") == "train" and model.training
     model = _with_loss(model, options)
     compiled = cast(Compiled, unpickled(planned))
     device_mesh = init_device_mesh("cpu", tuple(mesh.values()), mesh_dim_names=tuple(mesh))
     request = make_request(model, device_mesh, inputs, _options(options))
     any_sizes = AnySizes(model, compiled, request, device_mesh)
     distributed = distribute(model, compiled, request, device_mesh, any_sizes)
-    return _compare(model, distributed, inputs, lifted, str(request.objective))
+    return _compare(model, distributed, inputs, lifted, training)
 
 
 def _known_to_transformers(model: nn.Module) -> None:
@@ -303,9 +312,10 @@ def compare_on_mesh(
 
     What the model casts to float32 is lifted to `lifted`. Gradients are left in the model.
     """
-    with _lifting(lifted):
+    with _comparable(lifted):
         distributed = parallelize(model, mesh, dict(inputs), **options)  # type: ignore[arg-type]
-    return _compare(_with_loss(model, options), distributed, inputs, lifted, str(options.get("objective", "train")))
+    training = options.get("objective", "train") == "train"
+    return _compare(_with_loss(model, options), distributed, inputs, lifted, training)
 
 
 def _compare(
@@ -313,21 +323,22 @@ def _compare(
     distributed: DistributedModule,
     inputs: Mapping[str, object],
     lifted: torch.dtype | None,
-    objective: str,
+    training: bool,
 ) -> Comparison:
-    """Run a model and its distributed self on the same inputs; through micro-batches where these are planned."""
-    settings: dict[str, object] = {}
-    if huggingface.is_huggingface(model):
-        huggingface.register_caches(model)
-        settings = huggingface.settings(model, inputs, objective)
-    model.train(objective == "train")
-    with _lifting(lifted), torch.set_grad_enabled(objective == "train"):
+    """Run a model and its distributed self on the same inputs, in training or in evaluation; through micro-batches
+    where these are planned."""
+    objective = distributed.plan.objective
+    settings = _settings(model, inputs, objective)
+    model.train(training)
+    distributed.train(training)
+    with _comparable(lifted), torch.set_grad_enabled(objective == "train"):
         expected = model(**inputs, **settings)
-    in_parts = distributed.plan.programs[objective].micro_batches > 1
-    got = distributed.forward_backward(**inputs) if in_parts else distributed(**inputs)
+    in_parts = training and distributed.plan.programs[objective].micro_batches > 1
+    with _comparable(None):
+        got = distributed.forward_backward(**inputs) if in_parts else distributed(**inputs)
     errors = dict(_output_errors(got, expected))
     errors.update(_buffer_errors(distributed, model))
-    if objective == "train":
+    if training or (objective == "train" and _differentiable(got)):
         if not in_parts:
             _backward(got)
         _backward(expected)
@@ -335,8 +346,38 @@ def _compare(
     return Comparison(errors)
 
 
-def _lifting(dtype: torch.dtype | None) -> AbstractContextManager[object]:
-    return nullcontext() if dtype is None else LiftFloat32(dtype)
+def _settings(model: nn.Module, inputs: Mapping[str, object], objective: str) -> Mapping[str, object]:
+    """Further arguments that a model of Hugging Face is called with when it is traced."""
+    if not huggingface.is_huggingface(model):
+        return {}
+    huggingface.register_caches(model)
+    return huggingface.settings(model, inputs, objective)
+
+
+def _refuse_random(
+    model: nn.Module, inputs: Mapping[str, object], objective: str, options: Mapping[str, object]
+) -> None:
+    """Raise UnsupportedError if `model`, which is changed, draws random numbers for anything but dropout."""
+    model.train(objective == "train" and model.training)
+    whole = _with_loss(model, options)
+    with _comparable(None), torch.no_grad(), RandomOps() as random:
+        whole(**inputs, **_settings(whole, inputs, objective))
+    if random.found:
+        raise UnsupportedError(
+            f"{type(model).__name__} cannot be compared with itself, because it draws random numbers: "
+            f"{', '.join(random.found)}; switch that off, as dropout is"
+        )
+
+
+@contextmanager
+def _comparable(lifted: torch.dtype | None) -> Iterator[None]:
+    """Within, dropout is off, and what a model casts to float32 is lifted to `lifted`."""
+    with WithoutDropout(), nullcontext() if lifted is None else LiftFloat32(lifted):
+        yield
+
+
+def _differentiable(output: object) -> bool:
+    return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves(output))
 
 
 def _output_errors(got: object, expected: object) -> Iterator[tuple[str, float]]:
