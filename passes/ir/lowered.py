@@ -62,6 +62,18 @@ class Change:
     dtypes: tuple[torch.dtype | None, torch.dtype | None] = (None, None)
     engine: int = 0
 
+    @property
+    def step_dtypes(self) -> tuple[tuple[torch.dtype | None, torch.dtype | None], ...]:
+        """For each step in the generated code, what it casts to first, and what its gradient is reduced in.
+
+        The cast is made by the first step that sends anything, or else by the last one: a gradient that has been
+        reduced is rounded to the dtype before the cast only, not between the reductions on two axes.
+        """
+        steps, (compute, reduce) = self.steps[self.engine :], self.dtypes
+        moving = [number for number, step in enumerate(steps) if step.moves]
+        cast = moving[0] if moving else len(steps) - 1
+        return tuple((compute if number == cast and not self.engine else None, reduce) for number in range(len(steps)))
+
 
 @dataclass(frozen=True)
 class Loop:

@@ -227,12 +227,12 @@ class Code:
             target = self.names.fresh(base, item.result)
         if item.parameter:
             self.weights.add(item.result)
-        compute, reduce = item.dtypes if not item.engine else (None, item.dtypes[1])
         note = self.note(item.result)
         if not steps:
+            compute = None if item.engine else item.dtypes[0]
             self.lines += statement(INDENT, target, right if compute is None else f"{right}.to({compute})", note)
-        for number, step in enumerate(steps):
-            dtypes = f", dtype={compute}" if compute is not None and number == 0 else ""
+        for number, (step, (compute, reduce)) in enumerate(zip(steps, item.step_dtypes, strict=True)):
+            dtypes = f", dtype={compute}" if compute is not None else ""
             dtypes += f", grad_dtype={reduce}" if reduce is not None else ""
             comment = note if number == len(steps) - 1 else ""
             self.lines += statement(INDENT, target, self.step(step, right, item.again, dtypes), comment)

@@ -138,16 +138,13 @@ class Forward:
 
     def change(self, statement: Change, value: Value, hold: Callable[[Value], object]) -> Value:
         """What the generated code makes of a value in a redistribution; `hold` is called with what each step makes."""
-        compute, reduce = statement.dtypes
-        if statement.engine:
-            compute = None
         name = f"{'gather' if statement.parameter else 'redistribution'} of {statement.source}"
         texts = [
-            self.prober.change(step, (compute if number == 0 else None, reduce))
-            for number, step in enumerate(statement.steps[statement.engine :])
+            self.prober.change(step, dtypes)
+            for step, dtypes in zip(statement.steps[statement.engine :], statement.step_dtypes, strict=True)
         ]
         if not texts and not statement.engine:
-            texts = [f"x0.to({compute})"]
+            texts = [f"x0.to({statement.dtypes[0]})"]
         for text in texts:
             (result,) = self.run(name, text, [value], 1, COMMUNICATION)
             if result.storage is not value.storage:
