@@ -1,7 +1,11 @@
 """The table of faults in docs/faults.md: what one rank does wrong, and the error that all others end with."""
 
 import contextlib
+import errno
+import json
+import os
 import re
+import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
@@ -15,7 +19,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
-from autopar.testing import run_ranks
+from autopar.cache import _replace as _really_replace
+from autopar.testing import RankError, run_ranks
 from tests.models import Stack
 
 RANKS = 2
@@ -156,6 +161,50 @@ def _stages() -> dict[str, Ended]:
     return results
 
 
+# --- disks ------------------------------------------------------------------------------------------------------------
+
+
+def test_disks_that_cannot_be_written_on_one_rank() -> None:
+    """Another folder serves; where there is none, all ranks are told."""
+    results = run_ranks(_disks, RANKS)
+    for name in ("unwritable", "full"):
+        assert [item[name] for item in results] == [("", "")] * RANKS
+    for item in results:
+        kind, said = item["no folder"]
+        assert kind == "CacheError"
+        assert "neither to the cache nor to a temporary folder" in said
+        assert "set AUTOPAR_CACHE to a folder on another disk" in said
+    assert "(raised on rank 1 of the mesh, while loading parameters and generated source)" in results[0]["no folder"][1]
+
+
+def _disks() -> dict[str, Ended]:
+    broken, results = dist.get_rank() == 1, {}
+    with mock.patch.dict(os.environ, {"AUTOPAR_CACHE": "/proc/none"} if broken else {}):
+        results["unwritable"] = ended(parallelized)
+        with mock.patch("autopar.cache._temporary_folder", return_value=Path("/proc/none")) if broken else _nothing():
+            results["no folder"] = ended(parallelized)
+    with mock.patch("autopar.cache._replace", _full_at_first()) if broken else _nothing():
+        results["full"] = ended(parallelized)
+    return results
+
+
+def _nothing() -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext()
+
+
+def _full_at_first() -> Callable[..., None]:
+    """A disk that is full where the cache is, and not where temporary folders are."""
+    seen: list[object] = []
+
+    def replace(*args: object) -> None:
+        seen.append(args)
+        if len(seen) == 1:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        _really_replace(*args)
+
+    return replace
+
+
 # --- within a call ----------------------------------------------------------------------------------------------------
 
 
@@ -257,3 +306,79 @@ def test_an_exception_within_a_call_ends_the_others_at_the_timeout(tmp_path: Pat
 @pytest.mark.slow
 def test_other_exceptions_within_calls(tmp_path: Path) -> None:
     _check_calls(tmp_path, list(MORE_CALLS))
+
+
+# --- killed -----------------------------------------------------------------------------------------------------------
+
+
+def _die(*_: object, **__: object) -> object:
+    os.kill(os.getpid(), signal.SIGKILL)
+    return None
+
+
+def _die_in(target: str) -> None:
+    with mock.patch(target, _die) if dist.get_rank() == KILLED else contextlib.nullcontext():
+        parallelized()
+
+
+def _die_in_forward() -> None:
+    module = parallelized()
+    if dist.get_rank() == KILLED:
+        module.register_forward_pre_hook(_die)
+    module(**inputs())
+
+
+def _die_in_backward() -> None:
+    output = parallelized()(**inputs())
+    if dist.get_rank() == KILLED:
+        output["loss"].register_hook(_die)
+    output["loss"].backward()
+
+
+# What the others do when the first rank, which plans and keeps the store, is killed.
+KILLED = 0
+DEATHS: Mapping[str, tuple[Callable[[], None], str]] = {
+    "planning": (partial(_die_in, "autopar.api.compile_model"), "^planning the model failed, because another rank"),
+    "loading": (
+        partial(_die_in, "autopar.loading.placed_parts"),
+        "^loading parameters .* failed, because another rank",
+    ),
+    "forward": (_die_in_forward, "^call 1 of Stack: gathering the parameters .* failed, because another rank"),
+    "backward": (_die_in_backward, "failed, because another rank raised, died"),
+}
+
+
+def _check_death(name: str, folder: Path) -> None:
+    with pytest.raises(RankError, match="died with exit code -9"):
+        run_ranks(_until_death, 4, name, str(folder))
+    said = [json.loads(path.read_text()) for path in sorted(folder.glob("rank*"))]
+    assert [kind for kind, _ in said] == ["RankFailedError"] * 3
+    for _, message in said:
+        assert re.search(DEATHS[name][1], message), message
+
+
+def _until_death(name: str, folder: str) -> None:
+    # A job as torchrun starts it: the first rank keeps the store.
+    rank, size = dist.get_rank(), dist.get_world_size()
+    store = dist.FileStore(f"{folder}/port", size)
+    if rank == 0:
+        server = dist.TCPStore("localhost", 0, size, is_master=True, wait_for_workers=False)
+        store.set("port", str(server.port))
+    else:
+        server = dist.TCPStore("localhost", int(store.get("port")), size, is_master=False)
+    dist.destroy_process_group()
+    # Far longer than the test: the loss of a connection is enough.
+    dist.init_process_group("gloo", rank=rank, world_size=size, store=server, timeout=timedelta(seconds=250))
+    Path(folder, f"rank{rank}").write_text(json.dumps(ended(DEATHS[name][0])))
+    # As after any exception that nobody catches: those who do not talk to the killed rank itself learn of it by this.
+    os._exit(1)
+
+
+def test_a_killed_rank_ends_the_others_at_once(tmp_path: Path) -> None:
+    _check_death("forward", tmp_path)
+
+
+@pytest.mark.parametrize("name", ["planning", "loading", "backward"])
+@pytest.mark.slow
+def test_a_rank_that_is_killed_elsewhere(name: str, tmp_path: Path) -> None:
+    _check_death(name, tmp_path)
