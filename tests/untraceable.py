@@ -104,6 +104,15 @@ class Sizes(Scaled):
         return self.linear(x) + torch.zeros(size, 4).sum()
 
 
+class TakesTruth(Scaled):
+    """It takes a size, or a number to compute with, out of the values of a tensor."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [batch, 4]."""
+        positive = bool((x > 0).all())  # here
+        return self.linear(x) if positive else x
+
+
 class ChangesInput(Scaled):
     """It changes the input 'x' in place (work on a copy of it)."""
 
@@ -186,7 +195,19 @@ class Wrong(Scaled):
 
 
 REFUSED = (
-    *(Branches, BranchesOnNumbers, Catches, Repeats, Counts, Selects, SelectsMasked, Finds, Sizes, ChangesInput),
+    *(
+        Branches,
+        BranchesOnNumbers,
+        Catches,
+        Repeats,
+        Counts,
+        Selects,
+        SelectsMasked,
+        Finds,
+        Sizes,
+        TakesTruth,
+        ChangesInput,
+    ),
     *(ChangesPartOfInput, ChangesParameterByItself, ChangesActivation, Autocasts, Conditional, Flexible, Addresses),
     Wrong,
 )

@@ -126,18 +126,19 @@ def _told(module: nn.Module, values: Mapping[str, Tensor | None], read: Read) ->
 
 
 _REASONS = {
-    "branches": "it branches on the values of a tensor",
-    "loops": "how often it loops depends on the values of a tensor",
-    "size": "a size depends on the values of a tensor",
-    "number": "it takes a size, or a number to compute with, out of the values of a tensor",
+    "branches": "it branches on the values of a tensor{given}, which is data-dependent control flow: compute both "
+    "sides and choose with torch.where, or move the branch out of the model",
+    "loops": "how often it loops depends on the values of a tensor{given}, which is data-dependent control flow: loop "
+    "a fixed number of times and mask with torch.where, or move the loop out of the model",
+    "size": "a size depends on the values of a tensor{given}",
+    "number": "it takes a size, or a number to compute with, out of the values of a tensor{given}",
 }
 
 
 def _reason(kind: str, wanted: Set[str]) -> str:
-    if not wanted:
-        return _REASONS[kind]
     names = " and ".join(sorted(wanted))
-    return f"{_REASONS[kind]} (give {names} with values, not on meta, and the plan is made for these)"
+    given = f" (give {names} with values, not on meta, and the plan is made for these)" if wanted else ""
+    return _REASONS[kind].format(given=given)
 
 
 # --- ways to trace ---------------------------------------------------------------------------------------------------

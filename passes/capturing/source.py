@@ -82,7 +82,8 @@ def _is_foreign(file: str) -> bool:
 
 
 def construct(line: Line) -> str:
-    """What the model does with a value at `line`, as far as its syntax says: "branches", "loops", or ""."""
+    """What the model does with a value at `line`, as far as its syntax says: "branches", "loops",
+    "number" (`bool` or `float` of it), or ""."""
     for number, kind in _constructs(line.file):
         if line.number in number:
             return kind
@@ -111,3 +112,5 @@ def _deciding(node: ast.AST) -> Iterator[tuple[ast.expr, str]]:
             yield test, "loops"
         case ast.For(iter=over) | ast.comprehension(iter=over):
             yield over, "loops"
+        case ast.Call(func=ast.Name(id="bool" | "float")):
+            yield node, "number"

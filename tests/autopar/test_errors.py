@@ -16,7 +16,7 @@ from autopar.testing import run_ranks
 from passes.cost.cluster import CLUSTERS, cluster_of_device
 from tests.architectures import ARCHITECTURES
 from tests.models import Stack, llama, tokens
-from tests.untraceable import REFUSED, Selects
+from tests.untraceable import REFUSED, Branches, Repeats, Selects
 
 MESH = {"dp": 2, "tp": 2}
 
@@ -228,6 +228,13 @@ def test_models_that_cannot_be_traced(kind):
     assert message.startswith(f"cannot trace {kind.__name__} at {named_line(kind)}: {reason(kind)}")
     assert message.endswith(f"; {OFFER}")
     assert "\n" not in message
+
+
+@pytest.mark.parametrize(("kind", "hint"), [(Branches, "choose with torch.where"), (Repeats, "loop a fixed number")])
+def test_control_flow_that_depends_on_data(kind, hint):
+    """It is called what it is, with what to do instead."""
+    with pytest.raises(autopar.CaptureError, match=f"which is data-dependent control flow: .*{hint}"):
+        plan(kind(), inputs={"x": torch.rand(2, 4)})
 
 
 def _refused_on_ranks() -> list[str]:

@@ -222,6 +222,26 @@ def test_plans_with_constants_are_replayed():
         autopar.plan(made(), {"tp": 2}, cluster="ideal", plan=plan)
 
 
+class Asks(nn.Module):
+    """It branches on the values of its only input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(8, 4)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """ids: [batch, length]."""
+        hidden = self.embedding(ids)
+        return hidden.sum() if (ids > 0).all() else hidden.mean()
+
+
+def test_a_model_may_have_constants_alone():
+    """Then the plan has no inputs."""
+    plan = autopar.plan(Asks(), {"tp": 2}, {"ids": torch.ones(2, 4, dtype=torch.int64)}, cluster="ideal")
+    assert not plan.inputs
+    assert list(plan.constants) == ["ids"]
+
+
 def test_constants_print_with_the_plan():
     text = str(autopar.plan(made(), {"tp": 2}, batch(1, 3), cluster="ideal"))
     assert "  constant lengths: int64 [1, 3]\n" in text

@@ -98,9 +98,8 @@ class Step:
             self.stays,
         )
         frame = Frame(self.variables.whole, self.held, self.engine.parameters)
-        for name, value in inputs.items():
-            frame.assign(name, value)
-        del value
+        for name in inputs:
+            frame.assign(name, inputs[name])
         forward.body(self.lowered.body, frame, updated)
         outputs = {
             output.name: frame.read(name) for output in self.lowered.outputs for name in references(output.value)
