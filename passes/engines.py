@@ -237,7 +237,19 @@ def _held(lowered: Lowered, uses: Mapping[str, Sequence[_Use]], groups: Sequence
         for number, loop in enumerate(_loops(lowered))
     )
     ops = {place: numbers for place, numbers in around.items() if isinstance(place, str)}
-    return Held(tuple(groups), frozenset(given), copies, ops)
+    places = tuple(around[place] for place in _places(lowered) if place in around)
+    return Held(tuple(groups), frozenset(given), copies, ops, places)
+
+
+def _places(lowered: Lowered) -> Iterator[_Place]:
+    """All places where parameters may be read, in the order of the program."""
+    number = 0
+    for statement in lowered.body.statements:
+        if isinstance(statement, Compute):
+            yield statement.op.key
+        elif isinstance(statement, Loop):
+            yield from ((number, copy) for copy in range(statement.region.count))
+            number += 1
 
 
 def _alike(own: Sequence[str], given: Set[str], ways: Mapping[str, object]) -> bool:

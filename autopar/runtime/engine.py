@@ -45,6 +45,8 @@ class Engine:
         self._gradients = UnitGradients(mesh)
         self._root: FSDPModule | None = None
         self._has_run = False
+        # Places of the program that units are prefetched for.
+        self._places: tuple[tuple[int, ...], ...] = ()
         self._keeping = False
         self._holding = False
         # The backward pass that runs, or that an exception has ended; whether it adds to gradients that were held back.
@@ -151,6 +153,7 @@ class Engine:
             # Parameters that were gathered for a backward pass that never came may have old values.
             self._drop()
         self._take_values()
+        self._prefetch(held)
         try:
             with _without_inference_mode():
                 result = cast(nn.Module, root)(forward, *inputs)
@@ -206,8 +209,22 @@ class Engine:
     def _drop(self) -> None:
         """Keep nothing gathered."""
         for group in self._groups:
-            assert isinstance(group, FSDPModule)
-            group.reshard()
+            _unit(group).reshard()
+
+    def _prefetch(self, held: Held) -> None:
+        """Let the backward pass gather the units of a whole place ahead of time, as `Held.prefetched` has it.
+
+        By itself torch gathers only the one unit that was called before, which may lie around the same place. In the
+        forward pass units need no such list: they are gathered on a stream of their own while the device still computes
+        the place before.
+        """
+        if self._places == held.places:
+            return
+        prefetched = held.prefetched
+        for number, group in enumerate(self._groups):
+            others = [_unit(self._groups[other]) for other in prefetched.get(number, ())]
+            _unit(group).set_modules_to_backward_prefetch(others)
+        self._places = held.places
 
     def _take_values(self) -> None:
         """Follow the parameters that users see: values in other memory, as `load_state_dict(..., assign=True)` brings
@@ -263,6 +280,11 @@ class Engine:
                 "lost; call zero_grad() and begin the accumulation again",
                 stacklevel=2,
             )
+
+
+def _unit(group: ParameterGroup) -> FSDPModule:
+    """A group as torch's `fully_shard` has made it."""
+    return cast(FSDPModule, group)
 
 
 @contextlib.contextmanager

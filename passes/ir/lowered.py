@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import torch
 
@@ -144,13 +145,28 @@ class Group:
 @dataclass(frozen=True)
 class Held:
     """What an engine does for a program: `parameters` are those that it gives, `copies` the numbers of the groups
-    around each copy of each loop, `ops` those around ops outside of loops, by key. A model's programs share `groups`.
+    around each copy of each loop, `ops` those around ops outside of loops, by key; `places` has all of these in the
+    order in which the program calls them. The innermost group comes first. A model's programs share `groups`.
     """
 
     groups: tuple[Group, ...] = ()
     parameters: frozenset[str] = frozenset()
     copies: tuple[tuple[tuple[int, ...], ...], ...] = ()
     ops: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    places: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def prefetched(self) -> dict[int, tuple[int, ...]]:
+        """The groups that the backward pass gathers ahead of time, by the group that it has just gathered.
+
+        The innermost group of a place is gathered first. When all groups of a place are there, those of the place
+        before it follow.
+        """
+        found: dict[int, tuple[int, ...]] = {}
+        for place in self.places:
+            found.update((inner, (outer,)) for inner, outer in pairwise(place))
+        found.update((after[-1], before) for before, after in pairwise(self.places))
+        return found
 
 
 @dataclass(frozen=True)

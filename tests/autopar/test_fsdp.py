@@ -194,6 +194,56 @@ def test_one_collective_for_each_group(again: bool) -> None:
     assert found["kinds"] == {DTensor}
 
 
+class Issued(TorchDispatchMode):
+    """Writes down gathers and products of matrices in the order in which they are issued: the elements of a gather, 0
+    for a product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[int] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Mapping[str, object] | None = None
+    ) -> object:
+        if func._opname == "_allgather_base_":
+            self.events.append(args[0].numel())
+        elif func._opname in ("mm", "addmm"):
+            self.events.append(0)
+        return func(*args, **(kwargs or {}))
+
+
+def _order() -> tuple[list[list[int]], bool]:
+    model, inputs = Stack(depth=3).double(), _batch(0)
+    # Split over one axis, and over both: two groups around each block.
+    one, both = storage(dp="I", tp="S(0)")["*"], storage(dp="S(0)", tp="S(0, 2)")["*"]
+    with Spy(again=True):
+        dist_model = _made(model, (2, 2), inputs, constraints={"*.norm.*": one, "*.up.*": one, "*.down.*": both})
+    found = []
+    for _ in range(2):
+        with Issued() as forward:
+            output = dist_model(**inputs)
+        with Issued() as backward:
+            output["loss"].backward()
+        found += [forward.events, backward.events]
+    model(**inputs)["loss"].backward()
+    return found, _close({name: item / 2 for name, item in _gradients(dist_model).items()}, _gradients(model))
+
+
+def test_groups_of_one_place_are_gathered_ahead_together() -> None:
+    """Before the backward pass computes a block, all groups of the block before it are being gathered. In the forward
+    pass those of a block are gathered one after the other, with nothing in between."""
+    gathers = (16 * 64 + 16, 16 * 64 + 64 + 2 * 16)
+    block = [*gathers, 0, 0]
+    for events, close in run_ranks(_order, 4):
+        for forward, backward in (events[:2], events[2:]):
+            assert forward in (block * 3, [*gathers[::-1], 0, 0] * 3)
+            ahead = backward[:2]
+            assert sorted(ahead) == sorted(gathers)
+            # The last block and the one before it; the first block; none.
+            assert backward == [*ahead, *ahead, 0, 0, 0, 0, *ahead, 0, 0, 0, 0, 0, 0, 0, 0]
+        assert close
+
+
 def _kept_bytes() -> int:
     """Bytes of all tensors that there are."""
     gc.collect()

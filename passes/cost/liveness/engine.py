@@ -7,7 +7,7 @@ comes back. Streams are taken to run in the order of the program.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from itertools import count as numbers_from
@@ -51,8 +51,9 @@ class _Member:
 @dataclass(eq=False)
 class _Run:
     """A group while a program runs: `ranks` is on how many it is split. `flat` is what was received and is not copied
-    out yet, `places` where it is in the order of the forward pass, `reduced` what is held until the pass ends."""
+    out yet, `reduced` what is held until the pass ends."""
 
+    number: int
     plan: Group
     members: tuple[_Member, ...]
     ranks: int
@@ -61,7 +62,6 @@ class _Run:
     there: bool = False
     waiting: bool = False
     flat: Storage | None = None
-    places: list[int] = field(default_factory=list)
     reduced: Storage | None = None
 
     @property
@@ -104,13 +104,13 @@ class Engine:
         self._keeps = keeps
         self._ledger = ledger
         self._held = lowered.held
-        self._order: list[_Run] = []
+        self._prefetched = lowered.held.prefetched
         self._received: Storage | None = None
         self._sent: Storage | None = None
         self.parameters: dict[str, Value] = {}
         types = {parameter.name: parameter.type for parameter in lowered.program.parameters}
         self._runs: list[_Run | None] = []
-        for group in lowered.held.groups:
+        for number, group in enumerate(lowered.held.groups):
             members = []
             for name, dim in group.parameters.items():
                 if name not in lowered.held.parameters:
@@ -123,7 +123,7 @@ class Engine:
                 members.append(_Member(whole, stored, dim != 0))
             ranks = prod(mesh.sizes[axis] for axis in group.sharded)
             dtype = dtypes[next(iter(group.parameters))]
-            self._runs.append(_Run(group, tuple(members), ranks, dtype) if members else None)
+            self._runs.append(_Run(number, group, tuple(members), ranks, dtype) if members else None)
 
     @property
     def held(self) -> Held:
@@ -163,8 +163,6 @@ class Engine:
             run = self._run(number)
             if run.plan.again:
                 self._empty(run)
-            run.places.append(len(self._order))
-            self._order.append(run)
             for value in results:
                 if value.maker is not None and not isinstance(value.maker, Leaf):
                     value.maker.before.append(partial(self._begin, run))
@@ -182,10 +180,8 @@ class Engine:
         self._ledger.moment = f"gather of {run.name} for the backward pass"
         self._gather(run, forward=False)
         self._copy_out(run, forward=False)
-        if run.places:
-            place = run.places.pop()
-            if place:
-                self._gather(self._order[place - 1], forward=False)
+        for number in self._prefetched.get(run.number, ()):
+            self._gather(self._run(number), forward=False)
 
     def _end(self, run: _Run) -> None:
         """All gradients of a group are there: reduce them, or add them to those of earlier micro-batches."""
@@ -267,8 +263,6 @@ class Engine:
             run.state = _State.IDLE
             run.reduced = run.flat = None
             run.waiting = False
-            run.places.clear()
-        self._order.clear()
         self._sent = None
 
     def drop(self) -> None:
