@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from autopar.runtime.axis import Axis
 from autopar.runtime.random import Randomness
+from autopar.runtime.refusals import HoldingPart
 from autopar.runtime.units import ParameterGroup, PartView, within
 from passes.ir.layout import Layout, Shape
 from passes.ir.lowered import Held
@@ -231,7 +232,7 @@ class LoadedProgram:
 OtherSizes = Callable[[str, Mapping[str, Shape], Mapping[str, Tensor], int], LoadedProgram]
 
 
-class Container(nn.Module):
+class Container(HoldingPart):
     """A part of the model: it holds parameters, buffers and parts under their names."""
 
     def __getitem__(self, name: int | str) -> object:
@@ -246,7 +247,8 @@ def place(container: Container, name: str, tensor: Tensor, persistent: bool = Tr
         inner = container._modules.setdefault(part, Container())
         assert isinstance(inner, Container)
         container = inner
+    # A container refuses what is new to it.
     if isinstance(tensor, nn.Parameter):
-        container.register_parameter(last, tensor)
+        nn.Module.register_parameter(container, last, tensor)
     else:
-        container.register_buffer(last, tensor, persistent)
+        nn.Module.register_buffer(container, last, tensor, persistent)

@@ -18,6 +18,7 @@ from autopar.runtime.loaders import planned_parts
 from autopar.runtime.outputs import loss_of, output_of
 from autopar.runtime.programs import Programs, RunnableProgram
 from autopar.runtime.random import Randomness
+from autopar.runtime.refusals import CalledPart, put, refuse_export, refuse_module_hooks
 from autopar.runtime.saving import saving
 from autopar.runtime.state import mesh_of
 from autopar.runtime.steps import forward_backward
@@ -43,7 +44,7 @@ _OWN = (
 )
 
 
-class DistributedModule(nn.Module):
+class DistributedModule(CalledPart):
     """A model that runs on a mesh as planned.
 
     Called with the global batch, the same on every rank, it returns what the model returns: scalars as plain tensors,
@@ -128,8 +129,8 @@ class DistributedModule(nn.Module):
 
     def keep(self, path: str, part: nn.Module) -> None:
         """Let the part at `path`, which no program uses, be `part`, with its own parameters."""
-        self._root.set_submodule(path, part)
-        self.set_submodule(path, part)
+        put(self._root, path, part)
+        put(self, path, part)
 
     @property
     def mesh(self) -> DeviceMesh:
@@ -183,6 +184,7 @@ class DistributedModule(nn.Module):
         Raises InputError for a missing or additional argument, for a tensor of another dtype or number of dims than
         planned, and for sizes that the model cannot be traced for.
         """
+        refuse_export()
         call = self._calls.prepared(self._mode(), 1, args, kwargs)
         self._change(call.program.compiled.changes)
         return self._output(call.program, self._run(call.program, call.inputs))
@@ -210,13 +212,15 @@ class DistributedModule(nn.Module):
         The batch goes through the planned number of micro-batches, whose losses and gradients add up to those of the
         whole batch; then the output is without gradient. A batch of another size is cut into as many.
 
-        Raises InputError if the output has no loss, and what a call raises.
+        Raises InputError if the output has no loss, UnsupportedError for hooks on this module where there are
+        micro-batches, which run without them, and what a call raises.
         """
         return self._failures.run(self._forward_backward, *args, **kwargs)
 
     def _forward_backward(self, *args: object, **kwargs: object) -> object:
         micro_batches = self._programs.planned(self._mode()).compiled.micro_batches
         if micro_batches is not None:
+            refuse_module_hooks(self)
             return self._in_micro_batches(self._calls.prepared(self._mode(), micro_batches.count, args, kwargs))
         output = self(*args, **kwargs)
         loss = loss_of(output)

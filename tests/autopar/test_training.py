@@ -1,13 +1,17 @@
 """Training loops as people write them: exceptions that are caught, gradients that are held back and dropped."""
 
+import functools
+import gc
 import itertools
 import warnings
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
@@ -16,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import autopar
 from autopar.runtime import DistributedModule
+from autopar.runtime.units import ParameterGroup
 from autopar.testing import run_ranks
 from tests.autopar.stored import Spy, storage
 from tests.models import Stack
@@ -38,13 +43,17 @@ def batches(count: int, rows: int = 8) -> list[dict[str, torch.Tensor]]:
 
 
 def made(
-    model: nn.Module, sizes: tuple[int, ...], inputs: Mapping[str, torch.Tensor], **options: Any
+    model: nn.Module,
+    sizes: tuple[int, ...],
+    inputs: Mapping[str, torch.Tensor],
+    mesh: DeviceMesh | None = None,
+    **options: Any,
 ) -> DistributedModule:
     """A distributed model whose parameters lie in FSDP units."""
     stored = options.pop("stored", {"dp": "S(0)"})
     options = {"cluster": "ideal", "constraints": storage(**stored), "memory_limit": 1e12, **options}
     with Spy(again=options.pop("again", True), stage=options.pop("stage", 3)) as spy:
-        dist_model = autopar.parallelize(model, mesh_of(sizes), inputs, **options)
+        dist_model = autopar.parallelize(model, mesh or mesh_of(sizes), inputs, **options)
     assert not spy.seen or spy.seen[0].held.groups
     return dist_model
 
@@ -390,3 +399,137 @@ def _recovered_by_hand() -> dict[str, float]:
     with mock.patch.object(FSDPModule, "reset_iter_state"):
         del FSDPModule.reset_iter_state
         return _after_exceptions({}, 4)
+
+
+# --- hooks and freezing -----------------------------------------------------------------------------------------------
+
+
+def _hooks() -> dict[str, object]:
+    both, found = Both((2,)), {}
+    names = ["blocks.0.up.weight", "blocks.1.norm.bias"]
+    called: list[str] = []
+
+    def doubled(gradient: torch.Tensor) -> torch.Tensor:
+        return 2 * gradient
+
+    def clipped(gradient: torch.Tensor) -> torch.Tensor:
+        return gradient.clamp(-1e-3, 1e-3)
+
+    def note(parameter: torch.Tensor) -> None:
+        called.append("after" if parameter.grad is not None else "before")
+
+    handles = []
+    for item in (both.dist_model, both.model):
+        for name in names:
+            for hook in (doubled, clipped, lambda _: None):
+                handles.append(item.get_parameter(name).register_hook(hook))
+            handles.append(item.get_parameter(name).register_post_accumulate_grad_hook(note))
+    both.backward(0, 1)
+    found["calls"] = called
+    both.each("zero", ZEROING["module, none"])
+    with both.dist_model.holding_gradients(), pytest.raises(autopar.InputError, match="has a tensor hook") as caught:
+        both.dist_model(**both.data[0])["loss"].backward()
+    found["holding"] = str(caught.value).partition(" has")[0]
+    for handle in handles:
+        handle.remove()
+    with both.dist_model.holding_gradients():
+        both.backward(0)
+    both.backward(1)
+    both.step()
+    # One that raises, and one that returns something else.
+    for hook, error_type in ((_raising, FullError), (lambda _: torch.zeros(2), autopar.InputError)):
+        handle = both.dist_model.get_parameter(names[0]).register_hook(hook)
+        output = both.dist_model(**both.data[0])["loss"]
+        with pytest.raises(error_type):
+            output.backward()
+        handle.remove()
+        both.each("zero", ZEROING["optimizer, none"])
+        both.backward(2)
+        both.step()
+    found["errors"] = max(both.errors.values())
+    return found
+
+
+def _raising(_: torch.Tensor) -> None:
+    raise FullError
+
+
+def test_hooks_of_parameters() -> None:
+    """Tensor hooks get reduced gradients, and their results are used; an exception in one is recovered from."""
+    for found in run_ranks(_hooks, 2):
+        assert found["calls"] == ["after"] * 8
+        assert found["holding"] == "parameter 'blocks.0.up.weight'"
+        assert found["errors"] <= 1e-11
+
+
+def _frozen() -> dict[str, float]:
+    both = Both((2,))
+    names = [name for name, _ in both.model.named_parameters()]
+    for frozen in (names[::3], names[:5], []):
+        for item in (both.dist_model, both.model):
+            item.zero_grad()
+            for name in names:
+                item.get_parameter(name).requires_grad_(name not in frozen)
+        both.backward(0)
+        with both.dist_model.holding_gradients():
+            both.backward(1)
+        both.backward(2)
+        both.step()
+    # Between the forward pass and the backward pass.
+    outputs = [item(**both.data[3])["loss"] for item in (both.dist_model, both.model)]
+    for item in (both.dist_model, both.model):
+        item.zero_grad()
+        item.get_parameter(names[2]).requires_grad_(False)
+    for output in outputs:
+        output.backward()
+    both.check("frozen after the forward pass")
+    return both.errors
+
+
+def test_freezing_a_part_of_a_unit() -> None:
+    """Parameters that are frozen get no gradients, the others theirs; also when they are trained again."""
+    for errors in run_ranks(_frozen, 2):
+        assert max(errors.values()) <= 1e-11, errors
+
+
+# --- lifetime ---------------------------------------------------------------------------------------------------------
+
+
+def _lifetime() -> tuple[list[str], list[int]]:
+    data, model = batches(2), Stack().double()
+    groups, left = [], []
+    for number in range(10):
+        dist_model = made(model, (2, 2), data[0], stored={"dp": "S(0)", "tp": "S(0, 2)"}, mesh=_mesh())
+        groups.append(len(dist.distributed_c10d._world.pg_map))
+        if number:
+            continue
+        optimizer = torch.optim.AdamW(dist_model.parameters())
+        for batch in data:
+            dist_model(**batch)["loss"].backward()
+            optimizer.step()
+        with dist_model.holding_gradients():
+            dist_model(**data[0])["loss"].backward()
+        watched: dict[str, weakref.ref[object]] = {"module": weakref.ref(dist_model)}
+        for name, parameter in dist_model.named_parameters():
+            watched[name] = weakref.ref(parameter)
+            watched[f"shard of {name}"] = weakref.ref(parameter.to_local())
+        units = [item for item in gc.get_objects() if isinstance(item, ParameterGroup)]
+        for number, item in enumerate(units):
+            watched[f"unit {number}"] = weakref.ref(item)
+            watched.update({f"{name} of unit {number}": weakref.ref(own) for name, own in item.named_parameters()})
+        del dist_model, optimizer, parameter, units, item
+        gc.collect()
+        left = [name for name, reference in watched.items() if reference() is not None]
+    return left, groups
+
+
+@functools.cache
+def _mesh() -> DeviceMesh:
+    return mesh_of((2, 2))
+
+
+def test_a_deleted_module_is_freed() -> None:
+    """Nothing of it is left; ten modules on one mesh make its process groups once."""
+    for left, groups in run_ranks(_lifetime, 4):
+        assert left == []
+        assert len(set(groups)) == 1

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from itertools import count as numbers_from
+from itertools import pairwise
 from math import prod
 
 import torch
@@ -104,7 +105,10 @@ class Engine:
         self._keeps = keeps
         self._ledger = ledger
         self._held = lowered.held
-        self._prefetched = lowered.held.prefetched
+        # What the backward pass gathers ahead, by the group that it has just gathered. Copies that are counted and not
+        # run are left out; for the others it is `Held.prefetched`.
+        self._prefetched: dict[int, Sequence[int]] = {}
+        self._before: Sequence[int] = ()
         self._received: Storage | None = None
         self._sent: Storage | None = None
         self.parameters: dict[str, Value] = {}
@@ -159,6 +163,10 @@ class Engine:
     def leave(self, numbers: Sequence[int], results: Sequence[Value]) -> None:
         """What was called has given `results`; the backward pass of the first that gets a gradient begins with
         gathering."""
+        if not numbers:
+            return
+        self._prefetched.update((inner, (outer,)) for inner, outer in pairwise(numbers))
+        self._prefetched[numbers[-1]], self._before = self._before, numbers
         for number in numbers:
             run = self._run(number)
             if run.plan.again:
@@ -263,6 +271,7 @@ class Engine:
             run.state = _State.IDLE
             run.reduced = run.flat = None
             run.waiting = False
+        self._before = ()
         self._sent = None
 
     def drop(self) -> None:

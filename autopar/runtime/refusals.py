@@ -1,0 +1,211 @@
+"""The things that torch does with any module, and that a distributed module refuses in one sentence.
+
+A distributed module runs generated code, which reads its parameters where the plan put them. Its parts only hold these
+parameters: they are never called, and nothing else can take their place. Things that rely on more would fail far from
+their cause, or be ignored without a word, so they raise `UnsupportedError` when they are asked for.
+"""
+
+from collections.abc import Callable
+from typing import NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.distributed._composable.contract import REGISTRY_KEY
+from torch.distributed.tensor import DTensor
+
+from passes.ir.errors import UnsupportedError
+
+_BEFORE = "change the model, then call parallelize again"
+
+
+def _refusal(what: str, instead: str) -> Callable[..., NoReturn]:
+    """A method that raises UnsupportedError: `what` does not work, and what to do `instead`."""
+
+    def refuse(*_: object, **__: object) -> NoReturn:
+        raise UnsupportedError(f"{what}: {instead}")
+
+    return refuse
+
+
+class _NoFurtherApis(dict[str, object]):
+    """The register of APIs that were applied to a module, which `fully_shard` and its like look at first."""
+
+    def __contains__(self, name: object) -> bool:
+        raise UnsupportedError(
+            f"{name} cannot be applied to a distributed module, which is parallel already: "
+            "constrain the plan instead, or apply it to the model without parallelize"
+        )
+
+
+class DistributedPart(nn.Module):
+    """A distributed module or a part of it. Parameters and buffers can be replaced by their like; nothing else can."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # torch has no other place to ask at: it changes the class of the module in the end, with or without success.
+        self.__dict__[REGISTRY_KEY] = _NoFurtherApis()
+
+    # --- copies ---
+
+    _copy = _refusal(
+        "a distributed module cannot be copied or pickled",
+        "save dist_model.state_dict() with torch.distributed.checkpoint, or parallelize a second model; for an average "
+        "of weights, keep [p.detach().clone() for p in dist_model.parameters()] and call lerp_ on these",
+    )
+    __deepcopy__ = _copy
+    __copy__ = _copy
+    __reduce_ex__ = _copy
+    share_memory = _refusal("a distributed module cannot be shared between processes", "parallelize in each process")
+
+    # --- other wrappers ---
+
+    _replicate_for_data_parallel = _refusal(
+        "DataParallel cannot wrap a distributed module, which is parallel already", "call it as it is"
+    )
+    __prepare_scriptable__ = _refusal(
+        "a distributed module cannot be compiled by torch.jit", "script or trace the model without parallelize"
+    )
+
+    @property
+    def __jit_ignored_attributes__(self) -> NoReturn:
+        """torch.jit.trace asks for this first."""
+        self.__prepare_scriptable__()
+
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> NoReturn:
+        """DistributedDataParallel asks for this first."""
+        raise UnsupportedError(
+            "DistributedDataParallel cannot wrap a distributed module, which reduces its gradients itself: "
+            "call it as it is"
+        )
+
+    # --- conversions ---
+
+    apply = _refusal(
+        "apply() finds no layers in a distributed module, whose parts only hold parameters",
+        "initialize the model before parallelize, or change dist_model.parameters() in place",
+    )
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "DistributedPart":
+        """Convert all parameters and buffers, as `to()` and its like do: allowed where it changes nothing."""
+        for tensor in (*self.parameters(recurse), *self.buffers(recurse)):
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            like = torch.empty((2,) * local.dim(), dtype=local.dtype, device=local.device)
+            if fn(like) is not like:
+                raise UnsupportedError(
+                    f"a distributed module stays in the dtype ({local.dtype}) and on the device ({local.device}) that "
+                    "it was planned for: convert the model before parallelize, or pass precision="
+                )
+        return self
+
+    # --- other parameters and parts ---
+
+    add_module = _refusal("no part can be added to a distributed module", _BEFORE)
+    register_module = _refusal("no part can be added to a distributed module", _BEFORE)
+    set_submodule = _refusal("no part of a distributed module can be replaced", _BEFORE)
+
+    @property
+    def parametrizations(self) -> NoReturn:
+        """torch.nn.utils.parametrize asks for this first."""
+        raise UnsupportedError(f"the parameters of a distributed module cannot be parametrized: {_BEFORE}")
+
+    def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
+        """Refuse a buffer that generated code does not know.
+
+        Raises UnsupportedError.
+        """
+        raise UnsupportedError(f"no buffer can be added to a distributed module, not {name!r} either: {_BEFORE}")
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Replace a parameter by another one with the same shape, dtype and placements.
+
+        Raises UnsupportedError for any other parameter.
+        """
+        known = self._parameters.get(name)
+        if known is None:
+            raise UnsupportedError(f"no parameter can be added to a distributed module, not {name!r} either: {_BEFORE}")
+        if not _alike(param, known):
+            raise UnsupportedError(
+                f"the parameter {name!r} of a distributed module can only be replaced by a DTensor of the same shape, "
+                "dtype and placements: copy values into it under torch.no_grad() instead"
+            )
+        super().register_parameter(name, param)
+
+    def __setattr__(self, name: str, value: Tensor | nn.Module) -> None:
+        """Set an attribute; parts cannot be added or replaced."""
+        if isinstance(value, nn.Module):
+            raise UnsupportedError(
+                f"{name!r} cannot become a part of a distributed module, whose code does not call it: {_BEFORE}"
+            )
+        if value is None and self.__dict__.get("_parameters", {}).get(name) is not None:
+            raise UnsupportedError(f"the parameter {name!r} of a distributed module cannot be removed: {_BEFORE}")
+        super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        """Delete an attribute; parameters, buffers and parts cannot be deleted."""
+        if name in self._parameters or name in self._buffers or name in self._modules:
+            raise UnsupportedError(f"{name!r} of a distributed module cannot be removed: {_BEFORE}")
+        super().__delattr__(name)
+
+
+_uncalled = _refusal(
+    "a hook on a part of a distributed module would never be called, because generated code runs without its parts",
+    "register hooks on the distributed module itself, or on its parameters",
+)
+
+
+class HoldingPart(DistributedPart):
+    """A part of a distributed module that only holds parameters, and is never called."""
+
+    register_forward_pre_hook = _uncalled
+    register_forward_hook = _uncalled
+    register_full_backward_pre_hook = _uncalled
+    register_full_backward_hook = _uncalled
+    register_backward_hook = _uncalled
+    forward = _refusal(
+        "a part of a distributed module cannot be called on its own", "call the whole module, or parallelize the part"
+    )
+
+
+class CalledPart(DistributedPart):
+    """A distributed module as a whole."""
+
+    compile = _refusal(
+        "torch.compile cannot take a distributed module, whose code is generated", "pass compiled=True to parallelize"
+    )
+
+    @property
+    def _torchdynamo_orig_callable(self) -> NoReturn:
+        """torch.compile asks for this first."""
+        self.compile()
+
+
+def refuse_export() -> None:
+    """Raise UnsupportedError while torch.export traces a distributed module."""
+    if torch.compiler.is_exporting():
+        raise UnsupportedError("a distributed module cannot be exported: export the model without parallelize")
+
+
+def refuse_module_hooks(module: nn.Module) -> None:
+    """Raise UnsupportedError for a module with hooks that calls of the module run."""
+    hooks = (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks)
+    if any(hooks):
+        raise UnsupportedError(
+            "hooks on a distributed module do not run in forward_backward with micro-batches, which run one by one: "
+            "remove them, or plan with micro_batches=1"
+        )
+
+
+def put(root: nn.Module, path: str, part: nn.Module) -> None:
+    """Put `part` in the place of the part of `root` at `path`."""
+    above, _, name = path.rpartition(".")
+    root.get_submodule(above)._modules[name] = part
+
+
+def _alike(one: Tensor | None, other: Tensor) -> bool:
+    """Whether a tensor can take the place of another one."""
+    if one is None or one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    if not isinstance(other, DTensor):
+        return not isinstance(one, DTensor)
+    return isinstance(one, DTensor) and one.placements == other.placements and one.device_mesh == other.device_mesh
