@@ -36,16 +36,18 @@ class _Raised:
         trace = "".join(traceback.format_exception(error))
         return cls(rank, _pickled(error), f"{type(error).__name__}: {error}".rstrip(": "), trace)
 
-    def again(self, stage: str, *, for_all: bool) -> AutoparError:
-        """The exception that another rank raises. One of what was computed `for_all` names no rank."""
-        error: AutoparError
-        if self.error is None:
-            ended = "was interrupted" if self.said.startswith(_INTERRUPTS) else "failed"
-            error = RankFailedError(f"rank {self.rank} of the mesh {ended} while {stage}: {self.said}")
-            error.add_note(f"On rank {self.rank} of the mesh:\n{self.trace}")
-            return error
-        error = cast(AutoparError, unpickled(self.error))
-        if not for_all:
+    def again(self, stage: str) -> AutoparError:
+        """The exception that another rank raises."""
+        if self.error is not None:
+            return cast(AutoparError, unpickled(self.error))
+        ended = "was interrupted" if self.said.startswith(_INTERRUPTS) else "failed"
+        error = RankFailedError(f"rank {self.rank} of the mesh {ended} while {stage}: {self.said}")
+        error.add_note(f"On rank {self.rank} of the mesh:\n{self.trace}")
+        return error
+
+    def named(self, error: AutoparError, stage: str) -> AutoparError:
+        """`error`, which this rank raised, with the rank in its message."""
+        if self.error is not None:
             error.args = (f"{error} (raised on rank {self.rank} of the mesh, while {stage})", *error.args[1:])
         return error
 
@@ -56,8 +58,9 @@ _INTERRUPTS = (KeyboardInterrupt.__name__, SystemExit.__name__)
 def together(mesh: DeviceMesh, run: Callable[[], T], stage: str = "parallelizing the model") -> T:
     """Run on every rank; if it raises on any, raise on all.
 
-    A rank whose own call raised raises that; the others raise the error of the first rank that failed: the same
-    AutoparError, or RankFailedError for any other exception, which includes KeyboardInterrupt and SystemExit.
+    Where all ranks raise, each raises its own exception. Otherwise all raise the AutoparError of the first rank that
+    raised one, which its message names. For another exception, which includes KeyboardInterrupt and SystemExit, that is
+    a RankFailedError, and the rank itself raises what it was.
     """
     result: list[T] = []
     error: BaseException | None = None
@@ -66,13 +69,18 @@ def together(mesh: DeviceMesh, run: Callable[[], T], stage: str = "parallelizing
     except BaseException as raised:
         # An interrupt too: it is told to the others before it goes on.
         error = raised
-    failure = None if error is None else _Raised.of(_place(mesh), error)
-    failures = [item for item in gathered(mesh, failure, stage) if item is not None]
-    if error is not None:
+    own = None if error is None else _Raised.of(_place(mesh), error)
+    every = gathered(mesh, own, stage)
+    failures = [item for item in every if item is not None]
+    if not failures:
+        return result[0]
+    if error is not None and (not isinstance(error, AutoparError) or len(failures) == len(every)):
         raise error
-    for other in failures:
-        raise other.again(stage, for_all=False)
-    return result[0]
+    first = next((item for item in failures if item.error is not None), failures[0])
+    if first == own:
+        assert isinstance(error, AutoparError)
+        raise first.named(error, stage)
+    raise first.named(first.again(stage), stage) from error
 
 
 def from_first(mesh: DeviceMesh, run: Callable[[], T], stage: str = "planning the model") -> T:
@@ -100,7 +108,7 @@ def from_first(mesh: DeviceMesh, run: Callable[[], T], stage: str = "planning th
         return result[0]
     payload, failure = box[0]
     if failure is not None:
-        raise failure.again(stage, for_all=True)
+        raise failure.again(stage)
     return cast(T, unpickled(payload))
 
 
