@@ -57,6 +57,7 @@ def distribute(
     signature, seed = request.signature, compiled.seed
     module = DistributedModule(root, mesh, device, compiled.plan, loaded, signature, seed, other_sizes, engine)
     module.refuse_evaluation(compiled.refused)
+    module.take_from(model)
     return module
 
 

@@ -15,6 +15,7 @@ from autopar.runtime.engine import Engine
 from autopar.runtime.failures import FailureReports
 from autopar.runtime.generated import Container, LoadedProgram, OtherSizes, local
 from autopar.runtime.loaders import planned_parts
+from autopar.runtime.model_methods import missing_method
 from autopar.runtime.outputs import loss_of, output_of
 from autopar.runtime.programs import Programs, RunnableProgram
 from autopar.runtime.random import Randomness
@@ -34,6 +35,7 @@ _OWN = (
     "_engine",
     "_failures",
     "_mesh",
+    "_model_class",
     "_original",
     "_plan",
     "_programs",
@@ -87,6 +89,7 @@ class DistributedModule(CalledPart):
         self._failures = FailureReports(plan.model)
         self._refused = ""
         self._original: nn.Module | None = None
+        self._model_class: type[nn.Module] | None = None
         # The parts of the model are this module's own: the container is none of them.
         object.__setattr__(self, "_root", root)
         self._programs = Programs(root, axes, device, self._random, engine, programs, other_sizes)
@@ -107,11 +110,17 @@ class DistributedModule(CalledPart):
         self._refused = reason
 
     def __getattr__(self, name: str) -> Tensor | nn.Module:
-        """What the module has, or else what the part of a model has that it stands for."""
+        """What the module has, or else what the part of a model has that it stands for.
+
+        Raises NotSupportedError, which is an AttributeError, for other methods and attributes of the model's class.
+        """
         try:
             return super().__getattr__(name)
         except AttributeError:
-            original = self.__dict__.get("_original")
+            original, model_class = self.__dict__.get("_original"), self.__dict__.get("_model_class")
+            error = missing_method(model_class, name) if model_class is not None and original is None else None
+            if error is not None:
+                raise error from None
             if original is None or name.startswith("_"):
                 raise
         found: Tensor | nn.Module = getattr(original, name)
@@ -121,6 +130,13 @@ class DistributedModule(CalledPart):
     def used_parameters(self) -> frozenset[str]:
         """The parameters that any of its programs reads or changes."""
         return frozenset[str]().union(*(program.compiled.parameters for program in self._programs.loaded.values()))
+
+    def take_from(self, model: nn.Module) -> None:
+        """Have the configuration of `model`, where it has one, and know what else its class has."""
+        self._model_class = type(model)
+        config = getattr(model, "config", None)
+        if config is not None and not hasattr(self, "config"):
+            self.config = config
 
     def stand_for(self, original: nn.Module) -> None:
         """Be a part of a model that knows nothing of meshes: return whole tensors, and have what `original` has."""

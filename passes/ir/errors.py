@@ -45,6 +45,10 @@ class MicroBatchError(AutoparError):
     """The batch cannot be cut into micro-batches: sizes do not divide, or samples do not stand for themselves."""
 
 
+class NotSupportedError(AutoparError, AttributeError):
+    """A method or attribute of the model that its distributed module has not; `hasattr` says so, too."""
+
+
 class PlanMismatchError(AutoparError):
     """A plan belongs to another model, mesh or version, or the ranks hold different models."""
 

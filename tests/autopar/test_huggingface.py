@@ -8,10 +8,12 @@ import pytest
 import torch
 import transformers
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from transformers import masking_utils
 
 import autopar
 from autopar import huggingface
+from autopar.testing import run_ranks
 from passes.capture import Tracing, capture
 from passes.ir.program import Program
 from passes.normalize import normalize
@@ -159,3 +161,42 @@ def test_what_a_version_lacks_is_left_out(caplog):
         with caplog.at_level(logging.WARNING, logger="autopar"), huggingface.tracing(llama(), IDS):
             pass
     assert ["causal masks will be built in full" in record.message for record in caplog.records] == [True]
+
+
+def _surface() -> dict[str, str]:
+    """What each method that is not there says."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    model = llama()
+    dist_model = autopar.parallelize(model, mesh, tokens(), cluster="ideal")
+    assert dist_model.config is model.config
+    said = {}
+    for name in INSTEAD:
+        assert hasattr(model, name)
+        assert not hasattr(dist_model, name)
+        with pytest.raises(autopar.NotSupportedError) as caught:
+            getattr(dist_model, name)()
+        said[name] = str(caught.value)
+    assert getattr(dist_model, "is_loaded_in_8bit", False) is False
+    with pytest.raises(AttributeError, match="'DistributedModule' object has no attribute 'nothing_of_the_kind'"):
+        _ = dist_model.nothing_of_the_kind
+    return said
+
+
+INSTEAD = {
+    "generate": "a plan has no steps of decoding",
+    "save_pretrained": "get_model_state_dict",
+    "push_to_hub": "get_model_state_dict",
+    "gradient_checkpointing_enable": "pass recompute=",
+    "gradient_checkpointing_disable": "pass recompute=",
+    "resize_token_embeddings": "resize the model before autopar.parallelize",
+    "get_input_embeddings": "ask the model itself",
+}
+
+
+def test_methods_that_are_not_there_say_what_to_do():
+    """The configuration is the model's; other methods raise one sentence, and `hasattr` is false for them."""
+    for said in run_ranks(_surface, 2):
+        for name, instead in INSTEAD.items():
+            assert said[name].startswith(f"LlamaForCausalLM.{name} is not there on the distributed module: ")
+            assert instead in said[name]
+            assert "\n" not in said[name]
