@@ -1,51 +1,36 @@
-"""The collectives of `fully_shard`, whose failures name what happened also in a plain `loss.backward()`."""
+"""The collectives of FSDP units, whose failures are named in a plain `loss.backward()` too.
 
-from collections.abc import Callable, Sequence
+Autograd calls them from hooks of `fully_shard`, and nothing of autopar is between these and the caller.
+"""
 
-import torch
-import torch.distributed as dist
-from torch import Tensor
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from autopar.runtime.failures import naming_collectives
 
 
-class NamedAllGather:
-    """Gathers the parameters of an FSDP unit; raises RankFailedError where that fails."""
+class NamedParamGroup(FSDPParamGroup):
+    """torch's parameters of one FSDP unit; raises RankFailedError where it cannot gather or reduce them.
 
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory for the gathered parameters."""
-        return torch.empty(*size, dtype=dtype, device=device)
+    A unit gets it in place of its own class (`fsdp.name_failures`): `fully_shard` has no argument for that. The names
+    of the methods are those of torch 2.11 to 2.13.
+    """
 
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
-    ) -> dist.Work | None:
-        """Gather `input_tensor` of all ranks of `group` into `output_tensor`."""
+    def unshard(self, async_op: bool = False) -> None:
+        """Start gathering the parameters."""
         with naming_collectives("gathering the parameters of an FSDP unit"):
-            return _all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
+            super().unshard(async_op)
 
+    def wait_for_unshard(self) -> None:
+        """Wait until they are gathered."""
+        with naming_collectives("gathering the parameters of an FSDP unit"):
+            super().wait_for_unshard()
 
-class NamedReduceScatter:
-    """Reduces the gradients of an FSDP unit; raises RankFailedError where that fails."""
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory for the gradients of all ranks."""
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        op: dist.ReduceOp.RedOpType,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        """Reduce `input_tensor` over `group`; each rank gets its part in `output_tensor`."""
+    def post_backward(self, *args: object) -> None:
+        """Reduce the gradients: on the axes that split the parameters, then on those that repeat them."""
         with naming_collectives("reducing the gradients of an FSDP unit"):
-            return _reduce_scatter(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+            super().post_backward(*args)
 
-
-# torch 2.13 renamed them, and warns at each call of the old names.
-_all_gather: Callable[..., dist.Work | None] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter: Callable[..., dist.Work | None] = (
-    getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-)
+    def finalize_backward(self) -> None:
+        """Wait for reductions."""
+        with naming_collectives("reducing the gradients of an FSDP unit"):
+            super().finalize_backward()  # type: ignore[no-untyped-call]

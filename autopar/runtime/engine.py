@@ -17,7 +17,6 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
 from autopar.runtime import fsdp
-from autopar.runtime.comms import NamedAllGather, NamedReduceScatter
 from autopar.runtime.gradients import OwnPart, UnitGradients, UnitParameter, part_of
 from autopar.runtime.groups import axes_group, axes_ranks
 from autopar.runtime.state import mesh_of
@@ -77,8 +76,7 @@ class Engine:
             shard_placement_fn=lambda parameter: Shard(dims[id(parameter)]),
             mp_policy=MixedPrecisionPolicy(compute, reduce, cast_forward_inputs=False),
         )
-        sharded.set_custom_all_gather(NamedAllGather())  # type: ignore[arg-type]
-        sharded.set_custom_reduce_scatter(NamedReduceScatter())  # type: ignore[arg-type]
+        fsdp.name_failures(group)
         # Gradients are addends, because the loss is that of the whole batch. Not every backend has a sum that scales.
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)

@@ -13,6 +13,8 @@ from torch.autograd import Variable
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
+from autopar.runtime.comms import NamedParamGroup
+
 # No backward pass runs in this thread.
 NO_BACKWARD = -1
 
@@ -33,6 +35,12 @@ def parameters_of(unit: nn.Module) -> list[GatheredParameter]:
     names = list(unit._parameters)
     found = {item._module_info.param_name: item for group in _groups(unit) for item in group.fsdp_params}
     return [found[name] for name in names]
+
+
+def name_failures(unit: nn.Module) -> None:
+    """Let the collectives of a unit raise RankFailedError where another rank has failed."""
+    for group in _groups(unit):
+        group.__class__ = NamedParamGroup
 
 
 def take_gradient(parameter: GatheredParameter) -> Tensor | None:

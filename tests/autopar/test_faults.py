@@ -37,10 +37,12 @@ def inputs(batch: int = 4) -> dict[str, torch.Tensor]:
 
 
 def parallelized(axis: str = "dp", **options: object) -> autopar.DistributedModule:
-    """A `Stack` on all ranks: parameters are gathered by FSDP units on "dp", and those of `up` are split on "tp"."""
+    """A `Stack` on all ranks: parameters are gathered by FSDP units on "dp", repeated on "ddp", and those of
+    `up` are split on "tp"."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=(axis,))
     constraints = {
         "dp": {"*": {"stored": {"dp": "S(0)"}, "used": {"dp": "R"}}},
+        "ddp": {"*": {"stored": {"ddp": "I"}, "used": {"ddp": "R"}}},
         "tp": {"blocks.*.up.weight": {"stored": {"tp": "S(0)"}, "used": {"tp": "S(0)"}}},
     }
     chosen = {"cluster": "ideal", "constraints": constraints[axis], **options}
@@ -271,6 +273,12 @@ MORE_CALLS = {
         "tp",
         KeyboardInterrupt(),
         "call 1 of Stack: .* failed, because rank 1 raised KeyboardInterrupt in call 1 of Stack",
+    ),
+    "backward, replicated": (
+        _backward,
+        "ddp",
+        ValueError("in backward"),
+        "^reducing the gradients of an FSDP unit failed, because another rank raised, died",
     ),
     "backward, tp": (_backward, "tp", ValueError("in backward"), CALLS["backward"][3]),
     "hook, dp": (_hook, "dp", ValueError("in a hook"), CALLS["hook"][3]),
