@@ -28,7 +28,7 @@ import torch.distributed._functional_collectives
 from torch import Tensor
 
 from autopar.runtime.axis import Axis
-from autopar.runtime.failures import is_collective_failure, rank_failure
+from autopar.runtime.failures import raise_named
 from autopar.runtime.saving import note_made
 from passes.ir.layout import Letter, parse_letter
 from passes.ir.redistribution import COLLECTIVES
@@ -92,9 +92,7 @@ def run_change(tensor: Tensor, group: str, size: int, rank: int, source: Letter,
         return _run_change(tensor, group, size, rank, source, target)
     except RuntimeError as error:
         # A plain `loss.backward()` passes through no code of ours but this.
-        if not is_collective_failure(error):
-            raise
-        raise rank_failure(error, f"a redistribution from {source} to {target}") from error
+        raise_named(error, f"a redistribution from {source} to {target}")
 
 
 def _run_change(tensor: Tensor, group: str, size: int, rank: int, source: Letter, target: Letter) -> Tensor:

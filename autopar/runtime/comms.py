@@ -5,7 +5,10 @@ Autograd calls them from hooks of `fully_shard`, and nothing of autopar is betwe
 
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
-from autopar.runtime.failures import naming_collectives
+from autopar.runtime.failures import raise_named
+
+_GATHERING = "gathering the parameters of an FSDP unit"
+_REDUCING = "reducing the gradients of an FSDP unit"
 
 
 class NamedParamGroup(FSDPParamGroup):
@@ -17,20 +20,28 @@ class NamedParamGroup(FSDPParamGroup):
 
     def unshard(self, async_op: bool = False) -> None:
         """Start gathering the parameters."""
-        with naming_collectives("gathering the parameters of an FSDP unit"):
+        try:
             super().unshard(async_op)
+        except RuntimeError as error:
+            raise_named(error, _GATHERING)
 
     def wait_for_unshard(self) -> None:
         """Wait until they are gathered."""
-        with naming_collectives("gathering the parameters of an FSDP unit"):
+        try:
             super().wait_for_unshard()
+        except RuntimeError as error:
+            raise_named(error, _GATHERING)
 
     def post_backward(self, *args: object) -> None:
         """Reduce the gradients: on the axes that split the parameters, then on those that repeat them."""
-        with naming_collectives("reducing the gradients of an FSDP unit"):
+        try:
             super().post_backward(*args)
+        except RuntimeError as error:
+            raise_named(error, _REDUCING)
 
     def finalize_backward(self) -> None:
         """Wait for reductions."""
-        with naming_collectives("reducing the gradients of an FSDP unit"):
+        try:
             super().finalize_backward()  # type: ignore[no-untyped-call]
+        except RuntimeError as error:
+            raise_named(error, _REDUCING)

@@ -6,6 +6,7 @@ collective fails. A rank that is killed leaves none.
 
 import contextlib
 from collections.abc import Callable, Iterator
+from typing import NoReturn
 
 import torch.distributed as dist
 
@@ -13,7 +14,7 @@ from autopar.runtime.groups import job_store, job_timeout
 from passes.ir.errors import RankFailedError
 
 # Parts of the messages that gloo and NCCL end a collective with; torch raises them as plain RuntimeErrors.
-_OF_COLLECTIVES = ("gloo/", "Connection closed by peer", "Timed out waiting", "NCCL", "ProcessGroup", "c10d")
+_OF_COLLECTIVES = ("gloo/", "closed by peer", "reset by peer", "Timed out waiting", "NCCL error", "NCCL communicator")
 # Keys of the store: how often ranks raised, and each report by its number, from 1.
 _COUNT = "autopar/raised"
 _LONGEST_REPORT = 2000
@@ -38,9 +39,17 @@ def rank_failure(error: BaseException, where: str) -> RankFailedError:
             f"{where} failed, because {'; '.join(reports)} (the collective ended with: {first_line})"
         )
     return RankFailedError(
-        f"{where} failed, because another rank raised, died, or did not answer within the job's timeout of "
-        f"{_seconds()}: see the first error in the logs of the other ranks (the collective ended with: {first_line})"
+        f"{where} failed, because another rank raised, died, runs another collective, or did not answer within the "
+        f"job's timeout of {_seconds()}: see the first error in the logs of the other ranks (the collective ended with: "
+        f"{first_line})"
     )
+
+
+def raise_named(error: Exception, where: str) -> NoReturn:
+    """Raise `error`, or a RankFailedError that says `where` if a collective has raised it."""
+    if is_collective_failure(error):
+        raise rank_failure(error, where) from error
+    raise error
 
 
 @contextlib.contextmanager
@@ -49,9 +58,7 @@ def naming_collectives(where: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if not is_collective_failure(error):
-            raise
-        raise rank_failure(error, where) from error
+        raise_named(error, where)
 
 
 class FailureReports:

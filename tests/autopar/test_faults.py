@@ -259,7 +259,7 @@ CALLS: Mapping[str, tuple[Callable[[str, BaseException], None], str, BaseExcepti
         ValueError("too long"),
         "call 1 of Stack: .* failed, because rank 1 raised ValueError in call 1 of Stack: too long",
     ),
-    "backward": (_backward, "dp", ValueError("in backward"), "failed, because another rank raised, died, or did not"),
+    "backward": (_backward, "dp", ValueError("in backward"), "failed, because another rank raised, died, "),
     "hook": (
         _hook,
         "tp",
