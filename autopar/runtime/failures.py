@@ -40,8 +40,8 @@ def rank_failure(error: BaseException, where: str) -> RankFailedError:
         )
     return RankFailedError(
         f"{where} failed, because another rank raised, died, runs another collective, or did not answer within the "
-        f"job's timeout of {_seconds()}: see the first error in the logs of the other ranks (the collective ended with: "
-        f"{first_line})"
+        f"job's timeout of {_seconds()}: see the first error in the logs of the other ranks "
+        f"(the collective ended with: {first_line})"
     )
 
 
