@@ -10,7 +10,9 @@ from autopar.programs import Planned, totals_name
 from autopar.request import Request
 from autopar.runtime.inputs import constant_text
 from passes.ir.errors import PlanMismatchError
+from passes.ir.layout import format_layout, is_storable, parse_letter
 from passes.ir.leaves import input_leaves
+from passes.ir.mesh import Mesh
 from passes.ir.plan import InputPlan, ParameterPlan, Plan, PrecisionPlan
 from passes.ir.program import Program, dtype_name
 from passes.recompute import levels
@@ -94,6 +96,18 @@ def check_plan(plan: Plan, fingerprint: str, request: Request) -> None:
         said, found = plan.constants.get(name, "left out"), constants.get(name, "left out")
         if said != found:
             raise PlanMismatchError(f"the plan was made with {name} = {said}, but here it is {found}: plan anew")
+    _check_storage(plan, request.mesh)
+
+
+def _check_storage(plan: Plan, mesh: Mesh) -> None:
+    """Raise PlanMismatchError where a plan stores a parameter in a layout that torch does not store exactly."""
+    for name, item in plan.parameters.items():
+        layout = tuple(parse_letter(item.layout[axis]) for axis in mesh.names)
+        if not is_storable(layout, mesh):
+            raise PlanMismatchError(
+                f"the plan stores {name} as {format_layout(layout, mesh)}, which torch.distributed.checkpoint cannot "
+                "save and load: plan anew"
+            )
 
 
 def as_planned(request: Request, plan: Plan) -> Request:

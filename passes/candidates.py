@@ -20,7 +20,7 @@ from passes.ir.program import Folded, references
 from passes.proposing.connections import connect
 from passes.proposing.demanded import meeting, refuse_unfollowed
 from passes.proposing.operations import is_negligible, op_node
-from passes.proposing.parameters import Upkeep, Used, parameter_node, uses_of_parameters
+from passes.proposing.parameters import Upkeep, blocks_of_parameters, parameter_node
 from passes.proposing.places import Placed
 from passes.proposing.sizes import Sizes
 from passes.proposing.splits import Splits, find_splits
@@ -63,7 +63,7 @@ def candidates(folded: Folded, demands: Demands, setting: Setting) -> Problem:
     nodes += _able(proposals.buffers(), setting)
     nodes += _able(proposals.carries(), setting)
     nodes += _able(proposals.ops(), setting)
-    nodes += _able(proposals.parameters(uses_of_parameters(known, nodes)), setting)
+    nodes += _able(proposals.parameters(), setting)
     nodes += _able(proposals.outputs(), setting)
     index = {node.key: number for number, node in enumerate(nodes)}
     edges, groups = connect(known, nodes, index, setting.reduce)
@@ -144,19 +144,18 @@ class _Proposals:
         met = meeting(about, list(found), self.demands, self.known.names, mesh, followed)
         return {strategy: found[strategy] for strategy in met}
 
-    def parameters(self, uses: Mapping[str, Used]) -> Iterator[Node]:
-        """Parameters may be stored as ops use them, and split further on the axes where all ranks use the same."""
+    def parameters(self) -> Iterator[Node]:
+        """Parameters may be stored in any layout that torch stores exactly, however ops use them."""
         known, setting = self.known, self.setting
         upkeep = Upkeep(setting.optimizer_states, setting.master)
+        blocks = blocks_of_parameters(known)
         owned = {name for region in known.folded.regions for names in region.owned.values() for name in names}
         for name, training in known.parameters.items():
             if name in owned:
                 continue
-            used, demanded = uses.get(name), self.demands.at("stored", known.names.get(name, name))
-            ways = used.layouts if used else set()
-            shape = known.folded.types[name].shape
-            layouts = storage(name, shape, ways, training.trainable, demanded, setting.mesh)
-            yield parameter_node(known, name, layouts, used, upkeep, setting.cluster, setting.mesh)
+            demanded = self.demands.at("stored", known.names.get(name, name))
+            layouts = storage(name, known.folded.types[name].shape, training.trainable, demanded, setting.mesh)
+            yield parameter_node(known, name, layouts, blocks.get(name), upkeep, setting.cluster, setting.mesh)
 
     def outputs(self) -> Iterator[Node]:
         """What the program returns, and the new values of buffers, which are whole."""

@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 from autopar.runtime.axis import Axis
+from autopar.runtime.checkpoint import Loadable
 from autopar.runtime.random import Randomness
 from autopar.runtime.refusals import HoldingPart
 from autopar.runtime.units import ParameterGroup, PartView, within
@@ -232,7 +233,7 @@ class LoadedProgram:
 OtherSizes = Callable[[str, Mapping[str, Shape], Mapping[str, Tensor], int], LoadedProgram]
 
 
-class Container(HoldingPart):
+class Container(Loadable, HoldingPart):
     """A part of the model: it holds parameters, buffers and parts under their names."""
 
     def __getitem__(self, name: int | str) -> object:

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.runtime.axis import axes_of
 from autopar.runtime.call import CallPath, PreparedCall
+from autopar.runtime.checkpoint import Loadable
 from autopar.runtime.engine import Engine
 from autopar.runtime.failures import FailureReports
 from autopar.runtime.generated import Container, LoadedProgram, OtherSizes, local
@@ -46,7 +47,7 @@ _OWN = (
 )
 
 
-class DistributedModule(CalledPart):
+class DistributedModule(Loadable, CalledPart):
     """A model that runs on a mesh as planned.
 
     Called with the global batch, the same on every rank, it returns what the model returns: scalars as plain tensors,
@@ -73,10 +74,11 @@ class DistributedModule(CalledPart):
         if taken:
             raise CaptureError(f"the model has a part named {taken[0]!r}, which its distributed form needs: rename it")
         # The model's parts under their own names; they also hang on `root`, where no name of this class is in the way.
-        self._modules.update(root._modules)
-        self._parameters.update(root._parameters)
-        self._buffers.update(root._buffers)
-        self._non_persistent_buffers_set.update(root._non_persistent_buffers_set)
+        # Both have the same tables, so that a parameter that is replaced is replaced in both.
+        self._modules = root._modules
+        self._parameters = root._parameters
+        self._buffers = root._buffers
+        self._non_persistent_buffers_set = root._non_persistent_buffers_set
         axes = axes_of(mesh)
         self._axes = axes
         engine.bind(root)

@@ -13,6 +13,10 @@ class CaptureError(AutoparError):
     """The model cannot be traced, or holds something that cannot be parallelized exactly."""
 
 
+class CheckpointError(AutoparError, RuntimeError):
+    """A state dict does not fit the model. (torch raises RuntimeError for this.)"""
+
+
 class ClusterError(AutoparError):
     """A figure of a device, a link or a cluster is none that anything could run at."""
 

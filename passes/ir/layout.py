@@ -15,6 +15,7 @@ P      a pending sum over the ranks                         R
 """
 
 import re
+from collections.abc import Sequence
 from itertools import pairwise
 from math import prod
 from typing import NamedTuple
@@ -163,11 +164,29 @@ def is_dtensor(layout: Layout, mesh: Mesh) -> bool:
     for dim in dims:
         by_size = digits(layout, dim, mesh)
         by_axis = sorted(by_size, key=lambda digit: digit[2])
-        compact = all(high == low * size for (low, size, _), (high, _, _) in pairwise([(1, 1, -1), *by_size]))
-        leading = all(high == low * size for (low, size, _), (high, _, _) in pairwise([(1, 1, -1), *by_axis[:-1]]))
+        compact, leading = _is_contiguous(by_size), _is_contiguous(by_axis[:-1])
         last = max(major for major, _, _ in by_axis) == by_axis[-1][0]
         if not compact and not (_STRIDED and leading and last):
             return False
         plain += compact and by_size == by_axis
         turned += by_size != by_axis
     return not turned or plain == len(dims) - 1
+
+
+def is_storable(layout: Layout, mesh: Mesh) -> bool:
+    """Whether torch stores a parameter in `layout` exactly: `torch.distributed.checkpoint` and its `state_dict` module
+    save, load, reshard and broadcast it bit for bit.
+
+    They take the part of a rank for one block of the whole tensor, given by its offset and shape. So in every dim the
+    digits together must be one contiguous split, whatever their order: `Shard`, `Replicate`, and the strided pairs of
+    FSDP with tensor parallel (`S(0, 8), S(0)`). Of all layouts that DTensor expresses on one to three axes these, and
+    no others, are stored exactly (tried with torch 2.13; `tests/autopar/test_storage.py`).
+    """
+    dims = {letter.dim for letter in layout if letter.kind == "S"}
+    blocks = all(_is_contiguous(digits(layout, dim, mesh)) for dim in dims)
+    return blocks and is_dtensor(layout, mesh)
+
+
+def _is_contiguous(found: Sequence[tuple[int, int, int]]) -> bool:
+    """Whether digits, in this order, are the most significant ones of a dim without a gap between them."""
+    return all(high == low * size for (low, size, _), (high, _, _) in pairwise([(1, 1, -1), *found]))

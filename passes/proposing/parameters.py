@@ -1,6 +1,6 @@
 """What parameters cost and hold as they are stored."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -30,36 +30,27 @@ class Upkeep:
         return prod(local_shape(type.shape, layout, mesh)) * (self.master or type.dtype).itemsize
 
 
-@dataclass(frozen=True)
-class Used:
-    """The layouts in which ops may use a parameter, and the block in which the first of them stands."""
-
-    layouts: set[Layout]
-    block: int
-
-
-def uses_of_parameters(known: Survey, nodes: Iterable[Node]) -> dict[str, Used]:
-    """How the ops among `nodes` use each parameter; what none uses is not there."""
-    strategies = {node.key: node.strategies for node in nodes}
-    found: dict[str, Used] = {}
+def blocks_of_parameters(known: Survey) -> dict[str, int]:
+    """The block of the first op that reads each parameter; a parameter that none reads is not there."""
+    found: dict[str, int] = {}
     for placed in known.placed:
-        for slot, name in enumerate(placed.op.operands):
+        for name in placed.op.operands:
             if name in known.parameters:
-                used = found.setdefault(name, Used(set(), placed.block))
-                used.layouts.update(strategy.operands[slot] for strategy in strategies[placed.op.key])
+                found.setdefault(name, placed.block)
     return found
 
 
 def parameter_node(
-    known: Survey, name: str, layouts: Sequence[Layout], used: Used | None, upkeep: Upkeep, cluster: Cluster, mesh: Mesh
+    known: Survey, name: str, layouts: Sequence[Layout], block: int | None, upkeep: Upkeep, cluster: Cluster, mesh: Mesh
 ) -> Node:
-    """The node of a parameter that may be stored in `layouts`; the optimizer updates what trains and is used."""
+    """The node of a parameter that may be stored in `layouts` and is first read in `block` (None: never); the optimizer
+    updates what trains and is read."""
     type, training = known.folded.types[name], known.parameters[name]
     sizes = [upkeep.stored_bytes(type, layout, mesh) for layout in layouts]
-    count, updated = training.count, training.trainable and used is not None
+    count, updated = training.count, training.trainable and block is not None
     seconds = tuple(count * update_seconds(size, upkeep.states, cluster) if updated else 0.0 for size in sizes)
     memory = tuple(_memory(count * size, upkeep.states if updated else None) for size in sizes)
-    return source(name, "parameter", layouts, seconds, memory, used.block if used else 0, count)
+    return source(name, "parameter", layouts, seconds, memory, block or 0, count)
 
 
 def _memory(size: float, states: int | None) -> Memory:

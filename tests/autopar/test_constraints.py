@@ -162,8 +162,13 @@ def test_a_longer_pattern_wins():
         ({"lm_head": {"method": {"tp": "nonsense"}}}, autopar.ConstraintError, "'lm_head'.*nonsense"),
         ({"@linear": {"in": {"tp": "S(7)"}}}, autopar.ConstraintError, "'@linear'"),
         ({"lm_head.weight": {"stored": {"tp": "S(0, 3)"}}}, autopar.ConstraintError, "'lm_head.weight'"),
+        (
+            {"lm_head.weight": {"stored": {"tp": "S(0, 4)"}}},
+            autopar.ConstraintError,
+            r"'lm_head.weight'.* 4 blocks .*torch.distributed.checkpoint .*demand 'used' S\(0, 4\) instead",
+        ),
     ],
-    ids=["no op", "no parameter", "contradiction", "letter", "what", "axis", "method", "dim", "split"],
+    ids=["no op", "no parameter", "contradiction", "letter", "what", "axis", "method", "dim", "split", "blocks"],
 )
 def test_what_cannot_be_done_is_refused(constraints, error, message):
     with pytest.raises(error, match=message):

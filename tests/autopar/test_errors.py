@@ -34,7 +34,7 @@ def stack_inputs(batch: int, width: int = 16) -> dict[str, torch.Tensor]:
 
 def test_all_errors_have_one_base():
     names = ["CaptureError", "ClusterError", "ConstraintError", "InfeasibleError", "InputError", "MeshError"]
-    names.append("PlanMismatchError")
+    names += ["CheckpointError", "PlanMismatchError"]
     assert all(issubclass(getattr(autopar, name), autopar.AutoparError) for name in names)
 
 
@@ -335,6 +335,13 @@ def test_a_plan_for_other_inputs(saved):
 def test_a_plan_for_another_objective(saved):
     with pytest.raises(autopar.PlanMismatchError, match="no program for objective='infer'"):
         plan(inputs=tokens(labels=True), objective="infer", plan=saved)
+
+
+def test_a_plan_whose_storage_no_checkpoint_takes(saved):
+    name = "model.layers.0.self_attn.q_proj.weight"
+    parameters = {**saved.parameters, name: replace(saved.parameters[name], layout={"dp": "I", "tp": "S(0, 2)"})}
+    with pytest.raises(autopar.PlanMismatchError, match=f"{name} as dp I, tp S.0, 2., which torch.distributed.checkp"):
+        plan(plan=replace(saved, parameters=parameters))
 
 
 def test_a_plan_of_another_version(saved, tmp_path):

@@ -1,0 +1,130 @@
+"""Loading of state dicts into parameters that lie on a mesh: of a whole plain tensor each rank takes its part."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from passes.ir.errors import CheckpointError
+
+
+class Loadable(nn.Module):
+    """A module that takes state dicts of the stock model."""
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load parameters and buffers, as `torch.nn.Module.load_state_dict` does; every rank calls it alike.
+
+        A value is the whole plain tensor, of which each rank takes its part, or a `DTensor` on the mesh of the
+        parameter. It is converted to the dtype and device of the parameter. With `assign=True` parameters become new
+        ones, with these properties all the same, and tied parameters stay tied.
+
+        Returns the names that are missing and additional, if `strict` is False; they are errors otherwise.
+
+        Raises CheckpointError for these names, and for values of another shape, without data, on another mesh, or that
+        are no tensors. Nothing is changed then.
+        """
+        own: dict[str, Tensor] = self.state_dict(keep_vars=True)
+        problems = list(_unfit(own, state_dict))
+        if strict:
+            problems = [*_differences(own, state_dict), *problems]
+        if problems:
+            raise CheckpointError(f"the state dict does not fit the model: {'; '.join(problems)}")
+        keys = super().load_state_dict(state_dict, strict=False, assign=assign)
+        if assign:
+            _tie_again(self, own)
+        return keys
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: Mapping[str, Any], *args: Any
+    ) -> None:
+        """Load this module's own tensors, with the part of this rank in place of a whole tensor.
+
+        `load_state_dict` calls it, that of a module around this one included.
+        """
+        assign = bool(local_metadata.get("assign_to_params_buffers", False))
+        given = dict(state_dict)
+        for name, current in (*self._parameters.items(), *self._buffers.items()):
+            value = given.get(prefix + name)
+            if isinstance(value, Tensor) and current is not None and _same_shape(value, current):
+                given[prefix + name] = _placed_like(current, value, assign)
+        super()._load_from_state_dict(given, prefix, local_metadata, *args)
+
+
+def _differences(own: Mapping[str, Tensor], given: Mapping[str, Any]) -> Iterator[str]:
+    """The names that are missing in `given`, and those that are additional there."""
+    missing = [name for name in own if name not in given]
+    additional = [name for name in given if name not in own]
+    if missing and len(missing) == len(own):
+        yield (
+            "it has none of its names (where one rank has all of them, use set_model_state_dict of "
+            "torch.distributed.checkpoint.state_dict with broadcast_from_rank0=True)"
+        )
+    elif missing:
+        yield f"missing {', '.join(missing)}"
+    if additional:
+        yield f"additional {', '.join(additional)}"
+
+
+def _unfit(own: Mapping[str, Tensor], given: Mapping[str, Any]) -> Iterator[str]:
+    """The values of `given` that cannot be loaded, and why."""
+    for name, current in own.items():
+        if name not in given:
+            continue
+        value = given[name]
+        if not isinstance(value, Tensor):
+            yield f"{name} is {type(value).__name__}, not a tensor"
+        elif not _same_shape(value, current):
+            yield f"{name} has shape {list(value.shape)}, but must have {list(current.shape)}"
+        elif value.is_meta and not current.is_meta:
+            yield f"{name} is on meta, without data"
+        elif isinstance(value, DTensor) and isinstance(current, DTensor) and value.device_mesh != current.device_mesh:
+            yield f"{name} lies on another mesh (give its full_tensor(), or use torch.distributed.checkpoint)"
+
+
+def _same_shape(value: Tensor, current: Tensor) -> bool:
+    """Whether shapes agree; torch takes one element for a scalar."""
+    return value.shape == current.shape or (current.dim() == 0 and value.shape == (1,))
+
+
+def _placed_like(current: Tensor, value: Tensor, assign: bool) -> Tensor:
+    """`value` as it is copied into `current`, or as it takes its place."""
+    if value.shape != current.shape:
+        value = value[0]
+    if isinstance(value, DTensor) and not (isinstance(current, DTensor) and value.placements == current.placements):
+        value = value.full_tensor()
+    if isinstance(current, DTensor) and not isinstance(value, DTensor):
+        block = _own_block(value.detach(), current)
+        part = block.to(current.to_local(), copy=True).contiguous() if assign else block
+        return DTensor.from_local(
+            part,
+            current.device_mesh,
+            current.placements,
+            run_check=False,
+            shape=current.shape,
+            stride=current.stride(),
+        )
+    return value.detach().to(current) if assign else value
+
+
+def _own_block(whole: Tensor, current: DTensor) -> Tensor:
+    """The part of `whole` that this rank holds of `current`: one block, since parameters are stored as
+    `passes.ir.layout.is_storable` says.
+
+    Offsets are found with a function that torch keeps private, the one that its checkpoints use (since 2.2).
+    """
+    shape, offset = compute_local_shape_and_global_offset(whole.shape, current.device_mesh, current.placements)
+    return whole[tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))]
+
+
+def _tie_again(module: nn.Module, before: Mapping[str, Tensor]) -> None:
+    """Let parameters and buffers that were one tensor `before`, under several names, be one tensor again."""
+    names: dict[int, list[str]] = {}
+    for name, item in before.items():
+        names.setdefault(id(item), []).append(name)
+    for first, *others in names.values():
+        path, _, last = first.rpartition(".")
+        for other in others:
+            owner, _, name = other.rpartition(".")
+            setattr(module.get_submodule(owner), name, getattr(module.get_submodule(path), last))
