@@ -43,7 +43,7 @@ def placed_parts(
     for group in groups:
         members = {name: model.get_parameter(name) for name in group.parameters}
         parts = {
-            name: nn.Parameter(part(parameter, group.used(stored[name])), parameter.requires_grad)
+            name: nn.Parameter(part(parameter, group.used(group.kept(name, stored[name]))), parameter.requires_grad)
             for name, parameter in members.items()
         }
         shown = engine.add(group, parts, stored)

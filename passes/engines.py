@@ -9,13 +9,16 @@ parameters at once, ahead of time and beside the computation. What it can do mus
 - be one gather: the engine cuts a dim of what a rank holds into consecutive parts, so the digits of its axes must be
   the most significant ones that are left there when the other axes have taken theirs, in the order of the mesh.
 
+Where all-to-alls on other axes are planned before the gather, because they move less then, the engine gathers a copy
+that these have made (`Group.turned`): one for each forward pass, of all parameters before the first is gathered.
+
 Whatever is no data axis, or does not fit, keeps its steps in the generated code. So does a parameter that is read in
 several places: an engine would keep it gathered all the while between.
 """
 
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
-from itertools import combinations
+from itertools import combinations, takewhile
 from math import prod
 
 import torch
@@ -46,11 +49,13 @@ class _Use:
 
 @dataclass(frozen=True)
 class _Axes:
-    """The axes that an engine can take of a parameter, and the dim that the sharded ones split."""
+    """The axes that an engine can take of a parameter, the dim that the sharded ones split, and the layout of what it
+    gathers."""
 
     sharded: tuple[int, ...]
     replicated: tuple[int, ...]
     dim: int
+    kept: Layout
 
 
 def engines(lowered: Lowered, mesh: Mesh, groups: Sequence[Group] | None = None, gather_once: bool = False) -> Lowered:
@@ -143,6 +148,7 @@ def _groups(lowered: Lowered, uses: Mapping[str, Sequence[_Use]], mesh: Mesh, ga
     """Parameters that are read in one place, and go the same way on the same axes, are one group. Those of copies that
     run again are gathered again."""
     members: dict[_Signature, dict[str, int]] = {}
+    turned: dict[_Signature, dict[str, Layout]] = {}
     changes: dict[_Signature, list[Change]] = {}
     for parameter in lowered.program.parameters:
         own = uses[parameter.name]
@@ -152,6 +158,8 @@ def _groups(lowered: Lowered, uses: Mapping[str, Sequence[_Use]], mesh: Mesh, ga
         made = [use.change for use in own if use.change is not None]
         signature = (place, found.sharded, found.replicated, parameter.type.dtype, made[0].dtypes)
         members.setdefault(signature, {})[parameter.name] = found.dim
+        kept = {} if found.kept == lowered.parameters[parameter.name] else {parameter.name: found.kept}
+        turned.setdefault(signature, {}).update(kept)
         changes.setdefault(signature, []).extend(made)
     whole = {number for number, loop in enumerate(_loops(lowered)) if loop.recompute == "full" and not gather_once}
     tables = {item.op.key for item in lowered.body.statements if isinstance(item, Compute) and item.op.kind in _TABLES}
@@ -162,7 +170,7 @@ def _groups(lowered: Lowered, uses: Mapping[str, Sequence[_Use]], mesh: Mesh, ga
         # What all ranks have is copied for use, not sent: it need not stay.
         again = any(change.again for change in changes[common]) or not sharded or not saved
         again |= isinstance(common[0], tuple) and common[0][0] in whole
-        groups.append(Group(names, sharded, replicated, saved, again, dtypes))
+        groups.append(Group(names, sharded, replicated, saved, again, dtypes, turned[common]))
     return groups
 
 
@@ -174,6 +182,25 @@ def _axes(parameter: Parameter, stored: Layout, uses: Sequence[_Use], mesh: Mesh
         return None
     if not type.dtype.is_floating_point:
         return None
+    turned = _turned(stored, changes, mesh)
+    return next((found for kept in turned if (found := _axes_of_kept(parameter, kept, changes, mesh))), None)
+
+
+def _turned(stored: Layout, changes: Sequence[Change], mesh: Mesh) -> Iterator[Layout]:
+    """The layouts in which the engine may keep a parameter, the best first: after the all-to-alls with which all of its
+    changes begin, and as it is stored."""
+    reached = set()
+    for change in changes:
+        steps = redistribution(stored, change.after, change.type.shape, mesh)
+        first = [step.axis for step in takewhile(lambda step: step.collective == "all_to_all", steps)]
+        reached.add(tuple(change.after[axis] if axis in first else letter for axis, letter in enumerate(stored)))
+    if len(reached) == 1:
+        yield from reached - {stored}
+    yield stored
+
+
+def _axes_of_kept(parameter: Parameter, stored: Layout, changes: Sequence[Change], mesh: Mesh) -> _Axes | None:
+    """The axes that an engine can take of a parameter that it keeps as `stored`."""
     free = [
         axis for axis in mesh.dimensions if mesh.sizes[axis] > 1 and all(change.after[axis] == R for change in changes)
     ]
@@ -192,7 +219,7 @@ def _axes(parameter: Parameter, stored: Layout, uses: Sequence[_Use], mesh: Mesh
     used = Group({}, sharded, replicated, False, False, (None, None)).used(stored)
     if not all(_grows(used, change, mesh) for change in changes):
         return None
-    return _Axes(sharded, replicated, stored[sharded[0]].dim if sharded else 0)
+    return _Axes(sharded, replicated, stored[sharded[0]].dim if sharded else 0, stored)
 
 
 def _is_leading(axes: Sequence[int], stored: Layout, mesh: Mesh) -> bool:
@@ -224,7 +251,11 @@ def _held(lowered: Lowered, uses: Mapping[str, Sequence[_Use]], groups: Sequence
         if len({_place(uses[name]) for name in names} - {None}) == 1:
             given.update(name for name in names if _place(uses[name]) is not None)
     # A region is written once: a parameter of its body is given in all copies, and in the same way, or in none.
-    ways = {name: (group.sharded, group.replicated, group.again) for group in groups for name in group.parameters}
+    ways = {
+        name: (group.sharded, group.replicated, group.again, group.turned.get(name))
+        for group in groups
+        for name in group.parameters
+    }
     bodies = [own for loop in _loops(lowered) for own in loop.region.owned.values() if own[0] in lowered.parameters]
     while torn := [own for own in bodies if given.intersection(own) and not _alike(own, given, ways)]:
         given.difference_update(*torn)
@@ -259,7 +290,7 @@ def _alike(own: Sequence[str], given: Set[str], ways: Mapping[str, object]) -> b
 
 def _fits(name: str, lowered: Lowered, uses: Mapping[str, Sequence[_Use]], group: Group, mesh: Mesh) -> bool:
     """Whether all that a program reads of a parameter follows from what `group` gives of it."""
-    used = group.used(lowered.parameters[name])
+    used = group.used(group.kept(name, lowered.parameters[name]))
     for use in uses[name]:
         change = use.change
         if change is None or change.dtypes[0] != group.dtypes[0] or not _grows(used, change, mesh):
@@ -277,8 +308,9 @@ def _marked(lowered: Lowered, held: Held, mesh: Mesh) -> Lowered:
         statements: list[Statement] = []
         for item in body.statements:
             if isinstance(item, Change):
-                group = by_name.get(names.get(item.source, (item.source,))[0])
-                statements.append(item if group is None else _by_engine(item, group, mesh, whole))
+                name = names.get(item.source, (item.source,))[0]
+                group = by_name.get(name)
+                statements.append(item if group is None else _by_engine(name, item, group, mesh, whole))
             elif isinstance(item, Loop):
                 inner = marked(item.body, item.region.owned, item.recompute == "full")
                 statements.append(replace(item, body=inner))
@@ -289,10 +321,11 @@ def _marked(lowered: Lowered, held: Held, mesh: Mesh) -> Lowered:
     return replace(lowered, body=marked(lowered.body, {}, False), held=held)
 
 
-def _by_engine(change: Change, group: Group, mesh: Mesh, whole: bool) -> Change:
+def _by_engine(name: str, change: Change, group: Group, mesh: Mesh, whole: bool) -> Change:
     """`change` with the steps of the engine first; `whole` says that all around it runs again in any case."""
-    used, shape = group.used(change.before), change.type.shape
-    first = redistribution(change.before, used, shape, mesh)
+    kept, shape = group.kept(name, change.before), change.type.shape
+    used = group.used(kept)
+    first = (*redistribution(change.before, kept, shape, mesh), *redistribution(kept, used, shape, mesh))
     rest = redistribution(used, change.after, shape, mesh)
     # The engine gathers all of a group again, or nothing.
     again = change.again or (group.again and group.saved and bool(group.sharded) and not whole)

@@ -13,6 +13,8 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
 )
@@ -62,6 +64,13 @@ def gpt2(**config: object) -> nn.Module:
     sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 64, "n_positions": 32}
     quiet = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 0, "eos_token_id": 1}
     return GPT2LMHeadModel(GPT2Config(**{**sizes, **quiet, **config}))
+
+
+def phi3(**config: object) -> nn.Module:
+    """One layer with fused projections of queries, keys and values, and of gate and up."""
+    torch.manual_seed(0)
+    sizes = {**_SIZES, "num_hidden_layers": 1, "num_key_value_heads": 4}
+    return Phi3ForCausalLM(Phi3Config(**{**sizes, **config}))
 
 
 MODELS: Mapping[str, Callable[..., nn.Module]] = {

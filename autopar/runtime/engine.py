@@ -17,13 +17,15 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
 from autopar.runtime import fsdp
-from autopar.runtime.gradients import OwnPart, UnitGradients, UnitParameter, part_of
+from autopar.runtime.axis import Axis, axes_of
+from autopar.runtime.gradients import OwnPart, Turn, UnitGradients, UnitParameter, part_of
 from autopar.runtime.groups import axes_group, axes_ranks
 from autopar.runtime.state import mesh_of
 from autopar.runtime.units import ParameterGroup, PartView
 from passes.ir.errors import UnsupportedError
-from passes.ir.layout import Layout, P, whole_shape
+from passes.ir.layout import Layout, Letter, P, Shape, whole_shape
 from passes.ir.lowered import Group, Held
+from passes.ir.redistribution import Step, redistribution
 
 T = TypeVar("T")
 
@@ -47,6 +49,8 @@ class Engine:
         # Places of the program that units are prefetched for.
         self._places: tuple[tuple[int, ...], ...] = ()
         self._keeping = False
+        # Whether copies in other layouts were made since parameters are kept.
+        self._has_turned = False
         self._holding = False
         # The backward pass that runs, or that an exception has ended; whether it adds to gradients that were held back.
         self._backward: int | None = None
@@ -62,8 +66,9 @@ class Engine:
         Returns the parameters that users see, which lie as `stored` says.
         """
         assert self._root is None, "the engine has run"
+        kept = {name: plan.kept(name, stored[name]) for name in parts}
         shapes = {
-            name: whole_shape(tuple(part.shape), plan.used(stored[name]), self._shape) for name, part in parts.items()
+            name: whole_shape(tuple(part.shape), plan.used(kept[name]), self._shape) for name, part in parts.items()
         }
         dims = {id(part): plan.parameters[name] for name, part in parts.items()}
         group = ParameterGroup(parts)
@@ -92,15 +97,28 @@ class Engine:
                     name,
                     shapes[name],
                     stored[name],
-                    tuple(P if axis in given else letter for axis, letter in enumerate(stored[name])),
+                    tuple(P if axis in given else letter for axis, letter in enumerate(kept[name])),
                     OwnPart(dim, mesh.get_local_rank("shard"), first),
                     group.current(number),
                     gathered,
                     parts[name].requires_grad,
+                    self._turn(stored[name], kept[name], shapes[name], compute),
                 )
             )
             for number, ((name, dim), gathered) in enumerate(members)
         }
+
+    def _turn(self, stored: Layout, kept: Layout, shape: Shape, dtype: torch.dtype | None) -> Turn | None:
+        """The way between a parameter that users see and what a unit keeps of it; None where both are one."""
+        if stored == kept:
+            return None
+        forth = redistribution(stored, kept, shape, self._shape)
+        back = redistribution(kept, stored, shape, self._shape)
+        return Turn(self._way(forth), self._way(back), dtype)
+
+    def _way(self, steps: Sequence[Step]) -> tuple[tuple[Axis, Letter, Letter], ...]:
+        axes = axes_of(self._mesh)
+        return tuple((axes[step.axis], step.source, step.target) for step in steps)
 
     def bind(self, root: nn.Module) -> None:
         """Find in `root` the parameters that users see: gradients go there, and values come from there."""
@@ -186,7 +204,7 @@ class Engine:
         root = self._whole()
         self._recover()
         self._drop()
-        self._keeping = True
+        self._keeping, self._has_turned = True, False
         root.set_reshard_after_backward(False)
         try:
             yield
@@ -230,11 +248,15 @@ class Engine:
         for number, item in enumerate(self._gradients.parameters):
             seen = self._gradients.seen(number)
             given, kept = part_of(seen), part_of(item.kept)
-            if given.data_ptr() != kept.data_ptr():
+            if item.turn is not None:
+                if not self._keeping or not self._has_turned:
+                    kept.copy_(item.turn.values(given))
+            elif given.data_ptr() != kept.data_ptr():
                 kept.copy_(given)
             # torch reads at the first call which parameters are trained at all.
             if self._has_run and item.trainable and item.kept.requires_grad != seen.requires_grad:
                 item.kept.requires_grad_(seen.requires_grad)
+        self._has_turned = True
 
     # --- backward passes ---
 

@@ -11,7 +11,7 @@ backward passes:
 """
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -21,9 +21,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autopar.runtime import fsdp
+from autopar.runtime.axis import Axis
+from autopar.runtime.collectives import run_change
 from autopar.runtime.state import from_local, mesh_of, placements
 from passes.ir.errors import InputError
-from passes.ir.layout import Layout, Shape
+from passes.ir.layout import Layout, Letter, Shape
 
 
 @dataclass(frozen=True)
@@ -44,12 +46,44 @@ class OwnPart:
 
 
 @dataclass(frozen=True)
+class Turn:
+    """The way between the parameter that users see and the copy in another layout that a unit gathers.
+
+    `forth` and `back` are the collectives: axis, letter before, letter after. Values go forth in `dtype`, the one that
+    is computed in (None: as they are).
+    """
+
+    forth: tuple[tuple[Axis, Letter, Letter], ...]
+    back: tuple[tuple[Axis, Letter, Letter], ...]
+    dtype: torch.dtype | None
+
+    def values(self, part: Tensor) -> Tensor:
+        """The values that the unit gathers."""
+        return self.to_kept(part if self.dtype is None else part.to(self.dtype))
+
+    def to_kept(self, part: Tensor) -> Tensor:
+        """The part that the unit keeps."""
+        return _through(part, self.forth)
+
+    def to_seen(self, part: Tensor) -> Tensor:
+        """The part that users see."""
+        return _through(part, self.back)
+
+
+def _through(part: Tensor, way: Sequence[tuple[Axis, Letter, Letter]]) -> Tensor:
+    with torch.no_grad():
+        for axis, before, after in way:
+            part = run_change(part, axis.group, axis.size, axis.rank, before, after)
+    return part
+
+
+@dataclass(frozen=True)
 class UnitParameter:
     """A parameter of an FSDP unit, with the path of the parameter that users see.
 
     `shape` is global, `layout` that of the parameter and its reduced gradient, `pending` that of a gradient that is not
     reduced. `kept` is the parameter that the unit stores, `gathered` torch's record of it;
-    `trainable` says that it took gradients when it was planned.
+    `trainable` says that it took gradients when it was planned, `turn` is None where both share memory.
     """
 
     path: str
@@ -60,6 +94,11 @@ class UnitParameter:
     kept: Tensor
     gathered: fsdp.GatheredParameter
     trainable: bool
+    turn: Turn | None = None
+
+    def to_seen(self, part: Tensor) -> Tensor:
+        """A part of `kept`, or of its reduced gradient, in the layout that users see."""
+        return part if self.turn is None else self.turn.to_seen(part)
 
 
 class UnitGradients:
@@ -80,7 +119,7 @@ class UnitGradients:
             hook = partial(_hand_over, weakref.ref(self), len(self.parameters))
             parameter.kept.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
         self.parameters.append(parameter)
-        seen = self._distributed(part_of(parameter.kept), parameter.layout, parameter.shape)
+        seen = self._distributed(parameter.to_seen(part_of(parameter.kept)), parameter.layout, parameter.shape)
         return nn.Parameter(seen, parameter.trainable)
 
     def bind(self, root: nn.Module) -> None:
@@ -124,7 +163,7 @@ class UnitGradients:
                 continue
             earlier, seen.grad = seen.grad, None
             if earlier is not None and item.own.first:
-                part = part_of(earlier)
+                part = part_of(earlier) if item.turn is None else item.turn.to_kept(part_of(earlier))
                 item.own.of(gradient, part).add_(part)
             if gradient.dtype != seen.dtype:
                 # Not reduced yet, it has the dtype that it is reduced in.
@@ -138,7 +177,7 @@ class UnitGradients:
         item, seen = self.parameters[number], self.seen(number)
         if gradient is None or not seen.requires_grad:
             return
-        part = part_of(gradient)
+        part = item.to_seen(part_of(gradient))
         if seen._backward_hooks:
             part = part_of(self._after_hooks(seen, item, self._distributed(part, item.layout, item.shape)))
         if seen.grad is None:

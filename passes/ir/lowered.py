@@ -126,7 +126,8 @@ class Group:
     `parameters` have the dim that each is split in. The axes in `sharded`, the most significant digit first, split it;
     on those in `replicated` all ranks store the same. `saved` says that the backward pass reads them, `again` that they
     are gathered again for it; `dtypes` are what they are cast to, and what their gradients are reduced in (None: as
-    they are).
+    they are). Parameters in `turned` are stored otherwise at the surface: before each forward pass all-to-alls make a
+    copy in the layout given here, which is gathered, and gradients go back in the same way.
     """
 
     parameters: Mapping[str, int]
@@ -135,11 +136,16 @@ class Group:
     saved: bool
     again: bool
     dtypes: tuple[torch.dtype | None, torch.dtype | None]
+    turned: Mapping[str, Layout] = field(default_factory=dict)
 
-    def used(self, stored: Layout) -> Layout:
-        """The layout that the engine gives of a parameter in `stored`."""
+    def kept(self, name: str, stored: Layout) -> Layout:
+        """The layout of what is gathered of the parameter `name`, which is stored as `stored` at the surface."""
+        return self.turned.get(name, stored)
+
+    def used(self, kept: Layout) -> Layout:
+        """The layout that the engine gives of a parameter that it keeps in `kept`."""
         given = {*self.sharded, *self.replicated}
-        return tuple(R if axis in given else letter for axis, letter in enumerate(stored))
+        return tuple(R if axis in given else letter for axis, letter in enumerate(kept))
 
 
 @dataclass(frozen=True)

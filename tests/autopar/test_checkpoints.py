@@ -19,24 +19,16 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, Phi3Config, Phi3ForCausalLM
+from transformers import AutoModelForCausalLM
 
 import autopar
 from autopar.runtime import DistributedModule
 from autopar.testing import run_ranks
-from tests.models import Stack, gpt2, llama, tokens
+from tests.models import Stack, gpt2, llama, phi3, tokens
 
 AXES: Mapping[int, tuple[str, ...]] = {1: ("tp",), 2: ("dp", "tp")}
 FULL = StateDictOptions(full_state_dict=True)
 BROADCAST = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-
-
-def phi3(**config: object) -> nn.Module:
-    """One layer with fused projections of queries, keys and values, and of gate and up."""
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
-    tokens = {"vocab_size": 64, "max_position_embeddings": 32, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
-    return Phi3ForCausalLM(Phi3Config(**{**sizes, **tokens, "num_key_value_heads": 4, **config}))
 
 
 def partly_frozen() -> nn.Module:

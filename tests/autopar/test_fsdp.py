@@ -22,7 +22,7 @@ from autopar.runtime import DistributedModule
 from autopar.testing import LiftFloat32, compare_on_mesh, run_ranks
 from tests.autopar.stored import Spy, storage
 from tests.autopar.without_engine import without_engine
-from tests.models import Stack, gpt2, llama, tokens
+from tests.models import Stack, gpt2, llama, phi3, tokens
 
 AXES: Mapping[int, tuple[str, ...]] = {1: ("dp",), 2: ("dp", "tp")}
 
@@ -454,3 +454,66 @@ def test_mixed_precision(reduce: torch.dtype | None) -> None:
         assert found["kind"]
         assert found["gradients"] == {torch.float32}
         assert found["errors"] == 0.0
+
+
+# --- copies in other layouts ------------------------------------------------------------------------------------------
+
+# Used as parts of both fused projections, which no checkpoint stores: split over the other dim when stored.
+TURNED = [
+    {"stored": {"dp": "S(1)", "tp": "S(1, 2)"}, "used": {"dp": "R", "tp": "S(0, 2)"}},
+    {"stored": {"dp": "I", "tp": "S(1)"}, "used": {"dp": "R", "tp": "S(0, 2)"}},
+]
+
+
+def _take_steps(model: nn.Module, dist_model: DistributedModule, batch: Mapping[str, torch.Tensor]) -> None:
+    """Two steps of both models, each with gradients of three passes: one is held back, two keep parameters."""
+    optimizers = [torch.optim.SGD(item.parameters(), lr=0.1) for item in (model, dist_model)]
+    for _ in range(2):
+        for _ in range(3):
+            model(**batch).loss.backward()
+        with dist_model.holding_gradients():
+            dist_model(**batch).loss.backward()
+        with dist_model.keeping_parameters():
+            for _ in range(2):
+                dist_model(**batch).loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def _turned(constraints: list[Mapping[str, Mapping[str, str]]]) -> list[dict[str, object]]:
+    """For each way to store the fused projection: what the engine keeps, and how far it is from one device."""
+    found = []
+    mesh, batch = mesh_of((2, 2)), tokens()
+    for demanded in constraints:
+        options: dict[str, Any] = {"cluster": "ideal", "constraints": {"*.gate_up_proj.weight": demanded}}
+        with Spy() as spy:
+            error = compare_on_mesh(phi3().double(), mesh, batch, torch.float64, memory_limit=1e12, **options).worst
+        with LiftFloat32(torch.float64):
+            model = phi3().double()
+            dist_model = autopar.parallelize(model, mesh, batch, **options)
+            _take_steps(model, dist_model, batch)
+        weights = dict(model.named_parameters())
+        far = max(
+            (parameter.full_tensor() - weights[name]).abs().max().item()
+            for name, parameter in dist_model.named_parameters()
+        )
+        kept = {
+            name: [str(letter) for letter in layout]
+            for seen in spy.seen
+            for group in seen.held.groups
+            for name, layout in group.turned.items()
+        }
+        found.append({"error": error, "far": far, "kept": kept})
+    return found
+
+
+def test_copies_in_other_layouts_are_gathered() -> None:
+    """A parameter that is turned by an all-to-all before it is gathered: gradients, accumulation with gradients held
+    back and parameters kept, and steps of an optimizer are those of one device."""
+    results = run_ranks(_turned, 4, TURNED)
+    name = "model.layers.0.mlp.gate_up_proj.weight"
+    for found, letters in zip(results[0], (["S(1)", "S(0, 2)"], ["I", "S(0, 2)"]), strict=True):
+        assert found["kept"] == {name: letters}
+        assert found["error"][1] <= 1e-9, found
+    assert all(found["far"] <= 1e-9 for result in results for found in result)

@@ -45,7 +45,9 @@ class StepByStep:
         name = tuple(self.group.parameters)[number]
         tensor: Tensor = self.root.get_parameter(name)
         layout = self.stored[name]
-        for step in redistribution(layout, self.group.used(layout), self.shapes[name], self.mesh):
+        kept, shape = self.group.kept(name, layout), self.shapes[name]
+        used = self.group.used(kept)
+        for step in (*redistribution(layout, kept, shape, self.mesh), *redistribution(kept, used, shape, self.mesh)):
             change = self.collectives[step.collective]
             tensor = change(tensor, self.axes[step.axis], src=step.source, dst=step.target)
         return tensor

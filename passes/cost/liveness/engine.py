@@ -111,6 +111,7 @@ class Engine:
         self._before: Sequence[int] = ()
         self._received: Storage | None = None
         self._sent: Storage | None = None
+        self._turned: list[Storage] = []
         self.parameters: dict[str, Value] = {}
         types = {parameter.name: parameter.type for parameter in lowered.program.parameters}
         self._runs: list[_Run | None] = []
@@ -119,7 +120,11 @@ class Engine:
             for name, dim in group.parameters.items():
                 if name not in lowered.held.parameters:
                     continue
-                shape = local_shape(types[name].shape, group.used(lowered.parameters[name]), mesh)
+                kept = group.kept(name, lowered.parameters[name])
+                shape = local_shape(types[name].shape, group.used(kept), mesh)
+                if name in group.turned:
+                    copied = Form.contiguous(local_shape(types[name].shape, kept, mesh), dtypes[name])
+                    self._turned.append(Storage(ledger, copied.bytes, GATHERED))
                 form = Form.contiguous(shape, group.dtypes[0] or dtypes[name])
                 stored = leaves[name]
                 whole = Value(Storage(ledger, 0, GATHERED), form, Leaf(form) if stored is not None else None)
