@@ -17,7 +17,7 @@ from tests.autopar.fuzzing import random_solution
 from tests.autopar.simulated import predicted_and_measured
 from tests.autopar.solving import solved_by
 from tests.autopar.stored import Spy, storage
-from tests.models import MODELS, tokens
+from tests.models import MODELS, phi3, tokens
 
 MIXED = Precision(compute=torch.bfloat16, master=torch.float32)
 SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -222,3 +222,22 @@ def test_on_other_devices(mesh: str) -> None:
             model, MESHES[mesh], tokens(), cluster="h100", optimizer=optimizer
         )
         assert measured <= predicted <= 1.05 * measured + 2**20
+
+
+# How the fused projection of gate and up is stored, and options.
+_FUSED: list[tuple[dict[str, str], dict[str, object]]] = [
+    ({"dp": "S(1)", "tp": "S(1, 2)"}, {"precision": MIXED}),
+    ({"dp": "S(1)", "tp": "S(1, 2)"}, {"optimizer": "sgd", "micro_batches": 2}),
+    ({"dp": "I", "tp": "S(1)"}, {"optimizer": "sgd"}),
+]
+
+
+@pytest.mark.parametrize(
+    ("stored", "options"), [_FUSED[0], *(pytest.param(*case, marks=pytest.mark.slow) for case in _FUSED[1:])]
+)
+def test_copies_in_other_layouts(stored: dict[str, str], options: dict[str, object]) -> None:
+    """Parameters that all-to-alls turn before they are gathered: the copy stays."""
+    constraints = {"*.gate_up_proj.weight": {"stored": stored, "used": {"dp": "R", "tp": "S(0, 2)"}}}
+    with Spy(again=False) as spy:
+        _check(phi3(num_hidden_layers=3), "2x2", tokens(8, 8), constraints=constraints, **options)
+    assert any(group.turned for group in spy.seen[0].held.groups)

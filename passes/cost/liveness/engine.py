@@ -35,12 +35,17 @@ class _State(Enum):
 @dataclass(eq=False)
 class _Member:
     """A parameter of a group: the gathered one, whose storage is empty when it is not there, and what takes the
-    gradient of the stored one. `moved` says that it is split in another dim than the first. `sum` is the gradient of
-    earlier micro-batches that is still to be reduced, where it is another dtype than what autograd adds to."""
+    gradient of the stored one.
+
+    `moved` says that it is split in another dim than the first, `turned` that it is a copy in another layout than the
+    stored one. `sum` is the gradient of earlier micro-batches that is still to be reduced, where it is another dtype
+    than what autograd adds to.
+    """
 
     whole: Value
     stored: Leaf | None
     moved: bool
+    turned: bool
     sum: Storage | None = None
 
     @property
@@ -129,7 +134,7 @@ class Engine:
                 stored = leaves[name]
                 whole = Value(Storage(ledger, 0, GATHERED), form, Leaf(form) if stored is not None else None)
                 self.parameters[name] = whole
-                members.append(_Member(whole, stored, dim != 0))
+                members.append(_Member(whole, stored, dim != 0, name in group.turned))
             ranks = prod(mesh.sizes[axis] for axis in group.sharded)
             dtype = dtypes[next(iter(group.parameters))]
             self._runs.append(_Run(number, group, tuple(members), ranks, dtype) if members else None)
@@ -257,11 +262,17 @@ class Engine:
         if dtype != run.stored:
             result.turn(COMMUNICATION)
             result = Storage(self._ledger, count // run.ranks * run.stored.itemsize, GRADIENTS)
-        taking = [member.stored for member in members if member.stored is not None and member.stored.gradient is None]
-        for leaf in taking:
-            leaf.gradient = result
-        if not taking and result.kind == GRADIENTS:
-            # It was added to what is there, and does not stay.
+        taken = False
+        for member in members:
+            if member.stored is None or member.stored.gradient is not None:
+                continue
+            if member.turned:
+                size = member.count // run.ranks * run.stored.itemsize
+                member.stored.gradient = Storage(self._ledger, size, GRADIENTS)
+            else:
+                member.stored.gradient, taken = result, True
+        if not taken and result.kind == GRADIENTS:
+            # It was added to the gradients that are there, or turned, and does not stay.
             result.turn(COMMUNICATION)
         del held, turned
         return sent
