@@ -6,11 +6,11 @@ their cause, or be ignored without a word, so they raise `UnsupportedError` when
 """
 
 from collections.abc import Callable
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.distributed._composable.contract import REGISTRY_KEY
+from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed.tensor import DTensor
 
 from passes.ir.errors import UnsupportedError
@@ -27,10 +27,13 @@ def _refusal(what: str, instead: str) -> Callable[..., NoReturn]:
     return refuse
 
 
-class _NoFurtherApis(dict[str, object]):
-    """The register of APIs that were applied to a module, which `fully_shard` and its like look at first."""
+class _NoFurtherApis(dict[Any, Any]):
+    """The register of APIs that were applied to a module, in which `fully_shard` and its like enter themselves first.
+    Functions for checkpoints read it."""
 
-    def __contains__(self, name: object) -> bool:
+    def setdefault(self, api: object, default: object = None) -> NoReturn:
+        """Refuse an API: a function or its name."""
+        name = getattr(api, "__name__", api)
         raise UnsupportedError(
             f"{name} cannot be applied to a distributed module, which is parallel already: "
             "constrain the plan instead, or apply it to the model without parallelize"
@@ -43,7 +46,7 @@ class DistributedPart(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         # torch has no other place to ask at: it changes the class of the module in the end, with or without success.
-        self.__dict__[REGISTRY_KEY] = _NoFurtherApis()
+        self.__dict__[STATE_KEY] = self.__dict__[REGISTRY_KEY] = _NoFurtherApis()
 
     # --- copies ---
 
@@ -110,11 +113,19 @@ class DistributedPart(nn.Module):
         raise UnsupportedError(f"the parameters of a distributed module cannot be parametrized: {_BEFORE}")
 
     def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
-        """Refuse a buffer that generated code does not know.
+        """Replace a buffer by another one of the same shape and dtype.
 
-        Raises UnsupportedError.
+        Raises UnsupportedError for any other buffer.
         """
-        raise UnsupportedError(f"no buffer can be added to a distributed module, not {name!r} either: {_BEFORE}")
+        known = self._buffers.get(name)
+        if known is None:
+            raise UnsupportedError(f"no buffer can be added to a distributed module, not {name!r} either: {_BEFORE}")
+        if not _alike(tensor, known):
+            raise UnsupportedError(
+                f"the buffer {name!r} of a distributed module can only be replaced by a tensor of the same shape and "
+                "dtype: copy values into it instead"
+            )
+        super().register_buffer(name, tensor, persistent)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """Replace a parameter by another one with the same shape, dtype and placements.
