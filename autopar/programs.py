@@ -11,6 +11,7 @@ from passes.ir.leaves import Inputs, input_leaves
 from passes.ir.lowered import Change, Compute, Loop, Lowered
 from passes.ir.plan import ProgramPlan
 from passes.ir.program import Folded, Input, Parameter, Program, TensorType, references
+from passes.micro_batches import batch_dims
 from passes.specialize import Decided
 
 
@@ -37,6 +38,12 @@ def compiled_program(lowered: Lowered, source: str, class_name: str, request: Re
     """`source`, which defines `class_name`, with what the runtime has to know of it."""
     program = lowered.program
     given = dict(input_leaves(request.inputs))
+    shapes = {
+        item.argument: tuple(leaf.shape)
+        for item in program.inputs
+        if isinstance(leaf := given.get(item.argument), torch.Tensor)
+    }
+    samples = batch_dims(shapes)
     inputs = []
     for item in program.inputs:
         if item.argument not in given:
@@ -45,7 +52,8 @@ def compiled_program(lowered: Lowered, source: str, class_name: str, request: Re
         leaf = given[item.argument]
         assert isinstance(leaf, torch.Tensor)
         type = TensorType(tuple(leaf.shape), leaf.dtype)
-        inputs.append(PlannedInput(item.argument, type, item.type.dtype, lowered.inputs[item.name], item.trainable))
+        layout, dim = lowered.inputs[item.name], samples[item.argument]
+        inputs.append(PlannedInput(item.argument, type, item.type.dtype, layout, item.trainable, dim))
     outputs = []
     for output in lowered.outputs:
         shape = tuple(size for name in references(output.value) for size in program.types[name.partition("~")[0]].shape)

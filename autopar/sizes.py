@@ -4,26 +4,29 @@ what the plan decided is carried over. Where values of inputs are constants, the
 import copy
 import logging
 import time
+from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
-from autopar.agreement import from_first, gathered, together
+from autopar.agreement import from_first, together
 from autopar.build import Compiled, frozen, planned, solve_held, tracing
 from autopar.clock import Clock
 from autopar.loading import load
 from autopar.request import Request
 from autopar.runtime import CompiledProgram, LoadedProgram
+from autopar.runtime.generated import Wanted
 from passes.capture import capture, capture_symbolic
 from passes.constrain import stored_as
 from passes.cost.cluster import GIB
 from passes.ir.choices import Problem, Solution
 from passes.ir.errors import AutoparError, CaptureError, InputError
-from passes.ir.layout import Shape
+from passes.ir.layout import I, Shape
 from passes.ir.leaves import Inputs, input_leaves
 from passes.ir.program import Folded, Program, Symbolic
 from passes.ir.regime import Regime
@@ -34,6 +37,9 @@ from passes.solving.limits import Limits
 from passes.specialize import specialize
 
 logger = logging.getLogger("autopar")
+
+# So many sets of inputs have traces, and each has so many traces for several sizes.
+_TRACES = 8
 
 
 class AnySizes:
@@ -48,33 +54,15 @@ class AnySizes:
         self._mesh = mesh
         self._planner = None if any(coordinate) else _Planner(model, compiled, request)
 
-    def __call__(
-        self, name: str, shapes: Mapping[str, Shape], values: Mapping[str, torch.Tensor], count: int
-    ) -> LoadedProgram:
-        """The program called `name` for inputs of `shapes` and constants of `values`, in `count` micro-batches; every
-        rank calls it alike.
+    def __call__(self, wanted: Wanted) -> LoadedProgram:
+        """The program that is wanted; every rank calls it alike.
 
-        Raises InputError where the model cannot run at these sizes, or ranks are called with different ones.
+        Raises InputError where the model cannot run with these inputs.
         """
-        every = gathered(
-            self._mesh,
-            (name, count, dict(shapes), {given: value.tolist() for given, value in values.items()}),
-            "comparing the sizes of the inputs",
-        )
-        for rank, other in enumerate(every):
-            if other != every[0]:
-                raise InputError(
-                    f"ranks are called with different sizes: rank {rank} of the mesh with {other}, rank 0 with "
-                    f"{every[0]}; pass the same global batch on every rank, or from_local() of equal parts"
-                )
-        program = from_first(
-            self._mesh, lambda: self._compiled(name, shapes, values, count), "planning for other sizes of the inputs"
-        )
-        return together(self._mesh, lambda: load(program, name), "loading generated source")
+        program = from_first(self._mesh, lambda: self._compiled(wanted), "planning for other inputs")
+        return together(self._mesh, lambda: load(program, wanted.name), "loading generated source")
 
-    def _compiled(
-        self, name: str, shapes: Mapping[str, Shape], values: Mapping[str, torch.Tensor], count: int
-    ) -> CompiledProgram:
+    def _compiled(self, wanted: Wanted) -> CompiledProgram:
         assert self._planner is not None, "only the first rank plans"
         # What surrounds the call is none of the model's: the program serves other calls too.
         with (
@@ -82,7 +70,17 @@ class AnySizes:
             torch.enable_grad(),
             torch.autocast(self._mesh.device_type, enabled=False),
         ):
-            return self._planner.compiled(name, shapes, values, count)
+            return self._planner.compiled(wanted)
+
+
+@dataclass
+class _Traces:
+    """Traces for one set of inputs: `shapes` are those that it was seen with first, `varying` the dims that had other
+    sizes since."""
+
+    shapes: Mapping[str, Shape]
+    symbolic: deque[Symbolic] = field(default_factory=lambda: deque(maxlen=_TRACES))
+    varying: set[tuple[str, int]] = field(default_factory=set)
 
 
 class _Planner:
@@ -94,14 +92,15 @@ class _Planner:
         self.groups = compiled.groups
         self.again = {name: program.stages[0].again for name, program in compiled.plan.programs.items()}
         self.regimes = {name: program.regime for name, program in compiled.plan.programs.items()}
-        self.inputs = {name: program.inputs for name, program in compiled.programs.items()}
+        self.inputs = {
+            name: {item.name: item.type.shape for item in program.inputs} for name, program in compiled.programs.items()
+        }
         constants = [item for program in compiled.programs.values() for item in program.constants.items()]
         values = {name: value for name, value in constants if isinstance(value, torch.Tensor)}
         self.values = {name: repr(value.tolist()) for name, value in values.items()}
         given = _with_shapes(request.inputs, {}, values)
         self.request = replace(request, inputs=given, plan=None, compiled=compiled.plan.compiled)
-        self.traced: dict[str, list[Symbolic]] = {}
-        self.varying: dict[str, set[tuple[str, int]]] = {}
+        self.traces: OrderedDict[tuple[object, ...], _Traces] = OrderedDict()
         self.model: nn.Module | None = None
         try:
             self.model = structure_of(model)
@@ -109,73 +108,104 @@ class _Planner:
             # Nobody may ever need it.
             self.reason = f"{type(error).__name__}: {error}"
 
-    def compiled(
-        self, name: str, shapes: Mapping[str, Shape], values: Mapping[str, torch.Tensor], count: int
-    ) -> CompiledProgram:
-        """The program called `name` for inputs of `shapes` and constants of `values`, in `count` micro-batches."""
-        sizes = ", ".join(f"{argument} {list(shape)}" for argument, shape in shapes.items())
-        other = {name: repr(value.tolist()) for name, value in values.items()}
-        sizes += "".join(f", {argument} = {value}" for argument, value in other.items())
+    def compiled(self, wanted: Wanted) -> CompiledProgram:
+        """The program that is wanted."""
+        request = self._request(wanted)
+        asked = self._told(wanted, request)
         if self.model is None:
             raise InputError(
-                f"the sizes of the inputs ({sizes}) are not the planned ones, and the model cannot be traced for them, "
-                f"because it cannot be copied ({self.reason}): pass the planned sizes, or plan again"
+                f"{asked}, and the model cannot be traced for them, because it cannot be copied ({self.reason}): pass "
+                "the planned ones, or plan again"
             )
         start = time.perf_counter()
-        request = replace(self.request, inputs=_with_shapes(self.request.inputs, shapes, values))
         try:
-            if any(self.values[name] != value for name, value in other.items()):
-                program = capture(self.model, request.inputs, tracing(self.model, request, name, self.device))
-            else:
-                program = self._program(self.model, request, name, shapes)
+            program = self._program(self.model, request, wanted)
             traced = time.perf_counter()
             program = replace(normalize(program), compiled=request.compiled)
-            found = self._planned(self.model, program, request, name, count)
+            found = self._planned(self.model, program, request, wanted)
         except AutoparError as error:
-            raise InputError(
-                f"the sizes of the inputs ({sizes}) are not the planned ones, and the model cannot run at them: {error}"
-            ) from error
+            raise InputError(f"{asked}, and the model cannot run at them: {error}") from error
         end = time.perf_counter()
         logger.info(
-            "the plan is carried over to %s: traced in %.2f s, planned in %.2f s", sizes, traced - start, end - traced
+            "the plan is carried over: %s; traced in %.2f s, planned in %.2f s", asked, traced - start, end - traced
         )
         return found
 
-    def _program(self, model: nn.Module, request: Request, name: str, shapes: Mapping[str, Shape]) -> Program:
-        """The traced program at these sizes: from a trace for many sizes, or from one for these alone."""
-        for symbolic in self.traced.setdefault(name, []):
+    def _request(self, wanted: Wanted) -> Request:
+        """The planned request with the inputs of the call."""
+        if wanted.arguments is None:
+            return replace(self.request, inputs=_with_shapes(self.request.inputs, wanted.shapes, wanted.values))
+        assumed = {name: self.request.inputs[name] for name in self.request.assumed if name not in wanted.arguments}
+        return replace(self.request, inputs={**wanted.arguments, **assumed}, assumed=frozenset(assumed))
+
+    def _told(self, wanted: Wanted, request: Request) -> str:
+        """What the call has, as the beginning of an error."""
+        others = [f"{name} = {value.tolist()}" for name, value in wanted.values.items()]
+        sizes = ", ".join([*(f"{name} {list(shape)}" for name, shape in wanted.shapes.items()), *others])
+        if wanted.arguments is None:
+            return f"the sizes of the inputs ({sizes}) are not the planned ones"
+        given = {name: leaf for name, leaf in input_leaves(request.inputs) if name not in wanted.shapes}
+        settings = [f"{name} = {leaf!r}" for name, leaf in given.items() if not isinstance(leaf, torch.Tensor)]
+        planned = ", ".join(self.inputs[wanted.name])
+        return f"the inputs ({', '.join([sizes, *settings])}) are not the planned ones ({planned})"
+
+    def _program(self, model: nn.Module, request: Request, wanted: Wanted) -> Program:
+        """The traced program of the call: from a trace for many sizes, or from one for these alone."""
+        name = wanted.name if wanted.arguments is None else ("train" if wanted.training else "infer")
+        trace = partial(tracing, model, request, name, self.device)
+        if any(self.values.get(name) != repr(value.tolist()) for name, value in wanted.values.items()):
+            return capture(model, request.inputs, trace())
+        traces = self._traces(request, wanted)
+        shapes = wanted.shapes
+        for symbolic in traces.symbolic:
             try:
                 return specialize(symbolic, shapes)
             except InputError as error:
                 logger.debug("another trace is needed: %s", error)
-        varying = self.varying.setdefault(name, set())
-        varying.update(
-            (item.name, dim)
-            for item in self.inputs[name]
-            for dim, size in enumerate(item.type.shape)
-            if shapes[item.name][dim] != size
+        traces.varying.update(
+            (argument, dim)
+            for argument, shape in traces.shapes.items()
+            for dim, size in enumerate(shape)
+            if shapes[argument][dim] != size
         )
         # Nothing is for many sizes that is shown a size of one.
-        symbols = {(argument, dim) for argument, dim in varying if shapes[argument][dim] > 1}
+        symbols = {(argument, dim) for argument, dim in traces.varying if shapes[argument][dim] > 1}
         if not symbols:
-            return capture(model, request.inputs, tracing(model, request, name, self.device))
+            return capture(model, request.inputs, trace())
         try:
-            symbolic = capture_symbolic(model, request.inputs, tracing(model, request, name, self.device), symbols)
+            symbolic = capture_symbolic(model, request.inputs, trace(), symbols)
             program = specialize(symbolic, shapes)
         except (CaptureError, InputError) as error:
             logger.info("no trace serves many sizes, so it is one for these alone: %s", error)
-            return capture(model, request.inputs, tracing(model, request, name, self.device))
+            return capture(model, request.inputs, trace())
         if symbolic.ranges:
-            self.traced[name].append(symbolic)
+            traces.symbolic.append(symbolic)
         return program
 
-    def _planned(self, model: nn.Module, program: Program, request: Request, name: str, count: int) -> CompiledProgram:
+    def _traces(self, request: Request, wanted: Wanted) -> _Traces:
+        """The traces for inputs of these names, dtypes and dims; of what was not asked for longest there are none."""
+        key: tuple[object, ...] = (wanted.name,)
+        first = self.inputs[wanted.name]
+        if wanted.arguments is not None:
+            leaves = input_leaves(request.inputs)
+            key = (wanted.name, wanted.training, *(_kind(name, leaf) for name, leaf in leaves))
+            first = dict(wanted.shapes)
+        found = self.traces.setdefault(key, _Traces(first))
+        self.traces.move_to_end(key)
+        if len(self.traces) > _TRACES:
+            self.traces.popitem(last=False)
+        return found
+
+    def _planned(self, model: nn.Module, program: Program, request: Request, wanted: Wanted) -> CompiledProgram:
         """`program` with what the plan decided, as far as it can be done at its sizes."""
+        name, count = wanted.name, wanted.count
         if name != request.objective:
             program, request = frozen(program), replace(request, objective=name)
         micro = micro_batches(program, count) if count > 1 else None
         program = program if micro is None else micro.program
-        demands = stored_as(program, self.stored)
+        # What no planned program reads is stored whole.
+        whole = (I,) * len(request.mesh.sizes)
+        demands = stored_as(program, {item.name: self.stored.get(item.name, whole) for item in program.parameters})
         choose = self._chooser(request, name, replace(self.regimes[name], micro_batches=count))
         found = planned(model, program, demands, request, name, Clock(), choose, micro, groups=self.groups)
         memory = sum(found.record.memory.values())
@@ -206,6 +236,13 @@ def structure_of(model: nn.Module) -> nn.Module:
         empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
         copies[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
     return copy.deepcopy(model, copies)
+
+
+def _kind(name: str, leaf: object) -> tuple[object, ...]:
+    """All that traces of a leaf for several sizes have in common."""
+    if isinstance(leaf, torch.Tensor):
+        return name, leaf.dtype, leaf.dim(), leaf.requires_grad
+    return name, type(leaf), leaf
 
 
 def _with_shapes(inputs: Inputs, shapes: Mapping[str, Shape], values: Mapping[str, torch.Tensor]) -> dict[str, object]:

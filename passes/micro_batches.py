@@ -126,15 +126,15 @@ def batch_size(shapes: Iterable[Shape]) -> int:
     return sizes.most_common(1)[0][0] if sizes else 1
 
 
-def _batch_dims(program: Program) -> dict[str, Letter]:
-    """How the inputs are cut: along their first dim, or along the second behind something else (positions of several
-    kinds)."""
-    batch = batch_size(item.type.shape for item in program.inputs)
-    found = {}
-    for item in program.inputs:
-        first, second, *_ = (*item.type.shape, 1, 1)
-        behind = second == batch and first != 1 and len(item.type.shape) > 2
-        found[item.name] = S(0) if first == batch else S(1) if behind else R
+def batch_dims(shapes: Mapping[str, Shape]) -> dict[str, int | None]:
+    """The dim of each input that has the samples: the first, or the second behind something else (positions of several
+    kinds); None for what has no samples."""
+    batch = batch_size(shapes.values())
+    found: dict[str, int | None] = {}
+    for name, shape in shapes.items():
+        first, second, *_ = (*shape, 1, 1)
+        behind = second == batch and first != 1 and len(shape) > 2
+        found[name] = 0 if shape and first == batch else 1 if behind else None
     return found
 
 
@@ -183,7 +183,8 @@ class _Cutter:
         self.known: dict[Hashable, Choice] = {}
         self.ways = ways
         self.mesh = Mesh(("micro_batch",), (ways,))
-        self.inputs = _batch_dims(program)
+        dims = batch_dims({item.name: item.type.shape for item in program.inputs})
+        self.inputs = {name: R if dim is None else S(dim) for name, dim in dims.items()}
         # Types are those of the whole batch; those of the micro-batch follow from the letters.
         self.types = dict(program.types)
         self.letters: dict[str, Letter] = {name: self.inputs.get(name, R) for name in program.types}

@@ -183,6 +183,12 @@ class Engine:
             self._drop()
         return cast(T, result)
 
+    @property
+    def within(self) -> str:
+        """The contexts that it is in: they decide on collectives, so ranks must be in the same ones."""
+        entered = {"holding_gradients()": self._holding, "keeping_parameters()": self._keeping}
+        return " and ".join(name for name, inside in entered.items() if inside) or "none of its contexts"
+
     @contextlib.contextmanager
     def holding_gradients(self) -> Iterator[None]:
         """Backward passes within add up gradients without reducing them; the first one afterwards reduces the sum."""

@@ -141,13 +141,14 @@ def _part(root: nn.Module | PartView, path: str) -> nn.Module | PartView:
 @dataclass(frozen=True)
 class PlannedInput:
     """An input leaf as the plan has it: `type` is what is given, `dtype` what it is computed in, `differentiable` that
-    it may require a gradient."""
+    it may require a gradient, `samples` the dim that has the samples (None: it has none)."""
 
     name: str
     type: TensorType
     dtype: torch.dtype
     layout: Layout
     differentiable: bool
+    samples: int | None = 0
 
 
 @dataclass(frozen=True)
@@ -228,9 +229,25 @@ class LoadedProgram:
     totals: "LoadedProgram | None" = None
 
 
-# Makes the program called so for inputs of other shapes than planned, constants of other values, and a number of
-# micro-batches; every rank calls it alike.
-OtherSizes = Callable[[str, Mapping[str, Shape], Mapping[str, Tensor], int], LoadedProgram]
+@dataclass(frozen=True)
+class Wanted:
+    """A program for other inputs than planned; it does what was decided for the program called `name`, where it can.
+
+    `shapes` are those of the inputs and `values` those of the constants, by leaf; `count` is the number of
+    micro-batches. Where other arguments are given than planned, `arguments` are those of the call by name, tensors on
+    `meta`, and `training` is the mode that the model is traced in; where it is None the arguments are the planned ones.
+    """
+
+    name: str
+    count: int
+    shapes: Mapping[str, Shape]
+    values: Mapping[str, Tensor]
+    arguments: Mapping[str, object] | None = None
+    training: bool = False
+
+
+# Makes a program for other inputs than planned; every rank calls it alike.
+OtherSizes = Callable[[Wanted], LoadedProgram]
 
 
 class Container(Loadable, HoldingPart):

@@ -9,15 +9,18 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from autopar.runtime.agreement import Agreement, agreement_of
 from autopar.runtime.axis import axes_of
 from autopar.runtime.call import CallPath, PreparedCall
 from autopar.runtime.checkpoint import Loadable
+from autopar.runtime.comparing import CallComparison, Surroundings
 from autopar.runtime.engine import Engine
 from autopar.runtime.failures import FailureReports
 from autopar.runtime.generated import Container, LoadedProgram, OtherSizes, local
-from autopar.runtime.loaders import planned_parts
+from autopar.runtime.loaders import RowLoader
 from autopar.runtime.model_methods import missing_method
 from autopar.runtime.outputs import loss_of, output_of
+from autopar.runtime.parameters import ParameterWatch
 from autopar.runtime.programs import Programs, RunnableProgram
 from autopar.runtime.random import Randomness
 from autopar.runtime.refusals import CalledPart, put, refuse_export, refuse_module_hooks
@@ -25,6 +28,7 @@ from autopar.runtime.saving import saving
 from autopar.runtime.state import mesh_of
 from autopar.runtime.steps import forward_backward
 from passes.ir.errors import CaptureError, InputError
+from passes.ir.layout import S
 from passes.ir.plan import Plan
 from passes.ir.program import Change, find_overload
 
@@ -32,9 +36,11 @@ from passes.ir.program import Change, find_overload
 _OWN = (
     "_axes",
     "_calls",
+    "_comparison",
     "_device",
     "_engine",
     "_failures",
+    "_loader",
     "_mesh",
     "_model_class",
     "_original",
@@ -44,6 +50,7 @@ _OWN = (
     "_refused",
     "_root",
     "_shape",
+    "_watch",
 )
 
 
@@ -95,8 +102,21 @@ class DistributedModule(Loadable, CalledPart):
         # The parts of the model are this module's own: the container is none of them.
         object.__setattr__(self, "_root", root)
         self._programs = Programs(root, axes, device, self._random, engine, programs, other_sizes)
-        self._calls = CallPath(signature, self._programs, mesh, axes, device)
+        self._watch = ParameterWatch(root, plan.parameters if plan.objective == "train" else {})
+        agreement = agreement_of(mesh)
+        self._comparison = None if agreement is None else self._compared(agreement)
+        self._loader = RowLoader(mesh, device, agreement)
+        self._calls = CallPath(signature, self._programs, self._watch, self._comparison, mesh, axes, device)
         self.train("train" in programs)
+
+    def _compared(self, agreement: Agreement) -> CallComparison:
+        """The comparison of calls between ranks."""
+        names, split = self._shape.names, set[str]()
+        for item in self._programs.planned("train" if "train" in self._programs else "infer").compiled.inputs:
+            split.update(
+                name for name, letter in zip(names, item.layout, strict=True) if letter == S(item.samples or 0)
+            )
+        return CallComparison(agreement, self._shape, next((name for name in names if name in split), names[0]))
 
     def train(self, mode: bool = True) -> "DistributedModule":
         """Switch between training and evaluation; a module planned for inference only cannot train."""
@@ -144,11 +164,14 @@ class DistributedModule(Loadable, CalledPart):
         """Be a part of a model that knows nothing of meshes: return whole tensors, and have what `original` has."""
         # It is no part of this module.
         object.__setattr__(self, "_original", original)
+        if self._comparison is not None:
+            # Its inputs are computed, and every rank may round otherwise.
+            self._comparison.compares_floats = False
 
     def keep(self, path: str, part: nn.Module) -> None:
         """Let the part at `path`, which no program uses, be `part`, with its own parameters."""
         put(self._root, path, part)
-        put(self, path, part)
+        self._watch.refresh()
 
     @property
     def mesh(self) -> DeviceMesh:
@@ -181,16 +204,38 @@ class DistributedModule(Loadable, CalledPart):
         inputs = self._programs.planned(self._mode()).compiled.inputs
         return {item.name: dict(zip(self._shape.names, map(str, item.layout), strict=True)) for item in inputs}
 
-    def from_local(self, batch: Mapping[str, object]) -> dict[str, object]:
+    def from_local(self, batch: Mapping[str, object], axes: Sequence[str] | None = None) -> dict[str, object]:
         """Each rank's own part of a batch, as data loaders give it, as arguments for a call.
 
-        `batch` holds, by name, the part that `input_layouts` says; the result holds `DTensor`s of the whole batch:
-        `dist_model(**dist_model.from_local(batch))`.
+        `batch` holds parts of the model's arguments by name. The result holds `DTensor`s of the whole batch:
+        `dist_model(**dist_model.from_local(batch, axes=("dp",)))`. Every rank of the mesh calls it alike.
 
-        Parts of other sizes than planned are parts of a batch of other sizes, the same on every rank. Raises InputError
-        for a part of another dtype or number of dims than planned, and for one that the layout cannot have.
+        - `axes`: the axes of the mesh that the samples are split over, the outermost first. Each rank gives its own
+          rows (dim 0, or the dim in which the planned input has its samples), those of the ranks along these axes are
+          put together in their order, and ranks along the other axes give the same rows. Ranks may have different
+          numbers of rows, or none: then tensors without rows. A tensor without samples is the same on every rank.
+        - None: the parts are those that `input_layouts` says.
+
+        The whole batch may have other sizes than planned. Raises InputError, on all ranks, for tensors of another dtype
+        or number of dims than planned, for sizes that do not fit together, for a layout that parts cannot have, and for
+        unknown axes.
         """
-        return planned_parts(batch, self._programs.planned(self._mode()).compiled, self._mesh, self._device)
+        compiled = self._programs.planned(self._mode()).compiled
+        if axes is None:
+            return self._loader.planned(batch, compiled)
+        return self._loader.gathered(batch, axes, compiled)
+
+    def data_rank(self, axes: Sequence[str]) -> int:
+        """The number of this rank's share of the data where samples are split over `axes`, the outermost first.
+
+        A `DistributedSampler(dataset, num_replicas=dist_model.data_size(axes), rank=dist_model.data_rank(axes))` draws
+        that share for `from_local(batch, axes)`. Raises InputError for unknown axes.
+        """
+        return self._loader.place(self._loader.axis_numbers(axes))[0]
+
+    def data_size(self, axes: Sequence[str]) -> int:
+        """Into how many shares the data is split over `axes`; see `data_rank`."""
+        return self._loader.place(self._loader.axis_numbers(axes))[1]
 
     def __call__(self, *args: object, **kwargs: object) -> object:
         """Run `forward` and the hooks of the module. Raises RankFailedError where a collective fails."""
@@ -203,7 +248,7 @@ class DistributedModule(Loadable, CalledPart):
         planned, and for sizes that the model cannot be traced for.
         """
         refuse_export()
-        call = self._calls.prepared(self._mode(), 1, args, kwargs)
+        call = self._calls.prepared(self._mode(), self._surroundings(1), args, kwargs)
         self._change(call.program.compiled.changes)
         return self._output(call.program, self._run(call.program, call.inputs))
 
@@ -239,7 +284,8 @@ class DistributedModule(Loadable, CalledPart):
         micro_batches = self._programs.planned(self._mode()).compiled.micro_batches
         if micro_batches is not None:
             refuse_module_hooks(self)
-            return self._in_micro_batches(self._calls.prepared(self._mode(), micro_batches.count, args, kwargs))
+            surroundings = self._surroundings(micro_batches.count)
+            return self._in_micro_batches(self._calls.prepared(self._mode(), surroundings, args, kwargs))
         output = self(*args, **kwargs)
         loss = loss_of(output)
         if loss is None or not loss.requires_grad:
@@ -289,6 +335,9 @@ class DistributedModule(Loadable, CalledPart):
             first, *_ = find_overload(change.target)._schema.arguments
             with torch.no_grad():
                 find_overload(change.target)(**{first.name: part.data}, **change.arguments)
+
+    def _surroundings(self, micro_batches: int) -> Surroundings:
+        return Surroundings(self.training, micro_batches, self._random, self._engine.within, self._device.type)
 
     def _mode(self) -> str:
         """The program that runs: an evaluation that does nothing else than training has none of its own."""

@@ -1,6 +1,9 @@
 """The programs of a module: those of its plan, and those for other sizes, which are made when they are first used."""
 
-from collections.abc import Mapping
+import logging
+import sys
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -8,10 +11,16 @@ from torch import Tensor, nn
 
 from autopar.runtime.axis import Axis
 from autopar.runtime.engine import Engine
-from autopar.runtime.generated import CompiledProgram, Generated, LoadedProgram, OtherSizes
-from autopar.runtime.inputs import is_like, tensors_among, values_of
+from autopar.runtime.generated import CompiledProgram, Generated, LoadedProgram, OtherSizes, Wanted
+from autopar.runtime.inputs import BoundCall, tensors_among
 from autopar.runtime.random import Randomness
 from passes.ir.leaves import given_name
+from passes.ir.program import dtype_name
+
+logger = logging.getLogger("autopar")
+
+# So many programs for other inputs than planned are kept.
+KEPT = 32
 
 
 @dataclass(frozen=True)
@@ -43,7 +52,8 @@ class Programs:
         self._other_sizes = other_sizes
         self.loaded = dict(loaded)
         self._planned = {name: self._instance(item) for name, item in loaded.items()}
-        self._sized: dict[tuple[object, ...], RunnableProgram] = {}
+        self._others: OrderedDict[tuple[object, ...], RunnableProgram] = OrderedDict()
+        self._warned = False
 
     def __contains__(self, name: str) -> bool:
         return name in self._planned
@@ -52,32 +62,41 @@ class Programs:
         """The program called `name`, for the planned sizes."""
         return self._planned[name]
 
-    def at_sizes(self, name: str, given: Mapping[str, object], count: int) -> RunnableProgram:
-        """The program called `name` for the sizes of the inputs, the values of constants and a number of micro-batches,
-        made where it is not there yet."""
+    def serving(self, name: str, training: bool, count: int, call: BoundCall) -> RunnableProgram:
+        """The program called `name` for the arguments of a call in `count` micro-batches, made where it is not there
+        yet; `training` is the mode of the module. Collective where one is made.
+
+        Raises InputError where the model cannot run with these arguments.
+        """
         program = self._planned[name]
-        compiled = program.compiled
-        planned = tensors_among(compiled.constants)
-        values = {name: values_of(name, given[name], value) for name, value in planned.items()}
-        shapes = {}
-        for item in compiled.inputs:
-            leaf = given[item.name]
-            if not isinstance(leaf, Tensor) or not is_like(leaf, item.type):
-                # What is wrong with it is said later.
-                return program
-            shapes[item.name] = tuple(leaf.shape)
-        planned_count = 1 if compiled.micro_batches is None else compiled.micro_batches.count
-        if (
-            planned_count == count
-            and all(shapes[item.name] == item.type.shape for item in compiled.inputs)
-            and all(torch.equal(value, planned[name]) for name, value in values.items())
-        ):
+        if call.as_planned and _serves(program.compiled, call, count):
             return program
-        known = [(tuple(value.shape), value.numpy().tobytes()) for value in values.values()]
-        key = (name, count, *shapes.values(), *known)
-        if key not in self._sized:
-            self._sized[key] = self._instance(self._other_sizes(name, shapes, values, count))
-        return self._sized[key]
+        key = (name, count, *_described(call, training))
+        found = self._others.get(key)
+        if found is None:
+            shapes = {leaf: tuple(tensor.shape) for leaf, tensor in call.tensors.items()}
+            arguments = None if call.as_planned else call.on_meta
+            found = self._instance(self._other_sizes(Wanted(name, count, shapes, call.values, arguments, training)))
+            self._others[key] = found
+            self._drop_oldest()
+        self._others.move_to_end(key)
+        return found
+
+    def _drop_oldest(self) -> None:
+        """Forget the program that was not called for longest, where there are too many."""
+        if len(self._others) <= KEPT:
+            return
+        _, oldest = self._others.popitem(last=False)
+        # The module of its source is no use without it.
+        sys.modules.pop(type(oldest.generated).__module__, None)
+        if not self._warned and not any(axis.rank for axis in self._axes):
+            logger.warning(
+                "this module was called with more than %d different sizes or sets of inputs: the program that was not "
+                "used for longest is dropped, and made again when it is needed; pad batches to a few sizes, or sort "
+                "them into buckets",
+                KEPT,
+            )
+        self._warned = True
 
     def _instance(self, program: LoadedProgram) -> RunnableProgram:
         compiled = program.compiled
@@ -95,3 +114,28 @@ class Programs:
         if program.totals is not None:
             generated.totals = self._instance(program.totals).generated
         return RunnableProgram(compiled, generated)
+
+
+def _serves(compiled: CompiledProgram, call: BoundCall, count: int) -> bool:
+    """Whether a planned program is for these sizes, values and number of micro-batches."""
+    planned_count = 1 if compiled.micro_batches is None else compiled.micro_batches.count
+    planned = tensors_among(compiled.constants)
+    return (
+        planned_count == count
+        and all(tuple(call.tensors[item.name].shape) == item.type.shape for item in compiled.inputs)
+        and all(torch.equal(value, planned[name]) for name, value in call.values.items())
+    )
+
+
+def _described(call: BoundCall, training: bool) -> Iterator[object]:
+    """All that a program for the arguments of a call depends on."""
+    for name, leaf in sorted(call.tensors.items()):
+        yield name, tuple(leaf.shape)
+        if not call.as_planned:
+            yield dtype_name(leaf.dtype), leaf.requires_grad and torch.is_grad_enabled()
+    for name, value in sorted(call.values.items()):
+        yield name, tuple(value.shape), value.numpy().tobytes()
+    if not call.as_planned:
+        yield training
+        for name, setting in sorted(call.settings.items()):
+            yield name, type(setting), setting

@@ -199,10 +199,10 @@ def test_each_rank_gives_its_own_part():
 def _bad_calls() -> None:
     model, inputs = llama(), tokens()
     dist_model = autopar.parallelize(model, mesh_of_four(), inputs, **OPTIONS)
-    with pytest.raises(autopar.InputError, match="missing argument labels"):
-        dist_model(input_ids=inputs["input_ids"])
-    with pytest.raises(autopar.InputError, match="additional argument attention_mask"):
-        dist_model(**inputs, attention_mask=torch.ones_like(inputs["input_ids"]))
+    with pytest.raises(autopar.InputError, match="You must specify exactly one of input_ids or inputs_embeds"):
+        dist_model(labels=inputs["labels"])
+    with pytest.raises(autopar.InputError, match="additional argument mask: the model's forward does not name it"):
+        dist_model(**inputs, mask=torch.ones_like(inputs["input_ids"]))
     with pytest.raises(autopar.InputError, match=r"input_ids is int64\[16\], but was planned as int64\[4, 16\]"):
         dist_model(input_ids=inputs["input_ids"][0], labels=inputs["labels"])
     with pytest.raises(autopar.InputError, match="labels is float32"):

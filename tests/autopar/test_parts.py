@@ -150,7 +150,7 @@ class Model(nn.Module):
         return nn.functional.cross_entropy(self.head(again["made"]).flatten(0, 1), tokens.flatten()) + again["size"]
 
 
-EMBEDDED = torch.empty(4, 6, 16, dtype=torch.float64, requires_grad=True)
+EMBEDDED = torch.zeros(4, 6, 16, dtype=torch.float64, requires_grad=True)
 
 
 def _small() -> None:

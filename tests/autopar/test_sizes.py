@@ -396,8 +396,8 @@ def test_sizes_that_cannot_be() -> None:
         f"the sizes of the inputs (x [8, 20, 8]) {planned} be traced for them, because it cannot"
     )
     assert "lock" in uncopied
-    assert "ranks are called with different sizes: rank 1 of the mesh with" in ranks
-    assert "5, 16" in ranks
+    assert "rank 1 of the mesh has target float64[5, 16], rank 0 has target float64[4, 16]" in ranks
+    assert "from_local(batch, axes=('" in ranks
 
 
 # --- what is kept of a model ------------------------------------------------------------------------------------------

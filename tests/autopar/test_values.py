@@ -198,7 +198,7 @@ def _too_many(inputs: dict[str, Tensor], rank: int) -> None:
         (_drop, "missing argument lengths"),
         (_as_int32, "lengths must be a whole tensor of torch.int64, because the model needs its values"),
         (_as_list, "lengths"),
-        (_by_rank, "ranks are called with different sizes"),
+        (_by_rank, "ranks are called differently in call 1: rank 1 of the mesh has lengths int64 [3, 1]"),
         (_too_many, "the model cannot run at them: cannot trace Cuts at "),
     ],
 )

@@ -1,0 +1,69 @@
+"""Checksums of tensors, taken where the tensors are and read later, so that no device is waited for."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+# Elements that are summed at a time: the temporary tensors take 8 bytes for each.
+_CHUNK = 1 << 20
+# Odd constants of the splitmix64 generator, as signed numbers.
+_GOLDEN = -0x61C8864680B583EB
+_MIX = -0x40A7B892E31B1A47
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def checksum(tensor: Tensor) -> Tensor:
+    """A number for the values of `tensor` and the places that they have: int64, without dims, on the tensor's device.
+
+    Every element is mixed with its place and all are added up, modulo 2^64; so values that change places change it.
+    """
+    values = _as_integers(tensor.detach()).reshape(-1)
+    total = torch.zeros((), dtype=torch.int64, device=values.device)
+    for start in range(0, values.numel(), _CHUNK):
+        part = values[start : start + _CHUNK].to(torch.int64)
+        places = torch.arange(start, start + part.numel(), dtype=torch.int64, device=part.device)
+        mixed = places.mul_(_GOLDEN).add_(part)
+        mixed.bitwise_xor_(mixed >> 31).mul_(_MIX)
+        mixed.bitwise_xor_(mixed >> 29)
+        total += mixed.sum()
+    return total
+
+
+def _as_integers(tensor: Tensor) -> Tensor:
+    """The bits of `tensor` as integers."""
+    if tensor.dtype.is_complex:
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    if tensor.dtype == torch.bool:
+        return tensor.to(torch.uint8)
+    if tensor.dtype.is_floating_point:
+        return tensor.contiguous().view(_INTEGERS[tensor.element_size()])
+    return tensor
+
+
+class Checksums:
+    """Checksums of several tensors, on their way to the CPU."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        sums = [checksum(tensor) for tensor in tensors]
+        self._event: torch.cuda.Event | None = None
+        cuda = [item for item in sums if item.is_cuda]
+        self._parts = [item for item in sums if not item.is_cuda]
+        self._order = [item.is_cuda for item in sums]
+        if cuda:
+            stacked = torch.stack(cuda)
+            # Only what is copied to pinned memory is copied without waiting.
+            self._copied = torch.empty(len(cuda), dtype=torch.int64, pin_memory=True)
+            self._copied.copy_(stacked, non_blocking=True)
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record()
+
+    def read(self) -> list[int]:
+        """The numbers, in the order of the tensors; waits until they are there."""
+        copied: list[int] = []
+        if self._event is not None:
+            self._event.synchronize()
+            copied = self._copied.tolist()
+        here = iter(int(item) for item in self._parts)
+        there = iter(copied)
+        return [next(there) if cuda else next(here) for cuda in self._order]

@@ -1,0 +1,82 @@
+"""Parameters of a module as they were planned, held against those that it has now."""
+
+from collections.abc import Iterator, Mapping
+from operator import is_
+
+from torch import nn
+
+from passes.ir.errors import InputError
+from passes.ir.plan import ParameterPlan
+
+# A module's table of parameters, a name in it, and the path of that name.
+_Place = tuple[Mapping[str, nn.Parameter | None], str, str]
+
+
+class ParameterWatch:
+    """The parameters that programs read: changes that programs cannot follow are found here.
+
+    It is asked at every call, so it looks at identities and at `requires_grad` alone. That parameters are only replaced
+    by such as lie alike is seen to where they are set.
+    """
+
+    def __init__(self, root: nn.Module, planned: Mapping[str, ParameterPlan]) -> None:
+        """`root` is what programs read; `planned` says which parameters train, and is empty where nothing does."""
+        self._root = root
+        self._planned = planned
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Take the parameters that are there now for the planned ones."""
+        self._places = list(_parameters(self._root))
+        self._found = self._now()
+        paths: dict[int, str] = {}
+        for (_, _, path), item in zip(self._places, self._found, strict=True):
+            paths.setdefault(id(item), path)
+        # Ties have the name of the first.
+        self.names = [paths[id(item)] for item in self._found]
+        self._checked = b""
+
+    def flags(self) -> bytes:
+        """Whether each parameter requires a gradient now, by one byte; `names` says whose.
+
+        Raises InputError for a parameter that requires a gradient, but was frozen when it was planned, and for tied
+        parameters that are not tied any more.
+        """
+        now = self._now()
+        if not all(map(is_, now, self._found)):
+            self._check_ties(now)
+            self._found = now
+        flags = bytes([parameter.requires_grad for parameter in now])
+        if flags != self._checked:
+            self._check_frozen(flags)
+            self._checked = flags
+        return flags
+
+    def _now(self) -> list[nn.Parameter]:
+        found = [table[name] for table, name, _ in self._places]
+        return [item for item in found if item is not None]
+
+    def _check_frozen(self, flags: bytes) -> None:
+        for name, requires_grad in zip(self.names, flags, strict=True):
+            planned = self._planned.get(name)
+            if requires_grad and planned is not None and not planned.trainable:
+                raise InputError(
+                    f"the parameter {name!r} requires a gradient, but was frozen when it was planned: freeze it again, "
+                    "or call parallelize anew with requires_grad_(True)"
+                )
+
+    def _check_ties(self, now: list[nn.Parameter]) -> None:
+        given: dict[str, nn.Parameter] = {}
+        for (_, _, path), name, new in zip(self._places, self.names, now, strict=True):
+            if given.setdefault(name, new) is not new:
+                raise InputError(
+                    f"{name!r} and {path!r} were one parameter when it was planned, but are not any more: assign the "
+                    "same parameter to both, or untie them before parallelize"
+                )
+
+
+def _parameters(root: nn.Module) -> Iterator[_Place]:
+    for path, part in root.named_modules(remove_duplicate=False):
+        for name, parameter in part._parameters.items():
+            if parameter is not None:
+                yield part._parameters, name, f"{path}.{name}" if path else name
