@@ -122,6 +122,27 @@ def test_what_the_engine_does_is_priced() -> None:
     assert [change.engine for change in parameter_changes(engines(lowered, mesh))] == [1, 1]
 
 
+@pytest.mark.parametrize("stored", [(S(1), S(1, 2)), (I, S(1))], ids=str)
+def test_all_to_alls_that_come_first_are_made_by_the_engine(stored: Layout) -> None:
+    """It gathers what they make, for the seconds that were planned."""
+    mesh = mesh_of(dp=2, tp=2)
+    letters = {"dp": str(stored[0]), "tp": str(stored[1])}
+    constraints: Constraints = {"layers.*": {"stored": letters, "used": {"dp": "R", "tp": "S(0)"}}, "@linear": BATCH}
+    given = case(mesh, constraints, cluster="cpu")
+    lowered = before(given)
+    after = engines(lowered, mesh)
+    turned = [group.turned for group in after.held.groups if not group.parameters.keys().isdisjoint(LAYERS)]
+    assert turned == [{name: (stored[0], S(0))} for name in LAYERS]
+    (change,) = [item for item in parameter_changes(after) if item.before == stored]
+    assert [step.collective for step in change.steps[:2]] == [
+        "all_to_all",
+        "all_gather" if stored[0] != I else "convert",
+    ]
+    assert change.engine == len(change.steps) == 2
+    walked = [walk(item, given.folded, given.cluster, mesh, Optimizer(STATES)) for item in (lowered, after)]
+    assert walked[0] == walked[1]
+
+
 def test_equal_copies_are_reduced_by_the_engine() -> None:
     """Stored everywhere, used whole: gradients are all-reduced by it."""
     mesh = mesh_of(dp=2)
