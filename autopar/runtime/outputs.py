@@ -7,6 +7,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
 from autopar.runtime.generated import CompiledProgram, PlannedOutput
+from autopar.runtime.planned_tensor import planned_tensor
 from autopar.runtime.state import from_local, mesh_of
 from passes.ir.mesh import Mesh
 
@@ -25,7 +26,7 @@ def _at_surface(leaf: object, item: PlannedOutput, mesh: DeviceMesh, shape: Mesh
     if whole and not any(letter.kind == "S" for letter in item.layout):
         return leaf
     distributed = from_local(leaf, item.layout, item.shape, mesh, shape)
-    return distributed.full_tensor() if whole else distributed
+    return distributed.full_tensor() if whole else planned_tensor(distributed)
 
 
 def loss_of(output: object) -> Tensor | None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from passes.ir.errors import MeshError, PlanMismatchError
+from passes.ir.formulas import formula_at
 from passes.ir.layout import fits, parse_letter
 from passes.ir.mesh import Mesh
 from passes.ir.regime import RECOMPUTE
@@ -137,3 +138,9 @@ def _check_expressions(expressions: Expressions, place: str) -> None:
     _require(expressions.batch_step >= 1, f"{place}.batch_step", expressions.batch_step)
     for name, size in expressions.sizes.items():
         _require(1 <= size < _TOO_MANY, f"{place}.sizes[{name!r}]", size)
+    for field in ("memory", "step_time"):
+        try:
+            value = formula_at(getattr(expressions, field), expressions.sizes)
+        except (ValueError, ArithmeticError) as error:
+            raise ValueError(f"{place}.{field}: {error}") from None
+        _check_amount(value, f"{place}.{field}")

@@ -1,6 +1,9 @@
 """Outputs as users get them: whole plain tensors where they ask for that, else `DTensor`s, which say how to go on."""
 
+import copy
+import io
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import pytest
 import torch
@@ -109,3 +112,52 @@ def test_other_kinds_of_outputs_are_refused() -> None:
     """By the argument."""
     with pytest.raises(autopar.InputError, match=r"^outputs is 'whole': it must be 'planned' or 'full'"):
         autopar.plan(llama(), {"dp": 2}, tokens(), cluster="ideal", outputs="whole")
+
+
+def _mixed() -> None:
+    model, ids = llama().double(), tokens(labels=False)["input_ids"]
+    with LiftFloat32(torch.float64):
+        dist_model = autopar.parallelize(model, mesh_of((2, 2)), {"input_ids": ids}, cluster="ideal")
+        expected = model(ids).logits
+    logits = dist_model(input_ids=ids).logits
+    assert isinstance(logits, DTensor)
+    labels = ids.flatten()
+    for use in (
+        lambda: nn.functional.cross_entropy(logits.flatten(0, 1), labels),
+        lambda: torch.zeros(4, 16, 64) + logits,
+        lambda: (logits.argmax(-1) == ids).sum(),
+        lambda: logits.softmax(-1).log().mul_(torch.zeros(4, 16, 64)),
+    ):
+        with pytest.raises(
+            autopar.InputError, match=r"meets a plain tensor: plan the loss .*outputs='full'.*full_tensor"
+        ):
+            use()
+    # All else is as on a DTensor, gradients included; nothing else becomes an output.
+    loss = logits.float().log_softmax(-1).sum()
+    whole = loss.full_tensor() if isinstance(loss, DTensor) else loss
+    assert torch.allclose(whole, expected.float().log_softmax(-1).sum())
+    logits.pow(2).full_tensor().sum().backward()
+    expected.pow(2).sum().backward()
+    assert difference(dist_model, model) < 1e-9
+    with torch.no_grad():
+        evaluated = dist_model(input_ids=ids).logits
+    for same in (copy.deepcopy(evaluated), _saved(evaluated)):
+        assert type(same) is DTensor
+        assert torch.equal(same.full_tensor(), evaluated.full_tensor())
+    head = dist_model.lm_head.weight
+    with torch.no_grad():
+        head.add_(head.detach())
+    assert type(head) is DTensor
+
+
+def _saved(tensor: Tensor) -> Any:
+    """What `torch.load` makes of what `torch.save` wrote."""
+    stream = io.BytesIO()
+    torch.save(tensor, stream)
+    stream.seek(0)
+    return torch.load(stream, weights_only=True)
+
+
+def test_outputs_in_the_layout_of_the_plan_meet_no_plain_tensors() -> None:
+    """One sentence, wherever they meet; outputs are copied, saved and differentiated as `DTensor`s."""
+    run_ranks(_mixed, 4)
