@@ -141,7 +141,7 @@ class Engine:
 
     # --- programs ---
 
-    def view(self, root: nn.Module, held: Held) -> nn.Module | PartView:
+    def view(self, root: nn.Module, held: Held) -> PartView:
         """The model as a program with `held` sees it."""
         table = {
             name: (self._groups[number], place)
@@ -149,7 +149,7 @@ class Engine:
             for place, name in enumerate(group.parameters)
             if name in held.parameters
         }
-        return PartView(root, table) if table else root
+        return PartView(root, table)
 
     def groups(self, held: Held) -> dict[str, ParameterGroup]:
         """The groups by their first parameter."""

@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
@@ -255,14 +255,16 @@ class DistributedModule(Loadable, CalledPart):
     def _run(self, program: RunnableProgram, local_inputs: Sequence[Tensor]) -> tuple[object, ...]:
         """Run a program on this rank's parts of its inputs."""
         self._random.advance()
+        program.parameters.follow()
         compiled, forward = program.compiled, program.generated.forward
         if not compiled.differentiable:
             with torch.no_grad():
                 return self._engine.run(compiled.held, forward, local_inputs)
-        if compiled.regathers and torch.is_grad_enabled():
-            with saving():
-                return self._engine.run(compiled.held, forward, local_inputs)
-        return self._engine.run(compiled.held, forward, local_inputs)
+        if not torch.is_grad_enabled():
+            return self._engine.run(compiled.held, forward, local_inputs)
+        with saving() if compiled.regathers else nullcontext():
+            results = self._engine.run(compiled.held, forward, local_inputs)
+        return program.parameters.linked(results)
 
     def _output(self, program: RunnableProgram, leaves: Sequence[object]) -> object:
         """The model's output, from this rank's parts of its leaves."""

@@ -13,6 +13,7 @@ from autopar.runtime.axis import Axis
 from autopar.runtime.engine import Engine
 from autopar.runtime.generated import CompiledProgram, Generated, LoadedProgram, OtherSizes, Wanted
 from autopar.runtime.inputs import BoundCall, tensors_among
+from autopar.runtime.local_parameters import LocalParameters, ReadParameters
 from autopar.runtime.random import Randomness
 from passes.ir.leaves import given_name
 from passes.ir.program import dtype_name
@@ -25,10 +26,11 @@ KEPT = 32
 
 @dataclass(frozen=True)
 class RunnableProgram:
-    """A program and the instance of its generated class that runs it."""
+    """A program, the instance of its generated class that runs it, and the parameters that it reads."""
 
     compiled: CompiledProgram
     generated: Generated
+    parameters: ReadParameters
 
 
 class Programs:
@@ -45,6 +47,7 @@ class Programs:
         other_sizes: OtherSizes,
     ) -> None:
         self._root = root
+        self._parameters = LocalParameters(root)
         self._axes = axes
         self._device = device
         self._random = random
@@ -107,13 +110,14 @@ class Programs:
         }
         tensors = {**compiled.tensors, **given}
         view = self._engine.view(self._root, compiled.held)
+        parameters = self._parameters.read(view, compiled.parameters - compiled.held.parameters)
         # Totals are of inputs alone: there is nothing that the engine holds.
         groups = self._engine.groups(compiled.held) if compiled.held.groups else {}
         around = self._engine.around_copies(compiled.held)
         generated = program.kind(view, self._axes, self._device, tensors, self._random, groups, around)
         if program.totals is not None:
             generated.totals = self._instance(program.totals).generated
-        return RunnableProgram(compiled, generated)
+        return RunnableProgram(compiled, generated, parameters)
 
 
 def _serves(compiled: CompiledProgram, call: BoundCall, count: int) -> bool:

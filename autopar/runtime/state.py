@@ -1,11 +1,13 @@
 """How layouts lie at the surface: as placements of `torch.distributed.tensor`, and how whole tensors are cut."""
 
 from collections.abc import Sequence
+from copy import copy
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from passes.ir.layout import Layout, digits
@@ -59,3 +61,27 @@ def mesh_of(device_mesh: DeviceMesh) -> Mesh:
     names = device_mesh.mesh_dim_names
     assert names is not None
     return Mesh(tuple(names), tuple(device_mesh.shape))
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """The tensor that a `DTensor` holds on this rank: the same object each time, without a node of autograd.
+
+    (`to_local` gives another view each time. The attribute is private in torch 2.11 to 2.13; `fully_shard` reads it.)
+    """
+    assert isinstance(tensor, DTensor)
+    return tensor._local_tensor
+
+
+def spec_of(tensor: Tensor) -> DTensorSpec:
+    """Shape and layout of a `DTensor`, of its own (private in torch 2.11 to 2.13)."""
+    assert isinstance(tensor, DTensor)
+    return copy(tensor._spec)
+
+
+def as_distributed(local: Tensor, spec: DTensorSpec) -> DTensor:
+    """A `DTensor` without autograd that holds `local`, which has the dtype and strides that `spec` implies.
+
+    (The constructor is private in torch 2.11 to 2.13; `fully_shard` calls it so. `from_local` goes through autograd,
+    which takes ten times as long.)
+    """
+    return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
