@@ -170,6 +170,7 @@ class Engine:
             self._drop()
         self._take_values()
         self._prefetch(held)
+        self._gradients.take_versions()
         try:
             with _without_inference_mode():
                 result = cast(nn.Module, root)(forward, *inputs)

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
+from torch.autograd.graph import increment_version
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
@@ -62,6 +63,13 @@ def give_gradient(parameter: GatheredParameter, gradient: Tensor) -> None:
         unsharded.grad = gradient
     else:
         parameter.unsharded_accumulated_grad = gradient
+
+
+def note_change(parameter: GatheredParameter) -> None:
+    """Let autograd know that a parameter has other values when it is gathered again, which torch hides from it."""
+    unsharded = getattr(parameter, "_unsharded_param", None)
+    if unsharded is not None:
+        increment_version(unsharded)
 
 
 def reset(root: FSDPModule, units: Sequence[nn.Module]) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TypeVar, cast
 
@@ -16,6 +17,7 @@ from autopar.runtime.axis import Axis
 from autopar.runtime.checkpoint import Loadable
 from autopar.runtime.random import Randomness
 from autopar.runtime.refusals import HoldingPart
+from autopar.runtime.saving import CHANGED
 from autopar.runtime.units import ParameterGroup, PartView, within
 from passes.ir.layout import Layout, Shape
 from passes.ir.lowered import Held
@@ -62,6 +64,24 @@ class Region(nn.Module):
     def __call__(self, *inputs: Tensor) -> object:
         """Run the copy, with its parameters gathered."""
         return within(self.groups, super().__call__, inputs)
+
+    def checked(self, versions: list[int], *inputs: Tensor) -> object:
+        """Run the copy; `versions` is empty the first time, and then has those of its parameters.
+
+        Raises RuntimeError if a parameter has changed in place since the first time, as autograd does for tensors that
+        it saves.
+        """
+        return within(self.groups, partial(self._unchanged, versions), inputs)
+
+    def _unchanged(self, versions: list[int], *inputs: Tensor) -> object:
+        read = [leaf for entry in self.entries if isinstance(entry, PartView) for leaf in entry.leaves()]
+        gathered = [parameter for group in self.groups for parameter in group.parameters()]
+        found = [tensor._version for tensor in (*read, *gathered)]
+        if not versions:
+            versions += found
+        if versions != found:
+            raise RuntimeError(CHANGED)
+        return super().__call__(*inputs)
 
     def drawn(self, key: str, *axes: Axis) -> AbstractContextManager[None]:
         """Let the op called `key` draw random numbers within; they differ on the ranks of `axes` and between copies."""
@@ -119,9 +139,14 @@ class Generated:
 
     def recomputed(self, copy: Region, *given: Tensor) -> object:
         """What `copy` gives; the backward pass runs it again, on the same random numbers, instead of keeping what is in
-        it."""
+        it. It can run again for several backward passes, but not after its parameters have changed.
+        """
         result: object = checkpoint(
-            copy, *given, use_reentrant=False, preserve_rng_state=False, context_fn=self.random.contexts
+            partial(copy.checked, []),
+            *given,
+            use_reentrant=False,
+            preserve_rng_state=False,
+            context_fn=self.random.contexts,
         )
         return result
 

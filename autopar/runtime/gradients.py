@@ -109,6 +109,7 @@ class UnitGradients:
         self._shape = mesh_of(mesh)
         self.parameters: list[UnitParameter] = []
         self._owners: list[tuple[nn.Module, str]] = []
+        self._versions: list[int] = []
         # Whether `.grad` of some parameter may be a gradient that is not reduced.
         self._pending = False
 
@@ -125,6 +126,7 @@ class UnitGradients:
     def bind(self, root: nn.Module) -> None:
         """Find in `root` the parameters that users see."""
         self._owners = []
+        self._versions = [0] * len(self.parameters)
         for item in self.parameters:
             path, _, name = item.path.rpartition(".")
             self._owners.append((root.get_submodule(path), name))
@@ -136,11 +138,20 @@ class UnitGradients:
         assert found is not None
         return found
 
+    def take_versions(self) -> None:
+        """Let autograd know which parameters have changed in place: graphs that have saved them are of no use."""
+        for number, item in enumerate(self.parameters):
+            version = self.seen(number)._version
+            if version != self._versions[number]:
+                self._versions[number] = version
+                fsdp.note_change(item.gathered)
+
     def begin_backward(self, holding: bool) -> bool:
         """Move gradients that are not reduced from `.grad` into the units; returns whether there were any.
 
         Raises InputError if gradients are held back of a parameter with tensor hooks.
         """
+        self.take_versions()
         if holding:
             self._refuse_hooks()
         if not self._pending:

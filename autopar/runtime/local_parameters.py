@@ -18,12 +18,12 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import Variable
 from torch.autograd.graph import Node, get_gradient_edge, increment_version
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.utils.hooks import RemovableHandle
 
+from autopar.runtime import fsdp
 from autopar.runtime.state import as_distributed, local_tensor, spec_of
 from passes.ir.errors import InputError
 
@@ -84,6 +84,11 @@ class _Leaf:
         """Let autograd add to the gradient that the parameter has."""
         self.take_version()
         gradient = self.parameter.grad
+        if isinstance(gradient, DTensor) and gradient.placements != self.spec.placements:
+            raise InputError(
+                f"the gradient of the parameter {self.path!r} has the placements {gradient.placements}, but the "
+                f"parameter {self.spec.placements}: reduce gradients that are held back before other backward passes"
+            )
         self.tensor.grad = None if gradient is None else local_tensor(gradient)
         self.remove_hooks()
         if self.parameter._backward_hooks:
@@ -159,7 +164,7 @@ class LocalParameters:
                 leaf = found[id(parameter)]
                 leaf.places.append((module._parameters, name))
                 self._paths[full] = leaf
-        self._task = -1
+        self._task = fsdp.NO_BACKWARD
         self._begun: dict[_Leaf, None] = {}
         # Its gradient is computed in every backward pass but those that are for certain tensors only.
         self.always = torch.empty((), requires_grad=True)
@@ -187,11 +192,11 @@ class LocalParameters:
 
         Called by autograd before it computes any gradient of `leaves`.
         """
-        task = _current_task()
+        task = fsdp.current_backward()
         if task != self._task:
             self._task = task
             self._begun = {}
-            Variable._execution_engine.queue_callback(self._end_backward)
+            fsdp.at_end_of_backward(self._end_backward)
         for leaf in leaves:
             if leaf not in self._begun:
                 self._begun[leaf] = None
@@ -199,7 +204,7 @@ class LocalParameters:
         return _will_run(self._node_of_always)
 
     def _end_backward(self) -> None:
-        begun, self._begun, self._task = self._begun, {}, -1
+        begun, self._begun, self._task = self._begun, {}, fsdp.NO_BACKWARD
         for leaf in begun:
             leaf.end_backward()
 
@@ -263,7 +268,9 @@ class _Link(torch.autograd.Function):
         return (None, None, None, gradient, None, *found)
 
 
-def _asked_for(leaves: Sequence[_Leaf], nodes: Sequence[Node | None], output: Tensor, gradient: Tensor) -> list[Tensor | None]:
+def _asked_for(
+    leaves: Sequence[_Leaf], nodes: Sequence[Node | None], output: Tensor, gradient: Tensor
+) -> list[Tensor | None]:
     """Gradients of those parameters that a backward pass is for, by a backward pass of their leaves."""
     asked = [number for number, node in enumerate(nodes) if node is not None and _will_run(node)]
     found: list[Tensor | None] = [None] * len(leaves)
@@ -276,11 +283,6 @@ def _asked_for(leaves: Sequence[_Leaf], nodes: Sequence[Node | None], output: Te
     for number, result in zip(asked, results, strict=True):
         found[number] = None if result is None else as_distributed(result, leaves[number].spec)
     return found
-
-
-def _current_task() -> int:
-    """The number of the backward pass that runs (private in torch 2.11 to 2.13; torch.autograd.graph uses it so)."""
-    return torch._C._current_graph_task_id()
 
 
 def _will_run(node: Node) -> bool:

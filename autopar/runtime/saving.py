@@ -15,6 +15,11 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+CHANGED = (
+    "a tensor that the backward pass needs was changed in place after the forward pass (a parameter, by the "
+    "optimizer?): run backward before changing it"
+)
+
 
 @dataclass
 class _Made:
@@ -166,10 +171,7 @@ def _unpack(packed: "_Packed | _Own") -> Tensor:
     if isinstance(packed, _View):
         return packed.fetch()
     if packed.tensor._version != packed.version:
-        raise RuntimeError(
-            "a tensor that the backward pass needs was changed in place after the forward pass (a parameter, by the "
-            "optimizer?): run backward before changing it"
-        )
+        raise RuntimeError(CHANGED)
     return packed.tensor
 
 

@@ -1,6 +1,6 @@
 """FSDP units: modules that hold parameters, gathered by torch's `fully_shard` around the code that reads them."""
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from functools import partial
 from typing import Protocol
 
@@ -77,6 +77,14 @@ class PartView:
             return group.current(number)
         result: object = getattr(self.__part, name)
         return result
+
+    def leaves(self) -> Iterator[Tensor]:
+        """The parameters that are read here as leaves of autograd."""
+        for item in vars(self).values():
+            if isinstance(item, PartView):
+                yield from item.leaves()
+            elif isinstance(item, Tensor):
+                yield item
 
     def __getitem__(self, name: int | str) -> object:
         """What lies here under a name that is no identifier, `layers[0]`; None where there is nothing."""

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from autopar import DistributedModule, parallelize
 from autopar.ranks import run_ranks
 from passes.ir.regime import RECOMPUTE
-from tests.models import gpt2, llama, tokens
+from tests.models import Stack, gpt2, llama, tokens
 
 _MODELS = {"llama": llama, "gpt2": gpt2}
 
@@ -138,3 +138,43 @@ def test_levels(name: str, sizes: dict[str, int], constraints: object, config: d
         assert again == Counter({key: 4 * count for key, count in _inside(full["code"]).items()})
         assert "recomputed(lambda" in selective["code"]
         assert "self.recomputed(copy, " in full["code"]
+
+
+def _batch() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return {name: torch.randn(4, 16, generator=generator, dtype=torch.float64) for name in ("x", "target")}
+
+
+def _pending(split: str) -> None:
+    """Backward passes of one graph, and a step of the optimizer before them, at every level."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("axis",))
+    by_rows = {"blocks.*.up/linear": {"method": {"axis": "d0"}}, "blocks.*.up.weight": {"stored": {"axis": "S(0)"}}}
+    by_columns = {"blocks.*.up/linear": {"method": {"axis": "out"}}}
+    constraints = {"rows": by_rows, "columns": by_columns}[split]
+    stock = Stack(depth=3).double()
+    stock(**_batch())["loss"].backward()
+    for level in RECOMPUTE:
+        module = parallelize(
+            Stack(depth=3).double(), mesh, _batch(), cluster="ideal", recompute=level, constraints=constraints
+        )
+        loss = module(**_batch())["loss"]
+        for count in range(1, 4):
+            loss.backward(retain_graph=True)
+            for (name, expected), parameter in zip(stock.named_parameters(), module.parameters(), strict=True):
+                assert expected.grad is not None
+                about = f"{name} after {count} backward passes, recompute {level}"
+                assert torch.allclose(_whole(parameter.grad), count * expected.grad, rtol=1e-10, atol=1e-12), about
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        first, second = module(**_batch())["loss"], module(**_batch())["loss"]
+        first.backward()
+        optimizer.step()
+        with pytest.raises(RuntimeError, match=r"modified by an inplace operation|changed in place after the forward"):
+            second.backward()
+        module.zero_grad()
+        module(**_batch())["loss"].backward()
+
+
+@pytest.mark.parametrize("split", ["rows", "columns"])
+def test_pending_backward_passes(split: str) -> None:
+    """One graph can be gone through again, and not after the parameters have changed, as with autograd's own saving."""
+    run_ranks(_pending, 2, split)
