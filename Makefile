@@ -6,7 +6,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test nightly bench coverage lint types format clean
+.PHONY: demo test nightly bench overhead coverage lint types format clean
 
 demo: $(STAMP)
 	OMP_NUM_THREADS=1 $(RUN) -m torch.distributed.run --standalone --nproc-per-node 4 examples/train_llama.py
@@ -19,6 +19,9 @@ nightly: $(STAMP)
 
 bench: $(STAMP)
 	$(RUN) benchmarks/planning.py
+
+overhead: $(STAMP)
+	OMP_NUM_THREADS=1 $(RUN) benchmarks/overhead.py
 
 coverage: $(STAMP)
 	OMP_NUM_THREADS=1 $(RUN) benchmarks/coverage.py
