@@ -18,7 +18,7 @@ from torch.distributed.tensor import Shard
 
 from autopar.runtime import fsdp
 from autopar.runtime.axis import Axis, axes_of
-from autopar.runtime.gradients import OwnPart, Turn, UnitGradients, UnitParameter, part_of
+from autopar.runtime.gradients import OwnPart, Turn, UnitGradients, UnitParameter, address_of, part_of
 from autopar.runtime.groups import axes_group, axes_ranks
 from autopar.runtime.state import mesh_of
 from autopar.runtime.units import ParameterGroup, PartView
@@ -254,12 +254,11 @@ class Engine:
         them, and parameters that are frozen."""
         for number, item in enumerate(self._gradients.parameters):
             seen = self._gradients.seen(number)
-            given, kept = part_of(seen), part_of(item.kept)
             if item.turn is not None:
                 if not self._keeping or not self._has_turned:
-                    kept.copy_(item.turn.values(given))
-            elif given.data_ptr() != kept.data_ptr():
-                kept.copy_(given)
+                    part_of(item.kept).copy_(item.turn.values(part_of(seen)))
+            elif address_of(seen) != address_of(item.kept):
+                part_of(item.kept).copy_(part_of(seen))
             # torch reads at the first call which parameters are trained at all.
             if self._has_run and item.trainable and item.kept.requires_grad != seen.requires_grad:
                 item.kept.requires_grad_(seen.requires_grad)

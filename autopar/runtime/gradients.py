@@ -173,9 +173,11 @@ class UnitGradients:
             if gradient is None or not seen.requires_grad:
                 continue
             earlier, seen.grad = seen.grad, None
-            if earlier is not None and item.own.first:
+            if earlier is not None:
+                # Collectives, which all ranks take part in; the sum has it once.
                 part = part_of(earlier) if item.turn is None else item.turn.to_kept(part_of(earlier))
-                item.own.of(gradient, part).add_(part)
+                if item.own.first:
+                    item.own.of(gradient, part).add_(part)
             if gradient.dtype != seen.dtype:
                 # Not reduced yet, it has the dtype that it is reduced in.
                 seen.grad_dtype = None
@@ -241,6 +243,15 @@ def part_of(tensor: Tensor | None) -> Tensor:
     assert isinstance(tensor, DTensor)
     with torch.no_grad():
         return tensor.to_local().detach()
+
+
+def address_of(tensor: Tensor) -> int:
+    """Where this rank's part of a `DTensor` lies.
+
+    Each call asks it of every parameter. `to_local()` takes 10 us, `_local_tensor` (torch 2.11 to 2.13) one.
+    """
+    assert isinstance(tensor, DTensor)
+    return tensor._local_tensor.data_ptr()
 
 
 def _kind(value: object) -> str:

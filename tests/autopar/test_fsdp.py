@@ -518,3 +518,36 @@ def test_copies_in_other_layouts_are_gathered() -> None:
         assert found["kept"] == {name: letters}
         assert found["error"][1] <= 1e-9, found
     assert all(found["far"] <= 1e-9 for result in results for found in result)
+
+
+def _held_in(reduce: torch.dtype) -> dict[str, object]:
+    precision = autopar.Precision(compute=torch.bfloat16, reduce=reduce, master=torch.float32)
+    first, second = ({name: value.float() for name, value in _batch(seed).items()} for seed in (0, 1))
+    dist_model = _made(Stack(), (2,), first, precision=precision)
+    for batch in (first, second):
+        dist_model(**batch)["loss"].backward()
+    expected = _gradients(dist_model)
+    found: dict[str, object] = {"largest": max(float(item.abs().max()) for item in expected.values())}
+    for name in ("zeros", "none"):
+        dist_model.zero_grad(set_to_none=name == "none")
+        with dist_model.holding_gradients():
+            for _ in range(2):
+                dist_model.zero_grad(set_to_none=name == "none")
+                dist_model(**first)["loss"].backward()
+            found["held"] = {item.grad.dtype for item in dist_model.parameters()}
+        dist_model(**second)["loss"].backward()
+        found["reduced"] = {item.grad.dtype for item in dist_model.parameters()}
+        found[name] = max(float((item - expected[key]).abs().max()) for key, item in _gradients(dist_model).items())
+    return found
+
+
+@pytest.mark.parametrize("reduce", [torch.float32, torch.bfloat16])
+def test_gradients_are_held_in_the_dtype_of_the_reduction(reduce: torch.dtype) -> None:
+    """They are as exact as that, and can be zeroed."""
+    for found in run_ranks(_held_in, 2, reduce):
+        assert found["held"] == {reduce}
+        assert found["reduced"] == {torch.float32}
+        # A sum of two, rounded twice.
+        allowed = 2 * torch.finfo(reduce).eps * found["largest"]
+        assert found["zeros"] <= allowed
+        assert found["none"] <= allowed

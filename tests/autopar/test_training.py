@@ -6,6 +6,7 @@ import itertools
 import warnings
 import weakref
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -436,6 +437,18 @@ def _hooks() -> dict[str, object]:
         both.backward(0)
     both.backward(1)
     both.step()
+    # Steps of an optimizer in the backward pass.
+    for item in (both.dist_model, both.model):
+        item.zero_grad()
+        inside = [torch.optim.SGD([parameter], lr=0.1) for parameter in item.parameters()]
+        steps = [partial(_step, optimizer) for optimizer in inside]
+        pairs = zip(item.parameters(), steps, strict=True)
+        handles = [parameter.register_post_accumulate_grad_hook(step) for parameter, step in pairs]
+        for number in (0, 1):
+            item(**both.data[number])["loss"].backward()
+        for handle in handles:
+            handle.remove()
+    both.step()
     # One that raises, and one that returns something else.
     for hook, error_type in ((_raising, FullError), (lambda _: torch.zeros(2), autopar.InputError)):
         handle = both.dist_model.get_parameter(names[0]).register_hook(hook)
@@ -448,6 +461,11 @@ def _hooks() -> dict[str, object]:
         both.step()
     found["errors"] = max(both.errors.values())
     return found
+
+
+def _step(optimizer: torch.optim.Optimizer, _: torch.Tensor) -> None:
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 def _raising(_: torch.Tensor) -> None:
