@@ -112,7 +112,7 @@ def _own_block(whole: Tensor, current: DTensor) -> Tensor:
     """The part of `whole` that this rank holds of `current`: one block, since parameters are stored as
     `passes.ir.layout.is_storable` says.
 
-    Offsets are found with a function that torch keeps private, the one that its checkpoints use (since 2.2).
+    Offsets come from a function that torch keeps private, the one that its checkpoints use (torch 2.11 to 2.13).
     """
     shape, offset = compute_local_shape_and_global_offset(whole.shape, current.device_mesh, current.placements)
     return whole[tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))]
