@@ -58,7 +58,7 @@ EVERY = ["megatron", *(pytest.param(name, marks=pytest.mark.slow) for name in SL
 def batch_of(case: Case, batch: int, sequence: int) -> dict[str, object]:
     """Token ids, and labels to train on."""
     ids = torch.empty(batch, sequence, dtype=torch.long, device="meta")
-    return {"input_ids": ids, "labels": ids} if case.options.objective == "train" else {"input_ids": ids}
+    return {"input_ids": ids} if case.options.objective == "infer" else {"input_ids": ids, "labels": ids}
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +90,7 @@ def planned_at(case: Case, done: Compiled, batch: int, sequence: int, mesh: Mapp
     hold them, or on another mesh taken by their names."""
     model = case.model()
     request = make_request(model, mesh, batch_of(case, batch, sequence), replace(case.options, constraints=None))
-    name = case.options.objective
+    name = request.objective
     program = normalize(capture(model, request.inputs, tracing(model, request, name)))
     before = done.plan.programs[name]
     (stage,) = before.stages
