@@ -6,7 +6,6 @@ they are reduced (`gradients.py`). So they are the same before, during and after
 """
 
 import contextlib
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeVar, cast
 
@@ -18,21 +17,16 @@ from torch.distributed.tensor import Shard
 
 from autopar.runtime import fsdp
 from autopar.runtime.axis import Axis, axes_of
+from autopar.runtime.backward import BackwardPasses
 from autopar.runtime.gradients import OwnPart, Turn, UnitGradients, UnitParameter, address_of, part_of
-from autopar.runtime.groups import axes_group, axes_ranks
+from autopar.runtime.groups import data_mesh
 from autopar.runtime.state import mesh_of
 from autopar.runtime.units import ParameterGroup, PartView
-from passes.ir.errors import UnsupportedError
 from passes.ir.layout import Layout, Letter, P, Shape, whole_shape
 from passes.ir.lowered import Group, Held
 from passes.ir.redistribution import Step, redistribution
 
 T = TypeVar("T")
-
-_BROKEN = (
-    "an earlier backward pass ended with an exception after this forward pass: call zero_grad() and run the forward "
-    "pass again"
-)
 
 
 class Engine:
@@ -51,10 +45,7 @@ class Engine:
         self._keeping = False
         # Whether copies in other layouts were made since parameters are kept.
         self._has_turned = False
-        self._holding = False
-        # The backward pass that runs, or that an exception has ended; whether it adds to gradients that were held back.
-        self._backward: int | None = None
-        self._adding = False
+        self._backward = BackwardPasses(self._gradients)
 
     # --- its parameters ---
 
@@ -125,19 +116,11 @@ class Engine:
         self._gradients.bind(root)
 
     def _data_mesh(self, sharded: tuple[int, ...], replicated: tuple[int, ...]) -> DeviceMesh:
-        """The mesh of `fully_shard`: one axis that shards, and before it one that replicates, if there is any."""
-        found = self._meshes.get((sharded, replicated))
-        if found is None:
-            shard, shard_ranks = axes_group(self._mesh, sharded)
-            if replicated:
-                replicate, _ = axes_group(self._mesh, replicated)
-                ranks = axes_ranks(self._mesh, (*replicated, *sharded)).reshape(replicate.size(), shard.size())
-                names = ("replicate", "shard")
-                found = DeviceMesh.from_group([replicate, shard], self._mesh.device_type, ranks, mesh_dim_names=names)
-            else:
-                found = DeviceMesh.from_group(shard, self._mesh.device_type, shard_ranks, mesh_dim_names=("shard",))
-            self._meshes[sharded, replicated] = found
-        return found
+        """The mesh of `fully_shard` over these axes."""
+        key = sharded, replicated
+        if key not in self._meshes:
+            self._meshes[key] = data_mesh(self._mesh, sharded, replicated)
+        return self._meshes[key]
 
     # --- programs ---
 
@@ -164,7 +147,7 @@ class Engine:
         if not held.parameters:
             return forward(*inputs)
         root = self._whole()
-        self._recover()
+        self._backward.recover(root, self._groups)
         if not self._keeping:
             # Parameters that were gathered for a backward pass that never came may have old values.
             self._drop()
@@ -179,7 +162,7 @@ class Engine:
             raise
         self._has_run = True
         if torch.is_grad_enabled():
-            self._watch(result)
+            self._backward.watch(root, result)
         elif not self._keeping:
             self._drop()
         return cast(T, result)
@@ -187,19 +170,19 @@ class Engine:
     @property
     def within(self) -> str:
         """The contexts that it is in: they decide on collectives, so ranks must be in the same ones."""
-        entered = {"holding_gradients()": self._holding, "keeping_parameters()": self._keeping}
+        entered = {"holding_gradients()": self._backward.holding, "keeping_parameters()": self._keeping}
         return " and ".join(name for name, inside in entered.items() if inside) or "none of its contexts"
 
     @contextlib.contextmanager
     def holding_gradients(self) -> Iterator[None]:
         """Backward passes within add up gradients without reducing them; the first one afterwards reduces the sum."""
         root = self._whole()
-        outer, self._holding = self._holding, True
+        outer, self._backward.holding = self._backward.holding, True
         root.set_requires_gradient_sync(False)
         try:
             yield
         finally:
-            self._holding = outer
+            self._backward.holding = outer
             root.set_requires_gradient_sync(not outer)
 
     @contextlib.contextmanager
@@ -209,7 +192,7 @@ class Engine:
             yield
             return
         root = self._whole()
-        self._recover()
+        self._backward.recover(root, self._groups)
         self._drop()
         self._keeping, self._has_turned = True, False
         root.set_reshard_after_backward(False)
@@ -218,7 +201,7 @@ class Engine:
         finally:
             root.set_reshard_after_backward(True)
             self._keeping = False
-            self._recover()
+            self._backward.recover(root, self._groups)
             self._drop()
 
     def _whole(self) -> FSDPModule:
@@ -263,49 +246,6 @@ class Engine:
             if self._has_run and item.trainable and item.kept.requires_grad != seen.requires_grad:
                 item.kept.requires_grad_(seen.requires_grad)
         self._has_turned = True
-
-    # --- backward passes ---
-
-    def _watch(self, outputs: object) -> None:
-        """Be called when a backward pass from `outputs` begins."""
-        for leaf in outputs if isinstance(outputs, tuple) else (outputs,):
-            if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
-                leaf.register_hook(self._begin_backward)  # type: ignore[no-untyped-call]
-
-    def _begin_backward(self, _: Tensor) -> None:
-        """A backward pass has come to an output, before it has made any gradient of a parameter."""
-        number = fsdp.current_backward()
-        if number == self._backward:
-            return
-        if self._backward is not None:
-            raise UnsupportedError(_BROKEN)
-        self._backward = number
-        fsdp.at_end_of_backward(self._end_backward)
-        self._adding = self._gradients.begin_backward(self._holding)
-
-    def _end_backward(self) -> None:
-        if fsdp.is_in_backward(self._whole()):
-            # An earlier pass failed before it came here. So torch did not expect the end of this one.
-            raise UnsupportedError(_BROKEN)
-        if self._holding:
-            self._gradients.end_held_backward()
-        self._backward = None
-
-    def _recover(self) -> None:
-        """Begin anew if the last backward pass ended with an exception. Its gradients are lost."""
-        root = self._whole()
-        failed = self._backward is not None or fsdp.is_in_backward(root)
-        if not failed or fsdp.current_backward() != fsdp.NO_BACKWARD:
-            return
-        fsdp.reset(root, self._groups)
-        adding = self._backward is not None and self._adding
-        self._backward = None
-        if adding:
-            warnings.warn(
-                "a backward pass ended with an exception while it added to gradients that were held back: these are "
-                "lost; call zero_grad() and begin the accumulation again",
-                stacklevel=2,
-            )
 
 
 def _unit(group: ParameterGroup) -> FSDPModule:

@@ -64,6 +64,20 @@ def axes_ranks(mesh: DeviceMesh, axes: Sequence[int]) -> Tensor:
     return mesh.mesh[tuple(slice(None) if axis in axes else place for axis, place in enumerate(coordinate))]
 
 
+def data_mesh(mesh: DeviceMesh, sharded: Sequence[int], replicated: Sequence[int]) -> DeviceMesh:
+    """A mesh for `fully_shard` from axes of `mesh`: "shard", and before it "replicate" if there are such axes.
+
+    Collective over the mesh.
+    """
+    shard, shard_ranks = axes_group(mesh, sharded)
+    if not replicated:
+        return DeviceMesh.from_group(shard, mesh.device_type, shard_ranks, mesh_dim_names=("shard",))
+    replicate, _ = axes_group(mesh, replicated)
+    ranks = axes_ranks(mesh, (*replicated, *sharded)).reshape(replicate.size(), shard.size())
+    names = ("replicate", "shard")
+    return DeviceMesh.from_group([replicate, shard], mesh.device_type, ranks, mesh_dim_names=names)
+
+
 def ranks_of(mesh: DeviceMesh) -> list[int]:
     """The global ranks of `mesh`, in its order."""
     ranks: list[int] = mesh.mesh.flatten().tolist()
