@@ -59,7 +59,8 @@ class AnySizes:
 
         Raises InputError where the model cannot run with these inputs.
         """
-        program = from_first(self._mesh, lambda: self._compiled(wanted), "planning for other inputs")
+        other = "other sizes of the inputs" if wanted.arguments is None else "other inputs"
+        program = from_first(self._mesh, lambda: self._compiled(wanted), f"planning for {other}")
         return together(self._mesh, lambda: load(program, wanted.name), "loading generated source")
 
     def _compiled(self, wanted: Wanted) -> CompiledProgram:

@@ -352,7 +352,7 @@ DEATHS: Mapping[str, tuple[Callable[[], None], str]] = {
         partial(_die_in, "autopar.loading.placed_parts"),
         "^loading parameters .* failed, because another rank",
     ),
-    "forward": (_die_in_forward, "^call 1 of Stack: gathering the parameters .* failed, because another rank"),
+    "forward": (_die_in_forward, "^call 1 of Stack: comparing calls between ranks failed, because another rank"),
     "backward": (_die_in_backward, "failed, because another rank raised, died"),
 }
 
