@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.runtime.failures import naming_collectives
-from autopar.runtime.groups import cpu_group, ranks_of
+from autopar.runtime.groups import cpu_group, group_timeout, ranks_of
 from passes.ir.errors import AutoparError, InputError, RankFailedError
 
 T = TypeVar("T")
@@ -98,9 +98,11 @@ class Agreement:
         received = tensor.clone()
         receiving = dist.irecv(received, group=self._group, group_src=(self._rank + distance) % size)
         sending = dist.isend(tensor.contiguous(), group=self._group, group_dst=(self._rank - distance) % size)
+        # Messages between two ranks wait as long as when the group was made, unless they are told otherwise.
+        timeout = group_timeout(self._group)
         for work in (sending, receiving):
             if work is not None:
-                work.wait()
+                work.wait() if timeout is None else work.wait(timeout)
         return received
 
 
