@@ -125,11 +125,15 @@ def _training() -> None:
         dist_model.eval()
         with torch.no_grad():
             evaluated = dist_model(**inputs)
-            assert torch.allclose(evaluated.loss, with_loss(model.eval(), next_token)(**inputs).loss, rtol=1e-12)
+            expected = with_loss(model.eval(), next_token)(**inputs)
+            assert torch.allclose(evaluated.loss, expected.loss, rtol=1e-12)
+            without = dist_model(input_ids=inputs["input_ids"])
+            assert without.loss is None
+            assert torch.allclose(without.output.logits.full_tensor(), expected.output.logits, rtol=1e-9, atol=1e-12)
 
 
 def test_training() -> None:
-    """Micro-batches, other sizes and evaluation; parameters keep the model's names."""
+    """Micro-batches, other sizes, and evaluation with and without targets; parameters keep the model's names."""
     run_ranks(_training, 4)
 
 

@@ -69,11 +69,6 @@ def _full(cases: list[tuple[str, tuple[int, ...]]]) -> None:
                 assert torch.allclose(logits, model.eval()(input_ids=ids).logits, rtol=1e-9, atol=1e-12)
 
 
-def test_a_loss_outside_of_the_model() -> None:
-    """Written as for one device: loss, metrics and every gradient are those of one device, at other sizes, too."""
-    run_ranks(_full, 4, [("llama", (2, 2))])
-
-
 @pytest.mark.slow
 def test_losses_outside_of_models() -> None:
     """Other meshes, and tied parameters."""
@@ -91,11 +86,6 @@ def _in_micro_batches() -> None:
         assert type(output.logits) is Tensor
         assert torch.allclose(output.logits, expected.logits, rtol=1e-9, atol=1e-12)
         assert difference(dist_model, model) < 1e-9
-
-
-def test_micro_batches_return_the_whole_batch() -> None:
-    """The outputs of all micro-batches, side by side."""
-    run_ranks(_in_micro_batches, 4)
 
 
 def test_full_outputs_are_counted() -> None:
@@ -158,6 +148,17 @@ def _saved(tensor: Tensor) -> Any:
     return torch.load(stream, weights_only=True)
 
 
-def test_outputs_in_the_layout_of_the_plan_meet_no_plain_tensors() -> None:
-    """One sentence, wherever they meet; outputs are copied, saved and differentiated as `DTensor`s."""
-    run_ranks(_mixed, 4)
+def _each() -> None:
+    _full([("llama", (2, 2))])
+    _in_micro_batches()
+    _mixed()
+
+
+def test_outputs() -> None:
+    """Whole outputs serve a loss and metrics written as for one device: they and every gradient are those of one
+    device, at other sizes, too, and micro-batches give the outputs of the whole batch.
+
+    Outputs in the plan's layout say in one sentence, wherever they meet plain tensors, what to do; they are copied,
+    saved and differentiated as `DTensor`s.
+    """
+    run_ranks(_each, 4)
