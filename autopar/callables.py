@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 
 _LIBRARIES = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib"))
+_GLOBALS = frozenset({"LOAD_GLOBAL", "LOAD_NAME"})
+_ATTRIBUTES = frozenset({"LOAD_ATTR", "LOAD_METHOD"})
 # Attributes of a module that hold what is found under the module's own names.
 _HOLDERS = ("_parameters", "_buffers", "_modules")
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), type(...), torch.dtype, torch.device, torch.layout)
@@ -78,12 +80,15 @@ def _reached(function: object) -> Iterator[tuple[str, object]]:
 
 
 def _kind(value: object) -> str:
-    """The kind of an object, or the name of what a library or a module defines."""
+    """The kind of an object, or the name of what a library defines. Where the user's own code stands does not count: a
+    function may be planned in one script, and trained with in another."""
     if isinstance(value, ModuleType):
-        return f"module {value.__name__}"
+        return f"module {value.__name__}" if _is_library(value.__name__) else "module"
     if isinstance(value, FunctionType | BuiltinFunctionType | type):
-        return f"{type(value).__name__} {value.__module__}.{value.__qualname__}"
-    return f"{type(value).__module__}.{type(value).__qualname__}"
+        name = f" {value.__module__}.{value.__qualname__}" if _is_library(value.__module__) else ""
+        return f"{type(value).__name__}{name}"
+    kind = type(value)
+    return f"{kind.__module__}.{kind.__qualname__}" if _is_library(kind.__module__) else kind.__name__
 
 
 def _inside(value: object) -> Iterator[tuple[str, object]]:
@@ -136,15 +141,20 @@ def _of_function(function: FunctionType) -> Iterator[tuple[str, object]]:
         except ValueError:
             # Nothing has been assigned to the variable yet.
             yield f".{name}", None
-    for name in sorted(_globals_of(code)):
-        if name in function.__globals__:
-            yield f".{name}", function.__globals__[name]
+    for name in sorted(_read_by(code, _GLOBALS)):
+        if name not in function.__globals__:
+            continue
+        value = function.__globals__[name]
+        yield f".{name}", value
+        if isinstance(value, ModuleType) and not _is_library(value.__name__):
+            inside = vars(value)
+            yield from ((f".{name}.{own}", inside[own]) for own in sorted(_read_by(code, _ATTRIBUTES)) if own in inside)
 
 
-def _globals_of(code: CodeType) -> Set[str]:
-    """The names of globals that code reads, functions inside it included."""
-    found = {item.argval for item in dis.get_instructions(code) if item.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
-    return found.union(*(_globals_of(inner) for inner in code.co_consts if isinstance(inner, CodeType)))
+def _read_by(code: CodeType, instructions: Set[str]) -> Set[str]:
+    """The names that code reads by some instructions, functions inside it included."""
+    found = {item.argval for item in dis.get_instructions(code) if item.opname in instructions}
+    return found.union(*(_read_by(inner, instructions) for inner in code.co_consts if isinstance(inner, CodeType)))
 
 
 def _is_library(module: str | None) -> bool:

@@ -135,7 +135,14 @@ def _program(module: nn.Module, traced: Exported, example: Inputs, gradients: bo
             known[node] = Ref(buffer_names[str(spec.target)][0])
         elif spec.kind == InputKind.CONSTANT_TENSOR:
             inner = f"{spec.target} (constant)"
-            constants[inner] = exported.constants[str(spec.target)]
+            constant = exported.constants[str(spec.target)]
+            if gradients and constant.requires_grad:
+                raise CaptureError(
+                    f"{module.__class__.__name__} computes with a trainable tensor of shape {list(constant.shape)} "
+                    "that is none of its parameters, so it would get no gradient: register it as a parameter, or "
+                    "detach it"
+                )
+            constants[inner] = constant
             known[node] = Ref(inner)
         elif spec.kind == InputKind.USER_INPUT:
             name, leaf = next(leaves)

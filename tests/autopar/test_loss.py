@@ -15,6 +15,7 @@ import autopar
 from autopar.callables import callable_fingerprint
 from autopar.losses import with_loss
 from autopar.testing import LiftFloat32, compare_on_mesh, run_ranks
+from tests.autopar import test_loss
 from tests.models import Stack, llama, tokens
 
 Loss = Callable[..., object]
@@ -185,6 +186,7 @@ def _trainable() -> dict[str, Loss]:
     return {
         "closure": lambda output, target: head(output).sum(),
         "global": lambda output, target: _SCALE * output.sum(),
+        "module of one's own": lambda output, target: test_loss._SCALE * output.sum(),
         "default": lambda output, target=_SCALE: output.sum() * target,
         "partial": functools.partial(
             lambda output, scale: output.sum() * scale, scale=torch.ones(1, requires_grad=True)
@@ -289,6 +291,11 @@ def test_fingerprints_of_losses() -> None:
         lambda output, target=1: output.sum() * 2,
     ]
     assert all(callable_fingerprint(one) == callable_fingerprint(other) for one, other in same)
+    # Where the code stands does not count: a loss may be planned in one script, and used in another.
+    scripts: list[dict[str, Any]] = [{"__name__": "__main__"}, {"__name__": "train"}]
+    for names in scripts:
+        exec("def helper(x):\n    return x.sum()\ndef loss(output, target):\n    return helper(output) * 2", names)
+    assert callable_fingerprint(scripts[0]["loss"]) == callable_fingerprint(scripts[1]["loss"])
     assert len({callable_fingerprint(loss) for loss in different}) == len(different)
 
 

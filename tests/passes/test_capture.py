@@ -439,3 +439,25 @@ def test_types_of_results(shape: Shape) -> None:
     program = captured(model, input=torch.empty(shape, device="meta"))
     (op,) = program.ops
     assert program.types[op.results[0]].shape == (*shape[:-1], 5)
+
+
+class Hides(nn.Module):
+    """It computes with a trainable tensor that is none of its parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.hidden = [torch.ones(4, requires_grad=True)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [batch, 4]."""
+        return (self.linear(x) * self.hidden[0]).sum()
+
+
+def test_trainable_tensors_that_are_no_parameters_are_refused() -> None:
+    """They would get no gradient."""
+    with pytest.raises(
+        CaptureError, match=r"Hides computes with a trainable tensor of shape \[4\] that is none of its"
+    ):
+        capture(Hides(), {"x": torch.ones(2, 4)}, Tracing(True, True, contextlib.nullcontext()))
+    capture(Hides(), {"x": torch.ones(2, 4)}, Tracing(False, False, contextlib.nullcontext()))
