@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autopar.fitting import Shape, fit_attention, fit_line, fit_link, fit_products
+from autopar.runtime.groups import job_timeout
 from passes.cost.cluster import CLUSTERS, Cluster, Device, Link, cluster_of_device
 from passes.cost.devices import LINKS
 from passes.ir.errors import ClusterError, MeshError
@@ -258,7 +259,7 @@ class _Bench:
         """The link among the ranks of each of `groups`, which all measure at once."""
         own, size = None, len(groups[0])
         for ranks in groups:
-            group = dist.new_group(list(ranks))
+            group = dist.new_group(list(ranks), timeout=job_timeout())
             own = group if dist.get_rank() in ranks else own
         assert own is not None
         gather, reduction, exchange = (
