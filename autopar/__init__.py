@@ -18,9 +18,9 @@ from passes.ir.errors import (
     InputError,
     MeshError,
     MicroBatchError,
-    NotSupportedError,
     PlanMismatchError,
     RankFailedError,
+    UnsupportedAttributeError,
     UnsupportedError,
 )
 from passes.ir.plan import Plan
@@ -42,11 +42,11 @@ __all__ = [
     "LossOutput",
     "MeshError",
     "MicroBatchError",
-    "NotSupportedError",
     "Plan",
     "PlanMismatchError",
     "Precision",
     "RankFailedError",
+    "UnsupportedAttributeError",
     "UnsupportedError",
     "parallelize",
     "plan",

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from passes.ir.errors import NotSupportedError
+from passes.ir.errors import UnsupportedAttributeError
 
 _EXPORT = (
     "collect the weights with torch.distributed.checkpoint.state_dict.get_model_state_dict(dist_model, "
@@ -24,10 +24,10 @@ _INSTEAD: Mapping[str, str] = {
 }
 
 
-def missing_method(model_class: type, name: str) -> NotSupportedError | None:
+def missing_method(model_class: type, name: str) -> UnsupportedAttributeError | None:
     """The error for an attribute that a distributed module has not, but the class of its model has; None if neither
     has it."""
     if name.startswith("_") or not hasattr(model_class, name):
         return None
     instead = _INSTEAD.get(name, "it has the model's forward, parameters and buffers alone; ask the model itself")
-    return NotSupportedError(f"{model_class.__name__}.{name} is not there on the distributed module: {instead}")
+    return UnsupportedAttributeError(f"{model_class.__name__}.{name} is not there on the distributed module: {instead}")

@@ -132,9 +132,9 @@ class DistributedModule(Loadable, CalledPart):
         self._refused = reason
 
     def __getattr__(self, name: str) -> Tensor | nn.Module:
-        """What the module has, or else what the part of a model has that it stands for.
+        """Attributes of the module, or else of the part of a model that it stands for.
 
-        Raises NotSupportedError, which is an AttributeError, for other methods and attributes of the model's class.
+        Raises UnsupportedAttributeError, an AttributeError, for other methods and attributes of the model's class.
         """
         try:
             return super().__getattr__(name)

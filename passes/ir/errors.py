@@ -49,10 +49,6 @@ class MicroBatchError(AutoparError):
     """The batch cannot be cut into micro-batches: sizes do not divide, or samples do not stand for themselves."""
 
 
-class NotSupportedError(AutoparError, AttributeError):
-    """A method or attribute of the model that its distributed module has not; `hasattr` says so, too."""
-
-
 class PlanMismatchError(AutoparError):
     """A plan belongs to another model, mesh or version, or the ranks hold different models."""
 
@@ -63,3 +59,7 @@ class RankFailedError(AutoparError):
 
 class UnsupportedError(AutoparError):
     """A distributed module, a part or a parameter of it is asked for something that it cannot do."""
+
+
+class UnsupportedAttributeError(UnsupportedError, AttributeError):
+    """The model has this method or attribute, but its distributed module does not, as `hasattr` says too."""

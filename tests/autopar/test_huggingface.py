@@ -173,7 +173,7 @@ def _surface() -> dict[str, str]:
     for name in INSTEAD:
         assert hasattr(model, name)
         assert not hasattr(dist_model, name)
-        with pytest.raises(autopar.NotSupportedError) as caught:
+        with pytest.raises(autopar.UnsupportedAttributeError) as caught:
             getattr(dist_model, name)()
         said[name] = str(caught.value)
     assert getattr(dist_model, "is_loaded_in_8bit", False) is False
