@@ -25,8 +25,8 @@ logger = logging.getLogger("autopar")
 _AXES = 4
 # On so many axes everything is looked at; on more only what is near to the best choice.
 _WHOLLY = 3
-# Seconds that closing the gap to what is near may take each time, at least.
-_BRIEFLY = 2.0
+# Units of effort for closing the gap to what is near, each time, at least.
+_BRIEFLY = 700.0
 # How many times as many devices are tried when no plan fits.
 _MORE = (2, 4, 8, 16, 32, 64)
 

@@ -9,7 +9,6 @@ fewer do.
 
 import heapq
 import itertools
-import time
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -33,9 +32,9 @@ from passes.solve import PROVEN, Solver
 from passes.solving.limits import Limits
 from passes.solving.prices import Prices
 
-# Gaps are closed for so many seconds in all, and each for at least so many.
-PATIENCE = 12.0
-_LEAST = 8.0
+# Units of effort for closing gaps (`passes/solving/effort`): in all, and for each at least.
+ALLOWANCE = 4000.0
+_LEAST = 2500.0
 # What every node may do on an axis: nothing is split.
 _WHOLE = frozenset({"I", "R"})
 
@@ -70,8 +69,8 @@ class Ways:
 
     `waiting` is what may have something better in it, by its bound and its number; `tried` all that may have the best
     choice in it, `found` the best one that fits so far, and `cutoff` its seconds. Closing gaps has `spent` so many
-    seconds, and none of what was closed takes less than `least`. `memory` is what is left of the limit for what is
-    counted here, where that is less. The rest is what was found out on the way: what is `free` of limits by mesh and
+    units of effort, and none of what was closed takes less than `least`. `memory` is what is left of the limit for what
+    is counted here, where that is less. The rest is what was found out on the way: what is `free` of limits by mesh and
     number of micro-batches, and what no way to run can be below.
     """
 
@@ -132,15 +131,15 @@ class Ways:
                 self._wait(following, looking)
 
     def closed(self, at_least: float = _LEAST) -> tuple[Tried, Solution] | None:
-        """The best of all that was tried: gaps are closed where something better may be in them, for so many seconds
-        each if that takes so long."""
+        """The best of all that was tried: gaps are closed where something better may be in them, each with at least
+        so many units of effort if that takes so much."""
         while self.tried:
             tried = min(self.tried, key=lambda item: item.bound)
             self.tried.remove(tried)
             if tried.solver.bound < self.cutoff * (1 - PROVEN) or self.found is None:
-                start = time.monotonic()
-                self._close(tried, max(at_least, PATIENCE - self.spent))
-                self.spent += time.monotonic() - start
+                before = tried.solver.effort.spent
+                self._close(tried, max(at_least, ALLOWANCE - self.spent))
+                self.spent += tried.solver.effort.spent - before
                 if tried.solver.limits != self._limits and not self._fits(tried):
                     # The best of all does not fit, though another one did.
                     self._wait_for_limited(tried, tried.bound)
@@ -245,9 +244,9 @@ class Ways:
         asked = self.request.memory_limit
         return Limits(asked if self.memory is None else self.memory, self.request.optimizer_states, asked)
 
-    def _close(self, tried: Tried, patience: float) -> None:
+    def _close(self, tried: Tried, allowance: float) -> None:
         try:
-            self.clock("solve", partial(tried.solver.close, self.cutoff, patience))
+            self.clock("solve", partial(tried.solver.close, self.cutoff, allowance))
         except InfeasibleError as error:
             self.errors.append(error)
         self._consider(tried)

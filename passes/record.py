@@ -48,6 +48,7 @@ def record(
         max(0.0, (solution.seconds - solution.bound) / total) if total else 0.0,
         seconds.hidden_communication,
         seconds_on_one,
+        by_clock=solution.by_clock,
     )
 
 

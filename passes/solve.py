@@ -5,7 +5,6 @@ is hidden. Otherwise bytes and traffic get prices (`solving/dual`) until a choic
 best is looked at (`solving/by_frontiers`): step by step above the bound, and in branches where it is too much.
 """
 
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -21,17 +20,18 @@ from passes.solving.by_frontiers import best_by_frontiers
 from passes.solving.by_program import best_by_program
 from passes.solving.bytes import find_bytes
 from passes.solving.dual import Dual, Found
+from passes.solving.effort import Effort, OutOfEffortError
 from passes.solving.frontiers import TooManyError
 from passes.solving.instance import Instance
 from passes.solving.least import refuse_if_hopeless, refuse_if_impossible, smallest
-from passes.solving.limits import InfeasibleProgramError, Limits, OutOfTimeError, infeasible, out_of_time
+from passes.solving.limits import InfeasibleProgramError, Limits, infeasible, out_of_effort
 from passes.solving.memory import Weights
 from passes.solving.prices import Prices
 from passes.solving.rows import Rows, broken_rows, first_rows, rest_of
 from passes.solving.tree import NOTHING, Branch, split
 
-# Seconds for closing what is open; the gap of the plan says what is not proven then.
-PATIENCE = 30.0
+# Units of effort for closing a gap (`solving/effort`: 30 s or so); the gap of the plan says what is not proven then.
+ALLOWANCE = 10_000.0
 # A choice is proven when it costs at most this much more than the bound, relative to it.
 PROVEN = 1e-6
 # So often prices are tried before branching, and before it is asked whether any choice fits.
@@ -112,6 +112,11 @@ class Solver:
         return self.root is not None
 
     @property
+    def effort(self) -> Effort:
+        """The effort that was spent so far."""
+        return self.instance.arrays.effort
+
+    @property
     def regime(self) -> Regime:
         """What is chosen for."""
         return self.instance.regime
@@ -164,28 +169,28 @@ class Solver:
         self.bound = max(self.bound, self.root.bound)
         return goes_on
 
-    def close(self, cutoff: float = np.inf, patience: float = PATIENCE) -> None:
-        """Close the gap in about `patience` seconds: by an integer program over what is little above the bound, then by
-        branch and bound.
+    def close(self, cutoff: float = np.inf, allowance: float = ALLOWANCE) -> None:
+        """Close the gap with about `allowance` units of effort: by an integer program over what is little above the
+        bound, then by branch and bound.
 
-        Raises InfeasibleError where none fits, or none was found in the time.
+        Raises InfeasibleError where none fits, or none was found with that effort.
         """
         assert self.root is not None
         self.cutoff = min(self.cutoff, cutoff)
-        deadline = time.monotonic() + patience
+        most = self.effort.spent + allowance
         try:
-            self._close(self.root, deadline)
-        except OutOfTimeError:
+            self._close(self.root, most)
+        except OutOfEffortError:
             if self.known < np.inf:
                 return
-            raise out_of_time(self.limits) from None
+            raise out_of_effort(self.limits) from None
         if self.known == np.inf:
             raise infeasible(self.limits, smallest(self.instance, self.root.weights))
 
     def solution(self) -> Solution:
         """The best choice with the bound that was found."""
         assert self.best is not None
-        return replace(self.best, bound=min(self.best.seconds, self.bound))
+        return replace(self.best, bound=min(self.best.seconds, self.bound), by_clock=self.effort.by_clock)
 
     def _may_be_better(self, bound: float) -> bool:
         return bound < self.known * (1 - PROVEN)
@@ -240,7 +245,7 @@ class Solver:
 
     # --- branches ---
 
-    def _close(self, root: Branch, deadline: float) -> None:
+    def _close(self, root: Branch, allowed: float) -> None:
         # Of the bound: nothing is left to find so much above it, and there is too much to look at.
         done, most = 0.0, np.inf
         unit = abs(root.bound) or 1.0
@@ -253,7 +258,7 @@ class Solver:
                 step = open_part
             aim = min(self.known, root.bound + step * unit)
             try:
-                self._exactly(root, aim, deadline, at_any_rate=self.known == np.inf)
+                self._exactly(root, aim, allowed, at_any_rate=self.known == np.inf)
             except TooManyError:
                 most = step
             else:
@@ -263,11 +268,11 @@ class Solver:
         while waiting and self.is_open:
             branch = min(waiting, key=lambda item: item.bound)
             waiting.remove(branch)
-            waiting += self._grow(branch, deadline)
+            waiting += self._grow(branch, allowed)
             least = min((item.bound for item in waiting), default=np.inf)
             self.bound = max(self.bound, min(least, self.known))
 
-    def _grow(self, branch: Branch, deadline: float) -> list[Branch]:
+    def _grow(self, branch: Branch, allowed: float) -> list[Branch]:
         """The parts of a branch in which something better may be; none after it was looked through wholly."""
         if not self._may_be_better(branch.bound):
             return []
@@ -278,13 +283,13 @@ class Solver:
         parts = split(self.instance, branch)
         is_small = parts is None or sum(len(labels) for labels in branch.alive.values()) < SMALL
         with suppress(TooManyError):
-            self._exactly(branch, self.known, deadline, at_any_rate=is_small)
+            self._exactly(branch, self.known, allowed, at_any_rate=is_small)
             return []
         assert parts is not None
         found = []
         for alive in parts:
-            if time.monotonic() > deadline:
-                raise OutOfTimeError
+            if self.effort.spent >= allowed:
+                raise OutOfEffortError
             part = Branch(alive, [], branch.bound, branch.weights, [])
             if all(len(labels) for labels in alive.values()):
                 part.found = [item for item in branch.found if part.holds(item)]
@@ -296,7 +301,7 @@ class Solver:
                     found.append(part)
         return found
 
-    def _exactly(self, branch: Branch, aim: float, deadline: float, at_any_rate: bool) -> None:
+    def _exactly(self, branch: Branch, aim: float, allowed: float, at_any_rate: bool) -> None:
         """Consider the best choice of a branch, if it takes less than `aim`: by frontiers, and where these get too
         large, `at_any_rate` by an integer program.
 
@@ -305,9 +310,9 @@ class Solver:
         """
         rows = first_rows(self.instance, branch.weights, self.rows)
         while True:
-            left = deadline - time.monotonic()
-            if left < 0:
-                raise OutOfTimeError
+            left = allowed - self.effort.spent
+            if left <= 0:
+                raise OutOfEffortError
             try:
                 rest = rest_of(self.instance, rows, branch.weights, branch.alive, aim)
                 try:
@@ -315,7 +320,7 @@ class Solver:
                 except TooManyError:
                     if not at_any_rate:
                         raise
-                    solution, bound = best_by_program(self.instance, rows, rest, aim, PROVEN, max(1.0, left))
+                    solution, bound = best_by_program(self.instance, rows, rest, aim, PROVEN, left)
             except InfeasibleProgramError:
                 return
             self._consider(solution)
@@ -323,6 +328,6 @@ class Solver:
             if more == rows:
                 # Programs are solved up to PROVEN, and rounding and ties take a little of a bound.
                 if bound < min(aim, self.known) * (1 - 3 * PROVEN):
-                    raise OutOfTimeError
+                    raise OutOfEffortError
                 return
             rows = more

@@ -135,7 +135,7 @@ class Solution:
     instead of keeping their result (group, target layout), under which regime.
 
     `seconds` is the step time of the choice, `bound` one that no choice can be below; `seconds` is optimal up to the
-    difference.
+    difference. `by_clock` says that a clock ended the search, so that another machine may choose otherwise.
     """
 
     picks: tuple[int, ...]
@@ -143,6 +143,7 @@ class Solution:
     seconds: float
     bound: float
     regime: Regime = PLAIN
+    by_clock: bool = False
 
     def strategy(self, problem: Problem, node: int) -> Strategy:
         """The chosen strategy of a node."""

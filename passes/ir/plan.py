@@ -100,7 +100,8 @@ class ProgramPlan:
     `seconds` is the predicted step time by what it is spent on, `memory` the predicted bytes per device by kind at the
     peak, which is at `peak_moment`. `gap` is how much shorter the step could be at most, relative to it.
     `hidden` are seconds of communication that run while others compute. `seconds_on_one` is what one device would
-    compute for, all by itself. `whole_batch` is why the batch may not be cut, where that was asked.
+    compute for, all by itself. `whole_batch` is why the batch may not be cut, where that was asked. `by_clock` says
+    that a clock ended the search, so that another machine may find another plan.
     """
 
     stages: tuple[Stage, ...]
@@ -115,6 +116,7 @@ class ProgramPlan:
     hidden: float
     seconds_on_one: float
     whole_batch: str = ""
+    by_clock: bool = False
 
     @property
     def regime(self) -> Regime:

@@ -87,6 +87,8 @@ def _program(name: str, program: ProgramPlan, plan: Plan) -> list[str]:
         )
     elif program.whole_batch:
         lines.append(f"  one micro-batch: {program.whole_batch}")
+    if program.by_clock:
+        lines.append("  a clock ended the search: another machine may find another plan")
     many = len(program.stages) > 1
     for number, stage in enumerate(program.stages):
         if many:

@@ -2,7 +2,7 @@
 what."""
 
 from collections.abc import Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 import numpy as np
@@ -12,6 +12,7 @@ from passes.ir.choices import Edge, Group, Node, Problem
 from passes.ir.layout import I, Layout, Letter, R
 from passes.ir.mesh import Mesh
 from passes.ir.regime import Regime
+from passes.solving.effort import Effort
 from passes.solving.prices import Flags, Floats, Integers, Prices
 
 
@@ -110,13 +111,14 @@ class Arrays:
     """The whole problem under one regime.
 
     `costs[n][y]` is what strategy y of node n costs itself; `oddness[n][y]` counts what is unusual about it, to choose
-    among equals.
+    among equals; `effort` counts what is spent on solving it.
     """
 
     costs: Sequence[Floats]
     oddness: Sequence[Integers]
     groups: Sequence[GroupArrays]
     overlaps: Sequence[Overlap] = ()
+    effort: Effort = field(default_factory=Effort)
 
     def value(self, picks: Sequence[int], again: Set[tuple[int, Layout]] = frozenset()) -> float:
         """Seconds of the strategies `picks` when the redistributions `again` (group, target) are made twice."""

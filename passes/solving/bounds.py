@@ -12,6 +12,9 @@ import numpy as np
 from passes.solving.network import Network
 from passes.solving.prices import Flags, Floats, Integers
 
+# A sweep goes through the costs of each link about so often.
+_PASSES = 12
+
 
 @dataclass
 class _Link:
@@ -97,6 +100,7 @@ class Bounds:
     def sweep(self, enough: float = np.inf) -> bool:
         """Once forward and once backward through all nodes; labels that no choice cheaper than `enough` has, die. False
         where a node has none left."""
+        self.network.effort.add(_PASSES * sum(link.rest.size for link in self.links), _PASSES * len(self.links))
         for forward in (True, False):
             # It only rises meanwhile.
             bound = self.bound

@@ -34,16 +34,16 @@ class AgainColumns:
 
 
 def best_by_program(
-    instance: Instance, rows: Rows, rest: Rest, aim: float, gap: float, patience: float
+    instance: Instance, rows: Rows, rest: Rest, aim: float, gap: float, allowance: float
 ) -> tuple[Solution, float]:
     """The best choice that meets `rows`, and a bound on all that take less than `aim`, which the program leaves a part
-    `gap` open, or what it has after `patience` seconds. Raises what `Program.solve` does."""
+    `gap` open, or what it has with `allowance` units of effort. Raises what `Program.solve` does."""
     arrays, network = instance.arrays, rest.network
     program = Program(network, SCALE / min(aim, arrays.value([0] * len(arrays.costs))))
     groups = [replace(group, again=again_seconds(arrays, group, rest.plain)) for group in arrays.groups]
     priced = replace(arrays, groups=groups)
     columns = limit_memory(program, priced, instance.bytes, rows.points, rows.limit, rows.hinges, rest.repeats)
-    picks, values, bound = program.solve(gap, patience)
+    picks, values, bound = program.solve(gap, allowance)
     strategies = restore(network, network.strategies(picks))
     chosen = [strategies[node] for node in range(len(arrays.costs))]
 

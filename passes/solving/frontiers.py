@@ -186,6 +186,7 @@ class Frontiers:
             open_claims += self._claim(number, columns, amounts)
         rows = self._joined(scope, labels, amounts, open_claims, self.waiting.get(position, []), position)
         keys = self._keys(scope[1:], labels[:, 1:])[rows.cells]
+        self.limited.network.effort.add(NEAR * rows.amounts.size, NEAR)
         kept = undominated_rows(keys, rows.amounts)
         rows.take(kept)
         return _Frontier(keys[kept], labels[rows.cells, 0], rows)
@@ -255,6 +256,7 @@ class Frontiers:
 
     def _drop(self, rows: _Rows, outside: Sequence[Floats], coming: Sequence[Sequence[Floats]]) -> None:
         """Drop rows that are worth more than a price allows with what else there is at least."""
+        self.limited.network.effort.add(len(self.prices) * rows.amounts.size, 2 * len(self.prices))
         good = np.ones(len(rows.cells), dtype=bool)
         for number, price in enumerate(self.prices):
             rest = sum((item[number] for item in coming), outside[number])

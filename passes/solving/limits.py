@@ -11,10 +11,6 @@ class InfeasibleProgramError(Exception):
     """No choice keeps within the limits and takes less than was aimed at."""
 
 
-class OutOfTimeError(Exception):
-    """No choice was found in the time given."""
-
-
 @dataclass(frozen=True)
 class Limits:
     """Bytes that a device has for the plan, and how many tensors the optimizer keeps per parameter. What was `asked`
@@ -39,11 +35,11 @@ def infeasible(limits: Limits, use: MemoryUse, at_least: str = "") -> Infeasible
     )
 
 
-def out_of_time(limits: Limits) -> InfeasibleError:
-    """The error that says that nothing was found."""
+def out_of_effort(limits: Limits) -> InfeasibleError:
+    """The error for a search that ended before it found a plan."""
     return InfeasibleError(
-        f"in the time given no plan was found that fits the memory limit of {limits} per device, though one may exist: "
-        "raise the limit"
+        f"with the effort allowed no plan was found that fits the memory limit of {limits} per device, though one may "
+        "exist: raise the limit"
     )
 
 

@@ -7,11 +7,13 @@ optimization by Bertelè and Brioschi, 1972). Labels that are never better than 
 elimination, Goldstein 1994).
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from passes.solving.effort import Effort
 from passes.solving.prices import Flags, Floats, Integers
 
 LARGEST = 30_000_000
@@ -41,7 +43,7 @@ class Eliminated:
 @dataclass
 class Network:
     """Nodes, pairs and groups. `labels[n]` are the strategies of node n that its labels stand for; `constant` is what
-    eliminated nodes cost in any case."""
+    eliminated nodes cost in any case; `effort` counts what is spent on the network."""
 
     costs: dict[int, Floats]
     labels: dict[int, Integers]
@@ -49,6 +51,7 @@ class Network:
     sharings: list[Sharing] = field(default_factory=list)
     eliminated: list[Eliminated] = field(default_factory=list)
     constant: float = 0.0
+    effort: Effort = field(default_factory=Effort)
 
     def add_pair(self, first: int, second: int, costs: Floats) -> None:
         """Add what the labels of two nodes (rows and columns) cost together."""
@@ -158,6 +161,7 @@ def eliminate(network: Network, fixed: frozenset[int] = frozenset()) -> None:
         sizes = [len(network.costs[other]) for other in around]
         if len(around) == 2 and len(network.costs[node]) * sizes[0] * sizes[1] > LARGEST:
             continue
+        network.effort.add(len(network.costs[node]) * math.prod(sizes), 10)
         pairs = [(other, network.matrix(node, other)) for other in around]
         costs, labels = network.costs.pop(node), network.labels.pop(node)
         known = tuple((other, matrix, network.labels[other]) for other, matrix in pairs)
@@ -200,6 +204,7 @@ def drop_dominated(network: Network) -> int:
         for other in around[node]:
             if (min(node, other), max(node, other)) in network.pairs:
                 matrix = network.matrix(node, other)
+                network.effort.add(count * matrix.size)
                 excess = excess + _least_differences(matrix)
         for sharing in network.sharings:
             excess = excess + _sharing_excess(sharing, node, count)

@@ -60,7 +60,8 @@ def network_of(found: Arrays, alive: Mapping[int, Integers] | None = None) -> Ne
     unit = TIE * sum(float(costs.min()) for costs in found.costs)
     labels = {node: np.arange(len(own)) if alive is None else alive[node] for node, own in enumerate(found.costs)}
     costs = {node: (own + unit * found.oddness[node])[labels[node]] for node, own in enumerate(found.costs)}
-    network = Network(costs, labels)
+    found.effort.add(sum(group.seconds.size for group in found.groups), 10 * len(found.groups))
+    network = Network(costs, labels, effort=found.effort)
     for group in found.groups:
         consumers = [(edge.consumer, edge.wanted[labels[edge.consumer]]) for edge in group.edges]
         made = group.made[labels[group.producer]]

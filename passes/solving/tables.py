@@ -65,6 +65,7 @@ class Tables:
         self.least: list[Floats] = []
         self.outside: list[Floats] = []
         self.bound = network.constant
+        network.effort.add(order.cells, 5 * len(order.nodes))
         waiting = local_costs(network, self.rank)
         for node, scope in zip(order.nodes, order.scopes, strict=True):
             table = np.zeros([self.sizes[other] for other in scope])
@@ -93,6 +94,7 @@ class Tables:
     def learn(self) -> None:
         """Put into every cell what all choices with these labels cost at least. `outside` is then, for each table, what
         all else costs, for the labels of its scope but the first node's."""
+        self.network.effort.add(2 * self.order.cells, 5 * len(self.order.nodes))
         outside: list[Floats] = []
         for position in range(len(self.tables) - 1, -1, -1):
             scope, table, least = self.order.scopes[position], self.tables[position], self.least[position]
