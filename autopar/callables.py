@@ -32,7 +32,7 @@ def callable_fingerprint(function: Callable[..., object]) -> str:
 
 
 def trainable_tensors(function: Callable[..., object]) -> list[str]:
-    """Where `function` holds or refers to parameters, and other tensors that require a gradient."""
+    """The places where `function` holds or refers to parameters, and other tensors that require a gradient."""
     return [
         path
         for path, value in _reached(function)
@@ -54,7 +54,7 @@ def _values_text(tensor: Tensor) -> str:
 
 
 def _reached(function: object) -> Iterator[tuple[str, object]]:
-    """All that a callable consists of, by where it is: tensors, plain values as text, and names of what a library
+    """The parts of a callable, by where each is: tensors, plain values as text, and names of what a library
     defines."""
     seen: dict[int, str] = {}
     kept: list[object] = []

@@ -140,7 +140,7 @@ class _Planner:
         return replace(self.request, inputs={**wanted.arguments, **assumed}, assumed=frozenset(assumed))
 
     def _told(self, wanted: Wanted, request: Request) -> str:
-        """What the call has, as the beginning of an error."""
+        """The arguments of the call, as the beginning of an error."""
         others = [f"{name} = {value.tolist()}" for name, value in wanted.values.items()]
         sizes = ", ".join([*(f"{name} {list(shape)}" for name, shape in wanted.shapes.items()), *others])
         if wanted.arguments is None:
@@ -240,7 +240,7 @@ def structure_of(model: nn.Module) -> nn.Module:
 
 
 def _kind(name: str, leaf: object) -> tuple[object, ...]:
-    """All that traces of a leaf for several sizes have in common."""
+    """The properties that a leaf has in all traces for several sizes."""
     if isinstance(leaf, torch.Tensor):
         return name, leaf.dtype, leaf.dim(), leaf.requires_grad
     return name, type(leaf), leaf

@@ -259,7 +259,7 @@ def _against_others(name: str, sizes: Mapping[str, int], batch: Mapping[str, Ten
 
 
 def _rows() -> dict[str, Callable[[], list[Row]]]:
-    """What is measured, by the name that `--rows` takes."""
+    """The measurements, by the names that `--rows` takes."""
     batch, long = tokens(), tokens(4, 128, 512)
     found: dict[str, Callable[[], list[Row]]] = {}
     for layers in (2, 8, 32):

@@ -74,7 +74,7 @@ def find_decisions(problem: Problem, plan: ProgramPlan) -> Solution | str:
 
 
 def offers_of(folded: Folded, plan: ProgramPlan) -> dict[str, Offer]:
-    """What candidates offer to nodes that do no more than a plan of one program says, but for where splits begin.
+    """The methods that a plan of one program allows each node, but for where splits begin.
 
     Raises PlanMismatchError for a method of a tensor that is no layout.
     """

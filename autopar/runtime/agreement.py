@@ -1,4 +1,4 @@
-"""What the ranks of a mesh tell each other about a call before it runs, on CPUs alone."""
+"""Messages between the ranks of a mesh about a call before it runs, on CPUs alone."""
 
 import hashlib
 import struct
@@ -25,7 +25,7 @@ SENT = 4
 
 @dataclass(frozen=True)
 class Raised:
-    """What a rank raised before it could compare; `expected` says that it is an error of autopar."""
+    """The error that a rank raised before it could compare; `expected` says that it is an error of autopar."""
 
     said: str
     expected: bool

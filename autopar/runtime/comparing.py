@@ -27,7 +27,7 @@ _WHAT = "a call of the module"
 
 @dataclass(frozen=True)
 class Surroundings:
-    """All that a call depends on besides its arguments and parameters.
+    """The state that a call depends on besides its arguments and parameters.
 
     `training` is the mode, `micro_batches` the number of them, `random` what dropout draws from, `within` the contexts
     of the engine that are entered.

@@ -132,7 +132,7 @@ def _serves(compiled: CompiledProgram, call: BoundCall, count: int) -> bool:
 
 
 def _described(call: BoundCall, training: bool) -> Iterator[object]:
-    """All that a program for the arguments of a call depends on."""
+    """The properties of a call's arguments that its program depends on."""
     for name, leaf in sorted(call.tensors.items()):
         yield name, tuple(leaf.shape)
         if not call.as_planned:

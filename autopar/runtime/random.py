@@ -43,7 +43,7 @@ class Randomness:
         self._number = int(torch.randint(2**62, (), generator=self._generator))
 
     def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        """What surrounds a part of the model in this pass, and where the backward pass runs that part again.
+        """Context managers for a part of the model: for this pass, and for recomputing the part in the backward pass.
 
         The latter may be entered as often as the backward pass is.
         """

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 
 class Reading(Protocol):
-    """What parameters are read from."""
+    """A source of parameters."""
 
     def current(self, number: int) -> Tensor:
         """A parameter as it is now."""
@@ -87,5 +87,5 @@ class PartView:
                 yield item
 
     def __getitem__(self, name: int | str) -> object:
-        """What lies here under a name that is no identifier, `layers[0]`; None where there is nothing."""
+        """The part under a name that is no identifier, as in `layers[0]`; None where there is none."""
         return getattr(self, str(name), None)

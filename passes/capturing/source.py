@@ -82,7 +82,7 @@ def _is_foreign(file: str) -> bool:
 
 
 def construct(line: Line) -> str:
-    """What the model does with a value at `line`, as far as its syntax says: "branches", "loops",
+    """The use that the model makes of a value at `line`, as far as its syntax says: "branches", "loops",
     "number" (`bool` or `float` of it), or ""."""
     for number, kind in _constructs(line.file):
         if line.number in number:

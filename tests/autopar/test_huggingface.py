@@ -164,7 +164,7 @@ def test_what_a_version_lacks_is_left_out(caplog):
 
 
 def _surface() -> dict[str, str]:
-    """What each method that is not there says."""
+    """The message of each missing method."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     model = llama()
     dist_model = autopar.parallelize(model, mesh, tokens(), cluster="ideal")

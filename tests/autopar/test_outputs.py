@@ -141,7 +141,7 @@ def _mixed() -> None:
 
 
 def _saved(tensor: Tensor) -> Any:
-    """What `torch.load` makes of what `torch.save` wrote."""
+    """The object that `torch.load` reads from the bytes of `torch.save`."""
     stream = io.BytesIO()
     torch.save(tensor, stream)
     stream.seek(0)

@@ -181,7 +181,7 @@ def load(text: str) -> autopar.Plan | None:
 
 
 def outcome(place: str, plan: autopar.Plan) -> str:
-    """What becomes of a plan that is replayed: "refused", or "replayed" where a valid plan comes of it."""
+    """The outcome of replaying a plan: "refused", or "replayed" where a valid plan comes of it."""
     try:
         found = autopar.plan(Small(), MESH, {"x": torch.zeros(4, 8), "scale": 2.0}, plan=plan)
         assert autopar.Plan.from_json(found.to_json()) == found
@@ -219,7 +219,7 @@ def test_damaged_plans_are_replayed_or_refused(saved: autopar.Plan) -> None:
 
 @pytest.mark.slow
 def test_all_damaged_plans_are_replayed_or_refused(saved: autopar.Plan) -> None:
-    """All that loads."""
+    """All plans that load."""
     assert min(_replayed(saved, 1).values()) > 0
 
 

@@ -69,7 +69,7 @@ def compare_gradients(dist_model: nn.Module, model: nn.Module) -> None:
 
 
 def _different(_: object = None) -> dict[str, str]:
-    """What each difference is said to be, on a module that goes on working."""
+    """The message for each difference, on a module that goes on working."""
     dist_model, model, mesh = parallel_stack()
     rank = mesh.get_rank()
     found = {"own samples": said(lambda: dist_model(**batch(seed=rank)))}
@@ -234,7 +234,7 @@ def test_comparing_does_not_wait() -> None:
 
 
 def _frozen() -> list[str]:
-    """What was frozen when planned, frozen later, replaced and untied."""
+    """Parameters that were frozen when planned, frozen later, replaced and untied."""
     frozen = "blocks.0.down.weight"
     dist_model, model, mesh = parallel_stack(frozen)
     found = []
