@@ -102,12 +102,14 @@ class Fused(nn.Module):
 
 
 def test_splits_travel_to_fused_projections() -> None:
-    """Where heads are split, what makes queries, keys and values is split after its three parts, and so its weight."""
+    """Where heads are split, the projection to queries, keys and values is split after its three parts, and so is its
+    weight in use; the weight is stored in layouts that checkpoints take."""
     problem = planning(Fused(), {"x": torch.ones(2, 5, 12)}, mesh_of(tp=2)).problem
     linear = problem.nodes[problem.index["qkv/linear"]]
     assert {strategy.results[0][0] for strategy in linear.strategies} >= {S(2), S(2, 3)}
+    assert (S(0, 3),) in [strategy.operands[1] for strategy in linear.strategies]
     stored = problem.nodes[problem.index["qkv.weight"]]
-    assert (S(0, 3),) in [strategy.results[0] for strategy in stored.strategies]
+    assert {strategy.results[0] for strategy in stored.strategies} == {(I,), (S(0),), (S(1),)}
     attention = problem.nodes[problem.index["/scaled_dot_product_attention"]]
     assert ("heads",) in [strategy.methods for strategy in attention.strategies]
 
