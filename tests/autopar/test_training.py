@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial
+from torch.torch_version import TorchVersion
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import autopar
@@ -280,8 +281,19 @@ def _held(sizes: tuple[int, ...], options: Mapping[str, Any]) -> tuple[dict[str,
     return both.errors, pending
 
 
+# A parameter that dp splits first and tp next has held gradients that only tp splits, in the middle of the dim.
+IN_THE_MIDDLE = pytest.param(
+    (2, 2),
+    {"dp": "S(0)"},
+    marks=pytest.mark.skipif(
+        TorchVersion(torch.__version__) < "2.13",
+        reason="DTensor.full_tensor() raises for such a split",
+    ),
+)
+
+
 @pytest.mark.parametrize(
-    ("sizes", "stored"), [((2,), {"dp": "S(0)"}), ((2, 2), {"dp": "I", "tp": "S(0)"}), ((2, 2), {"dp": "S(0)"})]
+    ("sizes", "stored"), [((2,), {"dp": "S(0)"}), ((2, 2), {"dp": "I", "tp": "S(0)"}), IN_THE_MIDDLE]
 )
 def test_held_gradients_are_gradients(sizes: tuple[int, ...], stored: Mapping[str, str]) -> None:
     """`.grad` has gradients that are held back, too: zeroing, scaling, clipping and steps mean what they always do."""
@@ -397,6 +409,8 @@ def test_recovery_in_older_versions() -> None:
 
 
 def _recovered_by_hand() -> dict[str, float]:
+    if not hasattr(FSDPModule, "reset_iter_state"):
+        return _after_exceptions({}, 4)
     with mock.patch.object(FSDPModule, "reset_iter_state"):
         del FSDPModule.reset_iter_state
         return _after_exceptions({}, 4)
