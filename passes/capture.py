@@ -135,14 +135,8 @@ def _program(module: nn.Module, traced: Exported, example: Inputs, gradients: bo
             known[node] = Ref(buffer_names[str(spec.target)][0])
         elif spec.kind == InputKind.CONSTANT_TENSOR:
             inner = f"{spec.target} (constant)"
-            constant = exported.constants[str(spec.target)]
-            if gradients and constant.requires_grad:
-                raise CaptureError(
-                    f"{module.__class__.__name__} computes with a trainable tensor of shape {list(constant.shape)} "
-                    "that is none of its parameters, so it would get no gradient: register it as a parameter, or "
-                    "detach it"
-                )
-            constants[inner] = constant
+            constants[inner] = exported.constants[str(spec.target)]
+            _refuse_trainable(module, constants[inner], gradients)
             known[node] = Ref(inner)
         elif spec.kind == InputKind.USER_INPUT:
             name, leaf = next(leaves)
@@ -187,6 +181,15 @@ def _traced_parameters(module: nn.Module, exported: torch.export.ExportedProgram
     """The module's parameters in the dtype that they were traced in."""
     for name, parameter in module.named_parameters():
         yield name, exported.state_dict.get(name, parameter)
+
+
+def _refuse_trainable(module: nn.Module, constant: torch.Tensor, gradients: bool) -> None:
+    """Raise CaptureError for a tensor that a model trains, but does not register."""
+    if gradients and constant.requires_grad:
+        raise CaptureError(
+            f"{module.__class__.__name__} computes with a trainable tensor of shape {list(constant.shape)} that is "
+            "none of its parameters, so it would get no gradient: register it as a parameter, or detach it"
+        )
 
 
 def _output_names(tree: pytree.TreeSpec) -> tuple[str, ...]:

@@ -102,8 +102,8 @@ class Fused(nn.Module):
 
 
 def test_splits_travel_to_fused_projections() -> None:
-    """Where heads are split, the projection to queries, keys and values is split after its three parts, and so is its
-    weight in use; the weight is stored in layouts that checkpoints take."""
+    """A split of heads splits the projection to queries, keys and values after its three parts, and its weight in use;
+    the weight is stored in layouts that checkpoints take."""
     problem = planning(Fused(), {"x": torch.ones(2, 5, 12)}, mesh_of(tp=2)).problem
     linear = problem.nodes[problem.index["qkv/linear"]]
     assert {strategy.results[0][0] for strategy in linear.strategies} >= {S(2), S(2, 3)}
