@@ -11,7 +11,7 @@ backward passes:
 """
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from autopar.runtime import fsdp
 from autopar.runtime.axis import Axis
 from autopar.runtime.collectives import run_change
+from autopar.runtime.parameter_hooks import after_tensor_hooks, post_accumulate_hooks, tensor_hooks
 from autopar.runtime.state import from_local, mesh_of, placements
 from passes.ir.errors import InputError
 from passes.ir.layout import Layout, Letter, Shape
@@ -191,35 +192,20 @@ class UnitGradients:
         if gradient is None or not seen.requires_grad:
             return
         part = item.to_seen(part_of(gradient))
-        if seen._backward_hooks:
-            part = part_of(self._after_hooks(seen, item, self._distributed(part, item.layout, item.shape)))
+        if tensor_hooks(seen):
+            reduced = self._distributed(part, item.layout, item.shape)
+            part = part_of(after_tensor_hooks(item.path, seen, reduced))
         if seen.grad is None:
             seen.grad = self._distributed(part, item.layout, item.shape)
         else:
             part_of(seen.grad).add_(part)
         # Autograd does not know this parameter, so its hooks are called here.
-        hooks: Mapping[int, Callable[[Tensor], None]] = getattr(seen, "_post_accumulate_grad_hooks", None) or {}
-        for hook in tuple(hooks.values()):
+        for hook in post_accumulate_hooks(seen):
             hook(seen)
-
-    def _after_hooks(self, seen: nn.Parameter, item: UnitParameter, gradient: DTensor) -> DTensor:
-        """A reduced gradient as the parameter's tensor hooks return it."""
-        assert seen._backward_hooks is not None
-        for hook in tuple(seen._backward_hooks.values()):
-            result = hook(gradient)
-            if result is None:
-                continue
-            if not isinstance(result, DTensor) or result.placements != gradient.placements:
-                raise InputError(
-                    f"a hook of parameter {item.path!r} returned {_kind(result)}: return a DTensor with the placements "
-                    f"of the gradient that it is given, {gradient.placements}"
-                )
-            gradient = result
-        return gradient
 
     def _refuse_hooks(self) -> None:
         for number, item in enumerate(self.parameters):
-            if self.seen(number)._backward_hooks:
+            if tensor_hooks(self.seen(number)):
                 raise InputError(
                     f"parameter {item.path!r} has a tensor hook, which gets gradients that are reduced, but they are "
                     "held back: remove the hook, register a post-accumulate hook, or do not hold gradients"
@@ -252,7 +238,3 @@ def address_of(tensor: Tensor) -> int:
     """
     assert isinstance(tensor, DTensor)
     return tensor._local_tensor.data_ptr()
-
-
-def _kind(value: object) -> str:
-    return f"a DTensor with {value.placements}" if isinstance(value, DTensor) else f"a {type(value).__name__}"

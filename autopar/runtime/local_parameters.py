@@ -12,7 +12,7 @@ that the parameters have, so that autograd adds to these in place, and ends by h
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -24,6 +24,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.utils.hooks import RemovableHandle
 
 from autopar.runtime import fsdp
+from autopar.runtime.parameter_hooks import after_tensor_hooks, post_accumulate_hooks, tensor_hooks
 from autopar.runtime.state import as_distributed, local_tensor, spec_of
 from passes.ir.errors import InputError
 
@@ -78,7 +79,7 @@ class _Leaf:
     @property
     def has_hooks(self) -> bool:
         """Whether the parameter has hooks that autograd would call."""
-        return bool(self.parameter._backward_hooks or _post_accumulate_hooks(self.parameter))
+        return bool(tensor_hooks(self.parameter) or post_accumulate_hooks(self.parameter))
 
     def begin_backward(self) -> None:
         """Let autograd add to the gradient that the parameter has."""
@@ -91,9 +92,9 @@ class _Leaf:
             )
         self.tensor.grad = None if gradient is None else local_tensor(gradient)
         self.remove_hooks()
-        if self.parameter._backward_hooks:
+        if tensor_hooks(self.parameter):
             self.handles.append(self.tensor.register_hook(self._after_hooks))  # type: ignore[no-untyped-call]
-        if _post_accumulate_hooks(self.parameter):
+        if post_accumulate_hooks(self.parameter):
             self.handles.append(self.tensor.register_post_accumulate_grad_hook(self._accumulated))  # type: ignore[no-untyped-call]
 
     def end_backward(self) -> None:
@@ -121,28 +122,12 @@ class _Leaf:
         handles, self.handles = self.handles, []
         self.end_backward()
         self.handles = handles
-        for hook in tuple(_post_accumulate_hooks(self.parameter).values()):
+        for hook in post_accumulate_hooks(self.parameter):
             hook(self.parameter)
 
     def _after_hooks(self, part: Tensor) -> Tensor:
         """A gradient as the tensor hooks of the parameter return it."""
-        gradient = as_distributed(part, self.spec)
-        for hook in tuple((self.parameter._backward_hooks or {}).values()):
-            result = hook(gradient)
-            if result is None:
-                continue
-            if not isinstance(result, DTensor) or result.placements != gradient.placements:
-                kind = f"a DTensor with {result.placements}" if isinstance(result, DTensor) else type(result).__name__
-                raise InputError(
-                    f"a hook of the parameter {self.path!r} returned {kind}: return a DTensor with the placements of "
-                    f"the gradient that it is given, {gradient.placements}"
-                )
-            gradient = result
-        return local_tensor(gradient)
-
-
-def _post_accumulate_hooks(parameter: nn.Parameter) -> Mapping[int, Callable[[Tensor], None]]:
-    return getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+        return local_tensor(after_tensor_hooks(self.path, self.parameter, as_distributed(part, self.spec)))
 
 
 class LocalParameters:
