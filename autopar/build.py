@@ -25,13 +25,12 @@ from autopar.request import Request
 from autopar.runtime import CompiledProgram
 from autopar.search import best
 from autopar.ways import Ways
-from passes.candidates import candidates
 from passes.capture import CPU, Tracing, capture
+from passes.codegen import Naming, emit, variables
 from passes.constrain import constrain, stored_as
 from passes.cost.cluster import GIB, Cluster
 from passes.cost.liveness import MACHINES, Batches, Machine, MemoryPeak, Stored, peak_memory
 from passes.cost.walk import seconds_on_one
-from passes.emit import Naming, emit, variables
 from passes.ir.choices import Problem, Solution
 from passes.ir.demands import Demands
 from passes.ir.errors import (
@@ -56,6 +55,7 @@ from passes.rules import with_rules
 from passes.solve import solve
 from passes.solving.limits import Limits
 from passes.specialize import Decided, decided, hold
+from passes.strategies import candidates
 
 logger = logging.getLogger("autopar")
 

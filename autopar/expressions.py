@@ -19,7 +19,6 @@ from torch import nn
 from autopar.clock import Clock
 from autopar.lowering import lowered_as, step_seconds
 from autopar.request import Request
-from passes.candidates import candidates
 from passes.capture import Tracing, capture_symbolic
 from passes.constrain import constrain
 from passes.cost.memory import lying, timetable
@@ -39,6 +38,7 @@ from passes.normalize import normalize
 from passes.record import find_decisions, offers_of
 from passes.regions import fold
 from passes.specialize import specialize
+from passes.strategies import candidates
 
 logger = logging.getLogger("autopar")
 

@@ -16,7 +16,7 @@ from unittest import mock
 import torch
 from torch import nn
 
-from passes.capturing.values import is_readable
+from passes.capture.values import is_readable
 from passes.ir.errors import InputError
 
 logger = logging.getLogger("autopar")

@@ -20,6 +20,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar import runtime
 from autopar.runtime import Axis
+from passes.codegen.expressions import expression
+from passes.codegen.forms import form
+from passes.codegen.values import value_text
 from passes.cost.liveness import (
     BackwardProfile,
     Event,
@@ -38,9 +41,6 @@ from passes.ir.lowered import Compute
 from passes.ir.mesh import Mesh
 from passes.ir.program import Argument, TensorType
 from passes.ir.redistribution import Step
-from passes.writing.expressions import expression
-from passes.writing.forms import form
-from passes.writing.values import value_text
 
 T = TypeVar("T")
 

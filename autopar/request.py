@@ -14,7 +14,6 @@ from autopar.options import OPTIMIZERS, Options, Recompute, settled
 from autopar.precision import Precision
 from autopar.profile import check_machine, known_cluster
 from autopar.runtime import named_arguments
-from passes.candidates import Setting
 from passes.constrain import Constraints
 from passes.cost.cluster import CLUSTERS, Cluster, find_cluster
 from passes.ir.errors import ConstraintError, InputError, MeshError, MicroBatchError, PlanMismatchError
@@ -25,6 +24,7 @@ from passes.ir.plan_contents import check_contents
 from passes.ir.regime import RECOMPUTE
 from passes.micro_batches import batch_size
 from passes.rules.strategies import Offer
+from passes.strategies import Setting
 
 MeshLike = DeviceMesh | Mapping[str, int] | int | Cluster
 ExampleInputs = Mapping[str, object] | tuple[object, ...]

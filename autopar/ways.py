@@ -19,7 +19,6 @@ from autopar.clock import Clock
 from autopar.pieces import Part, Pieces
 from autopar.regimes import free_regime, limited_regimes, micro_batch_counts
 from autopar.request import Request
-from passes.candidates import candidates
 from passes.constrain import constrain
 from passes.cost.memory import memory_use
 from passes.ir.choices import Problem, Solution
@@ -31,6 +30,7 @@ from passes.rules.strategies import Offer, method_token
 from passes.solve import PROVEN, Solver
 from passes.solving.limits import Limits
 from passes.solving.prices import Prices
+from passes.strategies import candidates
 
 # Units of effort for closing gaps (`passes/solving/effort`): in all, and for each at least.
 ALLOWANCE = 4000.0

@@ -6,7 +6,7 @@ and sizes n0, n1, …: a program that was pickled runs wherever the function can
 itself, so its backward, its context and what it keeps are its own.
 
 There is one overload for functions that give one tensor and one for several, and both again for functions that draw
-random numbers. `pointwise` and `linear` say what is known of the function (see `passes/capturing/functions.py`).
+random numbers. `pointwise` and `linear` say what is known of the function (see `passes/capture/functions.py`).
 """
 
 import ast

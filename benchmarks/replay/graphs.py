@@ -9,7 +9,6 @@ import torch
 from autopar import huggingface
 from benchmarks.models import Dimensions, Family, build
 from benchmarks.replay.reasons import Reason, SkippedError
-from passes.candidates import Setting, candidates
 from passes.capture import Tracing, capture
 from passes.constrain import Constraints, constrain
 from passes.cost.cluster import CLUSTERS
@@ -24,6 +23,7 @@ from passes.regions import fold
 from passes.rules import find_rule
 from passes.solve import solve
 from passes.solving.limits import Limits
+from passes.strategies import Setting, candidates
 
 # Layers that are traced: the region that they fold to is the same for any number (a test holds it).
 TRACED = 3

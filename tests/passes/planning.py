@@ -10,7 +10,6 @@ from math import prod
 import torch
 from torch import Tensor, nn
 
-from passes.candidates import Setting, candidates
 from passes.capture import Tracing, capture
 from passes.constrain import Constraints, constrain
 from passes.cost.account import is_kept, same_tensor
@@ -27,6 +26,7 @@ from passes.lower import Casts, lower
 from passes.normalize import normalize
 from passes.recompute import recompute
 from passes.regions import fold
+from passes.strategies import Setting, candidates
 
 STATES = 2
 

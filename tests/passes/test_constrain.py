@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from passes.candidates import Setting, candidates
 from passes.constrain import Constraints, constrain, stored_as
 from passes.cost.cluster import CLUSTERS
 from passes.ir.choices import Problem
@@ -13,6 +12,7 @@ from passes.ir.errors import ConstraintError, MeshError
 from passes.ir.layout import I, Letter, P, R, S
 from passes.ir.program import Program
 from passes.regions import fold
+from passes.strategies import Setting, candidates
 from tests.passes.helpers import mesh_of, normalized
 
 MESH = mesh_of(dp=2, tp=2)

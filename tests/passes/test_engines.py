@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from passes.codegen import Naming, emit
 from passes.constrain import Constraints
 from passes.cost.walk import Optimizer, walk
-from passes.emit import Naming, emit
 from passes.engines import engines
 from passes.ir.layout import I, Layout, S
 from passes.ir.lowered import Body, Change, Group, Loop, Lowered, Statement

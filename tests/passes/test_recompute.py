@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from passes.emit import Naming, emit
+from passes.codegen import Naming, emit
 from passes.ir.errors import ConstraintError
 from passes.ir.lowered import Compute, Loop, Lowered
 from passes.ir.program import Region

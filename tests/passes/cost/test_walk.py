@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from passes.candidates import Setting, candidates
 from passes.capture import Tracing, capture
 from passes.constrain import constrain
 from passes.cost.account import account
@@ -20,6 +19,7 @@ from passes.ir.choices import Solution
 from passes.ir.regime import PLAIN, Regime
 from passes.normalize import normalize
 from passes.regions import fold
+from passes.strategies import Setting, candidates
 from tests.passes.helpers import mesh_of
 from tests.passes.planning import STATES, Planning, planning
 

@@ -11,8 +11,8 @@ from torch.utils import _pytree as pytree
 
 from passes.ir.errors import CaptureError
 from passes.ir.program import Input, Op, Program, Ref, TensorType, freeze
-from passes.normalizing.canonical import canonical
-from passes.normalizing.in_place import functional
+from passes.normalize.forms import canonical
+from passes.normalize.in_place import functional
 from tests.passes.rules.one_op import one_op
 from tests.passes.rules.samples import Sample
 

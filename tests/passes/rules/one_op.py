@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 from autopar.runtime import Axis
 from autopar.runtime.axis import axes_of
-from passes.emit import Naming, emit
+from passes.codegen import Naming, emit
 from passes.ir.choices import Cover, Edge, Group, Memory, Node, Problem, Solution, Strategy
 from passes.ir.layout import Layout, gradient
 from passes.ir.mesh import Mesh

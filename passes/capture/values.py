@@ -1,0 +1,324 @@
+"""Values of tensors that a trace can know.
+
+A trace has no values. But what a model makes of nothing but sizes (`torch.ones(...)`, `torch.arange(...)`) is the same
+in every call, and so is what follows from an input that is a constant of the plan. These values are computed along with
+the trace, as long as they are small. So a model may branch on them, and take sizes from them.
+
+Which inputs have to be constants is found by trying: where the model needs a value, it is known from which inputs that
+value comes.
+"""
+
+import functools
+import sys
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence, Set
+from contextlib import contextmanager
+from contextvars import ContextVar, Token
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import cast
+from unittest import mock
+
+import sympy
+import torch
+from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, free_unbacked_symbols
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils.weak import WeakIdKeyDictionary
+
+from passes.capture.checks import passing_value
+from passes.capture.source import TORCH, Line, line_of_frame
+
+# Elements that a tensor may have whose values are computed.
+MOST = 2**20
+
+_NUMBER = torch.ops.aten._local_scalar_dense.default
+_SYMBOLIC = torch.SymInt, torch.SymFloat, torch.SymBool
+# What leaves open what is in a tensor.
+_OPEN = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided", "resize_", "set_"}
+# What of torch is called by models, and does not stand between a call and its operators.
+_CALLED = tuple(TORCH + name for name in ("__init__.py", "_tensor.py", "functional.py", "distributions", "nn"))
+
+
+@dataclass
+class Memory:
+    """A piece of memory: the inputs that its values come from, and whether they are known no longer."""
+
+    inputs: frozenset[str]
+    lost: bool = False
+
+
+@dataclass(frozen=True)
+class Value:
+    """The values of a tensor; `tensor` is None where only where they come from is known."""
+
+    tensor: Tensor | None
+    memory: Memory
+
+
+@dataclass
+class Read:
+    """What a model read of values while it was traced.
+
+    `inputs` are those whose values were read, and the line that did. `wanted` are the inputs that a symbol of the trace
+    comes from and that are no constants. `checks` are the lines that may raise, which were taken not to.
+    """
+
+    inputs: dict[str, Line | None] = field(default_factory=dict)
+    wanted: dict[sympy.Symbol, frozenset[str]] = field(default_factory=dict)
+    checks: dict[Line | None, None] = field(default_factory=dict)
+
+
+_ACTIVE: ContextVar["Values | None"] = ContextVar("_ACTIVE", default=None)
+
+
+def is_readable(tensor: Tensor) -> bool:
+    """Whether the model that is being traced may read the values of `tensor`."""
+    active = _ACTIVE.get()
+    return active is not None and active.is_readable(tensor)
+
+
+class Values(TorchDispatchMode):
+    """While entered, follows values.
+
+    `given` are the inputs that could be constants, by name, each with its values where there are any. Those of
+    `constants` may be read.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, given: Iterable[tuple[str, Tensor, Tensor | None]], constants: Set[str], read: Read) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.constants = constants
+        self.read = read
+        self.known = cast("MutableMapping[Tensor, Value]", WeakIdKeyDictionary())
+        self.tokens: list[Token[Values | None]] = []
+        for name, tensor, values in given:
+            self.known[tensor] = Value(values, Memory(frozenset({name})))
+
+    def __enter__(self) -> "Values":
+        self.tokens.append(_ACTIVE.set(self))
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        _ACTIVE.reset(self.tokens.pop())
+
+    def __torch_dispatch__(
+        self, function: object, types: object, args: Sequence[object] = (), kwargs: Mapping[str, object] | None = None
+    ) -> object:
+        """Call an operator, and compute the values of its results where those of its operands are known."""
+        with torch._C.DisableTorchFunction():
+            return self._call(function, args, kwargs or {})
+
+    def is_readable(self, tensor: Tensor) -> bool:
+        """Whether the values of `tensor` are known and may be read."""
+        value = self._value(tensor)
+        return value is not None and value.tensor is not None and value.memory.inputs <= self.constants
+
+    def _call(self, function: object, args: Sequence[object], kwargs: Mapping[str, object]) -> object:
+        if not isinstance(function, torch._ops.OpOverload):
+            return function(*args, **kwargs)  # type: ignore[operator]
+        if function is _NUMBER:
+            return self._number(cast(Tensor, args[0]))
+        leaves, tree = pytree.tree_flatten((args, kwargs))
+        values = self._operands(function, leaves)
+        if values is None:
+            result = function(*args, **kwargs)
+            self._forget(function, args, kwargs)
+            return result
+        inputs = frozenset[str]().union(*(value.memory.inputs for value in values))
+        if torch.Tag.dynamic_output_shape in function.tags and inputs <= self.constants:
+            computed = _computed(function, leaves, tree, values)
+            if computed is not None:
+                self._note_read(inputs)
+                device = next(leaf.device for leaf in leaves if isinstance(leaf, Tensor))
+                result = pytree.tree_map_only(Tensor, lambda own: _without_values(own, device), computed)
+                self._note(result, computed, values, inputs)
+                return result
+        result = function(*args, **kwargs)
+        tensors = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
+        if not tensors:
+            return result
+        computed = _computed(function, leaves, tree, values) if all(map(_is_small, tensors)) else None
+        if computed is None:
+            self._forget(function, args, kwargs)
+        self._note(result, computed, values, inputs)
+        return result
+
+    def _value(self, tensor: Tensor) -> Value | None:
+        value = self.known.get(tensor)
+        if value is not None:
+            return None if value.memory.lost else value
+        if type(tensor) is Tensor and tensor.device.type == "cpu" and _is_small(tensor):
+            # One that the model makes of numbers, or holds.
+            with _disable_current_modes():
+                return Value(tensor.detach().clone(), Memory(frozenset()))
+        return None
+
+    def _operands(self, function: torch._ops.OpOverload, leaves: Sequence[object]) -> list[Value] | None:
+        """The values of all operands; None where those of one are not known, or those of the results still open."""
+        values = []
+        for leaf in leaves:
+            if isinstance(leaf, _SYMBOLIC):
+                return None
+            if isinstance(leaf, Tensor):
+                value = self._value(leaf)
+                if value is None:
+                    return None
+                values.append(value)
+        if torch.Tag.nondeterministic_seeded in function.tags or function._opname in _OPEN:
+            return None
+        return values
+
+    def _note(self, result: object, computed: object, values: Sequence[Value], inputs: frozenset[str]) -> None:
+        """Keep what is known of results."""
+        leaves = pytree.tree_leaves(result)
+        owns = pytree.tree_leaves(computed) if computed is not None else [None] * len(leaves)
+        for leaf, own in zip(leaves, owns, strict=True):
+            if not isinstance(leaf, Tensor):
+                continue
+            self._note_symbols(leaf.shape, inputs)
+            kept = own if isinstance(own, Tensor) and own.dtype == leaf.dtype else None
+            shared = [value.memory for value in values if kept is not None and _share(value.tensor, kept)]
+            memory = shared[0] if shared else Memory(inputs)
+            memory.inputs |= inputs
+            self.known[leaf] = Value(kept, memory)
+
+    def _forget(self, function: torch._ops.OpOverload, args: Sequence[object], kwargs: Mapping[str, object]) -> None:
+        """What an operator writes to is known no longer, nor is what shares its memory."""
+        for place, parameter in enumerate(function._schema.arguments):
+            if parameter.alias_info is None or not parameter.alias_info.is_write:
+                continue
+            for leaf in pytree.tree_leaves(args[place] if place < len(args) else kwargs.get(parameter.name)):
+                value = self.known.get(leaf) if isinstance(leaf, Tensor) else None
+                if value is not None:
+                    value.memory.lost = True
+
+    def _number(self, tensor: Tensor) -> object:
+        """The number in a tensor: the known one, or one that lets a check pass."""
+        value = self._value(tensor)
+        if value is not None and value.tensor is not None and value.memory.inputs <= self.constants:
+            self._note_read(value.memory.inputs)
+            with _disable_current_modes():
+                return value.tensor.item()
+        passing = self.passing(_calling_frame())
+        if passing is not None:
+            with _disable_current_modes():
+                return torch.tensor(passing, dtype=tensor.dtype).item()
+        number = _NUMBER(tensor)
+        if value is not None:
+            self._note_symbols([number], value.memory.inputs)
+        return number
+
+    def passing(self, frame: FrameType) -> bool | None:
+        """What lets the check pass that `frame` is at; None where it is at none."""
+        passing = passing_value(frame)
+        if passing is not None:
+            self.read.checks.setdefault(Line(frame.f_code.co_filename, frame.f_lineno))
+        return passing
+
+    def _note_read(self, inputs: Iterable[str]) -> None:
+        for name in inputs:
+            self.read.inputs.setdefault(name, line_of_frame(_calling_frame()))
+
+    def _note_symbols(self, numbers: Iterable[object], inputs: frozenset[str]) -> None:
+        """Note which inputs symbols come from that a trace has in place of numbers."""
+        for number in numbers:
+            if isinstance(number, _SYMBOLIC) and not inputs <= self.constants:
+                self.read.wanted.update(dict.fromkeys(free_unbacked_symbols(number), inputs - self.constants))
+
+
+@contextmanager
+def checks_pass(values: Values) -> Iterator[None]:
+    """Let checks on numbers pass that a trace has symbols for."""
+    original = torch.SymBool.__bool__
+
+    def decided(number: torch.SymBool) -> bool:
+        try:
+            return bool(original(number))  # type: ignore[no-untyped-call]
+        except GuardOnDataDependentSymNode:
+            frame = sys._getframe(1)
+            passing = values.passing(frame) if not _is_machinery(frame) else None
+            if passing is None:
+                raise
+            return passing
+
+    with mock.patch.object(torch.SymBool, "__bool__", decided):
+        yield
+
+
+class Rewording(TorchFunctionMode):
+    """While entered, what a trace does not follow is said in words that it does: `x.data` is `x.detach()`, and
+    `torch.tensor` is given the numbers in tensors."""
+
+    def __torch_function__(
+        self, function: object, types: object, args: Sequence[object] = (), kwargs: Mapping[str, object] | None = None
+    ) -> object:
+        """Call a function of torch."""
+        if function == torch.Tensor.data.__get__:  # type: ignore[attr-defined]
+            return cast(Tensor, args[0]).detach()
+        options = dict(kwargs or {})
+        if function == torch.tensor and args and isinstance(args[0], (list, tuple)):
+            leaves, tree = pytree.tree_flatten(args[0])
+            tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+            if tensors and len(tensors) == len(leaves) and all(leaf.numel() == 1 for leaf in tensors):
+                options.setdefault("dtype", functools.reduce(torch.promote_types, (leaf.dtype for leaf in tensors)))
+                args = (pytree.tree_unflatten([leaf.item() for leaf in tensors], tree), *args[1:])
+        return function(*args, **options)  # type: ignore[operator]
+
+
+def _computed(
+    function: torch._ops.OpOverload, leaves: Sequence[object], tree: pytree.TreeSpec, values: Sequence[Value]
+) -> object:
+    """What an operator gives for known values, on the CPU; None where it cannot be computed."""
+    given = iter(values)
+    filled: list[object] = []
+    for leaf in leaves:
+        if isinstance(leaf, Tensor):
+            value = next(given)
+            if value.tensor is None:
+                return None
+            filled.append(value.tensor)
+        else:
+            filled.append(torch.device("cpu") if isinstance(leaf, torch.device) else leaf)
+    args, kwargs = pytree.tree_unflatten(filled, tree)
+    try:
+        with _disable_current_modes(), torch.no_grad():
+            computed: object = function(*args, **kwargs)
+    except Exception:
+        # What is wrong with the call is said by the trace itself.
+        return None
+    return computed
+
+
+def _without_values(own: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the trace that is like a computed one."""
+    return torch.empty_strided(own.shape, own.stride(), dtype=own.dtype, device=device)
+
+
+def _is_small(tensor: Tensor) -> bool:
+    """Whether values of a tensor are computed; of sizes that are not known, they may be."""
+    return any(isinstance(size, torch.SymInt) for size in tensor.shape) or tensor.numel() <= MOST
+
+
+def _share(first: Tensor | None, second: Tensor) -> bool:
+    return first is not None and first.untyped_storage()._cdata == second.untyped_storage()._cdata
+
+
+def _calling_frame() -> FrameType:
+    """Whoever called an operator."""
+    frame = sys._getframe(1)
+    while _is_machinery(frame) and frame.f_back is not None:
+        frame = frame.f_back
+    return frame
+
+
+def _is_machinery(frame: FrameType) -> bool:
+    """Whether a frame stands between whoever calls an operator and the operator."""
+    file = frame.f_code.co_filename
+    if file == __file__ or frame.f_code.co_name in ("__torch_function__", "__torch_dispatch__"):
+        return True
+    return file.startswith(TORCH) and not file.startswith(_CALLED)

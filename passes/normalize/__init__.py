@@ -1,0 +1,46 @@
+"""normalize: a traced program in, the same function in normal form out.
+
+Normal form: no assertions, no in-place ops, no ops that do nothing, no op that only repacks another one's results;
+every size is written out, views are `reshape`, casts are `to.dtype`, splits are slices, a mean loss is a sum and a
+count; what no rule speaks for is made of what rules speak for, where that can be. What nothing uses is gone. Every op
+has its key.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from passes.ir.program import Op, Program, TensorType
+from passes.ir.unused import without_unused
+from passes.normalize.decompositions import decomposed
+from passes.normalize.forms import canonical
+from passes.normalize.in_place import functional
+from passes.rules import find_rule
+
+
+def normalize(program: Program) -> Program:
+    """The program in normal form.
+
+    Raises CaptureError for changes of the model's inputs and parameters, for in-place changes that cannot be followed
+    to all views, and for what the generated program could not do.
+    """
+    program = functional(program)
+    program = canonical(program)
+    program = decomposed(program, _has_rule, canonical)
+    program = without_unused(program)
+    return with_keys(program)
+
+
+def _has_rule(op: Op, types: Mapping[str, TensorType]) -> bool:
+    return find_rule(op, types) is not None
+
+
+def with_keys(program: Program) -> Program:
+    """Give every op its key: module path, operator, and its number where the module calls the operator again."""
+    counts: dict[str, int] = {}
+    ops = []
+    for op in program.ops:
+        name = f"{op.module}/{op.kind}"
+        count = counts.get(name, 0)
+        counts[name] = count + 1
+        ops.append(replace(op, key=f"{name}.{count}" if count else name))
+    return replace(program, ops=tuple(ops))

@@ -1,0 +1,274 @@
+"""One way to write each thing: every op in its one form, and none that does nothing."""
+
+from math import prod
+from typing import cast
+
+import torch
+
+from passes.ir.program import Argument, Input, Op, Parameter, Program, Ref, TensorType, flow
+from passes.normalize.attention import attention
+from passes.normalize.losses import LOSSES
+from passes.normalize.rewriter import KEEP, Rewrite, Rewriter
+from passes.normalize.views import VIEWS, expanded, integer, integers, only, reshaped
+from passes.rules.parts import broadcast_shapes
+
+
+def canonical(program: Program) -> Program:
+    """Write every op in its one form; drop those that do nothing."""
+    rewriter = Rewriter(program)
+    differentiable = gradients(program)
+    for original in program.ops:
+        op = rewriter.current(original)
+        if op.kind == "detach" and not any(name in differentiable for name in original.operands):
+            rewriter.replaced[op.results[0]] = op.arguments["self"]
+            continue
+        rewrite = _REWRITES.get(op.kind)
+        value = rewrite(rewriter, op) if rewrite else KEEP
+        if value is KEEP:
+            rewriter.keep(op)
+        elif len(op.results) == 1:
+            rewriter.replaced[op.results[0]] = value
+        else:
+            assert isinstance(value, tuple)
+            rewriter.replaced.update(zip(op.results, value, strict=True))
+    return rewriter.finish()
+
+
+def gradients(program: Program) -> frozenset[str]:
+    """Names of the tensors that a gradient flows through: they depend on something trainable."""
+    sources: tuple[Parameter | Input, ...] = (*program.parameters, *program.inputs)
+    flowing = {item.name for item in sources if item.trainable}
+    flow(program.ops, flowing, program.types)
+    return frozenset(flowing)
+
+
+def _dropout(rewriter: Rewriter, op: Op) -> Argument:
+    """Dropout that is off does nothing."""
+    return KEEP if op.arguments["train"] and op.arguments["p"] else only(op)
+
+
+def _weight_norm(rewriter: Rewriter, op: Op) -> Argument:
+    """v * (g / |v|), the norm over all dims but `dim` (Salimans and Kingma, arXiv 1602.07868)."""
+    direction, size = op.arguments["v"], op.arguments["g"]
+    type, norms = rewriter.type(direction), rewriter.type(size)
+    kept = integer(op.arguments["dim"])
+    dims = tuple(range(len(type.shape))) if kept == -1 else tuple(d for d in range(len(type.shape)) if d != kept)
+    shape = tuple(1 if dim in dims else extent for dim, extent in enumerate(type.shape))
+    length = TensorType(shape, type.dtype)
+    norm = rewriter.write(op, "aten.linalg_vector_norm.default", length, direction, 2, dims, True)
+    if norms.shape != shape:
+        size = rewriter.write(op, "aten.reshape.default", length, size, shape)
+    scale = rewriter.write(op, "aten.div.Tensor", length, size, norm)
+    return rewriter.write(op, "aten.mul.Tensor", type, direction, scale)
+
+
+def _padded_convolution(rewriter: Rewriter, op: Op) -> Argument:
+    """conv with padding "valid" or "same": what is padded as numbers."""
+    padding = op.arguments["padding"]
+    if not isinstance(padding, str):
+        return _unbatched(rewriter, op)
+    source = op.arguments["input"]
+    shape = rewriter.type(source).shape
+    kernel = rewriter.type(op.arguments["weight"]).shape[2:]
+    dilation = integers(op.arguments["dilation"])
+    totals = [0 if padding == "valid" else d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
+    if any(total % 2 for total in totals):
+        # One more after than before, as torch does; zeros are written.
+        around = tuple(side for total in reversed(totals) for side in (0, total % 2))
+        wide = shape[: len(shape) - len(totals)] + tuple(
+            size + total % 2 for size, total in zip(shape[-len(totals) :], totals, strict=True)
+        )
+        source = rewriter.write(op, "aten.pad.default", TensorType(wide, rewriter.type(source).dtype), source, around)
+    changed = {"input": source, "padding": tuple(total // 2 for total in totals)}
+    target = f"aten.{op.kind}.default"
+    return rewriter.write(op, target, rewriter.types[op.results[0]], **{**op.arguments, **changed})
+
+
+def _unbatched(rewriter: Rewriter, op: Op) -> Argument:
+    """A convolution of one sample is one of a batch of one."""
+    source, type = op.arguments["input"], rewriter.types[op.results[0]]
+    if len(type.shape) == len(rewriter.type(op.arguments["weight"]).shape):
+        return KEEP
+    sample = reshaped(rewriter, op, source, (1, *rewriter.type(source).shape))
+    batch = TensorType((1, *type.shape), type.dtype)
+    result = rewriter.write(op, op.target, batch, **{**op.arguments, "input": sample})
+    return reshaped(rewriter, op, result, type.shape)
+
+
+def _glu(rewriter: Rewriter, op: Op) -> Argument:
+    """The first half by the sigmoid of the second."""
+    source, type = only(op), rewriter.types[op.results[0]]
+    dim = integer(op.arguments["dim"]) % len(type.shape)
+    size = type.shape[dim]
+    first = rewriter.write(op, "aten.slice.Tensor", type, source, dim, 0, size, 1)
+    second = rewriter.write(op, "aten.slice.Tensor", type, source, dim, size, 2 * size, 1)
+    gate = rewriter.write(op, "aten.sigmoid.default", type, second)
+    return rewriter.write(op, "aten.mul.Tensor", type, first, gate)
+
+
+def _one_hot(rewriter: Rewriter, op: Op) -> Argument:
+    """Which class is which: a comparison with all of them."""
+    type = rewriter.types[op.results[0]]
+    classes = type.shape[-1]
+    if prod(type.shape) == 0:
+        return KEEP
+    source = only(op)
+    labels = rewriter.type(source)
+    every = TensorType((classes,), torch.int64)
+    numbers = rewriter.write(op, "aten.arange.default", every, classes, dtype=torch.int64, device=torch.device("cpu"))
+    column = rewriter.write(
+        op, "aten.reshape.default", TensorType((*labels.shape, 1), labels.dtype), source, (*labels.shape, 1)
+    )
+    equal = rewriter.write(op, "aten.eq.Tensor", TensorType(type.shape, torch.bool), column, numbers)
+    return rewriter.write(op, "aten.to.dtype", type, equal, type.dtype)
+
+
+def _masked_scatter(rewriter: Rewriter, op: Op) -> Argument:
+    """Rows where a mask is set become the rows of the source, one after the other (images among words, say).
+
+    A row is the last dim, along which the mask is repeated. The number of a row is how many are set up to it.
+    """
+    source, mask, rows = (op.arguments[name] for name in ("self", "mask", "source"))
+    type, given = rewriter.types[op.results[0]], rewriter.type(rows)
+    width = type.shape[-1] if type.shape else 0
+    if not given.shape or given.shape[-1] != width or 0 in type.shape:
+        return KEEP
+    made = next((other for other in reversed(rewriter.ops) if cast(Ref, mask).name in other.results), None)
+    if made is not None and made.kind == "expand":
+        mask = made.arguments["self"]
+    if rewriter.type(mask).shape[-1:] != (1,):
+        return KEEP
+    count, places = prod(type.shape[:-1]), prod(given.shape) // width
+    flag = expanded(rewriter, op, mask, (*type.shape[:-1], 1))
+    number = TensorType((count,), torch.int64)
+    running = rewriter.write(op, "aten.cumsum.default", number, reshaped(rewriter, op, flag, (count,)), 0)
+    index = rewriter.write(op, "aten.sub.Tensor", number, running, 1)
+    index = rewriter.write(op, "aten.clamp.default", number, index, 0, places - 1)
+    listed = reshaped(rewriter, op, rows, (places, width))
+    picked = rewriter.write(op, "aten.index_select.default", TensorType((count, width), type.dtype), listed, 0, index)
+    return rewriter.write(op, "aten.where.self", type, flag, reshaped(rewriter, op, picked, type.shape), source)
+
+
+def _masked_put(rewriter: Rewriter, op: Op) -> Argument:
+    """What is put wherever a mask is set, the same for all places, is a choice between two tensors."""
+    source, indices, values = (op.arguments[name] for name in ("self", "indices", "values"))
+    assert isinstance(indices, tuple)
+    type, given = rewriter.type(source), rewriter.type(values)
+    if len(indices) != 1 or op.arguments["accumulate"]:
+        return KEEP
+    mask = rewriter.type(indices[0])
+    inner = len(type.shape) - len(mask.shape)
+    if mask.dtype != torch.bool or (len(given.shape) > inner and prod(given.shape) != 1):
+        return KEEP
+    flag = reshaped(rewriter, op, indices[0], (*mask.shape, *(1,) * inner))
+    if len(given.shape) > inner:
+        values = reshaped(rewriter, op, values, ())
+    return rewriter.write(op, "aten.where.self", type, flag, values, source)
+
+
+def _same_dtype(target: str) -> Rewrite:
+    """An alias of another operator with the same arguments."""
+
+    def rewrite(rewriter: Rewriter, op: Op) -> Argument:
+        return rewriter.write(op, target, rewriter.types[op.results[0]], *op.arguments.values())
+
+    return rewrite
+
+
+def _of_two(target: str) -> Rewrite:
+    """max and min of two tensors."""
+
+    def rewrite(rewriter: Rewriter, op: Op) -> Argument:
+        if "other" not in op.arguments:
+            return KEEP
+        type = rewriter.types[op.results[0]]
+        return rewriter.write(op, target, type, op.arguments["self"], op.arguments["other"])
+
+    return rewrite
+
+
+def _adaptive_mean(rewriter: Rewriter, op: Op) -> Argument:
+    """Means over equal blocks."""
+    source, type = only(op), rewriter.types[op.results[0]]
+    given = rewriter.type(source)
+    rank = int(op.kind[-2])
+    free, before, after = given.shape[:-rank], given.shape[-rank:], type.shape[-rank:]
+    if any(size == 0 or made == 0 or size % made for size, made in zip(before, after, strict=True)):
+        return KEEP
+    blocks = tuple(part for size, made in zip(before, after, strict=True) for part in (made, size // made))
+    inner = tuple(len(free) + 2 * place + 1 for place in range(rank))
+    apart = rewriter.write(
+        op, "aten.reshape.default", TensorType((*free, *blocks), type.dtype), source, (*free, *blocks)
+    )
+    return rewriter.write(op, "aten.mean.dim", type, apart, inner)
+
+
+def _instance_norm(rewriter: Rewriter, op: Op) -> Argument:
+    """Each channel of each sample by itself: group norm with as many groups as channels."""
+    arguments = op.arguments
+    if not arguments["use_input_stats"] or arguments["running_mean"] is not None:
+        return KEEP
+    type = rewriter.types[op.results[0]]
+    given = (arguments["input"], type.shape[1], arguments["weight"], arguments["bias"], arguments["eps"])
+    return rewriter.write(op, "aten.group_norm.default", type, *given)
+
+
+def _addbmm(rewriter: Rewriter, op: Op) -> Argument:
+    """baddbmm with plain factors: the product, and what is added."""
+    if op.arguments["beta"] != 1 or op.arguments["alpha"] != 1:
+        return KEEP
+    type = rewriter.types[op.results[0]]
+    product = rewriter.write(op, "aten.bmm.default", type, op.arguments["batch1"], op.arguments["batch2"])
+    return rewriter.write(op, "aten.add.Tensor", type, product, op.arguments["self"])
+
+
+def _outer(rewriter: Rewriter, op: Op) -> Argument:
+    """A column by a row."""
+    type = rewriter.types[op.results[0]]
+    first, second = op.arguments["self"], op.arguments["vec2"]
+    column = TensorType((type.shape[0], 1), rewriter.type(first).dtype)
+    left = rewriter.write(op, "aten.reshape.default", column, first, column.shape)
+    return rewriter.write(op, "aten.mul.Tensor", type, left, second)
+
+
+def _vectors(rewriter: Rewriter, op: Op) -> Argument:
+    """A product with a vector is one with a matrix of one row or column; the dim goes away again."""
+    left, right = op.arguments["self"], op.arguments.get("other", op.arguments.get("mat2", op.arguments.get("vec")))
+    right = right if right is not None else op.arguments["tensor"]
+    shapes = [rewriter.type(item).shape for item in (left, right)]
+    if all(len(shape) >= 2 for shape in shapes):
+        return KEEP
+    type = rewriter.types[op.results[0]]
+    one = shapes[0] if len(shapes[0]) >= 2 else (1, *shapes[0])
+    other = shapes[1] if len(shapes[1]) >= 2 else (*shapes[1], 1)
+    operands = [
+        item if shape == wanted
+        else rewriter.write(op, "aten.reshape.default", TensorType(wanted, rewriter.type(item).dtype), item, wanted)
+        for item, shape, wanted in zip((left, right), shapes, (one, other), strict=True)
+    ]  # fmt: skip
+    batch = broadcast_shapes(one[:-2], other[:-2])
+    shape = (*batch, one[-2], other[-1])
+    product = rewriter.write(op, "aten.matmul.default", TensorType(shape, type.dtype), *operands)
+    return rewriter.write(op, "aten.reshape.default", type, product, type.shape)
+
+
+_REWRITES: dict[str, Rewrite] = {
+    **VIEWS,
+    **LOSSES,
+    **dict.fromkeys(("conv1d", "conv2d", "conv3d"), _padded_convolution),
+    **dict.fromkeys(("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"), _unbatched),
+    **dict.fromkeys(("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout"), _dropout),
+    **dict.fromkeys(("outer", "ger"), _outer),
+    **dict.fromkeys(("matmul", "mv", "dot"), _vectors),
+    "scaled_dot_product_attention": attention,
+    "_weight_norm": _weight_norm,
+    "glu": _glu,
+    "masked_scatter": _masked_scatter,
+    "index_put": _masked_put,
+    "one_hot": _one_hot,
+    "baddbmm": _addbmm,
+    "true_divide": _same_dtype("aten.div.Tensor"),
+    **{kind: _of_two(f"aten.{kind}imum.default") for kind in ("max", "min")},
+    **{f"adaptive_avg_pool{rank}d": _adaptive_mean for rank in (1, 2, 3)},
+    "instance_norm": _instance_norm,
+}

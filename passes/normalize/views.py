@@ -1,0 +1,335 @@
+"""Ops that only move elements, each written as one of few: reshape, expand, permute, slice, select, cat."""
+
+from collections.abc import Callable
+from math import prod
+from typing import cast
+
+import torch
+
+from passes.ir.program import Argument, Op, Ref, TensorType
+from passes.normalize.constants import constant
+from passes.normalize.in_place import moved_dims
+from passes.normalize.rewriter import KEEP, Rewrite, Rewriter
+
+
+def only(op: Op) -> Argument:
+    """The tensor that a one-operand op reads."""
+    return op.arguments.get("self", op.arguments.get("input"))
+
+
+def integer(value: Argument) -> int:
+    """An argument that is an integer."""
+    assert isinstance(value, int)
+    return value
+
+
+def integers(value: Argument) -> tuple[int, ...]:
+    """An argument that is a list of integers."""
+    assert isinstance(value, tuple)
+    return tuple(integer(item) for item in value)
+
+
+def same(rewriter: Rewriter, op: Op) -> Argument:
+    """The op does nothing."""
+    return only(op)
+
+
+def cast_(rewriter: Rewriter, op: Op) -> Argument:
+    """A change of dtype, if it is one."""
+    source, type = only(op), rewriter.types[op.results[0]]
+    if rewriter.type(source) == type:
+        return source
+    return rewriter.write(op, "aten.to.dtype", type, source, type.dtype)
+
+
+def reshaped(rewriter: Rewriter, op: Op, source: Argument, shape: tuple[int, ...]) -> Ref:
+    """`source` in another shape."""
+    type = rewriter.type(source)
+    if type.shape == shape:
+        return cast(Ref, source)
+    return rewriter.write(op, "aten.reshape.default", TensorType(shape, type.dtype), source, shape)
+
+
+def expanded(rewriter: Rewriter, op: Op, source: Argument, shape: tuple[int, ...]) -> Ref:
+    """`source` repeated along dims of size 1."""
+    type = rewriter.type(source)
+    if type.shape == shape:
+        return cast(Ref, source)
+    return rewriter.write(op, "aten.expand.default", TensorType(shape, type.dtype), source, shape)
+
+
+def taken(rewriter: Rewriter, op: Op, source: Argument, dim: int, start: int, stop: int) -> Ref:
+    """The part [start, stop) of `source` along `dim`."""
+    type = rewriter.type(source)
+    if (start, stop) == (0, type.shape[dim]):
+        return cast(Ref, source)
+    shape = (*type.shape[:dim], stop - start, *type.shape[dim + 1 :])
+    return rewriter.write(op, "aten.slice.Tensor", TensorType(shape, type.dtype), source, dim, start, stop, 1)
+
+
+def permuted(rewriter: Rewriter, op: Op, source: Argument, order: list[int]) -> Ref:
+    """`source` with its dims in another order."""
+    type = rewriter.type(source)
+    if order == sorted(order):
+        return cast(Ref, source)
+    shape = tuple(type.shape[dim] for dim in order)
+    return rewriter.write(op, "aten.permute.default", TensorType(shape, type.dtype), source, tuple(order))
+
+
+def joined(rewriter: Rewriter, op: Op, parts: list[Ref], dim: int) -> Ref:
+    """`parts` one after the other along `dim`; empty ones are left out."""
+    full = [part for part in parts if rewriter.type(part).shape[dim]]
+    if len(full) == 1:
+        return full[0]
+    types = [rewriter.type(part) for part in full]
+    first = types[0]
+    shape = (*first.shape[:dim], sum(type.shape[dim] for type in types), *first.shape[dim + 1 :])
+    return rewriter.write(op, "aten.cat.default", TensorType(shape, first.dtype), tuple(full), dim)
+
+
+def _reshape(rewriter: Rewriter, op: Op) -> Argument:
+    return reshaped(rewriter, op, only(op), rewriter.types[op.results[0]].shape)
+
+
+def _expand(rewriter: Rewriter, op: Op) -> Argument:
+    return expanded(rewriter, op, only(op), rewriter.types[op.results[0]].shape)
+
+
+def _dim(rewriter: Rewriter, op: Op) -> int:
+    return integer(op.arguments["dim"]) % max(len(rewriter.type(only(op)).shape), 1)
+
+
+def _slice(rewriter: Rewriter, op: Op) -> Argument:
+    """A slice with a step is the first of every `step` elements, where the size is a multiple of it."""
+    source, dim, step = only(op), _dim(rewriter, op), integer(op.arguments["step"])
+    shape = rewriter.type(source).shape
+    size = shape[dim]
+    start, stop, _ = slice(*(cast("int | None", op.arguments[name]) for name in ("start", "end"))).indices(size)
+    if step == 1:
+        return taken(rewriter, op, source, dim, start, max(start, stop))
+    if size % step:
+        return KEEP
+    type = rewriter.types[op.results[0]]
+    rows = reshaped(rewriter, op, source, (*shape[:dim], size // step, step, *shape[dim + 1 :]))
+    every = TensorType((*shape[:dim], size // step, *shape[dim + 1 :]), type.dtype)
+    picked = rewriter.write(op, "aten.select.int", every, rows, dim + 1, start % step)
+    first = start // step
+    return taken(rewriter, op, picked, dim, first, first + type.shape[dim])
+
+
+def _narrow(rewriter: Rewriter, op: Op) -> Argument:
+    start = op.arguments["start"]
+    if not isinstance(start, int):
+        return KEEP
+    dim = _dim(rewriter, op)
+    start %= max(rewriter.type(only(op)).shape[dim], 1)
+    return taken(rewriter, op, only(op), dim, start, start + integer(op.arguments["length"]))
+
+
+def _split(rewriter: Rewriter, op: Op) -> Argument:
+    """split, chunk, split_with_sizes: the parts as slices."""
+    dim = _dim(rewriter, op)
+    parts: list[Argument] = []
+    start = 0
+    for name in op.results:
+        size = rewriter.types[name].shape[dim]
+        parts.append(taken(rewriter, op, only(op), dim, start, start + size))
+        start += size
+    return tuple(parts)
+
+
+def _unbind(rewriter: Rewriter, op: Op) -> Argument:
+    dim = _dim(rewriter, op)
+    return tuple(
+        rewriter.write(op, "aten.select.int", rewriter.types[name], only(op), dim, index)
+        for index, name in enumerate(op.results)
+    )
+
+
+def _move(rewriter: Rewriter, op: Op) -> Argument:
+    return permuted(rewriter, op, only(op), moved_dims(op, len(rewriter.type(only(op)).shape)))
+
+
+def _index(rewriter: Rewriter, op: Op) -> Argument:
+    """Indexing with the whole range of every dim, in order, is a reshape (so masks read their padding)."""
+    indices = op.arguments["indices"]
+    source = rewriter.type(op.arguments["self"])
+    assert isinstance(indices, tuple)
+    if len(indices) != len(source.shape):
+        return KEEP
+    last = -1
+    for size, index in zip(source.shape, indices, strict=True):
+        if not isinstance(index, Ref):
+            return KEEP
+        shape = rewriter.types[index.name].shape
+        rank = len(rewriter.types[op.results[0]].shape)
+        wide = [dim + rank - len(shape) for dim, extent in enumerate(shape) if extent != 1]
+        if len(wide) > 1 or prod(shape) != size or (wide and wide[0] <= last):
+            return KEEP
+        values = constant(rewriter, index.name)
+        if values is None or not torch.equal(values.flatten(), torch.arange(size)):
+            return KEEP
+        last = wide[0] if wide else last
+    return _reshape(rewriter, op)
+
+
+def _cat(rewriter: Rewriter, op: Op) -> Argument:
+    """Nothing is put together with an empty tensor: what a cache holds before the first tokens, for instance."""
+    tensors = op.arguments["tensors"]
+    assert isinstance(tensors, tuple)
+    full = tuple(tensor for tensor in tensors if 0 not in rewriter.type(tensor).shape)
+    type = rewriter.types[op.results[0]]
+    if len(full) == 1 and rewriter.type(full[0]) == type:
+        return full[0]
+    if not full or (len(full) == len(tensors) and op.kind == "cat"):
+        return KEEP
+    return rewriter.write(op, "aten.cat.default", type, full, op.arguments["dim"])
+
+
+def _repeat(rewriter: Rewriter, op: Op) -> Argument:
+    """repeat, tile: a new dim before each repeated one, expanded and merged into it."""
+    source, type = only(op), rewriter.types[op.results[0]]
+    shape = rewriter.type(source).shape
+    times = integers(op.arguments["repeats" if "repeats" in op.arguments else "dims"])
+    times = (1,) * (len(shape) - len(times)) + times
+    shape = (1,) * (len(times) - len(shape)) + shape
+    apart = tuple(size for count, extent in zip(times, shape, strict=True) for size in (1, extent))
+    wide = tuple(size for pair in zip(times, shape, strict=True) for size in pair)
+    if 0 in wide:
+        return KEEP
+    spread = expanded(rewriter, op, reshaped(rewriter, op, source, apart), wide)
+    return reshaped(rewriter, op, spread, type.shape)
+
+
+def _repeat_interleave(rewriter: Rewriter, op: Op) -> Argument:
+    """Each element `repeats` times: a new dim after the repeated one."""
+    source, type, times = only(op), rewriter.types[op.results[0]], op.arguments["repeats"]
+    if not isinstance(times, int) or times == 0:
+        return KEEP
+    shape = rewriter.type(source).shape
+    if op.arguments["dim"] is None:
+        shape = (prod(shape),)
+        dim = 0
+    else:
+        dim = integer(op.arguments["dim"]) % len(shape)
+    apart = reshaped(rewriter, op, source, (*shape[: dim + 1], 1, *shape[dim + 1 :]))
+    spread = expanded(rewriter, op, apart, (*shape[: dim + 1], times, *shape[dim + 1 :]))
+    return reshaped(rewriter, op, spread, type.shape)
+
+
+def _slice_scatter(rewriter: Rewriter, op: Op) -> Argument:
+    """What is before the slice, the new part, and what is after it."""
+    source, part = op.arguments["self"], cast(Ref, op.arguments["src"])
+    shape = rewriter.type(source).shape
+    dim = integer(op.arguments["dim"]) % len(shape)
+    start, stop = (cast("int | None", op.arguments[name]) for name in ("start", "end"))
+    start, stop, _ = slice(start, stop).indices(shape[dim])
+    if op.arguments["step"] != 1:
+        return KEEP
+    before = [taken(rewriter, op, source, dim, 0, start)] if start else []
+    after = [taken(rewriter, op, source, dim, stop, shape[dim])] if stop < shape[dim] else []
+    return joined(rewriter, op, [*before, part, *after], dim)
+
+
+def _select_scatter(rewriter: Rewriter, op: Op) -> Argument:
+    source, part = op.arguments["self"], op.arguments["src"]
+    shape = rewriter.type(source).shape
+    dim = integer(op.arguments["dim"]) % len(shape)
+    index = integer(op.arguments["index"]) % shape[dim]
+    row = reshaped(rewriter, op, part, (*shape[:dim], 1, *shape[dim + 1 :]))
+    before = [taken(rewriter, op, source, dim, 0, index)] if index else []
+    after = [taken(rewriter, op, source, dim, index + 1, shape[dim])] if index + 1 < shape[dim] else []
+    return joined(rewriter, op, [*before, row, *after], dim)
+
+
+def _stacked(rewriter: Rewriter, op: Op) -> Argument:
+    """hstack, vstack, dstack, column_stack: cat of tensors with at least one, two or three dims."""
+    type, tensors = rewriter.types[op.results[0]], cast("tuple[Ref, ...]", op.arguments["tensors"])
+    rank = len(type.shape)
+    shapes = [rewriter.type(tensor).shape for tensor in tensors]
+    dim = {"hstack": min(rank - 1, 1), "vstack": 0, "row_stack": 0, "dstack": 2, "column_stack": 1}[op.kind]
+    parts = []
+    for tensor, shape in zip(tensors, shapes, strict=True):
+        size = prod(shape) // max(prod(type.shape[:dim] + type.shape[dim + 1 :]), 1)
+        parts.append(reshaped(rewriter, op, tensor, (*type.shape[:dim], size, *type.shape[dim + 1 :])))
+    return joined(rewriter, op, parts, dim)
+
+
+def _meshgrid(rewriter: Rewriter, op: Op) -> Argument:
+    tensors = cast("tuple[Ref, ...]", op.arguments["tensors"])
+    swapped = op.arguments.get("indexing") == "xy" and len(tensors) > 1
+    found = []
+    for place, (tensor, name) in enumerate(zip(tensors, op.results, strict=True)):
+        shape = rewriter.types[name].shape
+        dim = 1 - place if swapped and place < 2 else place
+        column = tuple(size if index == dim else 1 for index, size in enumerate(shape))
+        found.append(expanded(rewriter, op, reshaped(rewriter, op, tensor, column), shape))
+    return tuple(found)
+
+
+def _broadcast_tensors(rewriter: Rewriter, op: Op) -> Argument:
+    tensors = cast("tuple[Ref, ...]", op.arguments["tensors"])
+    shapes = [rewriter.types[name].shape for name in op.results]
+    return tuple(expanded(rewriter, op, tensor, shape) for tensor, shape in zip(tensors, shapes, strict=True))
+
+
+def _filled(name: str) -> Rewrite:
+    """new_zeros and the like need nothing of the tensor that they are called on."""
+
+    def rewrite(rewriter: Rewriter, op: Op) -> Argument:
+        type = rewriter.types[op.results[0]]
+        value = (op.arguments["fill_value"],) if name == "full" else ()
+        target = "aten.empty.memory_format" if name == "empty" else f"aten.{name}.default"
+        device = torch.device("cpu") if op.arguments["device"] is None else op.arguments["device"]
+        return rewriter.write(op, target, type, type.shape, *value, dtype=type.dtype, device=device)
+
+    return rewrite
+
+
+def _filling(rewriter: Rewriter, op: Op) -> Argument:
+    """fill, zero: nothing is left of what was there."""
+    type, value = rewriter.types[op.results[0]], op.arguments.get("value", 0)
+    if not isinstance(value, Ref):
+        here = torch.device("cpu")
+        return rewriter.write(op, "aten.full.default", type, type.shape, value, dtype=type.dtype, device=here)
+    if rewriter.type(value).dtype != type.dtype:
+        value = rewriter.write(op, "aten.to.dtype", TensorType((), type.dtype), value, type.dtype)
+    return expanded(rewriter, op, value, type.shape)
+
+
+def _each(rewrite: Rewrite, *kinds: str) -> dict[str, Rewrite]:
+    return dict.fromkeys(kinds, rewrite)
+
+
+def _view_dtype(rewriter: Rewriter, op: Op) -> Argument:
+    """view to another dtype keeps the bytes: it is no reshape."""
+    if rewriter.type(only(op)).dtype != rewriter.types[op.results[0]].dtype:
+        return KEEP
+    return _reshape(rewriter, op)
+
+
+VIEWS: dict[str, Callable[[Rewriter, Op], Argument]] = {
+    **_each(same, "alias", "clone", "contiguous", "lift_fresh_copy", "lift_fresh", "positive", "resolve_conj"),
+    **_each(cast_, "to", "type_as", "_to_copy"),
+    **_each(_reshape, "_unsafe_view", "reshape", "flatten", "unflatten", "view_as", "reshape_as", "ravel"),
+    **_each(_reshape, "squeeze", "unsqueeze", "atleast_1d", "atleast_2d", "atleast_3d", "_reshape_alias"),
+    **_each(_expand, "expand", "expand_as", "broadcast_to"),
+    **_each(_split, "split", "split_with_sizes", "chunk", "tensor_split", "unsafe_split", "unsafe_chunk"),
+    **_each(_split, "unsafe_split_with_sizes"),
+    **_each(_move, "permute", "t", "numpy_T", "mT", "movedim", "moveaxis", "swapaxes", "swapdims"),
+    **_each(_cat, "cat", "concat", "concatenate"),
+    **_each(_repeat, "repeat", "tile"),
+    **_each(_stacked, "hstack", "vstack", "row_stack", "dstack", "column_stack"),
+    **_each(_filling, "fill", "zero"),
+    "view": _view_dtype,
+    "slice": _slice,
+    "narrow": _narrow,
+    "unbind": _unbind,
+    "index": _index,
+    "repeat_interleave": _repeat_interleave,
+    "slice_scatter": _slice_scatter,
+    "select_scatter": _select_scatter,
+    "meshgrid": _meshgrid,
+    "broadcast_tensors": _broadcast_tensors,
+    **{f"new_{name}": _filled(name) for name in ("zeros", "ones", "full", "empty")},
+}

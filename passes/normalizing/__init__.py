@@ -1,1 +1,0 @@
-"""What normalize is made of."""

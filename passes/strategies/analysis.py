@@ -1,0 +1,108 @@
+"""What candidates have to know of a folded program before anything is proposed, found once."""
+
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass
+
+from passes.cost.fusion import Fused, joined
+from passes.ir.program import Folded, dependents
+from passes.rules.cheap import Cheap, how_cheap
+from passes.rules.rule import Saved
+from passes.rules.strategies import Subject, subject
+from passes.rules.strides import strided
+from passes.strategies.kept import handed_on, kept_by
+from passes.strategies.places import Placed, place
+
+
+@dataclass(frozen=True)
+class Training:
+    """Whether a parameter trains, and how many of its kind one name stands for: one in each copy of a region."""
+
+    trainable: bool
+    count: int
+
+
+@dataclass(frozen=True)
+class Survey:
+    """A folded program and what follows from it alone.
+
+    `placed` are its ops in order, `blocks` the names of the places where these stand. `parameters` and `constant`
+    (buffers and constants) are by the names that stand in ops, so those of regions are among them; `names` has, for
+    what a region calls otherwise, the name in the program (of its first copy), `exported` for what is used outside of
+    a region the name inside. `depends`, `strided` and `handed_on` are names of tensors (`dependents`, `strided` and
+    `handed_on` say which). By keys of ops: what their strategies depend on (`subjects`), what autograd keeps for them
+    (`saved`), and whether they are `cheap` to run again. `fused` are ops that are compiled together with others, by
+    their first result.
+    """
+
+    folded: Folded
+    placed: Sequence[Placed]
+    blocks: Sequence[str]
+    parameters: Mapping[str, Training]
+    constant: Set[str]
+    names: Mapping[str, str]
+    exported: Mapping[str, str]
+    depends: Set[str]
+    strided: Set[str]
+    handed_on: Set[str]
+    subjects: Mapping[str, Subject]
+    saved: Mapping[str, Sequence[Saved]]
+    cheap: Mapping[str, Cheap]
+    fused: Mapping[str, Fused]
+
+    def inside(self, name: str) -> str:
+        """What makes a tensor, by the name that it has where it is made."""
+        return self.exported.get(name, name)
+
+
+def survey(folded: Folded) -> Survey:
+    """All that follows from `folded` alone."""
+    placed, blocks = place(folded)
+    parameters, constant = _owned(folded)
+    moved = strided(folded)
+    subjects = {
+        item.op.key: subject(item.op, item.rule, folded.types, folded.flowing, parameters.keys(), moved)
+        for item in placed
+    }
+    given = handed_on(folded, placed, moved)
+    return Survey(
+        folded=folded,
+        placed=placed,
+        blocks=blocks,
+        parameters=parameters,
+        constant=constant,
+        # Where two regions have the same name for something, it is the first's.
+        names={own: names[0] for region in reversed(folded.regions) for own, names in region.owned.items()},
+        exported={
+            name: export.value
+            for region in folded.regions
+            for export in region.exports
+            for name in export.names
+            if name
+        },
+        depends=dependents(folded),
+        strided=moved,
+        handed_on=given,
+        subjects=subjects,
+        saved={key: kept_by(about) for key, about in subjects.items()},
+        cheap={
+            item.op.key: Cheap.NEVER
+            if item.op.results[0] in given
+            else how_cheap(item.op, item.rule, subjects[item.op.key].copies)
+            for item in placed
+        },
+        fused=joined(folded),
+    )
+
+
+def _owned(folded: Folded) -> tuple[dict[str, Training], set[str]]:
+    """The parameters, and the names of buffers and constants, of the program and of its regions."""
+    program = folded.program
+    parameters = {item.name: Training(item.trainable, 1) for item in program.parameters}
+    constant = {item.name for item in program.buffers} | set(program.constants)
+    for region in folded.regions:
+        for own, names in region.owned.items():
+            if names[0] in parameters:
+                parameters[own] = Training(parameters[names[0]].trainable, region.count)
+            else:
+                constant.add(own)
+    return parameters, constant

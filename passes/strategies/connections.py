@@ -1,0 +1,112 @@
+"""Who reads what from whom: the edges between nodes, in groups."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from passes.ir.choices import Edge, Group, Node
+from passes.strategies.analysis import Survey
+from passes.strategies.kept import uses_remade, uses_viewed
+from passes.strategies.tensors import carry_key
+
+
+def connect(
+    known: Survey, nodes: Sequence[Node], index: dict[str, int], reduce: torch.dtype | None
+) -> tuple[list[Edge], list[Group]]:
+    """The edges from what makes each operand to every op, carry and output among `nodes`, and the groups that these are
+    in. `index` finds nodes by their keys; gradients of parameters are reduced in the dtype `reduce` (None: as they
+    are)."""
+    found = _Connections(known, nodes, index, reduce)
+    found.ops()
+    found.carries()
+    found.outputs()
+    return found.edges, found.groups
+
+
+@dataclass
+class _Connections:
+    known: Survey
+    nodes: Sequence[Node]
+    index: dict[str, int]
+    reduce: torch.dtype | None
+    edges: list[Edge] = field(default_factory=list)
+    groups: list[Group] = field(default_factory=list)
+    group_index: dict[tuple[object, ...], int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        # The node that makes a tensor, and which of its results it is.
+        self.producers = {node.name: (number, 0) for number, node in enumerate(self.nodes) if node.kind != "output"}
+        for placed in self.known.placed:
+            number = self.index[placed.op.key]
+            self.producers.update({name: (number, result) for result, name in enumerate(placed.op.results)})
+
+    def ops(self) -> None:
+        """Every operand of every op."""
+        known = self.known
+        inside = {
+            name
+            for region in known.folded.regions
+            for name in (
+                *(name for op in region.ops for name in op.results),
+                *(carry.argument for carry in region.carries),
+            )
+        }
+        remade = {
+            use
+            for region in known.folded.regions
+            for use in uses_remade(
+                [placed for placed in known.placed if placed.region is region], known.saved, known.cheap
+            )
+        }
+        viewed = uses_viewed(known.placed, known.saved, known.strided)
+        for placed in known.placed:
+            key, block = placed.op.key, placed.block
+            consumer = self.index[key]
+            kept = {item.index for item in known.saved[key] if not item.result and not item.copy}
+            for slot, name in enumerate(placed.op.operands):
+                if name in known.parameters:
+                    within = placed.region is not None
+                    group = self._group(("use", consumer, slot), name, placed.count, block, within)
+                elif name in inside:
+                    group = self._group(("inside", name), name, placed.count, block, True)
+                else:
+                    group = self._group(("outside", name), name, 1, block)
+                stays = slot in kept or (key, slot) in viewed
+                self._edge(name, consumer, slot, group, stays, (key, slot) in remade)
+
+    def carries(self) -> None:
+        """What the first copy of a region takes, and what the others take from the copy before."""
+        for number, region in enumerate(self.known.folded.regions):
+            block = 2 * number + 1
+            for carry in region.carries:
+                consumer = self.index[carry_key(region, carry)]
+                if carry.initial in self.known.parameters:
+                    group = self._group(("use", consumer, "initial"), carry.initial, 1, block - 1)
+                else:
+                    group = self._group(("outside", carry.initial), carry.initial, 1, block)
+                self._edge(carry.initial, consumer, 0, group, False)
+                group = self._group(("carry", carry.argument), carry.next, region.count - 1, block)
+                self._edge(carry.next, consumer, 0, group, False)
+
+    def outputs(self) -> None:
+        """What leaves the program."""
+        for number, node in enumerate(self.nodes):
+            if node.kind == "output":
+                group = self._group(("output", node.name), node.name, node.count, node.block)
+                self._edge(node.name, number, 0, group, False)
+
+    def _group(self, key: tuple[object, ...], name: str, count: int, block: int, inside: bool = False) -> int:
+        """The number of a group of uses of the tensor `name`, which is made where there is none for `key` yet."""
+        if key not in self.group_index:
+            self.group_index[key] = len(self.groups)
+            known = self.known
+            type, parameter = known.folded.types[name], name in known.parameters
+            itemsize = ((self.reduce if parameter else None) or type.dtype).itemsize
+            flows, strided = name in known.folded.flowing, name in known.strided
+            self.groups.append(Group(name, type, count, block, flows, itemsize, parameter, strided, inside))
+        return self.group_index[key]
+
+    def _edge(self, name: str, consumer: int, slot: int, group: int, saved: bool, remade: bool = False) -> None:
+        producer, result = self.producers[self.known.inside(name)]
+        self.edges.append(Edge(producer, result, consumer, slot, group, saved, remade))

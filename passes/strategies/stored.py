@@ -1,0 +1,80 @@
+"""The layouts in which a parameter may be stored."""
+
+from collections.abc import Mapping
+
+from passes.ir.demands import Demand
+from passes.ir.errors import ConstraintError
+from passes.ir.layout import I, Layout, Letter, R, S, Shape, digits, fits, is_storable
+from passes.ir.mesh import Mesh
+from passes.strategies.demanded import indivisible
+
+
+def storage(name: str, shape: Shape, trainable: bool, demanded: Mapping[int, Demand], mesh: Mesh) -> list[Layout]:
+    """The layouts that the parameter `name` may be stored in: all that torch stores exactly and that meet the
+    constraints `demanded` on axes.
+
+    Ops may use it in other layouts, for example a part of each of several fused projections (`S(0, 3)`); a
+    redistribution leads there.
+
+    Raises ConstraintError where no layout is left.
+    """
+    whole = I if trainable else R
+    wanted = {axis: _wanted(demand, whole) for axis, demand in demanded.items()}
+    # An axis of one rank splits nothing but what is demanded.
+    base = tuple(wanted.get(axis, whole) if size == 1 else whole for axis, size in enumerate(mesh.sizes))
+    found: dict[Layout, None] = {}
+    if fits(shape, base, mesh):
+        _split_further(base, shape, mesh, found)
+    layouts = [
+        layout
+        for layout in found
+        if is_storable(layout, mesh) and all(layout[axis] == letter for axis, letter in wanted.items())
+    ]
+    if not layouts:
+        raise _unmet(name, shape, demanded, base, mesh)
+    return layouts
+
+
+def _wanted(demand: Demand, whole: Letter) -> Letter:
+    """The letter in which a parameter is stored as demanded: R and I both say that it is whole."""
+    assert demand.letter is not None, "only demands of a method have no letter"
+    return demand.letter if demand.letter.kind == "S" else whole
+
+
+def _split_further(base: Layout, shape: Shape, mesh: Mesh, found: dict[Layout, None]) -> None:
+    """Add to `found` what it lacks of `base`, and `base` with axes that do not split it splitting the least significant
+    part of some dim."""
+    if base in found:
+        return
+    found[base] = None
+    for axis, letter in enumerate(base):
+        if letter.kind == "S" or mesh.sizes[axis] == 1:
+            continue
+        for dim in range(len(shape)):
+            taken = digits(base, dim, mesh)
+            major = taken[-1][0] * taken[-1][1] if taken else 1
+            layout = (*base[:axis], S(dim, major), *base[axis + 1 :])
+            if fits(shape, layout, mesh):
+                _split_further(layout, shape, mesh, found)
+
+
+def _unmet(name: str, shape: Shape, demanded: Mapping[int, Demand], base: Layout, mesh: Mesh) -> ConstraintError:
+    """The error for constraints that no layout meets in which the parameter can be stored."""
+    reasons = {demand: indivisible(demand.letter, shape, mesh, demand.axis) for demand in demanded.values()}
+    for demand in demanded.values():
+        letter, axis = demand.letter, demand.axis
+        if letter is not None and letter.kind == "S" and letter.major > 1 and not reasons[demand]:
+            reasons[demand] = _strided(letter) if fits(shape, (*base[:axis], letter, *base[axis + 1 :]), mesh) else ""
+    demand = next((item for item, reason in reasons.items() if reason), next(iter(reasons)))
+    return ConstraintError(
+        f"constraint {demand.pattern!r}, stored {demand.method} on axis {mesh.names[demand.axis]!r} cannot be "
+        f"met for {name} of shape {list(shape)}: {reasons[demand] or 'the split collides with another'}"
+    )
+
+
+def _strided(letter: Letter) -> str:
+    """Why a parameter is not stored in a split that begins in the middle of a dim."""
+    return (
+        f"a rank's part would be {letter.major} blocks of the whole, and torch.distributed.checkpoint saves and loads "
+        f"one; demand 'used' {letter} instead, or let other axes split dim {letter.dim} into {letter.major} parts first"
+    )
