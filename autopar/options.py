@@ -10,14 +10,12 @@ from torch.distributed.tensor.placement_types import Partial, Placement, Replica
 
 from autopar.precision import Precision, read_precision
 from passes.cost.cluster import Cluster
+from passes.cost.optimizers import OPTIMIZERS
 from passes.ir.errors import ConstraintError, InputError, PlanMismatchError
 from passes.ir.layout import WHOLE
 from passes.ir.plan import Plan
 
 OBJECTIVES = ("train", "infer")
-
-# Number of tensors of a parameter's size that each optimizer keeps for it.
-OPTIMIZERS = {"adam": 2, "adamw": 2, "lion": 1, "rmsprop": 1, "adagrad": 1, "sgd": 0, "sgd_momentum": 1}
 
 # How outputs are returned: in the plan's layout, or whole on every rank.
 OUTPUTS = ("planned", "full")

@@ -10,12 +10,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar import huggingface
 from autopar.losses import loss_fingerprint, missing_for_loss
-from autopar.options import OPTIMIZERS, Options, Recompute, settled
+from autopar.options import Options, Recompute, settled
 from autopar.precision import Precision
 from autopar.profile import check_machine, known_cluster
 from autopar.runtime import named_arguments
 from passes.constrain import Constraints
 from passes.cost.cluster import CLUSTERS, Cluster, find_cluster
+from passes.cost.optimizers import OPTIMIZERS
 from passes.ir.errors import ConstraintError, InputError, MeshError, MicroBatchError, PlanMismatchError
 from passes.ir.leaves import input_leaves
 from passes.ir.mesh import Mesh
@@ -65,7 +66,7 @@ class Request:
     @property
     def optimizer_states(self) -> int:
         """Tensors that the optimizer keeps per trained parameter; none when nothing is trained."""
-        return OPTIMIZERS[self.optimizer] if self.objective == "train" else 0
+        return OPTIMIZERS[self.optimizer].states if self.objective == "train" else 0
 
     def setting(self, master: torch.dtype | None, offers: Mapping[str, Offer] | None = None) -> Setting:
         """What candidates are made for: floating parameters are stored in `master` (None: in what they are computed

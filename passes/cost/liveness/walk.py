@@ -19,36 +19,11 @@ from passes.cost.liveness.ledger import (
 )
 from passes.cost.liveness.profile import Form, Prober
 from passes.cost.liveness.step import WHOLE, Batches, Step
+from passes.cost.optimizers import NO_OPTIMIZER, OPTIMIZERS
 from passes.ir.layout import Layout, local_shape
 from passes.ir.lowered import Lowered, Variables
 from passes.ir.mesh import Mesh
 from passes.ir.program import TensorType
-
-
-@dataclass(frozen=True)
-class Update:
-    """What an optimizer needs: `states` tensors of a parameter's size that stay, and one number per parameter if it
-    `counts` its steps. While it runs, `each` more tensors of the size of the parameter that it is at, or `all` of the
-    size of all parameters, where it handles them together."""
-
-    states: int
-    counts: bool
-    each: int
-    all: int
-
-
-# From the single-tensor and multi-tensor forms in torch/optim/*.py. adam and adamw take the square root of the second
-# moment and divide it by its correction; rmsprop and adagrad take a root in place of which the rest is computed; in its
-# multi-tensor form adagrad scales all gradients too. lion: sign of a mix of momentum and gradient.
-UPDATES: Mapping[str, Update] = {
-    "adam": Update(2, True, 2, 1),
-    "adamw": Update(2, True, 2, 1),
-    "lion": Update(1, False, 1, 1),
-    "rmsprop": Update(1, True, 1, 1),
-    "adagrad": Update(1, True, 1, 2),
-    "sgd": Update(0, False, 0, 0),
-    "sgd_momentum": Update(1, False, 0, 0),
-}
 
 
 @dataclass(frozen=True)
@@ -128,9 +103,9 @@ def peak_memory(
     for name, constant in program.constants.items():
         form = Form.contiguous(tuple(constant.shape), constant.dtype)
         held[name] = Value(Storage(ledger, form.bytes, BUFFERS), form)
-    update = UPDATES[stored.optimizer] if stored.optimizer is not None else Update(0, False, 0, 0)
+    update = OPTIMIZERS[stored.optimizer] if stored.optimizer is not None else NO_OPTIMIZER
     states = [Storage(ledger, leaf.form.bytes, OPTIMIZER) for leaf in leaves for _ in range(update.states)]
-    states += [Storage(ledger, 4, OPTIMIZER) for _ in leaves if update.counts]
+    states += [Storage(ledger, 4, OPTIMIZER) for _ in leaves if update.counting]
     engine = Engine(lowered, trained, dtypes, mesh, ledger, keeps=batches.gathered_once)
     step = Step(lowered, variables, batches, held, engine, ledger, prober, training)
     batch, local = _inputs(lowered, stored, batches, ledger, mesh)
@@ -139,9 +114,9 @@ def peak_memory(
         ledger.moment = "optimizer step"
         sizes = [leaf.form.bytes for leaf in leaves if leaf.gradient is not None]
         # The last tensor made for one parameter stays until that for the next one is there.
-        before = [0, *sizes] if update.each else [0] * len(sizes)
-        each = [update.each * size + last for size, last in zip(sizes, before, strict=False)]
-        more = update.all * sum(sizes) if machine.together else max(each, default=0)
+        before = [0, *sizes] if update.per_parameter else [0] * len(sizes)
+        each = [update.per_parameter * size + last for size, last in zip(sizes, before, strict=False)]
+        more = update.for_all * sum(sizes) if machine.together else max(each, default=0)
         Storage(ledger, more, TRANSIENT)
     del batch, states, returned
     return MemoryPeak(ledger.peak.kinds, ledger.peak.moment)

@@ -24,7 +24,6 @@ from passes.cost.liveness.graph import Made as MadeAgain
 from passes.cost.liveness.graph import Noted, make_again
 from passes.cost.liveness.ledger import ACTIVATIONS, GRADIENTS, TRANSIENT, Ledger, Storage
 from passes.cost.liveness.profile import Origin
-from passes.cost.liveness.walk import UPDATES
 from passes.ir.plan import ProgramPlan
 
 
@@ -230,10 +229,3 @@ def test_ledger_takes_whole_units_and_remembers_the_peak() -> None:
     assert {kind: size for kind, size in ledger.peak.kinds.items() if size} == {TRANSIENT: 512, ACTIVATIONS: 1024}
     assert {kind: size for kind, size in ledger.held.items() if size} == {GRADIENTS: 512}
     assert set(ledger.held) == set(KINDS)
-
-
-def test_optimizers_are_those_that_can_be_asked_for() -> None:
-    """Both tables of optimizers have the same names and states."""
-    from autopar.options import OPTIMIZERS
-
-    assert {name: update.states for name, update in UPDATES.items()} == OPTIMIZERS
