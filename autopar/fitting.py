@@ -59,10 +59,14 @@ def fit_line(timed: Sequence[tuple[float, float]]) -> tuple[float, float]:
 
 
 def fit_link(
-    gather: tuple[float, float], reduction: tuple[float, float], exchange: tuple[float, float], ways: int
+    gather: tuple[float, float],
+    scatter: tuple[float, float],
+    reduction: tuple[float, float],
+    exchange: tuple[float, float],
+    ways: int,
 ) -> Link:
-    """The link among `ways` devices, of what is fixed and what each byte adds in all-gathers, all-reduces and
-    all-to-alls.
+    """The link among `ways` devices, of what is fixed and what each byte adds in all-gathers, reduce-scatters,
+    all-reduces and all-to-alls.
 
     The ring of an all-gather gives the bandwidth, the hops that an all-reduce has more the latency. Where an all-reduce
     takes less than two rings, by more than what measurements waver by, it is reduced in the switches.
@@ -75,6 +79,6 @@ def fit_link(
         latency, start = gather[0] / (ways - 1), 0.0
     ring = 2 * share / bandwidth
     switch = (1 + 1 / ways) / (bandwidth * reduction[1]) if reduction[1] < 0.9 * ring else 0.0
-    part = min(1.0, share / (bandwidth * exchange[1]))
+    scattering, exchanging = (min(1.0, share / (bandwidth * each)) for each in (scatter[1], exchange[1]))
     waits = max(0.0, reduction[0] - start) if switch else 0.0
-    return Link(bandwidth, latency, 1.0, part, start, switch=switch, switch_latency=waits)
+    return Link(bandwidth, latency, 1.0, exchanging, start, switch=switch, switch_latency=waits, scatter=scattering)

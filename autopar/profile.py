@@ -201,6 +201,7 @@ class _Bench:
             depth=depth,
             attention=attention,
             softmax=softmax,
+            overlaps=self.device_type != "cpu",
         )
 
     def _product(self, shape: Shape, dtype: torch.dtype) -> float:
@@ -262,11 +263,11 @@ class _Bench:
             group = dist.new_group(list(ranks), timeout=job_timeout())
             own = group if dist.get_rank() in ranks else own
         assert own is not None
-        gather, reduction, exchange = (
+        gather, scatter, reduction, exchange = (
             fit_line([(message, self._collective(run, message, size, own)) for message in self.what.messages])
-            for run in (_all_gather, _all_reduce, _all_to_all)
+            for run in (_all_gather, _reduce_scatter, _all_reduce, _all_to_all)
         )
-        link = fit_link(gather, reduction, exchange, size)
+        link = fit_link(gather, scatter, reduction, exchange, size)
         logger.info("%s nodes: %.3g GB/s, %.3g us a hop", where, link.bandwidth / 1e9, link.latency * 1e6)
         return link
 
@@ -330,6 +331,10 @@ _c10d = torch.ops._c10d_functional
 def _all_gather(whole: Tensor, group: dist.ProcessGroup) -> None:
     part = whole[: len(whole) // group.size()]
     _c10d.wait_tensor(_c10d.all_gather_into_tensor(part, group.size(), group.group_name))
+
+
+def _reduce_scatter(whole: Tensor, group: dist.ProcessGroup) -> None:
+    _c10d.wait_tensor(_c10d.reduce_scatter_tensor(whole, "sum", group.size(), group.group_name))
 
 
 def _all_reduce(whole: Tensor, group: dist.ProcessGroup) -> None:

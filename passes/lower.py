@@ -184,7 +184,7 @@ class _Lowering:
         scope.statements.append(
             Change(
                 name, result, about.type, before, after, steps, about.gradient, about.gradient_itemsize, again,
-                about.parameter, dtypes,
+                about.parameter, dtypes, joined=about.joined,
             )
         )  # fmt: skip
         scope.layouts[result], scope.types[result] = after, about.type

@@ -35,12 +35,13 @@ Line = tuple[float, float]
 _FREE: tuple[Line, ...] = ((0.0, 0.0),)
 
 
-def step_seconds(step: Step, itemsize: int, cluster: Cluster, mesh: Mesh) -> float:
-    """Seconds that the forward of `step` takes for elements of `itemsize` bytes."""
-    return least(fixed + each * itemsize for fixed, each in step_lines(step, cluster, mesh))
+def step_seconds(step: Step, itemsize: int, cluster: Cluster, mesh: Mesh, joined: int = 1) -> float:
+    """Seconds that the forward of `step` takes for elements of `itemsize` bytes. `joined` tensors are sent together and
+    share what a collective takes whatever its size."""
+    return least(fixed + each * itemsize for fixed, each in step_lines(step, cluster, mesh, joined))
 
 
-def step_lines(step: Step, cluster: Cluster, mesh: Mesh) -> tuple[Line, ...]:
+def step_lines(step: Step, cluster: Cluster, mesh: Mesh, joined: int = 1) -> tuple[Line, ...]:
     """Seconds that the forward of `step` takes, by algorithm: what is fixed, and what each byte of an element adds.
 
     The step takes the least of them; they do not depend on the itemsize.
@@ -51,7 +52,7 @@ def step_lines(step: Step, cluster: Cluster, mesh: Mesh) -> tuple[Line, ...]:
     if step.collective == "convert":
         return ((fixed, each),)
     lines = collective_lines(step.collective, cluster.route(mesh, step.axis))
-    return tuple((start + fixed, per_byte * max(before, after) + each) for start, per_byte in lines)
+    return tuple((start / joined + fixed, per_byte * max(before, after) + each) for start, per_byte in lines)
 
 
 def collective_lines(collective: str, route: Route) -> tuple[Line, ...]:
@@ -65,20 +66,31 @@ def collective_lines(collective: str, route: Route) -> tuple[Line, ...]:
 # --- algorithms ---
 
 
-def _once(route: Route) -> Iterator[Line]:
-    """A ring once around: an all-gather or a reduce-scatter."""
+def _gather(route: Route) -> Iterator[Line]:
+    """An all-gather: a ring once around."""
+    return _once(route, _ring(route, route.inside.gather_efficiency, route.between.gather_efficiency))
+
+
+def _scatter(route: Route) -> Iterator[Line]:
+    """A reduce-scatter: a ring once around."""
+    return _once(route, _ring(route, route.inside.scatter_efficiency, route.between.scatter_efficiency))
+
+
+def _once(route: Route, bandwidth: float) -> Iterator[Line]:
+    """A ring once around that reaches `bandwidth`."""
     across = route.nodes - 1
     share = (route.ways - 1) / route.ways
-    yield from _protocols(route, route.ways - 1 - across, across, share / _ring(route))
+    yield from _protocols(route, route.ways - 1 - across, across, share / bandwidth)
 
 
 def _reduction(route: Route) -> Iterator[Line]:
     """An all-reduce: a ring twice around, a tree across nodes, or in the switches."""
     across = route.nodes - 1
     share = (route.ways - 1) / route.ways
-    yield from _protocols(route, 2 * (route.ways - 1 - across), 2 * across, 2 * share / _ring(route))
+    bandwidth = _ring(route, route.inside.efficiency, route.between.efficiency)
+    yield from _protocols(route, 2 * (route.ways - 1 - across), 2 * across, 2 * share / bandwidth)
     if across:
-        yield from _protocols(route, 2 * (route.together - 1), 2 * _levels(route), 2 / _ring(route))
+        yield from _protocols(route, 2 * (route.together - 1), 2 * _levels(route), 2 / bandwidth)
     if (route.inside.switch and route.together > 1) or (across and route.between.switch):
         yield _switched(route)
 
@@ -112,8 +124,8 @@ def _exchange(route: Route) -> Iterator[Line]:
 
 
 _ALGORITHMS: dict[str, Callable[[Route], Iterator[Line]]] = {
-    "all_gather": _once,
-    "reduce_scatter": _once,
+    "all_gather": _gather,
+    "reduce_scatter": _scatter,
     "all_reduce": _reduction,
     "all_to_all": _exchange,
 }
@@ -140,13 +152,13 @@ def _levels(route: Route) -> int:
     return ceil(log2(route.nodes))
 
 
-def _ring(route: Route) -> float:
-    """Bytes/s that a ring reaches: across nodes it passes through the cards of all devices of the group in a node."""
-    inside, between = route.inside, route.between
+def _ring(route: Route, inside: float, between: float) -> float:
+    """Bytes/s of a ring that reaches these parts of the links' bandwidths: across nodes it passes through the cards of
+    all devices of the group in a node."""
     if route.nodes == 1:
-        return inside.among(route.ways) * inside.efficiency
-    cards = route.together * between.bandwidth * between.efficiency
-    return min(inside.among(route.together) * inside.efficiency, cards) if route.together > 1 else cards
+        return route.inside.among(route.ways) * inside
+    cards = route.together * route.between.bandwidth * between
+    return min(route.inside.among(route.together) * inside, cards) if route.together > 1 else cards
 
 
 # --- local ---
@@ -168,10 +180,18 @@ def touched(source: str, target: str, cut: bool, join: bool) -> tuple[int, int, 
 
 
 def redistribution_seconds(
-    steps: tuple[Step, ...], itemsize: int, gradient_itemsize: int, differentiable: bool, cluster: Cluster, mesh: Mesh
+    steps: tuple[Step, ...],
+    itemsize: int,
+    gradient_itemsize: int,
+    differentiable: bool,
+    cluster: Cluster,
+    mesh: Mesh,
+    joined: int = 1,
 ) -> tuple[float, float]:
-    """Seconds forward and backward; nothing runs backward where no gradient flows."""
-    forward = sum(step_seconds(step, itemsize, cluster, mesh) for step in steps)
+    """Seconds forward and backward of one of `joined` tensors; nothing runs backward where no gradient flows."""
+    forward = sum(step_seconds(step, itemsize, cluster, mesh, joined) for step in steps)
     if not differentiable:
         return forward, 0.0
-    return forward, sum(step_seconds(step.backward, gradient_itemsize, cluster, mesh) for step in reversed(steps))
+    return forward, sum(
+        step_seconds(step.backward, gradient_itemsize, cluster, mesh, joined) for step in reversed(steps)
+    )

@@ -127,6 +127,7 @@ DEVICES: Mapping[str, Device] = {
         launch=5e-6,
         reserve=1 * GIB,
         attention=0.5,
+        overlaps=False,
     ),
     "ideal": Device("ideal", _HOPPER, 1.0, 1e18, 1e12, launch=0.0, reserve=0.0),
 }
@@ -167,7 +168,8 @@ LINKS: Mapping[str, Link] = {
     "hdr": _network(25e9),
     "ndr": _network(50e9),
     "xdr": _network(100e9),
-    "gloo inside": Link(1e9, 200e-6),
-    "gloo between": Link(1e8, 500e-6),
+    # Two ranks of one machine. torch makes a reduce-scatter of gloo from an all-reduce, and copies around all-gathers.
+    "gloo inside": Link(1e9, 200e-6, exchange=0.85, gather=0.7, scatter=0.45),
+    "gloo between": Link(1e8, 500e-6, scatter=0.5),
     "free": Link(float("inf"), 0.0),
 }

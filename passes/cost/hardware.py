@@ -57,6 +57,7 @@ class Device:
     - `streaming`: the part of `bandwidth` that reading and writing large tensors reaches.
     - `unaligned`: the part of its rate that a product keeps whose rows do not begin at multiples of `ALIGNMENT` bytes;
       1 where that does not matter.
+    - `overlaps`: whether collectives run while it computes. A CPU sends with the cores that it computes on.
     """
 
     name: str
@@ -74,6 +75,7 @@ class Device:
     unaligned: float = 1.0
     multiprocessors: int = 0
     efficiencies: Mapping[str, float] = field(default_factory=dict)
+    overlaps: bool = True
 
     def __post_init__(self) -> None:
         if "float32" not in self.flops:
@@ -136,6 +138,7 @@ class Link:
     - `latency`: seconds for one hop.
     - `efficiency`: the part of `bandwidth` that rings and trees reach with large messages, `exchange` that all-to-all
       reaches.
+    - `gather`, `scatter`: the parts that all-gather and reduce-scatter reach (None: `efficiency`).
     - `start`: seconds to begin a collective.
     - `blocks`: multiprocessors of a device that a collective takes.
     - `protocols`: others, for shorter messages.
@@ -153,14 +156,27 @@ class Link:
     switch_latency: float = 0.0
     pair: float | None = None
     blocks: int = 0
+    gather: float | None = None
+    scatter: float | None = None
 
     def __post_init__(self) -> None:
         check_positive("a link", {"bandwidth": self.bandwidth})
         if self.pair is not None:
             check_positive("a link", {"pair": self.pair})
         check_part("a link", {"efficiency": self.efficiency, "exchange": self.exchange})
+        check_part("a link", {"gather": self.gather_efficiency, "scatter": self.scatter_efficiency})
         check_no_less("a link", {"latency": self.latency, "start": self.start})
         check_no_less("a link", {"switch": self.switch, "switch_latency": self.switch_latency})
+
+    @property
+    def gather_efficiency(self) -> float:
+        """The part of the bandwidth that all-gather reaches."""
+        return self.efficiency if self.gather is None else self.gather
+
+    @property
+    def scatter_efficiency(self) -> float:
+        """The part of the bandwidth that reduce-scatter reaches."""
+        return self.efficiency if self.scatter is None else self.scatter
 
     def among(self, devices: int) -> float:
         """Bytes/s that each of `devices` can send to the others of them."""

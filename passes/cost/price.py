@@ -210,8 +210,11 @@ def cover(
     count: int,
     fused: Mapping[str, Fused],
 ) -> Cover:
-    """What `count` copies of a region of `ops` compute where nothing is computed twice: the part of one device. `fused`
-    are those that are joined, by their first result."""
+    """The computation of `count` copies of a region of `ops` that collectives run beside: the part of one device, where
+    nothing is computed twice; nothing on a device where collectives do not overlap computation. `fused` are those that
+    are joined, by their first result."""
+    if not cluster.device.overlaps:
+        return Cover()
     forward = backward = light = 0.0
     for op in ops:
         own, back = seconds_alone(op, types, flowing, cluster, fused.get(op.results[0]) if op.results else None)

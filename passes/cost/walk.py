@@ -96,7 +96,9 @@ def _statement(
 
 def _change(statement: Change, cluster: Cluster, mesh: Mesh, recompute: str) -> Part:
     size, gradient_size = statement.type.dtype.itemsize, statement.gradient_itemsize
-    forward, backward = redistribution_seconds(statement.steps, size, gradient_size, statement.gradient, cluster, mesh)
+    forward, backward = redistribution_seconds(
+        statement.steps, size, gradient_size, statement.gradient, cluster, mesh, statement.joined
+    )
     again = forward if statement.again else 0.0
     if statement.parameter:
         # A copy that runs again gathers its parameters again.

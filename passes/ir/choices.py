@@ -87,7 +87,8 @@ class Group:
 
     `gradient` says that a gradient flows back, in elements of `gradient_itemsize` bytes; `parameter` that the tensor
     is a parameter, so that it is in memory anyway as it is stored; `strided` that it does not lie in memory in the
-    order of its dims; `inside` that the uses are inside the copies of a region.
+    order of its dims; `inside` that the uses are inside the copies of a region. `joined` tensors are sent together, in
+    one collective.
     """
 
     tensor: str
@@ -99,6 +100,7 @@ class Group:
     parameter: bool
     strided: bool
     inside: bool = False
+    joined: int = 1
 
 
 @dataclass(frozen=True)

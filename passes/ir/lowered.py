@@ -48,7 +48,8 @@ class Change:
     """Bring a value to another layout. `again` says that the backward pass does it once more instead of keeping the
     result; `parameter` that `source` is a parameter, of which this is the local shard. `dtypes` are what it is cast to
     before, and what its gradient is reduced in (None: as it is). The first `engine` steps, and the cast, are made by
-    the engine that holds the parameter, the others in the generated code."""
+    the engine that holds the parameter, the others in the generated code. The price is that of one of `joined` values
+    that are sent together."""
 
     source: str
     result: str
@@ -62,6 +63,7 @@ class Change:
     parameter: bool = False
     dtypes: tuple[torch.dtype | None, torch.dtype | None] = (None, None)
     engine: int = 0
+    joined: int = 1
 
     @property
     def step_dtypes(self) -> tuple[tuple[torch.dtype | None, torch.dtype | None], ...]:

@@ -52,11 +52,12 @@ class Prices:
         counts = [len(sources) * len(targets) for _, sources, targets in asked]
         itemsizes = np.repeat([group.type.dtype.itemsize for group, _, _ in asked], counts)
         gradient_itemsizes = np.repeat([group.gradient_itemsize for group, _, _ in asked], counts)
+        joined = np.repeat([group.joined for group, _, _ in asked], counts)
         forward, backward = np.zeros((2, sum(counts)))
         for steps in all_steps(pairs, self.mesh):
-            forward[steps.pair] += self.forward.seconds(steps, itemsizes[steps.pair])
+            forward[steps.pair] += self.forward.seconds(steps, itemsizes[steps.pair], joined[steps.pair])
             if gradient:
-                backward[steps.pair] += self.backward.seconds(steps, gradient_itemsizes[steps.pair])
+                backward[steps.pair] += self.backward.seconds(steps, gradient_itemsizes[steps.pair], joined[steps.pair])
         end = 0
         for count, (_, sources, targets) in zip(counts, asked, strict=True):
             start, end = end, end + count
@@ -66,8 +67,8 @@ class Prices:
 
 def _key(group: Group, sources: Sequence[Layout], targets: Sequence[Layout]) -> Hashable:
     """What prices of one occurrence depend on."""
-    tensor = group.type.shape, group.type.dtype.itemsize, group.gradient_itemsize, group.gradient, group.strided
-    return *tensor, tuple(sources), tuple(targets)
+    itemsizes = group.type.dtype.itemsize, group.gradient_itemsize
+    return group.type.shape, itemsizes, group.gradient, group.strided, group.joined, tuple(sources), tuple(targets)
 
 
 class _Tables:
@@ -100,17 +101,18 @@ class _Tables:
             lines[(..., *place)] = (*found, *[found[-1]] * (most - len(found)))
         self.lines = lines.reshape(most, 2, -1)
 
-    def seconds(self, steps: Steps, itemsize: Integers) -> Floats:
-        """Seconds of each of the steps, for elements of `itemsize` bytes (by step)."""
+    def seconds(self, steps: Steps, itemsize: Integers, joined: Integers) -> Floats:
+        """Seconds of each of the steps, for elements of `itemsize` bytes and `joined` tensors together (by step)."""
         change = steps.source * len(KINDS) + steps.target
         kernels, at_first, at_last = self.own.take((change * 2 + steps.cut) * 2 + steps.join, axis=1)
         seconds: Floats = kernels + (at_first * steps.before + at_last * steps.after) * itemsize
         sent = np.flatnonzero(self.is_sent.take(change))
         place = (change * self.axes + steps.axis).take(sent)
         size = np.maximum(steps.before, steps.after).take(sent) * itemsize.take(sent).astype(np.float64)
+        together = joined.take(sent)
         least = np.full(len(sent), np.inf)
         for fixed, each in self.lines:
-            np.minimum(least, fixed.take(place) + each.take(place) * size, out=least)
+            np.minimum(least, fixed.take(place) / together + each.take(place) * size, out=least)
         seconds[sent] += least
         return seconds
 

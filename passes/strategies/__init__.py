@@ -66,7 +66,7 @@ def candidates(folded: Folded, demands: Demands, setting: Setting) -> Problem:
     nodes += _able(proposals.parameters(), setting)
     nodes += _able(proposals.outputs(), setting)
     index = {node.key: number for number, node in enumerate(nodes)}
-    edges, groups = connect(known, nodes, index, setting.reduce)
+    edges, groups = connect(known, nodes, index, setting.reduce, setting.cluster.device.overlaps)
     counts, covers = _blocks(known, setting)
     return Problem(nodes, edges, groups, known.blocks, counts, index, covers)
 

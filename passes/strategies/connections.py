@@ -1,7 +1,8 @@
 """Who reads what from whom: the edges between nodes, in groups."""
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -12,16 +13,22 @@ from passes.strategies.tensors import carry_key
 
 
 def connect(
-    known: Survey, nodes: Sequence[Node], index: dict[str, int], reduce: torch.dtype | None
+    known: Survey, nodes: Sequence[Node], index: dict[str, int], reduce: torch.dtype | None, overlaps: bool
 ) -> tuple[list[Edge], list[Group]]:
     """The edges from what makes each operand to every op, carry and output among `nodes`, and the groups that these are
     in. `index` finds nodes by their keys; gradients of parameters are reduced in the dtype `reduce` (None: as they
-    are)."""
+    are). Where collectives do not overlap computation, parameters that are read in one place are `joined`."""
     found = _Connections(known, nodes, index, reduce)
     found.ops()
     found.carries()
     found.outputs()
-    return found.edges, found.groups
+    return found.edges, found.groups if overlaps else _joined(found.groups)
+
+
+def _joined(groups: Sequence[Group]) -> list[Group]:
+    """`groups`, where those of all parameters in one block are sent together."""
+    count = Counter(group.block for group in groups if group.parameter)
+    return [replace(group, joined=count[group.block]) if group.parameter else group for group in groups]
 
 
 @dataclass

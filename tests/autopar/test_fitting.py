@@ -54,8 +54,12 @@ def test_lines() -> None:
 
 @pytest.mark.parametrize(
     "link",
-    [Link(3e11, 3e-6, start=8e-6), Link(1e9, 2e-4, exchange=0.5), Link(4e11, 3e-6, start=9e-6, switch=0.95)],
-    ids=["plain", "slow exchange", "switch"],
+    [
+        Link(3e11, 3e-6, start=8e-6),
+        Link(1e9, 2e-4, exchange=0.5, scatter=0.4),
+        Link(4e11, 3e-6, start=9e-6, switch=0.95),
+    ],
+    ids=["plain", "slow exchange and scatter", "switch"],
 )
 @pytest.mark.parametrize("ways", [2, 4, 8])
 def test_links(link: Link, ways: int) -> None:
@@ -63,12 +67,13 @@ def test_links(link: Link, ways: int) -> None:
     if ways < 8:
         link = replace(link, switch=0.0)
     route = Route(ways, 1, ways, link, link)
-    gather, reduction, exchange = (
-        collective_lines(name, route)[-1] for name in ("all_gather", "all_reduce", "all_to_all")
+    gather, scatter, reduction, exchange = (
+        collective_lines(name, route)[-1] for name in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
     )
-    found = fit_link(gather, reduction, exchange, ways)
+    found = fit_link(gather, scatter, reduction, exchange, ways)
     assert found.bandwidth == pytest.approx(link.bandwidth)
     assert found.exchange == pytest.approx(link.exchange)
+    assert found.scatter == pytest.approx(link.scatter_efficiency)
     assert found.switch == pytest.approx(link.switch)
     refound = Route(ways, 1, ways, found, found)
     for name, line in (("all_gather", gather), ("all_reduce", reduction)):

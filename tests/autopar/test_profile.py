@@ -53,6 +53,7 @@ def test_two_ranks(tmp_path: Path) -> None:
     assert set(cluster.device.flops) == {"float32", "bfloat16"}
     assert cluster.inside != CLUSTERS["cpu"].inside
     assert cluster.between == CLUSTERS["cpu"].between
+    assert not cluster.device.overlaps
 
 
 def _on_two_nodes() -> Cluster:

@@ -43,6 +43,26 @@ def test_rings() -> None:
     assert seconds(P, R) == seconds(P, I) == pytest.approx(2 * once)
 
 
+def test_gathers_and_scatters_may_reach_another_part() -> None:
+    """Of links inside nodes and between them; all-reduces reach what they did."""
+    link = Link(100e9, 2e-6, 0.8, gather=0.5, scatter=0.25)
+    for mesh, each in ((MESH, 3 * 2e-6), (mesh_of(a=16), 15 * 2e-6)):
+        ways = mesh.sizes[0]
+        route = replace(CLUSTER, inside=link, between=link).route(mesh, 0)
+        for collective, part in (("all_gather", 0.5), ("reduce_scatter", 0.25)):
+            expected = each + SIZE * (ways - 1) / ways / (100e9 * part)
+            assert collective_seconds(collective, SIZE, route) == pytest.approx(expected)
+        plain = replace(route, inside=Link(100e9, 2e-6, 0.8), between=Link(100e9, 2e-6, 0.8))
+        assert collective_lines("all_reduce", route) == collective_lines("all_reduce", plain)
+
+
+def test_tensors_that_are_sent_together_share_the_start() -> None:
+    """What each byte takes and copies stay."""
+    (step,) = redistribution((S(1),), (R,), (4096, 64), MESH)
+    alone, shared = (step_seconds(step, 4, CLUSTER, MESH, joined) for joined in (1, 6))
+    assert alone - shared == pytest.approx(3 * 2e-6 * 5 / 6)
+
+
 def test_all_to_all_sends_a_rank_its_own_part() -> None:
     """(n - 1)/n of a quarter; from dim 1 to dim 0 the received parts are copied together, and from 0 to 1 the sent ones
     cut."""

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from passes.cost.cluster import Cluster, Device, Link
-from passes.cost.price import op_seconds, update_seconds
+from passes.cost.cluster import CLUSTERS, Cluster, Device, Link
+from passes.cost.price import cover, op_seconds, seconds_alone, update_seconds
+from passes.ir.choices import Cover
 from passes.ir.mesh import Mesh
 from passes.ir.program import Folded
 from passes.rules import find_rule
@@ -122,6 +123,18 @@ def test_the_backward_pass_reads_what_was_saved() -> None:
     size = 8 * 4 * 4 / 2
     assert cost(folded, "mul", ("d0", "I"), CLUSTER, MESH) == (3 * size, 5 * size)
     assert cost(folded, "add", ("d0", "I"), CLUSTER, MESH) == (3 * size, 3 * size)
+
+
+def test_computation_covers_nothing_where_collectives_do_not_run_beside_it() -> None:
+    """Else it covers as long as one device of all takes for its part."""
+    folded = folded_of(nn.Linear(64, 32, bias=False), input=torch.ones(16, 64))
+    alone = seconds_alone(folded.ops[0], folded.types, folded.flowing, CLUSTER)
+    found = cover(folded.ops, folded.types, folded.flowing, CLUSTER, 4, 3, {})
+    assert (found.forward, found.backward) == pytest.approx(tuple(3 / 4 * seconds for seconds in alone))
+    waiting = replace(CLUSTER, device=replace(DEVICE, overlaps=False))
+    assert cover(folded.ops, folded.types, folded.flowing, waiting, 4, 3, {}) == Cover()
+    assert not CLUSTERS["cpu"].device.overlaps
+    assert CLUSTERS["h100"].device.overlaps
 
 
 def test_updates_read_and_write() -> None:

@@ -27,13 +27,16 @@ def _assert_prices(prices: Prices, group: Group, sources: list[Layout], targets:
         for column, target in enumerate(targets):
             steps = redistribution(source, target, shape, prices.mesh, strided=group.strided)
             expected[:, row, column] = redistribution_seconds(
-                steps, itemsize, group.gradient_itemsize, group.gradient, prices.cluster, prices.mesh
+                steps, itemsize, group.gradient_itemsize, group.gradient, prices.cluster, prices.mesh, group.joined
             )
     np.testing.assert_allclose(found, expected, rtol=1e-12, atol=0.0)
 
 
-def _group(shape: Shape, dtype: torch.dtype, gradient: bool, gradient_itemsize: int, strided: bool) -> Group:
-    return Group("x", TensorType(shape, dtype), 3, 0, gradient, gradient_itemsize, False, strided)
+def _group(
+    shape: Shape, dtype: torch.dtype, gradient: bool, gradient_itemsize: int, strided: bool, joined: int = 1
+) -> Group:
+    about = TensorType(shape, dtype)
+    return Group("x", about, 3, 0, gradient, gradient_itemsize, False, strided, joined=joined)
 
 
 @pytest.mark.parametrize("strided", [False, True])
@@ -51,7 +54,9 @@ def test_every_pair_costs_what_its_steps_do(mesh: Mesh, cluster: str, strided: b
     for shape, dtype, gradient_itemsize in shapes:
         layouts = list(layouts_on(shape, LETTERS, mesh))
         for gradient in (True, False):
-            _assert_prices(prices, _group(shape, dtype, gradient, gradient_itemsize, strided), layouts, layouts)
+            for joined in (1, 9) if gradient else (1,):
+                group = _group(shape, dtype, gradient, gradient_itemsize, strided, joined)
+                _assert_prices(prices, group, layouts, layouts)
 
 
 # The mesh, what all digits divide, and shapes from few bytes to many; some of them are not divided.
