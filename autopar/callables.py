@@ -14,11 +14,11 @@ from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, Modul
 import torch
 from torch import Tensor, nn
 
+from passes._torch import TABLES
+
 _LIBRARIES = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib"))
 _GLOBALS = frozenset({"LOAD_GLOBAL", "LOAD_NAME"})
 _ATTRIBUTES = frozenset({"LOAD_ATTR", "LOAD_METHOD"})
-# Attributes of a module that hold what is found under the module's own names.
-_HOLDERS = ("_parameters", "_buffers", "_modules")
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), type(...), torch.dtype, torch.device, torch.layout)
 
 
@@ -121,7 +121,7 @@ def _inside(value: object) -> Iterator[tuple[str, object]]:
         case nn.Module():
             yield ".class", type(value)
             for name, inner in vars(value).items():
-                if name in _HOLDERS:
+                if name in TABLES:
                     yield from ((f".{own}", item) for own, item in inner.items())
                 else:
                     yield f".{name}", inner

@@ -11,11 +11,11 @@ import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Protocol, cast
-from unittest import mock
 
 import torch
 from torch import nn
 
+from passes.capture.per_thread import replaced
 from passes.capture.values import is_readable
 from passes.ir.errors import InputError
 
@@ -105,7 +105,7 @@ def tracing(model: nn.Module, inputs: Mapping[str, object]) -> Iterator[None]:
             replacements["find_packed_sequence_indices"] = lambda positions: None
         for name, replacement in replacements.items():
             if hasattr(masks, name):
-                stack.enter_context(mock.patch.object(masks, name, replacement))
+                stack.enter_context(replaced(masks, name, replacement))
             else:
                 logger.warning("transformers has no masking_utils.%s: causal masks will be built in full", name)
         yield

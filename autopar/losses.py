@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
+from autopar._torch import call_hooks
 from autopar.callables import callable_fingerprint, trainable_tensors
 from passes.ir.errors import CaptureError, InputError
 
@@ -38,7 +39,7 @@ def with_loss(model: nn.Module, loss: Loss | None) -> nn.Module:
     """
     if loss is None:
         return model
-    if model._forward_hooks or model._forward_pre_hooks:
+    if call_hooks(model, backward=False):
         raise CaptureError(
             f"{type(model).__name__} has forward hooks of its own, which see other arguments with loss=: remove them, "
             "or register them on a part of the model"

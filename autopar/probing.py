@@ -13,13 +13,12 @@ from weakref import ref
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar import runtime
+from autopar._torch import collectives
 from autopar.runtime import Axis
+from passes._torch import FakeTensorMode, TorchDispatchMode, pytree, storage_id, storage_number
 from passes.codegen.expressions import expression
 from passes.codegen.forms import form
 from passes.codegen.values import value_text
@@ -265,7 +264,7 @@ class _Run:
     def see(self, tensor: Tensor) -> None:
         """Take note of a tensor's storage, and of when it dies."""
         storage = tensor.untyped_storage()
-        address = storage._cdata
+        address = storage_number(storage)
         if address in self.places:
             return
         if self.reading is not None:
@@ -289,7 +288,7 @@ class _Run:
     def see_read(self, storage: torch.UntypedStorage, index: int) -> None:
         """Take note of what is read in place of what autograd keeps: it lies where that does, and dies when whoever
         reads lets go."""
-        address, place = storage._cdata, self.kept[index]
+        address, place = storage_number(storage), self.kept[index]
         if place is not None:
             self.places[address] = place
 
@@ -336,7 +335,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs: dict[str, object] | None = None,
     ) -> object:
         """Run an operator and look at what it gives."""
-        if func is torch.ops._c10d_functional.wait_tensor.default:
+        if func is collectives.wait_tensor.default:
             # It returns what it is given; without values it would make a new tensor.
             return args[0]
         results = func(*args, **(kwargs or {}))
@@ -391,7 +390,7 @@ def _is_python(node: object) -> bool:
 
 
 def _address(tensor: Tensor) -> int:
-    address: int = tensor.untyped_storage()._cdata
+    address: int = storage_id(tensor)
     return address
 
 

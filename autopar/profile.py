@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from autopar._torch import collectives
 from autopar.fitting import Shape, fit_attention, fit_line, fit_link, fit_products
 from autopar.runtime.groups import job_timeout
 from passes.cost.cluster import CLUSTERS, Cluster, Device, Link, cluster_of_device
@@ -324,13 +325,9 @@ class _Bench:
         return float(every.item())
 
 
-# The operators that generated code calls.
-_c10d = torch.ops._c10d_functional
-
-
 def _all_gather(whole: Tensor, group: dist.ProcessGroup) -> None:
     part = whole[: len(whole) // group.size()]
-    _c10d.wait_tensor(_c10d.all_gather_into_tensor(part, group.size(), group.group_name))
+    collectives.wait_tensor(collectives.all_gather_into_tensor(part, group.size(), group.group_name))
 
 
 def _reduce_scatter(whole: Tensor, group: dist.ProcessGroup) -> None:
@@ -338,12 +335,12 @@ def _reduce_scatter(whole: Tensor, group: dist.ProcessGroup) -> None:
 
 
 def _all_reduce(whole: Tensor, group: dist.ProcessGroup) -> None:
-    _c10d.wait_tensor(_c10d.all_reduce(whole, "sum", group.group_name))
+    collectives.wait_tensor(collectives.all_reduce(whole, "sum", group.group_name))
 
 
 def _all_to_all(whole: Tensor, group: dist.ProcessGroup) -> None:
     parts = [len(whole) // group.size()] * group.size()
-    _c10d.wait_tensor(_c10d.all_to_all_single(whole, parts, parts, group.group_name))
+    collectives.wait_tensor(collectives.all_to_all_single(whole, parts, parts, group.group_name))
 
 
 def _known_or_most(device_type: str) -> Cluster:

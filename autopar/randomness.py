@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
-from torch._ops import OpOverload
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from passes._torch import OpOverload, TorchDispatchMode, schema_of
 
 _Function = Callable[..., object]
 
@@ -68,7 +68,7 @@ class RandomOps(TorchDispatchMode):
         result: object = function(*args, **given)
         # Dropout with a probability of zero draws nothing; a generator of the model's own has a state of its own.
         if given.get("generator") is not None or not torch.equal(before, torch.get_rng_state()):
-            self.found[f"{function._schema.name.removeprefix('aten::')} at {_calling_line()}"] = None
+            self.found[f"{schema_of(function).name.removeprefix('aten::')} at {_calling_line()}"] = None
         return result
 
 

@@ -12,12 +12,14 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from typing import TypeVar
 
+from autopar._torch import PRELOADED
+
 T = TypeVar("T")
 
 # What the fork server imports once, so that a rank starts in tenths of a second. What is not installed is passed over.
 _PRELOADED = [
     "torch",
-    "torch._dynamo",
+    *PRELOADED,
     "torch.distributed.tensor",
     "torch.export",
     "transformers.generation",

@@ -12,7 +12,6 @@ from functools import partial
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils import _pytree as pytree
 
 from autopar.agreement import from_first, together
 from autopar.build import Compiled, frozen, planned, solve_held, tracing
@@ -21,6 +20,7 @@ from autopar.loading import load
 from autopar.request import Request
 from autopar.runtime import CompiledProgram, LoadedProgram
 from autopar.runtime.generated import Wanted
+from passes._torch import pytree
 from passes.capture import capture, capture_symbolic
 from passes.constrain import stored_as
 from passes.cost.cluster import GIB

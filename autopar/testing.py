@@ -17,9 +17,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
 from autopar import huggingface
+from autopar._torch import pickled_state
 from autopar.agreement import unpickled
 from autopar.api import parallelize
 from autopar.build import Compiled, compile_model
@@ -31,6 +31,7 @@ from autopar.ranks import RankError, run_ranks
 from autopar.request import make_request
 from autopar.runtime import DistributedModule
 from autopar.sizes import AnySizes
+from passes._torch import pytree
 from passes.cost.cluster import Cluster, cluster_of_device
 from passes.ir.errors import UnsupportedError
 
@@ -179,13 +180,8 @@ class _Pickling:
                 return NotImplemented
             kept = {name: list(found) for name, found in cast(Any, item.parametrizations).items()}
             weights = {name: nn.Parameter(getattr(item, name).detach()) for name in kept}
-            state = {
-                **vars(item),
-                "_modules": {name: part for name, part in item.named_children() if name != "parametrizations"},
-                "_parameters": {**vars(item)["_parameters"], **weights},
-                # Hooks for loading old checkpoints, local functions often, have done what they were for.
-                "_load_state_dict_pre_hooks": {},
-            }
+            parts = {name: part for name, part in item.named_children() if name != "parametrizations"}
+            state = pickled_state(item, parts, weights)
             return _parametrized, (parametrize.type_before_parametrizations(item), state, kept, item.state_dict())
 
 

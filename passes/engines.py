@@ -23,6 +23,7 @@ from math import prod
 
 import torch
 
+from passes._torch import schema_of
 from passes.ir.layout import Layout, R, local_major
 from passes.ir.lowered import Body, Change, Compute, Group, Held, Loop, Lowered, Statement
 from passes.ir.mesh import Mesh
@@ -131,7 +132,7 @@ def _readers(body: Body) -> Iterator[tuple[str, str | None]]:
 def _may_be_surrounded(statement: Compute) -> bool:
     """Whether parameters can be gathered while an op runs, and no longer: not where a view of them is left, nor where
     random numbers are drawn, in a context of its own."""
-    views = any(result.alias_info is not None for result in find_overload(statement.op.target)._schema.returns)
+    views = any(result.alias_info is not None for result in schema_of(find_overload(statement.op.target)).returns)
     return not views and statement.draws is None
 
 

@@ -18,8 +18,8 @@ from functools import cached_property
 from math import prod
 
 import torch
-from torch.utils import _pytree as pytree
 
+from passes._torch import pytree
 from passes.ir.choices import Strategy
 from passes.ir.errors import MicroBatchError
 from passes.ir.layout import Letter, P, R, S, Shape, fits, local_shape

@@ -20,6 +20,7 @@ from functools import cache, reduce
 import torch
 from torch import Tensor
 
+from passes._torch import OpOverload
 from passes.ir.errors import CaptureError
 
 Function = type[torch.autograd.Function]
@@ -208,11 +209,11 @@ _define("several_drawn", "Tensor[]", _several, torch.Tag.nondeterministic_seeded
 
 
 # What stands in a trace, until it is known which overload it is.
-TRACED: torch._ops.OpOverload = torch.ops.autopar.autograd_function.several
+TRACED: OpOverload = torch.ops.autopar.autograd_function.several
 
 
-def overload_for(results: int, *, drawn: bool) -> torch._ops.OpOverload:
+def overload_for(results: int, *, drawn: bool) -> OpOverload:
     """The overload for a function that gives so many tensors and draws random numbers or does not."""
     name = ("one" if results == 1 else "several") + "_drawn" * drawn
-    found: torch._ops.OpOverload = getattr(getattr(torch.ops.autopar, AUTOGRAD_FUNCTION), name)
+    found: OpOverload = getattr(getattr(torch.ops.autopar, AUTOGRAD_FUNCTION), name)
     return found

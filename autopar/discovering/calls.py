@@ -12,8 +12,8 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
+from passes._torch import pytree, schema_of
 from passes.ir.program import find_overload
 
 Shapes = tuple[tuple[int, ...], ...]
@@ -54,7 +54,7 @@ class Sizes:
 
     def __init__(self, call: Call) -> None:
         self.leaves, self.tree = pytree.tree_flatten((call.arguments, dict(call.options)))
-        schema = find_overload(call.target)._schema
+        schema = schema_of(find_overload(call.target))
         names = [item.name for item in schema.arguments if not item.kwarg_only][: len(call.arguments)]
         named = zip((*names, *call.options), (*call.arguments, *call.options.values()), strict=True)
         sizes = set(re.findall(r"SymInt\S* (\w+)", str(schema)))

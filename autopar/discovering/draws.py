@@ -7,9 +7,9 @@ from math import prod
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from autopar.discovering.calls import Call, resized, runs
+from passes._torch import pytree, schema_of
 from passes.ir.program import Op, Ref, TensorType, find_overload, has_gradient
 
 # Sizes divide by 2 and by 3; what is left of the first when cut divides by 2, for ops that take elements in pairs.
@@ -78,7 +78,7 @@ def _call(op: Op, types: Mapping[str, TensorType], tensors: Sequence[Tensor] | N
             return torch.zeros((), dtype=dtype).expand(type.shape)
         return [made(item) for item in argument] if isinstance(argument, tuple) else _double_type(argument)
 
-    schema = op.overload._schema.arguments
+    schema = schema_of(op.overload).arguments
     arguments = {name: made(value) for name, value in op.arguments.items()}
     return Call(
         op.target,

@@ -11,8 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from autopar._torch import group_timeout
 from autopar.runtime.failures import naming_collectives
-from autopar.runtime.groups import cpu_group, group_timeout, ranks_of
+from autopar.runtime.groups import cpu_group, ranks_of
 from passes.ir.errors import AutoparError, InputError, RankFailedError
 
 T = TypeVar("T")

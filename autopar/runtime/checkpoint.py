@@ -5,8 +5,9 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from autopar._torch import local_shape_and_offset
+from passes._torch import buffers_of, parameters_of
 from passes.ir.errors import CheckpointError
 
 
@@ -45,7 +46,7 @@ class Loadable(nn.Module):
         """
         assign = bool(local_metadata.get("assign_to_params_buffers", False))
         given = dict(state_dict)
-        for name, current in (*self._parameters.items(), *self._buffers.items()):
+        for name, current in (*parameters_of(self).items(), *buffers_of(self).items()):
             value = given.get(prefix + name)
             if isinstance(value, Tensor) and current is not None and _same_shape(value, current):
                 given[prefix + name] = _placed_like(current, value, assign)
@@ -111,10 +112,8 @@ def _placed_like(current: Tensor, value: Tensor, assign: bool) -> Tensor:
 def _own_block(whole: Tensor, current: DTensor) -> Tensor:
     """The part of `whole` that this rank holds of `current`: one block, since parameters are stored as
     `passes.ir.layout.is_storable` says.
-
-    Offsets come from a function that torch keeps private, the one that its checkpoints use (torch 2.11 to 2.13).
     """
-    shape, offset = compute_local_shape_and_global_offset(whole.shape, current.device_mesh, current.placements)
+    shape, offset = local_shape_and_offset(whole.shape, current.device_mesh, current.placements)
     return whole[tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))]
 
 

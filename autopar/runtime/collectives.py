@@ -24,23 +24,21 @@ from collections.abc import Callable, Sequence
 from functools import cache
 
 import torch
-import torch.distributed._functional_collectives
 from torch import Tensor
 
+from autopar._torch import collectives
 from autopar.runtime.axis import Axis
 from autopar.runtime.failures import raise_named
 from autopar.runtime.saving import note_made
 from passes.ir.layout import Letter, parse_letter
 from passes.ir.redistribution import COLLECTIVES
 
-_c10d = torch.ops._c10d_functional
-
 # What a change keeps for the backward pass: group, size and rank; the letters; the dtypes to reduce in and to return.
 _Kept = tuple[tuple[str, int, int], tuple[Letter, Letter], torch.dtype | None, torch.dtype]
 
 
 def _wait(tensor: Tensor) -> Tensor:
-    waited: Tensor = _c10d.wait_tensor(tensor)
+    waited: Tensor = collectives.wait_tensor(tensor)
     return waited
 
 
@@ -99,19 +97,19 @@ def _run_change(tensor: Tensor, group: str, size: int, rank: int, source: Letter
     kinds = source.kind, target.kind
     collective = COLLECTIVES[kinds]
     if collective == "all_gather":
-        parts = _wait(_c10d.all_gather_into_tensor(tensor.contiguous(), size, group))
+        parts = _wait(collectives.all_gather_into_tensor(tensor.contiguous(), size, group))
         return _join(parts.reshape(size, *tensor.shape), source)
     if collective == "all_reduce":
-        return _wait(_c10d.all_reduce(tensor.contiguous(), "sum", group))
+        return _wait(collectives.all_reduce(tensor.contiguous(), "sum", group))
     if collective == "reduce_scatter":
         parts = _cut(tensor, target, size)
         # What was expanded stays so in a reshape, and not every backend copies what it is given.
         flat = parts.reshape(-1).contiguous()
-        return _wait(_c10d.reduce_scatter_tensor(flat, "sum", size, group)).reshape(parts.shape[1:])
+        return _wait(collectives.reduce_scatter_tensor(flat, "sum", size, group)).reshape(parts.shape[1:])
     if collective == "all_to_all":
         parts = _cut(tensor, target, size).contiguous()
         splits = [1] * size
-        return _join(_wait(_c10d.all_to_all_single(parts, splits, splits, group)).reshape(parts.shape), source)
+        return _join(_wait(collectives.all_to_all_single(parts, splits, splits, group)).reshape(parts.shape), source)
     if target.kind == "S":
         return _own_part(tensor, target, size, rank)
     if target.kind == "P":
@@ -290,5 +288,5 @@ def reduce_largest(x: Tensor, axes: Sequence[Axis]) -> Tensor:
     """The elementwise largest over all ranks of `axes`, without gradient."""
     with torch.no_grad():
         for axis in axes:
-            x = _wait(_c10d.all_reduce(x.contiguous(), "max", axis.group))
+            x = _wait(collectives.all_reduce(x.contiguous(), "max", axis.group))
     return x

@@ -3,8 +3,7 @@
 Autograd calls them from hooks of `fully_shard`, and nothing of autopar is between these and the caller.
 """
 
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-
+from autopar._torch import FSDPParamGroup
 from autopar.runtime.failures import raise_named
 
 _GATHERING = "gathering the parameters of an FSDP unit"

@@ -10,15 +10,16 @@ from typing import TypeVar, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
+from autopar._torch import parts_of
 from autopar.runtime.axis import Axis
 from autopar.runtime.checkpoint import Loadable
 from autopar.runtime.random import Randomness
 from autopar.runtime.refusals import HoldingPart
 from autopar.runtime.saving import CHANGED
 from autopar.runtime.units import ParameterGroup, PartView, within
+from passes._torch import pytree, version_of
 from passes.ir.layout import Layout, Shape
 from passes.ir.lowered import Held
 from passes.ir.program import Change, TensorType
@@ -76,7 +77,7 @@ class Region(nn.Module):
     def _unchanged(self, versions: list[int], *inputs: Tensor) -> object:
         read = [leaf for entry in self.entries if isinstance(entry, PartView) for leaf in entry.leaves()]
         gathered = [parameter for group in self.groups for parameter in group.parameters()]
-        found = [tensor._version for tensor in (*read, *gathered)]
+        found = [version_of(tensor) for tensor in (*read, *gathered)]
         if not versions:
             versions += found
         if versions != found:
@@ -187,7 +188,7 @@ class _Checkpointed:
 def _part(root: nn.Module | PartView, path: str) -> nn.Module | PartView:
     """The part of the model at `path`; one that holds nothing is not there."""
     for name in path.split("."):
-        inner = root._modules.get(name) if isinstance(root, nn.Module) else root[name]
+        inner = parts_of(root).get(name) if isinstance(root, nn.Module) else root[name]
         root = inner if isinstance(inner, nn.Module | PartView) else Container()
     return root
 
@@ -316,7 +317,7 @@ def place(container: Container, name: str, tensor: Tensor, persistent: bool = Tr
     """Put a parameter or buffer under its path."""
     *path, last = name.split(".")
     for part in path:
-        inner = container._modules.setdefault(part, Container())
+        inner = parts_of(container).setdefault(part, Container())
         assert isinstance(inner, Container)
         container = inner
     # A container refuses what is new to it.

@@ -20,11 +20,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from autopar._torch import local_tensor, post_accumulate_hooks, tensor_hooks
 from autopar.runtime import fsdp
 from autopar.runtime.axis import Axis
 from autopar.runtime.collectives import run_change
-from autopar.runtime.parameter_hooks import after_tensor_hooks, post_accumulate_hooks, tensor_hooks
+from autopar.runtime.parameter_hooks import after_tensor_hooks
 from autopar.runtime.state import from_local, mesh_of, placements
+from passes._torch import parameters_of, version_of
 from passes.ir.errors import InputError
 from passes.ir.layout import Layout, Letter, Shape
 
@@ -135,14 +137,14 @@ class UnitGradients:
     def seen(self, number: int) -> nn.Parameter:
         """The parameter that users see now: they may put another one in its place."""
         owner, name = self._owners[number]
-        found = owner._parameters[name]
+        found = parameters_of(owner)[name]
         assert found is not None
         return found
 
     def take_versions(self) -> None:
         """Let autograd know which parameters have changed in place: graphs that have saved them are of no use."""
         for number, item in enumerate(self.parameters):
-            version = self.seen(number)._version
+            version = version_of(self.seen(number))
             if version != self._versions[number]:
                 self._versions[number] = version
                 fsdp.note_change(item.gathered)
@@ -234,7 +236,6 @@ def part_of(tensor: Tensor | None) -> Tensor:
 def address_of(tensor: Tensor) -> int:
     """The address of this rank's part of a `DTensor`.
 
-    Each call asks it of every parameter. `to_local()` takes 10 us, `_local_tensor` (torch 2.11 to 2.13) one.
+    Each call asks it of every parameter. `to_local()` takes 10 us, `local_tensor` one.
     """
-    assert isinstance(tensor, DTensor)
-    return tensor._local_tensor.data_ptr()
+    return local_tensor(tensor).data_ptr()

@@ -12,9 +12,10 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import Store
 from torch.distributed.constants import default_pg_nccl_timeout, default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
+
+from autopar._torch import Store, default_store, group_timeout, set_group_timeout
 
 
 @dataclass(frozen=True)
@@ -89,41 +90,21 @@ def job_timeout() -> timedelta | None:
     return group_timeout(_default_group())
 
 
-def group_timeout(group: dist.ProcessGroup) -> timedelta | None:
-    """The timeout of the collectives of `group`; None where its backend has none.
-
-    torch has no public way to read it: `_device_types` and `Backend.options._timeout` are those of torch 2.11 to 2.13.
-    """
-    for device in group._device_types:
-        options = getattr(group._get_backend(device), "options", None)
-        timeout = getattr(options, "_timeout", None)
-        if isinstance(timeout, timedelta):
-            return timeout
-    return None
-
-
 def take_job_timeout(mesh: DeviceMesh) -> None:
     """Let the groups of the mesh's axes have the timeout of the job where they have torch's default.
 
-    `init_device_mesh` takes no timeout, and makes its groups without that of `init_process_group`. torch has no public
-    way to change it: `_set_pg_timeout` is that of torch 2.11 to 2.13.
+    `init_device_mesh` takes no timeout, and makes its groups without that of `init_process_group`.
     """
     timeout = job_timeout()
     for axis in range(mesh.ndim):
         group = mesh.get_group(axis)
         if timeout is not None and group_timeout(group) in _DEFAULT_TIMEOUTS - {timeout}:
-            dist.distributed_c10d._set_pg_timeout(timeout, group)
+            set_group_timeout(group, timeout)
 
 
 def job_store() -> Store | None:
-    """The key-value store of the default process group, which every rank can read and write; None without one.
-
-    torch has no public way to it: `_get_default_store` is that of torch 2.11 to 2.13.
-    """
-    if not dist.is_initialized():
-        return None
-    store: Store = dist.distributed_c10d._get_default_store()
-    return store
+    """The key-value store of the default process group, which every rank can read and write; None without one."""
+    return default_store() if dist.is_initialized() else None
 
 
 def _default_group() -> dist.ProcessGroup:

@@ -8,9 +8,9 @@ from typing import get_args
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree
 
 from autopar.runtime.generated import CompiledProgram, PlannedInput
+from passes._torch import pytree
 from passes.ir.errors import InputError
 from passes.ir.leaves import input_leaves
 from passes.ir.program import TensorType, dtype_name

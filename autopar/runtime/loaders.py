@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree
 
 from autopar.runtime.agreement import SENT, Agreement, Raised, digest_numbers
 from autopar.runtime.axis import axes_of
@@ -17,6 +16,7 @@ from autopar.runtime.generated import CompiledProgram
 from autopar.runtime.inputs import check_tensor, is_like
 from autopar.runtime.state import from_local, mesh_of
 from autopar.runtime.values import Leaf, ValueComparison
+from passes._torch import pytree
 from passes.ir.errors import InputError
 from passes.ir.layout import I, R, S, fits, local_shape, whole_shape
 from passes.ir.leaves import input_leaves

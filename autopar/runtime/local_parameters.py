@@ -20,12 +20,20 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge, increment_version
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.utils.hooks import RemovableHandle
 
+from autopar._torch import (
+    DTensorSpec,
+    is_computed_in_backward,
+    local_tensor,
+    post_accumulate_hooks,
+    spec_of,
+    tensor_hooks,
+)
 from autopar.runtime import fsdp
-from autopar.runtime.parameter_hooks import after_tensor_hooks, post_accumulate_hooks, tensor_hooks
-from autopar.runtime.state import as_distributed, local_tensor, spec_of
+from autopar.runtime.parameter_hooks import after_tensor_hooks
+from autopar.runtime.state import as_distributed
+from passes._torch import parameters_of, version_of
 from passes.ir.errors import InputError
 
 # The parts of the model as generated code sees them: leaves are attributes of theirs.
@@ -64,14 +72,14 @@ class _Leaf:
                 if view is not None:
                     vars(view)[attribute] = self.tensor
         if found is not self.parameter:
-            self.parameter, self.version = found, found._version
+            self.parameter, self.version = found, version_of(found)
         self.take_version()
         if self.tensor.requires_grad is not found.requires_grad:
             self.tensor.requires_grad_(found.requires_grad)
 
     def take_version(self) -> None:
         """Let autograd know of changes of the parameter in place, which `DTensor` makes without a word to it."""
-        version = self.parameter._version
+        version = version_of(self.parameter)
         if version != self.version:
             self.version = version
             increment_version(self.tensor)
@@ -137,17 +145,17 @@ class LocalParameters:
         found: dict[int, _Leaf] = {}
         self._paths: dict[str, _Leaf] = {}
         for path, module in root.named_modules(remove_duplicate=False):
-            for name, parameter in module._parameters.items():
+            for name, parameter in parameters_of(module).items():
                 if parameter is None or not isinstance(parameter.data, DTensor):
                     continue
                 part = local_tensor(parameter)
                 full = f"{path}.{name}" if path else name
                 if id(parameter) not in found:
                     found[id(parameter)] = _Leaf(
-                        full, [], parameter, part, part.detach(), spec_of(parameter), parameter._version
+                        full, [], parameter, part, part.detach(), spec_of(parameter), version_of(parameter)
                     )
                 leaf = found[id(parameter)]
-                leaf.places.append((module._parameters, name))
+                leaf.places.append((parameters_of(module), name))
                 self._paths[full] = leaf
         self._task = fsdp.NO_BACKWARD
         self._begun: dict[_Leaf, None] = {}
@@ -186,7 +194,7 @@ class LocalParameters:
             if leaf not in self._begun:
                 self._begun[leaf] = None
                 leaf.begin_backward()
-        return _will_run(self._node_of_always)
+        return is_computed_in_backward(self._node_of_always)
 
     def _end_backward(self) -> None:
         begun, self._begun, self._task = self._begun, {}, fsdp.NO_BACKWARD
@@ -257,7 +265,7 @@ def _asked_for(
     leaves: Sequence[_Leaf], nodes: Sequence[Node | None], output: Tensor, gradient: Tensor
 ) -> list[Tensor | None]:
     """Gradients of those parameters that a backward pass is for, by a backward pass of their leaves."""
-    asked = [number for number, node in enumerate(nodes) if node is not None and _will_run(node)]
+    asked = [number for number, node in enumerate(nodes) if node is not None and is_computed_in_backward(node)]
     found: list[Tensor | None] = [None] * len(leaves)
     if not asked:
         return found
@@ -268,14 +276,3 @@ def _asked_for(
     for number, result in zip(asked, results, strict=True):
         found[number] = None if result is None else as_distributed(result, leaves[number].spec)
     return found
-
-
-def _will_run(node: Node) -> bool:
-    """Whether the backward pass that runs computes the gradient of a leaf (private in torch 2.11 to 2.13).
-
-    torch refuses to answer for a leaf that `torch.autograd.grad` was called for, whose gradient it does compute.
-    """
-    try:
-        return torch._C._will_engine_execute_node(node)
-    except RuntimeError:
-        return True

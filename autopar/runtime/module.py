@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from autopar._torch import parts_of, share_tables
 from autopar.runtime.agreement import Agreement, agreement_of
 from autopar.runtime.axis import axes_of
 from autopar.runtime.call import CallPath, PreparedCall
@@ -27,6 +28,7 @@ from autopar.runtime.refusals import CalledPart, put, refuse_export, refuse_modu
 from autopar.runtime.saving import saving
 from autopar.runtime.state import mesh_of
 from autopar.runtime.steps import forward_backward
+from passes._torch import buffers_of, parameters_of, schema_of
 from passes.ir.errors import CaptureError, InputError
 from passes.ir.layout import S
 from passes.ir.plan import Plan
@@ -77,15 +79,12 @@ class DistributedModule(Loadable, CalledPart):
         engine: Engine,
     ) -> None:
         super().__init__()
-        taken = sorted(set(_OWN) & {*root._modules, *root._parameters, *root._buffers})
+        taken = sorted(set(_OWN) & {*parts_of(root), *parameters_of(root), *buffers_of(root)})
         if taken:
             raise CaptureError(f"the model has a part named {taken[0]!r}, which its distributed form needs: rename it")
         # The model's parts under their own names; they also hang on `root`, where no name of this class is in the way.
         # Both have the same tables, so that a parameter that is replaced is replaced in both.
-        self._modules = root._modules
-        self._parameters = root._parameters
-        self._buffers = root._buffers
-        self._non_persistent_buffers_set = root._non_persistent_buffers_set
+        share_tables(self, root)
         axes = axes_of(mesh)
         self._axes = axes
         engine.bind(root)
@@ -334,7 +333,7 @@ class DistributedModule(Loadable, CalledPart):
         """Change parameters as the model itself does before it reads them."""
         for change in changes:
             part = local(self._root.get_parameter(change.parameter).detach())
-            first, *_ = find_overload(change.target)._schema.arguments
+            first, *_ = schema_of(find_overload(change.target)).arguments
             with torch.no_grad():
                 find_overload(change.target)(**{first.name: part.data}, **change.arguments)
 

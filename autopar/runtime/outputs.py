@@ -4,11 +4,11 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils import _pytree as pytree
 
 from autopar.runtime.generated import CompiledProgram, PlannedOutput
 from autopar.runtime.planned_tensor import planned_tensor
 from autopar.runtime.state import from_local, mesh_of
+from passes._torch import pytree
 from passes.ir.mesh import Mesh
 
 

@@ -1,25 +1,13 @@
 """Hooks of the parameters that users see.
 
-Autograd computes gradients of other tensors (FSDP units, local parts), so these hooks are called by hand. Tensors have
-no public table of their hooks: `_backward_hooks` and `_post_accumulate_grad_hooks` are those of torch 2.11 to 2.13.
+Autograd computes gradients of other tensors (FSDP units, local parts), so these hooks are called by hand.
 """
 
-from collections.abc import Callable, Sequence
-
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
 
+from autopar._torch import tensor_hooks
 from passes.ir.errors import InputError
-
-
-def tensor_hooks(parameter: nn.Parameter) -> Sequence[Callable[[Tensor], Tensor | None]]:
-    """The hooks that were registered with `register_hook`, in their order."""
-    return tuple((parameter._backward_hooks or {}).values())
-
-
-def post_accumulate_hooks(parameter: nn.Parameter) -> Sequence[Callable[[Tensor], None]]:
-    """The hooks that were registered with `register_post_accumulate_grad_hook`, in their order."""
-    return tuple((getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values())
 
 
 def after_tensor_hooks(path: str, parameter: nn.Parameter, gradient: DTensor) -> DTensor:

@@ -5,6 +5,7 @@ from operator import is_
 
 from torch import nn
 
+from passes._torch import parameters_of
 from passes.ir.errors import InputError
 from passes.ir.plan import ParameterPlan
 
@@ -77,6 +78,6 @@ class ParameterWatch:
 
 def _parameters(root: nn.Module) -> Iterator[_Place]:
     for path, part in root.named_modules(remove_duplicate=False):
-        for name, parameter in part._parameters.items():
+        for name, parameter in parameters_of(part).items():
             if parameter is not None:
-                yield part._parameters, name, f"{path}.{name}" if path else name
+                yield parameters_of(part), name, f"{path}.{name}" if path else name

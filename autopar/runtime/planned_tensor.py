@@ -3,10 +3,10 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import SupportsIndex
 
-import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from autopar._torch import without_subclasses
 from passes.ir.errors import InputError
 
 # Part of the message of torch's RuntimeError, in all versions from 2.11 to 2.13.
@@ -27,8 +27,7 @@ class PlannedTensor(DTensor):
     ) -> object:
         """Run an op as on a `DTensor`."""
         try:
-            # There is no public name for it; torch's documentation of subclasses uses it.
-            with torch._C.DisableTorchFunctionSubclass():
+            with without_subclasses():
                 result = func(*args, **(kwargs or {}))
         except RuntimeError as error:
             if _MIXED not in str(error):
@@ -62,7 +61,7 @@ def planned_tensor(tensor: DTensor) -> DTensor:
 
 def _as_dtensor(tensor: Tensor) -> DTensor:
     """The same values, on the same graph, as a plain `DTensor`."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with without_subclasses():
         plain = tensor.detach() if not tensor.requires_grad or tensor.is_leaf else tensor.view_as(tensor)
         if plain.is_leaf:
             plain.requires_grad_(tensor.requires_grad)

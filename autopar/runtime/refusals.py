@@ -10,9 +10,10 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed.tensor import DTensor
 
+from autopar._torch import REGISTRY_KEY, STATE_KEY, call_hooks, parts_of
+from passes._torch import PARAMETERS, buffers_of, parameters_of
 from passes.ir.errors import UnsupportedError
 
 _BEFORE = "change the model, then call parallelize again"
@@ -117,7 +118,7 @@ class DistributedPart(nn.Module):
 
         Raises UnsupportedError for any other buffer.
         """
-        known = self._buffers.get(name)
+        known = buffers_of(self).get(name)
         if known is None:
             raise UnsupportedError(f"no buffer can be added to a distributed module, not {name!r} either: {_BEFORE}")
         if not _alike(tensor, known):
@@ -132,7 +133,7 @@ class DistributedPart(nn.Module):
 
         Raises UnsupportedError for any other parameter.
         """
-        known = self._parameters.get(name)
+        known = parameters_of(self).get(name)
         if known is None:
             raise UnsupportedError(f"no parameter can be added to a distributed module, not {name!r} either: {_BEFORE}")
         if not _alike(param, known):
@@ -148,13 +149,13 @@ class DistributedPart(nn.Module):
             raise UnsupportedError(
                 f"{name!r} cannot become a part of a distributed module, whose code does not call it: {_BEFORE}"
             )
-        if value is None and self.__dict__.get("_parameters", {}).get(name) is not None:
+        if value is None and self.__dict__.get(PARAMETERS, {}).get(name) is not None:
             raise UnsupportedError(f"the parameter {name!r} of a distributed module cannot be removed: {_BEFORE}")
         super().__setattr__(name, value)
 
     def __delattr__(self, name: str) -> None:
         """Delete an attribute; parameters, buffers and parts cannot be deleted."""
-        if name in self._parameters or name in self._buffers or name in self._modules:
+        if name in parameters_of(self) or name in buffers_of(self) or name in parts_of(self):
             raise UnsupportedError(f"{name!r} of a distributed module cannot be removed: {_BEFORE}")
         super().__delattr__(name)
 
@@ -199,8 +200,7 @@ def refuse_export() -> None:
 
 def refuse_module_hooks(module: nn.Module) -> None:
     """Raise UnsupportedError for a module with hooks that calls of the module run."""
-    hooks = (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks)
-    if any(hooks):
+    if call_hooks(module):
         raise UnsupportedError(
             "hooks on a distributed module do not run in forward_backward with micro-batches, which run one by one: "
             "remove them, or plan with micro_batches=1"
@@ -210,7 +210,7 @@ def refuse_module_hooks(module: nn.Module) -> None:
 def put(root: nn.Module, path: str, part: nn.Module) -> None:
     """Put `part` in the place of the part of `root` at `path`."""
     above, _, name = path.rpartition(".")
-    root.get_submodule(above)._modules[name] = part
+    parts_of(root.get_submodule(above))[name] = part
 
 
 def _alike(one: Tensor | None, other: Tensor) -> bool:

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from passes._torch import storage_id, version_of
+
 CHANGED = (
     "a tensor that the backward pass needs was changed in place after the forward pass (a parameter, by the "
     "optimizer?): run backward before changing it"
@@ -108,8 +110,8 @@ def note_made(result: Tensor, run: Callable[..., Tensor], *sources: Tensor) -> N
     noted = _noted.get()
     if noted is None or not torch.is_grad_enabled():
         return
-    place = result.untyped_storage()._cdata
-    if any(source.untyped_storage()._cdata == place for source in sources):
+    place = storage_id(result)
+    if any(storage_id(source) == place for source in sources):
         return
     # What nobody holds any more will not be kept either; until then it holds what it was made from.
     for gone in [key for key, made in noted.items() if made.storage.expired()]:  # type: ignore[no-untyped-call]
@@ -142,9 +144,9 @@ def recomputed(run: Callable[..., Tensor], *operands: Tensor) -> Tensor:
 
 def _noted_or_kept(tensor: Tensor) -> _Packed:
     noted = _noted.get()
-    made = noted.get(tensor.untyped_storage()._cdata) if noted else None
+    made = noted.get(storage_id(tensor)) if noted else None
     if made is None:
-        return _Kept(tensor.detach(), tensor._version)
+        return _Kept(tensor.detach(), version_of(tensor))
     shape, stride, offset = tensor.shape, tensor.stride(), tensor.storage_offset()
     return _View(made, tensor.dtype, shape, stride, offset, tensor.is_conj(), tensor.is_neg())
 
@@ -170,7 +172,7 @@ def _unpack(packed: "_Packed | _Own") -> Tensor:
         return _unpack(packed.packed)
     if isinstance(packed, _View):
         return packed.fetch()
-    if packed.tensor._version != packed.version:
+    if version_of(packed.tensor) != packed.version:
         raise RuntimeError(CHANGED)
     return packed.tensor
 

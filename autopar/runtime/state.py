@@ -1,15 +1,14 @@
 """How layouts lie at the surface: as placements of `torch.distributed.tensor`, and how whole tensors are cut."""
 
 from collections.abc import Sequence
-from copy import copy
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
-from torch.distributed.tensor._dtensor_spec import DTensorSpec
-from torch.distributed.tensor.placement_types import _StridedShard
 
+from autopar._torch import DTensorSpec, StridedShard
+from passes._torch import storage_id
 from passes.ir.layout import Layout, digits
 from passes.ir.mesh import Mesh
 
@@ -27,7 +26,7 @@ def placements(layout: Layout, mesh: Mesh) -> tuple[Placement, ...]:
             factor = letter.major
             for _, size, _ in before:
                 factor //= size
-            found.append(Shard(letter.dim) if factor == 1 else _StridedShard(letter.dim, split_factor=factor))
+            found.append(Shard(letter.dim) if factor == 1 else StridedShard(letter.dim, split_factor=factor))
     return tuple(found)
 
 
@@ -43,7 +42,7 @@ def local_part(whole: Tensor, layout: Layout, coordinate: Sequence[int], mesh: M
             part = cut.reshape(*shape[:dim], shape[dim] // size, *shape[dim + 1 :])
             taken *= size
     part = part.contiguous()
-    return part.clone() if part.untyped_storage()._cdata == whole.untyped_storage()._cdata else part
+    return part.clone() if storage_id(part) == storage_id(whole) else part
 
 
 def from_local(
@@ -61,21 +60,6 @@ def mesh_of(device_mesh: DeviceMesh) -> Mesh:
     names = device_mesh.mesh_dim_names
     assert names is not None
     return Mesh(tuple(names), tuple(device_mesh.shape))
-
-
-def local_tensor(tensor: Tensor) -> Tensor:
-    """The tensor that a `DTensor` holds on this rank: the same object each time, without a node of autograd.
-
-    (`to_local` gives another view each time. The attribute is private in torch 2.11 to 2.13; `fully_shard` reads it.)
-    """
-    assert isinstance(tensor, DTensor)
-    return tensor._local_tensor
-
-
-def spec_of(tensor: Tensor) -> DTensorSpec:
-    """Shape and layout of a `DTensor`, of its own (private in torch 2.11 to 2.13)."""
-    assert isinstance(tensor, DTensor)
-    return copy(tensor._spec)
 
 
 def as_distributed(local: Tensor, spec: DTensorSpec) -> DTensor:

@@ -6,6 +6,9 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
+from autopar._torch import parts_of
+from passes._torch import parameters_of, storage_id
+
 
 class Reading(Protocol):
     """A source of parameters."""
@@ -27,21 +30,21 @@ class ParameterGroup(nn.Module):
         """`run(*inputs)`, with the parameters there."""
         result = run(*inputs)
         # Their memory is given back: what is a view of one needs its own.
-        held = {part.untyped_storage()._cdata for part in self._parameters.values() if part is not None}
+        held = {storage_id(part) for part in parameters_of(self).values() if part is not None}
         if isinstance(result, tuple):
             return tuple(_apart(item, held) for item in result)
         return _apart(result, held)
 
     def current(self, number: int) -> Tensor:
         """A parameter as it is now: gathered while the group runs, or else this rank's part."""
-        found = self._parameters[str(number)]
+        found = parameters_of(self)[str(number)]
         assert found is not None
         return found
 
 
 def _apart(result: object, held: Set[int]) -> object:
     """`result`, as a copy if it lies in one of the storages `held`."""
-    return result.clone() if isinstance(result, Tensor) and result.untyped_storage()._cdata in held else result
+    return result.clone() if isinstance(result, Tensor) and storage_id(result) in held else result
 
 
 def within(groups: Sequence[nn.Module], run: Callable[..., object], inputs: Sequence[Tensor]) -> object:
@@ -66,7 +69,7 @@ class PartView:
         self.__part = part
         # Without paths, so that what is compiled for one copy of a region serves the others.
         self.__own = own
-        for name, module in part._modules.items():
+        for name, module in parts_of(part).items():
             if module is not None:
                 self.__dict__[name] = PartView(module, inner.get(name, {}))
 

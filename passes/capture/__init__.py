@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 from torch.export.graph_signature import ConstantArgument, InputKind
-from torch.utils import _pytree as pytree
 
+from passes._torch import pytree
 from passes.capture.exporting import Exported, export, possible_constants
 from passes.capture.graph import GraphWriter
 from passes.capture.setting import autograd_functions_written, example_of, mode_of, parameters_as, tensors_on

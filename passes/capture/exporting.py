@@ -9,6 +9,8 @@ import functools
 import io
 import logging
 import re
+import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -18,10 +20,21 @@ from unittest import mock
 import sympy
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, free_unbacked_symbols
-from torch.utils import _pytree as pytree
 
+from passes._torch import (
+    AUTOGRAD_FUNCTION_APPLY,
+    TRACE_LOGGERS,
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    GuardOnDataDependentSymNode,
+    OpOverload,
+    eager,
+    free_unbacked_symbols,
+    operator_name,
+    pytree,
+    schema_of,
+)
+from passes.capture.per_thread import replaced
 from passes.capture.source import Line, construct, line_of_node, line_of_traceback
 from passes.capture.values import MOST, Read, Rewording, Values, checks_pass
 from passes.ir.errors import CaptureError
@@ -165,8 +178,7 @@ def _exported(
     def eagerly(arguments: object) -> AbstractContextManager[object]:
         stack = contextlib.ExitStack()
         stack.enter_context(follow(arguments))
-        for name in ("is_compiling", "is_exporting", "is_dynamo_compiling"):
-            stack.enter_context(mock.patch.object(torch.compiler, name, return_value=False))
+        stack.enter_context(eager())
         return stack
 
     first: Exception | None = None
@@ -214,7 +226,7 @@ def _export(
             shapes[leaf] = dims
     dynamic = cast(dict[str, object], shapes) if varying else None
     try:
-        with contextlib.redirect_stderr(output), contextlib.redirect_stdout(output), _quiet():
+        with replaced(sys, "stderr", output), replaced(sys, "stdout", output), _quiet():
             return torch.export.export(module, (), dict(example), dynamic_shapes=dynamic, strict=strict)
     except Exception:
         logger.debug("torch.export printed:\n%s", output.getvalue())
@@ -224,18 +236,19 @@ def _export(
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Without torch's own words on what it cannot trace: it raises them too."""
-    loggers = [
-        logging.getLogger(f"torch.{name}")
-        for name in ("_subclasses.fake_tensor", "export._trace", "fx.experimental.symbolic_shapes")
-    ]
-    before = [item.disabled for item in loggers]
+    thread = threading.get_ident()
+
+    def is_other(record: logging.LogRecord) -> bool:
+        return record.thread != thread
+
+    loggers = [logging.getLogger(name) for name in TRACE_LOGGERS]
     try:
         for item in loggers:
-            item.disabled = True
+            item.addFilter(is_other)
         yield
     finally:
-        for item, disabled in zip(loggers, before, strict=True):
-            item.disabled = disabled
+        for item in loggers:
+            item.removeFilter(is_other)
 
 
 @contextlib.contextmanager
@@ -265,8 +278,7 @@ def _without_functions() -> Iterator[None]:
     def refuse(*args: object, **kwargs: object) -> None:
         raise CaptureError("a custom autograd.Function is not traced like this")
 
-    operator = torch._functorch.autograd_function.autograd_function_apply
-    with mock.patch.object(type(operator), "__call__", refuse):
+    with replaced(type(AUTOGRAD_FUNCTION_APPLY), "__call__", refuse):
         yield
 
 
@@ -308,11 +320,11 @@ def _drop_checks(graph: torch.fx.Graph) -> None:
     for node in reversed(list(graph.nodes)):
         if node.op != "call_function" or node.users:
             continue
-        name = getattr(node.target, "_opname", "")
+        name = operator_name(node.target)
         if name in _ASSERTIONS:
             useless = any(_unknown(item) for item in node.all_input_nodes)
         else:
-            writes = isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+            writes = isinstance(node.target, OpOverload) and schema_of(node.target).is_mutable
             useless = node.target == _ITEM or (bool(_unknown(node)) and not writes)
         if useless:
             graph.erase_node(node)
@@ -351,9 +363,9 @@ def _keep_as_tensor(item: torch.fx.Node) -> None:
 
 def _takes_tensor(user: torch.fx.Node, item: torch.fx.Node) -> bool:
     """Whether an operator may be given a tensor in place of a number: the result is of the same dtype then."""
-    if not isinstance(user.target, torch._ops.OpOverload) or user.target._schema.is_mutable:
+    if not isinstance(user.target, OpOverload) or schema_of(user.target).is_mutable:
         return False
-    parameters = user.target._schema.arguments
+    parameters = schema_of(user.target).arguments
     for place, argument in enumerate(user.args):
         if argument is item and not isinstance(parameters[place].type, torch.TensorType):
             return False

@@ -18,10 +18,20 @@ from math import prod
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext, SymbolicContext
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from passes._torch import (
+    DimDynamic,
+    FakeTensorMode,
+    OpOverload,
+    ShapeEnv,
+    StatelessSymbolicContext,
+    SymbolicContext,
+    TorchDispatchMode,
+    schema_of,
+    storage_id,
+    without_function_modes,
+    without_modes,
+)
 from passes.ir.errors import CaptureError
 from passes.ir.program import TensorType
 from passes.ops import read, run
@@ -53,7 +63,7 @@ def known_of(function: str, arguments: str, operands: tuple[TensorType, ...], si
 @contextlib.contextmanager
 def _apart() -> Iterator[None]:
     """Without the modes of whoever calls, and with gradients."""
-    with torch.utils._python_dispatch._disable_current_modes(), torch._C.DisableTorchFunction(), torch.enable_grad():
+    with without_modes(), without_function_modes(), torch.enable_grad():
         yield
 
 
@@ -110,7 +120,7 @@ class _Following(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(
         self,
-        function: torch._ops.OpOverload,
+        function: OpOverload,
         types: object,
         args: tuple[object, ...] = (),
         kwargs: dict[str, object] | None = None,
@@ -121,17 +131,17 @@ class _Following(TorchDispatchMode):  # type: ignore[no-untyped-call]
         returned = [item for item in _leaves(result) if isinstance(item, Tensor)]
         if not returned:
             # A question about a tensor (one about its values cannot be answered here), or a change of a whole list.
-            self.pointwise = self.pointwise and not function._schema.is_mutable
-            self.linear = self.linear and not function._schema.is_mutable
+            self.pointwise = self.pointwise and not schema_of(function).is_mutable
+            self.linear = self.linear and not schema_of(function).is_mutable
             return result
-        name = function._schema.name.partition("::")[2]
+        name = schema_of(function).name.partition("::")[2]
         self.drawn |= torch.Tag.nondeterministic_seeded in function.tags
         self.pointwise = self.pointwise and self._is_pointwise(function, name, given, returned)
         self._follow_gradients(name, args, given, returned)
         return result
 
     def _is_pointwise(
-        self, function: torch._ops.OpOverload, name: str, given: Sequence[object], returned: Sequence[Tensor]
+        self, function: OpOverload, name: str, given: Sequence[object], returned: Sequence[Tensor]
     ) -> bool:
         """Whether an operator keeps to places; numbers among its operands must not be sizes."""
         operands = [item for item in given if isinstance(item, Tensor)]
@@ -187,7 +197,7 @@ class _Following(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _storage(tensor: Tensor) -> int:
-    place: int = tensor.untyped_storage()._cdata
+    place: int = storage_id(tensor)
     return place
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from passes import ops
+from passes._torch import HigherOrderOperator, OpOverload, schema_of, storage_id
 from passes.capture.exporting import refusal
 from passes.capture.functions import known_of
 from passes.capture.source import line_of_node, lines_of_node
@@ -65,18 +66,18 @@ class GraphWriter:
         kwargs = {name: _known(item, known) for name, item in node.kwargs.items()}
         if node.target is operator.getitem:
             return cast(Sequence[object], args[0])[cast(int, args[1])]
-        if isinstance(node.target, torch._ops.HigherOrderOperator):
+        if isinstance(node.target, HigherOrderOperator):
             return self.higher_order(node, args)
-        if not isinstance(node.target, torch._ops.OpOverload):
+        if not isinstance(node.target, OpOverload):
             raise self.refusal(node, f"{node.target} is no operator on tensors")
         return self.write(node.target, args, kwargs, node)
 
     def write(
-        self, target: torch._ops.OpOverload, args: tuple[object, ...], kwargs: dict[str, object], node: torch.fx.Node
+        self, target: OpOverload, args: tuple[object, ...], kwargs: dict[str, object], node: torch.fx.Node
     ) -> object:
         """Append an op whose results have the types that tracing found."""
         arguments: dict[str, Argument] = {}
-        for position, parameter in enumerate(target._schema.arguments):
+        for position, parameter in enumerate(schema_of(target).arguments):
             given = args[position] if position < len(args) else kwargs.get(parameter.name, parameter.default_value)
             arguments[parameter.name] = freeze(given)
         if target == ops.TRACED:
@@ -89,7 +90,7 @@ class GraphWriter:
         results = []
         for item in values:
             if isinstance(item, torch.Tensor):
-                name = self.name(target._schema.name.split("::")[1])
+                name = self.name(schema_of(target).name.split("::")[1])
                 self.types[name] = self.type(item)
                 results.append(name)
             else:
@@ -97,7 +98,7 @@ class GraphWriter:
         if _copies(target, node):
             self.copied.update(results)
         else:
-            viewed = [arguments[item.name] for item in target._schema.arguments if item.alias_info is not None]
+            viewed = [arguments[item.name] for item in schema_of(target).arguments if item.alias_info is not None]
             self.viewed.update({name: item.name for item in viewed if isinstance(item, Ref) for name in results})
         module, module_class = _module(node)
         self.ops.append(Op(str(target), arguments, tuple(results), module, module_class, _source(node)))
@@ -108,9 +109,9 @@ class GraphWriter:
         """The error for a module in which `node` stands."""
         return refusal(self.module, line_of_node(node), reason)
 
-    def changed(self, target: torch._ops.OpOverload, arguments: Mapping[str, Argument]) -> str | None:
+    def changed(self, target: OpOverload, arguments: Mapping[str, Argument]) -> str | None:
         """The input or parameter that an op changes in place."""
-        for parameter in target._schema.arguments:
+        for parameter in schema_of(target).arguments:
             argument = arguments[parameter.name]
             if parameter.alias_info is not None and parameter.alias_info.is_write and isinstance(argument, Ref):
                 name = argument.name
@@ -119,9 +120,7 @@ class GraphWriter:
                 return name if name in self.inputs or name in self.parameters else None
         return None
 
-    def change(
-        self, name: str, target: torch._ops.OpOverload, arguments: Mapping[str, Argument], node: torch.fx.Node
-    ) -> object:
+    def change(self, name: str, target: OpOverload, arguments: Mapping[str, Argument], node: torch.fx.Node) -> object:
         """Note a change of a parameter that can be made to each of its parts, before anything is computed.
 
         Raises CaptureError for any other change of what was given to the model.
@@ -193,9 +192,9 @@ class GraphWriter:
     def refuse_changes(self, inner: torch.fx.GraphModule, known: Mapping[torch.fx.Node, object]) -> None:
         """Raise for activations that are changed in place without gradient: only their values would change."""
         for node in inner.graph.nodes:
-            if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+            if node.op != "call_function" or not isinstance(node.target, OpOverload):
                 continue
-            for position, parameter in enumerate(node.target._schema.arguments):
+            for position, parameter in enumerate(schema_of(node.target).arguments):
                 written = parameter.alias_info is not None and parameter.alias_info.is_write
                 changed = known.get(node.args[position]) if written and position < len(node.args) else None
                 if isinstance(changed, Ref) and changed.name.startswith("%"):
@@ -206,7 +205,7 @@ class GraphWriter:
                     )
 
 
-def _known_function(node: torch.fx.Node, arguments: dict[str, Argument]) -> torch._ops.OpOverload:
+def _known_function(node: torch.fx.Node, arguments: dict[str, Argument]) -> OpOverload:
     """Put what is known of an autograd function into the arguments of its call; returns the overload to call."""
     operands = [item.meta["val"] for item in cast(Sequence[torch.fx.Node], node.args[0])]
     types = tuple(TensorType(tuple(map(_hint, operand.shape)), operand.dtype) for operand in operands)
@@ -225,15 +224,15 @@ def _hint(size: object) -> int:
     return int(size.node.hint) if isinstance(size, torch.SymInt) else cast(int, size)
 
 
-def _copies(target: torch._ops.OpOverload, node: torch.fx.Node) -> bool:
+def _copies(target: OpOverload, node: torch.fx.Node) -> bool:
     """Whether an op that may or may not share memory with its operand gave a copy of it."""
-    if not target._schema.arguments or target._schema.arguments[0].alias_info is None or not node.args:
+    if not schema_of(target).arguments or schema_of(target).arguments[0].alias_info is None or not node.args:
         return False
     operand, result = node.args[0], node.meta.get("val")
     before = operand.meta.get("val") if isinstance(operand, torch.fx.Node) else None
     if not isinstance(before, torch.Tensor) or not isinstance(result, torch.Tensor):
         return False
-    return bool(before.untyped_storage()._cdata != result.untyped_storage()._cdata)
+    return bool(storage_id(before) != storage_id(result))
 
 
 def _known(argument: torch.fx.node.Argument, known: Mapping[torch.fx.Node, object]) -> object:

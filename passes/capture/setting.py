@@ -2,17 +2,19 @@
 was."""
 
 import contextlib
-import traceback
-from collections.abc import Iterator, Mapping, Sequence
-from unittest import mock
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import cast
 
 import torch
 import torch.utils.checkpoint
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils import _pytree as pytree
 
 from passes import ops
+from passes._torch import FakeTensorMode, buffers_of, parameters_of, pytree, version_of
+from passes.capture.per_thread import replaced
+from passes.capture.source import line_of_frame
 from passes.ir.errors import CaptureError
 from passes.ir.leaves import Inputs
 
@@ -38,7 +40,6 @@ def mode_of(module: nn.Module, training: bool) -> Iterator[None]:
 def autograd_functions_written(gradients: bool) -> Iterator[None]:
     """Calls of custom `autograd.Function`s become operators. `torch.export` itself would keep only their forward: with
     `gradients` their gradients would be silently wrong."""
-    original = torch.autograd.Function.apply
 
     def apply(cls: ops.Function, /, *args: object, **kwargs: object) -> object:
         if cls is torch.utils.checkpoint.CheckpointFunction:
@@ -46,23 +47,23 @@ def autograd_functions_written(gradients: bool) -> Iterator[None]:
                 f"{_calling_line()} checkpoints reentrantly, which a trace does not keep: pass use_reentrant=False"
             )
         if not gradients or ops.is_within() or cls.__module__.split(".")[0] == "torch":
-            return original.__func__(cls, *args, **kwargs)  # type: ignore[attr-defined]
+            return cast(Callable[..., object], original)(cls, *args, **kwargs)
         try:
             return _as_operator(cls, args, kwargs)
         except CaptureError as error:
             raise CaptureError(f"{_calling_line()}: {error}") from None
 
-    with mock.patch.object(torch.autograd.Function, "apply", classmethod(apply)):
+    with replaced(torch.autograd.Function, "apply", apply) as original:
         yield
 
 
 def _as_operator(cls: ops.Function, args: Sequence[object], kwargs: Mapping[str, object]) -> object:
     """What a function returns, by way of the operator that stands for it in a graph."""
     call = ops.written(cls, args, kwargs)
-    versions = [tensor._version for tensor in call.tensors]
+    versions = [version_of(tensor) for tensor in call.tensors]
     with ops.results_noted() as noted:
         results = iter(ops.TRACED(call.tensors, call.function, call.arguments, sizes=call.sizes))
-    if versions != [tensor._version for tensor in call.tensors]:
+    if versions != [version_of(tensor) for tensor in call.tensors]:
         raise CaptureError(
             f"the autograd.Function {cls.__qualname__} changes a tensor that it is given: write it without in-place"
         )
@@ -74,13 +75,8 @@ def _as_operator(cls: ops.Function, args: Sequence[object], kwargs: Mapping[str,
 
 def _calling_line() -> str:
     """The line of the model that is being traced."""
-    frames = [frame for frame in traceback.extract_stack() if _is_models(frame)]
-    return f"{frames[-1].filename.rsplit('/', 1)[-1]}:{frames[-1].lineno}" if frames else "the model"
-
-
-def _is_models(frame: traceback.FrameSummary) -> bool:
-    """Whether a line of a traceback is not torch's or ours."""
-    return "/torch/" not in frame.filename and not frame.filename.startswith("<") and frame.filename != __file__
+    line = line_of_frame(sys._getframe(1))
+    return f"{os.path.basename(line.file)}:{line.number}" if line is not None else "the model"
 
 
 @contextlib.contextmanager
@@ -94,7 +90,7 @@ def tensors_on(module: nn.Module, device: torch.device) -> Iterator[None]:
     mode = FakeTensorMode()
     try:
         for part in module.modules():
-            for holder in (part._parameters, part._buffers):
+            for holder in (parameters_of(part), buffers_of(part)):
                 for name, tensor in holder.items():
                     if tensor is None or not tensor.is_meta:
                         continue
@@ -119,12 +115,12 @@ def parameters_as(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     undo: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]] = []
     try:
         for part in module.modules():
-            for name, parameter in part._parameters.items():
+            for name, parameter in parameters_of(part).items():
                 if parameter is not None and parameter.is_floating_point():
                     if id(parameter) not in replaced:
                         cast = torch.empty_like(parameter, dtype=dtype, device=parameter.device)
                         replaced[id(parameter)] = nn.Parameter(cast, parameter.requires_grad)
-                    undo.append((part._parameters, name, parameter))
+                    undo.append((parameters_of(part), name, parameter))
         for holder, name, parameter in undo:
             holder[name] = replaced[id(parameter)]
         yield

@@ -7,13 +7,14 @@ import sysconfig
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from types import FrameType, TracebackType
 
 import torch
 
 TORCH = os.path.dirname(torch.__file__) + os.sep
-_HERE = os.path.dirname(os.path.abspath(__file__))
-_OURS = (_HERE + os.sep, os.path.join(os.path.dirname(_HERE), "autopar") + os.sep)
+_ROOT = Path(__file__).resolve().parents[2]
+_OURS = tuple(f"{_ROOT / room}{os.sep}" for room in ("autopar", "passes"))
 _PYTHON = sysconfig.get_paths()["stdlib"] + os.sep
 # Of transformers only these files are models; the others serve them.
 _SERVING, _MODELS = f"{os.sep}transformers{os.sep}", f"{os.sep}transformers{os.sep}models{os.sep}"

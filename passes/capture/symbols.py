@@ -5,8 +5,8 @@ from typing import cast
 
 import sympy
 import torch
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from passes._torch import ShapeEnv
 from passes.ir.errors import CaptureError
 from passes.ir.program import Program
 from passes.ir.sizes import as_number

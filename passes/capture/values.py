@@ -10,30 +10,39 @@ value comes.
 
 import functools
 import sys
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence, Set
 from contextlib import contextmanager
 from contextvars import ContextVar, Token
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import cast
-from unittest import mock
 
 import sympy
 import torch
 from torch import Tensor
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, free_unbacked_symbols
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.weak import WeakIdKeyDictionary
 
+from passes._torch import (
+    NUMBER_OF_TENSOR,
+    GuardOnDataDependentSymNode,
+    OpOverload,
+    TorchDispatchMode,
+    free_unbacked_symbols,
+    operator_name,
+    pytree,
+    schema_of,
+    storage_id,
+    without_function_modes,
+    without_modes,
+)
 from passes.capture.checks import passing_value
+from passes.capture.per_thread import replaced
 from passes.capture.source import TORCH, Line, line_of_frame
 
 # Elements that a tensor may have whose values are computed.
 MOST = 2**20
 
-_NUMBER = torch.ops.aten._local_scalar_dense.default
 _SYMBOLIC = torch.SymInt, torch.SymFloat, torch.SymBool
 # What leaves open what is in a tensor.
 _OPEN = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided", "resize_", "set_"}
@@ -110,7 +119,7 @@ class Values(TorchDispatchMode):
         self, function: object, types: object, args: Sequence[object] = (), kwargs: Mapping[str, object] | None = None
     ) -> object:
         """Call an operator, and compute the values of its results where those of its operands are known."""
-        with torch._C.DisableTorchFunction():
+        with without_function_modes():
             return self._call(function, args, kwargs or {})
 
     def is_readable(self, tensor: Tensor) -> bool:
@@ -119,9 +128,9 @@ class Values(TorchDispatchMode):
         return value is not None and value.tensor is not None and value.memory.inputs <= self.constants
 
     def _call(self, function: object, args: Sequence[object], kwargs: Mapping[str, object]) -> object:
-        if not isinstance(function, torch._ops.OpOverload):
+        if not isinstance(function, OpOverload):
             return function(*args, **kwargs)  # type: ignore[operator]
-        if function is _NUMBER:
+        if function is NUMBER_OF_TENSOR:
             return self._number(cast(Tensor, args[0]))
         leaves, tree = pytree.tree_flatten((args, kwargs))
         values = self._operands(function, leaves)
@@ -154,11 +163,11 @@ class Values(TorchDispatchMode):
             return None if value.memory.lost else value
         if type(tensor) is Tensor and tensor.device.type == "cpu" and _is_small(tensor):
             # One that the model makes of numbers, or holds.
-            with _disable_current_modes():
+            with without_modes():
                 return Value(tensor.detach().clone(), Memory(frozenset()))
         return None
 
-    def _operands(self, function: torch._ops.OpOverload, leaves: Sequence[object]) -> list[Value] | None:
+    def _operands(self, function: OpOverload, leaves: Sequence[object]) -> list[Value] | None:
         """The values of all operands; None where those of one are not known, or those of the results still open."""
         values = []
         for leaf in leaves:
@@ -169,7 +178,7 @@ class Values(TorchDispatchMode):
                 if value is None:
                     return None
                 values.append(value)
-        if torch.Tag.nondeterministic_seeded in function.tags or function._opname in _OPEN:
+        if torch.Tag.nondeterministic_seeded in function.tags or operator_name(function) in _OPEN:
             return None
         return values
 
@@ -187,9 +196,9 @@ class Values(TorchDispatchMode):
             memory.inputs |= inputs
             self.known[leaf] = Value(kept, memory)
 
-    def _forget(self, function: torch._ops.OpOverload, args: Sequence[object], kwargs: Mapping[str, object]) -> None:
+    def _forget(self, function: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]) -> None:
         """What an operator writes to is known no longer, nor is what shares its memory."""
-        for place, parameter in enumerate(function._schema.arguments):
+        for place, parameter in enumerate(schema_of(function).arguments):
             if parameter.alias_info is None or not parameter.alias_info.is_write:
                 continue
             for leaf in pytree.tree_leaves(args[place] if place < len(args) else kwargs.get(parameter.name)):
@@ -202,13 +211,13 @@ class Values(TorchDispatchMode):
         value = self._value(tensor)
         if value is not None and value.tensor is not None and value.memory.inputs <= self.constants:
             self._note_read(value.memory.inputs)
-            with _disable_current_modes():
+            with without_modes():
                 return value.tensor.item()
         passing = self.passing(_calling_frame())
         if passing is not None:
-            with _disable_current_modes():
+            with without_modes():
                 return torch.tensor(passing, dtype=tensor.dtype).item()
-        number = _NUMBER(tensor)
+        number = NUMBER_OF_TENSOR(tensor)
         if value is not None:
             self._note_symbols([number], value.memory.inputs)
         return number
@@ -234,19 +243,19 @@ class Values(TorchDispatchMode):
 @contextmanager
 def checks_pass(values: Values) -> Iterator[None]:
     """Let checks on numbers pass that a trace has symbols for."""
-    original = torch.SymBool.__bool__
 
     def decided(number: torch.SymBool) -> bool:
         try:
-            return bool(original(number))  # type: ignore[no-untyped-call]
+            return bool(cast(Callable[[torch.SymBool], bool], original)(number))
         except GuardOnDataDependentSymNode:
-            frame = sys._getframe(1)
+            # The caller of `bool`: a dispatcher stands between.
+            frame = sys._getframe(2)
             passing = values.passing(frame) if not _is_machinery(frame) else None
             if passing is None:
                 raise
             return passing
 
-    with mock.patch.object(torch.SymBool, "__bool__", decided):
+    with replaced(torch.SymBool, "__bool__", decided) as original:
         yield
 
 
@@ -270,9 +279,7 @@ class Rewording(TorchFunctionMode):
         return function(*args, **options)  # type: ignore[operator]
 
 
-def _computed(
-    function: torch._ops.OpOverload, leaves: Sequence[object], tree: pytree.TreeSpec, values: Sequence[Value]
-) -> object:
+def _computed(function: OpOverload, leaves: Sequence[object], tree: pytree.TreeSpec, values: Sequence[Value]) -> object:
     """What an operator gives for known values, on the CPU; None where it cannot be computed."""
     given = iter(values)
     filled: list[object] = []
@@ -286,7 +293,7 @@ def _computed(
             filled.append(torch.device("cpu") if isinstance(leaf, torch.device) else leaf)
     args, kwargs = pytree.tree_unflatten(filled, tree)
     try:
-        with _disable_current_modes(), torch.no_grad():
+        with without_modes(), torch.no_grad():
             computed: object = function(*args, **kwargs)
     except Exception:
         # What is wrong with the call is said by the trace itself.
@@ -305,7 +312,7 @@ def _is_small(tensor: Tensor) -> bool:
 
 
 def _share(first: Tensor | None, second: Tensor) -> bool:
-    return first is not None and first.untyped_storage()._cdata == second.untyped_storage()._cdata
+    return first is not None and storage_id(first) == storage_id(second)
 
 
 def _calling_frame() -> FrameType:

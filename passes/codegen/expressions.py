@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from passes._torch import schema_of
 from passes.codegen.scope import Scope
 from passes.ir.program import Argument, Op, Ref, TensorType, freeze
 
@@ -20,8 +21,8 @@ def expression(code: Scope, op: Op, texts: Mapping[str, str] | None = None) -> s
     written = writer(code, op.arguments) if writer else None
     if written is not None:
         return written
-    defaults = {argument.name: freeze(argument.default_value) for argument in op.overload._schema.arguments}
-    schema = op.overload._schema.arguments
+    defaults = {argument.name: freeze(argument.default_value) for argument in schema_of(op.overload).arguments}
+    schema = schema_of(op.overload).arguments
     required = {argument.name for argument in schema if not argument.has_default_value()}
     by_name = {argument.name for argument in schema if argument.has_default_value() or argument.kwarg_only}
     given = [

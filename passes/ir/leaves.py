@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from torch.utils import _pytree as pytree
+from passes._torch import pytree
 
 Inputs = Mapping[str, object]
 

@@ -14,8 +14,8 @@ from functools import cache, cached_property
 from math import prod
 
 import torch
-from torch.utils._pytree import TreeSpec
 
+from passes._torch import OpOverload, pytree, schema_of
 from passes.ir.layout import Shape
 
 
@@ -95,7 +95,7 @@ class Op:
         return self.target.split(".")[1]
 
     @property
-    def overload(self) -> torch._ops.OpOverload:
+    def overload(self) -> OpOverload:
         """The operator itself."""
         return find_overload(self.target)
 
@@ -105,7 +105,7 @@ class Op:
         return tuple(references(tuple(self.arguments.values())))
 
     def __str__(self) -> str:
-        defaults = {argument.name: argument.default_value for argument in self.overload._schema.arguments}
+        defaults = {argument.name: argument.default_value for argument in schema_of(self.overload).arguments}
         shown = [
             (name, value)
             for name, value in self.arguments.items()
@@ -199,7 +199,7 @@ class Program:
     ops: tuple[Op, ...]
     outputs: tuple[Argument, ...]
     output_names: tuple[str, ...]
-    output_tree: TreeSpec
+    output_tree: pytree.TreeSpec
     types: Mapping[str, TensorType]
     updates: tuple[Update, ...] = ()
     copied: frozenset[str] = frozenset()
@@ -369,11 +369,11 @@ def has_linear_gradients(op: Op) -> bool:
 
 
 @cache
-def find_overload(target: str) -> torch._ops.OpOverload:
+def find_overload(target: str) -> OpOverload:
     """The operator called `target`, such as "aten.linear.default"."""
     namespace, name, overload = target.split(".")
     found = getattr(getattr(getattr(torch.ops, namespace), name), overload)
-    assert isinstance(found, torch._ops.OpOverload)
+    assert isinstance(found, OpOverload)
     return found
 
 

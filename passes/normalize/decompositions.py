@@ -6,11 +6,8 @@ from functools import cache
 from typing import cast
 
 import torch
-from torch._decomp import decomposition_table
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils import _pytree as pytree
 
+from passes._torch import FakeTensorMode, OpOverload, decomposition_table, make_fx, pytree, schema_of
 from passes.ir.program import Argument, Input, Op, Program, Ref, TensorType, freeze, references, rename
 
 # Whether a rule speaks for an op, given the types of its tensors.
@@ -120,7 +117,7 @@ def _traced(op: Op, types: Mapping[str, TensorType], prefix: str) -> _Traced | N
     def run(*tensors: torch.Tensor) -> object:
         given = dict(zip(names, tensors, strict=True))
         arguments = {key: _filled(value, given) for key, value in op.arguments.items()}
-        schema = op.overload._schema.arguments
+        schema = schema_of(op.overload).arguments
         positional = [arguments[item.name] for item in schema if not item.kwarg_only]
         return op.overload(*positional, **{item.name: arguments[item.name] for item in schema if item.kwarg_only})
 
@@ -145,10 +142,10 @@ def _traced(op: Op, types: Mapping[str, TensorType], prefix: str) -> _Traced | N
             return ops, [cast(Argument, known[item]) for item in returned if isinstance(item, torch.fx.Node)], found
         elif node.op != "call_function":
             return None
-        elif isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
+        elif isinstance(node.target, OpOverload) and schema_of(node.target).is_mutable:
             # What torch does in place within an operator it often hides from autograd.
             return None
-        elif not isinstance(node.target, torch._ops.OpOverload):
+        elif not isinstance(node.target, OpOverload):
             sequence, index = node.args
             known[node] = cast("list[Ref]", known[cast(torch.fx.Node, sequence)])[cast(int, index)]
         elif node.target is op.overload and len(ops) == 0 and [*known.values()] == [Ref(name) for name in names]:
@@ -161,7 +158,7 @@ def _traced(op: Op, types: Mapping[str, TensorType], prefix: str) -> _Traced | N
                 found[name] = TensorType(tuple(tensor.shape), tensor.dtype)
                 results.append(Ref(name))
             arguments: dict[str, Argument] = {}
-            for position, item in enumerate(node.target._schema.arguments):
+            for position, item in enumerate(schema_of(node.target).arguments):
                 given = node.args[position] if position < len(node.args) else node.kwargs.get(
                     item.name, item.default_value)  # fmt: skip
                 arguments[item.name] = freeze(
@@ -182,6 +179,6 @@ def _filled(argument: Argument, given: Mapping[str, torch.Tensor]) -> object:
 
 
 @cache
-def _table(overload: torch._ops.OpOverload) -> dict[torch._ops.OpOverload, Callable[..., object]]:
+def _table(overload: OpOverload) -> dict[OpOverload, Callable[..., object]]:
     """The decomposition of one operator, if torch has one; operators made of others come apart by themselves."""
     return {overload: decomposition_table[overload]} if overload in decomposition_table else {}

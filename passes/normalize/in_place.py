@@ -8,6 +8,7 @@ updates.
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
+from passes._torch import schema_of
 from passes.ir.errors import CaptureError
 from passes.ir.program import Argument, Op, Program, Ref, TensorType, Update, find_overload, references
 from passes.normalize.rewriter import Rewriter
@@ -62,7 +63,7 @@ class _Functional:
         if op.kind == "batch_norm" and op.arguments["training"] and op.arguments["running_mean"] is not None:
             self.batch_norm(op, original)
             return
-        schema = op.overload._schema.arguments
+        schema = schema_of(op.overload).arguments
         written = [item.name for item in schema if item.alias_info is not None and item.alias_info.is_write]
         if written:
             target = next(references(original.arguments[written[0]]))
@@ -178,7 +179,7 @@ def _out_of_place(rewriter: Rewriter, op: Op) -> Ref:
     namespace, name, overload = op.target.split(".")
     target = f"{namespace}.{_OTHER_NAMES.get(name, name.rstrip('_'))}.{overload}"
     try:
-        schema = find_overload(target)._schema.arguments
+        schema = schema_of(find_overload(target)).arguments
     except AttributeError:
         raise CaptureError(f"{op.kind} at {op.line} works in place and has no other form: write it without") from None
     first, *rest = op.arguments.items()

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import cast
 
+from passes._torch import schema_of
 from passes.ir.program import Argument, Op, Program, Ref, TensorType, Update, find_overload, references, rename
 
 
@@ -45,7 +46,7 @@ class Rewriter:
 
     def write(self, like: Op, target: str, type: TensorType, /, *args: Argument, **kwargs: Argument) -> Ref:
         """Write a new op where `like` stands, with one result of `type`."""
-        schema = find_overload(target)._schema.arguments
+        schema = schema_of(find_overload(target)).arguments
         arguments: dict[str, Argument] = {}
         for position, parameter in enumerate(schema):
             if position < len(args):

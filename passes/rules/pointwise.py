@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from passes._torch import schema_of
 from passes.ir.program import Op, Ref, TensorType, has_gradient
 from passes.rules.parts import broadcast, factors, named
 from passes.rules.registry import rule_for
@@ -117,7 +118,7 @@ def pointwise(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
 
 def _starts_with_number(op: Op) -> bool:
     """Whether the only tensor is the second operand, as the divisor of a number."""
-    first = next(iter(op.overload._schema.arguments)).name
+    first = next(iter(schema_of(op.overload).arguments)).name
     return len(op.operands) == 1 and op.kind == "div" and op.arguments[first] is not None and first != "self"
 
 

@@ -1,6 +1,7 @@
 """Inputs from configs, and what surrounds the trace of a Hugging Face model."""
 
 import logging
+import threading
 from collections.abc import Mapping
 from unittest import mock
 
@@ -147,6 +148,24 @@ def test_everything_is_as_it_was_afterwards():
     with pytest.raises(RuntimeError, match="within"):
         fail()
     assert [getattr(masking_utils, name) for name in names] == before
+
+
+def test_other_threads_get_the_functions_of_transformers():
+    tensor = torch.ones(2)
+    names = ("is_torchdynamo_exporting", "is_tracing")
+    arguments = ((), (tensor,))
+
+    def answers() -> list[object]:
+        return [getattr(masking_utils, name)(*given) for name, given in zip(names, arguments, strict=True)]
+
+    plain = answers()
+    found: list[list[object]] = []
+    with huggingface.tracing(llama(), IDS):
+        thread = threading.Thread(target=lambda: found.append(answers()))
+        thread.start()
+        thread.join()
+        assert answers() == [False, True] != plain
+    assert found == [plain]
 
 
 def test_other_models_are_left_alone():

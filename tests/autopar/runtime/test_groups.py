@@ -8,8 +8,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from autopar._torch import group_timeout
 from autopar.runtime.engine import Engine
-from autopar.runtime.groups import axes_group, cpu_group, group_timeout, job_timeout, ranks_of
+from autopar.runtime.groups import axes_group, cpu_group, job_timeout, ranks_of
 from autopar.testing import run_ranks
 
 _TIMEOUT = timedelta(seconds=77)

@@ -1,0 +1,178 @@
+"""Private names of torch: the runtime uses them from here, and what the compiler needs too from `passes/_torch.py`.
+
+Every function says what it is for and why no public name serves. All were read and run with torch 2.11 and 2.13
+(`tests/autopar/test_torch.py` holds each to what is expected of it). The internals of `fully_shard` have a door of
+their own, `autopar/runtime/fsdp.py`.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+# It registers the operators `torch.ops._c10d_functional`.
+import torch.distributed._functional_collectives
+from torch import Tensor, nn
+from torch._C._distributed_c10d import Store
+from torch.autograd.graph import Node
+from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset as local_shape_and_offset
+from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
+
+# REGISTRY_KEY, STATE_KEY: the attributes in which `fully_shard` and its like enter themselves before anything else; it
+#   is the only place where they can be refused before they change the module.
+# FSDPParamGroup: the parameters of one FSDP unit, whose methods run its collectives.
+# Store: the type of what `default_store` returns.
+# DTensorSpec: shape, placements and mesh of a `DTensor` in one object, from which one can be made without checks.
+# StridedShard: a part of a dim that another axis of the mesh splits first; `Shard` alone cannot say it.
+# local_shape_and_offset: the shape and the offset of a rank's part, as `torch.distributed.checkpoint` computes them.
+__all__ = [
+    "PRELOADED",
+    "REGISTRY_KEY",
+    "STATE_KEY",
+    "DTensorSpec",
+    "FSDPParamGroup",
+    "Store",
+    "StridedShard",
+    "call_hooks",
+    "collectives",
+    "default_store",
+    "group_timeout",
+    "is_computed_in_backward",
+    "local_shape_and_offset",
+    "local_tensor",
+    "parts_of",
+    "pickled_state",
+    "post_accumulate_hooks",
+    "set_group_timeout",
+    "share_tables",
+    "spec_of",
+    "tensor_hooks",
+    "without_subclasses",
+]
+
+# Methods that torch calls by these names, which autopar overrides where they stand.
+OVERRIDDEN = {
+    "_apply": "converts a module, for `to`, `half`, `cuda` and all their kin",
+    "_load_from_state_dict": "loads one module's own tensors, whichever module `load_state_dict` was called on",
+    "_torchdynamo_orig_callable": "the first attribute that `torch.compile` asks a module for",
+}
+
+# A module that takes seconds to import, and that `torch.export` and `DTensor` import at their first use.
+PRELOADED = ("torch._dynamo",)
+
+# The collectives of `torch.compile`, as operators: they take groups by name and return at once; `wait_tensor` waits.
+# Those of `torch.distributed` change their arguments, which autograd does not see and a graph cannot reorder.
+collectives = torch.ops._c10d_functional
+
+# A context in which subclasses of Tensor are plain tensors; torch's documentation of subclasses uses it by this name.
+without_subclasses = torch._C.DisableTorchFunctionSubclass
+
+
+# --- DTensor ---------------------------------------------------------------------------------------------------------
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """The tensor that a `DTensor` holds on this rank: the same object each time, without a node of autograd.
+
+    `to_local` returns a new view each time, in 10 us; `fully_shard` reads this attribute too.
+    """
+    assert isinstance(tensor, DTensor)
+    return tensor._local_tensor
+
+
+def spec_of(tensor: Tensor) -> DTensorSpec:
+    """A copy of the shape and layout of a `DTensor`."""
+    assert isinstance(tensor, DTensor)
+    return copy(tensor._spec)
+
+
+# --- process groups --------------------------------------------------------------------------------------------------
+
+
+def group_timeout(group: dist.ProcessGroup) -> timedelta | None:
+    """The timeout of the collectives of `group`; None where its backend has none. It is given, never shown again."""
+    for device in group._device_types:
+        options = getattr(group._get_backend(device), "options", None)
+        timeout = getattr(options, "_timeout", None)
+        if isinstance(timeout, timedelta):
+            return timeout
+    return None
+
+
+def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
+    """Change the timeout of a group that `init_device_mesh` has made, which takes none."""
+    dist.distributed_c10d._set_pg_timeout(timeout, group)
+
+
+def default_store() -> Store:
+    """The key-value store of the default process group, where `init_process_group` was not given one to keep."""
+    store: Store = dist.distributed_c10d._get_default_store()
+    return store
+
+
+# --- autograd --------------------------------------------------------------------------------------------------------
+
+
+def tensor_hooks(parameter: nn.Parameter) -> Sequence[Callable[[Tensor], Tensor | None]]:
+    """The hooks that were registered with `register_hook`, in their order; tensors have no public table of them."""
+    return tuple((parameter._backward_hooks or {}).values())
+
+
+def post_accumulate_hooks(parameter: nn.Parameter) -> Sequence[Callable[[Tensor], None]]:
+    """The hooks that were registered with `register_post_accumulate_grad_hook`, in their order."""
+    return tuple((getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values())
+
+
+def is_computed_in_backward(node: Node) -> bool:
+    """Whether the backward pass that runs will come to `node`; the public passes tell of nodes that they came to.
+
+    torch refuses to answer for a leaf that `torch.autograd.grad` was called for, whose gradient it does compute.
+    """
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:
+        return True
+
+
+# --- modules ---------------------------------------------------------------------------------------------------------
+
+
+def parts_of(module: nn.Module) -> dict[str, nn.Module | None]:
+    """The table of a module's own parts, which can be written to: assignment is refused in distributed modules."""
+    return module._modules
+
+
+def share_tables(module: nn.Module, other: nn.Module) -> None:
+    """Let a module have the tables of another one: what is replaced in one is replaced in both."""
+    module._modules = other._modules
+    module._parameters = other._parameters
+    module._buffers = other._buffers
+    module._non_persistent_buffers_set = other._non_persistent_buffers_set
+
+
+def call_hooks(module: nn.Module, backward: bool = True) -> Sequence[Callable[..., object]]:
+    """The hooks that run when a module is called, and with `backward` those of its backward pass."""
+    tables: list[Mapping[int, Callable[..., object]]] = [module._forward_pre_hooks, module._forward_hooks]
+    if backward:
+        tables += [module._backward_pre_hooks, module._backward_hooks]
+    return [hook for table in tables for hook in table.values()]
+
+
+def pickled_state(module: nn.Module, parts: Mapping[str, nn.Module], more: Mapping[str, Tensor]) -> dict[str, Any]:
+    """The attributes of a module with other parts and `more` parameters, without its hooks for loading old checkpoints.
+
+    Those are local functions often, which cannot be pickled, and they have done what they were for.
+    """
+    return {
+        **vars(module),
+        "_modules": dict(parts),
+        "_parameters": {**module._parameters, **more},
+        "_load_state_dict_pre_hooks": {},
+    }
