@@ -331,7 +331,7 @@ def _all_gather(whole: Tensor, group: dist.ProcessGroup) -> None:
 
 
 def _reduce_scatter(whole: Tensor, group: dist.ProcessGroup) -> None:
-    _c10d.wait_tensor(_c10d.reduce_scatter_tensor(whole, "sum", group.size(), group.group_name))
+    collectives.wait_tensor(collectives.reduce_scatter_tensor(whole, "sum", group.size(), group.group_name))
 
 
 def _all_reduce(whole: Tensor, group: dist.ProcessGroup) -> None:
