@@ -28,6 +28,10 @@ BATCH, SEQUENCE = "batch", "sequence"
 # More than any memory has room for.
 _MOST_STEPS = 1 << 60
 
+# Methods of an axis on which every rank computes the same, and the seconds that are computation of the model.
+_REPLICATED = ("R", "I")
+_COMPUTE = ("forward compute", "backward compute")
+
 # Per axis a letter of a layout, as text.
 AxisText = Mapping[str, str]
 
@@ -91,6 +95,10 @@ class Stage:
     blocks: tuple[Block, ...]
     recompute: Mapping[str, str] = field(default_factory=dict)
 
+    def splits(self, key: str) -> bool:
+        """Whether the node called `key` is split, or a pending sum, on some axis."""
+        return any(method not in _REPLICATED for method in self.decisions.get(key, ()))
+
 
 @dataclass(frozen=True)
 class ProgramPlan:
@@ -127,7 +135,7 @@ class ProgramPlan:
     @property
     def compute_share(self) -> float:
         """The part of the computation of one device that is left to each: 1 / devices is perfect."""
-        own = sum(value for what, value in self.seconds.items() if what.endswith(" compute"))
+        own = sum(self.seconds[what] for what in _COMPUTE if what in self.seconds)
         return own / self.seconds_on_one if self.seconds_on_one else 1.0
 
 
@@ -207,10 +215,15 @@ class Plan:
     def coverage(self) -> Coverage:
         """How far the program of the objective is split."""
         program = self.programs[self.objective]
-        rows = [(row, block.count) for stage in program.stages for block in stage.blocks for row in block.rows]
-        ops = sum(count for row, count in rows if row.kind == "op")
-        whole = sum(count for row, count in rows if row.kind == "op" and row.how.startswith("whole"))
-        return Coverage(ops, ops - whole, self.whole_ops, program.compute_share)
+        counts = [
+            (block.count, stage.splits(row.name))
+            for stage in program.stages
+            for block in stage.blocks
+            for row in block.rows
+            if row.kind == "op"
+        ]
+        ops, split = sum(count for count, _ in counts), sum(count for count, splits in counts if splits)
+        return Coverage(ops, split, self.whole_ops, program.compute_share)
 
     def memory_expression(self) -> sympy.Expr:
         """Bytes on one device at the peak of a step, as a formula: the plan's decisions, whatever the sizes.

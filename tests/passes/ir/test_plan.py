@@ -167,6 +167,18 @@ def test_coverage_counts_what_is_split() -> None:
     assert "computation 30.0% of what one device would compute" in str(example())
 
 
+@pytest.mark.parametrize(
+    ("methods", "split"), [(("R", "R"), 0), (("I", "R"), 0), (("R", "P(0, 1)"), 3), (("d0", "R"), 3)]
+)
+def test_coverage_comes_from_decisions(methods: tuple[str, str], split: int) -> None:
+    """The text of a row is for people."""
+    plan = example()
+    (stage,) = plan.programs["train"].stages
+    stage = dataclasses.replace(stage, decisions={**stage.decisions, "layers.*/linear": methods})
+    program = dataclasses.replace(plan.programs["train"], stages=(stage,))
+    assert dataclasses.replace(plan, programs={"train": program}).coverage.split == split
+
+
 def test_a_gap_is_shown() -> None:
     """A plan that is not proven optimal says by how much it may be off."""
     program = dataclasses.replace(example().programs["train"], gap=0.025)
