@@ -21,7 +21,7 @@ from autopar.lowering import lowered_as, step_seconds
 from autopar.request import Request
 from passes.capture import Tracing, capture_symbolic
 from passes.constrain import constrain
-from passes.cost.memory import lying, timetable
+from passes.cost.memory import chosen_memory
 from passes.generalize import alike, corners, generalize
 from passes.ir.choices import Problem, Solution
 from passes.ir.demands import Demands
@@ -217,9 +217,8 @@ class _Pricing:
 
     def memory(self, problem: Problem, solution: Solution, mesh: Mesh) -> Number:
         """Bytes at the peak, at whichever moment it is."""
-        table = timetable(problem, solution.regime)
-        found = lying(problem, solution, mesh, table.account)
-        return largest_sum(table.parts[:, [table.numbers[item.place] for item in found]], [item.size for item in found])
+        model, found = chosen_memory(problem, solution, mesh)
+        return largest_sum(model.fractions[:, [item.range for item in found]], [item.size for item in found])
 
     def seconds(self, problem: Problem, solution: Solution, mesh: Mesh) -> Number:
         """Seconds of a step."""

@@ -12,13 +12,13 @@ from dataclasses import replace
 import numpy as np
 
 from passes.cost.cluster import Cluster
+from passes.cost.memory import memory_model
 from passes.ir.choices import Problem, Solution
 from passes.ir.mesh import Mesh
 from passes.ir.regime import PLAIN, Regime
 from passes.solving.arrays import Uses, arrays, find_uses
 from passes.solving.by_frontiers import best_by_frontiers
 from passes.solving.by_program import best_by_program
-from passes.solving.bytes import find_bytes
 from passes.solving.dual import Dual, Found
 from passes.solving.effort import Effort, OutOfEffortError
 from passes.solving.frontiers import TooManyError
@@ -89,7 +89,7 @@ class Solver:
         self.cluster = cluster
         self.uses = uses or find_uses(problem, prices or Prices(cluster, mesh))
         found = arrays(problem, self.uses, regime)
-        sizes = find_bytes(problem, found, self.uses, regime)
+        sizes = memory_model(problem, regime, mesh, [each.tensor for each in self.uses])
         self.instance = Instance(problem, mesh, regime, found, sizes, limits)
         self.limits = limits
         self.cutoff = np.inf

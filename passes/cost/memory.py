@@ -1,37 +1,30 @@
-"""Bytes on one device at the points of a step that can be its peak, for one choice.
+"""Bytes on one device at the points of a step that can be its peak, for all strategies of a problem at once.
 
-What lies there throughout: parameters and optimizer states as they are stored, buffers, inputs, outputs. The rest comes
-and goes: what autograd keeps from the forward pass, gradients of tensors on their way and of parameters, what is
-gathered (`cost.account` says where each lies, `cost.moments` what of that is there at which point).
+Parameters and optimizer states as they are stored, buffers, inputs and outputs are live throughout a step. Saved
+tensors, gradients, gathered parameters and temporaries have shorter live ranges (`cost.live_ranges`), of which a
+fraction is live at each point (`cost.program_points`). The solver reads the arrays of all strategies; one solution is a
+problem with one strategy per node.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from passes.cost.account import (
-    Account,
-    account,
-    is_kept,
-    layout_bytes,
-    reduced_bytes,
-    runs_again,
-    same_tensor,
-    unsharded_bytes,
-)
-from passes.cost.moments import Moment, Place, Span, moments, parts
-from passes.ir.choices import Edge, Problem, Solution
-from passes.ir.figures import Figure
-from passes.ir.layout import Layout
+from passes.cost.live_ranges import GradientRanges, GroupRanges, NodeAllocation, is_kept, live_ranges, unsharded_bytes
+from passes.cost.program_points import LiveRange, Phase, ProgramPoint, live_fractions, program_points
+from passes.cost.tensor_uses import Flags, Floats, Integers, TensorUses, find_tensor_uses
+from passes.ir.choices import Problem, Solution
+from passes.ir.figures import Figure, Number
+from passes.ir.layout import Layout, R
 from passes.ir.mesh import Mesh
 from passes.ir.regime import Regime
 
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """Bytes on one device, by kind: `peak` at the moment called `moment`, of which the other figures are the parts."""
+    """Bytes on one device, by kind: `peak` at the point called `moment`, of which the other figures are the parts."""
 
     parameters: float
     optimizer: float
@@ -45,7 +38,7 @@ class MemoryUse:
 
     @property
     def peak(self) -> float:
-        """All of it."""
+        """The sum over all kinds."""
         return sum(self.kinds().values())
 
     def kinds(self) -> dict[str, float]:
@@ -63,147 +56,262 @@ class MemoryUse:
 
 
 @dataclass(frozen=True)
-class Timetable:
-    """What lies where in a problem under a regime, all places of it by number, and which part of what is in each is
-    there at each moment: `parts[moment, place]`."""
+class NodeBytes:
+    """Bytes of a node: strategy y has `sizes[i, y]` of a kind in live range `ranges[i]` (by number)."""
 
-    account: Account
-    numbers: dict[Place, int]
-    moments: Sequence[Moment]
-    parts: NDArray[np.float64]
+    kinds: Sequence[str]
+    ranges: Integers
+    sizes: Floats
+
+    def at(self, fractions: Floats) -> Floats:
+        """The bytes of each strategy when such `fractions` of all live ranges are live."""
+        found: Floats = fractions[self.ranges] @ self.sizes
+        return found
 
 
 @dataclass(frozen=True)
-class Lying:
-    """Bytes of one kind in one place."""
+class SavedBytes:
+    """Bytes of a group's saved tensor: of the `source` in each layout that it is made in, of the `target` in each
+    layout that it is wanted in, and of the target that the backward pass makes `again`."""
+
+    source: Floats
+    target: Floats
+    again: Floats
+
+
+@dataclass(frozen=True)
+class GroupBytes:
+    """Bytes of a group: `sizes[i][a, b]` of a kind in live range `ranges[i]`, once for every layout b that is wanted
+    where a is made. A saved tensor is in the range `source[a]` before a redistribution (None: resident anyway), in
+    those of `target` after it, and in those of `again`, besides the source, where the backward pass makes it again."""
+
+    kinds: Sequence[str]
+    ranges: Integers
+    sizes: Sequence[Floats]
+    same: Flags
+    source: Integers | None
+    target: Integers
+    again: Integers
+    source_bytes: Floats
+    target_bytes: Floats
+
+    def used(self, fractions: Floats) -> Floats | None:
+        """The bytes of each pair of layouts when such `fractions` of all live ranges are live; None for none."""
+        live = [part * size for part, size in zip(fractions[self.ranges], self.sizes, strict=True) if part]
+        return sum(live[1:], live[0]) if live else None
+
+    def saves(self, fractions: Floats) -> bool:
+        """Whether a live range of the saved tensor is live."""
+        source = self.source is not None and fractions[self.source].any()
+        return bool(source or fractions[self.target].any() or fractions[self.again].any())
+
+    def saved(self, fractions: Floats) -> SavedBytes:
+        """The bytes of the saved tensor when such `fractions` of all live ranges are live."""
+        source = np.zeros(1) if self.source is None else fractions[self.source]
+        return SavedBytes(
+            source * self.source_bytes,
+            float(fractions[self.target].sum()) * self.target_bytes,
+            float(fractions[self.again].sum()) * self.target_bytes,
+        )
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """Bytes of one kind in one live range, by number."""
 
     kind: str
-    place: Place
-    size: float
+    range: int
+    size: Number
 
 
-def timetable(problem: Problem, regime: Regime) -> Timetable:
-    """When what lies where in `problem`."""
-    found, points = account(problem, regime), moments(problem)
-    numbers: dict[Place, int] = {}
-    for place in found.places():
-        numbers.setdefault(place, len(numbers))
-    return Timetable(found, numbers, points, parts(points, list(numbers), regime))
+@dataclass(frozen=True)
+class MemoryModel:
+    """Bytes of all nodes and groups of a problem under a regime, and their live ranges, of which `fractions[point,
+    range]` are live at each point. `saved[g]` are the uses of group g whose operand is saved, by number."""
 
+    points: Sequence[ProgramPoint]
+    ranges: Sequence[LiveRange]
+    fractions: NDArray[np.float64]
+    nodes: Sequence[NodeBytes]
+    groups: Sequence[GroupBytes]
+    uses: Sequence[TensorUses]
+    saved: Sequence[Sequence[int]]
 
-def lying(problem: Problem, solution: Solution, mesh: Mesh, found: Account) -> list[Lying]:
-    """All that lies anywhere for one choice."""
-    regime = solution.regime
-    result = [
-        Lying(item.kind, item.place, item.sizes[pick])
-        for items, pick in zip(found.nodes, solution.picks, strict=True)
-        for item in items
-    ]
-    seen: set[tuple[int, Layout, bool]] = set()
-    for edge in problem.edges:
-        before = solution.strategy(problem, edge.producer).results[edge.result]
-        after = solution.strategy(problem, edge.consumer).operands[edge.operand]
-        for kept in (False, True):
-            if (edge.group, after, kept) not in seen and (not kept or is_kept(problem, regime, edge)):
-                seen.add((edge.group, after, kept))
-                of = _kept if kept else _on_the_way
-                result += of(problem, solution, mesh, found, edge, before, after)
-    for item in found.edges:
-        edge = problem.edges[item.edge]
-        after = solution.strategy(problem, edge.consumer).operands[edge.operand]
-        result.append(
-            Lying("transient", item.place, item.times * layout_bytes(problem.groups[edge.group], after, mesh))
-        )
-    return result
+    def at(self, point: int) -> Floats:
+        """The fraction of each live range that is live at a point."""
+        found: Floats = self.fractions[point]
+        return found
 
+    def blend(self, points: Sequence[int], weights: Sequence[float]) -> Floats:
+        """The weighted sum of the fractions at some points; those beyond the last weight have none."""
+        own = list(points[: len(weights)])
+        found: Floats = np.array(weights[: len(own)]) @ self.fractions[own] if own else np.zeros(len(self.ranges))
+        return found
 
-def _kept(
-    problem: Problem, solution: Solution, mesh: Mesh, found: Account, edge: Edge, before: Layout, after: Layout
-) -> list[Lying]:
-    """What lies there because the operand of a use is kept."""
-    group, item, regime = problem.groups[edge.group], found.groups[edge.group], solution.regime
-    again = (edge.group, after) in solution.again
-    result = []
-    if (same_tensor(before, after) or again) and item.sources is not None:
-        source = item.sources[runs_again(problem.nodes[edge.producer], solution.picks[edge.producer])]
-        result.append(Lying("kept", source, layout_bytes(group, before, mesh)))
-    if not same_tensor(before, after) and not (group.parameter and regime.gather_once):
-        places = item.again if again else item.target
-        result += [Lying("kept", place, layout_bytes(group, after, mesh)) for place in places]
-    return result
+    def allocations(self, picks: Sequence[int], again: Set[tuple[int, Layout]]) -> list[Allocation]:
+        """Everything that is allocated under the strategies `picks` when the backward pass makes the redistributions
+        `again` (group, target)."""
+        found: list[Allocation] = []
+        for node, pick in zip(self.nodes, picks, strict=True):
+            found += map(Allocation, node.kinds, node.ranges.tolist(), node.sizes[:, pick].tolist())
+        for number, (group, uses, saved) in enumerate(zip(self.groups, self.uses, self.saved, strict=True)):
+            made = int(uses.made[picks[uses.producer]])
+            wanted = [int(own[picks[edge.consumer]]) for edge, own in zip(uses.edges, uses.wanted, strict=True)]
+            for target in dict.fromkeys(wanted):
+                sizes = (size[made, target] for size in group.sizes)
+                found += map(Allocation, group.kinds, group.ranges.tolist(), sizes)
+            for target in dict.fromkeys(wanted[use] for use in saved):
+                found += _saved_allocations(group, made, target, (number, uses.targets[target]) in again)
+        return found
 
-
-def _on_the_way(
-    problem: Problem, solution: Solution, mesh: Mesh, found: Account, edge: Edge, before: Layout, after: Layout
-) -> list[Lying]:
-    """Gradients of the tensors of a group, and what of parameters lies there between micro-batches."""
-    group, item, regime = problem.groups[edge.group], found.groups[edge.group], solution.regime
-    if group.parameter:
-        result = []
-        if not same_tensor(before, after):
-            result.append(Lying("parameter", Place(Span.STEP), unsharded_bytes(group, after, mesh, regime)))
-        if item.gathered is not None:
-            ways = reduced_bytes(group, item.gathered, before, after, mesh, regime)
-            result += [Lying("transient", place, size) for place, size in ways]
+    def totals(self, allocations: Sequence[Allocation]) -> NDArray[np.float64]:
+        """Bytes at each point."""
+        sizes = np.zeros(len(self.ranges))
+        for item in allocations:
+            sizes[item.range] += item.size.value if isinstance(item.size, Figure) else item.size
+        result: NDArray[np.float64] = self.fractions @ sizes
         return result
-    if item.flow is None or item.before is None or item.after is None:
-        return []
-    if same_tensor(before, after):
-        return [Lying("transient", item.flow, layout_bytes(group, before, mesh))]
-    return [
-        Lying("transient", item.before, layout_bytes(group, before, mesh)),
-        Lying("transient", item.after, layout_bytes(group, after, mesh)),
+
+    def use(self, allocations: Sequence[Allocation], states: int) -> MemoryUse:
+        """The bytes at the peak; `states` is the number of tensors that the optimizer keeps per parameter."""
+        point = int(self.totals(allocations).argmax())
+        live: dict[str, float] = {}
+        optimizer: float = 0.0
+        for item in allocations:
+            if self.ranges[item.range].phase is Phase.ACCUMULATED:
+                optimizer += states * item.size
+            part = float(self.fractions[point, item.range])
+            if part:
+                live[item.kind] = live.get(item.kind, 0.0) + part * item.size
+        return memory_by_kind(live, optimizer, self.points[point].name)
+
+
+def memory_by_kind(live: dict[str, float], optimizer: float, moment: str) -> MemoryUse:
+    """Bytes of allocations by kind as a `MemoryUse`; those of parameters contain those of the `optimizer`."""
+    return MemoryUse(
+        live.get("parameter", 0.0) - optimizer,
+        optimizer,
+        live.get("buffer", 0.0),
+        live.get("input", 0.0),
+        live.get("output", 0.0),
+        live.get("gradient", 0.0),
+        live.get("kept", 0.0),
+        live.get("transient", 0.0),
+        moment,
+    )
+
+
+def _saved_allocations(group: GroupBytes, made: int, target: int, again: bool) -> Iterator[Allocation]:
+    """A saved operand: before its redistribution, after it, or both."""
+    same = group.same[made, target]
+    if (same or again) and group.source is not None:
+        yield Allocation("kept", int(group.source[made]), group.source_bytes[made])
+    if not same:
+        for number in (group.again if again else group.target).tolist():
+            yield Allocation("kept", number, group.target_bytes[target])
+
+
+def memory_model(problem: Problem, regime: Regime, mesh: Mesh, uses: Sequence[TensorUses] | None = None) -> MemoryModel:
+    """The bytes of `problem` under a regime; `uses` are those of the problem, if they are known already."""
+    uses = find_tensor_uses(problem, mesh) if uses is None else uses
+    found, points = live_ranges(problem, regime), program_points(problem)
+    numbers: dict[LiveRange, int] = {}
+    for item in found.all():
+        numbers.setdefault(item, len(numbers))
+    saved = [[use for use, edge in enumerate(own.edges) if is_kept(problem, regime, edge)] for own in uses]
+    operands = {id(edge): (own, row) for own in uses for edge, row in zip(own.edges, own.wanted, strict=True)}
+    sums: dict[int, list[tuple[LiveRange, Floats]]] = {}
+    for extra in found.edges:
+        edge = problem.edges[extra.edge]
+        own, row = operands[id(edge)]
+        sums.setdefault(edge.consumer, []).append((extra.range, extra.times * own.target_bytes[row]))
+    nodes = [
+        _node_bytes(items, sums.get(index, []), len(problem.nodes[index].strategies), numbers)
+        for index, items in enumerate(found.nodes)
     ]
+    groups = [_group_bytes(own, item, numbers, mesh, regime) for own, item in zip(uses, found.groups, strict=True)]
+    return MemoryModel(points, list(numbers), live_fractions(points, list(numbers), regime), nodes, groups, uses, saved)
 
 
-def totals(table: Timetable, found: Sequence[Lying]) -> NDArray[np.float64]:
-    """Bytes at each moment."""
-    sizes = np.zeros(len(table.numbers))
-    for item in found:
-        sizes[table.numbers[item.place]] += item.size.value if isinstance(item.size, Figure) else item.size
-    result: NDArray[np.float64] = table.parts @ sizes
-    return result
+def _node_bytes(
+    items: Sequence[NodeAllocation],
+    sums: Sequence[tuple[LiveRange, Floats]],
+    count: int,
+    numbers: dict[LiveRange, int],
+) -> NodeBytes:
+    own = [(item.kind, item.range, np.array(item.sizes)) for item in items]
+    own += [("transient", range, sizes) for range, sizes in sums]
+    ranges = np.array([numbers[range] for _, range, _ in own], dtype=np.int64)
+    return NodeBytes([kind for kind, _, _ in own], ranges, np.array([sizes for _, _, sizes in own]).reshape(-1, count))
 
 
-def peaks(table: Timetable, found: Sequence[Lying]) -> list[int]:
-    """The moment of each block, and of the optimizer, at which most lies there, by number."""
-    most = totals(table, found)
-    best: dict[int | None, int] = {}
-    for number, moment in enumerate(table.moments):
-        if moment.block not in best or most[number] > most[best[moment.block]]:
-            best[moment.block] = number
-    return list(best.values())
+def _group_bytes(
+    uses: TensorUses, item: GroupRanges, numbers: dict[LiveRange, int], mesh: Mesh, regime: Regime
+) -> GroupBytes:
+    found = list(_parameter_bytes(uses, item.gathered, mesh, regime)) if uses.group.parameter else []
+    if item.flow is not None and item.before is not None and item.after is not None:
+        source = np.broadcast_to(uses.source_bytes[:, None], uses.same.shape)
+        found.append(("transient", item.flow, np.where(uses.same, source, 0.0)))
+        found.append(("transient", item.before, np.where(uses.same, 0.0, source)))
+        found.append(("transient", item.after, np.where(uses.same, 0.0, uses.target_bytes)))
+    found = [(kind, range, sizes) for kind, range, sizes in found if sizes.any()]
+    sources = None
+    if item.sources is not None:
+        sources = np.array([numbers[range] for range in item.sources])[uses.rerun.astype(np.int64)]
+    gathered_throughout = uses.group.parameter and regime.gather_once
+    return GroupBytes(
+        [kind for kind, _, _ in found],
+        np.array([numbers[range] for _, range, _ in found], dtype=np.int64),
+        [sizes for _, _, sizes in found],
+        uses.same,
+        sources,
+        np.array([numbers[range] for range in item.target]),
+        np.array([numbers[range] for range in item.again]),
+        np.zeros(len(uses.sources)) if sources is None else uses.source_bytes,
+        np.zeros(len(uses.targets)) if gathered_throughout else uses.target_bytes,
+    )
+
+
+def _parameter_bytes(
+    uses: TensorUses, item: GradientRanges | None, mesh: Mesh, regime: Regime
+) -> Iterator[tuple[str, LiveRange, Floats]]:
+    """Bytes of a parameter that is used in another layout than it is stored in, and of its gradient."""
+    unsharded = np.array([unsharded_bytes(uses.group, layout, mesh, regime) for layout in uses.targets])
+    yield "parameter", LiveRange(Phase.STEP), np.where(uses.same, 0.0, unsharded)
+    if item is None:
+        return
+    engine = _unsharded_on_an_axis(uses, mesh, ("S", "I"))
+    replicated = _unsharded_on_an_axis(uses, mesh, ("I",))
+    several = regime.micro_batches > 1
+    size = np.broadcast_to(uses.target_bytes, uses.same.shape)
+    in_reduction = uses.group.gradient_itemsize / uses.group.type.dtype.itemsize
+    yield "transient", item.alone, np.where(~engine & (~uses.same | several), size, 0.0)
+    yield "transient", item.alone if regime.reduce_once else item.whole, np.where(engine, size, 0.0)
+    yield "transient", item.sent, np.where(engine, size * in_reduction, 0.0)
+    if several and not regime.reduce_once:
+        reduced = np.broadcast_to((uses.source_bytes * in_reduction)[:, None], uses.same.shape)
+        yield "transient", item.second, np.where(replicated, reduced, 0.0)
+
+
+def _unsharded_on_an_axis(uses: TensorUses, mesh: Mesh, kinds: Sequence[str]) -> Flags:
+    """Pairs of layouts that on some axis of several ranks go from a placement of one of these `kinds` to R."""
+    several = np.array([size > 1 for size in mesh.sizes])
+    before = np.array([[letter.kind in kinds for letter in layout] for layout in uses.sources]) & several
+    after = np.array([[letter == R for letter in layout] for layout in uses.targets])
+    found: Flags = (before[:, None] & after).any(axis=2)
+    return found
+
+
+def chosen_memory(problem: Problem, solution: Solution, mesh: Mesh) -> tuple[MemoryModel, list[Allocation]]:
+    """The memory of one solution: of a problem that offers nothing else, and all that it allocates."""
+    model = memory_model(problem.only(solution.picks), solution.regime, mesh)
+    return model, model.allocations([0] * len(model.nodes), solution.again)
 
 
 def memory_use(problem: Problem, solution: Solution, states: int, mesh: Mesh) -> MemoryUse:
-    """The bytes of `solution` at its peak; `states` is how many tensors the optimizer keeps per parameter."""
-    table = timetable(problem, solution.regime)
-    found = lying(problem, solution, mesh, table.account)
-    uses = [use_at(table, moment, found, states) for moment in peaks(table, found)]
-    return max(uses, key=lambda use: use.peak)
-
-
-def use_at(table: Timetable, moment: int, found: Sequence[Lying], states: int) -> MemoryUse:
-    """The bytes of all that is there at a moment, given by its number."""
-    there: dict[str, float] = {}
-    optimizer: float = 0.0
-    for item in found:
-        if item.place.span is Span.SUM:
-            optimizer += states * item.size
-        part = float(table.parts[moment, table.numbers[item.place]])
-        if part:
-            there[item.kind] = there.get(item.kind, 0.0) + part * item.size
-    return MemoryUse(
-        there.get("parameter", 0.0) - optimizer,
-        optimizer,
-        there.get("buffer", 0.0),
-        there.get("input", 0.0),
-        there.get("output", 0.0),
-        there.get("gradient", 0.0),
-        there.get("kept", 0.0),
-        there.get("transient", 0.0),
-        table.moments[moment].name,
-    )
+    """The bytes of `solution` at its peak; `states` is the number of tensors that the optimizer keeps per parameter."""
+    model, allocations = chosen_memory(problem, solution, mesh)
+    return model.use(allocations, states)
 
 
 def largest_terms(use: MemoryUse, count: int = 3) -> list[tuple[str, float]]:

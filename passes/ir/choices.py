@@ -2,11 +2,14 @@
 `solve` chooses."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from passes.ir.layout import Layout
 from passes.ir.program import TensorType
 from passes.ir.regime import PLAIN, Regime
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +64,23 @@ class Node:
     light: tuple[bool, ...] = ()
     cheap: bool = False
     views: bool = False
+
+    def only(self, picks: Sequence[int]) -> "Node":
+        """The node with no strategies but these."""
+
+        def chosen(values: tuple[T, ...]) -> tuple[T, ...]:
+            return tuple(values[pick] for pick in picks) if values else values
+
+        return replace(
+            self,
+            strategies=chosen(self.strategies),
+            seconds=chosen(self.seconds),
+            memory=chosen(self.memory),
+            results=chosen(self.results),
+            copies=chosen(self.copies),
+            forward=chosen(self.forward),
+            light=chosen(self.light),
+        )
 
 
 @dataclass(frozen=True)
@@ -129,6 +149,10 @@ class Problem:
     counts: Sequence[int]
     index: Mapping[str, int]
     covers: Sequence[Cover]
+
+    def only(self, picks: Sequence[int]) -> "Problem":
+        """The problem that offers one strategy per node."""
+        return replace(self, nodes=[node.only([pick]) for node, pick in zip(self.nodes, picks, strict=True)])
 
 
 @dataclass(frozen=True)

@@ -1,16 +1,16 @@
 """The planning problem as arrays: own costs of nodes, matrices of what redistributions cost, and what is hidden behind
 what."""
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from functools import lru_cache
 
 import numpy as np
 
-from passes.cost.account import is_kept, is_resident, layout_bytes, recompute_of, runs_again, unsharded_bytes
-from passes.ir.choices import Edge, Group, Node, Problem
-from passes.ir.layout import I, Layout, Letter, R
-from passes.ir.mesh import Mesh
+from passes.cost.live_ranges import is_kept, recompute_of
+from passes.cost.tensor_uses import TensorUses, find_tensor_uses
+from passes.ir.choices import Group, Node, Problem
+from passes.ir.layout import Layout
 from passes.ir.regime import Regime
 from passes.solving.effort import Effort
 from passes.solving.prices import Flags, Floats, Integers, Prices
@@ -28,36 +28,22 @@ class EdgeArrays:
 
 @dataclass(frozen=True)
 class Uses:
-    """Uses of one tensor in one place as they are in any regime: see `GroupArrays`. `forward` and `backward` are the
-    seconds of all occurrences in one micro-batch, `wanted` stands beside `edges`. `remade[a]` says that what makes
-    layout a runs again where recompute is selective."""
+    """Uses of one tensor in one place as they are in any regime. `forward` and `backward` are the seconds of bringing
+    all occurrences from each layout to each other in one micro-batch."""
 
-    group: Group
-    producer: int
-    made: Integers
-    remade: Flags
-    edges: Sequence[Edge]
-    wanted: Sequence[Integers]
-    targets: tuple[Layout, ...]
+    tensor: TensorUses
     forward: Floats
     backward: Floats
-    source_bytes: Floats
-    target_bytes: Floats
-    same: Flags
-    changes: Integers
-    mesh: Mesh
 
 
 @dataclass(frozen=True)
 class GroupArrays:
     """Uses of one tensor in one place, all its occurrences together.
 
-    `made[y]` is the layout (a row) that strategy y of `producer` gives, `targets` are those of the columns. Strategies
-    that run again have rows of their own, as what they give lies elsewhere.
-    `seconds[a, b]` is what it costs in a step to bring layout a to layout b forward and backward, `again[a, b]` what
-    doing it once more in the backward pass adds. `source_bytes` and `target_bytes` are what keeping the tensor in each
-    layout takes; `same[a, b]` says that b is the very tensor a. `held[a, b]` are bytes that lie there all the time.
-    Of the traffic of a parameter `gather` and `reduce` are the seconds in one micro-batch, forward and backward.
+    `made[y]` is the layout (a row) that strategy y of `producer` gives, `targets` are those of the columns. `seconds[a,
+    b]` is the cost in a step of bringing layout a to layout b forward and backward, `again[a, b]` that of doing it once
+    more in the backward pass. `same[a, b]` says that b is the very tensor a. Of the traffic of a parameter `gather` and
+    `reduce` are the seconds in one micro-batch, forward and backward.
     """
 
     group: Group
@@ -67,11 +53,8 @@ class GroupArrays:
     targets: Sequence[Layout]
     seconds: Floats
     again: Floats
-    source_bytes: Floats
-    target_bytes: Floats
     same: Flags
     changes: Integers
-    held: Floats
     gather: Floats
     reduce: Floats
 
@@ -207,82 +190,23 @@ def _oddness(methods: tuple[str, ...]) -> int:
 
 def find_uses(problem: Problem, prices: Prices) -> list[Uses]:
     """The uses of every tensor, with what redistributions cost one occurrence after the other."""
-    by_group: dict[int, list[Edge]] = {}
-    for edge in problem.edges:
-        by_group.setdefault(edge.group, []).append(edge)
-    ends = [_Ends(problem, problem.groups[number], edges) for number, edges in sorted(by_group.items())]
-    matrices = prices.matrices([(each.group, each.sources, list(each.targets)) for each in ends])
-    letters = _letters(layout for each in ends for layout in (*each.sources, *each.targets))
-    return [_uses(each, *seconds, letters, prices.mesh) for each, seconds in zip(ends, matrices, strict=True)]
-
-
-class _Ends:
-    """The layouts that a tensor is made in (by what runs `again` and by what does not) and those that it is wanted in,
-    by their numbers; and which of them the strategies of its producer make, and of each of its `edges` want."""
-
-    def __init__(self, problem: Problem, group: Group, edges: Sequence[Edge]) -> None:
-        self.group = group
-        self.edges = edges
-        # What runs again lies elsewhere than what does not.
-        sources: dict[tuple[Layout, bool], int] = {}
-        self.targets: dict[Layout, int] = {}
-        node = problem.nodes[edges[0].producer]
-        made = [(item.results[edges[0].result], runs_again(node, pick)) for pick, item in enumerate(node.strategies)]
-        self.made = np.array([sources.setdefault(each, len(sources)) for each in made])
-        self.sources = [layout for layout, _ in sources]
-        self.again = np.array([again for _, again in sources])
-        self.wanted = []
-        for edge in edges:
-            wanted = [item.operands[edge.operand] for item in problem.nodes[edge.consumer].strategies]
-            self.wanted.append(np.array([self.targets.setdefault(layout, len(self.targets)) for layout in wanted]))
-
-
-def _uses(ends: _Ends, forward: Floats, backward: Floats, letters: Mapping[Layout, Sequence[int]], mesh: Mesh) -> Uses:
-    group, sources, targets = ends.group, ends.sources, ends.targets
-    # [source, axis, target]
-    here = np.array([letters[layout] for layout in sources])[:, :, None]
-    there = np.array([letters[layout] for layout in targets]).T[None]
-    # Changing between R and I runs nothing.
-    same: Flags = (np.maximum(here, _WHOLE) == np.maximum(there, _WHOLE)).all(axis=1)
-    return Uses(
-        group,
-        ends.edges[0].producer,
-        ends.made,
-        ends.again,
-        ends.edges,
-        ends.wanted,
-        tuple(targets),
-        forward * group.count,
-        backward * group.count,
-        np.array([layout_bytes(group, layout, mesh) for layout in sources]),
-        np.array([layout_bytes(group, layout, mesh) for layout in targets]),
-        same,
-        (here != there).sum(axis=1),
-        mesh,
-    )
-
-
-_WHOLE = 1
-
-
-def _letters(layouts: Iterable[Layout]) -> dict[Layout, list[int]]:
-    """The letters of each layout as numbers, of R and I the lowest: up to `_WHOLE`."""
-    numbers: dict[Letter, int] = {R: 0, I: _WHOLE}
-    return {
-        layout: [numbers.setdefault(letter, len(numbers)) for letter in layout] for layout in dict.fromkeys(layouts)
-    }
+    tensors = find_tensor_uses(problem, prices.mesh)
+    matrices = prices.matrices([(each.group, each.sources, each.targets) for each in tensors])
+    return [
+        Uses(each, forward * each.group.count, backward * each.group.count)
+        for each, (forward, backward) in zip(tensors, matrices, strict=True)
+    ]
 
 
 def _group(problem: Problem, uses: Uses, regime: Regime) -> GroupArrays:
-    group, forward, backward, same = uses.group, uses.forward, uses.backward, uses.same
+    tensor, forward, backward = uses.tensor, uses.forward, uses.backward
+    group = tensor.group
     edges = [
         EdgeArrays(edge.consumer, wanted, is_kept(problem, regime, edge))
-        for edge, wanted in zip(uses.edges, uses.wanted, strict=True)
+        for edge, wanted in zip(tensor.edges, tensor.wanted, strict=True)
     ]
     full = group.inside and recompute_of(problem, regime, group.block) == "full"
     none = np.zeros_like(forward)
-    held = none
-    target_bytes = uses.target_bytes
     times = regime.micro_batches
     if group.parameter:
         # Of all copies' traffic that of one is never hidden; see `cost.step`.
@@ -292,28 +216,21 @@ def _group(problem: Problem, uses: Uses, regime: Regime) -> GroupArrays:
         seconds = part * (gathers * forward + reductions * backward)
         if full and not regime.gather_once:
             seconds = seconds + times * part * forward
-        unsharded = [unsharded_bytes(group, layout, uses.mesh, regime) for layout in uses.targets]
-        held = np.where(same, 0.0, unsharded)
-        target_bytes = target_bytes * (not regime.gather_once)
         gather, reduce = forward, backward
     else:
         again = times * forward
         seconds = times * (forward * (1 + full) + backward)
         gather = reduce = none
-    resident = is_resident(problem, regime, problem.nodes[uses.producer])
     return GroupArrays(
         group,
-        uses.producer,
-        uses.made,
+        tensor.producer,
+        tensor.made,
         edges,
-        uses.targets,
+        tensor.targets,
         seconds,
         again,
-        np.zeros_like(uses.source_bytes) if resident else uses.source_bytes,
-        target_bytes,
-        same,
-        uses.changes,
-        held,
+        tensor.same,
+        tensor.changes,
         gather,
         reduce,
     )

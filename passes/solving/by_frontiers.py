@@ -50,7 +50,7 @@ def limited(instance: Instance, rows: Rows, rest: Rest) -> tuple[Limited, list[t
     arrays, sizes, network = instance.arrays, instance.bytes, rest.network
     points, hinges = rows.points, rows.hinges
     count = 1 + len(points) + len(hinges)
-    moments = [sizes.parts(point) for point in points]
+    moments = [sizes.at(point) for point in points]
     overlaps = [arrays.overlaps[hinge] for hinge in hinges]
     amounts = {}
     for node, labels in network.labels.items():
@@ -71,16 +71,15 @@ def limited(instance: Instance, rows: Rows, rest: Rest) -> tuple[Limited, list[t
             never = np.zeros(group.seconds.shape, dtype=bool)
             claims.append(_claim(network, group, taken, taken, never))
             names.append((number, False))
-        kept = [held.kept(parts) for parts in moments]
         keeping = keepers(group)
-        if keeping is not None and any(item.any() for item in kept):
+        if keeping is not None and any(held.saves(parts) for parts in moments):
             as_wanted = np.zeros((*group.seconds.shape, count))
             again = np.zeros((*group.seconds.shape, count))
             again[..., 0] = again_seconds(arrays, group, rest.plain)
-            for index, own_kept in enumerate(kept):
-                own = (own_kept.source * group.source_bytes)[:, None]
-                as_wanted[..., 1 + index] = np.where(group.same, own, own_kept.target * group.target_bytes)
-                again[..., 1 + index] = own + own_kept.again * group.target_bytes
+            for index, saved in enumerate(held.saved(parts) for parts in moments):
+                source = saved.source[:, None]
+                as_wanted[..., 1 + index] = np.where(group.same, source, saved.target)
+                again[..., 1 + index] = source + saved.again
             for index, overlap in enumerate(overlaps):
                 twice = overlap.traffic_again(group)
                 if twice is not None:

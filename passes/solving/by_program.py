@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from passes.cost.memory import MemoryModel, SavedBytes
 from passes.ir.choices import Solution
 from passes.solving.arrays import Arrays, GroupArrays
-from passes.solving.bytes import Bytes, Kept
 from passes.solving.instance import Instance
 from passes.solving.integer import SCALE, Program
 from passes.solving.memory import ROUNDING, Repeats, again_seconds, decided_again, keepers
@@ -59,7 +59,7 @@ def best_by_program(
 def limit_memory(
     program: Program,
     arrays: Arrays,
-    sizes: Bytes,
+    sizes: MemoryModel,
     points: Sequence[int],
     limit: float,
     hinges: Sequence[int],
@@ -75,7 +75,7 @@ def limit_memory(
     # The solver takes rows to be met within a millionth: bytes are counted in thousandths of the limit.
     unit = limit / 1000 if points else 1.0
     rows: list[list[Part]] = [[] for _ in points]
-    moments = [sizes.parts(point) for point in points]
+    moments = [sizes.at(point) for point in points]
     excess: dict[int, list[Part]] = {hinge: [] for hinge in hinges}
     for node, size in enumerate(sizes.nodes):
         if node in program.columns:
@@ -84,10 +84,10 @@ def limit_memory(
     again = {}
     for number, (group, held) in enumerate(zip(arrays.groups, sizes.groups, strict=True)):
         _used_and_hidden(program, arrays, group, [held.used(there) for there in moments], rows, excess, unit)
-        keeping = keepers(group) if any(held.kept(there).any() for there in moments) else None
+        keeping = keepers(group) if any(held.saves(there) for there in moments) else None
         if keeping is not None:
-            kept = [held.kept(there) for there in moments]
-            item, columns = _keep_group(program, keeping, kept, rows, unit, repeats[number])
+            saved = [held.saved(there) for there in moments]
+            item, columns = _keep_group(program, keeping, saved, rows, unit, repeats[number])
             again[number] = item
             for hinge, parts in excess.items():
                 twice = arrays.overlaps[hinge].traffic_again(group)
@@ -148,7 +148,7 @@ def _used_and_hidden(
 def _keep_group(
     program: Program,
     group: GroupArrays,
-    parts: Sequence[Kept],
+    saved: Sequence[SavedBytes],
     rows: list[list[Part]],
     unit: float,
     repeats: Repeats,
@@ -173,11 +173,10 @@ def _keep_group(
         there = is_open[:, columns]
         model.at_least(kept[:, columns][~there], flows[~there])
         model.at_least(kept[:, columns][there], flows[there], again[:, columns][there])
-    size = group.target_bytes[every] / unit
-    for row, there in zip(rows, parts, strict=True):
-        as_made = (there.source * group.source_bytes)[sources][:, None] / unit
-        remade = np.where(same, as_made, as_made + there.again * size)
-        row.append((kept.ravel(), np.where(same | is_made, remade, there.target * size).ravel()))
+    for row, there in zip(rows, saved, strict=True):
+        as_made = there.source[sources][:, None] / unit
+        remade = np.where(same, as_made, as_made + there.again[every] / unit)
+        row.append((kept.ravel(), np.where(same | is_made, remade, there.target[every] / unit).ravel()))
         row.append((again[is_open], remade[is_open]))
     twice = np.where(is_made, kept, again)
     return AgainColumns(again, sources, every), twice

@@ -9,15 +9,15 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from passes.cost.memory import GroupBytes, MemoryModel
 from passes.solving.arrays import Arrays, GroupArrays, Overlap
-from passes.solving.bytes import Bytes, GroupBytes
 from passes.solving.prices import Floats, Integers
 
 # Figures that differ by less than this, relative to the largest of their kind, are equal.
 ROUNDING = 1e-12
 
 
-def undominated(arrays: Arrays, sizes: Bytes, alive: Mapping[int, Integers]) -> dict[int, Integers]:
+def undominated(arrays: Arrays, sizes: MemoryModel, alive: Mapping[int, Integers]) -> dict[int, Integers]:
     """Of the strategies of each node that are alive those that are left; all of nodes that consume anything."""
     consumers = {edge.consumer for group in arrays.groups for edge in group.edges}
     made: dict[int, list[tuple[GroupArrays, GroupBytes]]] = {}
@@ -44,8 +44,8 @@ def _figures(
             traffic for traffic in (overlap.traffic(group), overlap.traffic_again(group)) if traffic is not None
         ]
     # What is kept is the source where it is the very tensor that is wanted, or made again.
-    kept = np.where(group.same, group.source_bytes[:, None], group.target_bytes)
-    matrices += [kept, np.broadcast_to(group.source_bytes[:, None], kept.shape)]
+    kept = np.where(size.same, size.source_bytes[:, None], size.target_bytes)
+    matrices += [kept, np.broadcast_to(size.source_bytes[:, None], kept.shape)]
     return [matrix[np.ix_(group.made, wanted)] for matrix in matrices]
 
 

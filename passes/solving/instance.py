@@ -6,13 +6,12 @@ from functools import cached_property
 
 import numpy as np
 
-from passes.cost.memory import MemoryUse, lying, memory_use, totals
+from passes.cost.memory import MemoryModel, MemoryUse
 from passes.ir.choices import Problem, Solution
 from passes.ir.layout import Layout
 from passes.ir.mesh import Mesh
 from passes.ir.regime import Regime
 from passes.solving.arrays import Arrays
-from passes.solving.bytes import Bytes
 from passes.solving.dominance import undominated
 from passes.solving.dual import Found
 from passes.solving.limits import InfeasibleProgramError, Limits
@@ -35,7 +34,7 @@ class Instance:
     mesh: Mesh
     regime: Regime
     arrays: Arrays
-    bytes: Bytes
+    bytes: MemoryModel
     limits: Limits
     points: list[int] = field(default_factory=list)
     counted: dict[tuple[tuple[int, ...], Again], Floats] = field(default_factory=dict)
@@ -57,20 +56,19 @@ class Instance:
         """The bytes of a choice at every moment."""
         key = picks, again
         if key not in self.counted:
-            chosen = Solution(picks, again, 0.0, 0.0, self.regime)
-            found = lying(self.problem, chosen, self.mesh, self.bytes.table.account)
-            self.counted[key] = totals(self.bytes.table, found)
+            self.counted[key] = self.bytes.totals(self.bytes.allocations(picks, again))
         return self.counted[key]
 
     def peak(self, solution: Solution) -> float:
-        """The most bytes that a choice takes, to the last digit as `memory_use` has it."""
+        """The most bytes that a choice takes, near the limit to the last digit as `use` has it."""
         most = float(self.totals(solution.picks, solution.again).max())
         is_near = abs(most - self.limits.memory) <= 1e-9 * most
         return self.use(solution).peak if is_near else most
 
     def use(self, solution: Solution) -> MemoryUse:
         """The memory that a choice takes at its peak."""
-        return memory_use(self.problem, solution, self.limits.optimizer_states, self.mesh)
+        allocations = self.bytes.allocations(solution.picks, solution.again)
+        return self.bytes.use(allocations, self.limits.optimizer_states)
 
     def priced(self, weights: Weights) -> Arrays:
         """The problem at these prices, without limits."""
@@ -121,7 +119,7 @@ class Instance:
         """Of each block, and of the copies of it that differ, the worst moment, where a choice does not fit then."""
         most = self.totals(solution.picks, solution.again)
         found: dict[tuple[int | None, float], int] = {}
-        for number, moment in enumerate(self.bytes.table.moments):
+        for number, moment in enumerate(self.bytes.points):
             key = moment.block, moment.done
             if most[number] > self.limits.memory and (key not in found or most[number] > most[found[key]]):
                 found[key] = number

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from passes.cost.memory import MemoryUse
-from passes.cost.moments import Span
+from passes.cost.memory import MemoryUse, memory_by_kind
+from passes.cost.program_points import Phase
 from passes.solving.instance import Instance
 from passes.solving.limits import infeasible
 from passes.solving.memory import ROUNDING, Weights
@@ -39,38 +39,33 @@ def smallest(instance: Instance, weights: Weights) -> MemoryUse:
 
 
 def _least_at_all(instance: Instance) -> Floats:
-    """The bytes of `_least` at each moment."""
-    parts = instance.bytes.table.parts
-    found = np.zeros(len(parts))
+    """The bytes of `_least` at each point."""
+    fractions = instance.bytes.fractions
+    found = np.zeros(len(fractions))
     for size in instance.bytes.nodes:
-        if len(size.places):
-            found += (parts[:, size.places] @ size.sizes).min(axis=1)
-    for group, held in zip(instance.arrays.groups, instance.bytes.groups, strict=True):
-        if any(edge.saved for edge in group.edges) and held.source is not None:
-            source = (parts[:, held.source] * group.source_bytes).min(axis=1)
-            found += np.minimum(source, parts[:, held.target].sum(axis=1) * group.target_bytes.min())
+        if len(size.ranges):
+            found += (fractions[:, size.ranges] @ size.sizes).min(axis=1)
+    for group, saving in zip(instance.bytes.groups, instance.bytes.saved, strict=True):
+        if saving and group.source is not None:
+            source = (fractions[:, group.source] * group.source_bytes).min(axis=1)
+            found += np.minimum(source, fractions[:, group.target].sum(axis=1) * group.target_bytes.min())
     return found
 
 
-def _least(instance: Instance, moment: int) -> MemoryUse:
-    """What nodes and kept tensors take at least at a moment, each by itself."""
-    table = instance.bytes.table
-    parts, spans = instance.bytes.parts(moment), [place.span for place in table.numbers]
-    there: dict[str, float] = {}
+def _least(instance: Instance, point: int) -> MemoryUse:
+    """The least bytes of nodes and saved tensors at a point, each by itself."""
+    model = instance.bytes
+    fractions = model.at(point)
+    live: dict[str, float] = {}
     optimizer = 0.0
-    for size in instance.bytes.nodes:
-        pick = int(size.at(parts).argmin())
-        for kind, place, sizes in zip(size.kinds, size.places.tolist(), size.sizes, strict=True):
-            there[kind] = there.get(kind, 0.0) + float(parts[place] * sizes[pick])
-            optimizer += instance.limits.optimizer_states * float(sizes[pick]) * (spans[place] is Span.SUM)
-    kept = there.get("kept", 0.0)
-    for group, held in zip(instance.arrays.groups, instance.bytes.groups, strict=True):
-        if any(edge.saved for edge in group.edges):
-            own = held.kept(parts)
-            source = float((own.source * group.source_bytes).min())
-            kept += min(source, own.target * float(group.target_bytes.min()))
-    parameters = there.get("parameter", 0.0) - optimizer
-    buffers, inputs, outputs = (there.get(kind, 0.0) for kind in ("buffer", "input", "output"))
-    gradients, transient = there.get("gradient", 0.0), there.get("transient", 0.0)
-    name = table.moments[moment].name
-    return MemoryUse(parameters, optimizer, buffers, inputs, outputs, gradients, kept, transient, name)
+    for size in model.nodes:
+        pick = int(size.at(fractions).argmin())
+        for kind, number, sizes in zip(size.kinds, size.ranges.tolist(), size.sizes, strict=True):
+            live[kind] = live.get(kind, 0.0) + float(fractions[number] * sizes[pick])
+            is_gradient = model.ranges[number].phase is Phase.ACCUMULATED
+            optimizer += instance.limits.optimizer_states * float(sizes[pick]) * is_gradient
+    for group, saving in zip(model.groups, model.saved, strict=True):
+        if saving:
+            saved = group.saved(fractions)
+            live["kept"] = live.get("kept", 0.0) + float(min(saved.source.min(), saved.target.min()))
+    return memory_by_kind(live, optimizer, model.points[point].name)

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from passes.cost.memory import GroupBytes, MemoryModel
 from passes.ir.layout import Layout
 from passes.solving.arrays import Arrays, EdgeArrays, GroupArrays
-from passes.solving.bytes import Bytes, GroupBytes
 from passes.solving.prices import Flags, Floats
 
 # What sums of bytes may be off by, relative to them.
@@ -32,7 +32,7 @@ class Weights:
     excess: Sequence[float]
 
 
-def priced(arrays: Arrays, sizes: Bytes, points: Sequence[int], weights: Weights) -> Arrays:
+def priced(arrays: Arrays, sizes: MemoryModel, points: Sequence[int], weights: Weights) -> Arrays:
     """The problem of the weighted sum of the step time, the bytes at all points and the
     traffic of parameters that its part of is not hidden. What hides it is no choice, and left out.
 
@@ -54,24 +54,23 @@ def priced(arrays: Arrays, sizes: Bytes, points: Sequence[int], weights: Weights
         groups.append(replace(group, seconds=seconds))
         keeping = keepers(group) if any(weights.bytes) else None
         if keeping is not None:
-            source, target = _kept(group, size, everywhere, again_seconds(arrays, group, weights))
-            as_made = size.kept(everywhere).source * group.source_bytes
-            kept = np.where(group.same, as_made[:, None], np.minimum(source, target))
+            again, target = _kept(size, everywhere, again_seconds(arrays, group, weights))
+            source = size.saved(everywhere).source
+            kept = np.where(group.same, source[:, None], np.minimum(again, target))
             keeping_groups.append(replace(keeping, seconds=kept))
     return replace(arrays, costs=costs, groups=[*groups, *keeping_groups], overlaps=())
 
 
-def _kept(group: GroupArrays, size: GroupBytes, parts: Floats, again: Floats) -> tuple[Floats, Floats]:
+def _kept(size: GroupBytes, fractions: Floats, again: Floats) -> tuple[Floats, Floats]:
     """What every redistribution of a group costs where it is made again, for the seconds `again`, and where its result
     is kept."""
-    kept = size.kept(parts)
-    source = (kept.source * group.source_bytes)[:, None]
-    return again + source + kept.again * group.target_bytes, kept.target * group.target_bytes
+    saved = size.saved(fractions)
+    return again + saved.source[:, None] + saved.again, saved.target
 
 
 def made_again(
     arrays: Arrays,
-    sizes: Bytes,
+    sizes: MemoryModel,
     picks: Sequence[int],
     points: Sequence[int],
     weights: Weights,
@@ -84,7 +83,7 @@ def made_again(
         if keeping is None:
             continue
         made = group.made[picks[group.producer]]
-        again, kept = _kept(group, size, everywhere, again_seconds(arrays, group, weights))
+        again, kept = _kept(size, everywhere, again_seconds(arrays, group, weights))
         for edge in keeping.edges:
             wanted = edge.wanted[picks[edge.consumer]]
             if not group.same[made, wanted] and again[made, wanted] < kept[wanted]:
@@ -121,14 +120,14 @@ class Slack:
 
 
 def decide_repeats(
-    arrays: Arrays, sizes: Bytes, points: Sequence[int], weights: Weights, slack: Slack
+    arrays: Arrays, sizes: MemoryModel, points: Sequence[int], weights: Weights, slack: Slack
 ) -> list[Repeats]:
     """What is made again at these weights. Where the other way costs more than the slack that is left, it is
     decided."""
     everywhere = sizes.blend(points, weights.bytes)
     found = []
     for group, size in zip(arrays.groups, sizes.groups, strict=True):
-        again, kept = _kept(group, size, everywhere, again_seconds(arrays, group, weights))
+        again, kept = _kept(size, everywhere, again_seconds(arrays, group, weights))
         dearer = again - kept
         left = np.full(dearer.shape, -np.inf)
         for edge in (edge for edge in group.edges if edge.saved):

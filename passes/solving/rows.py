@@ -94,11 +94,11 @@ def _unhidden(instance: Instance, rows: Rows, solution: Solution, weights: Weigh
 
 def _fixed(instance: Instance, rows: Rows) -> frozenset[int]:
     """Nodes whose strategy counts in one of the rows."""
-    parts = [instance.bytes.parts(point) for point in rows.points]
+    parts = [instance.bytes.at(point) for point in rows.points]
     fixed = {node for node, size in enumerate(instance.bytes.nodes) if any(size.at(there).any() for there in parts)}
     overlaps = [instance.arrays.overlaps[hinge] for hinge in rows.hinges]
     for group, size in zip(instance.arrays.groups, instance.bytes.groups, strict=True):
-        kept = any(size.kept(there).any() for there in parts)
+        kept = any(size.saves(there) for there in parts)
         edges = [edge for edge in group.edges if edge.saved and kept]
         used = any(size.used(there) is not None for there in parts)
         if used or any(overlap.traffic(group) is not None for overlap in overlaps):

@@ -5,7 +5,7 @@ from dataclasses import replace
 from unittest import mock
 
 from autopar import build, lowering
-from passes.cost.account import same_tensor
+from passes.cost.live_ranges import same_tensor
 from passes.ir.choices import Problem, Solution
 from passes.ir.lowered import Lowered
 from tests.autopar.solving import solved_by

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from passes.capture import Tracing, capture
 from passes.constrain import Constraints, constrain
-from passes.cost.account import is_kept, same_tensor
 from passes.cost.cluster import CLUSTERS, Cluster
+from passes.cost.live_ranges import is_kept, same_tensor
 from passes.cost.memory import memory_use
 from passes.cost.walk import Optimizer, walk
-from passes.ir.choices import Node, Problem, Solution
+from passes.ir.choices import Problem, Solution
 from passes.ir.layout import Layout
 from passes.ir.lowered import Lowered
 from passes.ir.mesh import Mesh
@@ -113,7 +113,7 @@ def thinned(
             continue
         kept[index].append(choose.choice(rest))
         total = larger
-    nodes = [_thinned(node, sorted(own)) for node, own in zip(problem.nodes, kept, strict=True)]
+    nodes = [node.only(sorted(own)) for node, own in zip(problem.nodes, kept, strict=True)]
     return replace(problem, nodes=nodes)
 
 
@@ -128,22 +128,6 @@ def stored_both_ways(case: Planning, choose: random.Random, most: int) -> dict[i
         if parts and len(found) < most:
             found[index] = [choose.choice([way for size, way in held if size == whole]), choose.choice(parts)]
     return found
-
-
-def _thinned(node: Node, kept: list[int]) -> Node:
-    def chosen(values: tuple[object, ...]) -> tuple[object, ...]:
-        return tuple(values[index] for index in kept) if values else values
-
-    return replace(
-        node,
-        strategies=chosen(node.strategies),
-        seconds=chosen(node.seconds),
-        memory=chosen(node.memory),
-        results=chosen(node.results),
-        copies=chosen(node.copies),
-        forward=chosen(node.forward),
-        light=chosen(node.light),
-    )
 
 
 class RandomModel(nn.Module):

@@ -1,19 +1,24 @@
-"""What the search counts as memory, by blocks."""
+"""The memory model of the search: live ranges of tensors, and bytes under all strategies at once."""
 
+import random
 from collections.abc import Callable
 from dataclasses import replace
 
+import numpy as np
+import pytest
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from passes.cost.account import account, layout_bytes
-from passes.cost.memory import lying
-from passes.cost.moments import Place, Span
+from passes.cost.live_ranges import layout_bytes
+from passes.cost.memory import chosen_memory, memory_model, memory_use
+from passes.cost.program_points import LiveRange, Phase
+from passes.ir.choices import Solution
 from passes.ir.mesh import Mesh
 from passes.ir.regime import Regime
 from passes.solve import solve
 from passes.solving.limits import Limits
-from tests.passes.planning import STATES, planning
+from tests.passes.planning import STATES, Planning, planning, random_planning, random_regime, traveling_regime
 
 ROWS, WIDTH, LAYERS = 8, 16, 3
 
@@ -58,30 +63,36 @@ class _Layers(nn.Module):
         return x.sum()
 
 
+def _totals_alone(case: Planning, solution: Solution) -> NDArray[np.float64]:
+    """Bytes at each point of a problem that offers the solution alone."""
+    model, found = chosen_memory(case.problem, solution, case.mesh)
+    return model.totals(found)
+
+
 def test_what_is_made_again_is_made_of_something() -> None:
     """Where tanh is computed again, what the product before it gives stays, and tanh's own result does not."""
     case = planning(_Layers(), {"x": torch.zeros(ROWS, WIDTH)}, Mesh.of({"dp": 1}))
     remade = {case.problem.nodes[edge.producer].key for edge in case.problem.edges if edge.remade}
     assert remade == {"layers.*.first/linear"}
     (name,) = (region.name for region in case.folded.regions)
-    places = {}
+    live = {}
     for level in ("none", "selective"):
         regime = Regime(recompute={name: level})
         solution = solve(case.problem, case.cluster, case.mesh, Limits(1e30, STATES), regime)
-        found = lying(case.problem, solution, case.mesh, account(case.problem, regime))
+        model, found = chosen_memory(case.problem, solution, case.mesh)
         tensor = ROWS * WIDTH * 4 * LAYERS
-        places[level] = {item.place for item in found if item.kind == "kept" and item.size == tensor}
+        live[level] = {model.ranges[item.range] for item in found if item.kind == "kept" and item.size == tensor}
     block = case.problem.blocks.index(name)
     product, tanh, last = (
         index for index, node in enumerate(case.problem.nodes) if node.block == block and node.kind == "op"
     )
     # None: what each product reads, which is what tanh keeps. Selective: what a layer is given, and the first product;
     # what tanh gives is there for the second product and itself.
-    assert places["none"] == {Place(Span.FORWARD, block, product), Place(Span.FORWARD, block, tanh)}
-    assert places["selective"] == {
-        Place(Span.FORWARD, block, product),
-        Place(Span.FORWARD, block, tanh),
-        Place(Span.RUNNING, block, tanh, last),
+    assert live["none"] == {LiveRange(Phase.FORWARD, block, product), LiveRange(Phase.FORWARD, block, tanh)}
+    assert live["selective"] == {
+        LiveRange(Phase.FORWARD, block, product),
+        LiveRange(Phase.FORWARD, block, tanh),
+        LiveRange(Phase.COPY, block, tanh, last),
     }
 
 
@@ -96,7 +107,7 @@ def test_what_sends_is_not_made_again() -> None:
     norm = case.problem.index["layers.*.norm/layer_norm"]
     node = case.problem.nodes[norm]
     assert node.cheap
-    places = account(case.problem, regime)
+    model = memory_model(case.problem, regime, mesh)
     (use,) = (edge for edge in case.problem.edges if edge.producer == norm)
     wanted = [item.operands[use.operand] for item in case.problem.nodes[use.consumer].strategies]
     tried = set()
@@ -105,10 +116,31 @@ def test_what_sends_is_not_made_again() -> None:
         if layout in wanted:
             picks = list(solution.picks)
             picks[norm], picks[use.consumer] = pick, wanted.index(layout)
-            found = lying(case.problem, replace(solution, picks=tuple(picks)), mesh, places)
+            found = model.allocations(picks, solution.again)
+            assert model.totals(found) == pytest.approx(_totals_alone(case, replace(solution, picks=tuple(picks))))
             size = layout_bytes(case.problem.groups[use.group], layout, mesh)
-            kept = [item for item in found if item.kind == "kept" and item.place.first == use.consumer]
-            assert [item.size for item in kept] == [size]
-            assert kept[0].place.span is (Span.RUNNING if node.light[pick] else Span.FORWARD)
+            kept = [(item.size, model.ranges[item.range]) for item in found if item.kind == "kept"]
+            ((own, live),) = ((own, live) for own, live in kept if live.first == use.consumer and own)
+            assert own == size
+            assert live.phase is (Phase.COPY if node.light[pick] else Phase.FORWARD)
             tried.add(node.light[pick])
     assert tried == {False, True}
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_all_strategies_at_once_are_each_alone(seed: int) -> None:
+    """The arrays of all strategies give for a random choice of them, at every point and by kind, the bytes of a problem
+    that offers this choice alone."""
+    case = random_planning(seed, blocks=2 + seed % 2)
+    choose = random.Random(seed)
+    regime = traveling_regime(case, seed) if seed % 2 else random_regime(case, seed)
+    model = memory_model(case.problem, regime, case.mesh)
+    for _ in range(4):
+        picks = tuple(choose.randrange(len(node.strategies)) for node in case.problem.nodes)
+        redone = case.changed_and_kept(picks, regime)
+        again = frozenset(choose.sample(redone, len(redone) // 2))
+        solution = Solution(picks, again, 0.0, 0.0, regime)
+        found = model.allocations(picks, again)
+        np.testing.assert_allclose(model.totals(found), _totals_alone(case, solution), rtol=1e-12)
+        alone = memory_use(case.problem, solution, STATES, case.mesh)
+        assert model.use(found, STATES).kinds() == pytest.approx(alone.kinds(), rel=1e-12)

@@ -9,10 +9,9 @@ from torch import Tensor, nn
 
 from passes.capture import Tracing, capture
 from passes.constrain import constrain
-from passes.cost.account import account
 from passes.cost.cluster import CLUSTERS, Device
-from passes.cost.memory import lying, memory_use
-from passes.cost.moments import Moment, Place, Span, parts
+from passes.cost.memory import chosen_memory, memory_use
+from passes.cost.program_points import LiveRange, Phase, ProgramPoint, live_fractions
 from passes.cost.step import Part, Seconds, compose, exposed
 from passes.cost.walk import Optimizer, walk
 from passes.ir.choices import Solution
@@ -78,36 +77,36 @@ def test_memory_of_a_step_on_one_device() -> None:
     assert use.peak == sum(use.kinds().values())
 
 
-def test_parts_at_a_moment() -> None:
+def test_live_fractions_at_a_point() -> None:
     """A block loses what its ops keep as they run backward, copy by copy; its gradients come."""
-    moment = Moment("", block=1, op=5, own=0.25, left=0.5, done=0.25)
+    point = ProgramPoint("", block=1, op=5, own=0.25, left=0.5, done=0.25)
     expected = {
-        (Span.STEP, -1, 0, 0): 1.0,
-        (Span.FORWARD, 0, 9, 9): 1.0,
-        (Span.FORWARD, 1, 5, 9): 0.75,
-        (Span.FORWARD, 1, 6, 9): 0.5,
-        (Span.FORWARD, 2, 0, 9): 0.0,
-        (Span.RUNNING, 1, 4, 5): 0.25,
-        (Span.RUNNING, 1, 4, 4): 0.0,
-        (Span.RUNNING, 0, 4, 5): 0.0,
-        (Span.LEFT, 1, 0, 0): 0.25,
-        (Span.NEXT, 1, 0, 0): 0.25,
-        (Span.SUM, 1, 5, 0): 0.5,
-        (Span.SUM, 1, 4, 0): 0.25,
-        (Span.SUM, 2, 0, 0): 1.0,
-        (Span.SUM, 0, 9, 0): 0.0,
+        (Phase.STEP, -1, 0, 0): 1.0,
+        (Phase.FORWARD, 0, 9, 9): 1.0,
+        (Phase.FORWARD, 1, 5, 9): 0.75,
+        (Phase.FORWARD, 1, 6, 9): 0.5,
+        (Phase.FORWARD, 2, 0, 9): 0.0,
+        (Phase.COPY, 1, 4, 5): 0.25,
+        (Phase.COPY, 1, 4, 4): 0.0,
+        (Phase.COPY, 0, 4, 5): 0.0,
+        (Phase.PREVIOUS_COPY, 1, 0, 0): 0.25,
+        (Phase.NEXT_COPY, 1, 0, 0): 0.25,
+        (Phase.ACCUMULATED, 1, 5, 0): 0.5,
+        (Phase.ACCUMULATED, 1, 4, 0): 0.25,
+        (Phase.ACCUMULATED, 2, 0, 0): 1.0,
+        (Phase.ACCUMULATED, 0, 9, 0): 0.0,
     }
-    found = parts([moment], [Place(*place) for place in expected], PLAIN)
+    found = live_fractions([point], [LiveRange(*item) for item in expected], PLAIN)
     assert dict(zip(expected, found[0].tolist(), strict=True)) == expected
-    assert parts([moment], [Place(Span.LEFT, 2)], PLAIN) == 0.0
-    optimizer = parts([Moment("")], [Place(span, 1) for span in Span], PLAIN)
+    assert live_fractions([point], [LiveRange(Phase.PREVIOUS_COPY, 2)], PLAIN) == 0.0
+    optimizer = live_fractions([ProgramPoint("")], [LiveRange(phase, 1) for phase in Phase], PLAIN)
     assert optimizer.tolist() == [[1.0, 0.0, 0.0, 0.0, 0.0, 1.0, 1.0]]
 
 
 def test_gradients_stay_from_one_micro_batch_to_the_next() -> None:
     """With several micro-batches all gradients are there at every moment."""
-    moment = Moment("", block=1, op=5)
-    assert parts([moment], [Place(Span.SUM, 0, 9)], Regime(micro_batches=2)) == 1.0
+    point = ProgramPoint("", block=1, op=5)
+    assert live_fractions([point], [LiveRange(Phase.ACCUMULATED, 0, 9)], Regime(micro_batches=2)) == 1.0
 
 
 class Stack(nn.Module):
@@ -186,12 +185,12 @@ def test_recomputing_costs_its_forward_once_more() -> None:
         costs[0].forward_communication
     )
     assert costs[1].forward_communication == costs[0].forward_communication > 0
-    # Until its backward pass it lies there only where it is kept, and while that runs either way.
-    found = account(case.problem, PLAIN)
-    for span, more in ((Span.FORWARD, 32 * 64 * 4), (Span.RUNNING, -32 * 64 * 4)):
+    # It is live until its backward pass only where it is saved, and during that pass either way.
+    memories = [chosen_memory(case.problem, choice, MESH) for choice in (kept, again)]
+    for phase, more in ((Phase.FORWARD, 32 * 64 * 4), (Phase.COPY, -32 * 64 * 4)):
         sizes = [
-            sum(item.size for item in lying(case.problem, choice, MESH, found) if item.place.span is span)
-            for choice in (kept, again)
+            sum(item.size for item in allocations if model.ranges[item.range].phase is phase)
+            for model, allocations in memories
         ]
         assert sizes[0] - sizes[1] == more
 

@@ -5,9 +5,9 @@ import random
 import numpy as np
 import pytest
 
+from passes.cost.memory import memory_model
 from passes.ir.regime import PLAIN
 from passes.solving.arrays import arrays, find_uses
-from passes.solving.bytes import find_bytes
 from passes.solving.dominance import undominated
 from passes.solving.prices import Prices
 from tests.passes.planning import Planning, random_planning
@@ -21,7 +21,7 @@ def _left(case: Planning, choose: random.Random) -> tuple[dict[int, np.ndarray],
     for node, labels in every.items():
         if case.problem.nodes[node].kind == "op":
             every[node] = np.sort(choose.sample(labels.tolist(), min(2, len(labels))))
-    return every, undominated(found, find_bytes(case.problem, found, uses, PLAIN), every)
+    return every, undominated(found, memory_model(case.problem, PLAIN, case.mesh), every)
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -38,8 +38,7 @@ def random_arrays(seed: int, nodes: int = 7, layouts: int = 3) -> Arrays:
             groups.append(
                 GroupArrays(
                     GROUP, producer, made, edges, tuple(() for _ in range(layouts)), seconds, none,
-                    np.zeros(layouts), np.zeros(layouts), none > 0, none.astype(int),
-                    none, none, none,
+                    none > 0, none.astype(int), none, none,
                 )
             )  # fmt: skip
     costs = [cost(size) + 0.1 for size in sizes]

@@ -1,0 +1,293 @@
+"""Live ranges of everything that a step allocates, under any strategies: by node, and by group of uses.
+
+A saved tensor is live from the forward pass until the backward pass of the op that saved it, the first op among
+several. It counts once per layout, however many ops save it. One that the backward pass gathers again counts as its
+sharded source until its first use there, and whole from then to its last. Of recomputed tensors only those of the
+running copy are live. A gradient is live from the backward pass of the last op that reads its tensor to that of the op
+that makes it.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from passes.cost.program_points import END, START, LiveRange, Phase
+from passes.ir.choices import Edge, Group, Node, Problem
+from passes.ir.figures import as_float
+from passes.ir.layout import I, Layout, R, local_shape
+from passes.ir.mesh import Mesh
+from passes.ir.regime import Regime
+
+
+@dataclass(frozen=True)
+class NodeAllocation:
+    """Bytes of each strategy of a node in one live range, by kind."""
+
+    kind: str
+    range: LiveRange
+    sizes: Sequence[float]
+
+
+@dataclass(frozen=True)
+class EdgeAllocation:
+    """Bytes in proportion to the operand of one use: `times` its size."""
+
+    edge: int
+    range: LiveRange
+    times: float
+
+
+@dataclass(frozen=True)
+class GradientRanges:
+    """Live ranges of the gradient of a parameter that is used in another layout than it is stored in.
+
+    Until it is reduced: with the gradients of a `whole` copy, or `alone`, by the op. While it is reduced: its flat
+    buffer (`sent`). After that, in all micro-batches but the first, next to the sum of earlier ones (`second`).
+    """
+
+    whole: LiveRange
+    alone: LiveRange
+    sent: LiveRange
+    second: LiveRange
+
+
+@dataclass(frozen=True)
+class GroupRanges:
+    """Live ranges of the tensors of a group.
+
+    Of saved tensors: `sources` before a redistribution, for strategies of the producer that are not recomputed and for
+    those that are (None: resident anyway); `target` after it, and `again` where the backward pass runs it again. Of
+    gradients: `flow` without a redistribution, else `before` it and `after` it (None: there are none). `gathered` is
+    for parameters that have gradients.
+    """
+
+    sources: tuple[LiveRange, LiveRange] | None
+    target: tuple[LiveRange, ...]
+    again: tuple[LiveRange, ...]
+    flow: LiveRange | None
+    before: LiveRange | None
+    after: LiveRange | None
+    gathered: GradientRanges | None
+
+
+@dataclass(frozen=True)
+class LiveRanges:
+    """Live ranges by node, by group, and for some uses."""
+
+    nodes: Sequence[Sequence[NodeAllocation]]
+    groups: Sequence[GroupRanges]
+    edges: Sequence[EdgeAllocation]
+
+    def all(self) -> Iterator[LiveRange]:
+        """All live ranges, some of them several times."""
+        yield LiveRange(Phase.STEP)
+        yield from (item.range for items in self.nodes for item in items)
+        yield from (item.range for item in self.edges)
+        for group in self.groups:
+            several = (*(group.sources or ()), *group.target, *group.again)
+            single = (group.flow, group.before, group.after)
+            yield from (*several, *(item for item in single if item is not None))
+            if group.gathered is not None:
+                found = group.gathered
+                yield from (found.whole, found.alone, found.sent, found.second)
+
+
+def layout_bytes(group: Group, layout: Layout, mesh: Mesh) -> float:
+    """Bytes of all occurrences of a group's tensor in one layout on one device."""
+    return as_float(prod(local_shape(group.type.shape, layout, mesh)) * group.type.dtype.itemsize * group.count)
+
+
+def same_tensor(source: Layout, target: Layout) -> bool:
+    """Whether the change runs nothing forward: letters differ between R and I only."""
+    return all(
+        before == after or (before in (R, I) and after in (R, I)) for before, after in zip(source, target, strict=True)
+    )
+
+
+def recompute_of(problem: Problem, regime: Regime, block: int) -> str:
+    """The recompute level of a block."""
+    return regime.of(problem.blocks[block])
+
+
+def runs_again(node: Node, pick: int) -> bool:
+    """Whether selective recompute runs strategy `pick` of a node again."""
+    return bool(node.light) and node.light[pick]
+
+
+def is_resident(problem: Problem, regime: Regime, producer: Node) -> bool:
+    """Whether a node's result is in memory whoever saves it, or counts elsewhere: inputs of copies that are recomputed
+    as a whole, and views, which share memory with their operand."""
+    if producer.kind == "carry":
+        return recompute_of(problem, regime, producer.block) == "full"
+    return producer.kind in ("parameter", "input", "buffer") or producer.saves_result or producer.views
+
+
+def is_kept(problem: Problem, regime: Regime, edge: Edge) -> bool:
+    """Whether the operand of a use is a saved tensor."""
+    group = problem.groups[edge.group]
+    return edge.saved or (edge.remade and recompute_of(problem, regime, group.block) == "selective")
+
+
+def unsharded_bytes(group: Group, layout: Layout, mesh: Mesh, regime: Regime) -> float:
+    """Bytes that are live from the first micro-batch to the last where a parameter is used in `layout` but stored in
+    another one: the gathered parameter, and its unreduced gradient."""
+    size = prod(local_shape(group.type.shape, layout, mesh)) * group.count
+    held = size * group.type.dtype.itemsize * regime.gather_once
+    return as_float(held + size * group.gradient_itemsize * (regime.reduce_once and group.gradient))
+
+
+def live_ranges(problem: Problem, regime: Regime) -> LiveRanges:
+    """The live ranges of everything that a step of `problem` allocates."""
+    uses: dict[int, list[int]] = {}
+    for index, edge in enumerate(problem.edges):
+        uses.setdefault(edge.group, []).append(index)
+    readers: dict[int, list[Edge]] = {}
+    for edge in problem.edges:
+        readers.setdefault(edge.producer, []).append(edge)
+    again = _made_first(problem, readers)
+    nodes = [_node(problem, regime, index, readers.get(index, []), again) for index in range(len(problem.nodes))]
+    groups = [
+        _group(problem, regime, number, [problem.edges[index] for index in own], again)
+        for number, own in sorted(uses.items())
+    ]
+    edges = [item for own in uses.values() for item in _sums(problem, own)]
+    return LiveRanges(nodes, groups, edges)
+
+
+def _made_first(problem: Problem, readers: Mapping[int, Sequence[Edge]]) -> dict[int, int]:
+    """The first op in the backward pass that needs a node's result, or what cheap ops compute of it."""
+    found: dict[int, int] = {}
+    for index in range(len(problem.nodes) - 1, -1, -1):
+        node = problem.nodes[index]
+        found[index] = index
+        for edge in readers.get(index, []):
+            reader = problem.nodes[edge.consumer]
+            if reader.kind == "op" and reader.block == node.block and edge.consumer > index:
+                needed = found[edge.consumer] if reader.cheap else edge.consumer if edge.saved else index
+                found[index] = max(found[index], needed)
+    return found
+
+
+def _node(
+    problem: Problem, regime: Regime, index: int, readers: Sequence[Edge], again: Mapping[int, int]
+) -> list[NodeAllocation]:
+    node = problem.nodes[index]
+    times = regime.micro_batches if node.kind in ("input", "output") else 1
+    found = [NodeAllocation(node.kind, LiveRange(Phase.STEP), [times * memory.held for memory in node.memory])]
+    if node.kind == "parameter":
+        first = min((_position(problem, edge.consumer) for edge in readers), default=START)
+        gradient = [memory.gradient for memory in node.memory]
+        found.append(NodeAllocation("gradient", LiveRange(Phase.ACCUMULATED, node.block, first), gradient))
+    if node.kind == "op":
+        running = LiveRange(Phase.COPY, node.block, index, index)
+        found.append(NodeAllocation("transient", running, [memory.transient * node.count for memory in node.memory]))
+    if node.copies:
+        found += _each_way(node, _made(problem, regime, index, index, index), node.copies)
+    if node.saves_result:
+        found += _each_way(node, _made(problem, regime, index, index, again[index]), node.results)
+    if node.kind == "carry" and is_resident(problem, regime, node):
+        found.append(NodeAllocation("kept", LiveRange(Phase.FORWARD, node.block), node.results))
+    return [item for item in found if any(item.sizes)]
+
+
+def _each_way(node: Node, places: tuple[LiveRange, LiveRange], sizes: Sequence[float]) -> list[NodeAllocation]:
+    """Saved bytes of a node: of strategies that are not recomputed in the first range, of the others in the second."""
+    ways = zip(places, (False, True), strict=True)
+    return [
+        NodeAllocation(
+            "kept",
+            place,
+            [size if runs_again(node, pick) is again else 0.0 for pick, size in enumerate(sizes)],
+        )
+        for place, again in ways
+    ]
+
+
+def _position(problem: Problem, node: int) -> int:
+    """The position of an op in its block; carried tensors come before all ops."""
+    return node if problem.nodes[node].kind == "op" else START
+
+
+def _made(problem: Problem, regime: Regime, producer: int, first: int, last: int) -> tuple[LiveRange, LiveRange]:
+    """Live ranges of a result that the ops from `first` to `last` of its block save: where the node is not recomputed,
+    and where it is."""
+    node = problem.nodes[producer]
+    recompute = recompute_of(problem, regime, node.block)
+    stays = LiveRange(Phase.FORWARD, node.block, first)
+    if node.kind == "op" and recompute == "full":
+        stays = LiveRange(Phase.COPY, node.block, first)
+    if node.kind == "op" and recompute == "selective":
+        return stays, LiveRange(Phase.COPY, node.block, first, last)
+    return stays, stays
+
+
+def _group(
+    problem: Problem, regime: Regime, number: int, edges: Sequence[Edge], made_first: Mapping[int, int]
+) -> GroupRanges:
+    group, producer = problem.groups[number], edges[0].producer
+    node, block = problem.nodes[producer], group.block
+    positions = [_position(problem, edge.consumer) for edge in edges]
+    kept = [_position(problem, edge.consumer) for edge in edges if is_kept(problem, regime, edge)] or positions
+    first, last = min(kept), max(kept)
+    running = LiveRange(Phase.COPY, block, first, last)
+    repeated = problem.counts[block] > 1
+    full = group.inside and recompute_of(problem, regime, block) == "full"
+    # A tensor that all copies read stays until the last of them is done.
+    shared = repeated and group.count == 1
+    target = LiveRange(Phase.FORWARD, block - 1) if shared else LiveRange(Phase.FORWARD, block, first)
+    sources = target, target
+    if node.block == block and not shared:
+        sources = _made(problem, regime, producer, first, max(last, made_first[producer]))
+    targets: tuple[LiveRange, ...] = (LiveRange(Phase.COPY, block, first) if full else target,)
+    again: tuple[LiveRange, ...] = (running,)
+    gathered = None
+    if group.parameter:
+        # FSDP units gather a copy at once and prefetch the next one; outside of copies they gather op by op.
+        there = (LiveRange(Phase.COPY, block), LiveRange(Phase.NEXT_COPY, block)) if repeated else (running,)
+        targets = there if full else (LiveRange(Phase.FORWARD, block) if repeated else target,)
+        again = there
+        if group.gradient:
+            gathered = _reduced(problem, block, positions[0])
+    flow = before = after = None
+    if group.gradient and not group.parameter:
+        made = _position(problem, producer) if node.block == block else START
+        end = max(positions)
+        if edges[0].consumer <= producer and problem.nodes[edges[0].consumer].kind == "carry":
+            # The carry of the next copy.
+            end = END
+            positions = [END]
+        flow = LiveRange(Phase.COPY, block, made, end)
+        before = LiveRange(Phase.COPY, block, made, min(positions))
+        after = LiveRange(Phase.COPY, block, min(positions), end)
+    resident = is_resident(problem, regime, node)
+    return GroupRanges(None if resident else sources, targets, again, flow, before, after, gathered)
+
+
+def _reduced(problem: Problem, block: int, op: int) -> GradientRanges:
+    """Live ranges of the gradient of a parameter that `op` of `block` reads."""
+    alone = LiveRange(Phase.COPY, block, op, op)
+    second = LiveRange(Phase.GRADIENT, block, op)
+    if problem.counts[block] > 1:
+        return GradientRanges(
+            LiveRange(Phase.COPY, block, START, op), alone, LiveRange(Phase.PREVIOUS_COPY, block), second
+        )
+    others = [
+        edge.consumer
+        for edge in problem.edges
+        if problem.groups[edge.group].parameter and problem.groups[edge.group].block == block and edge.consumer < op
+    ]
+    return GradientRanges(alone, alone, LiveRange(Phase.COPY, block, max(others, default=START), op - 1), second)
+
+
+def _sums(problem: Problem, own: Sequence[int]) -> list[EdgeAllocation]:
+    """Sums of gradients: each gradient of a tensor but the first is added to the sum, and all three are live
+    meanwhile."""
+    group = problem.groups[problem.edges[own[0]].group]
+    if not group.gradient or group.parameter:
+        return []
+    order = sorted(own, key=lambda index: problem.edges[index].consumer)
+    return [
+        EdgeAllocation(index, LiveRange(Phase.COPY, group.block, *(problem.edges[index].consumer,) * 2), 2.0)
+        for index in order[:-1]
+        if problem.nodes[problem.edges[index].consumer].kind == "op"
+    ]
