@@ -1,13 +1,21 @@
-"""How long planning takes, pass by pass: `python benchmarks/planning.py`. Needs no accelerator and no weights.
+"""Seconds and memory of planning: `python benchmarks/planning.py [NAME ...]`. Needs no accelerator and no weights.
 
-Short passes are run three times, and the least time counts. Targets stand beside what is measured.
+Every row is measured in a process of its own, with the largest memory that was resident in it, the libraries' included.
+Short passes are run three times, and the least time counts. Targets stand beside what is measured. With NAMEs only the
+programs of stock sizes are planned whose row contains one of them.
 """
 
 import gc
 import logging
+import multiprocessing
+import resource
+import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
 
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PretrainedConfig, Qwen3Config
@@ -17,9 +25,10 @@ from autopar.build import compile_model
 from autopar.options import Options
 from autopar.request import Request, make_request
 from passes.capture import Tracing, capture
-from passes.ir.errors import InfeasibleError
 from passes.normalize import normalize
 from passes.regions import fold
+
+T = TypeVar("T")
 
 MESH = {"dp": 8, "tp": 8}
 SEQUENCE = 8192
@@ -28,6 +37,9 @@ PASSES = ("capture", "normalize", "regions", "candidates", "solve", "lower", "em
 SHORT = 10.0
 RUNS = 3
 NODES = 5400
+# Bytes that never decide anything.
+PLENTY = 1e12
+MESH_TEXT = " x ".join(f"{name} {size}" for name, size in MESH.items())
 
 
 @dataclass(frozen=True)
@@ -94,6 +106,29 @@ def normalize_and_regions(layers: int) -> tuple[int, float]:
     return len(program.ops), least
 
 
+def apart(function: Callable[..., T], *args: object) -> tuple[T, float]:
+    """The result of `function(*args)` in a process of its own, and the bytes that were resident there at most."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, context, _quiet) as pool:
+        result = pool.submit(function, *args).result()
+        return result, pool.submit(peak_bytes).result()
+
+
+def _quiet() -> None:
+    logging.getLogger("autopar").setLevel(logging.ERROR)
+
+
+def peak_bytes() -> float:
+    """The largest memory that was resident in this process so far."""
+    status = Path("/proc/self/status")
+    if status.exists():
+        # `ru_maxrss` of a new process begins with what was resident in its parent.
+        (line,) = (line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
+        return 1024.0 * int(line.split()[1])
+    unit = 1 if sys.platform == "darwin" else 1024
+    return float(unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+
+
 def row(what: str, measured: str, target: str = "") -> None:
     """Print one line of the table."""
     print(f"{what:58}{measured:>12}  {target}", flush=True)
@@ -102,6 +137,11 @@ def row(what: str, measured: str, target: str = "") -> None:
 def seconds(value: float) -> str:
     """Seconds with their unit."""
     return f"{value:.3f} s"
+
+
+def memory_row(peak: float) -> None:
+    """Print the largest memory that was resident."""
+    row("  peak resident memory", f"{peak / 1024**3:.2f} GiB")
 
 
 def section(title: str) -> None:
@@ -129,6 +169,14 @@ class Case:
     batch: int
     at_most: float | None = None
 
+    @property
+    def row(self) -> str:
+        """How it is called in the table."""
+        mesh = f"{self.mesh} devices, searched"
+        if isinstance(self.mesh, Mapping):
+            mesh = " x ".join(str(size) for size in self.mesh.values())
+        return f"{self.name}, {mesh}, batch {self.batch}"
+
 
 def llama_config(hidden: int, inner: int, layers: int, heads: int) -> LlamaConfig:
     """A llama 3 with these sizes."""
@@ -154,17 +202,31 @@ QWEN = Qwen3Config(
     max_position_embeddings=SEQUENCE,
 )
 CASES = (
-    Case("Llama 8B, mesh given", llama_config(4096, 14336, 32, 32), MESH, 64, 8.0),
-    Case("Qwen3 8B, mesh given", QWEN, MESH, 64, 8.0),
-    Case("Llama 70B, mesh searched", llama_config(8192, 28672, 80, 64), 512, 512, 25.0),
-    Case("Llama 405B, mesh searched", llama_config(16384, 53248, 126, 128), 16384, 2048, 45.0),
-    Case("Llama 8B, mesh given", llama_config(4096, 14336, 32, 32), {"dp": 4, "cp": 4, "tp": 4}, 64),
-    Case("Llama 8B, mesh given", llama_config(4096, 14336, 32, 32), {"pod": 4, "dp": 4, "cp": 2, "tp": 2}, 64),
+    Case("Llama 8B", llama_config(4096, 14336, 32, 32), MESH, 64, 8.0),
+    Case("Qwen3 8B", QWEN, MESH, 64, 8.0),
+    Case("Llama 70B", llama_config(8192, 28672, 80, 64), 512, 512, 25.0),
+    Case("Llama 405B", llama_config(16384, 53248, 126, 128), 16384, 2048, 45.0),
+    Case("Llama 8B", llama_config(4096, 14336, 32, 32), {"dp": 4, "cp": 4, "tp": 4}, 64),
+    Case("Llama 8B", llama_config(4096, 14336, 32, 32), {"pod": 4, "dp": 4, "cp": 2, "tp": 2}, 64),
 )
 
 
-def whole_planning(case: Case) -> None:
-    """Plan from the model to the source, and print how long that takes."""
+@dataclass(frozen=True)
+class Planned:
+    """The figures of one plan, and the seconds that making it took."""
+
+    mesh: str
+    total: float
+    tracing: float
+    solver: float
+    gap: float
+    micro_batches: int
+    recompute: str
+    step: float
+
+
+def whole_planning(case: Case) -> Planned:
+    """Plan from the model to the source."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(case.config).to(torch.bfloat16)
     ids = torch.empty(case.batch, SEQUENCE, dtype=torch.long, device="meta")
@@ -175,55 +237,90 @@ def whole_planning(case: Case) -> None:
     )
     total = time.perf_counter() - start
     program = compiled.plan.programs["train"]
-    mesh = " x ".join(str(size) for size in compiled.plan.mesh.values())
-    row(f"{case.name}: {mesh}, batch {case.batch}", seconds(total), f"<= {case.at_most:g} s" if case.at_most else "")
-    row("  of that tracing", seconds(compiled.times["capture"]))
-    row("  of that solver", seconds(compiled.times["solve"]))
-    row("  gap that the solver left", f"{program.gap:.1e}", "<= 1e-6")
-    again = ", ".join(program.stages[0].recompute.values()) or "none"
-    row(
-        f"  predicted step; {program.micro_batches} micro-batches, recompute {again}",
-        seconds(sum(program.seconds.values())),
+    return Planned(
+        " x ".join(str(size) for size in compiled.plan.mesh.values()),
+        total,
+        compiled.times["capture"],
+        compiled.times["solve"],
+        program.gap,
+        program.micro_batches,
+        ", ".join(program.stages[0].recompute.values()) or "none",
+        sum(program.seconds.values()),
     )
 
 
-def main() -> None:
-    """Measure and print everything."""
-    logging.getLogger("autopar").setLevel(logging.ERROR)
-    section(f"Planning, all included, sequence {SEQUENCE}, H100")
-    for case in CASES:
-        whole_planning(case)
+def whole(case: Case) -> None:
+    """Print how long planning takes from the model to the source, and what memory."""
+    found, peak = apart(whole_planning, case)
+    target = f"<= {case.at_most:g} s" if case.at_most else ""
+    row(case.row, seconds(found.total), target)
+    row("  of that tracing", seconds(found.tracing))
+    row("  of that solver", seconds(found.solver))
+    row("  gap that the solver left", f"{found.gap:.1e}", "<= 1e-6")
+    row(
+        f"  step on {found.mesh}; {found.micro_batches} micro-batches, recompute {found.recompute}", seconds(found.step)
+    )
+    memory_row(peak)
 
-    mesh = " x ".join(f"{name} {size}" for name, size in MESH.items())
-    plenty = 1e12
-    for batch, limit, name in ((8, None, "of an H100"), (64, plenty, "without limit")):
-        section(f"Llama 8B, 32 layers, sequence {SEQUENCE}, batch {batch}, {mesh}, memory {name}")
-        passes(measure(32, batch, limit))
 
-    section(f"Depth: 8B widths, sequence {SEQUENCE}, batch 8, {mesh}")
+def pass_by_pass() -> None:
+    """Print the seconds of each pass, with memory that decides nothing or little."""
+    for batch, limit, name in ((8, None, "of an H100"), (64, PLENTY, "without limit")):
+        section(f"Llama 8B, 32 layers, sequence {SEQUENCE}, batch {batch}, {MESH_TEXT}, memory {name}")
+        found, peak = apart(measure, 32, batch, limit)
+        passes(found)
+        memory_row(peak)
+
+
+def depth() -> None:
+    """Print how planning grows with the number of layers."""
+    section(f"Depth: 8B widths, sequence {SEQUENCE}, batch 8, {MESH_TEXT}")
     # With fewer layers there is no traffic of theirs that could be exposed, and nothing to decide about it.
-    few, many = measure(8, 8, plenty), measure(128, 8, plenty)
-    row("candidates to emit, 8 layers", seconds(few.total("candidates")))
-    row("candidates to emit, 128 layers", seconds(many.total("candidates")))
-    row("ratio", f"{many.total('candidates') / few.total('candidates'):.2f}", "<= 1.5")
+    totals = {}
+    for layers in (8, 128):
+        found, peak = apart(measure, layers, 8, PLENTY)
+        totals[layers] = found.total("candidates")
+        row(f"candidates to emit, {layers} layers", seconds(totals[layers]))
+        memory_row(peak)
+    row("ratio", f"{totals[128] / totals[8]:.2f}", "<= 1.5")
 
+
+def traced_size() -> None:
+    """Print how the first passes grow with the number of nodes."""
     section("Size of the traced program")
     per_layer = (normalize_and_regions(4)[0] - normalize_and_regions(2)[0]) // 2
     layers = -(-NODES // per_layer)
     layers += layers % 2
-    (half, half_time), (whole, whole_time) = normalize_and_regions(layers // 2), normalize_and_regions(layers)
-    row(f"normalize and regions, {half:,} nodes", seconds(half_time))
-    row(f"normalize and regions, {whole:,} nodes", seconds(whole_time), f"<= 1 s from {NODES:,} nodes")
+    found = []
+    for count, target in ((layers // 2, ""), (layers, f"<= 1 s from {NODES:,} nodes")):
+        (nodes, taken), peak = apart(normalize_and_regions, count)
+        found.append((nodes, taken))
+        row(f"normalize and regions, {nodes:,} nodes", seconds(taken), target)
+        memory_row(peak)
+    (half, half_time), (whole, whole_time) = found
     row("ratio of times", f"{whole_time / half_time:.2f}", f"about {whole / half:.2f}")
 
-    section(f"Where memory is short: Llama 8B, 32 layers, sequence {SEQUENCE}, batch 64, {mesh}, memory of an H100")
-    start = time.perf_counter()
-    try:
-        passes(measure(32, 64))
-    except InfeasibleError as error:
-        row("no plan found, with tracing", seconds(time.perf_counter() - start), "<= 5 s")
-        print(error)
+
+def short_of_memory() -> None:
+    """Print the seconds of each pass where the memory of the device decides."""
+    section(f"Where memory is short: Llama 8B, 32 layers, sequence {SEQUENCE}, batch 64, {MESH_TEXT}")
+    found, peak = apart(measure, 32, 64)
+    passes(found)
+    memory_row(peak)
+
+
+def main(names: Sequence[str]) -> None:
+    """Measure and print everything, or the plans of stock sizes whose row contains one of `names`."""
+    section(f"Planning, all included, sequence {SEQUENCE}, H100")
+    for case in CASES:
+        if not names or any(name in case.row for name in names):
+            whole(case)
+    if not names:
+        pass_by_pass()
+        depth()
+        traced_size()
+        short_of_memory()
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])
