@@ -21,6 +21,7 @@ into each by its name, so that two models on two meshes live in one process.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -37,6 +38,17 @@ from passes.ir.redistribution import COLLECTIVES
 _Kept = tuple[tuple[str, int, int], tuple[Letter, Letter], torch.dtype | None, torch.dtype]
 
 
+@dataclass(frozen=True)
+class Exchanged:
+    """A tensor of an all-to-all: the part `before` that this rank has in `source`, and `after`, which takes the part in
+    `target`."""
+
+    before: Tensor
+    after: Tensor
+    source: Letter
+    target: Letter
+
+
 def _wait(tensor: Tensor) -> Tensor:
     waited: Tensor = collectives.wait_tensor(tensor)
     return waited
@@ -44,11 +56,20 @@ def _wait(tensor: Tensor) -> Tensor:
 
 def _cut(tensor: Tensor, letter: Letter, size: int) -> Tensor:
     """The parts of `tensor` along a new first dim, one per rank."""
-    dim = letter.dim
-    shape = tensor.shape
-    parts = tensor.reshape(*shape[:dim], letter.major, size, -1, *shape[dim + 1 :])
-    merged = parts.movedim(dim + 1, 0)
-    return merged.reshape(size, *shape[:dim], shape[dim] // size, *shape[dim + 1 :])
+    parts = _parts(tensor, letter, size)
+    return parts.reshape(size, *_cut_shape(tensor, letter, size))
+
+
+def _parts(tensor: Tensor, letter: Letter, size: int) -> Tensor:
+    """A view of the parts of `tensor` along a new first dim, whose own dim is two."""
+    dim, shape = letter.dim, tensor.shape
+    return tensor.reshape(*shape[:dim], letter.major, size, -1, *shape[dim + 1 :]).movedim(dim + 1, 0)
+
+
+def _cut_shape(tensor: Tensor, letter: Letter, size: int) -> tuple[int, ...]:
+    """The shape of one of `size` parts of `tensor`."""
+    dim, shape = letter.dim, tensor.shape
+    return *shape[:dim], shape[dim] // size, *shape[dim + 1 :]
 
 
 def _join(parts: Tensor, letter: Letter) -> Tensor:
@@ -91,6 +112,22 @@ def run_change(tensor: Tensor, group: str, size: int, rank: int, source: Letter,
     except RuntimeError as error:
         # A plain `loss.backward()` passes through no code of ours but this.
         raise_named(error, f"a redistribution from {source} to {target}")
+
+
+def exchange(tensors: Sequence[Exchanged], group: str, size: int, dtype: torch.dtype) -> None:
+    """One all-to-all over `group` for all `tensors`, which are sent in `dtype`."""
+    widths = [each.before.numel() // size for each in tensors]
+    sent = tensors[0].before.new_empty(size, sum(widths), dtype=dtype)
+    for each, own in zip(tensors, torch.split(sent, widths, dim=1), strict=True):
+        parts = _parts(each.before, each.target, size)
+        own.view(parts.shape).copy_(parts)
+    try:
+        received = _wait(collectives.all_to_all_single(sent, [1] * size, [1] * size, group)).reshape(sent.shape)
+    except RuntimeError as error:
+        raise_named(error, "an all-to-all of parameters")
+    for each, own in zip(tensors, torch.split(received, widths, dim=1), strict=True):
+        parts = _parts(each.after, each.source, size)
+        parts.copy_(own.view(parts.shape))
 
 
 def _run_change(tensor: Tensor, group: str, size: int, rank: int, source: Letter, target: Letter) -> Tensor:

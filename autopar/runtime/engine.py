@@ -16,13 +16,14 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
 from autopar.runtime import fsdp
-from autopar.runtime.axis import Axis, axes_of
+from autopar.runtime.axis import axes_of
 from autopar.runtime.backward import BackwardPasses
-from autopar.runtime.gradients import OwnPart, Turn, UnitGradients, UnitParameter, address_of, part_of
+from autopar.runtime.gradients import OwnPart, UnitGradients, UnitParameter, address_of, part_of
 from autopar.runtime.groups import data_mesh
 from autopar.runtime.state import mesh_of
+from autopar.runtime.turns import Copy, Turn, Way, take_values
 from autopar.runtime.units import ParameterGroup, PartView
-from passes.ir.layout import Layout, Letter, P, Shape, whole_shape
+from passes.ir.layout import Layout, P, Shape, whole_shape
 from passes.ir.lowered import Group, Held
 from passes.ir.redistribution import Step, redistribution
 
@@ -107,7 +108,7 @@ class Engine:
         back = redistribution(kept, stored, shape, self._shape)
         return Turn(self._way(forth), self._way(back), dtype)
 
-    def _way(self, steps: Sequence[Step]) -> tuple[tuple[Axis, Letter, Letter], ...]:
+    def _way(self, steps: Sequence[Step]) -> Way:
         axes = axes_of(self._mesh)
         return tuple((axes[step.axis], step.source, step.target) for step in steps)
 
@@ -235,16 +236,18 @@ class Engine:
     def _take_values(self) -> None:
         """Follow the parameters that users see: values in other memory, as `load_state_dict(..., assign=True)` brings
         them, and parameters that are frozen."""
+        copies = []
         for number, item in enumerate(self._gradients.parameters):
             seen = self._gradients.seen(number)
             if item.turn is not None:
-                if not self._keeping or not self._has_turned:
-                    part_of(item.kept).copy_(item.turn.values(part_of(seen)))
+                copies.append(Copy(item.turn, part_of(seen), part_of(item.kept)))
             elif address_of(seen) != address_of(item.kept):
                 part_of(item.kept).copy_(part_of(seen))
             # torch reads at the first call which parameters are trained at all.
             if self._has_run and item.trainable and item.kept.requires_grad != seen.requires_grad:
                 item.kept.requires_grad_(seen.requires_grad)
+        if not self._keeping or not self._has_turned:
+            take_values(copies)
         self._has_turned = True
 
 

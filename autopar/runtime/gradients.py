@@ -11,7 +11,6 @@ backward passes:
 """
 
 import weakref
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -22,13 +21,12 @@ from torch.distributed.tensor import DTensor
 
 from autopar._torch import local_tensor, post_accumulate_hooks, tensor_hooks
 from autopar.runtime import fsdp
-from autopar.runtime.axis import Axis
-from autopar.runtime.collectives import run_change
 from autopar.runtime.parameter_hooks import after_tensor_hooks
 from autopar.runtime.state import from_local, mesh_of, placements
+from autopar.runtime.turns import Turn
 from passes._torch import parameters_of, version_of
 from passes.ir.errors import InputError
-from passes.ir.layout import Layout, Letter, Shape
+from passes.ir.layout import Layout, Shape
 
 
 @dataclass(frozen=True)
@@ -46,38 +44,6 @@ class OwnPart:
         """The view of `gathered` where `part` belongs."""
         size = part.shape[self.dim]
         return gathered.narrow(self.dim, self.number * size, size)
-
-
-@dataclass(frozen=True)
-class Turn:
-    """The way between the parameter that users see and the copy in another layout that a unit gathers.
-
-    `forth` and `back` are the collectives: axis, letter before, letter after. Values go forth in `dtype`, the one that
-    is computed in (None: as they are).
-    """
-
-    forth: tuple[tuple[Axis, Letter, Letter], ...]
-    back: tuple[tuple[Axis, Letter, Letter], ...]
-    dtype: torch.dtype | None
-
-    def values(self, part: Tensor) -> Tensor:
-        """The values that the unit gathers."""
-        return self.to_kept(part if self.dtype is None else part.to(self.dtype))
-
-    def to_kept(self, part: Tensor) -> Tensor:
-        """The part that the unit keeps."""
-        return _through(part, self.forth)
-
-    def to_seen(self, part: Tensor) -> Tensor:
-        """The part that users see."""
-        return _through(part, self.back)
-
-
-def _through(part: Tensor, way: Sequence[tuple[Axis, Letter, Letter]]) -> Tensor:
-    with torch.no_grad():
-        for axis, before, after in way:
-            part = run_change(part, axis.group, axis.size, axis.rank, before, after)
-    return part
 
 
 @dataclass(frozen=True)

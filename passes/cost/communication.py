@@ -32,6 +32,9 @@ from passes.ir.redistribution import COLLECTIVES, Step
 Line = tuple[float, float]
 
 
+# An all-to-all of many tensors copies each into one buffer, and out of another: a kernel and a pass over memory each.
+JOINT_KERNELS, JOINT_TOUCHED = 2, 2
+
 _FREE: tuple[Line, ...] = ((0.0, 0.0),)
 
 
@@ -39,6 +42,18 @@ def step_seconds(step: Step, itemsize: int, cluster: Cluster, mesh: Mesh, joined
     """Seconds that the forward of `step` takes for elements of `itemsize` bytes. `joined` tensors are sent together and
     share what a collective takes whatever its size."""
     return least(fixed + each * itemsize for fixed, each in step_lines(step, cluster, mesh, joined))
+
+
+def joint_seconds(step: Step, itemsize: int, cluster: Cluster, mesh: Mesh) -> float:
+    """Seconds that the all-to-all `step` adds to one that carries many tensors: start and hops are those of all."""
+    before, after, device = prod(step.before), prod(step.after), cluster.device
+    each = joint_rate(cluster.route(mesh, step.axis)) * max(before, after)
+    return JOINT_KERNELS * device.launch + (each + JOINT_TOUCHED * (before + after) / device.stream) * itemsize
+
+
+def joint_rate(route: Route) -> float:
+    """Seconds per byte of S of an all-to-all of very many bytes."""
+    return min(each for _, each in collective_lines("all_to_all", route))
 
 
 def step_lines(step: Step, cluster: Cluster, mesh: Mesh, joined: int = 1) -> tuple[Line, ...]:

@@ -21,9 +21,10 @@ from passes.ir.regime import Regime
 class Part:
     """Seconds of one block of a program in one micro-batch, its `count` copies together.
 
-    `gather` is what parameters take to come together in the forward pass, `gather_again` what they take for it in the
-    backward pass, `reduce` the reductions of their gradients. `recompute` is what is computed of the forward pass again
-    in the backward pass; collectives that run again count as communication of the backward pass. `cover` and
+    `exchange` are the all-to-alls that run once before a forward pass: they bring parameters to the layout that is
+    gathered. `gather` is what parameters take to come together in the forward pass, `gather_again` what they take for
+    it in the backward pass, `reduce` the reductions of their gradients. `recompute` is what is computed of the forward
+    pass again in the backward pass; collectives that run again count as communication of the backward pass. `cover` and
     `cover_again` are the computation that hides traffic, forward and backward.
     """
 
@@ -33,6 +34,7 @@ class Part:
     forward_communication: float = 0.0
     backward_communication: float = 0.0
     recompute: float = 0.0
+    exchange: float = 0.0
     gather: float = 0.0
     gather_again: float = 0.0
     reduce: float = 0.0
@@ -96,12 +98,13 @@ def compose(parts: Sequence[Part], regime: Regime, inputs: float, optimizer: flo
     for part in parts:
         again = 0.0 if regime.gather_once else part.gather_again
         gather = 0.0 if regime.gather_once else part.gather
-        gathers += exposed(part.gather, part.cover, part.count, share)
+        exchanges = (1 if regime.gather_once else times) * part.exchange
+        gathers += exchanges + exposed(part.gather, part.cover, part.count, share)
         gathers += (times - 1) * exposed(gather, part.cover, part.count, share)
         between = 0.0 if regime.reduce_once else part.reduce
         reductions += exposed(again + part.reduce, part.cover_again, part.count, share)
         reductions += (times - 1) * exposed(again + between, part.cover_again, part.count, share)
-        traffic += part.gather + (times - 1) * gather + times * again + part.reduce + (times - 1) * between
+        traffic += exchanges + part.gather + (times - 1) * gather + times * again + part.reduce + (times - 1) * between
     return Seconds(
         times * sum(part.forward_compute for part in parts),
         times * sum(part.backward_compute for part in parts),

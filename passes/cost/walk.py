@@ -7,7 +7,7 @@ from math import prod
 import torch
 
 from passes.cost.cluster import Cluster
-from passes.cost.communication import redistribution_seconds
+from passes.cost.communication import joint_seconds, redistribution_seconds, step_seconds
 from passes.cost.fusion import Fused, joined
 from passes.cost.price import cover, op_seconds, seconds_alone, update_seconds
 from passes.cost.step import Part, Seconds, compose
@@ -99,11 +99,16 @@ def _change(statement: Change, cluster: Cluster, mesh: Mesh, recompute: str) -> 
     forward, backward = redistribution_seconds(
         statement.steps, size, gradient_size, statement.gradient, cluster, mesh, statement.joined
     )
-    again = forward if statement.again else 0.0
     if statement.parameter:
+        joint = statement.exchanged
+        gather = sum(
+            step_seconds(step, size, cluster, mesh, statement.joined) for step in statement.steps[len(joint) :]
+        )
+        exchange = sum(joint_seconds(step, size, cluster, mesh) for step in joint)
         # A copy that runs again gathers its parameters again.
-        return Part(gather=forward, gather_again=forward if recompute == "full" else again, reduce=backward)
-    again += forward if recompute == "full" else 0.0
+        is_again = recompute == "full" or statement.again
+        return Part(exchange=exchange, gather=gather, gather_again=gather if is_again else 0.0, reduce=backward)
+    again = forward * (statement.again + (recompute == "full"))
     return Part(forward_communication=forward, backward_communication=backward + again)
 
 

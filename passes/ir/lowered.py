@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import pairwise, takewhile
 
 import torch
 
@@ -64,6 +64,12 @@ class Change:
     dtypes: tuple[torch.dtype | None, torch.dtype | None] = (None, None)
     engine: int = 0
     joined: int = 1
+
+    @property
+    def exchanged(self) -> tuple[Step, ...]:
+        """The all-to-alls of the engine that make the copy which is gathered (see `Group.turned`): they run once before
+        a forward pass, for all parameters together."""
+        return tuple(takewhile(lambda step: step.collective == "all_to_all", self.steps[: self.engine]))
 
     @property
     def step_dtypes(self) -> tuple[tuple[torch.dtype | None, torch.dtype | None], ...]:

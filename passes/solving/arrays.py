@@ -1,6 +1,7 @@
 """The planning problem as arrays: own costs of nodes, matrices of what redistributions cost, and what is hidden behind
 what."""
 
+from collections import Counter
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -13,7 +14,7 @@ from passes.ir.choices import Group, Node, Problem
 from passes.ir.layout import Layout
 from passes.ir.regime import Regime
 from passes.solving.effort import Effort
-from passes.solving.prices import Flags, Floats, Integers, Prices
+from passes.solving.prices import Flags, Floats, Integers, Matrices, Prices, Pricing
 
 
 @dataclass(frozen=True)
@@ -28,12 +29,11 @@ class EdgeArrays:
 
 @dataclass(frozen=True)
 class Uses:
-    """Uses of one tensor in one place as they are in any regime. `forward` and `backward` are the seconds of bringing
-    all occurrences from each layout to each other in one micro-batch."""
+    """Uses of one tensor in one place as they are in any regime. `seconds` are those of bringing all occurrences from
+    each layout to each other in one micro-batch."""
 
     tensor: TensorUses
-    forward: Floats
-    backward: Floats
+    seconds: Matrices
 
 
 @dataclass(frozen=True)
@@ -191,15 +191,24 @@ def _oddness(methods: tuple[str, ...]) -> int:
 def find_uses(problem: Problem, prices: Prices) -> list[Uses]:
     """The uses of every tensor, with what redistributions cost one occurrence after the other."""
     tensors = find_tensor_uses(problem, prices.mesh)
-    matrices = prices.matrices([(each.group, each.sources, each.targets) for each in tensors])
-    return [
-        Uses(each, forward * each.group.count, backward * each.group.count)
-        for each, (forward, backward) in zip(tensors, matrices, strict=True)
-    ]
+    places = Counter(each.producer for each in tensors)
+    matrices = prices.matrices(
+        [
+            # A parameter that is read in several places, or by several ops, is not exchanged before the forward pass.
+            Pricing(
+                each.group,
+                each.sources,
+                each.targets,
+                each.group.parameter and places[each.producer] == len(each.edges) == 1,
+            )
+            for each in tensors
+        ]
+    )
+    return [Uses(each, seconds * each.group.count) for each, seconds in zip(tensors, matrices, strict=True)]
 
 
 def _group(problem: Problem, uses: Uses, regime: Regime) -> GroupArrays:
-    tensor, forward, backward = uses.tensor, uses.forward, uses.backward
+    tensor, forward, backward = uses.tensor, uses.seconds.forward, uses.seconds.backward
     group = tensor.group
     edges = [
         EdgeArrays(edge.consumer, wanted, is_kept(problem, regime, edge))
@@ -213,7 +222,7 @@ def _group(problem: Problem, uses: Uses, regime: Regime) -> GroupArrays:
         gathers, reductions = (1 if once else times for once in (regime.gather_once, regime.reduce_once))
         part = 1 / problem.counts[group.block]
         again = none if regime.gather_once or full else times * part * forward
-        seconds = part * (gathers * forward + reductions * backward)
+        seconds = gathers * uses.seconds.exchange + part * (gathers * forward + reductions * backward)
         if full and not regime.gather_once:
             seconds = seconds + times * part * forward
         gather, reduce = forward, backward

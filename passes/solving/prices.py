@@ -5,12 +5,20 @@ and the kinds of its letters alone, so that these are looked up in tables.
 """
 
 from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from passes.cost.cluster import Cluster
-from passes.cost.communication import Line, collective_lines, touched
+from passes.cost.communication import (
+    JOINT_KERNELS,
+    JOINT_TOUCHED,
+    Line,
+    collective_lines,
+    joint_rate,
+    touched,
+)
 from passes.ir.choices import Group
 from passes.ir.layout import Layout, Letter
 from passes.ir.mesh import Mesh
@@ -20,8 +28,38 @@ from passes.solving.steps import KINDS, Flags, Integers, Pairs, Steps, all_steps
 __all__ = ["Flags", "Floats", "Integers", "Prices"]
 
 Floats = NDArray[np.float64]
-# A group, and from which layouts to which.
-Asked = tuple[Group, Sequence[Layout], Sequence[Layout]]
+_WHOLE, _EQUAL, _SPLIT = (KINDS.index(kind) for kind in "RIS")
+
+
+@dataclass(frozen=True)
+class Pricing:
+    """A tensor to be priced: from which layouts to which. `in_unit` says that it is a parameter which an FSDP unit may
+    hold."""
+
+    group: Group
+    sources: Sequence[Layout]
+    targets: Sequence[Layout]
+    in_unit: bool = False
+
+    @property
+    def key(self) -> Hashable:
+        """What prices of one occurrence depend on."""
+        group = self.group
+        tensor = group.type.shape, group.type.dtype.itemsize, group.gradient_itemsize, group.gradient, group.strided
+        return *tensor, group.joined, self.in_unit, tuple(self.sources), tuple(self.targets)
+
+
+@dataclass(frozen=True)
+class Matrices:
+    """Seconds of redistributions from every source (row) to every target, for one occurrence: `forward`, `backward`,
+    and in `exchange` those that run once before a forward pass (see `cost.step.Part`)."""
+
+    forward: Floats
+    backward: Floats
+    exchange: Floats
+
+    def __mul__(self, times: float) -> "Matrices":
+        return Matrices(self.forward * times, self.backward * times, self.exchange * times)
 
 
 class Prices:
@@ -35,40 +73,65 @@ class Prices:
         self.cluster = cluster
         self.mesh = mesh
         self.forward, self.backward = (_Tables(cluster, mesh, backward=way) for way in (False, True))
-        self.found: dict[Hashable, tuple[Floats, Floats]] = {}
+        self.found: dict[Hashable, Matrices] = {}
 
-    def matrices(self, asked: Sequence[Asked]) -> list[tuple[Floats, Floats]]:
-        """Seconds forward and backward from every source to every target, for one occurrence of each group."""
-        keys = [_key(*each) for each in asked]
+    def matrices(self, asked: Sequence[Pricing]) -> list[Matrices]:
+        """The seconds of all that is asked."""
+        keys = [each.key for each in asked]
         new = {key: each for key, each in zip(keys, asked, strict=True) if key not in self.found}
         for gradient in (False, True):
-            some = {key: each for key, each in new.items() if each[0].gradient == gradient}
+            some = {key: each for key, each in new.items() if each.group.gradient == gradient}
             self.found.update(zip(some, self._priced(list(some.values()), gradient=gradient), strict=True))
         return [self.found[key] for key in keys]
 
-    def _priced(self, asked: Sequence[Asked], *, gradient: bool) -> Iterator[tuple[Floats, Floats]]:
+    def _priced(self, asked: Sequence[Pricing], *, gradient: bool) -> Iterator[Matrices]:
         """What is asked, of groups through all or none of which a gradient flows back."""
-        pairs = [Pairs(sources, targets, group.type.shape, group.strided) for group, sources, targets in asked]
-        counts = [len(sources) * len(targets) for _, sources, targets in asked]
-        itemsizes = np.repeat([group.type.dtype.itemsize for group, _, _ in asked], counts)
-        gradient_itemsizes = np.repeat([group.gradient_itemsize for group, _, _ in asked], counts)
-        joined = np.repeat([group.joined for group, _, _ in asked], counts)
+        pairs = [Pairs(each.sources, each.targets, each.group.type.shape, each.group.strided) for each in asked]
+        counts = [len(each.sources) * len(each.targets) for each in asked]
+        itemsizes = np.repeat([each.group.type.dtype.itemsize for each in asked], counts)
+        gradient_itemsizes = np.repeat([each.group.gradient_itemsize for each in asked], counts)
+        joined = np.repeat([each.group.joined for each in asked], counts)
         forward, backward = np.zeros((2, sum(counts)))
+        exchanges = _Exchanges(np.repeat([each.in_unit for each in asked], counts), gradient, self.mesh)
         for steps in all_steps(pairs, self.mesh):
-            forward[steps.pair] += self.forward.seconds(steps, itemsizes[steps.pair], joined[steps.pair])
+            seconds = self.forward.seconds(steps, itemsizes[steps.pair], joined[steps.pair])
+            exchanges.take_first(steps, seconds, itemsizes, self.forward)
+            forward[steps.pair] += seconds
             if gradient:
                 backward[steps.pair] += self.backward.seconds(steps, gradient_itemsizes[steps.pair], joined[steps.pair])
+        forward += exchanges.alone * ~exchanges.gathered
+        exchange = exchanges.joint * exchanges.gathered
         end = 0
-        for count, (_, sources, targets) in zip(counts, asked, strict=True):
+        for count, each in zip(counts, asked, strict=True):
             start, end = end, end + count
-            size = len(sources), len(targets)
-            yield forward[start:end].reshape(size), backward[start:end].reshape(size)
+            size = len(each.sources), len(each.targets)
+            yield Matrices(*(found[start:end].reshape(size) for found in (forward, backward, exchange)))
 
 
-def _key(group: Group, sources: Sequence[Layout], targets: Sequence[Layout]) -> Hashable:
-    """What prices of one occurrence depend on."""
-    itemsizes = group.type.dtype.itemsize, group.gradient_itemsize
-    return group.type.shape, itemsizes, group.gradient, group.strided, group.joined, tuple(sources), tuple(targets)
+class _Exchanges:
+    """The all-to-alls with which pairs begin that an FSDP unit gathers afterwards: they run for all parameters together
+    (`passes/engines`). `in_unit` says of each pair whether a unit may hold the parameter."""
+
+    def __init__(self, in_unit: Flags, trainable: bool, mesh: Mesh) -> None:
+        self.in_unit, self.first, self.trainable = in_unit, in_unit.copy(), trainable
+        self.gathered = np.zeros(len(in_unit), dtype=np.bool_)
+        self.alone, self.joint = np.zeros((2, len(in_unit)))
+        self.several = np.array(mesh.sizes) > 1
+
+    def take_first(self, steps: Steps, seconds: Floats, itemsizes: Integers, tables: "_Tables") -> None:
+        """Take the all-to-alls that no other step precedes out of `seconds`, those of the next steps of some pairs."""
+        at = np.flatnonzero(self.in_unit.take(steps.pair))
+        if not len(at):
+            return
+        steps = steps.take(at)
+        pair, is_split = steps.pair, steps.source == _SPLIT
+        is_first = self.first[pair] & is_split & (steps.target == _SPLIT)
+        self.first[pair] = is_first
+        self.alone[pair] += is_first * seconds[at]
+        seconds[at] *= ~is_first
+        self.joint[pair] += is_first * tables.joint_seconds(steps, itemsizes[pair])
+        is_data = is_split | (steps.source == _EQUAL) if self.trainable else is_split
+        self.gathered[pair] |= is_data & (steps.target == _WHOLE) & self.several.take(steps.axis)
 
 
 class _Tables:
@@ -92,7 +155,8 @@ class _Tables:
             self.is_sent[source, target] = collective != "convert"
             for axis in mesh.dimensions if collective != "convert" else ():
                 sent[source, target, axis] = collective_lines(collective, cluster.route(mesh, axis))
-        device = cluster.device
+        self.device = device = cluster.device
+        self.joint_rates = np.array([joint_rate(cluster.route(mesh, axis)) for axis in mesh.dimensions])
         self.own = own.reshape(3, -1) * [[device.launch], [1 / device.stream], [1 / device.stream]]
         most = max(len(found) for found in sent.values())
         lines = np.zeros((most, 2, kinds, kinds, self.axes))
@@ -100,6 +164,14 @@ class _Tables:
             # Where there are fewer algorithms, the last stands in for those that are missing.
             lines[(..., *place)] = (*found, *[found[-1]] * (most - len(found)))
         self.lines = lines.reshape(most, 2, -1)
+
+    def joint_seconds(self, steps: Steps, itemsize: Integers) -> Floats:
+        """`joint_seconds` of each of the steps, which are all-to-alls."""
+        bytes = (steps.before + steps.after) * itemsize
+        size = np.maximum(steps.before, steps.after) * itemsize
+        device = self.device
+        seconds: Floats = JOINT_KERNELS * device.launch + JOINT_TOUCHED * bytes / device.stream
+        return seconds + self.joint_rates.take(steps.axis) * size
 
     def seconds(self, steps: Steps, itemsize: Integers, joined: Integers) -> Floats:
         """Seconds of each of the steps, for elements of `itemsize` bytes and `joined` tensors together (by step)."""

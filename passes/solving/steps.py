@@ -6,7 +6,7 @@ it still has to change, axes are bits of a number.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 from numpy.typing import NDArray
@@ -55,6 +55,10 @@ class Steps:
     after: Integers
     cut: Flags
     join: Flags
+
+    def take(self, numbers: Integers) -> "Steps":
+        """Those of these numbers."""
+        return Steps(*(getattr(self, item.name).take(numbers) for item in fields(self)))
 
 
 class _Letters:

@@ -16,9 +16,10 @@ from passes.cost.cluster import CLUSTERS, Cluster
 from passes.cost.live_ranges import is_kept, same_tensor
 from passes.cost.memory import memory_use
 from passes.cost.walk import Optimizer, walk
+from passes.engines import engines
 from passes.ir.choices import Problem, Solution
 from passes.ir.layout import Layout
-from passes.ir.lowered import Lowered
+from passes.ir.lowered import Body, Change, Loop, Lowered, Statement
 from passes.ir.mesh import Mesh
 from passes.ir.program import Folded
 from passes.ir.regime import PLAIN, RECOMPUTE, Regime
@@ -29,6 +30,19 @@ from passes.regions import fold
 from passes.strategies import Setting, candidates
 
 STATES = 2
+
+
+def _exchanged_in(plain: Body, marked: Body) -> Body:
+    """`plain` with the changes that begin with an all-to-all of a unit as they are in `marked`."""
+    statements: list[Statement] = []
+    for before, after in zip(plain.statements, marked.statements, strict=True):
+        if isinstance(before, Change) and isinstance(after, Change):
+            statements.append(replace(after, again=before.again) if after.exchanged else before)
+        elif isinstance(before, Loop) and isinstance(after, Loop):
+            statements.append(replace(before, body=_exchanged_in(before.body, after.body)))
+        else:
+            statements.append(before)
+    return replace(plain, statements=tuple(statements))
 
 
 @dataclass(frozen=True)
@@ -46,9 +60,14 @@ class Planning:
         return recompute(lowered, solution.regime.recompute)
 
     def seconds(self, solution: Solution) -> float:
-        """The step time of a solution, from the program that it stands for."""
-        lowered = self.lowered(solution)
-        regime = solution.regime
+        """The step time of a solution, from the program that it stands for.
+
+        All-to-alls of FSDP units are marked, as their price differs. All else of units is left out: they gather all of
+        their parameters again or none, and here each goes as it was decided.
+        """
+        regime, plain = solution.regime, self.lowered(solution)
+        marked = engines(plain, self.mesh, gather_once=regime.gather_once)
+        lowered = replace(plain, body=_exchanged_in(plain.body, marked.body))
         return walk(lowered, self.folded, self.cluster, self.mesh, Optimizer(STATES), regime).total
 
     def peak(self, solution: Solution) -> float:

@@ -19,6 +19,7 @@ import torch
 from passes.cost.liveness.graph import Boundary, Leaf, Value
 from passes.cost.liveness.ledger import COMMUNICATION, GATHERED, GRADIENTS, TRANSIENT, Ledger, Storage
 from passes.cost.liveness.profile import Form
+from passes.ir.exchanges import batches
 from passes.ir.layout import local_shape
 from passes.ir.lowered import Group, Held, Lowered
 from passes.ir.mesh import Mesh
@@ -120,6 +121,7 @@ class Engine:
         self.parameters: dict[str, Value] = {}
         types = {parameter.name: parameter.type for parameter in lowered.program.parameters}
         self._runs: list[_Run | None] = []
+        exchanged: list[tuple[tuple[Sequence[int], torch.dtype], int]] = []
         for number, group in enumerate(lowered.held.groups):
             members = []
             for name, dim in group.parameters.items():
@@ -130,6 +132,9 @@ class Engine:
                 if name in group.turned:
                     copied = Form.contiguous(local_shape(types[name].shape, kept, mesh), dtypes[name])
                     self._turned.append(Storage(ledger, copied.bytes, GATHERED))
+                    dtype = group.dtypes[0] or dtypes[name]
+                    axes = tuple(axis for axis in mesh.dimensions if kept[axis] != lowered.parameters[name][axis])
+                    exchanged.append(((axes, dtype), prod(copied.shape) * dtype.itemsize))
                 form = Form.contiguous(shape, group.dtypes[0] or dtypes[name])
                 stored = leaves[name]
                 whole = Value(Storage(ledger, 0, GATHERED), form, Leaf(form) if stored is not None else None)
@@ -138,6 +143,17 @@ class Engine:
             ranks = prod(mesh.sizes[axis] for axis in group.sharded)
             dtype = dtypes[next(iter(group.parameters))]
             self._runs.append(_Run(number, group, tuple(members), ranks, dtype) if members else None)
+        self._exchange(exchanged)
+
+    def _exchange(self, parameters: Sequence[tuple[tuple[Sequence[int], torch.dtype], int]]) -> None:
+        """Make the copies in other layouts, of parameters that go over some axes in a dtype, of some bytes: buffers are
+        sent and received, and with a second axis what the first one gave is there too."""
+        self._ledger.moment = "all-to-all of parameters"
+        for batch in batches([key for key, _ in parameters], [size for _, size in parameters]):
+            (axes, _), size = parameters[batch[0]][0], sum(parameters[number][1] for number in batch)
+            buffers = [Storage(self._ledger, size, COMMUNICATION) for _ in range(2)]
+            buffers += [Storage(self._ledger, size, TRANSIENT)] * (len(axes) > 1)
+            del buffers
 
     @property
     def held(self) -> Held:

@@ -11,7 +11,7 @@ from passes.ir.layout import I, Layout, P, R, S, Shape
 from passes.ir.mesh import Mesh
 from passes.ir.program import TensorType
 from passes.ir.redistribution import redistribution
-from passes.solving.prices import Prices
+from passes.solving.prices import Prices, Pricing
 from tests.passes.helpers import layouts_on, mesh_of, some_layouts
 
 MESHES = [mesh_of(a=2), mesh_of(a=2, b=2), mesh_of(a=2, b=3)]
@@ -20,7 +20,8 @@ LETTERS = [R, I, P, S(0), S(1), S(0, 2), S(0, 3), S(1, 2)]
 
 def _assert_prices(prices: Prices, group: Group, sources: list[Layout], targets: list[Layout]) -> None:
     """Each entry is the sum of the steps of its pair."""
-    found = np.array(prices.matrices([(group, sources, targets)])[0])
+    matrices = prices.matrices([Pricing(group, sources, targets)])[0]
+    found = np.array([matrices.forward, matrices.backward])
     expected = np.zeros_like(found)
     itemsize, shape = group.type.dtype.itemsize, group.type.shape
     for row, source in enumerate(sources):
@@ -90,7 +91,7 @@ def test_what_was_asked_is_remembered() -> None:
     layouts: list[Layout] = [(R, S(0)), (S(0), R)]
     group = _group((8, 8), torch.float32, True, 4, False)
     small = _group((8, 8), torch.bfloat16, True, 4, False)
-    (first,) = prices.matrices([(group, layouts, layouts)])
-    again, other = prices.matrices([(group, layouts, layouts), (small, layouts, layouts)])
+    (first,) = prices.matrices([Pricing(group, layouts, layouts)])
+    again, other = prices.matrices([Pricing(group, layouts, layouts), Pricing(small, layouts, layouts)])
     assert again is first
-    assert other[0][0, 1] < first[0][0, 1]
+    assert other.forward[0, 1] < first.forward[0, 1]
