@@ -7,11 +7,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.agreement import from_first, gathered, together
-from autopar.build import compile_model
 from autopar.fingerprint import first_difference, structure_fingerprint, values_fingerprint
 from autopar.loading import distribute, make_groups, refuse_meta
 from autopar.losses import Loss, loss_fingerprint, with_loss
 from autopar.options import Constraints, Options, Recompute
+from autopar.planner import compile_model
 from autopar.precision import Precision
 from autopar.request import ExampleInputs, MeshLike, make_request
 from autopar.runtime import DistributedModule

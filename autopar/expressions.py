@@ -7,7 +7,7 @@ plan then prices these, with the plan's decisions, so the formulas are those of 
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from fractions import Fraction
 from math import isclose, lcm
 from typing import cast
@@ -16,14 +16,14 @@ import sympy
 import torch
 from torch import nn
 
-from autopar.clock import Clock
-from autopar.lowering import lowered_as, step_seconds
 from autopar.request import Request
 from passes.capture import Tracing, capture_symbolic
+from passes.clock import Clock
 from passes.constrain import constrain
 from passes.cost.memory import chosen_memory
 from passes.generalize import alike, corners, generalize
 from passes.ir.choices import Problem, Solution
+from passes.ir.decisions import Decisions
 from passes.ir.demands import Demands
 from passes.ir.errors import AutoparError, CaptureError, ExpressionError
 from passes.ir.figures import Figure, Number, formula, largest_sum, size_of
@@ -33,10 +33,14 @@ from passes.ir.leaves import Inputs, input_leaves
 from passes.ir.mesh import Mesh
 from passes.ir.plan import BATCH, SEQUENCE, Expressions, ProgramPlan
 from passes.ir.program import Folded, Symbolic
+from passes.lower import Casts
 from passes.micro_batches import batch_size, micro_batches
 from passes.normalize import normalize
-from passes.record import find_decisions, offers_of
+from passes.record import decisions_of
 from passes.regions import fold
+from passes.search import Space
+from passes.search.lowering import Target, lower_solution, step_seconds
+from passes.search.restrict import offers_of, planned_solution
 from passes.specialize import specialize
 from passes.strategies import candidates
 
@@ -207,10 +211,11 @@ class _Pricing:
 
     def problem(self, mesh: Mesh) -> tuple[Problem, Solution]:
         """The decisions, and the problem that offers little else."""
-        request, planned = self.request, self.planned
-        setting = replace(request, mesh=mesh).setting(planned.master, offers_of(self.folded, planned.record))
+        decisions = decisions_of(self.planned.record)
+        assert decisions.methods is not None
+        setting = self._space().setting(mesh, offers_of(self.folded, decisions.methods))
         problem = candidates(self.folded, self.demands, setting)
-        solution = find_decisions(problem, planned.record)
+        solution = planned_solution(problem, decisions)
         if isinstance(solution, str):
             raise ExpressionError(f"costs have no formulas: what was decided for {solution!r} depends on the sizes")
         return problem, solution
@@ -222,9 +227,12 @@ class _Pricing:
 
     def seconds(self, problem: Problem, solution: Solution, mesh: Mesh) -> Number:
         """Seconds of a step."""
-        request, master = replace(self.request, mesh=mesh), self.planned.master
-        lowered = lowered_as(solution, self.folded, problem, request, master, Clock())
-        return step_seconds(lowered, self.folded, request, master, solution.regime).total
+        target = Target.of(self._space(), mesh)
+        lowered = lower_solution(self.folded, problem, solution, target, Clock())
+        return step_seconds(lowered, self.folded, target, solution.regime).total
+
+    def _space(self) -> Space:
+        return self.request.space(Casts(self.planned.master, self.request.precision.reduce), Decisions())
 
 
 def _check(what: str, number: Number, planned: Mapping[str, float]) -> None:

@@ -10,9 +10,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar import huggingface
-from autopar.build import Compiled
 from autopar.cache import write_source
 from autopar.placing import placed_parts
+from autopar.planner import Compiled
 from autopar.request import Request
 from autopar.runtime import CompiledProgram, DistributedModule, LoadedProgram, OtherSizes, Region
 from autopar.runtime.engine import Engine

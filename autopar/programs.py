@@ -7,18 +7,20 @@ import torch
 
 from autopar.request import Request
 from autopar.runtime import CompiledProgram, PlannedInput, PlannedOutput
+from passes.ir.decisions import Decided
 from passes.ir.leaves import Inputs, input_leaves
 from passes.ir.lowered import Change, Compute, Loop, Lowered
+from passes.ir.mesh import Mesh
 from passes.ir.plan import ProgramPlan
 from passes.ir.program import Folded, Input, Parameter, Program, TensorType, references
 from passes.micro_batches import batch_dims
-from passes.specialize import Decided
 
 
 @dataclass(frozen=True)
 class Planned:
-    """One program, planned."""
+    """One program, planned for `mesh`."""
 
+    mesh: Mesh
     folded: Folded
     lowered: Lowered
     record: ProgramPlan
@@ -32,6 +34,19 @@ class Planned:
 def totals_name(name: str) -> str:
     """What the program is called that sums over the batch what the one called `name` needs."""
     return f"{name} totals"
+
+
+def planned_outputs(lowered: Lowered) -> tuple[PlannedOutput, ...]:
+    """The outputs of a lowered program, with their layouts and global shapes."""
+    types = lowered.program.types
+    return tuple(
+        PlannedOutput(
+            output.name,
+            output.layout,
+            tuple(size for name in references(output.value) for size in types[name.partition("~")[0]].shape),
+        )
+        for output in lowered.outputs
+    )
 
 
 def compiled_program(lowered: Lowered, source: str, class_name: str, request: Request) -> CompiledProgram:
@@ -54,10 +69,6 @@ def compiled_program(lowered: Lowered, source: str, class_name: str, request: Re
         type = TensorType(tuple(leaf.shape), leaf.dtype)
         layout, dim = lowered.inputs[item.name], samples[item.argument]
         inputs.append(PlannedInput(item.argument, type, item.type.dtype, layout, item.trainable, dim))
-    outputs = []
-    for output in lowered.outputs:
-        shape = tuple(size for name in references(output.value) for size in program.types[name.partition("~")[0]].shape)
-        outputs.append(PlannedOutput(output.name, output.layout, shape))
     sources: tuple[Parameter | Input, ...] = (*program.parameters, *program.inputs)
     return CompiledProgram(
         source,
@@ -65,7 +76,7 @@ def compiled_program(lowered: Lowered, source: str, class_name: str, request: Re
         tuple(inputs),
         _constants(request.inputs, program),
         request.assumed,
-        tuple(outputs),
+        planned_outputs(lowered),
         program.output_tree,
         program.constants,
         _used_parameters(program),

@@ -17,15 +17,16 @@ from autopar.runtime import named_arguments
 from passes.constrain import Constraints
 from passes.cost.cluster import CLUSTERS, Cluster, find_cluster
 from passes.cost.optimizers import OPTIMIZERS
+from passes.ir.decisions import Decisions
 from passes.ir.errors import ConstraintError, InputError, MeshError, MicroBatchError, PlanMismatchError
 from passes.ir.leaves import input_leaves
 from passes.ir.mesh import Mesh
 from passes.ir.plan import Plan
 from passes.ir.plan_contents import check_contents
 from passes.ir.regime import RECOMPUTE
+from passes.lower import Casts
 from passes.micro_batches import batch_size
-from passes.rules.strategies import Offer
-from passes.strategies import Setting
+from passes.search import Space
 
 MeshLike = DeviceMesh | Mapping[str, int] | int | Cluster
 ExampleInputs = Mapping[str, object] | tuple[object, ...]
@@ -68,11 +69,22 @@ class Request:
         """Tensors that the optimizer keeps per trained parameter; none when nothing is trained."""
         return OPTIMIZERS[self.optimizer].states if self.objective == "train" else 0
 
-    def setting(self, master: torch.dtype | None, offers: Mapping[str, Offer] | None = None) -> Setting:
-        """What candidates are made for: floating parameters are stored in `master` (None: in what they are computed
-        with); nodes that have `offers` may do nothing else."""
-        states, reduce = self.optimizer_states, self.precision.reduce
-        return Setting(self.mesh, self.cluster, states, master, reduce, offers or {}, self.outputs == "full")
+    def space(self, casts: Casts, decisions: Decisions) -> Space:
+        """The space that the search looks through; `decisions` are made already."""
+        return Space(
+            self.mesh,
+            self.cluster,
+            self.memory_limit,
+            self.objective == "train",
+            self.optimizer_states,
+            self.constraints,
+            self.any_shape,
+            self.micro_batches,
+            self.recompute,
+            casts,
+            self.outputs == "full",
+            decisions,
+        )
 
 
 def make_request(

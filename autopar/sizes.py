@@ -5,7 +5,7 @@ import copy
 import logging
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -14,26 +14,21 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.agreement import from_first, together
-from autopar.build import Compiled, frozen, planned, solve_held, tracing
-from autopar.clock import Clock
 from autopar.loading import load
+from autopar.planner import Compiled, frozen, plan_program, tracing
 from autopar.request import Request
 from autopar.runtime import CompiledProgram, LoadedProgram
 from autopar.runtime.generated import Wanted
 from passes._torch import pytree
 from passes.capture import capture, capture_symbolic
-from passes.constrain import stored_as
+from passes.clock import Clock
 from passes.cost.cluster import GIB
-from passes.ir.choices import Problem, Solution
+from passes.ir.decisions import Decisions
 from passes.ir.errors import AutoparError, CaptureError, InputError
 from passes.ir.layout import I, Shape
 from passes.ir.leaves import Inputs, input_leaves
-from passes.ir.program import Folded, Program, Symbolic
-from passes.ir.regime import Regime
-from passes.micro_batches import micro_batches
+from passes.ir.program import Program, Symbolic
 from passes.normalize import normalize
-from passes.record import find_again
-from passes.solving.limits import Limits
 from passes.specialize import specialize
 
 logger = logging.getLogger("autopar")
@@ -202,13 +197,17 @@ class _Planner:
         name, count = wanted.name, wanted.count
         if name != request.objective:
             program, request = frozen(program), replace(request, objective=name)
-        micro = micro_batches(program, count) if count > 1 else None
-        program = program if micro is None else micro.program
-        # What no planned program reads is stored whole.
+        # Parameters that no planned program reads are stored whole.
         whole = (I,) * len(request.mesh.sizes)
-        demands = stored_as(program, {item.name: self.stored.get(item.name, whole) for item in program.parameters})
-        choose = self._chooser(request, name, replace(self.regimes[name], micro_batches=count))
-        found = planned(model, program, demands, request, name, Clock(), choose, micro, groups=self.groups)
+        decisions = Decisions(
+            replace(self.regimes[name], micro_batches=count),
+            strategies=self.decided[name],
+            regathered=self.again[name],
+            stored={item.name: self.stored.get(item.name, whole) for item in program.parameters},
+            units=self.groups,
+        )
+        unlimited = replace(request, memory_limit=float("inf"))
+        found = plan_program(model, program, unlimited, name, decisions, Clock())
         memory = sum(found.record.memory.values())
         if memory > request.memory_limit:
             logger.warning(
@@ -217,15 +216,6 @@ class _Planner:
                 request.memory_limit / GIB,
             )
         return found.source
-
-    def _chooser(self, request: Request, name: str, regime: Regime) -> Callable[[Folded, Problem], Solution]:
-        limits = Limits(float("inf"), request.optimizer_states)
-
-        def choose(folded: Folded, problem: Problem) -> Solution:
-            solution = solve_held(folded, problem, self.decided[name], request, limits, regime)
-            return replace(solution, again=find_again(problem, solution.picks, self.again[name]))
-
-        return choose
 
 
 def structure_of(model: nn.Module) -> nn.Module:

@@ -22,10 +22,10 @@ from autopar import huggingface
 from autopar._torch import pickled_state
 from autopar.agreement import unpickled
 from autopar.api import parallelize
-from autopar.build import Compiled, compile_model
 from autopar.loading import distribute, refuse_meta
 from autopar.losses import Loss, with_loss
 from autopar.options import OBJECTIVES, Options
+from autopar.planner import Compiled, compile_model
 from autopar.randomness import RandomOps, WithoutDropout
 from autopar.ranks import RankError, run_ranks
 from autopar.request import make_request

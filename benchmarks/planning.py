@@ -21,8 +21,8 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PretrainedConfig, Qwen3Config
 
 from autopar import huggingface
-from autopar.build import compile_model
 from autopar.options import Options
+from autopar.planner import compile_model
 from autopar.request import Request, make_request
 from passes.capture import Tracing, capture
 from passes.normalize import normalize

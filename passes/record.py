@@ -1,18 +1,17 @@
 """record: what was decided and lowered in, the program's part of the plan out."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
 from passes.cost.liveness import MemoryPeak
 from passes.cost.step import Seconds
 from passes.ir.choices import Problem, Solution
-from passes.ir.errors import PlanMismatchError
+from passes.ir.decisions import Decisions
 from passes.ir.layout import Layout, format_layout
 from passes.ir.lowered import Body, Change, Compute, Loop, Lowered
 from passes.ir.mesh import Mesh
 from passes.ir.plan import Block, ProgramPlan, Row, Stage
 from passes.ir.program import Folded, dependents
 from passes.rules import find_rule, written_rule
-from passes.rules.strategies import Offer, method_token
 
 
 def record(
@@ -24,10 +23,11 @@ def record(
     memory: MemoryPeak,
     mesh: Mesh,
     seconds_on_one: float,
+    gap: float,
 ) -> ProgramPlan:
     """The plan of one program: every decision, what follows from it statement by statement, and what it costs.
 
-    `seconds_on_one` is what one device would compute for.
+    `seconds_on_one` is what one device would compute for; `gap` how much shorter the step could be, relative to it.
     """
     decisions = {
         node.key: node.strategies[pick].methods for node, pick in zip(problem.nodes, solution.picks, strict=True)
@@ -35,7 +35,6 @@ def record(
     loops = [item for item in lowered.body.statements if isinstance(item, Loop)]
     recompute = {loop.region.name: loop.recompute for loop in loops if loop.recompute != "none"}
     stage = Stage(decisions, tuple(_again(problem, solution)), tuple(_blocks(lowered.body, mesh)), recompute)
-    total = seconds.total
     return ProgramPlan(
         (stage,),
         "none",
@@ -45,61 +44,19 @@ def record(
         seconds.spent(),
         memory.kinds(),
         memory.moment,
-        max(0.0, (solution.seconds - solution.bound) / total) if total else 0.0,
+        gap,
         seconds.hidden_communication,
         seconds_on_one,
         by_clock=solution.by_clock,
     )
 
 
-def find_decisions(problem: Problem, plan: ProgramPlan) -> Solution | str:
-    """The solution that a plan of one program stands for, or the first key for which the problem or the plan has
-    none."""
-    (stage,) = plan.stages
-    picks = []
-    for node in problem.nodes:
-        wanted = stage.decisions.get(node.key)
-        found = [index for index, strategy in enumerate(node.strategies) if strategy.methods == wanted]
-        if not found:
-            return node.key
-        picks.append(found[0])
-    unknown = set(stage.decisions) - set(problem.index)
-    if unknown:
-        return min(unknown)
-    uses = {(problem.nodes[edge.consumer].key, edge.operand) for edge in problem.edges}
-    missing = [use for use in stage.again if use not in uses]
-    if missing:
-        return missing[0][0]
-    return Solution(tuple(picks), find_again(problem, picks, stage.again), 0.0, 0.0, plan.regime)
-
-
-def offers_of(folded: Folded, plan: ProgramPlan) -> dict[str, Offer]:
-    """The methods that a plan of one program allows each node, but for where splits begin.
-
-    Raises PlanMismatchError for a method of a tensor that is no layout.
-    """
-    ops = {op.key for op in folded.ops}
-    (stage,) = plan.stages
-
-    def offer(key: str, method: str) -> frozenset[str]:
-        try:
-            return frozenset({method_token(method, key in ops)})
-        except ValueError as error:
-            raise PlanMismatchError(f"the plan does not fit the model as it is traced now: {key!r}: {error}") from None
-
-    return {key: tuple(offer(key, method) for method in methods) for key, methods in stage.decisions.items()}
-
-
-def find_again(
-    problem: Problem, picks: Sequence[int], uses: Iterable[tuple[str, int]]
-) -> frozenset[tuple[int, Layout]]:
-    """The redistributions that are made again, by the uses (op, operand) that a plan names; others name none."""
-    wanted = set(uses)
-    return frozenset(
-        (edge.group, problem.nodes[edge.consumer].strategies[picks[edge.consumer]].operands[edge.operand])
-        for edge in problem.edges
-        if (problem.nodes[edge.consumer].key, edge.operand) in wanted
-    )
+def decisions_of(plan: ProgramPlan) -> Decisions:
+    """The decisions that replaying the plan of one program needs: the inverse of `record`."""
+    stages = plan.stages
+    methods = {key: each for stage in stages for key, each in stage.decisions.items()}
+    uses = tuple(use for stage in stages for use in stage.again)
+    return Decisions(plan.regime, methods=methods, regathered=uses, gap=plan.gap)
 
 
 def whole_ops(folded: Folded) -> tuple[str, ...]:

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from autopar.build import Compiled, compile_model
 from autopar.options import Options
+from autopar.planner import Compiled, compile_model
 from autopar.request import make_request
 from autopar.runtime import collectives
 from autopar.runtime.generated import Container, Generated, place

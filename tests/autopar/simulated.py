@@ -21,13 +21,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils import _pytree as pytree
 
-from autopar.build import Compiled, compile_model, machine_of
 from autopar.loading import load
 from autopar.options import Options
 from autopar.placing import placed_parts
+from autopar.planner import Compiled, compile_model
 from autopar.request import Request, make_request
 from autopar.runtime import DistributedModule
 from autopar.runtime.engine import Engine
+from autopar.simulator import machine_of
 
 OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
     "adam": torch.optim.Adam,

@@ -5,32 +5,30 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from unittest import mock
 
-from autopar.ways import Tried, Ways
 from passes.ir.choices import Solution
 from passes.ir.regime import Regime
 from passes.recompute import levels
+from passes.search.subproblems import Choice, Subproblem, Subproblems
 from passes.solve import Solver
-from passes.solving.limits import Limits
 
 Solve = Callable[..., Solution]
 
 
 @contextlib.contextmanager
 def solved_by(solver: Solve, *, gather_once: bool = False, reduce_once: bool = False) -> Iterator[None]:
-    """Plans take the strategies that `solver` gives for a problem, on the mesh, in the micro-batches and with the
-    recompute that is asked for, and parameters travel as is said here."""
+    """Plans take the strategies that `solver` gives for a problem, on the given mesh, with the micro-batches and the
+    recompute that are asked for; parameters are gathered and gradients reduced as given here."""
 
-    def best(ways: Ways) -> tuple[Tried, Solution]:
-        request = ways.request
-        part = ways.pieces.of(request.micro_batches or 1, is_asked=True)
-        assert part is not None
-        problem, demands = ways.problem(request.mesh, part)
-        limits = Limits(request.memory_limit, request.optimizer_states)
-        again = levels([region.name for region in part.folded.regions], request.recompute or {})
-        regime = Regime(request.micro_batches or 1, again, gather_once, reduce_once)
-        solution = solver(problem, request.cluster, request.mesh, limits)
-        tried = Tried(request.mesh, part, demands, Solver(problem, request.cluster, request.mesh, limits, regime))
-        return tried, replace(solution, regime=regime)
+    def choose(subproblems: Subproblems) -> Choice:
+        space, mesh = subproblems.space, subproblems.space.mesh
+        program = subproblems.programs.of(space.micro_batches or 1, is_given=True)
+        assert program is not None
+        problem, demands = subproblems.problem(mesh, program)
+        recompute = levels([region.name for region in program.folded.regions], space.recompute or {})
+        configuration = Regime(space.micro_batches or 1, recompute, gather_once, reduce_once)
+        own = Solver(problem, space.cluster, mesh, subproblems.limits, configuration)
+        solution = solver(problem, space.cluster, mesh, subproblems.limits)
+        return Choice(Subproblem(mesh, program, demands, own), replace(solution, regime=configuration))
 
-    with mock.patch("autopar.build.best", best), mock.patch("autopar.build.solve", solver):
+    with mock.patch("passes.search.choose", choose), mock.patch("passes.search.solve", solver):
         yield

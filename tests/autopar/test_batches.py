@@ -6,8 +6,8 @@ import random
 import pytest
 import torch
 
-from autopar.build import compile_model
 from autopar.options import Options
+from autopar.planner import compile_model
 from autopar.request import make_request
 from autopar.runtime.state import local_part
 from autopar.runtime.steps import parts

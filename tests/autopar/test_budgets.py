@@ -15,12 +15,12 @@ import pytest
 from torch import nn
 
 from autopar import InfeasibleError
-from autopar.build import Compiled, compile_model
 from autopar.options import Options
+from autopar.planner import Compiled, compile_model
 from autopar.request import Request, make_request
-from autopar.ways import Ways
 from passes.capture import capture
 from passes.ir.program import Program
+from passes.search.subproblems import Subproblems
 from tests.autopar.simulated import measure
 from tests.models import MODELS, tokens
 
@@ -106,13 +106,13 @@ def _quickly(name: str) -> Iterator[None]:
             _traces[name] = capture(*given)  # type: ignore[arg-type]
         return _traces[name]
 
-    def unchanged(_: Ways, error: InfeasibleError) -> InfeasibleError:
+    def unchanged(_: Subproblems, error: InfeasibleError) -> InfeasibleError:
         return error
 
     with (
-        mock.patch("autopar.build.capture", traced),
-        mock.patch("autopar.ways.ALLOWANCE", _ALLOWANCE),
-        mock.patch("autopar.search.with_hint", unchanged),
+        mock.patch("autopar.planner.capture", traced),
+        mock.patch("passes.search.best_first.ALLOWANCE", _ALLOWANCE),
+        mock.patch("passes.search.with_hint", unchanged),
     ):
         yield
 

@@ -10,21 +10,18 @@ from torch import nn
 
 import autopar
 from autopar import ExpressionError, Plan
-from autopar.build import Compiled, compile_model, planned, solve_held, tracing
-from autopar.clock import Clock
 from autopar.options import Options
+from autopar.planner import Compiled, compile_model, tracing
 from autopar.request import make_request
+from autopar.simulator import Simulator
 from passes.capture import capture
-from passes.constrain import constrain, stored_as
+from passes.clock import Clock
 from passes.cost.memory import memory_use
-from passes.ir.choices import Problem, Solution
 from passes.ir.formulas import formula_at
-from passes.ir.program import Folded
-from passes.ir.regime import Regime
-from passes.micro_batches import micro_batches
+from passes.lower import Casts
 from passes.normalize import normalize
-from passes.record import find_again, find_decisions
-from passes.solving.limits import Limits
+from passes.record import decisions_of
+from passes.search import search
 from tests.autopar.recipes import MEGATRON
 from tests.models import gpt2, llama
 
@@ -92,31 +89,13 @@ def planned_at(case: Case, done: Compiled, batch: int, sequence: int, mesh: Mapp
     request = make_request(model, mesh, batch_of(case, batch, sequence), replace(case.options, constraints=None))
     name = request.objective
     program = normalize(capture(model, request.inputs, tracing(model, request, name)))
-    before = done.plan.programs[name]
-    (stage,) = before.stages
-    micro = micro_batches(program, before.micro_batches) if before.micro_batches > 1 else None
-    runs = program if micro is None else micro.program
-    regime = Regime(before.micro_batches, stage.recompute, before.gather_once, before.reduce_once)
-    limits = Limits(float("inf"), request.optimizer_states)
-
-    peaks: list[float] = []
-
-    def hold(folded: Folded, problem: Problem) -> Solution:
-        solution = solve_held(folded, problem, done.decided[name], request, limits)
-        solution = replace(solution, again=find_again(problem, solution.picks, stage.again), regime=regime)
-        peaks.append(memory_use(problem, solution, request.optimizer_states, request.mesh).peak)
-        return solution
-
-    def by_name(folded: Folded, problem: Problem) -> Solution:
-        solution = find_decisions(problem, before)
-        assert isinstance(solution, Solution), solution
-        peaks.append(memory_use(problem, solution, request.optimizer_states, request.mesh).peak)
-        return solution
-
-    same = mesh == case.mesh
-    demands = stored_as(runs, done.stored) if same else constrain(runs, {}, request.mesh)
-    found = planned(model, runs, demands, request, name, Clock(), hold if same else by_name, micro)
-    return peaks[0], sum(found.record.seconds.values())
+    decisions = decisions_of(done.plan.programs[name])
+    if mesh == case.mesh:
+        decisions = replace(decisions, methods=None, strategies=done.decided[name], stored=done.stored)
+    space = replace(request.space(Casts(), decisions), memory_limit=float("inf"))
+    found = search(program, space, Simulator(request, None), Clock())
+    use = memory_use(found.problem, found.solution, request.optimizer_states, request.mesh)
+    return use.peak, found.seconds.total
 
 
 @pytest.mark.parametrize("name", EVERY)

@@ -1,4 +1,4 @@
-"""The search for the shape of the mesh, for micro-batches and for what is computed again."""
+"""The search for the shape of the mesh, for micro-batches and for recompute."""
 
 import math
 from dataclasses import replace
@@ -11,22 +11,26 @@ from transformers import MixtralConfig, MixtralForCausalLM
 
 import autopar
 from autopar import Cluster, InfeasibleError, MeshError, Plan, PlanMismatchError, parallelize
-from autopar.build import tracing
-from autopar.clock import Clock
-from autopar.meshes import finer, shapes
 from autopar.options import Options
-from autopar.pieces import Pieces
+from autopar.planner import tracing
 from autopar.ranks import run_ranks
 from autopar.request import make_request
-from autopar.search import on_all
 from autopar.testing import LiftFloat32, compare_on_mesh
-from autopar.ways import Ways
 from passes.capture import capture
+from passes.clock import Clock
 from passes.cost.cluster import CLUSTERS
+from passes.ir.decisions import Decisions
 from passes.ir.layout import I
 from passes.ir.mesh import Mesh
 from passes.ir.plan import ProgramPlan
+from passes.lower import Casts
 from passes.normalize import normalize
+from passes.search.best_first import OnMesh, Progress, close, explore
+from passes.search.configurations import micro_batch_counts
+from passes.search.meshes import finer, shapes
+from passes.search.programs import MicroBatchPrograms
+from passes.search.refinement import best_choice
+from passes.search.subproblems import Choice, Subproblems
 from passes.solve import PROVEN
 from tests.autopar.comparing import TOLERANCE, exact
 from tests.models import Stack, llama, tokens
@@ -116,18 +120,27 @@ class Residual(nn.Module):
         return (x + self.down(torch.relu(self.up(self.norm(x))))).square().sum()
 
 
-def _ways(model: nn.Module, sizes: dict[str, int], inputs: dict[str, torch.Tensor], **options: object) -> Ways:
-    """Ways to run on a mesh, of which nothing is known yet."""
+def _subproblems(
+    model: nn.Module, sizes: dict[str, int], inputs: dict[str, torch.Tensor], **options: object
+) -> Subproblems:
+    """The subproblems of all choices on a mesh."""
     request = make_request(model, sizes, inputs, Options(cluster=NODES, **options))
     program = normalize(capture(model, request.inputs, tracing(model, request, "train")))
-    clock = Clock()
-    return Ways(Pieces(program, request, clock), request, None, clock)
+    space, clock = request.space(Casts(), Decisions()), Clock()
+    return Subproblems(MicroBatchPrograms(program, space, clock), space, clock, space.memory_limit)
 
 
-def _residual(sizes: dict[str, int], **options: object) -> Ways:
+def _all_at_once(subproblems: Subproblems) -> Choice | None:
+    """The best of all choices on the mesh, searched without coarse meshes."""
+    counts = tuple(micro_batch_counts(subproblems.space, subproblems.programs.program))
+    start = OnMesh(0.0, subproblems.space.mesh, counts)
+    return close(subproblems, explore([start], subproblems, Progress())).best
+
+
+def _residual(sizes: dict[str, int], **options: object) -> Subproblems:
     with torch.device("meta"):
         model = Residual()
-        return _ways(model, sizes, {"x": torch.empty(64, 512, 1024)}, **options)
+        return _subproblems(model, sizes, {"x": torch.empty(64, 512, 1024)}, **options)
 
 
 FOUR = {"a": 2, "b": 2, "c": 2, "d": 2}
@@ -136,35 +149,33 @@ FOUR = {"a": 2, "b": 2, "c": 2, "d": 2}
 @pytest.mark.parametrize("limit", [None, pytest.param(150e6, marks=pytest.mark.slow)])
 def test_axes_that_are_cut_up_have_the_best_of_all(limit: float | None) -> None:
     """On four axes, where not everything is looked at, what is found is what looking at everything finds."""
-    all_at_once = _residual(FOUR, memory_limit=limit)
-    all_at_once.on([all_at_once.request.mesh])
-    expected = all_at_once.closed()
-    found = on_all(_residual(FOUR, memory_limit=limit))
+    expected = _all_at_once(_residual(FOUR, memory_limit=limit))
+    found = best_choice(_residual(FOUR, memory_limit=limit), Progress()).best
     assert expected is not None
     assert found is not None
-    assert found[0].mesh.by_name == FOUR
-    assert found[1].seconds == pytest.approx(expected[1].seconds, rel=1e-6)
+    assert found.subproblem.mesh.by_name == FOUR
+    assert found.seconds == pytest.approx(expected.seconds, rel=1e-6)
 
 
 def test_nothing_but_what_is_near_is_looked_at_on_four_axes() -> None:
     """Nodes have a small part of all strategies to choose from."""
-    found = on_all(_residual(FOUR))
+    found = best_choice(_residual(FOUR), Progress()).best
     assert found is not None
     every = _residual(FOUR)
-    part = every.pieces.of(1, is_asked=False)
-    assert part is not None
-    problem, _ = every.problem(every.request.mesh, part)
-    counts = [sum(len(node.strategies) for node in each.nodes) for each in (found[0].problem, problem)]
+    program = every.programs.of(1, is_given=False)
+    assert program is not None
+    problem, _ = every.problem(every.space.mesh, program)
+    counts = [sum(len(node.strategies) for node in each.nodes) for each in (found.subproblem.problem, problem)]
     assert 4 * counts[0] < counts[1]
 
 
 def test_demands_hold_where_axes_are_cut_up() -> None:
     """What is demanded on one axis is left out while that is one with others, and holds in the end."""
     constraints = {"up": {"out": {"b": "S(2)"}, "in": {"b": "R"}}, "down.weight": {"stored": {"d": "I"}}}
-    found = on_all(_residual(FOUR, constraints=constraints))
+    found = best_choice(_residual(FOUR, constraints=constraints), Progress()).best
     assert found is not None
-    tried, solution = found
-    up, down = (solution.strategy(tried.problem, tried.problem.index[key]) for key in ("up/linear", "down.weight"))
+    problem = found.subproblem.problem
+    up, down = (found.solution.strategy(problem, problem.index[key]) for key in ("up/linear", "down.weight"))
     assert str(up.results[0][1]) == "S(2)"
     assert down.results[0][3] == I
 
@@ -174,14 +185,12 @@ def test_three_axes_are_looked_at_wholly() -> None:
     """A bound on all there is proves what was found while axes were cut up."""
     sizes = {"dp": 2, "cp": 2, "tp": 2}
     inputs = tokens(batch=8, length=512, vocabulary=4096)
-    all_at_once = _ways(wide(), sizes, inputs)
-    all_at_once.on([all_at_once.request.mesh])
-    expected = all_at_once.closed()
-    found = on_all(_ways(wide(), sizes, inputs))
+    expected = _all_at_once(_subproblems(wide(), sizes, inputs))
+    found = best_choice(_subproblems(wide(), sizes, inputs), Progress()).best
     assert expected is not None
     assert found is not None
-    assert found[1].seconds == pytest.approx(expected[1].seconds, rel=1e-6)
-    assert found[1].bound >= found[1].seconds * (1 - PROVEN)
+    assert found.seconds == pytest.approx(expected.seconds, rel=1e-6)
+    assert found.solution.bound >= found.seconds * (1 - PROVEN)
 
 
 @pytest.mark.slow

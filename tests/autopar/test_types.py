@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
 
-from autopar.build import Compiled, compile_model
 from autopar.options import Options
+from autopar.planner import Compiled, compile_model
 from autopar.request import make_request
 from autopar.runtime.state import local_part
 from autopar.testing import LiftFloat32, run_ranks

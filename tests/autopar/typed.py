@@ -38,7 +38,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from autopar import runtime
-from autopar.build import Compiled
+from autopar.planner import Compiled
 from autopar.runtime import Axis, Container
 from autopar.runtime.axis import axes_of
 from autopar.runtime.generated import place

@@ -23,7 +23,7 @@ def without_engine() -> Iterator[None]:
     def engines(lowered: Lowered, mesh: Mesh, groups: object = None, gather_once: bool = False) -> Lowered:
         return lowered
 
-    with mock.patch("autopar.lowering.engines", engines):
+    with mock.patch("passes.search.lowering.engines", engines):
         yield
 
 

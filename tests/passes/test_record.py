@@ -10,7 +10,8 @@ from passes.cost.memory import memory_use
 from passes.cost.walk import Optimizer, walk
 from passes.ir.choices import Solution
 from passes.ir.plan import ProgramPlan
-from passes.record import find_decisions, idle_axes, record, whole_ops
+from passes.record import decisions_of, idle_axes, record, whole_ops
+from passes.search.restrict import planned_solution
 from passes.solve import solve
 from passes.solving.limits import Limits
 from tests.passes.helpers import Apply, mesh_of
@@ -22,7 +23,7 @@ def _recorded(case: Planning, solution: Solution) -> ProgramPlan:
     lowered = case.lowered(solution)
     seconds = walk(lowered, case.folded, case.cluster, case.mesh, Optimizer(STATES))
     memory = memory_use(case.problem, solution, STATES, case.mesh)
-    plan = record(case.folded, case.problem, solution, lowered, seconds, memory, case.mesh, 1.0)
+    plan = record(case.folded, case.problem, solution, lowered, seconds, memory, case.mesh, 1.0, 0.0)
     assert sum(plan.seconds.values()) == pytest.approx(seconds.total)
     assert sum(plan.memory.values()) == pytest.approx(memory.peak)
     return plan
@@ -34,7 +35,8 @@ def test_decisions_are_found_again(seed: int) -> None:
     case = random_planning(seed, blocks=2 if seed == 3 else 0)
     solution = solve(case.problem, case.cluster, case.mesh, Limits(1e30, STATES))
     solution = replace(solution, again=frozenset(case.changed_and_kept(solution.picks)))
-    found = find_decisions(random_planning(seed, blocks=2 if seed == 3 else 0).problem, _recorded(case, solution))
+    anew = random_planning(seed, blocks=2 if seed == 3 else 0)
+    found = planned_solution(anew.problem, decisions_of(_recorded(case, solution)))
     assert isinstance(found, Solution)
     assert found.picks == solution.picks
     assert case.seconds(found) == pytest.approx(case.seconds(solution))
@@ -61,7 +63,7 @@ def test_decisions_that_do_not_fit_are_named(how: str) -> None:
         again = (("odd/op", 0),)
     expected = "odd/op" if how.startswith("unknown") else first
     other = replace(plan, stages=(replace(stage, decisions=decisions, again=again),))
-    assert find_decisions(case.problem, other) == expected
+    assert planned_solution(case.problem, decisions_of(other)) == expected
 
 
 def test_ops_that_are_computed_whole() -> None:

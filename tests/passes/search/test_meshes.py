@@ -2,8 +2,8 @@
 
 import pytest
 
-from autopar.meshes import cut_one, finer, merged, mesh_of, partitions, shapes
 from passes.ir.mesh import Mesh
+from passes.search.meshes import cut_one, finer, merged, mesh_of, partitions, shapes
 from tests.autopar.comparing import exact, marked
 from tests.models import MODELS, llama, tokens
 

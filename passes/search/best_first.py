@@ -1,0 +1,264 @@
+"""Best-first branch and bound over configurations.
+
+A node of the search is a set of choices with a lower bound on their step time. The node with the lowest bound is
+expanded: into nodes for parts of it, or into itself with a higher bound. Little work goes into sets that cannot hold
+anything better than the incumbent, the best choice so far. Nodes and the progress of the search are immutable; only
+the solvers behind subproblems have a state: how far their bounds were raised.
+"""
+
+import heapq
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import count
+
+from passes.ir.errors import InfeasibleError
+from passes.ir.mesh import Mesh
+from passes.ir.regime import Regime
+from passes.search.configurations import limited_configurations
+from passes.search.subproblems import Choice, Subproblem, Subproblems
+from passes.solve import PROVEN
+
+# Units of effort for closing gaps (`passes/solving/effort`): in all, and for each subproblem at least.
+ALLOWANCE = 4000.0
+LEAST_ALLOWANCE = 2500.0
+
+
+@dataclass(frozen=True)
+class Progress:
+    """The state of a search between two expansions.
+
+    `incumbent` is the best choice so far that fits; `open` are the subproblems whose bound is below it and whose gap is
+    not closed; `closed_bound` is a lower bound (seconds) on all that were closed. `effort` was spent on closing gaps.
+    `errors` say why subproblems have no choice that fits.
+    """
+
+    incumbent: Choice | None = None
+    open: tuple[Subproblem, ...] = ()
+    closed_bound: float = float("inf")
+    effort: float = 0.0
+    errors: tuple[InfeasibleError, ...] = ()
+
+    @property
+    def cutoff(self) -> float:
+        """Step time of the incumbent (seconds)."""
+        return float("inf") if self.incumbent is None else self.incumbent.seconds
+
+    @property
+    def best(self) -> Choice | None:
+        """The incumbent, whose bound is that of all subproblems that were closed."""
+        if self.incumbent is None:
+            return None
+        solution = self.incumbent.solution
+        bound = min(self.closed_bound, solution.seconds)
+        return replace(self.incumbent, solution=replace(solution, bound=bound))
+
+    def may_improve(self, bound: float) -> bool:
+        """Whether a choice of at least `bound` seconds may be better than the incumbent."""
+        return bound < self.cutoff * (1 - PROVEN)
+
+    def considering(self, subproblem: Subproblem, subproblems: Subproblems) -> "Progress":
+        """The progress with the best choice that the solver of a subproblem has found, if it is better and fits."""
+        best = subproblem.solver.best
+        if best is None or best.seconds >= self.cutoff or not subproblems.fits(subproblem):
+            return self
+        return replace(self, incumbent=Choice(subproblem, best))
+
+    def opening(self, subproblem: Subproblem, subproblems: Subproblems) -> "Progress":
+        """The progress with a subproblem whose gap may hold something better."""
+        if not self.may_improve(subproblem.bound):
+            return self
+        return replace(self, open=(*self.open, subproblem)).considering(subproblem, subproblems)
+
+    def failing(self, errors: Iterable[InfeasibleError]) -> "Progress":
+        """The progress with further errors."""
+        return replace(self, errors=(*self.errors, *errors))
+
+
+@dataclass(frozen=True)
+class Node(ABC):
+    """A set of choices, of which none takes less than `bound` seconds."""
+
+    bound: float
+
+    @abstractmethod
+    def expand(self, subproblems: Subproblems, progress: Progress) -> tuple["Sequence[Node]", Progress]:
+        """The nodes that take the place of this one, and the progress with what was found on the way."""
+
+
+@dataclass(frozen=True)
+class OnMesh(Node):
+    """All choices on `mesh` with one of the numbers of micro-batches in `counts`."""
+
+    mesh: Mesh
+    counts: tuple[int, ...]
+
+    def expand(self, subproblems: Subproblems, progress: Progress) -> tuple[Sequence[Node], Progress]:
+        """Bound those of the first number without memory limit."""
+        if not self.counts:
+            return (), progress
+        relaxed = subproblems.relaxed(self.mesh, self.counts[0])
+        if relaxed is None:
+            return (), progress
+        progress = _begin(relaxed, subproblems, progress)
+        return (Relaxation(max(self.bound, relaxed.bound), relaxed, self.counts[1:]),), progress
+
+
+@dataclass(frozen=True)
+class Relaxation(Node):
+    """All choices of a number of micro-batches, or of one in `further`, which are bounded without memory limit."""
+
+    relaxed: Subproblem
+    further: tuple[int, ...]
+
+    def expand(self, subproblems: Subproblems, progress: Progress) -> tuple[Sequence[Node], Progress]:
+        """Raise the bound; at its end go on with the configurations within the limit, if the best choice breaks it."""
+        goes_on, progress = _raise_bound(self.relaxed, subproblems, progress)
+        bound = max(self.bound, self.relaxed.bound)
+        if goes_on:
+            return (replace(self, bound=bound),), progress
+        # A bound on some micro-batches is one on more of them only where these never take less time.
+        is_monotone = subproblems.is_monotone_in_micro_batches
+        further = OnMesh(bound if is_monotone else 0.0, self.relaxed.mesh, self.further)
+        if subproblems.fits(self.relaxed):
+            return () if is_monotone else (further,), progress.opening(self.relaxed, subproblems)
+        return (*within_limit(self.relaxed, bound, subproblems, progress), further), progress
+
+
+@dataclass(frozen=True)
+class Configured(Node):
+    """All choices of one configuration within the memory limit."""
+
+    relaxed: Subproblem
+    configuration: Regime
+
+    def expand(self, subproblems: Subproblems, progress: Progress) -> tuple[Sequence[Node], Progress]:
+        """Begin to bound them."""
+        return Bounding.begun(subproblems.limited(self.relaxed, self.configuration), subproblems, progress)
+
+
+@dataclass(frozen=True)
+class Refined(Node):
+    """All choices on `mesh` that are near to the choice `parent` (see `Subproblems.refined`)."""
+
+    parent: Choice
+    mesh: Mesh
+    origins: tuple[int | None, ...]
+
+    def expand(self, subproblems: Subproblems, progress: Progress) -> tuple[Sequence[Node], Progress]:
+        """Begin to bound them."""
+        return Bounding.begun(subproblems.refined(self.parent, self.mesh, self.origins), subproblems, progress)
+
+
+@dataclass(frozen=True)
+class Bounding(Node):
+    """All choices of a subproblem within the memory limit, whose bound is being raised."""
+
+    subproblem: Subproblem
+
+    @classmethod
+    def begun(
+        cls, subproblem: Subproblem, subproblems: Subproblems, progress: Progress
+    ) -> tuple[Sequence[Node], Progress]:
+        """The node of a subproblem with a first bound."""
+        progress = _begin(subproblem, subproblems, progress)
+        node = cls(subproblem.bound, subproblem)
+        node._remember(subproblems)
+        return (node,), progress
+
+    def expand(self, subproblems: Subproblems, progress: Progress) -> tuple[Sequence[Node], Progress]:
+        """Raise the bound; at its end the subproblem is open, until its gap is closed."""
+        goes_on, progress = _raise_bound(self.subproblem, subproblems, progress)
+        self._remember(subproblems)
+        if goes_on:
+            return (replace(self, bound=self.subproblem.bound),), progress
+        return (), progress.opening(self.subproblem, subproblems)
+
+    def _remember(self, subproblems: Subproblems) -> None:
+        if self.subproblem.bound < float("inf"):
+            subproblems.memo.bounds[self.subproblem.mesh, self.subproblem.configuration.key] = self.subproblem.bound
+
+
+def within_limit(
+    relaxed: Subproblem, bound: float, subproblems: Subproblems, progress: Progress
+) -> tuple[Configured, ...]:
+    """Nodes for all configurations of as many micro-batches within the memory limit, but for those that are open."""
+    folded, count = relaxed.program.folded, relaxed.configuration.micro_batches
+    is_open = {(item.mesh, item.configuration.key) for item in progress.open}
+    keys = {
+        (relaxed.mesh, each.key): each
+        for each in limited_configurations(subproblems.space, count, folded)
+        if (relaxed.mesh, each.key) not in is_open
+    }
+    bounds = subproblems.memo.bounds
+    return tuple(Configured(max(bound, bounds.get(key, 0.0)), relaxed, each) for key, each in keys.items())
+
+
+def explore(nodes: Iterable[Node], subproblems: Subproblems, progress: Progress) -> Progress:
+    """Expand `nodes`, and what becomes of them, until no bound is below the incumbent's step time. What may still hold
+    something better is open afterwards."""
+    numbers = count()
+    queue = [(node.bound, next(numbers), node) for node in nodes]
+    heapq.heapify(queue)
+    while queue:
+        bound, _, node = heapq.heappop(queue)
+        if not progress.may_improve(bound):
+            break
+        following, progress = node.expand(subproblems, progress)
+        for each in following:
+            heapq.heappush(queue, (each.bound, next(numbers), each))
+    return progress
+
+
+def close(subproblems: Subproblems, progress: Progress, at_least: float = LEAST_ALLOWANCE) -> Progress:
+    """Close the gaps of all open subproblems that may hold something better, lowest bound first: with `ALLOWANCE` units
+    of effort in all, and `at_least` so many for each."""
+    while progress.open:
+        subproblem = min(progress.open, key=lambda item: item.bound)
+        progress = replace(progress, open=tuple(item for item in progress.open if item is not subproblem))
+        if progress.may_improve(subproblem.bound) or progress.incumbent is None:
+            progress = _close(subproblem, subproblems, progress, max(at_least, ALLOWANCE - progress.effort))
+            if subproblem.solver.limits != subproblems.limits and not subproblems.fits(subproblem):
+                # The best choice without limit breaks it, though another one did not.
+                nodes = within_limit(subproblem, subproblem.bound, subproblems, progress)
+                progress = explore(nodes, subproblems, progress)
+                continue
+        progress = replace(progress, closed_bound=min(progress.closed_bound, subproblem.bound))
+    return progress
+
+
+def _close(subproblem: Subproblem, subproblems: Subproblems, progress: Progress, allowance: float) -> Progress:
+    solver = subproblem.solver
+    before = solver.effort.spent
+    try:
+        with subproblems.clock("solve"):
+            solver.close(progress.cutoff, allowance)
+    except InfeasibleError as error:
+        progress = progress.failing([error])
+    progress = progress.considering(subproblem, subproblems)
+    return replace(progress, effort=progress.effort + solver.effort.spent - before)
+
+
+def _begin(subproblem: Subproblem, subproblems: Subproblems, progress: Progress) -> Progress:
+    """Let the solver of a subproblem find its first bound and choice, if it has not."""
+    try:
+        if not subproblem.solver.has_begun:
+            with subproblems.clock("solve"):
+                subproblem.solver.begin(progress.cutoff)
+    except InfeasibleError as error:
+        subproblem.solver.bound = float("inf")
+        return progress.failing([error])
+    return progress.considering(subproblem, subproblems)
+
+
+def _raise_bound(subproblem: Subproblem, subproblems: Subproblems, progress: Progress) -> tuple[bool, Progress]:
+    """Let the solver of a subproblem raise its bound once. Whether it may be raised further."""
+    if subproblem.bound == float("inf"):
+        return False, progress
+    try:
+        with subproblems.clock("solve"):
+            goes_on = subproblem.solver.climb(progress.cutoff)
+    except InfeasibleError as error:
+        subproblem.solver.bound = float("inf")
+        return False, progress.failing([error])
+    return goes_on, progress.considering(subproblem, subproblems) if goes_on else progress

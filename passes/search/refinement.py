@@ -1,0 +1,143 @@
+"""Meshes of many axes: from the best choice on a coarse mesh to choices near it on finer ones.
+
+On up to three axes all strategies are searched. On more there are too many at first: neighbouring axes are merged, the
+best choice there is found, and merged axes are cut again one by one. The shape of a mesh is found in the same way, from
+shapes of two axes.
+"""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import combinations
+
+from passes.ir.errors import ConstraintError
+from passes.ir.mesh import Mesh
+from passes.search.best_first import OnMesh, Progress, Refined, close, explore
+from passes.search.configurations import micro_batch_counts
+from passes.search.meshes import Axes, cut_one, finer, merged, partitions, shapes
+from passes.search.space import Space
+from passes.search.subproblems import Choice, Subproblems
+
+logger = logging.getLogger("autopar")
+
+# Most axes of a searched mesh.
+_AXES = 4
+# Most axes on which all strategies are searched; on more only those near the best choice.
+_SEARCHED_WHOLLY = 3
+# Units of effort for closing the gap to what is near, each time, at least.
+_BRIEFLY = 700.0
+
+
+def best_choice(subproblems: Subproblems, progress: Progress) -> Progress:
+    """Search the given mesh, or all shapes of as many devices. `best` of the progress is None where nothing fits."""
+    mesh = subproblems.space.mesh
+    if subproblems.space.any_shape:
+        return close(subproblems, _search_shapes(subproblems, mesh.size, progress))
+    axes = sum(size > 1 for size in mesh.sizes)
+    if axes > 2:
+        progress = close(subproblems, progress)
+        if progress.incumbent is None:
+            progress = _refine(subproblems, mesh, progress)
+    if axes <= _SEARCHED_WHOLLY:
+        # All that was searched before is part of this.
+        progress = replace(progress, closed_bound=float("inf"), errors=())
+        progress = _search(subproblems, [mesh], progress)
+    elif progress.incumbent is not None:
+        logger.info("on %s the plan is the best of those near to it; not all plans were searched", mesh)
+    return close(subproblems, progress)
+
+
+def _search(subproblems: Subproblems, meshes: Sequence[Mesh], progress: Progress) -> Progress:
+    """Search all configurations on these meshes."""
+    counts = tuple(micro_batch_counts(subproblems.space, subproblems.programs.program))
+    return explore([OnMesh(0.0, mesh, counts) for mesh in meshes], subproblems, progress)
+
+
+def _search_shapes(subproblems: Subproblems, devices: int, progress: Progress) -> Progress:
+    """Search shapes of up to two axes, then cut the axes of the best one in two as long as that helps."""
+    node_size = subproblems.space.cluster.node_size
+    progress = _search(subproblems, shapes(devices, node_size), progress)
+    while progress.incumbent is not None:
+        parent = progress.incumbent
+        nodes = [
+            Refined(0.0, parent, mesh, tuple(origins))
+            for mesh, origins in finer(parent.subproblem.mesh, node_size, _AXES)
+        ]
+        progress = explore(nodes, subproblems, progress)
+        if progress.incumbent is parent:
+            break
+    return progress
+
+
+def _refine(subproblems: Subproblems, mesh: Mesh, progress: Progress) -> Progress:
+    """Find a good choice on a mesh of more than two axes, from the best ones on coarse meshes: of two axes, or where
+    nothing fits there, of more."""
+    for count in range(2, len(mesh.sizes)):
+        choices, progress = _coarse(subproblems, mesh, count, progress)
+        for groups, choice in choices:
+            try:
+                progress = _cut(subproblems, mesh, groups, choice, progress)
+            except ConstraintError as error:
+                # The constraints need more than a choice without them offers.
+                logger.debug("no refinement: %s", error)
+            if progress.incumbent is not None:
+                return _exchange(subproblems, mesh, progress)
+    return progress
+
+
+def _coarse(
+    subproblems: Subproblems, mesh: Mesh, count: int, progress: Progress
+) -> tuple[list[tuple[Sequence[Axes], Choice]], Progress]:
+    """The best choices on `mesh` with neighbouring axes merged into `count`, fastest first."""
+    found = []
+    for groups in partitions(len(mesh.sizes), count):
+        coarse = best_choice(subproblems.over(_with_merged_axes(subproblems.space, groups)), Progress())
+        progress = progress.failing(coarse.errors)
+        if coarse.best is not None:
+            found.append((groups, coarse.best))
+    return sorted(found, key=lambda item: item[1].seconds), progress
+
+
+def _with_merged_axes(space: Space, groups: Sequence[Axes]) -> Space:
+    """The space where the axes of each group are one. Constraints on one of several merged axes are left out."""
+    mesh = merged(space.mesh, groups)
+    alone = {space.mesh.names[group[0]] for group in groups if len(group) == 1}
+    constraints = {
+        pattern: {what: {axis: text for axis, text in axes.items() if axis in alone} for what, axes in whats.items()}
+        for pattern, whats in space.constraints.items()
+    }
+    return replace(space, mesh=mesh, constraints=constraints)
+
+
+def _cut(subproblems: Subproblems, mesh: Mesh, groups: Sequence[Axes], choice: Choice, progress: Progress) -> Progress:
+    """Cut merged axes until each is one of `mesh`, from the best choice on what they make."""
+    while len(groups) < len(mesh.sizes):
+        groups, origins = cut_one(groups)
+        if len(groups) == len(mesh.sizes):
+            nodes = [Refined(0.0, choice, mesh, tuple(origins))]
+            return close(subproblems, explore(nodes, subproblems, progress))
+        coarse = subproblems.over(_with_merged_axes(subproblems.space, groups))
+        nodes = [Refined(0.0, choice, coarse.space.mesh, tuple(origins))]
+        found = close(coarse, explore(nodes, coarse, Progress()))
+        if found.best is None:
+            return progress.failing(found.errors)
+        choice = found.best
+    return progress
+
+
+def _exchange(subproblems: Subproblems, mesh: Mesh, progress: Progress) -> Progress:
+    """Let nodes do anything on any two axes, and on the others what they do in the best choice, as long as that
+    helps."""
+    several = [axis for axis, size in enumerate(mesh.sizes) if size > 1]
+    while True:
+        parent = progress.incumbent
+        assert parent is not None
+        nodes = [
+            Refined(0.0, parent, mesh, tuple(None if axis in pair else axis for axis in mesh.dimensions))
+            for pair in combinations(several, 2)
+        ]
+        progress = explore(nodes, subproblems, progress)
+        if progress.incumbent is parent:
+            progress = close(subproblems, progress, _BRIEFLY)
+            if progress.incumbent is parent:
+                return progress

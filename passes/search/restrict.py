@@ -1,0 +1,168 @@
+"""Decisions that were made before, applied to a planning problem."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import combinations
+
+from passes.ir.choices import Node, Problem, Solution
+from passes.ir.decisions import Decided, Decisions
+from passes.ir.errors import PlanMismatchError
+from passes.ir.layout import Layout, Letter, Shape
+from passes.ir.program import Folded
+from passes.rules.strategies import Offer, method_token
+
+# --- the methods of a plan -------------------------------------------------------------------------------------------
+
+
+def offers_of(folded: Folded, methods: Mapping[str, Sequence[str]]) -> dict[str, Offer]:
+    """The methods that a plan has for each node, but for the digits at which splits begin.
+
+    Raises PlanMismatchError for a method of a tensor that is no layout.
+    """
+    ops = {op.key for op in folded.ops}
+
+    def offer(key: str, method: str) -> frozenset[str]:
+        try:
+            return frozenset({method_token(method, key in ops)})
+        except ValueError as error:
+            raise PlanMismatchError(f"the plan does not fit the model as it is traced now: {key!r}: {error}") from None
+
+    return {key: tuple(offer(key, method) for method in each) for key, each in methods.items()}
+
+
+def planned_solution(problem: Problem, decisions: Decisions) -> Solution | str:
+    """The solution with the methods of a plan, or the first key for which the problem or the plan has none. Its seconds
+    are not known."""
+    methods, uses = decisions.methods, decisions.regathered
+    assert methods is not None
+    assert uses is not None
+    assert decisions.configuration is not None
+    picks = []
+    for node in problem.nodes:
+        wanted = methods.get(node.key)
+        found = [index for index, strategy in enumerate(node.strategies) if strategy.methods == wanted]
+        if not found:
+            return node.key
+        picks.append(found[0])
+    unknown = set(methods) - set(problem.index)
+    if unknown:
+        return min(unknown)
+    known = {(problem.nodes[edge.consumer].key, edge.operand) for edge in problem.edges}
+    missing = [use for use in uses if use not in known]
+    if missing:
+        return missing[0][0]
+    return Solution(tuple(picks), regathered(problem, picks, uses), 0.0, 0.0, decisions.configuration)
+
+
+def regathered(
+    problem: Problem, picks: Sequence[int], uses: Iterable[tuple[str, int]]
+) -> frozenset[tuple[int, Layout]]:
+    """The redistributions that run again in the backward pass, from uses (node key, operand); unknown uses name
+    none."""
+    wanted = set(uses)
+    return frozenset(
+        (edge.group, problem.nodes[edge.consumer].strategies[picks[edge.consumer]].operands[edge.operand])
+        for edge in problem.edges
+        if (problem.nodes[edge.consumer].key, edge.operand) in wanted
+    )
+
+
+# --- the strategies of another program -------------------------------------------------------------------------------
+
+
+def decided(folded: Folded, problem: Problem, solution: Solution) -> Mapping[str, Decided]:
+    """What `solution` decides for each node, by its key."""
+    shapes = _shapes(folded)
+    found = {}
+    for index, node in enumerate(problem.nodes):
+        strategy = solution.strategy(problem, index)
+        found[node.key] = Decided(strategy, *shapes(node))
+    return found
+
+
+def hold(folded: Folded, problem: Problem, decisions: Mapping[str, Decided]) -> Problem:
+    """`problem` with only those strategies that do what was decided at other sizes.
+
+    Where sizes do not allow what a node does on some axis, it is free on that axis; a node that is not among the
+    decisions is free. A split at the same place of a dim whose size is another may lie at another digit.
+    """
+    shapes = _shapes(folded)
+    nodes = [
+        _held(node, decisions[node.key], *shapes(node)) if node.key in decisions else node for node in problem.nodes
+    ]
+    return replace(problem, nodes=nodes)
+
+
+Shapes = tuple[Shape, ...]
+
+
+def _shapes(folded: Folded) -> Callable[[Node], tuple[Shapes, Shapes]]:
+    """For every node the shapes of its operands and of its results."""
+    ops = {op.key: op for op in folded.ops}
+
+    def shapes(node: Node) -> tuple[Shapes, Shapes]:
+        strategy = node.strategies[0]
+        if node.kind == "op":
+            operands, results = ops[node.key].operands, ops[node.key].results
+        else:
+            operands, results = (node.name,) * len(strategy.operands), (node.name,) * len(strategy.results)
+        return tuple(folded.types[name].shape for name in operands), tuple(folded.types[name].shape for name in results)
+
+    return shapes
+
+
+def _held(node: Node, before: Decided, operands: Shapes, results: Shapes) -> Node:
+    """`node` with only the strategies that do what was decided, on as many axes as some strategy does it on."""
+    shapes, planned = (*operands, *results), (*before.operands, *before.results)
+    if [len(shape) for shape in shapes] != [len(shape) for shape in planned]:
+        return node
+    wanted = (*before.strategy.operands, *before.strategy.results)
+    for axes in _most_first(len(before.strategy.methods)):
+        exact, moved = [], []
+        for index, strategy in enumerate(node.strategies):
+            layouts = (*strategy.operands, *strategy.results)
+            if _on(layouts, axes) == _on(wanted, axes):
+                exact.append(index)
+            if all(
+                _alike(layout[axis], letters[axis], now, then)
+                for layout, letters, now, then in zip(layouts, wanted, shapes, planned, strict=True)
+                for axis in axes
+            ):
+                moved.append(index)
+        # Inputs and outputs lie as planned if they can: users cut their batches so.
+        kept = exact if exact and node.kind != "op" else moved
+        if kept:
+            return _only(node, kept)
+    return node
+
+
+def _most_first(count: int) -> Iterator[tuple[int, ...]]:
+    """All choices of some of `count` axes, those of most axes first."""
+    for size in range(count, 0, -1):
+        yield from combinations(range(count), size)
+
+
+def _on(layouts: Sequence[Layout], axes: Sequence[int]) -> list[list[Letter]]:
+    return [[layout[axis] for axis in axes] for layout in layouts]
+
+
+def _alike(letter: Letter, before: Letter, shape: Shape, planned: Shape) -> bool:
+    """Whether a letter does at one size what another does at the planned one: which digit of a dim that is may be
+    told by a size."""
+    if letter.kind != "S" or before.kind != "S":
+        return letter == before
+    return letter.dim == before.dim and (letter.major == before.major or shape[letter.dim] != planned[letter.dim])
+
+
+def _only(node: Node, kept: Sequence[int]) -> Node:
+    """`node` with some of its strategies."""
+    return replace(
+        node,
+        strategies=tuple(node.strategies[index] for index in kept),
+        seconds=tuple(node.seconds[index] for index in kept),
+        memory=tuple(node.memory[index] for index in kept),
+        results=tuple(node.results[index] for index in kept) if node.results else (),
+        copies=tuple(node.copies[index] for index in kept) if node.copies else (),
+        forward=tuple(node.forward[index] for index in kept) if node.forward else (),
+        light=tuple(node.light[index] for index in kept) if node.light else (),
+    )

@@ -1,0 +1,59 @@
+"""The space that the search looks through, and the program that one point of it runs."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from passes.constrain import Constraints, constrain, stored_as
+from passes.cost.cluster import Cluster
+from passes.ir.decisions import Decisions
+from passes.ir.demands import Demands
+from passes.ir.mesh import Mesh
+from passes.ir.program import Program
+from passes.lower import Casts
+from passes.rules.strategies import Offer
+from passes.solving.limits import Limits
+from passes.strategies import Setting
+
+
+@dataclass(frozen=True)
+class Space:
+    """Everything that may be chosen for one program, and the limits that the choice must keep.
+
+    - `mesh`: the devices by axis. With `any_shape` only their number counts, and the shape is searched.
+    - `memory_limit`: bytes per device.
+    - `trains`: whether a backward pass is planned; `optimizer_states` is the number of tensors of its size that the
+      optimizer keeps per trained parameter.
+    - `micro_batches`, `recompute` (levels by pattern of regions): None where they are to be chosen.
+    - `casts`: the dtypes that parameters are stored in and gradients are reduced in.
+    - `full_outputs`: outputs are whole on every rank.
+    - `decisions`: what is decided already.
+    """
+
+    mesh: Mesh
+    cluster: Cluster
+    memory_limit: float
+    trains: bool
+    optimizer_states: int
+    constraints: Constraints = field(default_factory=dict)
+    any_shape: bool = False
+    micro_batches: int | None = None
+    recompute: Mapping[str, str] | None = None
+    casts: Casts = field(default_factory=Casts)
+    full_outputs: bool = False
+    decisions: Decisions = field(default_factory=Decisions)
+
+    @property
+    def limits(self) -> Limits:
+        """The memory limit as the solver takes it."""
+        return Limits(self.memory_limit, self.optimizer_states)
+
+    def demands(self, program: Program, mesh: Mesh) -> Demands:
+        """The constraints on `program`, which is the whole program or that of one micro-batch, on `mesh`."""
+        if self.decisions.stored is not None:
+            return stored_as(program, self.decisions.stored)
+        return constrain(program, self.constraints, mesh)
+
+    def setting(self, mesh: Mesh, offers: Mapping[str, Offer] | None = None) -> Setting:
+        """The setting in which strategies are made on `mesh`; nodes with `offers` may do nothing else."""
+        master, reduce = self.casts.master, self.casts.reduce
+        return Setting(mesh, self.cluster, self.optimizer_states, master, reduce, offers or {}, self.full_outputs)

@@ -1,0 +1,173 @@
+"""The search's problems on one mesh: how they are made, bounded and solved."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from passes.clock import Clock
+from passes.cost.memory import memory_use
+from passes.ir.choices import Problem, Solution
+from passes.ir.demands import Demands
+from passes.ir.mesh import Mesh
+from passes.ir.regime import Regime
+from passes.rules.strategies import Offer, method_token
+from passes.search.configurations import relaxed_configuration
+from passes.search.programs import MicroBatchProgram, MicroBatchPrograms
+from passes.search.space import Space
+from passes.solve import Solver
+from passes.solving.limits import Limits
+from passes.solving.prices import Prices
+from passes.strategies import candidates
+
+# The methods of a node that splits nothing on an axis.
+_WHOLE = frozenset({"I", "R"})
+
+
+@dataclass(frozen=True)
+class Subproblem:
+    """All choices of layouts under one configuration on one mesh.
+
+    `solver` is resumable: it raises the lower bound on their step time, and finds choices, as far as it is driven.
+    """
+
+    mesh: Mesh
+    program: MicroBatchProgram
+    demands: Demands
+    solver: Solver
+
+    @property
+    def configuration(self) -> Regime:
+        """The configuration that the choices are for."""
+        return self.solver.regime
+
+    @property
+    def bound(self) -> float:
+        """A lower bound on the step time of all choices (seconds)."""
+        return self.solver.bound
+
+    @property
+    def problem(self) -> Problem:
+        """The nodes with the strategies that they may take."""
+        return self.solver.instance.problem
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A choice of the search: a solution of one subproblem."""
+
+    subproblem: Subproblem
+    solution: Solution
+
+    @property
+    def seconds(self) -> float:
+        """The step time, as the solver counts it."""
+        return self.solution.seconds
+
+
+@dataclass(frozen=True)
+class Memo:
+    """Results that hold for all spaces over one program: costs of redistributions by mesh, subproblems without memory
+    limit by mesh and number of micro-batches, and lower bounds by mesh and configuration. A bound that was found within
+    a memory limit holds within any smaller one."""
+
+    prices: dict[Mesh, Prices] = field(default_factory=dict)
+    relaxed: dict[tuple[Mesh, int], Subproblem] = field(default_factory=dict)
+    bounds: dict[tuple[Mesh, object], float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Subproblems:
+    """The subproblems of a space. `memory_limit` (bytes) is less than that of the space where a part is set aside."""
+
+    programs: MicroBatchPrograms
+    space: Space
+    clock: Clock
+    memory_limit: float
+    memo: Memo = field(default_factory=Memo)
+
+    @property
+    def limits(self) -> Limits:
+        """The limits that choices must keep."""
+        return Limits(self.memory_limit, self.space.optimizer_states, self.space.memory_limit)
+
+    @property
+    def is_monotone_in_micro_batches(self) -> bool:
+        """Whether more micro-batches never take less time: everything takes as long and is done more often. With
+        pipeline stages they also shorten the bubble, so a search that has stages must answer False."""
+        return True
+
+    def over(self, space: Space) -> "Subproblems":
+        """The subproblems of another space over the same program."""
+        return replace(self, space=space, memory_limit=space.memory_limit)
+
+    def problem(
+        self, mesh: Mesh, program: MicroBatchProgram, offers: Mapping[str, Offer] | None = None
+    ) -> tuple[Problem, Demands]:
+        """All strategies of a program on a mesh, or where nodes have `offers` only these; and the constraints there."""
+        with self.clock("constrain"):
+            demands = self.space.demands(program.program, mesh)
+        with self.clock("candidates"):
+            return candidates(program.folded, demands, self.space.setting(mesh, offers)), demands
+
+    def relaxed(self, mesh: Mesh, count: int) -> Subproblem | None:
+        """The subproblem of `count` micro-batches without memory limit; None where the batch cannot be split so."""
+        program = self.programs.of(count, is_given=self.space.micro_batches is not None)
+        if program is None:
+            return None
+        configuration = relaxed_configuration(self.space, count, program.folded)
+        limits = Limits(float("inf"), self.space.optimizer_states)
+        if (mesh, count) not in self.memo.relaxed:
+            problem, demands = self.problem(mesh, program)
+            solver = self._solver(problem, mesh, limits, configuration)
+            self.memo.relaxed[mesh, count] = Subproblem(mesh, program, demands, solver)
+        found = self.memo.relaxed[mesh, count]
+        if found.configuration != configuration:
+            found = replace(found, solver=found.solver.other(limits, configuration))
+        return found
+
+    def limited(self, relaxed: Subproblem, configuration: Regime) -> Subproblem:
+        """The same choices within the memory limit, under `configuration`."""
+        return replace(relaxed, solver=relaxed.solver.other(self.limits, configuration))
+
+    def refined(self, parent: Choice, mesh: Mesh, origins: Sequence[int | None]) -> Subproblem:
+        """The choices on `mesh` that are near to `parent`: on an axis with an origin, which is an axis of the parent's
+        mesh, nodes do what they do there in the parent's solution or in those that its bound mixes; on others anything.
+
+        Raises ConstraintError where the constraints leave nothing of that.
+        """
+        before = parent.subproblem
+        program = before.program
+        demands = self.space.demands(program.program, mesh)
+        ops = {op.key: op for op in program.folded.ops}
+        mixed = [parent.solution.picks, *before.solver.mixed]
+        offers = {}
+        for index, node in enumerate(before.problem.nodes):
+            is_op = node.key in ops
+            done = [node.strategies[pick].methods for pick in {picks[index] for picks in mixed}]
+            constrained = demands.axes(*(demands.places(ops[node.key]) if is_op else [("stored", node.name)]))
+            # A constraint on one axis may leave nothing of what was done on another.
+            others = _WHOLE if constrained else frozenset()
+            offers[node.key] = [
+                None
+                if origin is None or axis in constrained
+                else others.union(method_token(methods[origin], is_op) for methods in done)
+                for axis, origin in enumerate(origins)
+            ]
+        problem, demands = self.problem(mesh, program, offers)
+        solver = self._solver(problem, mesh, self.limits, parent.solution.regime)
+        return Subproblem(mesh, program, demands, solver)
+
+    def fits(self, subproblem: Subproblem) -> bool:
+        """Whether the best choice that the solver has found keeps the memory limit."""
+        best = subproblem.solver.best
+        if best is None:
+            return False
+        use = memory_use(subproblem.problem, best, self.space.optimizer_states, subproblem.mesh)
+        return use.peak <= self.memory_limit
+
+    def _solver(self, problem: Problem, mesh: Mesh, limits: Limits, configuration: Regime) -> Solver:
+        """A solver that shares the costs of redistributions with all others for the same mesh."""
+        cluster = self.space.cluster
+        if mesh not in self.memo.prices:
+            self.memo.prices[mesh] = Prices(cluster, mesh)
+        with self.clock("solve"):
+            return Solver(problem, cluster, mesh, limits, configuration, self.memo.prices[mesh])

@@ -1,0 +1,78 @@
+"""Configurations that may be chosen on one mesh."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from autopar.options import Options
+from autopar.planner import tracing
+from autopar.request import make_request
+from passes.capture import capture
+from passes.ir.decisions import Decisions
+from passes.ir.program import Folded, Program
+from passes.ir.regime import Regime
+from passes.lower import Casts
+from passes.normalize import normalize
+from passes.regions import fold
+from passes.search import Space
+from passes.search.configurations import (
+    configuration_text,
+    limited_configurations,
+    micro_batch_counts,
+    relaxed_configuration,
+)
+from tests.models import llama, tokens
+
+
+@pytest.fixture(scope="module")
+def asked() -> tuple[Space, Program, Folded]:
+    """The space of a tiny llama and a batch of eight, with its program, plain and folded."""
+    torch.manual_seed(0)
+    model = llama()
+    request = make_request(model, {"dp": 2}, tokens(batch=8), Options(cluster="ideal"))
+    program = normalize(capture(model, request.inputs, tracing(model, request, "train")))
+    return request.space(Casts(), Decisions()), program, fold(program)
+
+
+def test_micro_batches_divide_the_batch(asked: tuple[Space, Program, Folded]) -> None:
+    """All numbers that divide it, fewest first; the one that is asked for; and one where nothing is trained."""
+    space, program, _ = asked
+    assert list(micro_batch_counts(space, program)) == [1, 2, 4, 8]
+    assert list(micro_batch_counts(replace(space, micro_batches=4), program)) == [4]
+    assert list(micro_batch_counts(replace(space, trains=False), program)) == [1]
+
+
+def test_regimes_of_one_micro_batch_are_levels_of_recompute(asked: tuple[Space, Program, Folded]) -> None:
+    """One batch in one piece has nothing to gather or reduce once."""
+    space, _, folded = asked
+    regimes = list(limited_configurations(space, 1, folded))
+    assert [list(regime.recompute.values()) for regime in regimes] == [["full"], ["selective"], ["none"]]
+    assert not any(regime.gather_once or regime.reduce_once for regime in regimes)
+
+
+def test_regimes_of_micro_batches_are_stages_of_zero_too(asked: tuple[Space, Program, Folded]) -> None:
+    """Every level of recompute with ZeRO-3, 2 and 1; no two are the same."""
+    space, _, folded = asked
+    regimes = list(limited_configurations(space, 4, folded))
+    assert [(regime.gather_once, regime.reduce_once) for regime in regimes[:3]] == [
+        (False, False),
+        (True, False),
+        (True, True),
+    ]
+    assert len({regime.key for regime in regimes}) == len(regimes) == 9
+
+
+def test_what_is_asked_for_is_computed_again_without_limits_too(asked: tuple[Space, Program, Folded]) -> None:
+    """Without limits nothing is computed again but what the request says."""
+    space, _, folded = asked
+    (name,) = relaxed_configuration(space, 2, folded).recompute
+    assert relaxed_configuration(space, 2, folded) == Regime(2, {name: "none"}, True, True)
+    full = replace(space, recompute={"*": "full"})
+    assert relaxed_configuration(full, 1, folded) == Regime(1, {name: "full"})
+
+
+def test_regimes_for_people() -> None:
+    """What differs from the plain one is said."""
+    assert configuration_text(Regime()) == ""
+    assert configuration_text(Regime(4, {"a.*": "full", "b.*": "none"})) == "4 micro-batches, full recompute of a.*"
