@@ -100,7 +100,7 @@ def _without_match(demand: Demand, program: Program) -> ConstraintError:
             "; braces are not part of a shell pattern: write one constraint for each alternative, or use * and [...]"
         )
     return ConstraintError(
-        f"constraint {demand.pattern!r}, {demand.what}: it matches no {kind}{hint} (a printed plan has all names)"
+        f"constraint {demand.pattern!r}, {demand.what}: it matches no {kind}{hint} (plan.table() has all names)"
     )
 
 

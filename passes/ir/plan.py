@@ -15,7 +15,7 @@ from passes.ir.files import write_atomically
 from passes.ir.formulas import formula_at, read_formula
 from passes.ir.plan_contents import check_contents
 from passes.ir.plan_json import decode
-from passes.ir.plan_text import plan_text
+from passes.ir.plan_text import plan_table, plan_text
 from passes.ir.regime import Regime
 
 T = TypeVar("T")
@@ -183,7 +183,8 @@ class Plan:
     `whole_ops` are the ops that no rule speaks for, `discovered` those whose rule was found by running them, as
     `discover` allows. With `compiled` regions are compiled by torch. `loss` is the fingerprint of a loss outside of the
     model, or "". `outputs` is "planned" (in the plan's layout) or "full" (whole on every rank).
-    `print` shows it as a table; `save` and `load` keep it as JSON; `autopar.parallelize(..., plan=plan)` replays it.
+    `print` shows it in 120 columns, `table` with everything; `save` and `load` keep it as JSON;
+    `autopar.parallelize(..., plan=plan)` replays it.
     """
 
     model: str
@@ -210,6 +211,11 @@ class Plan:
 
     def __str__(self) -> str:
         return plan_text(self)
+
+    def table(self) -> str:
+        """The plan as a table with everything in full: the layouts of all operands and results of every statement.
+        Its lines are as long as they need to be; `str(plan)` fits 120 columns."""
+        return plan_table(self)
 
     @property
     def coverage(self) -> Coverage:

@@ -1,18 +1,42 @@
-"""A plan as a table for people."""
+"""A plan as text for people: in lines of at most 120 columns, or as a table with everything."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import textwrap
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from passes.ir.plan import Block, ParameterPlan, Plan, ProgramPlan
 
 _GIB = 1024**3
+# Columns of a printed plan.
+_WIDTH = 120
+# Columns that a cell keeps when its row is too long.
+_LEAST = 12
 
 
 def plan_text(plan: Plan) -> str:
-    """The whole plan: what it is for, what it costs, and every statement with its layouts."""
+    """The plan in lines of at most 120 columns: its head, its costs, and every statement with the layout of its result.
+    Names of ops are given without the region that they are in, and long cells are shortened in their middle."""
+    return "\n".join(piece for line in _lines(plan, _WIDTH) for piece in _wrapped(line))
+
+
+def plan_table(plan: Plan) -> str:
+    """The plan with everything in full: every statement with the layouts of all operands and results, however long."""
+    return "\n".join(_lines(plan, None))
+
+
+def _wrapped(line: str) -> list[str]:
+    """A line as lines of at most 120 columns, the further ones indented more."""
+    if len(line) <= _WIDTH:
+        return [line]
+    indent = " " * (len(line) - len(line.lstrip()) + 4)
+    return textwrap.wrap(line, _WIDTH, subsequent_indent=indent, break_long_words=True, break_on_hyphens=False)
+
+
+def _lines(plan: Plan, width: int | None) -> list[str]:
+    """The lines of a plan, with rows of at most `width` columns; None leaves them as they are."""
     devices = 1
     for size in plan.mesh.values():
         devices *= size
@@ -29,8 +53,8 @@ def plan_text(plan: Plan) -> str:
     for name, value in plan.constants.items():
         lines.append(f"  constant {name}: {value}")
     for name, program in plan.programs.items():
-        lines += ["", *_program(name, program, plan)]
-    lines += ["", "parameters", *_parameters(plan.parameters)]
+        lines += ["", *_program(name, program, plan, width)]
+    lines += ["", "parameters", *_columns(_parameters(plan.parameters), width)]
     if plan.whole_ops:
         lines += ["", "computed whole on every device, for want of a sharding rule: " + ", ".join(plan.whole_ops)]
     if plan.discovered:
@@ -38,7 +62,7 @@ def plan_text(plan: Plan) -> str:
             "",
             "split by discovered rules (found by running the ops, which is no proof): " + ", ".join(plan.discovered),
         ]
-    return "\n".join(lines)
+    return lines
 
 
 def layout_text(layout: Mapping[str, str]) -> str:
@@ -65,7 +89,8 @@ def bytes_text(size: float) -> str:
     raise AssertionError
 
 
-def _program(name: str, program: ProgramPlan, plan: Plan) -> list[str]:
+def _program(name: str, program: ProgramPlan, plan: Plan, width: int | None) -> list[str]:
+    """The head of one program, and its blocks."""
     total = sum(program.seconds.values())
     peak = sum(program.memory.values())
     spent = ", ".join(f"{what} {seconds_text(value)}" for what, value in program.seconds.items() if value)
@@ -95,47 +120,53 @@ def _program(name: str, program: ProgramPlan, plan: Plan) -> list[str]:
             lines.append(f"stage {number}")
         for block in stage.blocks:
             if block.rows:
-                lines += ["", *_block(block, stage.recompute.get(block.name, "none"))]
+                lines += ["", *_block(block, stage.recompute.get(block.name, "none"), width)]
     return lines
 
 
-def _block(block: Block, recompute: str) -> list[str]:
+def _block(block: Block, recompute: str, width: int | None) -> list[str]:
+    """The rows of a block under its name."""
     times = f" x {block.count}" if block.count > 1 else ""
     times += f", recompute {recompute}" if recompute != "none" else ""
     rows: list[tuple[str, ...]] = []
     for row in block.rows:
-        before, after = " | ".join(row.before), " | ".join(row.after)
-        if row.kind == "op":
-            again = ", again in backward" if row.again else ""
-            rows.append((f"  {row.name}", f"{row.how}{again}", before, f"-> {after}", row.type))
-        else:
-            again = ", again in backward" if row.again else ""
-            rows.append((f"    ~ {row.name}", f"{row.how}{again}", before, f"-> {after}", row.type))
-    return [f"{block.name}{times}", *_columns(rows)]
+        name = row.name if width is None else row.name.removeprefix(f"{block.name}.").removeprefix(block.name)
+        shown = f"  {name}" if row.kind == "op" else f"    ~ {name}"
+        how = f"{row.how}, again in backward" if row.again else row.how
+        operands = (" | ".join(row.before),) if width is None else ()
+        rows.append((shown, how, *operands, f"-> {' | '.join(row.after)}", row.type))
+    return [f"{block.name}{times}", *_columns(rows, width)]
 
 
-def _parameters(parameters: Mapping[str, ParameterPlan]) -> list[str]:
-    """Parameters, those that differ only in numbers in their names on one line."""
+def _parameters(parameters: Mapping[str, ParameterPlan]) -> list[tuple[str, ...]]:
+    """Rows of parameters; those that differ only in the numbers in their names are one row."""
     groups: dict[tuple[str, str, tuple[int, ...], tuple[tuple[str, str], ...], bool], list[str]] = {}
     for name, item in parameters.items():
         pattern = ".".join("*" if part.isdigit() else part for part in name.split("."))
         kind = (pattern, item.dtype, item.shape, tuple(item.layout.items()), item.trainable)
         groups.setdefault(kind, []).append(name)
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for (pattern, dtype, shape, layout, trainable), names in groups.items():
         shown = f"{pattern} x {len(names)}" if len(names) > 1 else names[0]
         frozen = "" if trainable else "frozen"
         rows.append((f"  {shown}", f"{dtype}{list(shape)}", f"stored {layout_text(dict(layout))}", frozen))
-    return _columns(rows)
+    return rows
 
 
-def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Rows with their cells under each other."""
+def _columns(rows: Sequence[Sequence[str]], width: int | None) -> list[str]:
+    """Rows with their cells in columns, the widest of which are narrowed until a row has at most `width` characters."""
     if not rows:
         return []
-    widths = [_width(row[index] for row in rows) for index in range(len(rows[0]))]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    widths = [max(len(row[index]) for row in rows) for index in range(len(rows[0]))]
+    while width is not None and sum(widths) + 2 * (len(widths) - 1) > width and max(widths) > _LEAST:
+        widths[widths.index(max(widths))] -= 1
+    shown = ([_shortened(cell, most) for cell, most in zip(row, widths, strict=True)] for row in rows)
+    return ["  ".join(cell.ljust(most) for cell, most in zip(row, widths, strict=True)).rstrip() for row in shown]
 
 
-def _width(cells: Iterable[str]) -> int:
-    return max(len(cell) for cell in cells)
+def _shortened(cell: str, width: int) -> str:
+    """A cell of at most `width` characters, of which the middle is left out if need be."""
+    if len(cell) <= width:
+        return cell
+    end = (width - 1) * 2 // 3
+    return f"{cell[: width - 1 - end]}…{cell[len(cell) - end :]}"

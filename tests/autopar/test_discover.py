@@ -147,7 +147,7 @@ def test_a_plan_names_what_was_discovered(caplog: pytest.LogCaptureFixture) -> N
     found = autopar.plan(Running().double(), {"dp": 2}, INPUTS, cluster="ideal", discover=True)
     assert found.whole_ops == ()
     assert found.discovered == ("/running_product",)
-    assert "split by discovered rules (found by running the ops, which is no proof): /running_product" in str(found)
+    assert "split by discovered rules (found by running the ops, which is no proof): /running_product" in found.table()
     assert "no sharding rule speaks for running_product" in caplog.text
     rows = [row for block in found.programs["train"].stages[0].blocks for row in block.rows]
     assert [row.before for row in rows if row.name == "/running_product"] == [("dp S(0)", "R")]

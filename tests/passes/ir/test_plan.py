@@ -143,7 +143,7 @@ def test_missing_fields_are_refused() -> None:
 
 def test_the_table_shows_what_was_decided() -> None:
     """The text names mesh, inputs, cost, every statement and every kind of parameter."""
-    text = str(example())
+    text = example().table()
     lines = [" ".join(line.split()) for line in text.splitlines()]
     assert lines[0] == "Model: dp 2 x tp 2 on cpu (4 devices)"
     assert "input x: float32[4, 8], dp S(0), tp R" in lines
@@ -156,6 +156,25 @@ def test_the_table_shows_what_was_decided() -> None:
     assert "layers.*.weight x 3 float32[8, 4] stored dp S(1), tp S(0)" in lines
     assert "head.weight float32[8, 4] stored R frozen" in lines
     assert lines[-1].endswith("for want of a sharding rule: odd/op")
+
+
+def test_a_printed_plan_fits_120_columns() -> None:
+    """Rows show layouts of results, under names without their region; long cells are shortened, long lines wrapped."""
+    lines = [" ".join(line.split()) for line in str(example()).splitlines()]
+    assert "/linear dp d0, tp out -> dp S(0), tp S(1) f[4]" in lines
+    assert "~ /linear all_reduce tp, again in backward -> dp S(0), tp I f[4]" in lines
+    plan = example()
+    (stage,) = plan.programs["train"].stages
+    row = dataclasses.replace(stage.blocks[0].rows[0], name="layers.*." + "long." * 30 + "end/linear")
+    stage = dataclasses.replace(stage, blocks=(dataclasses.replace(stage.blocks[0], rows=(row,)),))
+    program = dataclasses.replace(plan.programs["train"], stages=(stage,), whole_batch="word " * 40)
+    plan = dataclasses.replace(plan, programs={"train": program}, whole_ops=("odd/op",) * 30)
+    text = str(plan)
+    assert max(map(len, text.splitlines())) == 120
+    assert "end/linear" in text
+    assert "…" in text
+    assert text.count("odd/op") == 30
+    assert max(map(len, plan.table().splitlines())) > 200
 
 
 def test_coverage_counts_what_is_split() -> None:
