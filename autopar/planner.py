@@ -109,7 +109,7 @@ def plan_program(
         _warn_of_idle_axes(found)
         naming = _naming(model, found, name)
         with clock("emit"):
-            source = emit(found.lowered, found.mesh, naming)
+            source = emit(found.lowered, found.variables, found.mesh, naming)
         compiled = compiled_program(found.lowered, source, naming.class_name, request)
         planned = Planned(
             found.mesh,

@@ -8,13 +8,13 @@ from autopar.batches import lying_batches
 from autopar.probing import FakeProber
 from autopar.programs import planned_outputs
 from autopar.request import Request
-from passes.codegen import Naming, variables
 from passes.cost.cluster import Cluster
 from passes.cost.liveness import MACHINES, Batches, Machine, MemoryPeak, Stored, peak_memory
 from passes.ir.leaves import input_leaves
 from passes.ir.lowered import Lowered
 from passes.ir.mesh import Mesh
 from passes.ir.regime import Regime
+from passes.ir.variables import Variables
 from passes.micro_batches import MicroBatches
 
 
@@ -26,8 +26,11 @@ class Simulator:
     request: Request
     master: torch.dtype | None
 
-    def __call__(self, lowered: Lowered, micro: MicroBatches | None, mesh: Mesh, configuration: Regime) -> MemoryPeak:
-        """Bytes on one device at the peak of a step of `lowered`; `micro` is None where the batch is not split."""
+    def __call__(
+        self, lowered: Lowered, variables: Variables, micro: MicroBatches | None, mesh: Mesh, configuration: Regime
+    ) -> MemoryPeak:
+        """Bytes on one device at the peak of a step of `lowered`, whose variables are `variables`; `micro` is None where
+        the batch is not split."""
         request = self.request
         leaves = dict(input_leaves(request.inputs))
         given = {
@@ -39,8 +42,8 @@ class Simulator:
         batches = Batches()
         if micro is not None:
             batches = lying_batches(micro, lowered, planned_outputs(lowered), mesh, configuration)
-        held, machine = variables(lowered, mesh, Naming("Simulated", "")), machine_of(request.cluster)
-        return peak_memory(lowered, held, stored, machine, FakeProber(mesh, machine.device), mesh, batches)
+        machine = machine_of(request.cluster)
+        return peak_memory(lowered, variables, stored, machine, FakeProber(mesh, machine.device), mesh, batches)
 
 
 def machine_of(cluster: Cluster) -> Machine:

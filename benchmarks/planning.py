@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 MESH = {"dp": 8, "tp": 8}
 SEQUENCE = 8192
-PASSES = ("capture", "normalize", "regions", "candidates", "solve", "lower", "emit")
+PASSES = ("capture", "normalize", "regions", "candidates", "solve", "lower", "variables", "emit")
 # Planning that takes longer than this (seconds after tracing) is run once only.
 SHORT = 10.0
 RUNS = 3

@@ -1,12 +1,11 @@
 """The statements of one generated function."""
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 from passes.codegen.expressions import expression
 from passes.codegen.forms import form
 from passes.codegen.lines import statement
-from passes.codegen.names import Names, hints, identifier, plain
 from passes.codegen.places import loop_name, unpacked
 from passes.codegen.values import value_text
 from passes.ir.layout import Letter, format_layout
@@ -14,45 +13,41 @@ from passes.ir.lowered import Body, Change, Compute, Held, Loop
 from passes.ir.mesh import Mesh
 from passes.ir.program import Argument, Op, Ref, TensorType
 from passes.ir.redistribution import Step
-from passes.ir.vocabulary import RESERVED
+from passes.ir.variables import FunctionVariables, LoopVariables
 
 INDENT = " " * 8
-
-_SUFFIXES = {
-    "all_gather": "gathered",
-    "all_reduce": "reduced",
-    "all_to_all": "exchanged",
-    "reduce_scatter": "scattered",
-    "convert": "converted",
-}
 
 
 @dataclass
 class Shared:
     """What the functions of one module share.
 
-    `held` says what an engine gathers, `loops` are all that there are. While functions are written, `used` collects the
-    names of the runtime that they take, `functional` whether they call torch.nn.functional, and `called` by the ids of
-    loops what the arguments of their regions are called.
+    `held` says what an engine gathers, `loops` are all loops, `assigned` the variables that each of them assigns. While
+    functions are written, `used` collects the names of the runtime that they take, and `functional` whether they call
+    torch.nn.functional.
     """
 
     mesh: Mesh
     held: Held
     loops: Sequence[Loop]
+    assigned: Sequence[LoopVariables]
     used: set[str] = field(default_factory=set)
     functional: bool = False
-    called: dict[int, list[str]] = field(default_factory=dict)
 
 
 class Code:
-    """The body of one forward function: `lines` of statements, and what they read."""
+    """The body of one forward function: `lines` of statements, and what they read.
+
+    `variables` are the function's; `paths` are the expressions that reach parameters, buffers and constants, of which
+    those in `updated` change. With `inner` the function is that of a region.
+    """
 
     def __init__(
         self,
         shared: Shared,
         body: Body,
+        variables: FunctionVariables,
         paths: Mapping[str, str],
-        returned: Mapping[str, str],
         updated: Set[str],
         *,
         inner: bool,
@@ -65,11 +60,12 @@ class Code:
         self.paths_used: set[str] = set()
         self.updated = updated
         self.lines: list[str] = []
-        self.names = Names(body, hints(body, returned), {*RESERVED, *shared.mesh.names})
+        self.variables = variables
+        self.weights = body.redistributed_parameters
         self.axes_used = False
         self.place = ""
-        self.weights: set[str] = set()
-        self.written: dict[str, str] = {}
+        self.gathered_around: dict[str, str] = {}
+        self.lambda_names: Mapping[str, str] = {}
 
     @property
     def types(self) -> Mapping[str, TensorType]:
@@ -96,15 +92,20 @@ class Code:
         return self.mesh.names[index]
 
     def read(self, value: str) -> str:
-        """The expression that reads a value."""
-        if value in self.written:
-            return self.written[value]
+        """The expression that reads a value: in a lambda its parameter, and for a parameter of the model that is
+        gathered around an op, the call that gives it."""
+        if value in self.lambda_names:
+            return self.lambda_names[value]
+        if value in self.gathered_around:
+            return self.gathered_around[value]
         if value in self.paths:
             self.paths_used.add(self.paths[value])
             # What is read of a buffer that changes is what it was before.
             before = ".clone()" if value in self.updated else ""
             return f"{self.use('local')}({self.paths[value]}){before}"
-        return self.names.of[value]
+        text = self.variables.text(value)
+        assert text is not None, value
+        return text
 
     def gathered(self, parameter: str) -> str:
         """The expression that reads a parameter as the engine gives it."""
@@ -134,25 +135,22 @@ class Code:
         """An argument as an expression."""
         return value_text(argument, self.read)
 
-    def leaf(self, value: Argument, name: str) -> str:
-        """What is returned; of a buffer that changes before that, what it was."""
-        if not isinstance(value, Ref) or value.name not in self.updated:
+    def leaf(self, value: Argument, held: str | None) -> str:
+        """What is returned; a buffer that changes before that is copied in the variable `held` first."""
+        if held is None or not isinstance(value, Ref):
             return self.value(value)
-        held = self.names.fresh(identifier(name), f"{value.name}~returned")
         self.lines.append(f"{INDENT}{held} = {self.read(value.name)}")
         return held
 
-    def statements(self, statements: Iterable[Compute | Change | Loop]) -> None:
-        """Write them all."""
-        for position, item in enumerate(statements):
-            self.names.position = position
+    def statements(self) -> None:
+        """Write all statements."""
+        for item in self.body.statements:
             if isinstance(item, Compute):
                 self.compute(item)
             elif isinstance(item, Change):
                 self.change(item)
             else:
-                self.loop(item, loop_name(self.shared.loops.index(item), self.shared.loops))
-            self.names.forget()
+                self.loop(item, self.shared.loops.index(item))
 
     def where(self, op: Op) -> None:
         """A comment where the statements come from another part of the model."""
@@ -170,7 +168,7 @@ class Code:
         op = item.op
         self.where(op)
         right = self.around(op, self.again(item) if item.recomputed else self.computed(item))
-        left = ", ".join(self.names.result(op.kind, value, self.passed_on(op, value)) for value in op.results)
+        left = ", ".join(self.variables.names[value] for value in op.results)
         source = f"  {op.line}" if op.line else ""
         indent = INDENT
         if item.draws is not None:
@@ -185,48 +183,20 @@ class Code:
 
     def again(self, item: Compute) -> str:
         """A call of what is computed again, as a function of its operands."""
-        texts = {name: self.read(name) for name in item.op.operands}
-        for name, text in texts.items():
-            base = text if text.isidentifier() else identifier(name.replace("~", "_").rsplit(".", 1)[-1])
-            chosen, count = base, 1
-            while chosen in self.written.values() or chosen in (RESERVED - {text}) or chosen in self.mesh.names:
-                count += 1
-                chosen = f"{base}_{count}"
-            self.written[name] = chosen
-        right, names = self.computed(item), ", ".join(self.written.values())
-        self.written = {}
-        return f"{self.use('recomputed')}(lambda {names}: {right}, {', '.join(texts.values())})"
-
-    def passed_on(self, op: Op, value: str) -> list[str]:
-        """Operands whose variable may go on to hold `value`: no parameters; of several operands those of its type."""
-        types = self.body.types
-        alone = len(op.operands) == 1
-        return [
-            operand
-            for operand in op.operands
-            if operand not in self.paths
-            and operand not in self.weights
-            and (op.kind == "to" or types[operand].dtype == types[value].dtype)
-            and (alone or types[operand].shape == types[value].shape)
-        ]
+        operands = tuple(dict.fromkeys(item.op.operands))
+        texts, names = [self.read(name) for name in operands], self.variables.lambdas[item.op.results[0]]
+        self.lambda_names = dict(zip(operands, names, strict=True))
+        right, self.lambda_names = self.computed(item), {}
+        return f"{self.use('recomputed')}(lambda {', '.join(names)}: {right}, {', '.join(texts)})"
 
     def change(self, item: Change) -> None:
         """Write the steps of a redistribution."""
         if item.engine and not self.inner:
             # It is there only while the op runs that reads it.
-            self.names.of[item.result] = self.gathered_for_op(item)
-            self.weights.add(item.result)
+            self.gathered_around[item.result] = self.gathered_for_op(item)
             return
         right = self.gathered(item.source) if item.engine else self.read(item.source)
-        steps = item.steps[item.engine :]
-        target = self.names.take_over(item.result, item.source)
-        if target is None:
-            base = identifier("_".join(item.source.split(".")[-2:]))
-            if not item.parameter:
-                base = f"{identifier(self.names.of.get(item.source, base))}_{_SUFFIXES[steps[-1].collective]}"
-            target = self.names.fresh(base, item.result)
-        if item.parameter:
-            self.weights.add(item.result)
+        steps, target = item.steps[item.engine :], self.variables.names[item.result]
         note = self.note(item.result)
         if not steps:
             compute = None if item.engine else item.dtypes[0]
@@ -249,64 +219,30 @@ class Code:
         self.use(letter.kind)
         return str(letter)
 
-    def loop(self, loop: Loop, name: str) -> None:
-        """Write the loop over the copies of a region.
-
-        What a copy carries on stays in one variable. Of a value that is used outside, the last copy's stays in a
-        variable, and those of all copies in a list where an earlier one is used.
-        """
-        region, names = loop.region, self.names
+    def loop(self, loop: Loop, number: int) -> None:
+        """Write the loop over the copies of a region."""
+        region, names, assigned = loop.region, self.variables.names, self.shared.assigned[number]
+        name = loop_name(number, self.shared.loops)
         self.lines.append(f"{INDENT}# {region.name} x {region.count}")
         self.place = ""
-        carried: dict[str, str] = {}
         for carry, initial in zip(region.carries, loop.initial, strict=True):
-            held = names.take_over(carry.argument, initial)
-            if held is None:
-                held = names.fresh("hidden", carry.argument)
-                self.lines.append(f"{INDENT}{held} = {self.read(initial)}")
-            carried[carry.argument] = held
-        given = [*carried.values(), *(self.read(value) for value in loop.shared)]
-        self.shared.called[id(loop)] = [
-            *(plain(held) for held in carried.values()),
-            *(_argument(names.of.get(value, value)) for value in loop.shared),
-        ]
-        results: dict[str, str] = {}
-        for carry in region.carries:
-            results.setdefault(carry.next, carried[carry.argument])
-        lists: dict[str, str] = {}
-        for value, outside in loop.exports:
-            if value not in results:
-                results[value] = names.fresh(identifier(value), f"{value}~last")
-            if any(outer is not None for outer in outside[:-1]):
-                lists[value] = names.fresh(f"every_{identifier(value)}", f"{value}~every")
-                self.lines.append(f"{INDENT}{lists[value]} = []")
+            if names.get(initial) != names[carry.argument]:
+                self.lines.append(f"{INDENT}{names[carry.argument]} = {self.read(initial)}")
+        self.lines += [f"{INDENT}{every} = []" for every in assigned.every.values()]
         changes = [change for change in loop.between if change is not None]
         counted = f"index, copy in enumerate(self.{name})" if changes else f"copy in self.{name}"
         self.lines.append(f"{INDENT}for {counted}:")
         if changes:
             self.lines.append(f"{INDENT}    if index:")
         for change in changes:
-            argument = next(carry.argument for carry in region.carries if carry.next == change.source)
-            right = results[change.source]
+            carried = next(names[carry.argument] for carry in region.carries if carry.next == change.source)
+            right = assigned.last[change.source]
             for step in change.steps:
                 call = self.step(step, right, change.again)
-                self.lines += statement(f"{INDENT}        ", carried[argument], call)
-                right = carried[argument]
-        left = ", ".join(results[value] for value in loop.body.results)
-        called = (
-            f"self.recomputed(copy, {', '.join(given)})" if loop.recompute == "full" else f"copy({', '.join(given)})"
-        )
+                self.lines += statement(f"{INDENT}        ", carried, call)
+                right = carried
+        left = ", ".join(assigned.last[value] for value in loop.body.results)
+        given = ", ".join([*(names[carry.argument] for carry in region.carries), *map(self.read, loop.shared)])
+        called = f"self.recomputed(copy, {given})" if loop.recompute == "full" else f"copy({given})"
         self.lines += statement(f"{INDENT}    ", left, called)
-        self.lines += [f"{INDENT}    {every}.append({results[value]})" for value, every in lists.items()]
-        for value, outside in loop.exports:
-            used = {copy: outer for copy, outer in enumerate(outside) if outer is not None}
-            for copy, outer in used.items():
-                names.of[outer] = f"{lists[value]}[{copy}]" if value in lists else results[value]
-            if used:
-                holder = lists.get(value, results[value])
-                names.live[holder] = max(used.values(), key=names.last)
-
-
-def _argument(name: str) -> str:
-    """A variable of the caller as a parameter's name."""
-    return plain(name) if name.isidentifier() else identifier(name.partition("~")[0])
+        self.lines += [f"{INDENT}    {every}.append({assigned.last[value]})" for value, every in assigned.every.items()]

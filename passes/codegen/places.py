@@ -3,8 +3,8 @@
 import keyword
 from collections.abc import Sequence
 
-from passes.codegen.names import identifier
 from passes.ir.lowered import Loop
+from passes.ir.vocabulary import identifier
 
 # What generated classes have already.
 _ATTRIBUTES = {

@@ -117,6 +117,12 @@ class Body:
     layouts: Mapping[str, Layout]
     types: Mapping[str, TensorType]
 
+    @property
+    def redistributed_parameters(self) -> frozenset[str]:
+        """The results of redistributions of parameters."""
+        changes = (item for item in self.statements if isinstance(item, Change))
+        return frozenset(change.result for change in changes if change.parameter or change.engine)
+
 
 @dataclass(frozen=True)
 class Returned:
@@ -195,12 +201,3 @@ class Lowered:
     outputs: tuple[Returned, ...]
     updates: tuple[tuple[str, str], ...]
     held: Held = field(default_factory=Held)
-
-
-@dataclass(frozen=True)
-class Variables:
-    """Variables by value, of the whole and of each region. The last copy's result of a loop is "value~last", the list
-    of those of all copies "value~every"."""
-
-    whole: Mapping[str, str]
-    regions: tuple[Mapping[str, str], ...]

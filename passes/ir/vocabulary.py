@@ -1,4 +1,7 @@
-"""Names that generated source takes from the runtime, or has for something of its own."""
+"""Names in generated source: those that it takes from the runtime or reserves, and how others are made of text."""
+
+import re
+from collections.abc import Callable
 
 COLLECTIVES = ("all_gather", "all_reduce", "all_to_all", "convert", "reduce_scatter")
 FORMS = (
@@ -27,3 +30,23 @@ RESERVED = {"self", "torch", "F", "copy", "index", "layer", *COLLECTIVES, *FORMS
 def import_order(name: str) -> tuple[int, str]:
     """Where an imported name stands: letters first, then classes."""
     return (0 if name in LETTERS else 1 if name in BASES else 2, name)
+
+
+def identifier(text: str) -> str:
+    """An identifier made of the name of a value, a module or a path: "%q_proj_2" -> "q_proj"."""
+    name = re.sub(r"\W+", "_", re.sub(r"_n\d+$|_\d+$", "", text.lstrip("%"))).strip("_").lower()
+    return name if name and not name[0].isdigit() else f"value_{name}".rstrip("_")
+
+
+def plain(name: str) -> str:
+    """A variable's name without the number that tells it from others: "q_proj_2" -> "q_proj"."""
+    return re.sub(r"_\d+$", "", name)
+
+
+def numbered(base: str, taken: Callable[[str], bool]) -> str:
+    """`base`, or the first of "base_2", "base_3", … that is not taken."""
+    name, count = base, 1
+    while taken(name):
+        count += 1
+        name = f"{base}_{count}"
+    return name

@@ -2,7 +2,8 @@
 
 The search visits configurations (`best_first`), and meshes where their shape is free or where they have many axes
 (`refinement`). For every configuration the program of one micro-batch is made and folded (`programs`), its strategies
-are listed, and a solver bounds and finds the best ones (`subproblems`). The best of all is lowered (`lowering`).
+are listed, and a solver bounds and finds the best ones (`subproblems`). The best of all is lowered (`lowering`), and the
+variables of its generated code are named, which the memory simulator reads.
 Earlier decisions restrict the space (`restrict`): with a configuration that is decided there is one subproblem, and
 with all methods decided, as in a replay, nothing is left to solve.
 
@@ -26,6 +27,7 @@ from passes.ir.lowered import Lowered
 from passes.ir.mesh import Mesh
 from passes.ir.program import Folded, Program
 from passes.ir.regime import Regime
+from passes.ir.variables import Variables
 from passes.micro_batches import MicroBatches
 from passes.recompute import check_patterns
 from passes.search.best_first import Configured, Progress, explore
@@ -37,6 +39,7 @@ from passes.search.restrict import hold, offers_of, planned_solution, regathered
 from passes.search.space import Space
 from passes.search.subproblems import Choice, Subproblems
 from passes.solve import PROVEN, solve
+from passes.variables import name_variables
 
 __all__ = ["Found", "MemorySimulator", "Space", "search"]
 
@@ -46,7 +49,7 @@ logger = logging.getLogger("autopar")
 _ATTEMPTS = 5
 
 # Bytes on one device at the peak of a step. It runs operators of torch to see what they allocate, so it is passed in.
-MemorySimulator = Callable[[Lowered, MicroBatches | None, Mesh, Regime], MemoryPeak]
+MemorySimulator = Callable[[Lowered, Variables, MicroBatches | None, Mesh, Regime], MemoryPeak]
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,7 @@ class Found:
     problem: Problem
     solution: Solution
     lowered: Lowered
+    variables: Variables
     seconds: Seconds
     memory: MemoryPeak
     gap: float
@@ -178,14 +182,16 @@ def _lowered(
     target = Target.of(space, mesh)
     lowered = lower_solution(folded, problem, solution, target, clock)
     seconds = step_seconds(lowered, folded, target, solution.regime)
+    with clock("variables"):
+        variables = name_variables(lowered, mesh)
     with clock("memory"):
-        memory = simulate(lowered, program.micro, mesh, solution.regime)
+        memory = simulate(lowered, variables, program.micro, mesh, solution.regime)
     if space.decisions.methods is not None:
         gap = space.decisions.gap
     else:
         gap = max(0.0, (solution.seconds - solution.bound) / seconds.total) if seconds.total else 0.0
     refused = subproblems.programs.refused
-    return Found(mesh, program.micro, folded, problem, solution, lowered, seconds, memory, gap, refused)
+    return Found(mesh, program.micro, folded, problem, solution, lowered, variables, seconds, memory, gap, refused)
 
 
 def _check_recompute(subproblems: Subproblems) -> None:

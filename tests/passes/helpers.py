@@ -9,11 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from passes.capture import Tracing, capture
+from passes.codegen import Naming, emit
 from passes.ir.layout import Layout, Letter, S, digits, fits
+from passes.ir.lowered import Lowered
 from passes.ir.mesh import Mesh
 from passes.ir.program import Op, Program
 from passes.ir.redistribution import Step
 from passes.normalize import normalize
+from passes.variables import name_variables
 
 Coordinate = tuple[int, ...]
 Values = dict[Coordinate, Tensor]
@@ -45,6 +48,11 @@ def printed(program: Program) -> list[str]:
 def op_lines(ops: Program | Sequence[Op]) -> list[str]:
     """The ops of a program as they print."""
     return [str(op) for op in (ops.ops if isinstance(ops, Program) else ops)]
+
+
+def source_of(lowered: Lowered, mesh: Mesh, name: str = "Model") -> str:
+    """The source that is generated for a lowered program, with a class called `name`."""
+    return emit(lowered, name_variables(lowered, mesh), mesh, Naming(name, f"{name} on a mesh."))
 
 
 class Apply(nn.Module):

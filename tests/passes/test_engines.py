@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from passes.codegen import Naming, emit
 from passes.constrain import Constraints
 from passes.cost.walk import Optimizer, walk
 from passes.engines import engines
@@ -17,7 +16,7 @@ from passes.ir.mesh import Mesh
 from passes.ir.redistribution import redistribution
 from passes.solve import solve
 from passes.solving.limits import Limits
-from tests.passes.helpers import mesh_of
+from tests.passes.helpers import mesh_of, source_of
 from tests.passes.planning import STATES, Planning, planning
 
 BATCH = {"in": {"dp": "S(0)"}, "out": {"dp": "S(0)"}}
@@ -68,7 +67,7 @@ def before(given: Planning) -> Lowered:
 
 def written(lowered: Lowered, mesh: Mesh) -> list[str]:
     """Where parameters are read, without names of results and comments."""
-    source = emit(lowered, mesh, Naming("Model", "Model on a mesh."))
+    source = source_of(lowered, mesh)
     lines = [line.partition("  # ")[0].strip() for line in source.splitlines()]
     return [line.partition(" = ")[2] or line for line in lines if re.search(r"(local|gathered)\(", line)]
 
@@ -95,7 +94,7 @@ def test_gathers_go_to_the_engine() -> None:
     ]
     after = engines(lowered, mesh)
     assert written(after, mesh) == ["gathered(layer.proj.weight)", HEAD]
-    source = emit(after, mesh, Naming("Model", "Model on a mesh."))
+    source = source_of(after, mesh)
     assert "layers.*: 2 copies. fully_shard: 1 parameter sharded over dp." in source
     head, first, second = sorted(after.held.groups, key=lambda group: tuple(group.parameters))
     assert head == Group({"head.weight": 0}, (0,), (), True, False, NONE)

@@ -6,14 +6,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from passes.codegen import Naming, emit
 from passes.ir.errors import ConstraintError
 from passes.ir.lowered import Compute, Loop, Lowered
 from passes.ir.program import Region
 from passes.recompute import check_patterns, levels, recompute
 from passes.solve import solve
 from passes.solving.limits import Limits
-from tests.passes.helpers import mesh_of
+from tests.passes.helpers import mesh_of, source_of
 from tests.passes.planning import STATES, planning
 
 MESH = mesh_of(dp=2)
@@ -83,11 +82,11 @@ def test_other_levels_mark_no_statement() -> None:
 
 def test_source_says_it() -> None:
     """What is computed again is a function of its operands, a region is called through the program."""
-    lowered, naming = _lowered(), Naming("Model", "A model.")
-    selective = emit(recompute(lowered, {"layers.*": "selective"}), MESH, naming)
+    lowered = _lowered()
+    selective = source_of(recompute(lowered, {"layers.*": "selective"}), MESH)
     assert " = recomputed(lambda up: " in selective
     assert ", recomputed" in next(line for line in selective.splitlines() if "autopar.runtime" in line)
-    full = emit(recompute(lowered, {"layers.*": "full"}), MESH, naming)
+    full = source_of(recompute(lowered, {"layers.*": "full"}), MESH)
     assert " = self.recomputed(copy, " in full
     compile(selective, "selective", "exec")
     compile(full, "full", "exec")

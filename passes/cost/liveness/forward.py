@@ -21,8 +21,9 @@ from passes.cost.liveness.graph import (
 )
 from passes.cost.liveness.ledger import COMMUNICATION, TRANSIENT, Ledger, Storage
 from passes.cost.liveness.profile import Event, ForwardProfile, Happening, Prober, Task
-from passes.ir.lowered import Body, Change, Compute, Loop, Variables
+from passes.ir.lowered import Body, Change, Compute, Loop
 from passes.ir.program import TensorType
+from passes.ir.variables import FunctionVariables, LoopVariables, Variables
 
 # Of more copies than this only the first and the last ones are run: three at the beginning, two at the end.
 BEGINNING, END = 3, 2
@@ -30,12 +31,12 @@ BEGINNING, END = 3, 2
 
 @dataclass
 class Frame:
-    """A running function, one of a copy of a region if it is `inner`. `variables` are its own, `of` says which variable
-    holds which value, `held` are parameters, buffers and constants, `gathered` those parameters that the engine gives,
+    """A running function, one of a copy of a region if it is `inner`. `names` are its variables by value, `variables`
+    what they hold, `held` are parameters, buffers and constants, `gathered` those parameters that the engine gives,
     as it gives them. `lists` are what loops collect, `aside` what else stays until it returns. `weights` are values
     that were made of parameters, `later` those that are made when an op reads them."""
 
-    of: Mapping[str, str]
+    names: FunctionVariables
     held: Mapping[str, Value]
     gathered: Mapping[str, Value] = field(default_factory=dict)
     inner: bool = False
@@ -49,15 +50,14 @@ class Frame:
         """A value by its name in the program."""
         if name in self.held:
             return self.held[name]
-        variable = self.of[name]
-        if variable.endswith("]"):
-            held, _, index = variable[:-1].rpartition("[")
-            return self.lists[held][int(index)]
-        return self.variables[variable]
+        if name in self.names.elements:
+            variable, index = self.names.elements[name]
+            return self.lists[variable][index]
+        return self.variables[self.names.names[name]]
 
     def assign(self, name: str, value: Value) -> None:
         """Let the variable of a value hold it; what it held before is gone."""
-        self.variables[self.of[name]] = value
+        self.variables[self.names.names[name]] = value
 
 
 class Forward:
@@ -200,16 +200,11 @@ class Forward:
     def loop(self, loop: Loop, frame: Frame) -> None:
         """Run the copies of a region. Copies of which nothing goes out but what is carried on are like their
         neighbours: between the first and the last ones they are counted, not run."""
-        number, region, of = self.loops, loop.region, self.variables.regions[self.loops]
+        number, region, assigned = self.loops, loop.region, self.variables.loops[self.loops]
         self.loops += 1
         for carry, initial in zip(region.carries, loop.initial, strict=True):
             frame.assign(carry.argument, frame.read(initial))
-        results = {value: frame.of.get(f"{value}~last", "") for value in loop.body.results}
-        for carry in region.carries:
-            if f"{carry.next}~last" not in frame.of:
-                results[carry.next] = frame.of[carry.argument]
-        lists = {value: frame.of[f"{value}~every"] for value, _ in loop.exports if f"{value}~every" in frame.of}
-        frame.lists.update({name: [] for name in lists.values()})
+        frame.lists.update({name: [] for name in assigned.every.values()})
         going_out = {copy for _, outside in loop.exports for copy, name in enumerate(outside) if name is not None}
         skipped = range(BEGINNING, region.count - END)
         if len(skipped) < 2 or going_out & set(skipped):
@@ -220,12 +215,14 @@ class Forward:
             if copy in skipped:
                 if skip is None:
                     grown = {kind: size - before[kind] for kind, size in self.ledger.held.items()}
-                    skip = self.skip([results[carry.next] for carry in region.carries], frame, grown, len(skipped))
+                    skip = self.skip(
+                        [assigned.last[carry.next] for carry in region.carries], frame, grown, len(skipped)
+                    )
                 continue
             before = dict(self.ledger.held)
             if skip is not None and copy == region.count - 1:
                 skip.above = self.count + 1
-            self.copy(loop, number, frame, of, copy, results, lists)
+            self.copy(loop, number, frame, copy, assigned)
 
     def skip(self, carried: Sequence[str], frame: Frame, grown: Mapping[str, int], copies: int) -> Skip:
         """Count `copies` copies, each of which adds what `grown` says; `carried` are the variables that go through."""
@@ -240,31 +237,21 @@ class Forward:
             frame.aside += node.bulk.values()
         return node
 
-    def copy(
-        self,
-        loop: Loop,
-        number: int,
-        frame: Frame,
-        of: Mapping[str, str],
-        copy: int,
-        results: Mapping[str, str],
-        lists: Mapping[str, str],
-    ) -> None:
+    def copy(self, loop: Loop, number: int, frame: Frame, copy: int, assigned: LoopVariables) -> None:
         """Run one copy: what is done between two, the function, and what becomes of its results."""
         region = loop.region
         if copy:
             for change in loop.between:
                 if change is not None:
                     argument = next(item.argument for item in region.carries if item.next == change.source)
-                    source = results[change.source]
+                    source = assigned.last[change.source]
                     self.change(change, frame.variables[source], partial(frame.assign, argument))
         names = {own: every[copy] for own, every in region.owned.items()}
         gathered = self.engine.parameters
         own_gathered = {own: gathered[name] for own, name in names.items() if name in gathered}
         held = {**self.held, **{own: self.held[name] for own, name in names.items()}}
-        inner = Frame(of, held, {**gathered, **own_gathered}, inner=True)
-        given = [frame.variables[frame.of[carry.argument]] for carry in region.carries]
-        given += [frame.read(value) for value in loop.shared]
+        inner = Frame(self.variables.regions[number], held, {**gathered, **own_gathered}, inner=True)
+        given = [frame.read(name) for name in (*(carry.argument for carry in region.carries), *loop.shared)]
         groups = self.engine.around_copy(number, copy)
         given = self.engine.enter(groups, given, self.next)
         for argument, value in zip(loop.body.arguments, given, strict=True):
@@ -280,21 +267,20 @@ class Forward:
         self.engine.leave(groups, returned)
         for name in loop.body.results:
             value = returned.pop(0)
-            if results[name]:
-                frame.variables[results[name]] = value
-            if name in lists:
-                frame.lists[lists[name]].append(value)
+            frame.variables[assigned.last[name]] = value
+            if name in assigned.every:
+                frame.lists[assigned.every[name]].append(value)
 
     def checkpoint(self, body: Body, frame: Frame, copied: frozenset[str]) -> Copy:
         """A copy that is to be run again on its arguments, which are kept."""
-        of, held, gathered = frame.of, frame.held, frame.gathered
+        names, held, gathered = frame.names, frame.held, frame.gathered
         arguments = {name: frame.read(name) for name in body.arguments}
         like = {name: (value.form, value.maker, value.slot) for name, value in arguments.items()}
         inputs = [self.noted.keep(item.storage) if self.noted else item.storage for item in arguments.values()]
         nodes: list[int] = []
 
         def run(copy: Copy) -> dict[tuple[int, int], Storage]:
-            again = Frame(of, held, gathered, inner=True)
+            again = Frame(names, held, gathered, inner=True)
             for (name, (form, maker, slot)), kept in zip(like.items(), copy.inputs, strict=True):
                 assert kept is not None
                 again.assign(name, Value(fetch(kept, self.ledger, self.prober), form, maker, slot))

@@ -9,8 +9,9 @@ from passes.cost.liveness.forward import Forward, Frame
 from passes.cost.liveness.graph import Value
 from passes.cost.liveness.ledger import BUFFERS, GATHERED, INPUTS, OUTPUTS, PARAMETERS, Ledger, Storage
 from passes.cost.liveness.profile import Prober
-from passes.ir.lowered import Change, Compute, Loop, Lowered, Variables
+from passes.ir.lowered import Change, Compute, Loop, Lowered
 from passes.ir.program import references
+from passes.ir.variables import Variables
 
 
 @dataclass(frozen=True)

@@ -21,9 +21,10 @@ from passes.cost.liveness.profile import Form, Prober
 from passes.cost.liveness.step import WHOLE, Batches, Step
 from passes.cost.optimizers import NO_OPTIMIZER, OPTIMIZERS
 from passes.ir.layout import Layout, local_shape
-from passes.ir.lowered import Lowered, Variables
+from passes.ir.lowered import Lowered
 from passes.ir.mesh import Mesh
 from passes.ir.program import TensorType
+from passes.ir.variables import Variables
 
 
 @dataclass(frozen=True)

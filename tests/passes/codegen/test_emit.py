@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 
 import autopar.runtime
-from passes.codegen import Naming, emit
 from passes.codegen.forms import WRITERS
 from passes.ir import vocabulary
 from passes.ir.lowered import Lowered
@@ -15,7 +14,7 @@ from passes.ir.mesh import Mesh
 from passes.rules.bodies import BODIES
 from passes.solve import solve
 from passes.solving.limits import Limits
-from tests.passes.helpers import mesh_of
+from tests.passes.helpers import mesh_of, source_of
 from tests.passes.planning import STATES, planning
 
 
@@ -84,7 +83,7 @@ def _emitted(mesh: Mesh, cluster: str = "cpu") -> tuple[Lowered, str]:
     inputs = {"x": torch.ones(8, 8), "lambda_": torch.ones(4)}
     case = planning(Model(), inputs, mesh, cluster)
     lowered = case.lowered(solve(case.problem, case.cluster, mesh, Limits(1e30, STATES)))
-    return lowered, emit(lowered, mesh, Naming("Model", "Model on a mesh."))
+    return lowered, source_of(lowered, mesh)
 
 
 @pytest.mark.parametrize("mesh", [mesh_of(dp=2), mesh_of(dp=2, tp=2), mesh_of(x=2, out=2)], ids=str)

@@ -11,7 +11,6 @@ from torch.utils import _pytree as pytree
 
 from autopar.runtime import Axis
 from autopar.runtime.axis import axes_of
-from passes.codegen import Naming, emit
 from passes.ir.choices import Cover, Edge, Group, Memory, Node, Problem, Solution, Strategy
 from passes.ir.layout import Layout, gradient
 from passes.ir.mesh import Mesh
@@ -22,7 +21,7 @@ from passes.rules import find_rule
 from passes.rules.bodies import BODIES
 from passes.rules.rule import Rule, split, starts
 from passes.rules.strategies import Choices, Digit, Subject, op_strategies, subject
-from tests.passes.helpers import Coordinate, Values, part, spread, summed
+from tests.passes.helpers import Coordinate, Values, part, source_of, spread, summed
 from tests.passes.rules.ranks import ranks
 from tests.passes.rules.samples import Sample
 
@@ -155,7 +154,7 @@ def make_case(one: OneOp, strategy: Strategy, mesh: Mesh, generator: torch.Gener
     chosen = Solution((0,) * len(problem.nodes), frozenset(), 0.0, 0.0)
     lowered = lower(one.folded, problem, chosen, mesh, Casts())
     (statement,) = lowered.body.statements
-    source = emit(lowered, mesh, Naming("OneOp", "One op."))
+    source = source_of(lowered, mesh, "OneOp")
     inputs = [
         spread(tensor.detach(), layout, mesh, generator)
         for tensor, layout in zip(one.operands, strategy.operands, strict=True)

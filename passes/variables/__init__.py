@@ -1,0 +1,57 @@
+"""variables: a lowered program in, the variables of its generated functions out.
+
+Variables are named as a person would name them. A value that leaves its module is called after the module ("q_proj",
+"input_layernorm"), one that the model returns after the field ("loss"), the values that layers pass on "hidden". A
+result computed within a module takes over the variable of an operand that is not read any more, as in `x = x + 1`.
+That decides how long tensors live, so the memory simulator reads the same variables as code generation.
+"""
+
+from collections.abc import Iterable
+
+from passes.ir.lowered import Loop, Lowered
+from passes.ir.mesh import Mesh
+from passes.ir.program import Ref, references
+from passes.ir.variables import FunctionVariables, Variables
+from passes.ir.vocabulary import RESERVED, identifier
+from passes.variables.function import Function
+from passes.variables.hints import hints
+from passes.variables.names import Names
+
+
+def name_variables(lowered: Lowered, mesh: Mesh) -> Variables:
+    """The variables of all functions of the module that is generated for `lowered`.
+
+    `lowered` is as it will run: marked by the passes recompute and engines. No variable has the name of an axis of
+    `mesh`, or one of `ir.vocabulary.RESERVED`.
+    """
+    program = lowered.program
+    stored = {item.name for item in program.parameters} | {item.name for item in program.buffers}
+    returned = {name: output.name for output in lowered.outputs for name in references(output.value)}
+    reserved = {*RESERVED, *mesh.names}
+    names = Names(lowered.body, hints(lowered.body, returned), reserved)
+    whole = Function(lowered.body, names, stored | set(program.constants), inner=False)
+    for item in program.inputs:
+        names.assign(names.fresh(identifier(item.name)), item.name)
+    whole.follow()
+    loops = (item for item in lowered.body.statements if isinstance(item, Loop))
+    regions = tuple(_region(loop, call, stored, reserved) for loop, call in zip(loops, whole.calls, strict=True))
+    return Variables(names.frozen(), regions, tuple(whole.loops), _returned(lowered, names))
+
+
+def _region(loop: Loop, arguments: Iterable[str], stored: set[str], reserved: set[str]) -> FunctionVariables:
+    """The variables of a region's function, whose `arguments` should have these names."""
+    names = Names(loop.body, hints(loop.body, {}), reserved)
+    for argument, base in zip(loop.body.arguments, arguments, strict=True):
+        names.assign(names.fresh(base), argument)
+    Function(loop.body, names, stored | set(loop.region.owned), inner=True).follow()
+    return names.frozen()
+
+
+def _returned(lowered: Lowered, names: Names) -> dict[str, str]:
+    """The variables that hold copies of returned buffers, by output: the buffers change before the function returns."""
+    updated = {buffer for buffer, _ in lowered.updates}
+    return {
+        output.name: names.fresh(identifier(output.name))
+        for output in lowered.outputs
+        if isinstance(output.value, Ref) and output.value.name in updated
+    }
