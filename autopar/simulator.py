@@ -29,8 +29,8 @@ class Simulator:
     def __call__(
         self, lowered: Lowered, variables: Variables, micro: MicroBatches | None, mesh: Mesh, configuration: Regime
     ) -> MemoryPeak:
-        """Bytes on one device at the peak of a step of `lowered`, whose variables are `variables`; `micro` is None where
-        the batch is not split."""
+        """Bytes on one device at the peak of a step of `lowered`, whose generated code has these variables; `micro` is
+        None where the batch is not split."""
         request = self.request
         leaves = dict(input_leaves(request.inputs))
         given = {

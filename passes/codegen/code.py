@@ -61,7 +61,6 @@ class Code:
         self.updated = updated
         self.lines: list[str] = []
         self.variables = variables
-        self.weights = body.redistributed_parameters
         self.axes_used = False
         self.place = ""
         self.gathered_around: dict[str, str] = {}
@@ -121,16 +120,6 @@ class Code:
             right = self.step(step, right, item.again, dtypes)
         return right
 
-    def around(self, op: Op, right: str) -> str:
-        """An op with what the engine has to do for it."""
-        groups = self.shared.held.groups
-        for number in self.shared.held.ops.get(op.key, ()) if not self.inner else ():
-            operands = [self.read(name) for name in op.operands if name not in self.paths and name not in self.weights]
-            given = "".join(f", {name}" for name in dict.fromkeys(operands))
-            first = next(iter(groups[number].parameters))
-            right = f'self.gathering("{first}", lambda{given[1:]}: {right}{given})'
-        return right
-
     def value(self, argument: Argument) -> str:
         """An argument as an expression."""
         return value_text(argument, self.read)
@@ -167,7 +156,7 @@ class Code:
         """Write an op or a local form."""
         op = item.op
         self.where(op)
-        right = self.around(op, self.again(item) if item.recomputed else self.computed(item))
+        right = self.in_lambda(item) if op.results[0] in self.variables.lambdas else self.computed(item)
         left = ", ".join(self.variables.names[value] for value in op.results)
         source = f"  {op.line}" if op.line else ""
         indent = INDENT
@@ -181,13 +170,21 @@ class Code:
         """An op or a local form as an expression."""
         return form(self, item) if item.body else expression(self, item.op)
 
-    def again(self, item: Compute) -> str:
-        """A call of what is computed again, as a function of its operands."""
-        operands = tuple(dict.fromkeys(item.op.operands))
-        texts, names = [self.read(name) for name in operands], self.variables.lambdas[item.op.results[0]]
-        self.lambda_names = dict(zip(operands, names, strict=True))
+    def in_lambda(self, item: Compute) -> str:
+        """A call of the runtime that runs an op, given as a lambda, with the operands that the lambda takes."""
+        names = self.variables.lambdas[item.op.results[0]]
+        given = [self.read(value) for value in names]
+        self.lambda_names = names
         right, self.lambda_names = self.computed(item), {}
-        return f"{self.use('recomputed')}(lambda {', '.join(names)}: {right}, {', '.join(texts)})"
+        parameters = ", ".join(names.values())
+        if item.recomputed:
+            return f"{self.use('recomputed')}(lambda {parameters}: {right}, {', '.join(given)})"
+        groups = [self.shared.held.groups[number] for number in self.shared.held.ops[item.op.key]]
+        for group in groups:
+            passed = given if group is groups[-1] else names.values()
+            call = ", ".join([f"lambda {parameters}".rstrip() + f": {right}", *passed])
+            right = f'self.gathering("{next(iter(group.parameters))}", {call})'
+        return right
 
     def change(self, item: Change) -> None:
         """Write the steps of a redistribution."""

@@ -11,15 +11,15 @@ class FunctionVariables:
     - `names`: the variable that holds a value. Several values share a variable, one after the other: a value is gone
       when its variable is assigned again.
     - `elements`: values that are elements of a list, as (variable of the list, index).
-    - `lambdas`: for an op that the backward pass recomputes, by its first result: the parameters of the lambda that
-      computes it, one per distinct operand.
+    - `lambdas`: for an op that is computed by a lambda, by its first result: the lambda's parameters by operand. The
+      backward pass recomputes such an op, or parameters are gathered around it.
 
     Parameters, buffers and constants have no variable, nor has a parameter that is gathered around a single op.
     """
 
     names: Mapping[str, str]
     elements: Mapping[str, tuple[str, int]] = field(default_factory=dict)
-    lambdas: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    lambdas: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
     def text(self, value: str) -> str | None:
         """The expression that reads a value: its variable, or the element of a list; None where it has neither."""

@@ -2,10 +2,10 @@
 
 The search visits configurations (`best_first`), and meshes where their shape is free or where they have many axes
 (`refinement`). For every configuration the program of one micro-batch is made and folded (`programs`), its strategies
-are listed, and a solver bounds and finds the best ones (`subproblems`). The best of all is lowered (`lowering`), and the
-variables of its generated code are named, which the memory simulator reads.
-Earlier decisions restrict the space (`restrict`): with a configuration that is decided there is one subproblem, and
-with all methods decided, as in a replay, nothing is left to solve.
+are listed, and a solver bounds and finds the best ones (`subproblems`). The best of all is lowered (`lowering`), its
+variables are named, and the memory simulator checks what it takes. Earlier decisions restrict the space (`restrict`):
+with a configuration that is decided there is one subproblem, and with all methods decided, as in a replay, nothing is
+left to solve.
 
 Raises ConstraintError, MicroBatchError, InfeasibleError (see `hints`), and PlanMismatchError for decisions that do not
 fit the program.

@@ -1,6 +1,6 @@
 """The variables of one generated function."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from passes.ir.lowered import Body, Change, Compute, Loop
 from passes.ir.program import Op
@@ -21,11 +21,14 @@ class Function:
     """Follows the statements of a body and gives their results variables, in `names`.
 
     `stored` are parameters, buffers and constants by the names that the body reads them under; they have no variables.
-    With `inner` the body is that of a region. `loops` collects the variables that loops assign, and `calls` names for
-    the arguments of the functions that they call.
+    With `inner` the body is that of a region; otherwise parameters are gathered around the ops with the keys
+    `gathering`. `loops` collects the variables that loops assign, and `calls` names for the arguments of the functions
+    that they call.
     """
 
-    def __init__(self, body: Body, names: Names, stored: Collection[str], *, inner: bool) -> None:
+    def __init__(
+        self, body: Body, names: Names, stored: Collection[str], *, inner: bool, gathering: Collection[str] = ()
+    ) -> None:
         self.names = names
         self.loops: list[LoopVariables] = []
         self.calls: list[list[str]] = []
@@ -33,6 +36,7 @@ class Function:
         self._stored = stored
         self._weights = body.redistributed_parameters
         self._inner = inner
+        self._gathering = gathering
 
     def follow(self) -> None:
         """Follow all statements."""
@@ -49,19 +53,22 @@ class Function:
     def _compute(self, statement: Compute) -> None:
         op = statement.op
         if statement.recomputed:
-            self.names.lambdas[op.results[0]] = self._lambda(op)
+            self.names.lambdas[op.results[0]] = self._lambda(op.operands)
+        elif op.key in self._gathering:
+            given = [value for value in op.operands if value not in self._stored and value not in self._weights]
+            self.names.lambdas[op.results[0]] = self._lambda(given)
         for value in op.results:
             self.names.result(op.kind, value, self._candidates(op, value))
 
-    def _lambda(self, op: Op) -> tuple[str, ...]:
-        """Parameters of the lambda that computes `op`: variables keep their names."""
-        chosen: list[str] = []
-        for value in dict.fromkeys(op.operands):
+    def _lambda(self, operands: Iterable[str]) -> dict[str, str]:
+        """The parameters of a lambda that takes `operands`: variables keep their names."""
+        chosen: dict[str, str] = {}
+        for value in dict.fromkeys(operands):
             text = None if value in self._stored else self.names.text(value)
             known = text is not None and text.isidentifier()
             base = text if text is not None and known else identifier(value.replace("~", "_").rsplit(".", 1)[-1])
-            chosen.append(numbered(base, lambda name: name in chosen or self.names.is_reserved(name)))
-        return tuple(chosen)
+            chosen[value] = numbered(base, lambda name: name in chosen.values() or self.names.is_reserved(name))
+        return chosen
 
     def _candidates(self, op: Op, value: str) -> list[str]:
         """Operands whose variable `value` may take over: no parameters; of several operands those of its type."""

@@ -55,7 +55,7 @@ class Names:
         self.of: dict[str, str] = {}
         self.live: dict[str, str] = {}
         self.elements: dict[str, tuple[str, int]] = {}
-        self.lambdas: dict[str, tuple[str, ...]] = {}
+        self.lambdas: dict[str, dict[str, str]] = {}
         self._hints = hints
         self._reserved = reserved
         self._last = _last_uses(body)

@@ -22,7 +22,7 @@ from autopar.runtime import DistributedModule
 from autopar.testing import LiftFloat32, compare_on_mesh, run_ranks
 from tests.autopar.stored import Spy, storage
 from tests.autopar.without_engine import without_engine
-from tests.models import Stack, gpt2, llama, phi3, tokens
+from tests.models import Block, Stack, gpt2, llama, phi3, tokens
 
 AXES: Mapping[int, tuple[str, ...]] = {1: ("dp",), 2: ("dp", "tp")}
 
@@ -43,11 +43,35 @@ def images() -> dict[str, torch.Tensor]:
     return {"pixel_values": pixels, "labels": torch.tensor([0, 1, 2, 3])}
 
 
+class Exits(nn.Module):
+    """Three blocks with a head on what the first one gives, and one on the sum of all: both read it as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Block(16) for _ in range(3))
+        self.early, self.late = nn.Linear(16, 8), nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        """x: [batch, 16]."""
+        kept = []
+        for block in self.blocks:
+            x = block(x)
+            kept.append(x)
+        return {"loss": self.early(kept[0]).pow(2).mean() + self.late(kept[0] + kept[1] + x).pow(2).mean()}
+
+
+def rows() -> dict[str, torch.Tensor]:
+    """Eight rows of 16 features."""
+    return {"x": torch.randn(8, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)}
+
+
 MODELS: Mapping[str, tuple[Callable[..., nn.Module], Callable[..., dict[str, torch.Tensor]]]] = {
     "llama": (llama, tokens),
     "tied llama": (lambda: llama(tie_word_embeddings=True), tokens),
     "gpt2": (gpt2, tokens),
     "vit": (vit, images),
+    "exits": (Exits, rows),
 }
 
 
@@ -94,6 +118,8 @@ FAST = [
     # ZeRO-3 over two axes as one; hybrid.
     ("llama", (2, 2), {"dp": "S(0)", "tp": "S(0, 2)"}, True, {((0, 1), ())}),
     ("gpt2", (2, 2), {"dp": "I", "tp": "S(0)"}, False, {((1,), (0,))}),
+    # Parameters that are gathered around an op which reads an element of a list.
+    ("exits", (4,), {"dp": "S(0)"}, True, {((0,), ())}),
 ]
 SLOW = [
     # ZeRO-2 and ZeRO-3, plain data parallel.

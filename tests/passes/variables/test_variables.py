@@ -14,7 +14,7 @@ from passes.recompute import recompute
 from passes.solve import solve
 from passes.solving.limits import Limits
 from passes.variables import name_variables
-from tests.passes.helpers import Apply, mesh_of
+from tests.passes.helpers import Apply, mesh_of, source_of
 from tests.passes.planning import STATES, planning
 from tests.passes.test_lower import Heads, choose
 
@@ -203,13 +203,13 @@ def test_a_carried_value_that_is_read_later_is_copied() -> None:
 
 
 def test_recomputed_ops_have_lambdas() -> None:
-    """Parameters of a lambda are named like the variables that it is called with, or after parameters of the model."""
+    """Parameters of a lambda are named like the variables that it is called with."""
     lowered = recompute(_lowered(Layers(), **SCALED), {"layers.*": "selective"})
     (loop,) = (item for item in lowered.body.statements if isinstance(item, Loop))
     marked = [item.op.results[0] for item in loop.body.statements if isinstance(item, Compute) and item.recomputed]
-    (region,) = name_variables(lowered, ONE).regions
+    (region,), (carry,) = name_variables(lowered, ONE).regions, loop.region.carries
     assert marked == ["%mul", "%relu"]
-    assert region.lambdas == {"%mul": ("x", "scale"), "%relu": ("proj",)}
+    assert region.lambdas == {"%mul": {carry.argument: "x", "scale": "scale"}, "%relu": {"%linear": "proj"}}
 
 
 def test_a_parameter_that_is_gathered_around_an_op_has_no_variable() -> None:
@@ -221,9 +221,13 @@ def test_a_parameter_that_is_gathered_around_an_op_has_no_variable() -> None:
     lowered = _lowered(Layers(), TWO, constraints, **SCALED)
     (loop,) = (item for item in lowered.body.statements if isinstance(item, Loop))
     (head,), (proj,) = lowered.body.redistributed_parameters, loop.body.redistributed_parameters
-    before, after = name_variables(lowered, TWO), name_variables(engines(lowered, TWO), TWO)
+    taken = engines(lowered, TWO)
+    before, after = name_variables(lowered, TWO), name_variables(taken, TWO)
     assert before.whole.names[head] == "head_weight"
     assert after.whole.text(head) is None
+    # The op runs in a lambda, whose parameters are names also where what it is given is an element of a list.
+    assert (before.whole.lambdas, after.whole.lambdas) == ({}, {"%linear_3": {"%add": "add"}})
+    assert "lambda add: F.linear(add, gathered(self.root.head.weight)), every_add[0]" in source_of(taken, TWO)
     assert before.regions[0].names[proj] == after.regions[0].names[proj] == "proj_weight"
 
 
