@@ -58,10 +58,7 @@ def plan(
     See `parallelize` for the arguments; `mesh` may also be a dict of sizes by axis, outermost first. With a dict or a
     number of devices `cluster` says for which.
     """
-    options = Options(
-        objective, cluster, memory_limit, optimizer, precision, constraints, plan, discover, micro_batches, recompute,
-        symbolic, compiled, outputs,
-    )  # fmt: skip
+    options = Options.among(locals())
     model = with_loss(model, loss)
     return compile_model(model, make_request(model, mesh, example_inputs, options)).plan
 
@@ -123,12 +120,20 @@ def parallelize(
 
     Raises a subclass of `autopar.AutoparError`, on every rank alike.
     """
-    options = Options(
-        objective, cluster, memory_limit, optimizer, precision, constraints, plan, discover, micro_batches, recompute,
-        symbolic, compiled, outputs,
-    )  # fmt: skip
+    options = Options.among(locals())
     ranks = _checked_ranks(mesh, model)
     model = together(ranks, lambda: with_loss(model, loss), "checking the loss")
+    return _distributed(model, mesh, example_inputs, options, ranks)
+
+
+def _distributed(
+    model: nn.Module,
+    mesh: DeviceMesh | int | Cluster,
+    example_inputs: ExampleInputs | None,
+    options: Options,
+    ranks: DeviceMesh,
+) -> DistributedModule:
+    """Plan on the first of the `ranks`, and make the module on each of them."""
     request = together(
         ranks, lambda: make_request(model, mesh, example_inputs, options, ranks.device_type), "checking the arguments"
     )

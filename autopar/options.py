@@ -2,7 +2,7 @@
 have filled in the rest."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -42,6 +42,11 @@ class Options:
     symbolic: bool | None = None
     compiled: bool | None = None
     outputs: str | None = None
+
+    @classmethod
+    def among(cls, arguments: Mapping[str, Any]) -> "Options":
+        """The options among the arguments of a call, by name."""
+        return cls(**{field.name: arguments[field.name] for field in fields(cls)})
 
 
 @dataclass(frozen=True)
