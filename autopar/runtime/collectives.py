@@ -23,6 +23,7 @@ into each by its name, so that two models on two meshes live in one process.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -247,78 +248,51 @@ def _call(
 _uncompiled = torch.compiler.disable(_call)  # type: ignore[no-untyped-call]
 
 
-def all_gather(
-    x: Tensor,
-    axis: Axis,
-    *,
-    src: Letter,
-    dst: Letter,
-    keep: bool = True,
-    dtype: torch.dtype | None = None,
-    grad_dtype: torch.dtype | None = None,
-) -> Tensor:
-    """S -> R or I: every rank gets the whole.
+class Collective(Protocol):
+    """Brings `x` from the letter `src` to `dst` on an axis.
 
-    With `keep=False` the backward pass gathers it again instead of keeping it. `dtype` is what is sent forward,
+    With `keep=False` the backward pass makes the result again instead of keeping it. `dtype` is what is sent forward,
     `grad_dtype` what is reduced in backward (None: as the tensor is).
     """
-    return _call("all_gather", x, axis, src, dst, keep, dtype, grad_dtype)
+
+    def __call__(
+        self,
+        x: Tensor,
+        axis: Axis,
+        *,
+        src: Letter,
+        dst: Letter,
+        keep: bool = True,
+        dtype: torch.dtype | None = None,
+        grad_dtype: torch.dtype | None = None,
+    ) -> Tensor: ...
 
 
-def all_reduce(
-    x: Tensor,
-    axis: Axis,
-    *,
-    src: Letter,
-    dst: Letter,
-    keep: bool = True,
-    dtype: torch.dtype | None = None,
-    grad_dtype: torch.dtype | None = None,
-) -> Tensor:
-    """P -> R or I: every rank gets the sum."""
-    return _call("all_reduce", x, axis, src, dst, keep, dtype, grad_dtype)
+def _collective(name: str, summary: str) -> Collective:
+    """The function that generated code calls by `name`."""
+
+    def collective(
+        x: Tensor,
+        axis: Axis,
+        *,
+        src: Letter,
+        dst: Letter,
+        keep: bool = True,
+        dtype: torch.dtype | None = None,
+        grad_dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        return _call(name, x, axis, src, dst, keep, dtype, grad_dtype)
+
+    collective.__name__ = collective.__qualname__ = name
+    collective.__doc__ = f"{summary}\n\n{Collective.__doc__}"
+    return collective
 
 
-def reduce_scatter(
-    x: Tensor,
-    axis: Axis,
-    *,
-    src: Letter,
-    dst: Letter,
-    keep: bool = True,
-    dtype: torch.dtype | None = None,
-    grad_dtype: torch.dtype | None = None,
-) -> Tensor:
-    """P -> S: every rank gets its part of the sum."""
-    return _call("reduce_scatter", x, axis, src, dst, keep, dtype, grad_dtype)
-
-
-def all_to_all(
-    x: Tensor,
-    axis: Axis,
-    *,
-    src: Letter,
-    dst: Letter,
-    keep: bool = True,
-    dtype: torch.dtype | None = None,
-    grad_dtype: torch.dtype | None = None,
-) -> Tensor:
-    """S -> S: from parts of one dim to parts of another."""
-    return _call("all_to_all", x, axis, src, dst, keep, dtype, grad_dtype)
-
-
-def convert(
-    x: Tensor,
-    axis: Axis,
-    *,
-    src: Letter,
-    dst: Letter,
-    keep: bool = True,
-    dtype: torch.dtype | None = None,
-    grad_dtype: torch.dtype | None = None,
-) -> Tensor:
-    """R, I -> S; R, I, S -> P; R <-> I: nothing is sent forward."""
-    return _call("convert", x, axis, src, dst, keep, dtype, grad_dtype)
+all_gather = _collective("all_gather", "S -> R or I: every rank gets the whole.")
+all_reduce = _collective("all_reduce", "P -> R or I: every rank gets the sum.")
+reduce_scatter = _collective("reduce_scatter", "P -> S: every rank gets its part of the sum.")
+all_to_all = _collective("all_to_all", "S -> S: from parts of one dim to parts of another.")
+convert = _collective("convert", "R, I -> S; R, I, S -> P; R <-> I: nothing is sent forward.")
 
 
 def reduce_largest(x: Tensor, axes: Sequence[Axis]) -> Tensor:
