@@ -17,6 +17,7 @@ from autopar.request import Request
 from autopar.runtime import CompiledProgram, DistributedModule, LoadedProgram, OtherSizes, Region
 from autopar.runtime.engine import Engine
 from autopar.runtime.groups import axes_group
+from autopar.runtime.programs import LoadedModel
 from autopar.world import local_device
 from passes.ir.errors import CaptureError
 
@@ -54,8 +55,8 @@ def distribute(
     engine = Engine(mesh)
     root = placed_parts(model, compiled.stored, compiled.groups, request, mesh, device, engine)
     loaded = {name: load(program, name) for name, program in compiled.programs.items()}
-    signature, seed = request.signature, compiled.seed
-    module = DistributedModule(root, mesh, device, compiled.plan, loaded, signature, seed, other_sizes, engine)
+    known = LoadedModel(compiled.plan, loaded, request.signature, compiled.seed, other_sizes)
+    module = DistributedModule(root, mesh, device, known, engine)
     module.refuse_evaluation(compiled.refused)
     module.take_from(model)
     return module

@@ -1,6 +1,5 @@
 """The module that `parallelize` returns."""
 
-import inspect
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -17,12 +16,12 @@ from autopar.runtime.checkpoint import Loadable
 from autopar.runtime.comparing import CallComparison, Surroundings
 from autopar.runtime.engine import Engine
 from autopar.runtime.failures import FailureReports
-from autopar.runtime.generated import Container, LoadedProgram, OtherSizes, local
+from autopar.runtime.generated import Container, local
 from autopar.runtime.loaders import RowLoader
 from autopar.runtime.model_methods import missing_method
 from autopar.runtime.outputs import loss_of, output_of
 from autopar.runtime.parameters import ParameterWatch
-from autopar.runtime.programs import Programs, RunnableProgram
+from autopar.runtime.programs import LoadedModel, Programs, RunnableProgram
 from autopar.runtime.random import Randomness
 from autopar.runtime.refusals import CalledPart, put, refuse_export, refuse_module_hooks
 from autopar.runtime.saving import saving
@@ -67,18 +66,10 @@ class DistributedModule(Loadable, CalledPart):
     _root: Container
 
     def __init__(
-        self,
-        root: Container,
-        mesh: DeviceMesh,
-        device: torch.device,
-        plan: Plan,
-        programs: Mapping[str, LoadedProgram],
-        signature: inspect.Signature,
-        seed: int,
-        other_sizes: OtherSizes,
-        engine: Engine,
+        self, root: Container, mesh: DeviceMesh, device: torch.device, loaded: LoadedModel, engine: Engine
     ) -> None:
         super().__init__()
+        plan, programs = loaded.plan, loaded.programs
         taken = sorted(set(_OWN) & {*parts_of(root), *parameters_of(root), *buffers_of(root)})
         if taken:
             raise CaptureError(f"the model has a part named {taken[0]!r}, which its distributed form needs: rename it")
@@ -93,19 +84,19 @@ class DistributedModule(Loadable, CalledPart):
         self._shape = mesh_of(mesh)
         self._device = device
         self._plan = plan
-        self._random = Randomness(seed)
+        self._random = Randomness(loaded.seed)
         self._failures = FailureReports(plan.model)
         self._refused = ""
         self._original: nn.Module | None = None
         self._model_class: type[nn.Module] | None = None
         # The parts of the model are this module's own: the container is none of them.
         object.__setattr__(self, "_root", root)
-        self._programs = Programs(root, axes, device, self._random, engine, programs, other_sizes)
+        self._programs = Programs(root, axes, device, self._random, engine, programs, loaded.other_sizes)
         self._watch = ParameterWatch(root, plan.parameters if plan.objective == "train" else {})
         agreement = agreement_of(mesh)
         self._comparison = None if agreement is None else self._compared(agreement)
         self._loader = RowLoader(mesh, device, agreement)
-        self._calls = CallPath(signature, self._programs, self._watch, self._comparison, mesh, axes, device)
+        self._calls = CallPath(loaded.signature, self._programs, self._watch, self._comparison, mesh, axes, device)
         self.train("train" in programs)
 
     def _compared(self, agreement: Agreement) -> CallComparison:

@@ -1,5 +1,6 @@
 """The programs of a module: those of its plan, and those for other sizes, which are made when they are first used."""
 
+import inspect
 import logging
 import sys
 from collections import OrderedDict
@@ -16,6 +17,7 @@ from autopar.runtime.inputs import BoundCall, tensors_among
 from autopar.runtime.local_parameters import LocalParameters, ReadParameters
 from autopar.runtime.random import Randomness
 from passes.ir.leaves import given_name
+from passes.ir.plan import Plan
 from passes.ir.program import dtype_name
 
 logger = logging.getLogger("autopar")
@@ -31,6 +33,18 @@ class RunnableProgram:
     compiled: CompiledProgram
     generated: Generated
     parameters: ReadParameters
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A plan, its programs by name, the signature of the model's forward, the seed of random numbers, and the function
+    that makes programs for other sizes."""
+
+    plan: Plan
+    programs: Mapping[str, LoadedProgram]
+    signature: inspect.Signature
+    seed: int
+    other_sizes: OtherSizes
 
 
 class Programs:

@@ -29,6 +29,7 @@ from autopar.request import Request, make_request
 from autopar.runtime import DistributedModule
 from autopar.runtime.engine import Engine
 from autopar.simulator import machine_of
+from autopar.runtime.programs import LoadedModel
 
 OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
     "adam": torch.optim.Adam,
@@ -84,9 +85,8 @@ def _module(model: nn.Module, compiled: Compiled, request: Request, mesh: Device
     def other_sizes(*_: object) -> object:
         raise AssertionError("the sizes are those of the plan")
 
-    return DistributedModule(
-        root, mesh, torch.device("cpu"), compiled.plan, loaded, request.signature, 0, other_sizes, engine
-    )
+    known = LoadedModel(compiled.plan, loaded, request.signature, 0, other_sizes)
+    return DistributedModule(root, mesh, torch.device("cpu"), known, engine)
 
 
 def _steps(module: DistributedModule, batch: dict[str, object], request: Request) -> int:
