@@ -19,8 +19,8 @@ from torch import Tensor
 from autopar.discovering.draws import Drawn, draws_of, own_draws, run_with
 from autopar.discovering.splits import MOST_OPERANDS, Split, divides, find_linear, find_splits, holds
 from passes.ir.program import Op, Program, TensorType
+from passes.ir.rule import Dims, Factor, Part, Role, Rule, Saved
 from passes.rules import signature, written_rule
-from passes.rules.rule import Dims, Factor, Part, Role, Rule, Saved
 
 logger = logging.getLogger("autopar")
 

@@ -34,7 +34,6 @@ from passes.lower import Casts
 from passes.micro_batches import MicroBatches
 from passes.normalize import normalize
 from passes.record import decisions_of, discovered_ops, idle_axes, record, whole_ops
-from passes.rules import with_rules
 from passes.search import Found, Space, search
 from passes.search.restrict import decided
 
@@ -103,24 +102,23 @@ def plan_program(
     master = _stored_dtype(model, request)
     space = request.space(Casts(master, request.precision.reduce), decisions)
     with clock("discover"):
-        rules = rules_for(program) if request.discover else {}
-    with with_rules(rules):
-        found = _search(program, space, Simulator(request, master), clock)
-        _warn_of_idle_axes(found)
-        naming = _naming(model, found, name)
-        with clock("emit"):
-            source = emit(found.lowered, found.variables, found.mesh, naming)
-        compiled = compiled_program(found.lowered, source, naming.class_name, request)
-        planned = Planned(
-            found.mesh,
-            found.folded,
-            found.lowered,
-            _record(found, request),
-            compiled,
-            decided(found.folded, found.problem, found.solution),
-            whole_ops(found.folded),
-            discovered_ops(found.folded),
-        )
+        program = replace(program, rules=rules_for(program) if request.discover else {})
+    found = _search(program, space, Simulator(request, master), clock)
+    _warn_of_idle_axes(found)
+    naming = _naming(model, found, name)
+    with clock("emit"):
+        source = emit(found.lowered, found.variables, found.mesh, naming)
+    compiled = compiled_program(found.lowered, source, naming.class_name, request)
+    planned = Planned(
+        found.mesh,
+        found.folded,
+        found.lowered,
+        _record(found, request),
+        compiled,
+        decided(found.folded, found.problem, found.solution),
+        whole_ops(found.folded),
+        discovered_ops(found.folded),
+    )
     if found.micro is None:
         return planned
     return _in_micro_batches(model, planned, found.micro, replace(request, mesh=found.mesh), name, clock)
@@ -213,8 +211,7 @@ def _expressions(model: nn.Module, program: Program, request: Request, found: Pl
     """Formulas of the costs of the objective's program."""
     arguments = frozenset(item.argument for item in program.inputs)
     priced = Priced(found.folded, found.record, _stored_dtype(model, request), arguments)
-    with with_rules(rules_for(program) if request.discover else {}):
-        return expressions(model, request, tracing(model, request, request.objective), priced)
+    return expressions(model, request, tracing(model, request, request.objective), priced)
 
 
 def _record(found: Found, request: Request) -> ProgramPlan:

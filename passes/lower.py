@@ -124,7 +124,7 @@ class _Lowering:
             return Ref(self._have(name, strategy.operands[slot], self.groups[node, slot], scope))
 
         arguments = {key: rename(value, operand) for key, value in op.arguments.items()}
-        rule = find_rule(op, self.folded.types)
+        rule = find_rule(op, self.folded.types, self.folded.program.rules)
         about = subject(op, rule, self.folded.types, self.folded.flowing, self.known, self.strided)
         choices = named_choices(about, strategy.methods, self.mesh)
         assert choices is not None

@@ -38,10 +38,11 @@ from passes.ir.program import (
     references,
     rename,
 )
+from passes.ir.rule import Role, Rule
 from passes.ir.unused import without_unused
 from passes.rules import find_rule, signature
 from passes.rules.local_sizes import local_arguments
-from passes.rules.rule import Choice, Role, Rule, digit, passing, split
+from passes.rules.rule import Choice, digit, passing, split
 
 # Ops that make a tensor from nothing, the same all over or at random: one of another size is made as well.
 _MADE = {"zeros", "ones", "full", "empty", "rand", "randn"}
@@ -161,7 +162,7 @@ class _Calls:
         for op in program.ops:
             key = self.alike[op.results[0]]
             if key not in found:
-                found[key] = find_rule(op, program.types)
+                found[key] = find_rule(op, program.types, program.rules)
         self.rules = {name: found[key] for name, key in self.alike.items()}
         self.makers = {name: op for op in program.ops for name in op.results}
         sources: tuple[Parameter | Input, ...] = (*program.parameters, *program.inputs)

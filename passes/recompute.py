@@ -13,6 +13,7 @@ from fnmatch import fnmatchcase
 from passes.ir.errors import ConstraintError
 from passes.ir.lowered import Body, Change, Compute, Loop, Lowered
 from passes.ir.program import Region
+from passes.ir.rule import Rules
 from passes.rules import find_rule
 from passes.rules.cheap import is_cheap, is_view, with_viewed
 
@@ -38,7 +39,7 @@ def levels(regions: Iterable[str], asked: Mapping[str, str]) -> dict[str, str]:
 def recompute(lowered: Lowered, chosen: Mapping[str, str]) -> Lowered:
     """`lowered` with the regions marked as `chosen` by their names; the others keep what autograd needs."""
     statements = tuple(
-        _marked(item, chosen.get(item.region.name, "none")) if isinstance(item, Loop) else item
+        _marked(item, chosen.get(item.region.name, "none"), lowered.program.rules) if isinstance(item, Loop) else item
         for item in lowered.body.statements
     )
     return replace(lowered, body=replace(lowered.body, statements=statements))
@@ -48,12 +49,12 @@ def _matches(name: str, pattern: str) -> bool:
     return name == pattern or fnmatchcase(name, pattern)
 
 
-def _marked(loop: Loop, level: str) -> Loop:
+def _marked(loop: Loop, level: str, rules: Rules) -> Loop:
     body = loop.body
     if level == "selective":
-        handed_on = _handed_on(body)
+        handed_on = _handed_on(body, rules)
         marked = tuple(
-            replace(item, recomputed=item.op.results[0] not in handed_on and _is_cheap(item, body))
+            replace(item, recomputed=item.op.results[0] not in handed_on and _is_cheap(item, body, rules))
             if isinstance(item, Compute)
             else item
             for item in body.statements
@@ -62,19 +63,19 @@ def _marked(loop: Loop, level: str) -> Loop:
     return replace(loop, body=body, recompute=level)
 
 
-def _handed_on(body: Body) -> set[str]:
+def _handed_on(body: Body, rules: Rules) -> set[str]:
     """What a copy gives, and what that is a view of: were it not kept, the last copy would be made from the first."""
-    return with_viewed(body.results, _views(body))
+    return with_viewed(body.results, _views(body, rules))
 
 
-def _views(body: Body) -> Iterator[tuple[Collection[str], Collection[str]]]:
+def _views(body: Body, rules: Rules) -> Iterator[tuple[Collection[str], Collection[str]]]:
     """What statements give that may be views, and of what, from last to first."""
     for item in reversed(body.statements):
-        if isinstance(item, Compute) and is_view(find_rule(item.whole, body.types), item.copies):
+        if isinstance(item, Compute) and is_view(find_rule(item.whole, body.types, rules), item.copies):
             yield item.op.results, item.op.operands
         elif isinstance(item, Change):
             yield (item.result,), (item.source,)
 
 
-def _is_cheap(item: Compute, body: Body) -> bool:
-    return is_cheap(item.whole, find_rule(item.whole, body.types), item.copies, [item.body])
+def _is_cheap(item: Compute, body: Body, rules: Rules) -> bool:
+    return is_cheap(item.whole, find_rule(item.whole, body.types, rules), item.copies, [item.body])

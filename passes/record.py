@@ -65,7 +65,7 @@ def whole_ops(folded: Folded) -> tuple[str, ...]:
     return tuple(
         op.key
         for op in folded.ops
-        if find_rule(op, folded.types) is None and any(name in depends for name in op.operands)
+        if find_rule(op, folded.types, folded.program.rules) is None and any(name in depends for name in op.operands)
     )
 
 
@@ -74,7 +74,7 @@ def discovered_ops(folded: Folded) -> tuple[str, ...]:
     return tuple(
         op.key
         for op in folded.ops
-        if written_rule(op, folded.types) is None and find_rule(op, folded.types) is not None
+        if written_rule(op, folded.types) is None and find_rule(op, folded.types, folded.program.rules) is not None
     )
 
 

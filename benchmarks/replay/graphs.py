@@ -20,7 +20,7 @@ from passes.ir.program import Folded, Program, Region
 from passes.lower import Casts, lower
 from passes.normalize import normalize
 from passes.regions import fold
-from passes.rules import find_rule
+from passes.rules import written_rule
 from passes.solve import solve
 from passes.solving.limits import Limits
 from passes.strategies import Setting, candidates
@@ -162,7 +162,7 @@ def multiplications(graph: Graph) -> Multiplications:
     for item in folded.items:
         for op in item.ops if isinstance(item, Region) else (item,):
             count = graph.layers if isinstance(item, Region) else 1
-            rule = find_rule(op, folded.types)
+            rule = written_rule(op, folded.types)
             flops = rule.multiplications * count if rule else 0.0
             if not isinstance(item, Region):
                 head += flops

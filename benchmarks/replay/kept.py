@@ -15,8 +15,8 @@ import networkx as nx
 from benchmarks.replay.graphs import Forced
 from passes.ir.layout import local_shape
 from passes.ir.lowered import Body, Change, Compute, Loop
-from passes.rules import find_rule
-from passes.rules.rule import Saved
+from passes.ir.rule import Saved
+from passes.rules import written_rule
 
 # Ops whose results are not computed again: they cost too much, or draw.
 _ANCHORS = frozenset(
@@ -167,7 +167,7 @@ class _Block:
 
     def _saved(self, statement: Compute) -> list[Saved]:
         op = statement.whole
-        rule = find_rule(op, {name: self.body.types[name] for name in (*op.operands, *op.results)})
+        rule = written_rule(op, {name: self.body.types[name] for name in (*op.operands, *op.results)})
         if rule is None:
             return []
         return [

@@ -13,7 +13,7 @@ from passes.cost.fusion import Fused, fusion
 from passes.cost.price import op_seconds
 from passes.ir.layout import local_shape
 from passes.ir.lowered import Body, Change, Compute, Loop
-from passes.rules import find_rule
+from passes.rules import written_rule
 from passes.rules.strategies import named_choices, subject
 
 
@@ -125,7 +125,7 @@ def _compute(statement: Compute, body: Body, forced: Forced, cluster: Cluster, f
     op = statement.whole
     types = {name: body.types[name] for name in (*op.operands, *op.results)}
     flows = {name for name in types if name.partition("~")[0] in forced.folded.flowing}
-    rule = find_rule(op, types)
+    rule = written_rule(op, types)
     about = replace(subject(op, rule, types, flows, set(), set()), copies=statement.copies)
     choices = named_choices(about, statement.strategy.methods, forced.mesh)
     assert choices is not None

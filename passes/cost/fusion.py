@@ -14,10 +14,10 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-from passes.ir.program import Folded, Op, Region, TensorType, references
+from passes.ir.program import Folded, Op, Region, references
+from passes.ir.rule import Rule
 from passes.rules import find_rule
 from passes.rules.pointwise import TABLE
-from passes.rules.rule import Rule
 from passes.rules.strides import strided
 
 # What is not pointwise and goes over rows, or moves elements.
@@ -56,7 +56,7 @@ def fusion(folded: Folded) -> dict[str, Fused]:
     found: dict[str, Fused] = {}
     for number, ops in enumerate(bodies):
         outside = {name for other, body in enumerate(bodies) if other != number for op in body for name in op.operands}
-        found |= _chains(ops, folded.types, copied, outside | _handed_on(folded), folded.flowing)
+        found |= _chains(ops, folded, copied, outside | _handed_on(folded))
     return found
 
 
@@ -100,21 +100,17 @@ class _Link:
     inner: frozenset[int]
 
 
-def _chains(
-    ops: Sequence[Op], types: Mapping[str, TensorType], copied: Set[str], outside: Set[str], flowing: Set[str]
-) -> dict[str, Fused]:
+def _chains(ops: Sequence[Op], folded: Folded, copied: Set[str], outside: Set[str]) -> dict[str, Fused]:
     """The ops of one body that are in chains."""
-    links, written = _links(ops, types, copied, outside)
+    links, written = _links(ops, folded, copied, outside)
     found: dict[str, Fused] = {}
     chains = sorted({link.chain for link in links})
     for chain in chains:
-        found |= _chain([link for link in links if link.chain == chain], written, flowing)
+        found |= _chain([link for link in links if link.chain == chain], written, folded.flowing)
     return found
 
 
-def _links(
-    ops: Sequence[Op], types: Mapping[str, TensorType], copied: Set[str], outside: Set[str]
-) -> tuple[list[_Link], set[str]]:
+def _links(ops: Sequence[Op], folded: Folded, copied: Set[str], outside: Set[str]) -> tuple[list[_Link], set[str]]:
     """Every op that can be joined, with its chain, and the tensors that are needed outside of the chain they come from.
 
     Two ops are joined where one reads what the other makes, and no way from one to the other leads over an op that
@@ -128,7 +124,7 @@ def _links(
     links: list[_Link] = []
     written: set[str] = set()
     for place, op in enumerate(ops):
-        rule = find_rule(op, types)
+        rule = find_rule(op, folded.types, folded.program.rules)
         operands = tuple(roots.get(name, name) for name in op.operands)
         view = rule is not None and not rule.moves and not (op.kind == "reshape" and op.operands[0] in copied)
         joins = not view and rule is not None and not rule.multiplications and op.kind in _JOINED

@@ -13,10 +13,11 @@ from passes.ir.figures import least
 from passes.ir.layout import Layout, R, local_shape
 from passes.ir.mesh import Mesh
 from passes.ir.program import Op, TensorType
+from passes.ir.rule import Role, Rule, Rules
 from passes.rules import find_rule
 from passes.rules.bodies import BODIES, Body, Inside
 from passes.rules.cheap import is_cheap
-from passes.rules.rule import Choice, Role, Rule, replicated
+from passes.rules.rule import Choice, replicated
 from passes.rules.strategies import Subject, subject
 
 
@@ -192,10 +193,15 @@ def _inside(subject: Subject, rule: Rule, axis: int, choice: Choice, strategy: S
 
 
 def seconds_alone(
-    op: Op, types: Mapping[str, TensorType], flowing: Set[str], cluster: Cluster, fused: Fused | None = None
+    op: Op,
+    types: Mapping[str, TensorType],
+    flowing: Set[str],
+    rules: Rules,
+    cluster: Cluster,
+    fused: Fused | None = None,
 ) -> tuple[float, float]:
     """Seconds that one device takes for a whole op, forward and backward."""
-    about = subject(op, find_rule(op, types), types, flowing, set(), set())
+    about = subject(op, find_rule(op, types, rules), types, flowing, set(), set())
     choice = replicated(len(op.operands), len(op.results), R)
     strategy = Strategy((choice.name,), ((R,),) * len(op.operands), ((R,),) * len(op.results))
     return op_seconds(about, (choice,), strategy, cluster, _ONE, fused)
@@ -205,6 +211,7 @@ def cover(
     ops: Sequence[Op],
     types: Mapping[str, TensorType],
     flowing: Set[str],
+    rules: Rules,
     cluster: Cluster,
     devices: int,
     count: int,
@@ -217,9 +224,9 @@ def cover(
         return Cover()
     forward = backward = light = 0.0
     for op in ops:
-        own, back = seconds_alone(op, types, flowing, cluster, fused.get(op.results[0]) if op.results else None)
+        own, back = seconds_alone(op, types, flowing, rules, cluster, fused.get(op.results[0]) if op.results else None)
         forward, backward = forward + own, backward + back
-        light += own if is_cheap(op, find_rule(op, types), False, ()) else 0.0
+        light += own if is_cheap(op, find_rule(op, types, rules), False, ()) else 0.0
     part = count / devices
     return Cover(part * forward, part * backward, part * light)
 

@@ -1,6 +1,6 @@
 """Walk a lowered program and add up what it costs: the step time that the plan predicts."""
 
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -55,7 +55,7 @@ def lowered_parts(lowered: Lowered, folded: Folded, cluster: Cluster, mesh: Mesh
             parts += [outside, _loop(statement, folded, cluster, mesh, fused)]
             outside = Part()
         else:
-            outside += _statement(statement, lowered.body, folded.flowing, cluster, mesh, "none", fused)
+            outside += _statement(statement, lowered.body, folded, cluster, mesh, "none", fused)
     return (*parts, outside)
 
 
@@ -66,14 +66,14 @@ def seconds_on_one(folded: Folded, cluster: Cluster) -> float:
         ops, count = (item.ops, item.count) if isinstance(item, Region) else ((item,), 1)
         for op in ops:
             own = fused.get(op.results[0]) if op.results else None
-            total += count * sum(seconds_alone(op, folded.types, folded.flowing, cluster, own))
+            total += count * sum(seconds_alone(op, folded.types, folded.flowing, folded.program.rules, cluster, own))
     return total
 
 
 def _statement(
     statement: Compute | Change,
     body: Body,
-    flowing: Set[str],
+    folded: Folded,
     cluster: Cluster,
     mesh: Mesh,
     recompute: str,
@@ -83,8 +83,8 @@ def _statement(
         return _change(statement, cluster, mesh, recompute)
     op = statement.whole
     types = {name: body.types[name] for name in (*op.operands, *op.results)}
-    flows = {name for name in types if name.partition("~")[0] in flowing}
-    rule = find_rule(op, types)
+    flows = {name for name in types if name.partition("~")[0] in folded.flowing}
+    rule = find_rule(op, types, folded.program.rules)
     about = replace(subject(op, rule, types, flows, set(), set()), copies=statement.copies)
     choices = named_choices(about, statement.strategy.methods, mesh)
     assert choices is not None
@@ -114,11 +114,11 @@ def _change(statement: Change, cluster: Cluster, mesh: Mesh, recompute: str) -> 
 
 def _loop(loop: Loop, folded: Folded, cluster: Cluster, mesh: Mesh, fused: Mapping[str, Fused]) -> Part:
     count, recompute = loop.region.count, loop.recompute
-    ideal = cover(loop.region.ops, folded.types, folded.flowing, cluster, mesh.size, count, fused)
+    ideal = cover(loop.region.ops, folded.types, folded.flowing, folded.program.rules, cluster, mesh.size, count, fused)
     total = Part(count, cover=ideal.forward, cover_again=ideal.again(recompute))
     for statement in loop.body.statements:
         assert not isinstance(statement, Loop)
-        total += _statement(statement, loop.body, folded.flowing, cluster, mesh, recompute, fused) * count
+        total += _statement(statement, loop.body, folded, cluster, mesh, recompute, fused) * count
     for change in loop.between:
         if change is not None:
             total += _change(change, cluster, mesh, "none") * (count - 1)

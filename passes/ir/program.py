@@ -9,7 +9,7 @@ It prints as text that a person can read, one op per line:
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, cached_property
 from math import prod
 
@@ -17,6 +17,7 @@ import torch
 
 from passes._torch import OpOverload, pytree, schema_of
 from passes.ir.layout import Shape
+from passes.ir.rule import Rules
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -189,7 +190,8 @@ class Program:
     `outputs` are the leaves of what the model returns (references and plain values) and `output_tree` puts them
     together again; `output_names` names each leaf. `types` has the type of every tensor. `copied` are the results of
     ops that give a view where they can, and here gave a copy. `changes` are made before the ops run. Of a program that
-    is `compiled` chains of cheap ops in regions are one kernel each.
+    is `compiled` chains of cheap ops in regions are one kernel each. `rules` are those of ops that no rule function
+    covers: they were found by running the ops.
     """
 
     inputs: tuple[Input, ...]
@@ -205,6 +207,7 @@ class Program:
     copied: frozenset[str] = frozenset()
     changes: tuple[Change, ...] = ()
     compiled: bool = False
+    rules: Rules = field(default_factory=dict)
 
     def __str__(self) -> str:
         lines = [f"input {item.name}: {item.type}" for item in self.inputs]

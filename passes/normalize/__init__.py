@@ -14,7 +14,7 @@ from passes.ir.unused import without_unused
 from passes.normalize.decompositions import decomposed
 from passes.normalize.forms import canonical
 from passes.normalize.in_place import functional
-from passes.rules import find_rule
+from passes.rules import written_rule
 
 
 def normalize(program: Program) -> Program:
@@ -31,7 +31,7 @@ def normalize(program: Program) -> Program:
 
 
 def _has_rule(op: Op, types: Mapping[str, TensorType]) -> bool:
-    return find_rule(op, types) is not None
+    return written_rule(op, types) is not None
 
 
 def with_keys(program: Program) -> Program:

@@ -15,7 +15,7 @@ from passes.rules import (
     transform,
     view,
 )
-from passes.rules.registry import find_rule, registered, rule_for, signature, with_rules, written_rule
+from passes.rules.registry import find_rule, registered, rule_for, signature, written_rule
 
 __all__ = [
     "attention",
@@ -35,6 +35,5 @@ __all__ = [
     "signature",
     "transform",
     "view",
-    "with_rules",
     "written_rule",
 ]

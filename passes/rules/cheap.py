@@ -4,8 +4,8 @@ from collections.abc import Collection, Iterable
 from enum import Enum
 
 from passes.ir.program import Op, draws
+from passes.ir.rule import Rule
 from passes.rules.bodies import BODIES
-from passes.rules.rule import Rule
 
 
 def is_view(rule: Rule | None, copies: bool) -> bool:

@@ -6,9 +6,9 @@ from math import prod
 
 from passes.ir.layout import Shape
 from passes.ir.program import Op, TensorType
+from passes.ir.rule import Dims, Factor, Part, Role, Rule, Saved
 from passes.rules.parts import factors, is_tensor, named, one, per_dim
 from passes.rules.registry import rule_for
-from passes.rules.rule import Dims, Factor, Part, Role, Rule, Saved
 
 
 @dataclass(frozen=True)

@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 
 from passes.ir.program import Op, TensorType
+from passes.ir.rule import Rule, Saved
 from passes.rules.parts import factors, named
 from passes.rules.registry import rule_for
-from passes.rules.rule import Rule, Saved
 
 
 @rule_for("autograd_function")

@@ -5,7 +5,7 @@ from math import gcd
 
 from passes.ir.layout import Shape
 from passes.ir.program import Argument, Op, Ref, TensorType
-from passes.rules.rule import Dims, Factor, Part, Role
+from passes.ir.rule import Dims, Factor, Part, Role
 
 
 def named(shape: Shape, prefix: str = "d") -> Dims:

@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 
 from passes.ir.program import Op, TensorType
+from passes.ir.rule import Factor, Part, Role, Rule, Saved
 from passes.rules.parts import broadcast, broadcast_shapes, dim_argument, dims_argument, factors, named, one
 from passes.rules.registry import rule_for
-from passes.rules.rule import Factor, Part, Role, Rule, Saved
 
 
 def _reduced(op: Op, types: Mapping[str, TensorType], role: Role) -> Rule:

@@ -1,16 +1,12 @@
 """The op registry: which rule function speaks for which operator. The families register theirs here."""
 
-from collections.abc import Callable, Hashable, Iterator, Mapping
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Hashable, Mapping
 
 from passes.ir.program import Argument, Op, Ref, TensorType
-from passes.rules.rule import Rule, RuleFunction
+from passes.ir.rule import Rule, Rules
+from passes.rules.rule import RuleFunction
 
 _RULES: dict[str, RuleFunction] = {}
-
-# Rules of calls that no rule function speaks for, by `signature`.
-_OTHERS: ContextVar[Mapping[Hashable, Rule]] = ContextVar("_OTHERS")
 
 
 def rule_for(*kinds: str) -> Callable[[RuleFunction], RuleFunction]:
@@ -25,27 +21,17 @@ def rule_for(*kinds: str) -> Callable[[RuleFunction], RuleFunction]:
     return register
 
 
-def find_rule(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
-    """The rule of `op`, or None: then nothing of it is ever split."""
+def find_rule(op: Op, types: Mapping[str, TensorType], discovered: Rules) -> Rule | None:
+    """The rule of `op`, or None: then nothing of it is ever split. Rules that were `discovered` count where no rule
+    function covers the op; a program has them (`Program.rules`)."""
     rule = written_rule(op, types)
-    others = _OTHERS.get({}) if rule is None else {}
-    return others.get(signature(op, types)) if others else rule
+    return discovered.get(signature(op, types)) if rule is None and discovered else rule
 
 
 def written_rule(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
-    """What the rule functions say of `op`."""
+    """The rule of `op` by the rule functions alone."""
     function = _RULES.get(op.kind)
     return function(op, types) if function else None
-
-
-@contextmanager
-def with_rules(rules: Mapping[Hashable, Rule]) -> Iterator[None]:
-    """While this lasts, `rules` speak for calls that no rule function speaks for; they are by `signature`."""
-    token = _OTHERS.set(rules)
-    try:
-        yield
-    finally:
-        _OTHERS.reset(token)
 
 
 def signature(op: Op, types: Mapping[str, TensorType]) -> Hashable:

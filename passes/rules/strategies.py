@@ -10,7 +10,8 @@ from passes.ir.choices import Strategy
 from passes.ir.layout import I, Layout, Letter, R, fits, parse_letter
 from passes.ir.mesh import Mesh
 from passes.ir.program import Op, TensorType, has_linear_gradients
-from passes.rules.rule import Choice, Rule, parse_choice, passing, replicated, split
+from passes.ir.rule import Rule
+from passes.rules.rule import Choice, parse_choice, passing, replicated, split
 
 Digit = tuple[str, int]
 # What an op does on every axis.

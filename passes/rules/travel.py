@@ -5,7 +5,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from passes.ir.layout import Letter
 from passes.ir.program import Op
-from passes.rules.rule import Rule, digit, split, starts
+from passes.ir.rule import Rule
+from passes.rules.rule import digit, split, starts
 from passes.rules.strategies import Digit
 
 _MOST = 16

@@ -5,9 +5,9 @@ from math import prod
 
 from passes.ir.layout import Shape
 from passes.ir.program import Op, TensorType, has_gradient
+from passes.ir.rule import Dims, Part, Role, Rule, Saved
 from passes.rules.parts import common_unit, dim_argument, dims_argument, factors, named, one, shapes, unit_parts
 from passes.rules.registry import rule_for
-from passes.rules.rule import Dims, Part, Role, Rule, Saved
 
 _LINEAR = (frozenset({0}),)
 _WHOLE = {"whole": Role.WHOLE}

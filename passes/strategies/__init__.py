@@ -88,11 +88,12 @@ def _blocks(known: Survey, setting: Setting) -> tuple[list[int], list[Cover]]:
     """How often each block runs, and what its computation can hide."""
     counts = [1] * len(known.blocks)
     covers = [Cover()] * len(known.blocks)
-    folded, mesh, cluster = known.folded, setting.mesh, setting.cluster
+    folded, devices, cluster = known.folded, setting.mesh.size, setting.cluster
+    rules = folded.program.rules
     for number, region in enumerate(folded.regions):
         counts[2 * number + 1] = region.count
         covers[2 * number + 1] = cover(
-            region.ops, folded.types, folded.flowing, cluster, mesh.size, region.count, known.fused
+            region.ops, folded.types, folded.flowing, rules, cluster, devices, region.count, known.fused
         )
     return counts, covers
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from passes.cost.fusion import Fused, joined
 from passes.ir.program import Folded, dependents
+from passes.ir.rule import Saved
 from passes.rules.cheap import Cheap, how_cheap
-from passes.rules.rule import Saved
 from passes.rules.strategies import Subject, subject
 from passes.rules.strides import strided
 from passes.strategies.kept import handed_on, kept_by

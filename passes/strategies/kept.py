@@ -3,8 +3,8 @@
 from collections.abc import Collection, Mapping, Sequence
 
 from passes.ir.program import Folded
+from passes.ir.rule import Saved
 from passes.rules.cheap import Cheap, is_view, with_viewed
-from passes.rules.rule import Saved
 from passes.rules.strategies import Subject
 from passes.strategies.places import Placed
 

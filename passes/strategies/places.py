@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from passes.ir.program import Folded, Op, Region
+from passes.ir.rule import Rule
 from passes.rules import find_rule
-from passes.rules.rule import Rule
 
 
 @dataclass(frozen=True)
@@ -25,11 +25,12 @@ class Placed:
 def place(folded: Folded) -> tuple[list[Placed], list[str]]:
     """All ops with their blocks, and the names of the blocks."""
     placed: list[Placed] = []
+    rules = folded.program.rules
     blocks = ["before"]
     for item in folded.items:
         if isinstance(item, Region):
             blocks += [item.name, f"after {item.name}"]
-            placed += [Placed(op, find_rule(op, folded.types), len(blocks) - 2, item) for op in item.ops]
+            placed += [Placed(op, find_rule(op, folded.types, rules), len(blocks) - 2, item) for op in item.ops]
         else:
-            placed.append(Placed(item, find_rule(item, folded.types), len(blocks) - 1, None))
+            placed.append(Placed(item, find_rule(item, folded.types, rules), len(blocks) - 1, None))
     return placed, blocks

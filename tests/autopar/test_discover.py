@@ -10,7 +10,8 @@ from autopar.discover import discover
 from autopar.testing import compare_on_mesh, run_ranks
 from passes.ir.layout import I, P, R, S
 from passes.ir.program import Op, Ref, TensorType, find_overload, freeze
-from passes.rules.rule import Role, Rule, split
+from passes.ir.rule import Role, Rule
+from passes.rules.rule import split
 
 
 @torch.library.custom_op("autopar_tests::running_product", mutates_args=())

@@ -13,7 +13,7 @@ from passes.cost.price import op_seconds
 from passes.ir.choices import Strategy
 from passes.ir.layout import R
 from passes.ir.program import Folded
-from passes.rules import find_rule
+from passes.rules import written_rule
 from passes.rules.rule import replicated
 from passes.rules.strategies import subject
 from tests.passes.helpers import mesh_of
@@ -74,7 +74,7 @@ def moved(folded: Folded, kinds: set[str]) -> tuple[float, float]:
     forward = backward = 0.0
     for op in folded.ops:
         if op.kind in kinds:
-            about = subject(op, find_rule(op, folded.types), folded.types, folded.flowing, set(), set())
+            about = subject(op, written_rule(op, folded.types), folded.types, folded.flowing, set(), set())
             choice = replicated(len(op.operands), len(op.results), R)
             strategy = Strategy((choice.name,), ((R,),) * len(op.operands), ((R,),) * len(op.results))
             once, back = op_seconds(about, (choice,), strategy, SLOW, ONE, chains.get(op.results[0]))

@@ -12,7 +12,7 @@ from passes.cost.price import cover, op_seconds, seconds_alone, update_seconds
 from passes.ir.choices import Cover
 from passes.ir.mesh import Mesh
 from passes.ir.program import Folded
-from passes.rules import find_rule
+from passes.rules import written_rule
 from passes.rules.strategies import combine, named_choices, subject
 from tests.passes.helpers import Apply, mesh_of
 from tests.passes.planning import planning
@@ -38,7 +38,7 @@ def folded_of(module: nn.Module, **inputs: Tensor) -> Folded:
 def cost(folded: Folded, kind: str, methods: tuple[str, ...], cluster: Cluster, mesh: Mesh) -> tuple[float, float]:
     """Seconds of the first op of `kind`, computed by `methods`."""
     op = next(op for op in folded.ops if op.kind == kind)
-    about = subject(op, find_rule(op, folded.types), folded.types, folded.flowing, set(), set())
+    about = subject(op, written_rule(op, folded.types), folded.types, folded.flowing, set(), set())
     choices = named_choices(about, methods, mesh)
     assert choices is not None
     return op_seconds(about, choices, combine(about, choices), cluster, mesh)
@@ -128,11 +128,11 @@ def test_the_backward_pass_reads_what_was_saved() -> None:
 def test_computation_covers_nothing_where_collectives_do_not_run_beside_it() -> None:
     """Else it covers as long as one device of all takes for its part."""
     folded = folded_of(nn.Linear(64, 32, bias=False), input=torch.ones(16, 64))
-    alone = seconds_alone(folded.ops[0], folded.types, folded.flowing, CLUSTER)
-    found = cover(folded.ops, folded.types, folded.flowing, CLUSTER, 4, 3, {})
+    alone = seconds_alone(folded.ops[0], folded.types, folded.flowing, {}, CLUSTER)
+    found = cover(folded.ops, folded.types, folded.flowing, {}, CLUSTER, 4, 3, {})
     assert (found.forward, found.backward) == pytest.approx(tuple(3 / 4 * seconds for seconds in alone))
     waiting = replace(CLUSTER, device=replace(DEVICE, overlaps=False))
-    assert cover(folded.ops, folded.types, folded.flowing, waiting, 4, 3, {}) == Cover()
+    assert cover(folded.ops, folded.types, folded.flowing, {}, waiting, 4, 3, {}) == Cover()
     assert not CLUSTERS["cpu"].device.overlaps
     assert CLUSTERS["h100"].device.overlaps
 

@@ -15,11 +15,12 @@ from passes.ir.choices import Cover, Edge, Group, Memory, Node, Problem, Solutio
 from passes.ir.layout import Layout, gradient
 from passes.ir.mesh import Mesh
 from passes.ir.program import Argument, Folded, Input, Op, Program, Ref, TensorType, find_overload, has_gradient
+from passes.ir.rule import Rule
 from passes.lower import Casts, lower
 from passes.regions import fold
-from passes.rules import find_rule
+from passes.rules import written_rule
 from passes.rules.bodies import BODIES
-from passes.rules.rule import Rule, split, starts
+from passes.rules.rule import split, starts
 from passes.rules.strategies import Choices, Digit, Subject, op_strategies, subject
 from tests.passes.helpers import Coordinate, Values, part, source_of, spread, summed
 from tests.passes.rules.ranks import ranks
@@ -39,7 +40,7 @@ class OneOp:
     @property
     def rule(self) -> Rule | None:
         """The rule of the op."""
-        return find_rule(self.op, self.folded.types)
+        return written_rule(self.op, self.folded.types)
 
     @property
     def subject(self) -> Subject:

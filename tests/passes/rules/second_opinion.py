@@ -12,8 +12,8 @@ from autopar.discover import discover
 from autopar.ranks import RankError, run_ranks
 from passes.ir.layout import I, Letter, P, R
 from passes.ir.mesh import Mesh
+from passes.ir.rule import Rule
 from passes.rules import registered
-from passes.rules.rule import Rule
 from passes.rules.strategies import op_strategies, subject
 from tests.passes.rules.database import FAST, Effort, forms
 from tests.passes.rules.one_op import OneOp, digits_of, one_op

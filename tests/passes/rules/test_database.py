@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from passes.normalize import normalize
-from passes.rules import find_rule, registered
+from passes.rules import registered, written_rule
 from tests.passes.rules.checking import MESHES, Checking, assert_all_is_tried, splits
 from tests.passes.rules.database import ALL, FAST, Effort, calls, forms
 from tests.passes.rules.one_op import OneOp, one_op
@@ -50,7 +50,7 @@ def _some(one: OneOp) -> Iterator[set[int]]:
 def _decomposed(one: OneOp) -> bool:
     """Whether a program has something else in place of the op, all of it with rules."""
     program = normalize(one.folded.program)
-    return all(find_rule(op, program.types) is not None for op in program.ops)
+    return all(written_rule(op, program.types) is not None for op in program.ops)
 
 
 def _listed(sample: Sample) -> bool:

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from passes.ir.layout import Letter, R, S, Shape
-from passes.rules.rule import Rule, digit, split
+from passes.ir.rule import Rule
+from passes.rules.rule import digit, split
 from tests.passes.helpers import mesh_of
 from tests.passes.rules.one_op import one_op
 from tests.passes.rules.samples import Sample

@@ -1,0 +1,91 @@
+"""The data of a sharding rule.
+
+A rule names the factors of an op, as in einsum: `linear` is "b s k, n k -> b s n". Each dim of each operand and result
+is a list of parts, most significant first; a part is a whole factor or a range of its digits. `passes/rules/rule.py`
+derives from that how each tensor is split.
+"""
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+
+
+class Role(Enum):
+    """What may be done with a factor."""
+
+    FREE = "free"  # results carry it
+    SUM = "sum"  # summed over: results without it are pending sums
+    INSIDE = "inside"  # reduced inside the op's local form: results without it are the same on every rank
+    WHOLE = "whole"  # not to be split
+
+
+@dataclass(frozen=True, slots=True)
+class Factor:
+    """A named index of an op and its extent.
+
+    `ordered` says that ranks must have it in their order, one piece each, because the local form looks to the ranks
+    before and after. `reach` is how many elements of the operand it needs of the neighbours on both sides, and `least`
+    how much of the factor every rank must have for that.
+    """
+
+    size: int
+    role: Role = Role.FREE
+    ordered: bool = False
+    reach: tuple[int, int] = (0, 0)
+    least: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A dim, or a part of one: the digits of `factor` from `start` (exclusive product of those before) of `size`."""
+
+    factor: str
+    size: int
+    start: int = 1
+
+
+Dims = tuple[tuple[Part, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A tensor that autograd keeps for the backward pass: operand or result `index`.
+
+    `needed_by` are the operands one of which must have a gradient; empty means any. `copy` says that what is kept is
+    a new tensor of the same size, not that one.
+    """
+
+    index: int
+    result: bool = False
+    needed_by: tuple[int, ...] = ()
+    copy: bool = False
+
+
+@dataclass(frozen=True)
+class Rule:
+    """The sharding rule of one op.
+
+    - `operands`, `results`: the parts of every dim of every tensor, operands in the order of `Op.operands`.
+    - `added`: operands that are added to a sum; they are pending sums where it is split (the bias of `linear`).
+    - `linear`: sets of operands in which the op is exactly linear together, so that pending sums pass through.
+    - `bodies`: for a factor, the local form that runs on a shard when the op itself would not be right.
+    - `multiplications`: of the forward pass on one device, a multiply-add counted as two.
+    - `backward`: for each operand, the multiplications of its gradient relative to those of the forward pass.
+    - `saved`: what autograd keeps.
+    - `moves`: whether it touches memory at all (a view does not).
+    """
+
+    factors: Mapping[str, Factor]
+    operands: tuple[Dims, ...]
+    results: tuple[Dims, ...]
+    added: frozenset[int] = frozenset()
+    linear: tuple[frozenset[int], ...] = ()
+    bodies: Mapping[str, str] = field(default_factory=dict)
+    multiplications: float = 0.0
+    backward: tuple[float, ...] = ()
+    saved: tuple[Saved, ...] = ()
+    moves: bool = True
+
+
+# Rules that were found by running ops, by the signature of a call (`passes.rules.signature`).
+Rules = Mapping[Hashable, Rule]
