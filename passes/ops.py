@@ -1,5 +1,7 @@
 """Operators that capture writes into a graph; the runtime imports this module, so that generated code can call them.
 
+They are defined in the compiler because a trace runs them, and a pass imports nothing of the runtime.
+
 `autopar::autograd_function` is a call of a custom `torch.autograd.Function`, of which a trace alone would keep only the
 forward. The function goes in by its path ("package.module:Name"), its arguments as text in which tensors are x0, x1, …
 and sizes n0, n1, …: a program that was pickled runs wherever the function can be imported. What runs is the function

@@ -1,0 +1,132 @@
+"""The nodes of the planning problem: inputs, buffers, carries, ops, parameters and outputs."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+from passes.ir.choices import Node, Strategy
+from passes.ir.demands import Demand, Demands
+from passes.ir.errors import ConstraintError
+from passes.ir.layout import I, Layout, Letter, R, is_dtensor
+from passes.ir.program import references
+from passes.rules.rule import replicated
+from passes.rules.strategies import Choices, combine, op_strategies
+from passes.strategies.analysis import Survey
+from passes.strategies.demanded import meeting, refuse_unfollowed
+from passes.strategies.operations import is_negligible, op_node
+from passes.strategies.parameters import Upkeep, blocks_of_parameters, parameter_node
+from passes.strategies.places import Placed
+from passes.strategies.setting import Setting
+from passes.strategies.sizes import Sizes
+from passes.strategies.splits import Splits
+from passes.strategies.stored import storage
+from passes.strategies.tensors import buffer_node, carry_key, carry_node, input_node, output_node
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """The nodes of a program's problem, by kind, each with its strategies.
+
+    `known` is the analysis of the program, `splits` has the splits of its ops and tensors, `sizes` their bytes.
+    """
+
+    known: Survey
+    demands: Demands
+    setting: Setting
+    splits: Splits
+    sizes: Sizes
+
+    def all(self) -> Iterator[Node]:
+        """Every node of the problem.
+
+        Raises ConstraintError for one that has no strategy among those that it is offered.
+        """
+        kinds = (self.inputs(), self.buffers(), self.carries(), self.ops(), self.parameters(), self.outputs())
+        for node in chain.from_iterable(kinds):
+            if not node.strategies and node.key in self.setting.offers:
+                raise ConstraintError(f"{node.key} has no strategy among those that it is offered")
+            if not node.strategies:
+                raise AssertionError(f"{node.key} has no strategy")
+            yield node
+
+    def inputs(self) -> Iterator[Node]:
+        """Inputs may lie in any layout that DTensor can express; what a rank needs of them it must be given."""
+        for item in self.known.folded.program.inputs:
+            layouts = self._expressible(item.name, item.name)
+            yield input_node(item.name, layouts, self._whole(item.name), self.sizes, self.setting.cluster.host)
+
+    def buffers(self) -> Iterator[Node]:
+        """Buffers and constants are whole on every rank."""
+        return (buffer_node(name, self.sizes) for name in sorted(self.known.constant))
+
+    def carries(self) -> Iterator[Node]:
+        """What copies of regions hand on may lie in any layout, with or without addends in its gradient."""
+        for number, region in enumerate(self.known.folded.regions):
+            for carry in region.carries:
+                letters = [I, R] if carry.argument in self.known.folded.flowing else [R]
+                layouts = self._layouts(carry.argument, letters, carry_key(region, carry))
+                yield carry_node(region, carry, 2 * number + 1, layouts, self.sizes)
+
+    def ops(self) -> Iterator[Node]:
+        """Ops may do what their rules allow and what meets the demands."""
+        followed: dict[Demand, bool] = {}
+        for position, placed in enumerate(self.known.placed):
+            strategies = self._strategies(position, placed, followed)
+            yield op_node(self.known, placed, strategies, self.sizes, self.setting.cluster)
+        refuse_unfollowed(followed, self.setting.mesh)
+
+    def _strategies(self, position: int, placed: Placed, followed: dict[Demand, bool]) -> dict[Strategy, Choices]:
+        """The strategies of one op, with what they choose on every axis."""
+        mesh, setting = self.setting.mesh, self.setting
+        about = self.known.subjects[placed.op.key]
+        if is_negligible(about, self.known.depends, setting.cluster.device):
+            whole = (replicated(len(about.operands), len(about.results), R),) * len(mesh.sizes)
+            return {combine(about, whole): whole}
+        found = op_strategies(about, self.splits.of_op(position), mesh, setting.offers.get(placed.op.key))
+        met = meeting(about, list(found), self.demands, self.known.names, mesh, followed)
+        return {strategy: found[strategy] for strategy in met}
+
+    def parameters(self) -> Iterator[Node]:
+        """Parameters may be stored in any layout that torch stores exactly, however ops use them."""
+        known, setting = self.known, self.setting
+        upkeep = Upkeep(setting.optimizer_states, setting.master)
+        blocks = blocks_of_parameters(known)
+        owned = {name for region in known.folded.regions for names in region.owned.values() for name in names}
+        for name, training in known.parameters.items():
+            if name in owned:
+                continue
+            demanded = self.demands.at("stored", known.names.get(name, name))
+            layouts = storage(name, known.folded.types[name].shape, training.trainable, demanded, setting.mesh)
+            yield parameter_node(known, name, layouts, blocks.get(name), upkeep, setting.cluster, setting.mesh)
+
+    def outputs(self) -> Iterator[Node]:
+        """What the program returns, and the new values of buffers, which are whole."""
+        program, last = self.known.folded.program, len(self.known.blocks) - 1
+        wanted: dict[str, list[str]] = {}
+        for label, value in zip(program.output_names, program.outputs, strict=True):
+            for name in references(value):
+                wanted.setdefault(self.known.inside(name), []).append(label)
+        for name, labels in wanted.items():
+            key = f"output {labels[0]}"
+            layouts = [self._same(name)] if self.setting.full_outputs else self._expressible(name, key)
+            yield output_node(key, name, layouts, len(labels), last, self.sizes)
+        for update in program.updates:
+            name = self.known.inside(update.value)
+            yield output_node(f"update {update.buffer}", name, [self._same(name)], 1, last, self.sizes)
+
+    def _same(self, name: str) -> Layout:
+        """The layout of a tensor that all ranks have whole, and use the same way."""
+        return (self._whole(name),) * len(self.setting.mesh.sizes)
+
+    def _whole(self, name: str) -> Letter:
+        """The letter of an axis that does not split a tensor, which all ranks have the same of."""
+        return I if name in self.known.folded.flowing else R
+
+    def _layouts(self, name: str, others: Sequence[Letter], key: str) -> list[Layout]:
+        """The layouts of a tensor from `others` and its splits, of which those that are offered to the node `key`."""
+        return self.splits.layouts(name, self.known.folded.types[name].shape, others, self.setting.offers.get(key))
+
+    def _expressible(self, name: str, key: str) -> list[Layout]:
+        """The layouts of a tensor, whole or split, that DTensor can express."""
+        layouts = self._layouts(name, [self._whole(name)], key)
+        return [layout for layout in layouts if is_dtensor(layout, self.setting.mesh)]
