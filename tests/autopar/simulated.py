@@ -28,8 +28,8 @@ from autopar.planner import Compiled, compile_model
 from autopar.request import Request, make_request
 from autopar.runtime import DistributedModule
 from autopar.runtime.engine import Engine
-from autopar.simulator import machine_of
 from autopar.runtime.programs import LoadedModel
+from autopar.simulator import machine_of
 
 OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
     "adam": torch.optim.Adam,
