@@ -4,7 +4,7 @@ import copy
 import io
 import logging
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import pytest
 import torch
@@ -43,7 +43,7 @@ def close(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
 # --- parameters, gradients, optimizers --------------------------------------------------------------------------------
 
 
-def _training(optimizer: Callable[..., torch.optim.Optimizer]) -> None:
+def _training() -> None:
     model = gpt2().double()
     before = copy.deepcopy(model.state_dict())
     inputs = tokens()
@@ -51,6 +51,21 @@ def _training(optimizer: Callable[..., torch.optim.Optimizer]) -> None:
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert list(dict(dist_model.named_parameters())) == list(dict(model.named_parameters()))
     assert dist_model.lm_head.weight is dist_model.transformer.wte.weight
+    for _ in range(2):
+        dist_model.forward_backward(**inputs)
+        model(**inputs, use_cache=False).loss.backward()
+    for name, parameter in model.named_parameters():
+        assert close(dist_model.get_parameter(name).grad.full_tensor(), parameter.grad), name
+    for optimizer in (torch.optim.AdamW, torch.optim.SGD):
+        _three_steps(optimizer, dist_model, model, inputs)
+
+
+def _three_steps(
+    optimizer: Callable[..., torch.optim.Optimizer],
+    dist_model: nn.Module,
+    model: nn.Module,
+    inputs: Mapping[str, torch.Tensor],
+) -> None:
     ours, theirs = optimizer(dist_model.parameters(), lr=1e-2), optimizer(model.parameters(), lr=1e-2)
     for _ in range(3):
         for module, chosen in ((dist_model, ours), (model, theirs)):
@@ -71,26 +86,11 @@ def _training(optimizer: Callable[..., torch.optim.Optimizer]) -> None:
         assert close(weights[name].grad.full_tensor(), parameter.grad), name
 
 
-@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD], ids=["adamw", "sgd"])
-def test_training_with_clipping(optimizer):
-    """Three steps of a torch optimizer with clipped gradients are those of one device; the model is left as it was
-    while the parallel one is made; ties stay ties."""
-    on_ranks(_training, optimizer)
-
-
-def _accumulated() -> None:
-    model, inputs = gpt2().double(), tokens()
-    dist_model = autopar.parallelize(model, mesh_of_four(), inputs, **OPTIONS)
-    for _ in range(2):
-        dist_model.forward_backward(**inputs)
-        model(**inputs, use_cache=False).loss.backward()
-    for name, parameter in model.named_parameters():
-        assert close(dist_model.get_parameter(name).grad.full_tensor(), parameter.grad), name
-
-
-def test_gradients_add_up():
-    """A second backward pass adds to what the first left, fused projections and ties included."""
-    on_ranks(_accumulated)
+def test_training_with_clipping():
+    """A second backward pass adds to what the first left, fused projections and ties included. Three steps of each of
+    torch's optimizers with clipped gradients are those of one device; the model is left as it was while the parallel
+    one is made; ties stay ties."""
+    on_ranks(_training)
 
 
 def _state_dict() -> None:
@@ -143,16 +143,21 @@ def _partial() -> None:
             assert close(ours.grad.full_tensor(), parameter.grad)
 
 
-def test_frozen_and_unused_parameters():
-    on_ranks(_partial)
-
-
 # --- outputs and inputs -----------------------------------------------------------------------------------------------
 
 
-def _surface() -> None:
+def _calls() -> None:
     model, inputs = llama().double(), tokens()
     dist_model = autopar.parallelize(model, mesh_of_four(), inputs, **OPTIONS)
+    _logits_are_differentiable(dist_model, model, inputs)
+    _each_rank_gives_its_own_part(dist_model, model, inputs)
+    _other_inputs_than_planned(dist_model, inputs)
+
+
+def _logits_are_differentiable(
+    dist_model: autopar.DistributedModule, model: nn.Module, inputs: Mapping[str, torch.Tensor]
+) -> None:
+    """A loss of one's own on the logits, which come in the plan's layout."""
     expected = model(**inputs, use_cache=False)
     output = dist_model(**inputs)
     assert isinstance(output.logits, DTensor)
@@ -166,15 +171,10 @@ def _surface() -> None:
     assert close(again.loss, expected.loss)
 
 
-def test_logits_are_differentiable():
-    """A loss of one's own on the logits, which come in the plan's layout."""
-    on_ranks(_surface)
-
-
-def _local_batches() -> None:
-    model, inputs = llama().double(), tokens()
-    mesh = mesh_of_four()
-    dist_model = autopar.parallelize(model, mesh, inputs, **OPTIONS)
+def _each_rank_gives_its_own_part(
+    dist_model: autopar.DistributedModule, model: nn.Module, inputs: Mapping[str, torch.Tensor]
+) -> None:
+    mesh = dist_model.mesh
     layouts = dist_model.input_layouts
     assert set(layouts) == {"input_ids", "labels"}
     own = {}
@@ -192,29 +192,24 @@ def _local_batches() -> None:
         dist_model.from_local({**own, "input_ids": own["input_ids"].float()})
 
 
-def test_each_rank_gives_its_own_part():
-    on_ranks(_local_batches)
-
-
-def _bad_calls() -> None:
-    model, inputs = llama(), tokens()
-    dist_model = autopar.parallelize(model, mesh_of_four(), inputs, **OPTIONS)
+def _other_inputs_than_planned(dist_model: autopar.DistributedModule, inputs: Mapping[str, torch.Tensor]) -> None:
     with pytest.raises(autopar.InputError, match="You must specify exactly one of input_ids or inputs_embeds"):
         dist_model(labels=inputs["labels"])
     with pytest.raises(autopar.InputError, match="additional argument mask: the model's forward does not name it"):
         dist_model(**inputs, mask=torch.ones_like(inputs["input_ids"]))
     with pytest.raises(autopar.InputError, match=r"input_ids is int64\[16\], but was planned as int64\[4, 16\]"):
         dist_model(input_ids=inputs["input_ids"][0], labels=inputs["labels"])
-    with pytest.raises(autopar.InputError, match="labels is float32"):
-        dist_model(input_ids=inputs["input_ids"], labels=inputs["labels"].float())
+    with pytest.raises(autopar.InputError, match="labels is float64"):
+        dist_model(input_ids=inputs["input_ids"], labels=inputs["labels"].double())
     with pytest.raises(autopar.InputError, match="input_ids must be a tensor, got int"):
         dist_model(input_ids=7, labels=inputs["labels"])
     with pytest.raises(autopar.InputError, match="does not take these arguments"):
         dist_model(1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12)
 
 
-def test_calls_with_other_inputs_than_planned():
-    on_ranks(_bad_calls, lifted=False)
+def test_calls():
+    """Outputs are differentiable; inputs are the whole batch or each rank's part; others than planned are errors."""
+    on_ranks(_calls)
 
 
 def _inference() -> None:
@@ -270,11 +265,6 @@ def _modes() -> None:
     assert close(dist_model(x=x), model(x))
 
 
-def test_batch_norm_follows_the_mode():
-    """Running statistics are written back and equal on all ranks; evaluation uses them."""
-    on_ranks(_modes)
-
-
 class Hardening(nn.Module):
     """In evaluation it changes its own weight, which no trace can follow."""
 
@@ -297,10 +287,6 @@ def _hardens() -> None:
     assert torch.equal(dist_model.weight.grad.full_tensor(), torch.full((8,), 8.0))
     with pytest.raises(autopar.CaptureError, match=r"can be trained, but not evaluated: .*changes the parameter"):
         dist_model.eval()
-
-
-def test_what_cannot_be_traced_in_evaluation_can_be_trained():
-    on_ranks(_hardens)
 
 
 # --- precision --------------------------------------------------------------------------------------------------------
@@ -338,51 +324,37 @@ def _different(what: str) -> str:
     if what == "values" and dist.get_rank() == 2:
         with torch.no_grad():
             model.get_parameter("model.norm.weight").mul_(2)
-    try:
-        autopar.parallelize(model, mesh_of_four(), tokens(), **OPTIONS)
-    except autopar.PlanMismatchError as error:
-        return str(error)
-    return "nothing"
-
-
-def test_ranks_with_models_of_other_structure():
-    messages = on_ranks(_different, "layers", lifted=False)
-    assert len(set(messages)) == 1
-    assert "ranks hold different models" in str(messages[0])
-    assert "rank 1" in str(messages[0])
-
-
-def test_ranks_with_models_of_other_values():
-    messages = on_ranks(_different, "values", lifted=False)
-    assert len(set(messages)) == 1
-    assert "model.norm.weight" in str(messages[0])
-    assert "rank 2" in str(messages[0])
-
-
-def _failing() -> tuple[str, str]:
-    import torch.distributed as dist
-
-    model = llama()
-    inputs: dict[str, object] = dict(tokens())
-    messages = []
+    if what == "meta":
+        model = model.to("meta")
     # An error while planning, which only rank 0 does, and one that only another rank meets.
-    for options in ({"constraints": {"nothing.here": {"stored": {"dp": "S(0)"}}}}, {"memory_limit": None}):
-        if "memory_limit" in options and dist.get_rank() == 3:
-            options = {"memory_limit": -1.0}
-        try:
-            autopar.parallelize(model, mesh_of_four(), inputs, **{**OPTIONS, **options})
-        except autopar.AutoparError as error:
-            messages.append(f"{type(error).__name__}: {error}")
-    return messages[0], messages[1]
+    options: dict[str, object] = {}
+    if what == "constraint":
+        options = {"constraints": {"nothing.here": {"stored": {"dp": "S(0)"}}}}
+    if what == "limit" and dist.get_rank() == 3:
+        options = {"memory_limit": -1.0}
+    with pytest.raises(autopar.AutoparError) as error:
+        autopar.parallelize(model, mesh_of_four(), tokens(), **{**OPTIONS, **options})
+    return f"{error.type.__name__}: {error.value}"
+
+
+def _faults() -> tuple[str, ...]:
+    return tuple(_different(what) for what in ("layers", "values", "meta", "constraint", "limit"))
 
 
 def test_errors_come_on_every_rank_alike():
-    results = on_ranks(_failing, lifted=False)
+    results = on_ranks(_faults, lifted=False)
     assert len(set(results)) == 1
-    first, second = results[0]
-    assert first.startswith("ConstraintError")
-    assert "'nothing.here'" in first
-    assert second.startswith("InputError: memory_limit")
+    layers, values, meta, constraint, limit = results[0]
+    assert layers.startswith("PlanMismatchError: ranks hold different models")
+    assert "rank 1" in layers
+    assert values.startswith("PlanMismatchError")
+    assert "model.norm.weight" in values
+    assert "rank 2" in values
+    assert meta.startswith("CaptureError")
+    assert "'model.embed_tokens.weight' is on meta" in meta
+    assert constraint.startswith("ConstraintError")
+    assert "'nothing.here'" in constraint
+    assert limit.startswith("InputError: memory_limit")
 
 
 # --- code -------------------------------------------------------------------------------------------------------------
@@ -418,10 +390,6 @@ def _two_meshes() -> None:
 
 def _doubled() -> dict[str, torch.Tensor]:
     return {name: value.double() for name, value in _stack_inputs().items()}
-
-
-def test_two_models_on_two_meshes():
-    on_ranks(_two_meshes)
 
 
 # --- replay -----------------------------------------------------------------------------------------------------------
@@ -480,20 +448,6 @@ def test_a_plan_needs_no_values():
     buffer = io.StringIO()
     print(real, file=buffer)
     assert "predicted step" in buffer.getvalue()
-
-
-def _meta() -> str:
-    with torch.device("meta"):
-        empty = llama()
-    try:
-        autopar.parallelize(empty, mesh_of_four(), tokens(), **OPTIONS)
-    except autopar.CaptureError as error:
-        return str(error)
-    return "nothing"
-
-
-def test_parameters_without_values_are_refused():
-    assert all("'model.embed_tokens.weight' is on meta" in str(message) for message in on_ranks(_meta, lifted=False))
 
 
 # --- models that are built otherwise ----------------------------------------------------------------------------------
@@ -598,7 +552,7 @@ def test_models_that_are_built_otherwise(sizes):
     assert on_ranks(_unusual, sizes, lifted=False) == [{}] * 4
 
 
-def _input_gradient() -> bool:
+def _input_gradient() -> None:
     model = Stack().double()
     ours, theirs = _doubled(), _doubled()
     ours["x"].requires_grad_()
@@ -608,11 +562,7 @@ def _input_gradient() -> bool:
     model(**theirs)["loss"].backward()
     with pytest.raises(autopar.InputError, match="target requires a gradient"):
         dist_model(x=ours["x"], target=ours["target"].clone().requires_grad_())
-    return close(ours["x"].grad, theirs["x"].grad)
-
-
-def test_gradients_of_inputs():
-    assert on_ranks(_input_gradient) == [True] * 4
+    assert close(ours["x"].grad, theirs["x"].grad)
 
 
 class Flagged(nn.Module):
@@ -637,5 +587,12 @@ def _flags() -> None:
         dist_model(x=x, double=False)
 
 
-def test_constants_are_not_assumed():
-    on_ranks(_flags, lifted=False)
+def _in_turn(functions: Sequence[Callable[[], None]]) -> None:
+    for function in functions:
+        function()
+
+
+def test_small_modules():
+    """Frozen and unused parameters; running statistics, which evaluation uses; a module that can be trained but not
+    evaluated; gradients of inputs; constants, which are not assumed; two models on two meshes."""
+    on_ranks(_in_turn, [_partial, _modes, _hardens, _input_gradient, _flags, _two_meshes])
