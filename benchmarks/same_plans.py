@@ -56,7 +56,8 @@ def record(path: str, names: Sequence[str]) -> None:
         cost = found[case.name]["cost"]
         effort = "" if cost["effort"] is None else f"{cost['effort']:10.0f} units"
         print(f"{case.name:45}{cost['seconds']:8.1f} s{effort}", flush=True)
-    Path(path).write_text(json.dumps(found, indent=1) + "\n")
+        # Each at once, so that the first ones can be compared while the others are planned.
+        Path(path).write_text(json.dumps(found, indent=1) + "\n")
     print(f"{'all ' + str(len(found)):45}{sum(item['cost']['seconds'] for item in found.values()):8.1f} s")
 
 
