@@ -80,31 +80,72 @@ class Seconds:
         }
 
 
+@dataclass(frozen=True)
+class Window:
+    """Traffic of parameters that one pass over a block sends, `times` in a step: gathers of a forward pass (`gather`),
+    gathers of a backward pass (`regather`) and reductions (`reduce`). Computation of the forward or of the `backward`
+    pass hides it."""
+
+    times: int
+    gather: bool = False
+    regather: bool = False
+    reduce: bool = False
+
+    @property
+    def backward(self) -> bool:
+        """Whether it is sent in the backward pass."""
+        return not self.gather
+
+
+def windows(regime: Regime) -> tuple[Window, ...]:
+    """All windows of a step: the first micro-batch gathers, the last reduces, the others do so where the regime has it
+    so."""
+    times = regime.micro_batches
+    gathers, reductions = (1 if once else times for once in (regime.gather_once, regime.reduce_once))
+    regather = not regime.gather_once
+    found = (
+        Window(gathers, gather=True),
+        Window(reductions, regather=regather, reduce=True),
+        Window(times - reductions, regather=regather),
+    )
+    return tuple(window for window in found if window.times and (window.gather or window.regather or window.reduce))
+
+
+def exchanges(regime: Regime) -> int:
+    """How often `Part.exchange` runs in a step."""
+    return 1 if regime.gather_once else regime.micro_batches
+
+
+def uncovered(count: int) -> tuple[float, float]:
+    """Of the traffic of a block with `count` copies, the part that is exposed in any case, and the part of which only
+    what exceeds the computation is."""
+    return 1 / count, (count - 1) / count
+
+
 def exposed(traffic: float, cover: float, count: int, share: float = 0.0) -> float:
     """Seconds of `traffic` that `cover` seconds of computation, both of `count` copies, do not hide, and those by which
     they take longer meanwhile."""
+    first, others = uncovered(count)
     alone = share * traffic + (1 - share) * largest(0.0, traffic - cover)
-    return traffic / count + alone * (count - 1) / count
+    return traffic * first + alone * others
 
 
 def compose(parts: Sequence[Part], regime: Regime, inputs: float, optimizer: float, share: float = 0.0) -> Seconds:
     """The step whose micro-batches consist of `parts`; `inputs` and `optimizer` are seconds of the whole step, `share`
-    is the part of a device that collectives take meanwhile.
-
-    The first micro-batch gathers, the last reduces, the others do so where the regime has it so.
-    """
+    is the part of a device that collectives take meanwhile."""
     times = regime.micro_batches
-    gathers = reductions = traffic = 0.0
+    gathers = traffic = exchanges(regime) * sum(part.exchange for part in parts)
+    reductions = 0.0
     for part in parts:
-        again = 0.0 if regime.gather_once else part.gather_again
-        gather = 0.0 if regime.gather_once else part.gather
-        exchanges = (1 if regime.gather_once else times) * part.exchange
-        gathers += exchanges + exposed(part.gather, part.cover, part.count, share)
-        gathers += (times - 1) * exposed(gather, part.cover, part.count, share)
-        between = 0.0 if regime.reduce_once else part.reduce
-        reductions += exposed(again + part.reduce, part.cover_again, part.count, share)
-        reductions += (times - 1) * exposed(again + between, part.cover_again, part.count, share)
-        traffic += exchanges + part.gather + (times - 1) * gather + times * again + part.reduce + (times - 1) * between
+        for window in windows(regime):
+            sent = window.gather * part.gather + window.regather * part.gather_again + window.reduce * part.reduce
+            cover = part.cover_again if window.backward else part.cover
+            seconds = window.times * exposed(sent, cover, part.count, share)
+            traffic += window.times * sent
+            if window.backward:
+                reductions += seconds
+            else:
+                gathers += seconds
     return Seconds(
         times * sum(part.forward_compute for part in parts),
         times * sum(part.backward_compute for part in parts),

@@ -9,6 +9,7 @@ from functools import lru_cache
 import numpy as np
 
 from passes.cost.live_ranges import is_kept, recompute_of
+from passes.cost.step import exchanges, uncovered, windows
 from passes.cost.tensor_uses import TensorUses, find_tensor_uses
 from passes.ir.choices import Group, Node, Problem
 from passes.ir.layout import Layout
@@ -160,25 +161,18 @@ def _recompute(problem: Problem, node: Node, regime: Regime) -> Floats:
 
 
 def _overlaps(problem: Problem, regime: Regime, groups: Sequence[GroupArrays]) -> list[Overlap]:
-    """What hides what, in the words of `cost.step.compose`."""
-    times = regime.micro_batches
+    """What hides what, by blocks and the windows of `cost.step`."""
     found = []
     for block, count in enumerate(problem.counts):
         traffic = [group for group in groups if group.group.parameter and group.group.block == block]
         if count == 1 or not any(group.gather.any() or group.reduce.any() for group in traffic):
             continue
-        recompute = recompute_of(problem, regime, block)
-        forward, backward = problem.covers[block].forward, problem.covers[block].again(recompute)
-        part = (count - 1) / count
-        again = not regime.gather_once
-        forced = again and recompute == "full"
-        gathers = 1 if regime.gather_once else times
-        found.append(Overlap(block, part * gathers, forward, True, False, False, False))
-        reductions = 1 if regime.reduce_once else times
-        found.append(Overlap(block, part * reductions, backward, False, again and not forced, True, forced))
-        if times > reductions and again:
-            rest = part * (times - reductions)
-            found.append(Overlap(block, rest, backward, False, not forced, False, forced))
+        recompute, covers = recompute_of(problem, regime, block), problem.covers[block]
+        full, others = recompute == "full", uncovered(count)[1]
+        for window in windows(regime):
+            cover = covers.again(recompute) if window.backward else covers.forward
+            again, forced = window.regather and not full, window.regather and full
+            found.append(Overlap(block, others * window.times, cover, window.gather, again, window.reduce, forced))
     return found
 
 
@@ -218,13 +212,13 @@ def _group(problem: Problem, uses: Uses, regime: Regime) -> GroupArrays:
     none = np.zeros_like(forward)
     times = regime.micro_batches
     if group.parameter:
-        # Of all copies' traffic that of one is never hidden; see `cost.step`.
-        gathers, reductions = (1 if once else times for once in (regime.gather_once, regime.reduce_once))
-        part = 1 / problem.counts[group.block]
-        again = none if regime.gather_once or full else times * part * forward
-        seconds = gathers * uses.seconds.exchange + part * (gathers * forward + reductions * backward)
-        if full and not regime.gather_once:
-            seconds = seconds + times * part * forward
+        first = uncovered(problem.counts[group.block])[0]
+        every = windows(regime)
+        regathers = first * sum(window.times for window in every if window.regather)
+        gathers = first * sum(window.times for window in every if window.gather) + regathers * full
+        reductions = first * sum(window.times for window in every if window.reduce)
+        seconds = exchanges(regime) * uses.seconds.exchange + gathers * forward + reductions * backward
+        again = none if full else regathers * forward
         gather, reduce = forward, backward
     else:
         again = times * forward
