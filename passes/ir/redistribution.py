@@ -17,10 +17,11 @@ The backward of a -> b is the forward of gradient(b) -> gradient(a), so the forw
 """
 
 from dataclasses import dataclass
-from math import prod
+from functools import lru_cache
 
 from passes.ir.layout import Layout, Letter, R, Shape, local_major, local_shape
 from passes.ir.mesh import Mesh
+from passes.ir.redistributions import KINDS, Pairs, all_steps
 
 COLLECTIVES = {
     ("R", "I"): "convert",
@@ -37,18 +38,6 @@ COLLECTIVES = {
     ("P", "I"): "all_reduce",
     ("P", "S"): "reduce_scatter",
 }
-
-# Steps that shrink a tensor come first and steps that grow it come last: fewer bytes travel.
-_ORDER = {
-    ("R", "S"): 0,
-    ("I", "S"): 0,
-    ("P", "S"): 1,
-    ("S", "S"): 2,
-    ("S", "P"): 4,
-    ("S", "R"): 4,
-    ("S", "I"): 4,
-}
-_SAME_SIZE = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,62 +79,34 @@ def redistribution(
 ) -> tuple[Step, ...]:
     """The steps that bring a tensor of global `shape` from layout `source` to layout `target`.
 
-    `strided` says that it does not lie in memory in the order of its dims, so that parts are always copied.
-
-    Axes change one at a time, shrinking steps first. Among gathers the outermost axis goes first, while the tensor is
-    small, because it has the slowest link; among reduce-scatters it goes last. A digit that collides with one that is
-    still held waits; where all wait for each other, what blocks the first goes through R.
+    `strided` says that it does not lie in memory in the order of its dims, so that parts are always copied. The order
+    of the steps is that of `all_steps`.
     """
-    current = source
-    steps: list[Step] = []
-    while pending := [axis for axis in mesh.dimensions if current[axis] != target[axis]]:
-        blocks = {
-            axis: [other for other in pending if _conflict(current[other], target[axis], other, axis, mesh)]
-            for axis in pending
-        }
-        ready = [axis for axis in pending if not blocks[axis]]
-        if ready:
-            axis = min(ready, key=lambda axis: priority(current[axis], target[axis], axis))
-            letter = target[axis]
-        else:
-            axis, letter = blocks[pending[0]][0], R
+    return _redistribution(source, target, shape, mesh, strided)
+
+
+# Layers of a model, and their parameters, ask for the same steps again and again.
+@lru_cache(maxsize=1 << 14)
+def _redistribution(source: Layout, target: Layout, shape: Shape, mesh: Mesh, strided: bool) -> tuple[Step, ...]:
+    current, found = source, []
+    for steps in all_steps([Pairs((source,), (target,), shape, strided)], mesh):
+        axis = int(steps.axis[0])
+        # Where digits wait for each other, one goes through R.
+        letter = target[axis] if target[axis].kind == KINDS[steps.target[0]] else R
         changed = (*current[:axis], letter, *current[axis + 1 :])
-        steps.append(
+        found.append(
             Step(
                 axis,
                 _local(current[axis], changed, mesh),
                 _local(letter, current, mesh),
                 local_shape(shape, current, mesh),
                 local_shape(shape, changed, mesh),
-                strided or is_scattered(target[axis], target, shape, mesh),
-                strided or is_scattered(source[axis], source, shape, mesh),
+                bool(steps.cut[0]),
+                bool(steps.join[0]),
             )
         )
         current = changed
-    return tuple(steps)
-
-
-def is_scattered(letter: Letter, layout: Layout, shape: Shape, mesh: Mesh) -> bool:
-    """Whether the parts of a split in `layout` do not each lie in one piece in what a rank has of the tensor."""
-    if letter.kind != "S":
-        return False
-    before = local_shape(shape, layout, mesh)[: letter.dim]
-    return prod(before) * local_major(letter, layout, mesh) != 1
-
-
-def _conflict(held: Letter, wanted: Letter, holder: int, wanting: int, mesh: Mesh) -> bool:
-    """Whether the digit that axis `wanting` is to get cannot lie together with the one that `holder` still has."""
-    if held.kind != "S" or wanted.kind != "S" or held.dim != wanted.dim:
-        return False
-    after = wanted.major % (held.major * mesh.sizes[holder]) == 0
-    before = held.major % (wanted.major * mesh.sizes[wanting]) == 0
-    return not (after or before)
-
-
-def priority(source: Letter, target: Letter, axis: int) -> tuple[int, int]:
-    """Of the changes that need not wait the one where this is least comes first."""
-    order = _ORDER.get((source.kind, target.kind), _SAME_SIZE)
-    return order, -axis if target.kind == "S" else axis
+    return tuple(found)
 
 
 def _local(letter: Letter, others: Layout, mesh: Mesh) -> Letter:

@@ -23,7 +23,7 @@ from passes.ir.choices import Group
 from passes.ir.layout import Layout, Letter
 from passes.ir.mesh import Mesh
 from passes.ir.redistribution import COLLECTIVES
-from passes.solving.steps import KINDS, Flags, Integers, Pairs, Steps, all_steps
+from passes.ir.redistributions import KINDS, Flags, Integers, Pairs, Steps, all_steps
 
 __all__ = ["Flags", "Floats", "Integers", "Prices"]
 

@@ -8,7 +8,7 @@ import torch
 
 from passes.ir.layout import I, Layout, Letter, P, R, S, fits, gradient, local_shape
 from passes.ir.mesh import Mesh
-from passes.ir.redistribution import Step, is_scattered, redistribution
+from passes.ir.redistribution import Step, redistribution
 from tests.passes.helpers import (
     assert_lies,
     axes_with,
@@ -176,13 +176,15 @@ def _lies_in_pieces(layout: Layout, shape: tuple[int, ...], mesh: Mesh, axis: in
 
 @pytest.mark.parametrize("sizes", [(2, 2), (2, 3)])
 def test_scattered_parts(sizes: tuple[int, int]) -> None:
-    """`is_scattered` is true just where a part does not lie in one piece in memory, found by listing places."""
+    """A part is copied before it is sent just where it does not lie in one piece in memory, found by listing places."""
     mesh = Mesh(("a", "b"), sizes)
     letters = [R, S(0), S(1), S(0, 2), S(0, 3), S(1, 2)]
     for layout in layouts_on((12, 12), letters, mesh):
         for axis in axes_with(layout, "S"):
             expected = _lies_in_pieces(layout, (12, 12), mesh, axis)
-            assert is_scattered(layout[axis], layout, (12, 12), mesh) == expected, layout
+            whole = (*layout[:axis], R, *layout[axis + 1 :])
+            (step,) = redistribution(whole, layout, (12, 12), mesh)
+            assert step.cut == expected, layout
 
 
 def test_strided_tensors_are_always_copied() -> None:

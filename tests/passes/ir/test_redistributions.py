@@ -1,4 +1,4 @@
-"""The steps of all pairs of layouts at once, against `redistribution` on each pair."""
+"""The steps of all pairs of layouts at once, and of one pair, against steps written plainly."""
 
 from math import prod
 
@@ -7,8 +7,9 @@ import pytest
 from passes.ir.layout import I, P, R, S, Shape
 from passes.ir.mesh import Mesh
 from passes.ir.redistribution import redistribution
-from passes.solving.steps import KINDS, Pairs, all_steps
+from passes.ir.redistributions import KINDS, Pairs, all_steps
 from tests.passes.helpers import layouts_on, mesh_of, some_layouts
+from tests.passes.ir.plain_redistribution import plain_redistribution
 
 # (axis, kind before, kind after, elements before, elements after, cut, join)
 Row = tuple[int, str, str, int, int, bool, bool]
@@ -49,7 +50,8 @@ def test_every_pair_takes_the_steps_of_its_redistribution(
         found = _rows([Pairs(sources, targets, shape, strided)], mesh)
         for pair, steps in enumerate(found):
             row, column = divmod(pair, len(targets))
-            expected = redistribution(sources[row], targets[column], shape, mesh, strided=strided)
+            expected = plain_redistribution(sources[row], targets[column], shape, mesh, strided=strided)
+            assert redistribution(sources[row], targets[column], shape, mesh, strided=strided) == expected
             assert steps == [
                 (s.axis, s.source.kind, s.target.kind, prod(s.before), prod(s.after), s.cut, s.join) for s in expected
             ], (sources[row], targets[column], shape)

@@ -1,8 +1,10 @@
-"""The steps of redistributions, for all pairs of layouts of many tensors at once.
+"""The order of the steps of redistributions, for all pairs of layouts of many tensors at once.
 
-This is `redistribution` of `ir/redistribution` on arrays, with one entry per pair: what it says of order, of digits in
-each other's way and of what goes through R holds here too, and both give the same steps. Where a pair is known by what
-it still has to change, axes are bits of a number.
+Axes change one at a time, shrinking steps first. Among gathers the outermost axis goes first, while the tensor is
+small, because it has the slowest link; among reduce-scatters it goes last. A digit that collides with one that is still
+held waits; where all wait for each other, what blocks the first goes through R.
+
+Arrays have one entry per pair. Where a pair is known by what it still has to change, axes are bits of a number.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,13 +13,23 @@ from dataclasses import dataclass, fields
 import numpy as np
 from numpy.typing import NDArray
 
-from passes.ir.layout import Layout, Letter, R, Shape
+from passes.ir.layout import Layout, R, Shape
 from passes.ir.mesh import Mesh
-from passes.ir.redistribution import priority
 
 Integers = NDArray[np.int64]
 Flags = NDArray[np.bool_]
 
+# Steps that shrink a tensor come first and steps that grow it come last: fewer bytes travel.
+_ORDER = {
+    ("R", "S"): 0,
+    ("I", "S"): 0,
+    ("P", "S"): 1,
+    ("S", "S"): 2,
+    ("S", "P"): 4,
+    ("S", "R"): 4,
+    ("S", "I"): 4,
+}
+_SAME_SIZE = 3
 # The kinds of letters, by their numbers in `Steps`.
 KINDS = "RISP"
 _SPLIT = KINDS.index("S")
@@ -30,7 +42,8 @@ _BLOCK = 1 << 13
 
 @dataclass(frozen=True)
 class Pairs:
-    """Every source with every target of one tensor; `shape` and `strided` are those of `redistribution`."""
+    """Every source with every target of one tensor of global `shape`. `strided` says that it does not lie in memory in
+    the order of its dims."""
 
     sources: Sequence[Layout]
     targets: Sequence[Layout]
@@ -44,7 +57,7 @@ class Steps:
 
     `pair` is the number of a pair: those of one tensor come after those of the other, and row by row where sources are
     rows. `axis` is what changes, between kinds `source` and `target` (places in `KINDS`). `before` and `after` are the
-    elements that a rank holds; `cut` and `join` are those of `redistribution.Step`.
+    elements that a rank holds; `cut` and `join` are those of `ir.redistribution.Step`.
     """
 
     pair: Integers
@@ -191,11 +204,17 @@ def _ranks(letters: _Letters, mesh: Mesh) -> NDArray[np.int16]:
     for axis in mesh.dimensions:
         for source, kind in enumerate(KINDS):
             for target, other in enumerate(KINDS):
-                order, then = priority(Letter(kind), Letter(other), axis)
+                order, then = _priority(kind, other, axis)
                 found[axis, source, target] = (order * 2 * axes + then + axes) * axes + axis
     ranks = found[:, letters.kind[:, None], letters.kind]
     ranks[:, np.arange(len(letters.kind)), np.arange(len(letters.kind))] = _NEVER
     return ranks
+
+
+def _priority(source: str, target: str, axis: int) -> tuple[int, int]:
+    """Of the changes between kinds of letters that need not wait the one where this is least comes first."""
+    order = _ORDER.get((source, target), _SAME_SIZE)
+    return order, -axis if target == "S" else axis
 
 
 def _conflicts(letters: _Letters, mesh: Mesh) -> Flags:
@@ -233,8 +252,8 @@ def _local_sizes(dims: Integers, shapes: Integers, mesh: Mesh) -> Integers:
 
 
 def _scattered(numbers: Integers, letters: _Letters, shapes: Integers, mesh: Mesh) -> Flags:
-    """`is_scattered` on every axis of layouts whose letters have these numbers [axis, layout], of tensors of these
-    `shapes` [dim, layout]."""
+    """Whether the parts of a split do not each lie in one piece in what a rank has: on every axis of layouts whose
+    letters have these numbers [axis, layout], of tensors of these `shapes` [dim, layout]."""
     kind, dim, major = letters.kind[numbers], letters.dim[numbers], letters.major[numbers]
     sizes = np.array(mesh.sizes)[:, None]
     local = _local_sizes(dim, shapes, mesh)
