@@ -21,7 +21,7 @@ from passes.cost.liveness.graph import (
 )
 from passes.cost.liveness.ledger import COMMUNICATION, TRANSIENT, Ledger, Storage
 from passes.cost.liveness.profile import Event, ForwardProfile, Happening, Prober, Task
-from passes.ir.lowered import Body, Change, Compute, Loop
+from passes.ir.lowered import Body, Change, Compute, Loop, Lowered
 from passes.ir.program import TensorType
 from passes.ir.variables import FunctionVariables, LoopVariables, Variables
 
@@ -67,13 +67,12 @@ class Forward:
 
     def __init__(
         self,
+        lowered: Lowered,
         ledger: Ledger,
         prober: Prober,
         variables: Variables,
         held: Mapping[str, Value],
         engine: Engine,
-        updated: frozenset[str],
-        regathers: bool,
         training: bool,
         stays: dict[str, Storage],
     ) -> None:
@@ -82,8 +81,8 @@ class Forward:
         self.variables = variables
         self.held = held
         self.engine = engine
-        self.updated = updated
-        self.noted = Noted() if regathers else None
+        self.updated = frozenset(name for name, _ in lowered.updates)
+        self.noted = Noted() if training and _regathers(lowered) else None
         self.training = training
         self.stays = stays
         self.running: _FirstRun | _SecondRun | None = None
@@ -345,3 +344,14 @@ class _SecondRun:
             if not self.left:
                 raise _EnoughError
         return list(found)
+
+
+def _regathers(lowered: Lowered) -> bool:
+    """Whether anything is made again in the backward pass."""
+    bodies = [lowered.body, *(item.body for item in lowered.body.statements if isinstance(item, Loop))]
+    return any(
+        (isinstance(item, Change) and item.again and len(item.steps) > item.engine)
+        or (isinstance(item, Compute) and item.recomputed)
+        for body in bodies
+        for item in body.statements
+    )

@@ -9,7 +9,7 @@ from passes.cost.liveness.forward import Forward, Frame
 from passes.cost.liveness.graph import Value
 from passes.cost.liveness.ledger import BUFFERS, GATHERED, INPUTS, OUTPUTS, PARAMETERS, Ledger, Storage
 from passes.cost.liveness.profile import Prober
-from passes.ir.lowered import Change, Compute, Loop, Lowered
+from passes.ir.lowered import Lowered
 from passes.ir.program import references
 from passes.ir.variables import Variables
 
@@ -85,23 +85,13 @@ class Step:
 
     def _micro_batch(self, inputs: dict[str, Value]) -> dict[str, Value]:
         """One of them; returns the outputs by name."""
-        regathers = self.training and _regathers(self.lowered)
-        updated = frozenset(name for name, _ in self.lowered.updates)
         forward = Forward(
-            self.ledger,
-            self.prober,
-            self.variables,
-            self.held,
-            self.engine,
-            updated,
-            regathers,
-            self.training,
-            self.stays,
+            self.lowered, self.ledger, self.prober, self.variables, self.held, self.engine, self.training, self.stays
         )
         frame = Frame(self.variables.whole, self.held, self.engine.parameters)
         for name in inputs:
             frame.assign(name, inputs[name])
-        forward.body(self.lowered.body, frame, updated)
+        forward.body(self.lowered.body, frame, forward.updated)
         outputs = {
             output.name: frame.read(name) for output in self.lowered.outputs for name in references(output.value)
         }
@@ -142,14 +132,3 @@ def _roots(outputs: Mapping[str, Value]) -> list[Value]:
         return [flowing["loss"]]
     scalars = [value for value in flowing.values() if not value.form.shape]
     return scalars if len(scalars) == 1 else list(flowing.values())
-
-
-def _regathers(lowered: Lowered) -> bool:
-    """Whether anything is made again in the backward pass."""
-    bodies = [lowered.body, *(item.body for item in lowered.body.statements if isinstance(item, Loop))]
-    return any(
-        (isinstance(item, Change) and item.again and len(item.steps) > item.engine)
-        or (isinstance(item, Compute) and item.recomputed)
-        for body in bodies
-        for item in body.statements
-    )
