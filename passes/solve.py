@@ -1,8 +1,9 @@
 """solve: the planning problem in, the best strategy for every node out.
 
 The best choice without limits (`solving/optimum`) is the answer where it fits the memory and all traffic of parameters
-is hidden. Otherwise bytes and traffic get prices (`solving/dual`) until a choice fits, and all that can then still be
-best is looked at (`solving/by_frontiers`): step by step above the bound, and in branches where it is too much.
+is hidden. Otherwise a Lagrangian relaxation (`solving/lagrangian`) gives a lower bound and choices that fit, and the
+gap is closed exactly: by Pareto frontiers over increasing intervals above the bound (`solving/pareto`), by branch and
+bound where that is too much, and by integer programs (`solving/integer_program`) on small branches.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,43 +17,43 @@ from passes.cost.memory import memory_model
 from passes.ir.choices import Problem, Solution
 from passes.ir.mesh import Mesh
 from passes.ir.regime import PLAIN, Regime
+from passes.solving.active_constraints import ActiveConstraints, first_constraints, remaining_choices, with_violated
 from passes.solving.arrays import Uses, arrays, find_uses
-from passes.solving.by_frontiers import best_by_frontiers
-from passes.solving.by_program import best_by_program
-from passes.solving.dual import Dual, Found
+from passes.solving.branch_and_bound import NOTHING, Branch, split
 from passes.solving.effort import Effort, OutOfEffortError
-from passes.solving.frontiers import TooManyError
+from passes.solving.feasibility import refuse_if_hopeless, refuse_if_impossible, smallest
 from passes.solving.instance import Instance
-from passes.solving.least import refuse_if_hopeless, refuse_if_impossible, smallest
+from passes.solving.integer_program.limited import best_by_program
+from passes.solving.lagrangian.cutting_planes import Cut, CuttingPlanes
+from passes.solving.lagrangian.relaxation import Multipliers
 from passes.solving.limits import InfeasibleProgramError, Limits, infeasible, out_of_effort
-from passes.solving.memory import Weights
+from passes.solving.pareto.frontiers import TooManyError
+from passes.solving.pareto.limited import best_by_frontiers
 from passes.solving.prices import Prices
-from passes.solving.rows import Rows, broken_rows, first_rows, rest_of
-from passes.solving.tree import NOTHING, Branch, split
 
-# Units of effort for closing a gap (`solving/effort`: 30 s or so); the gap of the plan says what is not proven then.
+# Units of effort for closing a gap (`solving/effort`: about 30 s); what is not proven then is the gap of the plan.
 ALLOWANCE = 10_000.0
 # A choice is proven when it costs at most this much more than the bound, relative to it.
 PROVEN = 1e-6
-# So often prices are tried before branching, and before it is asked whether any choice fits.
+# Maximum number of dual iterations before branching, and of those before feasibility is checked.
 ROUNDS = 30
 TRIES = 6
-# Prices rise until the bytes of the limit are so many times as dear as the step.
+# Multipliers rise until the bytes of the limit cost so many times as much as the step.
 DEAREST = 1e4
-# What is at most so much above the bound, relative to it, is looked at first, then this many times as much, and from so
-# much on anything. So little is not worth further prices.
+# The exact search covers this interval above the bound (relative to it) first, then so many times as much, and from
+# FURTHEST on everything. A gap below FIRST is not worth further dual iterations.
 FIRST = 5e-3
 FURTHER = 2
 FURTHEST = 1.0
-# All is looked at at once where no more than this part of the bound is open, as long as that is not too much.
+# The exact search covers everything at once where the gap is at most this part of the bound.
 NEAR = 0.05
-# What can be looked at is found to such a part of itself.
+# Relative tolerance of the largest interval that the exact search can cover.
 CLOSE = 0.2
-# Bounds of branches are raised until less than this part of their gap is to be gained.
+# MessagePassing of branches are raised until less than this part of their gap is to be gained.
 ENOUGH = 0.05
-# So many of the last prices tell what frontiers may leave out.
+# Number of the last multipliers that prune frontiers.
 OFFERS = 20
-# A branch with so few strategies is not cut further.
+# A branch with fewer strategies is not split further.
 SMALL = 300
 
 
@@ -70,9 +71,11 @@ def solve(problem: Problem, cluster: Cluster, mesh: Mesh, limits: Limits, regime
 
 
 class Solver:
-    """The search for the best choice in one regime, in two steps: the first gives a bound and, mostly, a choice that
-    is not far from it, the second closes the gap. `best` is the best choice so far, `bound` what none can be below;
-    what takes `cutoff` seconds or more is of no interest.
+    """A resumable search for the best choice in one regime.
+
+    `begin` and `climb` raise the bound by dual iterations and mostly find a choice near it; `close` closes the gap.
+    `best` is the incumbent, `bound` a lower bound on every choice; choices of `cutoff` seconds or more are of no
+    interest.
     """
 
     def __init__(
@@ -85,7 +88,7 @@ class Solver:
         prices: Prices | None = None,
         uses: Sequence[Uses] | None = None,
     ) -> None:
-        """`prices` are those of the mesh, and `uses` those of the problem, where they have been found already."""
+        """Build the arrays of a problem; `prices` of the mesh and `uses` of the problem are reused if given."""
         self.cluster = cluster
         self.uses = uses or find_uses(problem, prices or Prices(cluster, mesh))
         found = arrays(problem, self.uses, regime)
@@ -95,11 +98,11 @@ class Solver:
         self.cutoff = np.inf
         self.best: Solution | None = None
         self.bound = -np.inf
-        self.dual = Dual(len(found.overlaps), 0.0)
+        self.cutting_planes = CuttingPlanes(len(found.overlaps), 0.0)
         self.root: Branch | None = None
-        self.climbing: Iterator[Found] | None = None
-        self.rows: Rows | None = None
-        self.tried: list[Weights] = []
+        self.climbing: Iterator[Cut] | None = None
+        self.active: ActiveConstraints | None = None
+        self.tried: list[Multipliers] = []
 
     def other(self, limits: Limits, regime: Regime) -> "Solver":
         """A solver for the same problem within other limits, in another regime."""
@@ -108,60 +111,59 @@ class Solver:
 
     @property
     def has_begun(self) -> bool:
-        """Whether there is a bound to raise."""
+        """Whether `begin` was called."""
         return self.root is not None
 
     @property
     def effort(self) -> Effort:
-        """The effort that was spent so far."""
+        """The effort spent so far."""
         return self.instance.arrays.effort
 
     @property
     def regime(self) -> Regime:
-        """What is chosen for."""
+        """The regime of the problem."""
         return self.instance.regime
 
     @property
     def mixed(self) -> list[tuple[int, ...]]:
-        """The strategies of the choices that the bound mixes."""
+        """The strategies of the choices that the bound is a mixture of."""
         return [] if self.root is None else [found.picks for found, part in self.root.mixture if part > NOTHING]
 
     @property
     def known(self) -> float:
-        """Seconds of the best choice so far, or the cutoff."""
+        """Seconds of the incumbent, or the cutoff."""
         return min(self.cutoff, np.inf if self.best is None else self.best.seconds)
 
     @property
     def is_open(self) -> bool:
-        """Whether there may be a better choice than the best one, and than the cutoff."""
+        """Whether there may be a choice better than the incumbent and the cutoff."""
         return self._may_be_better(self.bound)
 
     def begin(self, cutoff: float = np.inf) -> None:
-        """Find the best choice where bytes cost nothing, and the bound that it gives.
+        """Solve the problem without limits, which gives the first bound.
 
-        Raises InfeasibleError where it is plain that none fits.
+        Raises InfeasibleError where the least bytes of each node by itself do not fit.
         """
         self.cutoff = cutoff
         refuse_if_hopeless(self.instance)
-        start = self.dual.start()
+        start = self.cutting_planes.start()
         self.root = Branch(self.instance.all_alive, [], -np.inf, start, [])
         first = self._at(self.root, start)
-        self.dual.unit = first.seconds / self.limits.memory
+        self.cutting_planes.unit = first.seconds / self.limits.memory
         self.bound = max(self.bound, self.root.bound)
 
     def climb(self, cutoff: float = np.inf) -> bool:
-        """Raise the bound by other prices on bytes and on traffic, and look at the choice that is best at these.
-        Whether more prices are worth a try.
+        """Raise the bound by one dual iteration. Returns whether further iterations are worthwhile.
 
-        Raises InfeasibleError where it turns out that none fits.
+        Raises InfeasibleError where no choice fits.
         """
         assert self.root is not None
         if cutoff > self.cutoff:
-            # More is of interest than was.
+            # Choices that were pruned are of interest again.
             self.root.alive, self.climbing = self.instance.all_alive, None
         self.cutoff = cutoff
         if self.bound * (1 + FIRST) >= self.known:
-            # So little is left to an integer program.
+            # The exact search closes a gap this small.
             return False
         if self.climbing is None:
             self.climbing = self._climb(self.root, 1e-8 * abs(self.root.bound))
@@ -170,10 +172,10 @@ class Solver:
         return goes_on
 
     def close(self, cutoff: float = np.inf, allowance: float = ALLOWANCE) -> None:
-        """Close the gap with about `allowance` units of effort: by an integer program over what is little above the
-        bound, then by branch and bound.
+        """Close the gap with about `allowance` units of effort: exactly, in increasing intervals above the bound, then
+        by branch and bound.
 
-        Raises InfeasibleError where none fits, or none was found with that effort.
+        Raises InfeasibleError where no choice fits, or none was found with that effort.
         """
         assert self.root is not None
         self.cutoff = min(self.cutoff, cutoff)
@@ -185,10 +187,10 @@ class Solver:
                 return
             raise out_of_effort(self.limits) from None
         if self.known == np.inf:
-            raise infeasible(self.limits, smallest(self.instance, self.root.weights))
+            raise infeasible(self.limits, smallest(self.instance, self.root.multipliers))
 
     def solution(self) -> Solution:
-        """The best choice with the bound that was found."""
+        """The incumbent with the bound that was found."""
         assert self.best is not None
         return replace(self.best, bound=min(self.best.seconds, self.bound), by_clock=self.effort.by_clock)
 
@@ -196,20 +198,20 @@ class Solver:
         return bound < self.known * (1 - PROVEN)
 
     def _consider(self, solution: Solution) -> None:
-        """Take a choice for the best one if it is, and fits."""
+        """Make a choice the incumbent if it is better and fits."""
         is_better = self.best is None or solution.seconds < self.best.seconds
         if is_better and self.instance.peak(solution) <= self.limits.memory:
             self.best = solution
 
-    # --- prices ---
+    # --- dual iterations ---
 
-    def _at(self, branch: Branch, weights: Weights) -> Found:
-        """The best choice of a branch at these prices."""
-        found, solution, alive = self.instance.at(weights, branch.alive, self.known)
+    def _at(self, branch: Branch, multipliers: Multipliers) -> Cut:
+        """Solve the relaxation of a branch at these multipliers."""
+        found, solution, alive = self.instance.at(multipliers, branch.alive, self.known)
         self._consider(solution)
-        self.tried.append(weights)
+        self.tried.append(multipliers)
         if not branch.found or found.bound >= branch.bound:
-            branch.weights = weights
+            branch.multipliers = multipliers
         branch.bound = max(branch.bound, found.bound)
         branch.alive = alive
         branch.found = [item for item in branch.found if branch.holds(item)] + [found]
@@ -217,27 +219,30 @@ class Solver:
         points += [point for point in self.instance.breaking(solution) if point not in points]
         return found
 
-    def _climb(self, branch: Branch, enough: float) -> Iterator[Found]:
-        """Raise the bound of a branch by better prices as long as there is more to gain than `enough` seconds; gives
-        the best choice at each."""
+    def _climb(self, branch: Branch, enough: float) -> Iterator[Cut]:
+        """Dual iterations of a branch, as long as there is more to gain than `enough` seconds; yields their cuts."""
         for number in range(ROUNDS):
             for item in branch.found:
                 self.instance.complete(item)
-            weights, most, parts = self.dual.next(branch.found)
+            multipliers, most, parts = self.cutting_planes.next(branch.found)
             branch.mixture = list(zip(branch.found, parts, strict=True))
             if not self._may_be_better(branch.bound):
                 return
             if self.known == np.inf and number == TRIES:
                 solution = self.instance.solution(branch.found[-1].picks, branch.found[-1].again)
                 refuse_if_impossible(self.instance, self.instance.worst(solution))
-            at_the_end = self.dual.at_the_end(weights) and self.best is None and self.dual.highest < DEAREST
+            at_the_end = (
+                self.cutting_planes.at_the_end(multipliers)
+                and self.best is None
+                and self.cutting_planes.highest < DEAREST
+            )
             if at_the_end:
-                self.dual.highest *= 4
+                self.cutting_planes.highest *= 4
             elif most <= branch.bound + enough:
                 return
             known = {(item.picks, item.again) for item in branch.found}
             points = len(self.instance.points)
-            item = self._at(branch, weights)
+            item = self._at(branch, multipliers)
             yield item
             is_new = (item.picks, item.again) not in known or len(self.instance.points) > points
             if not is_new and not at_the_end:
@@ -246,7 +251,7 @@ class Solver:
     # --- branches ---
 
     def _close(self, root: Branch, allowed: float) -> None:
-        # Of the bound: nothing is left to find so much above it, and there is too much to look at.
+        # Relative to the bound: the interval that has been covered, and the least one that is too much.
         done, most = 0.0, np.inf
         unit = abs(root.bound) or 1.0
         while self.is_open and (most == np.inf or most - done > max(FIRST, CLOSE * most)):
@@ -273,11 +278,11 @@ class Solver:
             self.bound = max(self.bound, min(least, self.known))
 
     def _grow(self, branch: Branch, allowed: float) -> list[Branch]:
-        """The parts of a branch in which something better may be; none after it was looked through wholly."""
+        """The parts of a branch that may have a better choice; none if it was searched exactly."""
         if not self._may_be_better(branch.bound):
             return []
         try:
-            branch.alive = self.instance.restricted(branch.weights, branch.alive, self.known)
+            branch.alive = self.instance.restricted(branch.multipliers, branch.alive, self.known)
         except InfeasibleProgramError:
             return []
         parts = split(self.instance, branch)
@@ -290,11 +295,11 @@ class Solver:
         for alive in parts:
             if self.effort.spent >= allowed:
                 raise OutOfEffortError
-            part = Branch(alive, [], branch.bound, branch.weights, [])
+            part = Branch(alive, [], branch.bound, branch.multipliers, [])
             if all(len(labels) for labels in alive.values()):
                 part.found = [item for item in branch.found if part.holds(item)]
                 if not part.found:
-                    self._at(part, branch.weights)
+                    self._at(part, branch.multipliers)
                 for _ in self._climb(part, ENOUGH * (self.known - part.bound)):
                     pass
                 if self._may_be_better(part.bound):
@@ -302,32 +307,32 @@ class Solver:
         return found
 
     def _exactly(self, branch: Branch, aim: float, allowed: float, at_any_rate: bool) -> None:
-        """Consider the best choice of a branch, if it takes less than `aim`: by frontiers, and where these get too
-        large, `at_any_rate` by an integer program.
+        """Consider the best choice of a branch, if it takes less than `aim` seconds: by Pareto frontiers, and where
+        these get too large, `at_any_rate` by an integer program.
 
-        Rows for moments and overlaps that do not bind, and for nodes that only need room while they run, are left out
-        at first; those that break come in, and it is solved again. Raises TooManyError.
+        Only active constraints are imposed; those that the result violates come in, and it is solved again. Raises
+        TooManyError.
         """
-        rows = first_rows(self.instance, branch.weights, self.rows)
+        active = first_constraints(self.instance, branch.multipliers, self.active)
         while True:
             left = allowed - self.effort.spent
             if left <= 0:
                 raise OutOfEffortError
             try:
-                rest = rest_of(self.instance, rows, branch.weights, branch.alive, aim)
+                choices = remaining_choices(self.instance, active, branch.multipliers, branch.alive, aim)
                 try:
-                    solution, bound = best_by_frontiers(self.instance, rows, rest, self.tried[-OFFERS:], aim)
+                    solution, bound = best_by_frontiers(self.instance, active, choices, self.tried[-OFFERS:], aim)
                 except TooManyError:
                     if not at_any_rate:
                         raise
-                    solution, bound = best_by_program(self.instance, rows, rest, aim, PROVEN, left)
+                    solution, bound = best_by_program(self.instance, active, choices, aim, PROVEN, left)
             except InfeasibleProgramError:
                 return
             self._consider(solution)
-            more = self.rows = broken_rows(self.instance, rows, solution, branch.weights)
-            if more == rows:
-                # Programs are solved up to PROVEN, and rounding and ties take a little of a bound.
+            more = self.active = with_violated(self.instance, active, solution, branch.multipliers)
+            if more == active:
+                # Programs are solved up to PROVEN, and rounding and tie_break_total take a little of a bound.
                 if bound < min(aim, self.known) * (1 - 3 * PROVEN):
                     raise OutOfEffortError
                 return
-            rows = more
+            active = more

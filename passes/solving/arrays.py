@@ -94,12 +94,12 @@ class Overlap:
 class Arrays:
     """The whole problem under one regime.
 
-    `costs[n][y]` is what strategy y of node n costs itself; `oddness[n][y]` counts what is unusual about it, to choose
-    among equals; `effort` counts what is spent on solving it.
+    `costs[n][y]` is what strategy y of node n costs itself; `tie_break[n][y]` counts its
+    unusual methods, to choose among equals; `effort` counts the work of solving it.
     """
 
     costs: Sequence[Floats]
-    oddness: Sequence[Integers]
+    tie_break: Sequence[Integers]
     groups: Sequence[GroupArrays]
     overlaps: Sequence[Overlap] = ()
     effort: Effort = field(default_factory=Effort)
@@ -142,8 +142,8 @@ def arrays(problem: Problem, uses: Sequence[Uses], regime: Regime) -> Arrays:
     """The arrays of `problem`, in seconds and bytes of a step in `regime`."""
     groups = [_group(problem, each, regime) for each in uses]
     costs = [_seconds(problem, node, regime) for node in problem.nodes]
-    oddness = [np.array([_oddness(strategy.methods) for strategy in node.strategies]) for node in problem.nodes]
-    return Arrays(costs, oddness, groups, _overlaps(problem, regime, groups))
+    tie_break = [np.array([_tie_break(strategy.methods) for strategy in node.strategies]) for node in problem.nodes]
+    return Arrays(costs, tie_break, groups, _overlaps(problem, regime, groups))
 
 
 def _seconds(problem: Problem, node: Node, regime: Regime) -> Floats:
@@ -177,7 +177,7 @@ def _overlaps(problem: Problem, regime: Regime, groups: Sequence[GroupArrays]) -
 
 
 @lru_cache(maxsize=1 << 14)
-def _oddness(methods: tuple[str, ...]) -> int:
+def _tie_break(methods: tuple[str, ...]) -> int:
     """Pending sums that pass through, and splits that do not begin at the front."""
     return sum(method.startswith("P(") or "@" in method for method in methods)
 

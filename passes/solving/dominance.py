@@ -29,7 +29,7 @@ def undominated(arrays: Arrays, sizes: MemoryModel, alive: Mapping[int, Integers
             own = [arrays.costs[node], *sizes.nodes[node].sizes]
             figures = [column[:, None] for column in own]
             figures += [item for uses in made.get(node, []) for item in _figures(*uses, arrays.overlaps, alive)]
-            left[node] = labels[_least(np.concatenate(figures, axis=1)[labels], arrays.oddness[node][labels])]
+            left[node] = labels[_least(np.concatenate(figures, axis=1)[labels], arrays.tie_break[node][labels])]
     return left
 
 
@@ -49,13 +49,14 @@ def _figures(
     return [matrix[np.ix_(group.made, wanted)] for matrix in matrices]
 
 
-def _least(figures: Floats, oddness: Integers) -> Integers:
-    """Rows than which no other is as good in every column; of equal rows the one that is least odd, and first."""
+def _least(figures: Floats, tie_break: Integers) -> Integers:
+    """ActiveConstraints than which no other is as good in every column; of equal rows the one that is least odd, and
+    first."""
     scale = np.abs(figures).max(axis=0, initial=0.0)
     figures = figures / np.where(scale > 0, scale, 1.0)
     kept: list[int] = []
     better = np.empty_like(figures)
-    for row in np.lexsort((np.arange(len(figures)), oddness, figures.sum(axis=1).round(9))).tolist():
+    for row in np.lexsort((np.arange(len(figures)), tie_break, figures.sum(axis=1).round(9))).tolist():
         if not (better[: len(kept)] <= figures[row] + ROUNDING).all(axis=1).any():
             better[len(kept)] = figures[row]
             kept.append(row)

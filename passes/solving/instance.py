@@ -1,4 +1,5 @@
-"""One problem in one regime, in all that solving it needs: costs, bytes, the points of the step, and the limit."""
+"""One problem in one regime: costs, bytes, program points and limits, and the relaxations that the solver bounds it
+by."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,11 +14,11 @@ from passes.ir.mesh import Mesh
 from passes.ir.regime import Regime
 from passes.solving.arrays import Arrays
 from passes.solving.dominance import undominated
-from passes.solving.dual import Found
+from passes.solving.elimination.variables import eliminate
+from passes.solving.lagrangian.cutting_planes import Cut
+from passes.solving.lagrangian.relaxation import Multipliers, Slack, made_again, relaxed
 from passes.solving.limits import InfeasibleProgramError, Limits
-from passes.solving.memory import Slack, Weights, made_again, priced
-from passes.solving.network import eliminate
-from passes.solving.optimum import a_little_more, least_with, network_of, optimum, ties
+from passes.solving.optimum import a_little_more, least_with, network_of, optimum, tie_break_total
 from passes.solving.prices import Floats, Integers
 
 # Of every node the strategies that may be chosen, in order.
@@ -27,8 +28,8 @@ Again = frozenset[tuple[int, Layout]]
 
 @dataclass(frozen=True)
 class Instance:
-    """A problem whose choices must keep within the limits at all moments. The `points` are those of them (by number) at
-    which some choice did not. `counted` remembers the bytes of choices at all moments."""
+    """A problem whose choices must keep within the limits at all program points. `points` are those (by number) at
+    which some choice did not; `counted` caches the bytes of choices."""
 
     problem: Problem
     mesh: Mesh
@@ -53,7 +54,7 @@ class Instance:
         return Solution(tuple(picks), again, seconds, seconds, self.regime)
 
     def totals(self, picks: tuple[int, ...], again: Again) -> Floats:
-        """The bytes of a choice at every moment."""
+        """The bytes of a choice at every program point."""
         key = picks, again
         if key not in self.counted:
             self.counted[key] = self.bytes.totals(self.bytes.allocations(picks, again))
@@ -70,70 +71,73 @@ class Instance:
         allocations = self.bytes.allocations(solution.picks, solution.again)
         return self.bytes.use(allocations, self.limits.optimizer_states)
 
-    def priced(self, weights: Weights) -> Arrays:
-        """The problem at these prices, without limits."""
-        return priced(self.arrays, self.bytes, self.points, weights)
+    def relaxed(self, multipliers: Multipliers) -> Arrays:
+        """The problem without limits at these multipliers."""
+        return relaxed(self.arrays, self.bytes, self.points, multipliers)
 
-    def constant(self, weights: Weights) -> float:
-        """What the bytes of the limit and the traffic that computation hides are worth at these prices: the best choice
-        at them costs that much more than a bound on every choice that fits (seconds)."""
-        bytes = sum(weights.bytes) * self.limits.memory if any(weights.bytes) else 0.0
-        return bytes + self.hidden(weights.excess)
+    def constant(self, multipliers: Multipliers) -> float:
+        """The constant of the relaxation, which its optimum exceeds the lower bound by: the multipliers times the bytes
+        of the limit and the computation that hides traffic (seconds)."""
+        bytes = sum(multipliers.bytes) * self.limits.memory if any(multipliers.bytes) else 0.0
+        return bytes + self.hidden(multipliers.overlaps)
 
     def hidden(self, parts: Sequence[float]) -> float:
-        """What computation takes off the traffic of which `parts` count."""
+        """The computation of all overlap terms, each times its part."""
         pairs = zip(parts, self.arrays.overlaps, strict=True)
         return sum(part * overlap.weight * overlap.cover for part, overlap in pairs)
 
-    def cheapest(self, picks: Mapping[int, int], weights: Weights) -> Solution:
-        """The choice of these strategies that makes again what is cheaper made again at these prices."""
+    def cheapest(self, picks: Mapping[int, int], multipliers: Multipliers) -> Solution:
+        """The choice of these strategies, with the redistributions made again that are cheaper so at these
+        multipliers."""
         chosen = [picks[node] for node in range(len(self.arrays.costs))]
-        return self.solution(chosen, made_again(self.arrays, self.bytes, chosen, self.points, weights))
+        return self.solution(chosen, made_again(self.arrays, self.bytes, chosen, self.points, multipliers))
 
-    def at(self, weights: Weights, alive: Alive, cutoff: float) -> tuple[Found, Solution, Alive]:
-        """The best choice at these prices among the strategies that are alive, with the bound on any of these that
-        fits; and the strategies that may be in one that takes less than `cutoff` seconds. Where none does, it need not
-        be the best one."""
-        found = self.priced(weights)
-        beyond = self.constant(weights) + ties(found)
+    def at(self, multipliers: Multipliers, alive: Alive, cutoff: float) -> tuple[Cut, Solution, Alive]:
+        """Solve the relaxation at these multipliers over the strategies that are alive.
+
+        Returns its cut, the choice, and the strategies that may be in a choice that takes less than `cutoff` seconds.
+        Where none does, the choice need not be the best one.
+        """
+        found = self.relaxed(multipliers)
+        beyond = self.constant(multipliers) + tie_break_total(found)
         best = optimum(found, cutoff + beyond, alive)
-        solution = self.cheapest(best.picks, weights)
+        solution = self.cheapest(best.picks, multipliers)
         over = [self.arrays.excess(overlap, solution.picks, solution.again) for overlap in self.arrays.overlaps]
         excess = [overlap.weight * size for overlap, size in zip(self.arrays.overlaps, over, strict=True)]
         seconds = solution.seconds - sum(max(0.0, size) for size in excess)
-        choice = Found(solution.picks, solution.again, seconds, [], excess, best.bound - beyond, weights)
-        return choice, solution, best.hopeful
+        choice = Cut(solution.picks, solution.again, seconds, [], excess, best.bound - beyond, multipliers)
+        return choice, solution, best.remaining
 
-    def complete(self, found: Found) -> None:
-        """Find the bytes over the limit of a choice at the points that came later."""
+    def complete(self, found: Cut) -> None:
+        """Add to a cut the bytes over the limit at points that were found after it."""
         most = self.totals(found.picks, found.again)
         over = [float(most[point]) - self.limits.memory for point in self.points[len(found.over) :]]
-        # What is left of equal sums by rounding would trouble the linear program.
+        # Differences that are rounding alone would trouble the linear program.
         found.over.extend(size if abs(size) > 1e-12 * self.limits.memory else 0.0 for size in over)
 
     def worst(self, solution: Solution) -> int:
-        """The moment at which a choice takes most."""
+        """The point at which a choice takes most bytes."""
         return int(self.totals(solution.picks, solution.again).argmax())
 
     def breaking(self, solution: Solution) -> list[int]:
-        """Of each block, and of the copies of it that differ, the worst moment, where a choice does not fit then."""
+        """The worst point of each block, and of the copies of it that differ, if a choice does not fit there."""
         most = self.totals(solution.picks, solution.again)
         found: dict[tuple[int | None, float], int] = {}
-        for number, moment in enumerate(self.bytes.points):
-            key = moment.block, moment.done
+        for number, point in enumerate(self.bytes.points):
+            key = point.block, point.done
             if most[number] > self.limits.memory and (key not in found or most[number] > most[found[key]]):
                 found[key] = number
         return list(found.values())
 
-    def slack(self, weights: Weights, alive: Alive, fixed: frozenset[int], aim: float) -> Slack:
-        """What the nodes that are left next to `fixed` leave to `aim`.
+    def slack(self, multipliers: Multipliers, alive: Alive, fixed: frozenset[int], aim: float) -> Slack:
+        """The slack that the strategies of `fixed` and other remaining nodes leave to `aim` seconds.
 
         Raises InfeasibleProgramError where no choice takes less than `aim`.
         """
-        found = self.priced(weights)
+        found = self.relaxed(multipliers)
         network = network_of(found, alive)
         eliminate(network, fixed)
-        threshold = a_little_more(aim + self.constant(weights) + ties(found))
+        threshold = a_little_more(aim + self.constant(multipliers) + tie_break_total(found))
         least = least_with(network, threshold)
         if least is None:
             raise InfeasibleProgramError
@@ -149,7 +153,7 @@ class Instance:
             slack.pairs[first, second][np.ix_(network.labels[first], network.labels[second])] = threshold - pair
         return slack
 
-    def restricted(self, weights: Weights, alive: Alive, aim: float) -> Alive:
+    def restricted(self, multipliers: Multipliers, alive: Alive, aim: float) -> Alive:
         """The strategies that may be in a choice which takes less than `aim`; raises as `slack` does."""
-        slack = self.slack(weights, alive, frozenset(alive), aim)
+        slack = self.slack(multipliers, alive, frozenset(alive), aim)
         return self._undominated({node: np.flatnonzero(left >= 0) for node, left in slack.nodes.items()})

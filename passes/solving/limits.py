@@ -1,4 +1,4 @@
-"""What a plan may take, and the errors that say that nothing does."""
+"""Limits of a plan, and the errors where no plan keeps within them."""
 
 from dataclasses import dataclass
 
@@ -8,13 +8,13 @@ from passes.ir.errors import InfeasibleError
 
 
 class InfeasibleProgramError(Exception):
-    """No choice keeps within the limits and takes less than was aimed at."""
+    """No choice keeps within the limits and takes less than the aim."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Bytes that a device has for the plan, and how many tensors the optimizer keeps per parameter. What was `asked`
-    for is more where a part of it is set aside."""
+    """Bytes of device memory for the plan, and the tensors that the optimizer keeps per parameter. The limit `asked`
+    for is larger where a part of it is set aside."""
 
     memory: float
     optimizer_states: int
@@ -25,7 +25,7 @@ class Limits:
 
 
 def infeasible(limits: Limits, use: MemoryUse, at_least: str = "") -> InfeasibleError:
-    """The error that says what is missing where the least that a plan can take is `use`."""
+    """The error for a problem whose smallest plan takes `use`."""
     terms = ", ".join(f"{name} {_gib(size)}" for name, size in largest_terms(use))
     missing = use.peak - limits.memory
     return InfeasibleError(

@@ -1,7 +1,7 @@
-"""The best choice of a problem without limits.
+"""The best choice of a problem without limits, and the strategies that better choices may have.
 
-The problem is made smaller without losing the optimum (`network`) and, where that is small enough, solved exactly
-(`tables`). Where it is not, labels that cannot be in the optimum are found by lower bounds first (`bounds`).
+Variable elimination makes the cost network smaller; bucket elimination solves it exactly. Where its tables are too
+large, message passing prunes labels first.
 """
 
 from collections.abc import Mapping
@@ -10,17 +10,19 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from passes.solving.arrays import Arrays
-from passes.solving.bounds import Bounds
-from passes.solving.network import Network, Sharing, drop_dominated, eliminate, restore
+from passes.solving.elimination.buckets import Buckets, find_order
+from passes.solving.elimination.dead_ends import drop_dominated
+from passes.solving.elimination.network import Network, Sharing
+from passes.solving.elimination.variables import eliminate, restore
+from passes.solving.message_passing import MessagePassing
 from passes.solving.prices import Floats, Integers
-from passes.solving.tables import Tables, find_order
 
-# What is unusual about a choice costs this much of the least cost, to choose among equals.
+# Relative cost of each unusual method or change, to choose among equals.
 TIE = 1e-9
-# Tables with so many cells are made at once, with the larger number where bounds have done what they can.
+# Buckets with so many cells are made at once, with the larger number where bounds have done what they can.
 FEW = 3_000_000
 MANY = 30_000_000
-# Sweeps of bounds at most, and so many before it is asked again whether tables are small enough.
+# Maximum number of sweeps, and the number between checks whether tables are small enough.
 SWEEPS = 18
 SOME = 3
 # Where tables are too large, so many labels of each node that look best are tried.
@@ -29,12 +31,12 @@ WIDTHS = (32, 16, 8, 4)
 
 @dataclass(frozen=True)
 class Optimum:
-    """The best strategy of every node that was found, what no choice can be below, and of every node the strategies
-    that may be in a choice which costs less than what was enough."""
+    """The best strategy found for every node, a lower bound on every choice, and the strategies `remaining` of every
+    node: those that may be in a choice of less than the cutoff."""
 
     picks: Mapping[int, int]
     bound: float
-    hopeful: Mapping[int, Integers]
+    remaining: Mapping[int, Integers]
 
 
 def optimum(
@@ -45,21 +47,21 @@ def optimum(
     """The best choice among the strategies that are `alive`; where no choice costs less than `enough`, it need not be
     the best one.
 
-    Where tables are too large, and bounds do not help, it is a good choice with a good bound.
+    Where message passing does not make tables small enough, it is a good choice with a good bound.
     """
     if alive is None:
         alive = {node: np.arange(len(costs)) for node, costs in enumerate(found.costs)}
     network = network_of(found, alive)
     eliminate(network)
     best = optimum_of(network, enough)
-    return replace(best, picks=restore(network, best.picks), hopeful={**alive, **best.hopeful})
+    return replace(best, picks=restore(network, best.picks), remaining={**alive, **best.remaining})
 
 
 def network_of(found: Arrays, alive: Mapping[int, Integers] | None = None) -> Network:
-    """The arrays as a network, with a small price on what is unusual; of each node only the strategies `alive`."""
+    """The arrays as a network of the strategies `alive`, with the costs of the tie-break."""
     unit = TIE * sum(float(costs.min()) for costs in found.costs)
     labels = {node: np.arange(len(own)) if alive is None else alive[node] for node, own in enumerate(found.costs)}
-    costs = {node: (own + unit * found.oddness[node])[labels[node]] for node, own in enumerate(found.costs)}
+    costs = {node: (own + unit * found.tie_break[node])[labels[node]] for node, own in enumerate(found.costs)}
     found.effort.add(sum(group.seconds.size for group in found.groups), 10 * len(found.groups))
     network = Network(costs, labels, effort=found.effort)
     for group in found.groups:
@@ -70,38 +72,40 @@ def network_of(found: Arrays, alive: Mapping[int, Integers] | None = None) -> Ne
 
 
 def optimum_of(network: Network, enough: float) -> Optimum:
-    """The best choice of what is left in `network`, as `optimum` has it."""
+    """The best choice of a network, as for `optimum`."""
     return _by_tables(network, enough) if _cells(network) <= FEW else _by_sweeps(network, enough)
 
 
 def _by_sweeps(network: Network, enough: float) -> Optimum:
-    """The best choice where there is too much for tables: sweeps drop labels until the rest is little enough."""
+    """The best choice where tables are too large: message passing prunes labels until they are small enough."""
     strategies = dict(network.labels)
-    bounds = Bounds(network)
+    bounds = MessagePassing(network)
     picks = bounds.decode()
     best = network.value(picks)
-    hopeful: Mapping[int, Integers] = strategies
+    remaining: Mapping[int, Integers] = strategies
     for number in range(1, SWEEPS + 1):
-        # At first labels are dropped that no good choice has, and who asks is told; then all that the best has not.
+        # The first sweeps prune against the cutoff, which the caller learns of; later ones against the best choice.
         asked = enough < np.inf and number <= SOME
         if not bounds.sweep(a_little_more(enough if asked else best)):
-            return Optimum(network.strategies(picks), min(best, enough), hopeful)
+            return Optimum(network.strategies(picks), min(best, enough), remaining)
         picks = min(picks, bounds.decode(), key=network.value)
         best = network.value(picks)
         if asked:
-            hopeful = {node: strategies[node][flags] for node, flags in bounds.alive.items()}
+            remaining = {node: strategies[node][flags] for node, flags in bounds.alive.items()}
         if number % SOME == 0 and find_order(network, bounds.living()).cells <= FEW:
             part = network.copy()
             part.narrow(bounds.alive)
             found = _by_tables(part, enough if asked else np.inf)
             return replace(
-                found, bound=min(found.bound, enough), hopeful={**hopeful, **found.hopeful} if asked else hopeful
+                found,
+                bound=min(found.bound, enough),
+                remaining={**remaining, **found.remaining} if asked else remaining,
             )
     found = _by_parts(network, bounds, network.strategies(picks), best)
-    return replace(found, bound=min(found.bound, enough), hopeful=hopeful)
+    return replace(found, bound=min(found.bound, enough), remaining=remaining)
 
 
-def _by_parts(network: Network, bounds: Bounds, chosen: Mapping[int, int], best: float) -> Optimum:
+def _by_parts(network: Network, bounds: MessagePassing, chosen: Mapping[int, int], best: float) -> Optimum:
     """The best choice, from one that costs `best`, where too much is left after all sweeps: tables of the labels that
     look best find better choices, and these drop labels of the rest, until that is little enough. Where no better one
     is found any more, the best with the bound of the sweeps."""
@@ -123,11 +127,11 @@ def _by_parts(network: Network, bounds: Bounds, chosen: Mapping[int, int], best:
 
 
 def least_with(network: Network, enough: float) -> tuple[dict[int, Floats], dict[tuple[int, int], Floats]] | None:
-    """For every node and each of its labels, and for every two nodes with a price together, what no choice with these
-    labels can be below, of the labels that a choice may have which costs at most `enough`: only these are left in
-    `network`. None where no choice does."""
+    """A lower bound on all choices with each label of every node, and with each pair of labels of two nodes that share
+    a cost. Only labels of choices that may cost at most `enough` are left in `network`; None where there is no
+    choice."""
     if _cells(network) > FEW:
-        bounds = Bounds(network)
+        bounds = MessagePassing(network)
         for number in range(1, SWEEPS + 1):
             if not bounds.sweep(enough):
                 return None
@@ -136,7 +140,7 @@ def least_with(network: Network, enough: float) -> tuple[dict[int, Floats], dict
         if find_order(network, bounds.living()).cells > MANY:
             return bounds.with_label(), bounds.with_pair()
         network.narrow(bounds.alive)
-    tables = Tables(network)
+    tables = Buckets(network)
     tables.learn()
     return tables.with_label(), tables.with_pair()
 
@@ -159,22 +163,22 @@ def _part(network: Network, strategies: Mapping[int, Integers], scores: Mapping[
 
 
 def _by_tables(network: Network, enough: float) -> Optimum:
-    tables = Tables(network)
-    picks, hopeful = network.strategies(tables.picks()), dict(network.labels)
+    tables = Buckets(network)
+    picks, remaining = network.strategies(tables.picks()), dict(network.labels)
     if enough < np.inf:
         tables.learn()
         for node, least in tables.with_label().items():
-            hopeful[node] = network.labels[node][least <= a_little_more(enough)]
-    return Optimum(picks, min(tables.bound, enough), hopeful)
+            remaining[node] = network.labels[node][least <= a_little_more(enough)]
+    return Optimum(picks, min(tables.bound, enough), remaining)
 
 
-def ties(found: Arrays) -> float:
-    """At most this much of a bound is the price of what is unusual."""
+def tie_break_total(found: Arrays) -> float:
+    """The largest cost of the tie-break in any choice."""
     unit = TIE * sum(float(costs.min()) for costs in found.costs)
-    odd = sum(int(odd.max()) for odd in found.oddness)
+    odd = sum(int(odd.max()) for odd in found.tie_break)
     return unit * (odd + sum(int(group.changes.max()) * len(group.edges) for group in found.groups))
 
 
 def a_little_more(cost: float) -> float:
-    """`cost` and what rounding may add to it."""
+    """`cost` with an allowance for rounding."""
     return cost + 1e-11 * abs(cost)

@@ -1,18 +1,25 @@
-"""Frontiers of random networks with limits against trying every choice."""
+"""ParetoFrontiers of random networks with limits against trying every choice."""
 
 from itertools import product
 
 import numpy as np
 import pytest
 
-from passes.solving.frontiers import Claim, Frontiers, Limited, Price, TooManyError, undominated_rows
-from passes.solving.network import Network
+from passes.solving.elimination.network import Network
 from passes.solving.optimum import network_of
+from passes.solving.pareto.frontiers import (
+    LimitedNetwork,
+    ParetoFrontiers,
+    SharedAmounts,
+    Surrogate,
+    TooManyError,
+    undominated_rows,
+)
 from tests.passes.solving.test_optimum import random_arrays
 
 
-def random_limited(seed: int) -> Limited:
-    """A random network with two amounts besides seconds, claims among them of which some may be met in two ways."""
+def random_limited(seed: int) -> LimitedNetwork:
+    """A random network with two amounts besides seconds, and shared amounts of which some may be taken in two ways."""
     arrays = random_arrays(seed, nodes=6)
     draw = np.random.default_rng(seed)
     network = network_of(arrays)
@@ -20,7 +27,7 @@ def random_limited(seed: int) -> Limited:
     for node, costs in network.costs.items():
         amounts[node] = np.zeros((len(costs), 3))
         amounts[node][:, 1:] = draw.integers(0, 4, size=(len(costs), 2))
-    claims = []
+    shared = []
     for group in arrays.groups[::2]:
         first, second = np.zeros((2, *group.seconds.shape, 3))
         first[..., 1] = draw.integers(0, 5, size=group.seconds.shape)
@@ -28,12 +35,12 @@ def random_limited(seed: int) -> Limited:
         second[..., 2] = draw.integers(0, 2, size=group.seconds.shape)
         is_open = draw.random(group.seconds.shape) < 0.5
         consumers = [(edge.consumer, edge.wanted) for edge in group.edges]
-        claims.append(Claim(group.producer, group.made, consumers, first, second, is_open))
-    return Limited(network, amounts, claims, 3)
+        shared.append(SharedAmounts(group.producer, group.made, consumers, first, second, is_open))
+    return LimitedNetwork(network, amounts, shared, 3)
 
 
-def every_choice(limited: Limited) -> list[np.ndarray]:
-    """The amounts of every choice of labels and of ways to meet claims."""
+def every_choice(limited: LimitedNetwork) -> list[np.ndarray]:
+    """The amounts of every choice of labels and of ways to take shared amounts."""
     network: Network = limited.network
     nodes = sorted(network.costs)
     found = []
@@ -42,25 +49,25 @@ def every_choice(limited: Limited) -> list[np.ndarray]:
         base = np.array([network.value(picks), 0.0, 0.0])
         base += sum(amounts[picks[node]] for node, amounts in limited.amounts.items())
         ways = []
-        for claim in limited.claims:
-            made = claim.made[picks[claim.producer]]
-            for target in {wanted[picks[node]] for node, wanted in claim.consumers}:
-                options = [claim.first[made, target]]
-                if claim.open[made, target]:
-                    options.append(claim.second[made, target])
+        for item in limited.shared:
+            made = item.made[picks[item.producer]]
+            for target in {wanted[picks[node]] for node, wanted in item.consumers}:
+                options = [item.first[made, target]]
+                if item.open[made, target]:
+                    options.append(item.second[made, target])
                 ways.append(options)
         found += [base + sum(taken) for taken in product(*ways)]
     return found
 
 
-def amounts_of(limited: Limited, picks: dict[int, int], ways: frozenset[tuple[int, int]]) -> np.ndarray:
+def amounts_of(limited: LimitedNetwork, picks: dict[int, int], ways: frozenset[tuple[int, int]]) -> np.ndarray:
     """The amounts of one choice."""
     total = np.array([limited.network.value(picks), 0.0, 0.0])
     total += sum(amounts[picks[node]] for node, amounts in limited.amounts.items())
-    for number, claim in enumerate(limited.claims):
-        made = claim.made[picks[claim.producer]]
-        for target in {int(wanted[picks[node]]) for node, wanted in claim.consumers}:
-            total += (claim.second if (number, target) in ways else claim.first)[made, target]
+    for number, item in enumerate(limited.shared):
+        made = item.made[picks[item.producer]]
+        for target in {int(wanted[picks[node]]) for node, wanted in item.consumers}:
+            total += (item.second if (number, target) in ways else item.first)[made, target]
     return total
 
 
@@ -72,10 +79,10 @@ def test_frontiers_have_the_best_choice_within_every_limit(seed: int) -> None:
         limits = np.quantile(every[:, 1:], part, axis=0, method="lower")
         fitting = every[(every[:, 1:] <= limits).all(axis=1)]
         aim = np.inf if seed % 2 else every[:, 0].mean()
-        offers = [Price(np.eye(3)[1 + index], limit * (1 + 1e-9)) for index, limit in enumerate(limits)]
+        surrogates = [Surrogate(np.eye(3)[1 + index], limit * (1 + 1e-9)) for index, limit in enumerate(limits)]
         price = np.array([1.0, 0.1, 0.2])
-        offers += [Price(np.eye(3)[0], aim), Price(price, aim + price[1:] @ limits)]
-        frontiers = Frontiers(limited, offers)
+        surrogates += [Surrogate(np.eye(3)[0], aim), Surrogate(price, aim + price[1:] @ limits)]
+        frontiers = ParetoFrontiers(limited, surrogates)
         within = [row for row, own in enumerate(frontiers.rows.amounts) if (own[1:] <= limits * (1 + 1e-9)).all()]
         best = min(fitting[:, 0], default=np.inf)
         found = min(within, key=lambda row: frontiers.rows.amounts[row, 0], default=None)
@@ -85,15 +92,15 @@ def test_frontiers_have_the_best_choice_within_every_limit(seed: int) -> None:
         assert found is not None, "no choice is left"
         choice = frontiers.choice(found)
         assert choice.amounts[0] == pytest.approx(best, rel=1e-9)
-        assert amounts_of(limited, dict(choice.picks), choice.ways) == pytest.approx(choice.amounts, rel=1e-9)
+        assert amounts_of(limited, dict(choice.picks), choice.second) == pytest.approx(choice.amounts, rel=1e-9)
 
 
 @pytest.mark.parametrize("name", ["ROWS", "CELLS"])
 def test_too_many_rows_are_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     limited = random_limited(3)
-    monkeypatch.setattr(f"passes.solving.frontiers.{name}", 10)
+    monkeypatch.setattr(f"passes.solving.pareto.frontiers.{name}", 10)
     with pytest.raises(TooManyError):
-        Frontiers(limited, [Price(np.array([1.0, 0.0, 0.0]), np.inf)])
+        ParetoFrontiers(limited, [Surrogate(np.array([1.0, 0.0, 0.0]), np.inf)])
 
 
 def test_rows_that_others_beat_go() -> None:

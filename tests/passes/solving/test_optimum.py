@@ -9,8 +9,9 @@ import torch
 from passes.ir.choices import Group
 from passes.ir.program import TensorType
 from passes.solving.arrays import Arrays, EdgeArrays, GroupArrays
-from passes.solving.bounds import Bounds
-from passes.solving.network import drop_dominated, eliminate, restore
+from passes.solving.elimination.dead_ends import drop_dominated
+from passes.solving.elimination.variables import eliminate, restore
+from passes.solving.message_passing import MessagePassing
 from passes.solving.optimum import network_of, optimum
 
 GROUP = Group("x", TensorType((1,), torch.float32), 1, 0, True, 4, False, False)
@@ -64,7 +65,7 @@ def test_optimum_of_random_networks(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_optimum_where_tables_are_too_large(seed: int, many: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Then bounds drop labels first: the bound is below the least cost and the choice above it, both are it where
-    tables are small enough after that, and no hopeful label is lost."""
+    tables are small enough after that, and no remaining label is lost."""
     monkeypatch.setattr("passes.solving.optimum.FEW", 1)
     monkeypatch.setattr("passes.solving.optimum.MANY", many)
     arrays = random_arrays(seed)
@@ -79,19 +80,19 @@ def test_optimum_where_tables_are_too_large(seed: int, many: int, monkeypatch: p
             assert found.bound == pytest.approx(best, rel=1e-6)
         for picks in product(*(range(len(costs)) for costs in arrays.costs)):
             if arrays.value(picks) < enough:
-                assert all(pick in found.hopeful[node] for node, pick in enumerate(picks))
+                assert all(pick in found.remaining[node] for node, pick in enumerate(picks))
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_what_is_in_no_better_choice_is_not_hopeful(seed: int) -> None:
-    """With a price that is enough, every choice that costs less has hopeful strategies only, and others have gone."""
+    """With a price that is enough, every choice that costs less has remaining strategies only, and others have gone."""
     arrays = random_arrays(seed)
     every = list(product(*(range(len(costs)) for costs in arrays.costs)))
     values = sorted(arrays.value(picks) for picks in every)
     enough = values[len(values) // 100] * (1 + 1e-6)
-    hopeful = optimum(arrays, enough=enough).hopeful
+    remaining = optimum(arrays, enough=enough).remaining
     assert all(
-        pick in hopeful[node] for picks in every if arrays.value(picks) < enough for node, pick in enumerate(picks)
+        pick in remaining[node] for picks in every if arrays.value(picks) < enough for node, pick in enumerate(picks)
     )
     assert optimum(arrays, enough=values[0]).bound >= values[0] * (1 - 1e-9)
 
@@ -117,7 +118,7 @@ def test_bounds_are_below_the_optimum_and_keep_it(seed: int) -> None:
     """Message passing never exceeds the least cost, and does not rule out the labels of a best choice."""
     arrays = random_arrays(seed)
     best = least(arrays)
-    bounds = Bounds(network_of(arrays))
+    bounds = MessagePassing(network_of(arrays))
     for _ in range(8):
         before = bounds.bound
         bounds.sweep(best * (1 + 1e-9))

@@ -1,13 +1,13 @@
-"""Tables of random networks against trying every choice."""
+"""Buckets of random networks against trying every choice."""
 
 from itertools import product
 
 import numpy as np
 import pytest
 
-from passes.solving.network import Network
+from passes.solving.elimination.buckets import Buckets, find_order
+from passes.solving.elimination.network import Network
 from passes.solving.optimum import network_of
-from passes.solving.tables import Tables, find_order
 from tests.passes.solving.test_optimum import random_arrays
 
 
@@ -22,7 +22,7 @@ def every_value(network: Network) -> dict[tuple[int, ...], float]:
 def test_tables_tell_what_every_label_and_pair_costs_at_least(seed: int) -> None:
     network = network_of(random_arrays(seed, nodes=6))
     values = every_value(network)
-    tables = Tables(network)
+    tables = Buckets(network)
     assert tables.bound == pytest.approx(min(values.values()), rel=1e-12)
     assert network.value(tables.picks()) == pytest.approx(tables.bound, rel=1e-12)
     tables.learn()
@@ -42,7 +42,7 @@ def test_what_no_choice_may_have_costs_no_finite_price(seed: int) -> None:
     node = max(network.costs, key=lambda item: len(network.costs[item]))
     network.costs[node] = np.where(np.arange(len(network.costs[node])) == 0, np.inf, network.costs[node])
     values = every_value(network)
-    tables = Tables(network)
+    tables = Buckets(network)
     tables.learn()
     for other, least in tables.with_label().items():
         own = [min(value for labels, value in values.items() if labels[other] == label) for label in range(len(least))]

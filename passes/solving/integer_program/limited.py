@@ -1,7 +1,7 @@
-"""The best choice within limits by an integer program, where frontiers get too large.
+"""The best choice within limits by an integer program, where Pareto frontiers get too large.
 
-Its rows keep what lies there at each moment within the limit: because of the layouts in which tensors are wanted, and
-what is kept for the backward pass or made again. Other rows count traffic where nothing hides it.
+Rows of the program keep the bytes at each program point within the limit: those of layouts in which tensors are wanted,
+and those of saved tensors, kept or made again. Other rows count the traffic that is exposed.
 """
 
 from collections.abc import Sequence
@@ -11,13 +11,13 @@ import numpy as np
 
 from passes.cost.memory import MemoryModel, SavedBytes
 from passes.ir.choices import Solution
+from passes.solving.active_constraints import ActiveConstraints, Remaining
 from passes.solving.arrays import Arrays, GroupArrays
+from passes.solving.elimination.variables import restore
 from passes.solving.instance import Instance
-from passes.solving.integer import SCALE, Program
-from passes.solving.memory import ROUNDING, Repeats, again_seconds, decided_again, keepers
-from passes.solving.network import restore
+from passes.solving.integer_program.model import SCALE, IntegerProgram
+from passes.solving.lagrangian.relaxation import ROUNDING, Repeats, again_seconds, decided_again, keepers
 from passes.solving.prices import Floats, Integers
-from passes.solving.rows import Rest, Rows
 
 # Numbers of columns, and their coefficients in one row.
 Part = tuple[np.ndarray, np.ndarray]
@@ -25,8 +25,8 @@ Part = tuple[np.ndarray, np.ndarray]
 
 @dataclass(frozen=True)
 class AgainColumns:
-    """What an integer program says about which redistributions of a group are made again: the numbers of the `columns`
-    that decide, by source and target (-1: decided already)."""
+    """The numbers of the columns that decide whether each redistribution of a group is made again, by source and target
+    (-1: decided already)."""
 
     columns: Integers
     sources: Integers
@@ -34,15 +34,14 @@ class AgainColumns:
 
 
 def best_by_program(
-    instance: Instance, rows: Rows, rest: Rest, aim: float, gap: float, allowance: float
+    instance: Instance, active: ActiveConstraints, choices: Remaining, aim: float, gap: float, allowance: float
 ) -> tuple[Solution, float]:
-    """The best choice that meets `rows`, and a bound on all that take less than `aim`, which the program leaves a part
-    `gap` open, or what it has with `allowance` units of effort. Raises what `Program.solve` does."""
-    arrays, network = instance.arrays, rest.network
-    program = Program(network, SCALE / min(aim, arrays.value([0] * len(arrays.costs))))
-    groups = [replace(group, again=again_seconds(arrays, group, rest.plain)) for group in arrays.groups]
-    priced = replace(arrays, groups=groups)
-    columns = limit_memory(program, priced, instance.bytes, rows.points, rows.limit, rows.hinges, rest.repeats)
+    """The best choice that meets the active constraints, and a bound on all that take less than `aim`: up to the
+    relative `gap`, or the best found with `allowance` units of effort. Raises the errors of `IntegerProgram.solve`."""
+    arrays, network = instance.arrays, choices.network
+    program = IntegerProgram(network, SCALE / min(aim, arrays.value([0] * len(arrays.costs))))
+    groups = [replace(group, again=again_seconds(arrays, group, choices.plain)) for group in arrays.groups]
+    columns = _add_constraints(program, replace(arrays, groups=groups), instance.bytes, active, choices.repeats)
     picks, values, bound = program.solve(gap, allowance)
     strategies = restore(network, network.strategies(picks))
     chosen = [strategies[node] for node in range(len(arrays.costs))]
@@ -52,67 +51,62 @@ def best_by_program(
         column = item.columns[np.searchsorted(item.sources, made), np.searchsorted(item.targets, target)]
         return bool(values[column] > 0.5)
 
-    again = decided_again(arrays, rest.repeats, chosen, columns, is_again)
-    return instance.solution(chosen, again), bound - rest.base
+    again = decided_again(arrays, choices.repeats, chosen, columns, is_again)
+    return instance.solution(chosen, again), bound - choices.base
 
 
-def limit_memory(
-    program: Program,
+def _add_constraints(
+    program: IntegerProgram,
     arrays: Arrays,
     sizes: MemoryModel,
-    points: Sequence[int],
-    limit: float,
-    hinges: Sequence[int],
+    active: ActiveConstraints,
     repeats: Sequence[Repeats],
 ) -> dict[int, AgainColumns]:
-    """Add rows so that at every point at most `limit` bytes are there, and that the overlaps numbered `hinges` cost
-    what their traffic exceeds the computation by.
+    """Add the active constraints to a program.
 
-    A tensor that is wanted in another layout and kept is either kept as it is wanted, or its source is and it is made
-    again, which costs time and is a yes or no where `repeats` leave it open. Returns what says which, by group.
+    A saved tensor that is wanted in another layout is either kept in it, or its source is kept and the redistribution
+    is made again, which costs time; a binary decision where `repeats` leave it open. Returns its columns, by group.
     """
-    network, model = program.network, program.model
+    network, model, limit, points = program.network, program.model, active.limit, active.points
     # The solver takes rows to be met within a millionth: bytes are counted in thousandths of the limit.
     unit = limit / 1000 if points else 1.0
     rows: list[list[Part]] = [[] for _ in points]
-    moments = [sizes.at(point) for point in points]
-    excess: dict[int, list[Part]] = {hinge: [] for hinge in hinges}
+    fractions = [sizes.at(point) for point in points]
+    excess: dict[int, list[Part]] = {overlap: [] for overlap in active.overlaps}
     for node, size in enumerate(sizes.nodes):
         if node in program.columns:
-            for row, there in zip(rows, moments, strict=True):
+            for row, there in zip(rows, fractions, strict=True):
                 row.append((program.columns[node], size.at(there)[network.labels[node]] / unit))
     again = {}
     for number, (group, held) in enumerate(zip(arrays.groups, sizes.groups, strict=True)):
-        _used_and_hidden(program, arrays, group, [held.used(there) for there in moments], rows, excess, unit)
-        keeping = keepers(group) if any(held.saves(there) for there in moments) else None
+        _used_and_hidden(program, arrays, group, [held.used(there) for there in fractions], rows, excess, unit)
+        keeping = keepers(group) if any(held.saves(there) for there in fractions) else None
         if keeping is not None:
-            saved = [held.saved(there) for there in moments]
+            saved = [held.saved(there) for there in fractions]
             item, columns = _keep_group(program, keeping, saved, rows, unit, repeats[number])
             again[number] = item
-            for hinge, parts in excess.items():
-                twice = arrays.overlaps[hinge].traffic_again(group)
+            for overlap, parts in excess.items():
+                twice = arrays.overlaps[overlap].traffic_again(group)
                 if twice is not None:
                     more = twice[np.ix_(item.sources, item.targets)] * program.scale
                     parts.append((columns[columns >= 0], more[columns >= 0]))
     for row in rows:
         columns = np.concatenate([columns for columns, _ in row])
         values = np.concatenate([values for _, values in row])
-        # What fits to the byte must not be lost to rounding.
+        # A choice that fits to the byte must not be lost to rounding.
         most = limit / unit * (1 + ROUNDING)
         model.add_rows(1, np.zeros(len(columns), dtype=np.int64), columns, values, -np.inf, most)
-    for hinge, parts in excess.items():
-        overlap = arrays.overlaps[hinge]
-        paid = model.add_columns(np.array([overlap.weight]))
+    for index, parts in excess.items():
+        term = arrays.overlaps[index]
+        paid = model.add_columns(np.array([term.weight]))
         columns = np.concatenate([paid, *(columns for columns, _ in parts)])
         values = np.concatenate([[-1.0], *(values for _, values in parts)])
-        model.add_rows(
-            1, np.zeros(len(columns), dtype=np.int64), columns, values, -np.inf, overlap.cover * program.scale
-        )
+        model.add_rows(1, np.zeros(len(columns), dtype=np.int64), columns, values, -np.inf, term.cover * program.scale)
     return again
 
 
 def _used_and_hidden(
-    program: Program,
+    program: IntegerProgram,
     arrays: Arrays,
     group: GroupArrays,
     used: Sequence[Floats | None],
@@ -120,15 +114,15 @@ def _used_and_hidden(
     excess: dict[int, list[Part]],
     unit: float,
 ) -> None:
-    """What lies there because of the layouts in which a tensor is wanted, in each row, and what traffic it makes."""
-    traffics = {hinge: arrays.overlaps[hinge].traffic(group) for hinge in excess}
+    """Add the bytes of the layouts in which a tensor is wanted, and the traffic of reaching them."""
+    traffics = {overlap: arrays.overlaps[overlap].traffic(group) for overlap in excess}
     if all(there is None for there in used) and all(traffic is None for traffic in traffics.values()):
         return
     network = program.network
     made = group.made[network.labels[group.producer]]
     sources = np.unique(made)
     several = len(group.edges) > 1
-    # What several uses want lies there once.
+    # A layout that several uses want counts once.
     once = program.model.add_columns(np.zeros((len(sources), len(group.targets) if several else 0)))
     for edge in group.edges:
         wanted = edge.wanted[network.labels[edge.consumer]]
@@ -140,20 +134,21 @@ def _used_and_hidden(
     for row, there in zip(rows, used, strict=True):
         if there is not None:
             row.append((columns.ravel(), (there[here] / unit).ravel()))
-    for hinge, traffic in traffics.items():
+    for overlap, traffic in traffics.items():
         if traffic is not None:
-            excess[hinge].append((columns.ravel(), (traffic[here] * program.scale).ravel()))
+            excess[overlap].append((columns.ravel(), (traffic[here] * program.scale).ravel()))
 
 
 def _keep_group(
-    program: Program,
+    program: IntegerProgram,
     group: GroupArrays,
     saved: Sequence[SavedBytes],
     rows: list[list[Part]],
     unit: float,
     repeats: Repeats,
 ) -> tuple[AgainColumns, Integers]:
-    """Columns and rows for what a group keeps, and the columns that are 1 where something is made again (-1: never)."""
+    """Add columns and rows for a group's saved tensor. Returns also the columns that are 1 where a redistribution is
+    made again (-1: never)."""
     network, model = program.network, program.model
     made = group.made[network.labels[group.producer]]
     sources = np.unique(made)
@@ -162,7 +157,7 @@ def _keep_group(
     same, is_open = group.same[here], repeats.open[here]
     is_made = repeats.cheaper[here] & ~is_open
     seconds = group.again[here] * program.scale
-    # A tensor that is kept as it is or after a redistribution, or is made again for sure, and one that may be.
+    # One column where keeping or making again is decided, and another where it is open.
     kept = model.add_columns(np.where(is_made, seconds, 0.0))
     again = np.full(kept.shape, -1)
     again[is_open] = model.add_columns(seconds[is_open], integer=True)

@@ -14,8 +14,8 @@ from ortools.math_opt import model_pb2
 from ortools.math_opt.python import mathopt
 
 from passes.solving.effort import Effort, OutOfEffortError
+from passes.solving.elimination.network import Network
 from passes.solving.limits import InfeasibleProgramError
-from passes.solving.network import Network
 from passes.solving.prices import Flags, Floats, Integers
 
 SCALE = 1e4
@@ -28,7 +28,7 @@ _CLOCK_S = 120.0
 
 
 @dataclass
-class Model:
+class MixedIntegerModel:
     """A mixed integer program as it grows: columns with costs, and rows as triplets. All columns are at least 0."""
 
     costs: list[Floats] = field(default_factory=list)
@@ -61,7 +61,7 @@ class Model:
         self.count += count
 
     def at_least(self, larger: Integers, smaller: Integers, extra: Integers | None = None) -> None:
-        """Rows larger[i] + extra[i] >= smaller[i]."""
+        """ActiveConstraints larger[i] + extra[i] >= smaller[i]."""
         count = len(larger)
         rows = np.arange(count)
         parts = [(larger, 1.0), (smaller, -1.0)] + ([(extra, 1.0)] if extra is not None else [])
@@ -103,7 +103,7 @@ class Model:
         if allowance != float("inf"):
             parameters.node_limit = max(1, effort.operations(allowance, _NODE * len(values)))
             parameters.time_limit = timedelta(seconds=_CLOCK_S)
-        # What is not a yes or no is not asked for.
+        # Values of continuous columns are not read.
         wanted = [model.get_variable(number) for number in np.flatnonzero(np.concatenate(self.integer)).tolist()]
         asked = mathopt.ModelSolveParameters(variable_values_filter=mathopt.VariableFilter(filtered_items=wanted))
         result = mathopt.solve(model, mathopt.SolverType.HIGHS, params=parameters, model_params=asked)
@@ -122,13 +122,13 @@ class Model:
         return solution, result.objective_value(), result.best_objective_bound()
 
 
-class Program:
+class IntegerProgram:
     """The integer program of a network. Costs are scaled by `scale`."""
 
     def __init__(self, network: Network, scale: float) -> None:
         self.network = network
         self.scale = scale
-        self.model = Model()
+        self.model = MixedIntegerModel()
         self.columns: dict[int, Integers] = {}
         for node, costs in sorted(network.costs.items()):
             columns = self.columns[node] = self.model.add_columns(costs * scale, integer=True)
@@ -164,14 +164,15 @@ class Program:
         return flows, sources, targets
 
     def _marginals(self, flows: Integers, layouts: Integers, columns: Integers) -> None:
-        """What flows from or to each layout is what the labels with that layout take."""
+        """Add rows by which the flows of each layout sum to the labels with that layout."""
         count, width = flows.shape
         rows = np.concatenate([np.repeat(np.arange(count), width), layouts])
         values = np.concatenate([np.ones(count * width), -np.ones(len(layouts))])
         self.model.add_rows(count, rows, np.concatenate([flows.ravel(), columns]), values, 0.0, 0.0)
 
     def solve(self, gap: float, allowance: float = float("inf")) -> tuple[dict[int, int], Floats, float]:
-        """The label of every node, the values of all columns, and a bound on the cost; see `Model.solve`."""
+        """The label of every node, the values of all columns, and a bound on the cost; see
+        `MixedIntegerModel.solve`."""
         solution, _, bound = self.model.solve(gap, self.network.effort, allowance)
         picks = {node: int(np.argmax(solution[columns])) for node, columns in self.columns.items()}
         return picks, solution, bound / self.scale + self.network.constant

@@ -1,24 +1,25 @@
-"""Lower bounds by message passing: what no choice can be below, and what a choice with a given label cannot be below.
+"""Lower bounds by message passing: on all choices of a network, and on those with a given label.
 
-Sequential tree-reweighted message passing (Kolmogorov, PAMI 2006) on the network: costs are moved between nodes and
-pairs so that the sum of all minima, which is a lower bound, grows. Where consumers share a redistribution its price is
-divided among them, and divided anew as they turn out to need it.
+Sequential tree-reweighted message passing (Kolmogorov, PAMI 2006): costs are moved between nodes and pairs so that the
+sum of all minima, which is a lower bound, grows. Labels whose own bound exceeds a known choice are pruned. The cost of
+a redistribution that consumers share is divided among them, and divided again as they turn out to need it.
 """
 
 from dataclasses import dataclass
 
 import numpy as np
 
-from passes.solving.network import Network
+from passes.solving.elimination.network import Network
 from passes.solving.prices import Flags, Floats, Integers
 
-# A sweep goes through the costs of each link about so often.
+# Passes over the costs of each link in one sweep, for counting effort.
 _PASSES = 12
 
 
 @dataclass
 class _Link:
-    """A use of a tensor, or a pair: the layouts (rows, columns) of both ends, and what of its costs is left there."""
+    """A use of a tensor, or a pair: the layouts (rows, columns) of both ends, the costs that remain on it, and those
+    that were moved to its ends."""
 
     producer: int
     consumer: int
@@ -29,8 +30,8 @@ class _Link:
     to_consumer: Floats
 
 
-class Bounds:
-    """Costs as they have been moved so far. `alive[n]` are the labels of node n that may be in a choice that is good
+class MessagePassing:
+    """Reparametrized costs of a network. `alive[n]` flags the labels of node n that may be in a choice that is good
     enough."""
 
     def __init__(self, network: Network) -> None:
@@ -90,23 +91,23 @@ class Bounds:
 
     @property
     def bound(self) -> float:
-        """No choice costs less."""
+        """A lower bound on the cost of every choice."""
         return self.network.constant + sum(self.least.values()) + sum(self.rest)
 
     def living(self) -> dict[int, int]:
-        """How many labels of each node are alive."""
+        """The number of labels of each node that are alive."""
         return {node: int(flags.sum()) for node, flags in self.alive.items()}
 
     def sweep(self, enough: float = np.inf) -> bool:
-        """Once forward and once backward through all nodes; labels that no choice cheaper than `enough` has, die. False
-        where a node has none left."""
+        """Pass messages once forward and once backward through all nodes, and prune labels that no choice cheaper than
+        `enough` has. Returns False where a node has none left."""
         self.network.effort.add(_PASSES * sum(link.rest.size for link in self.links), _PASSES * len(self.links))
         for forward in (True, False):
-            # It only rises meanwhile.
+            # The bound only rises during a pass.
             bound = self.bound
             for node in self.order if forward else reversed(self.order):
                 self._absorb(node)
-                self._kill(node, bound, enough)
+                self._prune(node, bound, enough)
                 if self.least[node] == np.inf:
                     return False
                 self._pass_on(node, forward)
@@ -114,19 +115,19 @@ class Bounds:
         return True
 
     def drop(self, enough: float) -> None:
-        """Let the labels die that no choice cheaper than `enough` has."""
+        """Prune the labels that no choice cheaper than `enough` has."""
         for node in self.order:
             self._absorb(node)
-            self._kill(node, self.bound, enough)
+            self._prune(node, self.bound, enough)
 
     def scores(self) -> dict[int, Floats]:
-        """For every label a figure that is lower the better it looks."""
+        """A score of every label; the lower, the more promising."""
         for node in self.order:
             self._absorb(node)
         return self.own
 
     def with_label(self) -> dict[int, Floats]:
-        """For every node and each label what no choice with that label can be below."""
+        """A lower bound on all choices with each label of every node."""
         found = {}
         for node in self.order:
             self._absorb(node)
@@ -134,7 +135,7 @@ class Bounds:
         return found
 
     def with_pair(self) -> dict[tuple[int, int], Floats]:
-        """For every two nodes with a link, and each pair of their labels, what no choice with both can be below."""
+        """A lower bound on all choices with each pair of labels of two linked nodes."""
         found: dict[tuple[int, int], Floats] = {}
         bound = self.bound
         for link, rest in zip(self.links, self.rest, strict=True):
@@ -146,7 +147,7 @@ class Bounds:
         return found
 
     def decode(self) -> dict[int, int]:
-        """A choice that looks good: node by node the best label, given those before."""
+        """A primal choice: node by node the best label, given those before."""
         picks: dict[int, int] = {}
         for node in self.order:
             costs = self.own[node].copy()
@@ -164,7 +165,7 @@ class Bounds:
         return picks
 
     def _absorb(self, node: int) -> None:
-        """Move to a node what its links cost at least for each of its labels."""
+        """Move the least costs of its links for each label to a node."""
         own = self.own[node]
         for index in self.around[node]:
             link = self.links[index]
@@ -181,7 +182,7 @@ class Bounds:
             self.rest[index] = 0.0
         self.least[node] = float(own.min())
 
-    def _kill(self, node: int, bound: float, enough: float) -> None:
+    def _prune(self, node: int, bound: float, enough: float) -> None:
         if enough == np.inf:
             return
         own = self.own[node]
@@ -192,7 +193,7 @@ class Bounds:
             self.least[node] = float(own.min())
 
     def _pass_on(self, node: int, forward: bool) -> None:
-        """Move what labels cost above the least one to the links with nodes that follow, an equal part to each."""
+        """Move the costs of labels above the least one to the links with nodes that follow, an equal part to each."""
         following = []
         for index in self.around[node]:
             link = self.links[index]
@@ -214,7 +215,7 @@ class Bounds:
         self.least[node] = float(own.min())
 
     def _move(self, index: int, moved: Floats, at_producer: bool) -> None:
-        """Put costs per layout from one end of a link onto the link."""
+        """Move costs per layout from one end of a link onto the link."""
         link = self.links[index]
         if at_producer:
             link.rest += moved[:, None]
@@ -225,7 +226,7 @@ class Bounds:
         self.rest[index] = float(link.rest.min())
 
     def _divide_anew(self) -> None:
-        """In every group: give back what consumers do not need of the price, and divide what is left equally."""
+        """Divide the cost of every group again: consumers keep what they need of it, and share the rest equally."""
         for sharing, share in zip(self.network.sharings, self.shares, strict=True):
             for index, _ in share:
                 link = self.links[index]
@@ -251,7 +252,7 @@ class Bounds:
 
 
 def _above_least(costs: Floats, layouts: Integers, size: int, none: float) -> Floats:
-    """For every layout the least cost of its labels above the least of all; `none` where no label of it is living."""
+    """The least cost of the labels of every layout above the least of all; `none` where no label of it is alive."""
     least = np.full(size, np.inf)
     np.minimum.at(least, layouts, costs)
     living = np.isfinite(least)

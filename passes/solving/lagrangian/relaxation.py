@@ -1,6 +1,7 @@
-"""Memory in the solver as prices on bytes (a Lagrangian relaxation), and what is made again rather than kept at these.
+"""Lagrangian relaxation: limits on bytes and overlap terms become costs, and the rest is a problem without limits.
 
-As limits it is in `by_frontiers` and `by_program`.
+At given multipliers each saved tensor is kept after its redistribution, or the backward pass makes the redistribution
+again, whichever is cheaper. As constraints the limits are in `pareto` and in `integer_program`.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -13,48 +14,48 @@ from passes.ir.layout import Layout
 from passes.solving.arrays import Arrays, EdgeArrays, GroupArrays
 from passes.solving.prices import Flags, Floats
 
-# What sums of bytes may be off by, relative to them.
+# Relative error of sums of bytes.
 ROUNDING = 1e-7
 
 
 def keepers(group: GroupArrays) -> GroupArrays | None:
-    """The uses of a group that keep the tensor for the backward pass; None if none does."""
+    """The uses of a group that save the tensor for the backward pass; None if none does."""
     edges = [edge for edge in group.edges if edge.saved]
     return replace(group, edges=edges) if edges else None
 
 
 @dataclass(frozen=True)
-class Weights:
-    """What is paid per second of the step and per byte at each moment, and which part of each overlap's excess."""
+class Multipliers:
+    """Multipliers of the step's seconds, of the bytes at each program point, and of each overlap term (0: its traffic
+    is hidden, 1: all of it is exposed)."""
 
     seconds: float
     bytes: Sequence[float]
-    excess: Sequence[float]
+    overlaps: Sequence[float]
 
 
-def priced(arrays: Arrays, sizes: MemoryModel, points: Sequence[int], weights: Weights) -> Arrays:
-    """The problem of the weighted sum of the step time, the bytes at all points and the
-    traffic of parameters that its part of is not hidden. What hides it is no choice, and left out.
-
-    For each tensor that would be kept after a redistribution the cheaper of keeping it and making it again is taken.
-    """
-    everywhere = sizes.blend(points, weights.bytes)
-    costs = [weights.seconds * own + size.at(everywhere) for own, size in zip(arrays.costs, sizes.nodes, strict=True)]
+def relaxed(arrays: Arrays, sizes: MemoryModel, points: Sequence[int], multipliers: Multipliers) -> Arrays:
+    """The problem without limits whose costs are the weighted sum of the step time, the bytes at all points, and the
+    traffic of overlap terms. The computation that hides traffic is a constant, which is left out."""
+    everywhere = sizes.blend(points, multipliers.bytes)
+    costs = [
+        multipliers.seconds * own + size.at(everywhere) for own, size in zip(arrays.costs, sizes.nodes, strict=True)
+    ]
     groups = []
     keeping_groups = []
     for group, size in zip(arrays.groups, sizes.groups, strict=True):
-        seconds = weights.seconds * group.seconds
+        seconds = multipliers.seconds * group.seconds
         used = size.used(everywhere)
         if used is not None:
             seconds = seconds + used
-        for overlap, part in zip(arrays.overlaps, weights.excess, strict=True):
+        for overlap, part in zip(arrays.overlaps, multipliers.overlaps, strict=True):
             traffic = overlap.traffic(group)
             if part and traffic is not None:
                 seconds = seconds + part * overlap.weight * traffic
         groups.append(replace(group, seconds=seconds))
-        keeping = keepers(group) if any(weights.bytes) else None
+        keeping = keepers(group) if any(multipliers.bytes) else None
         if keeping is not None:
-            again, target = _kept(size, everywhere, again_seconds(arrays, group, weights))
+            again, target = _kept(size, everywhere, again_seconds(arrays, group, multipliers))
             source = size.saved(everywhere).source
             kept = np.where(group.same, source[:, None], np.minimum(again, target))
             keeping_groups.append(replace(keeping, seconds=kept))
@@ -62,8 +63,8 @@ def priced(arrays: Arrays, sizes: MemoryModel, points: Sequence[int], weights: W
 
 
 def _kept(size: GroupBytes, fractions: Floats, again: Floats) -> tuple[Floats, Floats]:
-    """What every redistribution of a group costs where it is made again, for the seconds `again`, and where its result
-    is kept."""
+    """The cost of every redistribution of a group where it is made again, in `again` seconds, and where its result is
+    kept."""
     saved = size.saved(fractions)
     return again + saved.source[:, None] + saved.again, saved.target
 
@@ -73,17 +74,17 @@ def made_again(
     sizes: MemoryModel,
     picks: Sequence[int],
     points: Sequence[int],
-    weights: Weights,
+    multipliers: Multipliers,
 ) -> frozenset[tuple[int, Layout]]:
-    """Which redistributions of a choice are cheaper made again than kept at these weights: (group, target)."""
-    everywhere = sizes.blend(points, weights.bytes)
+    """The redistributions of a choice that are cheaper made again than kept at these multipliers: (group, target)."""
+    everywhere = sizes.blend(points, multipliers.bytes)
     found: set[tuple[int, Layout]] = set()
     for number, (group, size) in enumerate(zip(arrays.groups, sizes.groups, strict=True)):
         keeping = keepers(group)
         if keeping is None:
             continue
         made = group.made[picks[group.producer]]
-        again, kept = _kept(size, everywhere, again_seconds(arrays, group, weights))
+        again, kept = _kept(size, everywhere, again_seconds(arrays, group, multipliers))
         for edge in keeping.edges:
             wanted = edge.wanted[picks[edge.consumer]]
             if not group.same[made, wanted] and again[made, wanted] < kept[wanted]:
@@ -91,10 +92,10 @@ def made_again(
     return frozenset(found)
 
 
-def again_seconds(arrays: Arrays, group: GroupArrays, weights: Weights) -> Floats:
-    """What making each redistribution of a group again costs, with the traffic that is not hidden."""
-    again = weights.seconds * group.again
-    for overlap, part in zip(arrays.overlaps, weights.excess, strict=True):
+def again_seconds(arrays: Arrays, group: GroupArrays, multipliers: Multipliers) -> Floats:
+    """The cost of making each redistribution of a group again, exposed traffic included."""
+    again = multipliers.seconds * group.again
+    for overlap, part in zip(arrays.overlaps, multipliers.overlaps, strict=True):
         twice = overlap.traffic_again(group)
         if part and twice is not None:
             again = again + part * overlap.weight * twice
@@ -103,8 +104,7 @@ def again_seconds(arrays: Arrays, group: GroupArrays, weights: Weights) -> Float
 
 @dataclass(frozen=True)
 class Repeats:
-    """Of a group's redistributions those that are `cheaper` made again than kept, and those for which that is still
-    `open`."""
+    """Flags of a group's redistributions: `cheaper` made again than kept, and still `open` within some aim."""
 
     cheaper: Flags
     open: Flags
@@ -112,22 +112,21 @@ class Repeats:
 
 @dataclass(frozen=True)
 class Slack:
-    """The seconds by which a choice is, at best, better than some aim, for each strategy of a node, and for each pair
-    of strategies of two nodes; below zero where none is."""
+    """The most seconds by which a choice is better than some aim, for each strategy of a node, and for each pair of
+    strategies of two nodes; below zero where none is."""
 
     nodes: dict[int, Floats]
     pairs: dict[tuple[int, int], Floats]
 
 
 def decide_repeats(
-    arrays: Arrays, sizes: MemoryModel, points: Sequence[int], weights: Weights, slack: Slack
+    arrays: Arrays, sizes: MemoryModel, points: Sequence[int], multipliers: Multipliers, slack: Slack
 ) -> list[Repeats]:
-    """What is made again at these weights. Where the other way costs more than the slack that is left, it is
-    decided."""
-    everywhere = sizes.blend(points, weights.bytes)
+    """The redistributions that are made again at these multipliers; decided where the other way exceeds the slack."""
+    everywhere = sizes.blend(points, multipliers.bytes)
     found = []
     for group, size in zip(arrays.groups, sizes.groups, strict=True):
-        again, kept = _kept(size, everywhere, again_seconds(arrays, group, weights))
+        again, kept = _kept(size, everywhere, again_seconds(arrays, group, multipliers))
         dearer = again - kept
         left = np.full(dearer.shape, -np.inf)
         for edge in (edge for edge in group.edges if edge.saved):
@@ -143,8 +142,8 @@ def decided_again(
     groups: Iterable[int],
     is_again: Callable[[int, int, int], bool],
 ) -> frozenset[tuple[int, Layout]]:
-    """What a choice makes again of the redistributions of `groups`: (group, target). Where `repeats` leave that open
-    `is_again(group, made, target)` says it, the layouts given as row and column."""
+    """The redistributions of `groups` that a choice makes again: (group, target). Where `repeats` leave that open,
+    `is_again(group, made, target)` decides, with the layouts as row and column."""
     found: set[tuple[int, Layout]] = set()
     for number in groups:
         group, known = arrays.groups[number], repeats[number]

@@ -1,7 +1,8 @@
-"""Branch and bound over what a node does on one axis.
+"""Branch and bound over the method of a node on one axis.
 
-Prices leave a gap where a bound mixes choices of which none is as good: one that takes too many bytes or too much
-traffic, and one that takes less and longer. What sets these apart most is tried both ways.
+The Lagrangian relaxation leaves a gap where its bound mixes choices of which none is as good: one that takes too many
+bytes or too much traffic, and one that takes less of them and more time. The decision that sets these apart most is
+branched on.
 """
 
 from collections.abc import Sequence
@@ -9,41 +10,41 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from passes.solving.dual import Found
 from passes.solving.instance import Alive, Instance
-from passes.solving.memory import Weights
+from passes.solving.lagrangian.cutting_planes import Cut
+from passes.solving.lagrangian.relaxation import Multipliers
 from passes.solving.prices import Flags
 
-# A smaller part of a mixture is none.
+# Parts of a mixture below this are none.
 NOTHING = 1e-6
 
 
 @dataclass(eq=False)
 class Branch:
-    """The choices in which every node takes a strategy that is `alive`: what was `found` among them, a `bound` on all
-    of them, the prices that gave it, and the mixture of choices (the part of each) that is as low."""
+    """The choices in which every node takes a strategy that is `alive`: the cuts `found` among them, a `bound` on all
+    of them, the multipliers that gave it, and the mixture of choices (the part of each) that is as low."""
 
     alive: Alive
-    found: list[Found]
+    found: list[Cut]
     bound: float
-    weights: Weights
-    mixture: Sequence[tuple[Found, float]]
+    multipliers: Multipliers
+    mixture: Sequence[tuple[Cut, float]]
 
-    def holds(self, choice: Found) -> bool:
-        """Whether a choice is one of these."""
+    def holds(self, choice: Cut) -> bool:
+        """Whether a choice is in this branch."""
         return all(pick in self.alive[node] for node, pick in enumerate(choice.picks))
 
 
 def split(instance: Instance, branch: Branch) -> tuple[Alive, Alive] | None:
-    """The strategies of two parts of a branch: a node does on an axis what one choice in the mixture does, or anything
-    else. None where the choices differ in nothing that counts."""
+    """The strategies of two parts of a branch: a node uses on an axis the method of one choice in the mixture, or any
+    other. None where the choices differ in nothing that counts."""
     parts = [(found, part) for found, part in branch.mixture if part > NOTHING]
     if len(parts) < 2:
         return None
     most = (False, 0.0)
     best: tuple[int, int, str] | None = None
     shares = np.array([part for _, part in parts])
-    needs = np.array([_needs(instance, branch.weights, found) for found, _ in parts])
+    needs = np.array([_needs(instance, branch.multipliers, found) for found, _ in parts])
     for node in np.flatnonzero((needs.max(axis=0) - needs.min(axis=0)) > 0).tolist():
         strategies, is_op = instance.problem.nodes[node].strategies, instance.problem.nodes[node].kind == "op"
         mean = shares @ needs[:, node] / shares.sum()
@@ -54,7 +55,7 @@ def split(instance: Instance, branch: Branch) -> tuple[Alive, Alive] | None:
                 if same.all():
                     continue
                 score = shares[same].sum() * abs(shares[same] @ needs[same, node] / shares[same].sum() - mean)
-                # Where parameters are stored matters less than what is done with them: there are many ways to the same.
+                # How parameters are stored matters less than how ops run: many ways of storing cost the same.
                 if score > 0 and (is_op, score) > most:
                     most, best = (is_op, score), (node, axis, method)
     if best is None:
@@ -65,14 +66,14 @@ def split(instance: Instance, branch: Branch) -> tuple[Alive, Alive] | None:
     return {**branch.alive, node: branch.alive[node][does]}, {**branch.alive, node: branch.alive[node][~does]}
 
 
-def _needs(instance: Instance, weights: Weights, found: Found) -> list[float]:
-    """What each node's bytes, and the traffic of parameters that it makes or wants, are worth in a choice (seconds)."""
+def _needs(instance: Instance, multipliers: Multipliers, found: Cut) -> list[float]:
+    """The cost in a choice of each node's bytes and parameter traffic at the multipliers (seconds)."""
     needs = []
-    everywhere = instance.bytes.blend(instance.points, weights.bytes)
+    everywhere = instance.bytes.blend(instance.points, multipliers.bytes)
     for size, pick in zip(instance.bytes.nodes, found.picks, strict=True):
         needs.append(float(size.at(everywhere)[pick]))
     for group, (made, wanted) in zip(instance.arrays.groups, instance.arrays.changes(found.picks), strict=True):
-        for overlap, part in zip(instance.arrays.overlaps, weights.excess, strict=True):
+        for overlap, part in zip(instance.arrays.overlaps, multipliers.overlaps, strict=True):
             traffic = overlap.traffic(group)
             if traffic is None:
                 continue

@@ -1,9 +1,9 @@
-"""The best choice of a network, exactly, and of every label what no choice with it can be below: by tables.
+"""Bucket elimination: the optimum of a network without limits, and the min-marginals of every label, exactly.
 
-Nodes leave one by one (bucket elimination, Dechter, Artificial Intelligence 113, 1999). What a node costs together with
-others is joined into one table over them all, of which the least over the node's own labels stays. On the way back each
-table learns what everything else costs at least. All of it takes as many steps as the tables have cells, and that
-depends on how far a tensor is from where it is used, not on how many ops there are.
+Nodes are eliminated one by one (Dechter, Artificial Intelligence 113, 1999). All costs of a node with others are joined
+in one table over them, its bucket, of which the minimum over the node's own labels is passed on. A backward pass adds
+to each table the least cost of everything else (min-marginals). The work is proportional to the number of cells, which
+depends on how far a tensor is from its uses, not on the number of ops.
 """
 
 import math
@@ -12,22 +12,22 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from passes.solving.network import Network, Sharing
+from passes.solving.elimination.network import Network, Sharing
 from passes.solving.prices import Floats, Integers
 
 
 @dataclass(frozen=True)
-class Order:
-    """Nodes in the order in which they leave; the table of each is over itself and what it meets then (`scopes`, in
-    that order), and all tables together have so many `cells`."""
+class EliminationOrder:
+    """Nodes in the order in which they are eliminated; the table of each is over itself and its neighbours at that time
+    (`scopes`, in that order), and all tables together have so many `cells`."""
 
     nodes: tuple[int, ...]
     scopes: tuple[tuple[int, ...], ...]
     cells: int
 
 
-def find_order(network: Network, sizes: Mapping[int, int]) -> Order:
-    """An order with small tables where node n has `sizes[n]` labels: next leaves the node with the smallest."""
+def find_order(network: Network, sizes: Mapping[int, int]) -> EliminationOrder:
+    """An order with small tables where node n has `sizes[n]` labels: greedily the node with the smallest table."""
     around: dict[int, set[int]] = {node: set() for node in network.costs}
     groups = [set(pair) for pair in network.pairs]
     groups += [{sharing.producer, *(consumer for consumer, _ in sharing.consumers)} for sharing in network.sharings]
@@ -50,13 +50,13 @@ def find_order(network: Network, sizes: Mapping[int, int]) -> Order:
             cells[other] = sizes[other] * math.prod(sizes[item] for item in around[other])
     rank = {node: position for position, node in enumerate(order)}
     scopes = [(node, *sorted(near, key=rank.__getitem__)) for node, near in zip(order, met, strict=True)]
-    return Order(tuple(order), tuple(scopes), total)
+    return EliminationOrder(tuple(order), tuple(scopes), total)
 
 
-class Tables:
-    """All that the tables of a network tell. `bound` is what the best choice costs, to rounding."""
+class Buckets:
+    """The tables of a network. `bound` is the cost of the best choice, up to rounding."""
 
-    def __init__(self, network: Network, order: Order | None = None) -> None:
+    def __init__(self, network: Network, order: EliminationOrder | None = None) -> None:
         self.network = network
         self.sizes = {node: len(costs) for node, costs in network.costs.items()}
         self.order = order = order or find_order(network, self.sizes)
@@ -84,7 +84,7 @@ class Tables:
         return costs.reshape([self.sizes[node] if node in own else 1 for node in scope])
 
     def picks(self) -> dict[int, int]:
-        """The labels of the best choice; of equals the first."""
+        """The labels of the best choice; the first of equals."""
         chosen: dict[int, int] = {}
         for scope, table in zip(reversed(self.order.scopes), reversed(self.tables), strict=True):
             at = np.ravel_multi_index([chosen[node] for node in scope[1:]], table.shape[1:]) if len(scope) > 1 else 0
@@ -92,14 +92,14 @@ class Tables:
         return chosen
 
     def learn(self) -> None:
-        """Put into every cell what all choices with these labels cost at least. `outside` is then, for each table, what
-        all else costs, for the labels of its scope but the first node's."""
+        """Turn every cell into the least cost of all choices with these labels. `outside` is then, for each table, the
+        least cost of everything else, for the labels of its scope but the first node's."""
         self.network.effort.add(2 * self.order.cells, 5 * len(self.order.nodes))
         outside: list[Floats] = []
         for position in range(len(self.tables) - 1, -1, -1):
             scope, table, least = self.order.scopes[position], self.tables[position], self.least[position]
             whole = self._over(self.rank[scope[1]], scope[1:]) if len(scope) > 1 else np.array(self.bound)
-            # What no choice has, has no price.
+            # Labels that no choice has cost nothing outside.
             outside.append(np.subtract(whole, least, out=np.full(whole.shape, np.inf), where=np.isfinite(least)))
             table += outside[-1]
         self.outside = outside[::-1]
@@ -112,11 +112,11 @@ class Tables:
         return least
 
     def with_label(self) -> dict[int, Floats]:
-        """For every node and each label what no choice with that label can be below, once they have learned it."""
+        """The least cost of all choices with each label of every node; call `learn` first."""
         return {node: self._over(position, (node,)) for position, node in enumerate(self.order.nodes)}
 
     def with_pair(self) -> dict[tuple[int, int], Floats]:
-        """The same for every two nodes with a price together, and each pair of their labels."""
+        """The least cost of all choices with each pair of labels of two nodes that share a cost; call `learn` first."""
         pairs = set(self.network.pairs)
         pairs |= {(item.producer, consumer) for item in self.network.sharings for consumer, _ in item.consumers}
         found = {}
@@ -128,7 +128,7 @@ class Tables:
 
 
 def shared(sharing: Sharing, scope: tuple[int, ...]) -> Floats:
-    """What a group costs, over the labels of its nodes in the order of `scope`."""
+    """The costs of a group over the labels of its nodes, in the order of `scope`."""
     axes = {node: axis for axis, node in enumerate(scope)}
 
     def along(node: int, layouts: Integers) -> Integers:
@@ -146,7 +146,7 @@ def shared(sharing: Sharing, scope: tuple[int, ...]) -> Floats:
 
 
 def local_costs(network: Network, rank: Mapping[int, int]) -> dict[int, list[tuple[tuple[int, ...], Floats]]]:
-    """The costs of a network by the node of them that leaves first, each with its nodes in the order of `rank`."""
+    """The costs of a network by the first eliminated node of each, with its nodes in the order of `rank`."""
     found: dict[int, list[tuple[tuple[int, ...], Floats]]] = {
         node: [((node,), costs)] for node, costs in network.costs.items()
     }

@@ -1,4 +1,4 @@
-"""The least memory that any choice of an instance takes, to refuse early what cannot fit."""
+"""The least memory that any choice of an instance takes, to report infeasible limits early."""
 
 from dataclasses import replace
 
@@ -7,14 +7,14 @@ import numpy as np
 from passes.cost.memory import MemoryUse, memory_by_kind
 from passes.cost.program_points import Phase
 from passes.solving.instance import Instance
+from passes.solving.lagrangian.relaxation import ROUNDING, Multipliers
 from passes.solving.limits import infeasible
-from passes.solving.memory import ROUNDING, Weights
 from passes.solving.optimum import optimum
 from passes.solving.prices import Floats
 
 
 def refuse_if_hopeless(instance: Instance) -> None:
-    """Raise InfeasibleError if what nodes and kept tensors take at least, each by itself, does not fit."""
+    """Raise InfeasibleError if the sum of the least bytes of each node and each saved tensor does not fit."""
     least = _least(instance, int(_least_at_all(instance).argmax()))
     if least.peak > instance.limits.memory:
         raise infeasible(instance.limits, least, "at least ")
@@ -25,17 +25,17 @@ def refuse_if_impossible(instance: Instance, where: int) -> None:
     limit = instance.limits.memory
     scale = instance.arrays.value([0] * len(instance.arrays.costs)) / limit
     bytes = [scale if point == where else 0.0 for point in instance.points]
-    weights = Weights(1e-9, bytes, [0.0] * len(instance.arrays.overlaps))
-    best = optimum(instance.priced(weights))
-    # Seconds and ties weigh a little, too.
+    multipliers = Multipliers(1e-9, bytes, [0.0] * len(instance.arrays.overlaps))
+    best = optimum(instance.relaxed(multipliers))
+    # Seconds and tie_break_total weigh a little, too.
     if best.bound / scale > limit * (1 + ROUNDING):
-        raise infeasible(instance.limits, instance.use(instance.cheapest(best.picks, weights)))
+        raise infeasible(instance.limits, instance.use(instance.cheapest(best.picks, multipliers)))
 
 
-def smallest(instance: Instance, weights: Weights) -> MemoryUse:
-    """What a choice takes for which bytes are all that counts."""
-    dear = replace(weights, bytes=[max(1e6 * price, 1e-30) for price in weights.bytes])
-    return instance.use(instance.cheapest(optimum(instance.priced(dear)).picks, dear))
+def smallest(instance: Instance, multipliers: Multipliers) -> MemoryUse:
+    """The memory of a choice that minimizes bytes, at the multipliers of each point."""
+    dear = replace(multipliers, bytes=[max(1e6 * price, 1e-30) for price in multipliers.bytes])
+    return instance.use(instance.cheapest(optimum(instance.relaxed(dear)).picks, dear))
 
 
 def _least_at_all(instance: Instance) -> Floats:

@@ -1,8 +1,8 @@
-"""The best choice of a network within limits, exactly: by tables of frontiers.
+"""Pareto frontiers of a network whose choices take limited amounts: bytes at program points, traffic of overlap terms.
 
-Next to its seconds a choice takes amounts of what is limited: bytes at some moments, traffic that computation hides.
-Where labels are settled, of the choices for the nodes that are gone only those stay of which no other one is as good in
-everything (a multi-objective dynamic program), and which some price, for all the rest, does not show to be too much.
+A multi-objective dynamic program over the order of bucket elimination: each cell of a bucket holds the partial choices
+for eliminated nodes that no other one dominates in all amounts. Surrogate constraints, together with the least that all
+else takes, prune partial choices that cannot become good enough.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,27 +10,27 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from passes.solving.network import Network, Sharing
+from passes.solving.elimination.buckets import Buckets, find_order, local_costs
+from passes.solving.elimination.network import Network, Sharing
 from passes.solving.prices import Flags, Floats, Integers
-from passes.solving.tables import Tables, find_order, local_costs
 
 # Amounts that differ by less than this, relative to the largest, are equal.
 ROUNDING = 1e-12
-# Tables have at most so many cells at all prices together, and rows before what is too dear is dropped.
+# Buckets have at most so many cells at all prices together, and rows before what is too dear is dropped.
 CELLS = 20_000_000
 ROWS = 4_000_000
-# So many neighbours in a sorted frontier are compared with each.
+# Neighbours in a sorted frontier that each row is compared with.
 NEAR = 24
 
 
 class TooManyError(Exception):
-    """There are more cells or rows than can be looked at."""
+    """There are too many cells or rows."""
 
 
 @dataclass(frozen=True)
-class Claim:
-    """What a group takes besides: `first[a, b]` (amounts last) once for every b that consumers want of a, or where
-    `open` either that or `second[a, b]`."""
+class SharedAmounts:
+    """Amounts of a group: `first[a, b]` (amounts last) once for every b that consumers want of a, or where `open`
+    either those or `second[a, b]`."""
 
     producer: int
     made: Integers
@@ -41,24 +41,24 @@ class Claim:
 
 
 @dataclass(frozen=True)
-class Price:
-    """Prices of all amounts, the seconds first, and the most that a choice is worth at these."""
+class Surrogate:
+    """A surrogate constraint: the sum of all `amounts`, the seconds first, times these is at most `most`."""
 
     amounts: Floats
     most: float
 
 
 @dataclass(frozen=True)
-class Limited:
-    """A network whose nodes (`amounts[n]`, by label and amount) and groups take amounts besides seconds."""
+class LimitedNetwork:
+    """A network whose nodes (`amounts[n]`, by label and amount) and groups (`shared`) take amounts besides seconds."""
 
     network: Network
     amounts: Mapping[int, Floats]
-    claims: Sequence[Claim]
+    shared: Sequence[SharedAmounts]
     count: int
 
     def priced(self, prices: Floats) -> Network:
-        """The network at these prices, without limits."""
+        """The network without limits that costs the sum of all amounts times `prices`."""
         network = self.network.copy()
         network.costs = {node: prices[0] * costs for node, costs in network.costs.items()}
         for node, amounts in self.amounts.items():
@@ -66,43 +66,43 @@ class Limited:
         network.pairs = {pair: prices[0] * costs for pair, costs in network.pairs.items()}
         network.sharings = [replace(sharing, costs=prices[0] * sharing.costs) for sharing in network.sharings]
         network.constant = prices[0] * network.constant
-        for claim in self.claims:
-            first, second = claim.first @ prices, claim.second @ prices
-            costs = np.where(claim.open, np.minimum(first, second), first)
-            network.sharings.append(Sharing(claim.producer, claim.made, list(claim.consumers), costs))
+        for item in self.shared:
+            first, second = item.first @ prices, item.second @ prices
+            costs = np.where(item.open, np.minimum(first, second), first)
+            network.sharings.append(Sharing(item.producer, item.made, list(item.consumers), costs))
         return network
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A choice within the limits: its amounts, the label of each node, and which (claim, target) are taken the second
-    way."""
+    """A choice within the limits: its amounts, the label of each node, and the shared amounts and targets for which it
+    takes the `second`."""
 
     amounts: Floats
     picks: Mapping[int, int]
-    ways: frozenset[tuple[int, int]]
+    second: frozenset[tuple[int, int]]
 
 
 @dataclass
 class _Rows:
-    """Rows of a table: the numbers of their `cells`, the amounts so far, which rows the tables of other nodes (by
-    position) have in it, and of claims (number, targets) which rows take these the second way."""
+    """Rows of a table: the numbers of their `cells`, the amounts so far, which rows the buckets of other nodes (by
+    position) have in it, and of items (number, targets) which rows take these the second way."""
 
     cells: Integers
     amounts: Floats
     parts: dict[int, Integers]
-    ways: list[tuple[int, Integers, Flags]]
+    second: list[tuple[int, Integers, Flags]]
 
     def take(self, which: Integers) -> None:
         """Go on with these rows, each as often as it is named."""
         self.cells, self.amounts = self.cells[which], self.amounts[which]
         self.parts = {position: rows[which] for position, rows in self.parts.items()}
-        self.ways = [(claim, targets[which], flags[which]) for claim, targets, flags in self.ways]
+        self.second = [(item, targets[which], flags[which]) for item, targets, flags in self.second]
 
 
 @dataclass(frozen=True)
 class _Frontier:
-    """What is left of a table: rows sorted by `keys`, the labels of its scope but the first node's as one number; the
+    """The frontier of a bucket: rows sorted by `keys`, the labels of its scope but the first node's as one number; the
     `labels` of the first node."""
 
     keys: Integers
@@ -112,10 +112,10 @@ class _Frontier:
 
 @dataclass(frozen=True)
 class _Open:
-    """For each cell whether a claim for a target may be met in two ways, the amounts of both, and what it is worth at
-    least at each price."""
+    """Open shared amounts of a target in each cell: whether both are possible, the amounts of both, and the least of
+    each surrogate."""
 
-    claim: int
+    shared: int
     targets: Integers
     is_open: Flags
     first: Floats
@@ -123,30 +123,30 @@ class _Open:
     least: Sequence[Floats]
 
 
-class Frontiers:
-    """The choices that may be best within limits, as `rows` with the amounts that they take: for every choice that is
-    worth no more than any of the `prices` allows there is one that is as good in all amounts.
+class ParetoFrontiers:
+    """The choices that may be best within limits, as `rows` with their amounts: for every choice that meets all
+    surrogates there is one that is as good in all amounts.
 
-    Raises TooManyError where tables have too many cells or rows.
+    Raises TooManyError where buckets have too many cells or rows.
     """
 
-    def __init__(self, limited: Limited, prices: Sequence[Price]) -> None:
-        self.limited, self.prices = limited, prices
-        networks = [limited.priced(price.amounts) for price in prices]
+    def __init__(self, limited: LimitedNetwork, surrogates: Sequence[Surrogate]) -> None:
+        self.limited, self.surrogates = limited, surrogates
+        networks = [limited.priced(surrogate.amounts) for surrogate in surrogates]
         self.sizes = {node: len(costs) for node, costs in limited.network.costs.items()}
         self.order = find_order(networks[0], self.sizes)
-        if self.order.cells * len(prices) > CELLS:
+        if self.order.cells * len(surrogates) > CELLS:
             raise TooManyError
         self.rank = {node: position for position, node in enumerate(self.order.nodes)}
-        self.tables = [Tables(network, self.order) for network in networks]
-        for tables in self.tables:
-            tables.learn()
+        self.buckets = [Buckets(network, self.order) for network in networks]
+        for buckets in self.buckets:
+            buckets.learn()
         self.seconds = local_costs(limited.network, self.rank)
         self.waiting: dict[int | None, list[int]] = {}
-        self.claimed: dict[int, list[int]] = {}
-        for number, claim in enumerate(limited.claims):
-            first = min(self.rank[node] for node in (claim.producer, *(node for node, _ in claim.consumers)))
-            self.claimed.setdefault(first, []).append(number)
+        self.shared_at: dict[int, list[int]] = {}
+        for number, item in enumerate(limited.shared):
+            first = min(self.rank[node] for node in (item.producer, *(node for node, _ in item.consumers)))
+            self.shared_at.setdefault(first, []).append(number)
         self.frontiers: list[_Frontier] = []
         for position, scope in enumerate(self.order.scopes):
             self.frontiers.append(self._frontier(position))
@@ -158,22 +158,22 @@ class Frontiers:
     def choice(self, row: int) -> Choice:
         """The choice of a row."""
         picks: dict[int, int] = {}
-        ways: set[tuple[int, int]] = set()
+        second: set[tuple[int, int]] = set()
         waiting = [(self.rows, row)]
         while waiting:
             rows, number = waiting.pop()
-            ways |= {(claim, int(targets[number])) for claim, targets, flags in rows.ways if flags[number]}
+            second |= {(item, int(targets[number])) for item, targets, flags in rows.second if flags[number]}
             for position, parts in rows.parts.items():
                 frontier, part = self.frontiers[position], int(parts[number])
                 picks[self.order.nodes[position]] = int(frontier.labels[part])
                 waiting.append((frontier.rows, part))
-        return Choice(self.rows.amounts[row], picks, frozenset(ways))
+        return Choice(self.rows.amounts[row], picks, frozenset(second))
 
     def _frontier(self, position: int) -> _Frontier:
         scope = self.order.scopes[position]
         good = np.ones([self.sizes[node] for node in scope], dtype=bool)
-        for price, tables in zip(self.prices, self.tables, strict=True):
-            good &= tables.tables[position] <= price.most
+        for surrogate, buckets in zip(self.surrogates, self.buckets, strict=True):
+            good &= buckets.tables[position] <= surrogate.most
         labels = np.argwhere(good)
         amounts = np.zeros((len(labels), self.limited.count))
         columns = dict(zip(scope, labels.T, strict=True))
@@ -181,10 +181,10 @@ class Frontiers:
             amounts[:, 0] += costs[tuple(columns[node] for node in nodes)]
         if scope[0] in self.limited.amounts:
             amounts += self.limited.amounts[scope[0]][labels[:, 0]]
-        open_claims = []
-        for number in self.claimed.get(position, []):
-            open_claims += self._claim(number, columns, amounts)
-        rows = self._joined(scope, labels, amounts, open_claims, self.waiting.get(position, []), position)
+        open_amounts = []
+        for number in self.shared_at.get(position, []):
+            open_amounts += self._shared_amounts(number, columns, amounts)
+        rows = self._joined(scope, labels, amounts, open_amounts, self.waiting.get(position, []), position)
         keys = self._keys(scope[1:], labels[:, 1:])[rows.cells]
         self.limited.network.effort.add(NEAR * rows.amounts.size, NEAR)
         kept = undominated_rows(keys, rows.amounts)
@@ -197,26 +197,26 @@ class Frontiers:
             keys = keys * self.sizes[node] + column
         return keys
 
-    def _claim(self, number: int, columns: Mapping[int, Integers], amounts: Floats) -> list[_Open]:
-        """Add what a claim takes in each cell to `amounts`, but for what may be met in two ways."""
-        claim = self.limited.claims[number]
-        made = claim.made[columns[claim.producer]]
+    def _shared_amounts(self, number: int, columns: Mapping[int, Integers], amounts: Floats) -> list[_Open]:
+        """Add settled shared amounts of each cell to `amounts`; returns the open ones."""
+        item = self.limited.shared[number]
+        made = item.made[columns[item.producer]]
         found = []
         earlier: list[Integers] = []
-        for consumer, layouts in claim.consumers:
+        for consumer, layouts in item.consumers:
             wanted = layouts[columns[consumer]]
             is_new = np.ones(len(wanted), dtype=bool)
             for other in earlier:
                 is_new &= wanted != other
             earlier.append(wanted)
-            first, second, is_open = claim.first[made, wanted], claim.second[made, wanted], claim.open[made, wanted]
+            first, second, is_open = item.first[made, wanted], item.second[made, wanted], item.open[made, wanted]
             settled = is_new & ~is_open
             amounts[settled] += first[settled]
             is_open &= is_new
             if is_open.any():
                 least = [
-                    np.where(is_open, np.minimum(first @ price.amounts, second @ price.amounts), 0.0)
-                    for price in self.prices
+                    np.where(is_open, np.minimum(first @ surrogate.amounts, second @ surrogate.amounts), 0.0)
+                    for surrogate in self.surrogates
                 ]
                 found.append(_Open(number, wanted, is_open, first, second, least))
         return found
@@ -226,28 +226,29 @@ class Frontiers:
         scope: Sequence[int],
         labels: Integers,
         amounts: Floats,
-        claims: Sequence[_Open],
+        items: Sequence[_Open],
         parts: Sequence[int],
         position: int | None = None,
     ) -> _Rows:
-        """All rows of the cells `labels`, which have these `amounts`, with what is open and the frontiers of earlier
-        tables."""
+        """All rows of the cells `labels`, which have these `amounts`, with open shared amounts and the frontiers of
+        earlier buckets."""
         columns = dict(zip(scope, labels.T, strict=True))
         at = {part: tuple(columns[node] for node in self.order.scopes[part][1:]) for part in parts}
-        # What a cell is worth at least besides what its rows have, at each price: all else, and what is to come.
+        # The least of each surrogate besides a row's own amounts: of all other nodes, and of what is still to be
+        # joined.
         outside = []
-        for tables in self.tables:
-            else_where = tables.outside[position][tuple(labels.T[1:])] if position is not None else np.zeros(1)
+        for buckets in self.buckets:
+            else_where = buckets.outside[position][tuple(labels.T[1:])] if position is not None else np.zeros(1)
             outside.append(np.broadcast_to(else_where, len(labels)))
-        coming = [item.least for item in claims]
+        coming = [item.least for item in items]
         coming += [
-            [np.broadcast_to(tables.least[part][at[part]], len(labels)) for tables in self.tables] for part in parts
+            [np.broadcast_to(buckets.least[part][at[part]], len(labels)) for buckets in self.buckets] for part in parts
         ]
         rows = _Rows(np.arange(len(labels)), amounts, {}, [])
-        for number, claim in enumerate(claims, 1):
-            _take_both_ways(rows, claim)
+        for number, item in enumerate(items, 1):
+            _take_both(rows, item)
             self._drop(rows, outside, coming[number:])
-        for number, part in enumerate(parts, len(claims) + 1):
+        for number, part in enumerate(parts, len(items) + 1):
             nodes = self.order.scopes[part][1:]
             keys = self._keys(nodes, np.array([columns[node] for node in nodes]).reshape(len(nodes), len(labels)).T)
             _join(rows, part, self.frontiers[part], keys)
@@ -255,30 +256,30 @@ class Frontiers:
         return rows
 
     def _drop(self, rows: _Rows, outside: Sequence[Floats], coming: Sequence[Sequence[Floats]]) -> None:
-        """Drop rows that are worth more than a price allows with what else there is at least."""
-        self.limited.network.effort.add(len(self.prices) * rows.amounts.size, 2 * len(self.prices))
+        """Drop rows that violate a surrogate together with the least that all else takes."""
+        self.limited.network.effort.add(len(self.surrogates) * rows.amounts.size, 2 * len(self.surrogates))
         good = np.ones(len(rows.cells), dtype=bool)
-        for number, price in enumerate(self.prices):
+        for number, surrogate in enumerate(self.surrogates):
             rest = sum((item[number] for item in coming), outside[number])
-            good &= rows.amounts @ price.amounts + rest[rows.cells] <= price.most
+            good &= rows.amounts @ surrogate.amounts + rest[rows.cells] <= surrogate.most
         rows.take(np.flatnonzero(good))
 
 
-def _take_both_ways(rows: _Rows, claim: _Open) -> None:
-    """Meet an open claim: rows of cells where it is open stand there twice."""
-    here = claim.is_open[rows.cells]
+def _take_both(rows: _Rows, item: _Open) -> None:
+    """Take open shared amounts: rows of cells where they are open are doubled."""
+    here = item.is_open[rows.cells]
     twice = np.flatnonzero(here)
     if len(here) + len(twice) > ROWS:
         raise TooManyError
     rows.take(np.concatenate([np.arange(len(here)), twice]))
     second = np.arange(len(rows.cells)) >= len(here)
-    taken = np.where(second[:, None], claim.second[rows.cells], claim.first[rows.cells])
-    rows.amounts = rows.amounts + np.where(claim.is_open[rows.cells][:, None], taken, 0.0)
-    rows.ways.append((claim.claim, claim.targets[rows.cells], second))
+    taken = np.where(second[:, None], item.second[rows.cells], item.first[rows.cells])
+    rows.amounts = rows.amounts + np.where(item.is_open[rows.cells][:, None], taken, 0.0)
+    rows.second.append((item.shared, item.targets[rows.cells], second))
 
 
 def _join(rows: _Rows, part: int, frontier: _Frontier, keys: Integers) -> None:
-    """Put each row together with all rows of an earlier table, at position `part`, that have the key of its cell."""
+    """Join each row with all rows of an earlier bucket, at position `part`, that have the key of its cell."""
     first = np.searchsorted(frontier.keys, keys)
     counts = (np.searchsorted(frontier.keys, keys, side="right") - first)[rows.cells]
     if counts.sum() > ROWS:
@@ -292,8 +293,7 @@ def _join(rows: _Rows, part: int, frontier: _Frontier, keys: Integers) -> None:
 
 
 def undominated_rows(keys: Integers, amounts: Floats) -> Integers:
-    """Rows in the order of their keys without most of those than which another one of the same key is as good in every
-    amount."""
+    """Rows in the order of their keys, without most of those that another row of the same key dominates."""
     order = np.lexsort((*amounts.T[::-1], keys))
     scale = ROUNDING * np.abs(amounts).max(axis=0, initial=0.0)
     while True:

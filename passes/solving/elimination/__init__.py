@@ -1,0 +1,1 @@
+"""Variable elimination, and bucket elimination of what remains."""

@@ -1,0 +1,1 @@
+"""The optimum within limits as a mixed integer program for HiGHS."""

@@ -1,0 +1,1 @@
+"""Pareto frontiers: the exact optimum within limits by multi-objective dynamic programming."""
