@@ -1,2 +1,1 @@
-"""How the planning problem is solved: as arrays (`arrays`), narrowed by bounds (`bounds`), as an integer program
-(`integer`)."""
+"""The rooms of the solver, one for each method; docs/solver.md says what each proves."""

@@ -1,8 +1,8 @@
-"""Sources that are never better than another one, whatever they are used for.
+"""Dominated strategies of sources: layouts of parameters and inputs that are never better than another one.
 
-A parameter can mostly be stored in many ways that cost the same: split over one dim or another. Where one way is at
-least as good as another in all that counts, in seconds as in bytes and traffic, the other one is left out, so that
-neither prices nor branches tell alike choices apart.
+Many ways to store a parameter cost the same, split over one dim or another. A strategy is dropped where another one is
+at least as good in all seconds, bytes and traffic, so that neither multipliers nor branches have to tell equal choices
+apart.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ ROUNDING = 1e-12
 
 
 def undominated(arrays: Arrays, sizes: MemoryModel, alive: Mapping[int, Integers]) -> dict[int, Integers]:
-    """Of the strategies of each node that are alive those that are left; all of nodes that consume anything."""
+    """The strategies of each node that are alive and not dominated; all of nodes that consume anything."""
     consumers = {edge.consumer for group in arrays.groups for edge in group.edges}
     made: dict[int, list[tuple[GroupArrays, GroupBytes]]] = {}
     for group, size in zip(arrays.groups, sizes.groups, strict=True):
@@ -36,22 +36,21 @@ def undominated(arrays: Arrays, sizes: MemoryModel, alive: Mapping[int, Integers
 def _figures(
     group: GroupArrays, size: GroupBytes, overlaps: Sequence[Overlap], alive: Mapping[int, Integers]
 ) -> list[Floats]:
-    """For each strategy of the producer all that its uses cost, in any of the layouts that may be wanted."""
+    """All costs of the uses of each strategy of the producer, in any of the layouts that may be wanted."""
     wanted = np.unique(np.concatenate([edge.wanted[alive[edge.consumer]] for edge in group.edges]))
     matrices = [group.seconds, group.again, *size.sizes]
     for overlap in overlaps:
         matrices += [
             traffic for traffic in (overlap.traffic(group), overlap.traffic_again(group)) if traffic is not None
         ]
-    # What is kept is the source where it is the very tensor that is wanted, or made again.
+    # The saved tensor is the source where that is the very tensor wanted, or where it is made again.
     kept = np.where(size.same, size.source_bytes[:, None], size.target_bytes)
     matrices += [kept, np.broadcast_to(size.source_bytes[:, None], kept.shape)]
     return [matrix[np.ix_(group.made, wanted)] for matrix in matrices]
 
 
 def _least(figures: Floats, tie_break: Integers) -> Integers:
-    """ActiveConstraints than which no other is as good in every column; of equal rows the one that is least odd, and
-    first."""
+    """Rows that no other row dominates; of equal rows the one with the lowest tie-break, then the first."""
     scale = np.abs(figures).max(axis=0, initial=0.0)
     figures = figures / np.where(scale > 0, scale, 1.0)
     kept: list[int] = []

@@ -114,18 +114,6 @@ class MessagePassing:
         self._divide_anew()
         return True
 
-    def drop(self, enough: float) -> None:
-        """Prune the labels that no choice cheaper than `enough` has."""
-        for node in self.order:
-            self._absorb(node)
-            self._prune(node, self.bound, enough)
-
-    def scores(self) -> dict[int, Floats]:
-        """A score of every label; the lower, the more promising."""
-        for node in self.order:
-            self._absorb(node)
-        return self.own
-
     def with_label(self) -> dict[int, Floats]:
         """A lower bound on all choices with each label of every node."""
         found = {}

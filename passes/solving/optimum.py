@@ -11,7 +11,6 @@ import numpy as np
 
 from passes.solving.arrays import Arrays
 from passes.solving.elimination.buckets import Buckets, find_order
-from passes.solving.elimination.dead_ends import drop_dominated
 from passes.solving.elimination.network import Network, Sharing
 from passes.solving.elimination.variables import eliminate, restore
 from passes.solving.message_passing import MessagePassing
@@ -25,8 +24,6 @@ MANY = 30_000_000
 # Maximum number of sweeps, and the number between checks whether tables are small enough.
 SWEEPS = 18
 SOME = 3
-# Where tables are too large, so many labels of each node that look best are tried.
-WIDTHS = (32, 16, 8, 4)
 
 
 @dataclass(frozen=True)
@@ -101,29 +98,7 @@ def _by_sweeps(network: Network, enough: float) -> Optimum:
                 bound=min(found.bound, enough),
                 remaining={**remaining, **found.remaining} if asked else remaining,
             )
-    found = _by_parts(network, bounds, network.strategies(picks), best)
-    return replace(found, bound=min(found.bound, enough), remaining=remaining)
-
-
-def _by_parts(network: Network, bounds: MessagePassing, chosen: Mapping[int, int], best: float) -> Optimum:
-    """The best choice, from one that costs `best`, where too much is left after all sweeps: tables of the labels that
-    look best find better choices, and these drop labels of the rest, until that is little enough. Where no better one
-    is found any more, the best with the bound of the sweeps."""
-    strategies, bound = dict(network.labels), bounds.bound
-    while True:
-        bounds.drop(a_little_more(best))
-        if not all(flags.any() for flags in bounds.alive.values()):
-            return Optimum(chosen, best, strategies)
-        whole = network.copy()
-        whole.narrow(bounds.alive)
-        drop_dominated(whole)
-        if _cells(whole) <= MANY:
-            return _by_tables(whole, np.inf)
-        small = _part(whole, strategies, bounds.scores())
-        better = None if small is None else _by_tables(small, np.inf)
-        if better is None or better.bound >= best * (1 - TIE):
-            return Optimum(chosen, min(bound, best), strategies)
-        chosen, best = better.picks, better.bound
+    return Optimum(network.strategies(picks), min(bounds.bound, best, enough), remaining)
 
 
 def least_with(network: Network, enough: float) -> tuple[dict[int, Floats], dict[tuple[int, int], Floats]] | None:
@@ -149,19 +124,6 @@ def _cells(network: Network) -> int:
     return find_order(network, {node: len(costs) for node, costs in network.costs.items()}).cells
 
 
-def _part(network: Network, strategies: Mapping[int, Integers], scores: Mapping[int, Floats]) -> Network | None:
-    """The network with as many of the labels that look best (the lowest `scores` by label, of which `strategies` tells
-    what they stand for) as tables can have; None where it is too large with the fewest, too."""
-    for width in WIDTHS:
-        part = network.copy()
-        for node, labels in network.labels.items():
-            own = scores[node][np.searchsorted(strategies[node], labels)]
-            part.keep(node, np.sort(np.argsort(own, kind="stable")[:width]))
-        if _cells(part) <= FEW:
-            return part
-    return None
-
-
 def _by_tables(network: Network, enough: float) -> Optimum:
     tables = Buckets(network)
     picks, remaining = network.strategies(tables.picks()), dict(network.labels)
@@ -175,8 +137,8 @@ def _by_tables(network: Network, enough: float) -> Optimum:
 def tie_break_total(found: Arrays) -> float:
     """The largest cost of the tie-break in any choice."""
     unit = TIE * sum(float(costs.min()) for costs in found.costs)
-    odd = sum(int(odd.max()) for odd in found.tie_break)
-    return unit * (odd + sum(int(group.changes.max()) * len(group.edges) for group in found.groups))
+    unusual = sum(int(counts.max()) for counts in found.tie_break)
+    return unit * (unusual + sum(int(group.changes.max()) * len(group.edges) for group in found.groups))
 
 
 def a_little_more(cost: float) -> float:

@@ -61,7 +61,7 @@ class MixedIntegerModel:
         self.count += count
 
     def at_least(self, larger: Integers, smaller: Integers, extra: Integers | None = None) -> None:
-        """ActiveConstraints larger[i] + extra[i] >= smaller[i]."""
+        """Add rows larger[i] + extra[i] >= smaller[i]."""
         count = len(larger)
         rows = np.arange(count)
         parts = [(larger, 1.0), (smaller, -1.0)] + ([(extra, 1.0)] if extra is not None else [])

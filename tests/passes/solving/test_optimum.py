@@ -9,7 +9,6 @@ import torch
 from passes.ir.choices import Group
 from passes.ir.program import TensorType
 from passes.solving.arrays import Arrays, EdgeArrays, GroupArrays
-from passes.solving.elimination.dead_ends import drop_dominated
 from passes.solving.elimination.variables import eliminate, restore
 from passes.solving.message_passing import MessagePassing
 from passes.solving.optimum import network_of, optimum
@@ -61,23 +60,19 @@ def test_optimum_of_random_networks(seed: int) -> None:
     assert best * (1 - 1e-6) <= found.bound <= best * (1 + 1e-6)
 
 
-@pytest.mark.parametrize("many", [1, 100, 10**6])
+@pytest.mark.parametrize("few", [1, 30])
 @pytest.mark.parametrize("seed", range(20))
-def test_optimum_where_tables_are_too_large(seed: int, many: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Then bounds drop labels first: the bound is below the least cost and the choice above it, both are it where
-    tables are small enough after that, and no remaining label is lost."""
-    monkeypatch.setattr("passes.solving.optimum.FEW", 1)
-    monkeypatch.setattr("passes.solving.optimum.MANY", many)
+def test_optimum_where_tables_are_too_large(seed: int, few: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Message passing prunes first: the bound is below the least cost and the choice above it, and no strategy of a
+    choice below the cutoff is lost."""
+    monkeypatch.setattr("passes.solving.optimum.FEW", few)
     arrays = random_arrays(seed)
     best = least(arrays)
     for enough in (np.inf, best * 1.1):
         found = optimum(arrays, enough)
         cost = arrays.value([found.picks[node] for node in range(len(arrays.costs))])
-        assert found.bound <= best * (1 + 1e-6)
-        assert cost >= best * (1 - 1e-9)
-        if many == 10**6:
-            assert cost == pytest.approx(best, rel=1e-6)
-            assert found.bound == pytest.approx(best, rel=1e-6)
+        assert best * (1 - 1e-9) <= cost
+        assert 0 < found.bound <= best * (1 + 1e-6)
         for picks in product(*(range(len(costs)) for costs in arrays.costs)):
             if arrays.value(picks) < enough:
                 assert all(pick in found.remaining[node] for node, pick in enumerate(picks))
@@ -98,12 +93,11 @@ def test_what_is_in_no_better_choice_is_not_hopeful(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_making_the_network_smaller_keeps_the_optimum(seed: int) -> None:
-    """Eliminated nodes and dropped labels: the best choice of what is left, restored, is as good as the best of all."""
+def test_eliminating_variables_keeps_the_optimum(seed: int) -> None:
+    """The best choice of the nodes that are not eliminated, restored, is as good as the best of all."""
     arrays = random_arrays(seed)
     network = network_of(arrays)
     eliminate(network)
-    drop_dominated(network)
     nodes = sorted(network.costs)
     every = product(*(range(len(network.costs[node])) for node in nodes))
     picks = min((dict(zip(nodes, labels, strict=True)) for labels in every), key=network.value)
