@@ -33,7 +33,6 @@ from passes.ir.leaves import Inputs, input_leaves
 from passes.ir.mesh import Mesh
 from passes.ir.plan import BATCH, SEQUENCE, Expressions, ProgramPlan
 from passes.ir.program import Folded, Symbolic
-from passes.lower import Casts
 from passes.micro_batches import batch_size, micro_batches
 from passes.normalize import normalize
 from passes.record import decisions_of
@@ -54,12 +53,10 @@ Dim = tuple[str, int]
 
 @dataclass(frozen=True)
 class Priced:
-    """What was planned: the program as it was folded, its part of the plan, what parameters are stored in, and which
-    arguments of the model are inputs of the program."""
+    """A planned program: as it was folded, its part of the plan, and which arguments of the model are its inputs."""
 
     folded: Folded
     record: ProgramPlan
-    master: torch.dtype | None
     arguments: frozenset[str]
 
 
@@ -232,7 +229,7 @@ class _Pricing:
         return step_seconds(lowered, self.folded, target, solution.regime).total
 
     def _space(self) -> Space:
-        return self.request.space(Casts(self.planned.master, self.request.precision.reduce), Decisions())
+        return self.request.space(Decisions())
 
 
 def _check(what: str, number: Number, planned: Mapping[str, float]) -> None:

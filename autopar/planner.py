@@ -30,7 +30,6 @@ from passes.ir.lowered import Group
 from passes.ir.plan import Expressions, Plan, ProgramPlan
 from passes.ir.program import Program
 from passes.ir.regime import PLAIN
-from passes.lower import Casts
 from passes.micro_batches import MicroBatches
 from passes.normalize import normalize
 from passes.record import decisions_of, discovered_ops, idle_axes, record, whole_ops
@@ -71,13 +70,13 @@ def compile_model(model: nn.Module, request: Request, *, both_modes: bool = Fals
         check_plan(given, fingerprint, request)
         request = as_planned(request, given)
     program = traced(model, request, objective, clock)
-    first = plan_program(model, program, request, objective, _given_decisions(given, objective), clock)
+    first = plan_program(program, request, objective, _given_decisions(given, objective), clock)
     request = replace(request, mesh=first.mesh, any_shape=False)
     programs, refused = {objective: first}, ""
     if objective == "train" and both_modes:
         evaluation = _evaluation(model, program, request, clock)
         if isinstance(evaluation, Program):
-            programs["infer"] = _plan_evaluation(model, evaluation, request, first, clock)
+            programs["infer"] = _plan_evaluation(evaluation, request, first, clock)
         elif evaluation is not None:
             refused = evaluation
     plan = written_plan(model, fingerprint, request, program, programs)
@@ -95,17 +94,14 @@ def compile_model(model: nn.Module, request: Request, *, both_modes: bool = Fals
     )
 
 
-def plan_program(
-    model: nn.Module, program: Program, request: Request, name: str, decisions: Decisions, clock: Clock
-) -> Planned:
+def plan_program(program: Program, request: Request, name: str, decisions: Decisions, clock: Clock) -> Planned:
     """The program called `name` through the passes after normalize. What is decided already restricts the search."""
-    master = _stored_dtype(model, request)
-    space = request.space(Casts(master, request.precision.reduce), decisions)
+    space = request.space(decisions)
     with clock("discover"):
         program = replace(program, rules=rules_for(program) if request.discover else {})
-    found = _search(program, space, Simulator(request, master), clock)
+    found = _search(program, space, Simulator(request), clock)
     _warn_of_idle_axes(found)
-    naming = _naming(model, found, name)
+    naming = _naming(request, found, name)
     with clock("emit"):
         source = emit(found.lowered, found.variables, found.mesh, naming)
     compiled = compiled_program(found.lowered, source, naming.class_name, request)
@@ -121,7 +117,7 @@ def plan_program(
     )
     if found.micro is None:
         return planned
-    return _in_micro_batches(model, planned, found.micro, replace(request, mesh=found.mesh), name, clock)
+    return _in_micro_batches(planned, found.micro, replace(request, mesh=found.mesh), name, clock)
 
 
 def traced(model: nn.Module, request: Request, objective: str, clock: Clock) -> Program:
@@ -174,7 +170,7 @@ def _evaluation(model: nn.Module, program: Program, request: Request, clock: Clo
     return None if str(evaluation) == str(program) else frozen(evaluation)
 
 
-def _plan_evaluation(model: nn.Module, program: Program, request: Request, first: Planned, clock: Clock) -> Planned:
+def _plan_evaluation(program: Program, request: Request, first: Planned, clock: Clock) -> Planned:
     """The program for evaluation, with parameters stored as for training."""
     decisions = replace(
         _given_decisions(request.plan, "infer"), stored=first.lowered.parameters, units=first.lowered.held.groups
@@ -182,12 +178,10 @@ def _plan_evaluation(model: nn.Module, program: Program, request: Request, first
     if decisions.configuration is None:
         decisions = replace(decisions, configuration=PLAIN)
     request = replace(request, objective="infer", micro_batches=None, recompute=None)
-    return plan_program(model, program, request, "infer", decisions, clock)
+    return plan_program(program, request, "infer", decisions, clock)
 
 
-def _in_micro_batches(
-    model: nn.Module, planned: Planned, micro: MicroBatches, request: Request, name: str, clock: Clock
-) -> Planned:
+def _in_micro_batches(planned: Planned, micro: MicroBatches, request: Request, name: str, clock: Clock) -> Planned:
     """`planned`, which is the program of one micro-batch, with all that the whole batch needs."""
     totals = None
     if micro.totals is not None:
@@ -199,7 +193,7 @@ def _in_micro_batches(
         read = {item.argument for item in micro.totals.inputs} | set(planned.source.constants)
         leaves = {leaf: value for leaf, value in input_leaves(request.inputs) if leaf in read}
         summing = replace(request, inputs=leaves, objective="infer", micro_batches=None, recompute=None, constraints={})
-        totals = plan_program(model, micro.totals, summing, totals_name(name), decisions, clock)
+        totals = plan_program(micro.totals, summing, totals_name(name), decisions, clock)
     made = None if totals is None else totals.source
     configuration = planned.record.regime
     batch, outputs = batching(micro, planned.lowered, planned.source.outputs, made, request.mesh, configuration)
@@ -210,7 +204,7 @@ def _in_micro_batches(
 def _expressions(model: nn.Module, program: Program, request: Request, found: Planned) -> Expressions:
     """Formulas of the costs of the objective's program."""
     arguments = frozenset(item.argument for item in program.inputs)
-    priced = Priced(found.folded, found.record, _stored_dtype(model, request), arguments)
+    priced = Priced(found.folded, found.record, arguments)
     return expressions(model, request, tracing(model, request, request.objective), priced)
 
 
@@ -234,13 +228,6 @@ def _warn_of_idle_axes(found: Found) -> None:
         )
 
 
-def _naming(model: nn.Module, found: Found, name: str) -> Naming:
-    title = f"{type(model).__name__} on {found.mesh}, for {'training' if name == 'train' else 'inference'}."
-    return Naming(type(model).__name__, title)
-
-
-def _stored_dtype(model: nn.Module, request: Request) -> torch.dtype | None:
-    """The dtype that floating parameters are stored in; None for the one that they are computed in."""
-    precision = request.precision
-    own = next((item.dtype for item in model.parameters() if item.is_floating_point()), None)
-    return precision.master or (None if precision.compute is None else own)
+def _naming(request: Request, found: Found, name: str) -> Naming:
+    title = f"{request.model} on {found.mesh}, for {'training' if name == 'train' else 'inference'}."
+    return Naming(request.model, title)

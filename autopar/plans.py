@@ -46,7 +46,7 @@ def written_plan(
     }
     totals = {totals_name(name): item.totals.record for name, item in programs.items() if item.totals is not None}
     return Plan(
-        model=type(model).__name__,
+        model=request.model,
         fingerprint=fingerprint,
         objective=request.objective,
         mesh=mesh.by_name,

@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -34,14 +34,15 @@ ExampleInputs = Mapping[str, object] | tuple[object, ...]
 
 @dataclass(frozen=True)
 class Request:
-    """Everything that a plan depends on besides the model.
+    """Everything that a plan depends on besides the traced program.
 
     With `any_shape` the shape of the mesh is still to be found, and `mesh` says how many devices there are. `inputs`
     are by name and hold the global batch, `assumed` are those that nobody gave; `memory_limit` is in bytes per
     device. `discover` says that ops without a rule are run on shards to find one. `micro_batches` and `recompute` (by
     pattern of regions) are None where the planner is to choose. With `symbolic` costs are given as formulas, too. With
     `compiled` regions are compiled by torch. `outputs` is "planned" or "full": whole on every rank.
-    `loss` is the fingerprint of a loss outside of the model.
+    `loss` is the fingerprint of a loss outside of the model. `model` is the name of the model's class, `casts` are the
+    dtypes in which its parameters are stored and its gradients reduced.
     """
 
     mesh: Mesh
@@ -63,13 +64,15 @@ class Request:
     compiled: bool = False
     outputs: str = "planned"
     loss: str = ""
+    model: str = ""
+    casts: Casts = field(default_factory=Casts)
 
     @property
     def optimizer_states(self) -> int:
         """Tensors that the optimizer keeps per trained parameter; none when nothing is trained."""
         return OPTIMIZERS[self.optimizer].states if self.objective == "train" else 0
 
-    def space(self, casts: Casts, decisions: Decisions) -> Space:
+    def space(self, decisions: Decisions) -> Space:
         """The space that the search looks through; `decisions` are made already."""
         return Space(
             self.mesh,
@@ -81,7 +84,7 @@ class Request:
             self.any_shape,
             self.micro_batches,
             self.recompute,
-            casts,
+            self.casts,
             self.outputs == "full",
             decisions,
         )
@@ -150,7 +153,15 @@ def make_request(
         chosen.compiled,
         chosen.outputs,
         loss_fingerprint(model),
+        type(model).__name__,
+        _casts(model, chosen.precision),
     )
+
+
+def _casts(model: nn.Module, precision: Precision) -> Casts:
+    """The dtypes of stored parameters and reduced gradients, where they are not those that are computed in."""
+    own = next((item.dtype for item in model.parameters() if item.is_floating_point()), None)
+    return Casts(precision.master or (None if precision.compute is None else own), precision.reduce)
 
 
 def _micro_batches(count: int | None, objective: str, inputs: Mapping[str, object]) -> int | None:

@@ -20,11 +20,9 @@ from passes.micro_batches import MicroBatches
 
 @dataclass(frozen=True)
 class Simulator:
-    """Peak memory of programs for one request, whose floating parameters are stored in `master` (None: in the dtype
-    that they are computed in)."""
+    """Peak memory of programs for one request."""
 
     request: Request
-    master: torch.dtype | None
 
     def __call__(
         self, lowered: Lowered, variables: Variables, micro: MicroBatches | None, mesh: Mesh, configuration: Regime
@@ -38,7 +36,7 @@ class Simulator:
             for item in lowered.program.inputs
             if isinstance(leaf := leaves.get(item.argument), torch.Tensor)
         }
-        stored = Stored(self.master, given, request.optimizer if request.objective == "train" else None)
+        stored = Stored(request.casts.master, given, request.optimizer if request.objective == "train" else None)
         batches = Batches()
         if micro is not None:
             batches = lying_batches(micro, lowered, planned_outputs(lowered), mesh, configuration)

@@ -118,7 +118,7 @@ class _Planner:
             program = self._program(self.model, request, wanted)
             traced = time.perf_counter()
             program = replace(normalize(program), compiled=request.compiled)
-            found = self._planned(self.model, program, request, wanted)
+            found = self._planned(program, request, wanted)
         except AutoparError as error:
             raise InputError(f"{asked}, and the model cannot run at them: {error}") from error
         end = time.perf_counter()
@@ -192,7 +192,7 @@ class _Planner:
             self.traces.popitem(last=False)
         return found
 
-    def _planned(self, model: nn.Module, program: Program, request: Request, wanted: Wanted) -> CompiledProgram:
+    def _planned(self, program: Program, request: Request, wanted: Wanted) -> CompiledProgram:
         """`program` with what the plan decided, as far as it can be done at its sizes."""
         name, count = wanted.name, wanted.count
         if name != request.objective:
@@ -207,7 +207,7 @@ class _Planner:
             units=self.groups,
         )
         unlimited = replace(request, memory_limit=float("inf"))
-        found = plan_program(model, program, unlimited, name, decisions, Clock())
+        found = plan_program(program, unlimited, name, decisions, Clock())
         memory = sum(found.record.memory.values())
         if memory > request.memory_limit:
             logger.warning(

@@ -18,7 +18,6 @@ from passes.capture import capture
 from passes.clock import Clock
 from passes.cost.memory import memory_use
 from passes.ir.formulas import formula_at
-from passes.lower import Casts
 from passes.normalize import normalize
 from passes.record import decisions_of
 from passes.search import search
@@ -92,8 +91,8 @@ def planned_at(case: Case, done: Compiled, batch: int, sequence: int, mesh: Mapp
     decisions = decisions_of(done.plan.programs[name])
     if mesh == case.mesh:
         decisions = replace(decisions, methods=None, strategies=done.decided[name], stored=done.stored)
-    space = replace(request.space(Casts(), decisions), memory_limit=float("inf"))
-    found = search(program, space, Simulator(request, None), Clock())
+    space = replace(request.space(decisions), memory_limit=float("inf"))
+    found = search(program, space, Simulator(request), Clock())
     use = memory_use(found.problem, found.solution, request.optimizer_states, request.mesh)
     return use.peak, found.seconds.total
 

@@ -23,7 +23,6 @@ from passes.ir.decisions import Decisions
 from passes.ir.layout import I
 from passes.ir.mesh import Mesh
 from passes.ir.plan import ProgramPlan
-from passes.lower import Casts
 from passes.normalize import normalize
 from passes.search.best_first import OnMesh, Progress, close, explore
 from passes.search.configurations import micro_batch_counts
@@ -126,7 +125,7 @@ def _subproblems(
     """The subproblems of all choices on a mesh."""
     request = make_request(model, sizes, inputs, Options(cluster=NODES, **options))
     program = normalize(capture(model, request.inputs, tracing(model, request, "train")))
-    space, clock = request.space(Casts(), Decisions()), Clock()
+    space, clock = request.space(Decisions()), Clock()
     return Subproblems(MicroBatchPrograms(program, space, clock), space, clock, space.memory_limit)
 
 

@@ -12,7 +12,6 @@ from passes.capture import capture
 from passes.ir.decisions import Decisions
 from passes.ir.program import Folded, Program
 from passes.ir.regime import Regime
-from passes.lower import Casts
 from passes.normalize import normalize
 from passes.regions import fold
 from passes.search import Space
@@ -32,7 +31,7 @@ def asked() -> tuple[Space, Program, Folded]:
     model = llama()
     request = make_request(model, {"dp": 2}, tokens(batch=8), Options(cluster="ideal"))
     program = normalize(capture(model, request.inputs, tracing(model, request, "train")))
-    return request.space(Casts(), Decisions()), program, fold(program)
+    return request.space(Decisions()), program, fold(program)
 
 
 def test_micro_batches_divide_the_batch(asked: tuple[Space, Program, Folded]) -> None:
