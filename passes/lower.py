@@ -131,9 +131,10 @@ class _Lowering:
         body = ""
         digits: dict[str, list[tuple[int, int]]] = {}
         for axis, choice in enumerate(choices):
-            if rule is not None and choice.factor in rule.bodies:
-                body = rule.bodies[choice.factor]
-                digits.setdefault(choice.factor, []).append((axis, choice.major))
+            if choice.form:
+                body = choice.form
+                for factor in choice.factors:
+                    digits.setdefault(factor, []).append((axis, choice.major))
         splits = {
             factor: Split(
                 rule.factors[factor].size,

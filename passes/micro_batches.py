@@ -267,10 +267,10 @@ class _Cutter:
     def _is_alone(self, op: Op, choice: Choice) -> bool:
         """Whether a micro-batch can do it without the others."""
         rule = self.rules[op.results[0]]
-        if rule is None or not choice.factor:
+        if rule is None or not choice.factors:
             return True
-        factor = rule.factors[choice.factor]
-        if factor.role is Role.INSIDE or factor.ordered or rule.bodies.get(choice.factor, "mean") != "mean":
+        factors = [rule.factors[factor] for factor in choice.factors]
+        if any(factor.role is Role.INSIDE or factor.ordered for factor in factors) or choice.form not in ("", "mean"):
             return False
         letters = zip((*op.operands, *op.results), (*choice.operands, *choice.results), strict=True)
         return all(fits(self.types[name].shape, (letter,), self.mesh) for name, letter in letters)
@@ -300,8 +300,7 @@ class _Cutter:
             tuple((letter,) for letter in choice.results),
         )
         arguments = local_arguments(op, arguments, strategy, (choice,), self.types, self.mesh)
-        rule = self.rules[op.results[0]]
-        if rule is None or choice.factor not in rule.bodies:
+        if not choice.form:
             self.ops.append(replace(op, arguments=arguments, results=results, key=key))
             return
         (result,) = results

@@ -1,6 +1,6 @@
 """What an op costs under a strategy. The planner's arrays and the walk over a lowered program both ask here."""
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import NamedTuple
 
 from passes.cost.cluster import Cluster
@@ -13,10 +13,11 @@ from passes.ir.figures import least
 from passes.ir.layout import Layout, R, local_shape
 from passes.ir.mesh import Mesh
 from passes.ir.program import Op, TensorType
+from passes.ir.redistribution import Step
 from passes.ir.rule import Role, Rule, Rules
 from passes.rules import find_rule
-from passes.rules.bodies import BODIES, Body, Inside
 from passes.rules.cheap import is_cheap
+from passes.rules.local_forms import LOCAL_FORMS, FormContext, LocalForm
 from passes.rules.rule import Choice, replicated
 from passes.rules.strategies import Subject, subject
 
@@ -49,28 +50,35 @@ class OpPrices:
 
     def seconds(self, choices: Sequence[Choice], strategy: Strategy) -> tuple[float, float]:
         """Seconds that the busiest rank computes, forward and backward, collectives inside local forms included."""
-        share, inside = 1.0, 0.0
+        share, inside_forward, inside_backward = 1.0, 0.0, 0.0
         rule = self.subject.rule
         for axis, choice in enumerate(choices):
-            if not choice.factor or rule is None:
+            if not choice.factors or rule is None:
                 continue
-            body = BODIES[rule.bodies[choice.factor]] if choice.factor in rule.bodies else _PLAIN
-            share *= body.share(self.mesh.sizes[axis])
-            if body.communicates:
-                inside += self._inside(rule, body, axis, choice, strategy)
+            form = LOCAL_FORMS[choice.form] if choice.form else _PLAIN
+            share *= form.share(self.mesh.sizes[axis])
+            if form.communicates:
+                forward, back = self._inside(rule, form, axis, choice, strategy)
+                inside_forward, inside_backward = inside_forward + forward, inside_backward + back
         if self.is_free:
-            return inside, 0.0
+            return inside_forward, inside_backward
         parts = self._parts(share, strategy)
         if parts not in self.computed:
             self.computed[parts] = compute_seconds(self._work(parts), self.cluster.device)
         forward, back = self.computed[parts]
-        return forward + inside, back
+        return forward + inside_forward, back + inside_backward
 
-    def _inside(self, rule: Rule, body: Body, axis: int, choice: Choice, strategy: Strategy) -> float:
-        """Seconds of the collectives inside a local form."""
-        about = _inside(self.subject, rule, axis, choice, strategy, self.mesh)
-        itemsize = self.subject.operands[0].dtype.itemsize
-        return sum(step_seconds(step, itemsize, self.cluster, self.mesh) for step in body.inside(about))
+    def _inside(
+        self, rule: Rule, form: LocalForm, axis: int, choice: Choice, strategy: Strategy
+    ) -> tuple[float, float]:
+        """Seconds of the collectives inside a local form that its computation does not hide, forward and backward."""
+        context = _context(self.subject, rule, axis, choice, strategy, self.mesh)
+        itemsize, exposed = self.subject.operands[0].dtype.itemsize, 1 - form.overlap
+
+        def seconds(steps: Iterable[Step]) -> float:
+            return exposed * sum(step_seconds(step, itemsize, self.cluster, self.mesh) for step in steps)
+
+        return seconds(form.forward(context)), seconds(form.backward(context)) if self.subject.flows else 0.0
 
     def _parts(self, share: float, strategy: Strategy) -> Parts:
         subject, sizes = self.subject, self.mesh.sizes
@@ -147,7 +155,7 @@ def _saved(subject: Subject, reads: Sequence[float], writes: Sequence[float], fu
     )
 
 
-_PLAIN = Body()
+_PLAIN = LocalForm()
 _ONE = Mesh(("one",), (1,))
 _ATTENTION = frozenset({"scaled_dot_product_attention"})
 # Products of matrices as they lie in memory; convolutions lay theirs out as they need them.
@@ -179,7 +187,8 @@ def _unaligned(subject: Subject, strategy: Strategy, sizes: Sequence[int]) -> bo
     return False
 
 
-def _inside(subject: Subject, rule: Rule, axis: int, choice: Choice, strategy: Strategy, mesh: Mesh) -> Inside:
+def _context(subject: Subject, rule: Rule, axis: int, choice: Choice, strategy: Strategy, mesh: Mesh) -> FormContext:
+    """The context of a local form on one axis."""
     shapes = tuple(
         local_shape(type.shape, layout, mesh) for type, layout in zip(subject.operands, strategy.operands, strict=True)
     )
@@ -188,8 +197,8 @@ def _inside(subject: Subject, rule: Rule, axis: int, choice: Choice, strategy: S
         for size, parts in zip(shapes[0], rule.operands[0], strict=True)
         if not any(rule.factors[part.factor].role is Role.INSIDE for part in parts)
     )
-    dim, reach = strategy.operands[0][axis].dim, rule.factors[choice.factor].reach
-    return Inside(axis, mesh.sizes[axis], shapes, rows, dim, reach)
+    dim, reach = strategy.operands[0][axis].dim, rule.factors[choice.factors[0]].reach
+    return FormContext(axis, mesh.sizes[axis], shapes, rows, dim, reach)
 
 
 def seconds_alone(

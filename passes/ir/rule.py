@@ -5,7 +5,7 @@ is a list of parts, most significant first; a part is a whole factor or a range 
 derives from that how each tensor is split.
 """
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -48,6 +48,18 @@ Dims = tuple[tuple[Part, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
+class Method:
+    """A way to split an op on one axis: its `factors` are split at once, into equally many parts. No tensor carries two
+    of them. `form` is the local form that runs on a shard, "" where the op itself does. `role` stands in place of the
+    factors' own, which say what may be done with each alone.
+    """
+
+    factors: tuple[str, ...]
+    form: str = ""
+    role: Role | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Saved:
     """A tensor that autograd keeps for the backward pass: operand or result `index`.
 
@@ -68,7 +80,8 @@ class Rule:
     - `operands`, `results`: the parts of every dim of every tensor, operands in the order of `Op.operands`.
     - `added`: operands that are added to a sum; they are pending sums where it is split (the bias of `linear`).
     - `linear`: sets of operands in which the op is exactly linear together, so that pending sums pass through.
-    - `bodies`: for a factor, the local form that runs on a shard when the op itself would not be right.
+    - `forms`: for a factor, the local form that runs on a shard when the op itself would not be right.
+    - `joint`: by name, methods that split several factors at once. Each factor alone is a method of its own name.
     - `multiplications`: of the forward pass on one device, a multiply-add counted as two.
     - `backward`: for each operand, the multiplications of its gradient relative to those of the forward pass.
     - `saved`: what autograd keeps.
@@ -80,11 +93,28 @@ class Rule:
     results: tuple[Dims, ...]
     added: frozenset[int] = frozenset()
     linear: tuple[frozenset[int], ...] = ()
-    bodies: Mapping[str, str] = field(default_factory=dict)
+    forms: Mapping[str, str] = field(default_factory=dict)
+    joint: Mapping[str, Method] = field(default_factory=dict)
     multiplications: float = 0.0
     backward: tuple[float, ...] = ()
     saved: tuple[Saved, ...] = ()
     moves: bool = True
+
+    @property
+    def local_forms(self) -> tuple[str, ...]:
+        """The local forms of all methods."""
+        return (*self.forms.values(), *(method.form for method in self.joint.values()))
+
+    def method(self, name: str) -> Method | None:
+        """The method called `name`; None where there is none."""
+        if name in self.joint:
+            return self.joint[name]
+        return Method((name,), self.forms.get(name, "")) if name in self.factors else None
+
+    def methods_with(self, factor: str) -> Iterator[str]:
+        """The names of the methods that split `factor`."""
+        yield factor
+        yield from (name for name, method in self.joint.items() if factor in method.factors)
 
 
 # Rules that were found by running ops, by the signature of a call (`passes.rules.signature`).

@@ -54,7 +54,7 @@ def attention(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
         tuple(operands),
         (result,),
         linear=(frozenset({2}),),
-        bodies={"queries": "causal_attention"} if causal and len(query) == 4 else {},
+        forms={"queries": "causal_attention"} if causal and len(query) == 4 else {},
         multiplications=2.0 * prod(query[:-1]) * key[-2] * (query[-1] + value[-1]) / (2 if causal else 1),
         backward=(2.5 / 3,) * 3 + (0.0,) * (len(operands) - 3),
         saved=(Saved(0), Saved(1), Saved(2), Saved(0, result=True)),

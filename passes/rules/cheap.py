@@ -5,7 +5,7 @@ from enum import Enum
 
 from passes.ir.program import Op, draws
 from passes.ir.rule import Rule
-from passes.rules.bodies import BODIES
+from passes.rules.local_forms import LOCAL_FORMS
 
 
 def is_view(rule: Rule | None, copies: bool) -> bool:
@@ -35,16 +35,16 @@ def how_cheap(op: Op, rule: Rule | None, copies: bool) -> Cheap:
     """In which of the local forms that its rule has an op is cheap; on any mesh, whatever it is offered."""
     if rule is None or not is_cheap(op, rule, copies, ()):
         return Cheap.NEVER
-    return Cheap.ALWAYS if is_cheap(op, rule, copies, rule.bodies.values()) else Cheap.SOMETIMES
+    return Cheap.ALWAYS if is_cheap(op, rule, copies, rule.local_forms) else Cheap.SOMETIMES
 
 
-def is_cheap(op: Op, rule: Rule | None, copies: bool, bodies: Collection[str]) -> bool:
-    """Whether an op that runs in the local forms `bodies` takes little more than reading its operands and writing its
+def is_cheap(op: Op, rule: Rule | None, copies: bool, forms: Collection[str]) -> bool:
+    """Whether an op that runs in the local forms `forms` takes little more than reading its operands and writing its
     result: it multiplies no matrices, sends nothing and draws nothing. A view takes nothing, and is of what is kept or
     made again."""
     if rule is None or is_view(rule, copies) or rule.multiplications:
         return False
-    sends = any(BODIES[body].communicates for body in bodies if body)
+    sends = any(LOCAL_FORMS[form].communicates for form in forms if form)
     calls = op.kind == "autograd_function"
     alone = len(op.results) == 1 and bool(op.operands)
     return alone and not (sends or calls or draws(op))

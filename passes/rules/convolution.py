@@ -109,7 +109,7 @@ def convolution(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
         (results,),
         added=added,
         linear=(frozenset({0}) | added, frozenset({1}) | added),
-        bodies=dict.fromkeys(halos, "haloed"),
+        forms=dict.fromkeys(halos, "haloed"),
         multiplications=2.0 * prod(result) * prod(weight[1:]),
         backward=(1.0, 1.0, 0.0)[: len(operands)],
         saved=(Saved(0, needed_by=(1,)), Saved(1, needed_by=(0,))),
@@ -181,7 +181,7 @@ def pool(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
         (before,),
         (after,),
         linear=(frozenset({0}),) if mean and types[op.results[0]].dtype.is_floating_point else (),
-        bodies=dict.fromkeys(halos, "haloed"),
+        forms=dict.fromkeys(halos, "haloed"),
         saved=(Saved(0), Saved(0, result=True)),
     )
 

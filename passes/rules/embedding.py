@@ -21,6 +21,6 @@ def embedding(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
         ((rows, features), tokens),
         ((*tokens, features),),
         linear=(frozenset({0}),),
-        bodies={"vocab": "vocabulary_embedding"},
+        forms={"vocab": "vocabulary_embedding"},
         saved=(Saved(1),),
     )

@@ -24,7 +24,8 @@ def local_arguments(
         return dict(arguments)
     ways: dict[str, int] = {}
     for axis, choice in enumerate(choices):
-        ways[choice.factor] = ways.get(choice.factor, 1) * mesh.sizes[axis]
+        for factor in choice.factors:
+            ways[factor] = ways.get(factor, 1) * mesh.sizes[axis]
     return localize(_Localizing(op, arguments, strategy, types, mesh, ways))
 
 

@@ -45,7 +45,7 @@ def cross_entropy(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
         tuple(operands),
         ((() if summed else each),),
         linear=() if op.kind == "cross_entropy_loss" else (frozenset({0}),),
-        bodies={"classes": "vocabulary_cross_entropy"} if plain and logits.shape[1] != 1 else {},
+        forms={"classes": "vocabulary_cross_entropy"} if plain and logits.shape[1] != 1 else {},
         saved=saved,
     )
 

@@ -20,7 +20,7 @@ def norm(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
     names = [f"inner{dim}" for dim in range(first, len(shape)) if shape[dim] != 1]
     operands = (dims, *((inner,) * (len(op.operands) - 1)))
     found = factors(dims, roles=dict.fromkeys(names, Role.INSIDE))
-    return Rule(found, operands, (dims,), bodies=dict.fromkeys(names, op.kind), saved=(Saved(0),))
+    return Rule(found, operands, (dims,), forms=dict.fromkeys(names, op.kind), saved=(Saved(0),))
 
 
 @rule_for("softmax", "log_softmax", "_softmax", "_log_softmax", "logsumexp")
@@ -47,7 +47,7 @@ def softmax(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
             result[dim] = ()
             result = result if op.arguments["keepdim"] else result[:dim] + result[dim + 1 :]
     form = op.kind.lstrip("_")
-    return Rule(found, (tuple(dims),), (tuple(result),), bodies=dict.fromkeys(names, form), saved=saved)
+    return Rule(found, (tuple(dims),), (tuple(result),), forms=dict.fromkeys(names, form), saved=saved)
 
 
 @rule_for("group_norm")
@@ -63,8 +63,8 @@ def group_norm(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
     operands: tuple[Dims, ...] = (dims, *(((channels,),) * (len(op.operands) - 1)))
     inner = ["channels", *(f"space{dim}" for dim in range(len(space)))]
     found = factors(dims, roles=dict.fromkeys(inner, Role.INSIDE))
-    bodies = {name: "group_norm" for name in inner if name in found}
-    return Rule(found, operands, (dims,), bodies=bodies, saved=(Saved(0),))
+    forms = {name: "group_norm" for name in inner if name in found}
+    return Rule(found, operands, (dims,), forms=forms, saved=(Saved(0),))
 
 
 @rule_for("batch_norm", "_native_batch_norm_legit_functional")
@@ -84,6 +84,6 @@ def batch_norm(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
     found = factors(dims, roles=dict.fromkeys(inner, Role.INSIDE))
     operands = (dims, *((channels,) * (len(op.operands) - 1)))
     results = (dims, *((channels,) * (len(op.results) - 1)))
-    bodies = {name: "batch_norm" for name in inner if name in found}
+    forms = {name: "batch_norm" for name in inner if name in found}
     saved: tuple[Saved, ...] = (Saved(0),)
-    return Rule(found, operands, results, bodies=bodies, saved=saved)
+    return Rule(found, operands, results, forms=forms, saved=saved)

@@ -52,8 +52,8 @@ def histogram(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
 def mean(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
     """Over a split dim: the sum of the part by the size of the whole."""
     rule = _reduced(op, types, Role.SUM)
-    bodies = {name: "mean" for name, factor in rule.factors.items() if factor.role is Role.SUM}
-    return Rule(rule.factors, rule.operands, rule.results, linear=(frozenset({0}),), bodies=bodies)
+    forms = {name: "mean" for name, factor in rule.factors.items() if factor.role is Role.SUM}
+    return Rule(rule.factors, rule.operands, rule.results, linear=(frozenset({0}),), forms=forms)
 
 
 _BOTH = (Saved(0), Saved(0, result=True))
@@ -102,9 +102,9 @@ def cumsum(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
         dims[dim] = one("along", shape[dim])
     floating = types[op.results[0]].dtype.is_floating_point
     found = factors(tuple(dims))
-    bodies = {}
+    forms = {}
     if "along" in found:
         found["along"] = Factor(shape[dim], ordered=True)
-        bodies["along"] = "cumsum"
+        forms["along"] = "cumsum"
     linear = (frozenset({0}),) if floating else ()
-    return Rule(found, (tuple(dims),), (tuple(dims),), linear=linear, bodies=bodies)
+    return Rule(found, (tuple(dims),), (tuple(dims),), linear=linear, forms=forms)

@@ -1,6 +1,6 @@
-"""The strategies that follow from a sharding rule: `split` derives the letters of every tensor from the factor."""
+"""The choices of one op on one axis that follow from its rule: `split` derives the placement of every tensor."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from passes.ir.layout import I, Letter, P, R, S
@@ -12,13 +12,15 @@ RuleFunction = Callable[[Op, Mapping[str, TensorType]], Rule | None]
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What one op does on one axis: the letters of its tensors, and the factor that is split, if any."""
+    """One op on one axis: the placements of its tensors; and where the op is split, the factors, after how many parts
+    of each (`major`), and the local form."""
 
     name: str
     operands: tuple[Letter, ...]
     results: tuple[Letter, ...]
-    factor: str = ""
+    factors: tuple[str, ...] = ()
     major: int = 1
+    form: str = ""
 
 
 def replicated(operands: int, results: int, letter: Letter) -> Choice:
@@ -34,39 +36,45 @@ def passing(rule: Rule, index: int) -> Choice:
     return Choice(name, letters, (P,) * len(rule.results))
 
 
-def split(rule: Rule, factor: str, major: int, ways: int) -> Choice | None:
-    """The choice to split `factor` into `ways` after its `major` first parts; None where a tensor cannot be split so.
+def split(rule: Rule, name: str, major: int, ways: int) -> Choice | None:
+    """The choice of the method `name`, whose factors are split into `ways` after their `major` first parts; None where
+    a tensor cannot be split so.
 
-    What carries the factor is split. Operands without it are used by every rank differently (R), or are pending sums
-    where they are added to a sum over it; results without it are pending sums, or equal where the local form says so.
+    Tensors that carry a factor are split. Operands without one are used by every rank differently (R), or are pending
+    sums where they are added to a sum over it; results without one are pending sums, or equal where the local form
+    makes them so.
     """
-    role = rule.factors[factor].role
-    if role is Role.WHOLE or rule.factors[factor].size // (major * ways) < rule.factors[factor].least:
+    method = rule.method(name)
+    if method is None:
+        return None
+    factors = [rule.factors[factor] for factor in method.factors]
+    role = method.role or factors[0].role
+    if role is Role.WHOLE or any(factor.size // (major * ways) < factor.least for factor in factors):
         return None
     operands: list[Letter] = []
     for slot, dims in enumerate(rule.operands):
-        letter = _letter(dims, factor, major, ways)
+        letter = _letter_of_any(dims, method.factors, major, ways)
         if letter is None:
             return None
         missing = P if role is Role.SUM and slot in rule.added else R
         operands.append(missing if letter == _LACKS else letter)
     results: list[Letter] = []
     for dims in rule.results:
-        letter = _letter(dims, factor, major, ways)
+        letter = _letter_of_any(dims, method.factors, major, ways)
         if letter is None:
             return None
         results.append((I if role is Role.INSIDE else P) if letter == _LACKS else letter)
         if letter == _LACKS and role is Role.FREE:
             return None
-    name = factor if major == 1 else f"{factor}@{major}"
-    return Choice(name, tuple(operands), tuple(results), factor, major)
+    written = name if major == 1 else f"{name}@{major}"
+    return Choice(written, tuple(operands), tuple(results), method.factors, major, method.form)
 
 
 _LACKS = Letter("-")
 
 
 def _letter(dims: Dims, factor: str, major: int, ways: int) -> Letter | None:
-    """How a tensor lies when a digit of `factor` is split; None if the digit does not lie within one part of it."""
+    """The placement of a tensor when a digit of `factor` is split; None if the digit crosses parts of it."""
     carries = False
     for dim, parts in enumerate(dims):
         before = 1
@@ -77,6 +85,12 @@ def _letter(dims: Dims, factor: str, major: int, ways: int) -> Letter | None:
                     return S(dim, before * (major // part.start))
             before *= part.size
     return None if carries else _LACKS
+
+
+def _letter_of_any(dims: Dims, factors: Sequence[str], major: int, ways: int) -> Letter | None:
+    """The placement of a tensor that may carry one of `factors`; None where it carries two, or is not split so."""
+    letters = [letter for factor in factors if (letter := _letter(dims, factor, major, ways)) != _LACKS]
+    return letters[0] if len(letters) == 1 else (None if letters else _LACKS)
 
 
 def digit(dims: Dims, letter: Letter, ways: int) -> tuple[str, int] | None:
@@ -92,7 +106,7 @@ def digit(dims: Dims, letter: Letter, ways: int) -> tuple[str, int] | None:
 
 
 def starts(rule: Rule) -> Iterator[tuple[str, int]]:
-    """Where splits naturally begin: the first digit of every part of a factor that may be split."""
+    """The method and the place of splits to begin with: the first digit of every part of a factor that may be split."""
     seen = set()
     for dims in (*rule.operands, *rule.results):
         for parts in dims:
@@ -101,10 +115,11 @@ def starts(rule: Rule) -> Iterator[tuple[str, int]]:
                 if place not in seen and rule.factors[part.factor].role is not Role.WHOLE:
                     seen.add(place)
                     yield place
+    yield from ((name, 1) for name in rule.joint)
 
 
 def parse_choice(name: str, rule: Rule | None, operands: int, results: int, ways: int) -> Choice | None:
-    """The choice that `name` stands for: "R", "I", "P(0, 1)", a factor, or a factor and where its split begins."""
+    """The choice that `name` stands for: "R", "I", "P(0, 1)", a method, or a method and where its split begins."""
     if name in ("R", "I"):
         return replicated(operands, results, Letter(name))
     if rule is None:
@@ -113,7 +128,5 @@ def parse_choice(name: str, rule: Rule | None, operands: int, results: int, ways
         choice = passing(rule, index)
         if choice.name == name:
             return choice
-    factor, _, major = name.partition("@")
-    if factor not in rule.factors or not (major or "1").isdigit():
-        return None
-    return split(rule, factor, int(major or "1"), ways)
+    method, _, major = name.partition("@")
+    return split(rule, method, int(major or "1"), ways) if (major or "1").isdigit() else None

@@ -13,6 +13,7 @@ from passes.ir.program import Op, TensorType, has_linear_gradients
 from passes.ir.rule import Rule
 from passes.rules.rule import Choice, parse_choice, passing, replicated, split
 
+# A method, and after how many parts of its factors the split begins.
 Digit = tuple[str, int]
 # What an op does on every axis.
 Choices = tuple[Choice, ...]
@@ -154,8 +155,8 @@ def _combinations(
 
     @cache
     def split_further(begun: Digit, taken: int, ways: int) -> _Option | None:
-        factor, major = begun
-        choice = None if rule is None else split(rule, factor, major * taken, ways)
+        name, major = begun
+        choice = None if rule is None else split(rule, name, major * taken, ways)
         return None if choice is None else _option(subject, choice, begun)
 
     found: list[tuple[_Option, ...]] = [()]
@@ -179,10 +180,16 @@ def _combinations(
 def _begins(rule: Rule, digits: Iterable[Digit], offered: Set[str] | None) -> list[Digit]:
     """Those of the digits that are offered; what has to stay in order is split from its front only."""
     return [
-        (factor, major)
-        for factor, major in digits
-        if (major == 1 or not rule.factors[factor].ordered) and (offered is None or factor in offered)
+        (name, major)
+        for name, major in digits
+        if (major == 1 or not _is_ordered(rule, name)) and (offered is None or name in offered)
     ]
+
+
+def _is_ordered(rule: Rule, name: str) -> bool:
+    """Whether ranks must have a factor of a method in their order."""
+    method = rule.method(name)
+    return method is not None and any(rule.factors[factor].ordered for factor in method.factors)
 
 
 def _unsplit(subject: Subject, size: int) -> list[Choice]:

@@ -63,14 +63,14 @@ def travel(
             for letter in sorted(letters.get(alias.get(name, name), ())):
                 arrived = digit(dims, letter, size)
                 if arrived is not None:
-                    new.append(arrived)
-        for factor, major in new:
-            if (factor, major) in found[position] or len(found[position]) >= _MOST:
+                    new += [(each, arrived[1]) for each in rule.methods_with(arrived[0])]
+        for method, major in new:
+            if (method, major) in found[position] or len(found[position]) >= _MOST:
                 continue
-            choice = split(rule, factor, major, size)
+            choice = split(rule, method, major, size)
             if choice is None:
                 continue
-            found[position][factor, major] = None
+            found[position][method, major] = None
             for (name, _), letter in zip(tensors, (*choice.operands, *choice.results), strict=True):
                 if letter.kind == "S":
                     add(name, letter)

@@ -61,7 +61,7 @@ def op_node(
 
 def _bodies(placed: Placed, choices: Choices) -> tuple[str, ...]:
     """The local forms that run for these choices, by axis."""
-    return tuple(placed.rule.bodies.get(choice.factor, "") for choice in choices) if placed.rule else ()
+    return tuple(choice.form for choice in choices)
 
 
 def _workspace(

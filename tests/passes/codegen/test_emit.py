@@ -11,7 +11,7 @@ from passes.codegen.forms import WRITERS
 from passes.ir import vocabulary
 from passes.ir.lowered import Lowered
 from passes.ir.mesh import Mesh
-from passes.rules.bodies import BODIES
+from passes.rules.local_forms import LOCAL_FORMS
 from passes.solve import solve
 from passes.solving.limits import Limits
 from tests.passes.helpers import mesh_of, source_of
@@ -46,7 +46,7 @@ def test_collectives_are_those_of_the_redistributions() -> None:
 
 def test_forms_are_bodies() -> None:
     """Each named body is a function of the runtime, but for the mean, which is written out."""
-    assert set(WRITERS) == set(BODIES)
+    assert set(WRITERS) == set(LOCAL_FORMS)
 
 
 class Layer(nn.Module):

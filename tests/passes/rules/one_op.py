@@ -19,7 +19,7 @@ from passes.ir.rule import Rule
 from passes.lower import Casts, lower
 from passes.regions import fold
 from passes.rules import written_rule
-from passes.rules.bodies import BODIES
+from passes.rules.local_forms import LOCAL_FORMS
 from passes.rules.rule import split, starts
 from passes.rules.strategies import Choices, Digit, Subject, op_strategies, subject
 from tests.passes.helpers import Coordinate, Values, part, source_of, spread, summed
@@ -217,7 +217,7 @@ def run_here(case: Case, mesh: Mesh) -> None:
 
 def communicates(case: Case) -> bool:
     """Whether the local form of a case has collectives inside."""
-    return bool(case.body) and BODIES[case.body].communicates
+    return bool(case.body) and LOCAL_FORMS[case.body].communicates
 
 
 _Given = tuple[str, str, list[Tensor], list[int], list[Tensor | None]]

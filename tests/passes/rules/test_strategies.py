@@ -1,15 +1,20 @@
 """Strategies: which there are, how they are named, and how splits travel from op to op."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from passes.ir.layout import I, Layout, P, R, S, fits
 from passes.ir.mesh import Mesh
+from passes.ir.program import Op
+from passes.ir.rule import Method, Role, Rule
 from passes.regions import fold
-from passes.rules.rule import parse_choice
+from passes.rules.rule import Choice, parse_choice, split
 from passes.rules.strategies import combine, named_choices, op_strategies, subject
 from passes.rules.strides import strided
+from passes.rules.travel import travel
 from tests.passes.helpers import Apply, mesh_of, normalized
 from tests.passes.planning import planning
 from tests.passes.rules.one_op import digits_of, one_op
@@ -54,6 +59,35 @@ def test_ops_without_a_rule_are_whole() -> None:
     assert {strategy.methods for strategy in one.strategies(mesh_of(a=2, b=2))} == {
         (first, second) for first in "IR" for second in "IR"
     }
+
+
+def _attention_with_a_ring() -> tuple[Op, Rule]:
+    """Attention whose rule has one method more, which splits queries and keys at once."""
+    tensors = tuple(torch.ones(2, 4, 8, 16) for _ in range(3))
+    one = one_op(Sample("aten.scaled_dot_product_attention.default", tensors, {"is_causal": True}))
+    assert one.rule is not None
+    return one.op, replace(one.rule, joint={"ring": Method(("queries", "keys"), "causal_attention", Role.FREE)})
+
+
+def test_a_method_splits_several_factors_at_once() -> None:
+    """Every tensor that carries one of them is split along it; a factor that may not be split alone may be in one."""
+    _, rule = _attention_with_a_ring()
+    assert split(rule, "keys", 1, 2) is None
+    choice = split(rule, "ring", 1, 2)
+    assert choice == Choice("ring", (S(2), S(2), S(2)), (S(2),), ("queries", "keys"), 1, "causal_attention")
+    assert split(rule, "ring", 1, 16) is None, "fewer keys than parts"
+    both = replace(rule, joint={"odd": Method(("queries", "width"), "", Role.FREE)})
+    assert split(both, "odd", 1, 2) is None, "a tensor carries two of the factors"
+
+
+def test_methods_of_several_factors_travel() -> None:
+    """Attention begins with them, and takes splits of queries over for them, too."""
+    op, rule = _attention_with_a_ring()
+    (digits,), letters = travel([(op, rule)], [], {}, 2)
+    assert ("ring", 1) in digits
+    assert S(2) in letters[op.operands[1]]
+    (digits,), _ = travel([(op, rule)], [], {op.operands[0]: [S(2, 2)]}, 2)
+    assert ("ring", 2) in digits
 
 
 def test_axes_take_digits_of_one_factor_in_mesh_order() -> None:

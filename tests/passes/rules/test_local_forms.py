@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from autopar.ranks import run_ranks
 from autopar.runtime import vocabulary_cross_entropy
 from autopar.runtime.axis import axes_of
-from passes.rules.bodies import BODIES, Inside
+from passes.rules.local_forms import LOCAL_FORMS, FormContext
 
 
 class _Counting(TorchDispatchMode):
@@ -44,8 +44,8 @@ def _collectives(tokens: int, classes: int) -> tuple[list[tuple[str, tuple[int, 
 
 def test_collectives_of_the_cross_entropy() -> None:
     """What is priced is what runs: one all-reduce of a number per token for each statistic, and none backward."""
-    about = Inside(axis=0, ways=2, operands=((6, 8), (6,)), rows=(6,), dim=1, reach=(0, 0))
-    priced = BODIES["vocabulary_cross_entropy"].inside(about)
+    about = FormContext(axis=0, ways=2, operands=((6, 8), (6,)), rows=(6,), dim=1, reach=(0, 0))
+    priced = LOCAL_FORMS["vocabulary_cross_entropy"].forward(about)
     for forward, backward in run_ranks(_collectives, 2, 6, 16):
         assert forward == [(step.collective, step.before) for step in priced]
         assert backward == sum(step.backward.moves for step in priced) == 0
@@ -58,5 +58,5 @@ def test_the_busiest_rank_of_causal_attention(ways: int) -> None:
     places = torch.arange(length)
     block = places[-(length // ways) :]
     exact = float((block + 1).sum()) / float((places + 1).sum())
-    assert BODIES["causal_attention"].share(ways) == pytest.approx(exact, rel=0.01)
-    assert BODIES["mean"].share(ways) == 1 / ways
+    assert LOCAL_FORMS["causal_attention"].share(ways) == pytest.approx(exact, rel=0.01)
+    assert LOCAL_FORMS["mean"].share(ways) == 1 / ways
