@@ -22,7 +22,7 @@ from passes.normalize import normalize
 from passes.regions import fold
 from passes.rules import written_rule
 from passes.solve import solve
-from passes.solving.limits import Limits
+from passes.solve.limits import Limits
 from passes.strategies import Setting, candidates
 
 # Layers that are traced: the region that they fold to is the same for any number (a test holds it).

@@ -19,7 +19,7 @@ from passes.search.configurations import limited_configurations
 from passes.search.subproblems import Choice, Subproblem, Subproblems
 from passes.solve import PROVEN
 
-# Units of effort for closing gaps (`passes/solving/effort`): in all, and for each subproblem at least.
+# Units of effort for closing gaps (`passes/solve/effort`): in all, and for each subproblem at least.
 ALLOWANCE = 4000.0
 LEAST_ALLOWANCE = 2500.0
 

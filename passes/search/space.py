@@ -11,7 +11,7 @@ from passes.ir.mesh import Mesh
 from passes.ir.program import Program
 from passes.lower import Casts
 from passes.rules.strategies import Offer
-from passes.solving.limits import Limits
+from passes.solve.limits import Limits
 from passes.strategies import Setting
 
 

@@ -14,8 +14,8 @@ from passes.search.configurations import relaxed_configuration
 from passes.search.programs import MicroBatchProgram, MicroBatchPrograms
 from passes.search.space import Space
 from passes.solve import Solver
-from passes.solving.limits import Limits
-from passes.solving.prices import Prices
+from passes.solve.limits import Limits
+from passes.solve.prices import Prices
 from passes.strategies import candidates
 
 # The methods of a node that splits nothing on an axis.

@@ -15,7 +15,7 @@ from passes.ir.lowered import Body, Change, Group, Loop, Lowered, Statement
 from passes.ir.mesh import Mesh
 from passes.ir.redistribution import redistribution
 from passes.solve import solve
-from passes.solving.limits import Limits
+from passes.solve.limits import Limits
 from tests.passes.helpers import mesh_of, source_of
 from tests.passes.planning import STATES, Planning, planning
 

@@ -11,7 +11,7 @@ from passes.ir.lowered import Compute, Loop, Lowered
 from passes.ir.program import Region
 from passes.recompute import check_patterns, levels, recompute
 from passes.solve import solve
-from passes.solving.limits import Limits
+from passes.solve.limits import Limits
 from tests.passes.helpers import mesh_of, source_of
 from tests.passes.planning import STATES, planning
 

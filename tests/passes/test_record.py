@@ -13,7 +13,7 @@ from passes.ir.plan import ProgramPlan
 from passes.record import decisions_of, idle_axes, record, whole_ops
 from passes.search.restrict import planned_solution
 from passes.solve import solve
-from passes.solving.limits import Limits
+from passes.solve.limits import Limits
 from tests.passes.helpers import Apply, mesh_of
 from tests.passes.planning import STATES, Planning, planning, random_planning
 

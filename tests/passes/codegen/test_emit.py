@@ -13,7 +13,7 @@ from passes.ir.lowered import Lowered
 from passes.ir.mesh import Mesh
 from passes.rules.local_forms import LOCAL_FORMS
 from passes.solve import solve
-from passes.solving.limits import Limits
+from passes.solve.limits import Limits
 from tests.passes.helpers import mesh_of, source_of
 from tests.passes.planning import STATES, planning
 

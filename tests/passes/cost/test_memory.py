@@ -17,7 +17,7 @@ from passes.ir.choices import Solution
 from passes.ir.mesh import Mesh
 from passes.ir.regime import Regime
 from passes.solve import solve
-from passes.solving.limits import Limits
+from passes.solve.limits import Limits
 from tests.passes.planning import STATES, Planning, planning, random_planning, random_regime, traveling_regime
 
 ROWS, WIDTH, LAYERS = 8, 16, 3

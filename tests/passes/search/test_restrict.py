@@ -11,7 +11,7 @@ from passes.ir.decisions import Decided
 from passes.lower import Casts, lower
 from passes.search.restrict import decided, hold
 from passes.solve import solve
-from passes.solving.limits import Limits
+from passes.solve.limits import Limits
 from tests.passes.helpers import mesh_of
 from tests.passes.planning import STATES, Planning, planning, random_planning
 

@@ -12,7 +12,7 @@ from passes.ir.mesh import Mesh
 from passes.ir.variables import FunctionVariables, LoopVariables
 from passes.recompute import recompute
 from passes.solve import solve
-from passes.solving.limits import Limits
+from passes.solve.limits import Limits
 from passes.variables import name_variables
 from tests.passes.helpers import Apply, mesh_of, source_of
 from tests.passes.planning import STATES, planning

@@ -14,8 +14,8 @@ from passes.cost.tensor_uses import TensorUses, find_tensor_uses
 from passes.ir.choices import Group, Node, Problem
 from passes.ir.layout import Layout
 from passes.ir.regime import Regime
-from passes.solving.effort import Effort
-from passes.solving.prices import Flags, Floats, Integers, Matrices, Prices, Pricing
+from passes.solve.effort import Effort
+from passes.solve.prices import Flags, Floats, Integers, Matrices, Prices, Pricing
 
 
 @dataclass(frozen=True)

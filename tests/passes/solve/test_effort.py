@@ -4,7 +4,7 @@ import pytest
 
 from passes.ir.errors import InfeasibleError
 from passes.solve import Solver
-from passes.solving.limits import Limits
+from passes.solve.limits import Limits
 from tests.passes.planning import STATES, Planning, random_planning
 
 TIGHT = 0.9
@@ -42,7 +42,7 @@ def test_effort_is_the_same_in_every_run() -> None:
 def test_allowed_effort_ends_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
     """Branch and bound stops where the allowed effort is spent, and the bound says what is not proven; with no choice
     at hand the error says that the search was ended."""
-    monkeypatch.setattr("passes.solving.pareto.frontiers.ROWS", 0)
+    monkeypatch.setattr("passes.solve.pareto.frontiers.ROWS", 0)
     case, memory = tight(3)
     whole, stopped = solver(case, memory), solver(case, memory)
     whole.close()

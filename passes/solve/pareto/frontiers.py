@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from passes.solving.elimination.buckets import Buckets, find_order, local_costs
-from passes.solving.elimination.network import Network, Sharing
-from passes.solving.prices import Flags, Floats, Integers
+from passes.solve.elimination.buckets import Buckets, find_order, local_costs
+from passes.solve.elimination.network import Network, Sharing
+from passes.solve.prices import Flags, Floats, Integers
 
 # Amounts that differ by less than this, relative to the largest, are equal.
 ROUNDING = 1e-12

@@ -11,7 +11,7 @@ from passes.ir.layout import I, Layout, P, R, S, Shape
 from passes.ir.mesh import Mesh
 from passes.ir.program import TensorType
 from passes.ir.redistribution import redistribution
-from passes.solving.prices import Prices, Pricing
+from passes.solve.prices import Prices, Pricing
 from tests.passes.helpers import layouts_on, mesh_of, some_layouts
 
 MESHES = [mesh_of(a=2), mesh_of(a=2, b=2), mesh_of(a=2, b=3)]

@@ -5,10 +5,10 @@ from itertools import product
 import numpy as np
 import pytest
 
-from passes.solving.elimination.buckets import Buckets, find_order
-from passes.solving.elimination.network import Network
-from passes.solving.optimum import network_of
-from tests.passes.solving.test_optimum import random_arrays
+from passes.solve.elimination.buckets import Buckets, find_order
+from passes.solve.elimination.network import Network
+from passes.solve.optimum import network_of
+from tests.passes.solve.test_optimum import random_arrays
 
 
 def every_value(network: Network) -> dict[tuple[int, ...], float]:

@@ -11,8 +11,8 @@ import numpy as np
 
 from passes.cost.memory import GroupBytes, MemoryModel
 from passes.ir.layout import Layout
-from passes.solving.arrays import Arrays, EdgeArrays, GroupArrays
-from passes.solving.prices import Flags, Floats
+from passes.solve.arrays import Arrays, EdgeArrays, GroupArrays
+from passes.solve.prices import Flags, Floats
 
 # Relative error of sums of bytes.
 ROUNDING = 1e-7

@@ -7,9 +7,9 @@ import pytest
 
 from passes.cost.memory import memory_model
 from passes.ir.regime import PLAIN
-from passes.solving.arrays import arrays, find_uses
-from passes.solving.dominance import undominated
-from passes.solving.prices import Prices
+from passes.solve.arrays import arrays, find_uses
+from passes.solve.dominance import undominated
+from passes.solve.prices import Prices
 from tests.passes.planning import Planning, random_planning
 
 

@@ -11,13 +11,13 @@ import numpy as np
 
 from passes.cost.memory import MemoryModel, SavedBytes
 from passes.ir.choices import Solution
-from passes.solving.active_constraints import ActiveConstraints, Remaining
-from passes.solving.arrays import Arrays, GroupArrays
-from passes.solving.elimination.variables import restore
-from passes.solving.instance import Instance
-from passes.solving.integer_program.model import SCALE, IntegerProgram
-from passes.solving.lagrangian.relaxation import ROUNDING, Repeats, again_seconds, decided_again, keepers
-from passes.solving.prices import Floats, Integers
+from passes.solve.active_constraints import ActiveConstraints, Remaining
+from passes.solve.arrays import Arrays, GroupArrays
+from passes.solve.elimination.variables import restore
+from passes.solve.instance import Instance
+from passes.solve.integer_program.model import SCALE, IntegerProgram
+from passes.solve.lagrangian.relaxation import ROUNDING, Repeats, again_seconds, decided_again, keepers
+from passes.solve.prices import Floats, Integers
 
 # Numbers of columns, and their coefficients in one row.
 Part = tuple[np.ndarray, np.ndarray]

@@ -1,9 +1,9 @@
 """solve: the planning problem in, the best strategy for every node out.
 
-The best choice without limits (`solving/optimum`) is the answer where it fits the memory and all traffic of parameters
-is hidden. Otherwise a Lagrangian relaxation (`solving/lagrangian`) gives a lower bound and choices that fit, and the
-gap is closed exactly: by Pareto frontiers over increasing intervals above the bound (`solving/pareto`), by branch and
-bound where that is too much, and by integer programs (`solving/integer_program`) on small branches.
+The best choice without limits (`solve/optimum`) is the answer where it fits the memory and all traffic of parameters
+is hidden. Otherwise a Lagrangian relaxation (`solve/lagrangian`) gives a lower bound and choices that fit, and the
+gap is closed exactly: by Pareto frontiers over increasing intervals above the bound (`solve/pareto`), by branch and
+bound where that is too much, and by integer programs (`solve/integer_program`) on small branches.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,21 +17,21 @@ from passes.cost.memory import memory_model
 from passes.ir.choices import Problem, Solution
 from passes.ir.mesh import Mesh
 from passes.ir.regime import PLAIN, Regime
-from passes.solving.active_constraints import ActiveConstraints, first_constraints, remaining_choices, with_violated
-from passes.solving.arrays import Uses, arrays, find_uses
-from passes.solving.branch_and_bound import NOTHING, Branch, split
-from passes.solving.effort import Effort, OutOfEffortError
-from passes.solving.feasibility import refuse_if_hopeless, refuse_if_impossible, smallest
-from passes.solving.instance import Instance
-from passes.solving.integer_program.limited import best_by_program
-from passes.solving.lagrangian.cutting_planes import Cut, CuttingPlanes
-from passes.solving.lagrangian.relaxation import Multipliers
-from passes.solving.limits import InfeasibleProgramError, Limits, infeasible, out_of_effort
-from passes.solving.pareto.frontiers import TooManyError
-from passes.solving.pareto.limited import best_by_frontiers
-from passes.solving.prices import Prices
+from passes.solve.active_constraints import ActiveConstraints, first_constraints, remaining_choices, with_violated
+from passes.solve.arrays import Uses, arrays, find_uses
+from passes.solve.branch_and_bound import NOTHING, Branch, split
+from passes.solve.effort import Effort, OutOfEffortError
+from passes.solve.feasibility import refuse_if_hopeless, refuse_if_impossible, smallest
+from passes.solve.instance import Instance
+from passes.solve.integer_program.limited import best_by_program
+from passes.solve.lagrangian.cutting_planes import Cut, CuttingPlanes
+from passes.solve.lagrangian.relaxation import Multipliers
+from passes.solve.limits import InfeasibleProgramError, Limits, infeasible, out_of_effort
+from passes.solve.pareto.frontiers import TooManyError
+from passes.solve.pareto.limited import best_by_frontiers
+from passes.solve.prices import Prices
 
-# Units of effort for closing a gap (`solving/effort`: about 30 s); what is not proven then is the gap of the plan.
+# Units of effort for closing a gap (`solve/effort`: about 30 s); what is not proven then is the gap of the plan.
 ALLOWANCE = 10_000.0
 # A choice is proven when it costs at most this much more than the bound, relative to it.
 PROVEN = 1e-6

@@ -10,7 +10,7 @@ from passes.ir.choices import Solution
 from passes.ir.errors import InfeasibleError
 from passes.ir.regime import PLAIN, Regime
 from passes.solve import solve
-from passes.solving.limits import Limits
+from passes.solve.limits import Limits
 from tests.passes.planning import (
     STATES,
     Planning,
@@ -107,7 +107,7 @@ def test_solver_equals_brute_force_in_storing_parameters(seed: int) -> None:
 def test_branches_and_integer_programs_find_the_best(seed: int, small: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same where frontiers are too large: all that is open is branched over, down to choices that differ in nothing
     that counts, or goes to an integer program at once."""
-    monkeypatch.setattr("passes.solving.pareto.frontiers.ROWS", 0)
+    monkeypatch.setattr("passes.solve.pareto.frontiers.ROWS", 0)
     monkeypatch.setattr("passes.solve.SMALL", small)
     case = _small(random_planning(seed, blocks=2 + seed % 2), seed, stored=seed % 3)
     _against_all(case, traveling_regime(case, seed) if seed > 600 else random_regime(case, seed))

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from passes.solving.effort import Effort
-from passes.solving.prices import Flags, Floats, Integers
+from passes.solve.effort import Effort
+from passes.solve.prices import Flags, Floats, Integers
 
 
 @dataclass

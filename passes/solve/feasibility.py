@@ -6,11 +6,11 @@ import numpy as np
 
 from passes.cost.memory import MemoryUse, memory_by_kind
 from passes.cost.program_points import Phase
-from passes.solving.instance import Instance
-from passes.solving.lagrangian.relaxation import ROUNDING, Multipliers
-from passes.solving.limits import infeasible
-from passes.solving.optimum import optimum
-from passes.solving.prices import Floats
+from passes.solve.instance import Instance
+from passes.solve.lagrangian.relaxation import ROUNDING, Multipliers
+from passes.solve.limits import infeasible
+from passes.solve.optimum import optimum
+from passes.solve.prices import Floats
 
 
 def refuse_if_hopeless(instance: Instance) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from ortools.math_opt.python import mathopt
 
 from passes.ir.layout import Layout
-from passes.solving.lagrangian.relaxation import Multipliers
+from passes.solve.lagrangian.relaxation import Multipliers
 
 
 @dataclass(frozen=True)

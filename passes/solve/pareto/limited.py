@@ -6,16 +6,16 @@ from collections.abc import Sequence
 import numpy as np
 
 from passes.ir.choices import Solution
-from passes.solving.active_constraints import ActiveConstraints, Remaining
-from passes.solving.arrays import GroupArrays
-from passes.solving.elimination.network import Network
-from passes.solving.elimination.variables import restore
-from passes.solving.instance import Instance
-from passes.solving.lagrangian.relaxation import ROUNDING, Multipliers, again_seconds, decided_again, keepers
-from passes.solving.limits import InfeasibleProgramError
-from passes.solving.optimum import a_little_more
-from passes.solving.pareto.frontiers import LimitedNetwork, ParetoFrontiers, SharedAmounts, Surrogate
-from passes.solving.prices import Flags, Floats
+from passes.solve.active_constraints import ActiveConstraints, Remaining
+from passes.solve.arrays import GroupArrays
+from passes.solve.elimination.network import Network
+from passes.solve.elimination.variables import restore
+from passes.solve.instance import Instance
+from passes.solve.lagrangian.relaxation import ROUNDING, Multipliers, again_seconds, decided_again, keepers
+from passes.solve.limits import InfeasibleProgramError
+from passes.solve.optimum import a_little_more
+from passes.solve.pareto.frontiers import LimitedNetwork, ParetoFrontiers, SharedAmounts, Surrogate
+from passes.solve.prices import Flags, Floats
 
 
 def best_by_frontiers(

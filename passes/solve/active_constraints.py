@@ -8,12 +8,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from passes.ir.choices import Solution
-from passes.solving.elimination.network import Network
-from passes.solving.elimination.variables import eliminate
-from passes.solving.instance import Alive, Instance
-from passes.solving.lagrangian.cutting_planes import interior
-from passes.solving.lagrangian.relaxation import ROUNDING, Multipliers, Repeats, decide_repeats
-from passes.solving.optimum import network_of, tie_break_total
+from passes.solve.elimination.network import Network
+from passes.solve.elimination.variables import eliminate
+from passes.solve.instance import Alive, Instance
+from passes.solve.lagrangian.cutting_planes import interior
+from passes.solve.lagrangian.relaxation import ROUNDING, Multipliers, Repeats, decide_repeats
+from passes.solve.optimum import network_of, tie_break_total
 
 
 @dataclass(frozen=True)

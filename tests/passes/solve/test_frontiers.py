@@ -5,9 +5,9 @@ from itertools import product
 import numpy as np
 import pytest
 
-from passes.solving.elimination.network import Network
-from passes.solving.optimum import network_of
-from passes.solving.pareto.frontiers import (
+from passes.solve.elimination.network import Network
+from passes.solve.optimum import network_of
+from passes.solve.pareto.frontiers import (
     LimitedNetwork,
     ParetoFrontiers,
     SharedAmounts,
@@ -15,7 +15,7 @@ from passes.solving.pareto.frontiers import (
     TooManyError,
     undominated_rows,
 )
-from tests.passes.solving.test_optimum import random_arrays
+from tests.passes.solve.test_optimum import random_arrays
 
 
 def random_limited(seed: int) -> LimitedNetwork:
@@ -98,7 +98,7 @@ def test_frontiers_have_the_best_choice_within_every_limit(seed: int) -> None:
 @pytest.mark.parametrize("name", ["ROWS", "CELLS"])
 def test_too_many_rows_are_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     limited = random_limited(3)
-    monkeypatch.setattr(f"passes.solving.pareto.frontiers.{name}", 10)
+    monkeypatch.setattr(f"passes.solve.pareto.frontiers.{name}", 10)
     with pytest.raises(TooManyError):
         ParetoFrontiers(limited, [Surrogate(np.array([1.0, 0.0, 0.0]), np.inf)])
 

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from passes.cost.memory import GroupBytes, MemoryModel
-from passes.solving.arrays import Arrays, GroupArrays, Overlap
-from passes.solving.prices import Floats, Integers
+from passes.solve.arrays import Arrays, GroupArrays, Overlap
+from passes.solve.prices import Floats, Integers
 
 # Figures that differ by less than this, relative to the largest of their kind, are equal.
 ROUNDING = 1e-12

@@ -8,10 +8,10 @@ import torch
 
 from passes.ir.choices import Group
 from passes.ir.program import TensorType
-from passes.solving.arrays import Arrays, EdgeArrays, GroupArrays
-from passes.solving.elimination.variables import eliminate, restore
-from passes.solving.message_passing import MessagePassing
-from passes.solving.optimum import network_of, optimum
+from passes.solve.arrays import Arrays, EdgeArrays, GroupArrays
+from passes.solve.elimination.variables import eliminate, restore
+from passes.solve.message_passing import MessagePassing
+from passes.solve.optimum import network_of, optimum
 
 GROUP = Group("x", TensorType((1,), torch.float32), 1, 0, True, 4, False, False)
 
@@ -65,7 +65,7 @@ def test_optimum_of_random_networks(seed: int) -> None:
 def test_optimum_where_tables_are_too_large(seed: int, few: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Message passing prunes first: the bound is below the least cost and the choice above it, and no strategy of a
     choice below the cutoff is lost."""
-    monkeypatch.setattr("passes.solving.optimum.FEW", few)
+    monkeypatch.setattr("passes.solve.optimum.FEW", few)
     arrays = random_arrays(seed)
     best = least(arrays)
     for enough in (np.inf, best * 1.1):

@@ -12,14 +12,14 @@ from passes.ir.choices import Problem, Solution
 from passes.ir.layout import Layout
 from passes.ir.mesh import Mesh
 from passes.ir.regime import Regime
-from passes.solving.arrays import Arrays
-from passes.solving.dominance import undominated
-from passes.solving.elimination.variables import eliminate
-from passes.solving.lagrangian.cutting_planes import Cut
-from passes.solving.lagrangian.relaxation import Multipliers, Slack, made_again, relaxed
-from passes.solving.limits import InfeasibleProgramError, Limits
-from passes.solving.optimum import a_little_more, least_with, network_of, optimum, tie_break_total
-from passes.solving.prices import Floats, Integers
+from passes.solve.arrays import Arrays
+from passes.solve.dominance import undominated
+from passes.solve.elimination.variables import eliminate
+from passes.solve.lagrangian.cutting_planes import Cut
+from passes.solve.lagrangian.relaxation import Multipliers, Slack, made_again, relaxed
+from passes.solve.limits import InfeasibleProgramError, Limits
+from passes.solve.optimum import a_little_more, least_with, network_of, optimum, tie_break_total
+from passes.solve.prices import Floats, Integers
 
 # Of every node the strategies that may be chosen, in order.
 Alive = Mapping[int, Integers]
