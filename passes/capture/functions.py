@@ -336,7 +336,8 @@ def _outcome(runner: _Runner, data: Sequence[Tensor], cotangents: tuple[Tensor, 
     """Run forward and backward on copies of `data`; random numbers begin anew."""
     own = [item.clone().requires_grad_(_flows(item.dtype)) for item in data]
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+        # Of the CPU alone: `torch.manual_seed` seeds every device, and these go on where the user has left them.
+        torch.default_generator.manual_seed(0)
         before = torch.random.get_rng_state()
         results = tuple(runner(own))
         drawn = not torch.equal(before, torch.random.get_rng_state())

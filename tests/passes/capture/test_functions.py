@@ -178,3 +178,14 @@ def test_large_calls_are_tried_in_small() -> None:
     """What is planned for many devices does not fit on one."""
     large = TensorType((2**20, 2**16), torch.bfloat16)
     assert _known(custom.StraightThrough, "(x0)", large) == Known(True, True, False)
+
+
+def test_random_numbers_of_the_user_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU's are put back; those of accelerators are not touched at all."""
+    seeded: list[int] = []
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeded.append)
+    before = torch.get_rng_state()
+    known_of.cache_clear()
+    _known(custom.StraightThrough, "(x0)", WIDE)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert seeded == []
