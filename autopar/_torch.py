@@ -40,6 +40,7 @@ __all__ = [
     "FSDPParamGroup",
     "Store",
     "StridedShard",
+    "as_distributed",
     "call_hooks",
     "collectives",
     "default_store",
@@ -91,6 +92,15 @@ def spec_of(tensor: Tensor) -> DTensorSpec:
     """A copy of the shape and layout of a `DTensor`."""
     assert isinstance(tensor, DTensor)
     return copy(tensor._spec)
+
+
+def as_distributed(local: Tensor, spec: DTensorSpec) -> DTensor:
+    """A `DTensor` without autograd that holds `local`, which has the dtype and strides that `spec` implies.
+
+    The class is public, its constructor is not; `fully_shard` calls it so. `DTensor.from_local` goes through autograd,
+    which takes ten times as long.
+    """
+    return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
 # --- process groups --------------------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from torch.utils.hooks import RemovableHandle
 
 from autopar._torch import (
     DTensorSpec,
+    as_distributed,
     is_computed_in_backward,
     local_tensor,
     post_accumulate_hooks,
@@ -32,7 +33,6 @@ from autopar._torch import (
 )
 from autopar.runtime import fsdp
 from autopar.runtime.parameter_hooks import after_tensor_hooks
-from autopar.runtime.state import as_distributed
 from passes._torch import parameters_of, version_of
 from passes.ir.errors import InputError
 

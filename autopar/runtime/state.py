@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from autopar._torch import DTensorSpec, StridedShard
+from autopar._torch import StridedShard
 from passes._torch import storage_id
 from passes.ir.layout import Layout, digits
 from passes.ir.mesh import Mesh
@@ -60,12 +60,3 @@ def mesh_of(device_mesh: DeviceMesh) -> Mesh:
     names = device_mesh.mesh_dim_names
     assert names is not None
     return Mesh(tuple(names), tuple(device_mesh.shape))
-
-
-def as_distributed(local: Tensor, spec: DTensorSpec) -> DTensor:
-    """A `DTensor` without autograd that holds `local`, which has the dtype and strides that `spec` implies.
-
-    (The constructor is private in torch 2.11 to 2.13; `fully_shard` calls it so. `from_local` goes through autograd,
-    which takes ten times as long.)
-    """
-    return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]

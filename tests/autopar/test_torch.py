@@ -78,6 +78,9 @@ def _run_on_a_rank() -> None:
     assert isinstance(spec, _torch.DTensorSpec)
     assert spec.placements == tensor.placements
     assert spec.shape == whole.shape
+    again = _torch.as_distributed(local, spec)
+    assert torch.equal(again.full_tensor(), whole)
+    assert not again.requires_grad
     shape, offset = _torch.local_shape_and_offset(whole.shape, mesh, tensor.placements)
     assert torch.equal(local, whole[offset[0] : offset[0] + shape[0]])
     strided = distribute_tensor(whole.T.contiguous(), mesh, [_torch.StridedShard(0, split_factor=1)])
