@@ -12,6 +12,9 @@ parameters at once, ahead of time and beside the computation. What it can do mus
 Where all-to-alls on other axes are planned before the gather, because they move less then, the engine gathers a copy
 that these have made (`Group.turned`): one for each forward pass, of all parameters before the first is gathered.
 
+Where parameters are read as they are stored, nothing is gathered (`Group.gathers`): the engine only reduces their
+gradients, and nothing is called around the code that reads them.
+
 Whatever is no data axis, or does not fit, keeps its steps in the generated code. So does a parameter that is read in
 several places: an engine would keep it gathered all the while between.
 """
@@ -262,7 +265,7 @@ def _held(lowered: Lowered, uses: Mapping[str, Sequence[_Use]], groups: Sequence
         given.difference_update(*torn)
     around: dict[_Place, tuple[int, ...]] = {}
     for number, group in enumerate(groups):
-        for place in {_place(uses[name]) for name in given.intersection(group.parameters)}:
+        for place in {_place(uses[name]) for name in given.intersection(group.parameters) if group.gathers}:
             around[place] = (*around.get(place, ()), number)
     copies = tuple(
         tuple(around.get((number, copy), ()) for copy in range(loop.region.count))

@@ -1,4 +1,4 @@
-"""Begin, end and failure of backward passes through FSDP units."""
+"""Begin, end and failure of backward passes through the units of the engine."""
 
 import warnings
 from collections.abc import Sequence
@@ -8,6 +8,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from autopar.runtime import fsdp
 from autopar.runtime.gradients import UnitGradients
+from autopar.runtime.reductions import Reductions
 from passes.ir.errors import UnsupportedError
 
 _BROKEN = (
@@ -22,27 +23,30 @@ class BackwardPasses:
     `holding` says that they add up gradients without reducing them.
     """
 
-    def __init__(self, gradients: UnitGradients) -> None:
+    def __init__(self, gradients: UnitGradients, reductions: Reductions) -> None:
         self.holding = False
         self._gradients = gradients
+        self._reductions = reductions
         self._root: FSDPModule | None = None
         # The backward pass that runs, or that an exception has ended; whether it adds to gradients that were held back.
         self._current: int | None = None
         self._adding = False
 
-    def watch(self, root: FSDPModule, outputs: object) -> None:
-        """Take note of backward passes from `outputs`, tensors that `root` has returned."""
+    def watch(self, root: FSDPModule | None, outputs: object) -> None:
+        """Take note of backward passes from `outputs`, tensors that `root`, which has all FSDP units, has returned."""
         self._root = root
         for leaf in outputs if isinstance(outputs, tuple) else (outputs,):
             if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
                 leaf.register_hook(self._begin)  # type: ignore[no-untyped-call]
 
-    def recover(self, root: FSDPModule, units: Sequence[nn.Module]) -> None:
+    def recover(self, root: FSDPModule | None, units: Sequence[nn.Module]) -> None:
         """Begin anew if the last backward pass ended with an exception. Its gradients are lost."""
-        failed = self._current is not None or fsdp.is_in_backward(root)
+        failed = self._current is not None or (root is not None and fsdp.is_in_backward(root))
         if not failed or fsdp.current_backward() != fsdp.NO_BACKWARD:
             return
-        fsdp.reset(root, units)
+        if root is not None:
+            fsdp.reset(root, units)
+        self._reductions.reset()
         adding = self._current is not None and self._adding
         self._current = None
         if adding:
@@ -62,12 +66,14 @@ class BackwardPasses:
         self._current = number
         fsdp.at_end_of_backward(self._end)
         self._adding = self._gradients.begin_backward(self.holding)
+        self._reductions.begin_backward(self.holding)
 
     def _end(self) -> None:
-        assert self._root is not None
-        if fsdp.is_in_backward(self._root):
+        if self._root is not None and fsdp.is_in_backward(self._root):
             # An earlier pass failed before it came here. So torch did not expect the end of this one.
             raise UnsupportedError(_BROKEN)
         if self.holding:
             self._gradients.end_held_backward()
+        else:
+            self._reductions.end_backward()
         self._current = None

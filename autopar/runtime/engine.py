@@ -1,8 +1,10 @@
-"""The engine of data axes: `fully_shard` of torch gathers parameters and reduces their gradients.
+"""The engine of data axes: it gathers parameters and reduces their gradients.
 
-Each FSDP unit is a module of its own that holds nothing but parameters, and is called around the code that reads them
-(`units.py`). The parameters that users see share memory with those that the units store, and take the gradients when
-they are reduced (`gradients.py`). So they are the same before, during and after a step, whatever is gathered.
+`fully_shard` of torch gathers parameters. Each FSDP unit is a module of its own that holds nothing but parameters, and
+is called around the code that reads them (`units.py`). Of parameters that are read as they are stored, gradients are
+reduced, and that is all (`reductions.py`). The parameters that users see share memory with those that the units store,
+and take the gradients when they are reduced (`gradients.py`). So they are the same before, during and after a step,
+whatever is gathered.
 """
 
 import contextlib
@@ -10,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeVar, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -19,11 +22,12 @@ from autopar.runtime import fsdp
 from autopar.runtime.axis import axes_of
 from autopar.runtime.backward import BackwardPasses
 from autopar.runtime.gradients import OwnPart, UnitGradients, UnitParameter, address_of, part_of
-from autopar.runtime.groups import data_mesh
+from autopar.runtime.groups import axes_group, data_mesh
+from autopar.runtime.reductions import Reductions
 from autopar.runtime.state import mesh_of
 from autopar.runtime.turns import Copy, Turn, Way, take_values
 from autopar.runtime.units import ParameterGroup, PartView
-from passes.ir.layout import Layout, P, Shape, whole_shape
+from passes.ir.layout import Layout, Shape, whole_shape
 from passes.ir.lowered import Group, Held
 from passes.ir.redistribution import Step, redistribution
 
@@ -37,8 +41,10 @@ class Engine:
         self._mesh = mesh
         self._shape = mesh_of(mesh)
         self._meshes: dict[tuple[tuple[int, ...], tuple[int, ...]], DeviceMesh] = {}
-        self._groups: list[ParameterGroup] = []
+        # By the groups of plans: an FSDP unit, or parameters that are read as they are stored.
+        self._units: list[ParameterGroup | tuple[nn.Parameter, ...]] = []
         self._gradients = UnitGradients(mesh)
+        self._reductions = Reductions(self._gradients.hand_over)
         self._root: FSDPModule | None = None
         self._has_run = False
         # Places of the program that units are prefetched for.
@@ -46,7 +52,7 @@ class Engine:
         self._keeping = False
         # Whether copies in other layouts were made since parameters are kept.
         self._has_turned = False
-        self._backward = BackwardPasses(self._gradients)
+        self._backward = BackwardPasses(self._gradients, self._reductions)
 
     # --- its parameters ---
 
@@ -58,6 +64,37 @@ class Engine:
         Returns the parameters that users see, which lie as `stored` says.
         """
         assert self._root is None, "the engine has run"
+        return self._add_gathered(plan, parts, stored) if plan.gathers else self._add_replicated(plan, parts, stored)
+
+    def _add_replicated(
+        self, plan: Group, parts: Mapping[str, nn.Parameter], stored: Mapping[str, Layout]
+    ) -> dict[str, nn.Parameter]:
+        """Take over parameters that are read as they are stored."""
+        group, _ = axes_group(self._mesh, plan.replicated)
+        parameters = tuple(parts.values())
+        leaves = self._reductions.add(group, len(self._gradients.parameters), parameters)
+        self._units.append(parameters)
+        first = dist.get_rank(group) == 0
+        return {
+            name: self._gradients.add(
+                UnitParameter(
+                    name,
+                    whole_shape(tuple(part.shape), plan.used(stored[name]), self._shape),
+                    stored[name],
+                    plan.pending(stored[name]),
+                    OwnPart(0, 0, first),
+                    part,
+                    leaf,
+                    part.requires_grad,
+                )
+            )
+            for (name, part), leaf in zip(parts.items(), leaves, strict=True)
+        }
+
+    def _add_gathered(
+        self, plan: Group, parts: Mapping[str, nn.Parameter], stored: Mapping[str, Layout]
+    ) -> dict[str, nn.Parameter]:
+        """Take over the parameters of an FSDP unit."""
         kept = {name: plan.kept(name, stored[name]) for name in parts}
         shapes = {
             name: whole_shape(tuple(part.shape), plan.used(kept[name]), self._shape) for name, part in parts.items()
@@ -79,17 +116,16 @@ class Engine:
         sharded.set_force_sum_reduction_for_comms(True)
         # What the backward pass does not read is not gathered for it.
         sharded.set_unshard_in_backward(plan.saved)
-        self._groups.append(group)
-        given = {*plan.sharded, *plan.replicated}
+        self._units.append(group)
         first = not plan.replicated or mesh.get_local_rank("replicate") == 0
         members = zip(plan.parameters.items(), fsdp.parameters_of(group), strict=True)
         return {
-            name: self._gradients.add(
+            name: self._gradients.add_gathered(
                 UnitParameter(
                     name,
                     shapes[name],
                     stored[name],
-                    tuple(P if axis in given else letter for axis, letter in enumerate(kept[name])),
+                    plan.pending(kept[name]),
                     OwnPart(dim, mesh.get_local_rank("shard"), first),
                     group.current(number),
                     gathered,
@@ -127,21 +163,22 @@ class Engine:
 
     def view(self, root: nn.Module, held: Held) -> PartView:
         """The model as a program with `held` sees it."""
-        table = {
-            name: (self._groups[number], place)
-            for number, group in enumerate(held.groups)
-            for place, name in enumerate(group.parameters)
-            if name in held.parameters
-        }
+        table: dict[str, tuple[ParameterGroup, int] | Tensor] = {}
+        # Totals are of inputs alone: there is nothing that the engine holds.
+        for plan, unit in zip(held.groups, self._units, strict=True) if held.groups else ():
+            for place, name in enumerate(plan.parameters):
+                if name in held.parameters:
+                    table[name] = (unit, place) if isinstance(unit, ParameterGroup) else unit[place]
         return PartView(root, table)
 
     def groups(self, held: Held) -> dict[str, ParameterGroup]:
-        """The groups by their first parameter."""
-        return {next(iter(plan.parameters)): group for plan, group in zip(held.groups, self._groups, strict=True)}
+        """The FSDP units by their first parameter."""
+        units = zip(held.groups, self._units, strict=True) if held.groups else ()
+        return {next(iter(plan.parameters)): unit for plan, unit in units if isinstance(unit, ParameterGroup)}
 
     def around_copies(self, held: Held) -> tuple[tuple[tuple[ParameterGroup, ...], ...], ...]:
-        """The groups around each copy of each region."""
-        return tuple(tuple(tuple(self._groups[item] for item in copy) for copy in loop) for loop in held.copies)
+        """The FSDP units around each copy of each region."""
+        return tuple(tuple(tuple(self._gathering(item) for item in copy) for copy in loop) for loop in held.copies)
 
     def run(self, held: Held, forward: Callable[..., T], inputs: Sequence[Tensor]) -> T:
         """`forward(*inputs)` of the program with `held`."""
@@ -155,18 +192,23 @@ class Engine:
         self._take_values()
         self._prefetch(held)
         self._gradients.take_versions()
-        try:
-            with _without_inference_mode():
-                result = cast(nn.Module, root)(forward, *inputs)
-        except BaseException:
-            fsdp.reset(root, self._groups)
-            raise
+        result = forward(*inputs) if root is None else self._in_units(root, forward, inputs)
         self._has_run = True
         if torch.is_grad_enabled():
             self._backward.watch(root, result)
         elif not self._keeping:
             self._drop()
-        return cast(T, result)
+        return result
+
+    def _in_units(self, root: FSDPModule, forward: Callable[..., T], inputs: Sequence[Tensor]) -> T:
+        """`forward(*inputs)` of a program around which there are FSDP units."""
+        try:
+            with _without_inference_mode():
+                result: T = cast(nn.Module, root)(forward, *inputs)
+                return result
+        except BaseException:
+            fsdp.reset(root, self._groups)
+            raise
 
     @property
     def within(self) -> str:
@@ -179,12 +221,14 @@ class Engine:
         """Backward passes within add up gradients without reducing them; the first one afterwards reduces the sum."""
         root = self._whole()
         outer, self._backward.holding = self._backward.holding, True
-        root.set_requires_gradient_sync(False)
+        if root is not None:
+            root.set_requires_gradient_sync(False)
         try:
             yield
         finally:
             self._backward.holding = outer
-            root.set_requires_gradient_sync(not outer)
+            if root is not None:
+                root.set_requires_gradient_sync(not outer)
 
     @contextlib.contextmanager
     def keeping_parameters(self) -> Iterator[None]:
@@ -196,18 +240,32 @@ class Engine:
         self._backward.recover(root, self._groups)
         self._drop()
         self._keeping, self._has_turned = True, False
-        root.set_reshard_after_backward(False)
+        if root is not None:
+            root.set_reshard_after_backward(False)
         try:
             yield
         finally:
-            root.set_reshard_after_backward(True)
+            if root is not None:
+                root.set_reshard_after_backward(True)
             self._keeping = False
             self._backward.recover(root, self._groups)
             self._drop()
 
-    def _whole(self) -> FSDPModule:
-        """The module around all groups, which is called around every program: `fully_shard` needs to know them all."""
-        if self._root is None:
+    @property
+    def _groups(self) -> list[ParameterGroup]:
+        """The FSDP units."""
+        return [unit for unit in self._units if isinstance(unit, ParameterGroup)]
+
+    def _gathering(self, number: int) -> ParameterGroup:
+        """The FSDP unit of a group that gathers."""
+        unit = self._units[number]
+        assert isinstance(unit, ParameterGroup)
+        return unit
+
+    def _whole(self) -> FSDPModule | None:
+        """The module around all FSDP units, which is called around every program: `fully_shard` needs to know them all.
+        None where there are none."""
+        if self._root is None and self._groups:
             root = ParameterGroup({})
             root.add_module("groups", nn.ModuleList(self._groups))
             self._root = fully_shard(root, mesh=self._data_mesh((0,), ()))
@@ -228,9 +286,10 @@ class Engine:
         if self._places == held.places:
             return
         prefetched = held.prefetched
-        for number, group in enumerate(self._groups):
-            others = [_unit(self._groups[other]) for other in prefetched.get(number, ())]
-            _unit(group).set_modules_to_backward_prefetch(others)
+        for number, group in enumerate(self._units):
+            if isinstance(group, ParameterGroup):
+                others = [_unit(self._gathering(other)) for other in prefetched.get(number, ())]
+                _unit(group).set_modules_to_backward_prefetch(others)
         self._places = held.places
 
     def _take_values(self) -> None:

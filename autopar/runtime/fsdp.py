@@ -4,6 +4,7 @@ Read in torch 2.11 to 2.13 (torch/distributed/fsdp/_fully_shard). No other modul
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Protocol, cast
 
 import torch
@@ -20,7 +21,7 @@ from autopar.runtime.comms import NamedParamGroup
 NO_BACKWARD = -1
 
 
-class GatheredParameter(Protocol):
+class _ShardedParameter(Protocol):
     """The part of torch's `FSDPParam` that is used here.
 
     `_unsharded_param` is there from the first gather on. It takes gradients from autograd; where they are reduced in
@@ -31,45 +32,49 @@ class GatheredParameter(Protocol):
     unsharded_accumulated_grad: Tensor | None
 
 
+@dataclass(frozen=True)
+class GatheredParameter:
+    """A parameter of a unit as it is gathered."""
+
+    _sharded: _ShardedParameter
+
+    def take_gradient(self) -> Tensor | None:
+        """Remove and return the gradient that is not reduced, if there is one."""
+        unsharded = getattr(self._sharded, "_unsharded_param", None)
+        if unsharded is None:
+            return None
+        gradient = self._sharded.unsharded_accumulated_grad
+        if gradient is None:
+            gradient = unsharded.grad
+        self._sharded.unsharded_accumulated_grad = unsharded.grad = None
+        return cast(Tensor | None, gradient)
+
+    def give_gradient(self, gradient: Tensor) -> None:
+        """Let the next backward pass add to a gradient that is not reduced."""
+        unsharded = self._sharded._unsharded_param
+        if gradient.dtype == unsharded.dtype:
+            unsharded.grad = gradient
+        else:
+            self._sharded.unsharded_accumulated_grad = gradient
+
+    def note_change(self) -> None:
+        """Let autograd know that it has other values when it is gathered again, which torch hides from it."""
+        unsharded = getattr(self._sharded, "_unsharded_param", None)
+        if unsharded is not None:
+            increment_version(unsharded)
+
+
 def parameters_of(unit: nn.Module) -> list[GatheredParameter]:
     """The parameters of a unit in the order in which its module registers them."""
     names = list(unit._parameters)
     found = {item._module_info.param_name: item for group in _groups(unit) for item in group.fsdp_params}
-    return [found[name] for name in names]
+    return [GatheredParameter(found[name]) for name in names]
 
 
 def name_failures(unit: nn.Module) -> None:
     """Let the collectives of a unit raise RankFailedError where another rank has failed."""
     for group in _groups(unit):
         group.__class__ = NamedParamGroup
-
-
-def take_gradient(parameter: GatheredParameter) -> Tensor | None:
-    """Remove and return the unreduced gradient of a parameter, if it has one."""
-    unsharded = getattr(parameter, "_unsharded_param", None)
-    if unsharded is None:
-        return None
-    gradient = parameter.unsharded_accumulated_grad
-    if gradient is None:
-        gradient = unsharded.grad
-    parameter.unsharded_accumulated_grad = unsharded.grad = None
-    return cast(Tensor | None, gradient)
-
-
-def give_gradient(parameter: GatheredParameter, gradient: Tensor) -> None:
-    """Let a parameter have an unreduced gradient, which the next backward pass adds to."""
-    unsharded = parameter._unsharded_param
-    if gradient.dtype == unsharded.dtype:
-        unsharded.grad = gradient
-    else:
-        parameter.unsharded_accumulated_grad = gradient
-
-
-def note_change(parameter: GatheredParameter) -> None:
-    """Let autograd know that a parameter has other values when it is gathered again, which torch hides from it."""
-    unsharded = getattr(parameter, "_unsharded_param", None)
-    if unsharded is not None:
-        increment_version(unsharded)
 
 
 def reset(root: FSDPModule, units: Sequence[nn.Module]) -> None:
@@ -84,7 +89,7 @@ def reset(root: FSDPModule, units: Sequence[nn.Module]) -> None:
         _reset_by_hand(root)
     for unit in units:
         for parameter in parameters_of(unit):
-            take_gradient(parameter)
+            parameter.take_gradient()
 
 
 def _reset_by_hand(root: FSDPModule) -> None:

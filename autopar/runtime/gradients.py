@@ -13,6 +13,7 @@ backward passes:
 import weakref
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +21,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autopar._torch import local_tensor, post_accumulate_hooks, tensor_hooks
-from autopar.runtime import fsdp
 from autopar.runtime.parameter_hooks import after_tensor_hooks
 from autopar.runtime.state import from_local, mesh_of, placements
 from autopar.runtime.turns import Turn
@@ -46,12 +46,25 @@ class OwnPart:
         return gathered.narrow(self.dim, self.number * size, size)
 
 
+class Unreduced(Protocol):
+    """A parameter of a unit as autograd knows it, with the gradient that is not reduced."""
+
+    def take_gradient(self) -> Tensor | None:
+        """Remove and return that gradient, if there is one."""
+
+    def give_gradient(self, gradient: Tensor) -> None:
+        """Let the next backward pass add to a gradient."""
+
+    def note_change(self) -> None:
+        """Let autograd know that the values have changed."""
+
+
 @dataclass(frozen=True)
 class UnitParameter:
     """A parameter of an FSDP unit, with the path of the parameter that users see.
 
     `shape` is global, `layout` that of the parameter and its reduced gradient, `pending` that of a gradient that is not
-    reduced. `kept` is the parameter that the unit stores, `gathered` torch's record of it;
+    reduced. `kept` is the parameter that the unit stores, `unreduced` what autograd knows of it;
     `trainable` says that it took gradients when it was planned, `turn` is None where both share memory.
     """
 
@@ -61,7 +74,7 @@ class UnitParameter:
     pending: Layout
     own: OwnPart
     kept: Tensor
-    gathered: fsdp.GatheredParameter
+    unreduced: Unreduced
     trainable: bool
     turn: Turn | None = None
 
@@ -84,13 +97,17 @@ class UnitGradients:
 
     def add(self, parameter: UnitParameter) -> nn.Parameter:
         """Take care of a parameter; returns the one that users see."""
-        if parameter.trainable:
-            # The hook keeps neither this object nor the parameter alive: no garbage collector sees a cycle through it.
-            hook = partial(_hand_over, weakref.ref(self), len(self.parameters))
-            parameter.kept.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
         self.parameters.append(parameter)
         seen = self._distributed(parameter.to_seen(part_of(parameter.kept)), parameter.layout, parameter.shape)
         return nn.Parameter(seen, parameter.trainable)
+
+    def add_gathered(self, parameter: UnitParameter) -> nn.Parameter:
+        """Take care of a parameter whose gradient `fully_shard` reduces."""
+        if parameter.trainable:
+            # The hook keeps neither this object nor the parameter alive: no garbage collector sees a cycle through it.
+            hook = partial(_take_over, weakref.ref(self), len(self.parameters))
+            parameter.kept.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+        return self.add(parameter)
 
     def bind(self, root: nn.Module) -> None:
         """Find in `root` the parameters that users see."""
@@ -113,7 +130,7 @@ class UnitGradients:
             version = version_of(self.seen(number))
             if version != self._versions[number]:
                 self._versions[number] = version
-                fsdp.note_change(item.gathered)
+                item.unreduced.note_change()
 
     def begin_backward(self, holding: bool) -> bool:
         """Move gradients that are not reduced from `.grad` into the units; returns whether there were any.
@@ -129,7 +146,7 @@ class UnitGradients:
         for number, item in enumerate(self.parameters):
             seen = self.seen(number)
             if self._is_pending(seen.grad, item):
-                fsdp.give_gradient(item.gathered, part_of(seen.grad))
+                item.unreduced.give_gradient(part_of(seen.grad))
                 seen.grad = None
                 moved = True
         self._pending = False
@@ -138,7 +155,7 @@ class UnitGradients:
     def end_held_backward(self) -> None:
         """Let `.grad` be the gradients that the units have not reduced."""
         for number, item in enumerate(self.parameters):
-            gradient, seen = fsdp.take_gradient(item.gathered), self.seen(number)
+            gradient, seen = item.unreduced.take_gradient(), self.seen(number)
             if gradient is None or not seen.requires_grad:
                 continue
             earlier, seen.grad = seen.grad, None
@@ -153,13 +170,18 @@ class UnitGradients:
             seen.grad = self._distributed(gradient, item.pending, item.shape)
             self._pending = True
 
-    def hand_over(self, number: int, kept: Tensor) -> None:
-        """Add the reduced gradient of a parameter to that of the parameter that users see, and call its hooks."""
+    def take_over(self, number: int, kept: Tensor) -> None:
+        """Hand over the reduced gradient that a unit has left in `.grad` of what it stores."""
         gradient, kept.grad = kept.grad, None
+        if gradient is not None:
+            self.hand_over(number, part_of(gradient))
+
+    def hand_over(self, number: int, gradient: Tensor) -> None:
+        """Add the reduced gradient of a parameter to that of the parameter that users see, and call its hooks."""
         item, seen = self.parameters[number], self.seen(number)
-        if gradient is None or not seen.requires_grad:
+        if not seen.requires_grad:
             return
-        part = item.to_seen(part_of(gradient))
+        part = item.to_seen(gradient)
         if tensor_hooks(seen):
             reduced = self._distributed(part, item.layout, item.shape)
             part = part_of(after_tensor_hooks(item.path, seen, reduced))
@@ -186,22 +208,22 @@ class UnitGradients:
         return from_local(part, layout, shape, self._mesh, self._shape)
 
 
-def _hand_over(gradients: "weakref.ref[UnitGradients]", number: int, kept: Tensor) -> None:
+def _take_over(gradients: "weakref.ref[UnitGradients]", number: int, kept: Tensor) -> None:
     found = gradients()
     if found is not None:
-        found.hand_over(number, kept)
+        found.take_over(number, kept)
 
 
 def part_of(tensor: Tensor | None) -> Tensor:
-    """This rank's part of a `DTensor`, without gradient."""
-    assert isinstance(tensor, DTensor)
+    """This rank's part of a `DTensor`, or a plain tensor, without gradient."""
+    assert tensor is not None
     with torch.no_grad():
-        return tensor.to_local().detach()
+        return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def address_of(tensor: Tensor) -> int:
-    """The address of this rank's part of a `DTensor`.
+    """The address of this rank's part of a `DTensor`, or of a plain tensor.
 
     Each call asks it of every parameter. `to_local()` takes 10 us, `local_tensor` one.
     """
-    return local_tensor(tensor).data_ptr()
+    return local_tensor(tensor).data_ptr() if isinstance(tensor, DTensor) else tensor.data_ptr()

@@ -55,15 +55,18 @@ def within(groups: Sequence[nn.Module], run: Callable[..., object], inputs: Sequ
 
 
 class PartView:
-    """A part of the model as generated code sees it: what a group holds is read from there, all else from the part."""
+    """A part of the model as generated code sees it: what a group holds is read from there, or is a tensor given here,
+    all else is read from the part."""
 
-    def __init__(self, part: nn.Module, held: Mapping[str, tuple[Reading, int]]) -> None:
+    def __init__(self, part: nn.Module, held: Mapping[str, tuple[Reading, int] | Tensor]) -> None:
         own: dict[str, tuple[Reading, int]] = {}
-        inner: dict[str, dict[str, tuple[Reading, int]]] = {}
+        inner: dict[str, dict[str, tuple[Reading, int] | Tensor]] = {}
         for path, reading in held.items():
             name, _, rest = path.partition(".")
             if rest:
                 inner.setdefault(name, {})[rest] = reading
+            elif isinstance(reading, Tensor):
+                self.__dict__[name] = reading
             else:
                 own[name] = reading
         self.__part = part

@@ -66,7 +66,7 @@ class ModuleWriter:
         code = Code(self.shared, loop.body, variables, paths, self.updated | updated, inner=True)
         code.statements()
         results = ", ".join(code.read(result) for result in loop.body.results)
-        said = engine_text(self.lowered.held, self.loops.index(loop), self.mesh)
+        said = engine_text(self.lowered.held, self.loops.index(loop), loop.region, self.mesh)
         lines = [f"class {name}(Region):"]
         lines += [f'    """{region.name}: {region.count} copies.{said}"""', ""]
         lines += signature("    ", "def forward", ["self", *(variables.names[item] for item in loop.body.arguments)])

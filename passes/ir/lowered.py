@@ -7,7 +7,7 @@ from itertools import pairwise, takewhile
 import torch
 
 from passes.ir.choices import Strategy
-from passes.ir.layout import Layout, R
+from passes.ir.layout import Layout, P, R
 from passes.ir.program import Argument, Op, Program, Region, TensorType
 from passes.ir.redistribution import Step
 
@@ -152,6 +152,12 @@ class Group:
     dtypes: tuple[torch.dtype | None, torch.dtype | None]
     turned: Mapping[str, Layout] = field(default_factory=dict)
 
+    @property
+    def gathers(self) -> bool:
+        """Whether parameters are read otherwise than they are stored at the surface. Else gradients are reduced, and
+        that is all."""
+        return bool(self.sharded or self.turned or any(self.dtypes))
+
     def kept(self, name: str, stored: Layout) -> Layout:
         """The layout of what is gathered of the parameter `name`, which is stored as `stored` at the surface."""
         return self.turned.get(name, stored)
@@ -161,12 +167,17 @@ class Group:
         given = {*self.sharded, *self.replicated}
         return tuple(R if axis in given else letter for axis, letter in enumerate(kept))
 
+    def pending(self, kept: Layout) -> Layout:
+        """The layout of a gradient that is not reduced, of a parameter that is kept in `kept`."""
+        given = {*self.sharded, *self.replicated}
+        return tuple(P if axis in given else letter for axis, letter in enumerate(kept))
+
 
 @dataclass(frozen=True)
 class Held:
-    """What an engine does for a program: `parameters` are those that it gives, `copies` the numbers of the groups
-    around each copy of each loop, `ops` those around ops outside of loops, by key; `places` has all of these in the
-    order in which the program calls them. The innermost group comes first. A model's programs share `groups`.
+    """What an engine does for a program: `parameters` are those that it gives, `copies` the numbers of the groups that
+    gather around each copy of each loop, `ops` those around ops outside of loops, by key; `places` has all of these in
+    the order in which the program calls them. The innermost group comes first. A model's programs share `groups`.
     """
 
     groups: tuple[Group, ...] = ()

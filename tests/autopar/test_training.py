@@ -93,6 +93,20 @@ def steps_error(dist_model: nn.Module, model: nn.Module, data: list[dict[str, to
     return max(worst, error(own, {name: item.detach() for name, item in model.named_parameters()}))
 
 
+# Gradients are reduced by `fully_shard`, or all-reduced as they are.
+WAYS: list[Mapping[str, str]] = [{"dp": "S(0)"}, {"dp": "I"}]
+
+
+def _each_way(run: Callable[[Mapping[str, str]], Any]) -> list[Any]:
+    """`run` with parameters that are stored in parts, and whole."""
+    return [run(stored) for stored in WAYS]
+
+
+def each_way(run: Callable[[Mapping[str, str]], Any]) -> list[Any]:
+    """What `run` returns on two ranks for both ways."""
+    return [found for ways in run_ranks(_each_way, 2, run) for found in ways]
+
+
 # --- exceptions that every rank catches -------------------------------------------------------------------------------
 
 
@@ -159,6 +173,7 @@ def _after_exceptions(options: Mapping[str, Any], places: int) -> dict[str, floa
 RECOVERING: list[dict[str, Any]] = [
     {},
     {"again": False, "stored": {"dp": "I"}},
+    {"again": False, "stored": {"dp": "I"}, "recompute": "full"},
     {"recompute": "full"},
     {"recompute": "selective"},
 ]
@@ -293,7 +308,8 @@ IN_THE_MIDDLE = pytest.param(
 
 
 @pytest.mark.parametrize(
-    ("sizes", "stored"), [((2,), {"dp": "S(0)"}), ((2, 2), {"dp": "I", "tp": "S(0)"}), IN_THE_MIDDLE]
+    ("sizes", "stored"),
+    [((2,), {"dp": "S(0)"}), ((2,), {"dp": "I"}), ((2, 2), {"dp": "I", "tp": "S(0)"}), IN_THE_MIDDLE],
 )
 def test_held_gradients_are_gradients(sizes: tuple[int, ...], stored: Mapping[str, str]) -> None:
     """`.grad` has gradients that are held back, too: zeroing, scaling, clipping and steps mean what they always do."""
@@ -303,8 +319,8 @@ def test_held_gradients_are_gradients(sizes: tuple[int, ...], stored: Mapping[st
         assert min(pending[::2]) > 0
 
 
-def _micro_batches() -> tuple[dict[str, float], list[int], list[str]]:
-    both = Both((2,), micro_batches=2, stage=1)
+def _micro_batches(stored: Mapping[str, str]) -> tuple[dict[str, float], list[int], list[str]]:
+    both = Both((2,), stored=stored, micro_batches=2, stage=1)
     hold, keep, pending = both.dist_model.holding_gradients, both.dist_model.keeping_parameters, []
     both.forward_backward(0)
     pending.append(both.pending())
@@ -336,14 +352,14 @@ def _micro_batches() -> tuple[dict[str, float], list[int], list[str]]:
 
 def test_holding_around_micro_batches() -> None:
     """Gradients are held back around calls with micro-batches, which hold them, too; exceptions in them are caught."""
-    for errors, pending, failures in run_ranks(_micro_batches, 2):
+    for errors, pending, failures in each_way(_micro_batches):
         assert max(errors.values()) <= 1e-11, errors
         assert pending[0] == pending[2] == 0 < pending[1]
         assert any("held back" in item for item in failures)
 
 
-def _exceptions_while_holding() -> tuple[dict[str, float], list[str]]:
-    both = Both((2,))
+def _exceptions_while_holding(stored: Mapping[str, str]) -> tuple[dict[str, float], list[str]]:
+    both = Both((2,), stored=stored)
     hold = both.dist_model.holding_gradients
     # Sums outlive an exception in a forward pass.
     with hold():
@@ -355,7 +371,9 @@ def _exceptions_while_holding() -> tuple[dict[str, float], list[str]]:
     both.step()
     # Of a failed backward pass all that it added to is lost.
     caught = []
-    for at in (60, 100):
+    with hold():
+        count = _counted(both.dist_model(**both.data[1])["loss"].backward)
+    for at in (count // 2, count * 4 // 5):
         both.each("zero", ZEROING["module, none"])
         both.name = f"backward fails at {at}"
         with hold(), warnings.catch_warnings():
@@ -374,13 +392,13 @@ def _exceptions_while_holding() -> tuple[dict[str, float], list[str]]:
 
 def test_exceptions_while_gradients_are_held() -> None:
     """Sums outlive an exception in a forward pass; one in a backward pass loses them, and says so."""
-    for errors, caught in run_ranks(_exceptions_while_holding, 2):
+    for errors, caught in each_way(_exceptions_while_holding):
         assert max(errors.values()) <= 1e-11, errors
         assert len(caught) == 2
 
 
-def _backward_after_a_failed_one() -> list[str]:
-    both, said = Both((2,)), []
+def _backward_after_a_failed_one(stored: Mapping[str, str]) -> list[str]:
+    both, said = Both((2,), stored=stored), []
     for at in (1, 12, 60):
         outputs = [both.dist_model(**both.data[number])["loss"] for number in (0, 1)]
         _fails(at, outputs[0].backward)
@@ -397,7 +415,7 @@ def _backward_after_a_failed_one() -> list[str]:
 
 def test_a_backward_pass_after_a_failed_one() -> None:
     """A forward pass from before the exception is of no use, and says so; the next one is."""
-    for said in run_ranks(_backward_after_a_failed_one, 2):
+    for said in each_way(_backward_after_a_failed_one):
         assert len(said) == 2
         assert all("run the forward pass again" in item for item in said)
 
@@ -419,8 +437,8 @@ def _recovered_by_hand() -> dict[str, float]:
 # --- hooks and freezing -----------------------------------------------------------------------------------------------
 
 
-def _hooks() -> dict[str, object]:
-    both, found = Both((2,)), {}
+def _hooks(stored: Mapping[str, str]) -> dict[str, object]:
+    both, found = Both((2,), stored=stored), {}
     names = ["blocks.0.up.weight", "blocks.1.norm.bias"]
     called: list[str] = []
 
@@ -488,14 +506,14 @@ def _raising(_: torch.Tensor) -> None:
 
 def test_hooks_of_parameters() -> None:
     """Tensor hooks get reduced gradients, and their results are used; an exception in one is recovered from."""
-    for found in run_ranks(_hooks, 2):
+    for found in each_way(_hooks):
         assert found["calls"] == ["after"] * 8
         assert found["holding"] == "parameter 'blocks.0.up.weight'"
         assert found["errors"] <= 1e-11
 
 
-def _frozen() -> dict[str, float]:
-    both = Both((2,))
+def _frozen(stored: Mapping[str, str]) -> dict[str, float]:
+    both = Both((2,), stored=stored)
     names = [name for name, _ in both.model.named_parameters()]
     for frozen in (names[::3], names[:5], []):
         for item in (both.dist_model, both.model):
@@ -520,7 +538,7 @@ def _frozen() -> dict[str, float]:
 
 def test_freezing_a_part_of_a_unit() -> None:
     """Parameters that are frozen get no gradients, the others theirs; also when they are trained again."""
-    for errors in run_ranks(_frozen, 2):
+    for errors in each_way(_frozen):
         assert max(errors.values()) <= 1e-11, errors
 
 

@@ -147,8 +147,11 @@ def test_equal_copies_are_reduced_by_the_engine() -> None:
     """Stored everywhere, used whole: gradients are all-reduced by it."""
     mesh = mesh_of(dp=2)
     after = engines(before(case(mesh, REPLICATED)), mesh)
-    assert written(after, mesh) == ["gathered(layer.proj.weight)", HEAD]
+    # Nothing is gathered, so nothing is called around what reads them.
+    assert written(after, mesh) == ["gathered(layer.proj.weight)", "F.linear(x, gathered(self.root.head.weight))"]
     assert {(group.sharded, group.replicated) for group in after.held.groups} == {((), (0,))}
+    assert (after.held.copies, after.held.ops, after.held.places) == ((((), ()),), {}, ())
+    assert "layers.*: 2 copies. all_reduce: 1 parameter replicated over dp." in source_of(after, mesh)
 
 
 def test_hybrid() -> None:

@@ -127,14 +127,19 @@ def _accumulate(leaf: Leaf, ledger: Ledger) -> None:
     """Put the gradient of a leaf where it stays; what lies as the leaf does becomes its gradient as it is. One that is
     there already is added to in place."""
     incoming, leaf.incoming = leaf.incoming, None
-    if incoming is None or leaf.gradient is not None:
+    if incoming is None:
         return
-    storage = incoming.storage
-    if incoming.form.stride != leaf.form.stride or storage.kind != TRANSIENT:
-        storage = Storage(ledger, leaf.form.bytes, GRADIENTS)
-    else:
-        storage.turn(GRADIENTS)
-    leaf.gradient = storage
+    if leaf.gradient is None:
+        storage = incoming.storage
+        if incoming.form.stride != leaf.form.stride or storage.kind != TRANSIENT:
+            storage = Storage(ledger, leaf.form.bytes, GRADIENTS)
+        else:
+            storage.turn(GRADIENTS)
+        leaf.gradient = storage
+        del storage
+    del incoming
+    if leaf.accumulated is not None:
+        leaf.accumulated()
 
 
 def _skip(skip: Skip, ledger: Ledger) -> None:

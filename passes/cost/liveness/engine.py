@@ -3,11 +3,12 @@
 Read from torch 2.13, torch/distributed/fsdp/_fully_shard (`_fsdp_param_group.py`, `_fsdp_collectives.py`): a group is
 gathered into one flat buffer and copied out into its parameters, which give their memory back and take it again but
 stay the same tensors; gradients are copied into one flat buffer that is reduced, and those that stay are views of what
-comes back. Streams are taken to run in the order of the program.
+comes back. Streams are taken to run in the order of the program. Gradients of a group that gathers nothing are put
+together when all are there, and are views of that from then on.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
 from itertools import count as numbers_from
@@ -23,6 +24,7 @@ from passes.ir.exchanges import batches
 from passes.ir.layout import local_shape
 from passes.ir.lowered import Group, Held, Lowered
 from passes.ir.mesh import Mesh
+from passes.ir.program import TensorType
 
 
 class _State(Enum):
@@ -58,7 +60,8 @@ class _Member:
 @dataclass(eq=False)
 class _Run:
     """A group while a program runs: `ranks` is on how many it is split. `flat` is what was received and is not copied
-    out yet, `reduced` what is held until the pass ends."""
+    out yet, `reduced` what is held until the pass ends. `missing` counts the gradients that are to come of a group that
+    gathers nothing, `sent` are those that are reduced, with what they are views of."""
 
     number: int
     plan: Group
@@ -70,11 +73,17 @@ class _Run:
     waiting: bool = False
     flat: Storage | None = None
     reduced: Storage | None = None
+    missing: int = 0
+    sent: list[tuple[list[_Member], Storage]] = field(default_factory=list)
 
     @property
     def name(self) -> str:
         """Its first parameter."""
         return next(iter(self.plan.parameters))
+
+    def await_gradients(self) -> None:
+        """All gradients are to come."""
+        self.missing = sum(member.stored is not None for member in self.members)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -93,15 +102,13 @@ class _Run:
 
 
 class Engine:
-    """The groups of a program in one step. `leaves` are the stored parameters that take gradients, `dtypes` what all
-    parameters are stored in. With `keeps` parameters that were gathered for a backward pass stay after it; while
-    `holds` is set, gradients are added up and not reduced."""
+    """The groups of a program in one step. `stored` are the parameters as they are stored. With `keeps` those that were
+    gathered for a backward pass stay after it; while `holds` is set, gradients are added up and not reduced."""
 
     def __init__(
         self,
         lowered: Lowered,
-        leaves: Mapping[str, Leaf | None],
-        dtypes: Mapping[str, torch.dtype],
+        stored: Mapping[str, Value],
         mesh: Mesh,
         ledger: Ledger,
         *,
@@ -121,33 +128,47 @@ class Engine:
         self.parameters: dict[str, Value] = {}
         types = {parameter.name: parameter.type for parameter in lowered.program.parameters}
         self._runs: list[_Run | None] = []
-        exchanged: list[tuple[tuple[Sequence[int], torch.dtype], int]] = []
+        # Parameters that go to other layouts: over these axes, in this dtype, so many bytes.
+        self._exchanged: list[tuple[tuple[Sequence[int], torch.dtype], int]] = []
         for number, group in enumerate(lowered.held.groups):
-            members = []
-            for name, dim in group.parameters.items():
-                if name not in lowered.held.parameters:
-                    continue
-                kept = group.kept(name, lowered.parameters[name])
-                shape = local_shape(types[name].shape, group.used(kept), mesh)
-                if name in group.turned:
-                    copied = Form.contiguous(local_shape(types[name].shape, kept, mesh), dtypes[name])
-                    self._turned.append(Storage(ledger, copied.bytes, GATHERED))
-                    dtype = group.dtypes[0] or dtypes[name]
-                    axes = tuple(axis for axis in mesh.dimensions if kept[axis] != lowered.parameters[name][axis])
-                    exchanged.append(((axes, dtype), prod(copied.shape) * dtype.itemsize))
-                form = Form.contiguous(shape, group.dtypes[0] or dtypes[name])
-                stored = leaves[name]
-                whole = Value(Storage(ledger, 0, GATHERED), form, Leaf(form) if stored is not None else None)
-                self.parameters[name] = whole
-                members.append(_Member(whole, stored, dim != 0, name in group.turned))
+            names = [name for name in group.parameters if name in lowered.held.parameters]
+            add = partial(self._gathered, lowered, mesh) if group.gathers else partial(self._replicated, number)
+            members = tuple(add(group, name, types[name], stored[name]) for name in names)
+            self.parameters.update(zip(names, (member.whole for member in members), strict=True))
             ranks = prod(mesh.sizes[axis] for axis in group.sharded)
-            dtype = dtypes[next(iter(group.parameters))]
-            self._runs.append(_Run(number, group, tuple(members), ranks, dtype) if members else None)
-        self._exchange(exchanged)
+            dtype = stored[next(iter(group.parameters))].form.dtype
+            run = _Run(number, group, members, ranks, dtype)
+            run.await_gradients()
+            self._runs.append(run if members else None)
+        self._exchange()
 
-    def _exchange(self, parameters: Sequence[tuple[tuple[Sequence[int], torch.dtype], int]]) -> None:
-        """Make the copies in other layouts, of parameters that go over some axes in a dtype, of some bytes: buffers are
-        sent and received, and with a second axis what the first one gave is there too."""
+    def _gathered(
+        self, lowered: Lowered, mesh: Mesh, group: Group, name: str, type: TensorType, stored: Value
+    ) -> _Member:
+        """A parameter that is gathered."""
+        kept = group.kept(name, lowered.parameters[name])
+        shape = local_shape(type.shape, group.used(kept), mesh)
+        if name in group.turned:
+            copied = Form.contiguous(local_shape(type.shape, kept, mesh), stored.form.dtype)
+            self._turned.append(Storage(self._ledger, copied.bytes, GATHERED))
+            dtype = group.dtypes[0] or stored.form.dtype
+            axes = tuple(axis for axis in mesh.dimensions if kept[axis] != lowered.parameters[name][axis])
+            self._exchanged.append(((axes, dtype), prod(copied.shape) * dtype.itemsize))
+        form = Form.contiguous(shape, group.dtypes[0] or stored.form.dtype)
+        leaf = _leaf(stored)
+        whole = Value(Storage(self._ledger, 0, GATHERED), form, Leaf(form) if leaf is not None else None)
+        return _Member(whole, leaf, group.parameters[name] != 0, name in group.turned)
+
+    def _replicated(self, number: int, group: Group, name: str, type: TensorType, stored: Value) -> _Member:
+        """A parameter that is read as it is stored."""
+        leaf, form = _leaf(stored), stored.form
+        read = None if leaf is None else Leaf(form, accumulated=partial(self._accumulated, number))
+        return _Member(Value(stored.storage, form, read), leaf, moved=False, turned=False)
+
+    def _exchange(self) -> None:
+        """Make the copies in other layouts: buffers are sent and received, and with a second axis what the first one
+        gave is there too."""
+        parameters = self._exchanged
         self._ledger.moment = "all-to-all of parameters"
         for batch in batches([key for key, _ in parameters], [size for _, size in parameters]):
             (axes, _), size = parameters[batch[0]][0], sum(parameters[number][1] for number in batch)
@@ -293,10 +314,44 @@ class Engine:
         del held, turned
         return sent
 
+    def _accumulated(self, number: int) -> None:
+        """A gradient of a group that gathers nothing is there."""
+        run = self._run(number)
+        run.missing -= 1
+        if not run.missing and not self.holds:
+            self._send(run)
+
+    def _send(self, run: _Run) -> None:
+        """Put the gradients together that are there."""
+        self._ledger.moment = f"reduction of gradients of {run.name}"
+        found = [(member, _take(member)) for member in run.members]
+        members = [member for member, gradient in found if gradient is not None]
+        gradients = [gradient for _, gradient in found if gradient is not None]
+        del found
+        if len(gradients) == 1:
+            run.sent.append((members, gradients[0]))
+        elif gradients:
+            size = sum(member.count for member in members) * run.dtype.itemsize
+            run.sent.append((members, Storage(self._ledger, size, GRADIENTS)))
+
+    def _receive(self, run: _Run) -> None:
+        """Let gradients that are reduced be those of the stored parameters, or be added to these."""
+        if not self.holds:
+            self._send(run)
+        for members, reduced in run.sent:
+            for member in members:
+                if member.stored is not None and member.stored.gradient is None:
+                    member.stored.gradient = reduced
+        run.sent.clear()
+        run.await_gradients()
+
     def end_backward(self) -> None:
         """The backward pass is over: what is left is reduced."""
         for run in self._runs:
             if run is None:
+                continue
+            if not run.plan.gathers:
+                self._receive(run)
                 continue
             if run.state is not _State.AFTER_BACKWARD:
                 self._end(run)
@@ -309,7 +364,7 @@ class Engine:
     def drop(self) -> None:
         """Keep nothing gathered."""
         for run in self._runs:
-            if run is not None:
+            if run is not None and run.plan.gathers:
                 self._empty(run)
 
     # --- parameters ---
@@ -356,6 +411,12 @@ class Engine:
         for member in run.members:
             member.whole.storage.resize(0)
         run.there = False
+
+
+def _leaf(stored: Value) -> Leaf | None:
+    """What takes the gradient of a stored parameter; None where it has none."""
+    assert stored.maker is None or isinstance(stored.maker, Leaf)
+    return stored.maker
 
 
 def _take(member: _Member) -> Storage | None:

@@ -19,12 +19,13 @@ class Held:
 @dataclass(eq=False, slots=True)
 class Leaf:
     """What gradients end in: a parameter, or an input. `remaining` counts the uses whose backward pass is to come,
-    `gradient` is what stays in `.grad`."""
+    `gradient` is what stays in `.grad`; `accumulated` is called when it is there."""
 
     form: Form
     remaining: int = 0
     incoming: Held | None = None
     gradient: Storage | None = None
+    accumulated: Callable[[], None] | None = None
 
 
 @dataclass(eq=False, slots=True)

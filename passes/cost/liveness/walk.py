@@ -86,15 +86,12 @@ def peak_memory(
     read = {name for op in program.ops for name in op.operands}
     held: dict[str, Value] = {}
     leaves: list[Leaf] = []
-    trained: dict[str, Leaf | None] = {}
-    dtypes: dict[str, torch.dtype] = {}
     for parameter in program.parameters:
         dtype = parameter.type.dtype
         if dtype.is_floating_point and stored.master is not None:
             dtype = stored.master
         form = _local(parameter.type, lowered.parameters[parameter.name], mesh, dtype)
         leaf = Leaf(form) if parameter.trainable and training else None
-        trained[parameter.name], dtypes[parameter.name] = leaf, dtype
         held[parameter.name] = Value(Storage(ledger, form.bytes, PARAMETERS), form, leaf)
         if leaf is not None and parameter.name in read:
             leaves.append(leaf)
@@ -107,7 +104,7 @@ def peak_memory(
     update = OPTIMIZERS[stored.optimizer] if stored.optimizer is not None else NO_OPTIMIZER
     states = [Storage(ledger, leaf.form.bytes, OPTIMIZER) for leaf in leaves for _ in range(update.states)]
     states += [Storage(ledger, 4, OPTIMIZER) for _ in leaves if update.counting]
-    engine = Engine(lowered, trained, dtypes, mesh, ledger, keeps=batches.gathered_once)
+    engine = Engine(lowered, held, mesh, ledger, keeps=batches.gathered_once)
     step = Step(lowered, variables, batches, held, engine, ledger, prober, training)
     batch, local = _inputs(lowered, stored, batches, ledger, mesh)
     returned = step.run(local)
