@@ -84,7 +84,7 @@ class Overlap:
         return (self.gather + self.forced) * group.gather + self.reduce * group.reduce
 
     def traffic_again(self, group: GroupArrays) -> Floats | None:
-        """What making a redistribution of `group` again adds to it; None for nothing."""
+        """The seconds that making a redistribution of `group` again adds; None for none."""
         if not self.again or not group.group.parameter or group.group.block != self.block:
             return None
         return group.gather
@@ -116,7 +116,7 @@ class Arrays:
         return total + sum(excesses)
 
     def changes(self, picks: Sequence[int]) -> list[tuple[int, set[int]]]:
-        """For every group the layout that is made and those that are wanted."""
+        """The layout that is made and those that are wanted, by group."""
         return [
             (int(group.made[picks[group.producer]]), {int(edge.wanted[picks[edge.consumer]]) for edge in group.edges})
             for group in self.groups
@@ -161,7 +161,7 @@ def _recompute(problem: Problem, node: Node, regime: Regime) -> Floats:
 
 
 def _overlaps(problem: Problem, regime: Regime, groups: Sequence[GroupArrays]) -> list[Overlap]:
-    """What hides what, by blocks and the windows of `cost.step`."""
+    """The overlap terms of all blocks, by the windows of `cost.step`."""
     found = []
     for block, count in enumerate(problem.counts):
         traffic = [group for group in groups if group.group.parameter and group.group.block == block]

@@ -1,7 +1,7 @@
-"""Prices of redistributions, for all pairs of layouts of many tensors at once.
+"""Costs of redistributions, for all pairs of layouts of many tensors at once.
 
-`steps` tells the steps of all pairs as arrays; what the lines of a step are (`cost/communication`) depends on its axis
-and the kinds of its letters alone, so that these are looked up in tables.
+`ir/redistributions` gives the steps of all pairs as arrays. The cost lines of a step (`cost/communication`) depend only
+on its axis and the kinds of its placements, so they are looked up in tables.
 """
 
 from collections.abc import Hashable, Iterator, Sequence
@@ -43,7 +43,7 @@ class Pricing:
 
     @property
     def key(self) -> Hashable:
-        """What prices of one occurrence depend on."""
+        """Everything that the costs of one occurrence depend on."""
         group = self.group
         tensor = group.type.shape, group.type.dtype.itemsize, group.gradient_itemsize, group.gradient, group.strided
         return *tensor, group.joined, self.in_unit, tuple(self.sources), tuple(self.targets)
@@ -85,7 +85,7 @@ class Prices:
         return [self.found[key] for key in keys]
 
     def _priced(self, asked: Sequence[Pricing], *, gradient: bool) -> Iterator[Matrices]:
-        """What is asked, of groups through all or none of which a gradient flows back."""
+        """The matrices of groups, through all or none of which a gradient flows back."""
         pairs = [Pairs(each.sources, each.targets, each.group.type.shape, each.group.strided) for each in asked]
         counts = [len(each.sources) * len(each.targets) for each in asked]
         itemsizes = np.repeat([each.group.type.dtype.itemsize for each in asked], counts)

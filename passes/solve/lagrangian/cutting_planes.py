@@ -48,13 +48,15 @@ class CuttingPlanes:
         best = model.add_variable()
         points = len(found[0].over)
         breaking = [index for index in range(points) if any(item.over[index] > 0 for item in found)]
-        prices = {index: model.add_variable(lb=0.0, ub=self.highest) for index in breaking}
+        variables = {index: model.add_variable(lb=0.0, ub=self.highest) for index in breaking}
         parts = [model.add_variable(lb=0.0, ub=1.0) for _ in range(self.overlaps)]
         scale = max(abs(item.seconds) for item in found)
         cuts = []
         for item in found:
             # Multipliers are relative to one that makes the bytes of the limit as dear as the whole step.
-            bytes_part = mathopt.LinearSum(prices[index] * (item.over[index] * self.unit / scale) for index in breaking)
+            bytes_part = mathopt.LinearSum(
+                variables[index] * (item.over[index] * self.unit / scale) for index in breaking
+            )
             excess_part = mathopt.LinearSum(
                 part * (size / scale) for part, size in zip(parts, item.excess, strict=True)
             )
@@ -62,8 +64,8 @@ class CuttingPlanes:
         model.maximize(best)
         result = mathopt.solve(model, mathopt.SolverType.GLOP)
         values = result.variable_values()
-        found_prices = [values[prices[index]] * self.unit if index in prices else 0.0 for index in range(points)]
-        multipliers = Multipliers(1.0, found_prices, [values[part] for part in parts])
+        per_byte = [values[variables[index]] * self.unit if index in variables else 0.0 for index in range(points)]
+        multipliers = Multipliers(1.0, per_byte, [values[part] for part in parts])
         duals = result.dual_values()
         return multipliers, result.objective_value() * scale, [duals[cut] for cut in cuts]
 

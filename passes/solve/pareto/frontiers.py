@@ -16,7 +16,7 @@ from passes.solve.prices import Flags, Floats, Integers
 
 # Amounts that differ by less than this, relative to the largest, are equal.
 ROUNDING = 1e-12
-# Buckets have at most so many cells at all prices together, and rows before what is too dear is dropped.
+# Largest number of cells of all buckets for all surrogates, and of rows of one bucket before pruning.
 CELLS = 20_000_000
 ROWS = 4_000_000
 # Neighbours in a sorted frontier that each row is compared with.
@@ -57,17 +57,17 @@ class LimitedNetwork:
     shared: Sequence[SharedAmounts]
     count: int
 
-    def priced(self, prices: Floats) -> Network:
-        """The network without limits that costs the sum of all amounts times `prices`."""
+    def relaxed(self, multipliers: Floats) -> Network:
+        """The network without limits that costs the sum of all amounts times `multipliers`."""
         network = self.network.copy()
-        network.costs = {node: prices[0] * costs for node, costs in network.costs.items()}
+        network.costs = {node: multipliers[0] * costs for node, costs in network.costs.items()}
         for node, amounts in self.amounts.items():
-            network.costs[node] = network.costs[node] + amounts @ prices
-        network.pairs = {pair: prices[0] * costs for pair, costs in network.pairs.items()}
-        network.sharings = [replace(sharing, costs=prices[0] * sharing.costs) for sharing in network.sharings]
-        network.constant = prices[0] * network.constant
+            network.costs[node] = network.costs[node] + amounts @ multipliers
+        network.pairs = {pair: multipliers[0] * costs for pair, costs in network.pairs.items()}
+        network.sharings = [replace(sharing, costs=multipliers[0] * sharing.costs) for sharing in network.sharings]
+        network.constant = multipliers[0] * network.constant
         for item in self.shared:
-            first, second = item.first @ prices, item.second @ prices
+            first, second = item.first @ multipliers, item.second @ multipliers
             costs = np.where(item.open, np.minimum(first, second), first)
             network.sharings.append(Sharing(item.producer, item.made, list(item.consumers), costs))
         return network
@@ -85,8 +85,8 @@ class Choice:
 
 @dataclass
 class _Rows:
-    """Rows of a table: the numbers of their `cells`, the amounts so far, which rows the buckets of other nodes (by
-    position) have in it, and of items (number, targets) which rows take these the second way."""
+    """Rows of a bucket: the numbers of their `cells`, their amounts so far, the rows of earlier buckets (by position)
+    that they contain, and of open shared amounts (number, targets) flags for the rows that take the second."""
 
     cells: Integers
     amounts: Floats
@@ -94,7 +94,7 @@ class _Rows:
     second: list[tuple[int, Integers, Flags]]
 
     def take(self, which: Integers) -> None:
-        """Go on with these rows, each as often as it is named."""
+        """Keep these rows, each as often as it is named."""
         self.cells, self.amounts = self.cells[which], self.amounts[which]
         self.parts = {position: rows[which] for position, rows in self.parts.items()}
         self.second = [(item, targets[which], flags[which]) for item, targets, flags in self.second]
@@ -132,7 +132,7 @@ class ParetoFrontiers:
 
     def __init__(self, limited: LimitedNetwork, surrogates: Sequence[Surrogate]) -> None:
         self.limited, self.surrogates = limited, surrogates
-        networks = [limited.priced(surrogate.amounts) for surrogate in surrogates]
+        networks = [limited.relaxed(surrogate.amounts) for surrogate in surrogates]
         self.sizes = {node: len(costs) for node, costs in limited.network.costs.items()}
         self.order = find_order(networks[0], self.sizes)
         if self.order.cells * len(surrogates) > CELLS:

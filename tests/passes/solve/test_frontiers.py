@@ -104,7 +104,7 @@ def test_too_many_rows_are_refused(name: str, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_rows_that_others_beat_go() -> None:
-    """Of each key the rows stay of which no other is as good in every amount; of equal ones the first."""
+    """Rows of each key that no other row dominates stay; the first of equal ones."""
     keys = np.array([1, 0, 0, 0, 1])
     amounts = np.array([[1.0, 5.0], [2.0, 2.0], [1.0, 3.0], [2.0, 3.0], [1.0, 5.0]])
     assert undominated_rows(keys, amounts).tolist() == [2, 1, 0]

@@ -12,7 +12,7 @@ from tests.passes.solve.test_optimum import random_arrays
 
 
 def every_value(network: Network) -> dict[tuple[int, ...], float]:
-    """What every choice of labels costs; nodes in the order of their numbers."""
+    """The costs of every choice of labels; nodes in the order of their numbers."""
     nodes = sorted(network.costs)
     sizes = [range(len(network.costs[node])) for node in nodes]
     return {labels: network.value(dict(zip(nodes, labels, strict=True))) for labels in product(*sizes)}
