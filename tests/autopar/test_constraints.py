@@ -2,13 +2,18 @@
 
 from collections.abc import Mapping, Sequence
 from itertools import combinations
+from math import prod
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 import autopar
+from autopar import testing
 from autopar.testing import compare_on_mesh, run_ranks
 from passes.constrain import Constraints
 from tests.autopar.comparing import marked
@@ -34,26 +39,32 @@ EDGES = {
 }
 
 
-def _each(model_name: str, sizes: tuple[int, ...], cases: Sequence[Constraints]) -> list[tuple[float, str]]:
-    """On each rank: the worst error and the code of every case."""
+def _each(model_name: str, sizes: tuple[int, ...], cases: Sequence[Constraints]) -> list[tuple[float, str, str]]:
+    """On each rank: the worst error of every case, all of them as text, and its plan."""
     names = ("dp", "tp")[-len(sizes) :]
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
     found = []
     for constraints in cases:
         model = MODELS[model_name](num_hidden_layers=2).double()
-        plan = {"cluster": "ideal", "constraints": constraints}
-        comparison = compare_on_mesh(model, mesh, tokens(length=8), torch.float64, **plan)
-        found.append((comparison.worst[1], str(comparison)))
+        options = {"cluster": "ideal", "constraints": constraints}
+        made: list[autopar.DistributedModule] = []
+
+        def parallelized(*args: Any, made: list[autopar.DistributedModule] = made, **given: Any) -> nn.Module:
+            made.append(autopar.parallelize(*args, **given))
+            return made[0]
+
+        with mock.patch.object(testing, "parallelize", parallelized):
+            comparison = compare_on_mesh(model, mesh, tokens(length=8), torch.float64, **options)
+        found.append((comparison.worst[1], str(comparison), made[0].plan.to_json()))
     return found
 
 
-def _exact(model_name: str, sizes: tuple[int, ...], cases: Mapping[object, Constraints]) -> None:
-    ranks = 1
-    for size in sizes:
-        ranks *= size
-    results = run_ranks(_each, ranks, model_name, sizes, list(cases.values()), timeout=600)
-    for name, (error, text) in zip(cases, results[0], strict=True):
+def _exact(model_name: str, sizes: tuple[int, ...], cases: Mapping[object, Constraints]) -> list[autopar.Plan]:
+    """Hold every case against one device; their plans."""
+    results = run_ranks(_each, prod(sizes), model_name, sizes, list(cases.values()), timeout=600)
+    for name, (error, text, _) in zip(cases, results[0], strict=True):
         assert error <= TOLERANCE, f"{name}: {text}"
+    return [autopar.Plan.from_json(plan) for _, _, plan in results[0]]
 
 
 @pytest.mark.parametrize("name", marked(MODELS, {"llama"}))
@@ -64,11 +75,8 @@ def test_every_change_of_layout(name):
         (before, after): {producer: {"out": {"tp": before}}, consumer: {"in": {"tp": after}}}
         for before, after in CHANGES
     }
-    for (before, after), constraints in cases.items():
-        model = MODELS[name](num_hidden_layers=2)
-        plan = autopar.plan(model, {"tp": 2}, tokens(length=8), cluster="ideal", constraints=constraints)
+    for (before, after), plan in zip(cases, _exact(name, (2,), cases), strict=True):
         assert _changes(plan, before, after), f"the plan has no change from {before} to {after}"
-    _exact(name, (2,), cases)
 
 
 def _changes(plan: autopar.Plan, before: str, after: str) -> bool:
@@ -118,16 +126,24 @@ def _together(first: Constraints, second: Constraints) -> Constraints:
     return both
 
 
-@pytest.mark.parametrize("name", marked(MODELS, {"llama", "gpt2"}))
+@pytest.mark.parametrize("name", marked(MODELS, {"llama"}))
 def test_splits_alone(name):
     """Batch, sequence, heads, ffn, hidden and vocabulary."""
     _exact(name, (2,), _splits(name, "tp"))
 
 
-@pytest.mark.parametrize("name", marked(MODELS, {"gpt2"}))
-def test_splits_two_at_a_time(name):
-    """Every pair of splits, the first on one axis and the second on the other."""
-    pairs = list(combinations(_splits(name, "tp"), 2))
+# Every split once or twice, on both axes those that come in the middle.
+FAST_PAIRS = [("batch", "heads"), ("sequence", "ffn"), ("heads", "hidden"), ("ffn", "vocabulary")]
+ALL_PAIRS = list(combinations(_llama_splits("tp"), 2))
+
+
+@pytest.mark.parametrize(
+    ("name", "pairs"),
+    [("gpt2", FAST_PAIRS), *(pytest.param(name, ALL_PAIRS, marks=pytest.mark.slow) for name in MODELS)],
+    ids=lambda value: value if isinstance(value, str) else f"{len(value)} pairs",
+)
+def test_splits_two_at_a_time(name, pairs):
+    """Pairs of splits, the first on one axis and the second on the other: every pair at night."""
     cases = {pair: _together(_splits(name, "dp")[pair[0]], _splits(name, "tp")[pair[1]]) for pair in pairs}
     _exact(name, (2, 2), cases)
 

@@ -34,7 +34,7 @@ from tests.autopar.steps import STEPS, Held
 from tests.passes.helpers import mesh_of
 
 # Seeds of the programs that run every time, and of those that run every night.
-FAST, NIGHTLY = range(100), range(1000, 2200)
+FAST, FEW, NIGHTLY = range(40), range(40, 100), range(1000, 2200)
 
 
 def _run(seeds: range) -> list[Trial]:
@@ -54,7 +54,7 @@ def _chunks(seeds: range, size: int) -> list[range]:
     return [seeds[start : start + size] for start in range(0, len(seeds), size)]
 
 
-@pytest.mark.parametrize("seeds", _chunks(FAST, 20), ids=str)
+@pytest.mark.parametrize("seeds", [*_chunks(FAST, 20), pytest.param(FEW, marks=pytest.mark.slow)], ids=str)
 def test_random_programs(seeds: range) -> None:
     """Outputs, gradients of parameters and inputs, and buffers, on all ranks."""
     _run(seeds)

@@ -28,7 +28,7 @@ def test_eager_attention_with_padding(name):
     exact(MODELS[name](attn_implementation="eager"), "2x2", tokens(padding=True))
 
 
-@pytest.mark.parametrize("name", marked(MODELS, {"llama", "mistral"}))
+@pytest.mark.parametrize("name", marked(MODELS, {"mistral"}))
 def test_padding_mask(name):
     exact(MODELS[name](), "2x2", tokens(padding=True))
 
@@ -37,9 +37,9 @@ def test_padding_mask(name):
     ("model", "vocabulary"),
     [
         pytest.param(lambda: llama(tie_word_embeddings=True), 64, id="tied"),
-        pytest.param(lambda: gpt2(tie_word_embeddings=False), 64, id="untied gpt2"),
+        pytest.param(lambda: gpt2(tie_word_embeddings=False), 64, id="untied gpt2", marks=pytest.mark.slow),
         pytest.param(lambda: qwen3(num_key_value_heads=1), 64, id="one head of keys and values"),
-        pytest.param(lambda: llama(vocab_size=61), 61, id="odd vocabulary"),
+        pytest.param(lambda: llama(vocab_size=61), 61, id="odd vocabulary", marks=pytest.mark.slow),
         pytest.param(lambda: gemma2(vocab_size=67), 67, id="odd vocabulary, tied"),
         pytest.param(lambda: llama(attention_bias=True, mlp_bias=True), 64, id="biases"),
     ],
