@@ -7,13 +7,13 @@ from math import lcm, prod
 from autopar.runtime import CompiledProgram, PlannedInput, PlannedOutput
 from autopar.runtime.generated import Cut, MicroBatching
 from passes.cost.liveness import Batches
+from passes.ir.configuration import Configuration
 from passes.ir.errors import MicroBatchError
 from passes.ir.layout import Layout, Letter, digits, is_dtensor, local_shape
 from passes.ir.lowered import Lowered
 from passes.ir.mesh import Mesh
 from passes.ir.program import Input
 from passes.ir.redistribution import Step, redistribution
-from passes.ir.regime import Regime
 from passes.micro_batches import MicroBatches
 
 
@@ -32,8 +32,7 @@ def batching(
     lowered: Lowered,
     outputs: Sequence[PlannedOutput],
     totals: CompiledProgram | None,
-    mesh: Mesh,
-    regime: Regime,
+    configuration: Configuration,
 ) -> tuple[MicroBatching, tuple[PlannedOutput, ...]]:
     """How the batch goes through the program of one micro-batch, and `outputs` as they are for the whole batch.
 
@@ -43,7 +42,7 @@ def batching(
 
     Raises MicroBatchError for an output that does not lie so that a rank can put its parts side by side.
     """
-    program = lowered.program
+    program, mesh = lowered.program, configuration.mesh
     samples = micro.samples
     cut = [
         _Samples(item.argument, lowered.inputs[item.name], letter.dim, letter.major)
@@ -74,28 +73,28 @@ def batching(
         micro.loss,
         totals,
         tuple((places[item.name], steps(item)) for item in totals.inputs) if totals is not None else (),
-        gather_once=regime.gather_once,
-        reduce_once=regime.reduce_once,
+        gather_once=configuration.gather_once,
+        reduce_once=configuration.reduce_once,
     )
     return found, whole
 
 
 def lying_batches(
-    micro: MicroBatches, lowered: Lowered, outputs: Sequence[PlannedOutput], mesh: Mesh, regime: Regime
+    micro: MicroBatches, lowered: Lowered, outputs: Sequence[PlannedOutput], configuration: Configuration
 ) -> Batches:
     """What of micro-batches lies in memory from one to the next."""
-    made, _ = batching(micro, lowered, outputs, None, mesh, regime)
+    made, _ = batching(micro, lowered, outputs, None, configuration)
     copied = set()
     for item, where in zip(_given(micro, lowered), made.inputs, strict=True):
         if where is not None:
-            shape = local_shape(item.type.shape, lowered.inputs[item.name], mesh)
+            shape = local_shape(item.type.shape, lowered.inputs[item.name], configuration.mesh)
             # Of what is in one piece the parts are views.
             if prod(shape[: where.dim]) * where.before * where.groups > 1:
                 copied.add(item.name)
     cut = frozenset(name for name, letter in micro.inputs.items() if letter.kind == "S")
     joined = zip(lowered.outputs, micro.outputs, strict=True)
     together = frozenset(output.name for output, letter in joined if letter.kind == "S")
-    return Batches(micro.count, cut, frozenset(copied), together, regime.gather_once, regime.reduce_once)
+    return Batches(micro.count, cut, frozenset(copied), together, configuration.gather_once, configuration.reduce_once)
 
 
 def _given(micro: MicroBatches, lowered: Lowered) -> list[Input]:

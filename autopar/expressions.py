@@ -80,12 +80,12 @@ def expressions(model: nn.Module, request: Request, traced: Tracing, planned: Pr
     pricing = _Pricing(folded, demands, request, planned)
     mesh = _symbolic(request.mesh)
     problem, solution = pricing.problem(mesh)
-    memory = pricing.memory(problem, solution, mesh)
+    memory = pricing.memory(problem, solution)
     if request.mesh.size <= request.cluster.node_size:
-        seconds = pricing.seconds(problem, solution, mesh)
+        seconds = pricing.seconds(problem, solution)
     else:
         # How groups lie in nodes has no formula.
-        seconds = pricing.seconds(*pricing.problem(request.mesh), request.mesh)
+        seconds = pricing.seconds(*pricing.problem(request.mesh))
     _check("step time", seconds, planned.record.seconds)
     sizes.update((name, size) for name, size in request.mesh.by_name.items() if size > 1)
     step = _batch_step(folded, problem, solution, mesh, sizes)
@@ -208,7 +208,7 @@ class _Pricing:
 
     def problem(self, mesh: Mesh) -> tuple[Problem, Solution]:
         """The decisions, and the problem that offers little else."""
-        decisions = decisions_of(self.planned.record)
+        decisions = decisions_of(self.planned.record, mesh)
         assert decisions.methods is not None
         setting = self._space().setting(mesh, offers_of(self.folded, decisions.methods))
         problem = candidates(self.folded, self.demands, setting)
@@ -217,16 +217,16 @@ class _Pricing:
             raise ExpressionError(f"costs have no formulas: what was decided for {solution!r} depends on the sizes")
         return problem, solution
 
-    def memory(self, problem: Problem, solution: Solution, mesh: Mesh) -> Number:
+    def memory(self, problem: Problem, solution: Solution) -> Number:
         """Bytes at the peak, at whichever moment it is."""
-        model, found = chosen_memory(problem, solution, mesh)
+        model, found = chosen_memory(problem, solution)
         return largest_sum(model.fractions[:, [item.range for item in found]], [item.size for item in found])
 
-    def seconds(self, problem: Problem, solution: Solution, mesh: Mesh) -> Number:
+    def seconds(self, problem: Problem, solution: Solution) -> Number:
         """Seconds of a step."""
-        target = Target.of(self._space(), mesh)
+        target = Target.of(self._space(), solution.configuration.mesh)
         lowered = lower_solution(self.folded, problem, solution, target, Clock())
-        return step_seconds(lowered, self.folded, target, solution.regime).total
+        return step_seconds(lowered, self.folded, target, solution.configuration).total
 
     def _space(self) -> Space:
         return self.request.space(Decisions())

@@ -22,14 +22,15 @@ from passes.capture import CPU, Tracing, capture
 from passes.clock import Clock
 from passes.codegen import Naming, emit
 from passes.cost.walk import seconds_on_one
+from passes.ir.configuration import Configuration
 from passes.ir.decisions import Decided, Decisions
 from passes.ir.errors import CaptureError, ConstraintError, MeshError, MicroBatchError, PlanMismatchError
 from passes.ir.layout import Layout
 from passes.ir.leaves import input_leaves
 from passes.ir.lowered import Group
+from passes.ir.mesh import Mesh
 from passes.ir.plan import Expressions, Plan, ProgramPlan
 from passes.ir.program import Program
-from passes.ir.regime import PLAIN
 from passes.micro_batches import MicroBatches
 from passes.normalize import normalize
 from passes.record import decisions_of, discovered_ops, idle_axes, record, whole_ops
@@ -157,7 +158,11 @@ def _search(program: Program, space: Space, simulator: Simulator, clock: Clock) 
 
 def _given_decisions(plan: Plan | None, name: str) -> Decisions:
     """The decisions of a plan for the program called `name`; none where there is no plan, or it has no such program."""
-    return Decisions() if plan is None or name not in plan.programs else decisions_of(plan.programs[name])
+    return (
+        Decisions()
+        if plan is None or name not in plan.programs
+        else decisions_of(plan.programs[name], Mesh.of(plan.mesh))
+    )
 
 
 def _evaluation(model: nn.Module, program: Program, request: Request, clock: Clock) -> Program | str | None:
@@ -176,7 +181,7 @@ def _plan_evaluation(program: Program, request: Request, first: Planned, clock: 
         _given_decisions(request.plan, "infer"), stored=first.lowered.parameters, units=first.lowered.held.groups
     )
     if decisions.configuration is None:
-        decisions = replace(decisions, configuration=PLAIN)
+        decisions = replace(decisions, configuration=Configuration(request.mesh))
     request = replace(request, objective="infer", micro_batches=None, recompute=None)
     return plan_program(program, request, "infer", decisions, clock)
 
@@ -189,14 +194,14 @@ def _in_micro_batches(planned: Planned, micro: MicroBatches, request: Request, n
         if decisions.configuration is None:
             # Inputs lie as they do for the program itself.
             lying = {item.name: planned.decided[item.name] for item in micro.totals.inputs}
-            decisions = Decisions(PLAIN, strategies=lying)
+            decisions = Decisions(Configuration(request.mesh), strategies=lying)
         read = {item.argument for item in micro.totals.inputs} | set(planned.source.constants)
         leaves = {leaf: value for leaf, value in input_leaves(request.inputs) if leaf in read}
         summing = replace(request, inputs=leaves, objective="infer", micro_batches=None, recompute=None, constraints={})
         totals = plan_program(micro.totals, summing, totals_name(name), decisions, clock)
     made = None if totals is None else totals.source
-    configuration = planned.record.regime
-    batch, outputs = batching(micro, planned.lowered, planned.source.outputs, made, request.mesh, configuration)
+    configuration = planned.record.configuration(request.mesh)
+    batch, outputs = batching(micro, planned.lowered, planned.source.outputs, made, configuration)
     source = replace(planned.source, outputs=outputs, micro_batches=batch)
     return replace(planned, source=source, totals=totals)
 

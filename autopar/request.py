@@ -17,13 +17,13 @@ from autopar.runtime import named_arguments
 from passes.constrain import Constraints
 from passes.cost.cluster import CLUSTERS, Cluster, find_cluster
 from passes.cost.optimizers import OPTIMIZERS
+from passes.ir.configuration import RECOMPUTE
 from passes.ir.decisions import Decisions
 from passes.ir.errors import ConstraintError, InputError, MeshError, MicroBatchError, PlanMismatchError
 from passes.ir.leaves import input_leaves
 from passes.ir.mesh import Mesh
 from passes.ir.plan import Plan
 from passes.ir.plan_contents import check_contents
-from passes.ir.regime import RECOMPUTE
 from passes.lower import Casts
 from passes.micro_batches import batch_size
 from passes.search import Space

@@ -10,10 +10,9 @@ from autopar.programs import planned_outputs
 from autopar.request import Request
 from passes.cost.cluster import Cluster
 from passes.cost.liveness import MACHINES, Batches, Machine, MemoryPeak, Stored, peak_memory
+from passes.ir.configuration import Configuration
 from passes.ir.leaves import input_leaves
 from passes.ir.lowered import Lowered
-from passes.ir.mesh import Mesh
-from passes.ir.regime import Regime
 from passes.ir.variables import Variables
 from passes.micro_batches import MicroBatches
 
@@ -25,7 +24,7 @@ class Simulator:
     request: Request
 
     def __call__(
-        self, lowered: Lowered, variables: Variables, micro: MicroBatches | None, mesh: Mesh, configuration: Regime
+        self, lowered: Lowered, variables: Variables, micro: MicroBatches | None, configuration: Configuration
     ) -> MemoryPeak:
         """Bytes on one device at the peak of a step of `lowered`, whose generated code has these variables; `micro` is
         None where the batch is not split."""
@@ -39,8 +38,8 @@ class Simulator:
         stored = Stored(request.casts.master, given, request.optimizer if request.objective == "train" else None)
         batches = Batches()
         if micro is not None:
-            batches = lying_batches(micro, lowered, planned_outputs(lowered), mesh, configuration)
-        machine = machine_of(request.cluster)
+            batches = lying_batches(micro, lowered, planned_outputs(lowered), configuration)
+        machine, mesh = machine_of(request.cluster), configuration.mesh
         return peak_memory(lowered, variables, stored, machine, FakeProber(mesh, machine.device), mesh, batches)
 
 

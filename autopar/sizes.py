@@ -87,7 +87,9 @@ class _Planner:
         self.decided = compiled.decided
         self.groups = compiled.groups
         self.again = {name: program.stages[0].again for name, program in compiled.plan.programs.items()}
-        self.regimes = {name: program.regime for name, program in compiled.plan.programs.items()}
+        self.configurations = {
+            name: program.configuration(request.mesh) for name, program in compiled.plan.programs.items()
+        }
         self.inputs = {
             name: {item.name: item.type.shape for item in program.inputs} for name, program in compiled.programs.items()
         }
@@ -200,7 +202,7 @@ class _Planner:
         # Parameters that no planned program reads are stored whole.
         whole = (I,) * len(request.mesh.sizes)
         decisions = Decisions(
-            replace(self.regimes[name], micro_batches=count),
+            replace(self.configurations[name], micro_batches=count),
             strategies=self.decided[name],
             regathered=self.again[name],
             stored={item.name: self.stored.get(item.name, whole) for item in program.parameters},

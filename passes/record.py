@@ -38,9 +38,9 @@ def record(
     return ProgramPlan(
         (stage,),
         "none",
-        solution.regime.micro_batches,
-        solution.regime.gather_once,
-        solution.regime.reduce_once,
+        solution.configuration.micro_batches,
+        solution.configuration.gather_once,
+        solution.configuration.reduce_once,
         seconds.spent(),
         memory.kinds(),
         memory.moment,
@@ -51,12 +51,12 @@ def record(
     )
 
 
-def decisions_of(plan: ProgramPlan) -> Decisions:
+def decisions_of(plan: ProgramPlan, mesh: Mesh) -> Decisions:
     """The decisions that replaying the plan of one program needs: the inverse of `record`."""
     stages = plan.stages
     methods = {key: each for stage in stages for key, each in stage.decisions.items()}
     uses = tuple(use for stage in stages for use in stage.again)
-    return Decisions(plan.regime, methods=methods, regathered=uses, gap=plan.gap)
+    return Decisions(plan.configuration(mesh), methods=methods, regathered=uses, gap=plan.gap)
 
 
 def whole_ops(folded: Folded) -> tuple[str, ...]:

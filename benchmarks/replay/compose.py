@@ -10,10 +10,10 @@ from passes.cost import step
 from passes.cost.cluster import Cluster
 from passes.cost.communication import step_seconds
 from passes.cost.step import compose
+from passes.ir.configuration import Configuration
 from passes.ir.layout import I, P, R, S
 from passes.ir.mesh import Mesh
 from passes.ir.redistribution import Step
-from passes.ir.regime import Regime
 
 # Bytes that Adam reads and writes per element: states and a master copy in float32 both ways, a gradient, and the
 # parameter in the precision that it is computed in. In pure bfloat16 states, parameter and gradient take two each.
@@ -159,15 +159,14 @@ def step_time(run: Run, parts: Parts, cluster: Cluster, alone: bool) -> StepTime
     traffic = not alone and not run.frozen
     hidden = run.software.prefetches if run.parallel.zero == 3 else run.software.overlaps
     blocks = [_block(run, *block, cluster, traffic) for block in longest.blocks]
-    regime = Regime(
-        micro_batches=run.micro_batches, gather_once=run.parallel.zero < 3, reduce_once=run.parallel.zero < 2
-    )
     update = 0.0
     if not alone and not run.frozen:
         update = update_bytes(run, max(stage.parameters() for stage in stages)) / cluster.device.stream
     axis = axes_of(run.parallel, cluster)[0 if run.parallel.shards > 1 else 1]
+    zero = run.parallel.zero
+    configuration = Configuration(axis.mesh, run.micro_batches, gather_once=zero < 3, reduce_once=zero < 2)
     share = cluster.device.share(cluster.link(axis.mesh, axis.position))
-    seconds = compose(blocks if hidden else [_uncovered(block) for block in blocks], regime, 0.0, update, share)
+    seconds = compose(blocks if hidden else [_uncovered(block) for block in blocks], configuration, 0.0, update, share)
     found = StepTime(
         seconds.forward_compute + seconds.backward_compute + seconds.recompute + _besides(run, parts, cluster),
         seconds.forward_communication + seconds.backward_communication,

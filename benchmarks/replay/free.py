@@ -73,7 +73,7 @@ def plan_freely(item: Replayed, forced: Forced, cluster: Cluster) -> Planned:
     for run, reshaped in _meshes(item.run, cluster):
         for name, graph in _graphs(run, None if reshaped else forced, item.cluster):
             parts = parts_of(graph, cluster, run.software.compiled)
-            for tried, changes in _regimes(run):
+            for tried, changes in _configurations(run):
                 seconds = step_time(tried, parts, cluster, False).total
                 if seconds >= best.seconds:
                     continue
@@ -120,7 +120,7 @@ def _graphs(run: Run, forced: Forced | None, cluster: str) -> Iterator[tuple[tup
     yield ("layouts of its own on the tensor axis",) if forced is not None else (), free
 
 
-def _regimes(run: Run) -> Iterator[tuple[Run, tuple[str, ...]]]:
+def _configurations(run: Run) -> Iterator[tuple[Run, tuple[str, ...]]]:
     """The run with other ZeRO stages and recompute, and what is changed."""
     stages = (0, 1, 2, 3) if run.parallel.data > 1 else (run.parallel.zero,)
     kinds = ("none", "full") if run.software.flash else ("none", "selective", "full")

@@ -13,6 +13,7 @@ from passes.capture import Tracing, capture
 from passes.constrain import Constraints, constrain
 from passes.cost.cluster import CLUSTERS
 from passes.ir.choices import Problem, Solution
+from passes.ir.configuration import Configuration
 from passes.ir.errors import AutoparError, ConstraintError
 from passes.ir.lowered import Lowered
 from passes.ir.mesh import Mesh
@@ -136,7 +137,7 @@ def _forced(graph: Graph, split: Split, cluster: str, constraints: Constraints) 
     demands = constrain(graph.program, constraints, mesh)
     folded = fold(graph.program, demands.label)
     problem = candidates(folded, demands, Setting(mesh, found, 2, torch.float32, None))
-    solution = solve(problem, found, mesh, Limits(1e18, 2))
+    solution = solve(problem, found, Limits(1e18, 2), Configuration(mesh))
     if not folded.regions:
         raise SkippedError(Reason.TRACE, "its layers differ from each other")
     lowered = lower(folded, problem, solution, mesh, Casts(torch.float32, None))

@@ -13,10 +13,10 @@ from math import prod
 
 from passes.cost.program_points import END, START, LiveRange, Phase
 from passes.ir.choices import Edge, Group, Node, Problem
+from passes.ir.configuration import Configuration
 from passes.ir.figures import as_float
 from passes.ir.layout import I, Layout, R, local_shape
 from passes.ir.mesh import Mesh
-from passes.ir.regime import Regime
 
 
 @dataclass(frozen=True)
@@ -104,9 +104,9 @@ def same_tensor(source: Layout, target: Layout) -> bool:
     )
 
 
-def recompute_of(problem: Problem, regime: Regime, block: int) -> str:
+def recompute_of(problem: Problem, configuration: Configuration, block: int) -> str:
     """The recompute level of a block."""
-    return regime.of(problem.blocks[block])
+    return configuration.recompute_of(problem.blocks[block])
 
 
 def runs_again(node: Node, pick: int) -> bool:
@@ -114,29 +114,29 @@ def runs_again(node: Node, pick: int) -> bool:
     return bool(node.light) and node.light[pick]
 
 
-def is_resident(problem: Problem, regime: Regime, producer: Node) -> bool:
+def is_resident(problem: Problem, configuration: Configuration, producer: Node) -> bool:
     """Whether a node's result is in memory whoever saves it, or counts elsewhere: inputs of copies that are recomputed
     as a whole, and views, which share memory with their operand."""
     if producer.kind == "carry":
-        return recompute_of(problem, regime, producer.block) == "full"
+        return recompute_of(problem, configuration, producer.block) == "full"
     return producer.kind in ("parameter", "input", "buffer") or producer.saves_result or producer.views
 
 
-def is_kept(problem: Problem, regime: Regime, edge: Edge) -> bool:
+def is_kept(problem: Problem, configuration: Configuration, edge: Edge) -> bool:
     """Whether the operand of a use is a saved tensor."""
     group = problem.groups[edge.group]
-    return edge.saved or (edge.remade and recompute_of(problem, regime, group.block) == "selective")
+    return edge.saved or (edge.remade and recompute_of(problem, configuration, group.block) == "selective")
 
 
-def unsharded_bytes(group: Group, layout: Layout, mesh: Mesh, regime: Regime) -> float:
+def unsharded_bytes(group: Group, layout: Layout, configuration: Configuration) -> float:
     """Bytes that are live from the first micro-batch to the last where a parameter is used in `layout` but stored in
     another one: the gathered parameter, and its unreduced gradient."""
-    size = prod(local_shape(group.type.shape, layout, mesh)) * group.count
-    held = size * group.type.dtype.itemsize * regime.gather_once
-    return as_float(held + size * group.gradient_itemsize * (regime.reduce_once and group.gradient))
+    size = prod(local_shape(group.type.shape, layout, configuration.mesh)) * group.count
+    held = size * group.type.dtype.itemsize * configuration.gather_once
+    return as_float(held + size * group.gradient_itemsize * (configuration.reduce_once and group.gradient))
 
 
-def live_ranges(problem: Problem, regime: Regime) -> LiveRanges:
+def live_ranges(problem: Problem, configuration: Configuration) -> LiveRanges:
     """The live ranges of everything that a step of `problem` allocates."""
     uses: dict[int, list[int]] = {}
     for index, edge in enumerate(problem.edges):
@@ -145,9 +145,9 @@ def live_ranges(problem: Problem, regime: Regime) -> LiveRanges:
     for edge in problem.edges:
         readers.setdefault(edge.producer, []).append(edge)
     again = _made_first(problem, readers)
-    nodes = [_node(problem, regime, index, readers.get(index, []), again) for index in range(len(problem.nodes))]
+    nodes = [_node(problem, configuration, index, readers.get(index, []), again) for index in range(len(problem.nodes))]
     groups = [
-        _group(problem, regime, number, [problem.edges[index] for index in own], again)
+        _group(problem, configuration, number, [problem.edges[index] for index in own], again)
         for number, own in sorted(uses.items())
     ]
     edges = [item for own in uses.values() for item in _sums(problem, own)]
@@ -169,10 +169,10 @@ def _made_first(problem: Problem, readers: Mapping[int, Sequence[Edge]]) -> dict
 
 
 def _node(
-    problem: Problem, regime: Regime, index: int, readers: Sequence[Edge], again: Mapping[int, int]
+    problem: Problem, configuration: Configuration, index: int, readers: Sequence[Edge], again: Mapping[int, int]
 ) -> list[NodeAllocation]:
     node = problem.nodes[index]
-    times = regime.micro_batches if node.kind in ("input", "output") else 1
+    times = configuration.micro_batches if node.kind in ("input", "output") else 1
     found = [NodeAllocation(node.kind, LiveRange(Phase.STEP), [times * memory.held for memory in node.memory])]
     if node.kind == "parameter":
         first = min((_position(problem, edge.consumer) for edge in readers), default=START)
@@ -182,10 +182,10 @@ def _node(
         running = LiveRange(Phase.COPY, node.block, index, index)
         found.append(NodeAllocation("transient", running, [memory.transient * node.count for memory in node.memory]))
     if node.copies:
-        found += _each_way(node, _made(problem, regime, index, index, index), node.copies)
+        found += _each_way(node, _made(problem, configuration, index, index, index), node.copies)
     if node.saves_result:
-        found += _each_way(node, _made(problem, regime, index, index, again[index]), node.results)
-    if node.kind == "carry" and is_resident(problem, regime, node):
+        found += _each_way(node, _made(problem, configuration, index, index, again[index]), node.results)
+    if node.kind == "carry" and is_resident(problem, configuration, node):
         found.append(NodeAllocation("kept", LiveRange(Phase.FORWARD, node.block), node.results))
     return [item for item in found if any(item.sizes)]
 
@@ -208,11 +208,13 @@ def _position(problem: Problem, node: int) -> int:
     return node if problem.nodes[node].kind == "op" else START
 
 
-def _made(problem: Problem, regime: Regime, producer: int, first: int, last: int) -> tuple[LiveRange, LiveRange]:
+def _made(
+    problem: Problem, configuration: Configuration, producer: int, first: int, last: int
+) -> tuple[LiveRange, LiveRange]:
     """Live ranges of a result that the ops from `first` to `last` of its block save: where the node is not recomputed,
     and where it is."""
     node = problem.nodes[producer]
-    recompute = recompute_of(problem, regime, node.block)
+    recompute = recompute_of(problem, configuration, node.block)
     stays = LiveRange(Phase.FORWARD, node.block, first)
     if node.kind == "op" and recompute == "full":
         stays = LiveRange(Phase.COPY, node.block, first)
@@ -222,22 +224,22 @@ def _made(problem: Problem, regime: Regime, producer: int, first: int, last: int
 
 
 def _group(
-    problem: Problem, regime: Regime, number: int, edges: Sequence[Edge], made_first: Mapping[int, int]
+    problem: Problem, configuration: Configuration, number: int, edges: Sequence[Edge], made_first: Mapping[int, int]
 ) -> GroupRanges:
     group, producer = problem.groups[number], edges[0].producer
     node, block = problem.nodes[producer], group.block
     positions = [_position(problem, edge.consumer) for edge in edges]
-    kept = [_position(problem, edge.consumer) for edge in edges if is_kept(problem, regime, edge)] or positions
+    kept = [_position(problem, edge.consumer) for edge in edges if is_kept(problem, configuration, edge)] or positions
     first, last = min(kept), max(kept)
     running = LiveRange(Phase.COPY, block, first, last)
     repeated = problem.counts[block] > 1
-    full = group.inside and recompute_of(problem, regime, block) == "full"
+    full = group.inside and recompute_of(problem, configuration, block) == "full"
     # A tensor that all copies read stays until the last of them is done.
     shared = repeated and group.count == 1
     target = LiveRange(Phase.FORWARD, block - 1) if shared else LiveRange(Phase.FORWARD, block, first)
     sources = target, target
     if node.block == block and not shared:
-        sources = _made(problem, regime, producer, first, max(last, made_first[producer]))
+        sources = _made(problem, configuration, producer, first, max(last, made_first[producer]))
     targets: tuple[LiveRange, ...] = (LiveRange(Phase.COPY, block, first) if full else target,)
     again: tuple[LiveRange, ...] = (running,)
     gathered = None
@@ -259,7 +261,7 @@ def _group(
         flow = LiveRange(Phase.COPY, block, made, end)
         before = LiveRange(Phase.COPY, block, made, min(positions))
         after = LiveRange(Phase.COPY, block, min(positions), end)
-    resident = is_resident(problem, regime, node)
+    resident = is_resident(problem, configuration, node)
     return GroupRanges(None if resident else sources, targets, again, flow, before, after, gathered)
 
 

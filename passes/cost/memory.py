@@ -16,10 +16,10 @@ from passes.cost.live_ranges import GradientRanges, GroupRanges, NodeAllocation,
 from passes.cost.program_points import LiveRange, Phase, ProgramPoint, live_fractions, program_points
 from passes.cost.tensor_uses import Flags, Floats, Integers, TensorUses, find_tensor_uses
 from passes.ir.choices import Problem, Solution
+from passes.ir.configuration import Configuration
 from passes.ir.figures import Figure, Number
 from passes.ir.layout import Layout, R
 from passes.ir.mesh import Mesh
-from passes.ir.regime import Regime
 
 
 @dataclass(frozen=True)
@@ -126,8 +126,9 @@ class Allocation:
 
 @dataclass(frozen=True)
 class MemoryModel:
-    """Bytes of all nodes and groups of a problem under a regime, and their live ranges, of which `fractions[point,
-    range]` are live at each point. `saved[g]` are the uses of group g whose operand is saved, by number."""
+    """Bytes of all nodes and groups of a problem under a configuration, and their live ranges, of which
+    `fractions[point, range]` are live at each point. `saved[g]` are the uses of group g whose operand is saved, by
+    number."""
 
     points: Sequence[ProgramPoint]
     ranges: Sequence[LiveRange]
@@ -211,14 +212,16 @@ def _saved_allocations(group: GroupBytes, made: int, target: int, again: bool) -
             yield Allocation("kept", number, group.target_bytes[target])
 
 
-def memory_model(problem: Problem, regime: Regime, mesh: Mesh, uses: Sequence[TensorUses] | None = None) -> MemoryModel:
-    """The bytes of `problem` under a regime; `uses` are those of the problem, if they are known already."""
-    uses = find_tensor_uses(problem, mesh) if uses is None else uses
-    found, points = live_ranges(problem, regime), program_points(problem)
+def memory_model(
+    problem: Problem, configuration: Configuration, uses: Sequence[TensorUses] | None = None
+) -> MemoryModel:
+    """The bytes of `problem` under a configuration; `uses` are those of the problem, if they are known already."""
+    uses = find_tensor_uses(problem, configuration.mesh) if uses is None else uses
+    found, points = live_ranges(problem, configuration), program_points(problem)
     numbers: dict[LiveRange, int] = {}
     for item in found.all():
         numbers.setdefault(item, len(numbers))
-    saved = [[use for use, edge in enumerate(own.edges) if is_kept(problem, regime, edge)] for own in uses]
+    saved = [[use for use, edge in enumerate(own.edges) if is_kept(problem, configuration, edge)] for own in uses]
     operands = {id(edge): (own, row) for own in uses for edge, row in zip(own.edges, own.wanted, strict=True)}
     sums: dict[int, list[tuple[LiveRange, Floats]]] = {}
     for extra in found.edges:
@@ -229,8 +232,10 @@ def memory_model(problem: Problem, regime: Regime, mesh: Mesh, uses: Sequence[Te
         _node_bytes(items, sums.get(index, []), len(problem.nodes[index].strategies), numbers)
         for index, items in enumerate(found.nodes)
     ]
-    groups = [_group_bytes(own, item, numbers, mesh, regime) for own, item in zip(uses, found.groups, strict=True)]
-    return MemoryModel(points, list(numbers), live_fractions(points, list(numbers), regime), nodes, groups, uses, saved)
+    groups = [_group_bytes(own, item, numbers, configuration) for own, item in zip(uses, found.groups, strict=True)]
+    return MemoryModel(
+        points, list(numbers), live_fractions(points, list(numbers), configuration), nodes, groups, uses, saved
+    )
 
 
 def _node_bytes(
@@ -246,9 +251,9 @@ def _node_bytes(
 
 
 def _group_bytes(
-    uses: TensorUses, item: GroupRanges, numbers: dict[LiveRange, int], mesh: Mesh, regime: Regime
+    uses: TensorUses, item: GroupRanges, numbers: dict[LiveRange, int], configuration: Configuration
 ) -> GroupBytes:
-    found = list(_parameter_bytes(uses, item.gathered, mesh, regime)) if uses.group.parameter else []
+    found = list(_parameter_bytes(uses, item.gathered, configuration)) if uses.group.parameter else []
     if item.flow is not None and item.before is not None and item.after is not None:
         source = np.broadcast_to(uses.source_bytes[:, None], uses.same.shape)
         found.append(("transient", item.flow, np.where(uses.same, source, 0.0)))
@@ -258,7 +263,7 @@ def _group_bytes(
     sources = None
     if item.sources is not None:
         sources = np.array([numbers[range] for range in item.sources])[uses.rerun.astype(np.int64)]
-    gathered_throughout = uses.group.parameter and regime.gather_once
+    gathered_throughout = uses.group.parameter and configuration.gather_once
     return GroupBytes(
         [kind for kind, _, _ in found],
         np.array([numbers[range] for _, range, _ in found], dtype=np.int64),
@@ -273,22 +278,22 @@ def _group_bytes(
 
 
 def _parameter_bytes(
-    uses: TensorUses, item: GradientRanges | None, mesh: Mesh, regime: Regime
+    uses: TensorUses, item: GradientRanges | None, configuration: Configuration
 ) -> Iterator[tuple[str, LiveRange, Floats]]:
     """Bytes of a parameter that is used in another layout than it is stored in, and of its gradient."""
-    unsharded = np.array([unsharded_bytes(uses.group, layout, mesh, regime) for layout in uses.targets])
+    unsharded = np.array([unsharded_bytes(uses.group, layout, configuration) for layout in uses.targets])
     yield "parameter", LiveRange(Phase.STEP), np.where(uses.same, 0.0, unsharded)
     if item is None:
         return
-    engine = _unsharded_on_an_axis(uses, mesh, ("S", "I"))
-    replicated = _unsharded_on_an_axis(uses, mesh, ("I",))
-    several = regime.micro_batches > 1
+    engine = _unsharded_on_an_axis(uses, configuration.mesh, ("S", "I"))
+    replicated = _unsharded_on_an_axis(uses, configuration.mesh, ("I",))
+    several = configuration.micro_batches > 1
     size = np.broadcast_to(uses.target_bytes, uses.same.shape)
     in_reduction = uses.group.gradient_itemsize / uses.group.type.dtype.itemsize
     yield "transient", item.alone, np.where(~engine & (~uses.same | several), size, 0.0)
-    yield "transient", item.alone if regime.reduce_once else item.whole, np.where(engine, size, 0.0)
+    yield "transient", item.alone if configuration.reduce_once else item.whole, np.where(engine, size, 0.0)
     yield "transient", item.sent, np.where(engine, size * in_reduction, 0.0)
-    if several and not regime.reduce_once:
+    if several and not configuration.reduce_once:
         reduced = np.broadcast_to((uses.source_bytes * in_reduction)[:, None], uses.same.shape)
         yield "transient", item.second, np.where(replicated, reduced, 0.0)
 
@@ -302,15 +307,15 @@ def _unsharded_on_an_axis(uses: TensorUses, mesh: Mesh, kinds: Sequence[str]) ->
     return found
 
 
-def chosen_memory(problem: Problem, solution: Solution, mesh: Mesh) -> tuple[MemoryModel, list[Allocation]]:
+def chosen_memory(problem: Problem, solution: Solution) -> tuple[MemoryModel, list[Allocation]]:
     """The memory of one solution: of a problem that offers nothing else, and all that it allocates."""
-    model = memory_model(problem.only(solution.picks), solution.regime, mesh)
+    model = memory_model(problem.only(solution.picks), solution.configuration)
     return model, model.allocations([0] * len(model.nodes), solution.again)
 
 
-def memory_use(problem: Problem, solution: Solution, states: int, mesh: Mesh) -> MemoryUse:
+def memory_use(problem: Problem, solution: Solution, states: int) -> MemoryUse:
     """The bytes of `solution` at its peak; `states` is the number of tensors that the optimizer keeps per parameter."""
-    model, allocations = chosen_memory(problem, solution, mesh)
+    model, allocations = chosen_memory(problem, solution)
     return model.use(allocations, states)
 
 

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from passes.ir.choices import Problem
-from passes.ir.regime import Regime
+from passes.ir.configuration import Configuration
 
 # Before all ops of a block, and after all of them.
 START, END = -1, 1 << 60
@@ -51,7 +51,9 @@ class ProgramPoint:
     done: float = 0.0
 
 
-def live_fractions(points: Sequence[ProgramPoint], ranges: Sequence[LiveRange], regime: Regime) -> NDArray[np.float64]:
+def live_fractions(
+    points: Sequence[ProgramPoint], ranges: Sequence[LiveRange], configuration: Configuration
+) -> NDArray[np.float64]:
     """The fraction of all copies' allocations in each range that is live at each point: `[point, range]`."""
     rows = [(point.block, point.op, point.own, point.left, point.done) for point in points]
     is_over = np.array([[block is None] for block, *_ in rows])
@@ -69,7 +71,7 @@ def live_fractions(points: Sequence[ProgramPoint], ranges: Sequence[LiveRange], 
         Phase.PREVIOUS_COPY: runs * (done > 0),
         Phase.NEXT_COPY: runs * (left > 0),
         Phase.GRADIENT: gradient,
-        Phase.ACCUMULATED: gradient if regime.micro_batches == 1 else np.ones(1),
+        Phase.ACCUMULATED: gradient if configuration.micro_batches == 1 else np.ones(1),
     }
     live = np.zeros((len(points), len(ranges)))
     for phase, values in by_phase.items():

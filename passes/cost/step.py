@@ -13,8 +13,8 @@ slower by that share, so of a second that is hidden this share is lost.
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
+from passes.ir.configuration import Configuration
 from passes.ir.figures import largest
-from passes.ir.regime import Regime
 
 
 @dataclass(frozen=True)
@@ -97,12 +97,12 @@ class Window:
         return not self.gather
 
 
-def windows(regime: Regime) -> tuple[Window, ...]:
-    """All windows of a step: the first micro-batch gathers, the last reduces, the others do so where the regime has it
-    so."""
-    times = regime.micro_batches
-    gathers, reductions = (1 if once else times for once in (regime.gather_once, regime.reduce_once))
-    regather = not regime.gather_once
+def windows(configuration: Configuration) -> tuple[Window, ...]:
+    """All windows of a step: the first micro-batch gathers, the last reduces, the others do so where the configuration
+    has it so."""
+    times = configuration.micro_batches
+    gathers, reductions = (1 if once else times for once in (configuration.gather_once, configuration.reduce_once))
+    regather = not configuration.gather_once
     found = (
         Window(gathers, gather=True),
         Window(reductions, regather=regather, reduce=True),
@@ -111,9 +111,9 @@ def windows(regime: Regime) -> tuple[Window, ...]:
     return tuple(window for window in found if window.times and (window.gather or window.regather or window.reduce))
 
 
-def exchanges(regime: Regime) -> int:
+def exchanges(configuration: Configuration) -> int:
     """How often `Part.exchange` runs in a step."""
-    return 1 if regime.gather_once else regime.micro_batches
+    return 1 if configuration.gather_once else configuration.micro_batches
 
 
 def uncovered(count: int) -> tuple[float, float]:
@@ -130,14 +130,16 @@ def exposed(traffic: float, cover: float, count: int, share: float = 0.0) -> flo
     return traffic * first + alone * others
 
 
-def compose(parts: Sequence[Part], regime: Regime, inputs: float, optimizer: float, share: float = 0.0) -> Seconds:
+def compose(
+    parts: Sequence[Part], configuration: Configuration, inputs: float, optimizer: float, share: float = 0.0
+) -> Seconds:
     """The step whose micro-batches consist of `parts`; `inputs` and `optimizer` are seconds of the whole step, `share`
     is the part of a device that collectives take meanwhile."""
-    times = regime.micro_batches
-    gathers = traffic = exchanges(regime) * sum(part.exchange for part in parts)
+    times = configuration.micro_batches
+    gathers = traffic = exchanges(configuration) * sum(part.exchange for part in parts)
     reductions = 0.0
     for part in parts:
-        for window in windows(regime):
+        for window in windows(configuration):
             sent = window.gather * part.gather + window.regather * part.gather_again + window.reduce * part.reduce
             cover = part.cover_again if window.backward else part.cover
             seconds = window.times * exposed(sent, cover, part.count, share)

@@ -11,11 +11,11 @@ from passes.cost.communication import joint_seconds, redistribution_seconds, ste
 from passes.cost.fusion import Fused, joined
 from passes.cost.price import cover, op_seconds, seconds_alone, update_seconds
 from passes.cost.step import Part, Seconds, compose
+from passes.ir.configuration import Configuration
 from passes.ir.layout import local_shape
 from passes.ir.lowered import Body, Change, Compute, Loop, Lowered
 from passes.ir.mesh import Mesh
 from passes.ir.program import Folded, Region
-from passes.ir.regime import PLAIN, Regime
 from passes.rules import find_rule
 from passes.rules.strategies import named_choices, subject
 
@@ -29,10 +29,11 @@ class Optimizer:
 
 
 def walk(
-    lowered: Lowered, folded: Folded, cluster: Cluster, mesh: Mesh, optimizer: Optimizer, regime: Regime = PLAIN
+    lowered: Lowered, folded: Folded, cluster: Cluster, optimizer: Optimizer, configuration: Configuration
 ) -> Seconds:
     """Seconds of one step of which `lowered` is a micro-batch; `folded` is what was lowered."""
     inputs = update = 0.0
+    mesh = configuration.mesh
     for item in lowered.program.inputs:
         size = prod(local_shape(item.type.shape, lowered.inputs[item.name], mesh)) * item.type.dtype.itemsize
         inputs += size / cluster.host
@@ -43,7 +44,7 @@ def walk(
             itemsize = (optimizer.dtype or parameter.type.dtype).itemsize
             update += update_seconds(prod(shape) * itemsize, optimizer.states, cluster)
     parts = lowered_parts(lowered, folded, cluster, mesh)
-    return compose(parts, regime, regime.micro_batches * inputs, update)
+    return compose(parts, configuration, configuration.micro_batches * inputs, update)
 
 
 def lowered_parts(lowered: Lowered, folded: Folded, cluster: Cluster, mesh: Mesh) -> tuple[Part, ...]:

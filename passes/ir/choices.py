@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+from passes.ir.configuration import Configuration
 from passes.ir.layout import Layout
 from passes.ir.program import TensorType
-from passes.ir.regime import PLAIN, Regime
 
 T = TypeVar("T")
 
@@ -158,7 +158,7 @@ class Problem:
 @dataclass(frozen=True)
 class Solution:
     """What was chosen: for every node one of its strategies, and which redistributions run again in the backward pass
-    instead of keeping their result (group, target layout), under which regime.
+    instead of keeping their result (group, target layout), under which configuration.
 
     `seconds` is the step time of the choice, `bound` one that no choice can be below; `seconds` is optimal up to the
     difference. `by_clock` says that a clock ended the search, so that another machine may choose otherwise.
@@ -168,7 +168,7 @@ class Solution:
     again: frozenset[tuple[int, Layout]]
     seconds: float
     bound: float
-    regime: Regime = PLAIN
+    configuration: Configuration
     by_clock: bool = False
 
     def strategy(self, problem: Problem, node: int) -> Strategy:

@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from passes.ir.choices import Strategy
+from passes.ir.configuration import Configuration
 from passes.ir.layout import Layout, Shape
 from passes.ir.lowered import Group
-from passes.ir.regime import Regime
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Decisions:
     - `gap`: how much shorter the step could be at most, relative to it, as it was proven when `methods` were chosen.
     """
 
-    configuration: Regime | None = None
+    configuration: Configuration | None = None
     methods: Mapping[str, tuple[str, ...]] | None = None
     strategies: Mapping[str, Decided] = field(default_factory=dict)
     regathered: Sequence[tuple[str, int]] | None = None

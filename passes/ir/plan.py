@@ -10,13 +10,14 @@ from typing import TypeVar
 
 import sympy
 
+from passes.ir.configuration import Configuration
 from passes.ir.errors import ExpressionError, InfeasibleError, PlanMismatchError
 from passes.ir.files import write_atomically
 from passes.ir.formulas import formula_at, read_formula
+from passes.ir.mesh import Mesh
 from passes.ir.plan_contents import check_contents
 from passes.ir.plan_json import decode
 from passes.ir.plan_text import plan_table, plan_text
-from passes.ir.regime import Regime
 
 T = TypeVar("T")
 
@@ -126,11 +127,10 @@ class ProgramPlan:
     whole_batch: str = ""
     by_clock: bool = False
 
-    @property
-    def regime(self) -> Regime:
+    def configuration(self, mesh: Mesh) -> Configuration:
         """How a step is run besides its layouts."""
         recompute = {name: level for stage in self.stages for name, level in stage.recompute.items()}
-        return Regime(self.micro_batches, recompute, self.gather_once, self.reduce_once)
+        return Configuration(mesh, self.micro_batches, recompute, self.gather_once, self.reduce_once)
 
     @property
     def compute_share(self) -> float:

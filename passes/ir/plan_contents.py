@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from passes.ir.configuration import RECOMPUTE
 from passes.ir.errors import MeshError, PlanMismatchError
 from passes.ir.formulas import formula_at
 from passes.ir.layout import fits, parse_letter
 from passes.ir.mesh import Mesh
-from passes.ir.regime import RECOMPUTE
 
 if TYPE_CHECKING:
     from passes.ir.plan import AxisText, Block, Expressions, InputPlan, ParameterPlan, Plan, ProgramPlan, Stage

@@ -21,12 +21,12 @@ from passes.cost.cluster import GIB
 from passes.cost.liveness import MemoryPeak
 from passes.cost.step import Seconds
 from passes.ir.choices import Problem, Solution
+from passes.ir.configuration import Configuration
 from passes.ir.decisions import Decisions
 from passes.ir.errors import ConstraintError, InfeasibleError, PlanMismatchError
 from passes.ir.lowered import Lowered
 from passes.ir.mesh import Mesh
 from passes.ir.program import Folded, Program
-from passes.ir.regime import Regime
 from passes.ir.variables import Variables
 from passes.micro_batches import MicroBatches
 from passes.recompute import check_patterns
@@ -49,7 +49,7 @@ logger = logging.getLogger("autopar")
 _ATTEMPTS = 5
 
 # Bytes on one device at the peak of a step. It runs operators of torch to see what they allocate, so it is passed in.
-MemorySimulator = Callable[[Lowered, Variables, MicroBatches | None, Mesh, Regime], MemoryPeak]
+MemorySimulator = Callable[[Lowered, Variables, MicroBatches | None, Configuration], MemoryPeak]
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,6 @@ class Found:
     much shorter the step could be at most, relative to it.
     """
 
-    mesh: Mesh
     micro: MicroBatches | None
     folded: Folded
     problem: Problem
@@ -73,21 +72,27 @@ class Found:
     refused: str
 
     @property
-    def configuration(self) -> Regime:
+    def configuration(self) -> Configuration:
         """The configuration that was chosen."""
-        return self.solution.regime
+        return self.solution.configuration
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh of the configuration."""
+        return self.configuration.mesh
 
 
 def search(program: Program, space: Space, simulate: MemorySimulator, clock: Clock) -> Found:
     """The best choice of `space` for `program`."""
     subproblems = Subproblems(MicroBatchPrograms(program, space, clock), space, clock, space.memory_limit)
     if space.decisions.configuration is not None:
-        program_of_one, problem, solution = choose_decided(subproblems, space.decisions, space.decisions.configuration)
-        return _lowered(subproblems, space.mesh, program_of_one, problem, solution, simulate)
+        return _lowered(
+            subproblems, *choose_decided(subproblems, space.decisions, space.decisions.configuration), simulate
+        )
     choice, limit = choose(subproblems), space.memory_limit
     for _ in range(_ATTEMPTS):
         chosen = choice.subproblem
-        found = _lowered(subproblems, chosen.mesh, chosen.program, chosen.problem, choice.solution, simulate)
+        found = _lowered(subproblems, chosen.program, chosen.problem, choice.solution, simulate)
         over = found.memory.peak - space.memory_limit
         if over <= 0:
             return found
@@ -111,7 +116,7 @@ def choose(subproblems: Subproblems) -> Choice:
 
 
 def choose_decided(
-    subproblems: Subproblems, decisions: Decisions, configuration: Regime
+    subproblems: Subproblems, decisions: Decisions, configuration: Configuration
 ) -> tuple[MicroBatchProgram, Problem, Solution]:
     """The best choice where the configuration is decided, and with it the methods of all nodes, or what some do."""
     space, clock = subproblems.space, subproblems.clock
@@ -122,7 +127,7 @@ def choose_decided(
     problem, _ = subproblems.problem(space.mesh, program)
     restricted = hold(program.folded, problem, decisions.strategies)
     with clock("solve"):
-        solution = solve(restricted, space.cluster, space.mesh, subproblems.limits, configuration)
+        solution = solve(restricted, space.cluster, subproblems.limits, configuration)
     pairs = zip(problem.nodes, restricted.nodes, solution.picks, strict=True)
     picks = tuple(node.strategies.index(own.strategies[pick]) for node, own, pick in pairs)
     solution = replace(solution, picks=picks)
@@ -171,7 +176,6 @@ def _best(subproblems: Subproblems, progress: Progress) -> Choice:
 
 def _lowered(
     subproblems: Subproblems,
-    mesh: Mesh,
     program: MicroBatchProgram,
     problem: Problem,
     solution: Solution,
@@ -179,19 +183,20 @@ def _lowered(
 ) -> Found:
     """A solution with its lowered program, its seconds and its bytes."""
     space, clock, folded = subproblems.space, subproblems.clock, program.folded
-    target = Target.of(space, mesh)
+    configuration = solution.configuration
+    target = Target.of(space, configuration.mesh)
     lowered = lower_solution(folded, problem, solution, target, clock)
-    seconds = step_seconds(lowered, folded, target, solution.regime)
+    seconds = step_seconds(lowered, folded, target, configuration)
     with clock("variables"):
-        variables = name_variables(lowered, mesh)
+        variables = name_variables(lowered, configuration.mesh)
     with clock("memory"):
-        memory = simulate(lowered, variables, program.micro, mesh, solution.regime)
+        memory = simulate(lowered, variables, program.micro, configuration)
     if space.decisions.methods is not None:
         gap = space.decisions.gap
     else:
         gap = max(0.0, (solution.seconds - solution.bound) / seconds.total) if seconds.total else 0.0
     refused = subproblems.programs.refused
-    return Found(mesh, program.micro, folded, problem, solution, lowered, variables, seconds, memory, gap, refused)
+    return Found(program.micro, folded, problem, solution, lowered, variables, seconds, memory, gap, refused)
 
 
 def _check_recompute(subproblems: Subproblems) -> None:

@@ -12,9 +12,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 
+from passes.ir.configuration import Configuration
 from passes.ir.errors import InfeasibleError
 from passes.ir.mesh import Mesh
-from passes.ir.regime import Regime
 from passes.search.configurations import limited_configurations
 from passes.search.subproblems import Choice, Subproblem, Subproblems
 from passes.solve import PROVEN
@@ -130,7 +130,7 @@ class Configured(Node):
     """All choices of one configuration within the memory limit."""
 
     relaxed: Subproblem
-    configuration: Regime
+    configuration: Configuration
 
     def expand(self, subproblems: Subproblems, progress: Progress) -> tuple[Sequence[Node], Progress]:
         """Begin to bound them."""
@@ -176,7 +176,7 @@ class Bounding(Node):
 
     def _remember(self, subproblems: Subproblems) -> None:
         if self.subproblem.bound < float("inf"):
-            subproblems.memo.bounds[self.subproblem.mesh, self.subproblem.configuration.key] = self.subproblem.bound
+            subproblems.memo.bounds[self.subproblem.configuration.key] = self.subproblem.bound
 
 
 def within_limit(
@@ -184,11 +184,11 @@ def within_limit(
 ) -> tuple[Configured, ...]:
     """Nodes for all configurations of as many micro-batches within the memory limit, but for those that are open."""
     folded, count = relaxed.program.folded, relaxed.configuration.micro_batches
-    is_open = {(item.mesh, item.configuration.key) for item in progress.open}
+    is_open = {item.configuration.key for item in progress.open}
     keys = {
-        (relaxed.mesh, each.key): each
-        for each in limited_configurations(subproblems.space, count, folded)
-        if (relaxed.mesh, each.key) not in is_open
+        each.key: each
+        for each in limited_configurations(subproblems.space, relaxed.mesh, count, folded)
+        if each.key not in is_open
     }
     bounds = subproblems.memo.bounds
     return tuple(Configured(max(bound, bounds.get(key, 0.0)), relaxed, each) for key, each in keys.items())

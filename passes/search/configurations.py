@@ -3,8 +3,9 @@
 from collections.abc import Iterator, Mapping
 from itertools import product
 
+from passes.ir.configuration import RECOMPUTE, Configuration
+from passes.ir.mesh import Mesh
 from passes.ir.program import Folded, Program
-from passes.ir.regime import RECOMPUTE, Regime
 from passes.micro_batches import batch_size
 from passes.recompute import levels
 from passes.search.space import Space
@@ -22,21 +23,21 @@ def micro_batch_counts(space: Space, program: Program) -> Iterator[int]:
     yield from (count for count in range(1, batch + 1) if batch % count == 0)
 
 
-def limited_configurations(space: Space, count: int, folded: Folded) -> Iterator[Regime]:
-    """All configurations of `count` micro-batches, those that take least memory first; ZeRO stage 3, 2, 1."""
+def limited_configurations(space: Space, mesh: Mesh, count: int, folded: Folded) -> Iterator[Configuration]:
+    """All configurations of `count` micro-batches on `mesh`, those that take least memory first; ZeRO stage 3, 2, 1."""
     stages = [(False, False)] if count == 1 else [(False, False), (True, False), (True, True)]
     for recompute in _recompute_levels(space, folded):
-        yield from (Regime(count, recompute, *once) for once in stages)
+        yield from (Configuration(mesh, count, recompute, *once) for once in stages)
 
 
-def relaxed_configuration(space: Space, count: int, folded: Folded) -> Regime:
+def relaxed_configuration(space: Space, mesh: Mesh, count: int, folded: Folded) -> Configuration:
     """The configuration of `count` micro-batches that is fastest where memory is not limited: no recompute that was not
     asked for, parameters gathered and gradients reduced once."""
     *_, recompute = _recompute_levels(space, folded)
-    return Regime(count, recompute, count > 1, count > 1)
+    return Configuration(mesh, count, recompute, count > 1, count > 1)
 
 
-def configuration_text(configuration: Regime) -> str:
+def configuration_text(configuration: Configuration) -> str:
     """A configuration for people: "4 micro-batches, full recompute of model.layers.*"; "" for the default one."""
     count = configuration.micro_batches
     parts = [f"{count} micro-batches"] if count > 1 else []

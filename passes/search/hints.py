@@ -21,14 +21,14 @@ def with_hint(subproblems: Subproblems, error: InfeasibleError) -> InfeasibleErr
     if (space.micro_batches, space.recompute) != (None, None) and space.trains:
         found = _choice_in(subproblems, free)
         if found is not None:
-            how = configuration_text(found.solution.regime) or "no recompute, and one micro-batch"
+            how = configuration_text(found.solution.configuration) or "no recompute, and one micro-batch"
             return InfeasibleError(f"{error}; it would fit with {how}", error.missing)
     sizes = space.mesh.sizes
     for factor in _MORE:
         wider = replace(free, mesh=Mesh(space.mesh.names, (sizes[0] * factor, *sizes[1:])))
         found = _choice_in(subproblems, wider)
         if found is not None:
-            mesh, how = found.subproblem.mesh, configuration_text(found.solution.regime)
+            mesh, how = found.subproblem.mesh, configuration_text(found.solution.configuration)
             return InfeasibleError(
                 f"{error}; it would fit on {mesh.size} devices ({mesh})" + (f" with {how}" if how else ""),
                 error.missing,

@@ -8,10 +8,10 @@ from passes.cost.step import Seconds
 from passes.cost.walk import Optimizer, walk
 from passes.engines import engines
 from passes.ir.choices import Problem, Solution
+from passes.ir.configuration import Configuration
 from passes.ir.lowered import Group, Lowered
 from passes.ir.mesh import Mesh
 from passes.ir.program import Folded
-from passes.ir.regime import Regime
 from passes.lower import Casts, lower
 from passes.recompute import recompute
 from passes.search.space import Space
@@ -37,7 +37,7 @@ class Target:
 def lower_solution(folded: Folded, problem: Problem, solution: Solution, target: Target, clock: Clock) -> Lowered:
     """The program of one rank under `solution`: straight code, then what the backward pass computes again, then the
     parameters that FSDP units gather."""
-    configuration = solution.regime
+    configuration = solution.configuration
     with clock("lower"):
         lowered = lower(folded, problem, solution, target.mesh, target.casts)
     with clock("recompute"):
@@ -46,7 +46,7 @@ def lower_solution(folded: Folded, problem: Problem, solution: Solution, target:
         return engines(lowered, target.mesh, target.units, configuration.gather_once)
 
 
-def step_seconds(lowered: Lowered, folded: Folded, target: Target, configuration: Regime) -> Seconds:
+def step_seconds(lowered: Lowered, folded: Folded, target: Target, configuration: Configuration) -> Seconds:
     """Seconds of a step of `lowered`, all micro-batches and the optimizer included."""
     optimizer = Optimizer(target.optimizer_states, target.casts.master)
-    return walk(lowered, folded, target.cluster, target.mesh, optimizer, configuration)
+    return walk(lowered, folded, target.cluster, optimizer, configuration)

@@ -1,14 +1,14 @@
 """The search's problems on one mesh: how they are made, bounded and solved."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from passes.clock import Clock
 from passes.cost.memory import memory_use
 from passes.ir.choices import Problem, Solution
+from passes.ir.configuration import Configuration
 from passes.ir.demands import Demands
 from passes.ir.mesh import Mesh
-from passes.ir.regime import Regime
 from passes.rules.strategies import Offer, method_token
 from passes.search.configurations import relaxed_configuration
 from passes.search.programs import MicroBatchProgram, MicroBatchPrograms
@@ -29,15 +29,19 @@ class Subproblem:
     `solver` is resumable: it raises the lower bound on their step time, and finds choices, as far as it is driven.
     """
 
-    mesh: Mesh
     program: MicroBatchProgram
     demands: Demands
     solver: Solver
 
     @property
-    def configuration(self) -> Regime:
+    def mesh(self) -> Mesh:
+        """The mesh of the configuration."""
+        return self.configuration.mesh
+
+    @property
+    def configuration(self) -> Configuration:
         """The configuration that the choices are for."""
-        return self.solver.regime
+        return self.solver.configuration
 
     @property
     def bound(self) -> float:
@@ -66,12 +70,12 @@ class Choice:
 @dataclass(frozen=True)
 class Memo:
     """Results that hold for all spaces over one program: costs of redistributions by mesh, subproblems without memory
-    limit by mesh and number of micro-batches, and lower bounds by mesh and configuration. A bound that was found within
+    limit by mesh and number of micro-batches, and lower bounds by the key of their configuration. A bound found within
     a memory limit holds within any smaller one."""
 
     prices: dict[Mesh, Prices] = field(default_factory=dict)
     relaxed: dict[tuple[Mesh, int], Subproblem] = field(default_factory=dict)
-    bounds: dict[tuple[Mesh, object], float] = field(default_factory=dict)
+    bounds: dict[Hashable, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -113,18 +117,18 @@ class Subproblems:
         program = self.programs.of(count, is_given=self.space.micro_batches is not None)
         if program is None:
             return None
-        configuration = relaxed_configuration(self.space, count, program.folded)
+        configuration = relaxed_configuration(self.space, mesh, count, program.folded)
         limits = Limits(float("inf"), self.space.optimizer_states)
         if (mesh, count) not in self.memo.relaxed:
             problem, demands = self.problem(mesh, program)
-            solver = self._solver(problem, mesh, limits, configuration)
-            self.memo.relaxed[mesh, count] = Subproblem(mesh, program, demands, solver)
+            solver = self._solver(problem, limits, configuration)
+            self.memo.relaxed[mesh, count] = Subproblem(program, demands, solver)
         found = self.memo.relaxed[mesh, count]
         if found.configuration != configuration:
             found = replace(found, solver=found.solver.other(limits, configuration))
         return found
 
-    def limited(self, relaxed: Subproblem, configuration: Regime) -> Subproblem:
+    def limited(self, relaxed: Subproblem, configuration: Configuration) -> Subproblem:
         """The same choices within the memory limit, under `configuration`."""
         return replace(relaxed, solver=relaxed.solver.other(self.limits, configuration))
 
@@ -153,21 +157,21 @@ class Subproblems:
                 for axis, origin in enumerate(origins)
             ]
         problem, demands = self.problem(mesh, program, offers)
-        solver = self._solver(problem, mesh, self.limits, parent.solution.regime)
-        return Subproblem(mesh, program, demands, solver)
+        solver = self._solver(problem, self.limits, replace(parent.solution.configuration, mesh=mesh))
+        return Subproblem(program, demands, solver)
 
     def fits(self, subproblem: Subproblem) -> bool:
         """Whether the best choice that the solver has found keeps the memory limit."""
         best = subproblem.solver.best
         if best is None:
             return False
-        use = memory_use(subproblem.problem, best, self.space.optimizer_states, subproblem.mesh)
+        use = memory_use(subproblem.problem, best, self.space.optimizer_states)
         return use.peak <= self.memory_limit
 
-    def _solver(self, problem: Problem, mesh: Mesh, limits: Limits, configuration: Regime) -> Solver:
+    def _solver(self, problem: Problem, limits: Limits, configuration: Configuration) -> Solver:
         """A solver that shares the costs of redistributions with all others for the same mesh."""
-        cluster = self.space.cluster
+        cluster, mesh = self.space.cluster, configuration.mesh
         if mesh not in self.memo.prices:
             self.memo.prices[mesh] = Prices(cluster, mesh)
         with self.clock("solve"):
-            return Solver(problem, cluster, mesh, limits, configuration, self.memo.prices[mesh])
+            return Solver(problem, cluster, limits, configuration, self.memo.prices[mesh])

@@ -15,8 +15,7 @@ import numpy as np
 from passes.cost.cluster import Cluster
 from passes.cost.memory import memory_model
 from passes.ir.choices import Problem, Solution
-from passes.ir.mesh import Mesh
-from passes.ir.regime import PLAIN, Regime
+from passes.ir.configuration import Configuration
 from passes.solve.active_constraints import ActiveConstraints, first_constraints, remaining_choices, with_violated
 from passes.solve.arrays import Uses, arrays, find_uses
 from passes.solve.branch_and_bound import NOTHING, Branch, split
@@ -57,12 +56,12 @@ OFFERS = 20
 SMALL = 300
 
 
-def solve(problem: Problem, cluster: Cluster, mesh: Mesh, limits: Limits, regime: Regime = PLAIN) -> Solution:
-    """The choice of least step time that fits the memory, in one regime.
+def solve(problem: Problem, cluster: Cluster, limits: Limits, configuration: Configuration) -> Solution:
+    """The choice of least step time that fits the memory, in one configuration.
 
     Raises InfeasibleError where none fits.
     """
-    solver = Solver(problem, cluster, mesh, limits, regime)
+    solver = Solver(problem, cluster, limits, configuration)
     solver.begin()
     while solver.climb():
         pass
@@ -71,7 +70,7 @@ def solve(problem: Problem, cluster: Cluster, mesh: Mesh, limits: Limits, regime
 
 
 class Solver:
-    """A resumable search for the best choice in one regime.
+    """A resumable search for the best choice in one configuration.
 
     `begin` and `climb` raise the bound by dual iterations and mostly find a choice near it; `close` closes the gap.
     `best` is the incumbent, `bound` a lower bound on every choice; choices of `cutoff` seconds or more are of no
@@ -82,18 +81,17 @@ class Solver:
         self,
         problem: Problem,
         cluster: Cluster,
-        mesh: Mesh,
         limits: Limits,
-        regime: Regime = PLAIN,
+        configuration: Configuration,
         prices: Prices | None = None,
         uses: Sequence[Uses] | None = None,
     ) -> None:
         """Build the arrays of a problem; `prices` of the mesh and `uses` of the problem are reused if given."""
         self.cluster = cluster
-        self.uses = uses or find_uses(problem, prices or Prices(cluster, mesh))
-        found = arrays(problem, self.uses, regime)
-        sizes = memory_model(problem, regime, mesh, [each.tensor for each in self.uses])
-        self.instance = Instance(problem, mesh, regime, found, sizes, limits)
+        self.uses = uses or find_uses(problem, prices or Prices(cluster, configuration.mesh))
+        found = arrays(problem, self.uses, configuration)
+        sizes = memory_model(problem, configuration, [each.tensor for each in self.uses])
+        self.instance = Instance(problem, configuration, found, sizes, limits)
         self.limits = limits
         self.cutoff = np.inf
         self.best: Solution | None = None
@@ -104,10 +102,10 @@ class Solver:
         self.active: ActiveConstraints | None = None
         self.tried: list[Multipliers] = []
 
-    def other(self, limits: Limits, regime: Regime) -> "Solver":
-        """A solver for the same problem within other limits, in another regime."""
+    def other(self, limits: Limits, configuration: Configuration) -> "Solver":
+        """A solver for the same problem within other limits, in another configuration."""
         own = self.instance
-        return Solver(own.problem, self.cluster, own.mesh, limits, regime, uses=self.uses)
+        return Solver(own.problem, self.cluster, limits, configuration, uses=self.uses)
 
     @property
     def has_begun(self) -> bool:
@@ -120,9 +118,9 @@ class Solver:
         return self.instance.arrays.effort
 
     @property
-    def regime(self) -> Regime:
-        """The regime of the problem."""
-        return self.instance.regime
+    def configuration(self) -> Configuration:
+        """The configuration of the problem."""
+        return self.instance.configuration
 
     @property
     def mixed(self) -> list[tuple[int, ...]]:

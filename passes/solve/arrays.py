@@ -12,8 +12,8 @@ from passes.cost.live_ranges import is_kept, recompute_of
 from passes.cost.step import exchanges, uncovered, windows
 from passes.cost.tensor_uses import TensorUses, find_tensor_uses
 from passes.ir.choices import Group, Node, Problem
+from passes.ir.configuration import Configuration
 from passes.ir.layout import Layout
-from passes.ir.regime import Regime
 from passes.solve.effort import Effort
 from passes.solve.prices import Flags, Floats, Integers, Matrices, Prices, Pricing
 
@@ -30,8 +30,8 @@ class EdgeArrays:
 
 @dataclass(frozen=True)
 class Uses:
-    """Uses of one tensor in one place as they are in any regime. `seconds` are those of bringing all occurrences from
-    each layout to each other in one micro-batch."""
+    """Uses of one tensor in one place as they are in any configuration. `seconds` are those of bringing all occurrences
+    from each layout to each other in one micro-batch."""
 
     tensor: TensorUses
     seconds: Matrices
@@ -92,7 +92,7 @@ class Overlap:
 
 @dataclass(frozen=True)
 class Arrays:
-    """The whole problem under one regime.
+    """The whole problem under one configuration.
 
     `costs[n][y]` is what strategy y of node n costs itself; `tie_break[n][y]` counts its
     unusual methods, to choose among equals; `effort` counts the work of solving it.
@@ -138,38 +138,38 @@ class Arrays:
         return total
 
 
-def arrays(problem: Problem, uses: Sequence[Uses], regime: Regime) -> Arrays:
-    """The arrays of `problem`, in seconds and bytes of a step in `regime`."""
-    groups = [_group(problem, each, regime) for each in uses]
-    costs = [_seconds(problem, node, regime) for node in problem.nodes]
+def arrays(problem: Problem, uses: Sequence[Uses], configuration: Configuration) -> Arrays:
+    """The arrays of `problem`, in seconds and bytes of a step in `configuration`."""
+    groups = [_group(problem, each, configuration) for each in uses]
+    costs = [_seconds(problem, node, configuration) for node in problem.nodes]
     tie_break = [np.array([_tie_break(strategy.methods) for strategy in node.strategies]) for node in problem.nodes]
-    return Arrays(costs, tie_break, groups, _overlaps(problem, regime, groups))
+    return Arrays(costs, tie_break, groups, _overlaps(problem, configuration, groups))
 
 
-def _seconds(problem: Problem, node: Node, regime: Regime) -> Floats:
+def _seconds(problem: Problem, node: Node, configuration: Configuration) -> Floats:
     """Seconds of each strategy in a step: what runs again does so in every micro-batch, the optimizer once."""
-    times = 1 if node.kind == "parameter" else regime.micro_batches
-    return times * (np.array(node.seconds) + _recompute(problem, node, regime))
+    times = 1 if node.kind == "parameter" else configuration.micro_batches
+    return times * (np.array(node.seconds) + _recompute(problem, node, configuration))
 
 
-def _recompute(problem: Problem, node: Node, regime: Regime) -> Floats:
+def _recompute(problem: Problem, node: Node, configuration: Configuration) -> Floats:
     """Seconds of the forward pass that run again in the backward pass of one micro-batch."""
-    recompute = recompute_of(problem, regime, node.block)
+    recompute = recompute_of(problem, configuration, node.block)
     if node.kind == "op" and recompute != "none":
         return np.array(node.forward) * (np.array(node.light) if recompute == "selective" else 1.0)
     return np.zeros(len(node.strategies))
 
 
-def _overlaps(problem: Problem, regime: Regime, groups: Sequence[GroupArrays]) -> list[Overlap]:
+def _overlaps(problem: Problem, configuration: Configuration, groups: Sequence[GroupArrays]) -> list[Overlap]:
     """The overlap terms of all blocks, by the windows of `cost.step`."""
     found = []
     for block, count in enumerate(problem.counts):
         traffic = [group for group in groups if group.group.parameter and group.group.block == block]
         if count == 1 or not any(group.gather.any() or group.reduce.any() for group in traffic):
             continue
-        recompute, covers = recompute_of(problem, regime, block), problem.covers[block]
+        recompute, covers = recompute_of(problem, configuration, block), problem.covers[block]
         full, others = recompute == "full", uncovered(count)[1]
-        for window in windows(regime):
+        for window in windows(configuration):
             cover = covers.again(recompute) if window.backward else covers.forward
             again, forced = window.regather and not full, window.regather and full
             found.append(Overlap(block, others * window.times, cover, window.gather, again, window.reduce, forced))
@@ -201,23 +201,23 @@ def find_uses(problem: Problem, prices: Prices) -> list[Uses]:
     return [Uses(each, seconds * each.group.count) for each, seconds in zip(tensors, matrices, strict=True)]
 
 
-def _group(problem: Problem, uses: Uses, regime: Regime) -> GroupArrays:
+def _group(problem: Problem, uses: Uses, configuration: Configuration) -> GroupArrays:
     tensor, forward, backward = uses.tensor, uses.seconds.forward, uses.seconds.backward
     group = tensor.group
     edges = [
-        EdgeArrays(edge.consumer, wanted, is_kept(problem, regime, edge))
+        EdgeArrays(edge.consumer, wanted, is_kept(problem, configuration, edge))
         for edge, wanted in zip(tensor.edges, tensor.wanted, strict=True)
     ]
-    full = group.inside and recompute_of(problem, regime, group.block) == "full"
+    full = group.inside and recompute_of(problem, configuration, group.block) == "full"
     none = np.zeros_like(forward)
-    times = regime.micro_batches
+    times = configuration.micro_batches
     if group.parameter:
         first = uncovered(problem.counts[group.block])[0]
-        every = windows(regime)
+        every = windows(configuration)
         regathers = first * sum(window.times for window in every if window.regather)
         gathers = first * sum(window.times for window in every if window.gather) + regathers * full
         reductions = first * sum(window.times for window in every if window.reduce)
-        seconds = exchanges(regime) * uses.seconds.exchange + gathers * forward + reductions * backward
+        seconds = exchanges(configuration) * uses.seconds.exchange + gathers * forward + reductions * backward
         again = none if full else regathers * forward
         gather, reduce = forward, backward
     else:

@@ -1,5 +1,5 @@
-"""One problem in one regime: costs, bytes, program points and limits, and the relaxations that the solver bounds it
-by."""
+"""One problem in one configuration: costs, bytes, program points and limits, and the relaxations that the solver
+bounds it by."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,9 +9,8 @@ import numpy as np
 
 from passes.cost.memory import MemoryModel, MemoryUse
 from passes.ir.choices import Problem, Solution
+from passes.ir.configuration import Configuration
 from passes.ir.layout import Layout
-from passes.ir.mesh import Mesh
-from passes.ir.regime import Regime
 from passes.solve.arrays import Arrays
 from passes.solve.dominance import undominated
 from passes.solve.elimination.variables import eliminate
@@ -32,8 +31,7 @@ class Instance:
     which some choice did not; `counted` caches the bytes of choices."""
 
     problem: Problem
-    mesh: Mesh
-    regime: Regime
+    configuration: Configuration
     arrays: Arrays
     bytes: MemoryModel
     limits: Limits
@@ -51,7 +49,7 @@ class Instance:
     def solution(self, picks: Sequence[int], again: Again) -> Solution:
         """A choice with its seconds."""
         seconds = self.arrays.value(picks, again)
-        return Solution(tuple(picks), again, seconds, seconds, self.regime)
+        return Solution(tuple(picks), again, seconds, seconds, self.configuration)
 
     def totals(self, picks: tuple[int, ...], again: Again) -> Floats:
         """The bytes of a choice at every program point."""

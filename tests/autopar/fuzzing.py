@@ -23,6 +23,7 @@ from autopar.runtime import collectives
 from autopar.runtime.generated import Container, Generated, place
 from autopar.runtime.saving import saving
 from passes.ir.choices import Node, Problem, Solution, Strategy
+from passes.ir.configuration import Configuration
 from passes.ir.errors import CaptureError
 from passes.ir.layout import Layout
 from passes.ir.mesh import Mesh
@@ -42,7 +43,14 @@ _FLOOR, _PART = 1e-3, 1e-3
 # --- random plans -----------------------------------------------------------------------------------------------------
 
 
-def random_solution(choose: random.Random, problem: Problem, *_: object, coherent: float = 0.0) -> Solution:
+def _configuration(given: Sequence[object]) -> Configuration:
+    """The last argument of a solver behind the problem."""
+    configuration = given[-1]
+    assert isinstance(configuration, Configuration)
+    return configuration
+
+
+def random_solution(choose: random.Random, problem: Problem, *given: object, coherent: float = 0.0) -> Solution:
     """A random strategy for every node, and none, some or all of the redistributions made again in the backward pass.
 
     With the probability `coherent` a node gets one of the strategies that agree best with what its neighbours have
@@ -60,7 +68,7 @@ def random_solution(choose: random.Random, problem: Problem, *_: object, coheren
         chosen[index] = node.strategies[picks[-1]]
     part = choose.choice((0.0, 0.0, 0.5, 1.0, 1.0))
     again = {item for item in _kept(problem, picks) if choose.random() < part}
-    return Solution(tuple(picks), frozenset(again), 0.0, 0.0)
+    return Solution(tuple(picks), frozenset(again), 0.0, 0.0, _configuration(given))
 
 
 # For every node: (the node at the other end, the number of the tensor there, the number here, whether that is read).
@@ -714,11 +722,13 @@ class Carried:
     plain: frozenset[int] = frozenset()
     again: bool = True
 
-    def __call__(self, problem: Problem, *_: object) -> Solution:
+    def __call__(self, problem: Problem, *given: object) -> Solution:
         """Choose for `problem`."""
         old, solution = self.before.problem, self.before.solution
         if old is None or solution is None:
-            return Solution(tuple(_found(node, None) for node in problem.nodes), frozenset(), 0.0, 0.0)
+            return Solution(
+                tuple(_found(node, None) for node in problem.nodes), frozenset(), 0.0, 0.0, _configuration(given)
+            )
         labels = [[_label(node) for node in item.nodes] for item in (old, problem)]
         same: dict[int, int] = {}
         for block in difflib.SequenceMatcher(None, *labels, autojunk=False).get_matching_blocks():
@@ -729,7 +739,7 @@ class Carried:
             wanted = None if known is None or known in self.plain else solution.strategy(old, known)
             picks.append(_found(node, wanted))
         again = _kept(problem, picks) if self.again and solution.again else ()
-        return Solution(tuple(picks), frozenset(again), 0.0, 0.0)
+        return Solution(tuple(picks), frozenset(again), 0.0, 0.0, _configuration(given))
 
 
 def _found(node: Node, wanted: Strategy | None) -> int:
@@ -866,7 +876,7 @@ def case(seed: int) -> tuple[Recipe, Mesh, Solver]:
     coherent = choose.choice((0.0, 0.0, 0.5, 0.9))
     mesh = Mesh(("dp", "cp", "tp")[: len(sizes)], sizes)
 
-    def solver(problem: Problem, *_: object) -> Solution:
-        return random_solution(random.Random(seed), problem, coherent=coherent)
+    def solver(problem: Problem, *given: object) -> Solution:
+        return random_solution(random.Random(seed), problem, *given, coherent=coherent)
 
     return make_recipe(seed, most), mesh, solver

@@ -2,11 +2,10 @@
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from unittest import mock
 
 from passes.ir.choices import Solution
-from passes.ir.regime import Regime
+from passes.ir.configuration import Configuration
 from passes.recompute import levels
 from passes.search.subproblems import Choice, Subproblem, Subproblems
 from passes.solve import Solver
@@ -25,10 +24,10 @@ def solved_by(solver: Solve, *, gather_once: bool = False, reduce_once: bool = F
         assert program is not None
         problem, demands = subproblems.problem(mesh, program)
         recompute = levels([region.name for region in program.folded.regions], space.recompute or {})
-        configuration = Regime(space.micro_batches or 1, recompute, gather_once, reduce_once)
-        own = Solver(problem, space.cluster, mesh, subproblems.limits, configuration)
-        solution = solver(problem, space.cluster, mesh, subproblems.limits)
-        return Choice(Subproblem(mesh, program, demands, own), replace(solution, regime=configuration))
+        configuration = Configuration(mesh, space.micro_batches or 1, recompute, gather_once, reduce_once)
+        own = Solver(problem, space.cluster, subproblems.limits, configuration)
+        solution = solver(problem, space.cluster, subproblems.limits, configuration)
+        return Choice(Subproblem(program, demands, own), solution)
 
     with mock.patch("passes.search.choose", choose), mock.patch("passes.search.solve", solver):
         yield

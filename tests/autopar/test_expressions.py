@@ -88,12 +88,12 @@ def planned_at(case: Case, done: Compiled, batch: int, sequence: int, mesh: Mapp
     request = make_request(model, mesh, batch_of(case, batch, sequence), replace(case.options, constraints=None))
     name = request.objective
     program = normalize(capture(model, request.inputs, tracing(model, request, name)))
-    decisions = decisions_of(done.plan.programs[name])
+    decisions = decisions_of(done.plan.programs[name], request.mesh)
     if mesh == case.mesh:
         decisions = replace(decisions, methods=None, strategies=done.decided[name], stored=done.stored)
     space = replace(request.space(decisions), memory_limit=float("inf"))
     found = search(program, space, Simulator(request), Clock())
-    use = memory_use(found.problem, found.solution, request.optimizer_states, request.mesh)
+    use = memory_use(found.problem, found.solution, request.optimizer_states)
     return use.peak, found.seconds.total
 
 

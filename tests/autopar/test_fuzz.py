@@ -170,7 +170,7 @@ def test_what_failed_once(name: str) -> None:
 
 
 def _solver(seed: int) -> Solver:
-    return lambda problem, *rest: random_solution(random.Random(seed), problem, coherent=0.3)
+    return lambda problem, *rest: random_solution(random.Random(seed), problem, *rest, coherent=0.3)
 
 
 def test_what_is_sent_lies_in_one_piece() -> None:

@@ -22,7 +22,7 @@ import autopar
 from autopar import InputError, MicroBatchError, Plan, PlanMismatchError, parallelize
 from autopar.ranks import run_ranks
 from autopar.testing import LiftFloat32, compare_on_mesh
-from passes.ir.regime import RECOMPUTE
+from passes.ir.configuration import RECOMPUTE
 from tests.autopar.comparing import exact
 from tests.autopar.fuzzing import random_solution
 from tests.autopar.solving import solved_by

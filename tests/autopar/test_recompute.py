@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from autopar import DistributedModule, parallelize
 from autopar.ranks import run_ranks
-from passes.ir.regime import RECOMPUTE
+from passes.ir.configuration import RECOMPUTE
 from tests.models import Stack, gpt2, llama, tokens
 
 _MODELS = {"llama": llama, "gpt2": gpt2}

@@ -194,7 +194,7 @@ def test_three_axes_are_looked_at_wholly() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("limit", [400e3, 300e3])
-def test_searched_regime_is_the_best_of_all(limit: float) -> None:
+def test_searched_configuration_is_the_best_of_all(limit: float) -> None:
     """Every number of micro-batches with everything that may be computed again, each planned by itself."""
     found = planned(limit)
     best = math.inf
@@ -312,7 +312,7 @@ def test_a_number_of_devices_runs() -> None:
 
 
 @pytest.mark.slow
-def test_a_cluster_runs_in_a_regime() -> None:
+def test_a_cluster_runs_in_a_configuration() -> None:
     """Memory is short, so that the batch goes in parts; the links of the cluster give axes their names."""
     cluster = replace(CLUSTERS["ideal"], name="pairs", node_size=2, devices=4)
     results = run_ranks(_searched, 4, llama(), 8, cluster, {"memory_limit": 400e3, "recompute": "none"})
@@ -373,7 +373,7 @@ def test_no_process_group() -> None:
         parallelize(Stack(), 2, _stack_inputs())
 
 
-def test_regimes_survive_the_round_trip(tmp_path: object) -> None:
+def test_configurations_survive_the_round_trip(tmp_path: object) -> None:
     """A plan with micro-batches and recompute is saved, loaded and planned again as it was, by number of devices too;
     it is not replayed on another number."""
     plan = planned(300e3, 2, recompute="full")

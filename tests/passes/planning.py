@@ -18,11 +18,11 @@ from passes.cost.memory import memory_use
 from passes.cost.walk import Optimizer, walk
 from passes.engines import engines
 from passes.ir.choices import Problem, Solution
+from passes.ir.configuration import RECOMPUTE, Configuration
 from passes.ir.layout import Layout
 from passes.ir.lowered import Body, Change, Loop, Lowered, Statement
 from passes.ir.mesh import Mesh
 from passes.ir.program import Folded
-from passes.ir.regime import PLAIN, RECOMPUTE, Regime
 from passes.lower import Casts, lower
 from passes.normalize import normalize
 from passes.recompute import recompute
@@ -57,7 +57,7 @@ class Planning:
     def lowered(self, solution: Solution) -> Lowered:
         """The program that a solution stands for."""
         lowered = lower(self.folded, self.problem, solution, self.mesh, Casts())
-        return recompute(lowered, solution.regime.recompute)
+        return recompute(lowered, solution.configuration.recompute)
 
     def seconds(self, solution: Solution) -> float:
         """The step time of a solution, from the program that it stands for.
@@ -65,38 +65,45 @@ class Planning:
         All-to-alls of FSDP units are marked, as their price differs. All else of units is left out: they gather all of
         their parameters again or none, and here each goes as it was decided.
         """
-        regime, plain = solution.regime, self.lowered(solution)
-        marked = engines(plain, self.mesh, gather_once=regime.gather_once)
+        configuration, plain = solution.configuration, self.lowered(solution)
+        marked = engines(plain, self.mesh, gather_once=configuration.gather_once)
         lowered = replace(plain, body=_exchanged_in(plain.body, marked.body))
-        return walk(lowered, self.folded, self.cluster, self.mesh, Optimizer(STATES), regime).total
+        return walk(lowered, self.folded, self.cluster, Optimizer(STATES), configuration).total
 
     def peak(self, solution: Solution) -> float:
         """The memory of a solution."""
-        return memory_use(self.problem, solution, STATES, self.mesh).peak
+        return memory_use(self.problem, solution, STATES).peak
+
+    @property
+    def configuration(self) -> Configuration:
+        """The default configuration on the mesh."""
+        return Configuration(self.mesh)
 
     def with_picks(self, picks: Sequence[int]) -> Solution:
         """The solution with these strategies, in which nothing is made again."""
-        return Solution(tuple(picks), frozenset(), 0.0, 0.0)
+        return Solution(tuple(picks), frozenset(), 0.0, 0.0, self.configuration)
 
-    def changed_and_kept(self, picks: tuple[int, ...], regime: Regime = PLAIN) -> list[tuple[int, Layout]]:
+    def changed_and_kept(
+        self, picks: tuple[int, ...], configuration: Configuration | None = None
+    ) -> list[tuple[int, Layout]]:
         """The redistributions whose result has to be there in the backward pass under `picks`, so that they could be
         made again instead."""
-        chosen = Solution(picks, frozenset(), 0.0, 0.0)
+        chosen = Solution(picks, frozenset(), 0.0, 0.0, self.configuration)
         found: dict[tuple[int, Layout], None] = {}
         for edge in self.problem.edges:
             before = chosen.strategy(self.problem, edge.producer).results[edge.result]
             after = chosen.strategy(self.problem, edge.consumer).operands[edge.operand]
-            if is_kept(self.problem, regime, edge) and not same_tensor(before, after):
+            if is_kept(self.problem, configuration or self.configuration, edge) and not same_tensor(before, after):
                 found[edge.group, after] = None
         return list(found)
 
-    def choices(self, again: bool, regime: Regime = PLAIN) -> Iterator[Solution]:
-        """Every solution in a regime; with `again` in every way to make redistributions again."""
+    def choices(self, again: bool, configuration: Configuration | None = None) -> Iterator[Solution]:
+        """Every solution in a configuration; with `again` in every way to make redistributions again."""
         for picks in product(*(range(len(node.strategies)) for node in self.problem.nodes)):
-            redone = self.changed_and_kept(picks, regime) if again else []
+            redone = self.changed_and_kept(picks, configuration) if again else []
             for count in range(len(redone) + 1):
                 for chosen in combinations(redone, count):
-                    yield Solution(picks, frozenset(chosen), 0.0, 0.0, regime)
+                    yield Solution(picks, frozenset(chosen), 0.0, 0.0, configuration or self.configuration)
 
 
 def planning(
@@ -216,19 +223,19 @@ class Steps(nn.Module):
         return seen[-1]
 
 
-def random_regime(case: Planning, seed: int) -> Regime:
+def random_configuration(case: Planning, seed: int) -> Configuration:
     """Some micro-batches, something to compute again of each region, and parameters that travel once or each time."""
     choose = random.Random(seed)
     again = {region.name: choose.choice(RECOMPUTE) for region in case.folded.regions}
-    return Regime(choose.choice([1, 1, 2, 4]), again, choose.random() < 0.3, choose.random() < 0.3)
+    return Configuration(case.mesh, choose.choice([1, 1, 2, 4]), again, choose.random() < 0.3, choose.random() < 0.3)
 
 
-def traveling_regime(case: Planning, seed: int) -> Regime:
+def zero_configuration(case: Planning, seed: int) -> Configuration:
     """Two or four micro-batches, one of the ways in which parameters travel, and something to compute again."""
     choose = random.Random(seed)
     again = {region.name: choose.choice(RECOMPUTE) for region in case.folded.regions}
     once = [(False, False), (True, False), (True, True), (False, True)][seed % 4]
-    return Regime(choose.choice([2, 4]), again, *once)
+    return Configuration(case.mesh, choose.choice([2, 4]), again, *once)
 
 
 def random_planning(seed: int, blocks: int = 0) -> Planning:

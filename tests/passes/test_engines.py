@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from passes.constrain import Constraints
 from passes.cost.walk import Optimizer, walk
 from passes.engines import engines
+from passes.ir.configuration import Configuration
 from passes.ir.layout import I, Layout, S
 from passes.ir.lowered import Body, Change, Group, Loop, Lowered, Statement
 from passes.ir.mesh import Mesh
@@ -62,7 +63,7 @@ def case(mesh: Mesh, constraints: Constraints, model: nn.Module | None = None, c
 
 def before(given: Planning) -> Lowered:
     """Its best plan, lowered."""
-    return given.lowered(solve(given.problem, given.cluster, given.mesh, Limits(1e30, STATES)))
+    return given.lowered(solve(given.problem, given.cluster, Limits(1e30, STATES), Configuration(given.mesh)))
 
 
 def written(lowered: Lowered, mesh: Mesh) -> list[str]:
@@ -113,7 +114,8 @@ def test_what_the_engine_does_is_priced() -> None:
     given = case(mesh, SHARDED, cluster="cpu")
     lowered = before(given)
     seconds = [
-        walk(item, given.folded, given.cluster, mesh, Optimizer(STATES)) for item in (lowered, engines(lowered, mesh))
+        walk(item, given.folded, given.cluster, Optimizer(STATES), Configuration(mesh))
+        for item in (lowered, engines(lowered, mesh))
     ]
     assert seconds[0] == seconds[1]
     assert seconds[1].exposed_gathers > 0
@@ -138,8 +140,8 @@ def test_all_to_alls_that_come_first_are_made_by_the_engine(stored: Layout) -> N
         "all_gather" if stored[0] != I else "convert",
     ]
     assert change.engine == len(change.steps) == 2
-    walked = walk(after, given.folded, given.cluster, mesh, Optimizer(STATES))
-    planned = solve(given.problem, given.cluster, given.mesh, Limits(1e30, STATES)).seconds
+    walked = walk(after, given.folded, given.cluster, Optimizer(STATES), Configuration(mesh))
+    planned = solve(given.problem, given.cluster, Limits(1e30, STATES), Configuration(given.mesh)).seconds
     assert walked.total == pytest.approx(planned, rel=1e-9)
 
 

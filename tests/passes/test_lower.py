@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from passes.ir.choices import Solution, Strategy
+from passes.ir.configuration import Configuration
 from passes.ir.layout import I, Layout, P, R, S, local_shape
 from passes.ir.lowered import Change, Compute, Loop, Lowered
 from passes.lower import Casts, lower
@@ -27,7 +28,7 @@ def choose(case: Planning, **methods: str) -> Solution:
         wanted = methods.get(name, "R" if "R" in names else "I" if "I" in names else names[0])
         picks.append(names.index(wanted))
     assert not unknown
-    return Solution(tuple(picks), frozenset(), 0.0, 0.0)
+    return Solution(tuple(picks), frozenset(), 0.0, 0.0, Configuration(case.mesh))
 
 
 def changes(lowered: Lowered) -> list[Change]:
@@ -133,7 +134,7 @@ def _sizes(case: Planning, kind: str, strategy: Strategy) -> object:
     index = next(number for number, node in enumerate(case.problem.nodes) if node.key == f"/{kind}")
     picks = list(choose(case).picks)
     picks[index] = case.problem.nodes[index].strategies.index(strategy)
-    lowered = case.lowered(Solution(tuple(picks), frozenset(), 0.0, 0.0))
+    lowered = case.lowered(Solution(tuple(picks), frozenset(), 0.0, 0.0, Configuration(case.mesh)))
     (statement,) = [item for item in computes(lowered) if item.op.kind == kind]
     names = {"reshape": ("shape",), "expand": ("size",), "slice": ("start", "end")}[kind]
     found = [statement.op.arguments[name] for name in names]

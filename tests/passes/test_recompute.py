@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from passes.ir.configuration import Configuration
 from passes.ir.errors import ConstraintError
 from passes.ir.lowered import Compute, Loop, Lowered
 from passes.ir.program import Region
@@ -48,7 +49,7 @@ class Model(nn.Module):
 
 def _lowered() -> Lowered:
     plan = planning(Model(), {"x": torch.empty(4, 8, device="meta")}, MESH)
-    return plan.lowered(solve(plan.problem, plan.cluster, MESH, Limits(1e12, STATES)))
+    return plan.lowered(solve(plan.problem, plan.cluster, Limits(1e12, STATES), Configuration(MESH)))
 
 
 def _loop(lowered: Lowered) -> Loop:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from passes.cost.memory import memory_use
 from passes.cost.walk import Optimizer, walk
 from passes.ir.choices import Solution
+from passes.ir.configuration import Configuration
 from passes.ir.plan import ProgramPlan
 from passes.record import decisions_of, idle_axes, record, whole_ops
 from passes.search.restrict import planned_solution
@@ -21,8 +22,8 @@ from tests.passes.planning import STATES, Planning, planning, random_planning
 def _recorded(case: Planning, solution: Solution) -> ProgramPlan:
     """The recorded plan of a solution."""
     lowered = case.lowered(solution)
-    seconds = walk(lowered, case.folded, case.cluster, case.mesh, Optimizer(STATES))
-    memory = memory_use(case.problem, solution, STATES, case.mesh)
+    seconds = walk(lowered, case.folded, case.cluster, Optimizer(STATES), Configuration(case.mesh))
+    memory = memory_use(case.problem, solution, STATES)
     plan = record(case.folded, case.problem, solution, lowered, seconds, memory, case.mesh, 1.0, 0.0)
     assert sum(plan.seconds.values()) == pytest.approx(seconds.total)
     assert sum(plan.memory.values()) == pytest.approx(memory.peak)
@@ -33,10 +34,10 @@ def _recorded(case: Planning, solution: Solution) -> ProgramPlan:
 def test_decisions_are_found_again(seed: int) -> None:
     """A recorded stage gives the same strategies in a problem that is made anew, and what is made again."""
     case = random_planning(seed, blocks=2 if seed == 3 else 0)
-    solution = solve(case.problem, case.cluster, case.mesh, Limits(1e30, STATES))
+    solution = solve(case.problem, case.cluster, Limits(1e30, STATES), Configuration(case.mesh))
     solution = replace(solution, again=frozenset(case.changed_and_kept(solution.picks)))
     anew = random_planning(seed, blocks=2 if seed == 3 else 0)
-    found = planned_solution(anew.problem, decisions_of(_recorded(case, solution)))
+    found = planned_solution(anew.problem, decisions_of(_recorded(case, solution), case.mesh))
     assert isinstance(found, Solution)
     assert found.picks == solution.picks
     assert case.seconds(found) == pytest.approx(case.seconds(solution))
@@ -47,7 +48,7 @@ def test_decisions_are_found_again(seed: int) -> None:
 def test_decisions_that_do_not_fit_are_named(how: str) -> None:
     """The first key on which plan and problem differ."""
     case = random_planning(1)
-    solution = solve(case.problem, case.cluster, case.mesh, Limits(1e30, STATES))
+    solution = solve(case.problem, case.cluster, Limits(1e30, STATES), Configuration(case.mesh))
     plan = _recorded(case, solution)
     (stage,) = plan.stages
     first = case.problem.nodes[0].key
@@ -63,7 +64,7 @@ def test_decisions_that_do_not_fit_are_named(how: str) -> None:
         again = (("odd/op", 0),)
     expected = "odd/op" if how.startswith("unknown") else first
     other = replace(plan, stages=(replace(stage, decisions=decisions, again=again),))
-    assert planned_solution(case.problem, decisions_of(other)) == expected
+    assert planned_solution(case.problem, decisions_of(other, case.mesh)) == expected
 
 
 def test_ops_that_are_computed_whole() -> None:
@@ -80,14 +81,14 @@ def test_axes_that_split_nothing() -> None:
     """An axis on which no op and no parameter is split is idle; one of a single device never is."""
     mesh = mesh_of(one=1, idle=5, used=2)
     case = planning(nn.Linear(8, 8), {"input": torch.ones(4, 8)}, mesh, "ideal")
-    solution = solve(case.problem, case.cluster, mesh, Limits(1e30, STATES))
+    solution = solve(case.problem, case.cluster, Limits(1e30, STATES), Configuration(mesh))
     assert idle_axes(case.problem, solution, mesh) == [1]
 
 
 def test_rows_show_every_statement() -> None:
     """Each op of the program has a row under its key, in the block that it stands in; collectives are spelled out."""
     case = random_planning(3, blocks=3)
-    solution = solve(case.problem, case.cluster, case.mesh, Limits(1e30, STATES))
+    solution = solve(case.problem, case.cluster, Limits(1e30, STATES), Configuration(case.mesh))
     plan = _recorded(case, solution)
     (stage,) = plan.stages
     shown = {row.name for block in stage.blocks for row in block.rows if row.kind == "op"}

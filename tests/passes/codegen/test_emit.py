@@ -9,6 +9,7 @@ from torch import Tensor, nn
 import autopar.runtime
 from passes.codegen.forms import WRITERS
 from passes.ir import vocabulary
+from passes.ir.configuration import Configuration
 from passes.ir.lowered import Lowered
 from passes.ir.mesh import Mesh
 from passes.rules.local_forms import LOCAL_FORMS
@@ -82,7 +83,7 @@ class Model(nn.Module):
 def _emitted(mesh: Mesh, cluster: str = "cpu") -> tuple[Lowered, str]:
     inputs = {"x": torch.ones(8, 8), "lambda_": torch.ones(4)}
     case = planning(Model(), inputs, mesh, cluster)
-    lowered = case.lowered(solve(case.problem, case.cluster, mesh, Limits(1e30, STATES)))
+    lowered = case.lowered(solve(case.problem, case.cluster, Limits(1e30, STATES), Configuration(mesh)))
     return lowered, source_of(lowered, mesh)
 
 

@@ -14,11 +14,11 @@ from passes.cost.live_ranges import layout_bytes
 from passes.cost.memory import chosen_memory, memory_model, memory_use
 from passes.cost.program_points import LiveRange, Phase
 from passes.ir.choices import Solution
+from passes.ir.configuration import Configuration
 from passes.ir.mesh import Mesh
-from passes.ir.regime import Regime
 from passes.solve import solve
 from passes.solve.limits import Limits
-from tests.passes.planning import STATES, Planning, planning, random_planning, random_regime, traveling_regime
+from tests.passes.planning import STATES, Planning, planning, random_configuration, random_planning, zero_configuration
 
 ROWS, WIDTH, LAYERS = 8, 16, 3
 
@@ -65,7 +65,7 @@ class _Layers(nn.Module):
 
 def _totals_alone(case: Planning, solution: Solution) -> NDArray[np.float64]:
     """Bytes at each point of a problem that offers the solution alone."""
-    model, found = chosen_memory(case.problem, solution, case.mesh)
+    model, found = chosen_memory(case.problem, solution)
     return model.totals(found)
 
 
@@ -77,9 +77,9 @@ def test_what_is_made_again_is_made_of_something() -> None:
     (name,) = (region.name for region in case.folded.regions)
     live = {}
     for level in ("none", "selective"):
-        regime = Regime(recompute={name: level})
-        solution = solve(case.problem, case.cluster, case.mesh, Limits(1e30, STATES), regime)
-        model, found = chosen_memory(case.problem, solution, case.mesh)
+        configuration = Configuration(case.mesh, recompute={name: level})
+        solution = solve(case.problem, case.cluster, Limits(1e30, STATES), configuration)
+        model, found = chosen_memory(case.problem, solution)
         tensor = ROWS * WIDTH * 4 * LAYERS
         live[level] = {model.ranges[item.range] for item in found if item.kind == "kept" and item.size == tensor}
     block = case.problem.blocks.index(name)
@@ -102,12 +102,12 @@ def test_what_sends_is_not_made_again() -> None:
     mesh = Mesh.of({"tp": 2})
     case = planning(_Layers(_Normed), {"x": torch.zeros(ROWS, WIDTH)}, mesh)
     (name,) = (region.name for region in case.folded.regions)
-    regime = Regime(recompute={name: "selective"})
-    solution = solve(case.problem, case.cluster, mesh, Limits(1e30, STATES), regime)
+    configuration = Configuration(mesh, recompute={name: "selective"})
+    solution = solve(case.problem, case.cluster, Limits(1e30, STATES), configuration)
     norm = case.problem.index["layers.*.norm/layer_norm"]
     node = case.problem.nodes[norm]
     assert node.cheap
-    model = memory_model(case.problem, regime, mesh)
+    model = memory_model(case.problem, configuration)
     (use,) = (edge for edge in case.problem.edges if edge.producer == norm)
     wanted = [item.operands[use.operand] for item in case.problem.nodes[use.consumer].strategies]
     tried = set()
@@ -133,14 +133,14 @@ def test_all_strategies_at_once_are_each_alone(seed: int) -> None:
     that offers this choice alone."""
     case = random_planning(seed, blocks=2 + seed % 2)
     choose = random.Random(seed)
-    regime = traveling_regime(case, seed) if seed % 2 else random_regime(case, seed)
-    model = memory_model(case.problem, regime, case.mesh)
+    configuration = zero_configuration(case, seed) if seed % 2 else random_configuration(case, seed)
+    model = memory_model(case.problem, configuration)
     for _ in range(4):
         picks = tuple(choose.randrange(len(node.strategies)) for node in case.problem.nodes)
-        redone = case.changed_and_kept(picks, regime)
+        redone = case.changed_and_kept(picks, configuration)
         again = frozenset(choose.sample(redone, len(redone) // 2))
-        solution = Solution(picks, again, 0.0, 0.0, regime)
+        solution = Solution(picks, again, 0.0, 0.0, configuration)
         found = model.allocations(picks, again)
         np.testing.assert_allclose(model.totals(found), _totals_alone(case, solution), rtol=1e-12)
-        alone = memory_use(case.problem, solution, STATES, case.mesh)
+        alone = memory_use(case.problem, solution, STATES)
         assert model.use(found, STATES).kinds() == pytest.approx(alone.kinds(), rel=1e-12)

@@ -15,7 +15,7 @@ from passes.cost.program_points import LiveRange, Phase, ProgramPoint, live_frac
 from passes.cost.step import Part, Seconds, compose, exposed
 from passes.cost.walk import Optimizer, walk
 from passes.ir.choices import Solution
-from passes.ir.regime import PLAIN, Regime
+from passes.ir.configuration import Configuration
 from passes.normalize import normalize
 from passes.regions import fold
 from passes.strategies import Setting, candidates
@@ -45,13 +45,13 @@ def whole(case: Planning) -> Solution:
     for node in case.problem.nodes:
         methods = [set(strategy.methods) for strategy in node.strategies]
         picks.append(methods.index({"I"} if {"I"} in methods else {"R"}))
-    return Solution(tuple(picks), frozenset(), 0.0, 0.0)
+    return Solution(tuple(picks), frozenset(), 0.0, 0.0, Configuration(MESH))
 
 
 def test_a_step_on_one_device_adds_up() -> None:
     """Compute, reading the batch, and the optimizer, by hand."""
     case = planning(Model(), {"x": torch.ones(32, 64)}, MESH, CLUSTER)
-    seconds = walk(case.lowered(whole(case)), case.folded, CLUSTER, MESH, Optimizer(2))
+    seconds = walk(case.lowered(whole(case)), case.folded, CLUSTER, Optimizer(2), Configuration(MESH))
     x, weight, y = 32 * 64 * 4, 128 * 64 * 4, 32 * 128 * 4
     flops = 2 * 32 * 64 * 128
     linear = 1e-6 + max(flops / 0.5e12, (x + weight + y) / 1e11)
@@ -70,7 +70,7 @@ def test_a_step_on_one_device_adds_up() -> None:
 def test_memory_of_a_step_on_one_device() -> None:
     """Parameters, states, inputs and outputs throughout; activations until backward, gradients from there."""
     case = planning(Model(), {"x": torch.ones(32, 64)}, MESH, CLUSTER)
-    use = memory_use(case.problem, whole(case), STATES, MESH)
+    use = memory_use(case.problem, whole(case), STATES)
     weight = 128 * 64 * 4
     assert (use.parameters, use.optimizer, use.inputs, use.outputs) == (weight, 2 * weight, 32 * 64 * 4, 4)
     assert use.moment == "backward of proj/linear"
@@ -96,17 +96,17 @@ def test_live_fractions_at_a_point() -> None:
         (Phase.ACCUMULATED, 2, 0, 0): 1.0,
         (Phase.ACCUMULATED, 0, 9, 0): 0.0,
     }
-    found = live_fractions([point], [LiveRange(*item) for item in expected], PLAIN)
+    found = live_fractions([point], [LiveRange(*item) for item in expected], Configuration(MESH))
     assert dict(zip(expected, found[0].tolist(), strict=True)) == expected
-    assert live_fractions([point], [LiveRange(Phase.PREVIOUS_COPY, 2)], PLAIN) == 0.0
-    optimizer = live_fractions([ProgramPoint("")], [LiveRange(phase, 1) for phase in Phase], PLAIN)
+    assert live_fractions([point], [LiveRange(Phase.PREVIOUS_COPY, 2)], Configuration(MESH)) == 0.0
+    optimizer = live_fractions([ProgramPoint("")], [LiveRange(phase, 1) for phase in Phase], Configuration(MESH))
     assert optimizer.tolist() == [[1.0, 0.0, 0.0, 0.0, 0.0, 1.0, 1.0]]
 
 
 def test_gradients_stay_from_one_micro_batch_to_the_next() -> None:
     """With several micro-batches all gradients are there at every moment."""
     point = ProgramPoint("", block=1, op=5)
-    assert live_fractions([point], [LiveRange(Phase.ACCUMULATED, 0, 9)], Regime(micro_batches=2)) == 1.0
+    assert live_fractions([point], [LiveRange(Phase.ACCUMULATED, 0, 9)], Configuration(MESH, 2)) == 1.0
 
 
 class Stack(nn.Module):
@@ -149,13 +149,16 @@ def test_a_region_costs_as_its_copies_do(linear: str, carry: str, weight: str) -
             elif node.kind == "input":
                 wanted = {"d0": "S(0)", "out": "R", "in": "S(1)"}[linear]
             picks.append(names.index(wanted if wanted in names else "I" if "I" in names else "R"))
-        return Solution(tuple(picks), frozenset(), 0.0, 0.0)
+        return Solution(tuple(picks), frozenset(), 0.0, 0.0, Configuration(MESH))
 
     x = torch.ones(32, 64, requires_grad=True)
     one, other = planning(Stack(4), {"x": x}, MESH, CLUSTER), _unfolded(Stack(4), x)
     assert len(one.folded.regions) == 1
     assert not other.folded.regions
-    costs = [walk(case.lowered(decided(case)), case.folded, CLUSTER, MESH, Optimizer(STATES)) for case in (one, other)]
+    costs = [
+        walk(case.lowered(decided(case)), case.folded, CLUSTER, Optimizer(STATES), Configuration(MESH))
+        for case in (one, other)
+    ]
     for name in Seconds.__dataclass_fields__:
         if name not in ("exposed_gathers", "exposed_reductions", "hidden_communication"):
             assert getattr(costs[0], name) == pytest.approx(getattr(costs[1], name), rel=1e-12), name
@@ -164,7 +167,7 @@ def test_a_region_costs_as_its_copies_do(linear: str, carry: str, weight: str) -
     assert traffic[0] == pytest.approx(traffic[1], rel=1e-12)
     assert costs[1].hidden_communication == 0.0
     assert 0.0 <= costs[0].hidden_communication <= 0.75 * traffic[0] * (1 + 1e-12)
-    memories = [memory_use(case.problem, decided(case), STATES, MESH) for case in (one, other)]
+    memories = [memory_use(case.problem, decided(case), STATES) for case in (one, other)]
     for name in ("parameters", "optimizer", "inputs", "outputs", "buffers"):
         assert getattr(memories[0], name) == pytest.approx(getattr(memories[1], name)), name
 
@@ -179,14 +182,17 @@ def test_recomputing_costs_its_forward_once_more() -> None:
     picks[case.problem.index["layers.0.0/linear"]] = names[case.problem.index["layers.0.0/linear"]].index("R")
     picks[case.problem.index["x"]] = names[case.problem.index["x"]].index("S(0)")
     (redone,) = case.changed_and_kept(tuple(picks))
-    kept, again = (Solution(tuple(picks), frozenset(made), 0.0, 0.0) for made in ((), (redone,)))
-    costs = [walk(case.lowered(choice), case.folded, CLUSTER, MESH, Optimizer(STATES)) for choice in (kept, again)]
+    kept, again = (Solution(tuple(picks), frozenset(made), 0.0, 0.0, Configuration(MESH)) for made in ((), (redone,)))
+    costs = [
+        walk(case.lowered(choice), case.folded, CLUSTER, Optimizer(STATES), Configuration(MESH))
+        for choice in (kept, again)
+    ]
     assert costs[1].backward_communication - costs[0].backward_communication == pytest.approx(
         costs[0].forward_communication
     )
     assert costs[1].forward_communication == costs[0].forward_communication > 0
     # It is live until its backward pass only where it is saved, and during that pass either way.
-    memories = [chosen_memory(case.problem, choice, MESH) for choice in (kept, again)]
+    memories = [chosen_memory(case.problem, choice) for choice in (kept, again)]
     for phase, more in ((Phase.FORWARD, 32 * 64 * 4), (Phase.COPY, -32 * 64 * 4)):
         sizes = [
             sum(item.size for item in allocations if model.ranges[item.range].phase is phase)
@@ -202,7 +208,7 @@ def test_what_is_hidden_slows_down_what_hides_it() -> None:
     # What is not hidden is not slower for it.
     assert exposed(8.0, 0.0, 4, 0.25) == exposed(8.0, 0.0, 4) == 8.0
     parts = [Part(4, forward_compute=100.0, gather=8.0, cover=100.0)]
-    assert compose(parts, PLAIN, 0.0, 0.0, 0.25).exposed_gathers == pytest.approx(3.5)
+    assert compose(parts, Configuration(MESH), 0.0, 0.0, 0.25).exposed_gathers == pytest.approx(3.5)
 
 
 def test_collectives_take_multiprocessors() -> None:

@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 from autopar.runtime import Axis
 from autopar.runtime.axis import axes_of
 from passes.ir.choices import Cover, Edge, Group, Memory, Node, Problem, Solution, Strategy
+from passes.ir.configuration import Configuration
 from passes.ir.layout import Layout, gradient
 from passes.ir.mesh import Mesh
 from passes.ir.program import Argument, Folded, Input, Op, Program, Ref, TensorType, find_overload, has_gradient
@@ -152,7 +153,7 @@ Outcome = tuple[list[Tensor], list[Tensor | None]]
 def make_case(one: OneOp, strategy: Strategy, mesh: Mesh, generator: torch.Generator) -> Case:
     """Lower and generate `one` under `strategy`, and lay out its operands and the gradients of its results."""
     problem = problem_of(one, strategy)
-    chosen = Solution((0,) * len(problem.nodes), frozenset(), 0.0, 0.0)
+    chosen = Solution((0,) * len(problem.nodes), frozenset(), 0.0, 0.0, Configuration(mesh))
     lowered = lower(one.folded, problem, chosen, mesh, Casts())
     (statement,) = lowered.body.statements
     source = source_of(lowered, mesh, "OneOp")

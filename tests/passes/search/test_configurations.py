@@ -9,9 +9,10 @@ from autopar.options import Options
 from autopar.planner import tracing
 from autopar.request import make_request
 from passes.capture import capture
+from passes.ir.configuration import Configuration
 from passes.ir.decisions import Decisions
+from passes.ir.mesh import Mesh
 from passes.ir.program import Folded, Program
-from passes.ir.regime import Regime
 from passes.normalize import normalize
 from passes.regions import fold
 from passes.search import Space
@@ -42,36 +43,46 @@ def test_micro_batches_divide_the_batch(asked: tuple[Space, Program, Folded]) ->
     assert list(micro_batch_counts(replace(space, trains=False), program)) == [1]
 
 
-def test_regimes_of_one_micro_batch_are_levels_of_recompute(asked: tuple[Space, Program, Folded]) -> None:
+def test_configurations_of_one_micro_batch_are_levels_of_recompute(asked: tuple[Space, Program, Folded]) -> None:
     """One batch in one piece has nothing to gather or reduce once."""
     space, _, folded = asked
-    regimes = list(limited_configurations(space, 1, folded))
-    assert [list(regime.recompute.values()) for regime in regimes] == [["full"], ["selective"], ["none"]]
-    assert not any(regime.gather_once or regime.reduce_once for regime in regimes)
+    configurations = list(limited_configurations(space, space.mesh, 1, folded))
+    assert [list(configuration.recompute.values()) for configuration in configurations] == [
+        ["full"],
+        ["selective"],
+        ["none"],
+    ]
+    assert not any(configuration.gather_once or configuration.reduce_once for configuration in configurations)
 
 
-def test_regimes_of_micro_batches_are_stages_of_zero_too(asked: tuple[Space, Program, Folded]) -> None:
+def test_configurations_of_micro_batches_are_stages_of_zero_too(asked: tuple[Space, Program, Folded]) -> None:
     """Every level of recompute with ZeRO-3, 2 and 1; no two are the same."""
     space, _, folded = asked
-    regimes = list(limited_configurations(space, 4, folded))
-    assert [(regime.gather_once, regime.reduce_once) for regime in regimes[:3]] == [
+    configurations = list(limited_configurations(space, space.mesh, 4, folded))
+    assert [(configuration.gather_once, configuration.reduce_once) for configuration in configurations[:3]] == [
         (False, False),
         (True, False),
         (True, True),
     ]
-    assert len({regime.key for regime in regimes}) == len(regimes) == 9
+    assert len({configuration.key for configuration in configurations}) == len(configurations) == 9
 
 
 def test_what_is_asked_for_is_computed_again_without_limits_too(asked: tuple[Space, Program, Folded]) -> None:
     """Without limits nothing is computed again but what the request says."""
     space, _, folded = asked
-    (name,) = relaxed_configuration(space, 2, folded).recompute
-    assert relaxed_configuration(space, 2, folded) == Regime(2, {name: "none"}, True, True)
+    (name,) = relaxed_configuration(space, space.mesh, 2, folded).recompute
+    assert relaxed_configuration(space, space.mesh, 2, folded) == Configuration(
+        space.mesh, 2, {name: "none"}, True, True
+    )
     full = replace(space, recompute={"*": "full"})
-    assert relaxed_configuration(full, 1, folded) == Regime(1, {name: "full"})
+    assert relaxed_configuration(full, space.mesh, 1, folded) == Configuration(space.mesh, 1, {name: "full"})
 
 
-def test_regimes_for_people() -> None:
+def test_configurations_for_people() -> None:
     """What differs from the plain one is said."""
-    assert configuration_text(Regime()) == ""
-    assert configuration_text(Regime(4, {"a.*": "full", "b.*": "none"})) == "4 micro-batches, full recompute of a.*"
+    mesh = Mesh(("dp",), (2,))
+    assert configuration_text(Configuration(mesh)) == ""
+    assert (
+        configuration_text(Configuration(mesh, 4, {"a.*": "full", "b.*": "none"}))
+        == "4 micro-batches, full recompute of a.*"
+    )

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from passes.ir.choices import Node, Solution
+from passes.ir.configuration import Configuration
 from passes.ir.decisions import Decided
 from passes.lower import Casts, lower
 from passes.search.restrict import decided, hold
@@ -47,7 +48,7 @@ def tokens_planning(batch: int, length: int, constraints: object = None) -> Plan
 
 def chosen(case: Planning) -> Solution:
     """The best solution."""
-    return solve(case.problem, case.cluster, case.mesh, Limits(1e30, STATES))
+    return solve(case.problem, case.cluster, Limits(1e30, STATES), Configuration(case.mesh))
 
 
 def methods(node: Node) -> set[tuple[str, ...]]:

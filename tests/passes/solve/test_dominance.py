@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from passes.cost.memory import memory_model
-from passes.ir.regime import PLAIN
 from passes.solve.arrays import arrays, find_uses
 from passes.solve.dominance import undominated
 from passes.solve.prices import Prices
@@ -16,12 +15,12 @@ from tests.passes.planning import Planning, random_planning
 def _left(case: Planning, choose: random.Random) -> tuple[dict[int, np.ndarray], dict[int, np.ndarray]]:
     """All strategies of every node, of ops two at most, and those that are left."""
     uses = find_uses(case.problem, Prices(case.cluster, case.mesh))
-    found = arrays(case.problem, uses, PLAIN)
+    found = arrays(case.problem, uses, case.configuration)
     every = {node: np.arange(len(costs)) for node, costs in enumerate(found.costs)}
     for node, labels in every.items():
         if case.problem.nodes[node].kind == "op":
             every[node] = np.sort(choose.sample(labels.tolist(), min(2, len(labels))))
-    return every, undominated(found, memory_model(case.problem, PLAIN, case.mesh), every)
+    return every, undominated(found, memory_model(case.problem, case.configuration), every)
 
 
 @pytest.mark.parametrize("seed", range(6))

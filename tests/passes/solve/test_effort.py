@@ -2,6 +2,7 @@
 
 import pytest
 
+from passes.ir.configuration import Configuration
 from passes.ir.errors import InfeasibleError
 from passes.solve import Solver
 from passes.solve.limits import Limits
@@ -12,7 +13,7 @@ TIGHT = 0.9
 
 def solver(case: Planning, memory: float) -> Solver:
     """A solver that has raised its bound as far as prices do."""
-    found = Solver(case.problem, case.cluster, case.mesh, Limits(memory, STATES))
+    found = Solver(case.problem, case.cluster, Limits(memory, STATES), Configuration(case.mesh))
     found.begin()
     while found.climb():
         pass

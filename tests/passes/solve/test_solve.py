@@ -7,18 +7,18 @@ from itertools import islice
 import pytest
 
 from passes.ir.choices import Solution
+from passes.ir.configuration import Configuration
 from passes.ir.errors import InfeasibleError
-from passes.ir.regime import PLAIN, Regime
 from passes.solve import solve
 from passes.solve.limits import Limits
 from tests.passes.planning import (
     STATES,
     Planning,
+    random_configuration,
     random_planning,
-    random_regime,
     stored_both_ways,
     thinned,
-    traveling_regime,
+    zero_configuration,
 )
 
 UNLIMITED = 1e30
@@ -31,7 +31,7 @@ def _seeds(first: int, count: int, fast: set[int]) -> list[object]:
 
 
 def _solve(case: Planning, memory: float = UNLIMITED) -> Solution:
-    return solve(case.problem, case.cluster, case.mesh, Limits(memory, STATES))
+    return solve(case.problem, case.cluster, Limits(memory, STATES), Configuration(case.mesh))
 
 
 @pytest.mark.parametrize("seed", _seeds(0, 60, set(range(12))))
@@ -58,10 +58,13 @@ def _small(case: Planning, seed: int, stored: int = 0) -> Planning:
     return _small(case, seed, stored - 1) if stored else replace(case, problem=thinned(case.problem, 1, choose))
 
 
-def _against_all(case: Planning, regime: Regime) -> None:
+def _against_all(case: Planning, configuration: Configuration | None = None) -> None:
     """Hold the solver against every choice: without a limit, at limits between what the smallest choice takes and what
     the fastest one does, and below the smallest one."""
-    every = [(case.peak(choice), case.seconds(choice)) for choice in case.choices(again=True, regime=regime)]
+    configuration = configuration or case.configuration
+    every = [
+        (case.peak(choice), case.seconds(choice)) for choice in case.choices(again=True, configuration=configuration)
+    ]
     peaks = sorted({peak for peak, _ in every})
     fastest = min(every, key=lambda item: (item[1], item[0]))
     limits = {peaks[0], peaks[len(peaks) // 3], (peaks[0] + fastest[0]) / 2, fastest[0] * 0.999, UNLIMITED}
@@ -70,9 +73,9 @@ def _against_all(case: Planning, regime: Regime) -> None:
         bounds = Limits(limit, STATES)
         if not fitting:
             with pytest.raises(InfeasibleError, match="no plan fits the memory limit"):
-                solve(case.problem, case.cluster, case.mesh, bounds, regime)
+                solve(case.problem, case.cluster, bounds, configuration)
             continue
-        solution = solve(case.problem, case.cluster, case.mesh, bounds, regime)
+        solution = solve(case.problem, case.cluster, bounds, configuration)
         best = min(fitting)
         assert case.peak(solution) <= limit
         assert case.seconds(solution) == pytest.approx(solution.seconds, rel=1e-9)
@@ -84,14 +87,14 @@ def _against_all(case: Planning, regime: Regime) -> None:
 def test_solver_equals_brute_force_within_memory(seed: int) -> None:
     """The same where memory is short. Both may make redistributions again in the backward pass instead of keeping what
     they give."""
-    _against_all(_small(random_planning(seed, blocks=2 if seed % 4 == 3 else 0), seed - 100), PLAIN)
+    _against_all(_small(random_planning(seed, blocks=2 if seed % 4 == 3 else 0), seed - 100))
 
 
 @pytest.mark.parametrize("seed", _seeds(300, 50, {300, 301, 302, 303, 306, 317}))
-def test_solver_equals_brute_force_in_every_regime(seed: int) -> None:
+def test_solver_equals_brute_force_in_every_configuration(seed: int) -> None:
     """The same where parts run again, the batch comes in parts, and parameters travel once or with each part."""
     case = _small(random_planning(seed, blocks=2 + seed % 2), seed - 300)
-    _against_all(case, random_regime(case, seed - 300))
+    _against_all(case, random_configuration(case, seed - 300))
 
 
 @pytest.mark.parametrize("seed", _seeds(600, 40, {600, 601, 605, 608, 610, 613}))
@@ -99,7 +102,7 @@ def test_solver_equals_brute_force_in_storing_parameters(seed: int) -> None:
     """The same where parameters may be stored whole or in parts, and are then gathered and reduced for every
     micro-batch or once for all; what is gathered in the forward pass is kept or gathered again."""
     case = _small(random_planning(seed, blocks=(0, 2, 3)[seed % 3]), seed, stored=2)
-    _against_all(case, traveling_regime(case, seed))
+    _against_all(case, zero_configuration(case, seed))
 
 
 @pytest.mark.parametrize("small", [0, 10**9])
@@ -110,7 +113,7 @@ def test_branches_and_integer_programs_find_the_best(seed: int, small: int, monk
     monkeypatch.setattr("passes.solve.pareto.frontiers.ROWS", 0)
     monkeypatch.setattr("passes.solve.SMALL", small)
     case = _small(random_planning(seed, blocks=2 + seed % 2), seed, stored=seed % 3)
-    _against_all(case, traveling_regime(case, seed) if seed > 600 else random_regime(case, seed))
+    _against_all(case, zero_configuration(case, seed) if seed > 600 else random_configuration(case, seed))
 
 
 def test_too_little_memory_is_refused() -> None:

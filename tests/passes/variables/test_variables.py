@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from passes.constrain import Constraints
 from passes.engines import engines
+from passes.ir.configuration import Configuration
 from passes.ir.lowered import Body, Change, Compute, Loop, Lowered
 from passes.ir.mesh import Mesh
 from passes.ir.variables import FunctionVariables, LoopVariables
@@ -25,7 +26,7 @@ EIGHT = torch.ones(8, 8)
 
 def _lowered(module: nn.Module, mesh: Mesh = ONE, constraints: Constraints | None = None, **inputs: Tensor) -> Lowered:
     case = planning(module, inputs or {"x": EIGHT}, mesh, constraints=constraints)
-    return case.lowered(solve(case.problem, case.cluster, mesh, Limits(1e30, STATES)))
+    return case.lowered(solve(case.problem, case.cluster, Limits(1e30, STATES), Configuration(mesh)))
 
 
 def _before(body: Body) -> list[str]:
