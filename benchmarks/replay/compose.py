@@ -272,15 +272,15 @@ def _block(run: Run, part: Part, recompute: str, count: int, cluster: Cluster, t
     work = _work(part, recompute)
     gather, reduce = _traffic(run, part, cluster) if traffic else (0.0, 0.0)
     once = step.Part(
-        count,
-        work.forward,
-        work.backward,
-        work.send_forward,
-        work.send_backward,
-        work.again,
-        gather,
-        gather,
-        reduce,
+        count=count,
+        forward_compute=work.forward,
+        backward_compute=work.backward,
+        forward_communication=work.send_forward,
+        backward_communication=work.send_backward,
+        recompute=work.again,
+        gather=gather,
+        gather_again=gather,
+        reduce=reduce,
         cover=work.forward,
         cover_again=work.backward + work.again,
     )
