@@ -309,7 +309,12 @@ IN_THE_MIDDLE = pytest.param(
 
 @pytest.mark.parametrize(
     ("sizes", "stored"),
-    [((2,), {"dp": "S(0)"}), ((2,), {"dp": "I"}), ((2, 2), {"dp": "I", "tp": "S(0)"}), IN_THE_MIDDLE],
+    [
+        ((2,), {"dp": "S(0)"}),
+        ((2,), {"dp": "I"}),
+        pytest.param((2, 2), {"dp": "I", "tp": "S(0)"}, marks=pytest.mark.slow),
+        IN_THE_MIDDLE,
+    ],
 )
 def test_held_gradients_are_gradients(sizes: tuple[int, ...], stored: Mapping[str, str]) -> None:
     """`.grad` has gradients that are held back, too: zeroing, scaling, clipping and steps mean what they always do."""
