@@ -71,8 +71,8 @@ class Progress:
         return replace(self, open=(*self.open, subproblem)).considering(subproblem, subproblems)
 
     def failing(self, errors: Iterable[InfeasibleError]) -> "Progress":
-        """The progress with further errors."""
-        return replace(self, errors=(*self.errors, *errors))
+        """The progress with further errors, without tracebacks: their frames would keep the arrays of solvers."""
+        return replace(self, errors=(*self.errors, *(error.with_traceback(None) for error in errors)))
 
 
 @dataclass(frozen=True)
