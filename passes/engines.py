@@ -10,7 +10,9 @@ parameters at once, ahead of time and beside the computation. What it can do mus
   the most significant ones that are left there when the other axes have taken theirs, in the order of the mesh.
 
 Where all-to-alls on other axes are planned before the gather, because they move less then, the engine gathers a copy
-that these have made (`Group.turned`): one for each forward pass, of all parameters before the first is gathered.
+that these have made (`Group.turned`): one for each forward pass, of all parameters before the first is gathered. If
+that copy is not one gather, the generated code makes all steps: with the gather first, more would be moved than was
+planned.
 
 Where parameters are read as they are stored, nothing is gathered (`Group.gathers`): the engine only reduces their
 gradients, and nothing is called around the code that reads them.
@@ -186,21 +188,18 @@ def _axes(parameter: Parameter, stored: Layout, uses: Sequence[_Use], mesh: Mesh
         return None
     if not type.dtype.is_floating_point:
         return None
-    turned = _turned(stored, changes, mesh)
-    return next((found for kept in turned if (found := _axes_of_kept(parameter, kept, changes, mesh))), None)
+    return _axes_of_kept(parameter, _kept(stored, changes, mesh), changes, mesh)
 
 
-def _turned(stored: Layout, changes: Sequence[Change], mesh: Mesh) -> Iterator[Layout]:
-    """The layouts in which the engine may keep a parameter, the best first: after the all-to-alls with which all of its
-    changes begin, and as it is stored."""
+def _kept(stored: Layout, changes: Sequence[Change], mesh: Mesh) -> Layout:
+    """The layout in which the engine may keep a parameter: after the all-to-alls with which all of its changes begin,
+    where these are the same."""
     reached = set()
     for change in changes:
         steps = redistribution(stored, change.after, change.type.shape, mesh)
         first = [step.axis for step in takewhile(lambda step: step.collective == "all_to_all", steps)]
         reached.add(tuple(change.after[axis] if axis in first else letter for axis, letter in enumerate(stored)))
-    if len(reached) == 1:
-        yield from reached - {stored}
-    yield stored
+    return reached.pop() if len(reached) == 1 else stored
 
 
 def _axes_of_kept(parameter: Parameter, stored: Layout, changes: Sequence[Change], mesh: Mesh) -> _Axes | None:

@@ -7,7 +7,7 @@ from math import prod
 import torch
 
 from passes.cost.cluster import Cluster
-from passes.cost.communication import joint_seconds, redistribution_seconds, step_seconds
+from passes.cost.communication import joint_seconds, redistribution_seconds
 from passes.cost.fusion import Fused, joined
 from passes.cost.price import cover, op_seconds, seconds_alone, update_seconds
 from passes.cost.step import Part, Seconds, compose
@@ -96,19 +96,17 @@ def _statement(
 
 
 def _change(statement: Change, cluster: Cluster, mesh: Mesh, recompute: str) -> Part:
-    size, gradient_size = statement.type.dtype.itemsize, statement.gradient_itemsize
+    size, gradient_size, joint = statement.type.dtype.itemsize, statement.gradient_itemsize, statement.exchanged
     forward, backward = redistribution_seconds(
-        statement.steps, size, gradient_size, statement.gradient, cluster, mesh, statement.joined
+        statement.steps[len(joint) :], size, gradient_size, statement.gradient, cluster, mesh, statement.joined
     )
-    if statement.parameter:
-        joint = statement.exchanged
-        gather = sum(
-            step_seconds(step, size, cluster, mesh, statement.joined) for step in statement.steps[len(joint) :]
-        )
+    if statement.parameter and not statement.inline:
         exchange = sum(joint_seconds(step, size, cluster, mesh) for step in joint)
+        if statement.gradient:
+            backward += sum(joint_seconds(step.backward, gradient_size, cluster, mesh) for step in joint)
         # A copy that runs again gathers its parameters again.
         is_again = recompute == "full" or statement.again
-        return Part(exchange=exchange, gather=gather, gather_again=gather if is_again else 0.0, reduce=backward)
+        return Part(exchange=exchange, gather=forward, gather_again=forward if is_again else 0.0, reduce=backward)
     again = forward * (statement.again + (recompute == "full"))
     return Part(forward_communication=forward, backward_communication=backward + again)
 

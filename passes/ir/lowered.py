@@ -72,6 +72,12 @@ class Change:
         return tuple(takewhile(lambda step: step.collective == "all_to_all", self.steps[: self.engine]))
 
     @property
+    def inline(self) -> bool:
+        """Whether it is a redistribution of a parameter in the generated code that begins with an all-to-all: nothing
+        hides it."""
+        return self.parameter and not self.engine and bool(self.steps) and self.steps[0].collective == "all_to_all"
+
+    @property
     def step_dtypes(self) -> tuple[tuple[torch.dtype | None, torch.dtype | None], ...]:
         """For each step in the generated code, what it casts to first, and what its gradient is reduced in.
 

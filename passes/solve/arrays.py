@@ -211,18 +211,20 @@ def _group(problem: Problem, uses: Uses, configuration: Configuration) -> GroupA
     full = group.inside and recompute_of(problem, configuration, group.block) == "full"
     none = np.zeros_like(forward)
     times = configuration.micro_batches
+    at_once = times * (forward * (1 + full) + backward)
     if group.parameter:
         first = uncovered(problem.counts[group.block])[0]
         every = windows(configuration)
         regathers = first * sum(window.times for window in every if window.regather)
         gathers = first * sum(window.times for window in every if window.gather) + regathers * full
         reductions = first * sum(window.times for window in every if window.reduce)
+        inline = uses.seconds.inline
         seconds = exchanges(configuration) * uses.seconds.exchange + gathers * forward + reductions * backward
-        again = none if full else regathers * forward
-        gather, reduce = forward, backward
+        seconds = np.where(inline, at_once, seconds)
+        again = none if full else np.where(inline, times, regathers) * forward
+        gather, reduce = forward * ~inline, backward * ~inline
     else:
-        again = times * forward
-        seconds = times * (forward * (1 + full) + backward)
+        again, seconds = times * forward, at_once
         gather = reduce = none
     return GroupArrays(
         group,

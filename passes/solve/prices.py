@@ -52,14 +52,16 @@ class Pricing:
 @dataclass(frozen=True)
 class Matrices:
     """Seconds of redistributions from every source (row) to every target, for one occurrence: `forward`, `backward`,
-    and in `exchange` those that run once before a forward pass (see `cost.step.Part`)."""
+    and in `exchange` those that run once before a forward pass (see `cost.step.Part`). `inline` are those of a
+    parameter that nothing hides (see `Change.inline`)."""
 
     forward: Floats
     backward: Floats
     exchange: Floats
+    inline: Flags
 
     def __mul__(self, times: float) -> "Matrices":
-        return Matrices(self.forward * times, self.backward * times, self.exchange * times)
+        return Matrices(self.forward * times, self.backward * times, self.exchange * times, self.inline)
 
 
 class Prices:
@@ -92,46 +94,92 @@ class Prices:
         gradient_itemsizes = np.repeat([each.group.gradient_itemsize for each in asked], counts)
         joined = np.repeat([each.group.joined for each in asked], counts)
         forward, backward = np.zeros((2, sum(counts)))
-        exchanges = _Exchanges(np.repeat([each.in_unit for each in asked], counts), gradient, self.mesh)
+        exchanges = _Exchanges(asked, counts, gradient, self.mesh)
         for steps in all_steps(pairs, self.mesh):
-            seconds = self.forward.seconds(steps, itemsizes[steps.pair], joined[steps.pair])
-            exchanges.take_first(steps, seconds, itemsizes, self.forward)
-            forward[steps.pair] += seconds
+            pair = steps.pair
+            seconds = np.zeros((2, len(pair)))
+            seconds[0] = self.forward.seconds(steps, itemsizes[pair], joined[pair])
             if gradient:
-                backward[steps.pair] += self.backward.seconds(steps, gradient_itemsizes[steps.pair], joined[steps.pair])
-        forward += exchanges.alone * ~exchanges.gathered
-        exchange = exchanges.joint * exchanges.gathered
+                seconds[1] = self.backward.seconds(steps, gradient_itemsizes[pair], joined[pair])
+            exchanges.take_first(steps, seconds, (itemsizes, gradient_itemsizes), self.forward)
+            forward[pair] += seconds[0]
+            backward[pair] += seconds[1]
+        gathered = exchanges.gathered()
+        forward += exchanges.alone[0] * ~gathered
+        backward += np.where(gathered, exchanges.joint[1] * gradient, exchanges.alone[1])
+        exchange, inline = exchanges.joint[0] * gathered, (exchanges.axes > 0) & ~gathered
         end = 0
         for count, each in zip(counts, asked, strict=True):
             start, end = end, end + count
             size = len(each.sources), len(each.targets)
-            yield Matrices(*(found[start:end].reshape(size) for found in (forward, backward, exchange)))
+            own = [found[start:end].reshape(size) for found in (forward, backward, exchange)]
+            yield Matrices(own[0], own[1], own[2], inline[start:end].reshape(size))
 
 
 class _Exchanges:
-    """The all-to-alls with which pairs begin that an FSDP unit gathers afterwards: they run for all parameters together
-    (`passes/engines`). `in_unit` says of each pair whether a unit may hold the parameter."""
+    """The all-to-alls with which redistributions of parameters begin. Those of what an FSDP unit gathers afterwards are
+    sent together with those of other parameters (`passes/engines`).
 
-    def __init__(self, in_unit: Flags, trainable: bool, mesh: Mesh) -> None:
-        self.in_unit, self.first, self.trainable = in_unit, in_unit.copy(), trainable
-        self.gathered = np.zeros(len(in_unit), dtype=np.bool_)
-        self.alone, self.joint = np.zeros((2, len(in_unit)))
-        self.several = np.array(mesh.sizes) > 1
+    By pair: `axes` (bits) are those of the all-to-alls, `alone` and `joint` [forward or backward, pair] their seconds
+    one by one and together with others.
+    """
 
-    def take_first(self, steps: Steps, seconds: Floats, itemsizes: Integers, tables: "_Tables") -> None:
+    def __init__(self, asked: Sequence[Pricing], counts: Sequence[int], trainable: bool, mesh: Mesh) -> None:
+        self.asked, self.counts, self.trainable, self.mesh = asked, counts, trainable, mesh
+        self.first = np.repeat([each.group.parameter for each in asked], counts)
+        self.is_parameter = self.first.copy()
+        self.axes = np.zeros(len(self.first), dtype=np.int64)
+        self.alone, self.joint = np.zeros((2, 2, len(self.first)))
+
+    def take_first(self, steps: Steps, seconds: Floats, itemsizes: Sequence[Integers], tables: "_Tables") -> None:
         """Take the all-to-alls that no other step precedes out of `seconds`, those of the next steps of some pairs."""
-        at = np.flatnonzero(self.in_unit.take(steps.pair))
+        at = np.flatnonzero(self.is_parameter.take(steps.pair))
         if not len(at):
             return
         steps = steps.take(at)
-        pair, is_split = steps.pair, steps.source == _SPLIT
-        is_first = self.first[pair] & is_split & (steps.target == _SPLIT)
+        pair = steps.pair
+        is_first = self.first[pair] & (steps.source == _SPLIT) & (steps.target == _SPLIT)
         self.first[pair] = is_first
-        self.alone[pair] += is_first * seconds[at]
-        seconds[at] *= ~is_first
-        self.joint[pair] += is_first * tables.joint_seconds(steps, itemsizes[pair])
-        is_data = is_split | (steps.source == _EQUAL) if self.trainable else is_split
-        self.gathered[pair] |= is_data & (steps.target == _WHOLE) & self.several.take(steps.axis)
+        self.axes[pair] |= is_first.astype(np.int64) << steps.axis
+        self.alone[:, pair] += is_first * seconds[:, at]
+        seconds[:, at] *= ~is_first
+        for way, sizes in enumerate(itemsizes):
+            self.joint[way, pair] += is_first * tables.joint_seconds(steps, sizes[pair])
+
+    def gathered(self) -> Flags:
+        """Whether a unit gathers what the all-to-alls of a pair make."""
+        found = np.zeros(len(self.axes), dtype=np.bool_)
+        end = 0
+        for count, each in zip(self.counts, self.asked, strict=True):
+            start, end = end, end + count
+            some = np.flatnonzero(self.axes[start:end])
+            if each.in_unit and len(some):
+                axes = self.axes[start + some]
+                found[start + some] = _is_data(each, some, axes, self.trainable, self.mesh)
+        return found
+
+
+def _is_data(asked: Pricing, pairs: Integers, exchanged: Integers, trainable: bool, mesh: Mesh) -> Flags:
+    """Whether a unit has an axis to gather or to reduce over, for some pairs after all-to-alls on the axes `exchanged`
+    (bits): one on which all is read, and which splits the most significant digit of what a rank then holds."""
+    row, column = np.divmod(pairs, len(asked.targets))
+    source, target = _letters(asked.sources)[..., row], _letters(asked.targets)[..., column]
+    sizes = np.array(mesh.sizes)[:, None]
+    kind, dim, major = np.where(exchanged >> np.arange(len(sizes))[:, None] & 1, target, source)
+    is_split = kind == _SPLIT
+    found = np.zeros(len(pairs), dtype=np.bool_)
+    for axis in mesh.dimensions:
+        above = is_split & (dim == dim[axis]) & (major < major[axis])
+        leads = is_split[axis] & (major[axis] == np.where(above, sizes, 1).prod(axis=0))
+        is_read = (target[0, axis] == _WHOLE) & (mesh.sizes[axis] > 1)
+        found |= is_read & (leads | (trainable & (kind[axis] == _EQUAL)))
+    return found
+
+
+def _letters(layouts: Sequence[Layout]) -> Integers:
+    """[kind, dim or major, axis, layout]."""
+    letters = [[(KINDS.index(kind), dim, major) for kind, dim, major in layout] for layout in layouts]
+    return np.array(letters, dtype=np.int64).transpose(2, 1, 0)
 
 
 class _Tables:

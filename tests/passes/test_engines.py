@@ -227,15 +227,29 @@ def test_other_axes_follow() -> None:
     """An axis with its own use of the parameter keeps its steps, after those of the engine."""
     mesh = mesh_of(dp=2, tp=2)
     constraints: Constraints = {
-        "*.proj.weight": {"stored": {"dp": "S(0, 2)", "tp": "S(0)"}, "used": {"dp": "R", "tp": "S(1)"}},
+        "*.proj.weight": {"stored": {"dp": "S(0, 2)", "tp": "S(0)"}, "used": {"dp": "R", "tp": "I"}},
         "head.weight": {"stored": {"dp": "S(0, 2)", "tp": "S(0)"}, "used": {"dp": "R", "tp": "S(0)"}},
         "@linear": BATCH,
     }
     after = engines(before(case(mesh, constraints)), mesh)
-    assert written(after, mesh) == [
-        "all_to_all(gathered(layer.proj.weight), tp, src=S(0), dst=S(1))",
-        HEAD,
-    ]
+    assert written(after, mesh) == ["all_gather(gathered(layer.proj.weight), tp, src=S(0), dst=I)", HEAD]
+
+
+def test_what_no_unit_gathers_after_all_to_alls_is_not_hidden() -> None:
+    """An all-to-all leaves the other axis in the middle of a dim: the generated code has all steps, in the order that
+    moves least, and nothing hides them."""
+    mesh = mesh_of(dp=2, tp=2)
+    stored = S(0, 2), S(0)
+    letters = {"dp": str(stored[0]), "tp": str(stored[1])}
+    constraints: Constraints = {"layers.*": {"stored": letters, "used": {"dp": "R", "tp": "S(1)"}}, "@linear": BATCH}
+    given = case(mesh, constraints, cluster="h100")
+    after = engines(before(given), mesh)
+    (change,) = [item for item in parameter_changes(after) if item.before == stored]
+    assert [step.collective for step in change.steps] == ["all_to_all", "all_gather"]
+    assert (change.engine, change.inline) == (0, True)
+    walked = walk(after, given.folded, given.cluster, Optimizer(STATES), Configuration(mesh))
+    planned = solve(given.problem, given.cluster, Limits(1e30, STATES), Configuration(mesh)).seconds
+    assert walked.total == pytest.approx(planned, rel=1e-9)
 
 
 def test_nothing_is_gathered_to_be_cut_afterwards() -> None:
