@@ -47,6 +47,7 @@ class BackwardPasses:
         if root is not None:
             fsdp.reset(root, units)
         self._reductions.reset()
+        self._gradients.reset()
         adding = self._current is not None and self._adding
         self._current = None
         if adding:
@@ -75,5 +76,6 @@ class BackwardPasses:
         if self.holding:
             self._gradients.end_held_backward()
         else:
+            self._gradients.end_reduced_backward()
             self._reductions.end_backward()
         self._current = None

@@ -25,7 +25,7 @@ from autopar.runtime.gradients import OwnPart, UnitGradients, UnitParameter, add
 from autopar.runtime.groups import axes_group, data_mesh
 from autopar.runtime.reductions import Reductions
 from autopar.runtime.state import mesh_of
-from autopar.runtime.turns import Copy, Turn, Way, take_values
+from autopar.runtime.turns import Turn, Way, transfer_all
 from autopar.runtime.units import ParameterGroup, PartView
 from passes.ir.layout import Layout, Shape, whole_shape
 from passes.ir.lowered import Group, Held
@@ -130,19 +130,22 @@ class Engine:
                     group.current(number),
                     gathered,
                     parts[name].requires_grad,
-                    self._turn(stored[name], kept[name], shapes[name], compute),
+                    self._turn(stored[name], kept[name], shapes[name], plan.dtypes),
                 )
             )
             for number, ((name, dim), gathered) in enumerate(members)
         }
 
-    def _turn(self, stored: Layout, kept: Layout, shape: Shape, dtype: torch.dtype | None) -> Turn | None:
+    def _turn(
+        self, stored: Layout, kept: Layout, shape: Shape, dtypes: tuple[torch.dtype | None, torch.dtype | None]
+    ) -> Turn | None:
         """The way between a parameter that users see and what a unit keeps of it; None where both are one."""
         if stored == kept:
             return None
+        compute, reduce = dtypes
         forth = redistribution(stored, kept, shape, self._shape)
         back = redistribution(kept, stored, shape, self._shape)
-        return Turn(self._way(forth), self._way(back), dtype)
+        return Turn(self._way(forth), self._way(back), compute, reduce or compute)
 
     def _way(self, steps: Sequence[Step]) -> Way:
         axes = axes_of(self._mesh)
@@ -299,14 +302,14 @@ class Engine:
         for number, item in enumerate(self._gradients.parameters):
             seen = self._gradients.seen(number)
             if item.turn is not None:
-                copies.append(Copy(item.turn, part_of(seen), part_of(item.kept)))
+                copies.append(item.turn.value(part_of(seen), part_of(item.kept)))
             elif address_of(seen) != address_of(item.kept):
                 part_of(item.kept).copy_(part_of(seen))
             # torch reads at the first call which parameters are trained at all.
             if self._has_run and item.trainable and item.kept.requires_grad != seen.requires_grad:
                 item.kept.requires_grad_(seen.requires_grad)
         if not self._keeping or not self._has_turned:
-            take_values(copies)
+            transfer_all(copies)
         self._has_turned = True
 
 

@@ -11,6 +11,7 @@ backward passes:
 """
 
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -23,9 +24,10 @@ from torch.distributed.tensor import DTensor
 from autopar._torch import local_tensor, post_accumulate_hooks, tensor_hooks
 from autopar.runtime.parameter_hooks import after_tensor_hooks
 from autopar.runtime.state import from_local, mesh_of, placements
-from autopar.runtime.turns import Turn
+from autopar.runtime.turns import Turn, transfer_batch
 from passes._torch import parameters_of, version_of
 from passes.ir.errors import InputError
+from passes.ir.exchanges import Batching
 from passes.ir.layout import Layout, Shape
 
 
@@ -79,7 +81,7 @@ class UnitParameter:
     turn: Turn | None = None
 
     def to_seen(self, part: Tensor) -> Tensor:
-        """A part of `kept`, or of its reduced gradient, in the layout that users see."""
+        """A part of `kept` in the layout that users see."""
         return part if self.turn is None else self.turn.to_seen(part)
 
 
@@ -94,6 +96,8 @@ class UnitGradients:
         self._versions: list[int] = []
         # Whether `.grad` of some parameter may be a gradient that is not reduced.
         self._pending = False
+        # Reduced gradients that wait for an all-to-all with others, with the numbers of their parameters.
+        self._turning: Batching[tuple[int, Tensor]] = Batching()
 
     def add(self, parameter: UnitParameter) -> nn.Parameter:
         """Take care of a parameter; returns the one that users see."""
@@ -171,17 +175,44 @@ class UnitGradients:
             self._pending = True
 
     def take_over(self, number: int, kept: Tensor) -> None:
-        """Hand over the reduced gradient that a unit has left in `.grad` of what it stores."""
+        """Hand over the reduced gradient that a unit has left in `.grad` of what it stores; that of a copy in another
+        layout, when there are enough of them to turn."""
         gradient, kept.grad = kept.grad, None
-        if gradient is not None:
-            self.hand_over(number, part_of(gradient))
+        if gradient is None:
+            return
+        part, item, seen = part_of(gradient), self.parameters[number], self.seen(number)
+        if item.turn is None:
+            self.hand_over(number, part)
+        elif seen.requires_grad:
+            self._turn(self._turning.add(*item.turn.gradient_key(part), (number, part)))
 
-    def hand_over(self, number: int, gradient: Tensor) -> None:
+    def end_reduced_backward(self) -> None:
+        """Hand over the reduced gradients that wait for others."""
+        for batch in self._turning.rest():
+            self._turn(batch)
+
+    def reset(self) -> None:
+        """Drop the reduced gradients that wait for others, after an exception."""
+        self._turning = Batching()
+
+    def _turn(self, batch: Sequence[tuple[int, Tensor]]) -> None:
+        """Turn reduced gradients together, and hand them over."""
+        if not batch:
+            return
+        transfers = []
+        for number, kept in batch:
+            turn = self.parameters[number].turn
+            assert turn is not None
+            transfers.append(turn.gradient(kept, torch.empty_like(part_of(self.seen(number)))))
+        transfer_batch(transfers)
+        for (number, _), transfer in zip(batch, transfers, strict=True):
+            self.hand_over(number, transfer.after)
+
+    def hand_over(self, number: int, part: Tensor) -> None:
         """Add the reduced gradient of a parameter to that of the parameter that users see, and call its hooks."""
         item, seen = self.parameters[number], self.seen(number)
         if not seen.requires_grad:
             return
-        part = item.to_seen(gradient)
         if tensor_hooks(seen):
             reduced = self._distributed(part, item.layout, item.shape)
             part = part_of(after_tensor_hooks(item.path, seen, reduced))

@@ -1,10 +1,10 @@
 """Parameters that an FSDP unit gathers from a copy in another layout, which all-to-alls make before each forward pass.
 
-One all-to-all carries many parameters, so that they share its latency. Reduced gradients take the way back one by one,
-as they come.
+One all-to-all carries many parameters, so that they share its latency. Reduced gradients take the way back in the same
+manner, as soon as there are enough of them; the last ones when the backward pass ends.
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,11 +22,13 @@ Way = tuple[tuple[Axis, Letter, Letter], ...]
 @dataclass(frozen=True)
 class Turn:
     """The ways between the part of a parameter that users see and the part that a unit keeps. Values go `forth` in
-    `dtype`, the one that is computed in (None: as they are)."""
+    `dtype`, the one that is computed in, and gradients `back` in `gradient_dtype`, the one that they are reduced in
+    (None: as they are)."""
 
     forth: Way
     back: Way
     dtype: torch.dtype | None
+    gradient_dtype: torch.dtype | None
 
     def to_kept(self, part: Tensor) -> Tensor:
         """The part that the unit keeps."""
@@ -36,42 +38,63 @@ class Turn:
         """The part that users see."""
         return _through(part, self.back)
 
+    def value(self, seen: Tensor, kept: Tensor) -> "Transfer":
+        """The transfer of the values that users see to what the unit keeps."""
+        return Transfer(self.forth, seen, kept, self.dtype or seen.dtype)
+
+    def gradient(self, kept: Tensor, seen: Tensor) -> "Transfer":
+        """The transfer of a reduced gradient of what the unit keeps to one of what users see."""
+        return Transfer(self.back, kept, seen, self.gradient_dtype or kept.dtype)
+
+    def gradient_key(self, kept: Tensor) -> tuple[Hashable, int]:
+        """The key of the transfer of a reduced gradient, and the bytes that this rank sends."""
+        dtype = self.gradient_dtype or kept.dtype
+        return _key(self.back, dtype), kept.numel() * dtype.itemsize
+
 
 @dataclass(frozen=True)
-class Copy:
-    """A parameter whose values go to the unit that holds it: the part that users `see`, and the one that is `kept`."""
+class Transfer:
+    """A tensor that goes a `way`, sent in `dtype`, from the part `before` into the part `after`."""
 
-    turn: Turn
-    seen: Tensor
-    kept: Tensor
+    way: Way
+    before: Tensor
+    after: Tensor
+    dtype: torch.dtype
 
     @property
-    def dtype(self) -> torch.dtype:
-        """What values are sent in."""
-        return self.turn.dtype or self.seen.dtype
+    def key(self) -> Hashable:
+        """Transfers of one key share their all-to-alls."""
+        return _key(self.way, self.dtype)
+
+    @property
+    def bytes(self) -> int:
+        """The bytes that this rank sends."""
+        return self.before.numel() * self.dtype.itemsize
 
 
-def take_values(copies: Sequence[Copy]) -> None:
-    """Bring what users see of parameters to the units; all ranks call it alike."""
-    keys = [(tuple(axis.name for axis, _, _ in each.turn.forth), each.dtype) for each in copies]
-    sizes = [each.seen.numel() * each.dtype.itemsize for each in copies]
+def transfer_all(transfers: Sequence[Transfer]) -> None:
+    """Make all transfers; all ranks call it alike."""
+    for batch in batches((each.key, each.bytes, each) for each in transfers):
+        transfer_batch(batch)
+
+
+def transfer_batch(transfers: Sequence[Transfer]) -> None:
+    """Make transfers over the same axes in the same dtype together."""
+    dtype, last = transfers[0].dtype, len(transfers[0].way) - 1
+    parts = [each.before for each in transfers]
     with torch.no_grad():
-        for batch in batches(keys, sizes):
-            _take_batch([copies[number] for number in batch])
+        for number, (axis, _, _) in enumerate(transfers[0].way):
+            exchanged = []
+            for each, part in zip(transfers, parts, strict=True):
+                _, source, target = each.way[number]
+                after = each.after if number == last else _empty(part, axis.size, source, target, dtype)
+                exchanged.append(Exchanged(part, after, source, target))
+            exchange(exchanged, axis.group, axis.size, dtype)
+            parts = [each.after for each in exchanged]
 
 
-def _take_batch(copies: Sequence[Copy]) -> None:
-    """Bring values of parameters that go over the same axes in the same dtype."""
-    dtype, last = copies[0].dtype, len(copies[0].turn.forth) - 1
-    parts = [each.seen for each in copies]
-    for number, (axis, _, _) in enumerate(copies[0].turn.forth):
-        exchanged = []
-        for each, part in zip(copies, parts, strict=True):
-            _, source, target = each.turn.forth[number]
-            after = each.kept if number == last else _empty(part, axis.size, source, target, dtype)
-            exchanged.append(Exchanged(part, after, source, target))
-        exchange(exchanged, axis.group, axis.size, dtype)
-        parts = [each.after for each in exchanged]
+def _key(way: Way, dtype: torch.dtype) -> Hashable:
+    return tuple(axis.name for axis, _, _ in way), dtype
 
 
 def _empty(part: Tensor, size: int, source: Letter, target: Letter, dtype: torch.dtype) -> Tensor:

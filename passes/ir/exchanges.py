@@ -1,22 +1,41 @@
-"""Which parameters share an all-to-all before the forward pass (see `Group.turned` in `ir/lowered`)."""
+"""Batches of tensors that share an all-to-all (see `Group.turned` in `ir/lowered`)."""
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
 
 # Bytes of a batch: many enough that the start does not count, and few enough that the buffers do not.
-_BYTES = 128 * 2**20
+BATCH_BYTES = 64 * 2**20
 
 
-def batches(keys: Sequence[Hashable], sizes: Sequence[int]) -> Iterator[list[int]]:
-    """The numbers of the parameters that go together: those of one key, in order, as long as their `sizes` (bytes of a
-    rank's part) are not too many."""
-    by_key: dict[Hashable, list[int]] = {}
-    for number, key in enumerate(keys):
-        by_key.setdefault(key, []).append(number)
-    for numbers in by_key.values():
-        batch: list[int] = []
-        for number in numbers:
-            if batch and sum(sizes[other] for other in batch) + sizes[number] > _BYTES:
-                yield batch
-                batch = []
-            batch.append(number)
-        yield batch
+@dataclass
+class Batching(Generic[T]):
+    """Tensors that wait for others to share an all-to-all with: those of one key (axes and dtype) go together."""
+
+    _waiting: dict[Hashable, tuple[list[T], int]] = field(default_factory=dict)
+
+    def add(self, key: Hashable, size: int, item: T) -> list[T]:
+        """Let `item`, of which a rank sends `size` bytes, wait. Returns the batch that is full with it, or nothing."""
+        items, waiting = self._waiting.pop(key, ([], 0))
+        items.append(item)
+        if waiting + size >= BATCH_BYTES:
+            return items
+        self._waiting[key] = items, waiting + size
+        return []
+
+    def rest(self) -> Iterator[list[T]]:
+        """The batches of all that waits, which waits no longer."""
+        waiting, self._waiting = self._waiting, {}
+        return (items for items, _ in waiting.values())
+
+
+def batches(items: Iterable[tuple[Hashable, int, T]]) -> Iterator[list[T]]:
+    """The batches of items with their keys and sizes in bytes."""
+    batching: Batching[T] = Batching()
+    for key, size, item in items:
+        full = batching.add(key, size, item)
+        if full:
+            yield full
+    yield from batching.rest()

@@ -19,6 +19,7 @@ from transformers import ViTConfig, ViTForImageClassification
 
 import autopar
 from autopar.runtime import DistributedModule
+from autopar.runtime.collectives import exchange
 from autopar.testing import LiftFloat32, compare_on_mesh, run_ranks
 from tests.autopar.stored import Spy, storage
 from tests.autopar.without_engine import without_engine
@@ -508,17 +509,32 @@ def _take_steps(model: nn.Module, dist_model: DistributedModule, batch: Mapping[
             optimizer.zero_grad()
 
 
+def _hook_calls(dist_model: DistributedModule) -> list[bool]:
+    """A list that grows with each call of a hook of a fused projection: whether there is a gradient then."""
+    calls: list[bool] = []
+    for name, parameter in dist_model.named_parameters():
+        if "gate_up_proj" in name:
+            parameter.register_post_accumulate_grad_hook(lambda item: calls.append(item.grad is not None))
+    return calls
+
+
 def _turned(constraints: list[Mapping[str, Mapping[str, str]]]) -> list[dict[str, object]]:
-    """For each way to store the fused projection: what the engine keeps, and how far it is from one device."""
+    """For each way to store the fused projections: what the engine keeps, how far it is from one device, how many
+    all-to-alls a step takes, and how many gradients hooks see."""
     found = []
     mesh, batch = mesh_of((2, 2)), tokens()
     for demanded in constraints:
         options: dict[str, Any] = {"cluster": "ideal", "constraints": {"*.gate_up_proj.weight": demanded}}
         with Spy() as spy:
-            error = compare_on_mesh(phi3().double(), mesh, batch, torch.float64, memory_limit=1e12, **options).worst
+            model = phi3(num_hidden_layers=2).double()
+            error = compare_on_mesh(model, mesh, batch, torch.float64, memory_limit=1e12, **options).worst
         with LiftFloat32(torch.float64):
-            model = phi3().double()
+            model = phi3(num_hidden_layers=2).double()
             dist_model = autopar.parallelize(model, mesh, batch, **options)
+            with mock.patch("autopar.runtime.turns.exchange", wraps=exchange) as exchanges:
+                dist_model(**batch).loss.backward()
+            dist_model.zero_grad()
+            hooked = _hook_calls(dist_model)
             _take_steps(model, dist_model, batch)
         weights = dict(model.named_parameters())
         far = max(
@@ -531,17 +547,21 @@ def _turned(constraints: list[Mapping[str, Mapping[str, str]]]) -> list[dict[str
             for group in seen.held.groups
             for name, layout in group.turned.items()
         }
-        found.append({"error": error, "far": far, "kept": kept})
+        found.append({"error": error, "far": far, "kept": kept, "sent": exchanges.call_count, "hooked": hooked})
     return found
 
 
 def test_copies_in_other_layouts_are_gathered() -> None:
     """A parameter that is turned by an all-to-all before it is gathered: gradients, accumulation with gradients held
-    back and parameters kept, and steps of an optimizer are those of one device."""
+    back and parameters kept, and steps of an optimizer are those of one device. Those of all layers share one
+    all-to-all forward and one backward."""
     results = run_ranks(_turned, 4, TURNED)
-    name = "model.layers.0.mlp.gate_up_proj.weight"
+    names = [f"model.layers.{number}.mlp.gate_up_proj.weight" for number in range(2)]
     for found, letters in zip(results[0], (["S(1)", "S(0, 2)"], ["I", "S(0, 2)"]), strict=True):
-        assert found["kept"] == {name: letters}
+        assert found["kept"] == dict.fromkeys(names, letters)
+        assert found["sent"] == 2
+        # Two of the three backward passes of each of two steps reduce gradients, of two parameters.
+        assert found["hooked"] == [True] * 8
         assert found["error"][1] <= 1e-9, found
     assert all(found["far"] <= 1e-9 for result in results for found in result)
 

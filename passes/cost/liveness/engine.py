@@ -7,6 +7,7 @@ comes back. Streams are taken to run in the order of the program. Gradients of a
 together when all are there, and are views of that from then on.
 """
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -20,7 +21,7 @@ import torch
 from passes.cost.liveness.graph import Boundary, Leaf, Value
 from passes.cost.liveness.ledger import COMMUNICATION, GATHERED, GRADIENTS, TRANSIENT, Ledger, Storage
 from passes.cost.liveness.profile import Form
-from passes.ir.exchanges import batches
+from passes.ir.exchanges import BATCH_BYTES, Batching, batches
 from passes.ir.layout import local_shape
 from passes.ir.lowered import Group, Held, Lowered
 from passes.ir.mesh import Mesh
@@ -40,21 +41,32 @@ class _Member:
     """A parameter of a group: the gathered one, whose storage is empty when it is not there, and what takes the
     gradient of the stored one.
 
-    `moved` says that it is split in another dim than the first, `turned` that it is a copy in another layout than the
-    stored one. `sum` is the gradient of earlier micro-batches that is still to be reduced, where it is another dtype
-    than what autograd adds to.
+    `moved` says that it is split in another dim than the first. `turned` are the axes of the all-to-alls that make it
+    from the stored one, if it has another layout. `sum` is the gradient of earlier micro-batches that is still to be
+    reduced, where it is another dtype than what autograd adds to.
     """
 
     whole: Value
     stored: Leaf | None
     moved: bool
-    turned: bool
+    turned: tuple[int, ...] = ()
     sum: Storage | None = None
 
     @property
     def count(self) -> int:
         """Elements of the gathered one."""
         return prod(self.whole.form.shape)
+
+
+@dataclass(frozen=True, eq=False)
+class _Reduced:
+    """A reduced gradient, a view of `storage`, that waits for an all-to-all with others: the bytes that are `sent`, and
+    those of what comes back."""
+
+    member: _Member
+    storage: Storage
+    sent: int
+    bytes: int
 
 
 @dataclass(eq=False)
@@ -129,7 +141,10 @@ class Engine:
         types = {parameter.name: parameter.type for parameter in lowered.program.parameters}
         self._runs: list[_Run | None] = []
         # Parameters that go to other layouts: over these axes, in this dtype, so many bytes.
-        self._exchanged: list[tuple[tuple[Sequence[int], torch.dtype], int]] = []
+        self._exchanged: list[tuple[tuple[tuple[int, ...], torch.dtype], int]] = []
+        self._turning: Batching[_Reduced] = Batching()
+        # Bytes of all gradients that are turned over the same axes in the same dtype.
+        self._turned_bytes: Counter[tuple[tuple[int, ...], torch.dtype]] = Counter()
         for number, group in enumerate(lowered.held.groups):
             names = [name for name in group.parameters if name in lowered.held.parameters]
             add = partial(self._gathered, lowered, mesh) if group.gathers else partial(self._replicated, number)
@@ -148,33 +163,39 @@ class Engine:
         """A parameter that is gathered."""
         kept = group.kept(name, lowered.parameters[name])
         shape = local_shape(type.shape, group.used(kept), mesh)
+        axes: tuple[int, ...] = ()
         if name in group.turned:
             copied = Form.contiguous(local_shape(type.shape, kept, mesh), stored.form.dtype)
             self._turned.append(Storage(self._ledger, copied.bytes, GATHERED))
             dtype = group.dtypes[0] or stored.form.dtype
             axes = tuple(axis for axis in mesh.dimensions if kept[axis] != lowered.parameters[name][axis])
             self._exchanged.append(((axes, dtype), prod(copied.shape) * dtype.itemsize))
+            reduced = group.dtypes[1] or dtype
+            self._turned_bytes[axes, reduced] += prod(copied.shape) * reduced.itemsize
         form = Form.contiguous(shape, group.dtypes[0] or stored.form.dtype)
         leaf = _leaf(stored)
         whole = Value(Storage(self._ledger, 0, GATHERED), form, Leaf(form) if leaf is not None else None)
-        return _Member(whole, leaf, group.parameters[name] != 0, name in group.turned)
+        return _Member(whole, leaf, group.parameters[name] != 0, axes)
 
     def _replicated(self, number: int, group: Group, name: str, type: TensorType, stored: Value) -> _Member:
         """A parameter that is read as it is stored."""
         leaf, form = _leaf(stored), stored.form
         read = None if leaf is None else Leaf(form, accumulated=partial(self._accumulated, number))
-        return _Member(Value(stored.storage, form, read), leaf, moved=False, turned=False)
+        return _Member(Value(stored.storage, form, read), leaf, moved=False)
 
     def _exchange(self) -> None:
         """Make the copies in other layouts: buffers are sent and received, and with a second axis what the first one
         gave is there too."""
-        parameters = self._exchanged
         self._ledger.moment = "all-to-all of parameters"
-        for batch in batches([key for key, _ in parameters], [size for _, size in parameters]):
-            (axes, _), size = parameters[batch[0]][0], sum(parameters[number][1] for number in batch)
-            buffers = [Storage(self._ledger, size, COMMUNICATION) for _ in range(2)]
-            buffers += [Storage(self._ledger, size, TRANSIENT)] * (len(axes) > 1)
-            del buffers
+        for batch in batches((key, size, (key, size)) for key, size in self._exchanged):
+            (axes, _), _ = batch[0]
+            self._send_and_receive(sum(size for _, size in batch), axes)
+
+    def _send_and_receive(self, size: int, axes: Sequence[int]) -> None:
+        """Run an all-to-all of a batch of `size` bytes over each of the axes."""
+        buffers = [Storage(self._ledger, size, COMMUNICATION) for _ in range(2)]
+        buffers += [Storage(self._ledger, size, TRANSIENT)] * (len(axes) > 1)
+        del buffers
 
     @property
     def held(self) -> Held:
@@ -301,18 +322,44 @@ class Engine:
             result = Storage(self._ledger, count // run.ranks * run.stored.itemsize, GRADIENTS)
         taken = False
         for member in members:
-            if member.stored is None or member.stored.gradient is not None:
+            if member.stored is None:
                 continue
             if member.turned:
-                size = member.count // run.ranks * run.stored.itemsize
-                member.stored.gradient = Storage(self._ledger, size, GRADIENTS)
+                elements = member.count // run.ranks
+                waiting = _Reduced(member, result, elements * dtype.itemsize, elements * run.stored.itemsize)
+                self._await_turn((member.turned, dtype), waiting)
+            elif member.stored.gradient is None:
+                member.stored.gradient = result
             else:
-                member.stored.gradient, taken = result, True
+                continue
+            taken = True
         if not taken and result.kind == GRADIENTS:
-            # It was added to the gradients that are there, or turned, and does not stay.
+            # It was added to the gradients that are there, and does not stay.
             result.turn(COMMUNICATION)
         del held, turned
         return sent
+
+    def _await_turn(self, key: tuple[tuple[int, ...], torch.dtype], gradient: _Reduced) -> None:
+        """Let a reduced gradient wait for an all-to-all with others. Some copies of regions are not run, so any of them
+        may be the one that fills a batch."""
+        batch = self._turning.add(key, gradient.sent, gradient)
+        if not batch and self._turned_bytes[key] >= BATCH_BYTES:
+            made = Storage(self._ledger, BATCH_BYTES * gradient.bytes // gradient.sent, GRADIENTS)
+            self._send_and_receive(BATCH_BYTES, gradient.member.turned)
+            del made
+        self._turn(batch)
+
+    def _turn(self, batch: Sequence[_Reduced]) -> None:
+        """Let all-to-alls turn a batch of reduced gradients, and let those be gradients of the stored parameters, or be
+        added to these."""
+        if not batch:
+            return
+        made = [Storage(self._ledger, each.bytes, GRADIENTS) for each in batch]
+        self._send_and_receive(sum(each.sent for each in batch), batch[0].member.turned)
+        for each, gradient in zip(batch, made, strict=True):
+            leaf = each.member.stored
+            if leaf is not None and leaf.gradient is None:
+                leaf.gradient = gradient
 
     def _accumulated(self, number: int) -> None:
         """A gradient of a group that gathers nothing is there."""
@@ -346,20 +393,23 @@ class Engine:
         run.await_gradients()
 
     def end_backward(self) -> None:
-        """The backward pass is over: what is left is reduced."""
-        for run in self._runs:
-            if run is None:
-                continue
-            if not run.plan.gathers:
-                self._receive(run)
-                continue
-            if run.state is not _State.AFTER_BACKWARD:
-                self._end(run)
-            run.state = _State.IDLE
-            run.reduced = run.flat = None
-            run.waiting = False
+        """The backward pass is over: what is left is reduced and turned."""
+        runs = [run for run in self._runs if run is not None]
+        for run in runs:
+            if run.plan.gathers:
+                if run.state is not _State.AFTER_BACKWARD:
+                    self._end(run)
+                run.state = _State.IDLE
+                run.reduced = run.flat = None
+                run.waiting = False
         self._before = ()
         self._sent = None
+        for batch in self._turning.rest():
+            self._ledger.moment = "all-to-all of gradients"
+            self._turn(batch)
+        for run in runs:
+            if not run.plan.gathers:
+                self._receive(run)
 
     def drop(self) -> None:
         """Keep nothing gathered."""
