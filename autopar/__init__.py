@@ -1,8 +1,8 @@
 """autopar: parallelizes PyTorch models by itself."""
 
 from autopar.api import parallelize, plan
-from autopar.losses import LossOutput
-from autopar.parts import replace_part
+from autopar.loading.parts import replace_part
+from autopar.models.losses import LossOutput
 from autopar.precision import Precision
 from autopar.runtime import DistributedModule
 from passes.cost.cluster import Cluster, Device, Link

@@ -2,7 +2,7 @@
 
 Every function says what it is for and why no public name serves. All were read and run with torch 2.11 and 2.13
 (`tests/autopar/test_torch.py` holds each to what is expected of it). The internals of `fully_shard` have a door of
-their own, `autopar/runtime/fsdp.py`.
+their own, `autopar/runtime/fsdp/_torch.py`.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -6,19 +6,8 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from autopar.agreement import from_first, gathered, together
-from autopar.fingerprint import first_difference, structure_fingerprint, values_fingerprint
-from autopar.loading import distribute, make_groups, refuse_meta
-from autopar.losses import Loss, loss_fingerprint, with_loss
-from autopar.options import Constraints, Options, Recompute
-from autopar.planner import compile_model
-from autopar.precision import Precision
-from autopar.request import ExampleInputs, MeshLike, make_request
-from autopar.runtime import DistributedModule
-from autopar.runtime.failures import naming_collectives
-from autopar.runtime.groups import take_job_timeout
-from autopar.sizes import AnySizes
-from autopar.world import (
+from autopar.launch.agreement import from_first, gathered, together
+from autopar.launch.world import (
     described_device,
     device_type_of,
     found_mesh,
@@ -28,6 +17,17 @@ from autopar.world import (
     refuse_strangers,
     world_mesh,
 )
+from autopar.loading import distribute, make_groups, refuse_meta
+from autopar.models.fingerprint import first_difference, structure_fingerprint, values_fingerprint
+from autopar.models.losses import Loss, loss_fingerprint, with_loss
+from autopar.options import Constraints, Options, Recompute
+from autopar.planner import compile_model
+from autopar.plans.dynamic_shapes import AnySizes
+from autopar.precision import Precision
+from autopar.request import ExampleInputs, MeshLike, make_request
+from autopar.runtime import DistributedModule
+from autopar.runtime.ranks.failures import naming_collectives
+from autopar.runtime.ranks.groups import take_job_timeout
 from passes.cost.cluster import Cluster
 from passes.ir.errors import PlanMismatchError
 from passes.ir.plan import Plan

@@ -7,17 +7,17 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from autopar import huggingface
-from autopar.batches import batching
 from autopar.discover import rules_for
-from autopar.expressions import Priced, expressions
-from autopar.fingerprint import structure_fingerprint
 from autopar.garbage import no_collection
-from autopar.plans import as_planned, check_plan, check_replayed, written_plan
-from autopar.programs import Planned, compiled_program, totals_name
+from autopar.models import huggingface
+from autopar.models.fingerprint import structure_fingerprint
+from autopar.plans.batches import batching
+from autopar.plans.expressions import Priced, expressions
+from autopar.plans.programs import Planned, compiled_program, totals_name
+from autopar.plans.replay import as_planned, check_plan, check_replayed, written_plan
+from autopar.plans.simulator import Simulator
 from autopar.request import Request
 from autopar.runtime import CompiledProgram
-from autopar.simulator import Simulator
 from passes.capture import CPU, Tracing, capture
 from passes.clock import Clock
 from passes.codegen import Naming, emit

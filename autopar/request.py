@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from autopar import huggingface
-from autopar.losses import loss_fingerprint, missing_for_loss
+from autopar.models import huggingface
+from autopar.models.losses import loss_fingerprint, missing_for_loss
 from autopar.options import Options, Recompute, settled
 from autopar.precision import Precision
 from autopar.profile import check_machine, known_cluster

@@ -35,8 +35,8 @@ from torch.distributed.tensor.parallel import (
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from autopar import parallelize
-from autopar.ranks import run_ranks
-from autopar.runtime.random import Randomness
+from autopar.runtime.generated.random import Randomness
+from autopar.testing.ranks import run_ranks
 from tests.models import llama, tokens
 
 ROUNDS = 25

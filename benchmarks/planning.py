@@ -20,7 +20,7 @@ from typing import TypeVar
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PretrainedConfig, Qwen3Config
 
-from autopar import huggingface
+from autopar.models import huggingface
 from autopar.options import Options
 from autopar.planner import compile_model
 from autopar.request import Request, make_request

@@ -4,7 +4,7 @@ Every name says what it is for and why no public one serves. All were read and r
 (`tests/passes/test_torch.py` holds each to what is expected of it); where versions differ, that is said.
 
 The runtime has a door of its own, `autopar/_torch.py`, and one for the internals of `fully_shard`,
-`autopar/runtime/fsdp.py`.
+`autopar/runtime/fsdp/_torch.py`.
 """
 
 import contextlib

@@ -1,16 +1,9 @@
 """What generated code calls, and the module around it."""
 
 import passes.ops  # noqa: F401  (operators that capture writes into programs)
-from autopar.runtime.axis import Axis
-from autopar.runtime.collectives import all_gather, all_reduce, all_to_all, convert, reduce_scatter
-from autopar.runtime.forms import (
-    causal_attention,
-    split_cumsum,
-    vocabulary_cross_entropy,
-    vocabulary_embedding,
-    with_halo,
-)
-from autopar.runtime.generated import (
+from autopar.runtime.calls.inputs import named_arguments
+from autopar.runtime.generated.axis import Axis
+from autopar.runtime.generated.bases import (
     CompiledProgram,
     Container,
     Generated,
@@ -22,10 +15,16 @@ from autopar.runtime.generated import (
     gathered,
     local,
 )
-from autopar.runtime.inputs import named_arguments
-from autopar.runtime.module import DistributedModule
-from autopar.runtime.saving import recomputed
-from autopar.runtime.statistics import (
+from autopar.runtime.generated.collectives import all_gather, all_reduce, all_to_all, convert, reduce_scatter
+from autopar.runtime.generated.forms import (
+    causal_attention,
+    split_cumsum,
+    vocabulary_cross_entropy,
+    vocabulary_embedding,
+    with_halo,
+)
+from autopar.runtime.generated.saving import recomputed
+from autopar.runtime.generated.statistics import (
     split_batch_norm,
     split_group_norm,
     split_layer_norm,
@@ -35,6 +34,7 @@ from autopar.runtime.statistics import (
     split_softmax,
     split_updating_batch_norm,
 )
+from autopar.runtime.module import DistributedModule
 from passes.ir.layout import I, P, R, S
 
 __all__ = [

@@ -9,24 +9,24 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar._torch import parts_of, share_tables
-from autopar.runtime.agreement import Agreement, agreement_of
-from autopar.runtime.axis import axes_of
-from autopar.runtime.call import CallPath, PreparedCall
+from autopar.runtime.calls.call import CallPath, PreparedCall
+from autopar.runtime.calls.loaders import RowLoader
+from autopar.runtime.calls.outputs import loss_of, output_of
+from autopar.runtime.calls.programs import LoadedModel, Programs, RunnableProgram
+from autopar.runtime.calls.steps import forward_backward
 from autopar.runtime.checkpoint import Loadable
-from autopar.runtime.comparing import CallComparison, Surroundings
-from autopar.runtime.engine import Engine
-from autopar.runtime.failures import FailureReports
-from autopar.runtime.generated import Container, local
-from autopar.runtime.loaders import RowLoader
+from autopar.runtime.fsdp.manager import Engine
+from autopar.runtime.generated.axis import axes_of
+from autopar.runtime.generated.bases import Container, local
+from autopar.runtime.generated.random import Randomness
+from autopar.runtime.generated.saving import saving
 from autopar.runtime.model_methods import missing_method
-from autopar.runtime.outputs import loss_of, output_of
 from autopar.runtime.parameters import ParameterWatch
-from autopar.runtime.programs import LoadedModel, Programs, RunnableProgram
-from autopar.runtime.random import Randomness
+from autopar.runtime.ranks.agreement import Agreement, agreement_of
+from autopar.runtime.ranks.comparing import CallComparison, Surroundings
+from autopar.runtime.ranks.failures import FailureReports
 from autopar.runtime.refusals import CalledPart, put, refuse_export, refuse_module_hooks
-from autopar.runtime.saving import saving
 from autopar.runtime.state import mesh_of
-from autopar.runtime.steps import forward_backward
 from passes._torch import buffers_of, parameters_of, schema_of
 from passes.ir.errors import CaptureError, InputError
 from passes.ir.layout import S

@@ -6,7 +6,7 @@ from functools import cache
 
 import torch
 
-from autopar import huggingface
+from autopar.models import huggingface
 from benchmarks.models import Dimensions, Family, build
 from benchmarks.replay.reasons import Reason, SkippedError
 from passes.capture import Tracing, capture
@@ -18,7 +18,7 @@ from passes.ir.errors import AutoparError, ConstraintError
 from passes.ir.lowered import Lowered
 from passes.ir.mesh import Mesh
 from passes.ir.program import Folded, Program, Region
-from passes.lower import Casts, lower
+from passes.lower.straight import Casts, straight_code
 from passes.normalize import normalize
 from passes.regions import fold
 from passes.rules import written_rule
@@ -140,7 +140,7 @@ def _forced(graph: Graph, split: Split, cluster: str, constraints: Constraints) 
     solution = solve(problem, found, Limits(1e18, 2), Configuration(mesh))
     if not folded.regions:
         raise SkippedError(Reason.TRACE, "its layers differ from each other")
-    lowered = lower(folded, problem, solution, mesh, Casts(torch.float32, None))
+    lowered = straight_code(folded, problem, solution, mesh, Casts(torch.float32, None))
     return Forced(graph, folded, mesh, problem, solution, lowered)
 
 

@@ -232,8 +232,8 @@ class Symbolic:
     are expressions of sympy over symbols.
 
     A symbol is called after the dim that it is: "input_ids.0". `ranges` are the least and the most (None: no limit)
-    that each may be, `conditions` are what must hold besides. `passes.specialize` makes of it a program that passes
-    can read.
+    that each may be, `conditions` are what must hold besides. `passes/dynamic_shapes/specialize` makes of it a program
+    that passes can read.
     """
 
     program: Program

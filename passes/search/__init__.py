@@ -2,8 +2,8 @@
 
 The search visits configurations (`best_first`), and meshes where their shape is free or where they have many axes
 (`refinement`). For every configuration the program of one micro-batch is made and folded (`programs`), its strategies
-are listed, and a solver bounds and finds the best ones (`subproblems`). The best of all is lowered (`lowering`), its
-variables are named, and the memory simulator checks what it takes. Earlier decisions restrict the space (`restrict`):
+are listed, and a solver bounds and finds the best ones (`subproblems`). The best of all is lowered, its variables
+are named, and the memory simulator checks what it takes. Earlier decisions restrict the space (`restrict`):
 with a configuration that is decided there is one subproblem, and with all methods decided, as in a replay, nothing is
 left to solve.
 
@@ -20,6 +20,7 @@ from passes.clock import Clock
 from passes.cost.cluster import GIB
 from passes.cost.liveness import MemoryPeak
 from passes.cost.step import Seconds
+from passes.cost.walk import walk
 from passes.ir.choices import Problem, Solution
 from passes.ir.configuration import Configuration
 from passes.ir.decisions import Decisions
@@ -28,11 +29,11 @@ from passes.ir.lowered import Lowered
 from passes.ir.mesh import Mesh
 from passes.ir.program import Folded, Program
 from passes.ir.variables import Variables
+from passes.lower import lower
+from passes.lower.recompute import check_patterns
 from passes.micro_batches import MicroBatches
-from passes.recompute import check_patterns
 from passes.search.best_first import Configured, Progress, explore
 from passes.search.hints import with_hint
-from passes.search.lowering import Target, lower_solution, step_seconds
 from passes.search.programs import MicroBatchProgram, MicroBatchPrograms
 from passes.search.refinement import best_choice
 from passes.search.restrict import hold, offers_of, planned_solution, regathered
@@ -184,9 +185,8 @@ def _lowered(
     """A solution with its lowered program, its seconds and its bytes."""
     space, clock, folded = subproblems.space, subproblems.clock, program.folded
     configuration = solution.configuration
-    target = Target.of(space, configuration.mesh)
-    lowered = lower_solution(folded, problem, solution, target, clock)
-    seconds = step_seconds(lowered, folded, target, configuration)
+    lowered = lower(folded, problem, solution, space.casts, clock, space.decisions.units)
+    seconds = walk(lowered, folded, space.cluster, space.optimizer, configuration)
     with clock("variables"):
         variables = name_variables(lowered, configuration.mesh)
     with clock("memory"):

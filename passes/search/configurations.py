@@ -6,8 +6,8 @@ from itertools import product
 from passes.ir.configuration import RECOMPUTE, Configuration
 from passes.ir.mesh import Mesh
 from passes.ir.program import Folded, Program
+from passes.lower.recompute import levels
 from passes.micro_batches import batch_size
-from passes.recompute import levels
 from passes.search.space import Space
 
 # Regions whose levels of recompute are chosen one by one; where there are more, all get the same level.

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from passes.constrain import Constraints, constrain, stored_as
 from passes.cost.cluster import Cluster
+from passes.cost.walk import Optimizer
 from passes.ir.decisions import Decisions
 from passes.ir.demands import Demands
 from passes.ir.mesh import Mesh
@@ -46,6 +47,11 @@ class Space:
     def limits(self) -> Limits:
         """The memory limit as the solver takes it."""
         return Limits(self.memory_limit, self.optimizer_states)
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The optimizer as the cost of its step needs it."""
+        return Optimizer(self.optimizer_states, self.casts.master)
 
     def demands(self, program: Program, mesh: Mesh) -> Demands:
         """The constraints on `program`, which is the whole program or that of one micro-batch, on `mesh`."""

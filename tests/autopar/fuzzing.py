@@ -19,9 +19,9 @@ from torch.utils import _pytree as pytree
 from autopar.options import Options
 from autopar.planner import Compiled, compile_model
 from autopar.request import make_request
-from autopar.runtime import collectives
-from autopar.runtime.generated import Container, Generated, place
-from autopar.runtime.saving import saving
+from autopar.runtime.generated import collectives
+from autopar.runtime.generated.bases import Container, Generated, place
+from autopar.runtime.generated.saving import saving
 from passes.ir.choices import Node, Problem, Solution, Strategy
 from passes.ir.configuration import Configuration
 from passes.ir.errors import CaptureError

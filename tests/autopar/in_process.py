@@ -71,7 +71,7 @@ class Threads:
             else:
                 self._go_on()
 
-        with mock.patch("autopar.runtime.collectives.collectives", self):
+        with mock.patch("autopar.runtime.generated.collectives.collectives", self):
             for rank in range(len(self._turns)):
                 threading.Thread(target=work, args=(rank,), daemon=True).start()
             self._go_on()

@@ -22,14 +22,14 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils import _pytree as pytree
 
 from autopar.loading import load
+from autopar.loading.placement import placed_parts
 from autopar.options import Options
-from autopar.placing import placed_parts
 from autopar.planner import Compiled, compile_model
+from autopar.plans.simulator import machine_of
 from autopar.request import Request, make_request
 from autopar.runtime import DistributedModule
-from autopar.runtime.engine import Engine
-from autopar.runtime.programs import LoadedModel
-from autopar.simulator import machine_of
+from autopar.runtime.calls.programs import LoadedModel
+from autopar.runtime.fsdp.manager import Engine
 
 OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
     "adam": torch.optim.Adam,

@@ -6,7 +6,7 @@ from unittest import mock
 
 from passes.ir.choices import Solution
 from passes.ir.configuration import Configuration
-from passes.recompute import levels
+from passes.lower.recompute import levels
 from passes.search.subproblems import Choice, Subproblem, Subproblems
 from passes.solve import Solver
 

@@ -4,11 +4,10 @@ import contextlib
 from dataclasses import replace
 from unittest import mock
 
-from passes import search
+from passes import lower, search
 from passes.cost.live_ranges import same_tensor
 from passes.ir.choices import Problem, Solution
 from passes.ir.lowered import Lowered
-from passes.search import lowering
 from tests.autopar.solving import solved_by
 
 
@@ -25,7 +24,7 @@ class Spy:
         self.again = again
         self.stage = stage
         self.seen: list[Lowered] = []
-        self._engines, self._solve = lowering.engines, search.solve
+        self._engines, self._solve = lower.engines, search.solve
 
     def engines(self, *given: object) -> Lowered:
         """The pass."""
@@ -47,7 +46,7 @@ class Spy:
 
     def __enter__(self) -> "Spy":
         self._patches = contextlib.ExitStack()
-        self._patches.enter_context(mock.patch("passes.search.lowering.engines", self.engines))
+        self._patches.enter_context(mock.patch("passes.lower.engines", self.engines))
         self._patches.enter_context(solved_by(self.solve, gather_once=self.stage < 3, reduce_once=self.stage < 2))
         return self
 

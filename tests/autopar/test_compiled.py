@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import autopar
-from autopar.ranks import run_ranks
 from autopar.testing import compare_on_mesh
+from autopar.testing.ranks import run_ranks
 from tests.models import gpt2, llama, tokens
 
 _MODELS = {"llama": llama, "gpt2": gpt2}

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from autopar import parallelize
-from autopar.ranks import run_ranks
+from autopar.testing.ranks import run_ranks
 from tests import models
 
 PROBABILITY = 0.25

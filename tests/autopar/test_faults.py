@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
-from autopar.cache import _replace as _really_replace
+from autopar.loading.cache import _replace as _really_replace
 from autopar.testing import RankError, run_ranks
 from tests.models import Stack
 
@@ -84,8 +84,8 @@ STAGES: Mapping[str, tuple[str, int, BaseException]] = {
     "loading": ("autopar.loading.placed_parts", 1, torch.OutOfMemoryError("out of memory")),
     "loading, first rank": ("autopar.loading.placed_parts", 0, torch.OutOfMemoryError("out of memory")),
     "loading, interrupted": ("autopar.loading.placed_parts", 1, KeyboardInterrupt()),
-    "other sizes": ("autopar.sizes._Planner.compiled", 0, KeyError("sizes")),
-    "other sizes, interrupted": ("autopar.sizes._Planner.compiled", 0, KeyboardInterrupt()),
+    "other sizes": ("autopar.plans.dynamic_shapes._Planner.compiled", 0, KeyError("sizes")),
+    "other sizes, interrupted": ("autopar.plans.dynamic_shapes._Planner.compiled", 0, KeyboardInterrupt()),
     "other sizes, loading": ("autopar.loading.load_source", 1, OSError(28, "disk full")),
 }
 # Type and message on the other rank.
@@ -184,9 +184,13 @@ def _disks() -> dict[str, Ended]:
     broken, results = dist.get_rank() == 1, {}
     with mock.patch.dict(os.environ, {"AUTOPAR_CACHE": "/proc/none"} if broken else {}):
         results["unwritable"] = ended(parallelized)
-        with mock.patch("autopar.cache._temporary_folder", return_value=Path("/proc/none")) if broken else _nothing():
+        with (
+            mock.patch("autopar.loading.cache._temporary_folder", return_value=Path("/proc/none"))
+            if broken
+            else _nothing()
+        ):
             results["no folder"] = ended(parallelized)
-    with mock.patch("autopar.cache._replace", _full_at_first()) if broken else _nothing():
+    with mock.patch("autopar.loading.cache._replace", _full_at_first()) if broken else _nothing():
         results["full"] = ended(parallelized)
     return results
 

@@ -11,6 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
+from autopar.runtime.collectives import exchange
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, distribute_tensor
@@ -19,7 +20,6 @@ from transformers import ViTConfig, ViTForImageClassification
 
 import autopar
 from autopar.runtime import DistributedModule
-from autopar.runtime.collectives import exchange
 from autopar.testing import LiftFloat32, compare_on_mesh, run_ranks
 from tests.autopar.stored import Spy, storage
 from tests.autopar.without_engine import without_engine

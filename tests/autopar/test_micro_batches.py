@@ -20,8 +20,8 @@ from transformers import (
 
 import autopar
 from autopar import InputError, MicroBatchError, Plan, PlanMismatchError, parallelize
-from autopar.ranks import run_ranks
 from autopar.testing import LiftFloat32, compare_on_mesh
+from autopar.testing.ranks import run_ranks
 from passes.ir.configuration import RECOMPUTE
 from tests.autopar.comparing import exact
 from tests.autopar.fuzzing import random_solution

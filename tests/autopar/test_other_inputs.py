@@ -10,9 +10,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import autopar
-from autopar.runtime import programs
+from autopar.runtime.calls import programs
 from tests.autopar.comparing import TOLERANCE
-from tests.autopar.test_sizes import gradient_error, on_ranks, stack_batch, worst
+from tests.autopar.plans.test_dynamic_shapes import gradient_error, on_ranks, stack_batch, worst
 from tests.models import Stack, gpt2, llama, tokens
 
 Batch = Mapping[str, object]

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from autopar import DistributedModule, parallelize
-from autopar.ranks import run_ranks
+from autopar.testing.ranks import run_ranks
 from passes.ir.configuration import RECOMPUTE
 from tests.models import Stack, gpt2, llama, tokens
 

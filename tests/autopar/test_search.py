@@ -13,9 +13,9 @@ import autopar
 from autopar import Cluster, InfeasibleError, MeshError, Plan, PlanMismatchError, parallelize
 from autopar.options import Options
 from autopar.planner import tracing
-from autopar.ranks import run_ranks
 from autopar.request import make_request
 from autopar.testing import LiftFloat32, compare_on_mesh
+from autopar.testing.ranks import run_ranks
 from passes.capture import capture
 from passes.clock import Clock
 from passes.cost.cluster import CLUSTERS

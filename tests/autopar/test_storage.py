@@ -20,8 +20,8 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from autopar.ranks import run_ranks
 from autopar.runtime.state import from_local, local_part, mesh_of
+from autopar.testing.ranks import run_ranks
 from passes.ir.layout import Layout, Letter, R, S, Shape, is_storable
 from passes.ir.mesh import Mesh
 from tests.passes.helpers import layouts_on

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import autopar
 from autopar.runtime import DistributedModule
-from autopar.runtime.units import ParameterGroup
+from autopar.runtime.fsdp.units import ParameterGroup
 from autopar.testing import run_ranks
 from tests.autopar.stored import Spy, storage
 from tests.models import Stack

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from autopar.probing import FakeProber
+from autopar.plans.probing import FakeProber
 from passes.cost.liveness.profile import Event, Form, Happening, Origin, Task
 from passes.cost.workspace import BY_BODY, BY_KIND, REPEATED, Workspace
 from passes.ir.mesh import Mesh

@@ -40,8 +40,8 @@ from torch.utils import _pytree as pytree
 from autopar import runtime
 from autopar.planner import Compiled
 from autopar.runtime import Axis, Container
-from autopar.runtime.axis import axes_of
-from autopar.runtime.generated import place
+from autopar.runtime.generated.axis import axes_of
+from autopar.runtime.generated.bases import place
 from autopar.runtime.state import local_part
 from passes.ir.layout import I, Layout, Letter, R, digits, local_major, local_shape, parse_letter
 from passes.ir.mesh import Mesh

@@ -9,7 +9,7 @@ from unittest import mock
 from torch import Tensor, nn
 
 from autopar.runtime import Axis
-from autopar.runtime.units import PartView
+from autopar.runtime.fsdp.units import PartView
 from passes.ir.layout import Layout
 from passes.ir.lowered import Group, Held, Lowered
 from passes.ir.mesh import Mesh
@@ -23,7 +23,7 @@ def without_engine() -> Iterator[None]:
     def engines(lowered: Lowered, mesh: Mesh, groups: object = None, gather_once: bool = False) -> Lowered:
         return lowered
 
-    with mock.patch("passes.search.lowering.engines", engines):
+    with mock.patch("passes.lower.engines", engines):
         yield
 
 

@@ -16,16 +16,16 @@ from passes.cost.cluster import CLUSTERS, Cluster
 from passes.cost.live_ranges import is_kept, same_tensor
 from passes.cost.memory import memory_use
 from passes.cost.walk import Optimizer, walk
-from passes.engines import engines
 from passes.ir.choices import Problem, Solution
 from passes.ir.configuration import RECOMPUTE, Configuration
 from passes.ir.layout import Layout
 from passes.ir.lowered import Body, Change, Loop, Lowered, Statement
 from passes.ir.mesh import Mesh
 from passes.ir.program import Folded
-from passes.lower import Casts, lower
+from passes.lower.recompute import recompute
+from passes.lower.straight import Casts, straight_code
+from passes.lower.units import engines
 from passes.normalize import normalize
-from passes.recompute import recompute
 from passes.regions import fold
 from passes.strategies import Setting, candidates
 
@@ -56,7 +56,7 @@ class Planning:
 
     def lowered(self, solution: Solution) -> Lowered:
         """The program that a solution stands for."""
-        lowered = lower(self.folded, self.problem, solution, self.mesh, Casts())
+        lowered = straight_code(self.folded, self.problem, solution, self.mesh, Casts())
         return recompute(lowered, solution.configuration.recompute)
 
     def seconds(self, solution: Solution) -> float:

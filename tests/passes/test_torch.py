@@ -10,7 +10,7 @@ from passes import _torch
 from tests.private_names import private_names
 
 ROOT = Path(autopar.__file__).parents[1]
-DOORS = {ROOT / "passes/_torch.py", ROOT / "autopar/_torch.py", ROOT / "autopar/runtime/fsdp.py"}
+DOORS = {ROOT / "passes/_torch.py", ROOT / "autopar/_torch.py", ROOT / "autopar/runtime/fsdp/_torch.py"}
 SOURCES = [path for room in ("autopar", "passes") for path in sorted((ROOT / room).rglob("*.py"))]
 
 

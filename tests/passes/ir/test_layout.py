@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from autopar.ranks import run_ranks
 from autopar.runtime.state import from_local, local_part, mesh_of
+from autopar.testing.ranks import run_ranks
 from passes.ir.layout import (
     I,
     Layout,

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from autopar.discovering.calls import alike
+from autopar.discover.calls import alike
 from passes.ir.errors import CaptureError
 from passes.normalize import normalize
 from tests.passes.rules.normal import calls_in, traced

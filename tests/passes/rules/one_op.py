@@ -10,14 +10,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
 from autopar.runtime import Axis
-from autopar.runtime.axis import axes_of
+from autopar.runtime.generated.axis import axes_of
 from passes.ir.choices import Cover, Edge, Group, Memory, Node, Problem, Solution, Strategy
 from passes.ir.configuration import Configuration
 from passes.ir.layout import Layout, gradient
 from passes.ir.mesh import Mesh
 from passes.ir.program import Argument, Folded, Input, Op, Program, Ref, TensorType, find_overload, has_gradient
 from passes.ir.rule import Rule
-from passes.lower import Casts, lower
+from passes.lower.straight import Casts, straight_code
 from passes.regions import fold
 from passes.rules import written_rule
 from passes.rules.local_forms import LOCAL_FORMS
@@ -154,7 +154,7 @@ def make_case(one: OneOp, strategy: Strategy, mesh: Mesh, generator: torch.Gener
     """Lower and generate `one` under `strategy`, and lay out its operands and the gradients of its results."""
     problem = problem_of(one, strategy)
     chosen = Solution((0,) * len(problem.nodes), frozenset(), 0.0, 0.0, Configuration(mesh))
-    lowered = lower(one.folded, problem, chosen, mesh, Casts())
+    lowered = straight_code(one.folded, problem, chosen, mesh, Casts())
     (statement,) = lowered.body.statements
     source = source_of(lowered, mesh, "OneOp")
     inputs = [

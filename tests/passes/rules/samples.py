@@ -13,7 +13,7 @@ import torch
 import transformers.integrations.moe  # noqa: F401  (registers an operator)
 from torch import Tensor
 
-from autopar.discovering.calls import Call
+from autopar.discover.calls import Call
 
 
 @dataclass(frozen=True)

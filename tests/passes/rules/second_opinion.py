@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from torch import Tensor
 
 from autopar.discover import discover
-from autopar.ranks import RankError, run_ranks
+from autopar.testing.ranks import RankError, run_ranks
 from passes.ir.layout import I, Letter, P, R
 from passes.ir.mesh import Mesh
 from passes.ir.rule import Rule

@@ -3,7 +3,7 @@
 from collections.abc import Hashable
 from functools import cache
 
-from autopar.discovering.calls import MOST_ELEMENTS, Sizes, resized, runs
+from autopar.discover.calls import MOST_ELEMENTS, Sizes, resized, runs
 from tests.passes.rules.normal import differentiates, normal_form
 from tests.passes.rules.samples import Sample
 

@@ -6,9 +6,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autopar.ranks import run_ranks
 from autopar.runtime import vocabulary_cross_entropy
-from autopar.runtime.axis import axes_of
+from autopar.runtime.generated.axis import axes_of
+from autopar.testing.ranks import run_ranks
 from passes.rules.local_forms import LOCAL_FORMS, FormContext
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from passes.ir.choices import Node, Solution
 from passes.ir.configuration import Configuration
 from passes.ir.decisions import Decided
-from passes.lower import Casts, lower
+from passes.lower.straight import Casts, straight_code
 from passes.search.restrict import decided, hold
 from passes.solve import solve
 from passes.solve.limits import Limits
@@ -79,7 +79,9 @@ def test_the_planned_sizes_hold_all(seed: int) -> None:
         assert node.memory == before.memory[pick : pick + 1]
     again = chosen(replace(case, problem=problem))
     assert again.seconds == pytest.approx(solution.seconds)
-    assert lower(case.folded, problem, again, case.mesh, Casts()) == case.lowered(replace(solution, again=frozenset()))
+    assert straight_code(case.folded, problem, again, case.mesh, Casts()) == case.lowered(
+        replace(solution, again=frozenset())
+    )
 
 
 @pytest.mark.parametrize(("batch", "length"), [(4, 16), (8, 12), (6, 4)])

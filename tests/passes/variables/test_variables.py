@@ -6,18 +6,18 @@ import torch
 from torch import Tensor, nn
 
 from passes.constrain import Constraints
-from passes.engines import engines
 from passes.ir.configuration import Configuration
 from passes.ir.lowered import Body, Change, Compute, Loop, Lowered
 from passes.ir.mesh import Mesh
 from passes.ir.variables import FunctionVariables, LoopVariables
-from passes.recompute import recompute
+from passes.lower.recompute import recompute
+from passes.lower.units import engines
 from passes.solve import solve
 from passes.solve.limits import Limits
 from passes.variables import name_variables
 from tests.passes.helpers import Apply, mesh_of, source_of
+from tests.passes.lower.test_straight import Heads, choose
 from tests.passes.planning import STATES, planning
-from tests.passes.test_lower import Heads, choose
 
 ONE = mesh_of(dp=1)
 TWO = mesh_of(dp=2)

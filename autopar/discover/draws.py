@@ -1,0 +1,241 @@
+"""Small calls of an op with random values, and what the whole op gives for them."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+
+import torch
+from torch import Tensor
+
+from autopar.discover.calls import Call, resized, runs
+from passes._torch import pytree, schema_of
+from passes.ir.program import Op, Ref, TensorType, find_overload, has_gradient
+
+# Sizes divide by 2 and by 3; what is left of the first when cut divides by 2, for ops that take elements in pairs.
+_UNITS = (12, 6)
+_DRAWS = 3
+_SMALLEST = 1e-5
+# Elements of all operands and results up to which an op is also run as it is.
+_LARGE = 1 << 22
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A call with its results and, for random gradients of these, the gradients of its operands (None without one)."""
+
+    call: Call
+    results: tuple[Tensor, ...]
+    cotangents: tuple[Tensor | None, ...]
+    gradients: tuple[Tensor | None, ...]
+    flowing: frozenset[int]
+
+    @property
+    def operands(self) -> list[Tensor]:
+        """The operands."""
+        return self.call.tensors
+
+
+def draws_of(op: Op, types: Mapping[str, TensorType], tensors: Sequence[Tensor] | None) -> list[Drawn]:
+    """Calls of the form of `op` with random values, in float64; empty where the op does not run or is random."""
+    for call in _small_calls(_call(op, types, tensors)):
+        found = _draws(call, tensors is not None)
+        if found:
+            return found
+    return []
+
+
+def own_draws(op: Op, types: Mapping[str, TensorType], tensors: Sequence[Tensor] | None) -> list[Drawn]:
+    """The same with the sizes that the op has; empty where these are large too."""
+    if sum(prod(types[name].shape) for name in (*op.operands, *op.results)) > _LARGE:
+        return []
+    return _draws(_call(op, types, tensors), tensors is not None)
+
+
+def _draws(call: Call, given: bool) -> list[Drawn]:
+    found = []
+    flowing = _flowing(call, given)
+    for seed in range(_DRAWS):
+        generator = torch.Generator().manual_seed(seed)
+        for values in _kinds_of_values(call, given):
+            drawn = _drawn(call, [values(tensor, generator) for tensor in call.tensors], flowing, generator)
+            if drawn is not None:
+                found.append(drawn)
+                break
+    return found if len(found) == _DRAWS and not _is_random(found[0]) else []
+
+
+def _call(op: Op, types: Mapping[str, TensorType], tensors: Sequence[Tensor] | None) -> Call:
+    """The call that `op` is, in float64."""
+    given = iter(tensors) if tensors is not None else None
+
+    def made(argument: object) -> object:
+        if isinstance(argument, Ref):
+            if given is not None:
+                return _double(next(given))
+            type = types[argument.name]
+            dtype = torch.float64 if type.dtype.is_floating_point else type.dtype
+            return torch.zeros((), dtype=dtype).expand(type.shape)
+        return [made(item) for item in argument] if isinstance(argument, tuple) else _double_type(argument)
+
+    schema = schema_of(op.overload).arguments
+    arguments = {name: made(value) for name, value in op.arguments.items()}
+    return Call(
+        op.target,
+        tuple(arguments[item.name] for item in schema if not item.kwarg_only),
+        {item.name: arguments[item.name] for item in schema if item.kwarg_only},
+    )
+
+
+def _small_calls(call: Call) -> Iterator[Call]:
+    """Calls of the form of `call` with small sizes that divide; first with dims that are alike staying alike."""
+    if runs(call) and all(size == 1 or size % _UNITS[-1] == 0 for tensor in call.tensors for size in tensor.shape):
+        yield call
+    for unit, on, ties in product(_UNITS, ("cpu", "meta"), ("equal", "aligned", "free")):
+        small = resized(call, unit, ties, on)
+        if runs(small):
+            yield small
+    if runs(call):
+        yield call
+
+
+def _flowing(call: Call, given: bool) -> frozenset[int]:
+    """Operands that torch can give a gradient for: all floating ones, unless it says so."""
+    floating = frozenset(slot for slot, tensor in enumerate(call.tensors) if tensor.is_floating_point())
+    generator = torch.Generator().manual_seed(0)
+    for values in _kinds_of_values(call, given):
+        operands = [values(tensor, generator) for tensor in call.tensors]
+        if _runs_with(call, operands, frozenset()):
+            if _runs_with(call, operands, floating):
+                return floating
+            return frozenset(slot for slot in floating if _runs_with(call, operands, frozenset({slot})))
+    return floating
+
+
+def _runs_with(call: Call, operands: Sequence[Tensor], flowing: frozenset[int]) -> bool:
+    try:
+        results, owned = run_with(call, operands, flowing)
+        gradients_of(results, owned, [torch.ones_like(tensor) if tensor.requires_grad else None for tensor in results])
+    except Exception:
+        return False
+    return True
+
+
+def _is_random(drawn: Drawn) -> bool:
+    """Whether the op gives something else when it runs again."""
+    if torch.Tag.nondeterministic_seeded not in find_overload(drawn.call.target).tags:
+        return False
+    again, _ = run_with(drawn.call, drawn.operands, drawn.flowing)
+    return not all(torch.allclose(new.detach(), old) for new, old in zip(again, drawn.results, strict=True))
+
+
+def _double(tensor: Tensor) -> Tensor:
+    return tensor.detach().to(torch.float64) if tensor.is_floating_point() else tensor.detach()
+
+
+def _double_type(argument: object) -> object:
+    is_floating = isinstance(argument, torch.dtype) and argument.is_floating_point
+    return torch.float64 if is_floating else argument
+
+
+Values = Callable[[Tensor, torch.Generator], Tensor]
+
+
+def _kinds_of_values(call: Call, given: bool) -> Iterator[Values]:
+    """Ways to draw values, of which an op may take one only: any sign or positive, indices up to each size.
+
+    Given values are taken in another order, or numbers between 0 and 1 in place of those that are not whole.
+    """
+    if given:
+        yield _shuffled
+        yield _fractions
+        return
+    sizes = sorted({size for tensor in call.tensors for size in tensor.shape if size > 1}, reverse=True)
+    for high in [*sizes, 2, 1]:
+        for least in (None, 0.25):
+
+            def values(
+                tensor: Tensor, generator: torch.Generator, high: int = high, least: float | None = least
+            ) -> Tensor:
+                shape = tuple(tensor.shape)
+                if tensor.dtype == torch.bool:
+                    return torch.rand(shape, generator=generator) < 0.5
+                if not tensor.is_floating_point():
+                    return torch.randint(0, high, shape, generator=generator).to(tensor.dtype)
+                if least is None:
+                    return torch.randn(shape, generator=generator, dtype=torch.float64)
+                return least + torch.rand(shape, generator=generator, dtype=torch.float64) / 2
+
+            yield values
+
+
+def _shuffled(tensor: Tensor, generator: torch.Generator) -> Tensor:
+    if not tensor.is_floating_point() and tensor.dtype != torch.bool:
+        return tensor
+    flat = tensor.flatten()
+    return flat[torch.randperm(len(flat), generator=generator)].reshape(tensor.shape)
+
+
+def _fractions(tensor: Tensor, generator: torch.Generator) -> Tensor:
+    if not tensor.is_floating_point():
+        return _shuffled(tensor, generator)
+    return 0.25 + torch.rand(tensor.shape, generator=generator, dtype=torch.float64) / 2
+
+
+def _drawn(call: Call, operands: Sequence[Tensor], flowing: frozenset[int], generator: torch.Generator) -> Drawn | None:
+    """What the whole op gives; None where it does not take the values, or where what it makes of them says nothing."""
+    try:
+        results, owned = run_with(call, operands, flowing)
+        cotangents = tuple(
+            torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype) if tensor.requires_grad else None
+            for tensor in results
+        )
+        gradients = gradients_of(results, owned, cotangents)
+    except Exception:
+        return None
+    found = [tensor.detach() for tensor in (*results, *gradients) if tensor is not None]
+    if not all(map(_tells, found)) or not any(
+        bool(tensor.any()) or not has_gradient(tensor.dtype) for tensor in results
+    ):
+        return None
+    filled, options = pytree.tree_unflatten(
+        _with(pytree.tree_leaves((call.arguments, dict(call.options))), operands),
+        pytree.tree_structure((call.arguments, dict(call.options))),
+    )
+    same = Call(call.target, filled, options)
+    return Drawn(same, tuple(tensor.detach() for tensor in results), cotangents, gradients, flowing)
+
+
+def _tells(tensor: Tensor) -> bool:
+    """Whether values can be compared: all are finite, and they are not all so small that anything would be right."""
+    if not has_gradient(tensor.dtype) or not tensor.numel():
+        return True
+    largest = float(tensor.abs().max())
+    return bool(tensor.isfinite().all()) and (largest == 0 or largest > _SMALLEST)
+
+
+def _with(leaves: Sequence[object], operands: Sequence[Tensor]) -> list[object]:
+    rest = iter(operands)
+    return [next(rest) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+
+
+def run_with(call: Call, operands: Sequence[Tensor], flowing: frozenset[int]) -> tuple[list[Tensor], list[Tensor]]:
+    """Run a call with these operands; those in `flowing` have a gradient."""
+    owned = [tensor.clone().requires_grad_(slot in flowing) for slot, tensor in enumerate(operands)]
+    return call.run(owned), owned
+
+
+def gradients_of(
+    results: Sequence[Tensor], operands: Sequence[Tensor], cotangents: Sequence[Tensor | None]
+) -> tuple[Tensor | None, ...]:
+    """The gradients of operands for those of results; zeros where none flows."""
+    pairs = [(tensor, given) for tensor, given in zip(results, cotangents, strict=True) if given is not None]
+    if not pairs:
+        return (None,) * len(operands)
+    flowing = [tensor for tensor in operands if tensor.requires_grad]
+    outputs, given = zip(*pairs, strict=True)
+    found = iter(torch.autograd.grad(outputs, flowing, given, allow_unused=True))
+    return tuple(
+        None if not tensor.requires_grad else torch.zeros_like(tensor) if (item := next(found)) is None else item
+        for tensor in operands
+    )

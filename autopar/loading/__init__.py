@@ -1,0 +1,93 @@
+"""From a plan and its source to a module that runs."""
+
+import sys
+from hashlib import sha256
+from pathlib import Path
+from types import ModuleType
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from autopar.launch.world import local_device
+from autopar.loading.cache import write_source
+from autopar.loading.placement import placed_parts
+from autopar.models import huggingface
+from autopar.planner import Compiled
+from autopar.request import Request
+from autopar.runtime import CompiledProgram, DistributedModule, LoadedProgram, OtherSizes, Region
+from autopar.runtime.calls.programs import LoadedModel
+from autopar.runtime.fsdp.manager import Engine
+from autopar.runtime.ranks.groups import axes_group
+from passes.ir.errors import CaptureError
+
+
+def refuse_meta(model: nn.Module) -> None:
+    """Raise CaptureError for a parameter without values."""
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta:
+            raise CaptureError(
+                f"parameter {name!r} is on meta: give it values before parallelize (plan alone needs none)"
+            )
+
+
+def make_groups(compiled: Compiled, mesh: DeviceMesh) -> None:
+    """Make the process groups over several axes that `distribute` needs. Collective over the mesh.
+
+    They are made before anything that one rank alone may fail in, so that no rank waits for another one here.
+    """
+    for group in compiled.groups:
+        for axes in (group.sharded, group.replicated):
+            if axes:
+                axes_group(mesh, axes)
+
+
+def distribute(
+    model: nn.Module, compiled: Compiled, request: Request, mesh: DeviceMesh, other_sizes: OtherSizes
+) -> DistributedModule:
+    """The module of one rank: its part of every parameter, and the generated programs.
+
+    Nothing is sent between ranks, apart from process groups that `make_groups` has not made.
+    """
+    if huggingface.is_huggingface(model):
+        huggingface.register_caches(model)
+    device = local_device(mesh.device_type)
+    engine = Engine(mesh)
+    root = placed_parts(model, compiled.stored, compiled.groups, request, mesh, device, engine)
+    loaded = {name: load(program, name) for name, program in compiled.programs.items()}
+    known = LoadedModel(compiled.plan, loaded, request.signature, compiled.seed, other_sizes)
+    module = DistributedModule(root, mesh, device, known, engine)
+    module.refuse_evaluation(compiled.refused)
+    module.take_from(model)
+    return module
+
+
+def load(program: CompiledProgram, name: str) -> LoadedProgram:
+    """A program with its generated class."""
+    path, module = load_source(program.source, f"{program.class_name}_{name}")
+    if program.compiled:
+        compile_regions(module)
+    batches = program.micro_batches
+    totals = None if batches is None or batches.totals is None else load(batches.totals, f"{name}_totals")
+    return LoadedProgram(program, path, getattr(module, program.class_name), totals)
+
+
+def compile_regions(module: ModuleType) -> None:
+    """Have torch compile the regions of a generated module when they are first called."""
+    for kind in vars(module).values():
+        if isinstance(kind, type) and issubclass(kind, Region) and kind is not Region:
+            kind.forward = torch.compile(kind.forward, dynamic=False)
+
+
+def load_source(source: str, name: str) -> tuple[Path, ModuleType]:
+    """Write generated source to a file, so that tracebacks and debuggers show it, and import it from memory.
+
+    Raises CacheError where it cannot be written.
+    """
+    digest = sha256(source.encode()).hexdigest()[:16]
+    path = write_source(f"{name.lower()[:100]}_{digest}.py", source)
+    module = ModuleType(f"autopar_generated_{digest}_{name}")
+    module.__file__ = str(path)
+    sys.modules[module.__name__] = module
+    exec(compile(source, str(path), "exec"), module.__dict__)
+    return path, module

@@ -1,0 +1,253 @@
+"""Programs for inputs of other sizes than planned: the model is traced once more, for all sizes that it allows, and
+what the plan decided is carried over. Where values of inputs are constants, there is one trace for each."""
+
+import copy
+import logging
+import time
+from collections import OrderedDict, deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from autopar.launch.agreement import from_first, together
+from autopar.loading import load
+from autopar.planner import Compiled, frozen, plan_program, tracing
+from autopar.request import Request
+from autopar.runtime import CompiledProgram, LoadedProgram
+from autopar.runtime.generated.bases import Wanted
+from passes._torch import pytree
+from passes.capture import capture, capture_symbolic
+from passes.clock import Clock
+from passes.cost.cluster import GIB
+from passes.dynamic_shapes.specialize import specialize
+from passes.ir.decisions import Decisions
+from passes.ir.errors import AutoparError, CaptureError, InputError
+from passes.ir.layout import I, Shape
+from passes.ir.leaves import Inputs, input_leaves
+from passes.ir.program import Program, Symbolic
+from passes.normalize import normalize
+
+logger = logging.getLogger("autopar")
+
+# So many sets of inputs have traces, and each has so many traces for several sizes.
+_TRACES = 8
+
+
+class AnySizes:
+    """Makes programs for sizes other than planned, on the first rank for all.
+
+    It keeps how the model is built, but none of its weights.
+    """
+
+    def __init__(self, model: nn.Module, compiled: Compiled, request: Request, mesh: DeviceMesh) -> None:
+        coordinate = mesh.get_coordinate()
+        assert coordinate is not None
+        self._mesh = mesh
+        self._planner = None if any(coordinate) else _Planner(model, compiled, request)
+
+    def __call__(self, wanted: Wanted) -> LoadedProgram:
+        """The program that is wanted; every rank calls it alike.
+
+        Raises InputError where the model cannot run with these inputs.
+        """
+        other = "other sizes of the inputs" if wanted.arguments is None else "other inputs"
+        program = from_first(self._mesh, lambda: self._compiled(wanted), f"planning for {other}")
+        return together(self._mesh, lambda: load(program, wanted.name), "loading generated source")
+
+    def _compiled(self, wanted: Wanted) -> CompiledProgram:
+        assert self._planner is not None, "only the first rank plans"
+        # What surrounds the call is none of the model's: the program serves other calls too.
+        with (
+            torch.inference_mode(False),
+            torch.enable_grad(),
+            torch.autocast(self._mesh.device_type, enabled=False),
+        ):
+            return self._planner.compiled(wanted)
+
+
+@dataclass
+class _Traces:
+    """Traces for one set of inputs: `shapes` are those that it was seen with first, `varying` the dims that had other
+    sizes since."""
+
+    shapes: Mapping[str, Shape]
+    symbolic: deque[Symbolic] = field(default_factory=lambda: deque(maxlen=_TRACES))
+    varying: set[tuple[str, int]] = field(default_factory=set)
+
+
+class _Planner:
+    def __init__(self, model: nn.Module, compiled: Compiled, request: Request) -> None:
+        tensors = [*model.parameters(), *model.buffers()]
+        self.device = tensors[0].device if tensors else torch.device("cpu")
+        self.stored = compiled.stored
+        self.decided = compiled.decided
+        self.groups = compiled.groups
+        self.again = {name: program.stages[0].again for name, program in compiled.plan.programs.items()}
+        self.configurations = {
+            name: program.configuration(request.mesh) for name, program in compiled.plan.programs.items()
+        }
+        self.inputs = {
+            name: {item.name: item.type.shape for item in program.inputs} for name, program in compiled.programs.items()
+        }
+        constants = [item for program in compiled.programs.values() for item in program.constants.items()]
+        values = {name: value for name, value in constants if isinstance(value, torch.Tensor)}
+        self.values = {name: repr(value.tolist()) for name, value in values.items()}
+        given = _with_shapes(request.inputs, {}, values)
+        self.request = replace(request, inputs=given, plan=None, compiled=compiled.plan.compiled)
+        self.traces: OrderedDict[tuple[object, ...], _Traces] = OrderedDict()
+        self.model: nn.Module | None = None
+        try:
+            self.model = structure_of(model)
+        except Exception as error:
+            # Nobody may ever need it.
+            self.reason = f"{type(error).__name__}: {error}"
+
+    def compiled(self, wanted: Wanted) -> CompiledProgram:
+        """The program that is wanted."""
+        request = self._request(wanted)
+        asked = self._told(wanted, request)
+        if self.model is None:
+            raise InputError(
+                f"{asked}, and the model cannot be traced for them, because it cannot be copied ({self.reason}): pass "
+                "the planned ones, or plan again"
+            )
+        start = time.perf_counter()
+        try:
+            program = self._program(self.model, request, wanted)
+            traced = time.perf_counter()
+            program = replace(normalize(program), compiled=request.compiled)
+            found = self._planned(program, request, wanted)
+        except AutoparError as error:
+            raise InputError(f"{asked}, and the model cannot run at them: {error}") from error
+        end = time.perf_counter()
+        logger.info(
+            "the plan is carried over: %s; traced in %.2f s, planned in %.2f s", asked, traced - start, end - traced
+        )
+        return found
+
+    def _request(self, wanted: Wanted) -> Request:
+        """The planned request with the inputs of the call."""
+        if wanted.arguments is None:
+            return replace(self.request, inputs=_with_shapes(self.request.inputs, wanted.shapes, wanted.values))
+        assumed = {name: self.request.inputs[name] for name in self.request.assumed if name not in wanted.arguments}
+        return replace(self.request, inputs={**wanted.arguments, **assumed}, assumed=frozenset(assumed))
+
+    def _told(self, wanted: Wanted, request: Request) -> str:
+        """The arguments of the call, as the beginning of an error."""
+        others = [f"{name} = {value.tolist()}" for name, value in wanted.values.items()]
+        sizes = ", ".join([*(f"{name} {list(shape)}" for name, shape in wanted.shapes.items()), *others])
+        if wanted.arguments is None:
+            return f"the sizes of the inputs ({sizes}) are not the planned ones"
+        given = {name: leaf for name, leaf in input_leaves(request.inputs) if name not in wanted.shapes}
+        settings = [f"{name} = {leaf!r}" for name, leaf in given.items() if not isinstance(leaf, torch.Tensor)]
+        planned = ", ".join(self.inputs[wanted.name])
+        return f"the inputs ({', '.join([sizes, *settings])}) are not the planned ones ({planned})"
+
+    def _program(self, model: nn.Module, request: Request, wanted: Wanted) -> Program:
+        """The traced program of the call: from a trace for many sizes, or from one for these alone."""
+        name = wanted.name if wanted.arguments is None else ("train" if wanted.training else "infer")
+        trace = partial(tracing, model, request, name, self.device)
+        if any(self.values.get(name) != repr(value.tolist()) for name, value in wanted.values.items()):
+            return capture(model, request.inputs, trace())
+        traces = self._traces(request, wanted)
+        shapes = wanted.shapes
+        for symbolic in traces.symbolic:
+            try:
+                return specialize(symbolic, shapes)
+            except InputError as error:
+                logger.debug("another trace is needed: %s", error)
+        traces.varying.update(
+            (argument, dim)
+            for argument, shape in traces.shapes.items()
+            for dim, size in enumerate(shape)
+            if shapes[argument][dim] != size
+        )
+        # Nothing is for many sizes that is shown a size of one.
+        symbols = {(argument, dim) for argument, dim in traces.varying if shapes[argument][dim] > 1}
+        if not symbols:
+            return capture(model, request.inputs, trace())
+        try:
+            symbolic = capture_symbolic(model, request.inputs, trace(), symbols)
+            program = specialize(symbolic, shapes)
+        except (CaptureError, InputError) as error:
+            logger.info("no trace serves many sizes, so it is one for these alone: %s", error)
+            return capture(model, request.inputs, trace())
+        if symbolic.ranges:
+            traces.symbolic.append(symbolic)
+        return program
+
+    def _traces(self, request: Request, wanted: Wanted) -> _Traces:
+        """The traces for inputs of these names, dtypes and dims; of what was not asked for longest there are none."""
+        key: tuple[object, ...] = (wanted.name,)
+        first = self.inputs[wanted.name]
+        if wanted.arguments is not None:
+            leaves = input_leaves(request.inputs)
+            key = (wanted.name, wanted.training, *(_kind(name, leaf) for name, leaf in leaves))
+            first = dict(wanted.shapes)
+        found = self.traces.setdefault(key, _Traces(first))
+        self.traces.move_to_end(key)
+        if len(self.traces) > _TRACES:
+            self.traces.popitem(last=False)
+        return found
+
+    def _planned(self, program: Program, request: Request, wanted: Wanted) -> CompiledProgram:
+        """`program` with what the plan decided, as far as it can be done at its sizes."""
+        name, count = wanted.name, wanted.count
+        if name != request.objective:
+            program, request = frozen(program), replace(request, objective=name)
+        # Parameters that no planned program reads are stored whole.
+        whole = (I,) * len(request.mesh.sizes)
+        decisions = Decisions(
+            replace(self.configurations[name], micro_batches=count),
+            strategies=self.decided[name],
+            regathered=self.again[name],
+            stored={item.name: self.stored.get(item.name, whole) for item in program.parameters},
+            units=self.groups,
+        )
+        unlimited = replace(request, memory_limit=float("inf"))
+        found = plan_program(program, unlimited, name, decisions, Clock())
+        memory = sum(found.record.memory.values())
+        if memory > request.memory_limit:
+            logger.warning(
+                "at these sizes the plan takes %.3g GiB per device, more than the memory limit of %.3g GiB",
+                memory / GIB,
+                request.memory_limit / GIB,
+            )
+        return found.source
+
+
+def structure_of(model: nn.Module) -> nn.Module:
+    """A copy of `model` whose parameters and buffers are on meta. Other tensors that it holds are shared."""
+    copies: dict[int, object] = {}
+    for part in model.modules():
+        copies.update({id(value): value for value in vars(part).values() if isinstance(value, torch.Tensor)})
+    for tensor in (*model.parameters(), *model.buffers()):
+        empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+        copies[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+    return copy.deepcopy(model, copies)
+
+
+def _kind(name: str, leaf: object) -> tuple[object, ...]:
+    """The properties that a leaf has in all traces for several sizes."""
+    if isinstance(leaf, torch.Tensor):
+        return name, leaf.dtype, leaf.dim(), leaf.requires_grad
+    return name, type(leaf), leaf
+
+
+def _with_shapes(inputs: Inputs, shapes: Mapping[str, Shape], values: Mapping[str, torch.Tensor]) -> dict[str, object]:
+    """Inputs as tensors without values; those in `shapes` have these shapes, those in `values` these values."""
+    found: list[object] = []
+    for name, leaf in input_leaves(inputs):
+        if name in values and name not in shapes:
+            found.append(values[name])
+        elif isinstance(leaf, torch.Tensor):
+            shape = shapes.get(name, tuple(leaf.shape))
+            found.append(torch.empty(shape, dtype=leaf.dtype, device="meta", requires_grad=leaf.requires_grad))
+        else:
+            found.append(leaf)
+    filled: dict[str, object] = pytree.tree_unflatten(found, pytree.tree_structure(dict(inputs)))
+    return filled

@@ -1,0 +1,267 @@
+"""Formulas for the costs of a plan: its memory and step time as functions of batch, sequence and axis sizes.
+
+The model is traced once more with symbolic sizes, and put through the passes at a few sizes. What differs between them
+are dims, which `passes/dynamic_shapes/generalize` turns into figures: numbers that remember their formulas. The code
+that priced the plan then prices these, with the plan's decisions, so the formulas are those of the prices and cannot
+differ from them.
+"""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from fractions import Fraction
+from math import isclose, lcm
+from typing import cast
+
+import sympy
+import torch
+from torch import nn
+
+from autopar.request import Request
+from passes.capture import Tracing, capture_symbolic
+from passes.clock import Clock
+from passes.constrain import constrain
+from passes.cost.memory import chosen_memory
+from passes.cost.walk import walk
+from passes.dynamic_shapes.generalize import alike, corners, generalize
+from passes.dynamic_shapes.specialize import specialize
+from passes.ir.choices import Problem, Solution
+from passes.ir.decisions import Decisions
+from passes.ir.demands import Demands
+from passes.ir.errors import AutoparError, CaptureError, ExpressionError
+from passes.ir.figures import Figure, Number, formula, largest_sum, size_of
+from passes.ir.formulas import write_formula
+from passes.ir.layout import Layout, Shape, digits
+from passes.ir.leaves import Inputs, input_leaves
+from passes.ir.mesh import Mesh
+from passes.ir.plan import BATCH, SEQUENCE, Expressions, ProgramPlan
+from passes.ir.program import Folded, Symbolic
+from passes.lower import lower
+from passes.micro_batches import batch_size, micro_batches
+from passes.normalize import normalize
+from passes.record import decisions_of
+from passes.regions import fold
+from passes.search import Space
+from passes.search.restrict import offers_of, planned_solution
+from passes.strategies import candidates
+
+logger = logging.getLogger("autopar")
+
+# How tight plans and formulas agree: they are sums of the same figures in another order.
+_TOLERANCE = 1e-9
+
+Dim = tuple[str, int]
+
+
+@dataclass(frozen=True)
+class Priced:
+    """A planned program: as it was folded, its part of the plan, and which arguments of the model are its inputs."""
+
+    folded: Folded
+    record: ProgramPlan
+    arguments: frozenset[str]
+
+
+def expressions(model: nn.Module, request: Request, traced: Tracing, planned: Priced) -> Expressions:
+    """Memory (bytes) and step time (seconds) of what was `planned` as formulas.
+
+    Raises ExpressionError where the model cannot be traced for several sizes, or is another program at other sizes.
+    """
+    names = _names(request.inputs, planned.arguments, request.mesh)
+    try:
+        varying = {dim for _, dims in names.values() for dim in dims}
+        symbolic = capture_symbolic(model, request.inputs, traced, varying)
+    except CaptureError as error:
+        raise ExpressionError(
+            f"costs have no formulas, as the model cannot be traced for other sizes: {error}"
+        ) from None
+    samples = _Samples(symbolic, names, request, planned)
+    sizes, points = samples.points()
+    folded = generalize([(sizes, planned.folded), *((point, samples.folded(point)) for point in points[1:])])
+    demands = constrain(folded.program, request.constraints, request.mesh)
+    pricing = _Pricing(folded, demands, request, planned)
+    mesh = _symbolic(request.mesh)
+    problem, solution = pricing.problem(mesh)
+    memory = pricing.memory(problem, solution)
+    if request.mesh.size <= request.cluster.node_size:
+        seconds = pricing.seconds(problem, solution)
+    else:
+        # How groups lie in nodes has no formula.
+        seconds = pricing.seconds(*pricing.problem(request.mesh))
+    _check("step time", seconds, planned.record.seconds)
+    sizes.update((name, size) for name, size in request.mesh.by_name.items() if size > 1)
+    step = _batch_step(folded, problem, solution, mesh, sizes)
+    return Expressions(write_formula(formula(memory)), write_formula(formula(seconds)), sizes, step)
+
+
+def _names(inputs: Inputs, arguments: frozenset[str], mesh: Mesh) -> dict[str, tuple[int, list[Dim]]]:
+    """The sizes that may vary, by name, and the dims of inputs that they are: the batch is the first dim of most
+    inputs, the sequence the second of those that hold numbers of something; others are called after their input. Only
+    `arguments` are inputs of the program, the others are constants.
+
+    Nothing is for many sizes that is shown a size of one.
+    """
+    given = [(name, leaf) for name, leaf in input_leaves(inputs) if name in arguments]
+    tensors = [(name, leaf) for name, leaf in given if isinstance(leaf, torch.Tensor)]
+    # Those of numbers first: what features are given of has the same length.
+    tensors.sort(key=lambda item: _has_features(item[1]))
+    batch = batch_size(tuple(tensor.shape) for _, tensor in tensors)
+    found: dict[str, tuple[int, list[Dim]]] = {}
+    for dim, common in ((0, BATCH), (1, SEQUENCE)):
+        for argument, tensor in tensors:
+            if tensor.dim() <= dim or tensor.shape[dim] == 1:
+                continue
+            size = tensor.shape[dim]
+            same = size == batch if common == BATCH else common not in found or found[common][0] == size
+            if dim and _has_features(tensor) and (common not in found or not same or tensor.dim() != 3):
+                continue
+            name = common if same else f"{argument}_{dim}".replace(".", "_")
+            if name in mesh.names:
+                raise ExpressionError(f"the mesh has an axis called {name!r}, as a size of the inputs: rename the axis")
+            found.setdefault(name, (size, []))[1].append((argument, dim))
+    return found
+
+
+def _has_features(tensor: torch.Tensor) -> bool:
+    return tensor.dtype.is_floating_point or tensor.dtype.is_complex
+
+
+def _symbolic(mesh: Mesh) -> Mesh:
+    """`mesh` with figures for its sizes."""
+    sizes = mesh.by_name.items()
+    return Mesh(mesh.names, tuple(size_of(size, sympy.Symbol(name)) if size > 1 else size for name, size in sizes))
+
+
+@dataclass(frozen=True)
+class _Samples:
+    """The program at other sizes, up to where it was priced."""
+
+    symbolic: Symbolic
+    names: Mapping[str, tuple[int, list[Dim]]]
+    request: Request
+    planned: Priced
+    made: dict[tuple[tuple[str, int], ...], Folded] = field(default_factory=dict)
+
+    def points(self) -> tuple[dict[str, int], list[dict[str, int]]]:
+        """The planned sizes that may be others, and at which sizes to look: first of all as planned."""
+        sizes: dict[str, int] = {}
+        others: dict[str, list[int]] = {}
+        points: list[dict[str, int]] = [{}]
+        for name, (size, _) in self.names.items():
+            more = {**others, name: self.others(name)}
+            wider = {**sizes, name: size}
+            if more[name]:
+                found = corners(wider, {own: values[0] for own, values in more.items()})
+                found.append({own: values[-1] for own, values in more.items()})
+                if all(self._works(point) for point in found[1:]):
+                    sizes, others, points = wider, more, found
+                    continue
+            logger.info("formulas do not depend on %s: at other sizes than %d the model is another program", name, size)
+        return sizes, points
+
+    def others(self, name: str) -> list[int]:
+        """Up to two sizes besides the planned one at which the program is the same."""
+        size = self.names[name][0]
+        found: list[int] = []
+        for other in (2 * size, 3 * size, 4 * size, size // 2, size // 4, size + 2, size - 2):
+            if other > 1 and other not in found and len(found) < 2 and self._works({name: other}):
+                found.append(other)
+        return found
+
+    def _works(self, sizes: Mapping[str, int]) -> bool:
+        try:
+            return alike(self.planned.folded, self.folded(sizes))
+        except AutoparError as error:
+            logger.debug("no formula from %s: %s", sizes, error)
+            return False
+
+    def folded(self, sizes: Mapping[str, int]) -> Folded:
+        """The program where some sizes are others than planned."""
+        own = tuple((name, size) for name, size in sorted(sizes.items()) if size != self.names[name][0])
+        if own not in self.made:
+            self.made[own] = self._folded(sizes)
+        return self.made[own]
+
+    def _folded(self, sizes: Mapping[str, int]) -> Folded:
+        count = self.planned.record.micro_batches
+        program = normalize(specialize(self.symbolic, self._shapes(sizes)))
+        if count > 1:
+            program = micro_batches(program, count).program
+        return fold(program, constrain(program, self.request.constraints, self.request.mesh).label)
+
+    def _shapes(self, sizes: Mapping[str, int]) -> dict[str, Shape]:
+        shapes = {
+            name: list(leaf.shape) for name, leaf in input_leaves(self.request.inputs) if isinstance(leaf, torch.Tensor)
+        }
+        for name, size in sizes.items():
+            for argument, dim in self.names[name][1]:
+                shapes[argument][dim] = size
+        return {name: tuple(shape) for name, shape in shapes.items()}
+
+
+@dataclass(frozen=True)
+class _Pricing:
+    """Prices of what was decided."""
+
+    folded: Folded
+    demands: Demands
+    request: Request
+    planned: Priced
+
+    def problem(self, mesh: Mesh) -> tuple[Problem, Solution]:
+        """The decisions, and the problem that offers little else."""
+        decisions = decisions_of(self.planned.record, mesh)
+        assert decisions.methods is not None
+        setting = self._space().setting(mesh, offers_of(self.folded, decisions.methods))
+        problem = candidates(self.folded, self.demands, setting)
+        solution = planned_solution(problem, decisions)
+        if isinstance(solution, str):
+            raise ExpressionError(f"costs have no formulas: what was decided for {solution!r} depends on the sizes")
+        return problem, solution
+
+    def memory(self, problem: Problem, solution: Solution) -> Number:
+        """Bytes at the peak, at whichever moment it is."""
+        model, found = chosen_memory(problem, solution)
+        return largest_sum(model.fractions[:, [item.range for item in found]], [item.size for item in found])
+
+    def seconds(self, problem: Problem, solution: Solution) -> Number:
+        """Seconds of a step."""
+        space = self._space()
+        lowered = lower(self.folded, problem, solution, space.casts, Clock())
+        return walk(lowered, self.folded, space.cluster, space.optimizer, solution.configuration).total
+
+    def _space(self) -> Space:
+        return self.request.space(Decisions())
+
+
+def _check(what: str, number: Number, planned: Mapping[str, float]) -> None:
+    value, expected = float(number.value if isinstance(number, Figure) else number), sum(planned.values())
+    if not isclose(value, expected, rel_tol=_TOLERANCE):
+        raise ExpressionError(f"the {what} of the plan is {expected}, but its formula gives {value}: report this")
+
+
+def _batch_step(folded: Folded, problem: Problem, solution: Solution, mesh: Mesh, sizes: Mapping[str, int]) -> int:
+    """How much the batch may grow at a time, so that all that was split still divides."""
+    ops = {op.key: op for op in folded.ops}
+    batch = sympy.Symbol(BATCH)
+    others = {sympy.Symbol(name): sympy.Integer(size) for name, size in sizes.items() if name != BATCH}
+    step = 1
+    for index, node in enumerate(problem.nodes):
+        strategy = solution.strategy(problem, index)
+        if node.kind == "op":
+            names = (*ops[node.key].operands, *ops[node.key].results)
+        else:
+            names = (node.name,) * (len(strategy.operands) + len(strategy.results))
+        for name, layout in zip(names, (*strategy.operands, *strategy.results), strict=True):
+            for dim, size in enumerate(cast(tuple[object, ...], folded.types[name].shape)):
+                if isinstance(size, Figure):
+                    rate = sympy.expand(size.expression.xreplace(others)).coeff(batch)
+                    parts = _parts(layout, dim, mesh)
+                    step = lcm(step, Fraction(int(rate.p), int(rate.q) * parts).denominator)
+    return step
+
+
+def _parts(layout: Layout, dim: int, mesh: Mesh) -> int:
+    """What the size of a dim must divide by."""
+    taken = digits(layout, dim, mesh)
+    return int(taken[-1][0]) * int(taken[-1][1]) if taken else 1

@@ -1,0 +1,351 @@
+"""Measure what the machine at hand can do, and write it to a cluster file that the planner uses.
+
+On each rank: matrix products of several shapes in each dtype, fused attention, reading and writing memory, starting
+kernels, and copies from the host. Under torchrun also collectives, among the ranks of a node and between nodes. What
+was not measured (links of a single process, or between nodes where there is one) is taken from what is known of the
+device. Of ranks that differ, the slowest counts.
+"""
+
+import logging
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from autopar._torch import collectives
+from autopar.profile.fitting import Shape, fit_attention, fit_line, fit_link, fit_products
+from autopar.runtime.ranks.groups import job_timeout
+from passes.cost.cluster import CLUSTERS, Cluster, Device, Link, cluster_of_device
+from passes.cost.devices import LINKS
+from passes.ir.errors import ClusterError, MeshError
+from passes.ir.program import dtype_name
+
+logger = logging.getLogger("autopar")
+
+Collective = Callable[[Tensor, dist.ProcessGroup], None]
+
+
+@dataclass(frozen=True)
+class Measurements:
+    """What is measured.
+
+    - `products`: (m, n, k) of matrix products, of which the fit is made.
+    - `dtypes`: theirs; attention and shapes are measured in the first.
+    - `heads`: (batch, heads, sequence) of attention.
+    - `streamed`: bytes of a tensor that is copied.
+    - `messages`: bytes of collectives, the larger of input and output.
+    - `seconds`: how long each measurement goes on at least.
+    """
+
+    products: Sequence[Shape]
+    dtypes: Sequence[torch.dtype]
+    heads: Shape
+    streamed: int
+    messages: Sequence[int]
+    seconds: float
+
+
+_LARGE = Measurements(
+    products=[
+        *((size, size, size) for size in (2048, 4096, 8192)),
+        *((8192, 8192, 512), (8192, 1024, 8192), (1024, 1024, 8192), (2048, 8192, 2048), (512, 4096, 4096)),
+    ],
+    dtypes=(torch.bfloat16, torch.float16, torch.float32, torch.float64),
+    heads=(2, 16, 4096),
+    streamed=1 << 30,
+    messages=[1 << 16, 1 << 20, 1 << 24, 1 << 28],
+    seconds=0.1,
+)
+_SMALL = Measurements(
+    products=[
+        *((size, size, size) for size in (128, 256, 512, 768)),
+        *((1024, 1024, 64), (1024, 64, 1024), (64, 1024, 1024), (512, 1024, 256)),
+    ],
+    dtypes=(torch.float32, torch.float64, torch.bfloat16, torch.float16),
+    heads=(1, 4, 512),
+    streamed=1 << 28,
+    messages=[1 << 12, 1 << 16, 1 << 20, 1 << 24],
+    seconds=0.05,
+)
+QUICK = replace(_SMALL, streamed=1 << 24, messages=[1 << 12, 1 << 18, 1 << 22], seconds=0.002)
+
+
+def profile(
+    output: str | Path | None = None, device_type: str | None = None, measurements: Measurements | None = None
+) -> Cluster:
+    """Measure this machine; returns it as a cluster, and the first rank writes it to `output`.
+
+    Called alike by every rank of a process group, or by one process without; started by torchrun, it forms the group
+    itself. `device_type` is "cuda" or "cpu" (None: cuda where there is one), `measurements` what is measured (None: by
+    device type).
+
+    Raises ClusterError where the device is not there.
+    """
+    device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device_type not in ("cuda", "cpu") or (device_type == "cuda" and not torch.cuda.is_available()):
+        raise ClusterError(
+            f"there is no device {device_type!r} to profile here: give 'cpu', or 'cuda' where there is one"
+        )
+    if device_type == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
+    formed = _form_group(device_type)
+    try:
+        cluster = _Bench(device_type, measurements or (_LARGE if device_type == "cuda" else _SMALL)).cluster()
+        if output is not None and (not dist.is_initialized() or dist.get_rank() == 0):
+            cluster.save(output)
+        return cluster
+    finally:
+        if formed:
+            dist.destroy_process_group()
+
+
+def known_cluster(device_type: str) -> Cluster:
+    """What is known of clusters of the device of this process.
+
+    Raises MeshError for a device that nothing is known of.
+    """
+    return cluster_of_device(torch.cuda.get_device_name() if device_type == "cuda" else device_type)
+
+
+def device_name(device_type: str) -> str:
+    """What the device of this process calls itself: "NVIDIA H100 80GB HBM3", "AMD EPYC 9654 96-Core Processor"."""
+    if device_type == "cuda":
+        return torch.cuda.get_device_name()
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def check_machine(cluster: Cluster, device_type: str) -> None:
+    """Raise ClusterError where `cluster` was measured on another device than that of this process."""
+    if not cluster.machine:
+        return
+    here = device_name(device_type)
+    if cluster.machine != here:
+        raise ClusterError(
+            f"the cluster {cluster.name!r} is a profile from another machine: it was measured on {cluster.machine!r}, "
+            f"and the mesh has {here!r}; run `autopar profile` here, or plan without a process group for there"
+        )
+
+
+def _form_group(device_type: str) -> bool:
+    """Form the process group that torchrun asks for, if there is none."""
+    if dist.is_initialized() or int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return False
+    dist.init_process_group("nccl" if device_type == "cuda" else "gloo")
+    return True
+
+
+@dataclass
+class _Bench:
+    """Measures on one device, together with the other ranks where there are some."""
+
+    device_type: str
+    what: Measurements
+
+    def cluster(self) -> Cluster:
+        """Everything, measured."""
+        known = _known_or_most(self.device_type)
+        name = device_name(self.device_type)
+        world = dist.get_world_size() if dist.is_initialized() else 1
+        local = min(world, int(os.environ.get("LOCAL_WORLD_SIZE", world)))
+        bandwidth = 2 * self.what.streamed / self._stream()
+        launch = self._launch()
+        device = self._device(name, bandwidth, launch, local)
+        inside, between = known.inside, known.between
+        if local > 1:
+            inside = self._link([list(range(first, first + local)) for first in range(0, world, local)], "inside")
+        if world > local:
+            between = self._link([list(range(first, world, local)) for first in range(local)], "between")
+        else:
+            logger.info("links between nodes were not measured: they are those of the cluster %r", known.name)
+        node_size = local if world > 1 else known.node_size
+        return Cluster(f"profile of {name}", device, node_size, inside, between, self._host(bandwidth), machine=name)
+
+    # --- one device ---
+
+    def _device(self, name: str, bandwidth: float, launch: float, local: int) -> Device:
+        main, *others = self.what.dtypes
+        timed = {shape: self._product(shape, main) for shape in self.what.products}
+        rate, fill, depth = fit_products(timed)
+        flops = {dtype_name(main): rate}
+        largest = sorted(self.what.products, key=prod)[-3:]
+        for dtype in others:
+            seconds = {shape: self._product(shape, dtype) for shape in largest}
+            flops[dtype_name(dtype)] = statistics.median(
+                2 * (m * n + fill) * (k + depth) / taken for (m, n, k), taken in seconds.items()
+            )
+        attention, softmax = fit_attention(
+            {width: self._attention(width, main) for width in (64, 128)}, self._scores(), rate
+        )
+        memory = self._memory() / (local if self.device_type == "cpu" else 1)
+        return Device(
+            name,
+            flops,
+            efficiency=1.0,
+            memory=memory,
+            bandwidth=bandwidth,
+            launch=launch,
+            reserve=0.05 * memory,
+            fill=fill,
+            depth=depth,
+            attention=attention,
+            softmax=softmax,
+            overlaps=self.device_type != "cpu",
+        )
+
+    def _product(self, shape: Shape, dtype: torch.dtype) -> float:
+        m, n, k = shape
+        left, right = self._random((m, k), dtype), self._random((k, n), dtype)
+        made = torch.empty(m, n, dtype=dtype, device=self.device_type)
+        return self._seconds(lambda: torch.mm(left, right, out=made))
+
+    def _attention(self, width: int, dtype: torch.dtype) -> float:
+        """Forward and backward of causal attention."""
+        query, key, value = (self._random((*self.what.heads, width), dtype).requires_grad_() for _ in range(3))
+        gradient = self._random((*self.what.heads, width), dtype)
+
+        def run() -> None:
+            made = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+            torch.autograd.grad(made, (query, key, value), gradient)
+
+        return self._seconds(run)
+
+    def _scores(self) -> float:
+        """Scores of causal attention that are computed."""
+        batch, heads, sequence = self.what.heads
+        return batch * heads * sequence**2 / 2
+
+    def _stream(self) -> float:
+        source = torch.ones(self.what.streamed, dtype=torch.uint8, device=self.device_type)
+        target = torch.empty_like(source)
+        return self._seconds(lambda: target.copy_(source))
+
+    def _launch(self) -> float:
+        one, many = torch.zeros(1, device=self.device_type), 100
+
+        def run() -> None:
+            for _ in range(many):
+                one.add_(1.0)
+
+        return self._seconds(run) / many
+
+    def _host(self, bandwidth: float) -> float:
+        """Bytes/s from the host; on a CPU the batch lies in its own memory."""
+        if self.device_type == "cpu":
+            return bandwidth / 2
+        size = min(self.what.streamed, 1 << 28)
+        source = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        target = torch.empty(size, dtype=torch.uint8, device=self.device_type)
+        return size / self._seconds(lambda: target.copy_(source, non_blocking=True))
+
+    def _memory(self) -> float:
+        if self.device_type == "cuda":
+            return float(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
+        return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+
+    # --- links ---
+
+    def _link(self, groups: Sequence[Sequence[int]], where: str) -> Link:
+        """The link among the ranks of each of `groups`, which all measure at once."""
+        own, size = None, len(groups[0])
+        for ranks in groups:
+            group = dist.new_group(list(ranks), timeout=job_timeout())
+            own = group if dist.get_rank() in ranks else own
+        assert own is not None
+        gather, scatter, reduction, exchange = (
+            fit_line([(message, self._collective(run, message, size, own)) for message in self.what.messages])
+            for run in (_all_gather, _reduce_scatter, _all_reduce, _all_to_all)
+        )
+        link = fit_link(gather, scatter, reduction, exchange, size)
+        logger.info("%s nodes: %.3g GB/s, %.3g us a hop", where, link.bandwidth / 1e9, link.latency * 1e6)
+        return link
+
+    def _collective(self, run: Collective, message: int, size: int, own: dist.ProcessGroup) -> float:
+        whole = torch.zeros(max(1, message // 4 // size) * size, device=self.device_type)
+        repeats = 5 if message >= 1 << 20 else 20
+
+        def several() -> None:
+            for _ in range(repeats):
+                run(whole, own)
+
+        several()
+        taken = []
+        for _ in range(5):
+            self._wait()
+            start = time.perf_counter()
+            several()
+            self._wait()
+            taken.append((time.perf_counter() - start) / repeats)
+        return self._slowest(statistics.median(taken))
+
+    # --- timing ---
+
+    def _random(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return torch.randn(shape, device=self.device_type).to(dtype)
+
+    def _seconds(self, run: Callable[[], object]) -> float:
+        """Seconds of one run: the median of several batches of runs, on the slowest rank."""
+        run()
+        self._wait()
+        start = time.perf_counter()
+        run()
+        self._wait()
+        once = max(time.perf_counter() - start, 1e-7)
+        repeats = max(1, min(1000, int(self.what.seconds / 5 / once)))
+        taken = []
+        for _ in range(5):
+            start = time.perf_counter()
+            for _ in range(repeats):
+                run()
+            self._wait()
+            taken.append((time.perf_counter() - start) / repeats)
+        return self._slowest(statistics.median(taken))
+
+    def _wait(self) -> None:
+        if self.device_type == "cuda":
+            torch.cuda.synchronize()
+
+    def _slowest(self, seconds: float) -> float:
+        if not dist.is_initialized():
+            return seconds
+        every = torch.tensor([seconds], dtype=torch.float64, device=self.device_type)
+        dist.all_reduce(every, dist.ReduceOp.MAX)
+        return float(every.item())
+
+
+def _all_gather(whole: Tensor, group: dist.ProcessGroup) -> None:
+    part = whole[: len(whole) // group.size()]
+    collectives.wait_tensor(collectives.all_gather_into_tensor(part, group.size(), group.group_name))
+
+
+def _reduce_scatter(whole: Tensor, group: dist.ProcessGroup) -> None:
+    collectives.wait_tensor(collectives.reduce_scatter_tensor(whole, "sum", group.size(), group.group_name))
+
+
+def _all_reduce(whole: Tensor, group: dist.ProcessGroup) -> None:
+    collectives.wait_tensor(collectives.all_reduce(whole, "sum", group.group_name))
+
+
+def _all_to_all(whole: Tensor, group: dist.ProcessGroup) -> None:
+    parts = [len(whole) // group.size()] * group.size()
+    collectives.wait_tensor(collectives.all_to_all_single(whole, parts, parts, group.group_name))
+
+
+def _known_or_most(device_type: str) -> Cluster:
+    """What is known of the device here, or, if that is nothing, a cluster with the links of most."""
+    try:
+        return known_cluster(device_type)
+    except MeshError:
+        return replace(CLUSTERS["a100"], name="unknown", inside=LINKS["pcie4"], between=LINKS["hdr"])

@@ -1,0 +1,148 @@
+"""The private parts of torch's `fully_shard` that the engine needs: gradients of gathered parameters, and recovery.
+
+Read in torch 2.11 to 2.13 (torch/distributed/fsdp/_fully_shard). No other module touches these names.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.autograd.graph import increment_version
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+
+from autopar.runtime.fsdp.comms import NamedParamGroup
+
+# No backward pass runs in this thread.
+NO_BACKWARD = -1
+
+
+class _ShardedParameter(Protocol):
+    """The part of torch's `FSDPParam` that is used here.
+
+    `_unsharded_param` is there from the first gather on. It takes gradients from autograd; where they are reduced in
+    another dtype, those that are not reduced yet lie in `unsharded_accumulated_grad`.
+    """
+
+    _unsharded_param: nn.Parameter
+    unsharded_accumulated_grad: Tensor | None
+
+
+@dataclass(frozen=True)
+class GatheredParameter:
+    """A parameter of a unit as it is gathered."""
+
+    _sharded: _ShardedParameter
+
+    def take_gradient(self) -> Tensor | None:
+        """Remove and return the gradient that is not reduced, if there is one."""
+        unsharded = getattr(self._sharded, "_unsharded_param", None)
+        if unsharded is None:
+            return None
+        gradient = self._sharded.unsharded_accumulated_grad
+        if gradient is None:
+            gradient = unsharded.grad
+        self._sharded.unsharded_accumulated_grad = unsharded.grad = None
+        return cast(Tensor | None, gradient)
+
+    def give_gradient(self, gradient: Tensor) -> None:
+        """Let the next backward pass add to a gradient that is not reduced."""
+        unsharded = self._sharded._unsharded_param
+        if gradient.dtype == unsharded.dtype:
+            unsharded.grad = gradient
+        else:
+            self._sharded.unsharded_accumulated_grad = gradient
+
+    def note_change(self) -> None:
+        """Let autograd know that it has other values when it is gathered again, which torch hides from it."""
+        unsharded = getattr(self._sharded, "_unsharded_param", None)
+        if unsharded is not None:
+            increment_version(unsharded)
+
+
+def parameters_of(unit: nn.Module) -> list[GatheredParameter]:
+    """The parameters of a unit in the order in which its module registers them."""
+    names = list(unit._parameters)
+    found = {item._module_info.param_name: item for group in _groups(unit) for item in group.fsdp_params}
+    return [GatheredParameter(found[name]) for name in names]
+
+
+def name_failures(unit: nn.Module) -> None:
+    """Let the collectives of a unit raise RankFailedError where another rank has failed."""
+    for group in _groups(unit):
+        group.__class__ = NamedParamGroup
+
+
+def reset(root: FSDPModule, units: Sequence[nn.Module]) -> None:
+    """Return to the state between two steps after an exception in a forward or backward pass.
+
+    Gathered parameters and unreduced gradients are dropped. `reset_iter_state`, which torch 2.11 and 2.12 do not have,
+    leaves the gradients: the next backward pass would add to them.
+    """
+    if hasattr(root, "reset_iter_state"):
+        root.reset_iter_state()
+    else:
+        _reset_by_hand(root)
+    for unit in units:
+        for parameter in parameters_of(unit):
+            parameter.take_gradient()
+
+
+def _reset_by_hand(root: FSDPModule) -> None:
+    """Do what `reset_iter_state` of torch 2.13 does."""
+    if torch.accelerator.is_available():
+        # Collectives in flight may still write to the buffers that are dropped here.
+        torch.accelerator.synchronize()
+    state = root._get_fsdp_state()
+    context, communication = state._state_ctx, state._comm_ctx
+    communication.all_gather_state = None
+    communication.post_forward_order.clear()
+    # Newer versions keep several reductions in flight.
+    vars(communication).update(reduce_scatter_state=None, reduce_scatter_states=[], _last_post_reduce_events={})
+    for inner in context.all_states:
+        inner._training_state = TrainingState.IDLE
+        for group in _groups_of_state(inner):
+            work = None if group._all_gather_result is None else group._all_gather_result.all_gather_work
+            if isinstance(work, dist.Work):
+                work.wait()
+            group._all_gather_result = group._post_reduce_event = group._all_reduce_state = None
+            group._reshard_after_forward_event = group._partial_reduce_output = None
+            group._post_forward_indices.clear()
+            group._training_state = TrainingState.IDLE
+            group._to_sharded()  # type: ignore[no-untyped-call]
+    context.iter_forward_root = None
+    context.post_backward_final_callback_queued = False
+
+
+def is_in_backward(root: FSDPModule) -> bool:
+    """Whether torch has begun a backward pass and not finished it: it runs, or an exception has ended it."""
+    return root._get_fsdp_state()._state_ctx.post_backward_final_callback_queued
+
+
+def current_backward() -> int:
+    """The number of the backward pass that runs in this thread, or `NO_BACKWARD`."""
+    return torch._C._current_graph_task_id()
+
+
+def at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Call `callback()` when the backward pass that runs has ended without an exception."""
+    # What torch's DDP and FSDP use; there is no public name.
+    Variable._execution_engine.queue_callback(callback)
+
+
+def _groups(unit: nn.Module) -> Iterator["torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup"]:
+    return _groups_of_state(cast(FSDPModule, unit)._get_fsdp_state())
+
+
+def _groups_of_state(
+    state: "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState",
+) -> Iterator["torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup"]:
+    """The groups of a state: several since torch 2.12, before that one or none."""
+    if hasattr(state, "_fsdp_param_groups"):
+        yield from state._fsdp_param_groups
+    elif state._fsdp_param_group is not None:
+        yield state._fsdp_param_group

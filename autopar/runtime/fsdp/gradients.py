@@ -1,0 +1,260 @@
+"""Gradients of the parameters in FSDP units, handed to the parameters that users see.
+
+Users see `DTensor`s that share memory with the parameters that the units store. Autograd knows those of the units only.
+So the gradients travel by hand, and `.grad` of the parameter that users see is the one place where they are between two
+backward passes:
+
+- a reduced gradient is added to `.grad`, in the layout of the parameter;
+- a gradient that is held back is `.grad` itself: a `DTensor` that is `Partial` on the axes it is not reduced over.
+  The next backward pass moves it into the unit, which adds to it. So `zero_grad` of a module or an optimizer, clipping
+  and assignment mean for it what they mean for any gradient.
+"""
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from autopar._torch import local_tensor, post_accumulate_hooks, tensor_hooks
+from autopar.runtime.fsdp.parameter_hooks import after_tensor_hooks
+from autopar.runtime.fsdp.turns import Turn, transfer_batch
+from autopar.runtime.state import from_local, mesh_of, placements
+from passes._torch import parameters_of, version_of
+from passes.ir.errors import InputError
+from passes.ir.exchanges import Batching
+from passes.ir.layout import Layout, Shape
+
+
+@dataclass(frozen=True)
+class OwnPart:
+    """The part of a gathered parameter that this rank stores: the `number`-th along `dim`.
+
+    `first` marks one rank of those that store the same part.
+    """
+
+    dim: int
+    number: int
+    first: bool
+
+    def of(self, gathered: Tensor, part: Tensor) -> Tensor:
+        """The view of `gathered` where `part` belongs."""
+        size = part.shape[self.dim]
+        return gathered.narrow(self.dim, self.number * size, size)
+
+
+class Unreduced(Protocol):
+    """A parameter of a unit as autograd knows it, with the gradient that is not reduced."""
+
+    def take_gradient(self) -> Tensor | None:
+        """Remove and return that gradient, if there is one."""
+
+    def give_gradient(self, gradient: Tensor) -> None:
+        """Let the next backward pass add to a gradient."""
+
+    def note_change(self) -> None:
+        """Let autograd know that the values have changed."""
+
+
+@dataclass(frozen=True)
+class UnitParameter:
+    """A parameter of an FSDP unit, with the path of the parameter that users see.
+
+    `shape` is global, `layout` that of the parameter and its reduced gradient, `pending` that of a gradient that is not
+    reduced. `kept` is the parameter that the unit stores, `unreduced` what autograd knows of it;
+    `trainable` says that it took gradients when it was planned, `turn` is None where both share memory.
+    """
+
+    path: str
+    shape: Shape
+    layout: Layout
+    pending: Layout
+    own: OwnPart
+    kept: Tensor
+    unreduced: Unreduced
+    trainable: bool
+    turn: Turn | None = None
+
+    def to_seen(self, part: Tensor) -> Tensor:
+        """A part of `kept` in the layout that users see."""
+        return part if self.turn is None else self.turn.to_seen(part)
+
+
+class UnitGradients:
+    """The parameters of all FSDP units of a model, and the way of their gradients."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self._mesh = mesh
+        self._shape = mesh_of(mesh)
+        self.parameters: list[UnitParameter] = []
+        self._owners: list[tuple[nn.Module, str]] = []
+        self._versions: list[int] = []
+        # Whether `.grad` of some parameter may be a gradient that is not reduced.
+        self._pending = False
+        # Reduced gradients that wait for an all-to-all with others, with the numbers of their parameters.
+        self._turning: Batching[tuple[int, Tensor]] = Batching()
+
+    def add(self, parameter: UnitParameter) -> nn.Parameter:
+        """Take care of a parameter; returns the one that users see."""
+        self.parameters.append(parameter)
+        seen = self._distributed(parameter.to_seen(part_of(parameter.kept)), parameter.layout, parameter.shape)
+        return nn.Parameter(seen, parameter.trainable)
+
+    def add_gathered(self, parameter: UnitParameter) -> nn.Parameter:
+        """Take care of a parameter whose gradient `fully_shard` reduces."""
+        if parameter.trainable:
+            # The hook keeps neither this object nor the parameter alive: no garbage collector sees a cycle through it.
+            hook = partial(_take_over, weakref.ref(self), len(self.parameters))
+            parameter.kept.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+        return self.add(parameter)
+
+    def bind(self, root: nn.Module) -> None:
+        """Find in `root` the parameters that users see."""
+        self._owners = []
+        self._versions = [0] * len(self.parameters)
+        for item in self.parameters:
+            path, _, name = item.path.rpartition(".")
+            self._owners.append((root.get_submodule(path), name))
+
+    def seen(self, number: int) -> nn.Parameter:
+        """The parameter that users see now: they may put another one in its place."""
+        owner, name = self._owners[number]
+        found = parameters_of(owner)[name]
+        assert found is not None
+        return found
+
+    def take_versions(self) -> None:
+        """Let autograd know which parameters have changed in place: graphs that have saved them are of no use."""
+        for number, item in enumerate(self.parameters):
+            version = version_of(self.seen(number))
+            if version != self._versions[number]:
+                self._versions[number] = version
+                item.unreduced.note_change()
+
+    def begin_backward(self, holding: bool) -> bool:
+        """Move gradients that are not reduced from `.grad` into the units; returns whether there were any.
+
+        Raises InputError if gradients are held back of a parameter with tensor hooks.
+        """
+        self.take_versions()
+        if holding:
+            self._refuse_hooks()
+        if not self._pending:
+            return False
+        moved = False
+        for number, item in enumerate(self.parameters):
+            seen = self.seen(number)
+            if self._is_pending(seen.grad, item):
+                item.unreduced.give_gradient(part_of(seen.grad))
+                seen.grad = None
+                moved = True
+        self._pending = False
+        return moved
+
+    def end_held_backward(self) -> None:
+        """Let `.grad` be the gradients that the units have not reduced."""
+        for number, item in enumerate(self.parameters):
+            gradient, seen = item.unreduced.take_gradient(), self.seen(number)
+            if gradient is None or not seen.requires_grad:
+                continue
+            earlier, seen.grad = seen.grad, None
+            if earlier is not None:
+                # Collectives, which all ranks take part in; the sum has it once.
+                part = part_of(earlier) if item.turn is None else item.turn.to_kept(part_of(earlier))
+                if item.own.first:
+                    item.own.of(gradient, part).add_(part)
+            if gradient.dtype != seen.dtype:
+                # Not reduced yet, it has the dtype that it is reduced in.
+                seen.grad_dtype = None
+            seen.grad = self._distributed(gradient, item.pending, item.shape)
+            self._pending = True
+
+    def take_over(self, number: int, kept: Tensor) -> None:
+        """Hand over the reduced gradient that a unit has left in `.grad` of what it stores; that of a copy in another
+        layout, when there are enough of them to turn."""
+        gradient, kept.grad = kept.grad, None
+        if gradient is None:
+            return
+        part, item, seen = part_of(gradient), self.parameters[number], self.seen(number)
+        if item.turn is None:
+            self.hand_over(number, part)
+        elif seen.requires_grad:
+            self._turn(self._turning.add(*item.turn.gradient_key(part), (number, part)))
+
+    def end_reduced_backward(self) -> None:
+        """Hand over the reduced gradients that wait for others."""
+        for batch in self._turning.rest():
+            self._turn(batch)
+
+    def reset(self) -> None:
+        """Drop the reduced gradients that wait for others, after an exception."""
+        self._turning = Batching()
+
+    def _turn(self, batch: Sequence[tuple[int, Tensor]]) -> None:
+        """Turn reduced gradients together, and hand them over."""
+        if not batch:
+            return
+        transfers = []
+        for number, kept in batch:
+            turn = self.parameters[number].turn
+            assert turn is not None
+            transfers.append(turn.gradient(kept, torch.empty_like(part_of(self.seen(number)))))
+        transfer_batch(transfers)
+        for (number, _), transfer in zip(batch, transfers, strict=True):
+            self.hand_over(number, transfer.after)
+
+    def hand_over(self, number: int, part: Tensor) -> None:
+        """Add the reduced gradient of a parameter to that of the parameter that users see, and call its hooks."""
+        item, seen = self.parameters[number], self.seen(number)
+        if not seen.requires_grad:
+            return
+        if tensor_hooks(seen):
+            reduced = self._distributed(part, item.layout, item.shape)
+            part = part_of(after_tensor_hooks(item.path, seen, reduced))
+        if seen.grad is None:
+            seen.grad = self._distributed(part, item.layout, item.shape)
+        else:
+            part_of(seen.grad).add_(part)
+        # Autograd does not know this parameter, so its hooks are called here.
+        for hook in post_accumulate_hooks(seen):
+            hook(seen)
+
+    def _refuse_hooks(self) -> None:
+        for number, item in enumerate(self.parameters):
+            if tensor_hooks(self.seen(number)):
+                raise InputError(
+                    f"parameter {item.path!r} has a tensor hook, which gets gradients that are reduced, but they are "
+                    "held back: remove the hook, register a post-accumulate hook, or do not hold gradients"
+                )
+
+    def _is_pending(self, gradient: Tensor | None, item: UnitParameter) -> bool:
+        return isinstance(gradient, DTensor) and gradient.placements == placements(item.pending, self._shape)
+
+    def _distributed(self, part: Tensor, layout: Layout, shape: Shape) -> DTensor:
+        return from_local(part, layout, shape, self._mesh, self._shape)
+
+
+def _take_over(gradients: "weakref.ref[UnitGradients]", number: int, kept: Tensor) -> None:
+    found = gradients()
+    if found is not None:
+        found.take_over(number, kept)
+
+
+def part_of(tensor: Tensor | None) -> Tensor:
+    """This rank's part of a `DTensor`, or a plain tensor, without gradient."""
+    assert tensor is not None
+    with torch.no_grad():
+        return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def address_of(tensor: Tensor) -> int:
+    """The address of this rank's part of a `DTensor`, or of a plain tensor.
+
+    Each call asks it of every parameter. `to_local()` takes 10 us, `local_tensor` one.
+    """
+    return local_tensor(tensor).data_ptr() if isinstance(tensor, DTensor) else tensor.data_ptr()

@@ -1,0 +1,278 @@
+"""Plain tensors that generated code reads in place of parameters, and the way of their gradients.
+
+Users see `DTensor`s. Reading one costs an operator and a node of autograd, and its gradient goes through `DTensor`'s
+dispatch: together about 70 us for each parameter in each step. So generated code reads a leaf of autograd that shares
+memory and version counter with the part that this rank stores. A backward pass begins by giving leaves the gradients
+that the parameters have, so that autograd adds to these in place, and ends by handing over those that are new:
+
+- `.grad` of a parameter is a `DTensor` before and after a backward pass, and may be assigned or dropped in between;
+- an in-place change of a parameter between forward and backward is an error, as it is with any leaf;
+- tensor hooks and post-accumulate hooks of a parameter are called for the leaf's gradient, as a `DTensor`;
+- `torch.autograd.grad` with respect to parameters, and `backward(inputs=...)`, reach them by an edge of every output.
+"""
+
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import Node, get_gradient_edge, increment_version
+from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
+
+from autopar._torch import (
+    DTensorSpec,
+    as_distributed,
+    is_computed_in_backward,
+    local_tensor,
+    post_accumulate_hooks,
+    spec_of,
+    tensor_hooks,
+)
+from autopar.runtime.fsdp import _torch as fsdp
+from autopar.runtime.fsdp.parameter_hooks import after_tensor_hooks
+from passes._torch import parameters_of, version_of
+from passes.ir.errors import InputError
+
+# The parts of the model as generated code sees them: leaves are attributes of theirs.
+View = object
+
+
+@dataclass(eq=False)
+class _Leaf:
+    """A parameter under all its names, and the leaf that is read in its place.
+
+    `places` are the tables that hold the parameter, with its name there; `readers` the views whose attribute is the
+    leaf. `version` is that of the parameter when the leaf last took it over. `handles` are the hooks of the leaf in the
+    current backward pass.
+    """
+
+    path: str
+    places: list[tuple[dict[str, nn.Parameter | None], str]]
+    parameter: nn.Parameter
+    part: Tensor
+    tensor: Tensor
+    spec: DTensorSpec
+    version: int
+    readers: "list[tuple[weakref.ref[View], str]]" = field(default_factory=list)
+    handles: list[RemovableHandle] = field(default_factory=list)
+
+    def follow(self) -> None:
+        """Take over a parameter that was put in the place of another, and whether it requires a gradient."""
+        table, name = self.places[0]
+        found = table[name]
+        assert found is not None
+        part = local_tensor(found)
+        if part is not self.part:
+            self.part, self.tensor, self.spec = part, part.detach(), spec_of(found)
+            for reader, attribute in self.readers:
+                view = reader()
+                if view is not None:
+                    vars(view)[attribute] = self.tensor
+        if found is not self.parameter:
+            self.parameter, self.version = found, version_of(found)
+        self.take_version()
+        if self.tensor.requires_grad is not found.requires_grad:
+            self.tensor.requires_grad_(found.requires_grad)
+
+    def take_version(self) -> None:
+        """Let autograd know of changes of the parameter in place, which `DTensor` makes without a word to it."""
+        version = version_of(self.parameter)
+        if version != self.version:
+            self.version = version
+            increment_version(self.tensor)
+
+    @property
+    def has_hooks(self) -> bool:
+        """Whether the parameter has hooks that autograd would call."""
+        return bool(tensor_hooks(self.parameter) or post_accumulate_hooks(self.parameter))
+
+    def begin_backward(self) -> None:
+        """Let autograd add to the gradient that the parameter has."""
+        self.take_version()
+        gradient = self.parameter.grad
+        if isinstance(gradient, DTensor) and gradient.placements != self.spec.placements:
+            raise InputError(
+                f"the gradient of the parameter {self.path!r} has the placements {gradient.placements}, but the "
+                f"parameter {self.spec.placements}: reduce gradients that are held back before other backward passes"
+            )
+        self.tensor.grad = None if gradient is None else local_tensor(gradient)
+        self.remove_hooks()
+        if tensor_hooks(self.parameter):
+            self.handles.append(self.tensor.register_hook(self._after_hooks))  # type: ignore[no-untyped-call]
+        if post_accumulate_hooks(self.parameter):
+            self.handles.append(self.tensor.register_post_accumulate_grad_hook(self._accumulated))  # type: ignore[no-untyped-call]
+
+    def end_backward(self) -> None:
+        """Hand the gradient over."""
+        self.remove_hooks()
+        gradient, self.tensor.grad = self.tensor.grad, None
+        earlier = self.parameter.grad
+        if gradient is None or (earlier is not None and local_tensor(earlier) is gradient):
+            return
+        if gradient.requires_grad:
+            raise InputError(
+                f"the gradient of the parameter {self.path!r} has a graph: second derivatives with respect to "
+                "parameters are not supported, call backward without create_graph"
+            )
+        self.parameter.grad = as_distributed(gradient, self.spec)
+
+    def remove_hooks(self) -> None:
+        """Remove the hooks of a backward pass."""
+        for handle in self.handles:
+            handle.remove()
+        self.handles.clear()
+
+    def _accumulated(self, _: Tensor) -> None:
+        # The handles stay until the backward pass ends: hooks cannot be removed while they run.
+        handles, self.handles = self.handles, []
+        self.end_backward()
+        self.handles = handles
+        for hook in post_accumulate_hooks(self.parameter):
+            hook(self.parameter)
+
+    def _after_hooks(self, part: Tensor) -> Tensor:
+        """A gradient as the tensor hooks of the parameter return it."""
+        return local_tensor(after_tensor_hooks(self.path, self.parameter, as_distributed(part, self.spec)))
+
+
+class LocalParameters:
+    """The leaves of all parameters of a model."""
+
+    def __init__(self, root: nn.Module) -> None:
+        found: dict[int, _Leaf] = {}
+        self._paths: dict[str, _Leaf] = {}
+        for path, module in root.named_modules(remove_duplicate=False):
+            for name, parameter in parameters_of(module).items():
+                if parameter is None or not isinstance(parameter.data, DTensor):
+                    continue
+                part = local_tensor(parameter)
+                full = f"{path}.{name}" if path else name
+                if id(parameter) not in found:
+                    found[id(parameter)] = _Leaf(
+                        full, [], parameter, part, part.detach(), spec_of(parameter), version_of(parameter)
+                    )
+                leaf = found[id(parameter)]
+                leaf.places.append((parameters_of(module), name))
+                self._paths[full] = leaf
+        self._task = fsdp.NO_BACKWARD
+        self._begun: dict[_Leaf, None] = {}
+        # Its gradient is computed in every backward pass but those that are for certain tensors only.
+        self.always = torch.empty((), requires_grad=True)
+        self._node_of_always = get_gradient_edge(self.always).node
+
+    def read(self, view: View, names: Iterable[str]) -> "ReadParameters":
+        """Let `view`, the model as a program sees it, have leaves in place of the parameters `names`."""
+        leaves: dict[_Leaf, None] = {}
+        for path in names:
+            leaf = self._paths.get(path)
+            if leaf is None:
+                continue
+            leaves[leaf] = None
+            *parts, name = path.split(".")
+            part = view
+            for item in parts:
+                part = vars(part)[item]
+            leaf.readers = [item for item in leaf.readers if item[0]() is not None]
+            leaf.readers.append((weakref.ref(part), name))
+            vars(part)[name] = leaf.tensor
+        return ReadParameters(self, tuple(leaves))
+
+    def begin_backward(self, leaves: Sequence[_Leaf]) -> bool:
+        """Begin with the leaves of one program; returns whether gradients of all leaves are computed.
+
+        Called by autograd before it computes any gradient of `leaves`.
+        """
+        task = fsdp.current_backward()
+        if task != self._task:
+            self._task = task
+            self._begun = {}
+            fsdp.at_end_of_backward(self._end_backward)
+        for leaf in leaves:
+            if leaf not in self._begun:
+                self._begun[leaf] = None
+                leaf.begin_backward()
+        return is_computed_in_backward(self._node_of_always)
+
+    def _end_backward(self) -> None:
+        begun, self._begun, self._task = self._begun, {}, fsdp.NO_BACKWARD
+        for leaf in begun:
+            leaf.end_backward()
+
+
+class ReadParameters:
+    """The leaves that one program reads."""
+
+    def __init__(self, parameters: LocalParameters, leaves: tuple[_Leaf, ...]) -> None:
+        self._all = parameters
+        self._leaves = leaves
+
+    def follow(self) -> None:
+        """Take over what users have assigned since the last call."""
+        for leaf in self._leaves:
+            leaf.follow()
+
+    def linked(self, results: Sequence[object]) -> tuple[object, ...]:
+        """The results of the program, whose backward pass hands gradients over to the parameters."""
+        trained = [leaf for leaf in self._leaves if leaf.tensor.requires_grad]
+        # An edge would call the hooks of a parameter without a gradient.
+        linked = [leaf for leaf in trained if not leaf.has_hooks]
+        edges = [self._all.always, *(leaf.parameter for leaf in linked)]
+        return tuple(
+            _Link.apply(self._all, trained, linked, item, *edges)  # type: ignore[no-untyped-call]
+            if isinstance(item, Tensor) and item.requires_grad
+            else item
+            for item in results
+        )
+
+
+class _Link(torch.autograd.Function):
+    """An output with edges to the parameters that users see."""
+
+    @staticmethod
+    def forward(
+        ctx: torch.autograd.function.FunctionCtx,
+        parameters: LocalParameters,
+        leaves: Sequence[_Leaf],
+        linked: Sequence[_Leaf],
+        output: Tensor,
+        *_: Tensor,
+    ) -> Tensor:
+        ctx.link = parameters, leaves, linked, output  # type: ignore[attr-defined]
+        ctx.set_materialize_grads(False)
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        (gradient,) = grads
+        parameters, leaves, linked, output = ctx.link  # type: ignore[attr-defined]
+        found: list[Tensor | None] = [None] * len(linked)
+        if gradient is not None and not parameters.begin_backward(leaves):
+            nodes = [node for node, _ in cast(Node, ctx).next_functions[2:]]
+            found = _asked_for(linked, nodes, output, gradient)
+        for leaf in linked:
+            if leaf.has_hooks:
+                raise InputError(
+                    f"a hook of the parameter {leaf.path!r} was registered between forward and backward: register it "
+                    "before the forward pass"
+                )
+        return (None, None, None, gradient, None, *found)
+
+
+def _asked_for(
+    leaves: Sequence[_Leaf], nodes: Sequence[Node | None], output: Tensor, gradient: Tensor
+) -> list[Tensor | None]:
+    """Gradients of those parameters that a backward pass is for, by a backward pass of their leaves."""
+    asked = [number for number, node in enumerate(nodes) if node is not None and is_computed_in_backward(node)]
+    found: list[Tensor | None] = [None] * len(leaves)
+    if not asked:
+        return found
+    if torch.is_grad_enabled():
+        raise InputError("second derivatives with respect to parameters are not supported: leave out create_graph")
+    tensors = [leaves[number].tensor for number in asked]
+    results = torch.autograd.grad(output, tensors, gradient, retain_graph=True, allow_unused=True)
+    for number, result in zip(asked, results, strict=True):
+        found[number] = None if result is None else as_distributed(result, leaves[number].spec)
+    return found

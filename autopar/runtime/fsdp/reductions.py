@@ -1,0 +1,158 @@
+"""All-reduces of gradients of parameters that every rank of their group stores and reads whole.
+
+Nothing of these parameters is gathered or cast, so generated code reads them as they are: as leaves of autograd. Those
+of one unit are reduced together, as soon as the last of their gradients is there. The backward pass goes on meanwhile,
+and ends by waiting for all reductions. `fully_shard` would copy such parameters for every use and, on CPUs, wait for
+each reduction.
+"""
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.graph import increment_version
+
+from autopar.runtime.ranks.failures import naming_collectives
+from passes.ir.errors import InputError
+
+
+@dataclass(frozen=True)
+class LeafParameter:
+    """A parameter that generated code reads as it is stored. Its `.grad` is the gradient that is not reduced yet."""
+
+    parameter: nn.Parameter
+
+    def take_gradient(self) -> Tensor | None:
+        """Remove and return the gradient that is not reduced, if there is one."""
+        gradient, self.parameter.grad = self.parameter.grad, None
+        return gradient
+
+    def give_gradient(self, gradient: Tensor) -> None:
+        """Let the next backward pass add to a gradient that is not reduced."""
+        self.parameter.grad = gradient
+
+    def note_change(self) -> None:
+        """Let autograd know that the values have changed, through memory that is shared."""
+        increment_version(self.parameter)
+
+
+@dataclass(eq=False)
+class _Unit:
+    """Parameters whose gradients are reduced together over `group`; `first` is the number of the first of them.
+
+    In a backward pass `missing` are those whose gradients are to come.
+    """
+
+    group: dist.ProcessGroup
+    first: int
+    leaves: Sequence[LeafParameter]
+    missing: set[int] = field(default_factory=set)
+
+
+@dataclass(frozen=True)
+class _Reduction:
+    """An all-reduce that has begun. `sent` are gradients, one after the other, `members` the numbers of their
+    parameters, and their shapes."""
+
+    members: Sequence[tuple[int, torch.Size]]
+    sent: Tensor
+    work: dist.Work
+
+    def finished(self) -> Iterator[tuple[int, Tensor]]:
+        """Wait for it; gives the reduced gradients with their numbers."""
+        with naming_collectives(_REDUCING):
+            self.work.wait()
+        parts = torch.split(self.sent, [shape.numel() for _, shape in self.members])
+        return ((number, part.view(shape)) for (number, shape), part in zip(self.members, parts, strict=True))
+
+
+class Reductions:
+    """The reductions of all units of a model. `hand_over(number, gradient)` is called for each gradient that has been
+    reduced, at the end of the backward pass."""
+
+    def __init__(self, hand_over: Callable[[int, Tensor], None]) -> None:
+        self._hand_over = hand_over
+        self._units: list[_Unit] = []
+        # Of the backward pass that runs.
+        self._begun: list[_Reduction] = []
+        self._holding = False
+
+    def add(self, group: dist.ProcessGroup, first: int, parameters: Sequence[nn.Parameter]) -> list[LeafParameter]:
+        """Reduce the gradients of `parameters`, which have the numbers from `first` on, together over `group`."""
+        leaves = [LeafParameter(parameter) for parameter in parameters]
+        for place, parameter in enumerate(parameters):
+            if parameter.requires_grad:
+                # The hook keeps neither this object nor the parameter alive: no garbage collector sees a cycle
+                # through it.
+                hook = partial(_accumulated, weakref.ref(self), len(self._units), place)
+                parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+        self._units.append(_Unit(group, first, leaves))
+        return leaves
+
+    def begin_backward(self, holding: bool) -> None:
+        """A backward pass begins; gradients are left as they are if it is `holding` them."""
+        self._holding = holding
+        for unit in self._units:
+            unit.missing = {place for place, leaf in enumerate(unit.leaves) if leaf.parameter.requires_grad}
+
+    def accumulated(self, number: int, place: int) -> None:
+        """The gradient of a parameter of a unit is there."""
+        unit = self._units[number]
+        was_missing = place in unit.missing
+        unit.missing.discard(place)
+        if was_missing and not unit.missing and not self._holding:
+            self._begin(unit)
+
+    def end_backward(self) -> None:
+        """Wait for all reductions, and hand the gradients over."""
+        for unit in self._units:
+            # Not all of its parameters were used now; some, perhaps, in backward passes that held gradients back.
+            if any(leaf.parameter.grad is not None for leaf in unit.leaves):
+                self._begin(unit)
+        begun, self._begun = self._begun, []
+        # All of them first: hooks of parameters may raise.
+        for number, gradient in [item for reduction in begun for item in reduction.finished()]:
+            self._hand_over(number, gradient)
+
+    def reset(self) -> None:
+        """Drop all gradients and reductions after an exception."""
+        begun, self._begun = self._begun, []
+        for reduction in begun:
+            reduction.finished()
+        for unit in self._units:
+            for leaf in unit.leaves:
+                leaf.take_gradient()
+
+    def _begin(self, unit: _Unit) -> None:
+        """Begin to reduce the gradients of a unit that are there."""
+        members: list[tuple[int, torch.Size]] = []
+        gradients: list[Tensor] = []
+        for number, leaf in enumerate(unit.leaves, unit.first):
+            gradient = leaf.take_gradient()
+            if gradient is not None:
+                if gradient.requires_grad:
+                    raise InputError(
+                        "the gradient of a parameter has a graph: second derivatives with respect to parameters are "
+                        "not supported, call backward without create_graph"
+                    )
+                members.append((number, gradient.shape))
+                gradients.append(gradient.reshape(-1))
+        # Of one gradient there is no copy: nobody else has it.
+        sent = gradients[0] if len(gradients) == 1 else torch.cat(gradients)
+        with naming_collectives(_REDUCING):
+            work = dist.all_reduce(sent, group=unit.group, async_op=True)
+        assert work is not None
+        self._begun.append(_Reduction(members, sent, work))
+
+
+_REDUCING = "reducing the gradients of parameters"
+
+
+def _accumulated(reductions: "weakref.ref[Reductions]", number: int, place: int, _: Tensor) -> None:
+    found = reductions()
+    if found is not None:
+        found.accumulated(number, place)

@@ -1,0 +1,327 @@
+"""The bases of generated classes, the parts of the model that they find, and what surrounds a generated program."""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+from autopar._torch import parts_of
+from autopar.runtime.checkpoint import Loadable
+from autopar.runtime.fsdp.units import ParameterGroup, PartView, within
+from autopar.runtime.generated.axis import Axis
+from autopar.runtime.generated.random import Randomness
+from autopar.runtime.generated.saving import CHANGED
+from autopar.runtime.refusals import HoldingPart
+from passes._torch import pytree, version_of
+from passes.ir.layout import Layout, Shape
+from passes.ir.lowered import Held
+from passes.ir.program import Change, TensorType
+from passes.ir.redistribution import Step
+
+Result = TypeVar("Result")
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a parameter, or a buffer as it is. Gradients come back in the same layout."""
+    if isinstance(tensor, DTensor):
+        return tensor.to_local()
+    return tensor
+
+
+def gathered(tensor: Tensor) -> Tensor:
+    """A parameter as the engine gives it, whole on the data axes. It takes the gradient, which it reduces."""
+    return tensor
+
+
+class Region(nn.Module):
+    """One copy of a region; generated subclasses define `forward`. `entries` are its parts of the model, `number`
+    counts the copies, `groups` hold parameters that are gathered around it."""
+
+    def __init__(
+        self,
+        entries: Sequence[nn.Module | PartView],
+        program: "Generated",
+        number: int,
+        groups: Sequence[ParameterGroup] = (),
+    ) -> None:
+        super().__init__()
+        self.entries = tuple(entries)
+        # Not parts of this module either.
+        self.groups = tuple(groups)
+        self.number = number
+        self.random = program.random
+        self.axes = program.axes
+        self.device = program.device
+        # Not a part of this module, which has no parameters of its own.
+        object.__setattr__(self, "root", program.root)
+
+    def __call__(self, *inputs: Tensor) -> object:
+        """Run the copy, with its parameters gathered."""
+        return within(self.groups, super().__call__, inputs)
+
+    def checked(self, versions: list[int], *inputs: Tensor) -> object:
+        """Run the copy; `versions` is empty the first time, and then has those of its parameters.
+
+        Raises RuntimeError if a parameter has changed in place since the first time, as autograd does for tensors that
+        it saves.
+        """
+        return within(self.groups, partial(self._unchanged, versions), inputs)
+
+    def _unchanged(self, versions: list[int], *inputs: Tensor) -> object:
+        read = [leaf for entry in self.entries if isinstance(entry, PartView) for leaf in entry.leaves()]
+        gathered = [parameter for group in self.groups for parameter in group.parameters()]
+        found = [version_of(tensor) for tensor in (*read, *gathered)]
+        if not versions:
+            versions += found
+        if versions != found:
+            raise RuntimeError(CHANGED)
+        return super().__call__(*inputs)
+
+    def drawn(self, key: str, *axes: Axis) -> AbstractContextManager[None]:
+        """Let the op called `key` draw random numbers within; they differ on the ranks of `axes` and between copies."""
+        return self.random.drawn(f"{key} of copy {self.number}", axes, self.device)
+
+
+class Generated:
+    """A generated program; subclasses define `forward`, which takes local inputs and returns local outputs.
+
+    `root` holds parameters and buffers under the model's names, `axes` are those of the mesh. `groups` are the groups
+    of parameters that an engine holds, by their first parameter, `copy_groups` those around each copy of each region.
+    `totals` is the program that makes what this one takes after its inputs, where the batch goes through it in parts.
+    """
+
+    totals: "Generated | None" = None
+
+    def __init__(
+        self,
+        root: nn.Module | PartView,
+        axes: tuple[Axis, ...],
+        device: torch.device,
+        constants: Mapping[str, Tensor],
+        random: Randomness | None = None,
+        groups: Mapping[str, ParameterGroup] | None = None,
+        copy_groups: Sequence[Sequence[Sequence[ParameterGroup]]] = (),
+    ) -> None:
+        self.root = root
+        self.groups = groups or {}
+        self.copy_groups = iter(copy_groups)
+        self.random = random or Randomness(0)
+        self.axes = axes
+        self.device = device
+        self.constants = constants
+        self.build()
+
+    def build(self) -> None:
+        """Make the copies of the regions; generated classes with regions define it."""
+
+    def copies(self, kind: type[Region], entries: Sequence[Sequence[str]]) -> tuple[Region, ...]:
+        """One `kind` for each of `entries`, which are paths in the model."""
+        groups = next(self.copy_groups, ((),) * len(entries))
+        return tuple(
+            kind([_part(self.root, path) for path in paths], self, number, groups[number])
+            for number, paths in enumerate(entries)
+        )
+
+    def gathering(self, first: str, run: Callable[..., Result], *inputs: Tensor) -> Result:
+        """`run(*inputs)`, while the group of the parameter called `first` is gathered."""
+        group = self.groups.get(first)
+        return run(*inputs) if group is None else cast(Result, group(run, *inputs))
+
+    def drawn(self, key: str, *axes: Axis) -> AbstractContextManager[None]:
+        """Let the op called `key` draw random numbers within; they differ on the ranks of `axes`."""
+        return self.random.drawn(key, axes, self.device)
+
+    def recomputed(self, copy: Region, *given: Tensor) -> object:
+        """Run `copy`; the backward pass runs it again, on the same random numbers, instead of saving its tensors.
+
+        It can run again for several backward passes, but not after its parameters have changed.
+        """
+        run = _Checkpointed(partial(copy.checked, []))
+        result: object = checkpoint(
+            run, *given, use_reentrant=False, preserve_rng_state=False, context_fn=self.random.contexts
+        )
+        run.raise_error()
+        return result
+
+    def forward(self, *inputs: Tensor) -> tuple[object, ...]:
+        """Run on local inputs, in the order of the plan; generated classes define it."""
+        raise TypeError("a generated class defines forward")
+
+
+class _Checkpointed:
+    """A function for `torch.utils.checkpoint`, which keeps the exception of its forward pass until it has returned.
+
+    Up to torch 2.12, checkpoint leaves its saved-tensor hooks only if the function returns: after an exception they
+    would apply to the next steps.
+    """
+
+    def __init__(self, run: Callable[..., object]) -> None:
+        self._run = run
+        self._has_run = False
+        self._error: BaseException | None = None
+
+    def __call__(self, *inputs: Tensor) -> object:
+        if self._has_run:
+            # The backward pass ends this early by an exception.
+            return self._run(*inputs)
+        self._has_run = True
+        try:
+            return self._run(*inputs)
+        except BaseException as error:
+            self._error = error
+            return None
+
+    def raise_error(self) -> None:
+        """Raise the exception of the forward pass, if there was one."""
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+
+def _part(root: nn.Module | PartView, path: str) -> nn.Module | PartView:
+    """The part of the model at `path`; one that holds nothing is not there."""
+    for name in path.split("."):
+        inner = parts_of(root).get(name) if isinstance(root, nn.Module) else root[name]
+        root = inner if isinstance(inner, nn.Module | PartView) else Container()
+    return root
+
+
+@dataclass(frozen=True)
+class PlannedInput:
+    """An input leaf as the plan has it: `type` is what is given, `dtype` what it is computed in, `differentiable` that
+    it may require a gradient, `samples` the dim that has the samples (None: it has none)."""
+
+    name: str
+    type: TensorType
+    dtype: torch.dtype
+    layout: Layout
+    differentiable: bool
+    samples: int | None = 0
+
+
+@dataclass(frozen=True)
+class PlannedOutput:
+    """An output leaf: `layout` is None for what is no tensor."""
+
+    name: str
+    layout: Layout | None
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Where this rank's part of a tensor has samples: `dim` is (before, groups, samples and what is in them), and every
+    micro-batch has an equal share of the samples of each group."""
+
+    dim: int
+    before: int
+    groups: int
+
+
+@dataclass(frozen=True)
+class MicroBatching:
+    """How a batch goes through a program of one micro-batch: `count` times.
+
+    `inputs` are cut so, or given whole to all. `outputs` are put side by side (`Cut`), summed ("P") or equal in all
+    ("R"); `loss` is one of them. `totals`, where there are any, are sums over the batch that the program takes after
+    its inputs; `reads` are the inputs that they are made from, and how each is brought to the layout that it has there.
+    With `gather_once` parameters on data axes stay gathered from the first to the last, with `reduce_once` their
+    gradients are reduced after the last.
+    """
+
+    count: int
+    inputs: tuple[Cut | None, ...]
+    outputs: tuple[Cut | str, ...]
+    loss: int
+    totals: "CompiledProgram | None"
+    reads: tuple[tuple[int, tuple[Step, ...]], ...]
+    gather_once: bool = False
+    reduce_once: bool = False
+
+
+@dataclass(frozen=True)
+class CompiledProgram:
+    """A program ready to run on every rank: its source and what surrounds it.
+
+    `constants` are inputs that are constants, by name: what is no tensor, and tensors whose values the model needed;
+    `assumed` are those of them that nobody gave. `tensors` are tensors that the model holds as constants,
+    `parameters` those that are used, `changes` are made to parameters before it runs, `held` is what the engine does.
+    Inputs and outputs are those of the whole batch; with `micro_batches` the program takes a part of them at a time.
+    With `compiled` regions are compiled by torch.
+    """
+
+    source: str
+    class_name: str
+    inputs: tuple[PlannedInput, ...]
+    constants: Mapping[str, object]
+    assumed: frozenset[str]
+    outputs: tuple[PlannedOutput, ...]
+    output_tree: pytree.TreeSpec
+    tensors: Mapping[str, Tensor]
+    parameters: frozenset[str]
+    changes: tuple[Change, ...]
+    regathers: bool
+    differentiable: bool
+    micro_batches: MicroBatching | None = None
+    held: Held = field(default_factory=Held)
+    compiled: bool = False
+
+
+@dataclass(frozen=True)
+class LoadedProgram:
+    """A compiled program, the file that its source lies in, and the generated class; and the program of its totals."""
+
+    compiled: CompiledProgram
+    path: Path
+    kind: type[Generated]
+    totals: "LoadedProgram | None" = None
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A program for other inputs than planned; it does what was decided for the program called `name`, where it can.
+
+    `shapes` are those of the inputs and `values` those of the constants, by leaf; `count` is the number of
+    micro-batches. Where other arguments are given than planned, `arguments` are those of the call by name, tensors on
+    `meta`, and `training` is the mode that the model is traced in; where it is None the arguments are the planned ones.
+    """
+
+    name: str
+    count: int
+    shapes: Mapping[str, Shape]
+    values: Mapping[str, Tensor]
+    arguments: Mapping[str, object] | None = None
+    training: bool = False
+
+
+# Makes a program for other inputs than planned; every rank calls it alike.
+OtherSizes = Callable[[Wanted], LoadedProgram]
+
+
+class Container(Loadable, HoldingPart):
+    """A part of the model: it holds parameters, buffers and parts under their names."""
+
+    def __getitem__(self, name: int | str) -> object:
+        """What lies here under a name that is no identifier: `layers[0]`."""
+        return getattr(self, str(name))
+
+
+def place(container: Container, name: str, tensor: Tensor, persistent: bool = True) -> None:
+    """Put a parameter or buffer under its path."""
+    *path, last = name.split(".")
+    for part in path:
+        inner = parts_of(container).setdefault(part, Container())
+        assert isinstance(inner, Container)
+        container = inner
+    # A container refuses what is new to it.
+    if isinstance(tensor, nn.Parameter):
+        nn.Module.register_parameter(container, last, tensor)
+    else:
+        nn.Module.register_buffer(container, last, tensor, persistent)

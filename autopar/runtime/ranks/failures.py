@@ -1,0 +1,138 @@
+"""Failures of other ranks, as this rank sees them: a collective that breaks or times out becomes a RankFailedError.
+
+A rank that raises within a call leaves a report in the job's key-value store, where the others find it when their own
+collective fails. A rank that is killed leaves none.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import NoReturn
+
+import torch.distributed as dist
+
+from autopar.runtime.ranks.groups import job_store, job_timeout
+from passes.ir.errors import RankFailedError
+
+# Parts of the messages that gloo and NCCL end a collective with; torch raises them as plain RuntimeErrors.
+_OF_COLLECTIVES = ("gloo/", "closed by peer", "reset by peer", "Timed out waiting", "NCCL error", "NCCL communicator")
+# Keys of the store: how often ranks raised, and each report by its number, from 1.
+_COUNT = "autopar/raised"
+_LONGEST_REPORT = 2000
+_MOST_REPORTS = 4
+
+
+def is_collective_failure(error: BaseException) -> bool:
+    """Whether `error` was raised by a collective of torch, and not by what autopar or the model checks."""
+    if isinstance(error, RankFailedError):
+        return False
+    if isinstance(error, dist.DistError):
+        return True
+    return type(error) is RuntimeError and any(part in str(error) for part in _OF_COLLECTIVES)
+
+
+def rank_failure(error: BaseException, where: str) -> RankFailedError:
+    """The RankFailedError for `error`, which a collective raised in `where` ("call 3 of LlamaForCausalLM")."""
+    reports = _reports()
+    first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    if reports:
+        return RankFailedError(
+            f"{where} failed, because {'; '.join(reports)} (the collective ended with: {first_line})"
+        )
+    return RankFailedError(
+        f"{where} failed, because another rank raised, died, runs another collective, or did not answer within the "
+        f"job's timeout of {_seconds()}: see the first error in the logs of the other ranks "
+        f"(the collective ended with: {first_line})"
+    )
+
+
+def raise_named(error: Exception, where: str) -> NoReturn:
+    """Raise `error`, or a RankFailedError that says `where` if a collective has raised it."""
+    if is_collective_failure(error):
+        raise rank_failure(error, where) from error
+    raise error
+
+
+@contextlib.contextmanager
+def naming_collectives(where: str) -> Iterator[None]:
+    """Within, what collectives raise becomes a RankFailedError that says `where`."""
+    try:
+        yield
+    except Exception as error:
+        raise_named(error, where)
+
+
+class FailureReports:
+    """Runs the calls of a module: tells the other ranks of what they raise, and names failures of others in them."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._calls = 0
+        self._running = False
+        self._key: str | None = None
+
+    def run(self, call: Callable[..., object], *args: object, **kwargs: object) -> object:
+        """`call(*args, **kwargs)`. Raises RankFailedError where a collective in it failed.
+
+        A call within another one counts as a part of it.
+        """
+        if self._running:
+            return call(*args, **kwargs)
+        self._running = True
+        self._calls += 1
+        try:
+            result = call(*args, **kwargs)
+        except RankFailedError as error:
+            raise RankFailedError(f"{self._where()}: {error}") from error
+        except BaseException as error:
+            if is_collective_failure(error):
+                raise rank_failure(error, self._where()) from error
+            self._tell(f"{type(error).__name__} in {self._where()}: {error}".rstrip(": "))
+            raise
+        finally:
+            self._running = False
+        if self._key is not None:
+            self._take_back(self._key)
+        return result
+
+    def _where(self) -> str:
+        return f"call {self._calls} of {self._name}"
+
+    def _tell(self, report: str) -> None:
+        store = job_store()
+        if store is not None:
+            # Where the rank that keeps the store is gone, what happened here is raised all the same.
+            with contextlib.suppress(RuntimeError):
+                self._key = _key(store.add(_COUNT, 1))
+                store.set(self._key, f"rank {dist.get_rank()} raised {report}"[:_LONGEST_REPORT])
+
+    def _take_back(self, key: str) -> None:
+        """This rank went on after it had raised."""
+        self._key = None
+        store = job_store()
+        if store is not None:
+            with contextlib.suppress(RuntimeError):
+                store.set(key, "")
+
+
+def _reports() -> list[str]:
+    """The latest reports of ranks that raised."""
+    store = job_store()
+    found: list[str] = []
+    if store is None:
+        return found
+    # Where the rank that keeps the store is gone, there are none.
+    with contextlib.suppress(RuntimeError):
+        count = store.add(_COUNT, 0)
+        for number in range(max(count - _MOST_REPORTS, 0) + 1, count + 1):
+            report = store.get(_key(number)).decode(errors="replace") if store.check([_key(number)]) else ""
+            found += [report] if report else []
+    return found
+
+
+def _key(number: int) -> str:
+    return f"autopar/raised/{number}"
+
+
+def _seconds() -> str:
+    timeout = job_timeout()
+    return "unknown length" if timeout is None else f"{timeout.total_seconds():g} s"

@@ -1,0 +1,446 @@
+"""Hold a parallelized model against the model itself, on this machine: for our tests, and for users' CI."""
+
+import copy
+import inspect
+import io
+import pickle
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from math import prod
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import parametrize
+from torch.overrides import TorchFunctionMode
+
+from autopar._torch import pickled_state
+from autopar.api import parallelize
+from autopar.launch.agreement import unpickled
+from autopar.loading import distribute, refuse_meta
+from autopar.models import huggingface
+from autopar.models.losses import Loss, with_loss
+from autopar.options import OBJECTIVES, Options
+from autopar.planner import Compiled, compile_model
+from autopar.plans.dynamic_shapes import AnySizes
+from autopar.request import make_request
+from autopar.runtime import DistributedModule
+from autopar.testing.randomness import RandomOps, WithoutDropout
+from autopar.testing.ranks import RankError, run_ranks
+from passes._torch import pytree
+from passes.cost.cluster import Cluster, cluster_of_device
+from passes.ir.errors import UnsupportedError
+
+__all__ = [
+    "Comparison",
+    "LiftFloat32",
+    "RankError",
+    "assert_equivalent",
+    "compare",
+    "compare_on_mesh",
+    "random_inputs",
+    "run_ranks",
+]
+
+# Errors are relative to at least this part of the model's largest gradient, of which a tolerance of 1e-9 in float64, or
+# 1e-4 in float32, is then as much as one rounding: smaller gradients have larger errors on a single device, too.
+_FLOOR = {torch.float64: 1e-6, torch.float32: 1e-3}
+# What float32 inside a float64 model may differ by.
+_FLOAT32_TOLERANCE = 1e-4
+
+
+class LiftFloat32(TorchFunctionMode):
+    """While entered, casts to float32 go to `dtype`.
+
+    What models compute in float32 inside is then as exact as the rest.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+
+    def __torch_function__(
+        self, function: Callable[..., object], types: object, args: tuple[object, ...] = (), kwargs: object = None
+    ) -> object:
+        given = dict(kwargs) if isinstance(kwargs, Mapping) else {}
+        if str(given.get("device")) == "meta":
+            # Tracing makes an image of a tensor that exists, whose dtype is what it is.
+            return function(*args, **given)
+        if function is torch.Tensor.float:
+            function, args = torch.Tensor.to, (args[0], self.dtype)
+        lifted = tuple(self._lift(item) for item in args)
+        return function(*lifted, **{name: self._lift(item) for name, item in given.items()})
+
+    def _lift(self, item: object) -> object:
+        return self.dtype if item is torch.float32 else item
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The error of every tensor: outputs under "output ...", buffers afterwards under "buffer ...", gradients under
+    "gradient of ...".
+
+    An error is max|a - b| / max(max|b|, 1e-6 x the model's largest gradient) of the parallelized a and the model's
+    own b.
+    """
+
+    errors: Mapping[str, float]
+
+    @property
+    def worst(self) -> tuple[str, float]:
+        """The tensor that is off most, and by how much."""
+        return max(self.errors.items(), key=lambda item: item[1] if item[1] == item[1] else float("inf"))
+
+    def __str__(self) -> str:
+        name, error = self.worst
+        return f"worst of {len(self.errors)} tensors: {name} with relative error {error:.2e}"
+
+
+def assert_equivalent(
+    model_or_factory: nn.Module | Callable[[], nn.Module],
+    mesh: Mapping[str, int] | None = None,
+    example_inputs: Mapping[str, object] | tuple[object, ...] | None = None,
+    dtype: torch.dtype = torch.float64,
+    rtol: float = 1e-9,
+    **options: object,
+) -> Comparison:
+    """Compare a model with its parallelized self: outputs, loss, and the gradient of every parameter.
+
+    Gloo ranks on this machine run it on `mesh` (by default {"dp": 2, "tp": 2}), in `dtype`. What the model casts to
+    float32 is lifted to `dtype` on both sides; a second comparison leaves these casts and uses float32 tolerances.
+    `options` go to `autopar.parallelize`; without a cluster among them links cost nothing ("ideal"), so that all is
+    split that can be. Without `example_inputs` a Hugging Face model gets random ones. Prints the worst tensor, and
+    returns the (first) comparison.
+
+    A model in evaluation (`model.eval()`) is compared in evaluation, without gradients where its evaluation has none.
+    Dropout is off on both sides in any case.
+
+    Raises AssertionError where a tensor is off by more than `rtol`, or is there on one side only; UnsupportedError,
+    which names the ops, for a model that draws random numbers otherwise.
+    """
+    sizes = dict(mesh or {"dp": 2, "tp": 2})
+    model = model_or_factory if isinstance(model_or_factory, nn.Module) else model_or_factory()
+    options = {"cluster": "ideal", **options}
+    objective = str(options.get("objective", "train"))
+    inputs = _by_name(model, example_inputs) if example_inputs is not None else None
+    if inputs is None:
+        inputs = random_inputs(model, objective, prod(sizes.values()))
+    _refuse_random(copy.deepcopy(model).to(dtype), _cast(inputs, dtype), objective, options)
+    first: Comparison | None = None
+    for lifted, tolerance in ((True, rtol), (False, max(rtol, _FLOAT32_TOLERANCE))):
+        comparison = compare(model, sizes, inputs, dtype, lifted=lifted, **options)
+        print(f"{type(model).__name__} on {sizes}{'' if lifted else ', float32 inside'}: {comparison}")
+        first = first or comparison
+        name, error = comparison.worst
+        if not error <= tolerance:
+            raise AssertionError(
+                f"{type(model).__name__} on {sizes} is not what it is on one device"
+                f"{'' if lifted else ' (float32 inside)'}: {name} has relative error {error:.3e}, "
+                f"allowed are {tolerance:.1e}"
+            )
+    assert first is not None
+    return first
+
+
+def compare(
+    model: nn.Module,
+    mesh: Mapping[str, int],
+    inputs: Mapping[str, object],
+    dtype: torch.dtype = torch.float64,
+    *,
+    lifted: bool = True,
+    **options: object,
+) -> Comparison:
+    """Run `model` and its parallelized self on gloo ranks, without dropout, and return all errors.
+
+    A model in evaluation is compared in evaluation. With `lifted` what the model casts to float32 is lifted to `dtype`
+    on both sides.
+    """
+    model, inputs = copy.deepcopy(model).to(dtype), _cast(inputs, dtype)
+    stream = io.BytesIO()
+    torch.save((model, inputs), stream, pickle_module=_Pickling)
+    lift = dtype if lifted else None
+    planned = _plan_here(model, mesh, inputs, lift, options)
+    return run_ranks(_compare_on_rank, prod(mesh.values()), stream.getvalue(), planned, dict(mesh), lift, options)[0]
+
+
+class _Pickling:
+    """pickle, for modules with parametrized weights too, which cannot be pickled as they are."""
+
+    class Pickler(pickle.Pickler):
+        """Pickles their parametrizations apart."""
+
+        def reducer_override(self, item: Any) -> Any:
+            """How a module with parametrizations is pickled; all else as ever."""
+            if not (isinstance(item, nn.Module) and parametrize.is_parametrized(item)):
+                return NotImplemented
+            kept = {name: list(found) for name, found in cast(Any, item.parametrizations).items()}
+            weights = {name: nn.Parameter(getattr(item, name).detach()) for name in kept}
+            parts = {name: part for name, part in item.named_children() if name != "parametrizations"}
+            state = pickled_state(item, parts, weights)
+            return _parametrized, (parametrize.type_before_parametrizations(item), state, kept, item.state_dict())
+
+
+def _parametrized(
+    kind: type[nn.Module], state: Mapping[str, Any], kept: Mapping[str, list[nn.Module]], values: Mapping[str, Tensor]
+) -> nn.Module:
+    """A module with its parametrizations on again."""
+    module = kind.__new__(kind)
+    vars(module).update(state)
+    for name, found in kept.items():
+        for parametrization in found:
+            parametrize.register_parametrization(module, name, parametrization)
+    module.load_state_dict(values)
+    return module
+
+
+def _plan_here(
+    model: nn.Module,
+    mesh: Mapping[str, int],
+    inputs: Mapping[str, object],
+    lifted: torch.dtype | None,
+    options: Mapping[str, object],
+) -> bytes:
+    """What rank 0 would plan, pickled: this process has traced before, and keeps what that has loaded.
+
+    Raises RankError, as if it were rank 0.
+    """
+    try:
+        model = _with_loss(model, options)
+        request = make_request(model, mesh, inputs, _options(options))
+        refuse_meta(model)
+        with _comparable(lifted):
+            return pickle.dumps(compile_model(model, request, both_modes=True))
+    except Exception as error:
+        raise RankError(f"rank 0: {traceback.format_exc()}") from error
+
+
+def _options(options: Mapping[str, object]) -> Options:
+    """Options of `parallelize` on CPUs."""
+    given = {name: value for name, value in options.items() if name != "loss"}
+    return Options(**{**given, "cluster": options.get("cluster") or cluster_of_device("cpu")})  # type: ignore[arg-type]
+
+
+def _with_loss(model: nn.Module, options: Mapping[str, object]) -> nn.Module:
+    """The model with the loss outside of it that is among the options, if any is."""
+    return with_loss(model, cast(Loss | None, options.get("loss")))
+
+
+def random_inputs(model: nn.Module, objective: str, batch: int, length: int = 16) -> dict[str, object]:
+    """Random inputs for a Hugging Face model; some labels are ignored, in some samples more than in others."""
+    assert objective in OBJECTIVES
+    generator = torch.Generator().manual_seed(0)
+    inputs = huggingface.made_inputs(model, objective, batch)
+    config = cast(huggingface.Pretrained, model).config
+    filled: dict[str, object] = {}
+    for name, leaf in inputs.items():
+        assert isinstance(leaf, Tensor)
+        shape = (leaf.shape[0], min(length, leaf.shape[1])) if leaf.dim() == 2 else tuple(leaf.shape)
+        if leaf.is_floating_point():
+            filled[name] = torch.randn(shape, generator=generator, dtype=torch.float64)
+        else:
+            classes = config.vocab_size if leaf.dim() == 2 else getattr(config, "num_labels", 2)
+            filled[name] = torch.randint(0, classes, shape, generator=generator)
+    labels = filled.get("labels")
+    if isinstance(labels, Tensor) and labels.dim() == 2:
+        for sample in range(labels.shape[0]):
+            labels[sample, : sample % labels.shape[1]] = -100
+    return filled
+
+
+def _by_name(model: nn.Module, example_inputs: Mapping[str, object] | tuple[object, ...]) -> dict[str, object]:
+    if isinstance(example_inputs, Mapping):
+        return dict(example_inputs)
+    return dict(inspect.signature(model.forward).bind(*example_inputs).arguments)
+
+
+def _cast(inputs: Mapping[str, object], dtype: torch.dtype) -> dict[str, object]:
+    """Floating tensors in `dtype`."""
+
+    def in_dtype(leaf: object) -> object:
+        return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+
+    found: dict[str, object] = pytree.tree_map(in_dtype, dict(inputs))
+    return found
+
+
+def _compare_on_rank(
+    payload: bytes,
+    planned: bytes,
+    mesh: Mapping[str, int],
+    lifted: torch.dtype | None,
+    options: Mapping[str, object],
+) -> Comparison:
+    """What each rank does."""
+    model, inputs = torch.load(io.BytesIO(payload), weights_only=False)
+    _known_to_transformers(model)
+    training = options.get("objective", "train") == "train" and model.training
+    model = _with_loss(model, options)
+    compiled = cast(Compiled, unpickled(planned))
+    device_mesh = init_device_mesh("cpu", tuple(mesh.values()), mesh_dim_names=tuple(mesh))
+    request = make_request(model, device_mesh, inputs, _options(options))
+    any_sizes = AnySizes(model, compiled, request, device_mesh)
+    distributed = distribute(model, compiled, request, device_mesh, any_sizes)
+    return _compare(model, distributed, inputs, lifted, training)
+
+
+def _known_to_transformers(model: nn.Module) -> None:
+    """transformers learns what a class can record (hidden states, …) when one is made, and unpickling makes none."""
+    for module in model.modules():
+        if huggingface.is_huggingface(module):
+            with torch.device("meta"):
+                type(module)(cast(huggingface.Pretrained, module).config)
+            return
+
+
+def compare_on_mesh(
+    model: nn.Module,
+    mesh: DeviceMesh | int | Cluster,
+    inputs: Mapping[str, object],
+    lifted: torch.dtype | None = None,
+    **options: object,
+) -> Comparison:
+    """Run `model` and its parallelized self in this process group and return all errors; every rank calls it alike.
+
+    What the model casts to float32 is lifted to `lifted`. Gradients are left in the model.
+    """
+    with _comparable(lifted):
+        distributed = parallelize(model, mesh, dict(inputs), **options)  # type: ignore[arg-type]
+    training = options.get("objective", "train") == "train"
+    return _compare(_with_loss(model, options), distributed, inputs, lifted, training)
+
+
+def _compare(
+    model: nn.Module,
+    distributed: DistributedModule,
+    inputs: Mapping[str, object],
+    lifted: torch.dtype | None,
+    training: bool,
+) -> Comparison:
+    """Run a model and its distributed self on the same inputs, in training or in evaluation; through micro-batches
+    where these are planned."""
+    objective = distributed.plan.objective
+    settings = _settings(model, inputs, objective)
+    model.train(training)
+    distributed.train(training)
+    with _comparable(lifted), torch.set_grad_enabled(objective == "train"):
+        expected = model(**inputs, **settings)
+    in_parts = training and distributed.plan.programs[objective].micro_batches > 1
+    with _comparable(None):
+        got = distributed.forward_backward(**inputs) if in_parts else distributed(**inputs)
+    errors = dict(_output_errors(got, expected))
+    errors.update(_buffer_errors(distributed, model))
+    if training or (objective == "train" and _differentiable(got)):
+        if not in_parts:
+            _backward(got)
+        _backward(expected)
+        errors.update(_gradient_errors(distributed, model))
+    return Comparison(errors)
+
+
+def _settings(model: nn.Module, inputs: Mapping[str, object], objective: str) -> Mapping[str, object]:
+    """Further arguments that a model of Hugging Face is called with when it is traced."""
+    if not huggingface.is_huggingface(model):
+        return {}
+    huggingface.register_caches(model)
+    return huggingface.settings(model, inputs, objective)
+
+
+def _refuse_random(
+    model: nn.Module, inputs: Mapping[str, object], objective: str, options: Mapping[str, object]
+) -> None:
+    """Raise UnsupportedError if `model`, which is changed, draws random numbers for anything but dropout."""
+    model.train(objective == "train" and model.training)
+    whole = _with_loss(model, options)
+    with _comparable(None), torch.no_grad(), RandomOps() as random:
+        whole(**inputs, **_settings(whole, inputs, objective))
+    if random.found:
+        raise UnsupportedError(
+            f"{type(model).__name__} cannot be compared with itself, because it draws random numbers: "
+            f"{', '.join(random.found)}; switch that off, as dropout is"
+        )
+
+
+@contextmanager
+def _comparable(lifted: torch.dtype | None) -> Iterator[None]:
+    """Within, dropout is off, and what a model casts to float32 is lifted to `lifted`."""
+    with WithoutDropout(), nullcontext() if lifted is None else LiftFloat32(lifted):
+        yield
+
+
+def _differentiable(output: object) -> bool:
+    return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves(output))
+
+
+def _output_errors(got: object, expected: object) -> Iterator[tuple[str, float]]:
+    """The error of every leaf of the output; infinite where the leaves are not the same."""
+    theirs, _ = pytree.tree_flatten_with_path(expected)
+    ours, _ = pytree.tree_flatten_with_path(got)
+    if [pytree.keystr(path) for path, _ in ours] != [pytree.keystr(path) for path, _ in theirs]:
+        yield "output structure", float("inf")
+        return
+    for (path, mine), (_, other) in zip(ours, theirs, strict=True):
+        name = f"output {pytree.keystr(path)}"
+        if isinstance(other, Tensor):
+            whole = mine.full_tensor() if isinstance(mine, DTensor) else mine
+            yield name, _error(whole.detach(), other.detach(), 0.0)
+        else:
+            yield name, 0.0 if mine == other else float("inf")
+
+
+def _buffer_errors(distributed: nn.Module, model: nn.Module) -> Iterator[tuple[str, float]]:
+    """Buffers after the call: some are updated by it."""
+    own = dict(distributed.named_buffers())
+    for name, buffer in model.named_buffers():
+        mine = own[name]
+        yield f"buffer {name}", _error(mine.full_tensor() if isinstance(mine, DTensor) else mine, buffer, 0.0)
+
+
+def _backward(output: object) -> None:
+    """From the loss, or from a fixed weighting of all outputs where there is none that has a gradient."""
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if isinstance(loss, Tensor) and loss.requires_grad:
+        loss.backward()  # type: ignore[no-untyped-call]
+        return
+    generator = torch.Generator().manual_seed(0)
+    total: Tensor | None = None
+    for leaf in pytree.tree_leaves(output):
+        if isinstance(leaf, Tensor) and leaf.is_floating_point():
+            whole = leaf.full_tensor() if isinstance(leaf, DTensor) else leaf
+            weighted = (whole * torch.randn(whole.shape, generator=generator, dtype=whole.dtype)).sum()
+            total = weighted if total is None else total + weighted
+    if total is not None and total.requires_grad:
+        total.backward()  # type: ignore[no-untyped-call]
+
+
+def _gradient_errors(distributed: nn.Module, model: nn.Module) -> Iterator[tuple[str, float]]:
+    own = dict(distributed.named_parameters())
+    expected = dict(model.named_parameters())
+    if set(own) != set(expected):
+        yield "parameter names", float("inf")
+        return
+    grads = [item.grad for item in expected.values() if item.grad is not None and item.grad.numel()]
+    largest = max((grad.abs().max().item() for grad in grads), default=0.0)
+    for name, parameter in expected.items():
+        mine, other = own[name].grad, parameter.grad
+        if mine is None or other is None:
+            same = mine is other or not parameter.numel()
+            yield f"gradient of {name}", 0.0 if same else float("inf")
+            continue
+        assert isinstance(mine, DTensor)
+        yield f"gradient of {name}", _error(mine.full_tensor(), other, _FLOOR.get(other.dtype, 1e-3) * largest)
+
+
+def _error(got: Tensor, expected: Tensor, floor: float) -> float:
+    if got.shape != expected.shape or got.dtype != expected.dtype:
+        return float("inf")
+    if not expected.is_floating_point():
+        return 0.0 if torch.equal(got, expected) else float("inf")
+    if expected.numel() == 0:
+        return 0.0
+    difference = (got - expected).abs().max().item()
+    return 0.0 if difference == 0.0 else difference / max(expected.abs().max().item(), floor, 1e-300)

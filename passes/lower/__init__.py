@@ -1,0 +1,37 @@
+"""lower: a solution in, the program of one rank out.
+
+The program is straight code first (`straight`): every op on its shard, every redistribution as its steps. Then it is
+marked: what the backward pass computes again (`recompute`), and which parameters FSDP units gather in place of the code
+(`units`). Prices, the memory simulator and the code generator all read the result.
+"""
+
+from collections.abc import Sequence
+
+from passes.clock import Clock
+from passes.ir.choices import Problem, Solution
+from passes.ir.lowered import Group, Lowered
+from passes.ir.program import Folded
+from passes.lower.recompute import recompute
+from passes.lower.straight import Casts, straight_code
+from passes.lower.units import engines
+
+__all__ = ["Casts", "lower"]
+
+
+def lower(
+    folded: Folded,
+    problem: Problem,
+    solution: Solution,
+    casts: Casts,
+    clock: Clock,
+    units: Sequence[Group] | None = None,
+) -> Lowered:
+    """The program of one rank under `solution`. `units` are the FSDP units that hold the parameters already, if it is
+    not the first program of its model."""
+    configuration = solution.configuration
+    with clock("lower"):
+        lowered = straight_code(folded, problem, solution, configuration.mesh, casts)
+    with clock("recompute"):
+        lowered = recompute(lowered, configuration.recompute)
+    with clock("engines"):
+        return engines(lowered, configuration.mesh, units, configuration.gather_once)

@@ -1,0 +1,282 @@
+"""lower: the planning problem and what was chosen in, the statements that one rank runs out.
+
+Each op gets its operands in the layouts it wants; a redistribution stands before the first use that needs it and is
+shared by the later ones in its place. Sizes among the arguments become local ones.
+"""
+
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from passes.ir.choices import Problem, Solution, Strategy
+from passes.ir.layout import Layout
+from passes.ir.lowered import Body, Change, Compute, Loop, Lowered, Returned, Split, Statement
+from passes.ir.mesh import Mesh
+from passes.ir.program import Argument, Folded, Op, Ref, Region, TensorType, draws, references, rename
+from passes.ir.redistribution import redistribution
+from passes.rules import find_rule
+from passes.rules.local_sizes import local_arguments
+from passes.rules.strategies import named_choices, subject
+from passes.rules.strides import strided
+
+
+@dataclass(frozen=True)
+class Casts:
+    """dtypes where they are not those of the program: parameters are stored in `master`, computed with as in the
+    program, and their gradients reduced in `reduce`."""
+
+    master: torch.dtype | None = None
+    reduce: torch.dtype | None = None
+
+
+def straight_code(folded: Folded, problem: Problem, solution: Solution, mesh: Mesh, casts: Casts) -> Lowered:
+    """The statements of `folded` under `solution`. Each region is lowered once."""
+    return _Lowering(folded, problem, solution, mesh, casts).run()
+
+
+@dataclass
+class _Scope:
+    """The statements of one body so far, and under which name each value is there in which layout."""
+
+    parent: "_Scope | None"
+    statements: list[Statement] = field(default_factory=list)
+    changed: dict[tuple[str, Layout], str] = field(default_factory=dict)
+    layouts: dict[str, Layout] = field(default_factory=dict)
+    types: dict[str, TensorType] = field(default_factory=dict)
+    own: set[str] = field(default_factory=set)
+    shared: dict[tuple[str, Layout], str] = field(default_factory=dict)
+    arguments: list[str] = field(default_factory=list)
+
+
+class _Lowering:
+    def __init__(self, folded: Folded, problem: Problem, solution: Solution, mesh: Mesh, casts: Casts) -> None:
+        self.folded = folded
+        self.casts = casts
+        self.problem = problem
+        self.solution = solution
+        self.mesh = mesh
+        self.groups = {(edge.consumer, edge.operand): edge.group for edge in problem.edges}
+        self.parameters = {
+            node.name: solution.strategy(problem, index).results[0]
+            for index, node in enumerate(problem.nodes)
+            if node.kind == "parameter"
+        }
+        self.sources = {
+            node.name: solution.strategy(problem, index).results[0]
+            for index, node in enumerate(problem.nodes)
+            if node.kind in ("input", "buffer", "parameter")
+        }
+        self.known = set(self.parameters)
+        self.strided = strided(folded)
+        self.count = 0
+
+    def run(self) -> Lowered:
+        program = self.folded.program
+        scope = _Scope(None)
+        inner = {name for region in self.folded.regions for name in region.owned}
+        for name, layout in self.sources.items():
+            if name not in inner:
+                self._define(scope, name, layout)
+        for item in self.folded.items:
+            if isinstance(item, Region):
+                self._region(item, scope)
+            else:
+                self._op(item, scope)
+        outputs = tuple(
+            self._output(label, value, scope)
+            for label, value in zip(program.output_names, program.outputs, strict=True)
+        )
+        updates = tuple(
+            (update.buffer, self._sink(f"update {update.buffer}", update.value, scope)) for update in program.updates
+        )
+        # Buffers are updated after all else: what they are to hold is read then.
+        results = tuple(name for output in outputs for name in references(output.value))
+        results += tuple(value for _, value in updates)
+        body = Body((), tuple(scope.statements), results, scope.layouts, scope.types)
+        inputs = {item.name: self.sources[item.name] for item in program.inputs}
+        return Lowered(program, body, inputs, self._stored(), outputs, updates)
+
+    def _stored(self) -> dict[str, Layout]:
+        """The layout of every parameter of the program."""
+        stored = {}
+        owned = {own: names for region in self.folded.regions for own, names in region.owned.items()}
+        for name, layout in self.parameters.items():
+            stored.update(dict.fromkeys(owned.get(name, (name,)), layout))
+        return stored
+
+    def _define(self, scope: _Scope, name: str, layout: Layout, type: TensorType | None = None) -> None:
+        scope.layouts[name] = layout
+        scope.types[name] = type or self.folded.types[name]
+        scope.own.add(name)
+
+    def _strategy(self, key: str) -> tuple[int, Strategy]:
+        index = self.problem.index[key]
+        return index, self.solution.strategy(self.problem, index)
+
+    # --- ops ---
+
+    def _op(self, op: Op, scope: _Scope) -> None:
+        node, strategy = self._strategy(op.key)
+        slots = iter(range(len(op.operands)))
+
+        def operand(name: str) -> Argument:
+            slot = next(slots)
+            return Ref(self._have(name, strategy.operands[slot], self.groups[node, slot], scope))
+
+        arguments = {key: rename(value, operand) for key, value in op.arguments.items()}
+        rule = find_rule(op, self.folded.types, self.folded.program.rules)
+        about = subject(op, rule, self.folded.types, self.folded.flowing, self.known, self.strided)
+        choices = named_choices(about, strategy.methods, self.mesh)
+        assert choices is not None
+        body = ""
+        digits: dict[str, list[tuple[int, int]]] = {}
+        for axis, choice in enumerate(choices):
+            if choice.form:
+                body = choice.form
+                for factor in choice.factors:
+                    digits.setdefault(factor, []).append((axis, choice.major))
+        splits = {
+            factor: Split(
+                rule.factors[factor].size,
+                tuple(sorted(found, key=_by_major)),
+                strategy.operands[0][found[0][0]].dim,
+                rule.factors[factor].reach,
+            )
+            for factor, found in digits.items()
+            if rule is not None
+        }
+        axes = tuple(axis for axis, letter in enumerate(strategy.results[0]) if letter.kind == "S")
+        whole = replace(op, arguments=arguments)
+        arguments = local_arguments(op, arguments, strategy, choices, self.folded.types, self.mesh)
+        statement = Compute(
+            replace(op, arguments=arguments), whole, strategy, body, splits, about.copies, axes if draws(op) else None
+        )
+        scope.statements.append(statement)
+        for name, layout in zip(op.results, strategy.results, strict=True):
+            self._define(scope, name, layout)
+
+    def _have(self, name: str, layout: Layout, group: int, scope: _Scope) -> str:
+        """The name under which a value is there in `layout`; a value from outside becomes an argument of the body."""
+        if name in self.parameters:
+            scope.layouts.setdefault(name, self.parameters[name])
+            scope.types.setdefault(name, self.folded.types[name])
+            return self._change(name, self.parameters[name], layout, group, scope, remember=False)
+        if name not in scope.own:
+            assert scope.parent is not None, name
+            outer = self._have(name, layout, group, scope.parent)
+            inner = scope.shared.setdefault((outer, layout), outer)
+            if inner not in scope.layouts:
+                self._define(scope, inner, layout, self.folded.types[name])
+                scope.own.discard(inner)
+            return inner
+        return self._change(name, scope.layouts[name], layout, group, scope, remember=True)
+
+    def _change(self, name: str, before: Layout, after: Layout, group: int, scope: _Scope, *, remember: bool) -> str:
+        about = self.problem.groups[group]
+        dtypes = self._dtypes(name, about.type)
+        if before == after and dtypes == (None, None):
+            return name
+        if remember and (name, after) in scope.changed:
+            return scope.changed[name, after]
+        result = f"{name}~{self.count}"
+        self.count += 1
+        steps = redistribution(before, after, about.type.shape, self.mesh, strided=about.strided)
+        again = (group, after) in self.solution.again
+        scope.statements.append(
+            Change(
+                name, result, about.type, before, after, steps, about.gradient, about.gradient_itemsize, again,
+                about.parameter, dtypes, joined=about.joined,
+            )
+        )  # fmt: skip
+        scope.layouts[result], scope.types[result] = after, about.type
+        if remember:
+            scope.changed[name, after] = result
+        return result
+
+    def _dtypes(self, name: str, type: TensorType) -> tuple[torch.dtype | None, torch.dtype | None]:
+        """What a parameter is cast to, and what its gradient is reduced in; None for what changes nothing."""
+        if name not in self.parameters or not type.dtype.is_floating_point:
+            return None, None
+        stored = self.casts.master or type.dtype
+        reduced = self.casts.reduce or type.dtype
+        return (None if stored == type.dtype else type.dtype), (None if reduced == type.dtype else reduced)
+
+    # --- regions ---
+
+    def _region(self, region: Region, scope: _Scope) -> None:
+        body_scope = _Scope(scope)
+        initial = []
+        for carry in region.carries:
+            node, strategy = self._carry(region, carry.argument)
+            layout = strategy.results[0]
+            edges = [edge for edge in self.problem.edges if edge.consumer == node]
+            initial.append(self._have(carry.initial, layout, edges[0].group, scope))
+            self._define(body_scope, carry.argument, layout)
+        for own in region.owned:
+            if own not in self.parameters:
+                self._define(body_scope, own, self.sources[own])
+        for op in region.ops:
+            self._op(op, body_scope)
+        between: list[Change | None] = []
+        for carry in region.carries:
+            node, strategy = self._carry(region, carry.argument)
+            edges = [edge for edge in self.problem.edges if edge.consumer == node]
+            changes = _Scope(None)
+            given = body_scope.layouts[carry.next]
+            self._change(carry.next, given, strategy.results[0], edges[1].group, changes, remember=True)
+            between.append(next((item for item in changes.statements if isinstance(item, Change)), None))
+        exports = []
+        for export in region.exports:
+            for name in export.names:
+                if name:
+                    self._define(scope, name, body_scope.layouts[export.value])
+            exports.append((export.value, export.names))
+        shared = tuple(outer for outer, _ in body_scope.shared)
+        given_back = dict.fromkeys([carry.next for carry in region.carries])
+        given_back.update(dict.fromkeys(value for value, _ in exports))
+        body = Body(
+            (*(carry.argument for carry in region.carries), *body_scope.shared.values()),
+            tuple(body_scope.statements),
+            tuple(given_back),
+            body_scope.layouts,
+            body_scope.types,
+        )
+        scope.statements.append(Loop(region, body, tuple(initial), tuple(between), shared, tuple(exports)))
+
+    def _carry(self, region: Region, argument: str) -> tuple[int, Strategy]:
+        index = next(
+            index for index, node in enumerate(self.problem.nodes) if node.kind == "carry" and node.name == argument
+        )
+        return index, self.solution.strategy(self.problem, index)
+
+    # --- what comes out ---
+
+    def _output(self, label: str, value: Argument, scope: _Scope) -> Returned:
+        if not isinstance(value, Ref):
+            return Returned(label, value, None)
+        name = self._sink(self._sink_key(value.name), value.name, scope)
+        return Returned(label, Ref(name), scope.layouts[name])
+
+    def _sink_key(self, name: str) -> str:
+        """The key of the output node that stands for `name`."""
+        source = self._inside(name)
+        for node in self.problem.nodes:
+            if node.kind == "output" and node.name == source and node.key.startswith("output "):
+                return node.key
+        raise AssertionError(name)
+
+    def _inside(self, name: str) -> str:
+        """The name that a value exported by a region has in its body."""
+        for region in self.folded.regions:
+            for export in region.exports:
+                if name in export.names:
+                    return export.value
+        return name
+
+    def _sink(self, key: str, name: str, scope: _Scope) -> str:
+        node, strategy = self._strategy(key)
+        return self._have(name, strategy.operands[0], self.groups[node, 0], scope)
+
+
+def _by_major(digit: tuple[int, int]) -> int:
+    return digit[1]

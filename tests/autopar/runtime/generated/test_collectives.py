@@ -1,0 +1,160 @@
+"""Each collective means the same tensor before and after, and so does its backward pass."""
+
+import time
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from autopar import runtime
+from autopar.runtime.generated.axis import Axis, axes_of
+from autopar.runtime.generated.saving import saving
+from autopar.testing import run_ranks
+from passes.ir.layout import I, Letter, P, R, S
+from passes.ir.redistribution import COLLECTIVES
+
+SHAPE = (6, 12)
+SPLITS = {"first": S(0), "second": S(1), "inner": S(1, 2)}
+LETTERS = [R, I, P, *SPLITS.values()]
+
+
+def _changes() -> list[tuple[Letter, Letter]]:
+    """All changes of one step; from one split of a dim to another one goes through R."""
+    pairs = [(a, b) for a in LETTERS for b in LETTERS if (a.kind, b.kind) in COLLECTIVES]
+    return [(a, b) for a, b in pairs if not (a.kind == b.kind == "S" and a.dim == b.dim)]
+
+
+def _parts(whole: Tensor, letter: Letter, ranks: int) -> list[Tensor]:
+    """What each rank holds of a tensor; a pending sum is random but for its sum."""
+    if letter.kind in "RI":
+        return [whole.clone() for _ in range(ranks)]
+    if letter.kind == "P":
+        generator = torch.Generator().manual_seed(7)
+        addends = [torch.randn(whole.shape, generator=generator, dtype=whole.dtype) for _ in range(ranks - 1)]
+        return [*addends, whole - sum(addends, torch.zeros_like(whole))]
+    blocks = whole.chunk(letter.major, letter.dim)
+    return [torch.cat([block.chunk(ranks, letter.dim)[rank] for block in blocks], letter.dim) for rank in range(ranks)]
+
+
+def _whole(parts: list[Tensor], letter: Letter) -> Tensor:
+    """The tensor that ranks hold parts of."""
+    if letter.kind in "RI":
+        assert all(torch.equal(part, parts[0]) for part in parts)
+        return parts[0]
+    if letter.kind == "P":
+        return sum(parts, torch.zeros_like(parts[0]))
+    blocks = [part.chunk(letter.major, letter.dim) for part in parts]
+    return torch.cat([block for several in zip(*blocks, strict=True) for block in several], letter.dim)
+
+
+def _tensors() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(SHAPE, generator=generator, dtype=torch.float64), torch.randn(
+        SHAPE, generator=generator, dtype=torch.float64
+    )
+
+
+def _axis(ranks: int) -> Axis:
+    (axis,) = axes_of(init_device_mesh("cpu", (ranks,), mesh_dim_names=("tp",)))
+    return axis
+
+
+def _run(ranks: int) -> list[tuple[Tensor, Tensor]]:
+    """On each rank: result and gradient of every change."""
+    axis, (value, gradient) = _axis(ranks), _tensors()
+    found = []
+    for source, target in _changes():
+        operand = _parts(value, source, ranks)[axis.rank].requires_grad_()
+        collective = getattr(runtime, COLLECTIVES[source.kind, target.kind])
+        result = collective(operand, axis, src=source, dst=target)
+        result.backward(_parts(gradient, target.gradient, ranks)[axis.rank])
+        assert operand.grad is not None
+        found.append((result.detach(), operand.grad))
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_changes_keep_the_meaning(ranks):
+    """For every pair of letters, values forward and gradients backward."""
+    value, gradient = _tensors()
+    results = run_ranks(_run, ranks, ranks)
+    for index, (source, target) in enumerate(_changes()):
+        results_of = [result[index][0] for result in results]
+        gradients_of = [result[index][1] for result in results]
+        torch.testing.assert_close(_whole(results_of, target), value, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(_whole(gradients_of, source.gradient), gradient, rtol=1e-12, atol=1e-12)
+
+
+def _dtypes() -> tuple[torch.dtype, torch.dtype, torch.dtype]:
+    axis = _axis(2)
+    operand = torch.ones(4, requires_grad=True)
+    seen = []
+    result = runtime.all_gather(operand, axis, src=S(0), dst=R, dtype=torch.bfloat16, grad_dtype=torch.float32)
+    result.register_hook(lambda gradient: seen.append(gradient.dtype))
+    result.sum().backward()
+    assert operand.grad is not None
+    return result.dtype, seen[0], operand.grad.dtype
+
+
+def test_dtypes_of_what_is_sent():
+    """Gathered in one dtype; the gradient comes back in the parameter's."""
+    assert run_ranks(_dtypes, 2) == [(torch.bfloat16, torch.bfloat16, torch.float32)] * 2
+
+
+def _saved(keep: bool) -> tuple[Tensor, bool]:
+    """The gradients of a product with a gathered tensor, and whether that is gone after the forward pass."""
+    axis = _axis(2)
+    operand = torch.arange(32.0, dtype=torch.float64).reshape(4, 8).requires_grad_()
+    weight = torch.ones(16, 8, dtype=torch.float64, requires_grad=True)
+    with saving():
+        gathered = runtime.all_gather(operand, axis, src=S(0), dst=R, keep=keep)
+        result = gathered @ weight.T
+        alive = StorageWeakRef(gathered.untyped_storage())
+        del gathered
+    # The thread that communicates may hold it for a moment longer.
+    deadline = time.monotonic() + 1
+    while not alive.expired() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    freed = alive.expired()
+    result.pow(2).sum().backward()
+    assert operand.grad is not None
+    return torch.cat([operand.grad.flatten(), weight.grad.flatten()]), freed
+
+
+def test_what_is_gathered_again_is_not_kept():
+    """With keep=False the gathered tensor is gone after the forward pass, and gradients are the same."""
+    kept, dropped = run_ranks(_saved, 2, True), run_ranks(_saved, 2, False)
+    for (expected, freed), (gradient, freed_too) in zip(kept, dropped, strict=True):
+        assert torch.equal(gradient, expected)
+        assert (freed, freed_too) == (False, True)
+
+
+def _compiled(keep: bool) -> tuple[Tensor, int]:
+    """The gradients of compiled code that gathers, and how often its backward pass does."""
+    axis = _axis(2)
+    operand = torch.arange(32.0, dtype=torch.float64).reshape(4, 8).requires_grad_()
+    weight = torch.ones(16, 8, dtype=torch.float64, requires_grad=True)
+
+    @partial(torch.compile, backend="aot_eager")
+    def run(operand: Tensor, weight: Tensor) -> Tensor:
+        gathered = runtime.all_gather(operand, axis, src=S(0), dst=R, keep=keep)
+        return (gathered @ weight.T).tanh()
+
+    with saving():
+        result = run(operand, weight)
+    with torch.profiler.profile() as profile:
+        result.pow(2).sum().backward()
+    assert operand.grad is not None
+    gathers = sum(item.name == "_c10d_functional::all_gather_into_tensor" for item in profile.events())
+    return torch.cat([operand.grad.flatten(), weight.grad.flatten()]), gathers
+
+
+def test_what_is_gathered_again_is_not_kept_in_compiled_code():
+    """With keep=False compiled code gathers in the backward pass too, and gradients are the same."""
+    kept, dropped = run_ranks(_compiled, 2, True), run_ranks(_compiled, 2, False)
+    for (expected, gathers), (gradient, gathers_too) in zip(kept, dropped, strict=True):
+        torch.testing.assert_close(gradient, expected, rtol=1e-12, atol=1e-12)
+        assert (gathers, gathers_too) == (0, 1)

@@ -1,0 +1,146 @@
+"""`assert_equivalent` on models that draw random numbers, and in evaluation."""
+
+import threading
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import BertConfig, BertForSequenceClassification, ViTConfig, ViTForImageClassification
+
+import autopar
+from autopar.testing import assert_equivalent
+from autopar.testing.randomness import WithoutDropout
+from tests.models import gpt2
+
+WIDTH = 16
+
+
+class Dropping(nn.Module):
+    """Dropout in every form: a module, a function that is always on, a number that goes to attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.drop = nn.Dropout(0.5)
+        self.attention_dropout = 0.5
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        """x: [batch, sequence, width]."""
+        heads = self.inner(x).unflatten(-1, (2, -1)).transpose(1, 2)
+        mixed = functional.scaled_dot_product_attention(heads, heads, heads, dropout_p=self.attention_dropout)
+        x = self.drop(mixed.transpose(1, 2).flatten(-2))
+        return {"loss": functional.dropout(x, 0.5, training=True).pow(2).mean()}
+
+
+class Noisy(nn.Module):
+    """Adds noise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        """x: [batch, width]."""
+        kept = torch.bernoulli(torch.full_like(x, 0.5)) if self.training else 1.0
+        return {"loss": (self.inner(x) * kept + torch.rand_like(x)).mean()}
+
+
+def bert() -> nn.Module:
+    """One layer, with dropout."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    return BertForSequenceClassification(BertConfig(**sizes, vocab_size=64, max_position_embeddings=16))
+
+
+def vit() -> nn.Module:
+    """One layer on images of 8 x 8, whose attention drops too."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    config = ViTConfig(**sizes, image_size=8, patch_size=4, num_labels=4, attention_probs_dropout_prob=0.5)
+    return ViTForImageClassification(config)
+
+
+def dropping_gpt2() -> nn.Module:
+    """One layer that drops everywhere."""
+    return gpt2(n_layer=1, resid_pdrop=0.5, embd_pdrop=0.5, attn_pdrop=0.5)
+
+
+X = torch.randn(4, 8, WIDTH, generator=torch.Generator().manual_seed(0))
+MESH = {"dp": 2}
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+def test_dropout_is_off_on_both_sides(training: bool) -> None:
+    model = Dropping().train(training)
+    comparison = assert_equivalent(model, MESH, {"x": X})
+    assert set(comparison.errors) == {"output ['loss']", "gradient of inner.weight", "gradient of inner.bias"}
+    assert model.training is training
+    assert model.attention_dropout == 0.5
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("make", [dropping_gpt2, bert, vit])
+@pytest.mark.slow
+def test_stock_models_with_dropout(make, training: bool) -> None:
+    assert_equivalent(make().train(training))
+
+
+def test_stock_attention_with_dropout() -> None:
+    """Its probability is a number in the attention, which `.eval()` of the caller's alone would not reach."""
+    assert_equivalent(dropping_gpt2(), MESH)
+
+
+def test_evaluation_is_compared_in_evaluation() -> None:
+    """A batch norm takes other numbers there, and leaves them as they are."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)).eval()
+    inputs = {"input": 3 * X[:, 0] + 1}
+    errors = assert_equivalent(model, MESH, inputs).errors
+    assert not any(name.startswith("gradient") for name in errors)
+    assert "buffer 1.running_mean" in errors
+    assert any(name.startswith("gradient") for name in assert_equivalent(model.train(), MESH, inputs).errors)
+
+
+def test_other_random_ops_are_named() -> None:
+    with pytest.raises(autopar.UnsupportedError) as caught:
+        assert_equivalent(Noisy(), MESH, {"x": X[:, 0]})
+    found = str(caught.value)
+    assert "Noisy cannot be compared with itself" in found
+    assert "bernoulli at test_testing.py:" in found
+    assert "rand_like at test_testing.py:" in found
+    with pytest.raises(autopar.UnsupportedError, match="random numbers: rand_like at"):
+        assert_equivalent(Noisy().eval(), MESH, {"x": X[:, 0]})
+
+
+def test_other_threads_keep_their_dropout() -> None:
+    dropped: list[Tensor] = []
+    with WithoutDropout():
+        thread = threading.Thread(target=lambda: dropped.append(functional.dropout(torch.ones(100), 0.5)))
+        thread.start()
+        thread.join()
+        own = functional.dropout(torch.ones(100), 0.5)
+    assert 0 < dropped[0].count_nonzero() < 100
+    assert torch.equal(own, torch.ones(100))
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        nn.Dropout(0.5),
+        nn.Dropout1d(0.5),
+        nn.AlphaDropout(0.5),
+        nn.FeatureAlphaDropout(0.5),
+        nn.TransformerEncoderLayer(WIDTH, 2, dropout=0.5),
+        nn.LSTM(WIDTH, WIDTH, 2, dropout=0.5),
+    ],
+    ids=lambda module: type(module).__name__,
+)
+def test_modules_with_dropout(module: nn.Module) -> None:
+    before = torch.get_rng_state()
+    with WithoutDropout():
+        module(X)
+    assert torch.equal(torch.get_rng_state(), before)
+    module(X)
+    assert not torch.equal(torch.get_rng_state(), before)

@@ -1,0 +1,118 @@
+"""recompute: which level holds for which region, and which statements a level marks."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from passes.ir.configuration import Configuration
+from passes.ir.errors import ConstraintError
+from passes.ir.lowered import Compute, Loop, Lowered
+from passes.ir.program import Region
+from passes.lower.recompute import check_patterns, levels, recompute
+from passes.solve import solve
+from passes.solve.limits import Limits
+from tests.passes.helpers import mesh_of, source_of
+from tests.passes.planning import STATES, planning
+
+MESH = mesh_of(dp=2)
+
+
+class Layer(nn.Module):
+    """Something of each kind: a product, what is cheap, a view, a draw, a residual."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.up = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """One layer."""
+        hidden = self.up(self.norm(x)).relu().transpose(0, 1)
+        return x + nn.functional.dropout(hidden.transpose(0, 1), 0.5)
+
+
+class Model(nn.Module):
+    """Three layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Run the layers, and sum."""
+        for layer in self.layers:
+            x = layer(x)
+        return x.sum()
+
+
+def _lowered() -> Lowered:
+    plan = planning(Model(), {"x": torch.empty(4, 8, device="meta")}, MESH)
+    return plan.lowered(solve(plan.problem, plan.cluster, Limits(1e12, STATES), Configuration(MESH)))
+
+
+def _loop(lowered: Lowered) -> Loop:
+    (loop,) = (item for item in lowered.body.statements if isinstance(item, Loop))
+    return loop
+
+
+def test_selective_marks_what_is_cheap() -> None:
+    """Norms and activations; no products, no views, no draws, and not what the layer gives to the next."""
+    loop = _loop(recompute(_lowered(), {"layers.*": "selective"}))
+    computed = [item for item in loop.body.statements if isinstance(item, Compute)]
+    marked = [item.op.kind for item in computed if item.recomputed]
+    assert marked == ["layer_norm", "relu"]
+    assert [item.op.kind for item in computed if not item.recomputed] == [
+        "linear",
+        "transpose",
+        "transpose",
+        "dropout",
+        "add",
+    ]
+    assert loop.recompute == "selective"
+
+
+def test_other_levels_mark_no_statement() -> None:
+    """A region is run again as a whole, or not at all."""
+    lowered = _lowered()
+    assert recompute(lowered, {}) == lowered
+    full = _loop(recompute(lowered, {"layers.*": "full"}))
+    assert full == replace(_loop(lowered), recompute="full")
+
+
+def test_source_says_it() -> None:
+    """What is computed again is a function of its operands, a region is called through the program."""
+    lowered = _lowered()
+    selective = source_of(recompute(lowered, {"layers.*": "selective"}), MESH)
+    assert " = recomputed(lambda up: " in selective
+    assert ", recomputed" in next(line for line in selective.splitlines() if "autopar.runtime" in line)
+    full = source_of(recompute(lowered, {"layers.*": "full"}), MESH)
+    assert " = self.recomputed(copy, " in full
+    compile(selective, "selective", "exec")
+    compile(full, "full", "exec")
+
+
+def _regions(*names: str) -> list[Region]:
+    return [Region(name, (("a",), ("b",)), (), (), {}, ()) for name in names]
+
+
+def test_the_longest_pattern_holds() -> None:
+    """Of several that match."""
+    asked = {"*": "selective", "encoder.*": "full", "encoder.blocks.*": "none"}
+    regions = ["encoder.layers.*", "encoder.blocks.*", "decoder.layers.*"]
+    assert levels(regions, asked) == {
+        "encoder.layers.*": "full",
+        "encoder.blocks.*": "none",
+        "decoder.layers.*": "selective",
+    }
+    assert levels(regions[:1], {}) == {"encoder.layers.*": "none"}
+
+
+def test_patterns_that_match_nothing_are_refused() -> None:
+    """By name, with those that there are; all there are may be none."""
+    with pytest.raises(ConstraintError, match=r"'layer' matches no region: these repeat: layers\.\*"):
+        check_patterns(_regions("layers.*"), ["layer"])
+    with pytest.raises(ConstraintError, match="nothing repeats in the model"):
+        check_patterns([], ["layers.*"])
+    check_patterns([], ["*"])
