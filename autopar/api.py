@@ -21,7 +21,7 @@ from autopar.loading import distribute, make_groups, refuse_meta
 from autopar.models.fingerprint import first_difference, structure_fingerprint, values_fingerprint
 from autopar.models.losses import Loss, loss_fingerprint, with_loss
 from autopar.options import Constraints, Options, Recompute
-from autopar.planner import compile_model
+from autopar.planner import plan_model
 from autopar.plans.dynamic_shapes import AnySizes
 from autopar.precision import Precision
 from autopar.request import ExampleInputs, MeshLike, make_request
@@ -60,7 +60,7 @@ def plan(
     """
     options = Options.among(locals())
     model = with_loss(model, loss)
-    return compile_model(model, make_request(model, mesh, example_inputs, options)).plan
+    return plan_model(model, make_request(model, mesh, example_inputs, options)).plan
 
 
 def parallelize(
@@ -139,7 +139,7 @@ def _distributed(
     )
     together(ranks, lambda: refuse_meta(model), "checking the model")
     _check_same_model(model, ranks)
-    made = from_first(ranks, lambda: compile_model(model, request, both_modes=True), "planning the model")
+    made = from_first(ranks, lambda: plan_model(model, request, both_modes=True), "planning the model")
     with naming_collectives("making the process groups of the plan"):
         if not isinstance(mesh, DeviceMesh):
             ranks, shape = found_mesh(made.plan, ranks.device_type)

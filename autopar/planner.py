@@ -13,11 +13,11 @@ from autopar.models import huggingface
 from autopar.models.fingerprint import structure_fingerprint
 from autopar.plans.batches import batching
 from autopar.plans.expressions import Priced, expressions
-from autopar.plans.programs import Planned, compiled_program, totals_name
+from autopar.plans.programs import PlannedProgram, generated_program, totals_name
 from autopar.plans.replay import as_planned, check_plan, check_replayed, written_plan
 from autopar.plans.simulator import Simulator
 from autopar.request import Request
-from autopar.runtime import CompiledProgram
+from autopar.runtime import GeneratedProgram
 from passes.capture import CPU, Tracing, capture
 from passes.clock import Clock
 from passes.codegen import Naming, emit
@@ -27,7 +27,7 @@ from passes.ir.decisions import Decided, Decisions
 from passes.ir.errors import CaptureError, ConstraintError, MeshError, MicroBatchError, PlanMismatchError
 from passes.ir.layout import Layout
 from passes.ir.leaves import input_leaves
-from passes.ir.lowered import Group
+from passes.ir.lowered import FSDPUnit
 from passes.ir.mesh import Mesh
 from passes.ir.plan import Expressions, Plan, ProgramPlan
 from passes.ir.program import Program
@@ -41,24 +41,24 @@ logger = logging.getLogger("autopar")
 
 
 @dataclass(frozen=True)
-class Compiled:
+class PlannedModel:
     """A plan and what runs it: programs by name, how each parameter is stored, where time went (seconds), the seed of
     random numbers: the one that torch was given on the first rank, what was decided for every node of each program,
     why there is no program for evaluation, where it cannot be traced, and the groups of parameters that an engine
     holds."""
 
     plan: Plan
-    programs: Mapping[str, CompiledProgram]
+    programs: Mapping[str, GeneratedProgram]
     stored: Mapping[str, Layout]
     times: Mapping[str, float]
     seed: int
     decided: Mapping[str, Mapping[str, Decided]]
     refused: str
-    groups: tuple[Group, ...]
+    groups: tuple[FSDPUnit, ...]
 
 
 @no_collection()
-def compile_model(model: nn.Module, request: Request, *, both_modes: bool = False) -> Compiled:
+def plan_model(model: nn.Module, request: Request, *, both_modes: bool = False) -> PlannedModel:
     """Plan `model` and generate its source. With `both_modes` a model that does something else in evaluation than in
     training gets a second program for it.
 
@@ -90,12 +90,12 @@ def compile_model(model: nn.Module, request: Request, *, both_modes: bool = Fals
     sources = {name: item.source for name, item in programs.items()}
     decisions = {name: item.decided for name, item in programs.items()}
     units = first.lowered.held.groups
-    return Compiled(
+    return PlannedModel(
         plan, sources, first.lowered.parameters, clock.times, torch.initial_seed(), decisions, refused, units
     )
 
 
-def plan_program(program: Program, request: Request, name: str, decisions: Decisions, clock: Clock) -> Planned:
+def plan_program(program: Program, request: Request, name: str, decisions: Decisions, clock: Clock) -> PlannedProgram:
     """The program called `name` through the passes after normalize. What is decided already restricts the search."""
     space = request.space(decisions)
     with clock("discover"):
@@ -105,8 +105,8 @@ def plan_program(program: Program, request: Request, name: str, decisions: Decis
     naming = _naming(request, found, name)
     with clock("emit"):
         source = emit(found.lowered, found.variables, found.mesh, naming)
-    compiled = compiled_program(found.lowered, source, naming.class_name, request)
-    planned = Planned(
+    compiled = generated_program(found.lowered, source, naming.class_name, request)
+    planned = PlannedProgram(
         found.mesh,
         found.folded,
         found.lowered,
@@ -175,7 +175,7 @@ def _evaluation(model: nn.Module, program: Program, request: Request, clock: Clo
     return None if str(evaluation) == str(program) else frozen(evaluation)
 
 
-def _plan_evaluation(program: Program, request: Request, first: Planned, clock: Clock) -> Planned:
+def _plan_evaluation(program: Program, request: Request, first: PlannedProgram, clock: Clock) -> PlannedProgram:
     """The program for evaluation, with parameters stored as for training."""
     decisions = replace(
         _given_decisions(request.plan, "infer"), stored=first.lowered.parameters, units=first.lowered.held.groups
@@ -186,7 +186,9 @@ def _plan_evaluation(program: Program, request: Request, first: Planned, clock: 
     return plan_program(program, request, "infer", decisions, clock)
 
 
-def _in_micro_batches(planned: Planned, micro: MicroBatches, request: Request, name: str, clock: Clock) -> Planned:
+def _in_micro_batches(
+    planned: PlannedProgram, micro: MicroBatches, request: Request, name: str, clock: Clock
+) -> PlannedProgram:
     """`planned`, which is the program of one micro-batch, with all that the whole batch needs."""
     totals = None
     if micro.totals is not None:
@@ -206,7 +208,7 @@ def _in_micro_batches(planned: Planned, micro: MicroBatches, request: Request, n
     return replace(planned, source=source, totals=totals)
 
 
-def _expressions(model: nn.Module, program: Program, request: Request, found: Planned) -> Expressions:
+def _expressions(model: nn.Module, program: Program, request: Request, found: PlannedProgram) -> Expressions:
     """Formulas of the costs of the objective's program."""
     arguments = frozenset(item.argument for item in program.inputs)
     priced = Priced(found.folded, found.record, arguments)

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Pr
 
 from autopar.models import huggingface
 from autopar.options import Options
-from autopar.planner import compile_model
+from autopar.planner import plan_model
 from autopar.request import Request, make_request
 from passes.capture import Tracing, capture
 from passes.normalize import normalize
@@ -85,7 +85,7 @@ def measure(layers: int, batch: int, memory_limit: float | None = None) -> Measu
     while len(found) < RUNS:
         # What earlier runs left behind is not this one's to clean up.
         gc.collect()
-        compiled = compile_model(model, request)
+        compiled = plan_model(model, request)
         found.append(compiled.times)
         if sum(compiled.times[name] for name in PASSES[1:]) > SHORT:
             break
@@ -232,7 +232,7 @@ def whole_planning(case: Case) -> Planned:
     ids = torch.empty(case.batch, SEQUENCE, dtype=torch.long, device="meta")
     gc.collect()
     start = time.perf_counter()
-    compiled = compile_model(
+    compiled = plan_model(
         model, make_request(model, case.mesh, {"input_ids": ids, "labels": ids}, Options(cluster="h100"))
     )
     total = time.perf_counter() - start

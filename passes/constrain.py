@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
-from passes.ir.demands import Demand, Demands, Place
+from passes.ir.demands import Constraint, ConstraintTarget, PlacedConstraints
 from passes.ir.errors import ConstraintError
 from passes.ir.layout import WHOLE, Layout, R, parse_letter
 from passes.ir.mesh import Mesh
@@ -26,7 +26,7 @@ _NUMBER = re.compile(r"\.\d+(?=[./]|$)")
 _WHATS = ("stored", "used", "in", "out", "method")
 
 
-def parse(constraints: Constraints, mesh: Mesh) -> list[Demand]:
+def parse(constraints: Constraints, mesh: Mesh) -> list[Constraint]:
     """The demands that `constraints` write down.
 
     Raises ConstraintError for what cannot be read, MeshError for an axis that the mesh has not.
@@ -45,19 +45,19 @@ def parse(constraints: Constraints, mesh: Mesh) -> list[Demand]:
                         raise ConstraintError(f"constraint {pattern!r}, {what}, axis {axis!r}: {error}") from None
                 if what == "stored" and letter is not None and letter.kind == "P":
                     raise ConstraintError(f"constraint {pattern!r}: a parameter cannot be stored as a pending sum")
-                demands.append(Demand(pattern, what, mesh.index(axis), letter, text))
+                demands.append(Constraint(pattern, what, mesh.index(axis), letter, text))
     return demands
 
 
-def constrain(program: Program, constraints: Constraints, mesh: Mesh) -> Demands:
+def constrain(program: Program, constraints: Constraints, mesh: Mesh) -> PlacedConstraints:
     """Find where each constraint holds.
 
     Raises ConstraintError where a pattern matches nothing, and where two of the same length contradict each other.
     """
     demands = parse(constraints, mesh)
     if not demands:
-        return Demands({})
-    matched: dict[Demand, list[Place]] = {demand: [] for demand in demands}
+        return PlacedConstraints({})
+    matched: dict[Constraint, list[ConstraintTarget]] = {demand: [] for demand in demands}
     names = _names(program)
     for demand in demands:
         if demand.what in ("stored", "used"):
@@ -70,7 +70,7 @@ def constrain(program: Program, constraints: Constraints, mesh: Mesh) -> Demands
     for demand, places in matched.items():
         if not places:
             raise _without_match(demand, program)
-    placed: dict[Place, dict[int, Demand]] = {}
+    placed: dict[ConstraintTarget, dict[int, Constraint]] = {}
     for demand in sorted(demands, key=lambda demand: len(demand.pattern)):
         for place in matched[demand]:
             before = placed.setdefault(place, {}).get(demand.axis)
@@ -80,10 +80,10 @@ def constrain(program: Program, constraints: Constraints, mesh: Mesh) -> Demands
                     f"{before} and {demand}"
                 )
             placed[place][demand.axis] = demand
-    return Demands(placed)
+    return PlacedConstraints(placed)
 
 
-def _without_match(demand: Demand, program: Program) -> ConstraintError:
+def _without_match(demand: Constraint, program: Program) -> ConstraintError:
     """The error for a pattern that matches nothing, with the nearest names."""
     if demand.what in ("stored", "used"):
         kind = "parameter"
@@ -109,16 +109,16 @@ def _as_printed(names: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(_NUMBER.sub(".*", name) for name in names))
 
 
-def stored_as(program: Program, layouts: Mapping[str, Layout]) -> Demands:
+def stored_as(program: Program, layouts: Mapping[str, Layout]) -> PlacedConstraints:
     """The demand that parameters are stored as `layouts` say: one demand for all, so that layers that are stored alike
     stay alike."""
-    placed: dict[Place, dict[int, Demand]] = {}
+    placed: dict[ConstraintTarget, dict[int, Constraint]] = {}
     for parameter in program.parameters:
         letters = enumerate(layouts[parameter.name])
         placed["stored", parameter.name] = {
-            axis: Demand("*", "stored", axis, letter, str(letter)) for axis, letter in letters
+            axis: Constraint("*", "stored", axis, letter, str(letter)) for axis, letter in letters
         }
-    return Demands(placed)
+    return PlacedConstraints(placed)
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ def _names(program: Program) -> _Names:
     return _Names(made, read, frozenset(data - parameters))
 
 
-def _op_places(op: Op, demand: Demand, names: _Names) -> Iterator[Place]:
+def _op_places(op: Op, demand: Constraint, names: _Names) -> Iterator[ConstraintTarget]:
     """Where a demand on ops or modules holds at `op`."""
     pattern = demand.pattern
     itself = pattern == f"@{op.kind}" or _matches(op.key, pattern)

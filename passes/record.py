@@ -7,7 +7,7 @@ from passes.cost.step import Seconds
 from passes.ir.choices import Problem, Solution
 from passes.ir.decisions import Decisions
 from passes.ir.layout import Layout, format_layout
-from passes.ir.lowered import Body, Change, Compute, Loop, Lowered
+from passes.ir.lowered import Body, Compute, Loop, Lowered, Redistribution
 from passes.ir.mesh import Mesh
 from passes.ir.plan import Block, ProgramPlan, Row, Stage
 from passes.ir.program import Folded, dependents
@@ -124,9 +124,9 @@ def _blocks(body: Body, mesh: Mesh) -> Iterator[Block]:
     yield Block(last, 1, tuple(rows))
 
 
-def _row(statement: Compute | Change, body: Body, mesh: Mesh, makers: dict[str, str]) -> Row:
+def _row(statement: Compute | Redistribution, body: Body, mesh: Mesh, makers: dict[str, str]) -> Row:
     """One statement; `makers` knows, and learns, the key of the op that made each value."""
-    if isinstance(statement, Change):
+    if isinstance(statement, Redistribution):
         name = makers.get(statement.source.partition("~")[0], statement.source)
         makers[statement.result] = name
         how = ", ".join(f"{step.collective} {mesh.names[step.axis]}" for step in statement.steps)

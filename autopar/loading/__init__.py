@@ -13,11 +13,11 @@ from autopar.launch.world import local_device
 from autopar.loading.cache import write_source
 from autopar.loading.placement import placed_parts
 from autopar.models import huggingface
-from autopar.planner import Compiled
+from autopar.planner import PlannedModel
 from autopar.request import Request
-from autopar.runtime import CompiledProgram, DistributedModule, LoadedProgram, OtherSizes, Region
+from autopar.runtime import DistributedModule, GeneratedProgram, LoadedProgram, OtherSizes, Region
 from autopar.runtime.calls.programs import LoadedModel
-from autopar.runtime.fsdp.manager import Engine
+from autopar.runtime.fsdp.manager import FSDPManager
 from autopar.runtime.ranks.groups import axes_group
 from passes.ir.errors import CaptureError
 
@@ -31,7 +31,7 @@ def refuse_meta(model: nn.Module) -> None:
             )
 
 
-def make_groups(compiled: Compiled, mesh: DeviceMesh) -> None:
+def make_groups(compiled: PlannedModel, mesh: DeviceMesh) -> None:
     """Make the process groups over several axes that `distribute` needs. Collective over the mesh.
 
     They are made before anything that one rank alone may fail in, so that no rank waits for another one here.
@@ -43,7 +43,7 @@ def make_groups(compiled: Compiled, mesh: DeviceMesh) -> None:
 
 
 def distribute(
-    model: nn.Module, compiled: Compiled, request: Request, mesh: DeviceMesh, other_sizes: OtherSizes
+    model: nn.Module, compiled: PlannedModel, request: Request, mesh: DeviceMesh, other_sizes: OtherSizes
 ) -> DistributedModule:
     """The module of one rank: its part of every parameter, and the generated programs.
 
@@ -52,7 +52,7 @@ def distribute(
     if huggingface.is_huggingface(model):
         huggingface.register_caches(model)
     device = local_device(mesh.device_type)
-    engine = Engine(mesh)
+    engine = FSDPManager(mesh)
     root = placed_parts(model, compiled.stored, compiled.groups, request, mesh, device, engine)
     loaded = {name: load(program, name) for name, program in compiled.programs.items()}
     known = LoadedModel(compiled.plan, loaded, request.signature, compiled.seed, other_sizes)
@@ -62,7 +62,7 @@ def distribute(
     return module
 
 
-def load(program: CompiledProgram, name: str) -> LoadedProgram:
+def load(program: GeneratedProgram, name: str) -> LoadedProgram:
     """A program with its generated class."""
     path, module = load_source(program.source, f"{program.class_name}_{name}")
     if program.compiled:

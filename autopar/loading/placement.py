@@ -8,21 +8,21 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.request import Request
 from autopar.runtime import Container
-from autopar.runtime.fsdp.manager import Engine
+from autopar.runtime.fsdp.manager import FSDPManager
 from autopar.runtime.generated.bases import place
 from autopar.runtime.state import from_local, local_part
 from passes.ir.layout import I, Layout
-from passes.ir.lowered import Group
+from passes.ir.lowered import FSDPUnit
 
 
 def placed_parts(
     model: nn.Module,
     stored: Mapping[str, Layout],
-    groups: Sequence[Group],
+    groups: Sequence[FSDPUnit],
     request: Request,
     mesh: DeviceMesh,
     device: torch.device,
-    engine: Engine,
+    engine: FSDPManager,
 ) -> Container:
     """Parameters as this rank's parts, and buffers, under the model's names; ties stay ties.
 

@@ -4,16 +4,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import lcm, prod
 
-from autopar.runtime import CompiledProgram, PlannedInput, PlannedOutput
+from autopar.runtime import GeneratedProgram, PlannedInput, PlannedOutput
 from autopar.runtime.generated.bases import Cut, MicroBatching
-from passes.cost.liveness import Batches
+from passes.cost.liveness import MicroBatchInputs
 from passes.ir.configuration import Configuration
 from passes.ir.errors import MicroBatchError
 from passes.ir.layout import Layout, Letter, digits, is_dtensor, local_shape
 from passes.ir.lowered import Lowered
 from passes.ir.mesh import Mesh
 from passes.ir.program import Input
-from passes.ir.redistribution import Step, redistribution
+from passes.ir.redistribution import RedistributionStep, redistribution
 from passes.micro_batches import MicroBatches
 
 
@@ -31,7 +31,7 @@ def batching(
     micro: MicroBatches,
     lowered: Lowered,
     outputs: Sequence[PlannedOutput],
-    totals: CompiledProgram | None,
+    totals: GeneratedProgram | None,
     configuration: Configuration,
 ) -> tuple[MicroBatching, tuple[PlannedOutput, ...]]:
     """How the batch goes through the program of one micro-batch, and `outputs` as they are for the whole batch.
@@ -62,7 +62,7 @@ def batching(
     places = {item.argument: place for place, item in enumerate(own)}
     lying = {item.argument: (lowered.inputs[item.name], item.type.shape) for item in own}
 
-    def steps(read: PlannedInput) -> tuple[Step, ...]:
+    def steps(read: PlannedInput) -> tuple[RedistributionStep, ...]:
         layout, shape = lying[read.name]
         return redistribution(layout, read.layout, shape, mesh)
 
@@ -81,7 +81,7 @@ def batching(
 
 def lying_batches(
     micro: MicroBatches, lowered: Lowered, outputs: Sequence[PlannedOutput], configuration: Configuration
-) -> Batches:
+) -> MicroBatchInputs:
     """What of micro-batches lies in memory from one to the next."""
     made, _ = batching(micro, lowered, outputs, None, configuration)
     copied = set()
@@ -94,7 +94,9 @@ def lying_batches(
     cut = frozenset(name for name, letter in micro.inputs.items() if letter.kind == "S")
     joined = zip(lowered.outputs, micro.outputs, strict=True)
     together = frozenset(output.name for output, letter in joined if letter.kind == "S")
-    return Batches(micro.count, cut, frozenset(copied), together, configuration.gather_once, configuration.reduce_once)
+    return MicroBatchInputs(
+        micro.count, cut, frozenset(copied), together, configuration.gather_once, configuration.reduce_once
+    )
 
 
 def _given(micro: MicroBatches, lowered: Lowered) -> list[Input]:

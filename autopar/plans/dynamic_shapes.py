@@ -15,9 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.launch.agreement import from_first, together
 from autopar.loading import load
-from autopar.planner import Compiled, frozen, plan_program, tracing
+from autopar.planner import PlannedModel, frozen, plan_program, tracing
 from autopar.request import Request
-from autopar.runtime import CompiledProgram, LoadedProgram
+from autopar.runtime import GeneratedProgram, LoadedProgram
 from autopar.runtime.generated.bases import Wanted
 from passes._torch import pytree
 from passes.capture import capture, capture_symbolic
@@ -43,7 +43,7 @@ class AnySizes:
     It keeps how the model is built, but none of its weights.
     """
 
-    def __init__(self, model: nn.Module, compiled: Compiled, request: Request, mesh: DeviceMesh) -> None:
+    def __init__(self, model: nn.Module, compiled: PlannedModel, request: Request, mesh: DeviceMesh) -> None:
         coordinate = mesh.get_coordinate()
         assert coordinate is not None
         self._mesh = mesh
@@ -58,7 +58,7 @@ class AnySizes:
         program = from_first(self._mesh, lambda: self._compiled(wanted), f"planning for {other}")
         return together(self._mesh, lambda: load(program, wanted.name), "loading generated source")
 
-    def _compiled(self, wanted: Wanted) -> CompiledProgram:
+    def _compiled(self, wanted: Wanted) -> GeneratedProgram:
         assert self._planner is not None, "only the first rank plans"
         # What surrounds the call is none of the model's: the program serves other calls too.
         with (
@@ -80,7 +80,7 @@ class _Traces:
 
 
 class _Planner:
-    def __init__(self, model: nn.Module, compiled: Compiled, request: Request) -> None:
+    def __init__(self, model: nn.Module, compiled: PlannedModel, request: Request) -> None:
         tensors = [*model.parameters(), *model.buffers()]
         self.device = tensors[0].device if tensors else torch.device("cpu")
         self.stored = compiled.stored
@@ -106,7 +106,7 @@ class _Planner:
             # Nobody may ever need it.
             self.reason = f"{type(error).__name__}: {error}"
 
-    def compiled(self, wanted: Wanted) -> CompiledProgram:
+    def compiled(self, wanted: Wanted) -> GeneratedProgram:
         """The program that is wanted."""
         request = self._request(wanted)
         asked = self._told(wanted, request)
@@ -194,7 +194,7 @@ class _Planner:
             self.traces.popitem(last=False)
         return found
 
-    def _planned(self, program: Program, request: Request, wanted: Wanted) -> CompiledProgram:
+    def _planned(self, program: Program, request: Request, wanted: Wanted) -> GeneratedProgram:
         """`program` with what the plan decided, as far as it can be done at its sizes."""
         name, count = wanted.name, wanted.count
         if name != request.objective:

@@ -27,7 +27,7 @@ from passes.dynamic_shapes.generalize import alike, corners, generalize
 from passes.dynamic_shapes.specialize import specialize
 from passes.ir.choices import Problem, Solution
 from passes.ir.decisions import Decisions
-from passes.ir.demands import Demands
+from passes.ir.demands import PlacedConstraints
 from passes.ir.errors import AutoparError, CaptureError, ExpressionError
 from passes.ir.figures import Figure, Number, formula, largest_sum, size_of
 from passes.ir.formulas import write_formula
@@ -43,7 +43,7 @@ from passes.record import decisions_of
 from passes.regions import fold
 from passes.search import Space
 from passes.search.restrict import offers_of, planned_solution
-from passes.strategies import candidates
+from passes.strategies import planning_problem
 
 logger = logging.getLogger("autopar")
 
@@ -204,7 +204,7 @@ class _Pricing:
     """Prices of what was decided."""
 
     folded: Folded
-    demands: Demands
+    demands: PlacedConstraints
     request: Request
     planned: Priced
 
@@ -213,7 +213,7 @@ class _Pricing:
         decisions = decisions_of(self.planned.record, mesh)
         assert decisions.methods is not None
         setting = self._space().setting(mesh, offers_of(self.folded, decisions.methods))
-        problem = candidates(self.folded, self.demands, setting)
+        problem = planning_problem(self.folded, self.demands, setting)
         solution = planned_solution(problem, decisions)
         if isinstance(solution, str):
             raise ExpressionError(f"costs have no formulas: what was decided for {solution!r} depends on the sizes")

@@ -25,21 +25,21 @@ from passes.codegen.values import value_text
 from passes.cost.liveness import (
     BackwardProfile,
     Event,
+    EventKind,
     Form,
     ForwardProfile,
-    Given,
-    Happening,
-    Made,
-    Place,
+    OperandGradient,
+    ResultStorage,
+    StorageRef,
     Task,
 )
 from passes.cost.liveness.assumed import assumed_backward, assumed_forward
-from passes.cost.liveness.profile import Origin
+from passes.cost.liveness.profile import StorageOrigin
 from passes.ir.layout import local_shape
 from passes.ir.lowered import Compute
 from passes.ir.mesh import Mesh
 from passes.ir.program import Argument, TensorType
-from passes.ir.redistribution import Step
+from passes.ir.redistribution import RedistributionStep
 
 T = TypeVar("T")
 
@@ -102,7 +102,7 @@ class FakeProber:
         )
         return text
 
-    def change(self, step: Step, dtypes: tuple[torch.dtype | None, torch.dtype | None]) -> str:
+    def change(self, step: RedistributionStep, dtypes: tuple[torch.dtype | None, torch.dtype | None]) -> str:
         """The expression of a step of a redistribution; `dtypes` as those of a `Change`."""
         extra = "".join(
             f", {name}={dtype}"
@@ -188,13 +188,13 @@ class _Run:
         self.names = {**names, "self": SimpleNamespace(device=device)}
         self.device = device
         self.events: list[Event] = []
-        self.places: dict[int, Place] = {}
+        self.places: dict[int, StorageRef] = {}
         self.watched: dict[int, ref[torch.UntypedStorage]] = {}
         self.allocated = 0
-        self.expected: Place | None = None
+        self.expected: StorageRef | None = None
         self.reading: int | None = None
-        self.kept: list[Place | None] = []
-        self.given: dict[int, Given] = {}
+        self.kept: list[StorageRef | None] = []
+        self.given: dict[int, OperandGradient] = {}
 
     def forward(self) -> ForwardProfile:
         """The events of the forward pass."""
@@ -202,7 +202,9 @@ class _Run:
         with _Watch(self):
             results = self.results(operands)
             events = tuple(self.events)
-            made = tuple(Made(self.places[_address(result)], _form(result), result.requires_grad) for result in results)
+            made = tuple(
+                ResultStorage(self.places[_address(result)], _form(result), result.requires_grad) for result in results
+            )
             return ForwardProfile(events, made, tuple(self.kept), self.attached(results))
 
     def backward(self, gradients: tuple[Form | None, ...]) -> BackwardProfile:
@@ -220,9 +222,9 @@ class _Run:
             torch.autograd.backward(roots, ones)
             return BackwardProfile(tuple(self.events), self.given)
 
-    def attached(self, results: Sequence[Tensor]) -> tuple[Place, ...]:
+    def attached(self, results: Sequence[Tensor]) -> tuple[StorageRef, ...]:
         """What functions written in Python hold as attributes of theirs, which no hook sees."""
-        found: dict[Place, None] = {}
+        found: dict[StorageRef, None] = {}
         seen: set[object] = set()
         waiting: list[object] = [result.grad_fn for result in results]
         while waiting:
@@ -240,7 +242,7 @@ class _Run:
         made = {}
         for index, (wanted, flows) in enumerate(zip(self.task.operands, self.task.flows, strict=True)):
             tensor = _new(wanted, self.device)
-            self.places[_address(tensor)] = Place(Origin.OPERAND, index)
+            self.places[_address(tensor)] = StorageRef(StorageOrigin.OPERAND, index)
             made[f"x{index}"] = _Sink.apply(tensor.requires_grad_(), index, self) if flows else tensor  # type: ignore[no-untyped-call]
         return made
 
@@ -254,10 +256,10 @@ class _Run:
     def keep(self, tensor: Tensor) -> "_Kept":
         """What autograd keeps instead of a tensor."""
         self.kept.append(self.places.get(_address(tensor)))
-        self.happen(Happening.KEEP, len(self.kept) - 1)
+        self.happen(EventKind.KEEP, len(self.kept) - 1)
         return _Kept(tensor.detach(), len(self.kept) - 1, self)
 
-    def happen(self, what: Happening, index: int, size: int = 0) -> None:
+    def happen(self, what: EventKind, index: int, size: int = 0) -> None:
         """Write down that something happened."""
         self.events.append(Event(what, index, size))
 
@@ -273,15 +275,15 @@ class _Run:
         if self.expected is not None:
             place, self.expected = self.expected, None
         else:
-            place = Place(Origin.OWN, self.allocated)
+            place = StorageRef(StorageOrigin.OWN, self.allocated)
             self.allocated += 1
-            self.happen(Happening.ALLOCATE, place.index, storage.nbytes())
+            self.happen(EventKind.ALLOCATE, place.index, storage.nbytes())
         self.places[address] = place
 
         def end(_: object) -> None:
             place = self.places.pop(address)
             self.watched.pop(address)
-            self.happen(Happening.FREE if place.origin is Origin.OWN else Happening.TAKEN, place.index)
+            self.happen(EventKind.FREE if place.origin is StorageOrigin.OWN else EventKind.TAKEN, place.index)
 
         self.watched[address] = ref(storage, end)
 
@@ -295,7 +297,7 @@ class _Run:
         def end(_: object) -> None:
             self.places.pop(address, None)
             self.watched.pop(address)
-            self.happen(Happening.DONE, index)
+            self.happen(EventKind.DONE, index)
 
         self.watched[address] = ref(storage, end)
 
@@ -310,14 +312,14 @@ class _Kept:
 
     def read(self) -> Tensor:
         """The tensor, which the backward pass needs now. It gets one like it, so that it is seen when it lets go."""
-        self.run.happen(Happening.USE, self.index)
+        self.run.happen(EventKind.USE, self.index)
         self.run.reading = self.index
         given = _new(_form(self.tensor), self.tensor.device)
         self.run.reading = None
         return given
 
     def __del__(self) -> None:
-        self.run.happen(Happening.RELEASE, self.index)
+        self.run.happen(EventKind.RELEASE, self.index)
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -359,8 +361,8 @@ class _Sink(torch.autograd.Function):
         (gradient,) = gradients
         index, run = ctx.about  # type: ignore[attr-defined]
         if gradient is not None:
-            run.given[index] = Given(run.places[_address(gradient)], _form(gradient))
-            run.happen(Happening.GIVE, index)
+            run.given[index] = OperandGradient(run.places[_address(gradient)], _form(gradient))
+            run.happen(EventKind.GIVE, index)
         return None, None, None
 
 
@@ -377,7 +379,7 @@ class _Source(torch.autograd.Function):
     @staticmethod
     def backward(ctx: torch.autograd.function.FunctionCtx, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         index, wanted, run = ctx.about  # type: ignore[attr-defined]
-        run.expected = Place(Origin.GRADIENT, index)
+        run.expected = StorageRef(StorageOrigin.GRADIENT, index)
         return _new(wanted, run.device), None, None, None
 
 

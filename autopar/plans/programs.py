@@ -6,10 +6,10 @@ from dataclasses import dataclass
 import torch
 
 from autopar.request import Request
-from autopar.runtime import CompiledProgram, PlannedInput, PlannedOutput
+from autopar.runtime import GeneratedProgram, PlannedInput, PlannedOutput
 from passes.ir.decisions import Decided
 from passes.ir.leaves import Inputs, input_leaves
-from passes.ir.lowered import Change, Compute, Loop, Lowered
+from passes.ir.lowered import Compute, Loop, Lowered, Redistribution
 from passes.ir.mesh import Mesh
 from passes.ir.plan import ProgramPlan
 from passes.ir.program import Folded, Input, Parameter, Program, TensorType, references
@@ -17,18 +17,18 @@ from passes.micro_batches import batch_dims
 
 
 @dataclass(frozen=True)
-class Planned:
+class PlannedProgram:
     """One program, planned for `mesh`."""
 
     mesh: Mesh
     folded: Folded
     lowered: Lowered
     record: ProgramPlan
-    source: CompiledProgram
+    source: GeneratedProgram
     decided: Mapping[str, Decided]
     whole_ops: tuple[str, ...]
     discovered: tuple[str, ...]
-    totals: "Planned | None" = None
+    totals: "PlannedProgram | None" = None
 
 
 def totals_name(name: str) -> str:
@@ -49,7 +49,7 @@ def planned_outputs(lowered: Lowered) -> tuple[PlannedOutput, ...]:
     )
 
 
-def compiled_program(lowered: Lowered, source: str, class_name: str, request: Request) -> CompiledProgram:
+def generated_program(lowered: Lowered, source: str, class_name: str, request: Request) -> GeneratedProgram:
     """`source`, which defines `class_name`, with what the runtime has to know of it."""
     program = lowered.program
     given = dict(input_leaves(request.inputs))
@@ -70,7 +70,7 @@ def compiled_program(lowered: Lowered, source: str, class_name: str, request: Re
         layout, dim = lowered.inputs[item.name], samples[item.argument]
         inputs.append(PlannedInput(item.argument, type, item.type.dtype, layout, item.trainable, dim))
     sources: tuple[Parameter | Input, ...] = (*program.parameters, *program.inputs)
-    return CompiledProgram(
+    return GeneratedProgram(
         source,
         class_name,
         tuple(inputs),
@@ -88,7 +88,7 @@ def compiled_program(lowered: Lowered, source: str, class_name: str, request: Re
     )
 
 
-def _statements(lowered: Lowered) -> Iterator[Compute | Change]:
+def _statements(lowered: Lowered) -> Iterator[Compute | Redistribution]:
     """All statements, those of loops and between their copies too."""
     for statement in lowered.body.statements:
         if isinstance(statement, Loop):
@@ -98,7 +98,7 @@ def _statements(lowered: Lowered) -> Iterator[Compute | Change]:
             yield statement
 
 
-def _made_again(statement: Compute | Change) -> bool:
+def _made_again(statement: Compute | Redistribution) -> bool:
     """Whether generated code makes the result again in the backward pass."""
     if isinstance(statement, Compute):
         return statement.recomputed

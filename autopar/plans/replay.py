@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from autopar.plans.programs import Planned, totals_name
+from autopar.plans.programs import PlannedProgram, totals_name
 from autopar.request import Request
 from autopar.runtime.calls.inputs import constant_text
 from passes.ir.errors import PlanMismatchError
@@ -20,7 +20,7 @@ from passes.record import layout_texts
 
 
 def written_plan(
-    model: nn.Module, fingerprint: str, request: Request, program: Program, programs: Mapping[str, Planned]
+    model: nn.Module, fingerprint: str, request: Request, program: Program, programs: Mapping[str, PlannedProgram]
 ) -> Plan:
     """The plan of `model`: `program` is what was traced for the objective, `programs` are those that were planned."""
     mesh, precision = request.mesh, request.precision

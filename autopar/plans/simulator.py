@@ -9,7 +9,7 @@ from autopar.plans.probing import FakeProber
 from autopar.plans.programs import planned_outputs
 from autopar.request import Request
 from passes.cost.cluster import Cluster
-from passes.cost.liveness import MACHINES, Batches, Machine, MemoryPeak, Stored, peak_memory
+from passes.cost.liveness import MACHINES, Machine, MemoryPeak, MicroBatchInputs, Stored, peak_memory
 from passes.ir.configuration import Configuration
 from passes.ir.leaves import input_leaves
 from passes.ir.lowered import Lowered
@@ -36,7 +36,7 @@ class Simulator:
             if isinstance(leaf := leaves.get(item.argument), torch.Tensor)
         }
         stored = Stored(request.casts.master, given, request.optimizer if request.objective == "train" else None)
-        batches = Batches()
+        batches = MicroBatchInputs()
         if micro is not None:
             batches = lying_batches(micro, lowered, planned_outputs(lowered), configuration)
         machine, mesh = machine_of(request.cluster), configuration.mesh

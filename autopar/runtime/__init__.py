@@ -4,9 +4,9 @@ import passes.ops  # noqa: F401  (operators that capture writes into programs)
 from autopar.runtime.calls.inputs import named_arguments
 from autopar.runtime.generated.axis import Axis
 from autopar.runtime.generated.bases import (
-    CompiledProgram,
     Container,
     Generated,
+    GeneratedProgram,
     LoadedProgram,
     OtherSizes,
     PlannedInput,
@@ -39,10 +39,10 @@ from passes.ir.layout import I, P, R, S
 
 __all__ = [
     "Axis",
-    "CompiledProgram",
     "Container",
     "DistributedModule",
     "Generated",
+    "GeneratedProgram",
     "I",
     "LoadedProgram",
     "OtherSizes",

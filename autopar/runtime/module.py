@@ -15,7 +15,7 @@ from autopar.runtime.calls.outputs import loss_of, output_of
 from autopar.runtime.calls.programs import LoadedModel, Programs, RunnableProgram
 from autopar.runtime.calls.steps import forward_backward
 from autopar.runtime.checkpoint import Loadable
-from autopar.runtime.fsdp.manager import Engine
+from autopar.runtime.fsdp.manager import FSDPManager
 from autopar.runtime.generated.axis import axes_of
 from autopar.runtime.generated.bases import Container, local
 from autopar.runtime.generated.random import Randomness
@@ -31,7 +31,7 @@ from passes._torch import buffers_of, parameters_of, schema_of
 from passes.ir.errors import CaptureError, InputError
 from passes.ir.layout import S
 from passes.ir.plan import Plan
-from passes.ir.program import Change, find_overload
+from passes.ir.program import StateChange, find_overload
 
 # Attributes of the module below.
 _OWN = (
@@ -66,7 +66,7 @@ class DistributedModule(Loadable, CalledPart):
     _root: Container
 
     def __init__(
-        self, root: Container, mesh: DeviceMesh, device: torch.device, loaded: LoadedModel, engine: Engine
+        self, root: Container, mesh: DeviceMesh, device: torch.device, loaded: LoadedModel, engine: FSDPManager
     ) -> None:
         super().__init__()
         plan, programs = loaded.plan, loaded.programs
@@ -320,7 +320,7 @@ class DistributedModule(Loadable, CalledPart):
         """
         return self._engine.keeping_parameters()
 
-    def _change(self, changes: Sequence[Change]) -> None:
+    def _change(self, changes: Sequence[StateChange]) -> None:
         """Change parameters as the model itself does before it reads them."""
         for change in changes:
             part = local(self._root.get_parameter(change.parameter).detach())

@@ -25,7 +25,7 @@ from autopar.loading import distribute, refuse_meta
 from autopar.models import huggingface
 from autopar.models.losses import Loss, with_loss
 from autopar.options import OBJECTIVES, Options
-from autopar.planner import Compiled, compile_model
+from autopar.planner import PlannedModel, plan_model
 from autopar.plans.dynamic_shapes import AnySizes
 from autopar.request import make_request
 from autopar.runtime import DistributedModule
@@ -214,7 +214,7 @@ def _plan_here(
         request = make_request(model, mesh, inputs, _options(options))
         refuse_meta(model)
         with _comparable(lifted):
-            return pickle.dumps(compile_model(model, request, both_modes=True))
+            return pickle.dumps(plan_model(model, request, both_modes=True))
     except Exception as error:
         raise RankError(f"rank 0: {traceback.format_exc()}") from error
 
@@ -280,7 +280,7 @@ def _compare_on_rank(
     _known_to_transformers(model)
     training = options.get("objective", "train") == "train" and model.training
     model = _with_loss(model, options)
-    compiled = cast(Compiled, unpickled(planned))
+    compiled = cast(PlannedModel, unpickled(planned))
     device_mesh = init_device_mesh("cpu", tuple(mesh.values()), mesh_dim_names=tuple(mesh))
     request = make_request(model, device_mesh, inputs, _options(options))
     any_sizes = AnySizes(model, compiled, request, device_mesh)

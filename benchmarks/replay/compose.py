@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
 from benchmarks.replay.clusters import devices_per_card
-from benchmarks.replay.parts import Part, Parts
+from benchmarks.replay.parts import LayerSeconds, Parts
 from benchmarks.replay.records import Parallel, Run
 from passes.cost import step
 from passes.cost.cluster import Cluster
@@ -13,7 +13,7 @@ from passes.cost.step import compose
 from passes.ir.configuration import Configuration
 from passes.ir.layout import I, P, R, S
 from passes.ir.mesh import Mesh
-from passes.ir.redistribution import Step
+from passes.ir.redistribution import RedistributionStep
 
 # Bytes that Adam reads and writes per element: states and a master copy in float32 both ways, a gradient, and the
 # parameter in the precision that it is computed in. In pure bfloat16 states, parameter and gradient take two each.
@@ -62,9 +62,9 @@ class Axis:
             return 0.0
         whole, part = (int(elements),), (int(elements / ways),)
         change = {
-            "all_gather": Step(self.position, S(0), R, part, whole),
-            "reduce_scatter": Step(self.position, P, S(0), whole, part),
-            "all_reduce": Step(self.position, P, I, whole, whole),
+            "all_gather": RedistributionStep(self.position, S(0), R, part, whole),
+            "reduce_scatter": RedistributionStep(self.position, P, S(0), whole, part),
+            "all_reduce": RedistributionStep(self.position, P, I, whole, whole),
         }[collective]
         return step_seconds(change, itemsize, self.cluster, self.mesh)
 
@@ -94,7 +94,7 @@ class _Work:
         return self.forward + self.backward + self.again + self.send_forward + self.send_backward
 
 
-def _work(part: Part, recompute: str) -> _Work:
+def _work(part: LayerSeconds, recompute: str) -> _Work:
     again, send_again = 0.0, 0.0
     if recompute == "full":
         again, send_again = part.forward, part.send_forward
@@ -123,7 +123,7 @@ class Stage:
     """What one stage of a pipeline holds: blocks and how often each stands there. One stage alone holds everything.
     `exchange` is the seconds of a micro-batch that it sends and receives."""
 
-    blocks: tuple[tuple[Part, str, int], ...]
+    blocks: tuple[tuple[LayerSeconds, str, int], ...]
     exchange: float = 0.0
 
     def seconds(self) -> float:
@@ -263,15 +263,17 @@ def _dequantizing(run: Run, parts: Parts, cluster: Cluster) -> float:
     return run.micro_batches * passes * elements * DEQUANTIZING_BYTES / cluster.device.stream
 
 
-def _uncovered(block: step.Part) -> step.Part:
+def _uncovered(block: step.BlockSeconds) -> step.BlockSeconds:
     return replace(block, cover=0.0, cover_again=0.0)
 
 
-def _block(run: Run, part: Part, recompute: str, count: int, cluster: Cluster, traffic: bool) -> step.Part:
+def _block(
+    run: Run, part: LayerSeconds, recompute: str, count: int, cluster: Cluster, traffic: bool
+) -> step.BlockSeconds:
     """A block as `passes.cost.step` composes it, with the traffic of its parameters."""
     work = _work(part, recompute)
     gather, reduce = _traffic(run, part, cluster) if traffic else (0.0, 0.0)
-    once = step.Part(
+    once = step.BlockSeconds(
         count=count,
         forward_compute=work.forward,
         backward_compute=work.backward,
@@ -287,7 +289,7 @@ def _block(run: Run, part: Part, recompute: str, count: int, cluster: Cluster, t
     return once * count
 
 
-def _traffic(run: Run, part: Part, cluster: Cluster) -> tuple[float, float]:
+def _traffic(run: Run, part: LayerSeconds, cluster: Cluster) -> tuple[float, float]:
     """Seconds to gather the parameters of a block, and to reduce their gradients."""
     parallel, software = run.parallel, run.software
     inner, outer = axes_of(parallel, cluster)

@@ -24,7 +24,7 @@ from passes.regions import fold
 from passes.rules import written_rule
 from passes.solve import solve
 from passes.solve.limits import Limits
-from passes.strategies import Setting, candidates
+from passes.strategies import Setting, planning_problem
 
 # Layers that are traced: the region that they fold to is the same for any number (a test holds it).
 TRACED = 3
@@ -136,7 +136,7 @@ def _forced(graph: Graph, split: Split, cluster: str, constraints: Constraints) 
     found = CLUSTERS[cluster]
     demands = constrain(graph.program, constraints, mesh)
     folded = fold(graph.program, demands.label)
-    problem = candidates(folded, demands, Setting(mesh, found, 2, torch.float32, None))
+    problem = planning_problem(folded, demands, Setting(mesh, found, 2, torch.float32, None))
     solution = solve(problem, found, Limits(1e18, 2), Configuration(mesh))
     if not folded.regions:
         raise SkippedError(Reason.TRACE, "its layers differ from each other")

@@ -14,7 +14,7 @@ import networkx as nx
 
 from benchmarks.replay.graphs import Forced
 from passes.ir.layout import local_shape
-from passes.ir.lowered import Body, Change, Compute, Loop
+from passes.ir.lowered import Body, Compute, Loop, Redistribution
 from passes.ir.rule import Saved
 from passes.rules import written_rule
 
@@ -76,11 +76,11 @@ class _Block:
         self.parameters = {item.name for item in forced.lowered.program.parameters}
         for region in forced.folded.regions:
             self.parameters.update(region.owned)
-        self.made: dict[str, Compute | Change] = {}
+        self.made: dict[str, Compute | Redistribution] = {}
         for statement in body.statements:
             if isinstance(statement, Compute):
                 self.made.update(dict.fromkeys(statement.whole.results, statement))
-            elif isinstance(statement, Change):
+            elif isinstance(statement, Redistribution):
                 self.made[statement.result] = statement
 
     def size(self, name: str) -> float:
@@ -94,7 +94,7 @@ class _Block:
     def base(self, name: str) -> str:
         """The value that `name` is a view or another layout of."""
         while (made := self.made.get(name)) is not None:
-            if isinstance(made, Change):
+            if isinstance(made, Redistribution):
                 name = made.source
             elif made.op.kind in _VIEWS and made.whole.operands:
                 name = made.whole.operands[0]
@@ -194,7 +194,7 @@ class _Block:
                 if not free:
                     graph.add_edge("source", (name, "in"))
                 continue
-            operands = (made.source,) if isinstance(made, Change) else made.whole.operands
+            operands = (made.source,) if isinstance(made, Redistribution) else made.whole.operands
             for operand in operands:
                 graph.add_edge((operand, "out"), (name, "in"))
                 if operand not in seen:

@@ -12,13 +12,13 @@ from passes.cost.communication import redistribution_seconds
 from passes.cost.fusion import Fused, fusion
 from passes.cost.price import op_seconds
 from passes.ir.layout import local_shape
-from passes.ir.lowered import Body, Change, Compute, Loop
+from passes.ir.lowered import Body, Compute, Loop, Redistribution
 from passes.rules import written_rule
 from passes.rules.strategies import named_choices, subject
 
 
 @dataclass(frozen=True)
-class Part:
+class LayerSeconds:
     """Seconds of a block on one rank, one copy of it, for one micro-batch.
 
     Forward seconds are told apart by what may be computed again: products with weights, the attention core, and all
@@ -40,17 +40,17 @@ class Part:
         """Seconds of computation in the forward pass."""
         return self.products + self.core + self.rest
 
-    def __add__(self, other: "Part") -> "Part":
-        return Part(*(getattr(self, name) + getattr(other, name) for name in self.__dataclass_fields__))
+    def __add__(self, other: "LayerSeconds") -> "LayerSeconds":
+        return LayerSeconds(*(getattr(self, name) + getattr(other, name) for name in self.__dataclass_fields__))
 
 
 @dataclass(frozen=True)
 class Parts:
     """The blocks of a model: what stands before the layers, one layer, and what stands after them."""
 
-    before: Part
-    layer: Part
-    after: Part
+    before: LayerSeconds
+    layer: LayerSeconds
+    after: LayerSeconds
 
 
 def parts_of(forced: Forced, cluster: Cluster, compiled: bool) -> Parts:
@@ -103,25 +103,27 @@ def parameter_elements(forced: Forced) -> tuple[float, float]:
     return inside / region.count, outside
 
 
-def _body(body: Body, forced: Forced, cluster: Cluster, fused: Mapping[str, Fused]) -> Part:
-    total = Part() if fused else _beyond(sums(body, forced), cluster)
+def _body(body: Body, forced: Forced, cluster: Cluster, fused: Mapping[str, Fused]) -> LayerSeconds:
+    total = LayerSeconds() if fused else _beyond(sums(body, forced), cluster)
     for statement in body.statements:
         if isinstance(statement, Compute):
             total += _compute(statement, body, forced, cluster, fused)
             if not fused:
                 total += _beyond(beyond(statement, body, forced), cluster)
-        elif isinstance(statement, Change):
+        elif isinstance(statement, Redistribution):
             total += _change(statement, forced, cluster)
     return total
 
 
-def _beyond(found: Beyond, cluster: Cluster) -> Part:
+def _beyond(found: Beyond, cluster: Cluster) -> LayerSeconds:
     device = cluster.device
     backward = found.backward / device.stream + found.kernels * device.launch
-    return Part(rest=found.forward / device.stream, backward=backward)
+    return LayerSeconds(rest=found.forward / device.stream, backward=backward)
 
 
-def _compute(statement: Compute, body: Body, forced: Forced, cluster: Cluster, fused: Mapping[str, Fused]) -> Part:
+def _compute(
+    statement: Compute, body: Body, forced: Forced, cluster: Cluster, fused: Mapping[str, Fused]
+) -> LayerSeconds:
     op = statement.whole
     types = {name: body.types[name] for name in (*op.operands, *op.results)}
     flows = {name for name in types if name.partition("~")[0] in forced.folded.flowing}
@@ -132,7 +134,7 @@ def _compute(statement: Compute, body: Body, forced: Forced, cluster: Cluster, f
     joined = fused.get(op.results[0].partition("~")[0])
     forward, backward = op_seconds(about, choices, statement.strategy, cluster, forced.mesh, joined)
     kind = "products" if op.kind in ("linear", "addmm") else "core" if _is_core(statement) else "rest"
-    return replace(Part(backward=backward), **{kind: forward})
+    return replace(LayerSeconds(backward=backward), **{kind: forward})
 
 
 _CORE = ("scaled_dot_product_attention", "matmul", "softmax", "dropout", "mul", "add", "where", "to", "div")
@@ -146,10 +148,10 @@ def _is_core(statement: Compute) -> bool:
     return op.kind in _CORE and op.module.endswith((".attn", ".self_attn"))
 
 
-def _change(statement: Change, forced: Forced, cluster: Cluster) -> Part:
+def _change(statement: Redistribution, forced: Forced, cluster: Cluster) -> LayerSeconds:
     size, gradient = statement.type.dtype.itemsize, statement.gradient_itemsize
     # What the copies of a parameter exchange over the context axis is counted with the data axis.
     context = forced.mesh.index(CONTEXT)
     steps = tuple(step for step in statement.steps if not (statement.parameter and step.axis == context))
     forward, backward = redistribution_seconds(steps, size, gradient, statement.gradient, cluster, forced.mesh)
-    return Part(send_forward=forward, send_backward=backward + (forward if statement.again else 0.0))
+    return LayerSeconds(send_forward=forward, send_backward=backward + (forward if statement.again else 0.0))

@@ -15,7 +15,7 @@ from passes.capture.functions import known_of
 from passes.capture.source import line_of_node, lines_of_node
 from passes.capture.symbols import Symbols
 from passes.ir.errors import CaptureError
-from passes.ir.program import Argument, Change, Op, Ref, TensorType, freeze, has_gradient, references
+from passes.ir.program import Argument, Op, Ref, StateChange, TensorType, freeze, has_gradient, references
 
 
 class GraphWriter:
@@ -28,7 +28,7 @@ class GraphWriter:
         self.types: dict[str, TensorType] = {}
         self.taken: dict[str, int] = {}
         self.copied: set[str] = set()
-        self.changes: list[Change] = []
+        self.changes: list[StateChange] = []
         self.parameters: set[str] = set()
         self.inputs: set[str] = set()
         # What shares the memory of what: a result, and the operand that it is a view of.
@@ -138,7 +138,7 @@ class GraphWriter:
                 f"it changes the parameter {name!r} in place, which is followed only where every element is changed by "
                 "itself, with numbers, before the parameter is used",
             )
-        self.changes.append(Change(name, str(target), dict(others)))
+        self.changes.append(StateChange(name, str(target), dict(others)))
         return first
 
     def whole(self, name: str) -> str | None:

@@ -9,10 +9,10 @@ from passes.codegen.lines import statement
 from passes.codegen.places import loop_name, unpacked
 from passes.codegen.values import value_text
 from passes.ir.layout import Letter, format_layout
-from passes.ir.lowered import Body, Change, Compute, Held, Loop
+from passes.ir.lowered import Body, Compute, FSDPUnits, Loop, Redistribution
 from passes.ir.mesh import Mesh
 from passes.ir.program import Argument, Op, Ref, TensorType
-from passes.ir.redistribution import Step
+from passes.ir.redistribution import RedistributionStep
 from passes.ir.variables import FunctionVariables, LoopVariables
 
 INDENT = " " * 8
@@ -28,7 +28,7 @@ class Shared:
     """
 
     mesh: Mesh
-    held: Held
+    held: FSDPUnits
     loops: Sequence[Loop]
     assigned: Sequence[LoopVariables]
     used: set[str] = field(default_factory=set)
@@ -111,7 +111,7 @@ class Code:
         self.paths_used.add(self.paths[parameter])
         return f"{self.use('gathered')}({self.paths[parameter]})"
 
-    def gathered_for_op(self, item: Change) -> str:
+    def gathered_for_op(self, item: Redistribution) -> str:
         """A parameter as the engine gives it, with the steps that follow, as an expression."""
         right = self.gathered(item.source)
         reduce = item.dtypes[1]
@@ -136,7 +136,7 @@ class Code:
         for item in self.body.statements:
             if isinstance(item, Compute):
                 self.compute(item)
-            elif isinstance(item, Change):
+            elif isinstance(item, Redistribution):
                 self.change(item)
             else:
                 self.loop(item, self.shared.loops.index(item))
@@ -186,7 +186,7 @@ class Code:
             right = f'self.gathering("{next(iter(group.parameters))}", {call})'
         return right
 
-    def change(self, item: Change) -> None:
+    def change(self, item: Redistribution) -> None:
         """Write the steps of a redistribution."""
         if item.engine and not self.inner:
             # It is there only while the op runs that reads it.
@@ -205,7 +205,7 @@ class Code:
             self.lines += statement(INDENT, target, self.step(step, right, item.again, dtypes), comment)
             right = target
 
-    def step(self, step: Step, operand: str, again: bool, dtypes: str = "") -> str:
+    def step(self, step: RedistributionStep, operand: str, again: bool, dtypes: str = "") -> str:
         """One step as a call."""
         extra = (", keep=False" if again else "") + dtypes
         source, target = self.letter(step.source), self.letter(step.target)

@@ -1,11 +1,11 @@
 """What an engine does, in words."""
 
-from passes.ir.lowered import Held
+from passes.ir.lowered import FSDPUnits
 from passes.ir.mesh import Mesh
 from passes.ir.program import Region
 
 
-def engine_text(held: Held, loop: int, region: Region, mesh: Mesh) -> str:
+def engine_text(held: FSDPUnits, loop: int, region: Region, mesh: Mesh) -> str:
     """What the engine does for each copy of a loop over `region`: a sentence for each group, with a space before it."""
     text = ""
     first = {names[0] for names in region.owned.values()} & held.parameters

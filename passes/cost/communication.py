@@ -26,7 +26,7 @@ from math import ceil, log2, prod
 from passes.cost.cluster import Cluster, Route
 from passes.ir.figures import least
 from passes.ir.mesh import Mesh
-from passes.ir.redistribution import COLLECTIVES, Step
+from passes.ir.redistribution import COLLECTIVES, RedistributionStep
 
 # Seconds of one algorithm: what is fixed, and what each byte adds.
 Line = tuple[float, float]
@@ -38,13 +38,13 @@ JOINT_KERNELS, JOINT_TOUCHED = 2, 2
 _FREE: tuple[Line, ...] = ((0.0, 0.0),)
 
 
-def step_seconds(step: Step, itemsize: int, cluster: Cluster, mesh: Mesh, joined: int = 1) -> float:
+def step_seconds(step: RedistributionStep, itemsize: int, cluster: Cluster, mesh: Mesh, joined: int = 1) -> float:
     """Seconds that the forward of `step` takes for elements of `itemsize` bytes. `joined` tensors are sent together and
     share what a collective takes whatever its size."""
     return least(fixed + each * itemsize for fixed, each in step_lines(step, cluster, mesh, joined))
 
 
-def joint_seconds(step: Step, itemsize: int, cluster: Cluster, mesh: Mesh) -> float:
+def joint_seconds(step: RedistributionStep, itemsize: int, cluster: Cluster, mesh: Mesh) -> float:
     """Seconds that the all-to-all `step` adds to one that carries many tensors: start and hops are those of all."""
     before, after, device = prod(step.before), prod(step.after), cluster.device
     each = joint_rate(cluster.route(mesh, step.axis)) * max(before, after)
@@ -56,7 +56,7 @@ def joint_rate(route: Route) -> float:
     return min(each for _, each in collective_lines("all_to_all", route))
 
 
-def step_lines(step: Step, cluster: Cluster, mesh: Mesh, joined: int = 1) -> tuple[Line, ...]:
+def step_lines(step: RedistributionStep, cluster: Cluster, mesh: Mesh, joined: int = 1) -> tuple[Line, ...]:
     """Seconds that the forward of `step` takes, by algorithm: what is fixed, and what each byte of an element adds.
 
     The step takes the least of them; they do not depend on the itemsize.
@@ -195,7 +195,7 @@ def touched(source: str, target: str, cut: bool, join: bool) -> tuple[int, int, 
 
 
 def redistribution_seconds(
-    steps: tuple[Step, ...],
+    steps: tuple[RedistributionStep, ...],
     itemsize: int,
     gradient_itemsize: int,
     differentiable: bool,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import prod
 
 from passes.cost.program_points import END, START, LiveRange, Phase
-from passes.ir.choices import Edge, Group, Node, Problem
+from passes.ir.choices import Edge, EdgeGroup, Node, Problem
 from passes.ir.configuration import Configuration
 from passes.ir.figures import as_float
 from passes.ir.layout import I, Layout, R, local_shape
@@ -92,7 +92,7 @@ class LiveRanges:
                 yield from (found.whole, found.alone, found.sent, found.second)
 
 
-def layout_bytes(group: Group, layout: Layout, mesh: Mesh) -> float:
+def layout_bytes(group: EdgeGroup, layout: Layout, mesh: Mesh) -> float:
     """Bytes of all occurrences of a group's tensor in one layout on one device."""
     return as_float(prod(local_shape(group.type.shape, layout, mesh)) * group.type.dtype.itemsize * group.count)
 
@@ -128,7 +128,7 @@ def is_kept(problem: Problem, configuration: Configuration, edge: Edge) -> bool:
     return edge.saved or (edge.remade and recompute_of(problem, configuration, group.block) == "selective")
 
 
-def unsharded_bytes(group: Group, layout: Layout, configuration: Configuration) -> float:
+def unsharded_bytes(group: EdgeGroup, layout: Layout, configuration: Configuration) -> float:
     """Bytes that are live from the first micro-batch to the last where a parameter is used in `layout` but stored in
     another one: the gathered parameter, and its unreduced gradient."""
     size = prod(local_shape(group.type.shape, layout, configuration.mesh)) * group.count

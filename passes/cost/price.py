@@ -13,13 +13,13 @@ from passes.ir.figures import least
 from passes.ir.layout import Layout, R, local_shape
 from passes.ir.mesh import Mesh
 from passes.ir.program import Op, TensorType
-from passes.ir.redistribution import Step
+from passes.ir.redistribution import RedistributionStep
 from passes.ir.rule import Role, Rule, Rules
 from passes.rules import find_rule
 from passes.rules.cheap import is_cheap
 from passes.rules.local_forms import LOCAL_FORMS, FormContext, LocalForm
 from passes.rules.rule import Choice, replicated
-from passes.rules.strategies import Subject, subject
+from passes.rules.strategies import OpContext, subject
 
 
 class Parts(NamedTuple):
@@ -40,7 +40,7 @@ class OpPrices:
     `passes.cost.fusion`); None that it is not.
     """
 
-    def __init__(self, subject: Subject, cluster: Cluster, mesh: Mesh, fused: Fused | None = None) -> None:
+    def __init__(self, subject: OpContext, cluster: Cluster, mesh: Mesh, fused: Fused | None = None) -> None:
         self.subject = subject
         self.cluster = cluster
         self.mesh = mesh
@@ -75,7 +75,7 @@ class OpPrices:
         context = _context(self.subject, rule, axis, choice, strategy, self.mesh)
         itemsize, exposed = self.subject.operands[0].dtype.itemsize, 1 - form.overlap
 
-        def seconds(steps: Iterable[Step]) -> float:
+        def seconds(steps: Iterable[RedistributionStep]) -> float:
             return exposed * sum(step_seconds(step, itemsize, self.cluster, self.mesh) for step in steps)
 
         return seconds(form.forward(context)), seconds(form.backward(context)) if self.subject.flows else 0.0
@@ -131,7 +131,7 @@ class OpPrices:
 
 
 def op_seconds(
-    subject: Subject,
+    subject: OpContext,
     choices: Sequence[Choice],
     strategy: Strategy,
     cluster: Cluster,
@@ -142,7 +142,7 @@ def op_seconds(
     return OpPrices(subject, cluster, mesh, fused).seconds(choices, strategy)
 
 
-def _saved(subject: Subject, reads: Sequence[float], writes: Sequence[float], fused: Fused | None) -> float:
+def _saved(subject: OpContext, reads: Sequence[float], writes: Sequence[float], fused: Fused | None) -> float:
     """Bytes that the backward pass reads of what autograd kept; of an op without a rule everything."""
     if fused is not None:
         return sum(reads[slot] for slot in fused.read_again) + sum(writes[index] for index in fused.read_back)
@@ -173,7 +173,7 @@ def _ways(layout: Layout, sizes: Sequence[int]) -> int:
     return ways
 
 
-def _unaligned(subject: Subject, strategy: Strategy, sizes: Sequence[int]) -> bool:
+def _unaligned(subject: OpContext, strategy: Strategy, sizes: Sequence[int]) -> bool:
     """Whether rows of what is multiplied, or of the product, do not begin at multiples of 16 bytes on a rank."""
     for types, layouts in ((subject.operands, strategy.operands), (subject.results, strategy.results)):
         for type, layout in zip(types, layouts, strict=True):
@@ -187,7 +187,7 @@ def _unaligned(subject: Subject, strategy: Strategy, sizes: Sequence[int]) -> bo
     return False
 
 
-def _context(subject: Subject, rule: Rule, axis: int, choice: Choice, strategy: Strategy, mesh: Mesh) -> FormContext:
+def _context(subject: OpContext, rule: Rule, axis: int, choice: Choice, strategy: Strategy, mesh: Mesh) -> FormContext:
     """The context of a local form on one axis."""
     shapes = tuple(
         local_shape(type.shape, layout, mesh) for type, layout in zip(subject.operands, strategy.operands, strict=True)

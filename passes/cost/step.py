@@ -18,7 +18,7 @@ from passes.ir.figures import largest
 
 
 @dataclass(frozen=True)
-class Part:
+class BlockSeconds:
     """Seconds of one block of a program in one micro-batch, its `count` copies together.
 
     `exchange` are the all-to-alls that run once before a forward pass: they bring parameters to the layout that is
@@ -41,14 +41,14 @@ class Part:
     cover: float = 0.0
     cover_again: float = 0.0
 
-    def __add__(self, other: "Part") -> "Part":
-        return Part(self.count, *(getattr(self, name) + getattr(other, name) for name in _SUMMED))
+    def __add__(self, other: "BlockSeconds") -> "BlockSeconds":
+        return BlockSeconds(self.count, *(getattr(self, name) + getattr(other, name) for name in _SUMMED))
 
-    def __mul__(self, times: float) -> "Part":
-        return Part(self.count, *(getattr(self, name) * times for name in _SUMMED))
+    def __mul__(self, times: float) -> "BlockSeconds":
+        return BlockSeconds(self.count, *(getattr(self, name) * times for name in _SUMMED))
 
 
-_SUMMED = tuple(item.name for item in fields(Part) if item.name != "count")
+_SUMMED = tuple(item.name for item in fields(BlockSeconds) if item.name != "count")
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ def windows(configuration: Configuration) -> tuple[Window, ...]:
 
 
 def exchanges(configuration: Configuration) -> int:
-    """How often `Part.exchange` runs in a step."""
+    """How often `BlockSeconds.exchange` runs in a step."""
     return 1 if configuration.gather_once else configuration.micro_batches
 
 
@@ -131,7 +131,7 @@ def exposed(traffic: float, cover: float, count: int, share: float = 0.0) -> flo
 
 
 def compose(
-    parts: Sequence[Part], configuration: Configuration, inputs: float, optimizer: float, share: float = 0.0
+    parts: Sequence[BlockSeconds], configuration: Configuration, inputs: float, optimizer: float, share: float = 0.0
 ) -> Seconds:
     """The step whose micro-batches consist of `parts`; `inputs` and `optimizer` are seconds of the whole step, `share`
     is the part of a device that collectives take meanwhile."""

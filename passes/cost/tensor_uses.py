@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from passes.cost.live_ranges import layout_bytes, runs_again
-from passes.ir.choices import Edge, Group, Problem
+from passes.ir.choices import Edge, EdgeGroup, Problem
 from passes.ir.layout import I, Layout, Letter, R
 from passes.ir.mesh import Mesh
 
@@ -27,7 +27,7 @@ class TensorUses:
     `source_bytes` and `target_bytes` are those of all occurrences on one device; of symbolic sizes they are figures.
     """
 
-    group: Group
+    group: EdgeGroup
     producer: int
     edges: Sequence[Edge]
     sources: Sequence[Layout]
@@ -54,7 +54,9 @@ def find_tensor_uses(problem: Problem, mesh: Mesh) -> list[TensorUses]:
 _WHOLE = 1
 
 
-def _uses(problem: Problem, group: Group, edges: Sequence[Edge], mesh: Mesh, numbers: dict[Letter, int]) -> TensorUses:
+def _uses(
+    problem: Problem, group: EdgeGroup, edges: Sequence[Edge], mesh: Mesh, numbers: dict[Letter, int]
+) -> TensorUses:
     producer = edges[0].producer
     sources: dict[tuple[Layout, bool], int] = {}
     node = problem.nodes[producer]

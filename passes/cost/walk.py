@@ -10,10 +10,10 @@ from passes.cost.cluster import Cluster
 from passes.cost.communication import joint_seconds, redistribution_seconds
 from passes.cost.fusion import Fused, joined
 from passes.cost.price import cover, op_seconds, seconds_alone, update_seconds
-from passes.cost.step import Part, Seconds, compose
+from passes.cost.step import BlockSeconds, Seconds, compose
 from passes.ir.configuration import Configuration
 from passes.ir.layout import local_shape
-from passes.ir.lowered import Body, Change, Compute, Loop, Lowered
+from passes.ir.lowered import Body, Compute, Loop, Lowered, Redistribution
 from passes.ir.mesh import Mesh
 from passes.ir.program import Folded, Region
 from passes.rules import find_rule
@@ -47,14 +47,14 @@ def walk(
     return compose(parts, configuration, configuration.micro_batches * inputs, update)
 
 
-def lowered_parts(lowered: Lowered, folded: Folded, cluster: Cluster, mesh: Mesh) -> tuple[Part, ...]:
+def lowered_parts(lowered: Lowered, folded: Folded, cluster: Cluster, mesh: Mesh) -> tuple[BlockSeconds, ...]:
     """Seconds of what stands before, in, between and after the regions of a lowered program."""
     parts = []
-    outside, fused = Part(), joined(folded)
+    outside, fused = BlockSeconds(), joined(folded)
     for statement in lowered.body.statements:
         if isinstance(statement, Loop):
             parts += [outside, _loop(statement, folded, cluster, mesh, fused)]
-            outside = Part()
+            outside = BlockSeconds()
         else:
             outside += _statement(statement, lowered.body, folded, cluster, mesh, "none", fused)
     return (*parts, outside)
@@ -72,15 +72,15 @@ def seconds_on_one(folded: Folded, cluster: Cluster) -> float:
 
 
 def _statement(
-    statement: Compute | Change,
+    statement: Compute | Redistribution,
     body: Body,
     folded: Folded,
     cluster: Cluster,
     mesh: Mesh,
     recompute: str,
     fused: Mapping[str, Fused],
-) -> Part:
-    if isinstance(statement, Change):
+) -> BlockSeconds:
+    if isinstance(statement, Redistribution):
         return _change(statement, cluster, mesh, recompute)
     op = statement.whole
     types = {name: body.types[name] for name in (*op.operands, *op.results)}
@@ -92,10 +92,10 @@ def _statement(
     own = fused.get(op.results[0].partition("~")[0]) if op.results else None
     forward, backward = op_seconds(about, choices, statement.strategy, cluster, mesh, own)
     again = forward if recompute == "full" or (recompute == "selective" and statement.recomputed) else 0.0
-    return Part(forward_compute=forward, backward_compute=backward, recompute=again)
+    return BlockSeconds(forward_compute=forward, backward_compute=backward, recompute=again)
 
 
-def _change(statement: Change, cluster: Cluster, mesh: Mesh, recompute: str) -> Part:
+def _change(statement: Redistribution, cluster: Cluster, mesh: Mesh, recompute: str) -> BlockSeconds:
     size, gradient_size, joint = statement.type.dtype.itemsize, statement.gradient_itemsize, statement.exchanged
     forward, backward = redistribution_seconds(
         statement.steps[len(joint) :], size, gradient_size, statement.gradient, cluster, mesh, statement.joined
@@ -106,15 +106,15 @@ def _change(statement: Change, cluster: Cluster, mesh: Mesh, recompute: str) -> 
             backward += sum(joint_seconds(step.backward, gradient_size, cluster, mesh) for step in joint)
         # A copy that runs again gathers its parameters again.
         is_again = recompute == "full" or statement.again
-        return Part(exchange=exchange, gather=forward, gather_again=forward if is_again else 0.0, reduce=backward)
+        return BlockSeconds(exchange=exchange, gather=forward, gather_again=forward if is_again else 0.0, reduce=backward)
     again = forward * (statement.again + (recompute == "full"))
-    return Part(forward_communication=forward, backward_communication=backward + again)
+    return BlockSeconds(forward_communication=forward, backward_communication=backward + again)
 
 
-def _loop(loop: Loop, folded: Folded, cluster: Cluster, mesh: Mesh, fused: Mapping[str, Fused]) -> Part:
+def _loop(loop: Loop, folded: Folded, cluster: Cluster, mesh: Mesh, fused: Mapping[str, Fused]) -> BlockSeconds:
     count, recompute = loop.region.count, loop.recompute
     ideal = cover(loop.region.ops, folded.types, folded.flowing, folded.program.rules, cluster, mesh.size, count, fused)
-    total = Part(count, cover=ideal.forward, cover_again=ideal.again(recompute))
+    total = BlockSeconds(count, cover=ideal.forward, cover_again=ideal.again(recompute))
     for statement in loop.body.statements:
         assert not isinstance(statement, Loop)
         total += _statement(statement, loop.body, folded, cluster, mesh, recompute, fused) * count

@@ -25,7 +25,7 @@ class Strategy:
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class StrategyBytes:
     """Bytes that a strategy of a node holds, all its copies together.
 
     `held` lies there throughout the step; `gradient` from its backward pass to the optimizer step; `transient` is what
@@ -56,7 +56,7 @@ class Node:
     block: int
     strategies: tuple[Strategy, ...]
     seconds: tuple[float, ...]
-    memory: tuple[Memory, ...]
+    memory: tuple[StrategyBytes, ...]
     saves_result: bool = False
     results: tuple[float, ...] = ()
     copies: tuple[float, ...] = ()
@@ -102,7 +102,7 @@ class Edge:
 
 
 @dataclass(frozen=True)
-class Group:
+class EdgeGroup:
     """Uses of one tensor in one place, `count` times in a step.
 
     `gradient` says that a gradient flows back, in elements of `gradient_itemsize` bytes; `parameter` that the tensor
@@ -144,7 +144,7 @@ class Problem:
 
     nodes: Sequence[Node]
     edges: Sequence[Edge]
-    groups: Sequence[Group]
+    groups: Sequence[EdgeGroup]
     blocks: Sequence[str]
     counts: Sequence[int]
     index: Mapping[str, int]

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from passes.ir.choices import Strategy
 from passes.ir.configuration import Configuration
 from passes.ir.layout import Layout, Shape
-from passes.ir.lowered import Group
+from passes.ir.lowered import FSDPUnit
 
 
 @dataclass(frozen=True)
@@ -39,5 +39,5 @@ class Decisions:
     strategies: Mapping[str, Decided] = field(default_factory=dict)
     regathered: Sequence[tuple[str, int]] | None = None
     stored: Mapping[str, Layout] | None = None
-    units: tuple[Group, ...] | None = None
+    units: tuple[FSDPUnit, ...] | None = None
     gap: float = 0.0

@@ -8,7 +8,7 @@ from passes.ir.program import Op
 
 
 @dataclass(frozen=True)
-class Demand:
+class Constraint:
     """One demand: on `axis`, `what` of what matches `pattern` is `letter`, or its method is `method`.
 
     `method` is the layout as it was written where it is one; "whole" is met by both R and I."""
@@ -31,26 +31,26 @@ class Demand:
 
 # Where a demand holds: ("stored" | "used", parameter), ("in", op, slot), ("out", op, result), ("method", op), or
 # ("method within", op) for the ops of a module, which follow it if they can; an op is known by its first result.
-Place = tuple[str, ...]
+ConstraintTarget = tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class Demands:
+class PlacedConstraints:
     """All demands by where they hold and on which axis."""
 
-    placed: Mapping[Place, Mapping[int, Demand]]
+    placed: Mapping[ConstraintTarget, Mapping[int, Constraint]]
 
-    def at(self, *place: str) -> Mapping[int, Demand]:
+    def at(self, *place: str) -> Mapping[int, Constraint]:
         """The demands at one place, by axis."""
         return self.placed.get(place, {})
 
-    def axes(self, *places: Place) -> set[int]:
+    def axes(self, *places: ConstraintTarget) -> set[int]:
         """The axes on which anything is demanded at these places."""
         return {axis for place in places for axis in self.at(*place)}
 
-    def places(self, op: Op) -> list[Place]:
+    def places(self, op: Op) -> list[ConstraintTarget]:
         """Where something may be demanded of an op."""
-        found: list[Place] = [("method", op.results[0]), ("method within", op.results[0])]
+        found: list[ConstraintTarget] = [("method", op.results[0]), ("method within", op.results[0])]
         found += [("in", op.results[0], str(slot)) for slot in range(len(op.operands))]
         found += [("out", op.results[0], str(index)) for index in range(len(op.results))]
         for name in op.operands:

@@ -9,7 +9,7 @@ import torch
 from passes.ir.choices import Strategy
 from passes.ir.layout import Layout, P, R
 from passes.ir.program import Argument, Op, Program, Region, TensorType
-from passes.ir.redistribution import Step
+from passes.ir.redistribution import RedistributionStep
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Compute:
 
 
 @dataclass(frozen=True)
-class Change:
+class Redistribution:
     """Bring a value to another layout. `again` says that the backward pass does it once more instead of keeping the
     result; `parameter` that `source` is a parameter, of which this is the local shard. `dtypes` are what it is cast to
     before, and what its gradient is reduced in (None: as it is). The first `engine` steps, and the cast, are made by
@@ -56,7 +56,7 @@ class Change:
     type: TensorType
     before: Layout
     after: Layout
-    steps: tuple[Step, ...]
+    steps: tuple[RedistributionStep, ...]
     gradient: bool
     gradient_itemsize: int
     again: bool = False
@@ -66,8 +66,8 @@ class Change:
     joined: int = 1
 
     @property
-    def exchanged(self) -> tuple[Step, ...]:
-        """The all-to-alls of the engine that make the copy which is gathered (see `Group.turned`): they run once before
+    def exchanged(self) -> tuple[RedistributionStep, ...]:
+        """The all-to-alls of the engine that make the copy which is gathered (see `FSDPUnit.turned`): they run once before
         a forward pass, for all parameters together."""
         return tuple(takewhile(lambda step: step.collective == "all_to_all", self.steps[: self.engine]))
 
@@ -103,13 +103,13 @@ class Loop:
     region: Region
     body: "Body"
     initial: tuple[str, ...]
-    between: tuple[Change | None, ...]
+    between: tuple[Redistribution | None, ...]
     shared: tuple[str, ...]
     exports: tuple[tuple[str, tuple[str | None, ...]], ...]
     recompute: str = "none"
 
 
-Statement = Compute | Change | Loop
+Statement = Compute | Redistribution | Loop
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ class Body:
     @property
     def redistributed_parameters(self) -> frozenset[str]:
         """The results of redistributions of parameters."""
-        changes = (item for item in self.statements if isinstance(item, Change))
+        changes = (item for item in self.statements if isinstance(item, Redistribution))
         return frozenset(change.result for change in changes if change.parameter or change.engine)
 
 
@@ -140,7 +140,7 @@ class Returned:
 
 
 @dataclass(frozen=True)
-class Group:
+class FSDPUnit:
     """Parameters that an engine gathers, and whose gradients it reduces, together.
 
     `parameters` have the dim that each is split in. The axes in `sharded`, the most significant digit first, split it;
@@ -180,13 +180,13 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Held:
+class FSDPUnits:
     """What an engine does for a program: `parameters` are those that it gives, `copies` the numbers of the groups that
     gather around each copy of each loop, `ops` those around ops outside of loops, by key; `places` has all of these in
     the order in which the program calls them. The innermost group comes first. A model's programs share `groups`.
     """
 
-    groups: tuple[Group, ...] = ()
+    groups: tuple[FSDPUnit, ...] = ()
     parameters: frozenset[str] = frozenset()
     copies: tuple[tuple[tuple[int, ...], ...], ...] = ()
     ops: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
@@ -217,4 +217,4 @@ class Lowered:
     parameters: Mapping[str, Layout]
     outputs: tuple[Returned, ...]
     updates: tuple[tuple[str, str], ...]
-    held: Held = field(default_factory=Held)
+    held: FSDPUnits = field(default_factory=FSDPUnits)

@@ -170,7 +170,7 @@ class Update:
 
 
 @dataclass(frozen=True)
-class Change:
+class StateChange:
     """An operator without gradient that changes a parameter in place, element by element, before anything reads it:
     `arguments` are all but the parameter."""
 
@@ -205,7 +205,7 @@ class Program:
     types: Mapping[str, TensorType]
     updates: tuple[Update, ...] = ()
     copied: frozenset[str] = frozenset()
-    changes: tuple[Change, ...] = ()
+    changes: tuple[StateChange, ...] = ()
     compiled: bool = False
     rules: Rules = field(default_factory=dict)
 

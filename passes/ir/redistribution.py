@@ -41,7 +41,7 @@ COLLECTIVES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class RedistributionStep:
     """One change of letter on one axis, as the ranks see it.
 
     `source` and `target` hold local majors (see `layout.local_major`); `before` and `after` are local shapes. `cut`
@@ -69,14 +69,16 @@ class Step:
         return self.collective != "convert"
 
     @property
-    def backward(self) -> "Step":
+    def backward(self) -> "RedistributionStep":
         """What runs backward: the change from the gradient of the target to the gradient of the source."""
-        return Step(self.axis, self.target.gradient, self.source.gradient, self.after, self.before, self.join, self.cut)
+        return RedistributionStep(
+            self.axis, self.target.gradient, self.source.gradient, self.after, self.before, self.join, self.cut
+        )
 
 
 def redistribution(
     source: Layout, target: Layout, shape: Shape, mesh: Mesh, *, strided: bool = False
-) -> tuple[Step, ...]:
+) -> tuple[RedistributionStep, ...]:
     """The steps that bring a tensor of global `shape` from layout `source` to layout `target`.
 
     `strided` says that it does not lie in memory in the order of its dims, so that parts are always copied. The order
@@ -87,7 +89,9 @@ def redistribution(
 
 # Layers of a model, and their parameters, ask for the same steps again and again.
 @lru_cache(maxsize=1 << 14)
-def _redistribution(source: Layout, target: Layout, shape: Shape, mesh: Mesh, strided: bool) -> tuple[Step, ...]:
+def _redistribution(
+    source: Layout, target: Layout, shape: Shape, mesh: Mesh, strided: bool
+) -> tuple[RedistributionStep, ...]:
     current, found = source, []
     for steps in all_steps([Pairs((source,), (target,), shape, strided)], mesh):
         axis = int(steps.axis[0])
@@ -95,7 +99,7 @@ def _redistribution(source: Layout, target: Layout, shape: Shape, mesh: Mesh, st
         letter = target[axis] if target[axis].kind == KINDS[steps.target[0]] else R
         changed = (*current[:axis], letter, *current[axis + 1 :])
         found.append(
-            Step(
+            RedistributionStep(
                 axis,
                 _local(current[axis], changed, mesh),
                 _local(letter, current, mesh),

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 
 from passes.clock import Clock
 from passes.ir.choices import Problem, Solution
-from passes.ir.lowered import Group, Lowered
+from passes.ir.lowered import FSDPUnit, Lowered
 from passes.ir.program import Folded
 from passes.lower.recompute import recompute
 from passes.lower.straight import Casts, straight_code
-from passes.lower.units import engines
+from passes.lower.units import fsdp_units
 
 __all__ = ["Casts", "lower"]
 
@@ -24,7 +24,7 @@ def lower(
     solution: Solution,
     casts: Casts,
     clock: Clock,
-    units: Sequence[Group] | None = None,
+    units: Sequence[FSDPUnit] | None = None,
 ) -> Lowered:
     """The program of one rank under `solution`. `units` are the FSDP units that hold the parameters already, if it is
     not the first program of its model."""
@@ -33,5 +33,5 @@ def lower(
         lowered = straight_code(folded, problem, solution, configuration.mesh, casts)
     with clock("recompute"):
         lowered = recompute(lowered, configuration.recompute)
-    with clock("engines"):
-        return engines(lowered, configuration.mesh, units, configuration.gather_once)
+    with clock("fsdp_units"):
+        return fsdp_units(lowered, configuration.mesh, units, configuration.gather_once)

@@ -11,7 +11,7 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 
 from passes.ir.errors import ConstraintError
-from passes.ir.lowered import Body, Change, Compute, Loop, Lowered
+from passes.ir.lowered import Body, Compute, Loop, Lowered, Redistribution
 from passes.ir.program import Region
 from passes.ir.rule import Rules
 from passes.rules import find_rule
@@ -73,7 +73,7 @@ def _views(body: Body, rules: Rules) -> Iterator[tuple[Collection[str], Collecti
     for item in reversed(body.statements):
         if isinstance(item, Compute) and is_view(find_rule(item.whole, body.types, rules), item.copies):
             yield item.op.results, item.op.operands
-        elif isinstance(item, Change):
+        elif isinstance(item, Redistribution):
             yield (item.result,), (item.source,)
 
 

@@ -10,7 +10,7 @@ import torch
 
 from passes.ir.choices import Problem, Solution, Strategy
 from passes.ir.layout import Layout
-from passes.ir.lowered import Body, Change, Compute, Loop, Lowered, Returned, Split, Statement
+from passes.ir.lowered import Body, Compute, Loop, Lowered, Redistribution, Returned, Split, Statement
 from passes.ir.mesh import Mesh
 from passes.ir.program import Argument, Folded, Op, Ref, Region, TensorType, draws, references, rename
 from passes.ir.redistribution import redistribution
@@ -183,7 +183,7 @@ class _Lowering:
         steps = redistribution(before, after, about.type.shape, self.mesh, strided=about.strided)
         again = (group, after) in self.solution.again
         scope.statements.append(
-            Change(
+            Redistribution(
                 name, result, about.type, before, after, steps, about.gradient, about.gradient_itemsize, again,
                 about.parameter, dtypes, joined=about.joined,
             )
@@ -217,14 +217,14 @@ class _Lowering:
                 self._define(body_scope, own, self.sources[own])
         for op in region.ops:
             self._op(op, body_scope)
-        between: list[Change | None] = []
+        between: list[Redistribution | None] = []
         for carry in region.carries:
             node, strategy = self._carry(region, carry.argument)
             edges = [edge for edge in self.problem.edges if edge.consumer == node]
             changes = _Scope(None)
             given = body_scope.layouts[carry.next]
             self._change(carry.next, given, strategy.results[0], edges[1].group, changes, remember=True)
-            between.append(next((item for item in changes.statements if isinstance(item, Change)), None))
+            between.append(next((item for item in changes.statements if isinstance(item, Redistribution)), None))
         exports = []
         for export in region.exports:
             for name in export.names:

@@ -10,11 +10,11 @@ parameters at once, ahead of time and beside the computation. What it can do mus
   the most significant ones that are left there when the other axes have taken theirs, in the order of the mesh.
 
 Where all-to-alls on other axes are planned before the gather, because they move less then, the engine gathers a copy
-that these have made (`Group.turned`): one for each forward pass, of all parameters before the first is gathered. If
+that these have made (`FSDPUnit.turned`): one for each forward pass, of all parameters before the first is gathered. If
 that copy is not one gather, the generated code makes all steps: with the gather first, more would be moved than was
 planned.
 
-Where parameters are read as they are stored, nothing is gathered (`Group.gathers`): the engine only reduces their
+Where parameters are read as they are stored, nothing is gathered (`FSDPUnit.gathers`): the engine only reduces their
 gradients, and nothing is called around the code that reads them.
 
 Whatever is no data axis, or does not fit, keeps its steps in the generated code. So does a parameter that is read in
@@ -30,7 +30,7 @@ import torch
 
 from passes._torch import schema_of
 from passes.ir.layout import Layout, R, local_major
-from passes.ir.lowered import Body, Change, Compute, Group, Held, Loop, Lowered, Statement
+from passes.ir.lowered import Body, Compute, FSDPUnit, FSDPUnits, Loop, Lowered, Redistribution, Statement
 from passes.ir.mesh import Mesh
 from passes.ir.program import Parameter, find_overload, references
 from passes.ir.redistribution import redistribution
@@ -50,7 +50,7 @@ class _Use:
     """One reading of a parameter; `change` is None where it is read as it is stored."""
 
     place: _Place
-    change: Change | None
+    change: Redistribution | None
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,9 @@ class _Axes:
     kept: Layout
 
 
-def engines(lowered: Lowered, mesh: Mesh, groups: Sequence[Group] | None = None, gather_once: bool = False) -> Lowered:
+def fsdp_units(
+    lowered: Lowered, mesh: Mesh, groups: Sequence[FSDPUnit] | None = None, gather_once: bool = False
+) -> Lowered:
     """`lowered` with `held`, and the changes marked that an engine makes.
 
     `groups` are those that hold the model's parameters already, if there are any: another program of the same model
@@ -103,10 +105,10 @@ def _loops(lowered: Lowered) -> list[Loop]:
     return [item for item in lowered.body.statements if isinstance(item, Loop)]
 
 
-def _reads(body: Body) -> Iterator[tuple[str, Change | None]]:
+def _reads(body: Body) -> Iterator[tuple[str, Redistribution | None]]:
     """What the statements of a body read, and by which change; those inside its loops excepted."""
     for statement in body.statements:
-        if isinstance(statement, Change):
+        if isinstance(statement, Redistribution):
             yield statement.source, statement
         elif isinstance(statement, Compute):
             yield from ((name, None) for name in statement.op.operands)
@@ -123,7 +125,7 @@ def _readers(body: Body) -> Iterator[tuple[str, str | None]]:
             reader = statement.op.key if _may_be_surrounded(statement) else None
             for name in statement.op.operands:
                 found.setdefault(name, set()).add(reader)
-        elif isinstance(statement, Change):
+        elif isinstance(statement, Redistribution):
             found.setdefault(statement.source, set()).add(None)
         else:
             for name in (*statement.initial, *statement.shared):
@@ -150,12 +152,12 @@ def _place(uses: Sequence[_Use]) -> _Place:
 # --- which groups there are ------------------------------------------------------------------------------------------
 
 
-def _groups(lowered: Lowered, uses: Mapping[str, Sequence[_Use]], mesh: Mesh, gather_once: bool) -> list[Group]:
+def _groups(lowered: Lowered, uses: Mapping[str, Sequence[_Use]], mesh: Mesh, gather_once: bool) -> list[FSDPUnit]:
     """Parameters that are read in one place, and go the same way on the same axes, are one group. Those of copies that
     run again are gathered again."""
     members: dict[_Signature, dict[str, int]] = {}
     turned: dict[_Signature, dict[str, Layout]] = {}
-    changes: dict[_Signature, list[Change]] = {}
+    changes: dict[_Signature, list[Redistribution]] = {}
     for parameter in lowered.program.parameters:
         own = uses[parameter.name]
         place, found = _place(own), _axes(parameter, lowered.parameters[parameter.name], own, mesh)
@@ -176,7 +178,7 @@ def _groups(lowered: Lowered, uses: Mapping[str, Sequence[_Use]], mesh: Mesh, ga
         # What all ranks have is copied for use, not sent: it need not stay.
         again = any(change.again for change in changes[common]) or not sharded or not saved
         again |= isinstance(common[0], tuple) and common[0][0] in whole
-        groups.append(Group(names, sharded, replicated, saved, again, dtypes, turned[common]))
+        groups.append(FSDPUnit(names, sharded, replicated, saved, again, dtypes, turned[common]))
     return groups
 
 
@@ -191,7 +193,7 @@ def _axes(parameter: Parameter, stored: Layout, uses: Sequence[_Use], mesh: Mesh
     return _axes_of_kept(parameter, _kept(stored, changes, mesh), changes, mesh)
 
 
-def _kept(stored: Layout, changes: Sequence[Change], mesh: Mesh) -> Layout:
+def _kept(stored: Layout, changes: Sequence[Redistribution], mesh: Mesh) -> Layout:
     """The layout in which the engine may keep a parameter: after the all-to-alls with which all of its changes begin,
     where these are the same."""
     reached = set()
@@ -202,7 +204,7 @@ def _kept(stored: Layout, changes: Sequence[Change], mesh: Mesh) -> Layout:
     return reached.pop() if len(reached) == 1 else stored
 
 
-def _axes_of_kept(parameter: Parameter, stored: Layout, changes: Sequence[Change], mesh: Mesh) -> _Axes | None:
+def _axes_of_kept(parameter: Parameter, stored: Layout, changes: Sequence[Redistribution], mesh: Mesh) -> _Axes | None:
     """The axes that an engine can take of a parameter that it keeps as `stored`."""
     free = [
         axis for axis in mesh.dimensions if mesh.sizes[axis] > 1 and all(change.after[axis] == R for change in changes)
@@ -219,7 +221,7 @@ def _axes_of_kept(parameter: Parameter, stored: Layout, changes: Sequence[Change
     sharded = max(choices, key=lambda axes: prod(mesh.sizes[axis] for axis in axes), default=())
     if not sharded and not replicated:
         return None
-    used = Group({}, sharded, replicated, False, False, (None, None)).used(stored)
+    used = FSDPUnit({}, sharded, replicated, False, False, (None, None)).used(stored)
     if not all(_grows(used, change, mesh) for change in changes):
         return None
     return _Axes(sharded, replicated, stored[sharded[0]].dim if sharded else 0, stored)
@@ -236,7 +238,7 @@ def _is_leading(axes: Sequence[int], stored: Layout, mesh: Mesh) -> bool:
     return True
 
 
-def _grows(used: Layout, change: Change, mesh: Mesh) -> bool:
+def _grows(used: Layout, change: Redistribution, mesh: Mesh) -> bool:
     """Whether no step shrinks that is left from what the engine gives."""
     steps = redistribution(used, change.after, change.type.shape, mesh)
     return all(prod(step.after) >= prod(step.before) for step in steps)
@@ -245,7 +247,7 @@ def _grows(used: Layout, change: Change, mesh: Mesh) -> bool:
 # --- what a program reads of them ------------------------------------------------------------------------------------
 
 
-def _held(lowered: Lowered, uses: Mapping[str, Sequence[_Use]], groups: Sequence[Group], mesh: Mesh) -> Held:
+def _held(lowered: Lowered, uses: Mapping[str, Sequence[_Use]], groups: Sequence[FSDPUnit], mesh: Mesh) -> FSDPUnits:
     """What this program reads of `groups`, and where they are called."""
     given: set[str] = set()
     for group in groups:
@@ -272,7 +274,7 @@ def _held(lowered: Lowered, uses: Mapping[str, Sequence[_Use]], groups: Sequence
     )
     ops = {place: numbers for place, numbers in around.items() if isinstance(place, str)}
     places = tuple(around[place] for place in _places(lowered) if place in around)
-    return Held(tuple(groups), frozenset(given), copies, ops, places)
+    return FSDPUnits(tuple(groups), frozenset(given), copies, ops, places)
 
 
 def _places(lowered: Lowered) -> Iterator[_Place]:
@@ -291,7 +293,7 @@ def _alike(own: Sequence[str], given: Set[str], ways: Mapping[str, object]) -> b
     return given >= set(own) and all(ways[name] == ways[own[0]] for name in own)
 
 
-def _fits(name: str, lowered: Lowered, uses: Mapping[str, Sequence[_Use]], group: Group, mesh: Mesh) -> bool:
+def _fits(name: str, lowered: Lowered, uses: Mapping[str, Sequence[_Use]], group: FSDPUnit, mesh: Mesh) -> bool:
     """Whether all that a program reads of a parameter follows from what `group` gives of it."""
     used = group.used(group.kept(name, lowered.parameters[name]))
     for use in uses[name]:
@@ -303,14 +305,14 @@ def _fits(name: str, lowered: Lowered, uses: Mapping[str, Sequence[_Use]], group
     return True
 
 
-def _marked(lowered: Lowered, held: Held, mesh: Mesh) -> Lowered:
+def _marked(lowered: Lowered, held: FSDPUnits, mesh: Mesh) -> Lowered:
     """`lowered` with the steps of the engine before all others."""
     by_name = {name: group for group in held.groups for name in group.parameters if name in held.parameters}
 
     def marked(body: Body, names: Mapping[str, Sequence[str]], whole: bool) -> Body:
         statements: list[Statement] = []
         for item in body.statements:
-            if isinstance(item, Change):
+            if isinstance(item, Redistribution):
                 name = names.get(item.source, (item.source,))[0]
                 group = by_name.get(name)
                 statements.append(item if group is None else _by_engine(name, item, group, mesh, whole))
@@ -324,7 +326,7 @@ def _marked(lowered: Lowered, held: Held, mesh: Mesh) -> Lowered:
     return replace(lowered, body=marked(lowered.body, {}, False), held=held)
 
 
-def _by_engine(name: str, change: Change, group: Group, mesh: Mesh, whole: bool) -> Change:
+def _by_engine(name: str, change: Redistribution, group: FSDPUnit, mesh: Mesh, whole: bool) -> Redistribution:
     """`change` with the steps of the engine first; `whole` says that all around it runs again in any case."""
     kept, shape = group.kept(name, change.before), change.type.shape
     used = group.used(kept)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from math import prod
 
 from passes.ir.layout import I, Letter, P, R, S, Shape
-from passes.ir.redistribution import Step
+from passes.ir.redistribution import RedistributionStep
 
 
 @dataclass(frozen=True)
@@ -34,53 +34,53 @@ def _causal(ways: int) -> float:
     return (2 * ways - 1) / ways**2
 
 
-def _none(context: FormContext) -> tuple[Step, ...]:
+def _none(context: FormContext) -> tuple[RedistributionStep, ...]:
     return ()
 
 
-def _statistics(count: int, target: Letter) -> Callable[[FormContext], tuple[Step, ...]]:
+def _statistics(count: int, target: Letter) -> Callable[[FormContext], tuple[RedistributionStep, ...]]:
     """`count` numbers for every row."""
 
-    def inside(context: FormContext) -> tuple[Step, ...]:
-        return (Step(context.axis, P, target, context.rows, context.rows),) * count
+    def inside(context: FormContext) -> tuple[RedistributionStep, ...]:
+        return (RedistributionStep(context.axis, P, target, context.rows, context.rows),) * count
 
     return inside
 
 
-def _classes(context: FormContext) -> tuple[Step, ...]:
+def _classes(context: FormContext) -> tuple[RedistributionStep, ...]:
     """Per token: the largest logit, the sum of exponentials, the logit of the label."""
     tokens = context.operands[1]
-    return (Step(context.axis, P, I, tokens, tokens),) * 3
+    return (RedistributionStep(context.axis, P, I, tokens, tokens),) * 3
 
 
-def _edges(context: FormContext) -> tuple[Step, ...]:
+def _edges(context: FormContext) -> tuple[RedistributionStep, ...]:
     """Both edges of every rank's block."""
     shape = context.operands[0]
     edges = (*shape[: context.dim], sum(context.reach), *shape[context.dim + 1 :])
     return (_gathered(context, edges),)
 
 
-def _totals(context: FormContext) -> tuple[Step, ...]:
+def _totals(context: FormContext) -> tuple[RedistributionStep, ...]:
     """What every rank's part sums to."""
     shape = context.operands[0]
     return (_gathered(context, (*shape[: context.dim], 1, *shape[context.dim + 1 :])),)
 
 
-def _gathered(context: FormContext, shape: Shape) -> Step:
+def _gathered(context: FormContext, shape: Shape) -> RedistributionStep:
     whole = (*shape[: context.dim], shape[context.dim] * context.ways, *shape[context.dim + 1 :])
-    return Step(context.axis, S(context.dim), R, shape, whole)
+    return RedistributionStep(context.axis, S(context.dim), R, shape, whole)
 
 
-def _channels(context: FormContext) -> tuple[Step, ...]:
+def _channels(context: FormContext) -> tuple[RedistributionStep, ...]:
     """Two numbers for every channel."""
     channels = context.operands[0][1:2]
-    return (Step(context.axis, P, R, channels, channels),) * 2
+    return (RedistributionStep(context.axis, P, R, channels, channels),) * 2
 
 
-def _groups(context: FormContext) -> tuple[Step, ...]:
+def _groups(context: FormContext) -> tuple[RedistributionStep, ...]:
     """Two numbers for every sample and group."""
     groups = (prod(context.rows),)
-    return (Step(context.axis, P, R, groups, groups),) * 2
+    return (RedistributionStep(context.axis, P, R, groups, groups),) * 2
 
 
 @dataclass(frozen=True)
@@ -91,8 +91,8 @@ class LocalForm:
     the busiest of so many ranks has; `overlap` the part of the collectives' time that its own computation hides.
     """
 
-    forward: Callable[[FormContext], tuple[Step, ...]] = _none
-    backward: Callable[[FormContext], tuple[Step, ...]] = _none
+    forward: Callable[[FormContext], tuple[RedistributionStep, ...]] = _none
+    backward: Callable[[FormContext], tuple[RedistributionStep, ...]] = _none
     share: Callable[[int], float] = _even
     overlap: float = 0.0
 

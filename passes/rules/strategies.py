@@ -20,7 +20,7 @@ Choices = tuple[Choice, ...]
 
 
 @dataclass(frozen=True)
-class Subject:
+class OpContext:
     """An op with what its strategies depend on: its rule, the types of its tensors, which of them a gradient flows
     through, and which operands are parameters. `copies` says that it is a view that must copy."""
 
@@ -46,9 +46,9 @@ def subject(
     flowing: Set[str],
     parameters: Set[str],
     strided: Set[str],
-) -> Subject:
+) -> OpContext:
     """The subject for `op`; `types`, `flowing`, `parameters` and `strided` tensors are by name."""
-    return Subject(
+    return OpContext(
         op,
         rule,
         tuple(types[name] for name in op.operands),
@@ -61,7 +61,7 @@ def subject(
 
 
 # What an axis may do with an op: "I", "R", the name of what passes, or a factor to split; None for anything.
-Offer = Sequence[Set[str] | None]
+AllowedMethods = Sequence[Set[str] | None]
 
 
 def letter_token(letter: Letter) -> str:
@@ -76,7 +76,7 @@ def method_token(method: str, is_op: bool) -> str:
 
 
 def op_strategies(
-    subject: Subject, digits: Mapping[int, Sequence[Digit]], mesh: Mesh, offer: Offer | None = None
+    subject: OpContext, digits: Mapping[int, Sequence[Digit]], mesh: Mesh, offer: AllowedMethods | None = None
 ) -> dict[Strategy, Choices]:
     """Every strategy of an op whose splits divide, with its choices; `digits` are by size of axis the factors to split
     and where. Where there is an `offer`, each axis does one of the things that it names.
@@ -101,7 +101,7 @@ def op_strategies(
     }
 
 
-def combine(subject: Subject, choices: Sequence[Choice]) -> Strategy:
+def combine(subject: OpContext, choices: Sequence[Choice]) -> Strategy:
     """The strategy that makes `choices`, one per axis."""
     operands = tuple(
         tuple(_plain(choice.operands[slot], flows) for choice in choices)
@@ -114,7 +114,7 @@ def combine(subject: Subject, choices: Sequence[Choice]) -> Strategy:
     return Strategy(tuple(choice.name for choice in choices), operands, results)
 
 
-def named_choices(subject: Subject, methods: Sequence[str], mesh: Mesh) -> Choices | None:
+def named_choices(subject: OpContext, methods: Sequence[str], mesh: Mesh) -> Choices | None:
     """The choices that `methods` name, one per axis; None if the op has none of that name."""
     choices = []
     for axis, name in enumerate(methods):
@@ -139,13 +139,13 @@ class _Option:
     begun: Digit | None = None
 
 
-def _option(subject: Subject, choice: Choice, begun: Digit | None = None) -> _Option:
+def _option(subject: OpContext, choice: Choice, begun: Digit | None = None) -> _Option:
     flowing = (*subject.flowing_operands, *subject.flowing_results)
     return _Option(choice, tuple(map(_plain, (*choice.operands, *choice.results), flowing)), begun)
 
 
 def _combinations(
-    subject: Subject, digits: Mapping[int, Sequence[Digit]], mesh: Mesh, offer: Offer
+    subject: OpContext, digits: Mapping[int, Sequence[Digit]], mesh: Mesh, offer: AllowedMethods
 ) -> list[tuple[_Option, ...]]:
     """All ways to choose, one option per axis.
 
@@ -192,7 +192,7 @@ def _is_ordered(rule: Rule, name: str) -> bool:
     return method is not None and any(rule.factors[factor].ordered for factor in method.factors)
 
 
-def _unsplit(subject: Subject, size: int) -> list[Choice]:
+def _unsplit(subject: OpContext, size: int) -> list[Choice]:
     """What an axis of `size` may do without a split: compute the same on every rank, or let pending sums pass."""
     letters = ((I, R) if has_linear_gradients(subject.op) else (I,)) if subject.flows else (R,)
     found = [replicated(len(subject.operands), len(subject.results), letter) for letter in letters]

@@ -12,7 +12,7 @@ from passes.rules.strategies import Digit
 _MOST = 16
 
 
-def travel(
+def propagate(
     ops: Sequence[tuple[Op, Rule | None]],
     same: Iterable[tuple[str, ...]],
     offered: Mapping[str, Iterable[Letter]],

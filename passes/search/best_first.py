@@ -76,24 +76,24 @@ class Progress:
 
 
 @dataclass(frozen=True)
-class Node(ABC):
+class SearchNode(ABC):
     """A set of choices, of which none takes less than `bound` seconds."""
 
     bound: float
 
     @abstractmethod
-    def expand(self, subproblems: Subproblems, progress: Progress) -> tuple["Sequence[Node]", Progress]:
+    def expand(self, subproblems: Subproblems, progress: Progress) -> tuple["Sequence[SearchNode]", Progress]:
         """The nodes that take the place of this one, and the progress with what was found on the way."""
 
 
 @dataclass(frozen=True)
-class OnMesh(Node):
+class OnMesh(SearchNode):
     """All choices on `mesh` with one of the numbers of micro-batches in `counts`."""
 
     mesh: Mesh
     counts: tuple[int, ...]
 
-    def expand(self, subproblems: Subproblems, progress: Progress) -> tuple[Sequence[Node], Progress]:
+    def expand(self, subproblems: Subproblems, progress: Progress) -> tuple[Sequence[SearchNode], Progress]:
         """Bound those of the first number without memory limit."""
         if not self.counts:
             return (), progress
@@ -105,13 +105,13 @@ class OnMesh(Node):
 
 
 @dataclass(frozen=True)
-class Relaxation(Node):
+class Relaxation(SearchNode):
     """All choices of a number of micro-batches, or of one in `further`, which are bounded without memory limit."""
 
     relaxed: Subproblem
     further: tuple[int, ...]
 
-    def expand(self, subproblems: Subproblems, progress: Progress) -> tuple[Sequence[Node], Progress]:
+    def expand(self, subproblems: Subproblems, progress: Progress) -> tuple[Sequence[SearchNode], Progress]:
         """Raise the bound; at its end go on with the configurations within the limit, if the best choice breaks it."""
         goes_on, progress = _raise_bound(self.relaxed, subproblems, progress)
         bound = max(self.bound, self.relaxed.bound)
@@ -126,32 +126,32 @@ class Relaxation(Node):
 
 
 @dataclass(frozen=True)
-class Configured(Node):
+class Configured(SearchNode):
     """All choices of one configuration within the memory limit."""
 
     relaxed: Subproblem
     configuration: Configuration
 
-    def expand(self, subproblems: Subproblems, progress: Progress) -> tuple[Sequence[Node], Progress]:
+    def expand(self, subproblems: Subproblems, progress: Progress) -> tuple[Sequence[SearchNode], Progress]:
         """Begin to bound them."""
         return Bounding.begun(subproblems.limited(self.relaxed, self.configuration), subproblems, progress)
 
 
 @dataclass(frozen=True)
-class Refined(Node):
+class Refined(SearchNode):
     """All choices on `mesh` that are near to the choice `parent` (see `Subproblems.refined`)."""
 
     parent: Choice
     mesh: Mesh
     origins: tuple[int | None, ...]
 
-    def expand(self, subproblems: Subproblems, progress: Progress) -> tuple[Sequence[Node], Progress]:
+    def expand(self, subproblems: Subproblems, progress: Progress) -> tuple[Sequence[SearchNode], Progress]:
         """Begin to bound them."""
         return Bounding.begun(subproblems.refined(self.parent, self.mesh, self.origins), subproblems, progress)
 
 
 @dataclass(frozen=True)
-class Bounding(Node):
+class Bounding(SearchNode):
     """All choices of a subproblem within the memory limit, whose bound is being raised."""
 
     subproblem: Subproblem
@@ -159,14 +159,14 @@ class Bounding(Node):
     @classmethod
     def begun(
         cls, subproblem: Subproblem, subproblems: Subproblems, progress: Progress
-    ) -> tuple[Sequence[Node], Progress]:
+    ) -> tuple[Sequence[SearchNode], Progress]:
         """The node of a subproblem with a first bound."""
         progress = _begin(subproblem, subproblems, progress)
         node = cls(subproblem.bound, subproblem)
         node._remember(subproblems)
         return (node,), progress
 
-    def expand(self, subproblems: Subproblems, progress: Progress) -> tuple[Sequence[Node], Progress]:
+    def expand(self, subproblems: Subproblems, progress: Progress) -> tuple[Sequence[SearchNode], Progress]:
         """Raise the bound; at its end the subproblem is open, until its gap is closed."""
         goes_on, progress = _raise_bound(self.subproblem, subproblems, progress)
         self._remember(subproblems)
@@ -194,7 +194,7 @@ def within_limit(
     return tuple(Configured(max(bound, bounds.get(key, 0.0)), relaxed, each) for key, each in keys.items())
 
 
-def explore(nodes: Iterable[Node], subproblems: Subproblems, progress: Progress) -> Progress:
+def explore(nodes: Iterable[SearchNode], subproblems: Subproblems, progress: Progress) -> Progress:
     """Expand `nodes`, and what becomes of them, until no bound is below the incumbent's step time. What may still hold
     something better is open afterwards."""
     numbers = count()

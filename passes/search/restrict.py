@@ -9,12 +9,12 @@ from passes.ir.decisions import Decided, Decisions
 from passes.ir.errors import PlanMismatchError
 from passes.ir.layout import Layout, Letter, Shape
 from passes.ir.program import Folded
-from passes.rules.strategies import Offer, method_token
+from passes.rules.strategies import AllowedMethods, method_token
 
 # --- the methods of a plan -------------------------------------------------------------------------------------------
 
 
-def offers_of(folded: Folded, methods: Mapping[str, Sequence[str]]) -> dict[str, Offer]:
+def offers_of(folded: Folded, methods: Mapping[str, Sequence[str]]) -> dict[str, AllowedMethods]:
     """The methods that a plan has for each node, but for the digits at which splits begin.
 
     Raises PlanMismatchError for a method of a tensor that is no layout.

@@ -7,11 +7,11 @@ from passes.constrain import Constraints, constrain, stored_as
 from passes.cost.cluster import Cluster
 from passes.cost.walk import Optimizer
 from passes.ir.decisions import Decisions
-from passes.ir.demands import Demands
+from passes.ir.demands import PlacedConstraints
 from passes.ir.mesh import Mesh
 from passes.ir.program import Program
 from passes.lower import Casts
-from passes.rules.strategies import Offer
+from passes.rules.strategies import AllowedMethods
 from passes.solve.limits import Limits
 from passes.strategies import Setting
 
@@ -53,13 +53,13 @@ class Space:
         """The optimizer as the cost of its step needs it."""
         return Optimizer(self.optimizer_states, self.casts.master)
 
-    def demands(self, program: Program, mesh: Mesh) -> Demands:
+    def demands(self, program: Program, mesh: Mesh) -> PlacedConstraints:
         """The constraints on `program`, which is the whole program or that of one micro-batch, on `mesh`."""
         if self.decisions.stored is not None:
             return stored_as(program, self.decisions.stored)
         return constrain(program, self.constraints, mesh)
 
-    def setting(self, mesh: Mesh, offers: Mapping[str, Offer] | None = None) -> Setting:
+    def setting(self, mesh: Mesh, offers: Mapping[str, AllowedMethods] | None = None) -> Setting:
         """The setting in which strategies are made on `mesh`; nodes with `offers` may do nothing else."""
         master, reduce = self.casts.master, self.casts.reduce
         return Setting(mesh, self.cluster, self.optimizer_states, master, reduce, offers or {}, self.full_outputs)

@@ -7,16 +7,16 @@ from passes.clock import Clock
 from passes.cost.memory import memory_use
 from passes.ir.choices import Problem, Solution
 from passes.ir.configuration import Configuration
-from passes.ir.demands import Demands
+from passes.ir.demands import PlacedConstraints
 from passes.ir.mesh import Mesh
-from passes.rules.strategies import Offer, method_token
+from passes.rules.strategies import AllowedMethods, method_token
 from passes.search.configurations import relaxed_configuration
 from passes.search.programs import MicroBatchProgram, MicroBatchPrograms
 from passes.search.space import Space
 from passes.solve import Solver
 from passes.solve.limits import Limits
 from passes.solve.prices import Prices
-from passes.strategies import candidates
+from passes.strategies import planning_problem
 
 # The methods of a node that splits nothing on an axis.
 _WHOLE = frozenset({"I", "R"})
@@ -30,7 +30,7 @@ class Subproblem:
     """
 
     program: MicroBatchProgram
-    demands: Demands
+    demands: PlacedConstraints
     solver: Solver
 
     @property
@@ -104,13 +104,13 @@ class Subproblems:
         return replace(self, space=space, memory_limit=space.memory_limit)
 
     def problem(
-        self, mesh: Mesh, program: MicroBatchProgram, offers: Mapping[str, Offer] | None = None
-    ) -> tuple[Problem, Demands]:
+        self, mesh: Mesh, program: MicroBatchProgram, offers: Mapping[str, AllowedMethods] | None = None
+    ) -> tuple[Problem, PlacedConstraints]:
         """All strategies of a program on a mesh, or where nodes have `offers` only these; and the constraints there."""
         with self.clock("constrain"):
             demands = self.space.demands(program.program, mesh)
         with self.clock("candidates"):
-            return candidates(program.folded, demands, self.space.setting(mesh, offers)), demands
+            return planning_problem(program.folded, demands, self.space.setting(mesh, offers)), demands
 
     def relaxed(self, mesh: Mesh, count: int) -> Subproblem | None:
         """The subproblem of `count` micro-batches without memory limit; None where the batch cannot be split so."""

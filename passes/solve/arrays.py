@@ -11,7 +11,7 @@ import numpy as np
 from passes.cost.live_ranges import is_kept, recompute_of
 from passes.cost.step import exchanges, uncovered, windows
 from passes.cost.tensor_uses import TensorUses, find_tensor_uses
-from passes.ir.choices import Group, Node, Problem
+from passes.ir.choices import EdgeGroup, Node, Problem
 from passes.ir.configuration import Configuration
 from passes.ir.layout import Layout
 from passes.solve.effort import Effort
@@ -47,7 +47,7 @@ class GroupArrays:
     `reduce` are the seconds in one micro-batch, forward and backward.
     """
 
-    group: Group
+    group: EdgeGroup
     producer: int
     made: Integers
     edges: Sequence[EdgeArrays]

@@ -19,7 +19,7 @@ from passes.cost.communication import (
     joint_rate,
     touched,
 )
-from passes.ir.choices import Group
+from passes.ir.choices import EdgeGroup
 from passes.ir.layout import Layout, Letter
 from passes.ir.mesh import Mesh
 from passes.ir.redistribution import COLLECTIVES
@@ -36,7 +36,7 @@ class Pricing:
     """A tensor to be priced: from which layouts to which. `in_unit` says that it is a parameter which an FSDP unit may
     hold."""
 
-    group: Group
+    group: EdgeGroup
     sources: Sequence[Layout]
     targets: Sequence[Layout]
     in_unit: bool = False

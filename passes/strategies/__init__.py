@@ -6,9 +6,9 @@ the layouts that they may have; and who reads what from whom.
 
 from passes.cost.price import cover
 from passes.ir.choices import Cover, Problem
-from passes.ir.demands import Demands
+from passes.ir.demands import PlacedConstraints
 from passes.ir.program import Folded
-from passes.strategies.analysis import Survey, survey
+from passes.strategies.analysis import Analysis, survey
 from passes.strategies.connections import connect
 from passes.strategies.nodes import Nodes
 from passes.strategies.setting import Setting
@@ -18,7 +18,7 @@ from passes.strategies.splits import find_splits
 __all__ = ["Setting", "candidates"]
 
 
-def candidates(folded: Folded, demands: Demands, setting: Setting) -> Problem:
+def planning_problem(folded: Folded, demands: PlacedConstraints, setting: Setting) -> Problem:
     """The planning problem of `folded`.
 
     Every node has a strategy; an op has those alone that compute the same as on one device. Nothing of the arguments is
@@ -33,7 +33,7 @@ def candidates(folded: Folded, demands: Demands, setting: Setting) -> Problem:
     return Problem(nodes, edges, groups, known.blocks, counts, index, covers)
 
 
-def _blocks(known: Survey, setting: Setting) -> tuple[list[int], list[Cover]]:
+def _blocks(known: Analysis, setting: Setting) -> tuple[list[int], list[Cover]]:
     """How often each block runs, and what its computation can hide."""
     counts = [1] * len(known.blocks)
     covers = [Cover()] * len(known.blocks)

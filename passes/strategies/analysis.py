@@ -7,7 +7,7 @@ from passes.cost.fusion import Fused, joined
 from passes.ir.program import Folded, dependents
 from passes.ir.rule import Saved
 from passes.rules.cheap import Cheap, how_cheap
-from passes.rules.strategies import Subject, subject
+from passes.rules.strategies import OpContext, subject
 from passes.rules.strides import strided
 from passes.strategies.kept import handed_on, kept_by
 from passes.strategies.places import Placed, place
@@ -22,7 +22,7 @@ class Training:
 
 
 @dataclass(frozen=True)
-class Survey:
+class Analysis:
     """A folded program and what follows from it alone.
 
     `placed` are its ops in order, `blocks` the names of the places where these stand. `parameters` and `constant`
@@ -44,7 +44,7 @@ class Survey:
     depends: Set[str]
     strided: Set[str]
     handed_on: Set[str]
-    subjects: Mapping[str, Subject]
+    subjects: Mapping[str, OpContext]
     saved: Mapping[str, Sequence[Saved]]
     cheap: Mapping[str, Cheap]
     fused: Mapping[str, Fused]
@@ -54,7 +54,7 @@ class Survey:
         return self.exported.get(name, name)
 
 
-def survey(folded: Folded) -> Survey:
+def survey(folded: Folded) -> Analysis:
     """All that follows from `folded` alone."""
     placed, blocks = place(folded)
     parameters, constant = _owned(folded)
@@ -64,7 +64,7 @@ def survey(folded: Folded) -> Survey:
         for item in placed
     }
     given = handed_on(folded, placed, moved)
-    return Survey(
+    return Analysis(
         folded=folded,
         placed=placed,
         blocks=blocks,

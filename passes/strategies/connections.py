@@ -6,15 +6,15 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from passes.ir.choices import Edge, Group, Node
-from passes.strategies.analysis import Survey
+from passes.ir.choices import Edge, EdgeGroup, Node
+from passes.strategies.analysis import Analysis
 from passes.strategies.kept import uses_remade, uses_viewed
 from passes.strategies.tensors import carry_key
 
 
 def connect(
-    known: Survey, nodes: Sequence[Node], index: dict[str, int], reduce: torch.dtype | None, overlaps: bool
-) -> tuple[list[Edge], list[Group]]:
+    known: Analysis, nodes: Sequence[Node], index: dict[str, int], reduce: torch.dtype | None, overlaps: bool
+) -> tuple[list[Edge], list[EdgeGroup]]:
     """The edges from what makes each operand to every op, carry and output among `nodes`, and the groups that these are
     in. `index` finds nodes by their keys; gradients of parameters are reduced in the dtype `reduce` (None: as they
     are). Where collectives do not overlap computation, parameters that are read in one place are `joined`."""
@@ -25,7 +25,7 @@ def connect(
     return found.edges, found.groups if overlaps else _joined(found.groups)
 
 
-def _joined(groups: Sequence[Group]) -> list[Group]:
+def _joined(groups: Sequence[EdgeGroup]) -> list[EdgeGroup]:
     """`groups`, where those of all parameters in one block are sent together."""
     count = Counter(group.block for group in groups if group.parameter)
     return [replace(group, joined=count[group.block]) if group.parameter else group for group in groups]
@@ -33,12 +33,12 @@ def _joined(groups: Sequence[Group]) -> list[Group]:
 
 @dataclass
 class _Connections:
-    known: Survey
+    known: Analysis
     nodes: Sequence[Node]
     index: dict[str, int]
     reduce: torch.dtype | None
     edges: list[Edge] = field(default_factory=list)
-    groups: list[Group] = field(default_factory=list)
+    groups: list[EdgeGroup] = field(default_factory=list)
     group_index: dict[tuple[object, ...], int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -111,7 +111,7 @@ class _Connections:
             type, parameter = known.folded.types[name], name in known.parameters
             itemsize = ((self.reduce if parameter else None) or type.dtype).itemsize
             flows, strided = name in known.folded.flowing, name in known.strided
-            self.groups.append(Group(name, type, count, block, flows, itemsize, parameter, strided, inside))
+            self.groups.append(EdgeGroup(name, type, count, block, flows, itemsize, parameter, strided, inside))
         return self.group_index[key]
 
     def _edge(self, name: str, consumer: int, slot: int, group: int, saved: bool, remade: bool = False) -> None:

@@ -3,12 +3,12 @@
 from collections.abc import Iterable, Mapping, Sequence
 
 from passes.ir.choices import Strategy
-from passes.ir.demands import Demand, Demands
+from passes.ir.demands import Constraint, PlacedConstraints
 from passes.ir.errors import ConstraintError
 from passes.ir.layout import Letter, Shape
 from passes.ir.mesh import Mesh
 from passes.ir.program import Op, TensorType
-from passes.rules.strategies import Subject
+from passes.rules.strategies import OpContext
 
 
 def indivisible(letter: Letter | None, shape: Shape, mesh: Mesh, axis: int) -> str:
@@ -24,7 +24,7 @@ def indivisible(letter: Letter | None, shape: Shape, mesh: Mesh, axis: int) -> s
     return f"its dim {letter.dim} of size {shape[letter.dim]} is not divisible into {ways}"
 
 
-def _indivisible_factor(about: Subject, demand: Demand, mesh: Mesh) -> str:
+def _indivisible_factor(about: OpContext, demand: Constraint, mesh: Mesh) -> str:
     """Why an op cannot be split by the method that is demanded; "" if its sizes are no reason."""
     factor = about.rule.factors.get(demand.method.partition("@")[0]) if about.rule is not None else None
     size = mesh.sizes[demand.axis]
@@ -34,13 +34,13 @@ def _indivisible_factor(about: Subject, demand: Demand, mesh: Mesh) -> str:
 
 
 def demanded_splits(
-    ops: Sequence[Op], demands: Demands, names: Mapping[str, str], mesh: Mesh, size: int
+    ops: Sequence[Op], demands: PlacedConstraints, names: Mapping[str, str], mesh: Mesh, size: int
 ) -> dict[str, list[Letter]]:
     """The splits that are demanded of the tensors of `ops`, by their names, on axes of `size`. `names` has the name in
     the program of what a region calls otherwise."""
     found: dict[str, list[Letter]] = {}
 
-    def add(name: str, wanted: Mapping[int, Demand]) -> None:
+    def add(name: str, wanted: Mapping[int, Constraint]) -> None:
         for axis, demand in wanted.items():
             letter = demand.letter
             if letter is not None and letter.kind == "S" and mesh.sizes[axis] == size:
@@ -57,12 +57,12 @@ def demanded_splits(
 
 
 def meeting(
-    about: Subject,
+    about: OpContext,
     strategies: list[Strategy],
-    demands: Demands,
+    demands: PlacedConstraints,
     names: Mapping[str, str],
     mesh: Mesh,
-    followed: dict[Demand, bool],
+    followed: dict[Constraint, bool],
 ) -> list[Strategy]:
     """The strategies that meet what is demanded of an op and of the parameters it uses.
 
@@ -71,7 +71,7 @@ def meeting(
     """
     op, first = about.op, about.op.results[0]
 
-    def keep(demand: Demand, met: Iterable[bool], reason: str) -> list[Strategy]:
+    def keep(demand: Constraint, met: Iterable[bool], reason: str) -> list[Strategy]:
         kept = [strategy for strategy, good in zip(strategies, met, strict=True) if good]
         if not kept:
             raise ConstraintError(
@@ -81,7 +81,7 @@ def meeting(
             )
         return kept
 
-    def at(demand: Demand, type: TensorType, name: str) -> str:
+    def at(demand: Constraint, type: TensorType, name: str) -> str:
         reason = indivisible(demand.letter, type.shape, mesh, demand.axis)
         return reason and f"{name} of shape {list(type.shape)} cannot be split so, because {reason}"
 
@@ -106,7 +106,7 @@ def meeting(
     return strategies
 
 
-def refuse_unfollowed(followed: Mapping[Demand, bool], mesh: Mesh) -> None:
+def refuse_unfollowed(followed: Mapping[Constraint, bool], mesh: Mesh) -> None:
     """Raise ConstraintError where no op of a module could follow the method that is demanded of it."""
     for demand, met in followed.items():
         if not met:

@@ -5,11 +5,11 @@ from collections.abc import Collection, Mapping, Sequence
 from passes.ir.program import Folded
 from passes.ir.rule import Saved
 from passes.rules.cheap import Cheap, is_view, with_viewed
-from passes.rules.strategies import Subject
+from passes.rules.strategies import OpContext
 from passes.strategies.places import Placed
 
 
-def kept_by(about: Subject) -> list[Saved]:
+def kept_by(about: OpContext) -> list[Saved]:
     """What autograd keeps for an op; of one without a rule everything, to be safe."""
     if not about.flows:
         return []

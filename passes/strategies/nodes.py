@@ -5,13 +5,13 @@ from dataclasses import dataclass
 from itertools import chain
 
 from passes.ir.choices import Node, Strategy
-from passes.ir.demands import Demand, Demands
+from passes.ir.demands import Constraint, PlacedConstraints
 from passes.ir.errors import ConstraintError
 from passes.ir.layout import I, Layout, Letter, R, is_dtensor
 from passes.ir.program import references
 from passes.rules.rule import replicated
 from passes.rules.strategies import Choices, combine, op_strategies
-from passes.strategies.analysis import Survey
+from passes.strategies.analysis import Analysis
 from passes.strategies.demanded import meeting, refuse_unfollowed
 from passes.strategies.operations import is_negligible, op_node
 from passes.strategies.parameters import Upkeep, blocks_of_parameters, parameter_node
@@ -30,8 +30,8 @@ class Nodes:
     `known` is the analysis of the program, `splits` has the splits of its ops and tensors, `sizes` their bytes.
     """
 
-    known: Survey
-    demands: Demands
+    known: Analysis
+    demands: PlacedConstraints
     setting: Setting
     splits: Splits
     sizes: Sizes
@@ -69,13 +69,13 @@ class Nodes:
 
     def ops(self) -> Iterator[Node]:
         """Ops may do what their rules allow and what meets the demands."""
-        followed: dict[Demand, bool] = {}
+        followed: dict[Constraint, bool] = {}
         for position, placed in enumerate(self.known.placed):
             strategies = self._strategies(position, placed, followed)
             yield op_node(self.known, placed, strategies, self.sizes, self.setting.cluster)
         refuse_unfollowed(followed, self.setting.mesh)
 
-    def _strategies(self, position: int, placed: Placed, followed: dict[Demand, bool]) -> dict[Strategy, Choices]:
+    def _strategies(self, position: int, placed: Placed, followed: dict[Constraint, bool]) -> dict[Strategy, Choices]:
         """The strategies of one op, with what they choose on every axis."""
         mesh, setting = self.setting.mesh, self.setting
         about = self.known.subjects[placed.op.key]

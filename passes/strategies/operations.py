@@ -6,16 +6,16 @@ from functools import cache, partial
 from passes.cost.cluster import Cluster, Device
 from passes.cost.price import OpPrices
 from passes.cost.workspace import workspace
-from passes.ir.choices import Memory, Node, Strategy
+from passes.ir.choices import Node, Strategy, StrategyBytes
 from passes.rules.cheap import Cheap, is_cheap
-from passes.rules.strategies import Choices, Subject
-from passes.strategies.analysis import Survey
+from passes.rules.strategies import Choices, OpContext
+from passes.strategies.analysis import Analysis
 from passes.strategies.kept import is_viewing
 from passes.strategies.places import Placed
 from passes.strategies.sizes import Sizes
 
 
-def is_negligible(about: Subject, depends: Set[str], device: Device) -> bool:
+def is_negligible(about: OpContext, depends: Set[str], device: Device) -> bool:
     """Whether an op on positions or masks takes no longer whole than starting it does: splitting gains nothing.
     `depends` are the tensors that depend on the batch or on a parameter."""
     if about.flows or any(name in depends for name in about.op.operands):
@@ -25,7 +25,7 @@ def is_negligible(about: Subject, depends: Set[str], device: Device) -> bool:
 
 
 def op_node(
-    known: Survey, placed: Placed, strategies: Mapping[Strategy, Choices], sizes: Sizes, cluster: Cluster
+    known: Analysis, placed: Placed, strategies: Mapping[Strategy, Choices], sizes: Sizes, cluster: Cluster
 ) -> Node:
     """The node of an op that may run in `strategies`, which have what they choose on every axis."""
     op, count = placed.op, placed.count
@@ -48,7 +48,7 @@ def op_node(
         placed.block,
         tuple(strategies),
         tuple(count * (forward + backward) for forward, backward in seconds),
-        tuple(Memory(transient=backward) for _, backward in needs),
+        tuple(StrategyBytes(transient=backward) for _, backward in needs),
         any(item.result for item in saved),
         tuple(count * size for size in results),
         tuple(count * (size + kept) for size, (kept, _) in zip(copies, needs, strict=True)),
@@ -65,7 +65,7 @@ def _bodies(placed: Placed, choices: Choices) -> tuple[str, ...]:
 
 
 def _workspace(
-    about: Subject, strategy: Strategy, bodies: Sequence[str], result: float, sizes: Sizes
+    about: OpContext, strategy: Strategy, bodies: Sequence[str], result: float, sizes: Sizes
 ) -> tuple[float, float]:
     """Bytes that an op keeps, and that its backward pass has there, besides its operands and its `result` bytes."""
     if not about.flows:
@@ -75,7 +75,7 @@ def _workspace(
     return workspace(about.op, bodies, operands, about.flowing_operands, result)
 
 
-def _light(known: Survey, placed: Placed, bodies: Sequence[tuple[str, ...]]) -> tuple[bool, ...]:
+def _light(known: Analysis, placed: Placed, bodies: Sequence[tuple[str, ...]]) -> tuple[bool, ...]:
     """Whether an op runs again where recompute is selective, for each of its strategies by the local forms that it runs
     in."""
     op = placed.op

@@ -8,12 +8,12 @@ import torch
 
 from passes.cost.cluster import Cluster
 from passes.cost.price import update_seconds
-from passes.ir.choices import Memory, Node
+from passes.ir.choices import Node, StrategyBytes
 from passes.ir.figures import as_float
 from passes.ir.layout import Layout, local_shape
 from passes.ir.mesh import Mesh
 from passes.ir.program import TensorType
-from passes.strategies.analysis import Survey
+from passes.strategies.analysis import Analysis
 from passes.strategies.tensors import source
 
 
@@ -30,7 +30,7 @@ class Upkeep:
         return prod(local_shape(type.shape, layout, mesh)) * (self.master or type.dtype).itemsize
 
 
-def blocks_of_parameters(known: Survey) -> dict[str, int]:
+def blocks_of_parameters(known: Analysis) -> dict[str, int]:
     """The block of the first op that reads each parameter; a parameter that none reads is not there."""
     found: dict[str, int] = {}
     for placed in known.placed:
@@ -41,7 +41,13 @@ def blocks_of_parameters(known: Survey) -> dict[str, int]:
 
 
 def parameter_node(
-    known: Survey, name: str, layouts: Sequence[Layout], block: int | None, upkeep: Upkeep, cluster: Cluster, mesh: Mesh
+    known: Analysis,
+    name: str,
+    layouts: Sequence[Layout],
+    block: int | None,
+    upkeep: Upkeep,
+    cluster: Cluster,
+    mesh: Mesh,
 ) -> Node:
     """The node of a parameter that may be stored in `layouts` and is first read in `block` (None: never); the optimizer
     updates what trains and is read."""
@@ -53,8 +59,8 @@ def parameter_node(
     return source(name, "parameter", layouts, seconds, memory, block or 0, count)
 
 
-def _memory(size: float, states: int | None) -> Memory:
+def _memory(size: float, states: int | None) -> StrategyBytes:
     """What `size` bytes of parameters hold, with as many `states`, and with a gradient; None: with neither."""
     if states is None:
-        return Memory(held=as_float(size))
-    return Memory(held=as_float(size * (1 + states)), gradient=as_float(size))
+        return StrategyBytes(held=as_float(size))
+    return StrategyBytes(held=as_float(size * (1 + states)), gradient=as_float(size))

@@ -7,7 +7,7 @@ import torch
 
 from passes.cost.cluster import Cluster
 from passes.ir.mesh import Mesh
-from passes.rules.strategies import Offer
+from passes.rules.strategies import AllowedMethods
 
 
 @dataclass(frozen=True)
@@ -25,5 +25,5 @@ class Setting:
     optimizer_states: int = 2
     master: torch.dtype | None = None
     reduce: torch.dtype | None = None
-    offers: Mapping[str, Offer] = field(default_factory=dict)
+    offers: Mapping[str, AllowedMethods] = field(default_factory=dict)
     full_outputs: bool = False

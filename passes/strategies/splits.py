@@ -4,12 +4,12 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import product
 
-from passes.ir.demands import Demands
+from passes.ir.demands import PlacedConstraints
 from passes.ir.layout import Layout, Letter, Shape, fits
 from passes.ir.mesh import Mesh
-from passes.rules.strategies import Digit, Offer, letter_token
-from passes.rules.travel import travel
-from passes.strategies.analysis import Survey
+from passes.rules.strategies import AllowedMethods, Digit, letter_token
+from passes.rules.travel import propagate
+from passes.strategies.analysis import Analysis
 from passes.strategies.demanded import demanded_splits
 
 
@@ -26,7 +26,7 @@ class Splits:
         """The digits of one op by size of axis."""
         return {size: found[position] for size, found in self.digits.items()}
 
-    def layouts(self, name: str, shape: Shape, others: Sequence[Letter], offer: Offer | None) -> list[Layout]:
+    def layouts(self, name: str, shape: Shape, others: Sequence[Letter], offer: AllowedMethods | None) -> list[Layout]:
         """The layouts of a tensor of `shape` from `others` and the splits that reached it, where they divide and, if
         there is an offer, are offered. An axis of size 1 has the first of `others`."""
         sizes = self.mesh.sizes
@@ -40,7 +40,7 @@ class Splits:
         return [layout for layout in product(*options) if fits(shape, layout, self.mesh)]
 
 
-def find_splits(known: Survey, demands: Demands, mesh: Mesh) -> Splits:
+def find_splits(known: Analysis, demands: PlacedConstraints, mesh: Mesh) -> Splits:
     """All splits that ops offer or that are demanded, and where they travel from there. What a region carries or
     exports is split inside as outside."""
     same: list[tuple[str, ...]] = []
@@ -52,5 +52,5 @@ def find_splits(known: Survey, demands: Demands, mesh: Mesh) -> Splits:
     letters: dict[int, dict[str, set[Letter]]] = {}
     for size in set(mesh.sizes) - {1}:
         offered = demanded_splits([op for op, _ in ops], demands, known.names, mesh, size)
-        digits[size], letters[size] = travel(ops, same, offered, size)
+        digits[size], letters[size] = propagate(ops, same, offered, size)
     return Splits(mesh, digits, letters)

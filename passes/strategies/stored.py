@@ -2,14 +2,14 @@
 
 from collections.abc import Mapping
 
-from passes.ir.demands import Demand
+from passes.ir.demands import Constraint
 from passes.ir.errors import ConstraintError
 from passes.ir.layout import I, Layout, Letter, R, S, Shape, digits, fits, is_storable
 from passes.ir.mesh import Mesh
 from passes.strategies.demanded import indivisible
 
 
-def storage(name: str, shape: Shape, trainable: bool, demanded: Mapping[int, Demand], mesh: Mesh) -> list[Layout]:
+def storage(name: str, shape: Shape, trainable: bool, demanded: Mapping[int, Constraint], mesh: Mesh) -> list[Layout]:
     """The layouts that the parameter `name` may be stored in: all that torch stores exactly and that meet the
     constraints `demanded` on axes.
 
@@ -35,7 +35,7 @@ def storage(name: str, shape: Shape, trainable: bool, demanded: Mapping[int, Dem
     return layouts
 
 
-def _wanted(demand: Demand, whole: Letter) -> Letter:
+def _wanted(demand: Constraint, whole: Letter) -> Letter:
     """The letter in which a parameter is stored as demanded: R and I both say that it is whole."""
     assert demand.letter is not None, "only demands of a method have no letter"
     return demand.letter if demand.letter.kind == "S" else whole
@@ -58,7 +58,7 @@ def _split_further(base: Layout, shape: Shape, mesh: Mesh, found: dict[Layout, N
                 _split_further(layout, shape, mesh, found)
 
 
-def _unmet(name: str, shape: Shape, demanded: Mapping[int, Demand], base: Layout, mesh: Mesh) -> ConstraintError:
+def _unmet(name: str, shape: Shape, demanded: Mapping[int, Constraint], base: Layout, mesh: Mesh) -> ConstraintError:
     """The error for constraints that no layout meets in which the parameter can be stored."""
     reasons = {demand: indivisible(demand.letter, shape, mesh, demand.axis) for demand in demanded.values()}
     for demand in demanded.values():

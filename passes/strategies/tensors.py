@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from passes.ir.choices import Memory, Node, Strategy
+from passes.ir.choices import Node, Strategy, StrategyBytes
 from passes.ir.layout import Layout, Letter, R
 from passes.ir.program import Carry, Region
 from passes.strategies.sizes import Sizes
@@ -13,7 +13,7 @@ def source(
     kind: str,
     layouts: Sequence[Layout],
     seconds: tuple[float, ...],
-    memory: tuple[Memory, ...],
+    memory: tuple[StrategyBytes, ...],
     block: int = 0,
     count: int = 1,
 ) -> Node:
@@ -29,7 +29,7 @@ def input_node(name: str, layouts: Sequence[Layout], whole: Letter, sizes: Sizes
     # The caller holds the whole batch, beside which this rank's part of it lies.
     batch, split = sizes.whole(name), [set(layout) - {whole} for layout in layouts]
     memory = tuple(
-        Memory(held=batch + (sizes.bytes(name, layout) if parts else 0.0))
+        StrategyBytes(held=batch + (sizes.bytes(name, layout) if parts else 0.0))
         for layout, parts in zip(layouts, split, strict=True)
     )
     return source(name, "input", layouts, seconds, memory)
@@ -38,7 +38,7 @@ def input_node(name: str, layouts: Sequence[Layout], whole: Letter, sizes: Sizes
 def buffer_node(name: str, sizes: Sizes) -> Node:
     """The node of a buffer or constant, which is whole on every rank."""
     layout = (R,) * len(sizes.mesh.sizes)
-    return source(name, "buffer", [layout], (0.0,), (Memory(held=sizes.whole(name)),))
+    return source(name, "buffer", [layout], (0.0,), (StrategyBytes(held=sizes.whole(name)),))
 
 
 def carry_key(region: Region, carry: Carry) -> str:
@@ -56,7 +56,7 @@ def carry_node(region: Region, carry: Carry, block: int, layouts: Sequence[Layou
         block,
         tuple(Strategy(_methods(layout), (layout,), (layout,)) for layout in layouts),
         (0.0,) * len(layouts),
-        (Memory(),) * len(layouts),
+        (StrategyBytes(),) * len(layouts),
         results=tuple(region.count * sizes.bytes(carry.argument, layout) for layout in layouts),
     )
 
@@ -64,7 +64,7 @@ def carry_node(region: Region, carry: Carry, block: int, layouts: Sequence[Layou
 def output_node(key: str, name: str, layouts: Sequence[Layout], count: int, block: int, sizes: Sizes) -> Node:
     """The node of a tensor that leaves the program `count` times."""
     strategies = tuple(Strategy(_methods(layout), (layout,), ()) for layout in layouts)
-    memory = tuple(Memory(held=count * sizes.bytes(name, layout)) for layout in layouts)
+    memory = tuple(StrategyBytes(held=count * sizes.bytes(name, layout)) for layout in layouts)
     return Node(key, "output", name, count, block, strategies, (0.0,) * len(layouts), memory)
 
 

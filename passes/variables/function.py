@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Iterable, Sequence
 
-from passes.ir.lowered import Body, Change, Compute, Loop
+from passes.ir.lowered import Body, Compute, Loop, Redistribution
 from passes.ir.program import Op
 from passes.ir.variables import LoopVariables
 from passes.ir.vocabulary import identifier, numbered, plain
@@ -44,7 +44,7 @@ class Function:
             self.names.position = position
             if isinstance(statement, Compute):
                 self._compute(statement)
-            elif isinstance(statement, Change):
+            elif isinstance(statement, Redistribution):
                 self._change(statement)
             else:
                 self._loop(statement)
@@ -83,7 +83,7 @@ class Function:
             and (alone or types[operand].shape == types[value].shape)
         ]
 
-    def _change(self, change: Change) -> None:
+    def _change(self, change: Redistribution) -> None:
         """Name the result of a redistribution. A parameter that is gathered around a single op gets no variable."""
         if (change.engine and not self._inner) or self.names.take_over(change.result, change.source):
             return

@@ -3,7 +3,7 @@
 import keyword
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from passes.ir.lowered import Body, Change, Compute
+from passes.ir.lowered import Body, Compute, Redistribution
 from passes.ir.variables import FunctionVariables
 from passes.ir.vocabulary import identifier, numbered
 
@@ -127,7 +127,7 @@ def _last_uses(body: Body) -> dict[str, int]:
     for position, statement in enumerate(body.statements):
         if isinstance(statement, Compute):
             read: Iterable[str] = statement.op.operands
-        elif isinstance(statement, Change):
+        elif isinstance(statement, Redistribution):
             read = (statement.source,)
         else:
             read = (*statement.initial, *statement.shared)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from autopar.options import Options
-from autopar.planner import Compiled, compile_model
+from autopar.planner import PlannedModel, plan_model
 from autopar.request import make_request
 from autopar.runtime.generated import collectives
 from autopar.runtime.generated.bases import Container, Generated, place
@@ -585,7 +585,7 @@ def attempt(recipe: Recipe, mesh: Mesh, solver: Solver) -> Trial:
     return Trial(recipe, mesh, problem, solution, source, errors, failure)
 
 
-def planned(recipe: Recipe, mesh: Mesh, solver: Solver) -> Compiled:
+def planned(recipe: Recipe, mesh: Mesh, solver: Solver) -> PlannedModel:
     """A recipe planned with `solver`."""
     model = build(recipe)
     options = Options(
@@ -593,7 +593,7 @@ def planned(recipe: Recipe, mesh: Mesh, solver: Solver) -> Compiled:
     )  # fmt: skip
     request = make_request(model, dict(zip(mesh.names, mesh.sizes, strict=True)), recipe.given(), options)
     with solved_by(solver):
-        return compile_model(model, request)
+        return plan_model(model, request)
 
 
 @dataclass(frozen=True)
@@ -607,7 +607,7 @@ class _Outcome:
 
 
 def _on_rank(
-    recipe: Recipe, compiled: Compiled, kind: type[Generated], expected: Expected, mesh: Mesh, rank: int
+    recipe: Recipe, compiled: PlannedModel, kind: type[Generated], expected: Expected, mesh: Mesh, rank: int
 ) -> _Outcome:
     """Run a compiled recipe, whose generated class is `kind`, on one rank."""
     ((_, program),) = compiled.programs.items()
@@ -646,7 +646,7 @@ def _on_rank(
     )
 
 
-def _errors(recipe: Recipe, mesh: Mesh, compiled: Compiled) -> Iterator[tuple[str, float]]:
+def _errors(recipe: Recipe, mesh: Mesh, compiled: PlannedModel) -> Iterator[tuple[str, float]]:
     """Run on all ranks; the error of every tensor."""
     ((_, program),) = compiled.programs.items()
     expected = expectation(recipe)

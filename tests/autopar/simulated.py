@@ -24,12 +24,12 @@ from torch.utils import _pytree as pytree
 from autopar.loading import load
 from autopar.loading.placement import placed_parts
 from autopar.options import Options
-from autopar.planner import Compiled, compile_model
+from autopar.planner import PlannedModel, plan_model
 from autopar.plans.simulator import machine_of
 from autopar.request import Request, make_request
 from autopar.runtime import DistributedModule
 from autopar.runtime.calls.programs import LoadedModel
-from autopar.runtime.fsdp.manager import Engine
+from autopar.runtime.fsdp.manager import FSDPManager
 
 OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
     "adam": torch.optim.Adam,
@@ -43,12 +43,12 @@ OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
 
 def predicted_and_measured(
     model: nn.Module, mesh: Mapping[str, int], inputs: Mapping[str, object], **options: object
-) -> tuple[int, int, Compiled]:
+) -> tuple[int, int, PlannedModel]:
     """Bytes at the peak of a step of `model` (on meta) as planned, and as MemTracker finds them on the last rank. Where
     ranks differ it has most: of a split sequence it attends to all that comes before."""
     settings = Options(**{"cluster": "h100", "memory_limit": 1e15, **options})  # type: ignore[arg-type]
     request = make_request(model, mesh, dict(inputs), settings)
-    compiled = compile_model(model, request)
+    compiled = plan_model(model, request)
     predicted = sum(compiled.plan.programs[request.objective].memory.values())
     return int(predicted), measure(model, compiled, request, inputs, request.mesh.size - 1), compiled
 
@@ -62,7 +62,7 @@ def _world(size: int, rank: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def measure(model: nn.Module, compiled: Compiled, request: Request, inputs: Mapping[str, object], rank: int) -> int:
+def measure(model: nn.Module, compiled: PlannedModel, request: Request, inputs: Mapping[str, object], rank: int) -> int:
     """The most bytes that lie on `rank` during two steps."""
     sizes = request.mesh.sizes
     with _world(prod(sizes), rank), warnings.catch_warnings():
@@ -76,7 +76,7 @@ def measure(model: nn.Module, compiled: Compiled, request: Request, inputs: Mapp
             return _steps(module, batch, request)
 
 
-def _module(model: nn.Module, compiled: Compiled, request: Request, mesh: DeviceMesh) -> DistributedModule:
+def _module(model: nn.Module, compiled: PlannedModel, request: Request, mesh: DeviceMesh) -> DistributedModule:
     """What `distribute` makes, without values."""
     engine = _Engine(mesh)
     root = placed_parts(_like(model), compiled.stored, compiled.groups, request, mesh, torch.device("cpu"), engine)
@@ -127,7 +127,7 @@ def _like(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, memo)
 
 
-class _Engine(Engine):
+class _Engine(FSDPManager):
     """Meshes hold ranks, which must have values."""
 
     def _data_mesh(self, sharded: tuple[int, ...], replicated: tuple[int, ...]) -> DeviceMesh:

@@ -24,7 +24,7 @@ class Spy:
         self.again = again
         self.stage = stage
         self.seen: list[Lowered] = []
-        self._engines, self._solve = lower.engines, search.solve
+        self._engines, self._solve = lower.fsdp_units, search.solve
 
     def engines(self, *given: object) -> Lowered:
         """The pass."""
@@ -46,7 +46,7 @@ class Spy:
 
     def __enter__(self) -> "Spy":
         self._patches = contextlib.ExitStack()
-        self._patches.enter_context(mock.patch("passes.lower.engines", self.engines))
+        self._patches.enter_context(mock.patch("passes.lower.fsdp_units", self.engines))
         self._patches.enter_context(solved_by(self.solve, gather_once=self.stage < 3, reduce_once=self.stage < 2))
         return self
 

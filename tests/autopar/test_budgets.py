@@ -16,7 +16,7 @@ from torch import nn
 
 from autopar import InfeasibleError
 from autopar.options import Options
-from autopar.planner import Compiled, compile_model
+from autopar.planner import PlannedModel, plan_model
 from autopar.request import Request, make_request
 from passes.capture import capture
 from passes.ir.program import Program
@@ -83,15 +83,15 @@ def _plenty(name: str, number: int) -> float:
     return _memory(_compiled(name, number, 1e15)[0])
 
 
-def _memory(compiled: Compiled) -> float:
+def _memory(compiled: PlannedModel) -> float:
     return sum(compiled.plan.programs["train"].memory.values())
 
 
-def _compiled(name: str, number: int, limit: float, **options: object) -> tuple[Compiled, Request]:
+def _compiled(name: str, number: int, limit: float, **options: object) -> tuple[PlannedModel, Request]:
     settings = Options(cluster="ideal", memory_limit=limit, **options)  # type: ignore[arg-type]
     request = make_request(_model(name), _MESHES[number], tokens(_BATCH, 8), settings)
     with _quickly(name):
-        return compile_model(_model(name), request), request
+        return plan_model(_model(name), request), request
 
 
 _traces: dict[str, Program] = {}

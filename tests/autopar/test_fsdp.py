@@ -11,7 +11,6 @@ from unittest import mock
 
 import pytest
 import torch
-from autopar.runtime.collectives import exchange
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, distribute_tensor
@@ -20,6 +19,7 @@ from transformers import ViTConfig, ViTForImageClassification
 
 import autopar
 from autopar.runtime import DistributedModule
+from autopar.runtime.generated.collectives import exchange
 from autopar.testing import LiftFloat32, compare_on_mesh, run_ranks
 from tests.autopar.stored import Spy, storage
 from tests.autopar.without_engine import without_engine
@@ -531,7 +531,7 @@ def _turned(constraints: list[Mapping[str, Mapping[str, str]]]) -> list[dict[str
         with LiftFloat32(torch.float64):
             model = phi3(num_hidden_layers=2).double()
             dist_model = autopar.parallelize(model, mesh, batch, **options)
-            with mock.patch("autopar.runtime.turns.exchange", wraps=exchange) as exchanges:
+            with mock.patch("autopar.runtime.fsdp.turns.exchange", wraps=exchange) as exchanges:
                 dist_model(**batch).loss.backward()
             dist_model.zero_grad()
             hooked = _hook_calls(dist_model)

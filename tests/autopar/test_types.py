@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
 
 from autopar.options import Options
-from autopar.planner import Compiled, compile_model
+from autopar.planner import PlannedModel, plan_model
 from autopar.request import make_request
 from autopar.runtime.state import local_part
 from autopar.testing import LiftFloat32, run_ranks
@@ -48,18 +48,18 @@ def _mesh(sizes: Sequence[int]) -> dict[str, int]:
 
 def _compiled(
     name: str, sizes: tuple[int, ...], seed: int | None = None, *, layers: int = 2, padding: bool = False
-) -> tuple[nn.Module, dict[str, Tensor], Compiled]:
+) -> tuple[nn.Module, dict[str, Tensor], PlannedModel]:
     """A model, its inputs and its program: under the best plan for free links, or under a random one."""
     model = MODELS[name](num_hidden_layers=layers, **_SIZES[name]).double()
     inputs = tokens(batch=8, length=8, padding=padding)
     request = make_request(model, _mesh(sizes), inputs, Options(cluster="ideal", memory_limit=1e15))
     if seed is None:
-        return model, inputs, compile_model(model, request)
+        return model, inputs, plan_model(model, request)
     with solved_by(partial(random_solution, random.Random(seed))):
-        return model, inputs, compile_model(model, request)
+        return model, inputs, plan_model(model, request)
 
 
-def _run(model: nn.Module, compiled: Compiled, **options: object) -> Report:
+def _run(model: nn.Module, compiled: PlannedModel, **options: object) -> Report:
     """Under the checker, without values: one process stands for the first of all ranks."""
     mesh = compiled.plan.mesh
     with fake_pg(prod(mesh.values())):
@@ -120,7 +120,7 @@ class _OverGloo:
             place.copy_(part.view_as(place))
 
 
-def _off(model: nn.Module, inputs: dict[str, Tensor], compiled: Compiled) -> list[str]:
+def _off(model: nn.Module, inputs: dict[str, Tensor], compiled: PlannedModel) -> list[str]:
     """On a rank: outputs and gradients of the typed module that are not what the model gives."""
     spmd.set_dist(_OverGloo())
     sizes = compiled.plan.mesh

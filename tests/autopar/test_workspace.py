@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from autopar.plans.probing import FakeProber
-from passes.cost.liveness.profile import Event, Form, Happening, Origin, Task
+from passes.cost.liveness.profile import Event, EventKind, Form, StorageOrigin, Task
 from passes.cost.workspace import BY_BODY, BY_KIND, REPEATED, Workspace
 from passes.ir.mesh import Mesh
 
@@ -30,9 +30,9 @@ def _most(events: tuple[Event, ...], kept: dict[int, int]) -> int:
     there = dict(kept)
     most = 0
     for event in events:
-        if event.what is Happening.ALLOCATE:
+        if event.what is EventKind.ALLOCATE:
             there[event.index] = event.bytes
-        elif event.what is Happening.FREE:
+        elif event.what is EventKind.FREE:
             there.pop(event.index, None)
         most = max(most, sum(there.values()))
     return most
@@ -45,8 +45,8 @@ def test_workspace(name: str) -> None:
     task = Task(text, operands, tuple(form.dtype.is_floating_point for form in operands), 1)
     prober = FakeProber(Mesh.of({"a": 2}))
     forward = prober.forward(task)
-    sizes = {event.index: event.bytes for event in forward.events if event.what is Happening.ALLOCATE}
-    kept = {place.index: sizes[place.index] for place in forward.kept if place and place.origin is Origin.OWN}
+    sizes = {event.index: event.bytes for event in forward.events if event.what is EventKind.ALLOCATE}
+    kept = {place.index: sizes[place.index] for place in forward.kept if place and place.origin is StorageOrigin.OWN}
     backward = prober.backward(task, (forward.results[0].form,))
     given = sum(item.form.bytes for item in backward.given.values())
     more = _most(backward.events, kept) - sum(kept.values()) - given

@@ -38,7 +38,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from autopar import runtime
-from autopar.planner import Compiled
+from autopar.planner import PlannedModel
 from autopar.runtime import Axis, Container
 from autopar.runtime.generated.axis import axes_of
 from autopar.runtime.generated.bases import place
@@ -673,7 +673,7 @@ def same_type(tensor: Tensor, layout: Layout, mesh: Mesh) -> bool:
 
 def run_typed(
     model: nn.Module,
-    compiled: Compiled,
+    compiled: PlannedModel,
     device_mesh: DeviceMesh,
     inputs: Mapping[str, Tensor] | None = None,
     *,
@@ -760,7 +760,9 @@ def _flavored(value: Tensor, layout: Layout, mesh: Mesh) -> Layout:
     )
 
 
-def _root(model: nn.Module, compiled: Compiled, device_mesh: DeviceMesh, mesh: Mesh, *, with_values: bool) -> Container:
+def _root(
+    model: nn.Module, compiled: PlannedModel, device_mesh: DeviceMesh, mesh: Mesh, *, with_values: bool
+) -> Container:
     """Parameters as this rank's parts and buffers, with the types of the plan; plain tensors, without values unless
     asked for."""
     root = Container()

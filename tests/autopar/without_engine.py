@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from autopar.runtime import Axis
 from autopar.runtime.fsdp.units import PartView
 from passes.ir.layout import Layout
-from passes.ir.lowered import Group, Held, Lowered
+from passes.ir.lowered import FSDPUnit, FSDPUnits, Lowered
 from passes.ir.mesh import Mesh
 from passes.ir.redistribution import redistribution
 
@@ -23,7 +23,7 @@ def without_engine() -> Iterator[None]:
     def engines(lowered: Lowered, mesh: Mesh, groups: object = None, gather_once: bool = False) -> Lowered:
         return lowered
 
-    with mock.patch("passes.lower.engines", engines):
+    with mock.patch("passes.lower.fsdp_units", engines):
         yield
 
 
@@ -31,7 +31,7 @@ def without_engine() -> Iterator[None]:
 class StepByStep:
     """A group whose parameters are brought to the layout that the engine gives by a collective for each step."""
 
-    group: Group
+    group: FSDPUnit
     root: nn.Module
     stored: Mapping[str, Layout]
     shapes: Mapping[str, tuple[int, ...]]
@@ -56,7 +56,7 @@ class StepByStep:
 def step_by_step(
     model: nn.Module,
     root: nn.Module,
-    held: Held,
+    held: FSDPUnits,
     stored: Mapping[str, Layout],
     mesh: Mesh,
     axes: Sequence[Axis],

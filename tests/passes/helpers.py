@@ -14,7 +14,7 @@ from passes.ir.layout import Layout, Letter, S, digits, fits
 from passes.ir.lowered import Lowered
 from passes.ir.mesh import Mesh
 from passes.ir.program import Op, Program
-from passes.ir.redistribution import Step
+from passes.ir.redistribution import RedistributionStep
 from passes.normalize import normalize
 from passes.variables import name_variables
 
@@ -133,7 +133,7 @@ def pairing(values: Values, gradients: Values, layout: Layout, mesh: Mesh) -> fl
     return total
 
 
-def run_step(step: Step, values: Values, mesh: Mesh) -> Values:
+def run_step(step: RedistributionStep, values: Values, mesh: Mesh) -> Values:
     """Run one step on all ranks; local shapes must be those that the step says."""
     result = {}
     for coordinate in values:
@@ -144,14 +144,14 @@ def run_step(step: Step, values: Values, mesh: Mesh) -> Values:
     return result
 
 
-def run_steps(steps: Sequence[Step], values: Values, mesh: Mesh) -> Values:
+def run_steps(steps: Sequence[RedistributionStep], values: Values, mesh: Mesh) -> Values:
     """Run steps one after the other on all ranks."""
     for step in steps:
         values = run_step(step, values, mesh)
     return values
 
 
-def _run(step: Step, given: list[Tensor], rank: int) -> Tensor:
+def _run(step: RedistributionStep, given: list[Tensor], rank: int) -> Tensor:
     """What rank `rank` of an axis has after a step, when the ranks of the axis have `given` before."""
     source, target, ways = step.source, step.target, len(given)
     own = given[rank]

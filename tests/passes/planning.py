@@ -19,15 +19,15 @@ from passes.cost.walk import Optimizer, walk
 from passes.ir.choices import Problem, Solution
 from passes.ir.configuration import RECOMPUTE, Configuration
 from passes.ir.layout import Layout
-from passes.ir.lowered import Body, Change, Loop, Lowered, Statement
+from passes.ir.lowered import Body, Loop, Lowered, Redistribution, Statement
 from passes.ir.mesh import Mesh
 from passes.ir.program import Folded
 from passes.lower.recompute import recompute
 from passes.lower.straight import Casts, straight_code
-from passes.lower.units import engines
+from passes.lower.units import fsdp_units
 from passes.normalize import normalize
 from passes.regions import fold
-from passes.strategies import Setting, candidates
+from passes.strategies import Setting, planning_problem
 
 STATES = 2
 
@@ -36,7 +36,7 @@ def _exchanged_in(plain: Body, marked: Body) -> Body:
     """`plain` with the changes that begin with an all-to-all of a unit as they are in `marked`."""
     statements: list[Statement] = []
     for before, after in zip(plain.statements, marked.statements, strict=True):
-        if isinstance(before, Change) and isinstance(after, Change):
+        if isinstance(before, Redistribution) and isinstance(after, Redistribution):
             statements.append(replace(after, again=before.again) if after.exchanged else before)
         elif isinstance(before, Loop) and isinstance(after, Loop):
             statements.append(replace(before, body=_exchanged_in(before.body, after.body)))
@@ -66,7 +66,7 @@ class Planning:
         their parameters again or none, and here each goes as it was decided.
         """
         configuration, plain = solution.configuration, self.lowered(solution)
-        marked = engines(plain, self.mesh, gather_once=configuration.gather_once)
+        marked = fsdp_units(plain, self.mesh, gather_once=configuration.gather_once)
         lowered = replace(plain, body=_exchanged_in(plain.body, marked.body))
         return walk(lowered, self.folded, self.cluster, Optimizer(STATES), configuration).total
 
@@ -118,7 +118,7 @@ def planning(
     demands = constrain(program, constraints or {}, mesh)
     folded = fold(program, demands.label)
     devices = CLUSTERS[cluster] if isinstance(cluster, str) else cluster
-    return Planning(folded, candidates(folded, demands, Setting(mesh, devices, STATES)), mesh, devices)
+    return Planning(folded, planning_problem(folded, demands, Setting(mesh, devices, STATES)), mesh, devices)
 
 
 def thinned(

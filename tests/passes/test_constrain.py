@@ -7,12 +7,12 @@ from torch import Tensor, nn
 from passes.constrain import Constraints, constrain, stored_as
 from passes.cost.cluster import CLUSTERS
 from passes.ir.choices import Problem
-from passes.ir.demands import Demands
+from passes.ir.demands import PlacedConstraints
 from passes.ir.errors import ConstraintError, MeshError
 from passes.ir.layout import I, Letter, P, R, S
 from passes.ir.program import Program
 from passes.regions import fold
-from passes.strategies import Setting, candidates
+from passes.strategies import Setting, planning_problem
 from tests.passes.helpers import mesh_of, normalized
 
 MESH = mesh_of(dp=2, tp=2)
@@ -55,7 +55,7 @@ def program() -> Program:
 def problem(program: Program, constraints: Constraints) -> Problem:
     """The planning problem under constraints."""
     demands = constrain(program, constraints, MESH)
-    return candidates(fold(program, demands.label), demands, Setting(MESH, CLUSTERS["cpu"]))
+    return planning_problem(fold(program, demands.label), demands, Setting(MESH, CLUSTERS["cpu"]))
 
 
 def result_of(program: Program, key: str) -> str:
@@ -63,7 +63,7 @@ def result_of(program: Program, key: str) -> str:
     return next(op.results[0] for op in program.ops if op.key == key)
 
 
-def letter(demands: Demands, axis: int, *place: str) -> Letter | None:
+def letter(demands: PlacedConstraints, axis: int, *place: str) -> Letter | None:
     """The letter that is demanded at a place."""
     return demands.at(*place)[axis].letter
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from autopar.runtime.generated.bases import CompiledProgram, PlannedInput
+from autopar.runtime.generated.bases import GeneratedProgram, PlannedInput
 from passes._torch import pytree
 from passes.ir.errors import InputError
 from passes.ir.leaves import input_leaves
@@ -48,7 +48,7 @@ class BoundCall:
 
 
 def bound_call(
-    signature: inspect.Signature, planned: CompiledProgram, args: Sequence[object], kwargs: Mapping[str, object]
+    signature: inspect.Signature, planned: GeneratedProgram, args: Sequence[object], kwargs: Mapping[str, object]
 ) -> BoundCall:
     """The arguments of a call of the module whose forward has `signature`, for the program `planned`.
 
@@ -93,7 +93,7 @@ def _check_known(
     signature: inspect.Signature,
     arguments: Mapping[str, object],
     leaves: Mapping[str, object],
-    planned: CompiledProgram,
+    planned: GeneratedProgram,
 ) -> None:
     """Raise for an argument that neither the model's signature nor the plan names, and for one that is missing."""
     inputs = [item.name for item in planned.inputs]
@@ -124,7 +124,7 @@ def _named(signature: inspect.Signature) -> set[str]:
     return found
 
 
-def _check_left_out(signature: inspect.Signature, given: Sequence[str], planned: CompiledProgram) -> None:
+def _check_left_out(signature: inspect.Signature, given: Sequence[str], planned: GeneratedProgram) -> None:
     """Raise where leaving out an argument would mean another value than the one that was planned."""
     for name, value in planned.constants.items():
         parameter = signature.parameters.get(name)

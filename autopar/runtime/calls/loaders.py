@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from autopar.runtime.calls.inputs import check_tensor, is_like
 from autopar.runtime.generated.axis import axes_of
-from autopar.runtime.generated.bases import CompiledProgram
+from autopar.runtime.generated.bases import GeneratedProgram
 from autopar.runtime.generated.collectives import all_gather
 from autopar.runtime.ranks.agreement import SENT, Agreement, Raised, digest_numbers
 from autopar.runtime.ranks.values import Leaf, ValueComparison
@@ -27,7 +27,9 @@ Batch = Mapping[str, object]
 _WHAT = "from_local()"
 
 
-def planned_parts(batch: Batch, compiled: CompiledProgram, mesh: DeviceMesh, device: torch.device) -> dict[str, object]:
+def planned_parts(
+    batch: Batch, compiled: GeneratedProgram, mesh: DeviceMesh, device: torch.device
+) -> dict[str, object]:
     """`batch`, which holds this rank's parts in the planned layout, as `DTensor`s of the whole batch.
 
     Raises InputError for a part of another dtype or number of dims than planned, and for one that the layout cannot
@@ -104,7 +106,7 @@ class RowLoader:
         assert coordinate is not None
         return _number(coordinate, axes, self._shape.sizes)
 
-    def planned(self, batch: Batch, compiled: CompiledProgram) -> dict[str, object]:
+    def planned(self, batch: Batch, compiled: GeneratedProgram) -> dict[str, object]:
         """`batch`, which holds this rank's parts in the planned layout, as whole `DTensor`s. Collective over the mesh.
 
         Raises InputError, on all ranks, where the part of one is not such as planned, and where they do not fit
@@ -126,7 +128,7 @@ class RowLoader:
         self._agreed(described, 0, error)
         return found
 
-    def gathered(self, batch: Batch, axes: Sequence[str], compiled: CompiledProgram) -> dict[str, object]:
+    def gathered(self, batch: Batch, axes: Sequence[str], compiled: GeneratedProgram) -> dict[str, object]:
         """`batch`, which holds this rank's rows, as whole `DTensor`s on every rank. Collective over the mesh.
 
         Raises InputError, on all ranks, where the rows of one are not such as planned, where ranks differ in what is
@@ -225,7 +227,7 @@ def _raise_difference(every: Sequence[Raised | dict[str, str]]) -> NoReturn:
     )
 
 
-def _rows(batch: Batch, compiled: CompiledProgram, axes: Sequence[str]) -> _Rows:
+def _rows(batch: Batch, compiled: GeneratedProgram, axes: Sequence[str]) -> _Rows:
     """The rows that this rank gives.
 
     Raises InputError for what is no batch, or not such as planned.

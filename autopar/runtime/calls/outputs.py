@@ -6,13 +6,13 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.runtime.calls.planned_tensor import planned_tensor
-from autopar.runtime.generated.bases import CompiledProgram, PlannedOutput
+from autopar.runtime.generated.bases import GeneratedProgram, PlannedOutput
 from autopar.runtime.state import from_local, mesh_of
 from passes._torch import pytree
 from passes.ir.mesh import Mesh
 
 
-def output_of(compiled: CompiledProgram, leaves: Sequence[object], mesh: DeviceMesh, *, whole: bool) -> object:
+def output_of(compiled: GeneratedProgram, leaves: Sequence[object], mesh: DeviceMesh, *, whole: bool) -> object:
     """The model's output, from this rank's parts of its leaves: scalars as plain tensors, others as `DTensor`, or, with
     `whole`, as plain tensors too."""
     shape = mesh_of(mesh)

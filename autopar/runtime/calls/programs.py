@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from autopar.runtime.calls.inputs import BoundCall, tensors_among
 from autopar.runtime.fsdp.local_parameters import LocalParameters, ReadParameters
-from autopar.runtime.fsdp.manager import Engine
+from autopar.runtime.fsdp.manager import FSDPManager
 from autopar.runtime.generated.axis import Axis
-from autopar.runtime.generated.bases import CompiledProgram, Generated, LoadedProgram, OtherSizes, Wanted
+from autopar.runtime.generated.bases import Generated, GeneratedProgram, LoadedProgram, OtherSizes, Wanted
 from autopar.runtime.generated.random import Randomness
 from passes.ir.leaves import given_name
 from passes.ir.plan import Plan
@@ -30,7 +30,7 @@ KEPT = 32
 class RunnableProgram:
     """A program, the instance of its generated class that runs it, and the parameters that it reads."""
 
-    compiled: CompiledProgram
+    compiled: GeneratedProgram
     generated: Generated
     parameters: ReadParameters
 
@@ -56,7 +56,7 @@ class Programs:
         axes: tuple[Axis, ...],
         device: torch.device,
         random: Randomness,
-        engine: Engine,
+        engine: FSDPManager,
         loaded: Mapping[str, LoadedProgram],
         other_sizes: OtherSizes,
     ) -> None:
@@ -133,7 +133,7 @@ class Programs:
         return RunnableProgram(compiled, generated, parameters)
 
 
-def _serves(compiled: CompiledProgram, call: BoundCall, count: int) -> bool:
+def _serves(compiled: GeneratedProgram, call: BoundCall, count: int) -> bool:
     """Whether a planned program is for these sizes, values and number of micro-batches."""
     planned_count = 1 if compiled.micro_batches is None else compiled.micro_batches.count
     planned = tensors_among(compiled.constants)

@@ -11,7 +11,7 @@ from autopar.runtime.generated.axis import Axis
 from autopar.runtime.generated.bases import Cut, MicroBatching
 from autopar.runtime.generated.collectives import run_change
 from passes.ir.errors import InputError
-from passes.ir.redistribution import Step
+from passes.ir.redistribution import RedistributionStep
 
 # Runs a program on this rank's part of its inputs, and returns the leaves of its output.
 Run = Callable[[Sequence[Tensor]], Sequence[object]]
@@ -86,7 +86,7 @@ def together(tensors: Sequence[Tensor], where: Cut) -> Tensor:
     return torch.cat(groups, dim + 1).reshape(*shape[:dim], shape[dim] * count, *shape[dim + 1 :])
 
 
-def _relaid(tensor: Tensor, steps: Sequence[Step], axes: Sequence[Axis]) -> Tensor:
+def _relaid(tensor: Tensor, steps: Sequence[RedistributionStep], axes: Sequence[Axis]) -> Tensor:
     """This rank's part of an input in another layout."""
     for step in steps:
         axis = axes[step.axis]

@@ -28,13 +28,13 @@ from autopar.runtime.generated.axis import axes_of
 from autopar.runtime.ranks.groups import axes_group, data_mesh
 from autopar.runtime.state import mesh_of
 from passes.ir.layout import Layout, Shape, whole_shape
-from passes.ir.lowered import Group, Held
-from passes.ir.redistribution import Step, redistribution
+from passes.ir.lowered import FSDPUnit, FSDPUnits
+from passes.ir.redistribution import RedistributionStep, redistribution
 
 T = TypeVar("T")
 
 
-class Engine:
+class FSDPManager:
     """The FSDP units of a model, and the parameters that users see of them."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
@@ -57,7 +57,7 @@ class Engine:
     # --- its parameters ---
 
     def add(
-        self, plan: Group, parts: Mapping[str, nn.Parameter], stored: Mapping[str, Layout]
+        self, plan: FSDPUnit, parts: Mapping[str, nn.Parameter], stored: Mapping[str, Layout]
     ) -> dict[str, nn.Parameter]:
         """Take over the parameters of a group, given whole on its axes; every rank calls it alike.
 
@@ -67,7 +67,7 @@ class Engine:
         return self._add_gathered(plan, parts, stored) if plan.gathers else self._add_replicated(plan, parts, stored)
 
     def _add_replicated(
-        self, plan: Group, parts: Mapping[str, nn.Parameter], stored: Mapping[str, Layout]
+        self, plan: FSDPUnit, parts: Mapping[str, nn.Parameter], stored: Mapping[str, Layout]
     ) -> dict[str, nn.Parameter]:
         """Take over parameters that are read as they are stored."""
         group, _ = axes_group(self._mesh, plan.replicated)
@@ -92,7 +92,7 @@ class Engine:
         }
 
     def _add_gathered(
-        self, plan: Group, parts: Mapping[str, nn.Parameter], stored: Mapping[str, Layout]
+        self, plan: FSDPUnit, parts: Mapping[str, nn.Parameter], stored: Mapping[str, Layout]
     ) -> dict[str, nn.Parameter]:
         """Take over the parameters of an FSDP unit."""
         kept = {name: plan.kept(name, stored[name]) for name in parts}
@@ -147,7 +147,7 @@ class Engine:
         back = redistribution(kept, stored, shape, self._shape)
         return Turn(self._way(forth), self._way(back), compute, reduce or compute)
 
-    def _way(self, steps: Sequence[Step]) -> Way:
+    def _way(self, steps: Sequence[RedistributionStep]) -> Way:
         axes = axes_of(self._mesh)
         return tuple((axes[step.axis], step.source, step.target) for step in steps)
 
@@ -164,7 +164,7 @@ class Engine:
 
     # --- programs ---
 
-    def view(self, root: nn.Module, held: Held) -> PartView:
+    def view(self, root: nn.Module, held: FSDPUnits) -> PartView:
         """The model as a program with `held` sees it."""
         table: dict[str, tuple[ParameterGroup, int] | Tensor] = {}
         # Totals are of inputs alone: there is nothing that the engine holds.
@@ -174,16 +174,16 @@ class Engine:
                     table[name] = (unit, place) if isinstance(unit, ParameterGroup) else unit[place]
         return PartView(root, table)
 
-    def groups(self, held: Held) -> dict[str, ParameterGroup]:
+    def groups(self, held: FSDPUnits) -> dict[str, ParameterGroup]:
         """The FSDP units by their first parameter."""
         units = zip(held.groups, self._units, strict=True) if held.groups else ()
         return {next(iter(plan.parameters)): unit for plan, unit in units if isinstance(unit, ParameterGroup)}
 
-    def around_copies(self, held: Held) -> tuple[tuple[tuple[ParameterGroup, ...], ...], ...]:
+    def around_copies(self, held: FSDPUnits) -> tuple[tuple[tuple[ParameterGroup, ...], ...], ...]:
         """The FSDP units around each copy of each region."""
         return tuple(tuple(tuple(self._gathering(item) for item in copy) for copy in loop) for loop in held.copies)
 
-    def run(self, held: Held, forward: Callable[..., T], inputs: Sequence[Tensor]) -> T:
+    def run(self, held: FSDPUnits, forward: Callable[..., T], inputs: Sequence[Tensor]) -> T:
         """`forward(*inputs)` of the program with `held`."""
         if not held.parameters:
             return forward(*inputs)
@@ -279,8 +279,8 @@ class Engine:
         for group in self._groups:
             _unit(group).reshard()
 
-    def _prefetch(self, held: Held) -> None:
-        """Let the backward pass gather the units of a whole place ahead of time, as `Held.prefetched` has it.
+    def _prefetch(self, held: FSDPUnits) -> None:
+        """Let the backward pass gather the units of a whole place ahead of time, as `FSDPUnits.prefetched` has it.
 
         By itself torch gathers only the one unit that was called before, which may lie around the same place. In the
         forward pass units need no such list: they are gathered on a stream of their own while the device still computes

@@ -21,9 +21,9 @@ from autopar.runtime.generated.saving import CHANGED
 from autopar.runtime.refusals import HoldingPart
 from passes._torch import pytree, version_of
 from passes.ir.layout import Layout, Shape
-from passes.ir.lowered import Held
-from passes.ir.program import Change, TensorType
-from passes.ir.redistribution import Step
+from passes.ir.lowered import FSDPUnits
+from passes.ir.program import StateChange, TensorType
+from passes.ir.redistribution import RedistributionStep
 
 Result = TypeVar("Result")
 
@@ -240,14 +240,14 @@ class MicroBatching:
     inputs: tuple[Cut | None, ...]
     outputs: tuple[Cut | str, ...]
     loss: int
-    totals: "CompiledProgram | None"
-    reads: tuple[tuple[int, tuple[Step, ...]], ...]
+    totals: "GeneratedProgram | None"
+    reads: tuple[tuple[int, tuple[RedistributionStep, ...]], ...]
     gather_once: bool = False
     reduce_once: bool = False
 
 
 @dataclass(frozen=True)
-class CompiledProgram:
+class GeneratedProgram:
     """A program ready to run on every rank: its source and what surrounds it.
 
     `constants` are inputs that are constants, by name: what is no tensor, and tensors whose values the model needed;
@@ -266,11 +266,11 @@ class CompiledProgram:
     output_tree: pytree.TreeSpec
     tensors: Mapping[str, Tensor]
     parameters: frozenset[str]
-    changes: tuple[Change, ...]
+    changes: tuple[StateChange, ...]
     regathers: bool
     differentiable: bool
     micro_batches: MicroBatching | None = None
-    held: Held = field(default_factory=Held)
+    held: FSDPUnits = field(default_factory=FSDPUnits)
     compiled: bool = False
 
 
@@ -278,7 +278,7 @@ class CompiledProgram:
 class LoadedProgram:
     """A compiled program, the file that its source lies in, and the generated class; and the program of its totals."""
 
-    compiled: CompiledProgram
+    compiled: GeneratedProgram
     path: Path
     kind: type[Generated]
     totals: "LoadedProgram | None" = None

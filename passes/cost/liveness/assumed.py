@@ -5,26 +5,26 @@ from collections.abc import Sequence
 from passes.cost.liveness.profile import (
     BackwardProfile,
     Event,
+    EventKind,
     Form,
     ForwardProfile,
-    Given,
-    Happening,
-    Made,
-    Origin,
-    Place,
+    OperandGradient,
+    ResultStorage,
+    StorageOrigin,
+    StorageRef,
     Task,
 )
 
 
 def assumed_forward(task: Task, results: Sequence[Form]) -> ForwardProfile:
     """Every result is new, and autograd keeps all operands and results."""
-    events = tuple(Event(Happening.ALLOCATE, index, form.bytes) for index, form in enumerate(results))
+    events = tuple(Event(EventKind.ALLOCATE, index, form.bytes) for index, form in enumerate(results))
     trained = any(task.flows)
     made = tuple(
-        Made(Place(Origin.OWN, index), form, trained and form.dtype.is_floating_point)
+        ResultStorage(StorageRef(StorageOrigin.OWN, index), form, trained and form.dtype.is_floating_point)
         for index, form in enumerate(results)
     )
-    operands = tuple(Place(Origin.OPERAND, index) for index in range(len(task.operands)))
+    operands = tuple(StorageRef(StorageOrigin.OPERAND, index) for index in range(len(task.operands)))
     return ForwardProfile(events, made, (*operands, *(result.place for result in made)) if trained else ())
 
 
@@ -33,13 +33,13 @@ def assumed_backward(task: Task, gradients: Sequence[Form | None], forward: Forw
     count = len(gradients)
     kept = range(len(forward.kept))
     given = {
-        slot: Given(Place(Origin.OWN, count + slot), Form.contiguous(form.shape, form.dtype))
+        slot: OperandGradient(StorageRef(StorageOrigin.OWN, count + slot), Form.contiguous(form.shape, form.dtype))
         for slot, (form, flows) in enumerate(zip(task.operands, task.flows, strict=True))
         if flows
     }
-    events = [Event(Happening.USE, index) for index in kept]
-    events += [Event(Happening.ALLOCATE, item.place.index, item.form.bytes) for item in given.values()]
-    events += [Event(Happening.TAKEN, slot) for slot, form in enumerate(gradients) if form is not None]
-    events += [Event(Happening.RELEASE, index) for index in kept]
-    events += [Event(Happening.GIVE, slot) for slot in given]
+    events = [Event(EventKind.USE, index) for index in kept]
+    events += [Event(EventKind.ALLOCATE, item.place.index, item.form.bytes) for item in given.values()]
+    events += [Event(EventKind.TAKEN, slot) for slot, form in enumerate(gradients) if form is not None]
+    events += [Event(EventKind.RELEASE, index) for index in kept]
+    events += [Event(EventKind.GIVE, slot) for slot in given]
     return BackwardProfile(tuple(events), given)

@@ -2,9 +2,9 @@
 
 from collections.abc import Callable, Sequence
 
-from passes.cost.liveness.graph import Boundary, Edge, Held, Leaf, Node, Skip, Value, fetch
+from passes.cost.liveness.graph import AutogradNode, Boundary, Edge, Gradient, Leaf, Skip, Value, fetch
 from passes.cost.liveness.ledger import GRADIENTS, TRANSIENT, Ledger, Storage
-from passes.cost.liveness.profile import Form, Happening, Origin, Place, Prober
+from passes.cost.liveness.profile import EventKind, Form, Prober, StorageOrigin, StorageRef
 
 
 def run_backward(roots: Sequence[Value], ledger: Ledger, prober: Prober, end: Callable[[], None]) -> None:
@@ -20,7 +20,7 @@ def run_backward(roots: Sequence[Value], ledger: Ledger, prober: Prober, end: Ca
     for root in roots:
         assert root.maker is not None
         form = Form.contiguous(root.form.shape, root.form.dtype)
-        begun.append(Held(Storage(ledger, form.bytes, TRANSIENT), form))
+        begun.append(Gradient(Storage(ledger, form.bytes, TRANSIENT), form))
         _give((root.maker, root.slot), begun[-1], ledger)
     nodes.sort(key=lambda node: node.number)
     while nodes:
@@ -46,18 +46,18 @@ def run_backward(roots: Sequence[Value], ledger: Ledger, prober: Prober, end: Ca
     end()
 
 
-def _reached(roots: Sequence[Value]) -> list[Node | Skip | Boundary]:
-    found: dict[int, Node | Skip | Boundary] = {}
+def _reached(roots: Sequence[Value]) -> list[AutogradNode | Skip | Boundary]:
+    found: dict[int, AutogradNode | Skip | Boundary] = {}
     waiting = [root.maker for root in roots]
     while waiting:
         node = waiting.pop()
-        if isinstance(node, (Node, Skip, Boundary)) and id(node) not in found:
+        if isinstance(node, (AutogradNode, Skip, Boundary)) and id(node) not in found:
             found[id(node)] = node
             waiting += [edge[0] for edge in node.edges if edge is not None]
     return list(found.values())
 
 
-def _run(node: Node, ledger: Ledger, prober: Prober) -> None:
+def _run(node: AutogradNode, ledger: Ledger, prober: Prober) -> None:
     forms = tuple(node.gradients[slot].form if slot in node.gradients else None for slot in range(node.results))
     if not node.gradients:
         node.kept = [None] * len(node.kept)
@@ -68,25 +68,25 @@ def _run(node: Node, ledger: Ledger, prober: Prober) -> None:
     # A gradient may be what was kept itself.
     places = prober.forward(node.task).kept
     passed_on = {given.place for given in profile.given.values()} & set(places)
-    lingering: dict[Place, Storage] = {}
+    lingering: dict[StorageRef, Storage] = {}
     for event in profile.events:
-        if event.what is Happening.ALLOCATE:
+        if event.what is EventKind.ALLOCATE:
             own[event.index] = Storage(ledger, event.bytes, TRANSIENT)
-        elif event.what is Happening.FREE:
+        elif event.what is EventKind.FREE:
             own.pop(event.index, None)
-        elif event.what is Happening.TAKEN:
+        elif event.what is EventKind.TAKEN:
             node.gradients.pop(event.index, None)
-        elif event.what is Happening.USE:
+        elif event.what is EventKind.USE:
             kept = node.kept[event.index]
             if kept is not None and not isinstance(kept, Storage) and event.index not in read:
                 moment = ledger.moment
                 read[event.index] = fetch(kept, ledger, prober)
                 ledger.moment = moment
             del kept
-        elif event.what in (Happening.DONE, Happening.RELEASE):
+        elif event.what in (EventKind.DONE, EventKind.RELEASE):
             # What was made again is held by whom it was made for alone, which may let go before the node does.
             found = read.pop(event.index, None)
-            if event.what is Happening.RELEASE:
+            if event.what is EventKind.RELEASE:
                 kept, node.kept[event.index] = node.kept[event.index], None
                 found = kept if isinstance(kept, Storage) else found
                 del kept
@@ -98,17 +98,19 @@ def _run(node: Node, ledger: Ledger, prober: Prober) -> None:
             given = profile.given[event.index]
             edge = node.edges[event.index]
             if edge is not None:
-                _give(edge, Held(_place(given.place, node, own, lingering), given.form), ledger)
+                _give(edge, Gradient(_place(given.place, node, own, lingering), given.form), ledger)
     node.gradients.clear()
 
 
-def _place(place: Place, node: Node, own: dict[int, Storage], lingering: dict[Place, Storage]) -> Storage:
+def _place(
+    place: StorageRef, node: AutogradNode, own: dict[int, Storage], lingering: dict[StorageRef, Storage]
+) -> Storage:
     if place in lingering:
         return lingering[place]
-    return node.gradients[place.index].storage if place.origin is Origin.GRADIENT else own[place.index]
+    return node.gradients[place.index].storage if place.origin is StorageOrigin.GRADIENT else own[place.index]
 
 
-def _give(edge: Edge, gradient: Held, ledger: Ledger) -> None:
+def _give(edge: Edge, gradient: Gradient, ledger: Ledger) -> None:
     """Add a gradient to what has come already: the sum is a new tensor."""
     target, slot = edge
     before = target.incoming if isinstance(target, Leaf) else target.gradients.get(slot)
@@ -116,7 +118,7 @@ def _give(edge: Edge, gradient: Held, ledger: Ledger) -> None:
         form = before.form if not before.form.spread else gradient.form
         if form.spread:
             form = Form.contiguous(form.shape, form.dtype)
-        gradient = Held(Storage(ledger, form.bytes, TRANSIENT), form)
+        gradient = Gradient(Storage(ledger, form.bytes, TRANSIENT), form)
     if isinstance(target, Leaf):
         target.incoming = gradient
     else:
@@ -159,7 +161,7 @@ def _pass(boundary: Boundary, ledger: Ledger) -> None:
     for slot, form in enumerate(boundary.forms):
         if slot not in boundary.gradients:
             zeros = Form.contiguous(form.shape, form.dtype)
-            boundary.gradients[slot] = Held(Storage(ledger, zeros.bytes, TRANSIENT), zeros)
+            boundary.gradients[slot] = Gradient(Storage(ledger, zeros.bytes, TRANSIENT), zeros)
     boundary.run()
     for slot, edge in enumerate(boundary.edges):
         gradient = boundary.gradients.pop(slot)

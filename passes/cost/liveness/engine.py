@@ -23,7 +23,7 @@ from passes.cost.liveness.ledger import COMMUNICATION, GATHERED, GRADIENTS, TRAN
 from passes.cost.liveness.profile import Form
 from passes.ir.exchanges import BATCH_BYTES, Batching, batches
 from passes.ir.layout import local_shape
-from passes.ir.lowered import Group, Held, Lowered
+from passes.ir.lowered import FSDPUnit, FSDPUnits, Lowered
 from passes.ir.mesh import Mesh
 from passes.ir.program import TensorType
 
@@ -76,7 +76,7 @@ class _Run:
     gathers nothing, `sent` are those that are reduced, with what they are views of."""
 
     number: int
-    plan: Group
+    plan: FSDPUnit
     members: tuple[_Member, ...]
     ranks: int
     stored: torch.dtype
@@ -113,7 +113,7 @@ class _Run:
         return self.dtype != self.stored
 
 
-class Engine:
+class FSDPSimulation:
     """The groups of a program in one step. `stored` are the parameters as they are stored. With `keeps` those that were
     gathered for a backward pass stay after it; while `holds` is set, gradients are added up and not reduced."""
 
@@ -131,7 +131,7 @@ class Engine:
         self._ledger = ledger
         self._held = lowered.held
         # What the backward pass gathers ahead, by the group that it has just gathered. Copies that are counted and not
-        # run are left out; for the others it is `Held.prefetched`.
+        # run are left out; for the others it is `FSDPUnits.prefetched`.
         self._prefetched: dict[int, Sequence[int]] = {}
         self._before: Sequence[int] = ()
         self._received: Storage | None = None
@@ -158,7 +158,7 @@ class Engine:
         self._exchange()
 
     def _gathered(
-        self, lowered: Lowered, mesh: Mesh, group: Group, name: str, type: TensorType, stored: Value
+        self, lowered: Lowered, mesh: Mesh, group: FSDPUnit, name: str, type: TensorType, stored: Value
     ) -> _Member:
         """A parameter that is gathered."""
         kept = group.kept(name, lowered.parameters[name])
@@ -177,7 +177,7 @@ class Engine:
         whole = Value(Storage(self._ledger, 0, GATHERED), form, Leaf(form) if leaf is not None else None)
         return _Member(whole, leaf, group.parameters[name] != 0, axes)
 
-    def _replicated(self, number: int, group: Group, name: str, type: TensorType, stored: Value) -> _Member:
+    def _replicated(self, number: int, group: FSDPUnit, name: str, type: TensorType, stored: Value) -> _Member:
         """A parameter that is read as it is stored."""
         leaf, form = _leaf(stored), stored.form
         read = None if leaf is None else Leaf(form, accumulated=partial(self._accumulated, number))
@@ -198,7 +198,7 @@ class Engine:
         del buffers
 
     @property
-    def held(self) -> Held:
+    def held(self) -> FSDPUnits:
         """Where groups are called."""
         return self._held
 

@@ -5,11 +5,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from passes.cost.liveness.engine import Engine
+from passes.cost.liveness.engine import FSDPSimulation
 from passes.cost.liveness.graph import (
+    AutogradNode,
     Copy,
     Kept,
-    Node,
     Noted,
     Recomputed,
     Skip,
@@ -20,8 +20,8 @@ from passes.cost.liveness.graph import (
     settle,
 )
 from passes.cost.liveness.ledger import COMMUNICATION, TRANSIENT, Ledger, Storage
-from passes.cost.liveness.profile import Event, ForwardProfile, Happening, Prober, Task
-from passes.ir.lowered import Body, Change, Compute, Loop, Lowered
+from passes.cost.liveness.profile import Event, EventKind, ForwardProfile, Prober, Task
+from passes.ir.lowered import Body, Compute, Loop, Lowered, Redistribution
 from passes.ir.program import TensorType
 from passes.ir.variables import FunctionVariables, LoopVariables, Variables
 
@@ -44,7 +44,7 @@ class Frame:
     lists: dict[str, list[Value]] = field(default_factory=dict)
     aside: list[Storage] = field(default_factory=list)
     weights: set[str] = field(default_factory=set)
-    later: dict[str, Change] = field(default_factory=dict)
+    later: dict[str, Redistribution] = field(default_factory=dict)
 
     def read(self, name: str) -> Value:
         """A value by its name in the program."""
@@ -72,7 +72,7 @@ class Forward:
         prober: Prober,
         variables: Variables,
         held: Mapping[str, Value],
-        engine: Engine,
+        engine: FSDPSimulation,
         training: bool,
         stays: dict[str, Storage],
     ) -> None:
@@ -96,13 +96,13 @@ class Forward:
         for statement in body.statements:
             if isinstance(statement, Compute):
                 self.compute(statement, body.types, frame, copied)
-            elif isinstance(statement, Change) and statement.engine and not frame.inner:
+            elif isinstance(statement, Redistribution) and statement.engine and not frame.inner:
                 frame.later[statement.result] = statement
-            elif isinstance(statement, Change) and statement.engine:
+            elif isinstance(statement, Redistribution) and statement.engine:
                 frame.weights.add(statement.result)
                 frame.assign(statement.result, frame.gathered[statement.source])
                 self.change(statement, frame.gathered[statement.source], partial(frame.assign, statement.result))
-            elif isinstance(statement, Change):
+            elif isinstance(statement, Redistribution):
                 if statement.parameter:
                     frame.weights.add(statement.result)
                 self.change(statement, frame.read(statement.source), partial(frame.assign, statement.result))
@@ -135,7 +135,7 @@ class Forward:
         for name in op.results:
             frame.assign(name, results.pop(0))
 
-    def change(self, statement: Change, value: Value, hold: Callable[[Value], object]) -> Value:
+    def change(self, statement: Redistribution, value: Value, hold: Callable[[Value], object]) -> Value:
         """What the generated code makes of a value in a redistribution; `hold` is called with what each step makes."""
         name = f"{'gather' if statement.parameter else 'redistribution'} of {statement.source}"
         texts = [
@@ -167,7 +167,7 @@ class Forward:
         events = profile.events if self.running is None else self.running.events(profile)
         play(events, own, self.ledger, kind)
         storages = [item.storage for item in operands]
-        node: Node | None = None
+        node: AutogradNode | None = None
         if again and self.noted is not None:
             remade = Task(text, task.operands, (False,) * len(operands), results)
             self.noted.note(place_of(profile.results[0].place, own, storages), remade, storages)
@@ -175,7 +175,7 @@ class Forward:
             found = [None if place is None else place_of(place, own, storages) for place in profile.kept]
             edges = [(item.maker, item.slot) if item.maker is not None else None for item in operands]
             attached = [place_of(place, own, storages) for place in profile.attached]
-            node = Node(self.next(), name, task, edges, self.keep(found), results, attached)
+            node = AutogradNode(self.next(), name, task, edges, self.keep(found), results, attached)
             del found
         if kind == TRANSIENT:
             settle(list(own.values()))
@@ -330,7 +330,7 @@ class _SecondRun:
 
     def events(self, profile: ForwardProfile) -> Sequence[Event]:
         """What happens: of the last statement only what does before all is kept."""
-        last = max((at for at, event in enumerate(profile.events) if event.what is Happening.KEEP), default=None)
+        last = max((at for at, event in enumerate(profile.events) if event.what is EventKind.KEEP), default=None)
         if self.left > 1 or last is None or all(place is None for place in profile.kept):
             return profile.events
         return profile.events[:last]
@@ -350,7 +350,7 @@ def _regathers(lowered: Lowered) -> bool:
     """Whether anything is made again in the backward pass."""
     bodies = [lowered.body, *(item.body for item in lowered.body.statements if isinstance(item, Loop))]
     return any(
-        (isinstance(item, Change) and item.again and len(item.steps) > item.engine)
+        (isinstance(item, Redistribution) and item.again and len(item.steps) > item.engine)
         or (isinstance(item, Compute) and item.recomputed)
         for body in bodies
         for item in body.statements

@@ -5,11 +5,11 @@ from dataclasses import dataclass, field
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
 from passes.cost.liveness.ledger import ACTIVATIONS, COMMUNICATION, STAYING, TRANSIENT, Ledger, Storage
-from passes.cost.liveness.profile import Event, Form, Happening, Origin, Place, Prober, Task
+from passes.cost.liveness.profile import Event, EventKind, Form, Prober, StorageOrigin, StorageRef, Task
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class Gradient:
     """A tensor: where it lies and its form."""
 
     storage: Storage
@@ -23,7 +23,7 @@ class Leaf:
 
     form: Form
     remaining: int = 0
-    incoming: Held | None = None
+    incoming: Gradient | None = None
     gradient: Storage | None = None
     accumulated: Callable[[], None] | None = None
 
@@ -34,7 +34,7 @@ class Value:
 
     storage: Storage
     form: Form
-    maker: "Node | Leaf | Skip | Boundary | None" = None
+    maker: "AutogradNode | Leaf | Skip | Boundary | None" = None
     slot: int = 0
 
     @property
@@ -44,12 +44,12 @@ class Value:
 
 
 @dataclass(eq=False, slots=True)
-class Made:
+class Recomputable:
     """A result that the backward pass makes again: how and of what, how often it is kept, and itself while it is there
     again."""
 
     task: Task
-    sources: "tuple[Storage | Made, ...]"
+    sources: "tuple[Storage | Recomputable, ...]"
     uses: int = 0
     again: Storage | None = None
 
@@ -57,7 +57,7 @@ class Made:
         """It is kept, by what it is made of."""
         if not self.uses:
             for source in self.sources:
-                if isinstance(source, Made):
+                if isinstance(source, Recomputable):
                     source.use()
         self.uses += 1
 
@@ -67,7 +67,7 @@ class Copy:
     """A copy of a region of which only the inputs are kept: `run` runs it again, and gives what it keeps, by the number
     of the statement and of the tensor. `nodes` are the statements that keep anything."""
 
-    inputs: "list[Storage | Made | None]"
+    inputs: "list[Storage | Recomputable | None]"
     run: Callable[["Copy"], dict[tuple[int, int], Storage]]
     nodes: list[int] = field(default_factory=list)
     kept: dict[tuple[int, int], Storage] | None = None
@@ -81,7 +81,7 @@ class Recomputed:
     place: tuple[int, int]
 
 
-Kept = Storage | Made | Recomputed
+Kept = Storage | Recomputable | Recomputed
 
 
 class Noted:
@@ -89,18 +89,18 @@ class Noted:
     after its end."""
 
     def __init__(self) -> None:
-        self._by_result: WeakKeyDictionary[Storage, Made] = WeakKeyDictionary()
-        self._all: list[tuple[ReferenceType[Storage], Made]] = []
+        self._by_result: WeakKeyDictionary[Storage, Recomputable] = WeakKeyDictionary()
+        self._all: list[tuple[ReferenceType[Storage], Recomputable]] = []
 
     def note(self, result: Storage, task: Task, sources: Sequence[Storage]) -> None:
         """Let `result` be made again wherever it would be kept."""
         if all(result is not source for source in sources):
             self._all = [item for item in self._all if item[0]() is not None]
-            made = Made(task, tuple(self._by_result.get(source, source) for source in sources))
+            made = Recomputable(task, tuple(self._by_result.get(source, source) for source in sources))
             self._by_result[result] = made
             self._all.append((ref(result), made))
 
-    def keep(self, storage: Storage) -> Storage | Made:
+    def keep(self, storage: Storage) -> Storage | Recomputable:
         """What is kept instead of a storage."""
         made = self._by_result.get(storage)
         if made is None:
@@ -110,7 +110,7 @@ class Noted:
 
 
 @dataclass(eq=False, slots=True)
-class Node:
+class AutogradNode:
     """A statement in the backward pass.
 
     `edges` lead to what made its operands, `kept` is what it keeps, `attached` what stays as long as it. `gradients`
@@ -124,7 +124,7 @@ class Node:
     kept: list[Kept | None]
     results: int
     attached: Sequence[Storage] = ()
-    gradients: dict[int, Held] = field(default_factory=dict)
+    gradients: dict[int, Gradient] = field(default_factory=dict)
     before: list[Callable[[], None]] = field(default_factory=list)
 
 
@@ -140,7 +140,7 @@ class Skip:
     edges: Sequence["Edge | None"]
     stays: dict[str, Storage]
     bulk: dict[str, Storage] = field(default_factory=dict)
-    gradients: dict[int, Held] = field(default_factory=dict)
+    gradients: dict[int, Gradient] = field(default_factory=dict)
     held_before: Mapping[str, int] | None = None
     before: list[Callable[[], None]] = field(default_factory=list)
 
@@ -163,31 +163,31 @@ class Boundary:
     edges: Sequence["Edge | None"]
     forms: Sequence[Form]
     run: Callable[[], None]
-    gradients: dict[int, Held] = field(default_factory=dict)
+    gradients: dict[int, Gradient] = field(default_factory=dict)
     before: list[Callable[[], None]] = field(default_factory=list)
 
 
 # What a gradient goes to, and to which of its results.
-Edge = tuple[Node | Leaf | Skip | Boundary, int]
+Edge = tuple[AutogradNode | Leaf | Skip | Boundary, int]
 
 
 def play(events: Sequence[Event], own: dict[int, Storage], ledger: Ledger, kind: str = TRANSIENT) -> None:
     """Let allocations and frees happen."""
     for event in events:
-        if event.what is Happening.ALLOCATE:
+        if event.what is EventKind.ALLOCATE:
             own[event.index] = Storage(ledger, event.bytes, kind)
-        elif event.what is Happening.FREE:
+        elif event.what is EventKind.FREE:
             own.pop(event.index, None)
 
 
-def place_of(place: Place, own: Mapping[int, Storage], operands: Sequence[Storage | None]) -> Storage:
+def place_of(place: StorageRef, own: Mapping[int, Storage], operands: Sequence[Storage | None]) -> Storage:
     """The storage at a place of a forward profile."""
-    found = own[place.index] if place.origin is Origin.OWN else operands[place.index]
+    found = own[place.index] if place.origin is StorageOrigin.OWN else operands[place.index]
     assert found is not None
     return found
 
 
-def make_again(made: Made, ledger: Ledger, prober: Prober) -> Storage:
+def make_again(made: Recomputable, ledger: Ledger, prober: Prober) -> Storage:
     """The result once more: until its last use it stays."""
     result = made.again
     if result is None:
@@ -205,7 +205,7 @@ def fetch(kept: Kept, ledger: Ledger, prober: Prober) -> Storage:
     """What was kept, or what is made of it."""
     if isinstance(kept, Storage):
         return kept
-    if isinstance(kept, Made):
+    if isinstance(kept, Recomputable):
         return make_again(kept, ledger, prober)
     if kept.copy.kept is None:
         kept.copy.kept = kept.copy.run(kept.copy)

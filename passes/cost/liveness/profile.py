@@ -13,7 +13,7 @@ import torch
 
 from passes.ir.lowered import Compute
 from passes.ir.program import TensorType
-from passes.ir.redistribution import Step
+from passes.ir.redistribution import RedistributionStep
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class Form:
         return any(step == 0 and size > 1 for size, step in zip(self.shape, self.stride, strict=True))
 
 
-class Origin(Enum):
+class StorageOrigin(Enum):
     """Whose storage it is."""
 
     OWN = "own"  # allocated by the statement
@@ -53,14 +53,14 @@ class Origin(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class StorageRef:
     """A storage, as a statement sees it: what it allocated itself, that of an operand or of a result's gradient."""
 
-    origin: Origin
+    origin: StorageOrigin
     index: int
 
 
-class Happening(Enum):
+class EventKind(Enum):
     """What can happen to memory while a statement runs forward or backward."""
 
     ALLOCATE = "allocate"  # own storage
@@ -78,16 +78,16 @@ class Event:
     """Something that happens to a storage, a gradient of a result, a kept tensor or an operand's gradient, by index.
     `bytes` are those allocated."""
 
-    what: Happening
+    what: EventKind
     index: int
     bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
+class ResultStorage:
     """A result: where it lies, its form, and whether a gradient flows through it."""
 
-    place: Place
+    place: StorageRef
     form: Form
     flows: bool
 
@@ -98,16 +98,16 @@ class ForwardProfile:
     lies nowhere (a number). `attached` stay as long as the graph: a function holds them itself."""
 
     events: tuple[Event, ...]
-    results: tuple[Made, ...]
-    kept: tuple[Place | None, ...]
-    attached: tuple[Place, ...] = ()
+    results: tuple[ResultStorage, ...]
+    kept: tuple[StorageRef | None, ...]
+    attached: tuple[StorageRef, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
+class OperandGradient:
     """The gradient of an operand: where it lies, and its form."""
 
-    place: Place
+    place: StorageRef
     form: Form
 
 
@@ -116,7 +116,7 @@ class BackwardProfile:
     """The backward pass of a statement; `given` has the gradients of the operands that get one."""
 
     events: tuple[Event, ...]
-    given: Mapping[int, Given]
+    given: Mapping[int, OperandGradient]
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +136,7 @@ class Prober(Protocol):
     def compute(self, statement: Compute, types: Mapping[str, TensorType], copied: frozenset[str]) -> str:
         """The expression of an op; operands in `copied` are read as copies of what they are called."""
 
-    def change(self, step: Step, dtypes: tuple[torch.dtype | None, torch.dtype | None]) -> str:
+    def change(self, step: RedistributionStep, dtypes: tuple[torch.dtype | None, torch.dtype | None]) -> str:
         """The expression of a step of a redistribution; `dtypes` as those of a `Change`."""
 
     def forward(self, task: Task) -> ForwardProfile:

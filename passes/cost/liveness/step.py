@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from passes.cost.liveness.backward import run_backward
-from passes.cost.liveness.engine import Engine
+from passes.cost.liveness.engine import FSDPSimulation
 from passes.cost.liveness.forward import Forward, Frame
 from passes.cost.liveness.graph import Value
 from passes.cost.liveness.ledger import BUFFERS, GATHERED, INPUTS, OUTPUTS, PARAMETERS, Ledger, Storage
@@ -15,7 +15,7 @@ from passes.ir.variables import Variables
 
 
 @dataclass(frozen=True)
-class Batches:
+class MicroBatchInputs:
     """A batch that goes through the program in `count` parts: the `inputs` of which each gets a part, those of which
     the parts are `copied`, and the `outputs` that are put together of parts; others are whole, or sums. What an engine
     gathers for a backward pass stays from the first to the last if it is `gathered_once`; gradients that it reduces are
@@ -38,19 +38,19 @@ class Batches:
 
 
 # A batch in one piece.
-WHOLE = Batches()
+WHOLE = MicroBatchInputs()
 
 
 @dataclass
-class Step:
+class StepSimulation:
     """What a step of `lowered` runs on. `held` are parameters, buffers and constants by name; without `training` there
     is no backward pass. `stays` is what copies of regions that are not run hold from one micro-batch to the next."""
 
     lowered: Lowered
     variables: Variables
-    batches: Batches
+    batches: MicroBatchInputs
     held: Mapping[str, Value]
-    engine: Engine
+    engine: FSDPSimulation
     ledger: Ledger
     prober: Prober
     training: bool

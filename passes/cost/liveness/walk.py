@@ -6,7 +6,7 @@ from math import prod
 
 import torch
 
-from passes.cost.liveness.engine import Engine
+from passes.cost.liveness.engine import FSDPSimulation
 from passes.cost.liveness.graph import Leaf, Value
 from passes.cost.liveness.ledger import (
     BUFFERS,
@@ -18,7 +18,7 @@ from passes.cost.liveness.ledger import (
     Storage,
 )
 from passes.cost.liveness.profile import Form, Prober
-from passes.cost.liveness.step import WHOLE, Batches, Step
+from passes.cost.liveness.step import WHOLE, MicroBatchInputs, StepSimulation
 from passes.cost.optimizers import NO_OPTIMIZER, OPTIMIZERS
 from passes.ir.layout import Layout, local_shape
 from passes.ir.lowered import Lowered
@@ -76,7 +76,7 @@ def peak_memory(
     machine: Machine,
     prober: Prober,
     mesh: Mesh,
-    batches: Batches = WHOLE,
+    batches: MicroBatchInputs = WHOLE,
 ) -> MemoryPeak:
     """The most bytes that lie on one device during a step that is not the first (or an evaluation): the batch and what
     the model returned lie there until the step ends."""
@@ -104,8 +104,8 @@ def peak_memory(
     update = OPTIMIZERS[stored.optimizer] if stored.optimizer is not None else NO_OPTIMIZER
     states = [Storage(ledger, leaf.form.bytes, OPTIMIZER) for leaf in leaves for _ in range(update.states)]
     states += [Storage(ledger, 4, OPTIMIZER) for _ in leaves if update.counting]
-    engine = Engine(lowered, held, mesh, ledger, keeps=batches.gathered_once)
-    step = Step(lowered, variables, batches, held, engine, ledger, prober, training)
+    engine = FSDPSimulation(lowered, held, mesh, ledger, keeps=batches.gathered_once)
+    step = StepSimulation(lowered, variables, batches, held, engine, ledger, prober, training)
     batch, local = _inputs(lowered, stored, batches, ledger, mesh)
     returned = step.run(local)
     if training:
@@ -125,7 +125,7 @@ def _local(type: TensorType, layout: Layout, mesh: Mesh, dtype: torch.dtype) -> 
 
 
 def _inputs(
-    lowered: Lowered, stored: Stored, batches: Batches, ledger: Ledger, mesh: Mesh
+    lowered: Lowered, stored: Stored, batches: MicroBatchInputs, ledger: Ledger, mesh: Mesh
 ) -> tuple[list[Storage], dict[str, Value]]:
     """The batch as it is given, whole; and of every input this rank's part, in the dtype that is computed in. Of one in
     micro-batches the whole part lies there throughout, and all of its own parts, where they are no views of it."""

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from autopar.options import Options
-from autopar.planner import compile_model
+from autopar.planner import plan_model
 from autopar.request import make_request
 from autopar.runtime.calls.steps import parts
 from autopar.runtime.state import local_part
@@ -27,7 +27,7 @@ def test_micro_batches_have_the_same_samples_on_all_ranks(seed: int) -> None:
     options = Options(cluster="ideal", memory_limit=1e15, micro_batches=_COUNT)
     with solved_by(functools.partial(random_solution, random.Random(seed))):
         request = make_request(Stack(), dict(zip(mesh.names, mesh.sizes, strict=True)), inputs, options)
-        program = compile_model(Stack(), request).programs["train"]
+        program = plan_model(Stack(), request).programs["train"]
     assert program.micro_batches is not None
     rows = torch.arange(_BATCH)[:, None].expand(_BATCH, 16)
     found = []

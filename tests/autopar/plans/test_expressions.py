@@ -11,7 +11,7 @@ from torch import nn
 import autopar
 from autopar import ExpressionError, Plan
 from autopar.options import Options
-from autopar.planner import Compiled, compile_model, tracing
+from autopar.planner import PlannedModel, plan_model, tracing
 from autopar.plans.simulator import Simulator
 from autopar.request import make_request
 from passes.capture import capture
@@ -58,15 +58,15 @@ def batch_of(case: Case, batch: int, sequence: int) -> dict[str, object]:
 
 
 @pytest.fixture(scope="module")
-def compiled() -> Callable[[str], Compiled]:
+def compiled() -> Callable[[str], PlannedModel]:
     """What a case is compiled to; once."""
-    done: dict[str, Compiled] = {}
+    done: dict[str, PlannedModel] = {}
 
-    def get(name: str) -> Compiled:
+    def get(name: str) -> PlannedModel:
         if name not in done:
             case = CASES[name]
             model = case.model()
-            done[name] = compile_model(model, make_request(model, case.mesh, batch_of(case, *SIZES), case.options))
+            done[name] = plan_model(model, make_request(model, case.mesh, batch_of(case, *SIZES), case.options))
         return done[name]
 
     return get
@@ -81,7 +81,9 @@ def formulas(plan: Plan, **sizes: int) -> tuple[float, float]:
     return formula_at(found.memory, at), formula_at(found.step_time, at)
 
 
-def planned_at(case: Case, done: Compiled, batch: int, sequence: int, mesh: Mapping[str, int]) -> tuple[float, float]:
+def planned_at(
+    case: Case, done: PlannedModel, batch: int, sequence: int, mesh: Mapping[str, int]
+) -> tuple[float, float]:
     """Bytes (by blocks) and seconds of planning at other sizes with the same decisions: held as calls of other sizes
     hold them, or on another mesh taken by their names."""
     model = case.model()
@@ -98,7 +100,7 @@ def planned_at(case: Case, done: Compiled, batch: int, sequence: int, mesh: Mapp
 
 
 @pytest.mark.parametrize("name", EVERY)
-def test_formulas_give_the_plan(compiled: Callable[[str], Compiled], name: str) -> None:
+def test_formulas_give_the_plan(compiled: Callable[[str], PlannedModel], name: str) -> None:
     """At the planned sizes they are the plan's figures, also as expressions of sympy, and after saving."""
     plan = Plan.from_json(compiled(name).plan.to_json())
     assert plan == compiled(name).plan
@@ -112,7 +114,7 @@ def test_formulas_give_the_plan(compiled: Callable[[str], Compiled], name: str) 
 
 
 @pytest.mark.parametrize("name", EVERY)
-def test_formulas_give_other_batches_and_sequences(compiled: Callable[[str], Compiled], name: str) -> None:
+def test_formulas_give_other_batches_and_sequences(compiled: Callable[[str], PlannedModel], name: str) -> None:
     """At sizes that all splits divide they are what planning there with the same decisions predicts."""
     case, done = CASES[name], compiled(name)
     assert done.plan.expressions is not None
@@ -136,7 +138,7 @@ def test_formulas_give_other_batches_and_sequences(compiled: Callable[[str], Com
     ],
 )
 def test_formulas_give_other_axis_sizes(
-    compiled: Callable[[str], Compiled], name: str, mesh: Mapping[str, int]
+    compiled: Callable[[str], PlannedModel], name: str, mesh: Mapping[str, int]
 ) -> None:
     """On axes of other sizes they are what planning there with the same methods predicts."""
     case, done = CASES[name], compiled(name)
@@ -146,7 +148,7 @@ def test_formulas_give_other_axis_sizes(
 
 
 @pytest.mark.slow
-def test_axes_across_nodes_are_numbers_in_seconds(compiled: Callable[[str], Compiled]) -> None:
+def test_axes_across_nodes_are_numbers_in_seconds(compiled: Callable[[str], PlannedModel]) -> None:
     """How groups lie in nodes has no formula; memory does not depend on it."""
     plan = compiled("two nodes").plan
     names = {str(symbol) for symbol in plan.step_time_expression().free_symbols}
@@ -155,7 +157,7 @@ def test_axes_across_nodes_are_numbers_in_seconds(compiled: Callable[[str], Comp
 
 
 @pytest.mark.parametrize("name", ["megatron", pytest.param("again", marks=pytest.mark.slow)])
-def test_the_largest_batch_fits_and_the_next_does_not(compiled: Callable[[str], Compiled], name: str) -> None:
+def test_the_largest_batch_fits_and_the_next_does_not(compiled: Callable[[str], PlannedModel], name: str) -> None:
     """Planned at that batch with the same decisions the memory is within the limit, at the next one above it."""
     case, done = CASES[name], compiled(name)
     needed, _ = formulas(done.plan)

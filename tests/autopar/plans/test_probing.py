@@ -3,7 +3,7 @@
 import torch
 
 from autopar.plans.probing import FakeProber
-from passes.cost.liveness.profile import Form, Happening, Task
+from passes.cost.liveness.profile import EventKind, Form, Task
 from passes.ir.mesh import Mesh
 
 
@@ -17,10 +17,10 @@ def test_what_was_read_is_let_go_before_gradients_are_summed() -> None:
     events = prober.backward(task, (rows,)).events
     order = [(event.what, event.index) for event in events]
     summed = next(
-        place for place, event in enumerate(events) if (event.what, event.bytes) == (Happening.ALLOCATE, bias.bytes)
+        place for place, event in enumerate(events) if (event.what, event.bytes) == (EventKind.ALLOCATE, bias.bytes)
     )
     for index in kept:
         read, done, release = (
-            order.index((what, index)) for what in (Happening.USE, Happening.DONE, Happening.RELEASE)
+            order.index((what, index)) for what in (EventKind.USE, EventKind.DONE, EventKind.RELEASE)
         )
         assert read < done < summed < release

@@ -122,14 +122,14 @@ def test_imports_are_just_what_is_used() -> None:
 
 def test_every_collective_of_the_plan_is_written_once() -> None:
     """Counting calls in the source gives the steps of the lowered program."""
-    from passes.ir.lowered import Change, Loop
+    from passes.ir.lowered import Loop, Redistribution
 
     lowered, source = _emitted(mesh_of(dp=2, tp=2), "cpu")
     expected: list[str] = []
 
     def collect(statements: object) -> None:
         for statement in statements:  # type: ignore[attr-defined]
-            if isinstance(statement, Change):
+            if isinstance(statement, Redistribution):
                 expected.extend(step.collective for step in statement.steps)
             elif isinstance(statement, Loop):
                 collect(statement.body.statements)

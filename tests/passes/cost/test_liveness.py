@@ -12,18 +12,18 @@ from passes.cost.liveness import (
     KINDS,
     BackwardProfile,
     Event,
+    EventKind,
     Form,
     ForwardProfile,
-    Happening,
-    Made,
-    Place,
+    ResultStorage,
+    StorageRef,
     Task,
     forward,
 )
-from passes.cost.liveness.graph import Made as MadeAgain
 from passes.cost.liveness.graph import Noted, make_again
+from passes.cost.liveness.graph import Recomputable as MadeAgain
 from passes.cost.liveness.ledger import ACTIVATIONS, GRADIENTS, TRANSIENT, Ledger, Storage
-from passes.cost.liveness.profile import Origin
+from passes.cost.liveness.profile import StorageOrigin
 from passes.ir.plan import ProgramPlan
 
 
@@ -176,12 +176,12 @@ class Doubling:
         (operand,) = task.operands
         size = 2 * operand.bytes
         events = (
-            Event(Happening.ALLOCATE, 0, size),
-            Event(Happening.ALLOCATE, 1, size),
-            Event(Happening.FREE, 0),
+            Event(EventKind.ALLOCATE, 0, size),
+            Event(EventKind.ALLOCATE, 1, size),
+            Event(EventKind.FREE, 0),
         )
         form = Form.contiguous((2 * operand.shape[0],), operand.dtype)
-        return ForwardProfile(events, (Made(Place(Origin.OWN, 1), form, False),), ())
+        return ForwardProfile(events, (ResultStorage(StorageRef(StorageOrigin.OWN, 1), form, False),), ())
 
     def backward(self, task: Task, gradients: tuple[Form | None, ...]) -> BackwardProfile:
         """Not asked for."""

@@ -12,13 +12,13 @@ from passes.constrain import constrain
 from passes.cost.cluster import CLUSTERS, Device
 from passes.cost.memory import chosen_memory, memory_use
 from passes.cost.program_points import LiveRange, Phase, ProgramPoint, live_fractions
-from passes.cost.step import Part, Seconds, compose, exposed
+from passes.cost.step import BlockSeconds, Seconds, compose, exposed
 from passes.cost.walk import Optimizer, walk
 from passes.ir.choices import Solution
 from passes.ir.configuration import Configuration
 from passes.normalize import normalize
 from passes.regions import fold
-from passes.strategies import Setting, candidates
+from passes.strategies import Setting, planning_problem
 from tests.passes.helpers import mesh_of
 from tests.passes.planning import STATES, Planning, planning
 
@@ -128,7 +128,7 @@ def _unfolded(module: nn.Module, x: Tensor) -> Planning:
     program = normalize(capture(module, {"x": x}, Tracing(True, True, contextlib.nullcontext())))
     folded = fold(program, lambda op: op.key)
     return Planning(
-        folded, candidates(folded, constrain(program, {}, MESH), Setting(MESH, CLUSTER, STATES)), MESH, CLUSTER
+        folded, planning_problem(folded, constrain(program, {}, MESH), Setting(MESH, CLUSTER, STATES)), MESH, CLUSTER
     )
 
 
@@ -207,7 +207,7 @@ def test_what_is_hidden_slows_down_what_hides_it() -> None:
     assert exposed(8.0, 100.0, 4, 0.25) == pytest.approx(2.0 + 0.25 * 8.0 * 3 / 4)
     # What is not hidden is not slower for it.
     assert exposed(8.0, 0.0, 4, 0.25) == exposed(8.0, 0.0, 4) == 8.0
-    parts = [Part(4, forward_compute=100.0, gather=8.0, cover=100.0)]
+    parts = [BlockSeconds(4, forward_compute=100.0, gather=8.0, cover=100.0)]
     assert compose(parts, Configuration(MESH), 0.0, 0.0, 0.25).exposed_gathers == pytest.approx(3.5)
 
 

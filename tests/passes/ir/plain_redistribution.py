@@ -4,7 +4,7 @@ from math import prod
 
 from passes.ir.layout import Layout, Letter, R, Shape, local_major, local_shape
 from passes.ir.mesh import Mesh
-from passes.ir.redistribution import Step
+from passes.ir.redistribution import RedistributionStep
 
 # Steps that shrink a tensor come first and steps that grow it come last: fewer bytes travel.
 _ORDER = {
@@ -21,7 +21,7 @@ _SAME_SIZE = 3
 
 def plain_redistribution(
     source: Layout, target: Layout, shape: Shape, mesh: Mesh, *, strided: bool = False
-) -> tuple[Step, ...]:
+) -> tuple[RedistributionStep, ...]:
     """The steps that bring a tensor of global `shape` from layout `source` to layout `target`.
 
     `strided` says that it does not lie in memory in the order of its dims, so that parts are always copied.
@@ -31,7 +31,7 @@ def plain_redistribution(
     still held waits; where all wait for each other, what blocks the first goes through R.
     """
     current = source
-    steps: list[Step] = []
+    steps: list[RedistributionStep] = []
     while pending := [axis for axis in mesh.dimensions if current[axis] != target[axis]]:
         blocks = {
             axis: [other for other in pending if _conflict(current[other], target[axis], other, axis, mesh)]
@@ -45,7 +45,7 @@ def plain_redistribution(
             axis, letter = blocks[pending[0]][0], R
         changed = (*current[:axis], letter, *current[axis + 1 :])
         steps.append(
-            Step(
+            RedistributionStep(
                 axis,
                 _local(current[axis], changed, mesh),
                 _local(letter, current, mesh),

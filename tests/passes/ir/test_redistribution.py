@@ -8,7 +8,7 @@ import torch
 
 from passes.ir.layout import I, Layout, Letter, P, R, S, fits, gradient, local_shape
 from passes.ir.mesh import Mesh
-from passes.ir.redistribution import Step, redistribution
+from passes.ir.redistribution import RedistributionStep, redistribution
 from tests.passes.helpers import (
     assert_lies,
     axes_with,
@@ -45,7 +45,7 @@ def whole_tensor(shape: tuple[int, ...], seed: int = 0) -> torch.Tensor:
     return torch.randint(-99, 100, shape, generator=generator).double()
 
 
-def check(source: Layout, target: Layout, shape: tuple[int, ...], mesh: Mesh) -> tuple[Step, ...]:
+def check(source: Layout, target: Layout, shape: tuple[int, ...], mesh: Mesh) -> tuple[RedistributionStep, ...]:
     """Assert that the steps bring a tensor from `source` to `target`, and its gradient back."""
     generator = torch.Generator().manual_seed(1)
     whole, cotangent = whole_tensor(shape), whole_tensor(shape, 1)

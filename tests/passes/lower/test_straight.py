@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from passes.ir.choices import Solution, Strategy
 from passes.ir.configuration import Configuration
 from passes.ir.layout import I, Layout, P, R, S, local_shape
-from passes.ir.lowered import Change, Compute, Loop, Lowered
+from passes.ir.lowered import Compute, Loop, Lowered, Redistribution
 from passes.lower.straight import Casts, straight_code
 from tests.passes.helpers import Apply, mesh_of
 from tests.passes.planning import Planning, planning
@@ -31,9 +31,9 @@ def choose(case: Planning, **methods: str) -> Solution:
     return Solution(tuple(picks), frozenset(), 0.0, 0.0, Configuration(case.mesh))
 
 
-def changes(lowered: Lowered) -> list[Change]:
+def changes(lowered: Lowered) -> list[Redistribution]:
     """The redistributions outside regions."""
-    return [statement for statement in lowered.body.statements if isinstance(statement, Change)]
+    return [statement for statement in lowered.body.statements if isinstance(statement, Redistribution)]
 
 
 def computes(lowered: Lowered) -> list[Compute]:
@@ -193,7 +193,7 @@ def test_regions_are_lowered_once() -> None:
     (between,) = loop.between
     assert between is not None
     assert (between.before, between.after) == ((S(1),), (R,))
-    assert [type(statement) for statement in loop.body.statements] == [Change, Compute]
+    assert [type(statement) for statement in loop.body.statements] == [Redistribution, Compute]
     assert loop.body.arguments == (loop.region.carries[0].argument,)
     assert dict(lowered.parameters) == {f"layers.{number}.weight": (S(1),) for number in range(3)}
 

@@ -11,10 +11,10 @@ from passes.constrain import Constraints
 from passes.cost.walk import Optimizer, walk
 from passes.ir.configuration import Configuration
 from passes.ir.layout import I, Layout, S
-from passes.ir.lowered import Body, Change, Group, Loop, Lowered, Statement
+from passes.ir.lowered import Body, FSDPUnit, Loop, Lowered, Redistribution, Statement
 from passes.ir.mesh import Mesh
 from passes.ir.redistribution import redistribution
-from passes.lower.units import engines
+from passes.lower.units import fsdp_units
 from passes.solve import solve
 from passes.solve.limits import Limits
 from tests.passes.helpers import mesh_of, source_of
@@ -73,10 +73,10 @@ def written(lowered: Lowered, mesh: Mesh) -> list[str]:
     return [line.partition(" = ")[2] or line for line in lines if re.search(r"(local|gathered)\(", line)]
 
 
-def parameter_changes(lowered: Lowered) -> list[Change]:
+def parameter_changes(lowered: Lowered) -> list[Redistribution]:
     """The changes of parameters, inside and outside regions."""
     bodies = [lowered.body, *(item.body for item in lowered.body.statements if isinstance(item, Loop))]
-    return [item for body in bodies for item in body.statements if isinstance(item, Change) and item.parameter]
+    return [item for body in bodies for item in body.statements if isinstance(item, Redistribution) and item.parameter]
 
 
 HEAD = 'self.gathering("head.weight", lambda x: F.linear(x, gathered(self.root.head.weight)), x)'
@@ -93,13 +93,13 @@ def test_gathers_go_to_the_engine() -> None:
         "all_gather(local(layer.proj.weight), dp, src=S(0), dst=R)",
         "all_gather(local(self.root.head.weight), dp, src=S(0), dst=R)",
     ]
-    after = engines(lowered, mesh)
+    after = fsdp_units(lowered, mesh)
     assert written(after, mesh) == ["gathered(layer.proj.weight)", HEAD]
     source = source_of(after, mesh)
     assert "layers.*: 2 copies. fully_shard: 1 parameter sharded over dp." in source
     head, first, second = sorted(after.held.groups, key=lambda group: tuple(group.parameters))
-    assert head == Group({"head.weight": 0}, (0,), (), True, False, NONE)
-    assert [first, second] == [Group({name: 0}, (0,), (), True, False, NONE) for name in LAYERS]
+    assert head == FSDPUnit({"head.weight": 0}, (0,), (), True, False, NONE)
+    assert [first, second] == [FSDPUnit({name: 0}, (0,), (), True, False, NONE) for name in LAYERS]
     assert {op: [after.held.groups[number] for number in numbers] for op, numbers in after.held.ops.items()} == {
         "head/linear": [head]
     }
@@ -115,12 +115,12 @@ def test_what_the_engine_does_is_priced() -> None:
     lowered = before(given)
     seconds = [
         walk(item, given.folded, given.cluster, Optimizer(STATES), Configuration(mesh))
-        for item in (lowered, engines(lowered, mesh))
+        for item in (lowered, fsdp_units(lowered, mesh))
     ]
     assert seconds[0] == seconds[1]
     assert seconds[1].exposed_gathers > 0
     assert seconds[1].exposed_reductions > 0
-    assert [change.engine for change in parameter_changes(engines(lowered, mesh))] == [1, 1]
+    assert [change.engine for change in parameter_changes(fsdp_units(lowered, mesh))] == [1, 1]
 
 
 @pytest.mark.parametrize("stored", [(S(1), S(1, 2)), (I, S(1))], ids=str)
@@ -131,7 +131,7 @@ def test_all_to_alls_that_come_first_are_made_by_the_engine(stored: Layout) -> N
     constraints: Constraints = {"layers.*": {"stored": letters, "used": {"dp": "R", "tp": "S(0)"}}, "@linear": BATCH}
     given = case(mesh, constraints, cluster="cpu")
     lowered = before(given)
-    after = engines(lowered, mesh)
+    after = fsdp_units(lowered, mesh)
     turned = [group.turned for group in after.held.groups if not group.parameters.keys().isdisjoint(LAYERS)]
     assert turned == [{name: (stored[0], S(0))} for name in LAYERS]
     (change,) = [item for item in parameter_changes(after) if item.before == stored]
@@ -148,7 +148,7 @@ def test_all_to_alls_that_come_first_are_made_by_the_engine(stored: Layout) -> N
 def test_equal_copies_are_reduced_by_the_engine() -> None:
     """Stored everywhere, used whole: gradients are all-reduced by it."""
     mesh = mesh_of(dp=2)
-    after = engines(before(case(mesh, REPLICATED)), mesh)
+    after = fsdp_units(before(case(mesh, REPLICATED)), mesh)
     # Nothing is gathered, so nothing is called around what reads them.
     assert written(after, mesh) == ["gathered(layer.proj.weight)", "F.linear(x, gathered(self.root.head.weight))"]
     assert {(group.sharded, group.replicated) for group in after.held.groups} == {((), (0,))}
@@ -164,7 +164,7 @@ def test_hybrid() -> None:
         "*": {"stored": {"dp": "I", "cp": "S(1)"}, "used": {"dp": "R", "cp": "R"}},
         "@linear": {"in": batch, "out": batch},
     }
-    after = engines(before(case(mesh, constraints)), mesh)
+    after = fsdp_units(before(case(mesh, constraints)), mesh)
     assert written(after, mesh) == ["gathered(layer.proj.weight)", HEAD]
     assert {(tuple(group.parameters.values()), group.sharded, group.replicated) for group in after.held.groups} == {
         ((1,), (1,), (0,))
@@ -179,7 +179,7 @@ def stored_otherwise(lowered: Lowered, layout: Layout, mesh: Mesh) -> Lowered:
         for item in body.statements:
             if isinstance(item, Loop):
                 statements.append(replace(item, body=changed(item.body)))
-            elif isinstance(item, Change) and item.parameter:
+            elif isinstance(item, Redistribution) and item.parameter:
                 steps = redistribution(layout, item.after, item.type.shape, mesh)
                 statements.append(replace(item, before=layout, steps=steps))
             else:
@@ -214,7 +214,7 @@ def test_one_gather_of_consecutive_parts(stored: Layout, sharded: tuple[int, ...
         "*": {"stored": {"dp": "S(0)", "cp": "S(1)"}, "used": {"dp": "R", "cp": "R"}},
         "@linear": {"in": batch, "out": batch},
     }
-    after = engines(stored_otherwise(before(case(mesh, constraints)), stored, mesh), mesh)
+    after = fsdp_units(stored_otherwise(before(case(mesh, constraints)), stored, mesh), mesh)
     assert {group.sharded for group in after.held.groups if group.sharded} == ({sharded} if sharded else set())
     left = [[step.axis for step in change.steps[change.engine :]] for change in parameter_changes(after)]
     taken = {axis for group in after.held.groups for axis in (*group.sharded, *group.replicated)}
@@ -231,7 +231,7 @@ def test_other_axes_follow() -> None:
         "head.weight": {"stored": {"dp": "S(0, 2)", "tp": "S(0)"}, "used": {"dp": "R", "tp": "S(0)"}},
         "@linear": BATCH,
     }
-    after = engines(before(case(mesh, constraints)), mesh)
+    after = fsdp_units(before(case(mesh, constraints)), mesh)
     assert written(after, mesh) == ["all_gather(gathered(layer.proj.weight), tp, src=S(0), dst=I)", HEAD]
 
 
@@ -243,7 +243,7 @@ def test_what_no_unit_gathers_after_all_to_alls_is_not_hidden() -> None:
     letters = {"dp": str(stored[0]), "tp": str(stored[1])}
     constraints: Constraints = {"layers.*": {"stored": letters, "used": {"dp": "R", "tp": "S(1)"}}, "@linear": BATCH}
     given = case(mesh, constraints, cluster="h100")
-    after = engines(before(given), mesh)
+    after = fsdp_units(before(given), mesh)
     (change,) = [item for item in parameter_changes(after) if item.before == stored]
     assert [step.collective for step in change.steps] == ["all_to_all", "all_gather"]
     assert (change.engine, change.inline) == (0, True)
@@ -260,7 +260,7 @@ def test_nothing_is_gathered_to_be_cut_afterwards() -> None:
         "@linear": BATCH,
     }
     lowered = before(case(mesh, constraints))
-    after = engines(lowered, mesh)
+    after = fsdp_units(lowered, mesh)
     assert after.held.groups == ()
     assert written(after, mesh) == written(lowered, mesh)
 
@@ -270,7 +270,7 @@ def test_what_is_no_data_axis_stays(used: str) -> None:
     """A gradient that is equal everywhere must not be summed; a parameter that is used split is not gathered."""
     mesh = mesh_of(dp=2)
     lowered = before(case(mesh, {"*": {"stored": {"dp": "S(0)"}, "used": {"dp": used}}}))
-    after = engines(lowered, mesh)
+    after = fsdp_units(lowered, mesh)
     assert after.held.groups == ()
     assert written(after, mesh) == written(lowered, mesh)
 
@@ -292,7 +292,7 @@ def test_read_in_several_places(model: nn.Module) -> None:
     """What copies share, or several ops read, would stay gathered between: it is gathered where it is read."""
     mesh = mesh_of(dp=2)
     lowered = before(case(mesh, SHARDED, model))
-    after = engines(lowered, mesh)
+    after = fsdp_units(lowered, mesh)
     assert after.held.parameters == set(LAYERS)
     assert [line for line in written(after, mesh) if "head" in line] == [
         line for line in written(lowered, mesh) if "head" in line
@@ -317,15 +317,15 @@ def test_what_the_backward_pass_needs() -> None:
     mesh = mesh_of(dp=2)
     constraints = {**SHARDED, "table": BATCH}
     given = planning(Table(), {"x": torch.arange(8)}, mesh, "ideal", constraints)
-    table, head = engines(before(given), mesh).held.groups
+    table, head = fsdp_units(before(given), mesh).held.groups
     assert (table.saved, table.again) == (False, True)
     assert (head.saved, head.again) == (True, False)
     redone = before(given)
     again = [
-        replace(item, again=True) if isinstance(item, Change) and item.parameter else item
+        replace(item, again=True) if isinstance(item, Redistribution) and item.parameter else item
         for item in redone.body.statements
     ]
-    table, head = engines(replace(redone, body=replace(redone.body, statements=tuple(again))), mesh).held.groups
+    table, head = fsdp_units(replace(redone, body=replace(redone.body, statements=tuple(again))), mesh).held.groups
     assert (head.saved, head.again) == (True, True)
 
 
@@ -334,17 +334,17 @@ def test_frozen_parameters_are_gathered_but_not_reduced() -> None:
     mesh = mesh_of(dp=2)
     model = Model()
     model.head.requires_grad_(False)
-    held = engines(before(case(mesh, REPLICATED, model)), mesh).held
+    held = fsdp_units(before(case(mesh, REPLICATED, model)), mesh).held
     assert held.parameters == set(LAYERS)
-    held = engines(before(case(mesh, SHARDED, model)), mesh).held
+    held = fsdp_units(before(case(mesh, SHARDED, model)), mesh).held
     assert held.parameters == {"head.weight", *LAYERS}
 
 
 def test_other_programs_read_what_is_held_already() -> None:
     """A program that reads a layer twice reads it as it is stored; what it reads once it has from the engine."""
     mesh = mesh_of(dp=2)
-    first = engines(before(case(mesh, SHARDED)), mesh)
-    same = engines(before(case(mesh, SHARDED)), mesh, first.held.groups)
+    first = fsdp_units(before(case(mesh, SHARDED)), mesh)
+    same = fsdp_units(before(case(mesh, SHARDED)), mesh, first.held.groups)
     assert same.held == first.held
 
     class Unfolded(Model):
@@ -355,12 +355,12 @@ def test_other_programs_read_what_is_held_already() -> None:
             x = self.layers[1](self.layers[0](x).exp()).sin()
             return self.head(self.layers[1](x)).pow(2).mean()
 
-    other = engines(before(case(mesh, SHARDED, Unfolded())), mesh, first.held.groups)
+    other = fsdp_units(before(case(mesh, SHARDED, Unfolded())), mesh, first.held.groups)
     assert other.held.groups == first.held.groups
     assert other.held.parameters == {"head.weight", "layers.0.proj.weight"}
     assert {len(numbers) for numbers in other.held.ops.values()} == {1}
     assert len(other.held.ops) == 2
     # One that uses a part of the head alone reads that.
     split = {**SHARDED, "head.weight": {"stored": {"dp": "S(0)"}, "used": {"dp": "S(0)"}}, "head": {}}
-    alone = engines(before(case(mesh, {**split, "@linear": {}})), mesh, first.held.groups)
+    alone = fsdp_units(before(case(mesh, {**split, "@linear": {}})), mesh, first.held.groups)
     assert "head.weight" not in alone.held.parameters

@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 from autopar.runtime import Axis
 from autopar.runtime.generated.axis import axes_of
-from passes.ir.choices import Cover, Edge, Group, Memory, Node, Problem, Solution, Strategy
+from passes.ir.choices import Cover, Edge, EdgeGroup, Node, Problem, Solution, Strategy, StrategyBytes
 from passes.ir.configuration import Configuration
 from passes.ir.layout import Layout, gradient
 from passes.ir.mesh import Mesh
@@ -22,7 +22,7 @@ from passes.regions import fold
 from passes.rules import written_rule
 from passes.rules.local_forms import LOCAL_FORMS
 from passes.rules.rule import split, starts
-from passes.rules.strategies import Choices, Digit, Subject, op_strategies, subject
+from passes.rules.strategies import Choices, Digit, OpContext, op_strategies, subject
 from tests.passes.helpers import Coordinate, Values, part, source_of, spread, summed
 from tests.passes.rules.ranks import ranks
 from tests.passes.rules.samples import Sample
@@ -44,7 +44,7 @@ class OneOp:
         return written_rule(self.op, self.folded.types)
 
     @property
-    def subject(self) -> Subject:
+    def subject(self) -> OpContext:
         """What strategies are made for."""
         return subject(self.op, self.rule, self.folded.types, self.folded.flowing, set(), set())
 
@@ -104,17 +104,17 @@ def problem_of(one: OneOp, strategy: Strategy) -> Problem:
     """The problem whose only choice is `strategy`, with inputs and outputs in just the layouts that it has."""
     nodes: list[Node] = []
     edges: list[Edge] = []
-    groups: list[Group] = []
+    groups: list[EdgeGroup] = []
 
     def add(key: str, kind: str, name: str, operands: Sequence[Layout], results: Sequence[Layout]) -> int:
         chosen = strategy if kind == "op" else Strategy(("",), tuple(operands), tuple(results))
-        nodes.append(Node(key, kind, name, 1, 0, (chosen,), (0.0,), (Memory(),)))
+        nodes.append(Node(key, kind, name, 1, 0, (chosen,), (0.0,), (StrategyBytes(),)))
         return len(nodes) - 1
 
     def use(producer: int, result: int, consumer: int, operand: int, name: str) -> None:
         type = one.folded.types[name]
         edges.append(Edge(producer, result, consumer, operand, len(groups), False))
-        groups.append(Group(name, type, 1, 0, name in one.folded.flowing, type.dtype.itemsize, False, False))
+        groups.append(EdgeGroup(name, type, 1, 0, name in one.folded.flowing, type.dtype.itemsize, False, False))
 
     sources = [
         add(name, "input", name, (), (layout,)) for name, layout in zip(one.op.operands, strategy.operands, strict=True)

@@ -14,7 +14,7 @@ from passes.regions import fold
 from passes.rules.rule import Choice, parse_choice, split
 from passes.rules.strategies import combine, named_choices, op_strategies, subject
 from passes.rules.strides import strided
-from passes.rules.travel import travel
+from passes.rules.travel import propagate
 from tests.passes.helpers import Apply, mesh_of, normalized
 from tests.passes.planning import planning
 from tests.passes.rules.one_op import digits_of, one_op
@@ -83,10 +83,10 @@ def test_a_method_splits_several_factors_at_once() -> None:
 def test_methods_of_several_factors_travel() -> None:
     """Attention begins with them, and takes splits of queries over for them, too."""
     op, rule = _attention_with_a_ring()
-    (digits,), letters = travel([(op, rule)], [], {}, 2)
+    (digits,), letters = propagate([(op, rule)], [], {}, 2)
     assert ("ring", 1) in digits
     assert S(2) in letters[op.operands[1]]
-    (digits,), _ = travel([(op, rule)], [], {op.operands[0]: [S(2, 2)]}, 2)
+    (digits,), _ = propagate([(op, rule)], [], {op.operands[0]: [S(2, 2)]}, 2)
     assert ("ring", 2) in digits
 
 

@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from passes.ir.choices import Group
+from passes.ir.choices import EdgeGroup
 from passes.ir.program import TensorType
 from passes.solve.arrays import Arrays, EdgeArrays, GroupArrays
 from passes.solve.elimination.variables import eliminate, restore
 from passes.solve.message_passing import MessagePassing
 from passes.solve.optimum import network_of, optimum
 
-GROUP = Group("x", TensorType((1,), torch.float32), 1, 0, True, 4, False, False)
+GROUP = EdgeGroup("x", TensorType((1,), torch.float32), 1, 0, True, 4, False, False)
 
 
 def random_arrays(seed: int, nodes: int = 7, layouts: int = 3) -> Arrays:

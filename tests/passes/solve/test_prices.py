@@ -6,7 +6,7 @@ import torch
 
 from passes.cost.cluster import CLUSTERS
 from passes.cost.communication import redistribution_seconds
-from passes.ir.choices import Group
+from passes.ir.choices import EdgeGroup
 from passes.ir.layout import I, Layout, P, R, S, Shape
 from passes.ir.mesh import Mesh
 from passes.ir.program import TensorType
@@ -18,7 +18,7 @@ MESHES = [mesh_of(a=2), mesh_of(a=2, b=2), mesh_of(a=2, b=3)]
 LETTERS = [R, I, P, S(0), S(1), S(0, 2), S(0, 3), S(1, 2)]
 
 
-def _assert_prices(prices: Prices, group: Group, sources: list[Layout], targets: list[Layout]) -> None:
+def _assert_prices(prices: Prices, group: EdgeGroup, sources: list[Layout], targets: list[Layout]) -> None:
     """Each entry is the sum of the steps of its pair."""
     matrices = prices.matrices([Pricing(group, sources, targets)])[0]
     found = np.array([matrices.forward, matrices.backward])
@@ -35,9 +35,9 @@ def _assert_prices(prices: Prices, group: Group, sources: list[Layout], targets:
 
 def _group(
     shape: Shape, dtype: torch.dtype, gradient: bool, gradient_itemsize: int, strided: bool, joined: int = 1
-) -> Group:
+) -> EdgeGroup:
     about = TensorType(shape, dtype)
-    return Group("x", about, 3, 0, gradient, gradient_itemsize, False, strided, joined=joined)
+    return EdgeGroup("x", about, 3, 0, gradient, gradient_itemsize, False, strided, joined=joined)
 
 
 @pytest.mark.parametrize("strided", [False, True])

@@ -7,11 +7,11 @@ from torch import Tensor, nn
 
 from passes.constrain import Constraints
 from passes.ir.configuration import Configuration
-from passes.ir.lowered import Body, Change, Compute, Loop, Lowered
+from passes.ir.lowered import Body, Compute, Loop, Lowered, Redistribution
 from passes.ir.mesh import Mesh
 from passes.ir.variables import FunctionVariables, LoopVariables
 from passes.lower.recompute import recompute
-from passes.lower.units import engines
+from passes.lower.units import fsdp_units
 from passes.solve import solve
 from passes.solve.limits import Limits
 from passes.variables import name_variables
@@ -33,7 +33,7 @@ def _before(body: Body) -> list[str]:
     """The ops and redistributions of a body as they print."""
     return [
         f"{item.result} = {'/'.join(step.collective for step in item.steps)}({item.source})"
-        if isinstance(item, Change)
+        if isinstance(item, Redistribution)
         else str(item.op)
         for item in body.statements
         if not isinstance(item, Loop)
@@ -222,7 +222,7 @@ def test_a_parameter_that_is_gathered_around_an_op_has_no_variable() -> None:
     lowered = _lowered(Layers(), TWO, constraints, **SCALED)
     (loop,) = (item for item in lowered.body.statements if isinstance(item, Loop))
     (head,), (proj,) = lowered.body.redistributed_parameters, loop.body.redistributed_parameters
-    taken = engines(lowered, TWO)
+    taken = fsdp_units(lowered, TWO)
     before, after = name_variables(lowered, TWO), name_variables(taken, TWO)
     assert before.whole.names[head] == "head_weight"
     assert after.whole.text(head) is None

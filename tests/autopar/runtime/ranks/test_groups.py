@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from autopar._torch import group_timeout
-from autopar.runtime.fsdp.manager import Engine
+from autopar.runtime.fsdp.manager import FSDPManager
 from autopar.runtime.ranks.groups import axes_group, cpu_group, job_timeout, ranks_of
 from autopar.testing import run_ranks
 
@@ -40,7 +40,7 @@ def _made_once(store: str) -> tuple[float, ...]:
     assert row.tolist() == ([0, 1] if rank < 2 else [2, 3])
     count = len(dist.distributed_c10d._world.pg_map)
     for _ in range(2):
-        Engine(mesh)._data_mesh((0, 1), ())
+        FSDPManager(mesh)._data_mesh((0, 1), ())
     assert len(dist.distributed_c10d._world.pg_map) == count
     limits = [job_timeout(), group_timeout(group), group_timeout(both)]
     return tuple(limit.total_seconds() for limit in limits if limit is not None)
