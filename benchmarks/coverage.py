@@ -138,7 +138,7 @@ def cast(inputs: Mapping[str, object], dtype: torch.dtype) -> dict[str, object]:
 
 
 def text(mesh: Mapping[str, int]) -> str:
-    """A mesh in a few letters."""
+    """A mesh in a few placements."""
     return " x ".join(f"{axis} {size}" for axis, size in mesh.items())
 
 

@@ -2,7 +2,7 @@
 
 Constraints are `{pattern: {what: {axis: layout}}}`. A pattern is matched (fnmatch) against names of parameters, modules
 and ops, or is an op kind such as "@linear". `what` is "stored" or "used" (parameters), "in", "out" or "method" (ops,
-and modules: what enters and leaves them). A layout is a letter as it prints, or "whole" for both R and I. Of several
+and modules: what enters and leaves them). A layout is a placement as it prints, or "whole" for both R and I. Of several
 that say something of the same thing the longest pattern holds.
 """
 
@@ -14,7 +14,7 @@ from fnmatch import fnmatchcase
 
 from passes.ir.demands import Constraint, ConstraintTarget, PlacedConstraints
 from passes.ir.errors import ConstraintError
-from passes.ir.layout import WHOLE, Layout, R, parse_letter
+from passes.ir.layout import WHOLE, Layout, R, parse_placement
 from passes.ir.mesh import Mesh
 from passes.ir.program import Op, Program, references
 
@@ -37,15 +37,15 @@ def parse(constraints: Constraints, mesh: Mesh) -> list[Constraint]:
             if what not in _WHATS:
                 raise ConstraintError(f"constraint {pattern!r}: {what!r} is none of {', '.join(_WHATS)}")
             for axis, text in axes.items():
-                letter = None
+                placement = None
                 if what != "method":
                     try:
-                        letter = R if text == WHOLE else parse_letter(text)
+                        placement = R if text == WHOLE else parse_placement(text)
                     except ValueError as error:
                         raise ConstraintError(f"constraint {pattern!r}, {what}, axis {axis!r}: {error}") from None
-                if what == "stored" and letter is not None and letter.kind == "P":
+                if what == "stored" and placement is not None and placement.kind == "P":
                     raise ConstraintError(f"constraint {pattern!r}: a parameter cannot be stored as a pending sum")
-                demands.append(Constraint(pattern, what, mesh.index(axis), letter, text))
+                demands.append(Constraint(pattern, what, mesh.index(axis), placement, text))
     return demands
 
 
@@ -114,9 +114,9 @@ def stored_as(program: Program, layouts: Mapping[str, Layout]) -> PlacedConstrai
     stay alike."""
     placed: dict[ConstraintTarget, dict[int, Constraint]] = {}
     for parameter in program.parameters:
-        letters = enumerate(layouts[parameter.name])
+        placements = enumerate(layouts[parameter.name])
         placed["stored", parameter.name] = {
-            axis: Constraint("*", "stored", axis, letter, str(letter)) for axis, letter in letters
+            axis: Constraint("*", "stored", axis, placement, str(placement)) for axis, placement in placements
         }
     return PlacedConstraints(placed)
 

@@ -22,7 +22,7 @@ import torch
 from passes._torch import pytree
 from passes.ir.choices import Strategy
 from passes.ir.errors import MicroBatchError
-from passes.ir.layout import Letter, P, R, S, Shape, fits, local_shape
+from passes.ir.layout import P, Placement, R, S, Shape, fits, local_shape
 from passes.ir.mesh import Mesh
 from passes.ir.program import (
     Argument,
@@ -62,8 +62,8 @@ class MicroBatches:
     samples: int
     program: Program
     totals: Program | None
-    inputs: Mapping[str, Letter]
-    outputs: tuple[Letter, ...]
+    inputs: Mapping[str, Placement]
+    outputs: tuple[Placement, ...]
     loss: int
 
 
@@ -186,14 +186,14 @@ class _Cutter:
         self.mesh = Mesh(("micro_batch",), (ways,))
         dims = batch_dims({item.name: item.type.shape for item in program.inputs})
         self.inputs = {name: R if dim is None else S(dim) for name, dim in dims.items()}
-        # Types are those of the whole batch; those of the micro-batch follow from the letters.
+        # Types are those of the whole batch; those of the micro-batch follow from the placements.
         self.types = dict(program.types)
-        self.letters: dict[str, Letter] = {name: self.inputs.get(name, R) for name in program.types}
+        self.placements: dict[str, Placement] = {name: self.inputs.get(name, R) for name in program.types}
         self.makers = calls.makers
         self.flowing = set(calls.flowing)
         self.weighed = calls.weighed
         self.ops: list[Op] = []
-        self.parts: dict[tuple[str, Letter], str] = {}
+        self.parts: dict[tuple[str, Placement], str] = {}
         self.totals: dict[str, str] = {}
 
     def run(self) -> MicroBatches:
@@ -214,12 +214,12 @@ class _Cutter:
 
     def _local(self, name: str) -> TensorType:
         type = self.types[name]
-        return replace(type, shape=local_shape(type.shape, (self.letters[name],), self.mesh))
+        return replace(type, shape=local_shape(type.shape, (self.placements[name],), self.mesh))
 
     # --- ops ---
 
     def _op(self, op: Op) -> None:
-        if all(self.letters[name] == R for name in op.operands):
+        if all(self.placements[name] == R for name in op.operands):
             if not has_linear_gradients(op) and any(name in self.flowing for name in op.results):
                 raise _WholeBatchError(f"{op.key} may change its gradient in a way that micro-batches cannot add up")
             self.ops.append(op)
@@ -230,8 +230,8 @@ class _Cutter:
         self._write(op, adapted, op.results, op.key)
 
     def _adapted(self, op: Op) -> _Adapted | None:
-        """The first choice that the letters of the operands allow, as they are before with a total in place."""
-        case = self.alike[op.results[0]], tuple(self.letters[name] for name in op.operands)
+        """The first choice that the placements of the operands allow, as they are before with a total in place."""
+        case = self.alike[op.results[0]], tuple(self.placements[name] for name in op.operands)
         if case in self.known:
             return _Adapted(self.known[case], op.operands)
         for totals in (False, True):
@@ -239,7 +239,8 @@ class _Cutter:
                 if not self._is_alone(op, choice):
                     continue
                 names = [
-                    self._as(name, letter, totals) for name, letter in zip(op.operands, choice.operands, strict=True)
+                    self._as(name, placement, totals)
+                    for name, placement in zip(op.operands, choice.operands, strict=True)
                 ]
                 found = tuple(name for name in names if name is not None)
                 if found == op.operands:
@@ -255,8 +256,8 @@ class _Cutter:
         found: dict[Choice, None] = {}
         if rule is not None:
             for slot, name in enumerate(op.operands):
-                letter = self.letters[name]
-                place = digit(rule.operands[slot], letter, self.ways) if letter.kind == "S" else None
+                placement = self.placements[name]
+                place = digit(rule.operands[slot], placement, self.ways) if placement.kind == "S" else None
                 choice = split(rule, *place, self.ways) if place is not None else None
                 if choice is not None:
                     found[choice] = None
@@ -272,68 +273,68 @@ class _Cutter:
         factors = [rule.factors[factor] for factor in choice.factors]
         if any(factor.role is Role.INSIDE or factor.ordered for factor in factors) or choice.form not in ("", "mean"):
             return False
-        letters = zip((*op.operands, *op.results), (*choice.operands, *choice.results), strict=True)
-        return all(fits(self.types[name].shape, (letter,), self.mesh) for name, letter in letters)
+        placements = zip((*op.operands, *op.results), (*choice.operands, *choice.results), strict=True)
+        return all(fits(self.types[name].shape, (placement,), self.mesh) for name, placement in placements)
 
-    def _as(self, name: str, letter: Letter, totals: bool) -> str | None:
-        """The tensor `name` with another letter, if it is there without the other micro-batches."""
-        own = self.letters[name]
-        if own == letter:
+    def _as(self, name: str, placement: Placement, totals: bool) -> str | None:
+        """The tensor `name` with another placement, if it is there without the other micro-batches."""
+        own = self.placements[name]
+        if own == placement:
             return name
-        if own == R and letter.kind == "S":
-            return self._part(name, letter)
-        if own == P and letter == R and totals:
+        if own == R and placement.kind == "S":
+            return self._part(name, placement)
+        if own == P and placement == R and totals:
             return self._total(name)
         return None
 
     def _write(self, op: Op, adapted: _Adapted, results: tuple[str, ...], key: str) -> None:
         """The op on a micro-batch; a mean over samples is a sum that is divided by the number in the whole batch."""
         choice, slots = adapted.choice, iter(adapted.operands)
-        for name, own, letter in zip(results, op.results, choice.results, strict=True):
-            self.types[name], self.letters[name] = self.types[own], letter
+        for name, own, placement in zip(results, op.results, choice.results, strict=True):
+            self.types[name], self.placements[name] = self.types[own], placement
             if own in self.flowing:
                 self.flowing.add(name)
         arguments = {item: rename(value, lambda _: Ref(next(slots))) for item, value in op.arguments.items()}
         strategy = Strategy(
             (choice.name,),
-            tuple((letter,) for letter in choice.operands),
-            tuple((letter,) for letter in choice.results),
+            tuple((placement,) for placement in choice.operands),
+            tuple((placement,) for placement in choice.results),
         )
         arguments = local_arguments(op, arguments, strategy, (choice,), self.types, self.mesh)
         if not choice.form:
             self.ops.append(replace(op, arguments=arguments, results=results, key=key))
             return
         (result,) = results
-        summed = self._named(f"{result}_summed", self.types[result], self.letters[result])
+        summed = self._named(f"{result}_summed", self.types[result], self.placements[result])
         target = "aten.sum.default" if op.target == "aten.mean.default" else "aten.sum.dim_IntList"
         self.ops.append(replace(op, target=target, arguments=arguments, results=(summed,), key=f"{key}.sum"))
         size = prod(self.types[op.operands[0]].shape) // max(prod(self.types[result].shape), 1)
         divided: dict[str, Argument] = {"self": Ref(summed), "other": size}
         self.ops.append(replace(op, target="aten.div.Scalar", arguments=divided, results=results, key=key))
 
-    def _named(self, name: str, type: TensorType, letter: Letter) -> str:
+    def _named(self, name: str, type: TensorType, placement: Placement) -> str:
         """A new tensor."""
         assert name not in self.types, name
-        self.types[name], self.letters[name] = type, letter
+        self.types[name], self.placements[name] = type, placement
         return name
 
     # --- parts of what is the same in all micro-batches ---
 
-    def _part(self, name: str, letter: Letter) -> str | None:
+    def _part(self, name: str, placement: Placement) -> str | None:
         """A micro-batch's part of a tensor that is the same in all of them, if that does not depend on which it is."""
-        if (name, letter) in self.parts:
-            return self.parts[name, letter]
+        if (name, placement) in self.parts:
+            return self.parts[name, placement]
         op = self.makers.get(name)
-        if op is None or not fits(self.types[name].shape, (letter,), self.mesh):
+        if op is None or not fits(self.types[name].shape, (placement,), self.mesh):
             return None
-        found = f"{name}_part" if letter.major == 1 else f"{name}_part_{letter.major}"
+        found = f"{name}_part" if placement.major == 1 else f"{name}_part_{placement.major}"
         if op.kind in _MADE and not op.operands:
-            self._named(found, self.types[name], letter)
-            arguments = {**op.arguments, "size": local_shape(self.types[name].shape, (letter,), self.mesh)}
+            self._named(found, self.types[name], placement)
+            arguments = {**op.arguments, "size": local_shape(self.types[name].shape, (placement,), self.mesh)}
             self.ops.append(replace(op, arguments=arguments, results=(found,), key=f"{op.key}.part"))
         else:
             rule = self.rules[op.results[0]]
-            place = digit(rule.results[0], letter, self.ways) if rule is not None and len(op.results) == 1 else None
+            place = digit(rule.results[0], placement, self.ways) if rule is not None and len(op.results) == 1 else None
             choice = split(rule, *place, self.ways) if rule is not None and place is not None else None
             if choice is None or not self._is_alone(op, choice):
                 return None
@@ -342,7 +343,7 @@ class _Cutter:
             if len(operands) != len(names):
                 return None
             self._write(op, _Adapted(choice, operands), (found,), f"{op.key}.part")
-        self.parts[name, letter] = found
+        self.parts[name, placement] = found
         return found
 
     # --- totals ---
@@ -385,10 +386,10 @@ class _Cutter:
 
     # --- what comes out ---
 
-    def _joined(self, value: Argument) -> Letter:
+    def _joined(self, value: Argument) -> Placement:
         """How a leaf of the output comes together."""
         names = list(references(value))
-        return self.letters[names[0]] if names else R
+        return self.placements[names[0]] if names else R
 
     def _loss(self) -> int:
         """The place of the loss among the leaves: what is called so, or else the only scalar."""
@@ -404,7 +405,7 @@ class _Cutter:
         (place,) = named or scalars
         value = program.outputs[place]
         assert isinstance(value, Ref)
-        if self.letters[value.name] != P:
+        if self.placements[value.name] != P:
             raise _WholeBatchError("the loss does not depend on the batch")
         return place
 

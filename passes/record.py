@@ -85,7 +85,7 @@ def idle_axes(problem: Problem, solution: Solution, mesh: Mesh) -> list[int]:
         strategy = solution.strategy(problem, index)
         layouts: tuple[Layout, ...] = (*strategy.operands, *strategy.results)
         if node.kind in ("op", "parameter"):
-            used.update(axis for layout in layouts for axis, letter in enumerate(layout) if letter.kind == "S")
+            used.update(axis for layout in layouts for axis, placement in enumerate(layout) if placement.kind == "S")
     return [axis for axis in mesh.dimensions if axis not in used and mesh.sizes[axis] > 1]
 
 
@@ -151,5 +151,5 @@ def _row(statement: Compute | Redistribution, body: Body, mesh: Mesh, makers: di
 
 
 def layout_texts(layout: Layout, mesh: Mesh) -> Mapping[str, str]:
-    """A layout as letters by axis."""
-    return {name: str(letter) for name, letter in zip(mesh.names, layout, strict=True)}
+    """A layout as placements by axis."""
+    return {name: str(placement) for name, placement in zip(mesh.names, layout, strict=True)}

@@ -9,7 +9,7 @@ from autopar.runtime.generated.bases import Cut, MicroBatching
 from passes.cost.liveness import MicroBatchInputs
 from passes.ir.configuration import Configuration
 from passes.ir.errors import MicroBatchError
-from passes.ir.layout import Layout, Letter, digits, is_dtensor, local_shape
+from passes.ir.layout import Layout, Placement, digits, is_dtensor, local_shape
 from passes.ir.lowered import Lowered
 from passes.ir.mesh import Mesh
 from passes.ir.program import Input
@@ -45,19 +45,19 @@ def batching(
     program, mesh = lowered.program, configuration.mesh
     samples = micro.samples
     cut = [
-        _Samples(item.argument, lowered.inputs[item.name], letter.dim, letter.major)
+        _Samples(item.argument, lowered.inputs[item.name], placement.dim, placement.major)
         for item in program.inputs
-        if (letter := micro.inputs.get(item.name)) is not None and letter.kind == "S"
+        if (placement := micro.inputs.get(item.name)) is not None and placement.kind == "S"
     ]
     joined = [
-        _Samples(item.name, item.layout, letter.dim, letter.major)
-        for item, letter in zip(outputs, micro.outputs, strict=True)
-        if letter.kind == "S" and item.layout is not None
+        _Samples(item.name, item.layout, placement.dim, placement.major)
+        for item, placement in zip(outputs, micro.outputs, strict=True)
+        if placement.kind == "S" and item.layout is not None
     ]
     groups = lcm(*(ways for item in (*cut, *joined) for ways in _ends(item, samples, mesh)))
     given = {item.name: _cut(item, samples, groups, mesh) for item in cut}
     made = {item.name: _cut(item, samples, groups, mesh) for item in joined}
-    whole = tuple(_whole(item, letter, micro, mesh) for item, letter in zip(outputs, micro.outputs, strict=True))
+    whole = tuple(_whole(item, placement, micro, mesh) for item, placement in zip(outputs, micro.outputs, strict=True))
     own = _given(micro, lowered)
     places = {item.argument: place for place, item in enumerate(own)}
     lying = {item.argument: (lowered.inputs[item.name], item.type.shape) for item in own}
@@ -69,7 +69,7 @@ def batching(
     found = MicroBatching(
         micro.count,
         tuple(given.get(item.argument) for item in own),
-        tuple(made.get(item.name, letter.kind) for item, letter in zip(outputs, micro.outputs, strict=True)),
+        tuple(made.get(item.name, placement.kind) for item, placement in zip(outputs, micro.outputs, strict=True)),
         micro.loss,
         totals,
         tuple((places[item.name], steps(item)) for item in totals.inputs) if totals is not None else (),
@@ -91,9 +91,9 @@ def lying_batches(
             # Of what is in one piece the parts are views.
             if prod(shape[: where.dim]) * where.before * where.groups > 1:
                 copied.add(item.name)
-    cut = frozenset(name for name, letter in micro.inputs.items() if letter.kind == "S")
+    cut = frozenset(name for name, placement in micro.inputs.items() if placement.kind == "S")
     joined = zip(lowered.outputs, micro.outputs, strict=True)
-    together = frozenset(output.name for output, letter in joined if letter.kind == "S")
+    together = frozenset(output.name for output, placement in joined if placement.kind == "S")
     return MicroBatchInputs(
         micro.count, cut, frozenset(copied), together, configuration.gather_once, configuration.reduce_once
     )
@@ -131,18 +131,18 @@ def _cut(item: _Samples, samples: int, groups: int, mesh: Mesh) -> Cut:
     return Cut(item.dim, item.before // before, groups // inside)
 
 
-def _whole(item: PlannedOutput, letter: Letter, micro: MicroBatches, mesh: Mesh) -> PlannedOutput:
+def _whole(item: PlannedOutput, placement: Placement, micro: MicroBatches, mesh: Mesh) -> PlannedOutput:
     """An output of one micro-batch as it is for the whole batch."""
-    if letter.kind != "S" or item.layout is None:
+    if placement.kind != "S" or item.layout is None:
         return item
-    behind = letter.major * micro.samples
+    behind = placement.major * micro.samples
     layout = tuple(
-        Letter("S", own.dim, own.major * micro.count)
-        if own.kind == "S" and own.dim == letter.dim and own.major >= behind
+        Placement("S", own.dim, own.major * micro.count)
+        if own.kind == "S" and own.dim == placement.dim and own.major >= behind
         else own
         for own in item.layout
     )
     if not is_dtensor(layout, mesh):
-        raise _no_output(_Samples(item.name, item.layout, letter.dim, letter.major))
-    shape = tuple(size * micro.count if dim == letter.dim else size for dim, size in enumerate(item.shape))
+        raise _no_output(_Samples(item.name, item.layout, placement.dim, placement.major))
+    shape = tuple(size * micro.count if dim == placement.dim else size for dim, size in enumerate(item.shape))
     return PlannedOutput(item.name, layout, shape)

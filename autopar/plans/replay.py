@@ -10,7 +10,7 @@ from autopar.plans.programs import PlannedProgram, totals_name
 from autopar.request import Request
 from autopar.runtime.calls.inputs import constant_text
 from passes.ir.errors import PlanMismatchError
-from passes.ir.layout import format_layout, is_storable, parse_letter
+from passes.ir.layout import format_layout, is_storable, parse_placement
 from passes.ir.leaves import input_leaves
 from passes.ir.mesh import Mesh
 from passes.ir.plan import InputPlan, ParameterPlan, Plan, PrecisionPlan
@@ -102,7 +102,7 @@ def check_plan(plan: Plan, fingerprint: str, request: Request) -> None:
 def _check_storage(plan: Plan, mesh: Mesh) -> None:
     """Raise PlanMismatchError where a plan stores a parameter in a layout that torch does not store exactly."""
     for name, item in plan.parameters.items():
-        layout = tuple(parse_letter(item.layout[axis]) for axis in mesh.names)
+        layout = tuple(parse_placement(item.layout[axis]) for axis in mesh.names)
         if not is_storable(layout, mesh):
             raise PlanMismatchError(
                 f"the plan stores {name} as {format_layout(layout, mesh)}, which torch.distributed.checkpoint cannot "

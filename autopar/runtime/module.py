@@ -104,7 +104,7 @@ class DistributedModule(Loadable, CalledPart):
         names, split = self._shape.names, set[str]()
         for item in self._programs.planned("train" if "train" in self._programs else "infer").compiled.inputs:
             split.update(
-                name for name, letter in zip(names, item.layout, strict=True) if letter == S(item.samples or 0)
+                name for name, placement in zip(names, item.layout, strict=True) if placement == S(item.samples or 0)
             )
         return CallComparison(agreement, self._shape, next((name for name in names if name in split), names[0]))
 

@@ -16,17 +16,17 @@ from passes.ir.mesh import Mesh
 def placements(layout: Layout, mesh: Mesh) -> tuple[Placement, ...]:
     """`layout` as placements. R and I are both `Replicate`; `layout` must satisfy `passes.ir.layout.is_dtensor`."""
     found: list[Placement] = []
-    for axis, letter in enumerate(layout):
-        if letter.kind == "P":
+    for axis, part in enumerate(layout):
+        if part.kind == "P":
             found.append(Partial())
-        elif letter.kind != "S":
+        elif part.kind != "S":
             found.append(Replicate())
         else:
-            before = [item for item in digits(layout[:axis], letter.dim, mesh) if item[0] < letter.major]
-            factor = letter.major
+            before = [item for item in digits(layout[:axis], part.dim, mesh) if item[0] < part.major]
+            factor = part.major
             for _, size, _ in before:
                 factor //= size
-            found.append(Shard(letter.dim) if factor == 1 else StridedShard(letter.dim, split_factor=factor))
+            found.append(Shard(part.dim) if factor == 1 else StridedShard(part.dim, split_factor=factor))
     return tuple(found)
 
 

@@ -8,7 +8,7 @@ from passes.codegen.forms import form
 from passes.codegen.lines import statement
 from passes.codegen.places import loop_name, unpacked
 from passes.codegen.values import value_text
-from passes.ir.layout import Letter, format_layout
+from passes.ir.layout import Placement, format_layout
 from passes.ir.lowered import Body, Compute, FSDPUnits, Loop, Redistribution
 from passes.ir.mesh import Mesh
 from passes.ir.program import Argument, Op, Ref, TensorType
@@ -208,13 +208,13 @@ class Code:
     def step(self, step: RedistributionStep, operand: str, again: bool, dtypes: str = "") -> str:
         """One step as a call."""
         extra = (", keep=False" if again else "") + dtypes
-        source, target = self.letter(step.source), self.letter(step.target)
+        source, target = self.placement(step.source), self.placement(step.target)
         return f"{self.use(step.collective)}({operand}, {self.axis(step.axis)}, src={source}, dst={target}{extra})"
 
-    def letter(self, letter: Letter) -> str:
-        """A letter of a layout as an expression."""
-        self.use(letter.kind)
-        return str(letter)
+    def placement(self, placement: Placement) -> str:
+        """A placement of a layout as an expression."""
+        self.use(placement.kind)
+        return str(placement)
 
     def loop(self, loop: Loop, number: int) -> None:
         """Write the loop over the copies of a region."""

@@ -180,7 +180,7 @@ def _ring(route: Route, inside: float, between: float) -> float:
 
 
 def touched(source: str, target: str, cut: bool, join: bool) -> tuple[int, int, int]:
-    """What a rank reads and writes itself for a change between letters of these kinds, with `cut` and `join` of the
+    """What a rank reads and writes itself for a change between placements of these kinds, with `cut` and `join` of the
     step: kernels, and how often all elements that it holds before and after.
 
     Parts that do not lie in one piece are copied before they are sent, and after they are received.

@@ -98,7 +98,7 @@ def layout_bytes(group: EdgeGroup, layout: Layout, mesh: Mesh) -> float:
 
 
 def same_tensor(source: Layout, target: Layout) -> bool:
-    """Whether the change runs nothing forward: letters differ between R and I only."""
+    """Whether the change runs nothing forward: placements differ between R and I only."""
     return all(
         before == after or (before in (R, I) and after in (R, I)) for before, after in zip(source, target, strict=True)
     )

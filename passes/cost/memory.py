@@ -301,8 +301,8 @@ def _parameter_bytes(
 def _unsharded_on_an_axis(uses: TensorUses, mesh: Mesh, kinds: Sequence[str]) -> Flags:
     """Pairs of layouts that on some axis of several ranks go from a placement of one of these `kinds` to R."""
     several = np.array([size > 1 for size in mesh.sizes])
-    before = np.array([[letter.kind in kinds for letter in layout] for layout in uses.sources]) & several
-    after = np.array([[letter == R for letter in layout] for layout in uses.targets])
+    before = np.array([[placement.kind in kinds for placement in layout] for layout in uses.sources]) & several
+    after = np.array([[placement == R for placement in layout] for layout in uses.targets])
     found: Flags = (before[:, None] & after).any(axis=2)
     return found
 

@@ -167,8 +167,8 @@ _LOOKUPS = frozenset({"embedding", "index", "index_select", "gather"})
 def _ways(layout: Layout, sizes: Sequence[int]) -> int:
     """Into how many parts a tensor is split."""
     ways = 1
-    for letter, size in zip(layout, sizes, strict=True):
-        if letter.kind == "S":
+    for placement, size in zip(layout, sizes, strict=True):
+        if placement.kind == "S":
             ways *= size
     return ways
 
@@ -179,8 +179,8 @@ def _unaligned(subject: OpContext, strategy: Strategy, sizes: Sequence[int]) -> 
         for type, layout in zip(types, layouts, strict=True):
             last = len(type.shape) - 1
             row = type.shape[-1] * type.dtype.itemsize if last > 0 else 0
-            for letter, size in zip(layout, sizes, strict=True):
-                if letter.kind == "S" and letter.dim == last:
+            for placement, size in zip(layout, sizes, strict=True):
+                if placement.kind == "S" and placement.dim == last:
                     row = row // size
             if row % ALIGNMENT:
                 return True

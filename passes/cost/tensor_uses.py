@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from passes.cost.live_ranges import layout_bytes, runs_again
 from passes.ir.choices import Edge, EdgeGroup, Problem
-from passes.ir.layout import I, Layout, Letter, R
+from passes.ir.layout import I, Layout, Placement, R
 from passes.ir.mesh import Mesh
 
 Floats = NDArray[np.float64]
@@ -46,7 +46,7 @@ def find_tensor_uses(problem: Problem, mesh: Mesh) -> list[TensorUses]:
     by_group: dict[int, list[Edge]] = {}
     for edge in problem.edges:
         by_group.setdefault(edge.group, []).append(edge)
-    numbers: dict[Letter, int] = {R: 0, I: _WHOLE}
+    numbers: dict[Placement, int] = {R: 0, I: _WHOLE}
     return [_uses(problem, problem.groups[group], edges, mesh, numbers) for group, edges in sorted(by_group.items())]
 
 
@@ -55,7 +55,7 @@ _WHOLE = 1
 
 
 def _uses(
-    problem: Problem, group: EdgeGroup, edges: Sequence[Edge], mesh: Mesh, numbers: dict[Letter, int]
+    problem: Problem, group: EdgeGroup, edges: Sequence[Edge], mesh: Mesh, numbers: dict[Placement, int]
 ) -> TensorUses:
     producer = edges[0].producer
     sources: dict[tuple[Layout, bool], int] = {}
@@ -92,5 +92,5 @@ def _uses(
     )
 
 
-def _numbered(layout: Layout, numbers: dict[Letter, int]) -> list[int]:
-    return [numbers.setdefault(letter, len(numbers)) for letter in layout]
+def _numbered(layout: Layout, numbers: dict[Placement, int]) -> list[int]:
+    return [numbers.setdefault(placement, len(numbers)) for placement in layout]

@@ -16,7 +16,7 @@ T = TypeVar("T")
 class Strategy:
     """One way to run an op: the method on every axis, and what that makes of its operands and results.
 
-    For a parameter, input or output the methods are the letters of its layout.
+    For a parameter, input or output the methods are the placements of its layout.
     """
 
     methods: tuple[str, ...]

@@ -3,30 +3,30 @@
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 
-from passes.ir.layout import WHOLE, I, Letter, R
+from passes.ir.layout import WHOLE, I, Placement, R
 from passes.ir.program import Op
 
 
 @dataclass(frozen=True)
 class Constraint:
-    """One demand: on `axis`, `what` of what matches `pattern` is `letter`, or its method is `method`.
+    """One demand: on `axis`, `what` of what matches `pattern` is `placement`, or its method is `method`.
 
     `method` is the layout as it was written where it is one; "whole" is met by both R and I."""
 
     pattern: str
     what: str
     axis: int
-    letter: Letter | None
+    placement: Placement | None
     method: str
 
     def __str__(self) -> str:
         return f"{self.pattern!r}: {self.what} {self.method}"
 
-    def is_met(self, letter: Letter, flows: bool) -> bool:
-        """Whether a tensor with `letter` meets the demand; without a gradient (`flows`) R and I are the same."""
+    def is_met(self, placement: Placement, flows: bool) -> bool:
+        """Whether a tensor with `placement` meets the demand; without a gradient (`flows`) R and I are the same."""
         if self.method == WHOLE:
-            return letter in (R, I)
-        return letter == (R if self.letter == I and not flows else self.letter)
+            return placement in (R, I)
+        return placement == (R if self.placement == I and not flows else self.placement)
 
 
 # Where a demand holds: ("stored" | "used", parameter), ("in", op, slot), ("out", op, result), ("method", op), or

@@ -1,7 +1,7 @@
-"""Layouts: how one tensor lies on the mesh, one letter per mesh axis, and what that says of its gradient.
+"""Layouts: how one tensor lies on the mesh, one placement per mesh axis, and what that says of its gradient.
 
 ====== ==================================================== =============
-letter forward                                              its gradient
+placement forward                                              its gradient
 ====== ==================================================== =============
 R      the same value on every rank, *used differently*     P
 I      the same value on every rank, *used the same way*    I
@@ -31,10 +31,10 @@ _STRIDED = TorchVersion(torch_version) >= "2.13"
 Shape = tuple[int, ...]
 
 
-class Letter(NamedTuple):
-    """One letter of a layout: `kind` is "R", "I", "S" or "P"; `dim` and `major` belong to "S" alone.
+class Placement(NamedTuple):
+    """One placement of a layout: `kind` is "R", "I", "S" or "P"; `dim` and `major` belong to "S" alone.
 
-    A named tuple, because planning compares and hashes letters by the million.
+    A named tuple, because planning compares and hashes placements by the million.
     """
 
     kind: str
@@ -50,24 +50,24 @@ class Letter(NamedTuple):
         return str(self)
 
     @property
-    def gradient(self) -> "Letter":
-        """The letter of the gradient of a tensor with this letter."""
+    def gradient(self) -> "Placement":
+        """The placement of the gradient of a tensor with this placement."""
         return _GRADIENTS.get(self.kind, self)
 
 
-R = Letter("R")
-I = Letter("I")  # noqa: E741
-P = Letter("P")
+R = Placement("R")
+I = Placement("I")  # noqa: E741
+P = Placement("P")
 
 
-def S(dim: int, major: int = 1) -> Letter:  # noqa: N802
-    """The letter that splits `dim` after its `major` most significant parts."""
-    return Letter("S", dim, int(major))
+def S(dim: int, major: int = 1) -> Placement:  # noqa: N802
+    """The placement that splits `dim` after its `major` most significant parts."""
+    return Placement("S", dim, int(major))
 
 
 _GRADIENTS = {"R": P, "P": R}
 
-Layout = tuple[Letter, ...]
+Layout = tuple[Placement, ...]
 
 # In constraints: the same value on every rank, used in either way (R or I).
 WHOLE = "whole"
@@ -75,8 +75,8 @@ WHOLE = "whole"
 _LETTER = re.compile(r"(?:([RIP])|S\(\s*(\d+)\s*(?:,\s*(\d+)\s*)?\))")
 
 
-def parse_letter(text: str) -> Letter:
-    """Read a letter as it is printed: "R", "I", "P", "S(1)", "S(0, 3)".
+def parse_placement(text: str) -> Placement:
+    """Read a placement as it is printed: "R", "I", "P", "S(1)", "S(0, 3)".
 
     Raises ValueError for anything else.
     """
@@ -84,20 +84,20 @@ def parse_letter(text: str) -> Letter:
     if match is None or match.group(3) == "0":
         raise ValueError(f"{text!r} is no layout: write 'R', 'I', 'P', 'S(dim)' or 'S(dim, major)'")
     kind, dim, major = match.groups()
-    return Letter(kind) if kind else S(int(dim), int(major or 1))
+    return Placement(kind) if kind else S(int(dim), int(major or 1))
 
 
 def gradient(layout: Layout) -> Layout:
     """The layout of the gradient of a tensor in `layout`."""
-    return tuple(letter.gradient for letter in layout)
+    return tuple(placement.gradient for placement in layout)
 
 
 def digits(layout: Layout, dim: int, mesh: Mesh) -> list[tuple[int, int, int]]:
     """The digits that split `dim`, most significant first, as (major, size, axis)."""
     found = [
-        (letter.major, mesh.sizes[axis], axis)
-        for axis, letter in enumerate(layout)
-        if letter.kind == "S" and letter.dim == dim
+        (placement.major, mesh.sizes[axis], axis)
+        for axis, placement in enumerate(layout)
+        if placement.kind == "S" and placement.dim == dim
     ]
     return sorted(found)
 
@@ -105,9 +105,9 @@ def digits(layout: Layout, dim: int, mesh: Mesh) -> list[tuple[int, int, int]]:
 def fits(shape: Shape, layout: Layout, mesh: Mesh) -> bool:
     """Whether every split divides and no two digits of one dim overlap."""
     taken: dict[int, list[tuple[int, int]]] = {}
-    for letter, size in zip(layout, mesh.sizes, strict=True):
-        if letter.kind == "S":
-            taken.setdefault(letter.dim, []).append((letter.major, size))
+    for placement, size in zip(layout, mesh.sizes, strict=True):
+        if placement.kind == "S":
+            taken.setdefault(placement.dim, []).append((placement.major, size))
     for dim, found in taken.items():
         if dim >= len(shape) or shape[dim] == 0:
             return False
@@ -122,15 +122,17 @@ def fits(shape: Shape, layout: Layout, mesh: Mesh) -> bool:
 
 def split_ways(layout: Layout, dim: int, mesh: Mesh) -> int:
     """Into how many parts `dim` is split."""
-    return prod(mesh.sizes[axis] for axis, letter in enumerate(layout) if letter.kind == "S" and letter.dim == dim)
+    return prod(
+        mesh.sizes[axis] for axis, placement in enumerate(layout) if placement.kind == "S" and placement.dim == dim
+    )
 
 
 def local_shape(shape: Shape, layout: Layout, mesh: Mesh) -> Shape:
     """The shape that one rank holds of a tensor of global `shape`."""
     local = list(shape)
-    for axis, letter in enumerate(layout):
-        if letter.kind == "S":
-            local[letter.dim] //= mesh.sizes[axis]
+    for axis, placement in enumerate(layout):
+        if placement.kind == "S":
+            local[placement.dim] //= mesh.sizes[axis]
     return tuple(local)
 
 
@@ -139,16 +141,18 @@ def whole_shape(shape: Shape, layout: Layout, mesh: Mesh) -> Shape:
     return tuple(size * split_ways(layout, dim, mesh) for dim, size in enumerate(shape))
 
 
-def local_major(letter: Letter, others: Layout, mesh: Mesh) -> int:
+def local_major(placement: Placement, others: Layout, mesh: Mesh) -> int:
     """`major` of a split as ranks see it: without the more significant digits that the splits in `others` took away."""
-    return letter.major // prod(size for major, size, _ in digits(others, letter.dim, mesh) if major < letter.major)
+    return placement.major // prod(
+        size for major, size, _ in digits(others, placement.dim, mesh) if major < placement.major
+    )
 
 
 def format_layout(layout: Layout, mesh: Mesh) -> str:
     """`layout` for people: "dp S(0), tp R"; one word where all axes agree."""
     if len(set(layout)) == 1 and layout[0].kind != "S":
         return str(layout[0])
-    return ", ".join(f"{name} {letter}" for name, letter in zip(mesh.names, layout, strict=True))
+    return ", ".join(f"{name} {placement}" for name, placement in zip(mesh.names, layout, strict=True))
 
 
 def is_dtensor(layout: Layout, mesh: Mesh) -> bool:
@@ -160,7 +164,7 @@ def is_dtensor(layout: Layout, mesh: Mesh) -> bool:
     order than the mesh, every other dim must be split plainly.
     """
     plain, turned = 0, 0
-    dims = {letter.dim for letter in layout if letter.kind == "S"}
+    dims = {placement.dim for placement in layout if placement.kind == "S"}
     for dim in dims:
         by_size = digits(layout, dim, mesh)
         by_axis = sorted(by_size, key=lambda digit: digit[2])
@@ -182,7 +186,7 @@ def is_storable(layout: Layout, mesh: Mesh) -> bool:
     FSDP with tensor parallel (`S(0, 8), S(0)`). Of all layouts that DTensor expresses on one to three axes these, and
     no others, are stored exactly (tried with torch 2.13; `tests/autopar/test_storage.py`).
     """
-    dims = {letter.dim for letter in layout if letter.kind == "S"}
+    dims = {placement.dim for placement in layout if placement.kind == "S"}
     blocks = all(_is_contiguous(digits(layout, dim, mesh)) for dim in dims)
     return blocks and is_dtensor(layout, mesh)
 

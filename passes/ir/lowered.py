@@ -171,12 +171,12 @@ class FSDPUnit:
     def used(self, kept: Layout) -> Layout:
         """The layout that the engine gives of a parameter that it keeps in `kept`."""
         given = {*self.sharded, *self.replicated}
-        return tuple(R if axis in given else letter for axis, letter in enumerate(kept))
+        return tuple(R if axis in given else placement for axis, placement in enumerate(kept))
 
     def pending(self, kept: Layout) -> Layout:
         """The layout of a gradient that is not reduced, of a parameter that is kept in `kept`."""
         given = {*self.sharded, *self.replicated}
-        return tuple(P if axis in given else letter for axis, letter in enumerate(kept))
+        return tuple(P if axis in given else placement for axis, placement in enumerate(kept))
 
 
 @dataclass(frozen=True)

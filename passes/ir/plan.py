@@ -33,7 +33,7 @@ _MOST_STEPS = 1 << 60
 _REPLICATED = ("R", "I")
 _COMPUTE = ("forward compute", "backward compute")
 
-# Per axis a letter of a layout, as text.
+# Per axis a placement of a layout, as text.
 AxisText = Mapping[str, str]
 
 

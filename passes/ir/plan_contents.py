@@ -14,7 +14,7 @@ import torch
 from passes.ir.configuration import RECOMPUTE
 from passes.ir.errors import MeshError, PlanMismatchError
 from passes.ir.formulas import formula_at
-from passes.ir.layout import fits, parse_letter
+from passes.ir.layout import fits, parse_placement
 from passes.ir.mesh import Mesh
 
 if TYPE_CHECKING:
@@ -84,19 +84,19 @@ def _check_tensor(item: InputPlan | ParameterPlan, place: str, mesh: Mesh) -> No
     _require(math.prod(item.shape) < _TOO_MANY, f"{place}.shape", item.shape)
     _dtype(item.dtype, f"{place}.dtype")
     _check_axes(item.layout, f"{place}.layout", mesh)
-    layout = tuple(parse_letter(item.layout[axis]) for axis in mesh.names)
+    layout = tuple(parse_placement(item.layout[axis]) for axis in mesh.names)
     _require(fits(item.shape, layout, mesh), f"{place}.layout", dict(item.layout))
 
 
 def _check_axes(layout: AxisText, place: str, mesh: Mesh) -> None:
-    """Whether every axis of the mesh, and no other, has a letter of a tensor that is no pending sum."""
+    """Whether every axis of the mesh, and no other, has a placement of a tensor that is no pending sum."""
     _require(set(layout) == set(mesh.names), place, dict(layout))
     for axis, text in layout.items():
         try:
-            letter = parse_letter(text)
+            placement = parse_placement(text)
         except ValueError as error:
             raise ValueError(f"{place}[{axis!r}]: {error}") from None
-        _require(letter.kind != "P", f"{place}[{axis!r}]", text)
+        _require(placement.kind != "P", f"{place}[{axis!r}]", text)
 
 
 def _check_program(program: ProgramPlan, place: str, mesh: Mesh) -> None:

@@ -66,11 +66,11 @@ def _lines(plan: Plan, width: int | None) -> list[str]:
 
 
 def layout_text(layout: Mapping[str, str]) -> str:
-    """A layout by axis as text: "dp S(0), tp R", or one letter where all axes agree on R, I or P."""
-    letters = set(layout.values())
-    if len(letters) == 1 and not next(iter(letters)).startswith("S"):
-        return next(iter(letters))
-    return ", ".join(f"{axis} {letter}" for axis, letter in layout.items())
+    """A layout by axis as text: "dp S(0), tp R", or one placement where all axes agree on R, I or P."""
+    placements = set(layout.values())
+    if len(placements) == 1 and not next(iter(placements)).startswith("S"):
+        return next(iter(placements))
+    return ", ".join(f"{axis} {placement}" for axis, placement in layout.items())
 
 
 def seconds_text(seconds: float) -> str:

@@ -19,7 +19,7 @@ The backward of a -> b is the forward of gradient(b) -> gradient(a), so the forw
 from dataclasses import dataclass
 from functools import lru_cache
 
-from passes.ir.layout import Layout, Letter, R, Shape, local_major, local_shape
+from passes.ir.layout import Layout, Placement, R, Shape, local_major, local_shape
 from passes.ir.mesh import Mesh
 from passes.ir.redistributions import KINDS, Pairs, all_steps
 
@@ -42,7 +42,7 @@ COLLECTIVES = {
 
 @dataclass(frozen=True, slots=True)
 class RedistributionStep:
-    """One change of letter on one axis, as the ranks see it.
+    """One change of placement on one axis, as the ranks see it.
 
     `source` and `target` hold local majors (see `layout.local_major`); `before` and `after` are local shapes. `cut`
     says that the parts of `target` do not lie one after the other in memory, so that they are copied before they are
@@ -51,8 +51,8 @@ class RedistributionStep:
     """
 
     axis: int
-    source: Letter
-    target: Letter
+    source: Placement
+    target: Placement
     before: Shape
     after: Shape
     cut: bool = False
@@ -96,13 +96,13 @@ def _redistribution(
     for steps in all_steps([Pairs((source,), (target,), shape, strided)], mesh):
         axis = int(steps.axis[0])
         # Where digits wait for each other, one goes through R.
-        letter = target[axis] if target[axis].kind == KINDS[steps.target[0]] else R
-        changed = (*current[:axis], letter, *current[axis + 1 :])
+        placement = target[axis] if target[axis].kind == KINDS[steps.target[0]] else R
+        changed = (*current[:axis], placement, *current[axis + 1 :])
         found.append(
             RedistributionStep(
                 axis,
                 _local(current[axis], changed, mesh),
-                _local(letter, current, mesh),
+                _local(placement, current, mesh),
                 local_shape(shape, current, mesh),
                 local_shape(shape, changed, mesh),
                 bool(steps.cut[0]),
@@ -113,8 +113,8 @@ def _redistribution(
     return tuple(found)
 
 
-def _local(letter: Letter, others: Layout, mesh: Mesh) -> Letter:
-    """`letter` with the major that ranks see while the other splits are those of `others`."""
-    if letter.kind != "S":
-        return letter
-    return letter._replace(major=local_major(letter, others, mesh))
+def _local(placement: Placement, others: Layout, mesh: Mesh) -> Placement:
+    """`placement` with the major that ranks see while the other splits are those of `others`."""
+    if placement.kind != "S":
+        return placement
+    return placement._replace(major=local_major(placement, others, mesh))

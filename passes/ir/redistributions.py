@@ -30,7 +30,7 @@ _ORDER = {
     ("S", "I"): 4,
 }
 _SAME_SIZE = 3
-# The kinds of letters, by their numbers in `Steps`.
+# The kinds of placements, by their numbers in `Steps`.
 KINDS = "RISP"
 _SPLIT = KINDS.index("S")
 _THROUGH = 0
@@ -74,22 +74,22 @@ class Steps:
         return Steps(*(getattr(self, item.name).take(numbers) for item in fields(self)))
 
 
-class _Letters:
-    """All letters that occur, R first: arrays of their kinds, dims (-1 where nothing is split) and majors. `sources`
-    and `targets` [axis, layout] are those of all tensors, by the numbers of their letters."""
+class _Placements:
+    """All placements that occur, R first: arrays of their kinds, dims (-1 where nothing is split) and majors. `sources`
+    and `targets` [axis, layout] are those of all tensors, by the numbers of their placements."""
 
     def __init__(self, tensors: Sequence[Pairs]) -> None:
         found = {R: _THROUGH}
         self.sources, self.targets = (
-            np.array([[found.setdefault(letter, len(found)) for letter in layout] for layout in layouts]).T.copy()
+            np.array([[found.setdefault(placement, len(found)) for placement in layout] for layout in layouts]).T.copy()
             for layouts in (
                 [layout for pairs in tensors for layout in pairs.sources],
                 [layout for pairs in tensors for layout in pairs.targets],
             )
         )
-        self.kind = np.array([KINDS.index(letter.kind) for letter in found])
-        self.dim = np.array([letter.dim for letter in found])
-        self.major = np.array([letter.major for letter in found])
+        self.kind = np.array([KINDS.index(placement.kind) for placement in found])
+        self.dim = np.array([placement.dim for placement in found])
+        self.major = np.array([placement.major for placement in found])
 
 
 class _Sizes:
@@ -97,7 +97,7 @@ class _Sizes:
     of `weights` (0 where it splits none); `places` are those of the sources. `join` and `cut` [axis, layout] say of
     sources and of targets whether their parts lie scattered."""
 
-    def __init__(self, tensors: Sequence[Pairs], letters: _Letters, mesh: Mesh) -> None:
+    def __init__(self, tensors: Sequence[Pairs], placements: _Placements, mesh: Mesh) -> None:
         axes, dims = len(mesh.sizes), max(len(pairs.shape) for pairs in tensors)
         # [dim, tensor]; dims that a tensor lacks are of size 1.
         shapes = np.array([(*pairs.shape, *(1,) * (dims - len(pairs.shape))) for pairs in tensors], dtype=np.int64).T
@@ -107,9 +107,9 @@ class _Sizes:
         strided = np.array([pairs.strided for pairs in tensors])
         sources = np.repeat(np.arange(len(tensors)), [len(pairs.sources) for pairs in tensors])
         targets = np.repeat(np.arange(len(tensors)), [len(pairs.targets) for pairs in tensors])
-        self.join = _scattered(letters.sources, letters, shapes[:, sources], mesh) | strided[sources]
-        self.cut = _scattered(letters.targets, letters, shapes[:, targets], mesh) | strided[targets]
-        digits = (letters.dim[letters.sources] + 1) * self.weights[:, None]
+        self.join = _scattered(placements.sources, placements, shapes[:, sources], mesh) | strided[sources]
+        self.cut = _scattered(placements.targets, placements, shapes[:, targets], mesh) | strided[targets]
+        digits = (placements.dim[placements.sources] + 1) * self.weights[:, None]
         self.places = sources * split.shape[-1] + digits.sum(axis=0)
 
 
@@ -118,13 +118,13 @@ def all_steps(tensors: Sequence[Pairs], mesh: Mesh) -> Iterator[Steps]:
     those of others."""
     if not tensors:
         return
-    letters = _Letters(tensors)
-    sizes = _Sizes(tensors, letters, mesh)
-    ranks, conflicts = _ranks(letters, mesh), _conflicts(letters, mesh)
+    placements = _Placements(tensors)
+    sizes = _Sizes(tensors, placements, mesh)
+    ranks, conflicts = _ranks(placements, mesh), _conflicts(placements, mesh)
     row, column = _rows_and_columns(tensors)
     for start in range(0, len(row), _BLOCK):
         pair = np.arange(start, min(start + _BLOCK, len(row)))
-        yield from _steps(pair, row[pair], column[pair], letters, sizes, ranks, conflicts)
+        yield from _steps(pair, row[pair], column[pair], placements, sizes, ranks, conflicts)
 
 
 def _rows_and_columns(tensors: Sequence[Pairs]) -> tuple[Integers, Integers]:
@@ -144,14 +144,14 @@ def _steps(
     pair: Integers,
     row: Integers,
     column: Integers,
-    letters: _Letters,
+    placements: _Placements,
     sizes: _Sizes,
     ranks: NDArray[np.int16],
     conflicts: Flags,
 ) -> Iterator[Steps]:
     """The first steps of some pairs, then their second ones, and so on; `ranks` and `conflicts` are those of
-    letters."""
-    here, there = letters.sources, letters.targets
+    placements."""
+    here, there = placements.sources, placements.targets
     axes, layouts_here, layouts_there = len(here), here.shape[1], there.shape[1]
     # [axis, pair]: when an axis comes, and which are in its way while they hold what they do.
     rank = np.stack([ranks[axis][here[axis].take(row), there[axis].take(column)] for axis in range(axes)])
@@ -181,12 +181,12 @@ def _steps(
         if len(stuck):
             rank[axis[stuck], stuck] = ranks[axis[stuck], _THROUGH, new[stuck]]
             new[stuck] = _THROUGH
-        moved = place + (letters.dim.take(new) - letters.dim.take(old)) * sizes.weights.take(axis)
+        moved = place + (placements.dim.take(new) - placements.dim.take(old)) * sizes.weights.take(axis)
         yield Steps(
             pair,
             axis,
-            letters.kind.take(old),
-            letters.kind.take(new),
+            placements.kind.take(old),
+            placements.kind.take(new),
             sizes.elements.take(place),
             sizes.elements.take(moved),
             sizes.cut.take(at_target),
@@ -196,8 +196,8 @@ def _steps(
         place = moved
 
 
-def _ranks(letters: _Letters, mesh: Mesh) -> NDArray[np.int16]:
-    """[axis, letter, letter]: a number that is lower for changes that come earlier, and tells the axis modulo their
+def _ranks(placements: _Placements, mesh: Mesh) -> NDArray[np.int16]:
+    """[axis, placement, placement]: a number that is lower for changes that come earlier, and tells the axis modulo their
     number."""
     axes = len(mesh.sizes)
     found = np.full((axes, len(KINDS), len(KINDS)), _NEVER, dtype=np.int16)
@@ -206,25 +206,25 @@ def _ranks(letters: _Letters, mesh: Mesh) -> NDArray[np.int16]:
             for target, other in enumerate(KINDS):
                 order, then = _priority(kind, other, axis)
                 found[axis, source, target] = (order * 2 * axes + then + axes) * axes + axis
-    ranks = found[:, letters.kind[:, None], letters.kind]
-    ranks[:, np.arange(len(letters.kind)), np.arange(len(letters.kind))] = _NEVER
+    ranks = found[:, placements.kind[:, None], placements.kind]
+    ranks[:, np.arange(len(placements.kind)), np.arange(len(placements.kind))] = _NEVER
     return ranks
 
 
 def _priority(source: str, target: str, axis: int) -> tuple[int, int]:
-    """Of the changes between kinds of letters that need not wait the one where this is least comes first."""
+    """Of the changes between kinds of placements that need not wait the one where this is least comes first."""
     order = _ORDER.get((source, target), _SAME_SIZE)
     return order, -axis if target == "S" else axis
 
 
-def _conflicts(letters: _Letters, mesh: Mesh) -> Flags:
-    """[letter held on an axis, letter wanted on another, the one axis, the other]: whether both are digits of one dim
+def _conflicts(placements: _Placements, mesh: Mesh) -> Flags:
+    """[placement held on an axis, placement wanted on another, the one axis, the other]: whether both are digits of one dim
     that cannot lie together."""
     sizes = np.array(mesh.sizes)
-    ends = letters.major[:, None] * sizes
-    is_split = letters.kind == _SPLIT
-    together = is_split[:, None] & is_split & (letters.dim[:, None] == letters.dim)
-    held, wanted = letters.major[:, None, None, None], letters.major[:, None, None]
+    ends = placements.major[:, None] * sizes
+    is_split = placements.kind == _SPLIT
+    together = is_split[:, None] & is_split & (placements.dim[:, None] == placements.dim)
+    held, wanted = placements.major[:, None, None, None], placements.major[:, None, None]
     apart = (wanted % ends[:, None, :, None] == 0) | (held % ends[:, None, :] == 0)
     found: Flags = together[:, :, None, None] & ~apart
     return found
@@ -232,7 +232,7 @@ def _conflicts(letters: _Letters, mesh: Mesh) -> Flags:
 
 def _blockers(conflicts: Flags, held: Integers, wanted: Integers) -> Integers:
     """[axis, pair]: for what a target wants on an axis, the axes on which the source has what cannot lie together with
-    it, as bits. `held` and `wanted` [axis, pair] are the letters of sources and targets."""
+    it, as bits. `held` and `wanted` [axis, pair] are the placements of sources and targets."""
     found = np.zeros(held.shape, dtype=np.int64)
     for holder, wanting in np.argwhere(conflicts.any(axis=(0, 1))):
         found[wanting] |= conflicts[held[holder], wanted[wanting], holder, wanting].astype(np.int64) << holder
@@ -251,10 +251,10 @@ def _local_sizes(dims: Integers, shapes: Integers, mesh: Mesh) -> Integers:
     return shapes // np.array(ways, dtype=np.int64).reshape(len(shapes), *dims.shape[1:])
 
 
-def _scattered(numbers: Integers, letters: _Letters, shapes: Integers, mesh: Mesh) -> Flags:
+def _scattered(numbers: Integers, placements: _Placements, shapes: Integers, mesh: Mesh) -> Flags:
     """Whether the parts of a split do not each lie in one piece in what a rank has: on every axis of layouts whose
-    letters have these numbers [axis, layout], of tensors of these `shapes` [dim, layout]."""
-    kind, dim, major = letters.kind[numbers], letters.dim[numbers], letters.major[numbers]
+    placements have these numbers [axis, layout], of tensors of these `shapes` [dim, layout]."""
+    kind, dim, major = placements.kind[numbers], placements.dim[numbers], placements.major[numbers]
     sizes = np.array(mesh.sizes)[:, None]
     local = _local_sizes(dim, shapes, mesh)
     rows = np.concatenate([np.ones((1, local.shape[1]), dtype=np.int64), local.cumprod(axis=0)])

@@ -21,15 +21,15 @@ FORMS = (
 )
 BASES = ("Generated", "Region")
 HELPERS = ("gathered", "local", "recomputed")
-LETTERS = ("I", "P", "R", "S")
+PLACEMENTS = ("I", "P", "R", "S")
 
 # What no variable of generated source is called, and no axis, as it is one.
-RESERVED = {"self", "torch", "F", "copy", "index", "layer", *COLLECTIVES, *FORMS, *HELPERS, *LETTERS}
+RESERVED = {"self", "torch", "F", "copy", "index", "layer", *COLLECTIVES, *FORMS, *HELPERS, *PLACEMENTS}
 
 
 def import_order(name: str) -> tuple[int, str]:
-    """Where an imported name stands: letters first, then classes."""
-    return (0 if name in LETTERS else 1 if name in BASES else 2, name)
+    """Where an imported name stands: placements first, then classes."""
+    return (0 if name in PLACEMENTS else 1 if name in BASES else 2, name)
 
 
 def identifier(text: str) -> str:

@@ -145,7 +145,7 @@ class _Lowering:
             for factor, found in digits.items()
             if rule is not None
         }
-        axes = tuple(axis for axis, letter in enumerate(strategy.results[0]) if letter.kind == "S")
+        axes = tuple(axis for axis, placement in enumerate(strategy.results[0]) if placement.kind == "S")
         whole = replace(op, arguments=arguments)
         arguments = local_arguments(op, arguments, strategy, choices, self.folded.types, self.mesh)
         statement = Compute(

@@ -200,7 +200,7 @@ def _kept(stored: Layout, changes: Sequence[Redistribution], mesh: Mesh) -> Layo
     for change in changes:
         steps = redistribution(stored, change.after, change.type.shape, mesh)
         first = [step.axis for step in takewhile(lambda step: step.collective == "all_to_all", steps)]
-        reached.add(tuple(change.after[axis] if axis in first else letter for axis, letter in enumerate(stored)))
+        reached.add(tuple(change.after[axis] if axis in first else placement for axis, placement in enumerate(stored)))
     return reached.pop() if len(reached) == 1 else stored
 
 
@@ -229,7 +229,7 @@ def _axes_of_kept(parameter: Parameter, stored: Layout, changes: Sequence[Redist
 
 def _is_leading(axes: Sequence[int], stored: Layout, mesh: Mesh) -> bool:
     """Whether `axes`, in this order, cut one dim of what the others leave into consecutive parts."""
-    others = tuple(R if axis in axes else letter for axis, letter in enumerate(stored))
+    others = tuple(R if axis in axes else placement for axis, placement in enumerate(stored))
     taken = 1
     for axis in axes:
         if stored[axis].dim != stored[axes[0]].dim or local_major(stored[axis], others, mesh) != taken:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
 
-from passes.ir.layout import I, Letter, P, R, S, Shape
+from passes.ir.layout import I, P, Placement, R, S, Shape
 from passes.ir.redistribution import RedistributionStep
 
 
@@ -38,7 +38,7 @@ def _none(context: FormContext) -> tuple[RedistributionStep, ...]:
     return ()
 
 
-def _statistics(count: int, target: Letter) -> Callable[[FormContext], tuple[RedistributionStep, ...]]:
+def _statistics(count: int, target: Placement) -> Callable[[FormContext], tuple[RedistributionStep, ...]]:
     """`count` numbers for every row."""
 
     def inside(context: FormContext) -> tuple[RedistributionStep, ...]:

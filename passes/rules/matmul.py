@@ -72,7 +72,7 @@ def matmul(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
 
 @rule_for("einsum")
 def einsum(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
-    """The factors are the letters of the equation; what the result lacks is summed over."""
+    """The factors are the placements of the equation; what the result lacks is summed over."""
     equation = op.arguments["equation"]
     assert isinstance(equation, str)
     left, arrow, right = equation.replace(" ", "").partition("->")
@@ -81,22 +81,22 @@ def einsum(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
     if "." in left or len(terms) != len(shapes):
         return None
     if not arrow:
-        letters = sorted(set(left) - {","})
-        right = "".join(letter for letter in letters if left.count(letter) == 1)
+        placements = sorted(set(left) - {","})
+        right = "".join(placement for placement in placements if left.count(placement) == 1)
     operands = tuple(
-        tuple(one(letter, size) for letter, size in zip(term, shape, strict=True))
+        tuple(one(placement, size) for placement, size in zip(term, shape, strict=True))
         for term, shape in zip(terms, shapes, strict=True)
     )
     sizes = {
-        letter: size
+        placement: size
         for term, shape in zip(terms, shapes, strict=True)
-        for letter, size in zip(term, shape, strict=True)
+        for placement, size in zip(term, shape, strict=True)
     }
     sizes.update({part.factor: part.size for dims in operands for parts in dims for part in parts})
-    result = tuple(one(letter, sizes[letter]) for letter in right)
-    roles = {letter: Role.SUM for letter in sizes if letter not in right}
-    # Twice in one operand is its diagonal; a letter of size 1 in one operand and not in another is repeated.
-    twice = {letter for term in terms for letter in term if term.count(letter) > 1}
+    result = tuple(one(placement, sizes[placement]) for placement in right)
+    roles = {placement: Role.SUM for placement in sizes if placement not in right}
+    # Twice in one operand is its diagonal; a placement of size 1 in one operand and not in another is repeated.
+    twice = {placement for term in terms for placement in term if term.count(placement) > 1}
     roles.update(dict.fromkeys(twice, Role.WHOLE))
     found = factors(*operands, result, roles=roles)
     count = len(terms)

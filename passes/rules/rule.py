@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from passes.ir.layout import I, Letter, P, R, S
+from passes.ir.layout import I, P, Placement, R, S
 from passes.ir.program import Op, TensorType
 from passes.ir.rule import Dims, Role, Rule
 
@@ -16,24 +16,24 @@ class Choice:
     of each (`major`), and the local form."""
 
     name: str
-    operands: tuple[Letter, ...]
-    results: tuple[Letter, ...]
+    operands: tuple[Placement, ...]
+    results: tuple[Placement, ...]
     factors: tuple[str, ...] = ()
     major: int = 1
     form: str = ""
 
 
-def replicated(operands: int, results: int, letter: Letter) -> Choice:
-    """The choice to compute the same on every rank: every tensor has `letter`, R or I."""
-    return Choice(letter.kind, (letter,) * operands, (letter,) * results)
+def replicated(operands: int, results: int, placement: Placement) -> Choice:
+    """The choice to compute the same on every rank: every tensor has `placement`, R or I."""
+    return Choice(placement.kind, (placement,) * operands, (placement,) * results)
 
 
 def passing(rule: Rule, index: int) -> Choice:
     """The choice to pass pending sums through the set `rule.linear[index]` of operands."""
     together = rule.linear[index]
-    letters = tuple(P if slot in together else R for slot in range(len(rule.operands)))
+    placements = tuple(P if slot in together else R for slot in range(len(rule.operands)))
     name = "P(" + ", ".join(str(slot) for slot in sorted(together)) + ")"
-    return Choice(name, letters, (P,) * len(rule.results))
+    return Choice(name, placements, (P,) * len(rule.results))
 
 
 def split(rule: Rule, name: str, major: int, ways: int) -> Choice | None:
@@ -51,29 +51,29 @@ def split(rule: Rule, name: str, major: int, ways: int) -> Choice | None:
     role = method.role or factors[0].role
     if role is Role.WHOLE or any(factor.size // (major * ways) < factor.least for factor in factors):
         return None
-    operands: list[Letter] = []
+    operands: list[Placement] = []
     for slot, dims in enumerate(rule.operands):
-        letter = _letter_of_any(dims, method.factors, major, ways)
-        if letter is None:
+        placement = _placement_of_any(dims, method.factors, major, ways)
+        if placement is None:
             return None
         missing = P if role is Role.SUM and slot in rule.added else R
-        operands.append(missing if letter == _LACKS else letter)
-    results: list[Letter] = []
+        operands.append(missing if placement == _LACKS else placement)
+    results: list[Placement] = []
     for dims in rule.results:
-        letter = _letter_of_any(dims, method.factors, major, ways)
-        if letter is None:
+        placement = _placement_of_any(dims, method.factors, major, ways)
+        if placement is None:
             return None
-        results.append((I if role is Role.INSIDE else P) if letter == _LACKS else letter)
-        if letter == _LACKS and role is Role.FREE:
+        results.append((I if role is Role.INSIDE else P) if placement == _LACKS else placement)
+        if placement == _LACKS and role is Role.FREE:
             return None
     written = name if major == 1 else f"{name}@{major}"
     return Choice(written, tuple(operands), tuple(results), method.factors, major, method.form)
 
 
-_LACKS = Letter("-")
+_LACKS = Placement("-")
 
 
-def _letter(dims: Dims, factor: str, major: int, ways: int) -> Letter | None:
+def _placement(dims: Dims, factor: str, major: int, ways: int) -> Placement | None:
     """The placement of a tensor when a digit of `factor` is split; None if the digit crosses parts of it."""
     carries = False
     for dim, parts in enumerate(dims):
@@ -87,20 +87,20 @@ def _letter(dims: Dims, factor: str, major: int, ways: int) -> Letter | None:
     return None if carries else _LACKS
 
 
-def _letter_of_any(dims: Dims, factors: Sequence[str], major: int, ways: int) -> Letter | None:
+def _placement_of_any(dims: Dims, factors: Sequence[str], major: int, ways: int) -> Placement | None:
     """The placement of a tensor that may carry one of `factors`; None where it carries two, or is not split so."""
-    letters = [letter for factor in factors if (letter := _letter(dims, factor, major, ways)) != _LACKS]
-    return letters[0] if len(letters) == 1 else (None if letters else _LACKS)
+    placements = [placement for factor in factors if (placement := _placement(dims, factor, major, ways)) != _LACKS]
+    return placements[0] if len(placements) == 1 else (None if placements else _LACKS)
 
 
-def digit(dims: Dims, letter: Letter, ways: int) -> tuple[str, int] | None:
+def digit(dims: Dims, placement: Placement, ways: int) -> tuple[str, int] | None:
     """The factor and major that a split of a tensor with `dims` comes from; None if it crosses parts."""
     before = 1
-    if letter.dim >= len(dims):
+    if placement.dim >= len(dims):
         return None
-    for part in dims[letter.dim]:
-        if letter.major % before == 0 and part.size % (letter.major // before * ways) == 0:
-            return part.factor, part.start * (letter.major // before)
+    for part in dims[placement.dim]:
+        if placement.major % before == 0 and part.size % (placement.major // before * ways) == 0:
+            return part.factor, part.start * (placement.major // before)
         before *= part.size
     return None
 
@@ -121,7 +121,7 @@ def starts(rule: Rule) -> Iterator[tuple[str, int]]:
 def parse_choice(name: str, rule: Rule | None, operands: int, results: int, ways: int) -> Choice | None:
     """The choice that `name` stands for: "R", "I", "P(0, 1)", a method, or a method and where its split begins."""
     if name in ("R", "I"):
-        return replicated(operands, results, Letter(name))
+        return replicated(operands, results, Placement(name))
     if rule is None:
         return None
     for index in range(len(rule.linear)):

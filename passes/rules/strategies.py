@@ -7,7 +7,7 @@ from math import prod
 from operator import contains
 
 from passes.ir.choices import Strategy
-from passes.ir.layout import I, Layout, Letter, R, fits, parse_letter
+from passes.ir.layout import I, Layout, Placement, R, fits, parse_placement
 from passes.ir.mesh import Mesh
 from passes.ir.program import Op, TensorType, has_linear_gradients
 from passes.ir.rule import Rule
@@ -64,15 +64,15 @@ def subject(
 AllowedMethods = Sequence[Set[str] | None]
 
 
-def letter_token(letter: Letter) -> str:
-    """A letter in an offer: a split by its dim alone."""
-    return f"S({letter.dim})" if letter.kind == "S" else letter.kind
+def placement_token(placement: Placement) -> str:
+    """A placement in an offer: a split by its dim alone."""
+    return f"S({placement.dim})" if placement.kind == "S" else placement.kind
 
 
 def method_token(method: str, is_op: bool) -> str:
-    """What a strategy does on one axis, as an offer names it: a split of an op without where it begins, and the letter
+    """What a strategy does on one axis, as an offer names it: a split of an op without where it begins, and the placement
     of anything else."""
-    return method.partition("@")[0] if is_op else letter_token(parse_letter(method))
+    return method.partition("@")[0] if is_op else placement_token(parse_placement(method))
 
 
 def op_strategies(
@@ -81,11 +81,11 @@ def op_strategies(
     """Every strategy of an op whose splits divide, with its choices; `digits` are by size of axis the factors to split
     and where. Where there is an `offer`, each axis does one of the things that it names.
 
-    An op without a rule is computed whole on every rank. Of strategies that differ only in letters of tensors without
+    An op without a rule is computed whole on every rank. Of strategies that differ only in placements of tensors without
     a gradient one is kept: there R and I are the same.
     """
     combinations = _combinations(subject, digits, mesh, offer or (None,) * len(mesh.sizes))
-    rows = [tuple(zip(*(option.letters for option in options), strict=True)) for options in combinations]
+    rows = [tuple(zip(*(option.placements for option in options), strict=True)) for options in combinations]
     fitting = [
         {layout for layout in {row[number] for row in rows} if fits(type.shape, layout, mesh)}
         for number, type in enumerate((*subject.operands, *subject.results))
@@ -125,17 +125,17 @@ def named_choices(subject: OpContext, methods: Sequence[str], mesh: Mesh) -> Cho
     return tuple(choices)
 
 
-def _plain(letter: Letter, flows: bool) -> Letter:
-    return R if letter == I and not flows else letter
+def _plain(placement: Placement, flows: bool) -> Placement:
+    return R if placement == I and not flows else placement
 
 
 @dataclass(frozen=True, slots=True)
 class _Option:
-    """What one axis may do: the choice, the letters that it gives all tensors, operands first, and the digit that its
+    """What one axis may do: the choice, the placements that it gives all tensors, operands first, and the digit that its
     split begins from."""
 
     choice: Choice
-    letters: tuple[Letter, ...]
+    placements: tuple[Placement, ...]
     begun: Digit | None = None
 
 
@@ -194,8 +194,8 @@ def _is_ordered(rule: Rule, name: str) -> bool:
 
 def _unsplit(subject: OpContext, size: int) -> list[Choice]:
     """What an axis of `size` may do without a split: compute the same on every rank, or let pending sums pass."""
-    letters = ((I, R) if has_linear_gradients(subject.op) else (I,)) if subject.flows else (R,)
-    found = [replicated(len(subject.operands), len(subject.results), letter) for letter in letters]
+    placements = ((I, R) if has_linear_gradients(subject.op) else (I,)) if subject.flows else (R,)
+    found = [replicated(len(subject.operands), len(subject.results), placement) for placement in placements]
     rule = subject.rule
     if rule is not None and size != 1:
         linear = (index for index, some in enumerate(rule.linear) if not some - rule.added <= subject.parameters)

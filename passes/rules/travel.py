@@ -1,9 +1,9 @@
-"""Letters travel: from the first digit of every factor to all splits that neighbours can take over as they are."""
+"""Placements travel: from the first digit of every factor to all splits that neighbours can take over as they are."""
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 
-from passes.ir.layout import Letter
+from passes.ir.layout import Placement
 from passes.ir.program import Op
 from passes.ir.rule import Rule
 from passes.rules.rule import digit, split, starts
@@ -15,9 +15,9 @@ _MOST = 16
 def propagate(
     ops: Sequence[tuple[Op, Rule | None]],
     same: Iterable[tuple[str, ...]],
-    offered: Mapping[str, Iterable[Letter]],
+    offered: Mapping[str, Iterable[Placement]],
     size: int,
-) -> tuple[list[list[Digit]], dict[str, set[Letter]]]:
+) -> tuple[list[list[Digit]], dict[str, set[Placement]]]:
     """The digits at which each op may be split on an axis of `size`, and the splits that each tensor may have.
 
     Every op offers the first digit of each of its factors. A split of one tensor becomes a digit of the ops that make
@@ -25,7 +25,7 @@ def propagate(
     splits; `offered` are splits to start from besides. No op gets more than 16 digits.
     """
     alias = _representatives(same)
-    letters: dict[str, set[Letter]] = {}
+    placements: dict[str, set[Placement]] = {}
     touching: dict[str, list[int]] = {}
     for position, (op, rule) in enumerate(ops):
         if rule is not None:
@@ -35,18 +35,18 @@ def propagate(
     waiting = deque(range(len(ops)))
     queued = set(waiting)
 
-    def add(name: str, letter: Letter) -> None:
+    def add(name: str, placement: Placement) -> None:
         name = alias.get(name, name)
-        if letter not in letters.setdefault(name, set()):
-            letters[name].add(letter)
+        if placement not in placements.setdefault(name, set()):
+            placements[name].add(placement)
             for position in touching.get(name, ()):
                 if position not in queued:
                     queued.add(position)
                     waiting.append(position)
 
     for name, given in offered.items():
-        for letter in given:
-            add(name, letter)
+        for placement in given:
+            add(name, placement)
     first = set(range(len(ops)))
     while waiting:
         position = waiting.popleft()
@@ -60,8 +60,8 @@ def propagate(
             first.discard(position)
             new += starts(rule)
         for name, dims in tensors:
-            for letter in sorted(letters.get(alias.get(name, name), ())):
-                arrived = digit(dims, letter, size)
+            for placement in sorted(placements.get(alias.get(name, name), ())):
+                arrived = digit(dims, placement, size)
                 if arrived is not None:
                     new += [(each, arrived[1]) for each in rule.methods_with(arrived[0])]
         for method, major in new:
@@ -71,11 +71,13 @@ def propagate(
             if choice is None:
                 continue
             found[position][method, major] = None
-            for (name, _), letter in zip(tensors, (*choice.operands, *choice.results), strict=True):
-                if letter.kind == "S":
-                    add(name, letter)
-    spread = {name: letters.get(alias.get(name, name), set()) for op, _ in ops for name in (*op.operands, *op.results)}
-    spread.update({name: letters.get(alias[name], set()) for name in alias})
+            for (name, _), placement in zip(tensors, (*choice.operands, *choice.results), strict=True):
+                if placement.kind == "S":
+                    add(name, placement)
+    spread = {
+        name: placements.get(alias.get(name, name), set()) for op, _ in ops for name in (*op.operands, *op.results)
+    }
+    spread.update({name: placements.get(alias[name], set()) for name in alias})
     return [list(digits) for digits in found], spread
 
 

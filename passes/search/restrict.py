@@ -7,7 +7,7 @@ from itertools import combinations
 from passes.ir.choices import Node, Problem, Solution
 from passes.ir.decisions import Decided, Decisions
 from passes.ir.errors import PlanMismatchError
-from passes.ir.layout import Layout, Letter, Shape
+from passes.ir.layout import Layout, Placement, Shape
 from passes.ir.program import Folded
 from passes.rules.strategies import AllowedMethods, method_token
 
@@ -124,8 +124,8 @@ def _held(node: Node, before: Decided, operands: Shapes, results: Shapes) -> Nod
             if _on(layouts, axes) == _on(wanted, axes):
                 exact.append(index)
             if all(
-                _alike(layout[axis], letters[axis], now, then)
-                for layout, letters, now, then in zip(layouts, wanted, shapes, planned, strict=True)
+                _alike(layout[axis], placements[axis], now, then)
+                for layout, placements, now, then in zip(layouts, wanted, shapes, planned, strict=True)
                 for axis in axes
             ):
                 moved.append(index)
@@ -142,16 +142,18 @@ def _most_first(count: int) -> Iterator[tuple[int, ...]]:
         yield from combinations(range(count), size)
 
 
-def _on(layouts: Sequence[Layout], axes: Sequence[int]) -> list[list[Letter]]:
+def _on(layouts: Sequence[Layout], axes: Sequence[int]) -> list[list[Placement]]:
     return [[layout[axis] for axis in axes] for layout in layouts]
 
 
-def _alike(letter: Letter, before: Letter, shape: Shape, planned: Shape) -> bool:
-    """Whether a letter does at one size what another does at the planned one: which digit of a dim that is may be
+def _alike(placement: Placement, before: Placement, shape: Shape, planned: Shape) -> bool:
+    """Whether a placement does at one size what another does at the planned one: which digit of a dim that is may be
     told by a size."""
-    if letter.kind != "S" or before.kind != "S":
-        return letter == before
-    return letter.dim == before.dim and (letter.major == before.major or shape[letter.dim] != planned[letter.dim])
+    if placement.kind != "S" or before.kind != "S":
+        return placement == before
+    return placement.dim == before.dim and (
+        placement.major == before.major or shape[placement.dim] != planned[placement.dim]
+    )
 
 
 def _only(node: Node, kept: Sequence[int]) -> Node:

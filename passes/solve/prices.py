@@ -20,7 +20,7 @@ from passes.cost.communication import (
     touched,
 )
 from passes.ir.choices import EdgeGroup
-from passes.ir.layout import Layout, Letter
+from passes.ir.layout import Layout, Placement
 from passes.ir.mesh import Mesh
 from passes.ir.redistribution import COLLECTIVES
 from passes.ir.redistributions import KINDS, Flags, Integers, Pairs, Steps, all_steps
@@ -183,7 +183,7 @@ def _letters(layouts: Sequence[Layout]) -> Integers:
 
 
 class _Tables:
-    """Seconds of steps forward, or backward, by the kinds of letters that change forward.
+    """Seconds of steps forward, or backward, by the kinds of placements that change forward.
 
     `own` is what a rank does itself, [for kernels, per byte before, per byte after] by kinds, cut and join (flat);
     `lines` [algorithm, fixed or per byte] by kinds and axis (flat) are those of collectives, where `is_sent`.
@@ -238,9 +238,9 @@ class _Tables:
 
 
 def _changes(*, backward: bool) -> Iterator[tuple[int, int, str, str]]:
-    """All changes of a letter, as places in `KINDS`, and what they are forward or backward."""
+    """All changes of a placement, as places in `KINDS`, and what they are forward or backward."""
     for source, kind in enumerate(KINDS):
         for target, other in enumerate(KINDS):
             if (kind, other) in COLLECTIVES:
-                one, two = Letter(kind), Letter(other)
+                one, two = Placement(kind), Placement(other)
                 yield source, target, *((two.gradient.kind, one.gradient.kind) if backward else (kind, other))

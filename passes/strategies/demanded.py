@@ -5,23 +5,23 @@ from collections.abc import Iterable, Mapping, Sequence
 from passes.ir.choices import Strategy
 from passes.ir.demands import Constraint, PlacedConstraints
 from passes.ir.errors import ConstraintError
-from passes.ir.layout import Letter, Shape
+from passes.ir.layout import Placement, Shape
 from passes.ir.mesh import Mesh
 from passes.ir.program import Op, TensorType
 from passes.rules.strategies import OpContext
 
 
-def indivisible(letter: Letter | None, shape: Shape, mesh: Mesh, axis: int) -> str:
-    """Why a tensor of `shape` cannot be split as `letter` says on `axis`; "" if it can."""
-    if letter is None or letter.kind != "S":
+def indivisible(placement: Placement | None, shape: Shape, mesh: Mesh, axis: int) -> str:
+    """Why a tensor of `shape` cannot be split as `placement` says on `axis`; "" if it can."""
+    if placement is None or placement.kind != "S":
         return ""
-    if letter.dim >= len(shape):
-        return f"it has no dim {letter.dim}"
-    parts = letter.major * mesh.sizes[axis]
-    if shape[letter.dim] % parts == 0:
+    if placement.dim >= len(shape):
+        return f"it has no dim {placement.dim}"
+    parts = placement.major * mesh.sizes[axis]
+    if shape[placement.dim] % parts == 0:
         return ""
-    ways = f"{mesh.sizes[axis]} devices" if letter.major == 1 else f"{letter.major} x {mesh.sizes[axis]} parts"
-    return f"its dim {letter.dim} of size {shape[letter.dim]} is not divisible into {ways}"
+    ways = f"{mesh.sizes[axis]} devices" if placement.major == 1 else f"{placement.major} x {mesh.sizes[axis]} parts"
+    return f"its dim {placement.dim} of size {shape[placement.dim]} is not divisible into {ways}"
 
 
 def _indivisible_factor(about: OpContext, demand: Constraint, mesh: Mesh) -> str:
@@ -35,16 +35,16 @@ def _indivisible_factor(about: OpContext, demand: Constraint, mesh: Mesh) -> str
 
 def demanded_splits(
     ops: Sequence[Op], demands: PlacedConstraints, names: Mapping[str, str], mesh: Mesh, size: int
-) -> dict[str, list[Letter]]:
+) -> dict[str, list[Placement]]:
     """The splits that are demanded of the tensors of `ops`, by their names, on axes of `size`. `names` has the name in
     the program of what a region calls otherwise."""
-    found: dict[str, list[Letter]] = {}
+    found: dict[str, list[Placement]] = {}
 
     def add(name: str, wanted: Mapping[int, Constraint]) -> None:
         for axis, demand in wanted.items():
-            letter = demand.letter
-            if letter is not None and letter.kind == "S" and mesh.sizes[axis] == size:
-                found.setdefault(name, []).append(letter)
+            placement = demand.placement
+            if placement is not None and placement.kind == "S" and mesh.sizes[axis] == size:
+                found.setdefault(name, []).append(placement)
 
     for op in ops:
         first = op.results[0]
@@ -82,7 +82,7 @@ def meeting(
         return kept
 
     def at(demand: Constraint, type: TensorType, name: str) -> str:
-        reason = indivisible(demand.letter, type.shape, mesh, demand.axis)
+        reason = indivisible(demand.placement, type.shape, mesh, demand.axis)
         return reason and f"{name} of shape {list(type.shape)} cannot be split so, because {reason}"
 
     for axis, demand in demands.at("method", first).items():

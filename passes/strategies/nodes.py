@@ -7,7 +7,7 @@ from itertools import chain
 from passes.ir.choices import Node, Strategy
 from passes.ir.demands import Constraint, PlacedConstraints
 from passes.ir.errors import ConstraintError
-from passes.ir.layout import I, Layout, Letter, R, is_dtensor
+from passes.ir.layout import I, Layout, Placement, R, is_dtensor
 from passes.ir.program import references
 from passes.rules.rule import replicated
 from passes.rules.strategies import Choices, combine, op_strategies
@@ -63,8 +63,8 @@ class Nodes:
         """What copies of regions hand on may lie in any layout, with or without addends in its gradient."""
         for number, region in enumerate(self.known.folded.regions):
             for carry in region.carries:
-                letters = [I, R] if carry.argument in self.known.folded.flowing else [R]
-                layouts = self._layouts(carry.argument, letters, carry_key(region, carry))
+                placements = [I, R] if carry.argument in self.known.folded.flowing else [R]
+                layouts = self._layouts(carry.argument, placements, carry_key(region, carry))
                 yield carry_node(region, carry, 2 * number + 1, layouts, self.sizes)
 
     def ops(self) -> Iterator[Node]:
@@ -118,11 +118,11 @@ class Nodes:
         """The layout of a tensor that all ranks have whole, and use the same way."""
         return (self._whole(name),) * len(self.setting.mesh.sizes)
 
-    def _whole(self, name: str) -> Letter:
-        """The letter of an axis that does not split a tensor, which all ranks have the same of."""
+    def _whole(self, name: str) -> Placement:
+        """The placement of an axis that does not split a tensor, which all ranks have the same of."""
         return I if name in self.known.folded.flowing else R
 
-    def _layouts(self, name: str, others: Sequence[Letter], key: str) -> list[Layout]:
+    def _layouts(self, name: str, others: Sequence[Placement], key: str) -> list[Layout]:
         """The layouts of a tensor from `others` and its splits, of which those that are offered to the node `key`."""
         return self.splits.layouts(name, self.known.folded.types[name].shape, others, self.setting.offers.get(key))
 

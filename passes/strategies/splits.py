@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from itertools import product
 
 from passes.ir.demands import PlacedConstraints
-from passes.ir.layout import Layout, Letter, Shape, fits
+from passes.ir.layout import Layout, Placement, Shape, fits
 from passes.ir.mesh import Mesh
-from passes.rules.strategies import AllowedMethods, Digit, letter_token
+from passes.rules.strategies import AllowedMethods, Digit, placement_token
 from passes.rules.travel import propagate
 from passes.strategies.analysis import Analysis
 from passes.strategies.demanded import demanded_splits
@@ -16,26 +16,28 @@ from passes.strategies.demanded import demanded_splits
 @dataclass(frozen=True)
 class Splits:
     """What axes of `mesh` may split: for every size of axis but 1 the `digits` of each op, in order of the ops, and the
-    `letters` of each tensor by its name."""
+    `placements` of each tensor by its name."""
 
     mesh: Mesh
     digits: Mapping[int, Sequence[Sequence[Digit]]]
-    letters: Mapping[int, Mapping[str, Set[Letter]]]
+    placements: Mapping[int, Mapping[str, Set[Placement]]]
 
     def of_op(self, position: int) -> dict[int, Sequence[Digit]]:
         """The digits of one op by size of axis."""
         return {size: found[position] for size, found in self.digits.items()}
 
-    def layouts(self, name: str, shape: Shape, others: Sequence[Letter], offer: AllowedMethods | None) -> list[Layout]:
+    def layouts(
+        self, name: str, shape: Shape, others: Sequence[Placement], offer: AllowedMethods | None
+    ) -> list[Layout]:
         """The layouts of a tensor of `shape` from `others` and the splits that reached it, where they divide and, if
         there is an offer, are offered. An axis of size 1 has the first of `others`."""
         sizes = self.mesh.sizes
         options = [
-            [*others, *sorted(self.letters[size].get(name, ()))] if size != 1 else list(others[:1]) for size in sizes
+            [*others, *sorted(self.placements[size].get(name, ()))] if size != 1 else list(others[:1]) for size in sizes
         ]
         options = [
-            [letter for letter in letters if offered is None or letter_token(letter) in offered]
-            for letters, offered in zip(options, offer or (None,) * len(sizes), strict=True)
+            [placement for placement in placements if offered is None or placement_token(placement) in offered]
+            for placements, offered in zip(options, offer or (None,) * len(sizes), strict=True)
         ]
         return [layout for layout in product(*options) if fits(shape, layout, self.mesh)]
 
@@ -49,8 +51,8 @@ def find_splits(known: Analysis, demands: PlacedConstraints, mesh: Mesh) -> Spli
         same += [(export.value, *(name for name in export.names if name)) for export in region.exports]
     ops = [(placed.op, placed.rule) for placed in known.placed]
     digits: dict[int, list[list[Digit]]] = {}
-    letters: dict[int, dict[str, set[Letter]]] = {}
+    placements: dict[int, dict[str, set[Placement]]] = {}
     for size in set(mesh.sizes) - {1}:
         offered = demanded_splits([op for op, _ in ops], demands, known.names, mesh, size)
-        digits[size], letters[size] = propagate(ops, same, offered, size)
-    return Splits(mesh, digits, letters)
+        digits[size], placements[size] = propagate(ops, same, offered, size)
+    return Splits(mesh, digits, placements)

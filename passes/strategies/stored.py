@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from passes.ir.demands import Constraint
 from passes.ir.errors import ConstraintError
-from passes.ir.layout import I, Layout, Letter, R, S, Shape, digits, fits, is_storable
+from passes.ir.layout import I, Layout, Placement, R, S, Shape, digits, fits, is_storable
 from passes.ir.mesh import Mesh
 from passes.strategies.demanded import indivisible
 
@@ -28,17 +28,17 @@ def storage(name: str, shape: Shape, trainable: bool, demanded: Mapping[int, Con
     layouts = [
         layout
         for layout in found
-        if is_storable(layout, mesh) and all(layout[axis] == letter for axis, letter in wanted.items())
+        if is_storable(layout, mesh) and all(layout[axis] == placement for axis, placement in wanted.items())
     ]
     if not layouts:
         raise _unmet(name, shape, demanded, base, mesh)
     return layouts
 
 
-def _wanted(demand: Constraint, whole: Letter) -> Letter:
-    """The letter in which a parameter is stored as demanded: R and I both say that it is whole."""
-    assert demand.letter is not None, "only demands of a method have no letter"
-    return demand.letter if demand.letter.kind == "S" else whole
+def _wanted(demand: Constraint, whole: Placement) -> Placement:
+    """The placement in which a parameter is stored as demanded: R and I both say that it is whole."""
+    assert demand.placement is not None, "only demands of a method have no placement"
+    return demand.placement if demand.placement.kind == "S" else whole
 
 
 def _split_further(base: Layout, shape: Shape, mesh: Mesh, found: dict[Layout, None]) -> None:
@@ -47,8 +47,8 @@ def _split_further(base: Layout, shape: Shape, mesh: Mesh, found: dict[Layout, N
     if base in found:
         return
     found[base] = None
-    for axis, letter in enumerate(base):
-        if letter.kind == "S" or mesh.sizes[axis] == 1:
+    for axis, placement in enumerate(base):
+        if placement.kind == "S" or mesh.sizes[axis] == 1:
             continue
         for dim in range(len(shape)):
             taken = digits(base, dim, mesh)
@@ -60,11 +60,13 @@ def _split_further(base: Layout, shape: Shape, mesh: Mesh, found: dict[Layout, N
 
 def _unmet(name: str, shape: Shape, demanded: Mapping[int, Constraint], base: Layout, mesh: Mesh) -> ConstraintError:
     """The error for constraints that no layout meets in which the parameter can be stored."""
-    reasons = {demand: indivisible(demand.letter, shape, mesh, demand.axis) for demand in demanded.values()}
+    reasons = {demand: indivisible(demand.placement, shape, mesh, demand.axis) for demand in demanded.values()}
     for demand in demanded.values():
-        letter, axis = demand.letter, demand.axis
-        if letter is not None and letter.kind == "S" and letter.major > 1 and not reasons[demand]:
-            reasons[demand] = _strided(letter) if fits(shape, (*base[:axis], letter, *base[axis + 1 :]), mesh) else ""
+        placement, axis = demand.placement, demand.axis
+        if placement is not None and placement.kind == "S" and placement.major > 1 and not reasons[demand]:
+            reasons[demand] = (
+                _strided(placement) if fits(shape, (*base[:axis], placement, *base[axis + 1 :]), mesh) else ""
+            )
     demand = next((item for item, reason in reasons.items() if reason), next(iter(reasons)))
     return ConstraintError(
         f"constraint {demand.pattern!r}, stored {demand.method} on axis {mesh.names[demand.axis]!r} cannot be "
@@ -72,9 +74,9 @@ def _unmet(name: str, shape: Shape, demanded: Mapping[int, Constraint], base: La
     )
 
 
-def _strided(letter: Letter) -> str:
+def _strided(placement: Placement) -> str:
     """Why a parameter is not stored in a split that begins in the middle of a dim."""
     return (
-        f"a rank's part would be {letter.major} blocks of the whole, and torch.distributed.checkpoint saves and loads "
-        f"one; demand 'used' {letter} instead, or let other axes split dim {letter.dim} into {letter.major} parts first"
+        f"a rank's part would be {placement.major} blocks of the whole, and torch.distributed.checkpoint saves and loads "
+        f"one; demand 'used' {placement} instead, or let other axes split dim {placement.dim} into {placement.major} parts first"
     )

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from passes.ir.choices import Node, Strategy, StrategyBytes
-from passes.ir.layout import Layout, Letter, R
+from passes.ir.layout import Layout, Placement, R
 from passes.ir.program import Carry, Region
 from passes.strategies.sizes import Sizes
 
@@ -22,9 +22,9 @@ def source(
     return Node(name, kind, name, count, block, strategies, seconds, memory)
 
 
-def input_node(name: str, layouts: Sequence[Layout], whole: Letter, sizes: Sizes, host: float) -> Node:
+def input_node(name: str, layouts: Sequence[Layout], whole: Placement, sizes: Sizes, host: float) -> Node:
     """The node of an input, of which each device gets its part at `host` bytes per second. An axis that does not split
-    it has the letter `whole`."""
+    it has the placement `whole`."""
     seconds = tuple(sizes.bytes(name, layout) / host for layout in layouts)
     # The caller holds the whole batch, beside which this rank's part of it lies.
     batch, split = sizes.whole(name), [set(layout) - {whole} for layout in layouts]

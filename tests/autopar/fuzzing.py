@@ -706,7 +706,7 @@ def _error(values: Mapping[Coordinate, object], whole: object, layout: Layout, m
 
 def is_plain(strategy: Strategy) -> bool:
     """Whether a strategy computes everything on every rank."""
-    return all(letter.kind in "RI" for layout in (*strategy.operands, *strategy.results) for letter in layout)
+    return all(placement.kind in "RI" for layout in (*strategy.operands, *strategy.results) for placement in layout)
 
 
 def _label(node: Node) -> str:

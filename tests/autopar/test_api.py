@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 import autopar
 from autopar.testing import LiftFloat32, compare_on_mesh, run_ranks
-from passes.ir.layout import parse_letter
+from passes.ir.layout import parse_placement
 from tests.models import Stack, gpt2, llama, tokens
 
 OPTIONS: Mapping[str, object] = {"cluster": "ideal"}
@@ -180,9 +180,9 @@ def _each_rank_gives_its_own_part(
     own = {}
     for name, whole in inputs.items():
         part = whole
-        splits = [(parse_letter(text), axis) for axis, text in layouts[name].items() if text.startswith("S")]
-        for letter, axis in sorted(splits, key=lambda item: item[0].major):
-            part = part.chunk(mesh[axis].size(), letter.dim)[mesh[axis].get_local_rank()]
+        splits = [(parse_placement(text), axis) for axis, text in layouts[name].items() if text.startswith("S")]
+        for placement, axis in sorted(splits, key=lambda item: item[0].major):
+            part = part.chunk(mesh[axis].size(), placement.dim)[mesh[axis].get_local_rank()]
         own[name] = part.clone()
     given = dist_model.from_local(own)
     assert all(torch.equal(given[name].full_tensor(), inputs[name]) for name in inputs)

@@ -98,9 +98,9 @@ def test_the_plan_says_what_is_whole(kind):
     assert any(method.startswith("d") for method in methods) == (kind not in _WHOLE)
 
 
-def _rows(kind: str, letter: str) -> None:
-    """Plan with the function's results held to a letter on both axes."""
-    demand = {"@autograd_function": {"out": {"dp": letter, "tp": letter}}}
+def _rows(kind: str, placement: str) -> None:
+    """Plan with the function's results held to a placement on both axes."""
+    demand = {"@autograd_function": {"out": {"dp": placement, "tp": placement}}}
     autopar.plan(Custom(kind), {"dp": 2, "tp": 2}, _X, cluster="ideal", constraints=demand)
 
 

@@ -21,7 +21,7 @@ from tests.models import MODELS, llama, tokens
 
 TOLERANCE = 1e-9
 
-# Every change of the table of redistributions; of splits the first letter stands for dim 0, the second for dim 1.
+# Every change of the table of redistributions; of splits the first placement stands for dim 0, the second for dim 1.
 CHANGES = [
     *(("R", "I"), ("R", "S(0)"), ("R", "P")),
     *(("I", "R"), ("I", "S(1)"), ("I", "P")),
@@ -80,13 +80,13 @@ def test_every_change_of_layout(name):
 
 
 def _changes(plan: autopar.Plan, before: str, after: str) -> bool:
-    """Whether a plan has a change from one letter to another on the only axis."""
+    """Whether a plan has a change from one placement to another on the only axis."""
     rows = [row for block in plan.programs["train"].stages[0].blocks for row in block.rows if row.kind == "change"]
-    return any(_letter(row.before) == before and _letter(row.after) == after for row in rows)
+    return any(_placement(row.before) == before and _placement(row.after) == after for row in rows)
 
 
-def _letter(layouts: tuple[str, ...]) -> str:
-    """The letter of the only layout, which stands without its axis where it is the same on all."""
+def _placement(layouts: tuple[str, ...]) -> str:
+    """The placement of the only layout, which stands without its axis where it is the same on all."""
     return layouts[0].removeprefix("tp ")
 
 
@@ -184,7 +184,7 @@ def test_a_longer_pattern_wins():
             r"'lm_head.weight'.* 4 blocks .*torch.distributed.checkpoint .*demand 'used' S\(0, 4\) instead",
         ),
     ],
-    ids=["no op", "no parameter", "contradiction", "letter", "what", "axis", "method", "dim", "split", "blocks"],
+    ids=["no op", "no parameter", "contradiction", "placement", "what", "axis", "method", "dim", "split", "blocks"],
 )
 def test_what_cannot_be_done_is_refused(constraints, error, message):
     with pytest.raises(error, match=message):
@@ -203,7 +203,7 @@ def test_a_split_that_does_not_divide_is_refused():
 
 
 def test_placements_of_torch_are_layouts():
-    """As the letters that they stand for, in the saved plan, too."""
+    """As the placements that they stand for, in the saved plan, too."""
     text = _plan({"lm_head.weight": {"stored": {"tp": "S(0)", "dp": "whole"}}, "lm_head": {"in": {"tp": "whole"}}})
     placed = {
         "lm_head.weight": {"stored": {"tp": Shard(0), "dp": Replicate()}},

@@ -542,7 +542,7 @@ def _turned(constraints: list[Mapping[str, Mapping[str, str]]]) -> list[dict[str
             for name, parameter in dist_model.named_parameters()
         )
         kept = {
-            name: [str(letter) for letter in layout]
+            name: [str(placement) for placement in layout]
             for seen in spy.seen
             for group in seen.held.groups
             for name, layout in group.turned.items()
@@ -557,8 +557,8 @@ def test_copies_in_other_layouts_are_gathered() -> None:
     all-to-all forward and one backward."""
     results = run_ranks(_turned, 4, TURNED)
     names = [f"model.layers.{number}.mlp.gate_up_proj.weight" for number in range(2)]
-    for found, letters in zip(results[0], (["S(1)", "S(0, 2)"], ["I", "S(0, 2)"]), strict=True):
-        assert found["kept"] == dict.fromkeys(names, letters)
+    for found, placements in zip(results[0], (["S(1)", "S(0, 2)"], ["I", "S(0, 2)"]), strict=True):
+        assert found["kept"] == dict.fromkeys(names, placements)
         assert found["sent"] == 2
         # Two of the three backward passes of each of two steps reduce gradients, of two parameters.
         assert found["hooked"] == [True] * 8

@@ -10,7 +10,7 @@ from torch import nn
 
 from autopar import Precision
 from autopar.runtime.state import local_part
-from passes.ir.layout import Letter, S
+from passes.ir.layout import Placement, S
 from passes.ir.mesh import Mesh
 from tests.autopar.comparing import MESHES
 from tests.autopar.fuzzing import random_solution
@@ -53,12 +53,12 @@ def test_best_plans(name: str, mesh: str, options: dict[str, object]) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("letter", [S(0), S(1)])
-def test_a_part_is_a_tensor_of_its_own(letter: Letter, rank: int) -> None:
+@pytest.mark.parametrize("placement", [S(0), S(1)])
+def test_a_part_is_a_tensor_of_its_own(placement: Placement, rank: int) -> None:
     """On every rank, or the whole would stay as long as its part."""
     whole = torch.arange(32.0).reshape(4, 8)
-    part = local_part(whole, (letter,), (rank,), Mesh(("dp",), (2,)))
-    assert torch.equal(part, whole.chunk(2, letter.dim)[rank])
+    part = local_part(whole, (placement,), (rank,), Mesh(("dp",), (2,)))
+    assert torch.equal(part, whole.chunk(2, placement.dim)[rank])
     assert part.untyped_storage().nbytes() == whole.nbytes // 2
 
 

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from autopar.runtime.state import from_local, local_part, mesh_of
 from autopar.testing.ranks import run_ranks
-from passes.ir.layout import Layout, Letter, R, S, Shape, is_storable
+from passes.ir.layout import Layout, Placement, R, S, Shape, is_storable
 from passes.ir.mesh import Mesh
 from tests.passes.helpers import layouts_on
 
@@ -157,9 +157,9 @@ def _stored_exactly(sizes: tuple[int, ...], shape: Shape, layouts: list[Layout],
     return found
 
 
-def _compare(sizes: tuple[int, ...], shape: Shape, letters: Sequence[Letter], folder: Path) -> None:
+def _compare(sizes: tuple[int, ...], shape: Shape, placements: Sequence[Placement], folder: Path) -> None:
     mesh = Mesh(tuple("abc"[: len(sizes)]), sizes)
-    layouts = list(layouts_on(shape, letters, mesh))
+    layouts = list(layouts_on(shape, placements, mesh))
     said = [is_storable(layout, mesh) for layout in layouts]
     assert True in said
     assert False in said
@@ -184,5 +184,5 @@ def test_torch_stores_what_is_said_on_two_axes(sizes: tuple[int, ...], tmp_path:
 @pytest.mark.slow
 def test_torch_stores_what_is_said_on_three_axes(tmp_path: Path) -> None:
     """The same where two dims are split, with up to three digits."""
-    letters = [R, *(S(0, major) for major in (1, 2, 4)), *(S(1, major) for major in (1, 2, 3))]
-    _compare((2, 2, 2), (8, 24), letters, tmp_path)
+    placements = [R, *(S(0, major) for major in (1, 2, 4)), *(S(1, major) for major in (1, 2, 3))]
+    _compare((2, 2, 2), (8, 24), placements, tmp_path)

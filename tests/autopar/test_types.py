@@ -24,7 +24,7 @@ from autopar.planner import PlannedModel, plan_model
 from autopar.request import make_request
 from autopar.runtime.state import local_part
 from autopar.testing import LiftFloat32, run_ranks
-from passes.ir.layout import Layout, Letter, S, digits, fits, local_major, parse_letter
+from passes.ir.layout import Layout, Placement, S, digits, fits, local_major, parse_placement
 from passes.ir.mesh import Mesh
 from passes.ir.redistribution import COLLECTIVES
 from tests.autopar import typed
@@ -168,9 +168,9 @@ def test_more_typed_modules_compute_the_same(name, seed):
 
 
 def _changed(source: str) -> Iterator[tuple[int, str, str]]:
-    """All sources with one collective left out or with another letter, as line, what was done, and source.
+    """All sources with one collective left out or with another placement, as line, what was done, and source.
 
-    A collective whose letters are changed is the one that goes from the one letter to the other.
+    A collective whose placements are changed is the one that goes from the one placement to the other.
     """
     text = source.encode()
     starts = [0]
@@ -193,12 +193,14 @@ def _changed(source: str) -> Iterator[tuple[int, str, str]]:
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name) or node.func.id not in names:
             continue
         operand, axis = map(written, node.args)
-        letters = {item.arg: parse_letter(written(item.value)) for item in node.keywords if item.arg in ("src", "dst")}
+        placements = {
+            item.arg: parse_placement(written(item.value)) for item in node.keywords if item.arg in ("src", "dst")
+        }
         yield node.lineno, f"{written(node)} left out", instead(node, operand)
-        for which, other in product(letters, ("R", "I", "P", "S(0)", "S(1)")):
-            new = {**letters, which: parse_letter(other)}
+        for which, other in product(placements, ("R", "I", "P", "S(0)", "S(1)")):
+            new = {**placements, which: parse_placement(other)}
             name = COLLECTIVES.get((new["src"].kind, new["dst"].kind))
-            if new == letters or name is None:
+            if new == placements or name is None:
                 continue
             call = f"{name}({operand}, {axis}, src={new['src']}, dst={new['dst']})"
             yield node.lineno, f"{written(node)} -> {call}", instead(node, call)
@@ -219,7 +221,7 @@ def _survivors(sizes: tuple[int, ...], every: int, engine: bool) -> tuple[int, l
     for number, (line, what, text) in enumerate(_changed(source)):
         # Where no gradient flows R and I say the same.
         left, _, right = what.replace("=I", "=R").partition(" -> ")
-        if number % every or (line in alike and _letters(left) == _letters(right)):
+        if number % every or (line in alike and _placements(left) == _placements(right)):
             continue
         tried += 1
         try:
@@ -233,7 +235,7 @@ def _survivors(sizes: tuple[int, ...], every: int, engine: bool) -> tuple[int, l
     return tried, passed
 
 
-def _letters(call: str) -> list[str]:
+def _placements(call: str) -> list[str]:
     return [call.rpartition(f"{which}=")[2].partition(",")[0].rstrip(")") for which in ("src", "dst")]
 
 
@@ -370,12 +372,12 @@ def test_gradients_of_registered_operators():
     assert torch.autograd.gradcheck(lambda *operands: Typed.apply(call, *operands), (x, weight, bias))
 
 
-# --- letters and types -----------------------------------------------------------------------------------------------
+# --- placements and types -----------------------------------------------------------------------------------------------
 
 
 def _layouts(mesh: Mesh, shape: tuple[int, ...]) -> Iterator[Layout]:
-    letters = [*map(parse_letter, "RIP"), *(S(dim, major) for dim in range(len(shape)) for major in (1, 2, 4))]
-    for layout in product(letters, repeat=len(mesh.names)):
+    placements = [*map(parse_placement, "RIP"), *(S(dim, major) for dim in range(len(shape)) for major in (1, 2, 4))]
+    for layout in product(placements, repeat=len(mesh.names)):
         if fits(shape, layout, mesh):
             yield layout
 
@@ -408,10 +410,10 @@ def test_majors_that_ranks_see_are_told_apart():
     mesh = Mesh(("dp", "cp", "tp"), (2, 2, 2))
     tried = 0
     for layout in _layouts(mesh, (32,)):
-        for axis, letter in enumerate(layout):
-            if letter.kind == "S":
-                others = (*layout[:axis], parse_letter("R"), *layout[axis + 1 :])
-                seen = Letter("S", letter.dim, local_major(letter, others, mesh))
-                assert typed.whole_letter(seen, others, mesh, axis) == letter
+        for axis, placement in enumerate(layout):
+            if placement.kind == "S":
+                others = (*layout[:axis], parse_placement("R"), *layout[axis + 1 :])
+                seen = Placement("S", placement.dim, local_major(placement, others, mesh))
+                assert typed.whole_placement(seen, others, mesh, axis) == placement
                 tried += 1
     assert tried > 100

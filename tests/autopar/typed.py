@@ -1,6 +1,6 @@
 """Generated modules under the type checker of `spmd_types`, an opinion on layouts that does not come from us.
 
-Its types are our letters (R, I, P; V, with a `PartitionSpec` that says which dim an axis splits, for S), and it follows
+Its types are our placements (R, I, P; V, with a `PartitionSpec` that says which dim an axis splits, for S), and it follows
 them through torch functions by itself: by rules of its own for R, I and P, by those of DTensor for splits. Here is what
 it needs to read generated code:
 
@@ -12,7 +12,7 @@ it needs to read generated code:
   parameters with the layouts of the plan, and runs it.
 
 Splits that a `PartitionSpec` cannot say are those in the middle of a dim: of fused projections, or an axis that is
-left when a more significant one was gathered. A tensor with such a split is V on that axis without a dim, its letter is
+left when a more significant one was gathered. A tensor with such a split is V on that axis without a dim, its placement is
 noted beside it (`noted`), and what is computed from it is checked for R, I, P and V alone; which dim is split in the
 result is then taken from the comment of the generated line. `Report` counts both kinds of lines.
 """
@@ -43,23 +43,23 @@ from autopar.runtime import Axis, Container
 from autopar.runtime.generated.axis import axes_of
 from autopar.runtime.generated.bases import place
 from autopar.runtime.state import local_part
-from passes.ir.layout import I, Layout, Letter, R, digits, local_major, local_shape, parse_letter
+from passes.ir.layout import I, Layout, Placement, R, digits, local_major, local_shape, parse_placement
 from passes.ir.mesh import Mesh
 from passes.ir.vocabulary import FORMS
 from tests.autopar.without_engine import step_by_step
 
 SpmdTypeError = spmd.SpmdTypeError
 _KINDS = {"R": spmd.R, "I": spmd.I, "P": spmd.P, "S": spmd.V}
-_LETTERS = {spmd.R: R, spmd.I: I, spmd.P: parse_letter("P")}
+_LETTERS = {spmd.R: R, spmd.I: I, spmd.P: parse_placement("P")}
 
 
 # --- layouts as types ------------------------------------------------------------------------------------------------
 
 
-def partition_spec(layout: Layout, dims: int, mesh: Mesh) -> tuple[spmd.PartitionSpec | None, dict[int, Letter]]:
+def partition_spec(layout: Layout, dims: int, mesh: Mesh) -> tuple[spmd.PartitionSpec | None, dict[int, Placement]]:
     """The splits of a tensor with `dims` dims as a PartitionSpec, and by axis those that it cannot say."""
     entries: list[object] = []
-    middle = {axis: letter for axis, letter in enumerate(layout) if letter.kind == "S"}
+    middle = {axis: placement for axis, placement in enumerate(layout) if placement.kind == "S"}
     for dim in range(dims):
         found: list[str] = []
         taken = 1
@@ -76,7 +76,7 @@ def partition_spec(layout: Layout, dims: int, mesh: Mesh) -> tuple[spmd.Partitio
 def annotate(tensor: Tensor, layout: Layout, mesh: Mesh) -> Tensor:
     """Give `tensor` the type of `layout`, or refine the type that it has."""
     spec, middle = partition_spec(layout, tensor.dim(), mesh)
-    types = {name: _KINDS[letter.kind] for name, letter in zip(mesh.names, layout, strict=True)}
+    types = {name: _KINDS[placement.kind] for name, placement in zip(mesh.names, layout, strict=True)}
     spmd.assert_type(tensor, types, spec)
     tensor.noted = middle  # type: ignore[attr-defined]
     return tensor
@@ -88,22 +88,22 @@ def layout_of(tensor: Tensor, mesh: Mesh) -> Layout:
     Raises SpmdTypeError where it is split and not known how.
     """
     spec = spmd.get_partition_spec(tensor)
-    where: dict[int, Letter] = dict(getattr(tensor, "noted", {}))
+    where: dict[int, Placement] = dict(getattr(tensor, "noted", {}))
     for dim, entry in enumerate(spec or ()):
         taken = 1
         for item in entry if isinstance(entry, tuple) else (entry,) if entry is not None else ():
             axis = _number(item, mesh)
-            where[axis] = Letter("S", dim, taken)
+            where[axis] = Placement("S", dim, taken)
             taken *= mesh.sizes[axis]
-    letters = []
+    placements = []
     for axis, name in enumerate(mesh.names):
         kind = spmd.maybe_get_axis_local_type(tensor, name)
         if kind is None:
             raise SpmdTypeError(f"a tensor of shape {tuple(tensor.shape)} has no type on {name}")
         if kind is spmd.V and axis not in where:
             raise SpmdTypeError(f"a tensor of shape {tuple(tensor.shape)} is split on {name}, but not known where")
-        letters.append(where[axis] if kind is spmd.V else _LETTERS[kind])
-    return tuple(letters)
+        placements.append(where[axis] if kind is spmd.V else _LETTERS[kind])
+    return tuple(placements)
 
 
 def _number(axis: object, mesh: Mesh) -> int:
@@ -131,8 +131,8 @@ def collectives(mesh: Mesh, without_gradient: set[int]) -> dict[str, Callable[..
             x: Tensor,
             axis: Axis,
             *,
-            src: Letter,
-            dst: Letter,
+            src: Placement,
+            dst: Placement,
             keep: bool = True,
             dtype: torch.dtype | None = None,
             grad_dtype: torch.dtype | None = None,
@@ -148,16 +148,16 @@ def collectives(mesh: Mesh, without_gradient: set[int]) -> dict[str, Callable[..
     return {name: typed(name) for name in ("all_gather", "all_reduce", "all_to_all", "convert", "reduce_scatter")}
 
 
-def _change(name: str, x: Tensor, axis: int, src: Letter, dst: Letter, mesh: Mesh) -> Tensor:
+def _change(name: str, x: Tensor, axis: int, src: Placement, dst: Placement, mesh: Mesh) -> Tensor:
     """One step of a redistribution; `src` and `dst` have the majors that ranks see."""
     before = layout_of(x, mesh)
     own = mesh.names[axis]
     if before[axis].kind != src.kind and not ({before[axis].kind, src.kind} == {"R", "I"} and not x.requires_grad):
         # The checker itself takes a split tensor for a pending sum.
         raise SpmdTypeError(f"{name} on {own} of what is {before[axis]}, not {src}")
-    after = (*before[:axis], whole_letter(dst, before, mesh, axis), *before[axis + 1 :])
+    after = (*before[:axis], whole_placement(dst, before, mesh, axis), *before[axis + 1 :])
     if src.kind == "S":
-        seen = Letter("S", before[axis].dim, local_major(before[axis], after, mesh))
+        seen = Placement("S", before[axis].dim, local_major(before[axis], after, mesh))
         if seen != src:
             raise SpmdTypeError(f"{name} on {own} of what is {seen}, not {src}")
     operator = getattr(spmd, name)
@@ -168,7 +168,7 @@ def _change(name: str, x: Tensor, axis: int, src: Letter, dst: Letter, mesh: Mes
     size = mesh.sizes[axis]
     with spmd.local():
         parts = (_cut(x, dst, size) if dst.kind == "S" else x).contiguous()
-        source, target = (_KINDS[letter.kind] for letter in (src, dst))
+        source, target = (_KINDS[placement.kind] for placement in (src, dst))
         parts = _contiguous(operator(parts, own, src=source, dst=target, **options))
         result = _join(parts, src, size) if src.kind == "S" else parts
     return annotate(result, after, mesh)
@@ -182,33 +182,33 @@ def _contiguous(result: Tensor) -> Tensor:
     return result
 
 
-def _typed(letter: Letter) -> object:
-    return spmd.S(letter.dim) if letter.kind == "S" else _KINDS[letter.kind]
+def _typed(placement: Placement) -> object:
+    return spmd.S(placement.dim) if placement.kind == "S" else _KINDS[placement.kind]
 
 
-def whole_letter(letter: Letter, others: Layout, mesh: Mesh, axis: int) -> Letter:
-    """`letter` of `axis`, which has the major that ranks see, with its major in the whole tensor: the reverse of
+def whole_placement(placement: Placement, others: Layout, mesh: Mesh, axis: int) -> Placement:
+    """`placement` of `axis`, which has the major that ranks see, with its major in the whole tensor: the reverse of
     `local_major`."""
-    if letter.kind != "S":
-        return letter
-    major = letter.major
-    for place_, size, _ in digits(others, letter.dim, mesh):
+    if placement.kind != "S":
+        return placement
+    major = placement.major
+    for place_, size, _ in digits(others, placement.dim, mesh):
         if major * mesh.sizes[axis] > place_:
             major *= size
-    return Letter("S", letter.dim, major)
+    return Placement("S", placement.dim, major)
 
 
-def _cut(x: Tensor, letter: Letter, size: int) -> Tensor:
+def _cut(x: Tensor, placement: Placement, size: int) -> Tensor:
     """The parts of `x` along a new first dim."""
-    shape, dim = tuple(x.shape), letter.dim
-    parts = x.reshape(*shape[:dim], letter.major, size, shape[dim] // (letter.major * size), *shape[dim + 1 :])
+    shape, dim = tuple(x.shape), placement.dim
+    parts = x.reshape(*shape[:dim], placement.major, size, shape[dim] // (placement.major * size), *shape[dim + 1 :])
     return parts.movedim(dim + 1, 0).reshape(size, *shape[:dim], shape[dim] // size, *shape[dim + 1 :])
 
 
-def _join(parts: Tensor, letter: Letter, size: int) -> Tensor:
+def _join(parts: Tensor, placement: Placement, size: int) -> Tensor:
     """The reverse of `_cut`."""
-    shape, dim = tuple(parts.shape[1:]), letter.dim
-    spread = parts.reshape(size, *shape[:dim], letter.major, shape[dim] // letter.major, *shape[dim + 1 :])
+    shape, dim = tuple(parts.shape[1:]), placement.dim
+    spread = parts.reshape(size, *shape[:dim], placement.major, shape[dim] // placement.major, *shape[dim + 1 :])
     return spread.movedim(0, dim + 1).reshape(*shape[:dim], shape[dim] * size, *shape[dim + 1 :])
 
 
@@ -310,9 +310,9 @@ def matmul() -> Call:
     """`torch.matmul` of two batches of matrices; a batch of one is used for all of the other."""
 
     def rule(left: Tensor, right: Tensor) -> object:
-        letters = [chr(ord("a") + place_) for place_ in range(left.dim() - 2)]
+        placements = [chr(ord("a") + place_) for place_ in range(left.dim() - 2)]
         ours, theirs = (
-            "".join("_" if tensor.shape[place_] == 1 else letter for place_, letter in enumerate(letters))
+            "".join("_" if tensor.shape[place_] == 1 else placement for place_, placement in enumerate(placements))
             for tensor in (left, right)
         )
         out = "".join(b if a == "_" else a for a, b in zip(ours, theirs, strict=True))
@@ -349,7 +349,9 @@ def attention(compute: Callable[..., Tensor], *, rows: bool) -> Call:
         terms = [queries, "bh__", "bh__"]
         if mask is not None:
             sizes = tuple(mask.shape)
-            terms.append("".join("_" if size == 1 else letter for size, letter in zip(sizes, queries, strict=True)))
+            terms.append(
+                "".join("_" if size == 1 else placement for size, placement in zip(sizes, queries, strict=True))
+            )
             operands.append(_beside(mask, query))
         return rules.einsum(f"{','.join(terms)}->{queries}", *operands, linear_in=(2,))
 
@@ -657,7 +659,7 @@ def checked(source: str) -> str:
 def read_layout(text: str, mesh: Mesh) -> Layout:
     """A layout as generated comments have it: "dp S(0), tp R", or "R" for all axes."""
     found = dict(re.findall(r"(\w+) ([RIP]|S\([\d, ]+\))", text))
-    return tuple(parse_letter(found.get(name, text)) for name in mesh.names)
+    return tuple(parse_placement(found.get(name, text)) for name in mesh.names)
 
 
 def same_type(tensor: Tensor, layout: Layout, mesh: Mesh) -> bool:
@@ -703,7 +705,7 @@ def run_typed(
             report.proved.append(where)
             return
         grown = getattr(value, "grown", ())
-        longer = [axis for axis, letter in enumerate(layout) if letter.kind == "S" and letter.dim in grown]
+        longer = [axis for axis, placement in enumerate(layout) if placement.kind == "S" and placement.dim in grown]
         for axis in longer:
             spmd.mutate_type(value, mesh.names[axis], src=spmd.R, dst=spmd.V)
         if is_located(value) and not longer:
@@ -755,8 +757,8 @@ def _flavored(value: Tensor, layout: Layout, mesh: Mesh) -> Layout:
         return layout
     kinds = [spmd.get_axis_local_type(value, name) for name in mesh.names]
     return tuple(
-        _LETTERS[kind] if letter.kind in "RI" and kind in (spmd.R, spmd.I) else letter
-        for kind, letter in zip(kinds, layout, strict=True)
+        _LETTERS[kind] if placement.kind in "RI" and kind in (spmd.R, spmd.I) else placement
+        for kind, placement in zip(kinds, layout, strict=True)
     )
 
 

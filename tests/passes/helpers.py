@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from passes.capture import Tracing, capture
 from passes.codegen import Naming, emit
-from passes.ir.layout import Layout, Letter, S, digits, fits
+from passes.ir.layout import Layout, Placement, S, digits, fits
 from passes.ir.lowered import Lowered
 from passes.ir.mesh import Mesh
 from passes.ir.program import Op, Program
@@ -81,8 +81,8 @@ def part(whole: Tensor, layout: Layout, coordinate: Coordinate, mesh: Mesh) -> T
 
 
 def axes_with(layout: Layout, kinds: str) -> list[int]:
-    """The axes whose letter is one of `kinds`."""
-    return [axis for axis, letter in enumerate(layout) if letter.kind in kinds]
+    """The axes whose placement is one of `kinds`."""
+    return [axis for axis, placement in enumerate(layout) if placement.kind in kinds]
 
 
 def spread(whole: Tensor, layout: Layout, mesh: Mesh, generator: torch.Generator) -> Values:
@@ -108,7 +108,7 @@ def spread(whole: Tensor, layout: Layout, mesh: Mesh, generator: torch.Generator
 
 
 def summed(values: Values, layout: Layout, mesh: Mesh) -> Values:
-    """`values` with pending sums summed: what a rank has of the whole tensor according to its other letters."""
+    """`values` with pending sums summed: what a rank has of the whole tensor according to its other placements."""
     for axis in axes_with(layout, "P"):
         values = {
             coordinate: torch.stack([values[other] for other in line(coordinate, axis, mesh)]).sum(0)
@@ -125,7 +125,7 @@ def line(coordinate: Coordinate, axis: int, mesh: Mesh) -> list[Coordinate]:
 def pairing(values: Values, gradients: Values, layout: Layout, mesh: Mesh) -> float:
     """The inner product of a tensor and its gradient from what the ranks have of both.
 
-    Summed over all ranks; where a letter is I both are whole on every rank, which counts once.
+    Summed over all ranks; where a placement is I both are whole on every rank, which counts once.
     """
     total = sum(float((values[coordinate] * gradients[coordinate]).sum()) for coordinate in values)
     for axis in axes_with(layout, "I"):
@@ -175,34 +175,34 @@ def _run(step: RedistributionStep, given: list[Tensor], rank: int) -> Tensor:
     raise AssertionError(step)
 
 
-def _take(tensor: Tensor, letter: Letter, ways: int, rank: int) -> Tensor:
+def _take(tensor: Tensor, placement: Placement, ways: int, rank: int) -> Tensor:
     """Part `rank` of the local `tensor` when its dim is viewed as (major, ways, rest)."""
-    chunks = tensor.chunk(letter.major * ways, letter.dim)
-    return torch.cat(chunks[rank::ways], letter.dim)
+    chunks = tensor.chunk(placement.major * ways, placement.dim)
+    return torch.cat(chunks[rank::ways], placement.dim)
 
 
-def _put(parts: list[Tensor], letter: Letter) -> Tensor:
+def _put(parts: list[Tensor], placement: Placement) -> Tensor:
     """The reverse of `_take`."""
-    chunks = [part.chunk(letter.major, letter.dim) for part in parts]
-    return torch.cat([own[place] for place in range(letter.major) for own in chunks], letter.dim)
+    chunks = [part.chunk(placement.major, placement.dim) for part in parts]
+    return torch.cat([own[place] for place in range(placement.major) for own in chunks], placement.dim)
 
 
-def layouts_on(shape: Sequence[int], letters: Sequence[Letter], mesh: Mesh) -> Iterator[Layout]:
-    """All layouts of a tensor of `shape` made of `letters` that divide."""
-    for layout in product(letters, repeat=len(mesh.sizes)):
+def layouts_on(shape: Sequence[int], placements: Sequence[Placement], mesh: Mesh) -> Iterator[Layout]:
+    """All layouts of a tensor of `shape` made of `placements` that divide."""
+    for layout in product(placements, repeat=len(mesh.sizes)):
         if fits(tuple(shape), layout, mesh):
             yield layout
 
 
 def some_layouts(shape: Sequence[int], mesh: Mesh, count: int, seed: int) -> list[Layout]:
-    """So many random layouts of a tensor of `shape`, of every kind of letter and with digits anywhere."""
+    """So many random layouts of a tensor of `shape`, of every kind of placement and with digits anywhere."""
     chosen = random.Random(seed)
     majors = [major for major in range(1, max(shape, default=1) + 1) if any(size % major == 0 for size in shape)]
     digits = [S(dim, major) for dim in range(len(shape)) for major in majors if shape[dim] % major == 0]
     found: list[Layout] = []
     while len(found) < count:
         kinds = chosen.choices(["R", "I", "P", "S"], weights=[2, 1, 1, 5], k=len(mesh.sizes))
-        layout = tuple(chosen.choice(digits) if kind == "S" else Letter(kind) for kind in kinds)
+        layout = tuple(chosen.choice(digits) if kind == "S" else Placement(kind) for kind in kinds)
         if fits(tuple(shape), layout, mesh):
             found.append(layout)
     return found

@@ -9,7 +9,7 @@ from passes.cost.cluster import CLUSTERS
 from passes.ir.choices import Problem
 from passes.ir.demands import PlacedConstraints
 from passes.ir.errors import ConstraintError, MeshError
-from passes.ir.layout import I, Letter, P, R, S
+from passes.ir.layout import I, P, Placement, R, S
 from passes.ir.program import Program
 from passes.regions import fold
 from passes.strategies import Setting, planning_problem
@@ -63,18 +63,18 @@ def result_of(program: Program, key: str) -> str:
     return next(op.results[0] for op in program.ops if op.key == key)
 
 
-def letter(demands: PlacedConstraints, axis: int, *place: str) -> Letter | None:
-    """The letter that is demanded at a place."""
-    return demands.at(*place)[axis].letter
+def placement(demands: PlacedConstraints, axis: int, *place: str) -> Placement | None:
+    """The placement that is demanded at a place."""
+    return demands.at(*place)[axis].placement
 
 
 @pytest.mark.parametrize(
     ("text", "expected"), [("R", R), ("I", I), ("S(1)", S(1)), ("S(0, 2)", S(0, 2)), (" S( 0 ) ", S(0))]
 )
-def test_letters_are_parsed(program: Program, text: str, expected: Letter) -> None:
+def test_letters_are_parsed(program: Program, text: str, expected: Placement) -> None:
     """A layout is given as it prints."""
     demands = constrain(program, {"head.weight": {"used": {"tp": text}}}, MESH)
-    assert letter(demands, 1, "used", "head.weight") == expected
+    assert placement(demands, 1, "used", "head.weight") == expected
     assert 0 not in demands.at("used", "head.weight")
 
 
@@ -121,16 +121,16 @@ def test_the_longer_pattern_holds(program: Program) -> None:
     short, long = {"*.weight": {"stored": {"dp": "R"}}}, {"layers.*.up.weight": {"stored": {"dp": "S(0)"}}}
     for constraints in ({**short, **long}, {**long, **short}):
         demands = constrain(program, constraints, MESH)
-        assert letter(demands, 0, "stored", "layers.0.up.weight") == S(0)
-        assert letter(demands, 0, "stored", "layers.1.down.weight") == R
+        assert placement(demands, 0, "stored", "layers.0.up.weight") == S(0)
+        assert placement(demands, 0, "stored", "layers.1.down.weight") == R
 
 
 def test_axes_do_not_disturb_each_other(program: Program) -> None:
     """A longer pattern holds only on the axes that it speaks of."""
     constraints = {"*.weight": {"stored": {"dp": "R", "tp": "R"}}, "head.weight": {"stored": {"dp": "S(0)"}}}
     demands = constrain(program, constraints, MESH)
-    assert letter(demands, 0, "stored", "head.weight") == S(0)
-    assert letter(demands, 1, "stored", "head.weight") == R
+    assert placement(demands, 0, "stored", "head.weight") == S(0)
+    assert placement(demands, 1, "stored", "head.weight") == R
 
 
 def test_contradictions_are_refused_with_both(program: Program) -> None:
@@ -148,7 +148,7 @@ def test_contradictions_are_refused_with_both(program: Program) -> None:
 def test_patterns_of_one_length_that_agree_are_fine(program: Program) -> None:
     """Saying the same twice is no contradiction."""
     constraints = {"?ead.weight": {"stored": {"dp": "R"}}, "head?weight": {"stored": {"dp": "R"}}}
-    assert letter(constrain(program, constraints, MESH), 0, "stored", "head.weight") == R
+    assert placement(constrain(program, constraints, MESH), 0, "stored", "head.weight") == R
 
 
 def test_kinds_of_ops(program: Program) -> None:
@@ -163,10 +163,10 @@ def test_modules_are_what_enters_and_leaves_them(program: Program) -> None:
     """ "in" of a module holds where tensors enter it, "out" where they leave it; parameters do not enter."""
     demands = constrain(program, {"layers.1": {"in": {"dp": "S(0)"}, "out": {"tp": "I"}}}, MESH)
     up, down = (result_of(program, f"layers.1.{name}/linear") for name in ("up", "down"))
-    assert letter(demands, 0, "in", up, "0") == S(0)
+    assert placement(demands, 0, "in", up, "0") == S(0)
     assert not demands.at("in", up, "1")
     assert not demands.at("in", down, "0")
-    assert letter(demands, 1, "out", down, "0") == I
+    assert placement(demands, 1, "out", down, "0") == I
     assert not demands.at("out", up, "0")
 
 
@@ -199,8 +199,8 @@ def test_demands_hold_in_the_problem(program: Program) -> None:
 def test_demands_open_splits_that_would_not_be_tried(program: Program) -> None:
     """A strided split that no neighbour offers is there because it is demanded."""
     made = problem(program, {"layers.*.up/linear": {"out": {"tp": "S(1, 2)"}}})
-    letters = {strategy.results[0][1] for strategy in made.nodes[made.index["layers.*.up/linear"]].strategies}
-    assert letters == {S(1, 2)}
+    placements = {strategy.results[0][1] for strategy in made.nodes[made.index["layers.*.up/linear"]].strategies}
+    assert placements == {S(1, 2)}
 
 
 @pytest.mark.parametrize(
@@ -240,8 +240,8 @@ def test_stored_as_fixes_every_parameter(program: Program) -> None:
     layouts = {item.name: (S(0), I) for item in program.parameters}
     demands = stored_as(program, layouts)
     for item in program.parameters:
-        assert [letter(demands, axis, "stored", item.name) for axis in (0, 1)] == [S(0), I]
-    assert P not in {letter(demands, 0, "stored", item.name) for item in program.parameters}
+        assert [placement(demands, axis, "stored", item.name) for axis in (0, 1)] == [S(0), I]
+    assert P not in {placement(demands, 0, "stored", item.name) for item in program.parameters}
 
 
 @pytest.mark.parametrize(
@@ -283,7 +283,7 @@ def test_sizes_that_do_not_divide_are_named(constraints: Constraints, message: s
         problem(normalized(Model(), x=torch.ones(3, 8)), constraints)
 
 
-def test_whole_is_met_by_both_letters(program: Program) -> None:
+def test_whole_is_met_by_both_placements(program: Program) -> None:
     """Used and made in either way; stored R is what is stored I, because both say that the parameter is whole."""
     found = problem(program, {"head": {"out": {"tp": "whole"}}, "head.weight": {"used": {"dp": "whole"}}})
     strategies = found.nodes[found.index["head/linear"]].strategies

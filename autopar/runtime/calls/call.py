@@ -82,7 +82,7 @@ class CallPath:
         leaf = call.tensors[item.name]
         differentiable = leaf.requires_grad and torch.is_grad_enabled()
         if isinstance(leaf, DTensor):
-            if differentiable and not all(letter.kind == "S" for letter in item.layout):
+            if differentiable and not all(placement.kind == "S" for placement in item.layout):
                 raise InputError(f"{item.name} requires a gradient and is not split on all axes: pass the whole tensor")
             if tuple(leaf.placements) == placements(item.layout, self._shape):
                 return leaf.to_local().to(self._device, item.dtype)
@@ -98,7 +98,7 @@ class CallPath:
             part = leaf
             for step in redistribution((I,) * len(self._axes), item.layout, item.type.shape, self._shape):
                 part = convert(part, self._axes[step.axis], src=step.source, dst=step.target)
-        elif any(letter.kind == "S" for letter in item.layout):
+        elif any(placement.kind == "S" for placement in item.layout):
             coordinate = self._mesh.get_coordinate()
             assert coordinate is not None
             part = local_part(leaf, item.layout, coordinate, self._shape)

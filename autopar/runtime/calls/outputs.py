@@ -23,7 +23,7 @@ def output_of(compiled: GeneratedProgram, leaves: Sequence[object], mesh: Device
 def _at_surface(leaf: object, item: PlannedOutput, mesh: DeviceMesh, shape: Mesh, whole: bool) -> object:
     if not isinstance(leaf, Tensor) or item.layout is None or not item.shape:
         return leaf
-    if whole and not any(letter.kind == "S" for letter in item.layout):
+    if whole and not any(placement.kind == "S" for placement in item.layout):
         return leaf
     distributed = from_local(leaf, item.layout, item.shape, mesh, shape)
     return distributed.full_tensor() if whole else planned_tensor(distributed)

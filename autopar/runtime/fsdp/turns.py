@@ -13,10 +13,10 @@ from torch import Tensor
 from autopar.runtime.generated.axis import Axis
 from autopar.runtime.generated.collectives import Exchanged, exchange, run_change
 from passes.ir.exchanges import batches
-from passes.ir.layout import Letter
+from passes.ir.layout import Placement
 
-# The all-to-alls of a way: axis, letter before, letter after.
-Way = tuple[tuple[Axis, Letter, Letter], ...]
+# The all-to-alls of a way: axis, placement before, placement after.
+Way = tuple[tuple[Axis, Placement, Placement], ...]
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def _key(way: Way, dtype: torch.dtype) -> Hashable:
     return tuple(axis.name for axis, _, _ in way), dtype
 
 
-def _empty(part: Tensor, size: int, source: Letter, target: Letter, dtype: torch.dtype) -> Tensor:
+def _empty(part: Tensor, size: int, source: Placement, target: Placement, dtype: torch.dtype) -> Tensor:
     """What takes `part` on an axis of `size` ranks after the step from `source` to `target`."""
     shape = list(part.shape)
     shape[target.dim] //= size

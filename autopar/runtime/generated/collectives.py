@@ -1,6 +1,6 @@
 """The collectives that generated code calls.
 
-Each brings a tensor from one letter to another on one axis and is named after what runs forward; what runs backward is
+Each brings a tensor from one placement to another on one axis and is named after what runs forward; what runs backward is
 the change from the gradient of `dst` to the gradient of `src` (R <-> P, I -> I, S -> S).
 
 Ranks of an axis of size 2 as columns; a, b are parts of a tensor, x, y pending sums::
@@ -32,11 +32,11 @@ from autopar._torch import collectives
 from autopar.runtime.generated.axis import Axis
 from autopar.runtime.generated.saving import note_made
 from autopar.runtime.ranks.failures import raise_named
-from passes.ir.layout import Letter, parse_letter
+from passes.ir.layout import Placement, parse_placement
 from passes.ir.redistribution import COLLECTIVES
 
-# What a change keeps for the backward pass: group, size and rank; the letters; the dtypes to reduce in and to return.
-_Kept = tuple[tuple[str, int, int], tuple[Letter, Letter], torch.dtype | None, torch.dtype]
+# What a change keeps for the backward pass: group, size and rank; the placements; the dtypes to reduce in and to return.
+_Kept = tuple[tuple[str, int, int], tuple[Placement, Placement], torch.dtype | None, torch.dtype]
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,8 @@ class Exchanged:
 
     before: Tensor
     after: Tensor
-    source: Letter
-    target: Letter
+    source: Placement
+    target: Placement
 
 
 def _wait(tensor: Tensor) -> Tensor:
@@ -55,35 +55,35 @@ def _wait(tensor: Tensor) -> Tensor:
     return waited
 
 
-def _cut(tensor: Tensor, letter: Letter, size: int) -> Tensor:
+def _cut(tensor: Tensor, placement: Placement, size: int) -> Tensor:
     """The parts of `tensor` along a new first dim, one per rank."""
-    parts = _parts(tensor, letter, size)
-    return parts.reshape(size, *_cut_shape(tensor, letter, size))
+    parts = _parts(tensor, placement, size)
+    return parts.reshape(size, *_cut_shape(tensor, placement, size))
 
 
-def _parts(tensor: Tensor, letter: Letter, size: int) -> Tensor:
+def _parts(tensor: Tensor, placement: Placement, size: int) -> Tensor:
     """A view of the parts of `tensor` along a new first dim, whose own dim is two."""
-    dim, shape = letter.dim, tensor.shape
-    return tensor.reshape(*shape[:dim], letter.major, size, -1, *shape[dim + 1 :]).movedim(dim + 1, 0)
+    dim, shape = placement.dim, tensor.shape
+    return tensor.reshape(*shape[:dim], placement.major, size, -1, *shape[dim + 1 :]).movedim(dim + 1, 0)
 
 
-def _cut_shape(tensor: Tensor, letter: Letter, size: int) -> tuple[int, ...]:
+def _cut_shape(tensor: Tensor, placement: Placement, size: int) -> tuple[int, ...]:
     """The shape of one of `size` parts of `tensor`."""
-    dim, shape = letter.dim, tensor.shape
+    dim, shape = placement.dim, tensor.shape
     return *shape[:dim], shape[dim] // size, *shape[dim + 1 :]
 
 
-def _join(parts: Tensor, letter: Letter) -> Tensor:
+def _join(parts: Tensor, placement: Placement) -> Tensor:
     """Put parts that lie along the first dim together; the reverse of `_cut`."""
-    size, dim = parts.shape[0], letter.dim
+    size, dim = parts.shape[0], placement.dim
     shape = parts.shape[1:]
-    spread = parts.reshape(size, *shape[:dim], letter.major, -1, *shape[dim + 1 :]).movedim(0, dim + 1)
+    spread = parts.reshape(size, *shape[:dim], placement.major, -1, *shape[dim + 1 :]).movedim(0, dim + 1)
     return spread.reshape(*shape[:dim], shape[dim] * size, *shape[dim + 1 :])
 
 
-def _own_part(tensor: Tensor, letter: Letter, size: int, rank: int) -> Tensor:
-    dim, shape = letter.dim, tensor.shape
-    parts = tensor.reshape(*shape[:dim], letter.major, size, -1, *shape[dim + 1 :]).select(dim + 1, rank)
+def _own_part(tensor: Tensor, placement: Placement, size: int, rank: int) -> Tensor:
+    dim, shape = placement.dim, tensor.shape
+    parts = tensor.reshape(*shape[:dim], placement.major, size, -1, *shape[dim + 1 :]).select(dim + 1, rank)
     # A copy, so that the whole tensor need not stay.
     return parts.reshape(*shape[:dim], shape[dim] // size, *shape[dim + 1 :]).clone(
         memory_format=torch.contiguous_format
@@ -96,13 +96,13 @@ def _only_first(tensor: Tensor, rank: int) -> Tensor:
     return tensor.clone() if rank == 0 else torch.zeros_like(tensor)
 
 
-def _padded(tensor: Tensor, letter: Letter, size: int, rank: int) -> Tensor:
+def _padded(tensor: Tensor, placement: Placement, size: int, rank: int) -> Tensor:
     parts = tensor.new_zeros(size, *tensor.shape)
     parts[rank] = tensor
-    return _join(parts, letter)
+    return _join(parts, placement)
 
 
-def run_change(tensor: Tensor, group: str, size: int, rank: int, source: Letter, target: Letter) -> Tensor:
+def run_change(tensor: Tensor, group: str, size: int, rank: int, source: Placement, target: Placement) -> Tensor:
     """Bring the local `tensor` from `source` to `target` on the axis of `group`, without gradient."""
     if tensor.is_complex():
         # Not every backend sends complex numbers: pairs of real ones lie in a last dim, which is never split.
@@ -131,7 +131,7 @@ def exchange(tensors: Sequence[Exchanged], group: str, size: int, dtype: torch.d
         parts.copy_(own.view(parts.shape))
 
 
-def _run_change(tensor: Tensor, group: str, size: int, rank: int, source: Letter, target: Letter) -> Tensor:
+def _run_change(tensor: Tensor, group: str, size: int, rank: int, source: Placement, target: Placement) -> Tensor:
     kinds = source.kind, target.kind
     collective = COLLECTIVES[kinds]
     if collective == "all_gather":
@@ -156,20 +156,20 @@ def _run_change(tensor: Tensor, group: str, size: int, rank: int, source: Letter
 
 
 class _Change(torch.autograd.Function):
-    """A change of letter and its conjugate."""
+    """A change of placement and its conjugate."""
 
     @staticmethod
     def forward(
         ctx: torch.autograd.function.FunctionCtx,
         tensor: Tensor,
         place: tuple[str, int, int],
-        letters: tuple[Letter, Letter],
+        placements: tuple[Placement, Placement],
         dtypes: tuple[torch.dtype | None, torch.dtype | None],
     ) -> Tensor:
         compute, reduce = dtypes
-        ctx.change = (place, letters, reduce, tensor.dtype)  # type: ignore[attr-defined]
+        ctx.change = (place, placements, reduce, tensor.dtype)  # type: ignore[attr-defined]
         source = tensor if compute is None else tensor.to(compute)
-        return run_change(source, *place, *letters)
+        return run_change(source, *place, *placements)
 
     @staticmethod
     def backward(ctx: torch.autograd.function.FunctionCtx, *grads: Tensor) -> tuple[Tensor, None, None, None]:
@@ -182,8 +182,8 @@ class _Change(torch.autograd.Function):
 
 
 @cache
-def _letters(src: str, dst: str) -> tuple[Letter, Letter]:
-    return parse_letter(src), parse_letter(dst)
+def _placements(src: str, dst: str) -> tuple[Placement, Placement]:
+    return parse_placement(src), parse_placement(dst)
 
 
 def _operator(name: str) -> Callable[..., Tensor]:
@@ -197,8 +197,8 @@ def _operator(name: str) -> Callable[..., Tensor]:
         dtype: torch.dtype | None = None,
         grad_dtype: torch.dtype | None = None,
     ) -> Tensor:
-        place, letters, dtypes = (group, size, rank), _letters(src, dst), (dtype, grad_dtype)
-        result: Tensor = _Change.apply(x, place, letters, dtypes)  # type: ignore[no-untyped-call]
+        place, placements, dtypes = (group, size, rank), _placements(src, dst), (dtype, grad_dtype)
+        result: Tensor = _Change.apply(x, place, placements, dtypes)  # type: ignore[no-untyped-call]
         return result
 
     run.__name__ = name
@@ -220,8 +220,8 @@ def _call(
     name: str,
     x: Tensor,
     axis: Axis,
-    src: Letter,
-    dst: Letter,
+    src: Placement,
+    dst: Placement,
     keep: bool,
     dtype: torch.dtype | None,
     grad_dtype: torch.dtype | None,
@@ -249,7 +249,7 @@ _uncompiled = torch.compiler.disable(_call)  # type: ignore[no-untyped-call]
 
 
 class Collective(Protocol):
-    """Brings `x` from the letter `src` to `dst` on an axis.
+    """Brings `x` from the placement `src` to `dst` on an axis.
 
     With `keep=False` the backward pass makes the result again instead of keeping it. `dtype` is what is sent forward,
     `grad_dtype` what is reduced in backward (None: as the tensor is).
@@ -260,8 +260,8 @@ class Collective(Protocol):
         x: Tensor,
         axis: Axis,
         *,
-        src: Letter,
-        dst: Letter,
+        src: Placement,
+        dst: Placement,
         keep: bool = True,
         dtype: torch.dtype | None = None,
         grad_dtype: torch.dtype | None = None,
@@ -275,8 +275,8 @@ def _collective(name: str, summary: str) -> Collective:
         x: Tensor,
         axis: Axis,
         *,
-        src: Letter,
-        dst: Letter,
+        src: Placement,
+        dst: Placement,
         keep: bool = True,
         dtype: torch.dtype | None = None,
         grad_dtype: torch.dtype | None = None,

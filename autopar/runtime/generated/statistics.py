@@ -10,7 +10,7 @@ from torch import Tensor
 
 from autopar.runtime.generated.axis import Axis
 from autopar.runtime.generated.collectives import all_reduce, reduce_largest
-from passes.ir.layout import I, Letter, P, R
+from passes.ir.layout import I, P, Placement, R
 
 Axes = Sequence[Axis]
 
@@ -20,7 +20,7 @@ def _wide(x: Tensor) -> Tensor:
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
-def _summed(x: Tensor, axes: Axes, target: Letter = R) -> Tensor:
+def _summed(x: Tensor, axes: Axes, target: Placement = R) -> Tensor:
     for axis in axes:
         x = all_reduce(x, axis, src=P, dst=target)
     return x
@@ -151,7 +151,7 @@ def _largest(x: Tensor, dim: int, axes: Axes) -> Tensor:
     return largest.masked_fill(largest == float("-inf"), 0.0)
 
 
-def _exponentials(x: Tensor, dim: int, axes: Axes, target: Letter) -> tuple[Tensor, Tensor]:
+def _exponentials(x: Tensor, dim: int, axes: Axes, target: Placement) -> tuple[Tensor, Tensor]:
     wide = _wide(x)
     shifted = wide - _largest(wide, dim, axes)
     return shifted, _summed(shifted.exp().sum(dim, keepdim=True), axes, target)

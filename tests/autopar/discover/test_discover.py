@@ -55,7 +55,7 @@ def _found(target: str, *arguments: object, **types: TensorType) -> Rule | None:
     return discover(Op(target, values, names), every)
 
 
-def _letters(rule: Rule) -> set[tuple[tuple[object, ...], tuple[object, ...]]]:
+def _placements(rule: Rule) -> set[tuple[tuple[object, ...], tuple[object, ...]]]:
     """What every factor that is not whole makes of operands and results on an axis of two."""
     choices = [split(rule, name, 1, 2) for name, factor in rule.factors.items() if factor.role is not Role.WHOLE]
     return {(choice.operands, choice.results) for choice in choices if choice is not None}
@@ -72,7 +72,7 @@ def test_linear() -> None:
         x=TensorType((512, 4096), FLOAT), w=TensorType((11008, 4096), FLOAT), b=TensorType((11008,), FLOAT),
     )  # fmt: skip
     assert rule is not None
-    assert _letters(rule) == {
+    assert _placements(rule) == {
         ((S(0), R, R), (S(0),)),
         ((R, S(0), S(0)), (S(1),)),
         ((S(1), S(1), P), (P,)),
@@ -85,14 +85,14 @@ def test_look_up() -> None:
     """Indices and columns of a table; its rows would need a local form, which is not found."""
     rule = _found("aten.embedding.default", "w", "i", w=TensorType((36, 24), FLOAT), i=TensorType((8, 18), WHOLE))
     assert rule is not None
-    assert _letters(rule) == {((R, S(0)), (S(0),)), ((R, S(1)), (S(1),)), ((S(1), R), (S(2),))}
+    assert _placements(rule) == {((R, S(0)), (S(0),)), ((R, S(1)), (S(1),)), ((S(1), R), (S(2),))}
 
 
 def test_several_results() -> None:
     """Each result is told of its own: what is reduced stays whole."""
     rule = _found("aten.max.dim", "x", 1, x=TensorType((12, 8, 18), FLOAT))
     assert rule is not None
-    assert _letters(rule) == {((S(0),), (S(0), S(0))), ((S(2),), (S(1), S(1)))}
+    assert _placements(rule) == {((S(0),), (S(0), S(0))), ((S(2),), (S(1), S(1)))}
     assert rule.linear == ()
 
 
@@ -100,7 +100,7 @@ def test_results_that_are_pieces() -> None:
     """A dim may be shorter in the result: the factor is what both are made of."""
     rule = _found("aten.avg_pool1d.default", "x", [2], x=TensorType((4, 8, 64), FLOAT))
     assert rule is not None
-    assert ((S(2),), (S(2),)) in _letters(rule)
+    assert ((S(2),), (S(2),)) in _placements(rule)
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_custom_operator() -> None:
     x, scale = TensorType((8, 12, 36), FLOAT), TensorType((36,), FLOAT)
     rule = _found("autopar_tests.running_product.default", "x", "s", x=x, s=scale)
     assert rule is not None
-    assert _letters(rule) == {((S(0), R), (S(0),)), ((S(1), R), (S(1),))}
+    assert _placements(rule) == {((S(0), R), (S(0),)), ((S(1), R), (S(1),))}
     assert set(rule.linear) == {frozenset({0}), frozenset({1})}
     assert {item.index for item in rule.saved} == {0, 1}
 
@@ -178,4 +178,4 @@ def test_letters_of_equal_results() -> None:
     """No rule says that a result is the same on all ranks though its operands are not: that takes a collective."""
     rule = _found("aten.amax.default", "x", [1], x=TensorType((8, 12), FLOAT))
     assert rule is not None
-    assert all(I not in results for _, results in _letters(rule))
+    assert all(I not in results for _, results in _placements(rule))

@@ -212,9 +212,9 @@ def _own_parts(mesh: DeviceMesh) -> None:
     own = {}
     for name, layout in dist_model.input_layouts.items():
         own[name] = batch[name]
-        for axis, letter in layout.items():
-            if letter.startswith("S"):
-                dim = int(letter[2])
+        for axis, placement in layout.items():
+            if placement.startswith("S"):
+                dim = int(placement[2])
                 own[name] = own[name].chunk(mesh[axis].size(), dim)[mesh[axis].get_local_rank()]
     assert any(part.shape != batch[name].shape for name, part in own.items())
     given = dist_model.from_local(own)

@@ -74,25 +74,25 @@ def einsum(draw: Draw) -> Code:
     """A product after Einstein."""
     x = draw.tensor(least=1, most=4)
     shape = draw.shape(x)
-    letters = "abcd"[: len(shape)]
-    sizes = dict(zip(letters, shape, strict=True))
+    placements = "abcd"[: len(shape)]
+    sizes = dict(zip(placements, shape, strict=True))
     if draw.chance(0.2):
-        kept = draw.choose.sample(letters, draw.choose.randint(1, len(letters)))
-        scale = math.prod(size for letter, size in sizes.items() if letter not in kept)
-        return f"torch.einsum('{letters} -> {''.join(kept)}', {x}) * {round(1 / math.sqrt(scale), 3)}"
-    shared = draw.choose.sample(letters, draw.choose.randint(1, len(letters)))
+        kept = draw.choose.sample(placements, draw.choose.randint(1, len(placements)))
+        scale = math.prod(size for placement, size in sizes.items() if placement not in kept)
+        return f"torch.einsum('{placements} -> {''.join(kept)}', {x}) * {round(1 / math.sqrt(scale), 3)}"
+    shared = draw.choose.sample(placements, draw.choose.randint(1, len(placements)))
     second = shared + (["z"] if draw.chance(0.7) else [])
     draw.choose.shuffle(second)
     sizes["z"] = draw.size()
-    union = [*letters, *(["z"] if "z" in second else [])]
+    union = [*placements, *(["z"] if "z" in second else [])]
     result = draw.choose.sample(union, draw.choose.randint(max(1, len(union) - 2), len(union)))
-    summed = math.prod(sizes[letter] for letter in union if letter not in result)
-    weight = draw.parameter(*(sizes[letter] for letter in second), scale=1 / math.sqrt(summed))
-    terms, operands = [letters, "".join(second)], [x, weight]
+    summed = math.prod(sizes[placement] for placement in union if placement not in result)
+    weight = draw.parameter(*(sizes[placement] for placement in second), scale=1 / math.sqrt(summed))
+    terms, operands = [placements, "".join(second)], [x, weight]
     if draw.chance(0.2):
-        letter = draw.choose.choice(result)
-        terms.append(letter)
-        operands.append(draw.parameter(sizes[letter]))
+        placement = draw.choose.choice(result)
+        terms.append(placement)
+        operands.append(draw.parameter(sizes[placement]))
     if draw.chance(0.3):
         terms[:2], operands[:2] = terms[1::-1], operands[1::-1]
     return f"torch.einsum('{', '.join(terms)} -> {''.join(result)}', {', '.join(operands)})"

@@ -21,7 +21,7 @@ from tests.passes.planning import STATES, planning
 
 def test_names_are_those_of_the_runtime() -> None:
     """Every name that source may import is exported by the runtime, and the lists have all that are meant for it."""
-    names = {*vocabulary.COLLECTIVES, *vocabulary.FORMS, *vocabulary.BASES, *vocabulary.HELPERS, *vocabulary.LETTERS}
+    names = {*vocabulary.COLLECTIVES, *vocabulary.FORMS, *vocabulary.BASES, *vocabulary.HELPERS, *vocabulary.PLACEMENTS}
     assert names <= set(autopar.runtime.__all__)
     assert all(hasattr(autopar.runtime, name) for name in names)
     around = {

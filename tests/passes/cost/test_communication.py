@@ -12,7 +12,7 @@ from passes.cost.communication import (
     step_lines,
     step_seconds,
 )
-from passes.ir.layout import I, Letter, P, R, S
+from passes.ir.layout import I, P, Placement, R, S
 from passes.ir.mesh import Mesh
 from passes.ir.redistribution import redistribution
 from tests.passes.helpers import mesh_of
@@ -29,7 +29,7 @@ def collective_seconds(collective: str, size: float, route: Route) -> float:
     return min(fixed + each * size for fixed, each in collective_lines(collective, route))
 
 
-def seconds(source: Letter, target: Letter) -> float:
+def seconds(source: Placement, target: Placement) -> float:
     """Forward seconds for float32[4096, 64] on four ranks."""
     (step,) = redistribution((source,), (target,), (4096, 64), MESH)
     return step_seconds(step, 4, CLUSTER, MESH)
@@ -90,8 +90,8 @@ def test_local_conversions_read_and_write() -> None:
 
 
 @pytest.mark.parametrize(("source", "target"), [(S(0), R), (P, I), (I, R), (R, S(1)), (S(0), S(1)), (P, S(0))], ids=str)
-def test_backward_is_the_conjugate(source: Letter, target: Letter) -> None:
-    """What the backward pass costs is what the change between the gradients' letters costs forward, in the gradient's
+def test_backward_is_the_conjugate(source: Placement, target: Placement) -> None:
+    """What the backward pass costs is what the change between the gradients' placements costs forward, in the gradient's
     dtype; nothing where there is no gradient."""
     steps = redistribution((source,), (target,), (4096, 64), MESH)
     forward, backward = redistribution_seconds(steps, 2, 4, True, CLUSTER, MESH)

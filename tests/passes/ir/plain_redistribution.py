@@ -2,7 +2,7 @@
 
 from math import prod
 
-from passes.ir.layout import Layout, Letter, R, Shape, local_major, local_shape
+from passes.ir.layout import Layout, Placement, R, Shape, local_major, local_shape
 from passes.ir.mesh import Mesh
 from passes.ir.redistribution import RedistributionStep
 
@@ -40,15 +40,15 @@ def plain_redistribution(
         ready = [axis for axis in pending if not blocks[axis]]
         if ready:
             axis = min(ready, key=lambda axis: _priority(current[axis], target[axis], axis))
-            letter = target[axis]
+            placement = target[axis]
         else:
-            axis, letter = blocks[pending[0]][0], R
-        changed = (*current[:axis], letter, *current[axis + 1 :])
+            axis, placement = blocks[pending[0]][0], R
+        changed = (*current[:axis], placement, *current[axis + 1 :])
         steps.append(
             RedistributionStep(
                 axis,
                 _local(current[axis], changed, mesh),
-                _local(letter, current, mesh),
+                _local(placement, current, mesh),
                 local_shape(shape, current, mesh),
                 local_shape(shape, changed, mesh),
                 strided or is_scattered(target[axis], target, shape, mesh),
@@ -59,15 +59,15 @@ def plain_redistribution(
     return tuple(steps)
 
 
-def is_scattered(letter: Letter, layout: Layout, shape: Shape, mesh: Mesh) -> bool:
+def is_scattered(placement: Placement, layout: Layout, shape: Shape, mesh: Mesh) -> bool:
     """Whether the parts of a split in `layout` do not each lie in one piece in what a rank has of the tensor."""
-    if letter.kind != "S":
+    if placement.kind != "S":
         return False
-    before = local_shape(shape, layout, mesh)[: letter.dim]
-    return prod(before) * local_major(letter, layout, mesh) != 1
+    before = local_shape(shape, layout, mesh)[: placement.dim]
+    return prod(before) * local_major(placement, layout, mesh) != 1
 
 
-def _conflict(held: Letter, wanted: Letter, holder: int, wanting: int, mesh: Mesh) -> bool:
+def _conflict(held: Placement, wanted: Placement, holder: int, wanting: int, mesh: Mesh) -> bool:
     """Whether the digit that axis `wanting` is to get cannot lie together with the one that `holder` still has."""
     if held.kind != "S" or wanted.kind != "S" or held.dim != wanted.dim:
         return False
@@ -76,14 +76,14 @@ def _conflict(held: Letter, wanted: Letter, holder: int, wanting: int, mesh: Mes
     return not (after or before)
 
 
-def _priority(source: Letter, target: Letter, axis: int) -> tuple[int, int]:
+def _priority(source: Placement, target: Placement, axis: int) -> tuple[int, int]:
     """Of the changes that need not wait the one where this is least comes first."""
     order = _ORDER.get((source.kind, target.kind), _SAME_SIZE)
     return order, -axis if target.kind == "S" else axis
 
 
-def _local(letter: Letter, others: Layout, mesh: Mesh) -> Letter:
-    """`letter` with the major that ranks see while the other splits are those of `others`."""
-    if letter.kind != "S":
-        return letter
-    return letter._replace(major=local_major(letter, others, mesh))
+def _local(placement: Placement, others: Layout, mesh: Mesh) -> Placement:
+    """`placement` with the major that ranks see while the other splits are those of `others`."""
+    if placement.kind != "S":
+        return placement
+    return placement._replace(major=local_major(placement, others, mesh))

@@ -1,4 +1,4 @@
-"""Letters and layouts: how they are written, when they fit, and which of them DTensor can express."""
+"""Placements and layouts: how they are written, when they fit, and which of them DTensor can express."""
 
 import logging
 from itertools import permutations, product
@@ -12,8 +12,8 @@ from autopar.testing.ranks import run_ranks
 from passes.ir.layout import (
     I,
     Layout,
-    Letter,
     P,
+    Placement,
     R,
     S,
     Shape,
@@ -24,36 +24,36 @@ from passes.ir.layout import (
     is_dtensor,
     local_major,
     local_shape,
-    parse_letter,
+    parse_placement,
     split_ways,
 )
 from passes.ir.mesh import Mesh
 from tests.passes import helpers
 
 
-@pytest.mark.parametrize("letter", [R, I, P, S(0), S(3), S(0, 3), S(12, 40)])
-def test_letters_read_as_they_print(letter: Letter) -> None:
-    """What a letter prints is read back as that letter."""
-    assert parse_letter(str(letter)) == letter
+@pytest.mark.parametrize("placement", [R, I, P, S(0), S(3), S(0, 3), S(12, 40)])
+def test_letters_read_as_they_print(placement: Placement) -> None:
+    """What a placement prints is read back as that placement."""
+    assert parse_placement(str(placement)) == placement
 
 
 @pytest.mark.parametrize(
-    ("text", "letter"), [(" R ", R), ("S( 1 )", S(1)), ("S(0,3)", S(0, 3)), ("S(2 , 4)", S(2, 4)), ("S(1, 1)", S(1))]
+    ("text", "placement"), [(" R ", R), ("S( 1 )", S(1)), ("S(0,3)", S(0, 3)), ("S(2 , 4)", S(2, 4)), ("S(1, 1)", S(1))]
 )
-def test_spaces_do_not_matter(text: str, letter: Letter) -> None:
-    """Spaces around and inside a letter are read over."""
-    assert parse_letter(text) == letter
+def test_spaces_do_not_matter(text: str, placement: Placement) -> None:
+    """Spaces around and inside a placement are read over."""
+    assert parse_placement(text) == placement
 
 
 @pytest.mark.parametrize("text", ["", "X", "r", "S", "S()", "S(-1)", "S(0, 0)", "S(0, 1, 2)", "RR", "S(0) R", "S(a)"])
 def test_what_is_no_letter_is_refused(text: str) -> None:
     """Anything else is refused with the text itself and what could be written."""
     with pytest.raises(ValueError, match=r"is no layout: write 'R', 'I', 'P', 'S\(dim\)' or") as caught:
-        parse_letter(text)
+        parse_placement(text)
     assert repr(text) in str(caught.value)
 
 
-def test_gradients_of_letters() -> None:
+def test_gradients_of_placements() -> None:
     """R and P are each other's gradient; I and S are their own."""
     assert gradient((R, I, S(1, 2), P)) == (P, I, S(1, 2), R)
 
@@ -93,12 +93,12 @@ def test_fits_is_what_cuts_into_equal_disjoint_parts() -> None:
     for first, second in product([S(0, major) for major in range(1, 9)], repeat=2):
         layout = (first, second)
         whole = torch.arange(size)
-        if any(size % (letter.major * ways) for letter, ways in zip(layout, mesh.sizes, strict=True)):
+        if any(size % (placement.major * ways) for placement, ways in zip(layout, mesh.sizes, strict=True)):
             assert not fits((size,), layout, mesh)
             continue
         parts = [helpers.part(whole, layout, coordinate, mesh) for coordinate in mesh.coordinates()]
         exact = all(len(part) == size // mesh.size for part in parts)
-        low, high = sorted((letter.major, ways) for letter, ways in zip(layout, mesh.sizes, strict=True))
+        low, high = sorted((placement.major, ways) for placement, ways in zip(layout, mesh.sizes, strict=True))
         nested = high[0] % (low[0] * low[1]) == 0
         assert fits((size,), layout, mesh) == (exact and nested), layout
         if exact and nested:
@@ -121,7 +121,7 @@ def test_local_shapes_and_majors() -> None:
     [((R, R, R), "R"), ((S(0), R, P), "a S(0), b R, c P"), ((S(0), S(0), S(0)), "a S(0), b S(0), c S(0)")],
 )
 def test_layouts_for_people(layout: Layout, text: str) -> None:
-    """One letter where all axes agree on one that needs no dim, else the letters by axis."""
+    """One placement where all axes agree on one that needs no dim, else the placements by axis."""
     assert format_layout(layout, MESH) == text
 
 
@@ -149,8 +149,8 @@ def test_dtensor_expresses_what_is_said_on_two_axes(sizes: tuple[int, ...]) -> N
     """On gloo ranks: every layout that `is_dtensor` allows gives the whole tensor from `full_tensor`, and every other
     one something else."""
     mesh = Mesh(("a", "b"), sizes)
-    letters = [R, *(S(0, major) for major in (1, 2, 3, 4, 6)), S(1)]
-    layouts = list(helpers.layouts_on((24, 6), letters, mesh))
+    placements = [R, *(S(0, major) for major in (1, 2, 3, 4, 6)), S(1)]
+    layouts = list(helpers.layouts_on((24, 6), placements, mesh))
     allowed = [is_dtensor(layout, mesh) for layout in layouts]
     assert True in allowed
     assert False in allowed
@@ -175,8 +175,8 @@ def test_dtensor_expresses_what_is_said_on_three_axes() -> None:
 def test_dtensor_expresses_what_is_said_of_two_dims_on_three_axes() -> None:
     """The same where two dims are split, one of them in another order than the mesh has."""
     mesh = Mesh(("a", "b", "c"), (2, 2, 2))
-    letters = [R, *(S(0, major) for major in (1, 2, 4)), *(S(1, major) for major in (1, 2, 3))]
-    layouts = list(helpers.layouts_on((8, 24), letters, mesh))
+    placements = [R, *(S(0, major) for major in (1, 2, 4)), *(S(1, major) for major in (1, 2, 3))]
+    layouts = list(helpers.layouts_on((8, 24), placements, mesh))
     allowed = [is_dtensor(layout, mesh) for layout in layouts]
     exact = run_ranks(_full_tensors, mesh.size, mesh.sizes, (8, 24), layouts)
     for layout, good, *found in zip(layouts, allowed, *exact, strict=True):

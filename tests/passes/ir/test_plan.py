@@ -221,8 +221,8 @@ def test_sizes_have_units(size: float, text: str) -> None:
     assert bytes_text(size) == text
 
 
-def test_layouts_that_agree_show_one_letter() -> None:
-    """One letter stands for all axes if it needs no dim."""
+def test_layouts_that_agree_show_one_placement() -> None:
+    """One placement stands for all axes if it needs no dim."""
     assert layout_text({"dp": "I", "tp": "I"}) == "I"
     assert layout_text({"dp": "S(0)", "tp": "S(0)"}) == "dp S(0), tp S(0)"
 

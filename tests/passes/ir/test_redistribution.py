@@ -6,7 +6,7 @@ from itertools import pairwise, product
 import pytest
 import torch
 
-from passes.ir.layout import I, Layout, Letter, P, R, S, fits, gradient, local_shape
+from passes.ir.layout import I, Layout, P, Placement, R, S, fits, gradient, local_shape
 from passes.ir.mesh import Mesh
 from passes.ir.redistribution import RedistributionStep, redistribution
 from tests.passes.helpers import (
@@ -63,22 +63,22 @@ def check(source: Layout, target: Layout, shape: tuple[int, ...], mesh: Mesh) ->
 
 
 @pytest.mark.parametrize("ways", [2, 3])
-def test_one_axis_all_letters(ways: int) -> None:
-    """Every change of letter on one axis, strided splits among them: values arrive and gradients return."""
+def test_one_axis_all_placements(ways: int) -> None:
+    """Every change of placement on one axis, strided splits among them: values arrive and gradients return."""
     mesh = mesh_of(a=ways)
-    letters = [R, I, P, S(0), S(1), S(0, 2), S(0, 3), S(1, 2)]
-    for source, target in product(layouts_on((36, 12), letters, mesh), repeat=2):
+    placements = [R, I, P, S(0), S(1), S(0, 2), S(0, 3), S(1, 2)]
+    for source, target in product(layouts_on((36, 12), placements, mesh), repeat=2):
         steps = check(source, target, (36, 12), mesh)
         both_split_one_dim = source[0].kind == target[0].kind == "S" and source[0].dim == target[0].dim
         assert len(steps) == (source != target) or both_split_one_dim
 
 
 @pytest.mark.parametrize(("first", "second"), [(2, 2), (2, 3)])
-def test_two_axes_all_letters(first: int, second: int) -> None:
+def test_two_axes_all_placements(first: int, second: int) -> None:
     """Every change between layouts on two axes, with both on one dim in either order."""
     mesh = mesh_of(a=first, b=second)
-    letters = [R, I, P, S(0), S(1), S(0, 2), S(0, 3)]
-    layouts = list(layouts_on((12, 6), letters, mesh))
+    placements = [R, I, P, S(0), S(1), S(0, 2), S(0, 3)]
+    layouts = list(layouts_on((12, 6), placements, mesh))
     assert (S(0), S(0, 2)) in layouts
     assert (S(0, 2), S(0)) in layouts or first != second
     for source, target in product(layouts, repeat=2):
@@ -95,12 +95,12 @@ def test_three_axes_random_layouts(seed: int) -> None:
 
     def layout() -> Layout:
         while True:
-            letters = tuple(
+            placements = tuple(
                 choose.choice([R, I, P, *[S(choose.randrange(2), choose.choice([1, 2, 3, 4, 6])) for _ in range(5)]])
                 for _ in sizes
             )
-            if fits(shape, letters, mesh):
-                return letters
+            if fits(shape, placements, mesh):
+                return placements
 
     for _ in range(60):
         check(layout(), layout(), shape, mesh)
@@ -131,7 +131,7 @@ def test_outer_axis_gathers_first_and_scatters_last() -> None:
 
 
 @pytest.mark.parametrize(("source", "target", "forward", "backward"), TABLE, ids=lambda item: str(item))
-def test_table_of_collectives(source: Letter, target: Letter, forward: str, backward: str) -> None:
+def test_table_of_collectives(source: Placement, target: Placement, forward: str, backward: str) -> None:
     """Each entry of the design's table runs the collective that it names, forward and backward."""
     (step,) = redistribution((source,), (target,), (4, 4), mesh_of(a=2))
     assert step.collective == forward
@@ -141,14 +141,14 @@ def test_table_of_collectives(source: Letter, target: Letter, forward: str, back
 
 
 def test_table_is_complete() -> None:
-    """The table above holds every change between different letters."""
+    """The table above holds every change between different placements."""
     kinds = {(source.kind, target.kind) for source, target, _, _ in TABLE}
     expected = {(a, b) for a, b in product("RISP", repeat=2) if a != b or a == "S"}
     assert kinds == expected
 
 
 @pytest.mark.parametrize(("source", "target"), [(item[0], item[1]) for item in TABLE], ids=lambda item: str(item))
-def test_local_conversions_need_no_other_rank(source: Letter, target: Letter) -> None:
+def test_local_conversions_need_no_other_rank(source: Placement, target: Placement) -> None:
     """What the table calls local does not change when the other ranks hold something else; the rest does."""
     mesh, whole = mesh_of(a=2), whole_tensor((4, 4))
     (step,) = redistribution((source,), (target,), (4, 4), mesh)
@@ -178,8 +178,8 @@ def _lies_in_pieces(layout: Layout, shape: tuple[int, ...], mesh: Mesh, axis: in
 def test_scattered_parts(sizes: tuple[int, int]) -> None:
     """A part is copied before it is sent just where it does not lie in one piece in memory, found by listing places."""
     mesh = Mesh(("a", "b"), sizes)
-    letters = [R, S(0), S(1), S(0, 2), S(0, 3), S(1, 2)]
-    for layout in layouts_on((12, 12), letters, mesh):
+    placements = [R, S(0), S(1), S(0, 2), S(0, 3), S(1, 2)]
+    for layout in layouts_on((12, 12), placements, mesh):
         for axis in axes_with(layout, "S"):
             expected = _lies_in_pieces(layout, (12, 12), mesh, axis)
             whole = (*layout[:axis], R, *layout[axis + 1 :])

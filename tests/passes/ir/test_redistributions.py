@@ -43,7 +43,7 @@ def _rows(tensors: list[Pairs], mesh: Mesh) -> list[list[Row]]:
 def test_every_pair_takes_the_steps_of_its_redistribution(
     mesh: Mesh, whole: Shape, shapes: list[Shape], strided: bool
 ) -> None:
-    """Random layouts of every kind of letter: the same steps in the same order, of the same sizes."""
+    """Random layouts of every kind of placement: the same steps in the same order, of the same sizes."""
     sources, targets = some_layouts(whole, mesh, 30, seed=1), some_layouts(whole, mesh, 25, seed=2)
     longest = 0
     for shape in shapes:

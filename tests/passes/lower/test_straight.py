@@ -18,7 +18,7 @@ MESH = mesh_of(tp=2)
 
 
 def choose(case: Planning, **methods: str) -> Solution:
-    """The solution in which nodes have the given methods (keys with _ for what is no letter); the others their first
+    """The solution in which nodes have the given methods (keys with _ for what is no placement); the others their first
     strategy that is whole, or the first of all."""
     picks, unknown = [], set(methods)
     for node in case.problem.nodes:

@@ -127,8 +127,8 @@ def test_what_the_engine_does_is_priced() -> None:
 def test_all_to_alls_that_come_first_are_made_by_the_engine(stored: Layout) -> None:
     """It gathers what they make, for the seconds that were planned."""
     mesh = mesh_of(dp=2, tp=2)
-    letters = {"dp": str(stored[0]), "tp": str(stored[1])}
-    constraints: Constraints = {"layers.*": {"stored": letters, "used": {"dp": "R", "tp": "S(0)"}}, "@linear": BATCH}
+    placements = {"dp": str(stored[0]), "tp": str(stored[1])}
+    constraints: Constraints = {"layers.*": {"stored": placements, "used": {"dp": "R", "tp": "S(0)"}}, "@linear": BATCH}
     given = case(mesh, constraints, cluster="cpu")
     lowered = before(given)
     after = fsdp_units(lowered, mesh)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from autopar.discover import discover
 from autopar.testing.ranks import RankError, run_ranks
-from passes.ir.layout import I, Letter, P, R
+from passes.ir.layout import I, P, Placement, R
 from passes.ir.mesh import Mesh
 from passes.ir.rule import Rule
 from passes.rules import registered
@@ -39,7 +39,7 @@ SPLITS = ("roll",)
 # Operators that read what is not theirs where sizes do not fit, which ends the process that tries them.
 ENDING = ("_fft_c2c", "_native_batch_norm_legit_functional", "lstm", "scaled_dot_product_attention")
 
-Way = tuple[tuple[Letter, ...], tuple[Letter, ...]]
+Way = tuple[tuple[Placement, ...], tuple[Placement, ...]]
 
 
 def calls(kind: str, effort: Effort) -> Iterator[Sample]:
@@ -50,7 +50,7 @@ def calls(kind: str, effort: Effort) -> Iterator[Sample]:
 
 
 def missed(sample: Sample) -> list[Way]:
-    """The splits of a call in two that its rule does not have, as letters of operands and results."""
+    """The splits of a call in two that its rule does not have, as placements of operands and results."""
     if sample.random:
         return []
     one = one_op(sample)
@@ -70,19 +70,21 @@ def _ways(one: OneOp, rule: Rule | None) -> set[Way]:
     }
 
 
-def _plain(letter: Letter) -> Letter:
+def _plain(placement: Placement) -> Placement:
     """R and I are the same here: which of them it is shows nowhere in the values."""
-    return R if letter == I else letter
+    return R if placement == I else placement
 
 
 def is_accepted(kind: str, way: Way) -> bool:
     """Whether that a rule lacks this split is no fault of it."""
-    return kind in ACCEPTED and (kind in SPLITS or any(letter == P for letters in way for letter in letters))
+    return kind in ACCEPTED and (
+        kind in SPLITS or any(placement == P for placements in way for placement in placements)
+    )
 
 
 def way_text(sample: Sample, way: Way) -> str:
     """A split for people: the call, and what it makes of what."""
-    sides = (", ".join(map(str, letters)) for letters in way)
+    sides = (", ".join(map(str, placements)) for placements in way)
     shapes = ", ".join(str(list(tensor.shape)) for tensor in sample.tensors)
     others = [item for item in sample.arguments if not _holds_tensors(item)]
     return f"{sample.kind}({shapes}; {others} {dict(sample.options)}): {' -> '.join(sides)}"

@@ -83,9 +83,9 @@ def test_a_method_splits_several_factors_at_once() -> None:
 def test_methods_of_several_factors_travel() -> None:
     """Attention begins with them, and takes splits of queries over for them, too."""
     op, rule = _attention_with_a_ring()
-    (digits,), letters = propagate([(op, rule)], [], {}, 2)
+    (digits,), placements = propagate([(op, rule)], [], {}, 2)
     assert ("ring", 1) in digits
-    assert S(2) in letters[op.operands[1]]
+    assert S(2) in placements[op.operands[1]]
     (digits,), _ = propagate([(op, rule)], [], {op.operands[0]: [S(2, 2)]}, 2)
     assert ("ring", 2) in digits
 

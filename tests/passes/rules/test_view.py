@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from passes.ir.layout import Letter, R, S, Shape
+from passes.ir.layout import Placement, R, S, Shape
 from passes.ir.rule import Rule
 from passes.rules.rule import digit, split
 from tests.passes.helpers import mesh_of
@@ -11,17 +11,17 @@ from tests.passes.rules.one_op import one_op
 from tests.passes.rules.samples import Sample
 
 
-def through(sample: Sample, letter: Letter, ways: int) -> Letter | None:
-    """The letter of the result when the operand has `letter`; None if the split does not pass."""
+def through(sample: Sample, placement: Placement, ways: int) -> Placement | None:
+    """The placement of the result when the operand has `placement`; None if the split does not pass."""
     rule = one_op(sample).rule
     assert isinstance(rule, Rule)
-    found = digit(rule.operands[0], letter, ways)
+    found = digit(rule.operands[0], placement, ways)
     choice = split(rule, *found, ways) if found else None
     return choice.results[0] if choice else None
 
 
 @pytest.mark.parametrize(
-    ("shape", "result", "letter", "expected"),
+    ("shape", "result", "placement", "expected"),
     [
         ((4, 12), (48,), S(0), S(0)),
         ((4, 12), (48,), S(1), S(0, 4)),
@@ -40,14 +40,14 @@ def through(sample: Sample, letter: Letter, ways: int) -> Letter | None:
     ],
     ids=str,
 )
-def test_reshape(shape: Shape, result: Shape, letter: Letter, expected: Letter | None) -> None:
+def test_reshape(shape: Shape, result: Shape, placement: Placement, expected: Placement | None) -> None:
     """A digit passes a reshape where it lies within one dim on both sides; its place in the flat index stays."""
     sample = Sample("aten.reshape.default", (torch.zeros(shape), list(result)), {})
-    assert through(sample, letter, 2) == expected
+    assert through(sample, placement, 2) == expected
 
 
 @pytest.mark.parametrize(
-    ("start", "end", "letter", "expected"),
+    ("start", "end", "placement", "expected"),
     [
         (0, 12, S(1), None),
         (0, 12, S(1, 3), S(1)),
@@ -59,19 +59,19 @@ def test_reshape(shape: Shape, result: Shape, letter: Letter, expected: Letter |
     ],
     ids=str,
 )
-def test_slices_of_fused_projections(start: int, end: int, letter: Letter, expected: Letter | None) -> None:
+def test_slices_of_fused_projections(start: int, end: int, placement: Placement, expected: Placement | None) -> None:
     """A slice of 36 divides the major by the units that it leaves out: a third of (3, 12) keeps the split of 12."""
     sample = Sample("aten.slice.Tensor", (torch.zeros(4, 36), 1, start, end), {})
-    assert through(sample, letter, 2) == expected
+    assert through(sample, placement, 2) == expected
 
 
 @pytest.mark.parametrize(
-    ("letter", "expected"), [(S(1), S(1, 3)), (S(1, 2), S(1, 6)), (S(0), S(0)), (S(1, 12), None)], ids=str
+    ("placement", "expected"), [(S(1), S(1, 3)), (S(1, 2), S(1, 6)), (S(0), S(0)), (S(1, 12), None)], ids=str
 )
-def test_cat_multiplies_majors(letter: Letter, expected: Letter | None) -> None:
+def test_cat_multiplies_majors(placement: Placement, expected: Placement | None) -> None:
     """Three parts of 12 joined: a split of each is a split after three."""
     sample = Sample("aten.cat.default", ([torch.zeros(4, 12) for _ in range(3)], 1), {})
-    assert through(sample, letter, 2) == expected
+    assert through(sample, placement, 2) == expected
 
 
 def test_heads_that_an_axis_does_not_divide() -> None:

@@ -15,7 +15,7 @@ from passes.solve.prices import Prices, Pricing
 from tests.passes.helpers import layouts_on, mesh_of, some_layouts
 
 MESHES = [mesh_of(a=2), mesh_of(a=2, b=2), mesh_of(a=2, b=3)]
-LETTERS = [R, I, P, S(0), S(1), S(0, 2), S(0, 3), S(1, 2)]
+PLACEMENTS = [R, I, P, S(0), S(1), S(0, 2), S(0, 3), S(1, 2)]
 
 
 def _assert_prices(prices: Prices, group: EdgeGroup, sources: list[Layout], targets: list[Layout]) -> None:
@@ -53,7 +53,7 @@ def test_every_pair_costs_what_its_steps_do(mesh: Mesh, cluster: str, strided: b
         ((), torch.float32, 4),
     ]
     for shape, dtype, gradient_itemsize in shapes:
-        layouts = list(layouts_on(shape, LETTERS, mesh))
+        layouts = list(layouts_on(shape, PLACEMENTS, mesh))
         for gradient in (True, False):
             for joined in (1, 9) if gradient else (1,):
                 group = _group(shape, dtype, gradient, gradient_itemsize, strided, joined)

@@ -13,41 +13,43 @@ from autopar import runtime
 from autopar.runtime.generated.axis import Axis, axes_of
 from autopar.runtime.generated.saving import saving
 from autopar.testing import run_ranks
-from passes.ir.layout import I, Letter, P, R, S
+from passes.ir.layout import I, P, Placement, R, S
 from passes.ir.redistribution import COLLECTIVES
 
 SHAPE = (6, 12)
 SPLITS = {"first": S(0), "second": S(1), "inner": S(1, 2)}
-LETTERS = [R, I, P, *SPLITS.values()]
+PLACEMENTS = [R, I, P, *SPLITS.values()]
 
 
-def _changes() -> list[tuple[Letter, Letter]]:
+def _changes() -> list[tuple[Placement, Placement]]:
     """All changes of one step; from one split of a dim to another one goes through R."""
-    pairs = [(a, b) for a in LETTERS for b in LETTERS if (a.kind, b.kind) in COLLECTIVES]
+    pairs = [(a, b) for a in PLACEMENTS for b in PLACEMENTS if (a.kind, b.kind) in COLLECTIVES]
     return [(a, b) for a, b in pairs if not (a.kind == b.kind == "S" and a.dim == b.dim)]
 
 
-def _parts(whole: Tensor, letter: Letter, ranks: int) -> list[Tensor]:
+def _parts(whole: Tensor, placement: Placement, ranks: int) -> list[Tensor]:
     """What each rank holds of a tensor; a pending sum is random but for its sum."""
-    if letter.kind in "RI":
+    if placement.kind in "RI":
         return [whole.clone() for _ in range(ranks)]
-    if letter.kind == "P":
+    if placement.kind == "P":
         generator = torch.Generator().manual_seed(7)
         addends = [torch.randn(whole.shape, generator=generator, dtype=whole.dtype) for _ in range(ranks - 1)]
         return [*addends, whole - sum(addends, torch.zeros_like(whole))]
-    blocks = whole.chunk(letter.major, letter.dim)
-    return [torch.cat([block.chunk(ranks, letter.dim)[rank] for block in blocks], letter.dim) for rank in range(ranks)]
+    blocks = whole.chunk(placement.major, placement.dim)
+    return [
+        torch.cat([block.chunk(ranks, placement.dim)[rank] for block in blocks], placement.dim) for rank in range(ranks)
+    ]
 
 
-def _whole(parts: list[Tensor], letter: Letter) -> Tensor:
+def _whole(parts: list[Tensor], placement: Placement) -> Tensor:
     """The tensor that ranks hold parts of."""
-    if letter.kind in "RI":
+    if placement.kind in "RI":
         assert all(torch.equal(part, parts[0]) for part in parts)
         return parts[0]
-    if letter.kind == "P":
+    if placement.kind == "P":
         return sum(parts, torch.zeros_like(parts[0]))
-    blocks = [part.chunk(letter.major, letter.dim) for part in parts]
-    return torch.cat([block for several in zip(*blocks, strict=True) for block in several], letter.dim)
+    blocks = [part.chunk(placement.major, placement.dim) for part in parts]
+    return torch.cat([block for several in zip(*blocks, strict=True) for block in several], placement.dim)
 
 
 def _tensors() -> tuple[Tensor, Tensor]:
@@ -78,7 +80,7 @@ def _run(ranks: int) -> list[tuple[Tensor, Tensor]]:
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_changes_keep_the_meaning(ranks):
-    """For every pair of letters, values forward and gradients backward."""
+    """For every pair of placements, values forward and gradients backward."""
     value, gradient = _tensors()
     results = run_ranks(_run, ranks, ranks)
     for index, (source, target) in enumerate(_changes()):
