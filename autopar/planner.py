@@ -89,7 +89,7 @@ def plan_model(model: nn.Module, request: Request, *, both_modes: bool = False) 
             plan = replace(plan, expressions=_expressions(model, program, request, first))
     sources = {name: item.source for name, item in programs.items()}
     decisions = {name: item.decided for name, item in programs.items()}
-    units = first.lowered.held.groups
+    units = first.lowered.units.units
     return PlannedModel(
         plan, sources, first.lowered.parameters, clock.times, torch.initial_seed(), decisions, refused, units
     )
@@ -178,7 +178,7 @@ def _evaluation(model: nn.Module, program: Program, request: Request, clock: Clo
 def _plan_evaluation(program: Program, request: Request, first: PlannedProgram, clock: Clock) -> PlannedProgram:
     """The program for evaluation, with parameters stored as for training."""
     decisions = replace(
-        _given_decisions(request.plan, "infer"), stored=first.lowered.parameters, units=first.lowered.held.groups
+        _given_decisions(request.plan, "infer"), stored=first.lowered.parameters, units=first.lowered.units.units
     )
     if decisions.configuration is None:
         decisions = replace(decisions, configuration=Configuration(request.mesh))

@@ -39,7 +39,7 @@ FIELDS: Mapping[str, tuple[str, ...]] = {
     "by_clock": ("by_clock",),
     "recompute": ("stages.0.recompute",),
     "decisions": ("stages.0.decisions",),
-    "regathered": ("stages.0.again",),
+    "regathered": ("stages.0.regathered", "stages.0.again"),
 }
 NUMBERS: Mapping[str, tuple[str, ...]] = {
     "seconds": ("seconds",),
@@ -56,7 +56,7 @@ ROW: Mapping[str, tuple[str, ...]] = {
     "before": ("before",),
     "after": ("after",),
     "type": ("type",),
-    "again": ("again",),
+    "again": ("rerun", "again"),
 }
 PLAN: Mapping[str, tuple[str, ...]] = {
     name: (name,)

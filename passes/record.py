@@ -55,7 +55,7 @@ def decisions_of(plan: ProgramPlan, mesh: Mesh) -> Decisions:
     """The decisions that replaying the plan of one program needs: the inverse of `record`."""
     stages = plan.stages
     methods = {key: each for stage in stages for key, each in stage.decisions.items()}
-    uses = tuple(use for stage in stages for use in stage.again)
+    uses = tuple(use for stage in stages for use in stage.regathered)
     return Decisions(plan.configuration(mesh), methods=methods, regathered=uses, gap=plan.gap)
 
 
@@ -96,7 +96,7 @@ def _again(problem: Problem, solution: Solution) -> Iterator[tuple[str, int]]:
         target = solution.strategy(problem, edge.consumer).operands[edge.operand]
         place = (edge.group, target)
         source = solution.strategy(problem, edge.producer).results[edge.result]
-        if place in solution.again and place not in seen and source != target:
+        if place in solution.regathered and place not in seen and source != target:
             seen.add(place)
             yield problem.nodes[edge.consumer].key, edge.operand
 
@@ -131,7 +131,7 @@ def _row(statement: Compute | Redistribution, body: Body, mesh: Mesh, makers: di
         makers[statement.result] = name
         how = ", ".join(f"{step.collective} {mesh.names[step.axis]}" for step in statement.steps)
         before, after = (format_layout(layout, mesh) for layout in (statement.before, statement.after))
-        return Row("change", name, how, (before,), (after,), str(statement.type), statement.again)
+        return Row("change", name, how, (before,), (after,), str(statement.type), statement.regathered)
     op = statement.op
     makers.update(dict.fromkeys(op.results, op.key))
     how = ", ".join(f"{axis} {method}" for axis, method in zip(mesh.names, statement.strategy.methods, strict=True))

@@ -86,7 +86,7 @@ class _Planner:
         self.stored = compiled.stored
         self.decided = compiled.decided
         self.groups = compiled.groups
-        self.again = {name: program.stages[0].again for name, program in compiled.plan.programs.items()}
+        self.again = {name: program.stages[0].regathered for name, program in compiled.plan.programs.items()}
         self.configurations = {
             name: program.configuration(request.mesh) for name, program in compiled.plan.programs.items()
         }

@@ -83,7 +83,7 @@ def generated_program(lowered: Lowered, source: str, class_name: str, request: R
         program.changes,
         any(_made_again(statement) for statement in _statements(lowered)),
         any(item.trainable for item in sources),
-        held=lowered.held,
+        held=lowered.units,
         compiled=program.compiled,
     )
 
@@ -102,7 +102,7 @@ def _made_again(statement: Compute | Redistribution) -> bool:
     """Whether generated code makes the result again in the backward pass."""
     if isinstance(statement, Compute):
         return statement.recomputed
-    return statement.again and len(statement.steps) > statement.engine
+    return statement.regathered and len(statement.steps) > statement.unit_steps
 
 
 def _used_parameters(program: Program) -> frozenset[str]:

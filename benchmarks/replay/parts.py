@@ -154,4 +154,4 @@ def _change(statement: Redistribution, forced: Forced, cluster: Cluster) -> Laye
     context = forced.mesh.index(CONTEXT)
     steps = tuple(step for step in statement.steps if not (statement.parameter and step.axis == context))
     forward, backward = redistribution_seconds(steps, size, gradient, statement.gradient, cluster, forced.mesh)
-    return LayerSeconds(send_forward=forward, send_backward=backward + (forward if statement.again else 0.0))
+    return LayerSeconds(send_forward=forward, send_backward=backward + (forward if statement.regathered else 0.0))

@@ -116,8 +116,8 @@ class Code:
         right = self.gathered(item.source)
         reduce = item.dtypes[1]
         dtypes = f", grad_dtype={reduce}" if reduce is not None else ""
-        for step in item.steps[item.engine :]:
-            right = self.step(step, right, item.again, dtypes)
+        for step in item.steps[item.unit_steps :]:
+            right = self.step(step, right, item.regathered, dtypes)
         return right
 
     def value(self, argument: Argument) -> str:
@@ -179,7 +179,7 @@ class Code:
         parameters = ", ".join(names.values())
         if item.recomputed:
             return f"{self.use('recomputed')}(lambda {parameters}: {right}, {', '.join(given)})"
-        groups = [self.shared.held.groups[number] for number in self.shared.held.ops[item.op.key]]
+        groups = [self.shared.held.units[number] for number in self.shared.held.around_ops[item.op.key]]
         for group in groups:
             passed = given if group is groups[-1] else names.values()
             call = ", ".join([f"lambda {parameters}".rstrip() + f": {right}", *passed])
@@ -188,21 +188,21 @@ class Code:
 
     def change(self, item: Redistribution) -> None:
         """Write the steps of a redistribution."""
-        if item.engine and not self.inner:
+        if item.unit_steps and not self.inner:
             # It is there only while the op runs that reads it.
             self.gathered_around[item.result] = self.gathered_for_op(item)
             return
-        right = self.gathered(item.source) if item.engine else self.read(item.source)
-        steps, target = item.steps[item.engine :], self.variables.names[item.result]
+        right = self.gathered(item.source) if item.unit_steps else self.read(item.source)
+        steps, target = item.steps[item.unit_steps :], self.variables.names[item.result]
         note = self.note(item.result)
         if not steps:
-            compute = None if item.engine else item.dtypes[0]
+            compute = None if item.unit_steps else item.dtypes[0]
             self.lines += statement(INDENT, target, right if compute is None else f"{right}.to({compute})", note)
         for number, (step, (compute, reduce)) in enumerate(zip(steps, item.step_dtypes, strict=True)):
             dtypes = f", dtype={compute}" if compute is not None else ""
             dtypes += f", grad_dtype={reduce}" if reduce is not None else ""
             comment = note if number == len(steps) - 1 else ""
-            self.lines += statement(INDENT, target, self.step(step, right, item.again, dtypes), comment)
+            self.lines += statement(INDENT, target, self.step(step, right, item.regathered, dtypes), comment)
             right = target
 
     def step(self, step: RedistributionStep, operand: str, again: bool, dtypes: str = "") -> str:
@@ -235,7 +235,7 @@ class Code:
             carried = next(names[carry.argument] for carry in region.carries if carry.next == change.source)
             right = assigned.last[change.source]
             for step in change.steps:
-                call = self.step(step, right, change.again)
+                call = self.step(step, right, change.regathered)
                 self.lines += statement(f"{INDENT}        ", carried, call)
                 right = carried
         left = ", ".join(assigned.last[value] for value in loop.body.results)

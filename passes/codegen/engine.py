@@ -8,13 +8,13 @@ from passes.ir.program import Region
 def engine_text(held: FSDPUnits, loop: int, region: Region, mesh: Mesh) -> str:
     """What the engine does for each copy of a loop over `region`: a sentence for each group, with a space before it."""
     text = ""
-    first = {names[0] for names in region.owned.values()} & held.parameters
-    groups = [held.groups[number] for copies in held.copies[loop : loop + 1] for number in copies[0]]
-    groups += [group for group in held.groups if not group.gathers and first.intersection(group.parameters)]
+    first = {names[0] for names in region.owned.values()} & held.gathered
+    groups = [held.units[number] for copies in held.around_copies[loop : loop + 1] for number in copies[0]]
+    groups += [group for group in held.units if not group.gathers and first.intersection(group.parameters)]
     for group in groups:
         ways = [("sharded", group.sharded), ("replicated", group.replicated)]
         said = [f"{way} over {', '.join(mesh.names[axis] for axis in axes)}" for way, axes in ways if axes]
-        count = len(held.parameters.intersection(group.parameters))
+        count = len(held.gathered.intersection(group.parameters))
         what = f"{count} parameter{'' if count == 1 else 's'} {' and '.join(said)}"
         text += f" {'fully_shard' if group.gathers else 'all_reduce'}: {what}."
     return text

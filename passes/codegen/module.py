@@ -31,7 +31,7 @@ class ModuleWriter:
         self.mesh = mesh
         self.naming = naming
         self.loops = [item for item in lowered.body.statements if isinstance(item, Loop)]
-        self.shared = Shared(mesh, lowered.held, self.loops, variables.loops)
+        self.shared = Shared(mesh, lowered.units, self.loops, variables.loops)
         held: tuple[Parameter | Buffer, ...] = (*lowered.program.parameters, *lowered.program.buffers)
         self.paths = {item.name: f"self.root{attribute(item.name.split('.'))}" for item in held}
         self.updated = {buffer for buffer, _ in lowered.updates}
@@ -66,7 +66,7 @@ class ModuleWriter:
         code = Code(self.shared, loop.body, variables, paths, self.updated | updated, inner=True)
         code.statements()
         results = ", ".join(code.read(result) for result in loop.body.results)
-        said = engine_text(self.lowered.held, self.loops.index(loop), loop.region, self.mesh)
+        said = engine_text(self.lowered.units, self.loops.index(loop), loop.region, self.mesh)
         lines = [f"class {name}(Region):"]
         lines += [f'    """{region.name}: {region.count} copies.{said}"""', ""]
         lines += signature("    ", "def forward", ["self", *(variables.names[item] for item in loop.body.arguments)])

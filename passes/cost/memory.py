@@ -310,7 +310,7 @@ def _unsharded_on_an_axis(uses: TensorUses, mesh: Mesh, kinds: Sequence[str]) ->
 def chosen_memory(problem: Problem, solution: Solution) -> tuple[MemoryModel, list[Allocation]]:
     """The memory of one solution: of a problem that offers nothing else, and all that it allocates."""
     model = memory_model(problem.only(solution.picks), solution.configuration)
-    return model, model.allocations([0] * len(model.nodes), solution.again)
+    return model, model.allocations([0] * len(model.nodes), solution.regathered)
 
 
 def memory_use(problem: Problem, solution: Solution, states: int) -> MemoryUse:

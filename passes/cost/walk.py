@@ -105,9 +105,11 @@ def _change(statement: Redistribution, cluster: Cluster, mesh: Mesh, recompute: 
         if statement.gradient:
             backward += sum(joint_seconds(step.backward, gradient_size, cluster, mesh) for step in joint)
         # A copy that runs again gathers its parameters again.
-        is_again = recompute == "full" or statement.again
-        return BlockSeconds(exchange=exchange, gather=forward, gather_again=forward if is_again else 0.0, reduce=backward)
-    again = forward * (statement.again + (recompute == "full"))
+        is_again = recompute == "full" or statement.regathered
+        return BlockSeconds(
+            exchange=exchange, gather=forward, gather_again=forward if is_again else 0.0, reduce=backward
+        )
+    again = forward * (statement.regathered + (recompute == "full"))
     return BlockSeconds(forward_communication=forward, backward_communication=backward + again)
 
 

@@ -157,15 +157,15 @@ class Problem:
 
 @dataclass(frozen=True)
 class Solution:
-    """What was chosen: for every node one of its strategies, and which redistributions run again in the backward pass
-    instead of keeping their result (group, target layout), under which configuration.
+    """A choice under one configuration: for every node the number of its strategy (`picks`), and the redistributions
+    (group, target layout) that run again in the backward pass instead of saving their result (`regathered`).
 
-    `seconds` is the step time of the choice, `bound` one that no choice can be below; `seconds` is optimal up to the
-    difference. `by_clock` says that a clock ended the search, so that another machine may choose otherwise.
+    `seconds` is the step time of the choice, `bound` a lower bound on that of every choice. `by_clock` says that a
+    clock ended the search, so that another machine may choose another plan.
     """
 
     picks: tuple[int, ...]
-    again: frozenset[tuple[int, Layout]]
+    regathered: frozenset[tuple[int, Layout]]
     seconds: float
     bound: float
     configuration: Configuration

@@ -45,11 +45,13 @@ class Compute:
 
 @dataclass(frozen=True)
 class Redistribution:
-    """Bring a value to another layout. `again` says that the backward pass does it once more instead of keeping the
-    result; `parameter` that `source` is a parameter, of which this is the local shard. `dtypes` are what it is cast to
-    before, and what its gradient is reduced in (None: as it is). The first `engine` steps, and the cast, are made by
-    the engine that holds the parameter, the others in the generated code. The price is that of one of `joined` values
-    that are sent together."""
+    """A redistribution of one value.
+
+    `regathered` says that the backward pass runs it again instead of saving the result; `parameter` that `source` is a
+    parameter, of which this is the local shard. `dtypes` are the one that it is cast to before, and the one that its
+    gradient is reduced in (None: its own). An FSDP unit makes the first `unit_steps` steps and the cast, generated code
+    the others. The price is that of one of `joined` values that are sent together.
+    """
 
     source: str
     result: str
@@ -59,23 +61,23 @@ class Redistribution:
     steps: tuple[RedistributionStep, ...]
     gradient: bool
     gradient_itemsize: int
-    again: bool = False
+    regathered: bool = False
     parameter: bool = False
     dtypes: tuple[torch.dtype | None, torch.dtype | None] = (None, None)
-    engine: int = 0
+    unit_steps: int = 0
     joined: int = 1
 
     @property
     def exchanged(self) -> tuple[RedistributionStep, ...]:
-        """The all-to-alls of the engine that make the copy which is gathered (see `FSDPUnit.turned`): they run once before
-        a forward pass, for all parameters together."""
-        return tuple(takewhile(lambda step: step.collective == "all_to_all", self.steps[: self.engine]))
+        """The all-to-alls that make the copy which an FSDP unit gathers (see `FSDPUnit.turned`). They run once before a
+        forward pass, for all parameters together."""
+        return tuple(takewhile(lambda step: step.collective == "all_to_all", self.steps[: self.unit_steps]))
 
     @property
     def inline(self) -> bool:
         """Whether it is a redistribution of a parameter in the generated code that begins with an all-to-all: nothing
         hides it."""
-        return self.parameter and not self.engine and bool(self.steps) and self.steps[0].collective == "all_to_all"
+        return self.parameter and not self.unit_steps and bool(self.steps) and self.steps[0].collective == "all_to_all"
 
     @property
     def step_dtypes(self) -> tuple[tuple[torch.dtype | None, torch.dtype | None], ...]:
@@ -84,10 +86,12 @@ class Redistribution:
         The cast is made by the first step that sends anything, or else by the last one: a gradient that has been
         reduced is rounded to the dtype before the cast only, not between the reductions on two axes.
         """
-        steps, (compute, reduce) = self.steps[self.engine :], self.dtypes
+        steps, (compute, reduce) = self.steps[self.unit_steps :], self.dtypes
         moving = [number for number, step in enumerate(steps) if step.moves]
         cast = moving[0] if moving else len(steps) - 1
-        return tuple((compute if number == cast and not self.engine else None, reduce) for number in range(len(steps)))
+        return tuple(
+            (compute if number == cast and not self.unit_steps else None, reduce) for number in range(len(steps))
+        )
 
 
 @dataclass(frozen=True)
@@ -127,7 +131,7 @@ class Body:
     def redistributed_parameters(self) -> frozenset[str]:
         """The results of redistributions of parameters."""
         changes = (item for item in self.statements if isinstance(item, Redistribution))
-        return frozenset(change.result for change in changes if change.parameter or change.engine)
+        return frozenset(change.result for change in changes if change.parameter or change.unit_steps)
 
 
 @dataclass(frozen=True)
@@ -141,35 +145,35 @@ class Returned:
 
 @dataclass(frozen=True)
 class FSDPUnit:
-    """Parameters that an engine gathers, and whose gradients it reduces, together.
+    """Parameters that are gathered, and whose gradients are reduced, together.
 
     `parameters` have the dim that each is split in. The axes in `sharded`, the most significant digit first, split it;
-    on those in `replicated` all ranks store the same. `saved` says that the backward pass reads them, `again` that they
-    are gathered again for it; `dtypes` are what they are cast to, and what their gradients are reduced in (None: as
-    they are). Parameters in `turned` are stored otherwise at the surface: before each forward pass all-to-alls make a
-    copy in the layout given here, which is gathered, and gradients go back in the same way.
+    on those in `replicated` all ranks store the same. `saved` says that the backward pass reads them, `regathered` that
+    they are gathered again for it. `dtypes` are the one that they are cast to, and the one that their gradients are
+    reduced in (None: their own). Parameters in `turned` are stored in another layout: before each forward pass
+    all-to-alls make a copy in the layout given here, which is gathered; gradients take the same steps back.
     """
 
     parameters: Mapping[str, int]
     sharded: tuple[int, ...]
     replicated: tuple[int, ...]
     saved: bool
-    again: bool
+    regathered: bool
     dtypes: tuple[torch.dtype | None, torch.dtype | None]
     turned: Mapping[str, Layout] = field(default_factory=dict)
 
     @property
     def gathers(self) -> bool:
-        """Whether parameters are read otherwise than they are stored at the surface. Else gradients are reduced, and
-        that is all."""
+        """Whether parameters are read in another layout or dtype than they are stored in; otherwise the unit only
+        reduces gradients."""
         return bool(self.sharded or self.turned or any(self.dtypes))
 
     def kept(self, name: str, stored: Layout) -> Layout:
-        """The layout of what is gathered of the parameter `name`, which is stored as `stored` at the surface."""
+        """The layout of the copy of parameter `name` that is gathered; the parameter is stored as `stored`."""
         return self.turned.get(name, stored)
 
     def used(self, kept: Layout) -> Layout:
-        """The layout that the engine gives of a parameter that it keeps in `kept`."""
+        """The layout in which code reads a parameter that the unit keeps in `kept`."""
         given = {*self.sharded, *self.replicated}
         return tuple(R if axis in given else placement for axis, placement in enumerate(kept))
 
@@ -181,35 +185,37 @@ class FSDPUnit:
 
 @dataclass(frozen=True)
 class FSDPUnits:
-    """What an engine does for a program: `parameters` are those that it gives, `copies` the numbers of the groups that
-    gather around each copy of each loop, `ops` those around ops outside of loops, by key; `places` has all of these in
-    the order in which the program calls them. The innermost group comes first. A model's programs share `groups`.
+    """The FSDP units of a program, which all programs of a model share.
+
+    `gathered` are the parameters that code reads from units. `around_copies` has the numbers of the units around each
+    copy of each loop, `around_ops` those around ops outside of loops, by key; `call_order` has all of these in the
+    order in which the program calls them. The innermost unit comes first.
     """
 
-    groups: tuple[FSDPUnit, ...] = ()
-    parameters: frozenset[str] = frozenset()
-    copies: tuple[tuple[tuple[int, ...], ...], ...] = ()
-    ops: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    places: tuple[tuple[int, ...], ...] = ()
+    units: tuple[FSDPUnit, ...] = ()
+    gathered: frozenset[str] = frozenset()
+    around_copies: tuple[tuple[tuple[int, ...], ...], ...] = ()
+    around_ops: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    call_order: tuple[tuple[int, ...], ...] = ()
 
     @property
     def prefetched(self) -> dict[int, tuple[int, ...]]:
-        """The groups that the backward pass gathers ahead of time, by the group that it has just gathered.
+        """The units that the backward pass gathers ahead of time, by the unit that it has just gathered.
 
-        The innermost group of a place is gathered first. When all groups of a place are there, those of the place
-        before it follow.
+        The innermost unit of a place is gathered first. When all units of a place are there, those of the place before
+        it follow.
         """
         found: dict[int, tuple[int, ...]] = {}
-        for place in self.places:
+        for place in self.call_order:
             found.update((inner, (outer,)) for inner, outer in pairwise(place))
-        found.update((after[-1], before) for before, after in pairwise(self.places))
+        found.update((after[-1], before) for before, after in pairwise(self.call_order))
         return found
 
 
 @dataclass(frozen=True)
 class Lowered:
-    """A whole lowered program. `inputs` and `parameters` are the layouts that they lie in, `held` what does not run in
-    the generated code."""
+    """The program of one rank. `inputs` and `parameters` have the layouts in which these are stored; `units` run in
+    place of generated code."""
 
     program: Program
     body: Body
@@ -217,4 +223,4 @@ class Lowered:
     parameters: Mapping[str, Layout]
     outputs: tuple[Returned, ...]
     updates: tuple[tuple[str, str], ...]
-    held: FSDPUnits = field(default_factory=FSDPUnits)
+    units: FSDPUnits = field(default_factory=FSDPUnits)

@@ -21,7 +21,7 @@ from passes.ir.plan_text import plan_table, plan_text
 
 T = TypeVar("T")
 
-FORMAT_VERSION = 7
+FORMAT_VERSION = 8
 
 # What formulas call the first and the second dim of inputs.
 BATCH, SEQUENCE = "batch", "sequence"
@@ -70,7 +70,7 @@ class Row:
     before: tuple[str, ...]
     after: tuple[str, ...]
     type: str
-    again: bool = False
+    rerun: bool = False
 
 
 @dataclass(frozen=True)
@@ -86,13 +86,13 @@ class Block:
 class Stage:
     """A part of the program between two pipeline cuts.
 
-    `decisions` are the methods of every node by its key; `again` the uses (op, operand) whose redistribution is made
-    again in the backward pass; `recompute` the level of each region that does not keep all that autograd needs. That is
+    `decisions` are the methods of every node by its key; `regathered` the uses (op, operand) whose redistribution runs
+    again in the backward pass; `recompute` the level of each region that does not save all that autograd needs. That is
     all that replaying needs; `blocks` are for people.
     """
 
     decisions: Mapping[str, tuple[str, ...]]
-    again: tuple[tuple[str, int], ...]
+    regathered: tuple[tuple[str, int], ...]
     blocks: tuple[Block, ...]
     recompute: Mapping[str, str] = field(default_factory=dict)
 

@@ -120,7 +120,7 @@ def _check_amount(value: float, place: str) -> None:
 def _check_stage(stage: Stage, place: str, mesh: Mesh) -> None:
     for key, methods in stage.decisions.items():
         _require(len(methods) == len(mesh.sizes), f"{place}.decisions[{key!r}]", methods)
-    for number, (_, operand) in enumerate(stage.again):
+    for number, (_, operand) in enumerate(stage.regathered):
         _require(operand >= 0, f"{place}.again[{number}]", operand)
     for name, level in stage.recompute.items():
         _require(level in RECOMPUTE, f"{place}.recompute[{name!r}]", level)

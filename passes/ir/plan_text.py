@@ -132,7 +132,7 @@ def _block(block: Block, recompute: str, width: int | None) -> list[str]:
     for row in block.rows:
         name = row.name if width is None else row.name.removeprefix(f"{block.name}.").removeprefix(block.name)
         shown = f"  {name}" if row.kind == "op" else f"    ~ {name}"
-        how = f"{row.how}, again in backward" if row.again else row.how
+        how = f"{row.how}, again in backward" if row.rerun else row.how
         operands = (" | ".join(row.before),) if width is None else ()
         rows.append((shown, how, *operands, f"-> {' | '.join(row.after)}", row.type))
     return [f"{block.name}{times}", *_columns(rows, width)]

@@ -197,8 +197,8 @@ def _steps(
 
 
 def _ranks(placements: _Placements, mesh: Mesh) -> NDArray[np.int16]:
-    """[axis, placement, placement]: a number that is lower for changes that come earlier, and tells the axis modulo their
-    number."""
+    """[axis, placement, placement]: a number that is lower for changes that come earlier, and tells the axis modulo
+    their number."""
     axes = len(mesh.sizes)
     found = np.full((axes, len(KINDS), len(KINDS)), _NEVER, dtype=np.int16)
     for axis in mesh.dimensions:
@@ -218,8 +218,8 @@ def _priority(source: str, target: str, axis: int) -> tuple[int, int]:
 
 
 def _conflicts(placements: _Placements, mesh: Mesh) -> Flags:
-    """[placement held on an axis, placement wanted on another, the one axis, the other]: whether both are digits of one dim
-    that cannot lie together."""
+    """[placement held on an axis, placement wanted on another, the one axis, the other]: whether both are digits of one
+    dim that cannot lie together."""
     sizes = np.array(mesh.sizes)
     ends = placements.major[:, None] * sizes
     is_split = placements.kind == _SPLIT

@@ -181,7 +181,7 @@ class _Lowering:
         result = f"{name}~{self.count}"
         self.count += 1
         steps = redistribution(before, after, about.type.shape, self.mesh, strided=about.strided)
-        again = (group, after) in self.solution.again
+        again = (group, after) in self.solution.regathered
         scope.statements.append(
             Redistribution(
                 name, result, about.type, before, after, steps, about.gradient, about.gradient_itemsize, again,

@@ -75,7 +75,7 @@ def fsdp_units(
     uses = _uses(lowered)
     if groups is None:
         groups = _groups(lowered, uses, mesh, gather_once)
-        given = _held(lowered, uses, groups, mesh).parameters
+        given = _held(lowered, uses, groups, mesh).gathered
         kept = [{name: dim for name, dim in group.parameters.items() if name in given} for group in groups]
         groups = [replace(group, parameters=names) for group, names in zip(groups, kept, strict=True) if names]
     return _marked(lowered, _held(lowered, uses, groups, mesh), mesh)
@@ -176,7 +176,7 @@ def _groups(lowered: Lowered, uses: Mapping[str, Sequence[_Use]], mesh: Mesh, ga
         _, sharded, replicated, _, dtypes = common
         saved = common[0] not in tables
         # What all ranks have is copied for use, not sent: it need not stay.
-        again = any(change.again for change in changes[common]) or not sharded or not saved
+        again = any(change.regathered for change in changes[common]) or not sharded or not saved
         again |= isinstance(common[0], tuple) and common[0][0] in whole
         groups.append(FSDPUnit(names, sharded, replicated, saved, again, dtypes, turned[common]))
     return groups
@@ -257,7 +257,7 @@ def _held(lowered: Lowered, uses: Mapping[str, Sequence[_Use]], groups: Sequence
             given.update(name for name in names if _place(uses[name]) is not None)
     # A region is written once: a parameter of its body is given in all copies, and in the same way, or in none.
     ways = {
-        name: (group.sharded, group.replicated, group.again, group.turned.get(name))
+        name: (group.sharded, group.replicated, group.regathered, group.turned.get(name))
         for group in groups
         for name in group.parameters
     }
@@ -307,7 +307,7 @@ def _fits(name: str, lowered: Lowered, uses: Mapping[str, Sequence[_Use]], group
 
 def _marked(lowered: Lowered, held: FSDPUnits, mesh: Mesh) -> Lowered:
     """`lowered` with the steps of the engine before all others."""
-    by_name = {name: group for group in held.groups for name in group.parameters if name in held.parameters}
+    by_name = {name: group for group in held.units for name in group.parameters if name in held.gathered}
 
     def marked(body: Body, names: Mapping[str, Sequence[str]], whole: bool) -> Body:
         statements: list[Statement] = []
@@ -323,7 +323,7 @@ def _marked(lowered: Lowered, held: FSDPUnits, mesh: Mesh) -> Lowered:
                 statements.append(item)
         return replace(body, statements=tuple(statements))
 
-    return replace(lowered, body=marked(lowered.body, {}, False), held=held)
+    return replace(lowered, body=marked(lowered.body, {}, False), units=held)
 
 
 def _by_engine(name: str, change: Redistribution, group: FSDPUnit, mesh: Mesh, whole: bool) -> Redistribution:
@@ -333,5 +333,5 @@ def _by_engine(name: str, change: Redistribution, group: FSDPUnit, mesh: Mesh, w
     first = (*redistribution(change.before, kept, shape, mesh), *redistribution(kept, used, shape, mesh))
     rest = redistribution(used, change.after, shape, mesh)
     # The engine gathers all of a group again, or nothing.
-    again = change.again or (group.again and group.saved and bool(group.sharded) and not whole)
-    return replace(change, steps=(*first, *rest), again=again, engine=len(first))
+    again = change.regathered or (group.regathered and group.saved and bool(group.sharded) and not whole)
+    return replace(change, steps=(*first, *rest), regathered=again, unit_steps=len(first))

@@ -70,8 +70,8 @@ def placement_token(placement: Placement) -> str:
 
 
 def method_token(method: str, is_op: bool) -> str:
-    """What a strategy does on one axis, as an offer names it: a split of an op without where it begins, and the placement
-    of anything else."""
+    """What a strategy does on one axis, as an offer names it: a split of an op without where it begins, and the
+    placement of anything else."""
     return method.partition("@")[0] if is_op else placement_token(parse_placement(method))
 
 
@@ -81,8 +81,8 @@ def op_strategies(
     """Every strategy of an op whose splits divide, with its choices; `digits` are by size of axis the factors to split
     and where. Where there is an `offer`, each axis does one of the things that it names.
 
-    An op without a rule is computed whole on every rank. Of strategies that differ only in placements of tensors without
-    a gradient one is kept: there R and I are the same.
+    An op without a rule is computed whole on every rank. Of strategies that differ only in placements of tensors
+    without a gradient one is kept: there R and I are the same.
     """
     combinations = _combinations(subject, digits, mesh, offer or (None,) * len(mesh.sizes))
     rows = [tuple(zip(*(option.placements for option in options), strict=True)) for options in combinations]
@@ -131,8 +131,8 @@ def _plain(placement: Placement, flows: bool) -> Placement:
 
 @dataclass(frozen=True, slots=True)
 class _Option:
-    """What one axis may do: the choice, the placements that it gives all tensors, operands first, and the digit that its
-    split begins from."""
+    """What one axis may do: the choice, the placements that it gives all tensors, operands first, and the digit that
+    its split begins from."""
 
     choice: Choice
     placements: tuple[Placement, ...]

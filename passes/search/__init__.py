@@ -133,7 +133,7 @@ def choose_decided(
     picks = tuple(node.strategies.index(own.strategies[pick]) for node, own, pick in pairs)
     solution = replace(solution, picks=picks)
     if decisions.regathered is not None:
-        solution = replace(solution, again=regathered(problem, picks, decisions.regathered))
+        solution = replace(solution, regathered=regathered(problem, picks, decisions.regathered))
     return program, problem, solution
 
 

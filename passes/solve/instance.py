@@ -60,13 +60,13 @@ class Instance:
 
     def peak(self, solution: Solution) -> float:
         """The most bytes that a choice takes, near the limit to the last digit as `use` has it."""
-        most = float(self.totals(solution.picks, solution.again).max())
+        most = float(self.totals(solution.picks, solution.regathered).max())
         is_near = abs(most - self.limits.memory) <= 1e-9 * most
         return self.use(solution).peak if is_near else most
 
     def use(self, solution: Solution) -> MemoryUse:
         """The memory that a choice takes at its peak."""
-        allocations = self.bytes.allocations(solution.picks, solution.again)
+        allocations = self.bytes.allocations(solution.picks, solution.regathered)
         return self.bytes.use(allocations, self.limits.optimizer_states)
 
     def relaxed(self, multipliers: Multipliers) -> Arrays:
@@ -100,10 +100,10 @@ class Instance:
         beyond = self.constant(multipliers) + tie_break_total(found)
         best = optimum(found, cutoff + beyond, alive)
         solution = self.cheapest(best.picks, multipliers)
-        over = [self.arrays.excess(overlap, solution.picks, solution.again) for overlap in self.arrays.overlaps]
+        over = [self.arrays.excess(overlap, solution.picks, solution.regathered) for overlap in self.arrays.overlaps]
         excess = [overlap.weight * size for overlap, size in zip(self.arrays.overlaps, over, strict=True)]
         seconds = solution.seconds - sum(max(0.0, size) for size in excess)
-        choice = Cut(solution.picks, solution.again, seconds, [], excess, best.bound - beyond, multipliers)
+        choice = Cut(solution.picks, solution.regathered, seconds, [], excess, best.bound - beyond, multipliers)
         return choice, solution, best.remaining
 
     def complete(self, found: Cut) -> None:
@@ -115,11 +115,11 @@ class Instance:
 
     def worst(self, solution: Solution) -> int:
         """The point at which a choice takes most bytes."""
-        return int(self.totals(solution.picks, solution.again).argmax())
+        return int(self.totals(solution.picks, solution.regathered).argmax())
 
     def breaking(self, solution: Solution) -> list[int]:
         """The worst point of each block, and of the copies of it that differ, if a choice does not fit there."""
-        most = self.totals(solution.picks, solution.again)
+        most = self.totals(solution.picks, solution.regathered)
         found: dict[tuple[int | None, float], int] = {}
         for number, point in enumerate(self.bytes.points):
             key = point.block, point.done

@@ -163,7 +163,7 @@ def _is_data(asked: Pricing, pairs: Integers, exchanged: Integers, trainable: bo
     """Whether a unit has an axis to gather or to reduce over, for some pairs after all-to-alls on the axes `exchanged`
     (bits): one on which all is read, and which splits the most significant digit of what a rank then holds."""
     row, column = np.divmod(pairs, len(asked.targets))
-    source, target = _letters(asked.sources)[..., row], _letters(asked.targets)[..., column]
+    source, target = _placements(asked.sources)[..., row], _placements(asked.targets)[..., column]
     sizes = np.array(mesh.sizes)[:, None]
     kind, dim, major = np.where(exchanged >> np.arange(len(sizes))[:, None] & 1, target, source)
     is_split = kind == _SPLIT
@@ -176,10 +176,10 @@ def _is_data(asked: Pricing, pairs: Integers, exchanged: Integers, trainable: bo
     return found
 
 
-def _letters(layouts: Sequence[Layout]) -> Integers:
+def _placements(layouts: Sequence[Layout]) -> Integers:
     """[kind, dim or major, axis, layout]."""
-    letters = [[(KINDS.index(kind), dim, major) for kind, dim, major in layout] for layout in layouts]
-    return np.array(letters, dtype=np.int64).transpose(2, 1, 0)
+    placements = [[(KINDS.index(kind), dim, major) for kind, dim, major in layout] for layout in layouts]
+    return np.array(placements, dtype=np.int64).transpose(2, 1, 0)
 
 
 class _Tables:

@@ -77,6 +77,7 @@ def _unmet(name: str, shape: Shape, demanded: Mapping[int, Constraint], base: La
 def _strided(placement: Placement) -> str:
     """Why a parameter is not stored in a split that begins in the middle of a dim."""
     return (
-        f"a rank's part would be {placement.major} blocks of the whole, and torch.distributed.checkpoint saves and loads "
-        f"one; demand 'used' {placement} instead, or let other axes split dim {placement.dim} into {placement.major} parts first"
+        f"a rank's part would be {placement.major} blocks of the whole, and torch.distributed.checkpoint saves and "
+        f"loads one; demand 'used' {placement} instead, or let other axes split dim {placement.dim} into "
+        f"{placement.major} parts first"
     )

@@ -29,7 +29,7 @@ def name_variables(lowered: Lowered, mesh: Mesh) -> Variables:
     returned = {name: output.name for output in lowered.outputs for name in references(output.value)}
     reserved = {*RESERVED, *mesh.names}
     names = Names(lowered.body, hints(lowered.body, returned), reserved)
-    gathering = {key for key, groups in lowered.held.ops.items() if groups}
+    gathering = {key for key, groups in lowered.units.around_ops.items() if groups}
     whole = Function(lowered.body, names, stored | set(program.constants), inner=False, gathering=gathering)
     for item in program.inputs:
         names.assign(names.fresh(identifier(item.name)), item.name)

@@ -85,7 +85,7 @@ class Function:
 
     def _change(self, change: Redistribution) -> None:
         """Name the result of a redistribution. A parameter that is gathered around a single op gets no variable."""
-        if (change.engine and not self._inner) or self.names.take_over(change.result, change.source):
+        if (change.unit_steps and not self._inner) or self.names.take_over(change.result, change.source):
             return
         base = identifier("_".join(change.source.split(".")[-2:]))
         if not change.parameter:

@@ -738,7 +738,7 @@ class Carried:
             known = same.get(index)
             wanted = None if known is None or known in self.plain else solution.strategy(old, known)
             picks.append(_found(node, wanted))
-        again = _kept(problem, picks) if self.again and solution.again else ()
+        again = _kept(problem, picks) if self.again and solution.regathered else ()
         return Solution(tuple(picks), frozenset(again), 0.0, 0.0, _configuration(given))
 
 

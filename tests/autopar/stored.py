@@ -42,7 +42,7 @@ class Spy:
             after = solution.strategy(problem, edge.consumer).operands[edge.operand]
             if edge.saved and problem.groups[edge.group].parameter and not same_tensor(before, after):
                 again.add((edge.group, after))
-        return replace(solution, again=frozenset(again))
+        return replace(solution, regathered=frozenset(again))
 
     def __enter__(self) -> "Spy":
         self._patches = contextlib.ExitStack()

@@ -98,9 +98,9 @@ def _equal(
         if not spy.seen:
             # The first rank plans.
             continue
-        groups = spy.seen[0].held.groups
+        groups = spy.seen[0].units.units
         layers = [group for group in groups if group.sharded and len(group.parameters) > 3]
-        assert {group.again for group in layers} <= {again}
+        assert {group.regathered for group in layers} <= {again}
         taken = {(group.sharded, group.replicated) for group in groups}
         given = {name for group in groups for name in group.parameters}
         left = sorted({parameter.name for parameter in spy.seen[0].program.parameters} - given)
@@ -192,7 +192,7 @@ def _passes(again: bool) -> dict[str, object]:
         dist_model = autopar.parallelize(model, mesh_of((2,)), inputs, cluster="ideal", constraints=storage(dp="S(0)"))
     outputs = []
     return {
-        "groups": len(spy.seen[0].held.groups) if spy.seen else 0,
+        "groups": len(spy.seen[0].units.units) if spy.seen else 0,
         "forward": _calls(lambda: outputs.append(dist_model(**inputs))),
         "backward": _calls(lambda: outputs[0].loss.backward()),
         "no gradient": _calls(lambda: _without_gradient(dist_model, inputs)),
@@ -544,7 +544,7 @@ def _turned(constraints: list[Mapping[str, Mapping[str, str]]]) -> list[dict[str
         kept = {
             name: [str(placement) for placement in layout]
             for seen in spy.seen
-            for group in seen.held.groups
+            for group in seen.units.units
             for name, layout in group.turned.items()
         }
         found.append({"error": error, "far": far, "kept": kept, "sent": exchanges.call_count, "hooked": hooked})

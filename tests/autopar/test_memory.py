@@ -144,7 +144,7 @@ def test_data_axes(
     inputs = tokens(8, 8, labels=options.get("objective") != "infer")
     with Spy(again) as spy:
         _check(model, mesh, inputs, constraints=storage(**stored), **options)
-    assert len(spy.seen[0].held.groups) > layers
+    assert len(spy.seen[0].units.units) > layers
 
 
 # (model, layers, mesh, how parameters are stored, ZeRO stage, micro-batches, whether they are gathered again, options)
@@ -189,7 +189,7 @@ def test_what_stays_between_micro_batches(
     model = MODELS[name](**{"n_layer" if name == "gpt2" else "num_hidden_layers": layers})
     with Spy(again, stage) as spy:
         _check(model, mesh, tokens(8, 8), constraints=storage(**stored), **{"micro_batches": count, **options})
-    assert len(spy.seen[0].held.groups) > layers
+    assert len(spy.seen[0].units.units) > layers
 
 
 def _vit() -> tuple[nn.Module, dict[str, torch.Tensor]]:
@@ -240,4 +240,4 @@ def test_copies_in_other_layouts(stored: dict[str, str], options: dict[str, obje
     constraints = {"*.gate_up_proj.weight": {"stored": stored, "used": {"dp": "R", "tp": "S(0, 2)"}}}
     with Spy(again=False) as spy:
         _check(phi3(num_hidden_layers=3), "2x2", tokens(8, 8), constraints=constraints, **options)
-    assert any(group.turned for group in spy.seen[0].held.groups)
+    assert any(group.turned for group in spy.seen[0].units.units)

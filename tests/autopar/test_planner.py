@@ -377,8 +377,8 @@ def test_memory_decides_what_is_gathered_again(large: Plan) -> None:
     """Without a limit nothing is made again; with one keys, values and gathered weights are gathered again for the
     backward pass, although that costs communication."""
     plenty = autopar.plan(llama("70B", num_hidden_layers=2), MESH, batch_of(8), cluster="h100", memory_limit=PLENTY)
-    assert program_of(plenty).stages[0].again == ()
-    again = {row.name.split("/")[0].split(".")[-1] for row in rows(large, "change", "/linear") if row.again}
+    assert program_of(plenty).stages[0].regathered == ()
+    again = {row.name.split("/")[0].split(".")[-1] for row in rows(large, "change", "/linear") if row.rerun}
     assert again >= {"v_proj"}
     spent = program_of(large).seconds
     assert spent["backward communication"] > 1.02 * spent["forward communication"]

@@ -56,7 +56,7 @@ def made(
     options = {"cluster": "ideal", "constraints": storage(**stored), "memory_limit": 1e12, **options}
     with Spy(again=options.pop("again", True), stage=options.pop("stage", 3)) as spy:
         dist_model = autopar.parallelize(model, mesh or mesh_of(sizes), inputs, **options)
-    assert not spy.seen or spy.seen[0].held.groups
+    assert not spy.seen or spy.seen[0].units.units
     return dist_model
 
 

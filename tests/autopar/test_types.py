@@ -372,7 +372,7 @@ def test_gradients_of_registered_operators():
     assert torch.autograd.gradcheck(lambda *operands: Typed.apply(call, *operands), (x, weight, bias))
 
 
-# --- placements and types -----------------------------------------------------------------------------------------------
+# --- placements and types ---------------------------------------------------------------------------------------------
 
 
 def _layouts(mesh: Mesh, shape: tuple[int, ...]) -> Iterator[Layout]:

@@ -1,8 +1,8 @@
 """Generated modules under the type checker of `spmd_types`, an opinion on layouts that does not come from us.
 
-Its types are our placements (R, I, P; V, with a `PartitionSpec` that says which dim an axis splits, for S), and it follows
-them through torch functions by itself: by rules of its own for R, I and P, by those of DTensor for splits. Here is what
-it needs to read generated code:
+Its types are our placements (R, I, P; V, with a `PartitionSpec` that says which dim an axis splits, for S), and it
+follows them through torch functions by itself: by rules of its own for R, I and P, by those of DTensor for splits. Here
+is what it needs to read generated code:
 
 - `collectives`: ours, each as the one of `spmd_types` of the same name, `src` and `dst`;
 - `Vocabulary`: typing rules for operators that it has none for (or, as for `linear`, none that lets pending sums
@@ -12,8 +12,8 @@ it needs to read generated code:
   parameters with the layouts of the plan, and runs it.
 
 Splits that a `PartitionSpec` cannot say are those in the middle of a dim: of fused projections, or an axis that is
-left when a more significant one was gathered. A tensor with such a split is V on that axis without a dim, its placement is
-noted beside it (`noted`), and what is computed from it is checked for R, I, P and V alone; which dim is split in the
+left when a more significant one was gathered. A tensor with such a split is V on that axis without a dim, its placement
+is noted beside it (`noted`), and what is computed from it is checked for R, I, P and V alone; which dim is split in the
 result is then taken from the comment of the generated line. `Report` counts both kinds of lines.
 """
 

@@ -66,8 +66,8 @@ def step_by_step(
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     table = {
         name: (StepByStep(group, root, stored, shapes, mesh, axes, collectives), number)
-        for group in held.groups
+        for group in held.units
         for number, name in enumerate(group.parameters)
-        if name in held.parameters
+        if name in held.gathered
     }
     return PartView(root, table)

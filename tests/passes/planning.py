@@ -37,7 +37,7 @@ def _exchanged_in(plain: Body, marked: Body) -> Body:
     statements: list[Statement] = []
     for before, after in zip(plain.statements, marked.statements, strict=True):
         if isinstance(before, Redistribution) and isinstance(after, Redistribution):
-            statements.append(replace(after, again=before.again) if after.exchanged else before)
+            statements.append(replace(after, regathered=before.regathered) if after.exchanged else before)
         elif isinstance(before, Loop) and isinstance(after, Loop):
             statements.append(replace(before, body=_exchanged_in(before.body, after.body)))
         else:

@@ -35,7 +35,7 @@ def test_decisions_are_found_again(seed: int) -> None:
     """A recorded stage gives the same strategies in a problem that is made anew, and what is made again."""
     case = random_planning(seed, blocks=2 if seed == 3 else 0)
     solution = solve(case.problem, case.cluster, Limits(1e30, STATES), Configuration(case.mesh))
-    solution = replace(solution, again=frozenset(case.changed_and_kept(solution.picks)))
+    solution = replace(solution, regathered=frozenset(case.changed_and_kept(solution.picks)))
     anew = random_planning(seed, blocks=2 if seed == 3 else 0)
     found = planned_solution(anew.problem, decisions_of(_recorded(case, solution), case.mesh))
     assert isinstance(found, Solution)
@@ -63,7 +63,7 @@ def test_decisions_that_do_not_fit_are_named(how: str) -> None:
     else:
         again = (("odd/op", 0),)
     expected = "odd/op" if how.startswith("unknown") else first
-    other = replace(plan, stages=(replace(stage, decisions=decisions, again=again),))
+    other = replace(plan, stages=(replace(stage, decisions=decisions, regathered=again),))
     assert planned_solution(case.problem, decisions_of(other, case.mesh)) == expected
 
 

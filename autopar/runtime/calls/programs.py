@@ -124,7 +124,7 @@ class Programs:
         }
         tensors = {**compiled.tensors, **given}
         view = self._engine.view(self._root, compiled.held)
-        parameters = self._parameters.read(view, compiled.parameters - compiled.held.parameters)
+        parameters = self._parameters.read(view, compiled.parameters - compiled.held.gathered)
         groups = self._engine.groups(compiled.held)
         around = self._engine.around_copies(compiled.held)
         generated = program.kind(view, self._axes, self._device, tensors, self._random, groups, around)

@@ -106,7 +106,7 @@ class FSDPManager:
         sharded = fully_shard(
             group,
             mesh=mesh,
-            reshard_after_forward=plan.again,
+            reshard_after_forward=plan.regathered,
             shard_placement_fn=lambda parameter: Shard(dims[id(parameter)]),
             mp_policy=MixedPrecisionPolicy(compute, reduce, cast_forward_inputs=False),
         )
@@ -168,24 +168,26 @@ class FSDPManager:
         """The model as a program with `held` sees it."""
         table: dict[str, tuple[ParameterGroup, int] | Tensor] = {}
         # Totals are of inputs alone: there is nothing that the engine holds.
-        for plan, unit in zip(held.groups, self._units, strict=True) if held.groups else ():
+        for plan, unit in zip(held.units, self._units, strict=True) if held.units else ():
             for place, name in enumerate(plan.parameters):
-                if name in held.parameters:
+                if name in held.gathered:
                     table[name] = (unit, place) if isinstance(unit, ParameterGroup) else unit[place]
         return PartView(root, table)
 
     def groups(self, held: FSDPUnits) -> dict[str, ParameterGroup]:
         """The FSDP units by their first parameter."""
-        units = zip(held.groups, self._units, strict=True) if held.groups else ()
+        units = zip(held.units, self._units, strict=True) if held.units else ()
         return {next(iter(plan.parameters)): unit for plan, unit in units if isinstance(unit, ParameterGroup)}
 
     def around_copies(self, held: FSDPUnits) -> tuple[tuple[tuple[ParameterGroup, ...], ...], ...]:
         """The FSDP units around each copy of each region."""
-        return tuple(tuple(tuple(self._gathering(item) for item in copy) for copy in loop) for loop in held.copies)
+        return tuple(
+            tuple(tuple(self._gathering(item) for item in copy) for copy in loop) for loop in held.around_copies
+        )
 
     def run(self, held: FSDPUnits, forward: Callable[..., T], inputs: Sequence[Tensor]) -> T:
         """`forward(*inputs)` of the program with `held`."""
-        if not held.parameters:
+        if not held.gathered:
             return forward(*inputs)
         root = self._whole()
         self._backward.recover(root, self._groups)
@@ -286,14 +288,14 @@ class FSDPManager:
         forward pass units need no such list: they are gathered on a stream of their own while the device still computes
         the place before.
         """
-        if self._places == held.places:
+        if self._places == held.call_order:
             return
         prefetched = held.prefetched
         for number, group in enumerate(self._units):
             if isinstance(group, ParameterGroup):
                 others = [_unit(self._gathering(other)) for other in prefetched.get(number, ())]
                 _unit(group).set_modules_to_backward_prefetch(others)
-        self._places = held.places
+        self._places = held.call_order
 
     def _take_values(self) -> None:
         """Follow the parameters that users see: values in other memory, as `load_state_dict(..., assign=True)` brings

@@ -1,7 +1,7 @@
 """The collectives that generated code calls.
 
-Each brings a tensor from one placement to another on one axis and is named after what runs forward; what runs backward is
-the change from the gradient of `dst` to the gradient of `src` (R <-> P, I -> I, S -> S).
+Each brings a tensor from one placement to another on one axis and is named after what runs forward; what runs backward
+is the change from the gradient of `dst` to the gradient of `src` (R <-> P, I -> I, S -> S).
 
 Ranks of an axis of size 2 as columns; a, b are parts of a tensor, x, y pending sums::
 
@@ -35,7 +35,8 @@ from autopar.runtime.ranks.failures import raise_named
 from passes.ir.layout import Placement, parse_placement
 from passes.ir.redistribution import COLLECTIVES
 
-# What a change keeps for the backward pass: group, size and rank; the placements; the dtypes to reduce in and to return.
+# What a change keeps for the backward pass: group, size and rank; the placements; the dtypes to reduce in and to
+# return.
 _Kept = tuple[tuple[str, int, int], tuple[Placement, Placement], torch.dtype | None, torch.dtype]
 
 

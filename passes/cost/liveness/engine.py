@@ -129,7 +129,7 @@ class FSDPSimulation:
         self.holds = False
         self._keeps = keeps
         self._ledger = ledger
-        self._held = lowered.held
+        self._held = lowered.units
         # What the backward pass gathers ahead, by the group that it has just gathered. Copies that are counted and not
         # run are left out; for the others it is `FSDPUnits.prefetched`.
         self._prefetched: dict[int, Sequence[int]] = {}
@@ -145,8 +145,8 @@ class FSDPSimulation:
         self._turning: Batching[_Reduced] = Batching()
         # Bytes of all gradients that are turned over the same axes in the same dtype.
         self._turned_bytes: Counter[tuple[tuple[int, ...], torch.dtype]] = Counter()
-        for number, group in enumerate(lowered.held.groups):
-            names = [name for name in group.parameters if name in lowered.held.parameters]
+        for number, group in enumerate(lowered.units.units):
+            names = [name for name in group.parameters if name in lowered.units.gathered]
             add = partial(self._gathered, lowered, mesh) if group.gathers else partial(self._replicated, number)
             members = tuple(add(group, name, types[name], stored[name]) for name in names)
             self.parameters.update(zip(names, (member.whole for member in members), strict=True))
@@ -204,7 +204,7 @@ class FSDPSimulation:
 
     def around_copy(self, loop: int, copy: int) -> tuple[int, ...]:
         """The groups around a copy of a loop, the innermost first."""
-        return self._held.copies[loop][copy] if loop < len(self._held.copies) else ()
+        return self._held.around_copies[loop][copy] if loop < len(self._held.around_copies) else ()
 
     # --- forward ---
 
@@ -237,7 +237,7 @@ class FSDPSimulation:
         self._prefetched[numbers[-1]], self._before = self._before, numbers
         for number in numbers:
             run = self._run(number)
-            if run.plan.again:
+            if run.plan.regathered:
                 self._empty(run)
             for value in results:
                 if value.maker is not None and not isinstance(value.maker, Leaf):

@@ -96,9 +96,9 @@ class Forward:
         for statement in body.statements:
             if isinstance(statement, Compute):
                 self.compute(statement, body.types, frame, copied)
-            elif isinstance(statement, Redistribution) and statement.engine and not frame.inner:
+            elif isinstance(statement, Redistribution) and statement.unit_steps and not frame.inner:
                 frame.later[statement.result] = statement
-            elif isinstance(statement, Redistribution) and statement.engine:
+            elif isinstance(statement, Redistribution) and statement.unit_steps:
                 frame.weights.add(statement.result)
                 frame.assign(statement.result, frame.gathered[statement.source])
                 self.change(statement, frame.gathered[statement.source], partial(frame.assign, statement.result))
@@ -117,7 +117,7 @@ class Forward:
             self._texts[id(statement)] = self.prober.compute(statement, types, copied)
         op = statement.op
         values = {name: frame.read(name) for name in dict.fromkeys(op.operands) if name not in frame.later}
-        groups = self.engine.held.ops.get(op.key, ()) if op.key is not None and not frame.inner else ()
+        groups = self.engine.held.around_ops.get(op.key, ()) if op.key is not None and not frame.inner else ()
         if groups:
             passed = [name for name in values if name not in frame.held and name not in frame.weights]
             entered = self.engine.enter(groups, [values[name] for name in passed], self.next)
@@ -140,14 +140,14 @@ class Forward:
         name = f"{'gather' if statement.parameter else 'redistribution'} of {statement.source}"
         texts = [
             self.prober.change(step, dtypes)
-            for step, dtypes in zip(statement.steps[statement.engine :], statement.step_dtypes, strict=True)
+            for step, dtypes in zip(statement.steps[statement.unit_steps :], statement.step_dtypes, strict=True)
         ]
-        if not texts and not statement.engine:
+        if not texts and not statement.unit_steps:
             texts = [f"x0.to({statement.dtypes[0]})"]
         for text in texts:
             (result,) = self.run(name, text, [value], 1, COMMUNICATION)
             if result.storage is not value.storage:
-                if self.noted is not None and statement.again:
+                if self.noted is not None and statement.regathered:
                     self.noted.note(result.storage, Task(text, (value.form,), (False,), 1), [value.storage])
                 if not statement.parameter:
                     result.storage.turn(TRANSIENT)
@@ -350,7 +350,7 @@ def _regathers(lowered: Lowered) -> bool:
     """Whether anything is made again in the backward pass."""
     bodies = [lowered.body, *(item.body for item in lowered.body.statements if isinstance(item, Loop))]
     return any(
-        (isinstance(item, Redistribution) and item.again and len(item.steps) > item.engine)
+        (isinstance(item, Redistribution) and item.regathered and len(item.steps) > item.unit_steps)
         or (isinstance(item, Compute) and item.recomputed)
         for body in bodies
         for item in body.statements

@@ -26,7 +26,7 @@ def test_names_are_those_of_the_runtime() -> None:
     assert all(hasattr(autopar.runtime, name) for name in names)
     around = {
         "Axis",
-        "CompiledProgram",
+        "GeneratedProgram",
         "Container",
         "DistributedModule",
         "LoadedProgram",

@@ -116,7 +116,7 @@ def test_what_sends_is_not_made_again() -> None:
         if layout in wanted:
             picks = list(solution.picks)
             picks[norm], picks[use.consumer] = pick, wanted.index(layout)
-            found = model.allocations(picks, solution.again)
+            found = model.allocations(picks, solution.regathered)
             assert model.totals(found) == pytest.approx(_totals_alone(case, replace(solution, picks=tuple(picks))))
             size = layout_bytes(case.problem.groups[use.group], layout, mesh)
             kept = [(item.size, model.ranges[item.range]) for item in found if item.kind == "kept"]

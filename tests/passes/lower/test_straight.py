@@ -86,8 +86,8 @@ def test_what_is_made_again_is_marked() -> None:
     edge = next(
         edge for edge in case.problem.edges if case.problem.nodes[edge.consumer].key == "q/linear" and edge.operand == 0
     )
-    lowered = case.lowered(replace(chosen, again=frozenset({(edge.group, (R,))})))
-    assert {change.after for change in changes(lowered) if change.again} == {(R,)}
+    lowered = case.lowered(replace(chosen, regathered=frozenset({(edge.group, (R,))})))
+    assert {change.after for change in changes(lowered) if change.regathered} == {(R,)}
 
 
 class Twice(nn.Module):

@@ -97,15 +97,15 @@ def test_gathers_go_to_the_engine() -> None:
     assert written(after, mesh) == ["gathered(layer.proj.weight)", HEAD]
     source = source_of(after, mesh)
     assert "layers.*: 2 copies. fully_shard: 1 parameter sharded over dp." in source
-    head, first, second = sorted(after.held.groups, key=lambda group: tuple(group.parameters))
+    head, first, second = sorted(after.units.units, key=lambda group: tuple(group.parameters))
     assert head == FSDPUnit({"head.weight": 0}, (0,), (), True, False, NONE)
     assert [first, second] == [FSDPUnit({name: 0}, (0,), (), True, False, NONE) for name in LAYERS]
-    assert {op: [after.held.groups[number] for number in numbers] for op, numbers in after.held.ops.items()} == {
-        "head/linear": [head]
-    }
-    (copies,) = after.held.copies
-    assert [[after.held.groups[number] for number in copy] for copy in copies] == [[first], [second]]
-    assert after.held.parameters == {"head.weight", *LAYERS}
+    assert {
+        op: [after.units.units[number] for number in numbers] for op, numbers in after.units.around_ops.items()
+    } == {"head/linear": [head]}
+    (copies,) = after.units.around_copies
+    assert [[after.units.units[number] for number in copy] for copy in copies] == [[first], [second]]
+    assert after.units.gathered == {"head.weight", *LAYERS}
 
 
 def test_what_the_engine_does_is_priced() -> None:
@@ -120,7 +120,7 @@ def test_what_the_engine_does_is_priced() -> None:
     assert seconds[0] == seconds[1]
     assert seconds[1].exposed_gathers > 0
     assert seconds[1].exposed_reductions > 0
-    assert [change.engine for change in parameter_changes(fsdp_units(lowered, mesh))] == [1, 1]
+    assert [change.unit_steps for change in parameter_changes(fsdp_units(lowered, mesh))] == [1, 1]
 
 
 @pytest.mark.parametrize("stored", [(S(1), S(1, 2)), (I, S(1))], ids=str)
@@ -132,14 +132,14 @@ def test_all_to_alls_that_come_first_are_made_by_the_engine(stored: Layout) -> N
     given = case(mesh, constraints, cluster="cpu")
     lowered = before(given)
     after = fsdp_units(lowered, mesh)
-    turned = [group.turned for group in after.held.groups if not group.parameters.keys().isdisjoint(LAYERS)]
+    turned = [group.turned for group in after.units.units if not group.parameters.keys().isdisjoint(LAYERS)]
     assert turned == [{name: (stored[0], S(0))} for name in LAYERS]
     (change,) = [item for item in parameter_changes(after) if item.before == stored]
     assert [step.collective for step in change.steps[:2]] == [
         "all_to_all",
         "all_gather" if stored[0] != I else "convert",
     ]
-    assert change.engine == len(change.steps) == 2
+    assert change.unit_steps == len(change.steps) == 2
     walked = walk(after, given.folded, given.cluster, Optimizer(STATES), Configuration(mesh))
     planned = solve(given.problem, given.cluster, Limits(1e30, STATES), Configuration(given.mesh)).seconds
     assert walked.total == pytest.approx(planned, rel=1e-9)
@@ -151,8 +151,8 @@ def test_equal_copies_are_reduced_by_the_engine() -> None:
     after = fsdp_units(before(case(mesh, REPLICATED)), mesh)
     # Nothing is gathered, so nothing is called around what reads them.
     assert written(after, mesh) == ["gathered(layer.proj.weight)", "F.linear(x, gathered(self.root.head.weight))"]
-    assert {(group.sharded, group.replicated) for group in after.held.groups} == {((), (0,))}
-    assert (after.held.copies, after.held.ops, after.held.places) == ((((), ()),), {}, ())
+    assert {(group.sharded, group.replicated) for group in after.units.units} == {((), (0,))}
+    assert (after.units.around_copies, after.units.around_ops, after.units.call_order) == ((((), ()),), {}, ())
     assert "layers.*: 2 copies. all_reduce: 1 parameter replicated over dp." in source_of(after, mesh)
 
 
@@ -166,7 +166,7 @@ def test_hybrid() -> None:
     }
     after = fsdp_units(before(case(mesh, constraints)), mesh)
     assert written(after, mesh) == ["gathered(layer.proj.weight)", HEAD]
-    assert {(tuple(group.parameters.values()), group.sharded, group.replicated) for group in after.held.groups} == {
+    assert {(tuple(group.parameters.values()), group.sharded, group.replicated) for group in after.units.units} == {
         ((1,), (1,), (0,))
     }
 
@@ -215,9 +215,9 @@ def test_one_gather_of_consecutive_parts(stored: Layout, sharded: tuple[int, ...
         "@linear": {"in": batch, "out": batch},
     }
     after = fsdp_units(stored_otherwise(before(case(mesh, constraints)), stored, mesh), mesh)
-    assert {group.sharded for group in after.held.groups if group.sharded} == ({sharded} if sharded else set())
-    left = [[step.axis for step in change.steps[change.engine :]] for change in parameter_changes(after)]
-    taken = {axis for group in after.held.groups for axis in (*group.sharded, *group.replicated)}
+    assert {group.sharded for group in after.units.units if group.sharded} == ({sharded} if sharded else set())
+    left = [[step.axis for step in change.steps[change.unit_steps :]] for change in parameter_changes(after)]
+    taken = {axis for group in after.units.units for axis in (*group.sharded, *group.replicated)}
     assert [set(axes) for axes in left] == [{0, 1} - taken] * 2
     shown = "gathered(layer.proj.weight)" if taken else "local(layer.proj.weight)"
     assert shown in written(after, mesh)[0]
@@ -240,13 +240,13 @@ def test_what_no_unit_gathers_after_all_to_alls_is_not_hidden() -> None:
     moves least, and nothing hides them."""
     mesh = mesh_of(dp=2, tp=2)
     stored = S(0, 2), S(0)
-    letters = {"dp": str(stored[0]), "tp": str(stored[1])}
-    constraints: Constraints = {"layers.*": {"stored": letters, "used": {"dp": "R", "tp": "S(1)"}}, "@linear": BATCH}
+    placements = {"dp": str(stored[0]), "tp": str(stored[1])}
+    constraints: Constraints = {"layers.*": {"stored": placements, "used": {"dp": "R", "tp": "S(1)"}}, "@linear": BATCH}
     given = case(mesh, constraints, cluster="h100")
     after = fsdp_units(before(given), mesh)
     (change,) = [item for item in parameter_changes(after) if item.before == stored]
     assert [step.collective for step in change.steps] == ["all_to_all", "all_gather"]
-    assert (change.engine, change.inline) == (0, True)
+    assert (change.unit_steps, change.inline) == (0, True)
     walked = walk(after, given.folded, given.cluster, Optimizer(STATES), Configuration(mesh))
     planned = solve(given.problem, given.cluster, Limits(1e30, STATES), Configuration(mesh)).seconds
     assert walked.total == pytest.approx(planned, rel=1e-9)
@@ -261,7 +261,7 @@ def test_nothing_is_gathered_to_be_cut_afterwards() -> None:
     }
     lowered = before(case(mesh, constraints))
     after = fsdp_units(lowered, mesh)
-    assert after.held.groups == ()
+    assert after.units.units == ()
     assert written(after, mesh) == written(lowered, mesh)
 
 
@@ -271,7 +271,7 @@ def test_what_is_no_data_axis_stays(used: str) -> None:
     mesh = mesh_of(dp=2)
     lowered = before(case(mesh, {"*": {"stored": {"dp": "S(0)"}, "used": {"dp": used}}}))
     after = fsdp_units(lowered, mesh)
-    assert after.held.groups == ()
+    assert after.units.units == ()
     assert written(after, mesh) == written(lowered, mesh)
 
 
@@ -293,7 +293,7 @@ def test_read_in_several_places(model: nn.Module) -> None:
     mesh = mesh_of(dp=2)
     lowered = before(case(mesh, SHARDED, model))
     after = fsdp_units(lowered, mesh)
-    assert after.held.parameters == set(LAYERS)
+    assert after.units.gathered == set(LAYERS)
     assert [line for line in written(after, mesh) if "head" in line] == [
         line for line in written(lowered, mesh) if "head" in line
     ]
@@ -317,16 +317,16 @@ def test_what_the_backward_pass_needs() -> None:
     mesh = mesh_of(dp=2)
     constraints = {**SHARDED, "table": BATCH}
     given = planning(Table(), {"x": torch.arange(8)}, mesh, "ideal", constraints)
-    table, head = fsdp_units(before(given), mesh).held.groups
-    assert (table.saved, table.again) == (False, True)
-    assert (head.saved, head.again) == (True, False)
+    table, head = fsdp_units(before(given), mesh).units.units
+    assert (table.saved, table.regathered) == (False, True)
+    assert (head.saved, head.regathered) == (True, False)
     redone = before(given)
     again = [
-        replace(item, again=True) if isinstance(item, Redistribution) and item.parameter else item
+        replace(item, regathered=True) if isinstance(item, Redistribution) and item.parameter else item
         for item in redone.body.statements
     ]
-    table, head = fsdp_units(replace(redone, body=replace(redone.body, statements=tuple(again))), mesh).held.groups
-    assert (head.saved, head.again) == (True, True)
+    table, head = fsdp_units(replace(redone, body=replace(redone.body, statements=tuple(again))), mesh).units.units
+    assert (head.saved, head.regathered) == (True, True)
 
 
 def test_frozen_parameters_are_gathered_but_not_reduced() -> None:
@@ -334,18 +334,18 @@ def test_frozen_parameters_are_gathered_but_not_reduced() -> None:
     mesh = mesh_of(dp=2)
     model = Model()
     model.head.requires_grad_(False)
-    held = fsdp_units(before(case(mesh, REPLICATED, model)), mesh).held
-    assert held.parameters == set(LAYERS)
-    held = fsdp_units(before(case(mesh, SHARDED, model)), mesh).held
-    assert held.parameters == {"head.weight", *LAYERS}
+    held = fsdp_units(before(case(mesh, REPLICATED, model)), mesh).units
+    assert held.gathered == set(LAYERS)
+    held = fsdp_units(before(case(mesh, SHARDED, model)), mesh).units
+    assert held.gathered == {"head.weight", *LAYERS}
 
 
 def test_other_programs_read_what_is_held_already() -> None:
     """A program that reads a layer twice reads it as it is stored; what it reads once it has from the engine."""
     mesh = mesh_of(dp=2)
     first = fsdp_units(before(case(mesh, SHARDED)), mesh)
-    same = fsdp_units(before(case(mesh, SHARDED)), mesh, first.held.groups)
-    assert same.held == first.held
+    same = fsdp_units(before(case(mesh, SHARDED)), mesh, first.units.units)
+    assert same.units == first.units
 
     class Unfolded(Model):
         """The second layer comes twice."""
@@ -355,12 +355,12 @@ def test_other_programs_read_what_is_held_already() -> None:
             x = self.layers[1](self.layers[0](x).exp()).sin()
             return self.head(self.layers[1](x)).pow(2).mean()
 
-    other = fsdp_units(before(case(mesh, SHARDED, Unfolded())), mesh, first.held.groups)
-    assert other.held.groups == first.held.groups
-    assert other.held.parameters == {"head.weight", "layers.0.proj.weight"}
-    assert {len(numbers) for numbers in other.held.ops.values()} == {1}
-    assert len(other.held.ops) == 2
+    other = fsdp_units(before(case(mesh, SHARDED, Unfolded())), mesh, first.units.units)
+    assert other.units.units == first.units.units
+    assert other.units.gathered == {"head.weight", "layers.0.proj.weight"}
+    assert {len(numbers) for numbers in other.units.around_ops.values()} == {1}
+    assert len(other.units.around_ops) == 2
     # One that uses a part of the head alone reads that.
     split = {**SHARDED, "head.weight": {"stored": {"dp": "S(0)"}, "used": {"dp": "S(0)"}}, "head": {}}
-    alone = fsdp_units(before(case(mesh, {**split, "@linear": {}})), mesh, first.held.groups)
-    assert "head.weight" not in alone.held.parameters
+    alone = fsdp_units(before(case(mesh, {**split, "@linear": {}})), mesh, first.units.units)
+    assert "head.weight" not in alone.units.gathered

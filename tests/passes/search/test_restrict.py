@@ -80,7 +80,7 @@ def test_the_planned_sizes_hold_all(seed: int) -> None:
     again = chosen(replace(case, problem=problem))
     assert again.seconds == pytest.approx(solution.seconds)
     assert straight_code(case.folded, problem, again, case.mesh, Casts()) == case.lowered(
-        replace(solution, again=frozenset())
+        replace(solution, regathered=frozenset())
     )
 
 
