@@ -53,7 +53,7 @@ class Pricing:
 class Matrices:
     """Seconds of redistributions from every source (row) to every target, for one occurrence: `forward`, `backward`,
     and in `exchange` those that run once before a forward pass (see `cost.step.Part`). `inline` are those of a
-    parameter that nothing hides (see `Change.inline`)."""
+    parameter that nothing hides (see `Redistribution.inline`)."""
 
     forward: Floats
     backward: Floats
