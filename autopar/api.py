@@ -176,8 +176,8 @@ def _check_same_model(model: nn.Module, mesh: DeviceMesh) -> None:
     for rank, other in enumerate(every):
         if other[0] != first[0]:
             raise PlanMismatchError(
-                f"ranks hold different models: the one of rank {rank} of the mesh is built otherwise than that of "
-                "rank 0"
+                f"ranks hold different models: the one of rank {rank} of the mesh has a different structure from "
+                "rank 0's"
             )
         if other[2] != first[2]:
             raise PlanMismatchError(

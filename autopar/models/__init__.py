@@ -1,0 +1,1 @@
+"""Models and losses as users give them: fingerprints, Hugging Face specifics, callables, loss functions."""

@@ -1,0 +1,1 @@
+"""Plans and programs: recording and replaying plans, programs of other shapes, cost formulas, memory probing."""

@@ -1,0 +1,1 @@
+"""Data that passes exchange: programs, layouts, redistributions, configurations, plans, lowered programs, errors."""

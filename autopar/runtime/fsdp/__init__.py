@@ -1,0 +1,1 @@
+"""Parameters and gradients on data axes: FSDP units, their manager, and the parameters that users see."""
