@@ -22,8 +22,13 @@ does nothing.
 
 from collections.abc import Callable, Iterator
 from math import ceil, log2, prod
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from passes.cost.cluster import Cluster, Route
+from passes.cost.hardware import Device
 from passes.ir.figures import least
 from passes.ir.mesh import Mesh
 from passes.ir.redistribution import COLLECTIVES, RedistributionStep
@@ -33,7 +38,7 @@ Line = tuple[float, float]
 
 
 # An all-to-all of many tensors copies each into one buffer, and out of another: a kernel and a pass over memory each.
-JOINT_KERNELS, JOINT_TOUCHED = 2, 2
+_JOINT_KERNELS, _JOINT_TOUCHED = 2, 2
 
 _FREE: tuple[Line, ...] = ((0.0, 0.0),)
 
@@ -46,9 +51,17 @@ def step_seconds(step: RedistributionStep, itemsize: int, cluster: Cluster, mesh
 
 def joint_seconds(step: RedistributionStep, itemsize: int, cluster: Cluster, mesh: Mesh) -> float:
     """Seconds that the all-to-all `step` adds to one that carries many tensors: start and hops are those of all."""
-    before, after, device = prod(step.before), prod(step.after), cluster.device
-    each = joint_rate(cluster.route(mesh, step.axis)) * max(before, after)
-    return JOINT_KERNELS * device.launch + (each + JOINT_TOUCHED * (before + after) / device.stream) * itemsize
+    rate = joint_rate(cluster.route(mesh, step.axis))
+    return joint_seconds_at(prod(step.before), itemsize, rate, cluster.device)
+
+
+Numbers = TypeVar("Numbers", float, NDArray[np.float64])
+
+
+def joint_seconds_at(elements: Numbers, itemsize: Numbers, rate: Numbers, device: Device) -> Numbers:
+    """The same for one tensor, or for each of an array of tensors, of which a rank holds so many `elements` before and
+    after; `rate` is the `joint_rate` of the all-to-all."""
+    return _JOINT_KERNELS * device.launch + (rate + 2 * _JOINT_TOUCHED / device.stream) * (elements * itemsize)
 
 
 def joint_rate(route: Route) -> float:

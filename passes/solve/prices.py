@@ -12,11 +12,10 @@ from numpy.typing import NDArray
 
 from passes.cost.cluster import Cluster
 from passes.cost.communication import (
-    JOINT_KERNELS,
-    JOINT_TOUCHED,
     Line,
     collective_lines,
     joint_rate,
+    joint_seconds_at,
     touched,
 )
 from passes.ir.choices import EdgeGroup
@@ -215,11 +214,8 @@ class _Tables:
 
     def joint_seconds(self, steps: Steps, itemsize: Integers) -> Floats:
         """`joint_seconds` of each of the steps, which are all-to-alls."""
-        bytes = (steps.before + steps.after) * itemsize
-        size = np.maximum(steps.before, steps.after) * itemsize
-        device = self.device
-        seconds: Floats = JOINT_KERNELS * device.launch + JOINT_TOUCHED * bytes / device.stream
-        return seconds + self.joint_rates.take(steps.axis) * size
+        elements, itemsizes = steps.before.astype(np.float64), itemsize.astype(np.float64)
+        return joint_seconds_at(elements, itemsizes, self.joint_rates.take(steps.axis), self.device)
 
     def seconds(self, steps: Steps, itemsize: Integers, joined: Integers) -> Floats:
         """Seconds of each of the steps, for elements of `itemsize` bytes and `joined` tensors together (by step)."""
