@@ -1,4 +1,4 @@
-"""What generated code calls, and the module around it."""
+"""The library that generated code calls, and the distributed module that runs generated code."""
 
 import passes.ops  # noqa: F401  (operators that capture writes into programs)
 from autopar.runtime.calls.inputs import named_arguments

@@ -1,4 +1,4 @@
-"""Loading of state dicts into parameters that lie on a mesh: of a whole plain tensor each rank takes its part."""
+"""Loading of state dicts into distributed parameters: each rank copies its shard of a whole plain tensor."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -90,7 +90,7 @@ def _same_shape(value: Tensor, current: Tensor) -> bool:
 
 
 def _placed_like(current: Tensor, value: Tensor, assign: bool) -> Tensor:
-    """`value` as it is copied into `current`, or as it takes its place."""
+    """Return `value` in the layout of `current`, to be copied into it or to replace it."""
     if value.shape != current.shape:
         value = value[0]
     if isinstance(value, DTensor) and not (isinstance(current, DTensor) and value.placements == current.placements):
@@ -118,7 +118,7 @@ def _own_block(whole: Tensor, current: DTensor) -> Tensor:
 
 
 def _tie_again(module: nn.Module, before: Mapping[str, Tensor]) -> None:
-    """Let parameters and buffers that were one tensor `before`, under several names, be one tensor again."""
+    """Restore ties: parameters and buffers that were one tensor `before`, under several names, become one again."""
     names: dict[int, list[str]] = {}
     for name, item in before.items():
         names.setdefault(id(item), []).append(name)

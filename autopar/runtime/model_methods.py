@@ -1,4 +1,4 @@
-"""Methods of a model that its distributed module has not, and what serves instead."""
+"""Methods of a model that its distributed module does not have, and their replacements."""
 
 from collections.abc import Mapping
 

@@ -144,14 +144,14 @@ class DistributedModule(Loadable, CalledPart):
         return frozenset[str]().union(*(program.compiled.parameters for program in self._programs.loaded.values()))
 
     def take_from(self, model: nn.Module) -> None:
-        """Have the configuration of `model`, where it has one, and know what else its class has."""
+        """Take the configuration of `model`, if it has one, and record the attributes of its class."""
         self._model_class = type(model)
         config = getattr(model, "config", None)
         if config is not None and not hasattr(self, "config"):
             self.config = config
 
     def stand_for(self, original: nn.Module) -> None:
-        """Be a part of a model that knows nothing of meshes: return whole tensors, and have what `original` has."""
+        """Stand for `original` in a model that is not distributed: return whole tensors, and have its attributes."""
         # It is no part of this module.
         object.__setattr__(self, "_original", original)
         if self._comparison is not None:
@@ -159,38 +159,38 @@ class DistributedModule(Loadable, CalledPart):
             self._comparison.compares_floats = False
 
     def keep(self, path: str, part: nn.Module) -> None:
-        """Let the part at `path`, which no program uses, be `part`, with its own parameters."""
+        """Keep `part`, which no program uses, as the submodule at `path`, with its own parameters."""
         put(self._root, path, part)
         self._watch.refresh()
 
     @property
     def mesh(self) -> DeviceMesh:
-        """The device mesh that it runs on."""
+        """The device mesh that the module runs on."""
         return self._mesh
 
     @property
     def plan(self) -> Plan:
-        """What was decided."""
+        """The plan: layouts, predicted time and memory, and every decision behind them."""
         return self._plan
 
     @property
     def random(self) -> Randomness:
-        """What dropout draws from: `random.seed(0)`, alike on all ranks, makes a run reproducible."""
+        """The random generator of dropout; `random.seed(0)` on all ranks makes a run reproducible."""
         return self._random
 
     @property
     def code(self) -> str:
-        """The generated source of the current mode."""
+        """The generated source for the current mode (training or evaluation)."""
         return self._programs.loaded[self._mode()].compiled.source
 
     @property
     def code_path(self) -> Path:
-        """The file that `code` lies in."""
+        """The path of the file that contains `code`."""
         return self._programs.loaded[self._mode()].path
 
     @property
     def input_layouts(self) -> dict[str, dict[str, str]]:
-        """How each input is split, per axis: {"input_ids": {"dp": "S(0)", "tp": "R"}}."""
+        """The placement of each input on each axis: {"input_ids": {"dp": "S(0)", "tp": "R"}}."""
         inputs = self._programs.planned(self._mode()).compiled.inputs
         return {item.name: dict(zip(self._shape.names, map(str, item.layout), strict=True)) for item in inputs}
 
@@ -204,7 +204,7 @@ class DistributedModule(Loadable, CalledPart):
           rows (dim 0, or the dim in which the planned input has its samples), those of the ranks along these axes are
           put together in their order, and ranks along the other axes give the same rows. Ranks may have different
           numbers of rows, or none: then tensors without rows. A tensor without samples is the same on every rank.
-        - None: the parts are those that `input_layouts` says.
+        - None: each rank gives its parts in the layouts of `input_layouts`.
 
         The whole batch may have other sizes than planned. Raises InputError, on all ranks, for tensors of another dtype
         or number of dims than planned, for sizes that do not fit together, for a layout that parts cannot have, and for
@@ -302,7 +302,7 @@ class DistributedModule(Loadable, CalledPart):
         return self._output(program, leaves)
 
     def holding_gradients(self) -> AbstractContextManager[None]:
-        """Within, backward passes do not reduce the gradients of parameters on data axes; they add them up.
+        """Context in which backward passes accumulate gradients of parameters on data axes without reducing them.
 
         The first backward pass afterwards reduces the sum: enter it around the backward passes of all micro-batches but
         the last. Until then `.grad` is a `DTensor` that is `Partial` on these axes, which can be zeroed, scaled and
@@ -314,14 +314,14 @@ class DistributedModule(Loadable, CalledPart):
         return self._engine.holding_gradients()
 
     def keeping_parameters(self) -> AbstractContextManager[None]:
-        """Within, parameters that the plan keeps for the backward pass stay gathered after it, too.
+        """Context in which parameters that stay gathered for backward also stay gathered after it.
 
-        Enter it around all micro-batches of a step. Parameters must not change within.
+        Enter it around all micro-batches of a step. Parameters must not change inside.
         """
         return self._engine.keeping_parameters()
 
     def _change(self, changes: Sequence[StateChange]) -> None:
-        """Change parameters as the model itself does before it reads them."""
+        """Apply the changes to parameters that the model itself makes before it reads them."""
         for change in changes:
             part = local(self._root.get_parameter(change.parameter).detach())
             first, *_ = schema_of(find_overload(change.target)).arguments
@@ -332,5 +332,5 @@ class DistributedModule(Loadable, CalledPart):
         return Surroundings(self.training, micro_batches, self._random, self._engine.within, self._device.type)
 
     def _mode(self) -> str:
-        """The program that runs: an evaluation that does nothing else than training has none of its own."""
+        """The name of the program that runs: evaluation has its own only where it differs from training."""
         return "train" if self.training or "infer" not in self._programs else "infer"

@@ -1,4 +1,4 @@
-"""Parameters of a module as they were planned, held against those that it has now."""
+"""Comparison of a module's current parameters with the planned ones."""
 
 from collections.abc import Iterator, Mapping
 from operator import is_
@@ -14,7 +14,7 @@ _Place = tuple[Mapping[str, nn.Parameter | None], str, str]
 
 
 class ParameterWatch:
-    """The parameters that programs read: changes that programs cannot follow are found here.
+    """Watches the parameters that programs read, and detects changes that programs cannot follow.
 
     It is asked at every call, so it looks at identities and at `requires_grad` alone. That parameters are only replaced
     by such as lie alike is seen to where they are set.
@@ -27,7 +27,7 @@ class ParameterWatch:
         self.refresh()
 
     def refresh(self) -> None:
-        """Take the parameters that are there now for the planned ones."""
+        """Take the current parameters as the planned ones."""
         self._places = list(_parameters(self._root))
         self._found = self._now()
         paths: dict[int, str] = {}

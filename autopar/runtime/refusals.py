@@ -1,4 +1,4 @@
-"""The things that torch does with any module, and that a distributed module refuses in one sentence.
+"""Operations that torch applies to any module but that a distributed module refuses with a clear error.
 
 A distributed module runs generated code, which reads its parameters where the plan put them. Its parts only hold these
 parameters: they are never called, and nothing else can take their place. Things that rely on more would fail far from
@@ -20,7 +20,7 @@ _BEFORE = "change the model, then call parallelize again"
 
 
 def _refusal(what: str, instead: str) -> Callable[..., NoReturn]:
-    """A method that raises UnsupportedError: `what` does not work, and what to do `instead`."""
+    """A method that raises UnsupportedError: `what` is not supported, use `instead`."""
 
     def refuse(*_: object, **__: object) -> NoReturn:
         raise UnsupportedError(f"{what}: {instead}")
@@ -42,7 +42,7 @@ class _NoFurtherApis(dict[Any, Any]):
 
 
 class DistributedPart(nn.Module):
-    """A distributed module or a part of it. Parameters and buffers can be replaced by their like; nothing else can."""
+    """A distributed module or a submodule of it. Only parameters and buffers can be replaced, by compatible ones."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -144,7 +144,7 @@ class DistributedPart(nn.Module):
         super().register_parameter(name, param)
 
     def __setattr__(self, name: str, value: Tensor | nn.Module) -> None:
-        """Set an attribute; parts cannot be added or replaced."""
+        """Set an attribute; submodules cannot be added or replaced."""
         if isinstance(value, nn.Module):
             raise UnsupportedError(
                 f"{name!r} cannot become a part of a distributed module, whose code does not call it: {_BEFORE}"
@@ -154,7 +154,7 @@ class DistributedPart(nn.Module):
         super().__setattr__(name, value)
 
     def __delattr__(self, name: str) -> None:
-        """Delete an attribute; parameters, buffers and parts cannot be deleted."""
+        """Delete an attribute; parameters, buffers and submodules cannot be deleted."""
         if name in parameters_of(self) or name in buffers_of(self) or name in parts_of(self):
             raise UnsupportedError(f"{name!r} of a distributed module cannot be removed: {_BEFORE}")
         super().__delattr__(name)
@@ -167,7 +167,7 @@ _uncalled = _refusal(
 
 
 class HoldingPart(DistributedPart):
-    """A part of a distributed module that only holds parameters, and is never called."""
+    """A submodule of a distributed module that only holds parameters and is never called."""
 
     register_forward_pre_hook = _uncalled
     register_forward_hook = _uncalled
@@ -208,7 +208,7 @@ def refuse_module_hooks(module: nn.Module) -> None:
 
 
 def put(root: nn.Module, path: str, part: nn.Module) -> None:
-    """Put `part` in the place of the part of `root` at `path`."""
+    """Replace the submodule of `root` at `path` by `part`."""
     above, _, name = path.rpartition(".")
     parts_of(root.get_submodule(above))[name] = part
 

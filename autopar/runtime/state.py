@@ -1,4 +1,4 @@
-"""How layouts lie at the surface: as placements of `torch.distributed.tensor`, and how whole tensors are cut."""
+"""Conversion between layouts and placements of `torch.distributed.tensor`, and between whole tensors and shards."""
 
 from collections.abc import Sequence
 

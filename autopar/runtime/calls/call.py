@@ -24,7 +24,7 @@ from passes.ir.redistribution import redistribution
 
 @dataclass(frozen=True)
 class PreparedCall:
-    """The program that serves a call, and this rank's parts of its inputs."""
+    """The program for a call, and this rank's parts of its inputs."""
 
     program: RunnableProgram
     inputs: Sequence[Tensor]

@@ -1,4 +1,4 @@
-"""What a call gives, held against what was planned."""
+"""Arguments of calls, bound to the signature of the model and checked against the plan."""
 
 import inspect
 from collections.abc import Mapping, Sequence
@@ -125,7 +125,7 @@ def _named(signature: inspect.Signature) -> set[str]:
 
 
 def _check_left_out(signature: inspect.Signature, given: Sequence[str], planned: GeneratedProgram) -> None:
-    """Raise where leaving out an argument would mean another value than the one that was planned."""
+    """Raise where an omitted argument has a default other than the planned value."""
     for name, value in planned.constants.items():
         parameter = signature.parameters.get(name)
         if name in given or name in planned.assumed or parameter is None or isinstance(value, Tensor):
@@ -164,17 +164,17 @@ def named_arguments(signature: inspect.Signature, bound: inspect.BoundArguments)
 
 
 def constant_text(value: object) -> str:
-    """A constant as a plan has it."""
+    """A constant as text, in the form that plans record."""
     return f"{dtype_name(value.dtype)} {value.tolist()}" if isinstance(value, Tensor) else repr(value)
 
 
 def tensors_among(constants: Mapping[str, object]) -> dict[str, Tensor]:
-    """Constants that are tensors."""
+    """The constants that are tensors."""
     return {name: value for name, value in constants.items() if isinstance(value, Tensor)}
 
 
 def values_of(name: str, leaf: object, planned: Tensor) -> Tensor:
-    """The values that a call has for a constant."""
+    """The values that a call passes for a constant."""
     if not isinstance(leaf, Tensor) or isinstance(leaf, DTensor) or leaf.dtype != planned.dtype:
         raise InputError(
             f"{name} must be a whole tensor of {planned.dtype}, because the model needs its values; it is {leaf!r}"
@@ -187,7 +187,7 @@ def listed(names: Sequence[str]) -> str:
 
 
 def is_like(tensor: Tensor, planned: TensorType) -> bool:
-    """Whether a tensor differs from a planned one in sizes at most."""
+    """Whether a tensor equals a planned one in everything but its sizes."""
     return tensor.dtype == planned.dtype and tensor.dim() == len(planned.shape)
 
 

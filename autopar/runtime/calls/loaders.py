@@ -1,4 +1,4 @@
-"""Batches of which each rank has a part, as data loaders give them."""
+"""Global batches from the parts that the data loader of each rank gives."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -71,7 +71,7 @@ class _Rows:
 
 
 class RowLoader:
-    """Puts global batches together from each rank's own rows, on the ranks of a mesh."""
+    """Gathers global batches from the rows of each rank, over the ranks of a mesh."""
 
     def __init__(self, mesh: DeviceMesh, device: torch.device, agreement: Agreement | None) -> None:
         self._mesh = mesh
@@ -212,7 +212,7 @@ class RowLoader:
 
 
 def _raise_difference(every: Sequence[Raised | dict[str, str]]) -> NoReturn:
-    """Say how the batches of ranks differ, which describe them by name, or what a rank raised."""
+    """Raise an error that describes how the batches of ranks differ, or the error that a rank raised."""
     described: list[dict[str, str]] = []
     for rank, item in enumerate(every):
         if isinstance(item, Raised):

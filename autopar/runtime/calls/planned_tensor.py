@@ -14,8 +14,8 @@ _MIXED = "mixed torch.Tensor and DTensor"
 
 
 class PlannedTensor(DTensor):
-    """An output of a distributed module, or what is computed from one: a `DTensor`, but for the error that is raised
-    where it meets a plain tensor."""
+    """An output of a distributed module, or a result computed from one: a `DTensor` with a clearer error message where
+    it is mixed with a plain tensor."""
 
     @classmethod
     def __torch_function__(

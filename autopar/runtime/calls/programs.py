@@ -22,7 +22,7 @@ from passes.ir.program import dtype_name
 
 logger = logging.getLogger("autopar")
 
-# So many programs for other inputs than planned are kept.
+# Maximum number of programs kept for inputs other than planned.
 KEPT = 32
 
 
@@ -100,7 +100,7 @@ class Programs:
         return found
 
     def _drop_oldest(self) -> None:
-        """Forget the program that was not called for longest, where there are too many."""
+        """Drop the least recently used program if there are too many."""
         if len(self._others) <= KEPT:
             return
         _, oldest = self._others.popitem(last=False)
@@ -134,7 +134,7 @@ class Programs:
 
 
 def _serves(compiled: GeneratedProgram, call: BoundCall, count: int) -> bool:
-    """Whether a planned program is for these sizes, values and number of micro-batches."""
+    """Whether a planned program has these sizes, values and number of micro-batches."""
     planned_count = 1 if compiled.micro_batches is None else compiled.micro_batches.count
     planned = tensors_among(compiled.constants)
     return (

@@ -1,4 +1,4 @@
-"""One step of training: the batch goes through the program micro-batch by micro-batch, forward and backward each."""
+"""One training step: forward and backward of the program on every micro-batch of the batch."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -18,13 +18,13 @@ Run = Callable[[Sequence[Tensor]], Sequence[object]]
 
 
 class Travel(Protocol):
-    """What decides when parameters on data axes are gathered, and their gradients reduced."""
+    """Controls when parameters on data axes are gathered and when their gradients are reduced."""
 
     def holding_gradients(self) -> AbstractContextManager[None]:
-        """Within, gradients are added up."""
+        """Context in which gradients accumulate without being reduced."""
 
     def keeping_parameters(self) -> AbstractContextManager[None]:
-        """Within, parameters stay gathered."""
+        """Context in which parameters stay gathered."""
 
 
 def forward_backward(
@@ -66,13 +66,13 @@ def forward_backward(
                     raise InputError("the loss has no gradient to run backward from: call without torch.no_grad()")
                 loss.backward()  # type: ignore[no-untyped-call]
             results.append([leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves])
-            # What the backward pass has used is gone before the next micro-batch begins.
+            # Free the tensors of this backward pass before the next micro-batch begins.
             del leaves, loss
     return [_joined(leaves, where) for leaves, where in zip(zip(*results, strict=True), batching.outputs, strict=True)]
 
 
 def parts(tensor: Tensor, where: Cut, count: int) -> list[Tensor]:
-    """What each of `count` micro-batches has of this rank's part of a tensor."""
+    """Split this rank's part of a tensor into the parts of `count` micro-batches."""
     shape, dim = tensor.shape, where.dim
     groups = tensor.reshape(*shape[:dim], where.before * where.groups, count, -1, *shape[dim + 1 :])
     part = (*shape[:dim], shape[dim] // count, *shape[dim + 1 :])
@@ -80,14 +80,14 @@ def parts(tensor: Tensor, where: Cut, count: int) -> list[Tensor]:
 
 
 def together(tensors: Sequence[Tensor], where: Cut) -> Tensor:
-    """The reverse of `parts`."""
+    """Concatenate the parts of all micro-batches; the inverse of `parts`."""
     shape, dim, count = tensors[0].shape, where.dim, len(tensors)
     groups = [tensor.reshape(*shape[:dim], where.before * where.groups, 1, -1, *shape[dim + 1 :]) for tensor in tensors]
     return torch.cat(groups, dim + 1).reshape(*shape[:dim], shape[dim] * count, *shape[dim + 1 :])
 
 
 def _relaid(tensor: Tensor, steps: Sequence[RedistributionStep], axes: Sequence[Axis]) -> Tensor:
-    """This rank's part of an input in another layout."""
+    """Redistribute this rank's part of an input to another layout."""
     for step in steps:
         axis = axes[step.axis]
         tensor = run_change(tensor, axis.group, axis.size, axis.rank, step.source, step.target)

@@ -58,7 +58,7 @@ class GatheredParameter:
             self._sharded.unsharded_accumulated_grad = gradient
 
     def note_change(self) -> None:
-        """Let autograd know that it has other values when it is gathered again, which torch hides from it."""
+        """Bump the version counter: a regathered parameter has other values, which torch hides from autograd."""
         unsharded = getattr(self._sharded, "_unsharded_param", None)
         if unsharded is not None:
             increment_version(unsharded)
@@ -78,7 +78,7 @@ def name_failures(unit: nn.Module) -> None:
 
 
 def reset(root: FSDPModule, units: Sequence[nn.Module]) -> None:
-    """Return to the state between two steps after an exception in a forward or backward pass.
+    """Reset units to the state between two steps, after an exception in a forward or backward pass.
 
     Gathered parameters and unreduced gradients are dropped. `reset_iter_state`, which torch 2.11 and 2.12 do not have,
     leaves the gradients: the next backward pass would add to them.
@@ -129,7 +129,7 @@ def current_backward() -> int:
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
-    """Call `callback()` when the backward pass that runs has ended without an exception."""
+    """Call `callback()` when the current backward pass ends without an exception."""
     # What torch's DDP and FSDP use; there is no public name.
     Variable._execution_engine.queue_callback(callback)
 

@@ -1,4 +1,4 @@
-"""Begin, end and failure of backward passes through the units of the engine."""
+"""Begin, end and failure of backward passes through FSDP units."""
 
 import warnings
 from collections.abc import Sequence
@@ -33,14 +33,14 @@ class BackwardPasses:
         self._adding = False
 
     def watch(self, root: FSDPModule | None, outputs: object) -> None:
-        """Take note of backward passes from `outputs`, tensors that `root`, which has all FSDP units, has returned."""
+        """Watch for backward passes from `outputs`, tensors returned by `root`, which contains all FSDP units."""
         self._root = root
         for leaf in outputs if isinstance(outputs, tuple) else (outputs,):
             if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
                 leaf.register_hook(self._begin)  # type: ignore[no-untyped-call]
 
     def recover(self, root: FSDPModule | None, units: Sequence[nn.Module]) -> None:
-        """Begin anew if the last backward pass ended with an exception. Its gradients are lost."""
+        """Reset the units if the last backward pass ended with an exception. Its gradients are lost."""
         failed = self._current is not None or (root is not None and fsdp.is_in_backward(root))
         if not failed or fsdp.current_backward() != fsdp.NO_BACKWARD:
             return
@@ -58,7 +58,7 @@ class BackwardPasses:
             )
 
     def _begin(self, _: Tensor) -> None:
-        """A backward pass has come to an output, before it has made any gradient of a parameter."""
+        """Hook at an output: a backward pass begins, before it computes any gradient of a parameter."""
         number = fsdp.current_backward()
         if number == self._current:
             return

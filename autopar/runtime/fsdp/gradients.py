@@ -1,8 +1,8 @@
 """Gradients of the parameters in FSDP units, handed to the parameters that users see.
 
 Users see `DTensor`s that share memory with the parameters that the units store. Autograd knows those of the units only.
-So the gradients travel by hand, and `.grad` of the parameter that users see is the one place where they are between two
-backward passes:
+So gradients are transferred by hand, and between two backward passes they are stored only in `.grad` of the parameter
+that users see:
 
 - a reduced gradient is added to `.grad`, in the layout of the parameter;
 - a gradient that is held back is `.grad` itself: a `DTensor` that is `Partial` on the axes it is not reduced over.
@@ -49,7 +49,7 @@ class OwnPart:
 
 
 class Unreduced(Protocol):
-    """A parameter of a unit as autograd knows it, with the gradient that is not reduced."""
+    """The parameter of a unit that autograd differentiates, with its unreduced gradient."""
 
     def take_gradient(self) -> Tensor | None:
         """Remove and return that gradient, if there is one."""
@@ -86,7 +86,7 @@ class UnitParameter:
 
 
 class UnitGradients:
-    """The parameters of all FSDP units of a model, and the way of their gradients."""
+    """The parameters of all FSDP units of a model, and the transfer of their gradients to users."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self._mesh = mesh
@@ -100,13 +100,13 @@ class UnitGradients:
         self._turning: Batching[tuple[int, Tensor]] = Batching()
 
     def add(self, parameter: UnitParameter) -> nn.Parameter:
-        """Take care of a parameter; returns the one that users see."""
+        """Add a parameter; returns the one that users see."""
         self.parameters.append(parameter)
         seen = self._distributed(parameter.to_seen(part_of(parameter.kept)), parameter.layout, parameter.shape)
         return nn.Parameter(seen, parameter.trainable)
 
     def add_gathered(self, parameter: UnitParameter) -> nn.Parameter:
-        """Take care of a parameter whose gradient `fully_shard` reduces."""
+        """Add a parameter whose gradient `fully_shard` reduces; returns the one that users see."""
         if parameter.trainable:
             # The hook keeps neither this object nor the parameter alive: no garbage collector sees a cycle through it.
             hook = partial(_take_over, weakref.ref(self), len(self.parameters))
@@ -129,7 +129,7 @@ class UnitGradients:
         return found
 
     def take_versions(self) -> None:
-        """Let autograd know which parameters have changed in place: graphs that have saved them are of no use."""
+        """Bump the version counters of parameters changed in place: graphs that saved them are invalid."""
         for number, item in enumerate(self.parameters):
             version = version_of(self.seen(number))
             if version != self._versions[number]:
@@ -157,7 +157,7 @@ class UnitGradients:
         return moved
 
     def end_held_backward(self) -> None:
-        """Let `.grad` be the gradients that the units have not reduced."""
+        """Move unreduced gradients from the units to `.grad`."""
         for number, item in enumerate(self.parameters):
             gradient, seen = item.unreduced.take_gradient(), self.seen(number)
             if gradient is None or not seen.requires_grad:
@@ -187,16 +187,16 @@ class UnitGradients:
             self._turn(self._turning.add(*item.turn.gradient_key(part), (number, part)))
 
     def end_reduced_backward(self) -> None:
-        """Hand over the reduced gradients that wait for others."""
+        """Transfer the remaining reduced gradients."""
         for batch in self._turning.rest():
             self._turn(batch)
 
     def reset(self) -> None:
-        """Drop the reduced gradients that wait for others, after an exception."""
+        """Drop the reduced gradients that are not transferred yet, after an exception."""
         self._turning = Batching()
 
     def _turn(self, batch: Sequence[tuple[int, Tensor]]) -> None:
-        """Turn reduced gradients together, and hand them over."""
+        """Transfer a batch of reduced gradients to the layouts of their parameters, and add them there."""
         if not batch:
             return
         transfers = []

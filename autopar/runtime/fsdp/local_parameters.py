@@ -1,4 +1,4 @@
-"""Plain tensors that generated code reads in place of parameters, and the way of their gradients.
+"""Plain tensors that generated code reads in place of parameters, and the transfer of their gradients.
 
 Users see `DTensor`s. Reading one costs an operator and a node of autograd, and its gradient goes through `DTensor`'s
 dispatch: together about 70 us for each parameter in each step. So generated code reads a leaf of autograd that shares
@@ -60,7 +60,7 @@ class _Leaf:
     handles: list[RemovableHandle] = field(default_factory=list)
 
     def follow(self) -> None:
-        """Take over a parameter that was put in the place of another, and whether it requires a gradient."""
+        """Follow a parameter that replaces another one, and a change of `requires_grad`."""
         table, name = self.places[0]
         found = table[name]
         assert found is not None
@@ -78,7 +78,7 @@ class _Leaf:
             self.tensor.requires_grad_(found.requires_grad)
 
     def take_version(self) -> None:
-        """Let autograd know of changes of the parameter in place, which `DTensor` makes without a word to it."""
+        """Bump the version counter for in-place changes of the parameter, which `DTensor` does not report."""
         version = version_of(self.parameter)
         if version != self.version:
             self.version = version
@@ -90,7 +90,7 @@ class _Leaf:
         return bool(tensor_hooks(self.parameter) or post_accumulate_hooks(self.parameter))
 
     def begin_backward(self) -> None:
-        """Let autograd add to the gradient that the parameter has."""
+        """Give the leaf the gradient of the parameter, so that autograd adds to it."""
         self.take_version()
         gradient = self.parameter.grad
         if isinstance(gradient, DTensor) and gradient.placements != self.spec.placements:
@@ -106,7 +106,7 @@ class _Leaf:
             self.handles.append(self.tensor.register_post_accumulate_grad_hook(self._accumulated))  # type: ignore[no-untyped-call]
 
     def end_backward(self) -> None:
-        """Hand the gradient over."""
+        """Give the gradient to the parameter."""
         self.remove_hooks()
         gradient, self.tensor.grad = self.tensor.grad, None
         earlier = self.parameter.grad
@@ -164,7 +164,7 @@ class LocalParameters:
         self._node_of_always = get_gradient_edge(self.always).node
 
     def read(self, view: View, names: Iterable[str]) -> "ReadParameters":
-        """Let `view`, the model as a program sees it, have leaves in place of the parameters `names`."""
+        """Put leaves in place of the parameters `names` in `view`, the view of the model that a program reads."""
         leaves: dict[_Leaf, None] = {}
         for path in names:
             leaf = self._paths.get(path)

@@ -1,4 +1,4 @@
-"""The engine of data axes: it gathers parameters and reduces their gradients.
+"""The FSDP manager: gathers parameters over data axes and reduces their gradients.
 
 `fully_shard` of torch gathers parameters. Each FSDP unit is a module of its own that holds nothing but parameters, and
 is called around the code that reads them (`units.py`). Of parameters that are read as they are stored, gradients are
@@ -59,7 +59,7 @@ class FSDPManager:
     def add(
         self, plan: FSDPUnit, parts: Mapping[str, nn.Parameter], stored: Mapping[str, Layout]
     ) -> dict[str, nn.Parameter]:
-        """Take over the parameters of a group, given whole on its axes; every rank calls it alike.
+        """Take ownership of the parameters of a group, given whole on its axes; every rank calls it alike.
 
         Returns the parameters that users see, which lie as `stored` says.
         """
@@ -69,7 +69,7 @@ class FSDPManager:
     def _add_replicated(
         self, plan: FSDPUnit, parts: Mapping[str, nn.Parameter], stored: Mapping[str, Layout]
     ) -> dict[str, nn.Parameter]:
-        """Take over parameters that are read as they are stored."""
+        """Take ownership of parameters that are read as they are stored."""
         group, _ = axes_group(self._mesh, plan.replicated)
         parameters = tuple(parts.values())
         leaves = self._reductions.add(group, len(self._gradients.parameters), parameters)
@@ -94,7 +94,7 @@ class FSDPManager:
     def _add_gathered(
         self, plan: FSDPUnit, parts: Mapping[str, nn.Parameter], stored: Mapping[str, Layout]
     ) -> dict[str, nn.Parameter]:
-        """Take over the parameters of an FSDP unit."""
+        """Take ownership of the parameters of an FSDP unit."""
         kept = {name: plan.kept(name, stored[name]) for name in parts}
         shapes = {
             name: whole_shape(tuple(part.shape), plan.used(kept[name]), self._shape) for name, part in parts.items()
@@ -139,7 +139,7 @@ class FSDPManager:
     def _turn(
         self, stored: Layout, kept: Layout, shape: Shape, dtypes: tuple[torch.dtype | None, torch.dtype | None]
     ) -> Turn | None:
-        """The way between a parameter that users see and what a unit keeps of it; None where both are one."""
+        """The transfers between a parameter that users see and a unit's copy of it; None where both share memory."""
         if stored == kept:
             return None
         compute, reduce = dtypes
@@ -152,7 +152,7 @@ class FSDPManager:
         return tuple((axes[step.axis], step.source, step.target) for step in steps)
 
     def bind(self, root: nn.Module) -> None:
-        """Find in `root` the parameters that users see: gradients go there, and values come from there."""
+        """Find in `root` the parameters that users see, which take the gradients and provide the values."""
         self._gradients.bind(root)
 
     def _data_mesh(self, sharded: tuple[int, ...], replicated: tuple[int, ...]) -> DeviceMesh:
@@ -165,9 +165,9 @@ class FSDPManager:
     # --- programs ---
 
     def view(self, root: nn.Module, held: FSDPUnits) -> PartView:
-        """The model as a program with `held` sees it."""
+        """The view of the model that a program with the FSDP units `held` reads."""
         table: dict[str, tuple[ParameterGroup, int] | Tensor] = {}
-        # Totals are of inputs alone: there is nothing that the engine holds.
+        # Totals depend on inputs alone: they have no FSDP units.
         for plan, unit in zip(held.units, self._units, strict=True) if held.units else ():
             for place, name in enumerate(plan.parameters):
                 if name in held.gathered:
@@ -217,13 +217,13 @@ class FSDPManager:
 
     @property
     def within(self) -> str:
-        """The contexts that it is in: they decide on collectives, so ranks must be in the same ones."""
+        """The contexts that are entered: they decide which collectives run, so all ranks must enter the same ones."""
         entered = {"holding_gradients()": self._backward.holding, "keeping_parameters()": self._keeping}
         return " and ".join(name for name, inside in entered.items() if inside) or "none of its contexts"
 
     @contextlib.contextmanager
     def holding_gradients(self) -> Iterator[None]:
-        """Backward passes within add up gradients without reducing them; the first one afterwards reduces the sum."""
+        """Context in which backward accumulates gradients without reducing them; the next one after it reduces."""
         root = self._whole()
         outer, self._backward.holding = self._backward.holding, True
         if root is not None:
@@ -237,7 +237,7 @@ class FSDPManager:
 
     @contextlib.contextmanager
     def keeping_parameters(self) -> Iterator[None]:
-        """Parameters that are kept for the backward pass stay gathered after it, until this is left."""
+        """Context in which parameters that stay gathered for backward also stay gathered after it."""
         if self._keeping:
             yield
             return
@@ -277,7 +277,7 @@ class FSDPManager:
         return self._root
 
     def _drop(self) -> None:
-        """Keep nothing gathered."""
+        """Free all gathered parameters."""
         for group in self._groups:
             _unit(group).reshard()
 
@@ -316,13 +316,13 @@ class FSDPManager:
 
 
 def _unit(group: ParameterGroup) -> FSDPModule:
-    """A group as torch's `fully_shard` has made it."""
+    """The FSDP module that torch's `fully_shard` made for a group."""
     return cast(FSDPModule, group)
 
 
 @contextlib.contextmanager
 def _without_inference_mode() -> Iterator[None]:
-    """What is gathered for the first time makes the memory for all times: that must be fit for training."""
+    """Disable inference mode: the first gather allocates the memory of all later ones, which training must use too."""
     if not torch.is_inference_mode_enabled():
         yield
         return

@@ -42,7 +42,7 @@ class LeafParameter:
 
 @dataclass(eq=False)
 class _Unit:
-    """Parameters whose gradients are reduced together over `group`; `first` is the number of the first of them.
+    """Parameters whose gradients are reduced together over `group`, numbered from `first`.
 
     In a backward pass `missing` are those whose gradients are to come.
     """
@@ -94,13 +94,13 @@ class Reductions:
         return leaves
 
     def begin_backward(self, holding: bool) -> None:
-        """A backward pass begins; gradients are left as they are if it is `holding` them."""
+        """Begin a backward pass; if `holding`, gradients accumulate without being reduced."""
         self._holding = holding
         for unit in self._units:
             unit.missing = {place for place, leaf in enumerate(unit.leaves) if leaf.parameter.requires_grad}
 
     def accumulated(self, number: int, place: int) -> None:
-        """The gradient of a parameter of a unit is there."""
+        """Count the gradient of a parameter of a unit, and begin the reduction after the last one."""
         unit = self._units[number]
         was_missing = place in unit.missing
         unit.missing.discard(place)
@@ -128,7 +128,7 @@ class Reductions:
                 leaf.take_gradient()
 
     def _begin(self, unit: _Unit) -> None:
-        """Begin to reduce the gradients of a unit that are there."""
+        """Begin the all-reduce of the gradients that a unit has."""
         members: list[tuple[int, torch.Size]] = []
         gradients: list[Tensor] = []
         for number, leaf in enumerate(unit.leaves, unit.first):

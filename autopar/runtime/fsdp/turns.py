@@ -1,4 +1,4 @@
-"""Parameters that an FSDP unit gathers from a copy in another layout, which all-to-alls make before each forward pass.
+"""Parameters that FSDP units gather from a copy in another layout, made by all-to-alls before each forward pass.
 
 One all-to-all carries many parameters, so that they share its latency. Reduced gradients take the way back in the same
 manner, as soon as there are enough of them; the last ones when the backward pass ends.
@@ -21,9 +21,9 @@ Way = tuple[tuple[Axis, Placement, Placement], ...]
 
 @dataclass(frozen=True)
 class Turn:
-    """The ways between the part of a parameter that users see and the part that a unit keeps. Values go `forth` in
-    `dtype`, the one that is computed in, and gradients `back` in `gradient_dtype`, the one that they are reduced in
-    (None: as they are)."""
+    """The transfers between the part of a parameter that users see and the part that a unit stores. Values go `forth`
+    in `dtype`, that of the computation, and gradients `back` in `gradient_dtype`, that of the reduction (None: their
+    own)."""
 
     forth: Way
     back: Way
@@ -31,11 +31,11 @@ class Turn:
     gradient_dtype: torch.dtype | None
 
     def to_kept(self, part: Tensor) -> Tensor:
-        """The part that the unit keeps."""
+        """Convert a part in the users' layout to the part that the unit stores."""
         return _through(part, self.forth)
 
     def to_seen(self, part: Tensor) -> Tensor:
-        """The part that users see."""
+        """Convert a part that the unit stores to the users' layout."""
         return _through(part, self.back)
 
     def value(self, seen: Tensor, kept: Tensor) -> "Transfer":
@@ -98,7 +98,7 @@ def _key(way: Way, dtype: torch.dtype) -> Hashable:
 
 
 def _empty(part: Tensor, size: int, source: Placement, target: Placement, dtype: torch.dtype) -> Tensor:
-    """What takes `part` on an axis of `size` ranks after the step from `source` to `target`."""
+    """An empty tensor for `part` on an axis of `size` ranks after the step from `source` to `target`."""
     shape = list(part.shape)
     shape[target.dim] //= size
     shape[source.dim] *= size

@@ -43,7 +43,7 @@ class ParameterGroup(nn.Module):
 
 
 def _apart(result: object, held: Set[int]) -> object:
-    """`result`, as a copy if it lies in one of the storages `held`."""
+    """Return `result`, copied if it shares one of the storages `held`."""
     return result.clone() if isinstance(result, Tensor) and storage_id(result) in held else result
 
 

@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 @dataclass(frozen=True)
 class Axis:
-    """One axis: its name, how many ranks lie on it, which of them this is, and the name of their process group."""
+    """One mesh axis: its name, its size, the coordinate of this rank, and the name of its process group."""
 
     name: str
     size: int

@@ -1,4 +1,4 @@
-"""The bases of generated classes, the parts of the model that they find, and what surrounds a generated program."""
+"""Base classes of generated code, the containers that hold the model's tensors, and descriptions of programs."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -36,7 +36,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def gathered(tensor: Tensor) -> Tensor:
-    """A parameter as the engine gives it, whole on the data axes. It takes the gradient, which it reduces."""
+    """A parameter as its FSDP unit gathers it over the data axes; the unit reduces its gradient."""
     return tensor
 
 
@@ -92,9 +92,9 @@ class Region(nn.Module):
 class Generated:
     """A generated program; subclasses define `forward`, which takes local inputs and returns local outputs.
 
-    `root` holds parameters and buffers under the model's names, `axes` are those of the mesh. `groups` are the groups
-    of parameters that an engine holds, by their first parameter, `copy_groups` those around each copy of each region.
-    `totals` is the program that makes what this one takes after its inputs, where the batch goes through it in parts.
+    `root` holds parameters and buffers under the model's names, `axes` are those of the mesh. `groups` are the FSDP
+    units by their first parameter, `copy_groups` those around each copy of each region. With micro-batches, `totals` is
+    the program that computes sums over the batch, which this program takes after its inputs.
     """
 
     totals: "Generated | None" = None
@@ -186,7 +186,7 @@ class _Checkpointed:
 
 
 def _part(root: nn.Module | PartView, path: str) -> nn.Module | PartView:
-    """The part of the model at `path`; one that holds nothing is not there."""
+    """The submodule of the model at `path`; submodules without tensors do not exist."""
     for name in path.split("."):
         inner = parts_of(root).get(name) if isinstance(root, nn.Module) else root[name]
         root = inner if isinstance(inner, nn.Module | PartView) else Container()
@@ -195,8 +195,8 @@ def _part(root: nn.Module | PartView, path: str) -> nn.Module | PartView:
 
 @dataclass(frozen=True)
 class PlannedInput:
-    """An input leaf as the plan has it: `type` is what is given, `dtype` what it is computed in, `differentiable` that
-    it may require a gradient, `samples` the dim that has the samples (None: it has none)."""
+    """An input leaf of the plan: its `type`, the `dtype` that it is computed in, whether it is `differentiable` (may
+    require a gradient), and the dim of its `samples` (None: it has none)."""
 
     name: str
     type: TensorType
@@ -208,7 +208,7 @@ class PlannedInput:
 
 @dataclass(frozen=True)
 class PlannedOutput:
-    """An output leaf: `layout` is None for what is no tensor."""
+    """An output leaf; `layout` is None for a leaf that is not a tensor."""
 
     name: str
     layout: Layout | None
@@ -217,8 +217,8 @@ class PlannedOutput:
 
 @dataclass(frozen=True)
 class Cut:
-    """Where this rank's part of a tensor has samples: `dim` is (before, groups, samples and what is in them), and every
-    micro-batch has an equal share of the samples of each group."""
+    """The sample dim of this rank's part of a tensor, viewed as (before, groups, samples and their contents); every
+    micro-batch takes an equal share of the samples of each group."""
 
     dim: int
     before: int
@@ -227,13 +227,13 @@ class Cut:
 
 @dataclass(frozen=True)
 class MicroBatching:
-    """How a batch goes through a program of one micro-batch: `count` times.
+    """The split of a batch into `count` micro-batches, each of which runs the program once.
 
-    `inputs` are cut so, or given whole to all. `outputs` are put side by side (`Cut`), summed ("P") or equal in all
-    ("R"); `loss` is one of them. `totals`, where there are any, are sums over the batch that the program takes after
-    its inputs; `reads` are the inputs that they are made from, and how each is brought to the layout that it has there.
-    With `gather_once` parameters on data axes stay gathered from the first to the last, with `reduce_once` their
-    gradients are reduced after the last.
+    `inputs` are split by a `Cut`, or passed whole to every micro-batch. `outputs` are concatenated (`Cut`), summed
+    ("P") or equal in all micro-batches ("R"); `loss` is one of them. `totals`, if any, are sums over the batch that the
+    program takes after its inputs; `reads` are the inputs that they are computed from, with the redistribution of each.
+    With `gather_once`, parameters on data axes stay gathered from the first micro-batch to the last; with
+    `reduce_once`, their gradients are reduced after the last.
     """
 
     count: int
@@ -250,11 +250,11 @@ class MicroBatching:
 class GeneratedProgram:
     """A program ready to run on every rank: its source and what surrounds it.
 
-    `constants` are inputs that are constants, by name: what is no tensor, and tensors whose values the model needed;
-    `assumed` are those of them that nobody gave. `tensors` are tensors that the model holds as constants,
-    `parameters` those that are used, `changes` are made to parameters before it runs, `held` is what the engine does.
-    Inputs and outputs are those of the whole batch; with `micro_batches` the program takes a part of them at a time.
-    With `compiled` regions are compiled by torch.
+    `constants` are constant inputs by name: values that are not tensors, and tensors whose values the trace depends on;
+    `assumed` are those that take a default. `tensors` are constant tensors of the model, `parameters` the parameters
+    that the program uses, `changes` are applied to parameters before it runs, `held` describes the FSDP units. Inputs
+    and outputs are those of the whole batch; with `micro_batches` the program runs on one micro-batch at a time. With
+    `compiled`, torch compiles the regions.
     """
 
     source: str
@@ -276,7 +276,7 @@ class GeneratedProgram:
 
 @dataclass(frozen=True)
 class LoadedProgram:
-    """A compiled program, the file that its source lies in, and the generated class; and the program of its totals."""
+    """A generated program, the path of its source file, its class, and the program that computes its totals."""
 
     compiled: GeneratedProgram
     path: Path
@@ -286,7 +286,7 @@ class LoadedProgram:
 
 @dataclass(frozen=True)
 class Wanted:
-    """A program for other inputs than planned; it does what was decided for the program called `name`, where it can.
+    """A request for a program for inputs other than planned, with the decisions of the program `name` where they fit.
 
     `shapes` are those of the inputs and `values` those of the constants, by leaf; `count` is the number of
     micro-batches. Where other arguments are given than planned, `arguments` are those of the call by name, tensors on
@@ -306,15 +306,15 @@ OtherSizes = Callable[[Wanted], LoadedProgram]
 
 
 class Container(Loadable, HoldingPart):
-    """A part of the model: it holds parameters, buffers and parts under their names."""
+    """A submodule of the model: holds parameters, buffers and submodules under their names."""
 
     def __getitem__(self, name: int | str) -> object:
-        """What lies here under a name that is no identifier: `layers[0]`."""
+        """The attribute under a name that is not an identifier, as in `layers[0]`."""
         return getattr(self, str(name))
 
 
 def place(container: Container, name: str, tensor: Tensor, persistent: bool = True) -> None:
-    """Put a parameter or buffer under its path."""
+    """Register a parameter or buffer under its path."""
     *path, last = name.split(".")
     for part in path:
         inner = parts_of(container).setdefault(part, Container())

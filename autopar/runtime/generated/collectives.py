@@ -35,8 +35,7 @@ from autopar.runtime.ranks.failures import raise_named
 from passes.ir.layout import Placement, parse_placement
 from passes.ir.redistribution import COLLECTIVES
 
-# What a change keeps for the backward pass: group, size and rank; the placements; the dtypes to reduce in and to
-# return.
+# Data that a change saves for backward: group, size and rank; the placements; the dtypes to reduce in and to return.
 _Kept = tuple[tuple[str, int, int], tuple[Placement, Placement], torch.dtype | None, torch.dtype]
 
 
@@ -75,7 +74,7 @@ def _cut_shape(tensor: Tensor, placement: Placement, size: int) -> tuple[int, ..
 
 
 def _join(parts: Tensor, placement: Placement) -> Tensor:
-    """Put parts that lie along the first dim together; the reverse of `_cut`."""
+    """Concatenate the parts along the first dim into one tensor; the inverse of `_cut`."""
     size, dim = parts.shape[0], placement.dim
     shape = parts.shape[1:]
     spread = parts.reshape(size, *shape[:dim], placement.major, -1, *shape[dim + 1 :]).movedim(0, dim + 1)
@@ -252,8 +251,8 @@ _uncompiled = torch.compiler.disable(_call)  # type: ignore[no-untyped-call]
 class Collective(Protocol):
     """Brings `x` from the placement `src` to `dst` on an axis.
 
-    With `keep=False` the backward pass makes the result again instead of keeping it. `dtype` is what is sent forward,
-    `grad_dtype` what is reduced in backward (None: as the tensor is).
+    With `keep=False` the result is not saved for backward: the backward pass runs the collective again. `dtype` is the
+    dtype of the data sent in forward, `grad_dtype` that of the reduction in backward (None: the dtype of the tensor).
     """
 
     def __call__(
@@ -270,7 +269,7 @@ class Collective(Protocol):
 
 
 def _collective(name: str, summary: str) -> Collective:
-    """The function that generated code calls by `name`."""
+    """Return the function that generated code calls by `name`."""
 
     def collective(
         x: Tensor,

@@ -1,6 +1,6 @@
-"""Local forms: what generated code calls on a shard where the op itself would not be right.
+"""Local forms: functions that generated code calls on a shard where the op itself would give a wrong result.
 
-`digits` says how the split dim lies: for every axis that splits it the axis and its major, in the order of majors.
+`digits` describes the split of a dim: for every axis that splits it the axis and its major, in the order of majors.
 """
 
 from collections.abc import Sequence
@@ -68,7 +68,7 @@ def _rank(digits: Digits) -> tuple[int, int]:
 
 
 def _everywhere(x: Tensor, dim: int, digits: Digits) -> Tensor:
-    """What all ranks have, one after the other along `dim`."""
+    """Gather the parts of all ranks, concatenated along `dim`."""
     for axis, _ in reversed(digits):
         x = all_gather(x, axis, src=S(dim), dst=R)
     return x

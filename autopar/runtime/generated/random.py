@@ -11,7 +11,7 @@ from autopar.runtime.generated.axis import Axis
 
 
 class Randomness:
-    """Where generated code draws from. Made alike on all ranks and advanced alike, it needs no communication.
+    """The random generator of generated code. All ranks seed and advance it alike, so it needs no communication.
 
     Every pass through the model (`advance`) takes a new number from a generator of its own, which `seed` starts. What
     an op draws follows from that number, from the op, and from this rank's place on the axes that split its result.
@@ -27,7 +27,7 @@ class Randomness:
         self._generator.manual_seed(seed)
 
     def get_state(self) -> torch.Tensor:
-        """Where it stands: a tensor of bytes, for a checkpoint."""
+        """The state as a tensor of bytes, for a checkpoint."""
         return self._generator.get_state()
 
     def set_state(self, state: torch.Tensor) -> None:

@@ -1,9 +1,8 @@
-"""What autograd keeps: a tensor that a collective gathered can be kept as its part and gathered again, and one that is
-cheap to compute as what it is computed from.
+"""Saved tensors of autograd: gathered tensors are saved as their shards and regathered, cheap results are recomputed.
 
 Generated code calls collectives with `keep=False`, and ops through `recomputed`, where the plan says so. While
-`saving()` is entered, such results are noted; when autograd wants to keep one (or a view of one), what is kept are the
-tensors that it was made from, or what these are made from, and the backward pass makes it once more.
+`saving()` is entered, such results are recorded. When autograd saves one (or a view of one), its sources are saved
+instead, or the sources of these, and the backward pass recomputes the result.
 """
 
 import contextlib
@@ -25,7 +24,7 @@ CHANGED = (
 
 @dataclass
 class _Made:
-    """A result that is made again: from what, how, and how often autograd kept it or a view of it."""
+    """A result that backward recomputes: its sources, its function, and how often autograd saved it or a view of it."""
 
     storage: StorageWeakRef
     sources: "tuple[_Packed, ...]"
@@ -34,7 +33,7 @@ class _Made:
     again: Tensor | None = field(default=None, repr=False)
 
     def use(self) -> None:
-        """Autograd keeps the result or a view of it, by what it is made from."""
+        """Count that autograd saves the result, or a view of it, by its sources."""
         if not self.uses:
             for source in self.sources:
                 if isinstance(source, _View):
@@ -42,7 +41,7 @@ class _Made:
         self.uses += 1
 
     def fetch(self) -> Tensor:
-        """The result once more; it is dropped after its last use."""
+        """Return the recomputed result; it is dropped after its last use."""
         result = self.again
         if result is None:
             with torch.no_grad():
@@ -54,7 +53,7 @@ class _Made:
 
 @dataclass(frozen=True)
 class _Kept:
-    """A tensor that is kept as it is, and the version that it had."""
+    """A tensor that is saved as it is, and its version at that time."""
 
     tensor: Tensor
     version: int
@@ -62,7 +61,7 @@ class _Kept:
 
 @dataclass(frozen=True)
 class _View:
-    """A view of a result that is made again, perhaps of its numbers' parts, conjugates or negatives."""
+    """A view of a recomputed result, possibly a real, imaginary, conjugate or negative view."""
 
     made: _Made
     dtype: torch.dtype
@@ -73,7 +72,7 @@ class _View:
     is_neg: bool
 
     def fetch(self) -> Tensor:
-        """The same view of the result once more."""
+        """Return the same view of the recomputed result."""
         found = self.made.fetch()
         conj, neg = found.is_conj(), found.is_neg()
         if found.dtype == self.dtype:
@@ -91,7 +90,7 @@ _Packed = _Kept | _View
 
 @dataclass
 class _Own:
-    """What autograd keeps of an op while that runs, its result perhaps."""
+    """A tensor that autograd saves while an op runs; it may be the op's result."""
 
     packed: _Packed
 
@@ -103,7 +102,7 @@ _noted: ContextVar[dict[int, _Made] | None] = ContextVar("noted", default=None)
 
 
 def note_made(result: Tensor, run: Callable[..., Tensor], *sources: Tensor) -> None:
-    """Note that `result` is `run(*sources)` and need not be kept.
+    """Record that `result` is `run(*sources)` and need not be saved for backward.
 
     Does nothing outside `saving()`, nor where `result` is one of `sources` or a view of it.
     """
@@ -121,9 +120,9 @@ def note_made(result: Tensor, run: Callable[..., Tensor], *sources: Tensor) -> N
 
 
 def recomputed(run: Callable[..., Tensor], *operands: Tensor) -> Tensor:
-    """`run(*operands)`, which the backward pass runs again: kept are the operands, or what they are made from.
+    """Return `run(*operands)`; backward recomputes it from the operands, or from the sources that these come from.
 
-    In what torch compiles its own partitioner chooses what is kept, and makes cheap ops again.
+    In code compiled by torch, its own partitioner chooses the saved tensors and recomputes cheap ops.
     """
     if torch.compiler.is_compiling():
         return run(*operands)
@@ -159,7 +158,7 @@ def _pack(tensor: Tensor) -> _Packed:
 
 
 def _pack_own(tensor: Tensor) -> "_Packed | _Own":
-    """What autograd keeps while an op runs that will be noted may be its result."""
+    """Pack a tensor that autograd saves while an op runs whose result will be recorded: it may be that result."""
     packed, kept = _pack(tensor), _running.get()
     if kept is None or isinstance(packed, _View):
         return packed
@@ -179,7 +178,7 @@ def _unpack(packed: "_Packed | _Own") -> Tensor:
 
 @contextlib.contextmanager
 def saving() -> Iterator[None]:
-    """Enter around a forward pass: what `keep=False` or `recomputed` made in it, its backward pass makes again."""
+    """Enter around a forward pass: its backward pass recomputes the results of `keep=False` and `recomputed`."""
     token = _noted.set({})
     try:
         with torch.autograd.graph.saved_tensors_hooks(_pack_own, _unpack):

@@ -1,4 +1,4 @@
-"""Local forms of ops that need numbers from all of a dim that is split: ranks put their statistics together.
+"""Local forms of normalization and softmax over split dims: ranks reduce their statistics.
 
 `axes` are those that split what is reduced.
 """
@@ -78,7 +78,7 @@ def split_group_norm(
 
 
 def _column(weight: Tensor | None, x: Tensor) -> Tensor | None:
-    """A number per channel, to be multiplied with [batch, channels, ...]."""
+    """Reshape [channels] so that it broadcasts with [batch, channels, ...]."""
     return None if weight is None else weight.reshape(-1, *(1,) * (x.dim() - 2))
 
 
@@ -146,7 +146,7 @@ def split_logsumexp(x: Tensor, dim: int, *, axes: Axes, keepdim: bool = False) -
 
 
 def _largest(x: Tensor, dim: int, axes: Axes) -> Tensor:
-    """The largest along `dim` over all ranks; zero where all is minus infinity."""
+    """The maximum along `dim` over all ranks; zero where all values are minus infinity."""
     largest = reduce_largest(x.detach().amax(dim, keepdim=True), axes)
     return largest.masked_fill(largest == float("-inf"), 0.0)
 

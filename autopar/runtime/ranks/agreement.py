@@ -1,4 +1,4 @@
-"""Messages between the ranks of a mesh about a call before it runs, on CPUs alone."""
+"""Messages between the ranks of a mesh about a call before it runs, over CPU process groups only."""
 
 import hashlib
 import struct
@@ -53,7 +53,7 @@ class Agreement:
         self._order = [members.index(rank) for rank in ranks]
 
     def same(self, described: bytes) -> bool:
-        """Whether all ranks give the same bytes: 32 bytes of a hash are sent. Every rank gets the same answer."""
+        """Whether all ranks pass the same bytes, compared by a hash of 32 bytes. Every rank gets the same result."""
         every = self.numbers(digest_numbers(described, SENT))
         return all(other == every[0] for other in every)
 

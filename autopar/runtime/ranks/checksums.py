@@ -1,4 +1,4 @@
-"""Checksums of tensors, taken where the tensors are and read later, so that no device is waited for."""
+"""Checksums of tensors, computed on their device and read later, so that the host does not wait for the device."""
 
 from collections.abc import Sequence
 
@@ -42,7 +42,7 @@ def _as_integers(tensor: Tensor) -> Tensor:
 
 
 class Checksums:
-    """Checksums of several tensors, on their way to the CPU."""
+    """Checksums of several tensors that are being copied to the CPU."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         sums = [checksum(tensor) for tensor in tensors]
@@ -59,7 +59,7 @@ class Checksums:
             self._event.record()
 
     def read(self) -> list[int]:
-        """The numbers, in the order of the tensors; waits until they are there."""
+        """The checksums in the order of the tensors; waits for the copy."""
         copied: list[int] = []
         if self._event is not None:
             self._event.synchronize()

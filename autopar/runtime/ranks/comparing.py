@@ -42,7 +42,7 @@ class Surroundings:
 
 @dataclass(frozen=True)
 class _Description:
-    """A call as a rank sees it; the names of the fields are those in messages."""
+    """The description of a call on one rank; error messages use the names of the fields."""
 
     raised: Raised | None
     arguments: Mapping[str, str]
@@ -120,7 +120,7 @@ class CallComparison:
             self._raise_difference(mine, parameters)
 
     def _report(self, raised: Raised) -> None:
-        """Tell the other ranks that this one raises."""
+        """Report to the other ranks that this one raises."""
         mine = _Description(raised, {}, "", "", "", 0, b"", b"", "")
         if not self._agreement.same(mine.packed()):
             self._agreement.gathered_from(_WHAT, mine)
@@ -143,7 +143,7 @@ class CallComparison:
         raise AssertionError("equal descriptions have equal digests")
 
     def _values(self, call: BoundCall) -> list[Leaf]:
-        """The tensors that ranks should have alike; what was computed may differ by rounding."""
+        """The tensors that should be equal on all ranks, without computed ones, which may differ by rounding."""
         return [
             Leaf(name, (leaf.to_local() if isinstance(leaf, DTensor) else leaf).detach(), _split_on(leaf))
             for name, leaf in sorted(call.tensors.items())

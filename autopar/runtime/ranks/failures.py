@@ -54,7 +54,7 @@ def raise_named(error: Exception, where: str) -> NoReturn:
 
 @contextlib.contextmanager
 def naming_collectives(where: str) -> Iterator[None]:
-    """Within, what collectives raise becomes a RankFailedError that says `where`."""
+    """Context in which errors of collectives become a RankFailedError that names `where`."""
     try:
         yield
     except Exception as error:
@@ -106,7 +106,7 @@ class FailureReports:
                 store.set(self._key, f"rank {dist.get_rank()} raised {report}"[:_LONGEST_REPORT])
 
     def _take_back(self, key: str) -> None:
-        """This rank went on after it had raised."""
+        """Withdraw the report: this rank continued after it had raised."""
         self._key = None
         store = job_store()
         if store is not None:

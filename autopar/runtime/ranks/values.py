@@ -1,4 +1,4 @@
-"""Values of batches, compared between ranks now and then."""
+"""Periodic comparison of the values of batches between ranks."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ class Leaf:
 
 @dataclass(frozen=True)
 class _Taken:
-    """Checksums that are still to be compared, and of which call."""
+    """Checksums that are still to be compared, and the number of their call."""
 
     call: int
     leaves: Sequence[tuple[str, frozenset[int]]]
