@@ -53,7 +53,7 @@ def plan(
     outputs: str | None = None,
     loss: Loss | None = None,
 ) -> Plan:
-    """Plan how `model` runs on `mesh`. Needs no process group, no GPU, and no values of parameters (`meta` will do).
+    """Plan how `model` runs on `mesh`. Needs no process group, no GPU, and no parameter values (`meta` is enough).
 
     See `parallelize` for the arguments; `mesh` may also be a dict of sizes by axis, outermost first. With a dict or a
     number of devices `cluster` says for which.
@@ -87,30 +87,30 @@ def parallelize(
 
     Called by every rank alike, with the same model. Rank 0 plans; the others get plan and source from it, or its error.
 
-    - `mesh`: a `DeviceMesh` with named axes; or how many devices there are, or a cluster that says so, all of which
-      are in the default process group: then the best shape is searched, and axes are called by where their links are,
+    - `mesh`: a `DeviceMesh` with named axes; or the number of devices, or a cluster with that number, all of which are
+      in the default process group: then the best mesh shape is searched, and axes are named after their links,
       "intra" a node or "inter" nodes (`intra0`, `intra1`, … where there are several).
     - `example_inputs`: a dict of keyword arguments or a tuple of positional ones with the global batch (`meta` tensors
-      will do; values that are no tensors are constants of the plan). A Hugging Face model needs none.
+      are enough; values other than tensors are constants of the plan). A Hugging Face model needs none.
     - `objective`: "train" or "infer": whether a backward pass is planned; None means "train".
     - `cluster`: an `autopar.Cluster` or the name of one; None reads the devices of the mesh.
     - `memory_limit`: bytes per device; None takes the device's memory less a reserve.
-    - `optimizer`: whose states count in memory ("adamw", "sgd", …); None means "adamw".
+    - `optimizer`: the optimizer whose states count in memory ("adamw", "sgd", …); None means "adamw".
     - `precision`: an `autopar.Precision`, or the dtype to compute in; None leaves dtypes as the model has them.
-    - `constraints`: `{pattern: {what: {axis: layout}}}`, what the plan must hold to. A layout is text such as "S(0)",
+    - `constraints`: `{pattern: {what: {axis: layout}}}`, which the plan must satisfy. A layout is text such as "S(0)",
       or a placement of `torch.distributed.tensor`.
-    - `plan`: one to replay instead of planning. It brings its objective, memory limit, optimizer, precision,
-      constraints and all that it decided; arguments that are given besides must agree with it.
-    - `discover`: whether ops that no sharding rule speaks for are run on random shards, on the CPU, to find a rule.
-      Such rules are no proof; the plan names the ops. Without it they are computed whole on every device.
-    - `micro_batches`: into how many parts `forward_backward` cuts the batch; None lets the planner choose.
-    - `recompute`: what the backward pass computes again instead of keeping it: "none", "selective" (all but products,
-      attention and what is sent) or "full", for all repeated layers, or by name of the region as the plan prints it (or
-      a pattern): `{"model.layers.*": "full"}`; None lets the planner choose.
-    - `symbolic`: whether the plan gets formulas of its costs, for `plan.memory_expression()`,
+    - `plan`: a plan to replay instead of planning. It provides its objective, memory limit, optimizer, precision,
+      constraints and all decisions; other arguments must agree with it.
+    - `discover`: whether ops without a sharding rule are run on random shards, on the CPU, to find a rule. Such rules
+      are not proven; the plan names the ops. Without it these ops are computed whole on every device.
+    - `micro_batches`: the number of micro-batches of `forward_backward`; None lets the planner choose.
+    - `recompute`: the ops that the backward pass recomputes instead of saving their results: "none", "selective" (all
+      but matrix products, attention and communication) or "full", for all repeated layers, or by the name of the region
+      as the plan prints it (or a pattern): `{"model.layers.*": "full"}`; None lets the planner choose.
+    - `symbolic`: whether the plan contains formulas of its costs, for `plan.memory_expression()`,
       `plan.step_time_expression()` and `plan.max_batch()`. They cost another trace of the model.
-    - `compiled`: whether regions are compiled by torch, which makes one kernel of a chain of cheap ops; prices know.
-      Memory is counted as if they were not.
+    - `compiled`: whether torch compiles regions, which fuses chains of cheap ops into one kernel. Predicted time takes
+      this into account; predicted memory does not.
     - `outputs`: "full" returns whole plain tensors, the same on every rank, for a loss or metrics outside of the model
       that every rank computes alike; None and "planned" return each output as a `DTensor` in the plan's layout.
     - `loss`: a function of the model's output, called as `loss(output, **arguments)`, that returns a scalar. It is

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def no_collection() -> Iterator[None]:
-    """Nothing is collected in here but what nobody refers to. Planning makes millions of objects that live to its end,
-    and few cycles: looking through them again and again takes a quarter of its time."""
+    """Disable the cyclic garbage collector. Planning makes millions of objects that live to its end, and few cycles:
+    collection would take a quarter of its time."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -1,5 +1,4 @@
-"""The options of `plan` and `parallelize`: as they were given, and as they hold once a replayed plan and the defaults
-have filled in the rest."""
+"""The options of `plan` and `parallelize`: as given, and with gaps filled from a replayed plan and the defaults."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
@@ -70,10 +69,10 @@ _DEFAULTS = Settled(
 
 
 def settled(options: Options) -> Settled:
-    """Check the options that depend on neither the model nor the mesh, and fill in those that were left out.
+    """Check the options that depend on neither the model nor the mesh, and fill in those that were omitted.
 
-    A plan to replay brings its own. Raises InputError or ConstraintError for a value that means nothing, and
-    PlanMismatchError for one that contradicts the plan.
+    A plan to replay provides its own. Raises InputError or ConstraintError for an invalid value, and PlanMismatchError
+    for one that contradicts the plan.
     """
     given = _given(options)
     if options.plan is None:

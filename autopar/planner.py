@@ -42,10 +42,9 @@ logger = logging.getLogger("autopar")
 
 @dataclass(frozen=True)
 class PlannedModel:
-    """A plan and what runs it: programs by name, how each parameter is stored, where time went (seconds), the seed of
-    random numbers: the one that torch was given on the first rank, what was decided for every node of each program,
-    why there is no program for evaluation, where it cannot be traced, and the groups of parameters that an engine
-    holds."""
+    """A plan with all that is needed to run it: programs by name, layouts of stored parameters, seconds per pass, the
+    random seed (that of torch on the first rank), the decisions for every node of each program, the reason why
+    evaluation could not be traced, and the FSDP units."""
 
     plan: Plan
     programs: Mapping[str, GeneratedProgram]
@@ -59,8 +58,8 @@ class PlannedModel:
 
 @no_collection()
 def plan_model(model: nn.Module, request: Request, *, both_modes: bool = False) -> PlannedModel:
-    """Plan `model` and generate its source. With `both_modes` a model that does something else in evaluation than in
-    training gets a second program for it.
+    """Plan `model` and generate its source. With `both_modes`, a model whose evaluation differs from its training gets
+    a second program.
 
     Raises CaptureError, ConstraintError, InfeasibleError or PlanMismatchError.
     """
@@ -96,7 +95,7 @@ def plan_model(model: nn.Module, request: Request, *, both_modes: bool = False) 
 
 
 def plan_program(program: Program, request: Request, name: str, decisions: Decisions, clock: Clock) -> PlannedProgram:
-    """The program called `name` through the passes after normalize. What is decided already restricts the search."""
+    """Run the passes after normalize on the program called `name`. `decisions` restrict the search."""
     space = request.space(decisions)
     with clock("discover"):
         program = replace(program, rules=rules_for(program) if request.discover else {})
@@ -144,7 +143,7 @@ def frozen(program: Program) -> Program:
 
 
 def _search(program: Program, space: Space, simulator: Simulator, clock: Clock) -> Found:
-    """The pass; a plan that is replayed is at fault for whatever its decisions do not allow.
+    """Run the search pass; infeasible decisions are reported as errors of the replayed plan.
 
     Raises PlanMismatchError for that.
     """
@@ -166,7 +165,7 @@ def _given_decisions(plan: Plan | None, name: str) -> Decisions:
 
 
 def _evaluation(model: nn.Module, program: Program, request: Request, clock: Clock) -> Program | str | None:
-    """The program for evaluation where it is another than `program`; or why it cannot be traced."""
+    """The program for evaluation if it differs from `program`; or the reason why it cannot be traced."""
     try:
         evaluation = traced(model, request, "infer", clock)
     except CaptureError as error:
@@ -189,12 +188,12 @@ def _plan_evaluation(program: Program, request: Request, first: PlannedProgram, 
 def _in_micro_batches(
     planned: PlannedProgram, micro: MicroBatches, request: Request, name: str, clock: Clock
 ) -> PlannedProgram:
-    """`planned`, which is the program of one micro-batch, with all that the whole batch needs."""
+    """Extend `planned`, the program of one micro-batch, for the whole batch."""
     totals = None
     if micro.totals is not None:
         decisions = _given_decisions(request.plan, totals_name(name))
         if decisions.configuration is None:
-            # Inputs lie as they do for the program itself.
+            # Inputs have the layouts of the program itself.
             lying = {item.name: planned.decided[item.name] for item in micro.totals.inputs}
             decisions = Decisions(Configuration(request.mesh), strategies=lying)
         read = {item.argument for item in micro.totals.inputs} | set(planned.source.constants)

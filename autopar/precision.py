@@ -1,4 +1,4 @@
-"""Which dtypes are used for what."""
+"""dtypes of computation, stored parameters and gradient reductions."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""What a user asks for, checked and put in the words of the passes."""
+"""Requests: the arguments of a user, checked and converted to the types of the passes."""
 
 import inspect
 from collections.abc import Mapping
@@ -73,7 +73,7 @@ class Request:
         return OPTIMIZERS[self.optimizer].states if self.objective == "train" else 0
 
     def space(self, decisions: Decisions) -> Space:
-        """The space that the search looks through; `decisions` are made already."""
+        """The search space; `decisions` are fixed."""
         return Space(
             self.mesh,
             self.cluster,
@@ -97,10 +97,10 @@ def make_request(
     options: Options,
     device_type: str | None = None,
 ) -> Request:
-    """Check what was asked for and fill in what was left out. `device_type` is what this process runs on, where it is
-    to run the plan.
+    """Check the arguments and fill in omitted ones. `device_type` is the device type of this process if it will run the
+    plan.
 
-    Raises MeshError, InputError, ConstraintError and PlanMismatchError for arguments that mean nothing or contradict
+    Raises MeshError, InputError, ConstraintError and PlanMismatchError for arguments that are invalid or contradict
     each other.
     """
     if options.plan is not None:
@@ -165,9 +165,9 @@ def _casts(model: nn.Module, precision: Precision) -> Casts:
 
 
 def _micro_batches(count: int | None, objective: str, inputs: Mapping[str, object]) -> int | None:
-    """How many micro-batches are asked for.
+    """The requested number of micro-batches.
 
-    Raises InputError for what is no number of them, MicroBatchError for one that does not divide the batch.
+    Raises InputError for an invalid number, MicroBatchError for one that does not divide the batch.
     """
     if count is None:
         return None
@@ -184,9 +184,9 @@ def _micro_batches(count: int | None, objective: str, inputs: Mapping[str, objec
 
 
 def _recompute(given: Recompute | None, objective: str) -> Mapping[str, str] | None:
-    """What is computed again, by pattern of regions.
+    """The requested recompute mode, by pattern of regions.
 
-    Raises InputError for what cannot be meant.
+    Raises InputError for an invalid mode.
     """
     if given is None:
         return None
@@ -203,7 +203,7 @@ def _recompute(given: Recompute | None, objective: str) -> Mapping[str, str] | N
 
 
 def read_mesh(mesh: MeshLike) -> Mesh:
-    """A mesh in the passes' words; a number of devices as one axis.
+    """Convert a mesh to the type of the passes; a number of devices becomes one axis.
 
     Raises MeshError for one without names, or anything else.
     """
@@ -252,7 +252,7 @@ def _check_loss(plan: Plan, loss: str) -> None:
 
 
 def _cluster(options: Options, mesh: MeshLike, device_type: str | None) -> Cluster:
-    """The cluster that is asked for, or that of the devices at hand, or the one that the plan was made for."""
+    """The requested cluster, or that of the devices of this process, or the one that the plan was made for."""
     found, plan = _asked_cluster(options.cluster, mesh), options.plan
     if found is not None:
         if plan is not None and found.name != plan.cluster:

@@ -1,12 +1,11 @@
 """Rules found by running an op on shards.
 
-For every set of operand dims of one size: cut them, run the op on each part, and see what puts the results together
-(the parts of a dim, or a sum), forward and backward, in float64, for several draws of values, on 2 and on 3 ranks. A
-way to split that always gives what the whole op gives is a factor. EasyDist (ShardCombine) finds its rules like this.
+For every set of operand dims of one size: cut them, run the op on each part, and find how the results combine
+(by concatenation or by a sum), forward and backward, in float64, for several draws of values, on 2 and on 3 ranks. A
+split that always gives the result of the whole op is a factor. EasyDist (ShardCombine) finds its rules like this.
 
-Sampling is no proof: such rules are a second opinion on the written ones, and a suggestion for ops that have none. They
-know plain splits only (no local forms, no collectives inside, no splits inside a dim), and what the op costs is not
-among what is found.
+Sampling is no proof: such rules test the written ones, and are suggestions for ops without a rule. They contain plain
+splits only (no local forms, no collectives inside, no splits inside a dim), and no costs.
 """
 
 import logging
@@ -26,7 +25,7 @@ logger = logging.getLogger("autopar")
 
 
 def discover(op: Op, types: Mapping[str, TensorType], tensors: Sequence[Tensor] | None = None) -> Rule | None:
-    """The rule that running `op` on shards suggests; None if it finds no way to split it.
+    """The rule that running `op` on shards suggests; None if no split is found.
 
     The op runs on the CPU on random values, with small sizes where it takes these; `tensors` are operands whose values
     it takes, where others may not do (indices, probabilities). An op that draws random numbers is not looked at.
@@ -47,7 +46,7 @@ def discover(op: Op, types: Mapping[str, TensorType], tensors: Sequence[Tensor] 
 
 
 def rules_for(program: Program) -> Mapping[Hashable, Rule]:
-    """Rules for the ops of a program that no written rule speaks for, by signature; what is found is logged."""
+    """Find and log rules for the ops of a program without a written rule; returns them by signature."""
     found: dict[Hashable, Rule] = {}
     tried: set[Hashable] = set()
     for op in program.ops:
@@ -107,7 +106,7 @@ def _rule(
 
 
 def _saved(drawn: Drawn) -> tuple[Saved, ...]:
-    """Which operands and results autograd keeps."""
+    """The operands and results that autograd saves."""
     kept: list[int] = []
 
     def pack(tensor: Tensor) -> Tensor:

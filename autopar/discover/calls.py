@@ -85,7 +85,7 @@ class Sizes:
         return tuple(found)
 
     def elements(self, values: Sequence[int]) -> int:
-        """How many elements the tensors of the call would have with other sizes."""
+        """The number of elements of the call's tensors with other sizes."""
         found: dict[int, int] = {}
         for (place, _), value in zip(self.dims, values, strict=False):
             found[place] = found.get(place, 1) * value

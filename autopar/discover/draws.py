@@ -1,4 +1,4 @@
-"""Small calls of an op with random values, and what the whole op gives for them."""
+"""Small calls of an op with random values, and the results of the whole op."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -122,7 +122,7 @@ def _runs_with(call: Call, operands: Sequence[Tensor], flowing: frozenset[int]) 
 
 
 def _is_random(drawn: Drawn) -> bool:
-    """Whether the op gives something else when it runs again."""
+    """Whether the op gives different results when it is rerun."""
     if torch.Tag.nondeterministic_seeded not in find_overload(drawn.call.target).tags:
         return False
     again, _ = run_with(drawn.call, drawn.operands, drawn.flowing)
@@ -183,7 +183,7 @@ def _fractions(tensor: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def _drawn(call: Call, operands: Sequence[Tensor], flowing: frozenset[int], generator: torch.Generator) -> Drawn | None:
-    """What the whole op gives; None where it does not take the values, or where what it makes of them says nothing."""
+    """The results of the whole op; None where it rejects the values, or where its results are degenerate."""
     try:
         results, owned = run_with(call, operands, flowing)
         cotangents = tuple(

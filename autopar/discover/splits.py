@@ -1,4 +1,4 @@
-"""Ways to split an op, and whether they hold: cut the operands, run the op on each part, put the results together."""
+"""Splits of an op, and tests of each: cut the operands, run the op on the parts, and combine the results."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -93,7 +93,7 @@ def _holds(drawn: Drawn, splits: Sequence[Split], ways: Sequence[int], seed: int
 
 
 def _part(whole: Tensor, dims: Sequence[int | None], ways: Sequence[int], coordinate: Coordinate) -> Tensor:
-    """What the rank at `coordinate` has of `whole`: axes that cut one dim cut it one after the other."""
+    """The part of `whole` on the rank at `coordinate`; axes that cut the same dim cut it one after the other."""
     for dim, count, index in zip(dims, ways, coordinate, strict=True):
         if dim is not None:
             if whole.shape[dim] % count:
@@ -202,7 +202,7 @@ def _candidates(drawn: Drawn) -> Iterator[Split]:
 
 
 def _results(drawn: Drawn, dims: Mapping[int, int]) -> list[tuple[int | None, ...]]:
-    """What the results may be when these dims are cut: told from the shapes that the first rank gets."""
+    """The possible splits of results when these dims are cut, derived from the shapes on the first rank."""
     ways = 2 if all(drawn.operands[slot].shape[dim] % 2 == 0 for slot, dim in dims.items()) else 3
     operands = [
         tensor.chunk(ways, dims[slot])[0] if slot in dims else tensor for slot, tensor in enumerate(drawn.operands)

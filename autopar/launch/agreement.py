@@ -1,4 +1,4 @@
-"""How ranks agree: one rank may compute for all, and an error of one rank is an error of all.
+"""Agreement between ranks: one rank may compute for all, and an error of one rank is raised on all.
 
 Everything here is sent over the mesh's CPU group, so that the device is not waited for. Every rank of the mesh calls
 these functions in the same order, with the same `stage`: what the ranks are doing, for messages ("planning the model").
@@ -124,7 +124,7 @@ def gathered(mesh: DeviceMesh, item: T, stage: str = "comparing ranks") -> list[
 
 
 def unpickled(sent: bytes) -> object:
-    """What another process has pickled."""
+    """Unpickle an object from another process."""
     with warnings.catch_warnings():
         # A tree's specification warns about its own parts when it is unpickled.
         warnings.simplefilter("ignore", FutureWarning)
@@ -138,7 +138,7 @@ def _place(mesh: DeviceMesh) -> int:
 
 
 def _pickled(error: BaseException) -> bytes | None:
-    """An error of autopar, if it can travel to other ranks."""
+    """An error of autopar, pickled; None if it cannot be sent to other ranks."""
     if not isinstance(error, AutoparError):
         return None
     try:

@@ -18,8 +18,8 @@ from passes.ir.plan import Plan
 
 
 def device_type_of(model: nn.Module) -> str:
-    """What ranks run on: the devices that the parameters of `model` are on, or, of a model that is not on any yet, the
-    accelerators that the default process group is for, or else CPUs."""
+    """The device type that ranks run on: that of the parameters of `model`, or, if these are on meta, the accelerator
+    of the default process group, or else the CPU."""
     types = {item.device.type for item in (*model.parameters(), *model.buffers())} - {"cpu", "meta"}
     if types:
         return min(types)

@@ -1,4 +1,4 @@
-"""From a plan and its source to a module that runs."""
+"""Load a plan and its generated source as a module that runs."""
 
 import sys
 from hashlib import sha256

@@ -1,4 +1,4 @@
-"""Parallelized parts in a model that is otherwise as it was."""
+"""Parallelized submodules in a model that is otherwise unchanged."""
 
 from collections.abc import Iterator, Set
 
@@ -10,14 +10,14 @@ from passes.ir.errors import InputError
 
 
 def replace_part(model: nn.Module, name: str, part: DistributedModule) -> None:
-    """Put `part` in the place of the part of `model` called `name`, of which it was made.
+    """Replace the submodule `name` of `model` by `part`, which was made from it.
 
-    The rest of the model goes on as it is, on every rank alike: `part` returns whole tensors from now on, and has the
-    attributes and methods of the part that it stands for. Parts of that part that were not traced (an embedding, where
-    the trace begins behind it) stay what they are, with their own parameters.
+    The rest of the model runs unchanged on every rank: `part` returns whole tensors from now on, and has the attributes
+    and methods of the submodule that it replaces. Children of that submodule that were not traced (an embedding, where
+    the trace begins after it) are kept, with their own parameters.
 
-    Raises InputError where there is no such part, where `part` was made of another one, and where it has a parameter
-    that the rest of the model has too.
+    Raises InputError where there is no such submodule, where `part` was made from another one, and where it shares a
+    parameter with the rest of the model.
     """
     try:
         original = model.get_submodule(name)

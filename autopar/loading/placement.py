@@ -1,4 +1,4 @@
-"""Parameters and buffers of a model as one rank holds them."""
+"""Placement of a model's parameters and buffers on one rank."""
 
 from collections.abc import Mapping, Sequence
 
@@ -26,7 +26,7 @@ def placed_parts(
 ) -> Container:
     """Parameters as this rank's parts, and buffers, under the model's names; ties stay ties.
 
-    Parameters lie as `stored` says; those in `groups` are handed to `engine`, which shows them.
+    Parameters have the layouts `stored`; `engine`, the FSDP manager, takes those in `groups`.
     """
     root = Container()
     coordinate = mesh.get_coordinate()

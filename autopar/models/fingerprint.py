@@ -1,4 +1,4 @@
-"""Fingerprints of models: of what they are, to hold plans against, and of their values, to hold ranks against."""
+"""Fingerprints of models: of their structure, to compare with plans, and of their values, to compare between ranks."""
 
 import hashlib
 from collections.abc import Iterable, Mapping
@@ -8,7 +8,7 @@ from torch import nn
 
 
 def structure_fingerprint(model: nn.Module) -> str:
-    """Equal for models that are built alike: class, parts, parameters and buffers with their ties, configuration."""
+    """Equal for models of the same structure: class, submodules, parameters and buffers with ties, configuration."""
     lines = [f"{type(model).__module__}.{type(model).__qualname__}", repr(model)]
     config = getattr(model, "config", None)
     if config is not None and hasattr(config, "to_dict"):

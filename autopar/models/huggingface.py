@@ -1,4 +1,4 @@
-"""What is particular to Hugging Face models: inputs made from the config, and hooks around tracing.
+"""Support for Hugging Face models: inputs made from the config, and hooks around tracing.
 
 The hooks reach for internals of `transformers` by name; what a version does not have is left out with a warning, and
 the trace is then slower at run time, but still exact.
@@ -26,14 +26,14 @@ _LONGEST = 2048
 
 
 class Config(Protocol):
-    """What is read of a configuration; models have the parts that fit them."""
+    """The fields of a configuration that are read; models have those that apply to them."""
 
     vocab_size: int
     image_size: int
 
 
 class Pretrained(Protocol):
-    """What is read of a model of `transformers`."""
+    """The attributes of a `transformers` model that are read."""
 
     config: Config
     dtype: torch.dtype

@@ -1,4 +1,4 @@
-"""Micro-batches between the passes and the runtime: where each rank finds the samples of one."""
+"""Micro-batches between the passes and the runtime: the position of a micro-batch's samples on each rank."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ def batching(
     totals: GeneratedProgram | None,
     configuration: Configuration,
 ) -> tuple[MicroBatching, tuple[PlannedOutput, ...]]:
-    """How the batch goes through the program of one micro-batch, and `outputs` as they are for the whole batch.
+    """The split of the batch for the program of one micro-batch, and `outputs` as they are for the whole batch.
 
     All ranks' parts of a micro-batch must be the same samples for all inputs and outputs, however these are split, and
     what a rank has of the batch must be what it has of the micro-batches. So the samples are seen as groups, of which
@@ -82,7 +82,7 @@ def batching(
 def lying_batches(
     micro: MicroBatches, lowered: Lowered, outputs: Sequence[PlannedOutput], configuration: Configuration
 ) -> MicroBatchInputs:
-    """What of micro-batches lies in memory from one to the next."""
+    """The inputs and outputs of micro-batches that stay in memory from one micro-batch to the next."""
     made, _ = batching(micro, lowered, outputs, None, configuration)
     copied = set()
     for item, where in zip(_given(micro, lowered), made.inputs, strict=True):
@@ -100,12 +100,12 @@ def lying_batches(
 
 
 def _given(micro: MicroBatches, lowered: Lowered) -> list[Input]:
-    """The inputs that are given, and no totals."""
+    """The inputs that callers pass, without totals."""
     return [item for item in lowered.program.inputs if item.name in micro.inputs]
 
 
 def _ends(item: _Samples, samples: int, mesh: Mesh) -> Iterator[int]:
-    """For every axis that splits the samples, into how many groups it sees them."""
+    """The number of groups of samples for every axis that splits them."""
     for major, size, _ in digits(item.layout, item.dim, mesh):
         if item.before <= major < item.before * samples:
             if major % item.before or samples % (major // item.before * size):
@@ -124,7 +124,7 @@ def _no_output(item: _Samples) -> MicroBatchError:
 
 
 def _cut(item: _Samples, samples: int, groups: int, mesh: Mesh) -> Cut:
-    """Where a rank has the samples."""
+    """The position of the samples in a rank's part."""
     taken = digits(item.layout, item.dim, mesh)
     before = prod(size for major, size, _ in taken if major < item.before)
     inside = prod(size for major, size, _ in taken if item.before <= major < item.before * samples)

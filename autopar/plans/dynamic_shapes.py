@@ -1,5 +1,5 @@
-"""Programs for inputs of other sizes than planned: the model is traced once more, for all sizes that it allows, and
-what the plan decided is carried over. Where values of inputs are constants, there is one trace for each."""
+"""Programs for inputs of sizes other than planned: the model is retraced with dynamic shapes, and the decisions of the
+plan are applied. Where values of inputs are constants, there is one trace for each."""
 
 import copy
 import logging
@@ -38,7 +38,7 @@ _TRACES = 8
 
 
 class AnySizes:
-    """Makes programs for sizes other than planned, on the first rank for all.
+    """Makes programs for sizes other than planned, on the first rank on behalf of all.
 
     It keeps how the model is built, but none of its weights.
     """
@@ -50,7 +50,7 @@ class AnySizes:
         self._planner = None if any(coordinate) else _Planner(model, compiled, request)
 
     def __call__(self, wanted: Wanted) -> LoadedProgram:
-        """The program that is wanted; every rank calls it alike.
+        """The requested program; every rank calls it alike.
 
         Raises InputError where the model cannot run with these inputs.
         """
@@ -71,8 +71,8 @@ class AnySizes:
 
 @dataclass
 class _Traces:
-    """Traces for one set of inputs: `shapes` are those that it was seen with first, `varying` the dims that had other
-    sizes since."""
+    """Traces for one set of inputs: `shapes` are those of its first call, `varying` the dims that have had other sizes
+    since."""
 
     shapes: Mapping[str, Shape]
     symbolic: deque[Symbolic] = field(default_factory=lambda: deque(maxlen=_TRACES))
@@ -103,11 +103,11 @@ class _Planner:
         try:
             self.model = structure_of(model)
         except Exception as error:
-            # Nobody may ever need it.
+            # It may never be needed.
             self.reason = f"{type(error).__name__}: {error}"
 
     def compiled(self, wanted: Wanted) -> GeneratedProgram:
-        """The program that is wanted."""
+        """The requested program."""
         request = self._request(wanted)
         asked = self._told(wanted, request)
         if self.model is None:
@@ -137,7 +137,7 @@ class _Planner:
         return replace(self.request, inputs={**wanted.arguments, **assumed}, assumed=frozenset(assumed))
 
     def _told(self, wanted: Wanted, request: Request) -> str:
-        """The arguments of the call, as the beginning of an error."""
+        """A description of the call's arguments, for the beginning of an error message."""
         others = [f"{name} = {value.tolist()}" for name, value in wanted.values.items()]
         sizes = ", ".join([*(f"{name} {list(shape)}" for name, shape in wanted.shapes.items()), *others])
         if wanted.arguments is None:
@@ -181,7 +181,7 @@ class _Planner:
         return program
 
     def _traces(self, request: Request, wanted: Wanted) -> _Traces:
-        """The traces for inputs of these names, dtypes and dims; of what was not asked for longest there are none."""
+        """The traces for inputs of these names, dtypes and dims; the least recently used ones are dropped."""
         key: tuple[object, ...] = (wanted.name,)
         first = self.inputs[wanted.name]
         if wanted.arguments is not None:
@@ -195,7 +195,7 @@ class _Planner:
         return found
 
     def _planned(self, program: Program, request: Request, wanted: Wanted) -> GeneratedProgram:
-        """`program` with what the plan decided, as far as it can be done at its sizes."""
+        """Plan `program` with the decisions of the plan, as far as they are possible at its sizes."""
         name, count = wanted.name, wanted.count
         if name != request.objective:
             program, request = frozen(program), replace(request, objective=name)

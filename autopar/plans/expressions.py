@@ -1,9 +1,8 @@
 """Formulas for the costs of a plan: its memory and step time as functions of batch, sequence and axis sizes.
 
-The model is traced once more with symbolic sizes, and put through the passes at a few sizes. What differs between them
-are dims, which `passes/dynamic_shapes/generalize` turns into figures: numbers that remember their formulas. The code
-that priced the plan then prices these, with the plan's decisions, so the formulas are those of the prices and cannot
-differ from them.
+The model is retraced with symbolic sizes, and the passes run at a few sizes. The results differ in dims only, which
+`passes/dynamic_shapes/generalize` turns into figures: numbers that record their formulas. The cost model then computes
+with these figures under the plan's decisions, so the formulas cannot differ from the planned costs.
 """
 
 import logging
@@ -55,7 +54,7 @@ Dim = tuple[str, int]
 
 @dataclass(frozen=True)
 class Priced:
-    """A planned program: as it was folded, its part of the plan, and which arguments of the model are its inputs."""
+    """A planned program: its folded form, its part of the plan, and the model arguments that are its inputs."""
 
     folded: Folded
     record: ProgramPlan
@@ -134,7 +133,7 @@ def _symbolic(mesh: Mesh) -> Mesh:
 
 @dataclass(frozen=True)
 class _Samples:
-    """The program at other sizes, up to where it was priced."""
+    """The program at other sizes, after the passes before the cost model."""
 
     symbolic: Symbolic
     names: Mapping[str, tuple[int, list[Dim]]]
@@ -201,7 +200,7 @@ class _Samples:
 
 @dataclass(frozen=True)
 class _Pricing:
-    """Prices of what was decided."""
+    """Costs of the plan's decisions."""
 
     folded: Folded
     demands: PlacedConstraints
@@ -209,7 +208,7 @@ class _Pricing:
     planned: Priced
 
     def problem(self, mesh: Mesh) -> tuple[Problem, Solution]:
-        """The decisions, and the problem that offers little else."""
+        """The decisions as a solution, and the problem restricted to them."""
         decisions = decisions_of(self.planned.record, mesh)
         assert decisions.methods is not None
         setting = self._space().setting(mesh, offers_of(self.folded, decisions.methods))
@@ -220,7 +219,7 @@ class _Pricing:
         return problem, solution
 
     def memory(self, problem: Problem, solution: Solution) -> Number:
-        """Bytes at the peak, at whichever moment it is."""
+        """Bytes at the peak over all program points."""
         model, found = chosen_memory(problem, solution)
         return largest_sum(model.fractions[:, [item.range for item in found]], [item.size for item in found])
 
@@ -241,7 +240,7 @@ def _check(what: str, number: Number, planned: Mapping[str, float]) -> None:
 
 
 def _batch_step(folded: Folded, problem: Problem, solution: Solution, mesh: Mesh, sizes: Mapping[str, int]) -> int:
-    """How much the batch may grow at a time, so that all that was split still divides."""
+    """The step of batch sizes at which every split dim remains divisible."""
     ops = {op.key: op for op in folded.ops}
     batch = sympy.Symbol(BATCH)
     others = {sympy.Symbol(name): sympy.Integer(size) for name, size in sizes.items() if name != BATCH}
@@ -262,6 +261,6 @@ def _batch_step(folded: Folded, problem: Problem, solution: Solution, mesh: Mesh
 
 
 def _parts(layout: Layout, dim: int, mesh: Mesh) -> int:
-    """What the size of a dim must divide by."""
+    """The number that the size of a dim must be divisible by."""
     taken = digits(layout, dim, mesh)
     return int(taken[-1][0]) * int(taken[-1][1]) if taken else 1

@@ -1,4 +1,4 @@
-"""What statements of generated code do to memory, found by running each on tensors without values.
+"""Memory behaviour of the statements of generated code, found by running each of them on fake tensors.
 
 A statement runs alone: its operands come from one autograd node and its results go to another, so that it is seen when
 gradients come, are no longer read, and are there. What autograd keeps is told by hooks, and every storage by when it is
@@ -112,7 +112,7 @@ class FakeProber:
         return f"{step.collective}(x0, {self._axes[step.axis]}, src={step.source}, dst={step.target}{extra})"
 
     def forward(self, task: Task) -> ForwardProfile:
-        """What the forward pass of a task does."""
+        """The memory events of a task's forward pass."""
         if task not in self._forward:
             found = self._look(task, lambda run: run.forward())
             if found is None:
@@ -123,7 +123,7 @@ class FakeProber:
         return self._forward[task]
 
     def backward(self, task: Task, gradients: tuple[Form | None, ...]) -> BackwardProfile:
-        """What its backward pass does, given the forms of the gradients of its results."""
+        """The memory events of a task's backward pass, given the forms of the gradients of its results."""
         if (task, gradients) not in self._backward:
             forward = self.forward(task)
             found = None if task in self._assumed else self._look(task, lambda run: run.backward(gradients))
@@ -131,7 +131,7 @@ class FakeProber:
         return self._backward[task, gradients]
 
     def _look(self, task: Task, look: Callable[["_Run"], T]) -> T | None:
-        """What a run of a task shows; None for one that needs values, or that torch cannot run without."""
+        """The result of `look` on a run of a task; None where the task cannot run without values."""
         if task.text in self._closed:
             return None
         try:
@@ -223,7 +223,7 @@ class _Run:
             return BackwardProfile(tuple(self.events), self.given)
 
     def attached(self, results: Sequence[Tensor]) -> tuple[StorageRef, ...]:
-        """What functions written in Python hold as attributes of theirs, which no hook sees."""
+        """Storages saved as attributes of Python autograd functions, which saved-tensor hooks do not see."""
         found: dict[StorageRef, None] = {}
         seen: set[object] = set()
         waiting: list[object] = [result.grad_fn for result in results]
@@ -254,17 +254,17 @@ class _Run:
         return tuple(value) if isinstance(value, (tuple, list)) else (value,)
 
     def keep(self, tensor: Tensor) -> "_Kept":
-        """What autograd keeps instead of a tensor."""
+        """Pack hook: the object that autograd saves instead of a tensor."""
         self.kept.append(self.places.get(_address(tensor)))
         self.happen(EventKind.KEEP, len(self.kept) - 1)
         return _Kept(tensor.detach(), len(self.kept) - 1, self)
 
     def happen(self, what: EventKind, index: int, size: int = 0) -> None:
-        """Write down that something happened."""
+        """Record an event."""
         self.events.append(Event(what, index, size))
 
     def see(self, tensor: Tensor) -> None:
-        """Take note of a tensor's storage, and of when it dies."""
+        """Record the storage of a tensor, and when it is freed."""
         storage = tensor.untyped_storage()
         address = storage_number(storage)
         if address in self.places:
@@ -303,7 +303,7 @@ class _Run:
 
 
 class _Kept:
-    """A tensor that autograd keeps."""
+    """A tensor that autograd saves."""
 
     def __init__(self, tensor: Tensor, index: int, run: _Run) -> None:
         self.tensor = tensor
@@ -311,7 +311,7 @@ class _Kept:
         self.run = run
 
     def read(self) -> Tensor:
-        """The tensor, which the backward pass needs now. It gets one like it, so that it is seen when it lets go."""
+        """Unpack hook: return a copy of the tensor, so that its release by the backward pass is recorded."""
         self.run.happen(EventKind.USE, self.index)
         self.run.reading = self.index
         given = _new(_form(self.tensor), self.tensor.device)

@@ -1,4 +1,4 @@
-"""One program as the passes give it and as the runtime takes it."""
+"""Conversion of one planned program from the output of the passes to the input of the runtime."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ class PlannedProgram:
 
 
 def totals_name(name: str) -> str:
-    """What the program is called that sums over the batch what the one called `name` needs."""
+    """The name of the program that computes the sums over the batch for the program `name`."""
     return f"{name} totals"
 
 
@@ -50,7 +50,7 @@ def planned_outputs(lowered: Lowered) -> tuple[PlannedOutput, ...]:
 
 
 def generated_program(lowered: Lowered, source: str, class_name: str, request: Request) -> GeneratedProgram:
-    """`source`, which defines `class_name`, with what the runtime has to know of it."""
+    """Combine `source`, which defines `class_name`, with the description that the runtime needs."""
     program = lowered.program
     given = dict(input_leaves(request.inputs))
     shapes = {
@@ -89,7 +89,7 @@ def generated_program(lowered: Lowered, source: str, class_name: str, request: R
 
 
 def _statements(lowered: Lowered) -> Iterator[Compute | Redistribution]:
-    """All statements, those of loops and between their copies too."""
+    """All statements, including those inside loops and between their copies."""
     for statement in lowered.body.statements:
         if isinstance(statement, Loop):
             yield from (inner for inner in statement.body.statements if not isinstance(inner, Loop))
@@ -99,7 +99,7 @@ def _statements(lowered: Lowered) -> Iterator[Compute | Redistribution]:
 
 
 def _made_again(statement: Compute | Redistribution) -> bool:
-    """Whether generated code makes the result again in the backward pass."""
+    """Whether generated code recomputes the result in the backward pass."""
     if isinstance(statement, Compute):
         return statement.recomputed
     return statement.regathered and len(statement.steps) > statement.unit_steps
@@ -114,7 +114,7 @@ def _used_parameters(program: Program) -> frozenset[str]:
 
 
 def _constants(inputs: Inputs, program: Program) -> dict[str, object]:
-    """What is given and is no input of the program: values that are no tensors, and tensors whose values count."""
+    """Constant arguments, which are not inputs of the program: non-tensors, and tensors whose values the trace used."""
     given = dict(input_leaves(inputs))
     left = [name for name in given if name not in {item.argument for item in program.inputs}]
     return {name: leaf.detach().cpu() if isinstance(leaf := given[name], torch.Tensor) else leaf for name in left}

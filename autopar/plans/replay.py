@@ -1,4 +1,4 @@
-"""What a plan says of a model, written down and held against what it is replayed for."""
+"""Recording of plans, and checks of a replayed plan against the model, mesh and options that it is replayed for."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -27,7 +27,7 @@ def written_plan(
     first = programs[request.objective]
 
     def kept_as(name: str) -> torch.dtype:
-        """What a parameter is stored in: a precision for computing alone leaves that as it is."""
+        """The dtype that a parameter is stored in; a precision for computing alone does not change it."""
         dtype = model.get_parameter(name).dtype
         return precision.master or dtype if dtype.is_floating_point else dtype
 
@@ -69,7 +69,7 @@ def written_plan(
 
 
 def check_plan(plan: Plan, fingerprint: str, request: Request) -> None:
-    """Raise PlanMismatchError where a given plan is one for something else."""
+    """Raise PlanMismatchError where a plan was made for another model, mesh or request."""
     mesh = request.mesh.by_name
     if plan.fingerprint != fingerprint:
         raise PlanMismatchError(
@@ -111,9 +111,9 @@ def _check_storage(plan: Plan, mesh: Mesh) -> None:
 
 
 def as_planned(request: Request, plan: Plan) -> Request:
-    """`request` with what `plan` decided.
+    """Return `request` with the decisions of `plan`.
 
-    Raises PlanMismatchError where something else is asked for besides.
+    Raises PlanMismatchError where the request contradicts them.
     """
     planned = plan.programs[request.objective]
     if request.micro_batches not in (None, planned.micro_batches):
@@ -133,7 +133,7 @@ def as_planned(request: Request, plan: Plan) -> Request:
 
 
 def check_replayed(plan: Plan, replayed: Plan) -> None:
-    """Raise PlanMismatchError where a plan does not say of parameters and inputs what its own decisions lead to."""
+    """Raise PlanMismatchError where recorded parameters and inputs do not follow from the plan's own decisions."""
     for name in ("parameters", "inputs"):
         said, found = getattr(plan, name), getattr(replayed, name)
         wrong = sorted(key for key in {*said, *found} if said.get(key) != found.get(key))

@@ -1,9 +1,9 @@
-"""Measure what the machine at hand can do, and write it to a cluster file that the planner uses.
+"""Measure this machine, and write the results to a cluster file that the planner uses.
 
 On each rank: matrix products of several shapes in each dtype, fused attention, reading and writing memory, starting
 kernels, and copies from the host. Under torchrun also collectives, among the ranks of a node and between nodes. What
-was not measured (links of a single process, or between nodes where there is one) is taken from what is known of the
-device. Of ranks that differ, the slowest counts.
+was not measured (links of a single process, or between nodes where there is one) is taken from the known figures of
+the device. Of ranks that differ, the slowest counts.
 """
 
 import logging
@@ -36,14 +36,14 @@ Collective = Callable[[Tensor, dist.ProcessGroup], None]
 
 @dataclass(frozen=True)
 class Measurements:
-    """What is measured.
+    """The sizes and dtypes that are measured.
 
-    - `products`: (m, n, k) of matrix products, of which the fit is made.
-    - `dtypes`: theirs; attention and shapes are measured in the first.
+    - `products`: (m, n, k) of the matrix products that rates are fitted to.
+    - `dtypes`: dtypes of the products; attention and shapes are measured in the first.
     - `heads`: (batch, heads, sequence) of attention.
     - `streamed`: bytes of a tensor that is copied.
     - `messages`: bytes of collectives, the larger of input and output.
-    - `seconds`: how long each measurement goes on at least.
+    - `seconds`: minimum duration of each measurement.
     """
 
     products: Sequence[Shape]
@@ -109,15 +109,15 @@ def profile(
 
 
 def known_cluster(device_type: str) -> Cluster:
-    """What is known of clusters of the device of this process.
+    """The known figures of clusters of this process's device.
 
-    Raises MeshError for a device that nothing is known of.
+    Raises MeshError for an unknown device.
     """
     return cluster_of_device(torch.cuda.get_device_name() if device_type == "cuda" else device_type)
 
 
 def device_name(device_type: str) -> str:
-    """What the device of this process calls itself: "NVIDIA H100 80GB HBM3", "AMD EPYC 9654 96-Core Processor"."""
+    """The name of this process's device: "NVIDIA H100 80GB HBM3", "AMD EPYC 9654 96-Core Processor"."""
     if device_type == "cuda":
         return torch.cuda.get_device_name()
     with suppress(OSError):
@@ -155,7 +155,7 @@ class _Bench:
     what: Measurements
 
     def cluster(self) -> Cluster:
-        """Everything, measured."""
+        """Measure everything, and return it as a cluster."""
         known = _known_or_most(self.device_type)
         name = device_name(self.device_type)
         world = dist.get_world_size() if dist.is_initialized() else 1
@@ -344,7 +344,7 @@ def _all_to_all(whole: Tensor, group: dist.ProcessGroup) -> None:
 
 
 def _known_or_most(device_type: str) -> Cluster:
-    """What is known of the device here, or, if that is nothing, a cluster with the links of most."""
+    """The known cluster of this device, or a cluster with typical links if the device is unknown."""
     try:
         return known_cluster(device_type)
     except MeshError:

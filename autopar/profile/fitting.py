@@ -1,4 +1,4 @@
-"""Figures of devices and links from what was measured."""
+"""Figures of devices and links, fitted to measurements."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -14,10 +14,10 @@ Shape = tuple[int, int, int]
 
 
 def fit_products(timed: Mapping[Shape, float]) -> tuple[float, float, float]:
-    """Rate in FLOP/s, `fill` and `depth` of a device, of which products of (m, n, k) took these seconds.
+    """Fit rate (FLOP/s), `fill` and `depth` of a device to the seconds of products of (m, n, k).
 
-    They make the squares of the logarithms of predicted by measured seconds least: over a grid of powers of two, then
-    of ever smaller steps around the best.
+    They minimize the squared logarithms of predicted over measured seconds: on a grid of powers of two, then by
+    decreasing steps around the best.
     """
 
     def fitted(fill: float, depth: float) -> tuple[float, float, float, float]:
@@ -45,8 +45,7 @@ def fit_attention(timed: Mapping[int, float], scores: float, rate: float) -> tup
 
 
 def fit_line(timed: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """What is fixed and what each byte adds, of (bytes, seconds): the least squares of relative errors, neither below
-    zero."""
+    """Fit seconds = fixed + each * bytes by least squares of relative errors; neither is negative."""
     # Divided by the seconds, each measurement is a row of fixed / t + each bytes / t = 1.
     rows = torch.tensor([(1 / taken, size / taken) for size, taken in timed], dtype=torch.float64)
     ones = torch.ones(len(rows), 1, dtype=torch.float64)

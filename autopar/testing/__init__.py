@@ -1,4 +1,4 @@
-"""Hold a parallelized model against the model itself, on this machine: for our tests, and for users' CI."""
+"""Compare a parallelized model with the model itself, on this machine: for our tests, and for users' CI."""
 
 import copy
 import inspect
@@ -49,7 +49,7 @@ __all__ = [
 # Errors are relative to at least this part of the model's largest gradient, of which a tolerance of 1e-9 in float64, or
 # 1e-4 in float32, is then as much as one rounding: smaller gradients have larger errors on a single device, too.
 _FLOOR = {torch.float64: 1e-6, torch.float32: 1e-3}
-# What float32 inside a float64 model may differ by.
+# Tolerance for float32 inside a float64 model.
 _FLOAT32_TOLERANCE = 1e-4
 
 
@@ -175,7 +175,7 @@ class _Pickling:
         """Pickles their parametrizations apart."""
 
         def reducer_override(self, item: Any) -> Any:
-            """How a module with parametrizations is pickled; all else as ever."""
+            """Pickle a module with parametrizations; everything else as by default."""
             if not (isinstance(item, nn.Module) and parametrize.is_parametrized(item)):
                 return NotImplemented
             kept = {name: list(found) for name, found in cast(Any, item.parametrizations).items()}
@@ -205,7 +205,7 @@ def _plan_here(
     lifted: torch.dtype | None,
     options: Mapping[str, object],
 ) -> bytes:
-    """What rank 0 would plan, pickled: this process has traced before, and keeps what that has loaded.
+    """The plan that rank 0 would make, pickled: this process has traced before and has the modules loaded.
 
     Raises RankError, as if it were rank 0.
     """
@@ -275,7 +275,7 @@ def _compare_on_rank(
     lifted: torch.dtype | None,
     options: Mapping[str, object],
 ) -> Comparison:
-    """What each rank does."""
+    """Compare the models on one rank."""
     model, inputs = torch.load(io.BytesIO(payload), weights_only=False)
     _known_to_transformers(model)
     training = options.get("objective", "train") == "train" and model.training

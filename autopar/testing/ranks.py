@@ -35,7 +35,7 @@ _PARTING = 5.0
 
 
 class RankError(RuntimeError):
-    """A rank raised, died or did not finish in time; the message has what each said."""
+    """A rank raised, died or did not finish in time; the message contains the error of each."""
 
 
 def run_ranks(function: Callable[..., T], ranks: int, *args: object, timeout: float = 300.0) -> list[T]:
@@ -80,7 +80,7 @@ def _context() -> ForkServerContext:
 
 
 def _results(pipes: Sequence[Connection], processes: Sequence[ForkServerProcess], timeout: float) -> list[T]:
-    """What the ranks send; as soon as one fails the others get a moment to say what they have to say."""
+    """The results of the ranks; as soon as one fails, the others get a grace period to report their errors."""
     found: dict[int, T] = {}
     failures: dict[int, str] = {}
     deadline = time.monotonic() + timeout
@@ -111,7 +111,7 @@ def _results(pipes: Sequence[Connection], processes: Sequence[ForkServerProcess]
 
 
 def _said(failures: Mapping[int, str]) -> Iterator[str]:
-    """What failed ranks said: the first one in full, of the others the last line where it is another."""
+    """The errors of failed ranks: the first in full, of the others the last line if it differs."""
     first, *others = sorted(failures)
     yield f"rank {first}: {failures[first]}"
     for rank in others:

@@ -55,8 +55,7 @@ def within(groups: Sequence[nn.Module], run: Callable[..., object], inputs: Sequ
 
 
 class PartView:
-    """A part of the model as generated code sees it: what a group holds is read from there, or is a tensor given here,
-    all else is read from the part."""
+    """The view of a submodule that generated code reads: parameters of FSDP units and given tensors replace its own."""
 
     def __init__(self, part: nn.Module, held: Mapping[str, tuple[Reading, int] | Tensor]) -> None:
         own: dict[str, tuple[Reading, int]] = {}

@@ -84,7 +84,7 @@ def _join(parts: Tensor, placement: Placement) -> Tensor:
 def _own_part(tensor: Tensor, placement: Placement, size: int, rank: int) -> Tensor:
     dim, shape = placement.dim, tensor.shape
     parts = tensor.reshape(*shape[:dim], placement.major, size, -1, *shape[dim + 1 :]).select(dim + 1, rank)
-    # A copy, so that the whole tensor need not stay.
+    # A copy, so that the memory of the whole tensor can be freed.
     return parts.reshape(*shape[:dim], shape[dim] // size, *shape[dim + 1 :]).clone(
         memory_format=torch.contiguous_format
     )
