@@ -1,5 +1,5 @@
-"""The planning problem: what each op, parameter, input and output may do, at what price. `candidates` writes it,
-`solve` chooses."""
+"""The planning problem: the strategies of each op, parameter, input and output, with their costs. `strategies` builds
+it, `solve` solves it."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """One way to run an op: the method on every axis, and what that makes of its operands and results.
+    """One way to run an op: its method on every axis, and the resulting layouts of its operands and results.
 
     For a parameter, input or output the methods are the placements of its layout.
     """
@@ -26,10 +26,10 @@ class Strategy:
 
 @dataclass(frozen=True, slots=True)
 class StrategyBytes:
-    """Bytes that a strategy of a node holds, all its copies together.
+    """Bytes that a strategy of a node allocates, in all its copies together.
 
-    `held` lies there throughout the step; `gradient` from its backward pass to the optimizer step; `transient` is what
-    the backward pass of one copy needs while it runs.
+    `held` is live throughout the step; `gradient` from the node's backward pass to the optimizer step; `transient` is
+    the workspace of the backward pass of one copy.
     """
 
     held: float = 0.0
@@ -39,14 +39,14 @@ class StrategyBytes:
 
 @dataclass(frozen=True)
 class Node:
-    """Something that decides: an op, or where a parameter, input, carried tensor or output lies.
+    """A node of the planning problem: an op, or the layout of a parameter, input, carried tensor or output.
 
-    `key` names it in the plan; `kind` is "op", "parameter", "input", "buffer", "carry" or "output". `count` is how
-    often it occurs in a micro-batch, `block` the place it stands in. `seconds` and `memory` are per strategy, for all
-    copies together; of an op's seconds `forward` are those of the forward pass. `light` says of each strategy whether
-    it runs again where recompute is selective, `cheap` whether any that the op may have does. `saves_result` says that
-    autograd keeps its result, of `results` bytes per strategy; `copies` are the bytes of what else it keeps; `views`
-    that its result is a view of its operand.
+    `key` names it in the plan; `kind` is "op", "parameter", "input", "buffer", "carry" or "output". `count` is the
+    number of times that it occurs in a micro-batch, `block` the block of the program that it belongs to. `seconds` and
+    `memory` are per strategy, for all copies together; of an op's seconds `forward` are those of the forward pass.
+    `light` says for each strategy whether selective recompute recomputes it, `cheap` whether it recomputes any of the
+    op's strategies. `saves_result` says that autograd saves its result, of `results` bytes per strategy; `copies` are
+    the bytes of other tensors that autograd saves; `views` says that its result is a view of its operand.
     """
 
     key: str
@@ -66,7 +66,7 @@ class Node:
     views: bool = False
 
     def only(self, picks: Sequence[int]) -> "Node":
-        """The node with no strategies but these."""
+        """The node restricted to these strategies."""
 
         def chosen(values: tuple[T, ...]) -> tuple[T, ...]:
             return tuple(values[pick] for pick in picks) if values else values
@@ -87,9 +87,8 @@ class Node:
 class Edge:
     """A use of a tensor: result `result` of node `producer` as operand `operand` of node `consumer`, `count` times.
 
-    Edges of one `group` are in one place of the program: a redistribution to the same layout is done once for all.
-    `saved` says that autograd keeps the operand, `remade` that what it keeps is made of the operand again where
-    recompute is selective.
+    Edges of one `group` are in the same block of the program: they share one redistribution to each layout. `saved`
+    says that autograd saves the operand, `remade` that selective recompute recomputes saved tensors from it.
     """
 
     producer: int
@@ -103,12 +102,11 @@ class Edge:
 
 @dataclass(frozen=True)
 class EdgeGroup:
-    """Uses of one tensor in one place, `count` times in a step.
+    """Uses of one tensor in one block, `count` times in a step.
 
-    `gradient` says that a gradient flows back, in elements of `gradient_itemsize` bytes; `parameter` that the tensor
-    is a parameter, so that it is in memory anyway as it is stored; `strided` that it does not lie in memory in the
-    order of its dims; `inside` that the uses are inside the copies of a region. `joined` tensors are sent together, in
-    one collective.
+    `gradient` says that a gradient flows back, in elements of `gradient_itemsize` bytes; `parameter` that the tensor is
+    a parameter, whose stored shard is resident anyway; `strided` that its memory is not in the order of its dims;
+    `inside` that the uses are inside the copies of a region. `joined` tensors share one collective.
     """
 
     tensor: str
@@ -125,22 +123,23 @@ class EdgeGroup:
 
 @dataclass(frozen=True)
 class Cover:
-    """Seconds that a device computes for all copies of a region in one micro-batch, where nothing is computed twice:
-    forward, backward, and of the forward pass what runs again where recompute is selective."""
+    """Seconds of computation of all copies of a region in one micro-batch, on one of all devices without redundant
+    computation: forward, backward, and the part of the forward pass that selective recompute runs again."""
 
     forward: float = 0.0
     backward: float = 0.0
     light: float = 0.0
 
     def again(self, recompute: str) -> float:
-        """The backward pass with what it computes again of the forward pass."""
+        """The backward pass, with the part of the forward pass that it recomputes."""
         return self.backward + {"none": 0.0, "selective": self.light, "full": self.forward}[recompute]
 
 
 @dataclass(frozen=True)
 class Problem:
-    """All nodes, and the edges between them in groups. `blocks` names the places of nodes, each `counts` times there,
-    and `covers` what computation of each hides traffic; `index` finds a node by its key."""
+    """All nodes, and the edges between them in groups. `blocks` names the blocks of the program, each of which runs
+    `counts` times; `covers` is the computation of each that hides communication; `index` maps the key of a node to its
+    number."""
 
     nodes: Sequence[Node]
     edges: Sequence[Edge]
@@ -151,17 +150,17 @@ class Problem:
     covers: Sequence[Cover]
 
     def only(self, picks: Sequence[int]) -> "Problem":
-        """The problem that offers one strategy per node."""
+        """The problem restricted to one strategy per node."""
         return replace(self, nodes=[node.only([pick]) for node, pick in zip(self.nodes, picks, strict=True)])
 
 
 @dataclass(frozen=True)
 class Solution:
-    """A choice under one configuration: for every node the number of its strategy (`picks`), and the redistributions
+    """A solution under one configuration: for every node the number of its strategy (`picks`), and the redistributions
     (group, target layout) that run again in the backward pass instead of saving their result (`regathered`).
 
-    `seconds` is the step time of the choice, `bound` a lower bound on that of every choice. `by_clock` says that a
-    clock ended the search, so that another machine may choose another plan.
+    `seconds` is the step time of the choice, `bound` a lower bound on that of every choice. `by_clock` says that a time
+    limit ended the search, so that another machine may find another plan.
     """
 
     picks: tuple[int, ...]

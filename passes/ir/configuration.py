@@ -1,4 +1,4 @@
-"""Configurations: everything that is chosen for a step besides layouts."""
+"""Configurations: all decisions about a step but the layouts."""
 
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
@@ -19,14 +19,15 @@ class Pipeline:
 
 @dataclass(frozen=True)
 class Configuration:
-    """How a step is run on a mesh.
+    """The decisions about a step on a mesh but its layouts.
 
     - `micro_batches`: the number of equal parts that the batch is processed in, one after the other.
-    - `recompute`: by name of region the part of its forward pass that runs again in the backward pass: "none",
+    - `recompute`: by name of region, the part of its forward pass that the backward pass recomputes: "none",
       "selective" (everything but multiplications and collectives, whose results are saved) or "full" (everything: only
       the inputs of a copy are saved).
-    - `gather_once`: sharded parameters are gathered in the first micro-batch and kept to the last; otherwise in each.
-    - `reduce_once`: gradients are added up unsharded and reduced after the last micro-batch; otherwise after each.
+    - `gather_once`: sharded parameters are gathered in the first micro-batch and stay gathered until the last;
+      otherwise they are gathered in each.
+    - `reduce_once`: gradients accumulate unsharded and are reduced after the last micro-batch; otherwise after each.
     """
 
     mesh: Mesh
@@ -38,13 +39,14 @@ class Configuration:
 
     @property
     def zero_stage(self) -> int:
-        """The stage of ZeRO (Rajbhandari et al. 2020) by which parameters travel across micro-batches: 3 gathers and
-        reduces in each, 2 gathers once, 1 does both once. How a parameter is stored is decided apart."""
+        """The ZeRO stage (Rajbhandari et al. 2020) of the communication across micro-batches: stage 3 gathers and
+        reduces in each, stage 2 gathers once, stage 1 does both once. The layout in which a parameter is stored is
+        decided separately."""
         return 3 - self.gather_once - self.reduce_once
 
     @property
     def key(self) -> Hashable:
-        """Equal for equal configurations."""
+        """A key for comparisons: equal for equal configurations."""
         recompute = tuple(sorted(self.recompute.items()))
         return self.mesh, self.micro_batches, recompute, self.gather_once, self.reduce_once, self.pipeline
 

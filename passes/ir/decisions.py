@@ -1,4 +1,4 @@
-"""Restrictions of what the search may choose: decisions that a plan, or another program of the model, has made."""
+"""Decisions that restrict the search: those of a plan, or of another program of the same model."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,18 +20,18 @@ class Decided:
 
 @dataclass(frozen=True)
 class Decisions:
-    """Everything that is decided before the search begins. Without arguments nothing is.
+    """Decisions that are fixed before the search begins. By default there are none.
 
     - `configuration`: the only configuration; None leaves the search over configurations free.
     - `methods`: the method of every node on every axis, by key, as a plan has them. Nothing is left to solve; a node
-      without methods, or methods without a node, is a PlanMismatchError.
-    - `strategies`: what nodes do at other sizes, by key. A node follows on as many axes as its sizes allow; nodes
-      without an entry are free.
-    - `regathered`: the uses (node key, operand) whose redistribution runs again in the backward pass instead of keeping
-      its result; None leaves that to the solver.
+      without methods, or methods without a node, raise PlanMismatchError.
+    - `strategies`: the strategies of nodes at other sizes, by key. A node takes the same methods on as many axes as its
+      sizes allow; nodes without an entry are free.
+    - `regathered`: the uses (node key, operand) that the backward pass redistributes again instead of saving the
+      result; None leaves that to the solver.
     - `stored`: the layouts of all parameters, by name, in place of the user's constraints.
     - `units`: the FSDP units that hold the parameters already.
-    - `gap`: how much shorter the step could be at most, relative to it, as it was proven when `methods` were chosen.
+    - `gap`: the relative optimality gap of the step time that was proven when `methods` were chosen.
     """
 
     configuration: Configuration | None = None

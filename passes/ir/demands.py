@@ -1,4 +1,4 @@
-"""What a user demands of a plan, and where it holds in a program."""
+"""Constraints of the user on a plan, and the ops, operands and parameters of a program that they apply to."""
 
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
@@ -9,9 +9,11 @@ from passes.ir.program import Op
 
 @dataclass(frozen=True)
 class Constraint:
-    """One demand: on `axis`, `what` of what matches `pattern` is `placement`, or its method is `method`.
+    """One constraint: on `axis`, the `what` of everything that matches `pattern` has `placement`, or its method is
+    `method`.
 
-    `method` is the layout as it was written where it is one; "whole" is met by both R and I."""
+    `method` is the layout as the user wrote it, if it is one; "whole" is met by both R and I.
+    """
 
     pattern: str
     what: str
@@ -23,33 +25,34 @@ class Constraint:
         return f"{self.pattern!r}: {self.what} {self.method}"
 
     def is_met(self, placement: Placement, flows: bool) -> bool:
-        """Whether a tensor with `placement` meets the demand; without a gradient (`flows`) R and I are the same."""
+        """Whether a tensor with `placement` meets the constraint; without a gradient (`flows`) R and I are the same."""
         if self.method == WHOLE:
             return placement in (R, I)
         return placement == (R if self.placement == I and not flows else self.placement)
 
 
-# Where a demand holds: ("stored" | "used", parameter), ("in", op, slot), ("out", op, result), ("method", op), or
-# ("method within", op) for the ops of a module, which follow it if they can; an op is known by its first result.
+# The place that a constraint applies to: ("stored" | "used", parameter), ("in", op, slot), ("out", op, result),
+# ("method", op), or ("method within", op) for the ops of a module, which take it if they can; an op is given by its
+# first result.
 ConstraintTarget = tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class PlacedConstraints:
-    """All demands by where they hold and on which axis."""
+    """All constraints by the place that they apply to, and by axis."""
 
     placed: Mapping[ConstraintTarget, Mapping[int, Constraint]]
 
     def at(self, *place: str) -> Mapping[int, Constraint]:
-        """The demands at one place, by axis."""
+        """The constraints at one place, by axis."""
         return self.placed.get(place, {})
 
     def axes(self, *places: ConstraintTarget) -> set[int]:
-        """The axes on which anything is demanded at these places."""
+        """The axes on which there is a constraint at any of these places."""
         return {axis for place in places for axis in self.at(*place)}
 
     def places(self, op: Op) -> list[ConstraintTarget]:
-        """Where something may be demanded of an op."""
+        """The places of an op that constraints can apply to."""
         found: list[ConstraintTarget] = [("method", op.results[0]), ("method within", op.results[0])]
         found += [("in", op.results[0], str(slot)) for slot in range(len(op.operands))]
         found += [("out", op.results[0], str(index)) for index in range(len(op.results))]
@@ -58,7 +61,7 @@ class PlacedConstraints:
         return found
 
     def label(self, op: Op) -> Hashable:
-        """Equal for ops of which the same is demanded."""
+        """A key that is equal for ops with the same constraints."""
         return tuple(
             (number, tuple(sorted((axis, str(demand)) for axis, demand in self.placed[place].items())))
             for number, place in enumerate(self.places(op))

@@ -1,8 +1,8 @@
-"""The errors that autopar raises on purpose. `autopar` exports them all; catch `AutoparError` for any of them."""
+"""The exceptions that autopar raises. `autopar` exports them all; catch `AutoparError` for any of them."""
 
 
 class AutoparError(Exception):
-    """Base class: the message says in one sentence what is wrong, where, and what to do."""
+    """Base class. The message is one sentence: the problem, its location, and its remedy."""
 
 
 class CacheError(AutoparError):
@@ -10,7 +10,7 @@ class CacheError(AutoparError):
 
 
 class CaptureError(AutoparError):
-    """The model cannot be traced, or holds something that cannot be parallelized exactly."""
+    """The model cannot be traced, or contains an operation that cannot be parallelized exactly."""
 
 
 class CheckpointError(AutoparError, RuntimeError):
@@ -18,7 +18,7 @@ class CheckpointError(AutoparError, RuntimeError):
 
 
 class ClusterError(AutoparError):
-    """A figure of a device, a link or a cluster is none that anything could run at."""
+    """A figure of a device, a link or a cluster is out of range, or a cluster file cannot be read."""
 
 
 class ConstraintError(AutoparError):
@@ -26,11 +26,11 @@ class ConstraintError(AutoparError):
 
 
 class ExpressionError(AutoparError):
-    """A plan has no formulas of its costs, or none can be given."""
+    """A plan has no cost formulas, or they cannot be derived."""
 
 
 class InfeasibleError(AutoparError):
-    """No plan fits the memory limit; the smallest that was found lacks `missing` bytes per device."""
+    """No plan fits the memory limit; the smallest plan that was found exceeds it by `missing` bytes per device."""
 
     def __init__(self, message: str, missing: float = 0.0) -> None:
         super().__init__(message)
@@ -38,15 +38,15 @@ class InfeasibleError(AutoparError):
 
 
 class InputError(AutoparError):
-    """The inputs of a call are missing, additional, or of another shape or dtype than planned."""
+    """The inputs of a call are missing, unexpected, or of another shape or dtype than planned."""
 
 
 class MeshError(AutoparError):
-    """The device mesh is not one that a plan can be made for."""
+    """The device mesh does not support a plan."""
 
 
 class MicroBatchError(AutoparError):
-    """The batch cannot be cut into micro-batches: sizes do not divide, or samples do not stand for themselves."""
+    """The batch cannot be split into micro-batches: sizes do not divide, or samples depend on each other."""
 
 
 class PlanMismatchError(AutoparError):
@@ -54,11 +54,11 @@ class PlanMismatchError(AutoparError):
 
 
 class RankFailedError(AutoparError):
-    """Another rank raised, was interrupted, died, or does not answer in time."""
+    """Another rank raised, was interrupted, died, or did not answer in time."""
 
 
 class UnsupportedError(AutoparError):
-    """A distributed module, a part or a parameter of it is asked for something that it cannot do."""
+    """A distributed module, or a submodule or parameter of it, does not support the operation."""
 
 
 class UnsupportedAttributeError(UnsupportedError, AttributeError):

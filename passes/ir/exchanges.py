@@ -6,18 +6,18 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
-# Bytes of a batch: many enough that the start does not count, and few enough that the buffers do not.
+# Bytes of a batch: large enough to hide the latency of a collective, small enough for its buffers not to matter.
 BATCH_BYTES = 64 * 2**20
 
 
 @dataclass
 class Batching(Generic[T]):
-    """Tensors that wait for others to share an all-to-all with: those of one key (axes and dtype) go together."""
+    """Tensors that wait to share an all-to-all: those of one key (axes and dtype) are sent together."""
 
     _waiting: dict[Hashable, tuple[list[T], int]] = field(default_factory=dict)
 
     def add(self, key: Hashable, size: int, item: T) -> list[T]:
-        """Let `item`, of which a rank sends `size` bytes, wait. Returns the batch that is full with it, or nothing."""
+        """Queue `item`, of which a rank sends `size` bytes. Returns the batch that it fills, or nothing."""
         items, waiting = self._waiting.pop(key, ([], 0))
         items.append(item)
         if waiting + size >= BATCH_BYTES:
@@ -26,7 +26,7 @@ class Batching(Generic[T]):
         return []
 
     def rest(self) -> Iterator[list[T]]:
-        """The batches of all that waits, which waits no longer."""
+        """Return the batches of all queued items, and empty the queue."""
         waiting, self._waiting = self._waiting, {}
         return (items for items, _ in waiting.values())
 

@@ -1,11 +1,10 @@
-"""Figures: numbers that remember what they were made from.
+"""Figures: numbers that carry the formula they were computed from.
 
-A size of an input or a mesh axis that is a `Figure` behaves like its number, and what is computed from it is a figure
-again: a number and the formula for it. So the code that makes prices makes their formulas too. Two things cannot be
-seen from outside of Python's own functions, which is why code that is to give formulas writes `largest` and `least`
-for `max` and `min`, and `as_float` for `float`.
+A size of an input or a mesh axis that is a `Figure` behaves like its number, and every result computed from it is a
+figure too: a number and its formula. So the code that computes costs also derives their formulas. Python's own `max`,
+`min` and `float` drop the formula, so such code calls `largest`, `least` and `as_float` instead.
 
-Comparisons look at the numbers alone. A formula holds wherever they would come out the same.
+Comparisons compare the numbers only. A formula is valid wherever all comparisons have the same outcome.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -84,7 +83,7 @@ class Figure:
         return self.value >= _value(other)
 
     def __hash__(self) -> int:
-        # Not that of the number: what a cache has for numbers is none of a figure's.
+        # Differs from the number's hash, so that a cache does not return the entry of a plain number for a figure.
         return hash((self.value, self.expression))
 
     def __bool__(self) -> bool:
@@ -104,7 +103,7 @@ class Figure:
 
 
 def size_of(number: int, expression: sympy.Expr) -> int:
-    """A size that remembers its formula, where code wants a whole number."""
+    """An integer size that carries its formula."""
     return cast(int, Figure(number, expression))
 
 
@@ -120,7 +119,7 @@ def largest(*numbers: Number) -> Number:
 
 def largest_sum(weights: NDArray[np.float64], numbers: Sequence[Number]) -> Number:
     """The largest of several sums of `numbers`, each times a weight that is not negative: `weights[sum, number]`. Its
-    formula is the maximum of those sums that are not below another for all sizes."""
+    formula is the maximum of the sums that are not dominated for all sizes."""
     found = float((weights @ np.array([float(_value(number)) for number in numbers])).max())
     if not any(isinstance(number, Figure) for number in numbers):
         return found
@@ -162,7 +161,7 @@ def least(numbers: Iterable[Number]) -> Number:
 
 
 def as_float(number: Number) -> float:
-    """`float`, but a figure stays one."""
+    """`float` that preserves a figure."""
     return number if isinstance(number, Figure) else float(number)
 
 
@@ -181,7 +180,7 @@ def _extreme(numbers: Sequence[Number], found: Number, written: type[sympy.Max] 
 
 
 def _flat(expressions: Iterable[sympy.Expr], written: type[sympy.Expr]) -> list[sympy.Expr]:
-    """Different expressions, with what maxima of maxima are of."""
+    """Distinct expressions, with nested maxima flattened."""
     found = [item for one in expressions for item in (one.args if isinstance(one, written) else (one,))]
     return list(dict.fromkeys(found))
 
@@ -197,7 +196,7 @@ def _is_above(one: sympy.Expr, other: sympy.Expr, sign: int) -> bool:
 
 @lru_cache(maxsize=4096)
 def _terms(expression: sympy.Expr) -> Mapping[sympy.Expr, float] | None:
-    """Factors by product of powers of sizes; None for what is no sum of these."""
+    """Coefficients by product of powers of sizes; None if the expression is no sum of such products."""
     terms = sympy.expand(expression).as_coefficients_dict()
     if not all(map(_is_product, terms)):
         return None
@@ -210,7 +209,7 @@ def _is_product(term: sympy.Expr) -> bool:
 
 
 def _quotient(one: object, other: object) -> Figure:
-    """Parts of what is split: where it divides the formula is that of the exact quotient."""
+    """The quotient by a number of parts: its formula is the exact quotient, which holds where the division is exact."""
     above, below = _value(one), _value(other)
     exact = _expression(one) / _expression(other)
     return Figure(above // below, exact if above % below == 0 else sympy.floor(exact))

@@ -1,4 +1,4 @@
-"""Formulas as text, in plans: written by sympy, and read back by a reader that knows nothing but arithmetic."""
+"""Formulas in plans as text: written by sympy, read by a parser that accepts arithmetic only."""
 
 import ast
 import math
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class _Algebra(Generic[T]):
-    """What a formula is read as: what numbers, names and functions are there."""
+    """The algebra in which a formula is evaluated: its numbers, names and functions."""
 
     number: Callable[[int | float], T]
     name: Callable[[str], T]
@@ -28,14 +28,14 @@ _OPERATORS: Mapping[type[ast.operator], Callable[..., object]] = {
     ast.Div: operator.truediv,
 }
 
-# What reading takes is bounded, whoever wrote the text: formulas of tiny models have a thirtieth of it.
+# Bounds the cost of reading text from any source; formulas of tiny models take a thirtieth of this.
 _MOST_CHARACTERS = 200_000
 _MOST_NODES = 100_000
 _DEEPEST = 300
 _MOST_BITS = 512
 _LARGEST_EXPONENT = 16
 
-# Maxima are left as they stand: sympy would compare all that is in them.
+# Maxima are not evaluated: sympy would compare all of their arguments.
 _SYMBOLIC: _Algebra[sympy.Expr] = _Algebra(
     sympy.sympify,
     sympy.Symbol,
@@ -57,8 +57,8 @@ def write_formula(formula: sympy.Expr) -> str:
 def read_formula(text: str) -> sympy.Expr:
     """The formula that `write_formula` wrote: numbers, names, + - * / **, and maxima, minima and roundings of them.
 
-    Raises ValueError for anything else, and for what is too long, too deep, or has too large numbers; nothing of the
-    text is run.
+    Raises ValueError for any other text, and for text that is too long, too deep or has too large numbers. The text is
+    never executed.
     """
     return _value(text, _SYMBOLIC)
 
@@ -66,7 +66,7 @@ def read_formula(text: str) -> sympy.Expr:
 def formula_at(text: str, sizes: Mapping[str, int]) -> float:
     """The number that a formula gives for sizes by name.
 
-    Raises ValueError for what is no formula, or depends on a size that is not given.
+    Raises ValueError for text that is no formula, and for a formula that depends on a missing size.
     """
 
     def size(name: str) -> float:
@@ -140,7 +140,7 @@ def _exponent(node: ast.expr) -> int:
 
 
 def _bounded(value: T) -> T:
-    """`value`, if it is no number that has too many digits or is infinite. Raises ValueError otherwise."""
+    """`value`. Raises ValueError if it is infinite or has too many digits."""
     parts = (value.p, value.q) if isinstance(value, sympy.Rational) else (value,)
     if any(isinstance(part, int) and part.bit_length() > _MOST_BITS for part in parts):
         raise ValueError("it is no formula: a number in it has too many digits")

@@ -1,4 +1,4 @@
-"""Layouts: how one tensor lies on the mesh, one placement per mesh axis, and what that says of its gradient.
+"""Layouts: one placement of a tensor per mesh axis, which also determines the placements of its gradient.
 
 ====== ==================================================== =============
 placement forward                                              its gradient
@@ -25,7 +25,7 @@ from torch.version import __version__ as torch_version
 
 from passes.ir.mesh import Mesh
 
-# Whether torch puts a tensor together again whose dim is split in the middle. Versions before 2.13 raise.
+# Whether torch reassembles a tensor whose dim is split in the middle. Versions before 2.13 raise.
 _STRIDED = TorchVersion(torch_version) >= "2.13"
 
 Shape = tuple[int, ...]
@@ -121,14 +121,14 @@ def fits(shape: Shape, layout: Layout, mesh: Mesh) -> bool:
 
 
 def split_ways(layout: Layout, dim: int, mesh: Mesh) -> int:
-    """Into how many parts `dim` is split."""
+    """The number of parts that `dim` is split into."""
     return prod(
         mesh.sizes[axis] for axis, placement in enumerate(layout) if placement.kind == "S" and placement.dim == dim
     )
 
 
 def local_shape(shape: Shape, layout: Layout, mesh: Mesh) -> Shape:
-    """The shape that one rank holds of a tensor of global `shape`."""
+    """The shape of one rank's shard of a tensor of global `shape`."""
     local = list(shape)
     for axis, placement in enumerate(layout):
         if placement.kind == "S":
@@ -137,19 +137,20 @@ def local_shape(shape: Shape, layout: Layout, mesh: Mesh) -> Shape:
 
 
 def whole_shape(shape: Shape, layout: Layout, mesh: Mesh) -> Shape:
-    """The global shape of a tensor of which one rank holds `shape`."""
+    """The global shape of a tensor whose shard on one rank has `shape`."""
     return tuple(size * split_ways(layout, dim, mesh) for dim, size in enumerate(shape))
 
 
 def local_major(placement: Placement, others: Layout, mesh: Mesh) -> int:
-    """`major` of a split as ranks see it: without the more significant digits that the splits in `others` took away."""
+    """`major` of a split within a rank's shard: without the more significant digits that the splits in `others`
+    take."""
     return placement.major // prod(
         size for major, size, _ in digits(others, placement.dim, mesh) if major < placement.major
     )
 
 
 def format_layout(layout: Layout, mesh: Mesh) -> str:
-    """`layout` for people: "dp S(0), tp R"; one word where all axes agree."""
+    """`layout` as text: "dp S(0), tp R"; a single placement if all axes agree."""
     if len(set(layout)) == 1 and layout[0].kind != "S":
         return str(layout[0])
     return ", ".join(f"{name} {placement}" for name, placement in zip(mesh.names, layout, strict=True))
@@ -158,10 +159,10 @@ def format_layout(layout: Layout, mesh: Mesh) -> str:
 def is_dtensor(layout: Layout, mesh: Mesh) -> bool:
     """Whether `torch.distributed.tensor` can express `layout` so that `full_tensor()` is exact.
 
-    Placements are applied in mesh order. What works (tried for every digit of two dims on one to three axes with torch
-    2.11 and 2.13) is, per dim: digits that together form one contiguous split, whatever their order, or, from 2.13 on,
-    digits in mesh order that are contiguous but for the last, which may lie anywhere. Where a dim has them in another
-    order than the mesh, every other dim must be split plainly.
+    Placements are applied in mesh order. Supported are (verified for every digit of two dims on one to three axes with
+    torch 2.11 and 2.13), per dim: digits that together form one contiguous split, whatever their order, or, from 2.13
+    on, digits in mesh order that are contiguous but for the last, which may be anywhere. If the digits of a dim are in
+    another order than the mesh, every other dim must be split plainly.
     """
     plain, turned = 0, 0
     dims = {placement.dim for placement in layout if placement.kind == "S"}
@@ -181,10 +182,10 @@ def is_storable(layout: Layout, mesh: Mesh) -> bool:
     """Whether torch stores a parameter in `layout` exactly: `torch.distributed.checkpoint` and its `state_dict` module
     save, load, reshard and broadcast it bit for bit.
 
-    They take the part of a rank for one block of the whole tensor, given by its offset and shape. So in every dim the
-    digits together must be one contiguous split, whatever their order: `Shard`, `Replicate`, and the strided pairs of
-    FSDP with tensor parallel (`S(0, 8), S(0)`). Of all layouts that DTensor expresses on one to three axes these, and
-    no others, are stored exactly (tried with torch 2.13; `tests/autopar/test_storage.py`).
+    They describe the shard of a rank as one block of the whole tensor, by offset and shape. So in every dim the digits
+    together must be one contiguous split, whatever their order: `Shard`, `Replicate`, and the strided pairs of FSDP
+    with tensor parallel (`S(0, 8), S(0)`). Of all layouts that DTensor expresses on one to three axes these, and no
+    others, are stored exactly (verified with torch 2.13; `tests/autopar/test_storage.py`).
     """
     dims = {placement.dim for placement in layout if placement.kind == "S"}
     blocks = all(_is_contiguous(digits(layout, dim, mesh)) for dim in dims)

@@ -14,7 +14,7 @@ def input_leaves(inputs: Inputs) -> list[tuple[str, object]]:
 
 
 def given_name(name: str) -> str:
-    """What a program calls an input that is a constant."""
+    """The name in a program of an input that is a constant."""
     return f"{name} (given)"
 
 

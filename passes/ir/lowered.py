@@ -1,4 +1,5 @@
-"""A lowered program: what one rank runs, statement by statement. It is what is priced, printed and generated."""
+"""A lowered program: the statements that one rank runs. The cost model, the plan's table and code generation read
+it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,8 +15,8 @@ from passes.ir.redistribution import RedistributionStep
 
 @dataclass(frozen=True)
 class Split:
-    """A factor that is split over axes, for a local form: its whole size, (axis, major) of every digit, the dim of the
-    first operand that it is a part of, and how far it reaches to both sides."""
+    """A factor that is split over axes, for a local form: its global size, (axis, major) of every digit, the dim of the
+    first operand that it is a part of, and its halo on both sides."""
 
     size: int
     digits: tuple[tuple[int, int], ...]
@@ -27,10 +28,10 @@ class Split:
 class Compute:
     """Run an op on local tensors.
 
-    `op` has local sizes among its arguments, `whole` the global ones; both refer to lowered values by name. With
-    `body` that local form runs instead; `splits` are the factors that it is about. `copies` says that it is a view that
-    must copy. `draws` are the axes on whose ranks random numbers differ; None for an op that draws none. `recomputed`
-    says that the backward pass computes the result again instead of keeping it.
+    `op` has local sizes among its arguments, `whole` the global ones; both refer to lowered values by name. If `body`
+    names a local form, that runs instead, over the factors `splits`. `copies` says that the op is a view that must
+    copy. `draws` are the axes on whose ranks random numbers differ; None for an op that draws none. `recomputed` says
+    that the backward pass recomputes the result instead of saving it.
     """
 
     op: Op
@@ -47,10 +48,10 @@ class Compute:
 class Redistribution:
     """A redistribution of one value.
 
-    `regathered` says that the backward pass runs it again instead of saving the result; `parameter` that `source` is a
-    parameter, of which this is the local shard. `dtypes` are the one that it is cast to before, and the one that its
-    gradient is reduced in (None: its own). An FSDP unit makes the first `unit_steps` steps and the cast, generated code
-    the others. The price is that of one of `joined` values that are sent together.
+    `regathered` says that the backward pass repeats it instead of saving the result; `parameter` that `source` is a
+    parameter, of which this is the local shard. `dtypes` are the dtype that it is cast to before, and the dtype that
+    its gradient is reduced in (None: its own). An FSDP unit runs the first `unit_steps` steps and the cast, generated
+    code the others. The cost is that of one of `joined` values that share a collective.
     """
 
     source: str
@@ -75,16 +76,17 @@ class Redistribution:
 
     @property
     def inline(self) -> bool:
-        """Whether it is a redistribution of a parameter in the generated code that begins with an all-to-all: nothing
-        hides it."""
+        """Whether it is a redistribution of a parameter in the generated code that begins with an all-to-all, which no
+        computation hides."""
         return self.parameter and not self.unit_steps and bool(self.steps) and self.steps[0].collective == "all_to_all"
 
     @property
     def step_dtypes(self) -> tuple[tuple[torch.dtype | None, torch.dtype | None], ...]:
-        """For each step in the generated code, what it casts to first, and what its gradient is reduced in.
+        """For each step in the generated code, the dtype that it casts to first, and the dtype that its gradient is
+        reduced in.
 
-        The cast is made by the first step that sends anything, or else by the last one: a gradient that has been
-        reduced is rounded to the dtype before the cast only, not between the reductions on two axes.
+        The cast happens in the first step that communicates, or else in the last step. So a reduced gradient is rounded
+        to the dtype before the cast only, not between the reductions on two axes.
         """
         steps, (compute, reduce) = self.steps[self.unit_steps :], self.dtypes
         moving = [number for number, step in enumerate(steps) if step.moves]
@@ -98,10 +100,10 @@ class Redistribution:
 class Loop:
     """Run all copies of a region one after the other.
 
-    `initial` are the carried values for the first copy, `between` changes what one copy gives (names of the body) into
-    what the next takes. `shared` are the values that all copies read. `exports` are values of the body and their names
-    outside, per copy. `recompute` says what the backward pass computes again instead of keeping it: nothing ("none"),
-    the statements that say so ("selective"), or every copy, of which the inputs are kept ("full").
+    `initial` are the carried values for the first copy, `between` redistributes the results of one copy (names of the
+    body) to the arguments of the next. `shared` are the values that all copies read. `exports` are values of the body
+    and their names outside, per copy. `recompute` says the part that the backward pass recomputes: nothing ("none"),
+    the statements marked `recomputed` ("selective"), or every copy, of which only the inputs are saved ("full").
     """
 
     region: Region
@@ -118,7 +120,7 @@ Statement = Compute | Redistribution | Loop
 
 @dataclass(frozen=True)
 class Body:
-    """Straight code. `arguments` are what it takes (carried values first) and `results` what it gives; `layouts` has
+    """Straight-line code. `arguments` are its arguments (carried values first) and `results` its results; `layouts` has
     the layout of every value in it, `types` the global type."""
 
     arguments: tuple[str, ...]
@@ -148,8 +150,8 @@ class FSDPUnit:
     """Parameters that are gathered, and whose gradients are reduced, together.
 
     `parameters` have the dim that each is split in. The axes in `sharded`, the most significant digit first, split it;
-    on those in `replicated` all ranks store the same. `saved` says that the backward pass reads them, `regathered` that
-    they are gathered again for it. `dtypes` are the one that they are cast to, and the one that their gradients are
+    it is replicated over those in `replicated`. `saved` says that the backward pass reads them, `regathered` that they
+    are gathered again for it. `dtypes` are the dtype that they are cast to, and the dtype that their gradients are
     reduced in (None: their own). Parameters in `turned` are stored in another layout: before each forward pass
     all-to-alls make a copy in the layout given here, which is gathered; gradients take the same steps back.
     """
@@ -169,16 +171,16 @@ class FSDPUnit:
         return bool(self.sharded or self.turned or any(self.dtypes))
 
     def kept(self, name: str, stored: Layout) -> Layout:
-        """The layout of the copy of parameter `name` that is gathered; the parameter is stored as `stored`."""
+        """The layout of the gathered copy of parameter `name`, which is stored as `stored`."""
         return self.turned.get(name, stored)
 
     def used(self, kept: Layout) -> Layout:
-        """The layout in which code reads a parameter that the unit keeps in `kept`."""
+        """The layout in which code reads a parameter whose copy in the unit has layout `kept`."""
         given = {*self.sharded, *self.replicated}
         return tuple(R if axis in given else placement for axis, placement in enumerate(kept))
 
     def pending(self, kept: Layout) -> Layout:
-        """The layout of a gradient that is not reduced, of a parameter that is kept in `kept`."""
+        """The layout of the unreduced gradient of a parameter whose copy in the unit has layout `kept`."""
         given = {*self.sharded, *self.replicated}
         return tuple(P if axis in given else placement for axis, placement in enumerate(kept))
 
@@ -214,8 +216,8 @@ class FSDPUnits:
 
 @dataclass(frozen=True)
 class Lowered:
-    """The program of one rank. `inputs` and `parameters` have the layouts in which these are stored; `units` run in
-    place of generated code."""
+    """The program of one rank. `inputs` and `parameters` have their stored layouts; `units` run in place of generated
+    code."""
 
     program: Program
     body: Body

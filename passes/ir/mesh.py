@@ -1,4 +1,4 @@
-"""The device mesh as passes see it: named axes and their sizes, no devices."""
+"""The device mesh in passes: named axes and their sizes, without devices."""
 
 import keyword
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""The plan: everything that was decided, as data. It is saved, loaded, compared, printed and replayed."""
+"""The plan: all decisions as data. It can be saved, loaded, compared, printed and replayed."""
 
 import dataclasses
 import json
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 FORMAT_VERSION = 8
 
-# What formulas call the first and the second dim of inputs.
+# Symbols of the first and the second dim of inputs in formulas.
 BATCH, SEQUENCE = "batch", "sequence"
 
 # More than any memory has room for.
@@ -39,7 +39,7 @@ AxisText = Mapping[str, str]
 
 @dataclass(frozen=True)
 class InputPlan:
-    """An input: its global shape, dtype, and per axis how it is split."""
+    """An input: its global shape, its dtype, and its placement on each axis."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -48,7 +48,7 @@ class InputPlan:
 
 @dataclass(frozen=True)
 class ParameterPlan:
-    """A parameter (under its first name): shape, dtype as stored, and per axis how it is stored."""
+    """A parameter (under its first name): its shape, its dtype as stored, and its stored placement on each axis."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -58,7 +58,7 @@ class ParameterPlan:
 
 @dataclass(frozen=True)
 class Row:
-    """A statement of the program, for people: an op with its layouts, or a redistribution with its collectives.
+    """A statement of the program, for printing: an op with its layouts, or a redistribution with its collectives.
 
     `kind` is "op" or "change". For an op `name` is its key, `how` its methods per axis and local form; for a change the
     tensor and its collectives. `before` and `after` are layouts of operands and results.
@@ -75,7 +75,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Block:
-    """A run of statements that stands `count` times."""
+    """A sequence of statements that runs `count` times."""
 
     name: str
     count: int
@@ -86,9 +86,9 @@ class Block:
 class Stage:
     """A part of the program between two pipeline cuts.
 
-    `decisions` are the methods of every node by its key; `regathered` the uses (op, operand) whose redistribution runs
-    again in the backward pass; `recompute` the level of each region that does not save all that autograd needs. That is
-    all that replaying needs; `blocks` are for people.
+    `decisions` are the methods of every node by its key; `regathered` the uses (op, operand) that the backward pass
+    redistributes again; `recompute` the level of each region that recomputes anything. These suffice for replay;
+    `blocks` are for printing.
     """
 
     decisions: Mapping[str, tuple[str, ...]]
@@ -103,14 +103,14 @@ class Stage:
 
 @dataclass(frozen=True)
 class ProgramPlan:
-    """One mode of the model: its stages, how they take turns, and into how many micro-batches the batch is cut;
-    whether parameters are gathered and gradients reduced once for all of them.
+    """The plan of one mode of the model: its stages, its pipeline schedule, the number of micro-batches, and whether
+    parameters are gathered and gradients reduced once for all of them.
 
-    `seconds` is the predicted step time by what it is spent on, `memory` the predicted bytes per device by kind at the
-    peak, which is at `peak_moment`. `gap` is how much shorter the step could be at most, relative to it.
-    `hidden` are seconds of communication that run while others compute. `seconds_on_one` is what one device would
-    compute for, all by itself. `whole_batch` is why the batch may not be cut, where that was asked. `by_clock` says
-    that a clock ended the search, so that another machine may find another plan.
+    `seconds` is the predicted step time by category, `memory` the predicted bytes per device by kind at the peak, which
+    is at `peak_moment`. `gap` is the relative optimality gap of the step time. `hidden` are seconds of communication
+    that overlap computation. `seconds_on_one` is the computation time of the step on one device. `whole_batch` is the
+    reason why the batch cannot be split into micro-batches, if that was requested. `by_clock` says that a time limit
+    ended the search, so that another machine may find another plan.
     """
 
     stages: tuple[Stage, ...]
@@ -128,21 +128,21 @@ class ProgramPlan:
     by_clock: bool = False
 
     def configuration(self, mesh: Mesh) -> Configuration:
-        """How a step is run besides its layouts."""
+        """The decisions about a step but its layouts."""
         recompute = {name: level for stage in self.stages for name, level in stage.recompute.items()}
         return Configuration(mesh, self.micro_batches, recompute, self.gather_once, self.reduce_once)
 
     @property
     def compute_share(self) -> float:
-        """The part of the computation of one device that is left to each: 1 / devices is perfect."""
+        """The computation of each device relative to that of one device alone: 1 / devices is perfect."""
         own = sum(self.seconds[what] for what in _COMPUTE if what in self.seconds)
         return own / self.seconds_on_one if self.seconds_on_one else 1.0
 
 
 @dataclass(frozen=True)
 class Coverage:
-    """How far a program is split: how many operators it runs, how many of them are split on some axis, which no rule
-    speaks for, and the part of the computation of one device that is left to each."""
+    """Coverage of a program: the number of its operators, how many of them are split on some axis, which have no rule,
+    and the computation of each device relative to that of one device alone."""
 
     ops: int
     split: int
@@ -156,7 +156,7 @@ class Coverage:
 
 @dataclass(frozen=True)
 class PrecisionPlan:
-    """dtypes by name, or None for those of the model: of computing, of gradient reductions, of stored parameters."""
+    """dtypes by name, or None for the model's: of computation, of gradient reductions, of stored parameters."""
 
     compute: str | None = None
     reduce: str | None = None
@@ -166,9 +166,8 @@ class PrecisionPlan:
 @dataclass(frozen=True)
 class Expressions:
     """Formulas of the costs of the objective's program, as text (see `passes.ir.formulas`): bytes on one device at the
-    peak, and seconds of a step. `sizes` are the planned ones of all names that may stand in them; the batch may be
-    another by multiples of `batch_step`.
-    """
+    peak, and seconds of a step. `sizes` are the planned sizes of all symbols in them; the batch can differ by multiples
+    of `batch_step`."""
 
     memory: str
     step_time: str
@@ -178,13 +177,12 @@ class Expressions:
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that was decided for one model, mesh and batch.
+    """All decisions for one model, mesh and batch.
 
-    `whole_ops` are the ops that no rule speaks for, `discovered` those whose rule was found by running them, as
-    `discover` allows. With `compiled` regions are compiled by torch. `loss` is the fingerprint of a loss outside of the
-    model, or "". `outputs` is "planned" (in the plan's layout) or "full" (whole on every rank).
-    `print` shows it in 120 columns, `table` with everything; `save` and `load` keep it as JSON;
-    `autopar.parallelize(..., plan=plan)` replays it.
+    `whole_ops` are the ops without a rule, `discovered` those whose rule was found by running them (see the argument
+    `discover`). `compiled` says that torch compiles the regions. `loss` is the fingerprint of a loss outside of the
+    model, or "". `outputs` is "planned" (in the plan's layout) or "full" (whole on every rank). `print` shows it in 120
+    columns, `table` in full; `save` and `load` keep it as JSON; `autopar.parallelize(..., plan=plan)` replays it.
     """
 
     model: str
@@ -213,13 +211,13 @@ class Plan:
         return plan_text(self)
 
     def table(self) -> str:
-        """The plan as a table with everything in full: the layouts of all operands and results of every statement.
-        Its lines are as long as they need to be; `str(plan)` fits 120 columns."""
+        """The plan as a table in full: the layouts of all operands and results of every statement. Lines have any
+        length; `str(plan)` fits 120 columns."""
         return plan_table(self)
 
     @property
     def coverage(self) -> Coverage:
-        """How far the program of the objective is split."""
+        """Coverage of the program of the objective."""
         program = self.programs[self.objective]
         counts = [
             (block.count, stage.splits(row.name))
@@ -232,38 +230,40 @@ class Plan:
         return Coverage(ops, split, self.whole_ops, program.compute_share)
 
     def memory_expression(self) -> sympy.Expr:
-        """Bytes on one device at the peak of a step, as a formula: the plan's decisions, whatever the sizes.
+        """Formula of the bytes on one device at the peak of a step, under the plan's decisions, as a function of the
+        sizes.
 
-        It counts by blocks, as the solver does. `programs[...].memory` is counted statement by statement, which has no
-        formula: the two are near each other, not equal.
+        It counts by blocks, as the solver does. `programs[...].memory` is simulated statement by statement, which has
+        no formula: the two are close, not equal.
 
-        Symbols are `batch` and `sequence` (the first dim of inputs; the second of those with whole numbers), the names
-        of the mesh's axes, and other dims of inputs as `<input>_<dim>`: `plan.memory_expression().subs({"batch": 64})`.
-        Sizes that are one, or whose number the model's trace needs, are no symbols. It is exact where everything that
-        is split still divides, where the model is the same program (no other window, say), and an axis that is larger
-        or smaller leaves every other decision as it is.
+        Symbols are `batch` and `sequence` (the first dim of inputs; the second of integer inputs), the names of the
+        mesh's axes, and other dims of inputs as `<input>_<dim>`: `plan.memory_expression().subs({"batch": 64})`. Sizes
+        that are one, or that the trace specializes, are no symbols. The formula is exact where every split still
+        divides, where the model traces to the same program, and where a different size of an axis would not change any
+        other decision.
 
         Raises ExpressionError for a plan without formulas, PlanMismatchError for damaged ones.
         """
         return _undamaged(read_formula, self._formulas().memory)
 
     def step_time_expression(self) -> sympy.Expr:
-        """Seconds of a step, as a formula in the symbols of `memory_expression`.
+        """Formula of the seconds of a step, in the symbols of `memory_expression`.
 
-        It is exact where that is, as long as no part of a dim becomes one element or ceases to be it: what lies in one
-        piece need not be copied to be sent. Axes are symbols only if the mesh lies in one node: how groups lie in
-        several has no formula, so for such a mesh they are numbers, the planned ones.
+        It is exact where `memory_expression` is, as long as no local size changes to or from one element, which decides
+        whether a tensor is copied before it is sent. Axes are symbols only if the mesh is within one node: the
+        assignment of groups to several nodes has no formula, so the sizes of the axes of such a mesh are the planned
+        numbers.
 
         Raises ExpressionError for a plan without formulas, PlanMismatchError for damaged ones.
         """
         return _undamaged(read_formula, self._formulas().step_time)
 
     def max_batch(self) -> int:
-        """The largest global batch whose memory, as `memory_expression` has it, fits `memory_limit`, all other sizes
-        and decisions as planned: one that everything that is split along the batch still divides.
+        """The largest global batch whose memory, by `memory_expression`, fits `memory_limit`, with all other sizes and
+        decisions as planned, and that every split along the batch still divides.
 
-        Raises ExpressionError for a plan without formulas, or where no batch is too large; InfeasibleError where
-        none fits; PlanMismatchError for damaged formulas.
+        Raises ExpressionError for a plan without formulas, or if memory does not limit the batch; InfeasibleError if no
+        batch fits; PlanMismatchError for damaged formulas.
         """
         found = self._formulas()
         if BATCH not in found.sizes:
@@ -301,15 +301,16 @@ class Plan:
         return json.dumps(dataclasses.asdict(self), indent=1) + "\n"
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the plan to a file, as JSON: all of it, or, where that raises OSError, nothing."""
+        """Write the plan to a file as JSON, atomically. Raises OSError if it cannot be written; an earlier file then
+        remains."""
         write_atomically(path, self.to_json())
 
     @classmethod
     def from_json(cls, text: str) -> "Plan":
         """Read a plan from JSON.
 
-        Raises PlanMismatchError for text that is no plan, for a damaged one, by the name of the field, and for one of
-        another version of the format.
+        Raises PlanMismatchError for text that is no plan, for a damaged plan (it names the field), and for another
+        version of the format.
         """
         try:
             data = json.loads(text)
@@ -334,7 +335,7 @@ class Plan:
     def load(cls, path: str | os.PathLike[str]) -> "Plan":
         """Read a plan from a file.
 
-        Raises PlanMismatchError, which names the file, where `from_json` does; OSError where it cannot be read.
+        Raises PlanMismatchError, which names the file, if `from_json` does; OSError if the file cannot be read.
         """
         try:
             with open(path, encoding="utf-8") as file:

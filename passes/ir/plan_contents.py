@@ -1,6 +1,6 @@
-"""Whether the fields of a plan mean something, each by itself and together with the mesh of the plan.
+"""Validation of the fields of a plan, each by itself and together with the plan's mesh.
 
-Whether a plan fits a model is another question, which replaying it answers.
+It does not check that the plan fits a model; replaying it does.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _TOO_MANY = 1 << 62
 
 
 def check_contents(plan: Plan) -> None:
-    """Raise PlanMismatchError, which names the field, where a value of `plan` cannot be part of any plan."""
+    """Raise PlanMismatchError, which names the field, if a value of `plan` is out of range."""
     try:
         _check(plan)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""A plan as text for people: in lines of at most 120 columns, or as a table with everything."""
+"""A plan as text: in lines of at most 120 columns, or as a table in full."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def plan_text(plan: Plan) -> str:
 
 
 def plan_table(plan: Plan) -> str:
-    """The plan with everything in full: every statement with the layouts of all operands and results, however long."""
+    """The plan in full: every statement with the layouts of all operands and results, in lines of any length."""
     return "\n".join(_lines(plan, None))
 
 
@@ -165,7 +165,7 @@ def _columns(rows: Sequence[Sequence[str]], width: int | None) -> list[str]:
 
 
 def _shortened(cell: str, width: int) -> str:
-    """A cell of at most `width` characters, of which the middle is left out if need be."""
+    """A cell of at most `width` characters; the middle of a longer one is left out."""
     if len(cell) <= width:
         return cell
     end = (width - 1) * 2 // 3

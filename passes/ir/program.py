@@ -1,6 +1,6 @@
-"""The program: what a traced model does, as plain data. Passes read it and return new ones; nobody changes one.
+"""The program: a traced model as plain, immutable data. Passes read programs and return new ones.
 
-It prints as text that a person can read, one op per line:
+It prints as text, one op per line:
 
     input input_ids: int64[2, 16]
     parameter lm_head.weight: float32[64, 32]
@@ -21,7 +21,7 @@ from passes.ir.rule import Rules
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """A dtype for people: "float32"."""
+    """A dtype as text: "float32"."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -76,10 +76,10 @@ Argument = (
 class Op:
     """One call of an operator.
 
-    `arguments` are by the names of its schema, in the order of the schema, those left at their default included.
-    `results` are the names of the tensors that it gives. `module` is the path of the module in which it stands and
-    `line` where in the model's source. `key` names it in plans: module path, operator, and a number where a module
-    calls an operator more than once.
+    `arguments` are by the names of its schema, in the order of the schema, defaults included. `results` are the names
+    of the tensors that it returns. `module` is the path of the module that calls it and `line` the line in the model's
+    source. `key` names it in plans: module path, operator, and a number where a module calls an operator more than
+    once.
     """
 
     target: str
@@ -102,7 +102,7 @@ class Op:
 
     @cached_property
     def operands(self) -> tuple[str, ...]:
-        """Names of the tensors that it reads, in the order of the schema; one that is read twice stands twice."""
+        """Names of the tensors that it reads, in the order of the schema; a tensor that is read twice occurs twice."""
         return tuple(references(tuple(self.arguments.values())))
 
     def __str__(self) -> str:
@@ -123,8 +123,8 @@ class Op:
 class Input:
     """A tensor of the batch.
 
-    `argument` is its place in the arguments of the model's forward, `name` what ops refer to it by (the same, if no
-    parameter is called so).
+    `argument` is its place in the arguments of the model's forward, `name` the name by which ops refer to it (the same,
+    unless a parameter has that name).
     """
 
     name: str
@@ -163,7 +163,7 @@ class Buffer:
 
 @dataclass(frozen=True)
 class Update:
-    """A buffer that the program changes, and the result that it holds afterwards."""
+    """A buffer that the program updates, and the result that becomes its new value."""
 
     buffer: str
     value: str
@@ -187,11 +187,11 @@ class StateChange:
 class Program:
     """A whole model in one mode.
 
-    `outputs` are the leaves of what the model returns (references and plain values) and `output_tree` puts them
-    together again; `output_names` names each leaf. `types` has the type of every tensor. `copied` are the results of
-    ops that give a view where they can, and here gave a copy. `changes` are made before the ops run. Of a program that
-    is `compiled` chains of cheap ops in regions are one kernel each. `rules` are those of ops that no rule function
-    covers: they were found by running the ops.
+    `outputs` are the leaves of what the model returns (references and plain values) and `output_tree` reassembles them;
+    `output_names` names each leaf. `types` has the type of every tensor. `copied` are the results of ops that return a
+    view if possible, and here returned a copy. `changes` run before the ops. In a `compiled` program each chain of
+    cheap ops in a region is one kernel. `rules` are those of ops that no rule function covers; they were discovered by
+    running the ops.
     """
 
     inputs: tuple[Input, ...]
@@ -228,12 +228,12 @@ class Program:
 
 @dataclass(frozen=True)
 class Symbolic:
-    """A program for many sizes of its inputs: where sizes stand in `program` (in types, arguments and outputs) there
-    are expressions of sympy over symbols.
+    """A program for many sizes of its inputs: the sizes in `program` (in types, arguments and outputs) are sympy
+    expressions over symbols.
 
-    A symbol is called after the dim that it is: "input_ids.0". `ranges` are the least and the most (None: no limit)
-    that each may be, `conditions` are what must hold besides. `passes/dynamic_shapes/specialize` makes of it a program
-    that passes can read.
+    A symbol has the name of the dim that it stands for: "input_ids.0". `ranges` are the minimum and maximum (None: no
+    limit) of each, `conditions` are the other conditions on them. `passes/dynamic_shapes/specialize` turns it into a
+    program that passes can read.
     """
 
     program: Program
@@ -260,7 +260,8 @@ class Carry:
 
 @dataclass(frozen=True)
 class Export:
-    """A tensor of a region's body that is used outside: its name there for each copy, or None where it is not."""
+    """A tensor of a region's body that is used outside: for each copy its name there, or None if that copy's is not
+    used."""
 
     value: str
     names: tuple[str | None, ...]
@@ -268,11 +269,11 @@ class Export:
 
 @dataclass(frozen=True)
 class Region:
-    """A run of ops that repeats, written once.
+    """A repeated sequence of ops, stored once.
 
-    `ops` is the body. In it stand the arguments of the carries, the region's own names for what differs from copy to
-    copy (`owned`: a parameter or buffer of the body -> its name in each copy), and names from outside that all copies
-    share. `copies` are the module paths that each copy stands for.
+    `ops` is the body. Its operands are the arguments of the carries, the region's own names for tensors that differ
+    between copies (`owned`: a parameter or buffer of the body -> its name in each copy), and names from outside that
+    all copies share. `copies` are the module paths that each copy stands for.
     """
 
     name: str
@@ -284,7 +285,7 @@ class Region:
 
     @property
     def count(self) -> int:
-        """How many copies there are."""
+        """The number of copies."""
         return len(self.copies)
 
 
@@ -292,8 +293,8 @@ class Region:
 class Folded:
     """A program whose repeated runs are folded into regions: `items` are ops and regions in order.
 
-    `types` has the type of every tensor that stands in `items`, those of the regions' bodies included; `flowing` are
-    the names of those that a gradient flows through.
+    `types` has the type of every tensor in `items`, those of the regions' bodies included; `flowing` are the names of
+    those that a gradient flows through.
     """
 
     program: Program
@@ -366,8 +367,9 @@ def draws(op: Op) -> bool:
 
 
 def has_linear_gradients(op: Op) -> bool:
-    """Whether gradients may come to `op` in addends, as to all operators of torch: its own are linear in them. A custom
-    autograd function may do anything with its gradient, such as clip it; capture says what is known."""
+    """Whether the gradients of `op` can be passed as addends, as those of all torch operators: its own gradients are
+    linear in them. The backward of a custom autograd function may be nonlinear (gradient clipping); capture determines
+    which."""
     return op.kind != "autograd_function" or op.arguments["linear"] is True
 
 
@@ -390,7 +392,7 @@ def references(argument: Argument) -> Iterator[str]:
 
 
 def rename(argument: Argument, names: Callable[[str], Argument]) -> Argument:
-    """`argument` with what it refers to replaced."""
+    """`argument` with its references replaced."""
     if isinstance(argument, Ref):
         return names(argument.name)
     if isinstance(argument, tuple):

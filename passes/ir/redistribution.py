@@ -60,17 +60,17 @@ class RedistributionStep:
 
     @property
     def collective(self) -> str:
-        """What runs forward: "convert" (local), or the name of a collective."""
+        """The name of the collective of the forward pass, or "convert" for a local conversion."""
         return COLLECTIVES[self.source.kind, self.target.kind]
 
     @property
     def moves(self) -> bool:
-        """Whether ranks talk to each other in the forward pass."""
+        """Whether the forward pass communicates."""
         return self.collective != "convert"
 
     @property
     def backward(self) -> "RedistributionStep":
-        """What runs backward: the change from the gradient of the target to the gradient of the source."""
+        """The step of the backward pass: from the gradient of the target to the gradient of the source."""
         return RedistributionStep(
             self.axis, self.target.gradient, self.source.gradient, self.after, self.before, self.join, self.cut
         )
@@ -87,7 +87,7 @@ def redistribution(
     return _redistribution(source, target, shape, mesh, strided)
 
 
-# Layers of a model, and their parameters, ask for the same steps again and again.
+# The layers of a model, and their parameters, need the same steps many times.
 @lru_cache(maxsize=1 << 14)
 def _redistribution(
     source: Layout, target: Layout, shape: Shape, mesh: Mesh, strided: bool
@@ -95,7 +95,7 @@ def _redistribution(
     current, found = source, []
     for steps in all_steps([Pairs((source,), (target,), shape, strided)], mesh):
         axis = int(steps.axis[0])
-        # Where digits wait for each other, one goes through R.
+        # If digits wait for each other, one goes through R.
         placement = target[axis] if target[axis].kind == KINDS[steps.target[0]] else R
         changed = (*current[:axis], placement, *current[axis + 1 :])
         found.append(

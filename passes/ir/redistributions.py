@@ -1,10 +1,10 @@
 """The order of the steps of redistributions, for all pairs of layouts of many tensors at once.
 
 Axes change one at a time, shrinking steps first. Among gathers the outermost axis goes first, while the tensor is
-small, because it has the slowest link; among reduce-scatters it goes last. A digit that collides with one that is still
-held waits; where all wait for each other, what blocks the first goes through R.
+small, because it has the slowest link; among reduce-scatters it goes last. A digit that conflicts with one still in
+place waits; if all wait for each other, the axis that blocks the first goes through R.
 
-Arrays have one entry per pair. Where a pair is known by what it still has to change, axes are bits of a number.
+Arrays have one entry per pair. Sets of axes, such as those that a pair still has to change, are bit masks.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,7 +19,7 @@ from passes.ir.mesh import Mesh
 Integers = NDArray[np.int64]
 Flags = NDArray[np.bool_]
 
-# Steps that shrink a tensor come first and steps that grow it come last: fewer bytes travel.
+# Steps that shrink a tensor come first and steps that grow it come last: fewer bytes are sent.
 _ORDER = {
     ("R", "S"): 0,
     ("I", "S"): 0,
@@ -36,13 +36,13 @@ _SPLIT = KINDS.index("S")
 _THROUGH = 0
 # The rank of an axis that has nothing to change, or has to wait.
 _NEVER = np.iinfo(np.int16).max
-# So many pairs are followed at a time: what is known of them stays in the processor's cache.
+# Number of pairs that are processed at a time: their arrays fit the processor's cache.
 _BLOCK = 1 << 13
 
 
 @dataclass(frozen=True)
 class Pairs:
-    """Every source with every target of one tensor of global `shape`. `strided` says that it does not lie in memory in
+    """Every source with every target layout of one tensor of global `shape`. `strided` says that its memory is not in
     the order of its dims."""
 
     sources: Sequence[Layout]
@@ -70,7 +70,7 @@ class Steps:
     join: Flags
 
     def take(self, numbers: Integers) -> "Steps":
-        """Those of these numbers."""
+        """The steps with these numbers."""
         return Steps(*(getattr(self, item.name).take(numbers) for item in fields(self)))
 
 
@@ -93,9 +93,9 @@ class _Placements:
 
 
 class _Sizes:
-    """What ranks hold. `elements` are by place: a tensor, and which dims of it the axes split, where an axis is a digit
-    of `weights` (0 where it splits none); `places` are those of the sources. `join` and `cut` [axis, layout] say of
-    sources and of targets whether their parts lie scattered."""
+    """Local sizes of the tensors. `elements` are by place: a tensor, and which dims of it the axes split, where an axis
+    is a digit of `weights` (0 where it splits none); `places` are those of the sources. `join` and `cut` [axis, layout]
+    say of sources and of targets whether their parts lie scattered."""
 
     def __init__(self, tensors: Sequence[Pairs], placements: _Placements, mesh: Mesh) -> None:
         axes, dims = len(mesh.sizes), max(len(pairs.shape) for pairs in tensors)

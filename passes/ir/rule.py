@@ -11,7 +11,7 @@ from enum import Enum
 
 
 class Role(Enum):
-    """What may be done with a factor."""
+    """The role of a factor: how it may be split."""
 
     FREE = "free"  # results carry it
     SUM = "sum"  # summed over: results without it are pending sums
@@ -23,9 +23,9 @@ class Role(Enum):
 class Factor:
     """A named index of an op and its extent.
 
-    `ordered` says that ranks must have it in their order, one piece each, because the local form looks to the ranks
-    before and after. `reach` is how many elements of the operand it needs of the neighbours on both sides, and `least`
-    how much of the factor every rank must have for that.
+    `ordered` says that ranks must have consecutive parts in rank order, because the local form communicates with
+    neighbouring ranks. `reach` is the number of elements of the operand that it needs from the neighbours on both
+    sides, and `least` the minimum local size of the factor for that.
     """
 
     size: int
@@ -49,10 +49,9 @@ Dims = tuple[tuple[Part, ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """A way to split an op on one axis: its `factors` are split at once, into equally many parts. No tensor carries two
-    of them. `form` is the local form that runs on a shard, "" where the op itself does. `role` stands in place of the
-    factors' own, which say what may be done with each alone.
-    """
+    """A way to split an op on one axis: its `factors` are split at once, into equally many parts. No tensor has two of
+    them. `form` is the local form that runs on a shard, "" if the op itself does. `role` replaces the roles of the
+    individual factors, which apply when they are split alone."""
 
     factors: tuple[str, ...]
     form: str = ""
@@ -61,10 +60,10 @@ class Method:
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """A tensor that autograd keeps for the backward pass: operand or result `index`.
+    """A saved tensor: operand or result `index`.
 
-    `needed_by` are the operands one of which must have a gradient; empty means any. `copy` says that what is kept is
-    a new tensor of the same size, not that one.
+    `needed_by` are the operands one of which must have a gradient; empty means any. `copy` says that autograd saves a
+    new tensor of the same size instead.
     """
 
     index: int
@@ -80,12 +79,12 @@ class Rule:
     - `operands`, `results`: the parts of every dim of every tensor, operands in the order of `Op.operands`.
     - `added`: operands that are added to a sum; they are pending sums where it is split (the bias of `linear`).
     - `linear`: sets of operands in which the op is exactly linear together, so that pending sums pass through.
-    - `forms`: for a factor, the local form that runs on a shard when the op itself would not be right.
+    - `forms`: for a factor, the local form that runs on a shard where the op itself would be incorrect.
     - `joint`: by name, methods that split several factors at once. Each factor alone is a method of its own name.
     - `multiplications`: of the forward pass on one device, a multiply-add counted as two.
     - `backward`: for each operand, the multiplications of its gradient relative to those of the forward pass.
-    - `saved`: what autograd keeps.
-    - `moves`: whether it touches memory at all (a view does not).
+    - `saved`: the tensors that autograd saves.
+    - `moves`: whether it reads or writes memory (a view does not).
     """
 
     factors: Mapping[str, Factor]

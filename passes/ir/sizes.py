@@ -6,7 +6,7 @@ import sympy
 
 
 def as_number(expression: object) -> object:
-    """An expression without symbols as a Python number; one with symbols as it is.
+    """An expression without symbols as a Python number; one with symbols is returned unchanged.
 
     Raises ValueError for a fraction, which no size can be.
     """

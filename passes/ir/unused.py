@@ -1,4 +1,4 @@
-"""What nothing uses goes."""
+"""Dead code elimination."""
 
 from dataclasses import replace
 
@@ -6,7 +6,7 @@ from passes.ir.program import Buffer, Input, Op, Parameter, Program, references
 
 
 def without_unused(program: Program) -> Program:
-    """Drop ops whose results nobody reads, and the types of what is gone."""
+    """Drop ops whose results are never read, and the types of the dropped tensors."""
     used = {name for value in program.outputs for name in references(value)}
     used.update(update.value for update in program.updates)
     kept: list[Op] = []

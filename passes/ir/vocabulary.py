@@ -1,4 +1,4 @@
-"""Names in generated source: those that it takes from the runtime or reserves, and how others are made of text."""
+"""Names in generated source: imported and reserved names, and identifiers made from text."""
 
 import re
 from collections.abc import Callable
@@ -23,12 +23,12 @@ BASES = ("Generated", "Region")
 HELPERS = ("gathered", "local", "recomputed")
 PLACEMENTS = ("I", "P", "R", "S")
 
-# What no variable of generated source is called, and no axis, as it is one.
+# Reserved: names that no variable or axis of generated source may have.
 RESERVED = {"self", "torch", "F", "copy", "index", "layer", *COLLECTIVES, *FORMS, *HELPERS, *PLACEMENTS}
 
 
 def import_order(name: str) -> tuple[int, str]:
-    """Where an imported name stands: placements first, then classes."""
+    """The sort key of an imported name: placements first, then classes."""
     return (0 if name in PLACEMENTS else 1 if name in BASES else 2, name)
 
 
@@ -39,7 +39,7 @@ def identifier(text: str) -> str:
 
 
 def plain(name: str) -> str:
-    """A variable's name without the number that tells it from others: "q_proj_2" -> "q_proj"."""
+    """A variable's name without its disambiguating number: "q_proj_2" -> "q_proj"."""
     return re.sub(r"_\d+$", "", name)
 
 
