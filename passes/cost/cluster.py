@@ -1,4 +1,4 @@
-"""Clusters: devices in nodes, what links them, and which link an axis of a mesh runs over."""
+"""Clusters: devices in nodes, the links between them, and the link that each axis of a mesh uses."""
 
 import json
 import re
@@ -22,10 +22,10 @@ __all__ = ["CLUSTERS", "GIB", "Cluster", "Device", "Link", "Protocol", "Route", 
 
 @dataclass(frozen=True)
 class Route:
-    """What the groups of one axis run over.
+    """The nodes and links of the groups of one axis.
 
-    A group of `ways` devices lies in `nodes` nodes, with `together` devices in each at least (all of them where there
-    is one). `inside` and `between` link them.
+    A group of `ways` devices spans `nodes` nodes, with at least `together` devices in each (all of them in a single
+    node). `inside` and `between` are the links within and between nodes.
     """
 
     ways: int
@@ -36,7 +36,7 @@ class Route:
 
     @property
     def bandwidth(self) -> float:
-        """Bytes/s that go around a ring: across nodes through the cards of all devices of the group in a node."""
+        """Bytes/s of a ring: across nodes it uses the network cards of all devices of the group in a node."""
         inside = self.inside.among(self.together)
         if self.nodes == 1:
             return inside
@@ -46,11 +46,10 @@ class Route:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Devices in nodes of `node_size`: `inside` links those of one node, `between` those of different ones.
+    """Devices in nodes of `node_size`: `inside` is the link within a node, `between` the link between nodes.
 
-    `host` is the rate in bytes/s at which a device reads its part of a batch from its host. `devices` is how many there
-    are (None: as many as a mesh has). `machine` is what the device that a profile measured calls itself ("" for figures
-    that were not measured here).
+    `host` is the rate in bytes/s at which a device reads its part of a batch from its host. `devices` is their number
+    (None: that of the mesh). `machine` is the name of the profiled device ("" for figures that were not measured here).
     """
 
     name: str
@@ -69,7 +68,7 @@ class Cluster:
             check_positive(about, {"devices": self.devices})
 
     def check(self, mesh: Mesh) -> None:
-        """Raise MeshError where `mesh` has more devices than there are."""
+        """Raise MeshError if `mesh` has more devices than the cluster."""
         if self.devices is not None and mesh.size > self.devices:
             raise MeshError(
                 f"the mesh {mesh} has {mesh.size} devices, but the cluster {self.name!r} has {self.devices}: "
@@ -77,16 +76,16 @@ class Cluster:
             )
 
     def route(self, mesh: Mesh, axis: int) -> Route:
-        """What the groups of `axis` run over; of groups that lie differently, the one that has it worst."""
+        """The route of the groups of `axis`; if they differ in placement, that of the slowest."""
         ways = mesh.sizes[axis]
         nodes, together = _placed(mesh.size, mesh.stride(axis), ways, self.node_size)
         return Route(ways, nodes, together, self.inside, self.between)
 
     def link(self, mesh: Mesh, axis: int) -> Link:
-        """The link that the groups of `axis` run over.
+        """The link that the groups of `axis` use.
 
-        A group within one node has the node's own. One that crosses nodes has the network cards of all its devices in
-        a node together, at most what links them inside.
+        A group within one node uses the node's link. A group that spans nodes uses the network cards of all its devices
+        in a node together, limited by the link inside the node.
         """
         route = self.route(mesh, axis)
         if route.nodes == 1:
@@ -106,12 +105,12 @@ class Cluster:
     def load(cls, path: str | Path) -> "Cluster":
         """Read a cluster that `save` wrote.
 
-        Raises ClusterError for a file that is not there, is none of these, or has figures that nothing runs at.
+        Raises ClusterError if the file is missing or malformed, or if a figure is out of range.
         """
         return _loaded(Path(path))
 
 
-# Of the files that `save` writes.
+# Version of the files that `save` writes.
 _FORMAT = 1
 
 
@@ -143,11 +142,11 @@ def _loaded(path: Path) -> Cluster:
 
 @lru_cache(maxsize=4096)
 def _placed(size: int, stride: int, ways: int, node_size: int) -> tuple[int, int]:
-    """Of the groups of an axis in a mesh of `size` devices: the most nodes that one lies in, and the fewest devices
-    of one in a node.
+    """For the groups of an axis in a mesh of `size` devices: the largest number of nodes that a group spans, and the
+    smallest number of its devices in a node.
 
-    Ranks fill nodes in order. Groups lie alike in all blocks of `stride * ways` ranks where nodes and blocks divide
-    each other; else they are looked through, up to where they repeat.
+    Ranks fill nodes in order. If node sizes and blocks of `stride * ways` ranks divide each other, all blocks are
+    alike; otherwise one period of blocks is enumerated.
     """
     block = stride * ways
     if ways == 1 or size <= node_size or node_size % block == 0:
@@ -224,8 +223,8 @@ _DEVICE_NAMES: tuple[tuple[str, str], ...] = (
 def find_cluster(name: str) -> Cluster:
     """The cluster called `name`, in any case, or that of a cluster file (`*.json`).
 
-    Raises MeshError for an unknown name, with those that there are and the nearest; ClusterError for a file that
-    cannot be read.
+    Raises MeshError for an unknown name, with the known names and the nearest; ClusterError for a file that cannot be
+    read.
     """
     if name.endswith(".json"):
         return Cluster.load(name)
@@ -241,9 +240,9 @@ def find_cluster(name: str) -> Cluster:
 
 
 def cluster_of_device(name: str) -> Cluster:
-    """The cluster whose devices torch calls `name`, such as "NVIDIA H100 80GB HBM3" or "cpu".
+    """The cluster of devices with torch's device name `name`, such as "NVIDIA H100 80GB HBM3" or "cpu".
 
-    Raises MeshError if there is none, with the devices that are known and the nearest.
+    Raises MeshError for an unknown device, with the known devices and the nearest.
     """
     if name == "cpu":
         return CLUSTERS["cpu"]

@@ -1,13 +1,13 @@
 """Seconds for the steps of a redistribution.
 
-S are the bytes of the larger of a collective's input and output, n the devices of a group, B the bytes/s of the link
-that they reach, a the seconds of a hop. Every collective takes the fastest of its algorithms for its size; each costs
-something fixed and something per byte:
+S are the bytes of the larger of a collective's input and output, n the devices of a group, B the achieved bytes/s of
+the link, a the seconds of a hop. Every collective uses the fastest of its algorithms for its size; each has a latency
+and a time per byte:
 
 - ring: an all-gather or reduce-scatter takes (n - 1) a + (n - 1)/n S/B, an all-reduce both (Thakur, Rabenseifner, Gropp
   2005, section 4). Of the hops, (nodes - 1) are between nodes and the others inside (NCCL, tuning.cc).
-- tree, for all-reduces across nodes: up and down double binary trees over the nodes, along chains inside them:
-  2 (log2(nodes) a_between + (together - 1) a_inside) + 2 S/B (Sanders, Speck, Traeff 2009; NCCL 2.4).
+- tree, for all-reduces across nodes: up and down double binary trees over the nodes, along chains inside them: 2
+  (log2(nodes) a_between + (together - 1) a_inside) + 2 S/B (Sanders, Speck, Traeff 2009; NCCL 2.4).
 - in the switches: each device sends its S once and the S/n that it has reduced, and receives as much: (1 + 1/n) S/B.
   With 0.68 of NVLink 4 the bus bandwidth on 4 to 8 H200 is 367, 408, 437, 459, 476 GB/s (measured with nccl-tests: 363,
   414, 436, 460, 473), with 0.61 of NVLink 5 on 4 and 8 B200 it is 659 and 854 GB/s (measured: 673, 838). Across nodes
@@ -15,9 +15,9 @@ something fixed and something per byte:
 - all-to-all: a device sends (n - 1)/n of its part; what goes to other nodes goes over its own network card, meanwhile
   the rest over the link inside.
 
-For shorter messages rings, trees and all-to-alls have protocols of quicker hops and less bandwidth (NCCL's LL and
-LL128). Parts that do not lie in one piece are copied. Local conversions read and write memory; a change between R and I
-does nothing.
+For shorter messages rings, trees and all-to-alls have protocols with faster hops and lower bandwidth (NCCL's LL and
+LL128). Parts that are not contiguous are copied. Local conversions read and write memory; a conversion between R and I
+is free.
 """
 
 from collections.abc import Callable, Iterator
@@ -33,7 +33,7 @@ from passes.ir.figures import least
 from passes.ir.mesh import Mesh
 from passes.ir.redistribution import COLLECTIVES, RedistributionStep
 
-# Seconds of one algorithm: what is fixed, and what each byte adds.
+# Seconds of one algorithm: its latency, and the seconds per byte.
 Line = tuple[float, float]
 
 
@@ -44,13 +44,13 @@ _FREE: tuple[Line, ...] = ((0.0, 0.0),)
 
 
 def step_seconds(step: RedistributionStep, itemsize: int, cluster: Cluster, mesh: Mesh, joined: int = 1) -> float:
-    """Seconds that the forward of `step` takes for elements of `itemsize` bytes. `joined` tensors are sent together and
-    share what a collective takes whatever its size."""
+    """Seconds of the forward pass of `step` with elements of `itemsize` bytes. `joined` tensors are sent together and
+    share the latency of a collective."""
     return least(fixed + each * itemsize for fixed, each in step_lines(step, cluster, mesh, joined))
 
 
 def joint_seconds(step: RedistributionStep, itemsize: int, cluster: Cluster, mesh: Mesh) -> float:
-    """Seconds that the all-to-all `step` adds to one that carries many tensors: start and hops are those of all."""
+    """Seconds that the all-to-all `step` adds to one that carries many tensors, which share its latency."""
     rate = joint_rate(cluster.route(mesh, step.axis))
     return joint_seconds_at(prod(step.before), itemsize, rate, cluster.device)
 
@@ -65,14 +65,14 @@ def joint_seconds_at(elements: Numbers, itemsize: Numbers, rate: Numbers, device
 
 
 def joint_rate(route: Route) -> float:
-    """Seconds per byte of S of an all-to-all of very many bytes."""
+    """Seconds per byte of S of an all-to-all in the limit of many bytes."""
     return min(each for _, each in collective_lines("all_to_all", route))
 
 
 def step_lines(step: RedistributionStep, cluster: Cluster, mesh: Mesh, joined: int = 1) -> tuple[Line, ...]:
-    """Seconds that the forward of `step` takes, by algorithm: what is fixed, and what each byte of an element adds.
+    """Seconds of the forward pass of `step`, by algorithm: its latency, and the seconds per byte of an element.
 
-    The step takes the least of them; they do not depend on the itemsize.
+    The step uses the fastest of them; they do not depend on the itemsize.
     """
     before, after, device = prod(step.before), prod(step.after), cluster.device
     kernels, at_first, at_last = touched(step.source.kind, step.target.kind, step.cut, step.join)
@@ -84,7 +84,7 @@ def step_lines(step: RedistributionStep, cluster: Cluster, mesh: Mesh, joined: i
 
 
 def collective_lines(collective: str, route: Route) -> tuple[Line, ...]:
-    """Seconds that a collective takes over `route`, by algorithm: what is fixed, and what each byte of S adds.
+    """Seconds of a collective over `route`, by algorithm: its latency, and the seconds per byte of S.
 
     `collective` is "all_gather", "reduce_scatter", "all_reduce" or "all_to_all".
     """
@@ -105,7 +105,7 @@ def _scatter(route: Route) -> Iterator[Line]:
 
 
 def _once(route: Route, bandwidth: float) -> Iterator[Line]:
-    """A ring once around that reaches `bandwidth`."""
+    """One pass around a ring with bandwidth `bandwidth`."""
     across = route.nodes - 1
     share = (route.ways - 1) / route.ways
     yield from _protocols(route, route.ways - 1 - across, across, share / bandwidth)
@@ -124,7 +124,8 @@ def _reduction(route: Route) -> Iterator[Line]:
 
 
 def _switched(route: Route) -> Line:
-    """An all-reduce inside nodes in the switches, where they can, and between nodes by each device with its part."""
+    """An all-reduce inside nodes in the switches, if they support it, and between nodes by each device with its
+    part."""
     inside, between, together = route.inside, route.between, route.together
     fixed, each = _start(route), 0.0
     if together > 1 and inside.switch:
@@ -160,7 +161,7 @@ _ALGORITHMS: dict[str, Callable[[Route], Iterator[Line]]] = {
 
 
 def _protocols(route: Route, inside: int, across: int, each: float) -> Iterator[Line]:
-    """So many hops inside nodes and across, in every protocol; `each` is the seconds per byte with long messages."""
+    """This many hops inside and across nodes, in every protocol; `each` is the seconds per byte of long messages."""
     near, far = route.inside, route.between
     yield _start(route) + inside * near.latency + across * far.latency, each
     if not across:
@@ -181,8 +182,8 @@ def _levels(route: Route) -> int:
 
 
 def _ring(route: Route, inside: float, between: float) -> float:
-    """Bytes/s of a ring that reaches these parts of the links' bandwidths: across nodes it passes through the cards of
-    all devices of the group in a node."""
+    """Bytes/s of a ring with these efficiencies of the links: across nodes it uses the network cards of all devices of
+    the group in a node."""
     if route.nodes == 1:
         return route.inside.among(route.ways) * inside
     cards = route.together * route.between.bandwidth * between
@@ -193,17 +194,17 @@ def _ring(route: Route, inside: float, between: float) -> float:
 
 
 def touched(source: str, target: str, cut: bool, join: bool) -> tuple[int, int, int]:
-    """What a rank reads and writes itself for a change between placements of these kinds, with `cut` and `join` of the
-    step: kernels, and how often all elements that it holds before and after.
+    """Memory accesses of a rank for a step between placements of these kinds, with `cut` and `join` of the step: the
+    number of kernels, and the multiples of its elements before and after that it reads and writes.
 
-    Parts that do not lie in one piece are copied before they are sent, and after they are received.
+    Parts that are not contiguous are copied before they are sent, and after they are received.
     """
     if COLLECTIVES[source, target] != "convert":
         first, last = int(cut and target == "S"), int(join and source == "S")
         return first + last, 2 * first, 2 * last
     if {source, target} == {"R", "I"}:
         return 0, 0, 0
-    # What is smaller is read: the part to cut out, or the one to pad.
+    # The smaller tensor is read: the part that is sliced out, or the one that is padded.
     return (1, 1, 1) if source == "S" else (1, 0, 2)
 
 

@@ -1,10 +1,10 @@
 """Seconds for one op on one device: a roofline of its multiplications and of the bytes that it reads and writes.
 
-Multiplications run at the part of the peak that their shape allows:
+The achieved fraction of the peak depends on the shape:
 
 - A product with `elements` in its result that sums over k takes 2 (elements + fill) (k + depth) / rate: tiles of the
   result are made in waves over all multiprocessors, of which the last leaves some idle (half of them on average: fill),
-  and each tile takes a while to begin and end (depth). So small results and short sums reach less. Tile and wave
+  and each tile has a prologue and an epilogue (depth). So small results and short sums reach less. Tile and wave
   quantisation are as in NVIDIA's matrix multiplication guide, smoothed: libraries choose tiles by shape.
 - Tensor cores are fed 16 bytes at a time. Where a row of an operand or of the result does not begin at a multiple of
   that (an odd vocabulary, heads of 108 elements in two bytes), libraries take slower kernels. A head of 128,003 classes
@@ -14,7 +14,7 @@ Multiplications run at the part of the peak that their shape allows:
   (FlashAttention-2, Dao 2023, and -3, Shah et al. 2024, tables of heads of 64, 128, 256). Its tiles are as wide as a
   head. The backward pass of its fused kernels makes 2.5 times the multiplications of the forward pass.
 
-Skinny products need no term of their own: they wait for memory.
+Skinny products need no term of their own: they are bound by memory.
 """
 
 from collections.abc import Sequence
@@ -31,19 +31,19 @@ _TILE = 256
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What one rank does of an op.
+    """The share of an op that one rank computes.
 
     - `dtype`: of its multiplications.
     - `reads`, `writes`: bytes of operands and results that the forward pass reads and writes.
     - `back`: bytes that the backward pass reads and writes: the gradients of the results, what was saved, and the
       gradients of the operands.
-    - `kernels`: how many the forward and the backward pass start.
+    - `kernels`: the number of kernels that the forward and the backward pass launch.
     - `forward`: multiplications of the forward pass, a multiply-add counted as two; `backward` those of the gradients
       of operands.
-    - `elements`: how many the results have; `gradients` the operands that `backward` is about.
-    - `width`: of attention's heads; 0 for everything else.
-    - `unaligned`: whether rows of operands or results do not begin at multiples of 16 bytes; `batched` whether it is
-      many products at once.
+    - `elements`: the number of elements of the results; `gradients` the operands whose gradients `backward` counts.
+    - `width`: the width of attention heads; 0 for other ops.
+    - `unaligned`: whether rows of operands or results do not begin at multiples of 16 bytes; `batched` whether it is a
+      batched product.
     """
 
     dtype: torch.dtype
@@ -79,8 +79,8 @@ def compute_seconds(work: Work, device: Device) -> tuple[float, float]:
 def product_seconds(
     flops: float, elements: float, dtype: torch.dtype, device: Device, unaligned: bool = False, batched: bool = False
 ) -> float:
-    """Seconds to multiply, for a product of `flops` whose result has `elements`. Beginning and ending a tile takes as
-    long where rows are `unaligned`."""
+    """Seconds of a product of `flops` whose result has `elements`. The prologue and epilogue of a tile do not depend on
+    whether rows are `unaligned`."""
     rate = device.rate(dtype)
     if unaligned:
         flops = flops * (rate / device.unaligned_rate(dtype, batched))
@@ -88,7 +88,7 @@ def product_seconds(
 
 
 def attention_seconds(flops: float, elements: float, width: int, dtype: torch.dtype, device: Device) -> float:
-    """Seconds that fused attention with heads of `width` takes for `flops`, where its result has `elements`."""
+    """Seconds of fused attention with heads of `width` for `flops`, with `elements` in its result."""
     rate = device.attention * device.peak(dtype)
     fill = device.fill * min(1.0, width / _TILE)
     return flops * (1 + device.softmax / width) * (1 + fill / elements) / rate

@@ -2,17 +2,17 @@
 
 Peaks (dense), memory, bandwidth of memory and of links, and the largest rates of matrix products that were measured
 (271 of 312 TFLOP/s on A100, 795 of 989 on H100, 1745 of 2250 on B200, 668 of 1300 on MI300X, in bfloat16) are from the
-tables of stas00/ml-engineering (compute/accelerator, network, at 744d01e1), the peaks of torchtitan
-(tools/utils.py), and NVIDIA/dgxc-benchmarking. What collectives reach of a link is from nccl-tests on nodes of eight
-(see `passes.cost.communication`), hop latencies are those of NCCL's tuning (tuning.cc). That products with rows that do
-not begin at multiples of 16 bytes take three times as long was measured at heads of language models (Netflix on scaling
+tables of stas00/ml-engineering (compute/accelerator, network, at 744d01e1), the peaks of torchtitan (tools/utils.py),
+and NVIDIA/dgxc-benchmarking. The efficiencies of links are from nccl-tests on nodes of eight (see
+`passes.cost.communication`), hop latencies are those of NCCL's tuning (tuning.cc). That products with rows that do not
+begin at multiples of 16 bytes take three times as long was measured at heads of language models (Netflix on scaling
 post-training, 2026).
 
 A channel of NCCL is a block on one multiprocessor (NVIDIA/nccl#689); it has 24 of them in a node with NVSwitch
 (nccl#1259) and 16 across nodes (nccl#1453).
 
 Recalled from data sheets and papers, not read there: all rates in float32 and float64; multiprocessors; A100-SXM-40GB
-and H100-NVL memory bandwidth; H20 but for its bfloat16 rate; RTX 4090; what attention and streaming reach
+and H100-NVL memory bandwidth; H20 but for its bfloat16 rate; RTX 4090; efficiencies of attention and streaming
 (FlashAttention-2 and -3: 190 of 312 TFLOP/s on A100 and about 330 of 989 on H100 with heads of 128, forward and
 backward); links of A800, H800, MI300X and of cards without NVLink; the network cards of Blackwell nodes.
 """
@@ -22,9 +22,9 @@ from dataclasses import replace
 
 from passes.cost.hardware import GIB, Device, Link, Protocol
 
-# Elements of the result that one multiprocessor makes at a time.
+# Elements of the result that one multiprocessor computes at a time.
 _WIDE, _SQUARE, _LARGE = 128 * 256, 128 * 128, 256 * 256
-# Elements of the sum in whose time a tile begins and ends.
+# The prologue and epilogue of a tile, as a number of elements of the sum.
 _DEPTH = 128.0
 
 
@@ -47,7 +47,7 @@ def _device(
     softmax: float,
     reserve: float = 4 * GIB,
 ) -> Device:
-    """`units` are its multiprocessors, and the elements of a result that each makes at a time."""
+    """A device; `units` are its multiprocessors, and the elements of a result that each computes at a time."""
     return Device(
         name,
         flops,
@@ -56,7 +56,7 @@ def _device(
         bandwidth=terabytes * 1e12,
         launch=5e-6,
         reserve=reserve,
-        # What the last wave of tiles leaves idle on average.
+        # The average idle part of the last wave of tiles.
         fill=units[0] * units[1] / 2,
         depth=_DEPTH,
         attention=attention,
@@ -71,7 +71,7 @@ _AMPERE = _flops(312, 19.5, 9.7)
 _HOPPER = _flops(989, 67, 34, 1979)
 _BLACKWELL = _flops(2250, 80, 40, 4500)
 
-# Figures of single ops, undisturbed.
+# Figures of single ops that run alone.
 ALONE: Mapping[str, Device] = {
     "a100": _device("A100-SXM-80GB", _AMPERE, 80, 2.0, 0.87, (108, _WIDE), 0.68, 16),
     "a100-40gb": _device("A100-SXM-40GB", _AMPERE, 40, 1.555, 0.87, (108, _WIDE), 0.68, 16),
@@ -103,12 +103,12 @@ TRAINING: Mapping[str, tuple[float, float]] = {
 }
 # Devices of the same chip share a fit.
 _SAME_CHIP = {"a100-40gb": "a100", "h200": "h100"}
-# Of devices without runs, products reach as much less than alone as the H100's do.
+# Products on devices without published runs lose the same fraction as on the H100.
 _SUSTAINED = 0.83
 
 
 def _trained(name: str, device: Device) -> Device:
-    """A device as it runs in training."""
+    """The device with its figures under a training load."""
     fitted = TRAINING.get(_SAME_CHIP.get(name, name))
     if fitted is None:
         return replace(device, efficiency=device.efficiency * _SUSTAINED)
@@ -140,7 +140,7 @@ def _protocols(flags: float, lines: float) -> tuple[Protocol, ...]:
 
 
 def _nvlink(bandwidth: float, efficiency: float, exchange: float, switch: float = 0.0) -> Link:
-    """NVLink through switches; a reduction in them takes 25 us to get going."""
+    """NVLink through switches; a reduction in them has a latency of 25 us."""
     protocols, waits = _protocols(0.6e-6, 1.9e-6), 25e-6 if switch else 0.0
     return Link(bandwidth, 3.4e-6, efficiency, exchange, 8.4e-6, protocols, switch, waits, blocks=24)
 
@@ -151,7 +151,7 @@ def _network(bandwidth: float) -> Link:
 
 
 def _pcie(bandwidth: float, efficiency: float) -> Link:
-    """PCIe, shared by what crosses the root complex."""
+    """PCIe, where all devices share the root complex."""
     return Link(bandwidth, 5.7e-6, efficiency, efficiency, 8.4e-6, _protocols(1.0e-6, 2.5e-6))
 
 

@@ -1,13 +1,13 @@
-"""Which tensors never reach memory when chains of ops are compiled into one kernel.
+"""Fusion: the tensors that never reach memory when chains of ops are compiled into one kernel.
 
 A compiler joins ops that go over the same elements: pointwise ops, casts, copies, concatenations, and reductions of
-rows with what stands before and after them. So norms, softmax, losses, dropout and rotary embeddings, written out or
-not, read their input once and write their result once; that is also what hand-written fused kernels do. What lies
-between is made again in the backward pass from what the chain read. Matrix products, attention, lookups and everything
-else read from memory and write to it.
+rows with the ops before and after them. So norms, softmax, losses, dropout and rotary embeddings, written out or not,
+read their input once and write their result once; as hand-written fused kernels do. The intermediate tensors are
+recomputed in the backward pass from the inputs of the chain. Matrix products, attention, lookups and everything else
+read from memory and write to it.
 
-This is a property of the program alone, whatever layouts are chosen: prices stay sums over ops. Where ranks exchange a
-tensor in the middle of a chain, it is written and read after all; that is not counted.
+This is a property of the program alone, independent of the layouts: costs remain sums over ops. A tensor that is
+redistributed in the middle of a chain is written and read after all; this is not counted.
 """
 
 from collections.abc import Iterator, Mapping, Sequence, Set
@@ -20,7 +20,7 @@ from passes.rules import find_rule
 from passes.rules.pointwise import TABLE
 from passes.rules.strides import strided
 
-# What is not pointwise and goes over rows, or moves elements.
+# Ops that are not pointwise but reduce rows or move elements.
 _JOINED = frozenset(
     {
         *TABLE,
@@ -34,12 +34,12 @@ _JOINED = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Fused:
-    """What of an op in a chain reaches memory.
+    """Memory accesses of an op in a chain.
 
-    - `operands`, `results`: those that it does not read from there, and does not write there.
-    - `starts`: whether it is the one that starts the kernel.
-    - `read_again`, `read_back`: the operands and results of it that the backward pass reads from memory, to make again
-      what the chain needs there.
+    - `operands`, `results`: those that it does not read from memory, and does not write to memory.
+    - `starts`: whether it is the op that launches the kernel.
+    - `read_again`, `read_back`: its operands and results that the backward pass reads from memory, to recompute the
+      intermediate tensors of the chain.
     """
 
     operands: frozenset[int] = frozenset()
@@ -50,7 +50,7 @@ class Fused:
 
 
 def fusion(folded: Folded) -> dict[str, Fused]:
-    """For the ops of `folded` that are joined to others, by their first result, what of them stays in registers."""
+    """The memory accesses of the ops of `folded` that are fused with others, by their first result."""
     copied = strided(folded)
     bodies = list(_bodies(folded))
     found: dict[str, Fused] = {}
@@ -61,7 +61,7 @@ def fusion(folded: Folded) -> dict[str, Fused]:
 
 
 def joined(folded: Folded) -> Mapping[str, Fused]:
-    """`fusion` of a program that is compiled, whose regions are; what stands between them is not joined."""
+    """`fusion` of a compiled program, in which only the regions are compiled; ops outside of them are not fused."""
     if not folded.program.compiled:
         return {}
     inside = {op.results[0] for region in folded.regions for op in region.ops if op.results}
@@ -78,7 +78,8 @@ def _bodies(folded: Folded) -> Iterator[Sequence[Op]]:
 
 
 def _handed_on(folded: Folded) -> set[str]:
-    """What regions give to their next copy and to the outside, and what the program returns and keeps."""
+    """The results of regions that their next copy or the program outside reads, and the outputs and buffers of the
+    program."""
     names = {name for value in folded.program.outputs for name in references(value)}
     names.update(update.value for update in folded.program.updates)
     for region in folded.regions:
@@ -111,10 +112,11 @@ def _chains(ops: Sequence[Op], folded: Folded, copied: Set[str], outside: Set[st
 
 
 def _links(ops: Sequence[Op], folded: Folded, copied: Set[str], outside: Set[str]) -> tuple[list[_Link], set[str]]:
-    """Every op that can be joined, with its chain, and the tensors that are needed outside of the chain they come from.
+    """Every op that can be fused, with its chain, and the tensors that are read outside of the chain that computes
+    them.
 
-    Two ops are joined where one reads what the other makes, and no way from one to the other leads over an op that
-    cannot be joined: as many of these come before both of them, on the longest way.
+    Two ops are fused if one reads a result of the other, and no path between them contains an op that cannot be fused:
+    the longest path to each has equally many of these.
     """
     roots: dict[str, str] = {}
     makers: dict[str, int] = {}
@@ -150,7 +152,7 @@ def _links(ops: Sequence[Op], folded: Folded, copied: Set[str], outside: Set[str
 
 
 def _chain(links: Sequence[_Link], written: Set[str], flowing: Set[str]) -> dict[str, Fused]:
-    """What of the ops of one chain reaches memory."""
+    """The memory accesses of the ops of one chain."""
     makers = {name: link for link in links for name in link.op.results}
     used = {name for link in links for name in link.operands}
     again: set[str] = set()
@@ -181,7 +183,7 @@ def _chain(links: Sequence[_Link], written: Set[str], flowing: Set[str]) -> dict
 
 
 def _saved(link: _Link, flowing: Set[str]) -> Iterator[str]:
-    """What the gradient of an op is made from."""
+    """The tensors from which the gradient of an op is computed."""
     if not any(name in flowing for name in link.op.results):
         return
     for item in link.rule.saved:

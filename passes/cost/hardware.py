@@ -1,7 +1,7 @@
-"""What a device and a link are: figures that prices are made from.
+"""Devices and links: the figures that costs are computed from.
 
-Rates are in units per second (FLOP/s, bytes/s), sizes in bytes, latencies in seconds. Figures of what is known are in
-`passes.cost.devices`; `autopar profile` measures them.
+Rates are in units per second (FLOP/s, bytes/s), sizes in bytes, latencies in seconds. The figures of known devices are
+in `passes.cost.devices`; `autopar profile` measures them.
 """
 
 from collections.abc import Mapping
@@ -13,26 +13,26 @@ from passes.ir.errors import ClusterError
 from passes.ir.program import dtype_name
 
 GIB = 1024**3
-# Bytes that tensor cores' operands are loaded in at a time.
+# Alignment in bytes of the operands of tensor cores.
 ALIGNMENT = 16
 
 
 def check_positive(about: str, figures: Mapping[str, float]) -> None:
-    """Raise ClusterError for a figure that is zero, negative or no number."""
+    """Raise ClusterError for a figure that is zero, negative or not a number."""
     for name, value in figures.items():
         if not value > 0:
             raise ClusterError(f"{about}: {name} is {value}, but must be a number above zero")
 
 
 def check_no_less(about: str, figures: Mapping[str, float]) -> None:
-    """Raise ClusterError for a figure that is negative or no number."""
+    """Raise ClusterError for a figure that is negative or not a number."""
     for name, value in figures.items():
         if not value >= 0:
             raise ClusterError(f"{about}: {name} is {value}, but must be zero or a number above it")
 
 
 def check_part(about: str, figures: Mapping[str, float]) -> None:
-    """Raise ClusterError for a part of a peak that is zero or more than all of it."""
+    """Raise ClusterError for a fraction that is not above 0 and at most 1."""
     for name, value in figures.items():
         if not 0 < value <= 1:
             raise ClusterError(f"{about}: {name} is {value}, but must be a part above 0 and at most 1")
@@ -43,21 +43,20 @@ class Device:
     """One accelerator.
 
     - `flops`: the peak by dtype ("bfloat16"), dense; dtypes that are missing run at the rate of float32.
-    - `efficiency`: the part of the peak that a large matrix product reaches; `efficiencies` of dtypes that reach
-      another.
+    - `efficiency`: the part of the peak that a large matrix product reaches; `efficiencies` by dtype, where it differs.
     - `memory`, `bandwidth`: bytes, and bytes/s at best.
-    - `launch`: seconds that starting one kernel takes.
+    - `launch`: seconds to launch one kernel.
     - `reserve`: bytes that a plan may not use (context, communication buffers, allocator).
-    - `fill`: a product takes as long as one with so many more elements in its result: what the last wave of tiles
-      leaves idle.
-    - `depth`: and as one that sums over so many more elements: beginning and ending a tile.
+    - `fill`: the idle part of the last wave of tiles, as a number of additional elements in the result of a product.
+    - `depth`: the prologue and epilogue of a tile, as a number of additional elements of the sum.
     - `attention`: the part of the peak that fused attention reaches with wide heads.
-    - `multiprocessors`: how many it has, which computation shares with collectives; 0 where that is not known.
-    - `softmax`: what exponentials cost it, as a number of elements that its heads would be wider.
+    - `multiprocessors`: their number, which computation shares with collectives; 0 if unknown.
+    - `softmax`: the cost of the exponentials of attention, as a number of additional elements of the width of its
+      heads.
     - `streaming`: the part of `bandwidth` that reading and writing large tensors reaches.
     - `unaligned`: the part of its rate that a product keeps whose rows do not begin at multiples of `ALIGNMENT` bytes;
-      1 where that does not matter.
-    - `overlaps`: whether collectives run while it computes. A CPU sends with the cores that it computes on.
+      1 if alignment does not matter.
+    - `overlaps`: whether collectives overlap computation. A CPU uses the same cores for both.
     """
 
     name: str
@@ -97,8 +96,8 @@ class Device:
         return self.efficiencies.get(dtype_name(dtype), self.efficiency) * self.peak(dtype)
 
     def unaligned_rate(self, dtype: torch.dtype, batched: bool) -> float:
-        """FLOP/s that a large matrix product reaches in `dtype` where rows do not begin at multiples of `ALIGNMENT`
-        bytes: a part of the rate, and where it is `batched` no more than in float32, without tensor cores."""
+        """FLOP/s that a large matrix product reaches in `dtype` if rows do not begin at multiples of `ALIGNMENT` bytes;
+        a `batched` product reaches at most the rate of float32, without tensor cores."""
         rate = self.rate(dtype)
         if self.unaligned == 1.0:
             return rate
@@ -107,7 +106,7 @@ class Device:
         return self.unaligned * rate
 
     def share(self, link: "Link") -> float:
-        """The part of the multiprocessors that a collective over `link` takes."""
+        """The fraction of the multiprocessors that a collective over `link` occupies."""
         return min(1.0, link.blocks / self.multiprocessors) if self.multiprocessors else 0.0
 
     @property
@@ -118,8 +117,8 @@ class Device:
 
 @dataclass(frozen=True)
 class Protocol:
-    """A way to send shorter messages over a link: seconds to begin a collective and for one hop, and the share of the
-    bandwidth that it has."""
+    """A protocol for shorter messages over a link: the seconds to start a collective and of one hop, and its fraction
+    of the bandwidth."""
 
     start: float
     latency: float
@@ -132,18 +131,18 @@ class Protocol:
 
 @dataclass(frozen=True)
 class Link:
-    """What connects devices.
+    """A link between devices.
 
-    - `bandwidth`: bytes/s that each can send; `pair` those that go to one other at most (None: all of them).
+    - `bandwidth`: bytes/s that each device can send; `pair` the maximum to a single other device (None: all of them).
     - `latency`: seconds for one hop.
     - `efficiency`: the part of `bandwidth` that rings and trees reach with large messages, `exchange` that all-to-all
       reaches.
     - `gather`, `scatter`: the parts that all-gather and reduce-scatter reach (None: `efficiency`).
-    - `start`: seconds to begin a collective.
-    - `blocks`: multiprocessors of a device that a collective takes.
+    - `start`: seconds to start a collective.
+    - `blocks`: multiprocessors of a device that a collective occupies.
     - `protocols`: others, for shorter messages.
-    - `switch`: the part of `bandwidth` that a reduction in the switches reaches (0: they cannot); `switch_latency` the
-      seconds that one takes to get going.
+    - `switch`: the part of `bandwidth` that a reduction in the switches reaches (0: not supported); `switch_latency`
+      its latency in seconds.
     """
 
     bandwidth: float

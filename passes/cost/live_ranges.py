@@ -56,9 +56,9 @@ class GroupRanges:
     """Live ranges of the tensors of a group.
 
     Of saved tensors: `sources` before a redistribution, for strategies of the producer that are not recomputed and for
-    those that are (None: resident anyway); `target` after it, and `again` where the backward pass runs it again. Of
-    gradients: `flow` without a redistribution, else `before` it and `after` it (None: there are none). `gathered` is
-    for parameters that have gradients.
+    those that are (None: resident anyway); `target` after it, and `again` if the backward pass repeats the
+    redistribution. Of gradients: `flow` without a redistribution, else `before` it and `after` it (None: there are
+    none). `gathered` is for parameters that have gradients.
     """
 
     sources: tuple[LiveRange, LiveRange] | None
@@ -98,7 +98,7 @@ def layout_bytes(group: EdgeGroup, layout: Layout, mesh: Mesh) -> float:
 
 
 def same_tensor(source: Layout, target: Layout) -> bool:
-    """Whether the change runs nothing forward: placements differ between R and I only."""
+    """Whether the redistribution is free in the forward pass: placements differ between R and I only."""
     return all(
         before == after or (before in (R, I) and after in (R, I)) for before, after in zip(source, target, strict=True)
     )
@@ -110,13 +110,13 @@ def recompute_of(problem: Problem, configuration: Configuration, block: int) -> 
 
 
 def runs_again(node: Node, pick: int) -> bool:
-    """Whether selective recompute runs strategy `pick` of a node again."""
+    """Whether selective recompute recomputes strategy `pick` of a node."""
     return bool(node.light) and node.light[pick]
 
 
 def is_resident(problem: Problem, configuration: Configuration, producer: Node) -> bool:
-    """Whether a node's result is in memory whoever saves it, or counts elsewhere: inputs of copies that are recomputed
-    as a whole, and views, which share memory with their operand."""
+    """Whether a node's result is resident whether or not it is saved, or counts elsewhere: inputs of fully recomputed
+    copies, and views, which share memory with their operand."""
     if producer.kind == "carry":
         return recompute_of(problem, configuration, producer.block) == "full"
     return producer.kind in ("parameter", "input", "buffer") or producer.saves_result or producer.views
@@ -155,7 +155,7 @@ def live_ranges(problem: Problem, configuration: Configuration) -> LiveRanges:
 
 
 def _made_first(problem: Problem, readers: Mapping[int, Sequence[Edge]]) -> dict[int, int]:
-    """The first op in the backward pass that needs a node's result, or what cheap ops compute of it."""
+    """The first op in the backward pass that reads a node's result, or a tensor that cheap ops recompute from it."""
     found: dict[int, int] = {}
     for index in range(len(problem.nodes) - 1, -1, -1):
         node = problem.nodes[index]
@@ -234,7 +234,7 @@ def _group(
     running = LiveRange(Phase.COPY, block, first, last)
     repeated = problem.counts[block] > 1
     full = group.inside and recompute_of(problem, configuration, block) == "full"
-    # A tensor that all copies read stays until the last of them is done.
+    # A tensor that all copies read is live until the last of them has run backward.
     shared = repeated and group.count == 1
     target = LiveRange(Phase.FORWARD, block - 1) if shared else LiveRange(Phase.FORWARD, block, first)
     sources = target, target

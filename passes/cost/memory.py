@@ -24,7 +24,7 @@ from passes.ir.mesh import Mesh
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """Bytes on one device, by kind: `peak` at the point called `moment`, of which the other figures are the parts."""
+    """Bytes on one device: `peak` at the point called `moment`, and the bytes of each kind there."""
 
     parameters: float
     optimizer: float
@@ -71,8 +71,8 @@ class NodeBytes:
 
 @dataclass(frozen=True)
 class SavedBytes:
-    """Bytes of a group's saved tensor: of the `source` in each layout that it is made in, of the `target` in each
-    layout that it is wanted in, and of the target that the backward pass makes `again`."""
+    """Bytes of a group's saved tensor: of the `source` in each layout of its producer, of the `target` in each layout
+    of its consumers, and of the target that the backward pass gathers `again`."""
 
     source: Floats
     target: Floats
@@ -81,9 +81,10 @@ class SavedBytes:
 
 @dataclass(frozen=True)
 class GroupBytes:
-    """Bytes of a group: `sizes[i][a, b]` of a kind in live range `ranges[i]`, once for every layout b that is wanted
-    where a is made. A saved tensor is in the range `source[a]` before a redistribution (None: resident anyway), in
-    those of `target` after it, and in those of `again`, besides the source, where the backward pass makes it again."""
+    """Bytes of a group: `sizes[i][a, b]` of a kind in live range `ranges[i]`, once for every layout b of its consumers,
+    where a is the layout of its producer. A saved tensor is in the range `source[a]` before a redistribution (None:
+    resident anyway), in those of `target` after it, and in those of `again`, besides the source, if the backward pass
+    gathers it again."""
 
     kinds: Sequence[str]
     ranges: Integers
@@ -150,8 +151,8 @@ class MemoryModel:
         return found
 
     def allocations(self, picks: Sequence[int], again: Set[tuple[int, Layout]]) -> list[Allocation]:
-        """Everything that is allocated under the strategies `picks` when the backward pass makes the redistributions
-        `again` (group, target)."""
+        """All allocations under the strategies `picks` if the backward pass repeats the redistributions `again` (group,
+        target)."""
         found: list[Allocation] = []
         for node, pick in zip(self.nodes, picks, strict=True):
             found += map(Allocation, node.kinds, node.ranges.tolist(), node.sizes[:, pick].tolist())
@@ -215,7 +216,8 @@ def _saved_allocations(group: GroupBytes, made: int, target: int, again: bool) -
 def memory_model(
     problem: Problem, configuration: Configuration, uses: Sequence[TensorUses] | None = None
 ) -> MemoryModel:
-    """The bytes of `problem` under a configuration; `uses` are those of the problem, if they are known already."""
+    """The bytes of `problem` under a configuration; `uses` are those of the problem, if they have been found
+    already."""
     uses = find_tensor_uses(problem, configuration.mesh) if uses is None else uses
     found, points = live_ranges(problem, configuration), program_points(problem)
     numbers: dict[LiveRange, int] = {}
@@ -308,7 +310,7 @@ def _unsharded_on_an_axis(uses: TensorUses, mesh: Mesh, kinds: Sequence[str]) ->
 
 
 def chosen_memory(problem: Problem, solution: Solution) -> tuple[MemoryModel, list[Allocation]]:
-    """The memory of one solution: of a problem that offers nothing else, and all that it allocates."""
+    """The memory use of one solution: of a problem with no other strategies, and all of its allocations."""
     model = memory_model(problem.only(solution.picks), solution.configuration)
     return model, model.allocations([0] * len(model.nodes), solution.regathered)
 
@@ -320,5 +322,5 @@ def memory_use(problem: Problem, solution: Solution, states: int) -> MemoryUse:
 
 
 def largest_terms(use: MemoryUse, count: int = 3) -> list[tuple[str, float]]:
-    """The kinds that take most, largest first."""
+    """The kinds with the most bytes, largest first."""
     return sorted(use.kinds().items(), key=lambda item: -item[1])[:count]

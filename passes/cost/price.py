@@ -1,4 +1,4 @@
-"""What an op costs under a strategy. The planner's arrays and the walk over a lowered program both ask here."""
+"""The cost of an op under a strategy. Both the planner's arrays and the walk over a lowered program use it."""
 
 from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import NamedTuple
@@ -23,8 +23,8 @@ from passes.rules.strategies import OpContext, subject
 
 
 class Parts(NamedTuple):
-    """What the busiest rank has of an op: the `share` of its multiplications, into how many parts each of its operands
-    and results is split, and whether rows of these are `unaligned` in a product."""
+    """The part of an op on the busiest rank: its `share` of the multiplications, the number of parts that each operand
+    and result is split into, and whether rows of these are `unaligned` in a product."""
 
     share: float
     operands: tuple[int, ...]
@@ -33,11 +33,10 @@ class Parts(NamedTuple):
 
 
 class OpPrices:
-    """Prices of one op, under any number of strategies: under those that give a rank the same parts it computes as
-    long.
+    """Costs of one op, under any number of strategies. Strategies that give a rank the same parts share a cost.
 
-    `fused` says what of the op stays in registers when its neighbours are compiled together with it (see
-    `passes.cost.fusion`); None that it is not.
+    `fused` are the tensors of the op that stay in registers when it is compiled together with its neighbours (see
+    `passes.cost.fusion`); None if it is not.
     """
 
     def __init__(self, subject: OpContext, cluster: Cluster, mesh: Mesh, fused: Fused | None = None) -> None:
@@ -49,7 +48,8 @@ class OpPrices:
         self.computed: dict[Parts, tuple[float, float]] = {}
 
     def seconds(self, choices: Sequence[Choice], strategy: Strategy) -> tuple[float, float]:
-        """Seconds that the busiest rank computes, forward and backward, collectives inside local forms included."""
+        """Seconds of computation on the busiest rank, forward and backward, including collectives inside local
+        forms."""
         share, inside_forward, inside_backward = 1.0, 0.0, 0.0
         rule = self.subject.rule
         for axis, choice in enumerate(choices):
@@ -71,7 +71,7 @@ class OpPrices:
     def _inside(
         self, rule: Rule, form: LocalForm, axis: int, choice: Choice, strategy: Strategy
     ) -> tuple[float, float]:
-        """Seconds of the collectives inside a local form that its computation does not hide, forward and backward."""
+        """Exposed seconds of the collectives inside a local form, forward and backward."""
         context = _context(self.subject, rule, axis, choice, strategy, self.mesh)
         itemsize, exposed = self.subject.operands[0].dtype.itemsize, 1 - form.overlap
 
@@ -91,7 +91,7 @@ class OpPrices:
         )
 
     def _work(self, parts: Parts) -> Work:
-        """What a rank with these parts reads, writes and multiplies."""
+        """The bytes that a rank with these parts reads and writes, and its multiplications."""
         subject, fused, rule = self.subject, self.fused, self.subject.rule
         elements = [type.size // ways for type, ways in zip(subject.operands, parts.operands, strict=True)]
         made = [type.size // ways for type, ways in zip(subject.results, parts.results, strict=True)]
@@ -138,12 +138,12 @@ def op_seconds(
     mesh: Mesh,
     fused: Fused | None = None,
 ) -> tuple[float, float]:
-    """What `OpPrices` says of one strategy."""
+    """The cost of one strategy, by `OpPrices`."""
     return OpPrices(subject, cluster, mesh, fused).seconds(choices, strategy)
 
 
 def _saved(subject: OpContext, reads: Sequence[float], writes: Sequence[float], fused: Fused | None) -> float:
-    """Bytes that the backward pass reads of what autograd kept; of an op without a rule everything."""
+    """Bytes of saved tensors that the backward pass reads; all operands and results for an op without a rule."""
     if fused is not None:
         return sum(reads[slot] for slot in fused.read_again) + sum(writes[index] for index in fused.read_back)
     if subject.rule is None:
@@ -158,14 +158,14 @@ def _saved(subject: OpContext, reads: Sequence[float], writes: Sequence[float], 
 _PLAIN = LocalForm()
 _ONE = Mesh(("one",), (1,))
 _ATTENTION = frozenset({"scaled_dot_product_attention"})
-# Products of matrices as they lie in memory; convolutions lay theirs out as they need them.
+# Products of matrices as stored; convolutions copy their operands to the layout that they need.
 _PRODUCTS = frozenset({"linear", "addmm", "mm", "matmul", "bmm", "baddbmm"})
 # Ops that read no more of their first operand than they write.
 _LOOKUPS = frozenset({"embedding", "index", "index_select", "gather"})
 
 
 def _ways(layout: Layout, sizes: Sequence[int]) -> int:
-    """Into how many parts a tensor is split."""
+    """The number of parts that a tensor is split into."""
     ways = 1
     for placement, size in zip(layout, sizes, strict=True):
         if placement.kind == "S":
@@ -174,7 +174,7 @@ def _ways(layout: Layout, sizes: Sequence[int]) -> int:
 
 
 def _unaligned(subject: OpContext, strategy: Strategy, sizes: Sequence[int]) -> bool:
-    """Whether rows of what is multiplied, or of the product, do not begin at multiples of 16 bytes on a rank."""
+    """Whether rows of the operands or the result of a product do not begin at multiples of 16 bytes on a rank."""
     for types, layouts in ((subject.operands, strategy.operands), (subject.results, strategy.results)):
         for type, layout in zip(types, layouts, strict=True):
             last = len(type.shape) - 1
@@ -226,9 +226,9 @@ def cover(
     count: int,
     fused: Mapping[str, Fused],
 ) -> Cover:
-    """The computation of `count` copies of a region of `ops` that collectives run beside: the part of one device, where
-    nothing is computed twice; nothing on a device where collectives do not overlap computation. `fused` are those that
-    are joined, by their first result."""
+    """The overlap budget of `count` copies of a region of `ops`: the computation of one of all devices, without
+    redundant computation, that collectives can overlap; zero on a device where collectives do not overlap computation.
+    `fused` are the ops that are fused with others, by their first result."""
     if not cluster.device.overlaps:
         return Cover()
     forward = backward = light = 0.0
@@ -242,5 +242,5 @@ def cover(
 
 def update_seconds(size: float, states: int, cluster: Cluster) -> float:
     """Seconds for the optimizer to update `size` bytes of parameters: it reads their gradients, and reads and writes
-    them and `states` tensors of the same size."""
+    the parameters and `states` tensors of the same size."""
     return size * (3 + 2 * states) / cluster.device.stream

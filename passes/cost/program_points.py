@@ -1,4 +1,4 @@
-"""Program points of a step that can be its memory peak, and the live ranges of what is allocated in between."""
+"""Program points of a step that can be its memory peak, and live ranges between them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,10 +1,11 @@
-"""Seconds of a step from those of its parts: what repeats, and what of the traffic of parameters is hidden.
+"""Seconds of a step, composed from those of its parts: repetitions, and the overlap of parameter communication.
 
 While one copy of a region computes, the parameters of the next one are gathered, and in the backward pass the gradients
 of the one before are reduced (prefetch, as FSDP does it: Zhao et al. 2023, section 3.3). Of n copies the traffic of one
-is never covered: the first gather has nothing before it, the last reduction nothing behind it. Only computation covers;
-collectives between ops of the region do not, as they may use the same link. What covers is taken to be what a device
-computes where nothing is computed twice, so that it is no choice: a plan cannot hide traffic by computing more.
+is always exposed: there is no computation before the first gather, nor after the last reduction. Only computation hides
+it; collectives between ops of the region do not, as they may use the same link. The overlap budget is the computation
+of a device without redundant computation, so that it does not depend on the strategies: a plan cannot hide traffic by
+computing more.
 
 Collectives take some multiprocessors from the computation beside them. While a `share` of them is taken, computation is
 slower by that share, so of a second that is hidden this share is lost.
@@ -22,9 +23,9 @@ class BlockSeconds:
     """Seconds of one block of a program in one micro-batch, its `count` copies together.
 
     `exchange` are the all-to-alls that run once before a forward pass: they bring parameters to the layout that is
-    gathered. `gather` is what parameters take to come together in the forward pass, `gather_again` what they take for
-    it in the backward pass, `reduce` the reductions of their gradients. `recompute` is what is computed of the forward
-    pass again in the backward pass; collectives that run again count as communication of the backward pass. `cover` and
+    gathered. `gather` is the gathering of parameters in the forward pass, `gather_again` their regathering in the
+    backward pass, `reduce` the reduction of their gradients. `recompute` is the computation of the forward pass that
+    the backward pass repeats; repeated collectives count as communication of the backward pass. `cover` and
     `cover_again` are the computation that hides traffic, forward and backward.
     """
 
@@ -53,7 +54,7 @@ _SUMMED = tuple(item.name for item in fields(BlockSeconds) if item.name != "coun
 
 @dataclass(frozen=True)
 class Seconds:
-    """Seconds of a step, by what they are spent on; `hidden_communication` runs meanwhile and is no part of `total`."""
+    """Seconds of a step by category; `hidden_communication` overlaps the others and is no part of `total`."""
 
     forward_compute: float = 0.0
     backward_compute: float = 0.0
@@ -72,7 +73,7 @@ class Seconds:
         return sum(self.spent().values())
 
     def spent(self) -> dict[str, float]:
-        """The seconds that make up the step, under names for people."""
+        """The seconds that make up the step, under names for printing."""
         return {
             item.name.replace("_", " "): getattr(self, item.name)
             for item in fields(self)
@@ -82,7 +83,7 @@ class Seconds:
 
 @dataclass(frozen=True)
 class Window:
-    """Traffic of parameters that one pass over a block sends, `times` in a step: gathers of a forward pass (`gather`),
+    """Parameter communication of one pass over a block, `times` in a step: gathers of a forward pass (`gather`),
     gathers of a backward pass (`regather`) and reductions (`reduce`). Computation of the forward or of the `backward`
     pass hides it."""
 
@@ -98,8 +99,8 @@ class Window:
 
 
 def windows(configuration: Configuration) -> tuple[Window, ...]:
-    """All windows of a step: the first micro-batch gathers, the last reduces, the others do so where the configuration
-    has it so."""
+    """All windows of a step: the first micro-batch gathers, the last reduces, the others do both as the configuration
+    says."""
     times = configuration.micro_batches
     gathers, reductions = (1 if once else times for once in (configuration.gather_once, configuration.reduce_once))
     regather = not configuration.gather_once
@@ -112,19 +113,19 @@ def windows(configuration: Configuration) -> tuple[Window, ...]:
 
 
 def exchanges(configuration: Configuration) -> int:
-    """How often `BlockSeconds.exchange` runs in a step."""
+    """The number of times that `BlockSeconds.exchange` runs in a step."""
     return 1 if configuration.gather_once else configuration.micro_batches
 
 
 def uncovered(count: int) -> tuple[float, float]:
-    """Of the traffic of a block with `count` copies, the part that is exposed in any case, and the part of which only
-    what exceeds the computation is."""
+    """Split the traffic of a block with `count` copies: the part that is always exposed, and the part that computation
+    can hide."""
     return 1 / count, (count - 1) / count
 
 
 def exposed(traffic: float, cover: float, count: int, share: float = 0.0) -> float:
-    """Seconds of `traffic` that `cover` seconds of computation, both of `count` copies, do not hide, and those by which
-    they take longer meanwhile."""
+    """Seconds of `traffic` that `cover` seconds of computation, both of `count` copies, do not hide, and the slowdown
+    of that computation in seconds."""
     first, others = uncovered(count)
     alone = share * traffic + (1 - share) * largest(0.0, traffic - cover)
     return traffic * first + alone * others
@@ -134,7 +135,7 @@ def compose(
     parts: Sequence[BlockSeconds], configuration: Configuration, inputs: float, optimizer: float, share: float = 0.0
 ) -> Seconds:
     """The step whose micro-batches consist of `parts`; `inputs` and `optimizer` are seconds of the whole step, `share`
-    is the part of a device that collectives take meanwhile."""
+    is the fraction of a device that collectives occupy."""
     times = configuration.micro_batches
     gathers = traffic = exchanges(configuration) * sum(part.exchange for part in parts)
     reductions = 0.0

@@ -18,13 +18,13 @@ Flags = NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class TensorUses:
-    """The uses of one tensor in one place.
+    """The uses of one tensor in one block.
 
     Strategy y of `producer` gives layout `sources[made[y]]`; strategy y of the consumer of `edges[i]` wants layout
-    `targets[wanted[i][y]]`. Strategies that selective recompute runs again have `sources` of their own (`rerun[a]`), as
-    their results have other live ranges. For all pairs `[source, target]`, `same` says that the target is the very
-    tensor that the source is (R and I hold the same values), and `changes` counts the axes whose placement differs.
-    `source_bytes` and `target_bytes` are those of all occurrences on one device; of symbolic sizes they are figures.
+    `targets[wanted[i][y]]`. Strategies that selective recompute recomputes have `sources` of their own (`rerun[a]`), as
+    their results have other live ranges. For all pairs `[source, target]`, `same` says that source and target are the
+    same tensor (R and I hold the same values), and `changes` counts the axes whose placement differs. `source_bytes`
+    and `target_bytes` are those of all occurrences on one device; of symbolic sizes they are figures.
     """
 
     group: EdgeGroup

@@ -1,4 +1,4 @@
-"""Walk a lowered program and add up what it costs: the step time that the plan predicts."""
+"""Walk a lowered program and add up its costs: the step time that the plan predicts."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -22,7 +22,7 @@ from passes.rules.strategies import named_choices, subject
 
 @dataclass(frozen=True)
 class Optimizer:
-    """How many tensors of its size an optimizer keeps per parameter, and in which dtype (None: the parameter's)."""
+    """The number of tensors that an optimizer keeps per parameter, and their dtype (None: the parameter's)."""
 
     states: int
     dtype: torch.dtype | None = None
@@ -31,7 +31,7 @@ class Optimizer:
 def walk(
     lowered: Lowered, folded: Folded, cluster: Cluster, optimizer: Optimizer, configuration: Configuration
 ) -> Seconds:
-    """Seconds of one step of which `lowered` is a micro-batch; `folded` is what was lowered."""
+    """Seconds of one step of which `lowered` is a micro-batch, lowered from `folded`."""
     inputs = update = 0.0
     mesh = configuration.mesh
     for item in lowered.program.inputs:
@@ -48,7 +48,7 @@ def walk(
 
 
 def lowered_parts(lowered: Lowered, folded: Folded, cluster: Cluster, mesh: Mesh) -> tuple[BlockSeconds, ...]:
-    """Seconds of what stands before, in, between and after the regions of a lowered program."""
+    """Seconds of the parts of a lowered program: each region, and the code before, between and after them."""
     parts = []
     outside, fused = BlockSeconds(), joined(folded)
     for statement in lowered.body.statements:
@@ -61,7 +61,7 @@ def lowered_parts(lowered: Lowered, folded: Folded, cluster: Cluster, mesh: Mesh
 
 
 def seconds_on_one(folded: Folded, cluster: Cluster) -> float:
-    """Seconds of computation, forward and backward, that one device would take for all of a step."""
+    """Seconds of computation of a whole step on one device, forward and backward."""
     total, fused = 0.0, joined(folded)
     for item in folded.items:
         ops, count = (item.ops, item.count) if isinstance(item, Region) else ((item,), 1)
