@@ -1,8 +1,8 @@
-"""lower: a solution in, the program of one rank out.
+"""lower: lowers a solution to the program of one rank.
 
-The program is straight code first (`straight`): every op on its shard, every redistribution as its steps. Then it is
-marked: what the backward pass computes again (`recompute`), and which parameters FSDP units gather in place of the code
-(`units`). Prices, the memory simulator and the code generator all read the result.
+The program is straight code first (`straight`): every op on its shard, every redistribution as its steps. Two passes
+then mark the tensors that the backward pass recomputes (`recompute`) and the parameters that FSDP units gather in place
+of the code (`units`). The cost model, the memory simulator and the code generator all read the result.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ def lower(
     clock: Clock,
     units: Sequence[FSDPUnit] | None = None,
 ) -> Lowered:
-    """The program of one rank under `solution`. `units` are the FSDP units that hold the parameters already, if it is
+    """The program of one rank under `solution`. `units` are the existing FSDP units of the model's parameters, if it is
     not the first program of its model."""
     configuration = solution.configuration
     with clock("lower"):

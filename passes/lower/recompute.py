@@ -1,9 +1,10 @@
-"""recompute: a lowered program and a level for each region in, what the backward pass computes again marked.
+"""recompute: marks the tensors of a lowered program that the backward pass recomputes, by a level for each region.
 
-- "none": autograd keeps what it needs.
-- "selective": what is cheap is computed again: all that multiplies no matrices, sends nothing and draws nothing.
-  Results of products, attention and collectives are kept.
-- "full": of a copy of the region only its inputs are kept; the backward pass runs it once more, collectives included.
+- "none": autograd saves all tensors that it needs.
+- "selective": cheap ops are recomputed: those without matrix products, collectives and random numbers. Results of
+  products, attention and collectives are saved.
+- "full": only the inputs of a copy of the region are saved; the backward pass runs the copy once more, collectives
+  included.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -19,7 +20,7 @@ from passes.rules.cheap import is_cheap, is_view, with_viewed
 
 
 def check_patterns(regions: Iterable[Region], asked: Iterable[str]) -> None:
-    """Raise ConstraintError for a pattern that matches no region, but for "*": that is for all there are."""
+    """Raise ConstraintError for a pattern that matches no region, except "*", which matches all of any number."""
     names = [region.name for region in regions]
     for pattern in asked:
         if pattern != "*" and not any(_matches(name, pattern) for name in names):
@@ -28,7 +29,7 @@ def check_patterns(regions: Iterable[Region], asked: Iterable[str]) -> None:
 
 
 def levels(regions: Iterable[str], asked: Mapping[str, str]) -> dict[str, str]:
-    """The level of each of these regions by name, from levels by pattern; the longest pattern that matches holds."""
+    """The level of each of these regions by name, from levels by pattern; the longest matching pattern applies."""
     found = {}
     for name in regions:
         patterns = sorted((pattern for pattern in asked if _matches(name, pattern)), key=len)
@@ -37,7 +38,7 @@ def levels(regions: Iterable[str], asked: Mapping[str, str]) -> dict[str, str]:
 
 
 def recompute(lowered: Lowered, chosen: Mapping[str, str]) -> Lowered:
-    """`lowered` with the regions marked as `chosen` by their names; the others keep what autograd needs."""
+    """`lowered` with the regions marked as `chosen` by their names; the others save all that autograd needs."""
     statements = tuple(
         _marked(item, chosen.get(item.region.name, "none"), lowered.program.rules) if isinstance(item, Loop) else item
         for item in lowered.body.statements
@@ -64,12 +65,13 @@ def _marked(loop: Loop, level: str, rules: Rules) -> Loop:
 
 
 def _handed_on(body: Body, rules: Rules) -> set[str]:
-    """What a copy gives, and what that is a view of: were it not kept, the last copy would be made from the first."""
+    """The results of a copy and the tensors that they are views of: were these not saved, the last copy would be
+    recomputed from the first."""
     return with_viewed(body.results, _views(body, rules))
 
 
 def _views(body: Body, rules: Rules) -> Iterator[tuple[Collection[str], Collection[str]]]:
-    """What statements give that may be views, and of what, from last to first."""
+    """The results of statements that may be views, and the tensors that they view, from last to first."""
     for item in reversed(body.statements):
         if isinstance(item, Compute) and is_view(find_rule(item.whole, body.types, rules), item.copies):
             yield item.op.results, item.op.operands

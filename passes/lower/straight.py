@@ -1,7 +1,7 @@
-"""lower: the planning problem and what was chosen in, the statements that one rank runs out.
+"""straight: lowers the planning problem and its solution to the statements that one rank runs.
 
-Each op gets its operands in the layouts it wants; a redistribution stands before the first use that needs it and is
-shared by the later ones in its place. Sizes among the arguments become local ones.
+Each op reads its operands in the layouts of its strategy; a redistribution is placed before the first use that needs it
+and shared by the later uses in its block. Sizes among the arguments become local.
 """
 
 from dataclasses import dataclass, field, replace
@@ -36,7 +36,7 @@ def straight_code(folded: Folded, problem: Problem, solution: Solution, mesh: Me
 
 @dataclass
 class _Scope:
-    """The statements of one body so far, and under which name each value is there in which layout."""
+    """The statements of one body so far, and the name of each value in each layout."""
 
     parent: "_Scope | None"
     statements: list[Statement] = field(default_factory=list)
@@ -89,7 +89,7 @@ class _Lowering:
         updates = tuple(
             (update.buffer, self._sink(f"update {update.buffer}", update.value, scope)) for update in program.updates
         )
-        # Buffers are updated after all else: what they are to hold is read then.
+        # Buffers are updated last: their new values are read then.
         results = tuple(name for output in outputs for name in references(output.value))
         results += tuple(value for _, value in updates)
         body = Body((), tuple(scope.statements), results, scope.layouts, scope.types)
@@ -249,7 +249,7 @@ class _Lowering:
         )
         return index, self.solution.strategy(self.problem, index)
 
-    # --- what comes out ---
+    # --- outputs ---
 
     def _output(self, label: str, value: Argument, scope: _Scope) -> Returned:
         if not isinstance(value, Ref):

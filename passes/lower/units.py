@@ -1,24 +1,24 @@
-"""engines: which parameters an engine of torch gathers and whose gradients it reduces, instead of the generated code.
+"""units: the FSDP units, in which torch gathers parameters and reduces their gradients in place of the generated code.
 
-An axis on which every use of a parameter is `R` (its gradient is a pending sum) and on which it is stored `S` or `I`
-is a data axis for it: bringing it from stored to `R` there, and its gradient back, is what `fully_shard` does, for many
-parameters at once, ahead of time and beside the computation. What it can do must
+An axis on which every use of a parameter is `R` (its gradient is a pending sum) and on which it is stored `S` or `I` is
+a data axis for it: `fully_shard` can redistribute it to `R` there, and its gradient back, for many parameters at once,
+ahead of time and overlapping computation. The steps of a unit must
 
-- come first: the steps on other axes follow in the generated code, and none of them may shrink the tensor, or the
-  engine would move more than was planned;
-- be one gather: the engine cuts a dim of what a rank holds into consecutive parts, so the digits of its axes must be
-  the most significant ones that are left there when the other axes have taken theirs, in the order of the mesh.
+- come first: the steps on other axes follow in the generated code, and none of them may shrink the tensor, or the unit
+  would send more than was planned;
+- be one gather: the unit splits a dim of a rank's shard into consecutive parts, so the digits of its axes must be the
+  most significant ones besides those of the other axes, in the order of the mesh.
 
-Where all-to-alls on other axes are planned before the gather, because they move less then, the engine gathers a copy
-that these have made (`FSDPUnit.turned`): one for each forward pass, of all parameters before the first is gathered. If
-that copy is not one gather, the generated code makes all steps: with the gather first, more would be moved than was
-planned.
+Where all-to-alls on other axes are planned before the gather, because less is sent that way, the unit gathers a copy
+that these produce (`FSDPUnit.turned`), once in each forward pass, for all parameters before the first is gathered. If
+gathering that copy is not a single gather, the generated code runs all steps: with the gather first, more would be sent
+than was planned.
 
-Where parameters are read as they are stored, nothing is gathered (`FSDPUnit.gathers`): the engine only reduces their
+Parameters that are read as they are stored are not gathered (`FSDPUnit.gathers`): the unit only reduces their
 gradients, and nothing is called around the code that reads them.
 
-Whatever is no data axis, or does not fit, keeps its steps in the generated code. So does a parameter that is read in
-several places: an engine would keep it gathered all the while between.
+All other steps stay in the generated code. So do those of a parameter that is read in several places: a unit would keep
+it gathered between them.
 """
 
 from collections.abc import Iterator, Mapping, Sequence, Set
@@ -38,7 +38,7 @@ from passes.ir.redistribution import redistribution
 # Where a parameter is read: in a copy of a loop (their numbers), or by an op outside of loops (its key). None for what
 # is no such place: several of them, or something else.
 _Place = tuple[int, int] | str | None
-# What parameters of one group have in common.
+# The common properties of the parameters of one unit.
 _Signature = tuple[_Place, tuple[int, ...], tuple[int, ...], torch.dtype, tuple[torch.dtype | None, torch.dtype | None]]
 
 # Ops whose backward pass reads no parameter, only where its gradient goes.
@@ -47,7 +47,7 @@ _TABLES = {"embedding"}
 
 @dataclass(frozen=True)
 class _Use:
-    """One reading of a parameter; `change` is None where it is read as it is stored."""
+    """One use of a parameter; `change` is None if it is read as it is stored."""
 
     place: _Place
     change: Redistribution | None
@@ -55,8 +55,8 @@ class _Use:
 
 @dataclass(frozen=True)
 class _Axes:
-    """The axes that an engine can take of a parameter, the dim that the sharded ones split, and the layout of what it
-    gathers."""
+    """The axes of a parameter that a unit can take, the dim that the sharded ones split, and the layout of the unit's
+    copy."""
 
     sharded: tuple[int, ...]
     replicated: tuple[int, ...]
@@ -67,10 +67,10 @@ class _Axes:
 def fsdp_units(
     lowered: Lowered, mesh: Mesh, groups: Sequence[FSDPUnit] | None = None, gather_once: bool = False
 ) -> Lowered:
-    """`lowered` with `held`, and the changes marked that an engine makes.
+    """`lowered` with its FSDP units, and the redistributions marked that they run.
 
-    `groups` are those that hold the model's parameters already, if there are any: another program of the same model
-    reads of them what it can. With `gather_once` what is gathered stays for all micro-batches.
+    `groups` are the existing units of the model's parameters, if any, which another program of the same model reuses
+    where they fit. With `gather_once` parameters stay gathered for all micro-batches.
     """
     uses = _uses(lowered)
     if groups is None:
@@ -82,7 +82,7 @@ def fsdp_units(
 
 
 def _uses(lowered: Lowered) -> dict[str, list[_Use]]:
-    """All readings of every parameter, by its own name."""
+    """All uses of every parameter, by its own name."""
     found: dict[str, list[_Use]] = {name: [] for name in lowered.parameters}
     readers = dict(_readers(lowered.body))
     for name, change in _reads(lowered.body):
@@ -106,7 +106,8 @@ def _loops(lowered: Lowered) -> list[Loop]:
 
 
 def _reads(body: Body) -> Iterator[tuple[str, Redistribution | None]]:
-    """What the statements of a body read, and by which change; those inside its loops excepted."""
+    """The values that the statements of a body read, and the redistribution of each; those inside its loops
+    excepted."""
     for statement in body.statements:
         if isinstance(statement, Redistribution):
             yield statement.source, statement
@@ -118,7 +119,7 @@ def _reads(body: Body) -> Iterator[tuple[str, Redistribution | None]]:
 
 
 def _readers(body: Body) -> Iterator[tuple[str, str | None]]:
-    """The op that reads a value, by the value; None where something else does, or several ops do."""
+    """The op that reads a value, by the value; None if another statement does, or several ops do."""
     found: dict[str, set[str | None]] = {}
     for statement in body.statements:
         if isinstance(statement, Compute):
@@ -137,24 +138,24 @@ def _readers(body: Body) -> Iterator[tuple[str, str | None]]:
 
 
 def _may_be_surrounded(statement: Compute) -> bool:
-    """Whether parameters can be gathered while an op runs, and no longer: not where a view of them is left, nor where
-    random numbers are drawn, in a context of its own."""
+    """Whether parameters can be gathered for the duration of an op alone: not if its result is a view of them, nor if
+    it draws random numbers, in a context of its own."""
     views = any(result.alias_info is not None for result in schema_of(find_overload(statement.op.target)).returns)
     return not views and statement.draws is None
 
 
 def _place(uses: Sequence[_Use]) -> _Place:
-    """The one place where all uses are."""
+    """The single place of all uses."""
     places = {use.place for use in uses}
     return places.pop() if len(places) == 1 else None
 
 
-# --- which groups there are ------------------------------------------------------------------------------------------
+# --- forming units ----------------------------------------------------------------------------------------------------
 
 
 def _groups(lowered: Lowered, uses: Mapping[str, Sequence[_Use]], mesh: Mesh, gather_once: bool) -> list[FSDPUnit]:
-    """Parameters that are read in one place, and go the same way on the same axes, are one group. Those of copies that
-    run again are gathered again."""
+    """One unit for the parameters that are read in one place and take the same steps on the same axes. Those of
+    recomputed copies are regathered."""
     members: dict[_Signature, dict[str, int]] = {}
     turned: dict[_Signature, dict[str, Layout]] = {}
     changes: dict[_Signature, list[Redistribution]] = {}
@@ -175,7 +176,7 @@ def _groups(lowered: Lowered, uses: Mapping[str, Sequence[_Use]], mesh: Mesh, ga
     for common, names in members.items():
         _, sharded, replicated, _, dtypes = common
         saved = common[0] not in tables
-        # What all ranks have is copied for use, not sent: it need not stay.
+        # Replicated parameters are copied for use, not sent: they need not stay gathered.
         again = any(change.regathered for change in changes[common]) or not sharded or not saved
         again |= isinstance(common[0], tuple) and common[0][0] in whole
         groups.append(FSDPUnit(names, sharded, replicated, saved, again, dtypes, turned[common]))
@@ -183,7 +184,7 @@ def _groups(lowered: Lowered, uses: Mapping[str, Sequence[_Use]], mesh: Mesh, ga
 
 
 def _axes(parameter: Parameter, stored: Layout, uses: Sequence[_Use], mesh: Mesh) -> _Axes | None:
-    """What an engine can take of a parameter; None for nothing."""
+    """The axes of a parameter that a unit can take; None for none."""
     type = parameter.type
     changes = [use.change for use in uses if use.change is not None]
     if len(changes) < len(uses) or not changes or not prod(type.shape) or not type.shape:
@@ -194,8 +195,8 @@ def _axes(parameter: Parameter, stored: Layout, uses: Sequence[_Use], mesh: Mesh
 
 
 def _kept(stored: Layout, changes: Sequence[Redistribution], mesh: Mesh) -> Layout:
-    """The layout in which the engine may keep a parameter: after the all-to-alls with which all of its changes begin,
-    where these are the same."""
+    """The layout of a parameter in its unit: after the all-to-alls that all of its redistributions begin with, if these
+    are the same."""
     reached = set()
     for change in changes:
         steps = redistribution(stored, change.after, change.type.shape, mesh)
@@ -205,11 +206,11 @@ def _kept(stored: Layout, changes: Sequence[Redistribution], mesh: Mesh) -> Layo
 
 
 def _axes_of_kept(parameter: Parameter, stored: Layout, changes: Sequence[Redistribution], mesh: Mesh) -> _Axes | None:
-    """The axes that an engine can take of a parameter that it keeps as `stored`."""
+    """The axes that a unit can take of a parameter whose layout in the unit is `stored`."""
     free = [
         axis for axis in mesh.dimensions if mesh.sizes[axis] > 1 and all(change.after[axis] == R for change in changes)
     ]
-    # What does not train has no gradient to be reduced, and what is the same everywhere need not be gathered.
+    # A frozen parameter has no gradient to be reduced, and a replicated one need not be gathered.
     replicated = tuple(axis for axis in free if stored[axis].kind == "I" and parameter.trainable)
     split = [axis for axis in free if stored[axis].kind == "S"]
     choices = [
@@ -228,7 +229,7 @@ def _axes_of_kept(parameter: Parameter, stored: Layout, changes: Sequence[Redist
 
 
 def _is_leading(axes: Sequence[int], stored: Layout, mesh: Mesh) -> bool:
-    """Whether `axes`, in this order, cut one dim of what the others leave into consecutive parts."""
+    """Whether `axes`, in this order, split one dim of the shard of the other axes into consecutive parts."""
     others = tuple(R if axis in axes else placement for axis, placement in enumerate(stored))
     taken = 1
     for axis in axes:
@@ -239,23 +240,23 @@ def _is_leading(axes: Sequence[int], stored: Layout, mesh: Mesh) -> bool:
 
 
 def _grows(used: Layout, change: Redistribution, mesh: Mesh) -> bool:
-    """Whether no step shrinks that is left from what the engine gives."""
+    """Whether none of the steps after the unit's shrinks the tensor."""
     steps = redistribution(used, change.after, change.type.shape, mesh)
     return all(prod(step.after) >= prod(step.before) for step in steps)
 
 
-# --- what a program reads of them ------------------------------------------------------------------------------------
+# --- units of another program ----------------------------------------------------------------------------------------
 
 
 def _held(lowered: Lowered, uses: Mapping[str, Sequence[_Use]], groups: Sequence[FSDPUnit], mesh: Mesh) -> FSDPUnits:
-    """What this program reads of `groups`, and where they are called."""
+    """The units of this program, from `groups`, and the places where they are called."""
     given: set[str] = set()
     for group in groups:
         names = {name for name in group.parameters if uses.get(name) and _fits(name, lowered, uses, group, mesh)}
-        # It gathers around one place: where the program is folded otherwise, there is none for it.
+        # A unit gathers around one place; a program that is folded differently has none for it.
         if len({_place(uses[name]) for name in names} - {None}) == 1:
             given.update(name for name in names if _place(uses[name]) is not None)
-    # A region is written once: a parameter of its body is given in all copies, and in the same way, or in none.
+    # A region is generated once: a parameter of its body is gathered in all copies, in the same way, or in none.
     ways = {
         name: (group.sharded, group.replicated, group.regathered, group.turned.get(name))
         for group in groups
@@ -289,12 +290,12 @@ def _places(lowered: Lowered) -> Iterator[_Place]:
 
 
 def _alike(own: Sequence[str], given: Set[str], ways: Mapping[str, object]) -> bool:
-    """Whether all of `own` are given, in the same way."""
+    """Whether the units gather all of `own`, in the same way."""
     return given >= set(own) and all(ways[name] == ways[own[0]] for name in own)
 
 
 def _fits(name: str, lowered: Lowered, uses: Mapping[str, Sequence[_Use]], group: FSDPUnit, mesh: Mesh) -> bool:
-    """Whether all that a program reads of a parameter follows from what `group` gives of it."""
+    """Whether all redistributions of a parameter in a program can begin with those of unit `group`."""
     used = group.used(group.kept(name, lowered.parameters[name]))
     for use in uses[name]:
         change = use.change
@@ -306,7 +307,7 @@ def _fits(name: str, lowered: Lowered, uses: Mapping[str, Sequence[_Use]], group
 
 
 def _marked(lowered: Lowered, held: FSDPUnits, mesh: Mesh) -> Lowered:
-    """`lowered` with the steps of the engine before all others."""
+    """`lowered` with the steps of the units before all others."""
     by_name = {name: group for group in held.units for name in group.parameters if name in held.gathered}
 
     def marked(body: Body, names: Mapping[str, Sequence[str]], whole: bool) -> Body:
@@ -327,11 +328,11 @@ def _marked(lowered: Lowered, held: FSDPUnits, mesh: Mesh) -> Lowered:
 
 
 def _by_engine(name: str, change: Redistribution, group: FSDPUnit, mesh: Mesh, whole: bool) -> Redistribution:
-    """`change` with the steps of the engine first; `whole` says that all around it runs again in any case."""
+    """`change` with the steps of the unit first; `whole` says that all code around it is recomputed in any case."""
     kept, shape = group.kept(name, change.before), change.type.shape
     used = group.used(kept)
     first = (*redistribution(change.before, kept, shape, mesh), *redistribution(kept, used, shape, mesh))
     rest = redistribution(used, change.after, shape, mesh)
-    # The engine gathers all of a group again, or nothing.
+    # A unit regathers all of its parameters, or none.
     again = change.regathered or (group.regathered and group.saved and bool(group.sharded) and not whole)
     return replace(change, steps=(*first, *rest), regathered=again, unit_steps=len(first))

@@ -1,4 +1,4 @@
-"""Peak memory of a lowered program: an abstract run that follows every tensor from its making to its end."""
+"""The memory simulator: peak memory of a lowered program, by simulating the allocation and release of every tensor."""
 
 from passes.cost.liveness.ledger import KINDS, Peak
 from passes.cost.liveness.profile import (

@@ -1,4 +1,4 @@
-"""Profiles of statements that cannot be looked into, because they ask for values: what they can do at most."""
+"""Worst-case profiles of statements that cannot be probed because they read values."""
 
 from collections.abc import Sequence
 
@@ -17,7 +17,7 @@ from passes.cost.liveness.profile import (
 
 
 def assumed_forward(task: Task, results: Sequence[Form]) -> ForwardProfile:
-    """Every result is new, and autograd keeps all operands and results."""
+    """Every result is a new tensor, and autograd saves all operands and results."""
     events = tuple(Event(EventKind.ALLOCATE, index, form.bytes) for index, form in enumerate(results))
     trained = any(task.flows)
     made = tuple(
@@ -29,7 +29,7 @@ def assumed_forward(task: Task, results: Sequence[Form]) -> ForwardProfile:
 
 
 def assumed_backward(task: Task, gradients: Sequence[Form | None], forward: ForwardProfile) -> BackwardProfile:
-    """Everything that is kept is read, and every operand gets a new gradient, before anything goes."""
+    """All saved tensors are read, and every operand gets a new gradient, before anything is freed."""
     count = len(gradients)
     kept = range(len(forward.kept))
     given = {

@@ -1,4 +1,4 @@
-"""The backward pass of an abstract run, in the order in which autograd runs: nodes that were made later come first."""
+"""The simulated backward pass, in autograd's order: nodes that were created later run first."""
 
 from collections.abc import Callable, Sequence
 
@@ -8,14 +8,14 @@ from passes.cost.liveness.profile import EventKind, Form, Prober, StorageOrigin,
 
 
 def run_backward(roots: Sequence[Value], ledger: Ledger, prober: Prober, end: Callable[[], None]) -> None:
-    """Run the backward pass of `roots`, whose gradients are new tensors like them, and then `end`."""
+    """Run the backward pass from `roots`, whose gradients are new tensors of the same form, and then `end`."""
     nodes = _reached(roots)
     for node in nodes:
         for edge in node.edges:
             if edge is not None and isinstance(edge[0], Leaf):
                 edge[0].remaining += 1
     skips = [node for node in nodes if isinstance(node, Skip)]
-    # Whoever begins a backward pass holds these until it ends.
+    # The caller of a backward pass holds these until it ends.
     begun = []
     for root in roots:
         assert root.maker is not None
@@ -65,7 +65,7 @@ def _run(node: AutogradNode, ledger: Ledger, prober: Prober) -> None:
     profile = prober.backward(node.task, forms)
     own: dict[int, Storage] = {}
     read: dict[int, Storage] = {}
-    # A gradient may be what was kept itself.
+    # A gradient may be a saved tensor itself.
     places = prober.forward(node.task).kept
     passed_on = {given.place for given in profile.given.values()} & set(places)
     lingering: dict[StorageRef, Storage] = {}
@@ -84,7 +84,7 @@ def _run(node: AutogradNode, ledger: Ledger, prober: Prober) -> None:
                 ledger.moment = moment
             del kept
         elif event.what in (EventKind.DONE, EventKind.RELEASE):
-            # What was made again is held by whom it was made for alone, which may let go before the node does.
+            # A recomputed tensor is held by its reader alone, which may release it before the node does.
             found = read.pop(event.index, None)
             if event.what is EventKind.RELEASE:
                 kept, node.kept[event.index] = node.kept[event.index], None
@@ -111,7 +111,7 @@ def _place(
 
 
 def _give(edge: Edge, gradient: Gradient, ledger: Ledger) -> None:
-    """Add a gradient to what has come already: the sum is a new tensor."""
+    """Accumulate a gradient of a result: the sum is a new tensor."""
     target, slot = edge
     before = target.incoming if isinstance(target, Leaf) else target.gradients.get(slot)
     if before is not None:
@@ -126,8 +126,8 @@ def _give(edge: Edge, gradient: Gradient, ledger: Ledger) -> None:
 
 
 def _accumulate(leaf: Leaf, ledger: Ledger) -> None:
-    """Put the gradient of a leaf where it stays; what lies as the leaf does becomes its gradient as it is. One that is
-    there already is added to in place."""
+    """Accumulate the gradient of a leaf: the first one becomes its gradient without a copy if it has the leaf's form; a
+    later one is added in place."""
     incoming, leaf.incoming = leaf.incoming, None
     if incoming is None:
         return
@@ -145,7 +145,7 @@ def _accumulate(leaf: Leaf, ledger: Ledger) -> None:
 
 
 def _skip(skip: Skip, ledger: Ledger) -> None:
-    """The backward pass of all skipped copies at once: what goes, and then what comes."""
+    """The backward pass of all skipped copies at once: first the releases, then the allocations."""
     assert skip.held_before is not None
     ledger.moment = "backward of equal copies"
     grown = {kind: size - skip.held_before[kind] for kind, size in ledger.held.items()}
@@ -157,7 +157,7 @@ def _skip(skip: Skip, ledger: Ledger) -> None:
 
 
 def _pass(boundary: Boundary, ledger: Ledger) -> None:
-    """Call what ends here, and pass the gradients on."""
+    """Call the boundaries that end here, and pass the gradients on."""
     for slot, form in enumerate(boundary.forms):
         if slot not in boundary.gradients:
             zeros = Form.contiguous(form.shape, form.dtype)

@@ -1,10 +1,10 @@
-"""The engine of data axes in an abstract run: what torch's `fully_shard` allocates and frees, and when.
+"""The simulation of FSDP units: the allocations and releases of torch's `fully_shard`.
 
-Read from torch 2.13, torch/distributed/fsdp/_fully_shard (`_fsdp_param_group.py`, `_fsdp_collectives.py`): a group is
-gathered into one flat buffer and copied out into its parameters, which give their memory back and take it again but
-stay the same tensors; gradients are copied into one flat buffer that is reduced, and those that stay are views of what
-comes back. Streams are taken to run in the order of the program. Gradients of a group that gathers nothing are put
-together when all are there, and are views of that from then on.
+Read from torch 2.13, torch/distributed/fsdp/_fully_shard (`_fsdp_param_group.py`, `_fsdp_collectives.py`): a unit is
+gathered into one flat buffer and copied out into its parameters, whose storages are freed and reallocated while the
+tensors stay the same; gradients are copied into one flat buffer that is reduced, and the reduced gradients are views of
+the output. Streams are taken to run in the order of the program. Gradients of a unit that gathers nothing are
+concatenated when all are computed, and are views of the result from then on.
 """
 
 from collections import Counter
@@ -29,7 +29,7 @@ from passes.ir.program import TensorType
 
 
 class _State(Enum):
-    """What a group did last."""
+    """The last action of a unit."""
 
     IDLE = "idle"
     BEFORE_BACKWARD = "before backward"
@@ -38,12 +38,12 @@ class _State(Enum):
 
 @dataclass(eq=False)
 class _Member:
-    """A parameter of a group: the gathered one, whose storage is empty when it is not there, and what takes the
-    gradient of the stored one.
+    """A parameter of a unit: the gathered parameter, whose storage is empty while it is sharded, and the leaf of the
+    stored one.
 
     `moved` says that it is split in another dim than the first. `turned` are the axes of the all-to-alls that make it
-    from the stored one, if it has another layout. `sum` is the gradient of earlier micro-batches that is still to be
-    reduced, where it is another dtype than what autograd adds to.
+    from the stored one, if their layouts differ. `sum` is the gradient of earlier micro-batches that is still to be
+    reduced, if its dtype differs from that of autograd's accumulation.
     """
 
     whole: Value
@@ -54,14 +54,14 @@ class _Member:
 
     @property
     def count(self) -> int:
-        """Elements of the gathered one."""
+        """Elements of the gathered parameter."""
         return prod(self.whole.form.shape)
 
 
 @dataclass(frozen=True, eq=False)
 class _Reduced:
-    """A reduced gradient, a view of `storage`, that waits for an all-to-all with others: the bytes that are `sent`, and
-    those of what comes back."""
+    """A reduced gradient, a view of `storage`, that waits to share an all-to-all: the bytes that are `sent`, and those
+    that are received."""
 
     member: _Member
     storage: Storage
@@ -71,9 +71,10 @@ class _Reduced:
 
 @dataclass(eq=False)
 class _Run:
-    """A group while a program runs: `ranks` is on how many it is split. `flat` is what was received and is not copied
-    out yet, `reduced` what is held until the pass ends. `missing` counts the gradients that are to come of a group that
-    gathers nothing, `sent` are those that are reduced, with what they are views of."""
+    """The state of a unit while a program runs: `ranks` is the number of ranks that it is sharded over. `flat` is the
+    received buffer that is not copied out yet, `reduced` the buffers that are held until the pass ends. `missing`
+    counts the gradients that are to come of a unit that gathers nothing, `sent` are those that are reduced, with what
+    they are views of."""
 
     number: int
     plan: FSDPUnit
@@ -90,32 +91,33 @@ class _Run:
 
     @property
     def name(self) -> str:
-        """Its first parameter."""
+        """The name of its first parameter."""
         return next(iter(self.plan.parameters))
 
     def await_gradients(self) -> None:
-        """All gradients are to come."""
+        """Expect the gradients of all parameters."""
         self.missing = sum(member.stored is not None for member in self.members)
 
     @property
     def dtype(self) -> torch.dtype:
-        """What is computed in."""
+        """The dtype of computation."""
         return self.members[0].whole.form.dtype
 
     @property
     def reduction(self) -> torch.dtype:
-        """What gradients are reduced in."""
+        """The dtype of gradient reductions."""
         return self.plan.dtypes[1] or self.dtype
 
     @property
     def casts(self) -> bool:
-        """Whether what is gathered is another dtype than what is stored."""
+        """Whether the gathered and the stored dtype differ."""
         return self.dtype != self.stored
 
 
 class FSDPSimulation:
-    """The groups of a program in one step. `stored` are the parameters as they are stored. With `keeps` those that were
-    gathered for a backward pass stay after it; while `holds` is set, gradients are added up and not reduced."""
+    """The FSDP units of a program in one step. `stored` are the parameters as they are stored. With `keeps` units that
+    were gathered for a backward pass stay gathered after it; while `holds` is set, gradients accumulate and are not
+    reduced."""
 
     def __init__(
         self,
@@ -184,8 +186,8 @@ class FSDPSimulation:
         return _Member(Value(stored.storage, form, read), leaf, moved=False)
 
     def _exchange(self) -> None:
-        """Make the copies in other layouts: buffers are sent and received, and with a second axis what the first one
-        gave is there too."""
+        """Make the copies in other layouts: a buffer is sent and one is received; with a second axis the output of the
+        first all-to-all is live too."""
         self._ledger.moment = "all-to-all of parameters"
         for batch in batches((key, size, (key, size)) for key, size in self._exchanged):
             (axes, _), _ = batch[0]
@@ -199,18 +201,18 @@ class FSDPSimulation:
 
     @property
     def held(self) -> FSDPUnits:
-        """Where groups are called."""
+        """The FSDP units of the program."""
         return self._held
 
     def around_copy(self, loop: int, copy: int) -> tuple[int, ...]:
-        """The groups around a copy of a loop, the innermost first."""
+        """The units around a copy of a loop, the innermost first."""
         return self._held.around_copies[loop][copy] if loop < len(self._held.around_copies) else ()
 
     # --- forward ---
 
     def enter(self, numbers: Sequence[int], inputs: Sequence[Value], number_next: Callable[[], int]) -> list[Value]:
-        """Gather groups for what is called with `inputs`, which are then as returned: in the backward pass what is
-        called is over when they have their gradients. `number_next` numbers what is made."""
+        """Gather units around a call with `inputs`; returns the inputs that the call reads. The units' backward pass
+        ends when these have their gradients. `number_next` numbers new nodes."""
         values = list(inputs)
         for number in reversed(numbers):
             run = self._run(number)
@@ -229,8 +231,8 @@ class FSDPSimulation:
         return values
 
     def leave(self, numbers: Sequence[int], results: Sequence[Value]) -> None:
-        """What was called has given `results`; the backward pass of the first that gets a gradient begins with
-        gathering."""
+        """The call has returned `results`; the backward pass of the first that gets a gradient begins with
+        regathering."""
         if not numbers:
             return
         self._prefetched.update((inner, (outer,)) for inner, outer in pairwise(numbers))
@@ -244,7 +246,7 @@ class FSDPSimulation:
                     value.maker.before.append(partial(self._begin, run))
 
     def end_forward(self) -> None:
-        """The forward pass is over."""
+        """End the forward pass."""
         self._received = None
 
     # --- backward ---
@@ -260,7 +262,7 @@ class FSDPSimulation:
             self._gather(self._run(number), forward=False)
 
     def _end(self, run: _Run) -> None:
-        """All gradients of a group are there: reduce them, or add them to those of earlier micro-batches."""
+        """All gradients of a unit are computed: reduce them, or add them to those of earlier micro-batches."""
         run.state = _State.AFTER_BACKWARD
         self._ledger.moment = f"reduction of gradients of {run.name}"
         for member in run.members:
@@ -289,7 +291,7 @@ class FSDPSimulation:
             self._sent = self._reduce(run, reduced, gradients, dtype)
 
     def _hold(self, run: _Run) -> None:
-        """Keep gradients whole, in the dtype that they are reduced in."""
+        """Keep unreduced gradients, in the dtype of the reduction."""
         if run.reduction == run.dtype:
             return
         for member in run.members:
@@ -298,8 +300,8 @@ class FSDPSimulation:
                 member.sum = Storage(self._ledger, member.count * run.reduction.itemsize, GRADIENTS)
 
     def _reduce(self, run: _Run, members: Sequence[_Member], gradients: list[Storage], given: torch.dtype) -> Storage:
-        """Reduce gradients, which are of the dtype `given`; what was sent stays for a while. The last gradient is held
-        until this is over, and so is the last one that was turned."""
+        """Reduce gradients of dtype `given`. The buffer that is sent stays until the reduction ends, as do the last
+        gradient and the last one that an all-to-all redistributed."""
         held = turned = None
         if run.ranks > 1:
             for number, member in enumerate(members):
@@ -340,8 +342,8 @@ class FSDPSimulation:
         return sent
 
     def _await_turn(self, key: tuple[tuple[int, ...], torch.dtype], gradient: _Reduced) -> None:
-        """Let a reduced gradient wait for an all-to-all with others. Some copies of regions are not run, so any of them
-        may be the one that fills a batch."""
+        """Queue a reduced gradient for a shared all-to-all. As some copies of regions are not run, any of them may fill
+        a batch."""
         batch = self._turning.add(key, gradient.sent, gradient)
         if not batch and self._turned_bytes[key] >= BATCH_BYTES:
             made = Storage(self._ledger, BATCH_BYTES * gradient.bytes // gradient.sent, GRADIENTS)
@@ -350,8 +352,8 @@ class FSDPSimulation:
         self._turn(batch)
 
     def _turn(self, batch: Sequence[_Reduced]) -> None:
-        """Let all-to-alls turn a batch of reduced gradients, and let those be gradients of the stored parameters, or be
-        added to these."""
+        """Redistribute a batch of reduced gradients by all-to-alls, and accumulate them into the gradients of the
+        stored parameters."""
         if not batch:
             return
         made = [Storage(self._ledger, each.bytes, GRADIENTS) for each in batch]
@@ -362,14 +364,14 @@ class FSDPSimulation:
                 leaf.gradient = gradient
 
     def _accumulated(self, number: int) -> None:
-        """A gradient of a group that gathers nothing is there."""
+        """A gradient of a unit that gathers nothing is computed."""
         run = self._run(number)
         run.missing -= 1
         if not run.missing and not self.holds:
             self._send(run)
 
     def _send(self, run: _Run) -> None:
-        """Put the gradients together that are there."""
+        """Concatenate the gradients that are computed."""
         self._ledger.moment = f"reduction of gradients of {run.name}"
         found = [(member, _take(member)) for member in run.members]
         members = [member for member, gradient in found if gradient is not None]
@@ -382,7 +384,7 @@ class FSDPSimulation:
             run.sent.append((members, Storage(self._ledger, size, GRADIENTS)))
 
     def _receive(self, run: _Run) -> None:
-        """Let gradients that are reduced be those of the stored parameters, or be added to these."""
+        """Accumulate reduced gradients into those of the stored parameters."""
         if not self.holds:
             self._send(run)
         for members, reduced in run.sent:
@@ -393,7 +395,7 @@ class FSDPSimulation:
         run.await_gradients()
 
     def end_backward(self) -> None:
-        """The backward pass is over: what is left is reduced and turned."""
+        """End the backward pass: reduce and redistribute the remaining gradients."""
         runs = [run for run in self._runs if run is not None]
         for run in runs:
             if run.plan.gathers:
@@ -412,7 +414,7 @@ class FSDPSimulation:
                 self._receive(run)
 
     def drop(self) -> None:
-        """Keep nothing gathered."""
+        """Reshard all parameters."""
         for run in self._runs:
             if run is not None and run.plan.gathers:
                 self._empty(run)
@@ -425,7 +427,7 @@ class FSDPSimulation:
         return run
 
     def _gather(self, run: _Run, *, forward: bool) -> None:
-        """Let a group be received; what all ranks have is not sent."""
+        """Gather a unit; replicated parameters are not sent."""
         if run.waiting or run.there or not (forward or run.plan.saved):
             return
         run.waiting = True

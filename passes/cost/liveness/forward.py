@@ -1,4 +1,4 @@
-"""The forward pass of an abstract run: statement by statement, as the generated code runs, variables included."""
+"""The simulated forward pass: statement by statement, as the generated code runs, variables included."""
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
@@ -32,9 +32,9 @@ BEGINNING, END = 3, 2
 @dataclass
 class Frame:
     """A running function, one of a copy of a region if it is `inner`. `names` are its variables by value, `variables`
-    what they hold, `held` are parameters, buffers and constants, `gathered` those parameters that the engine gives,
-    as it gives them. `lists` are what loops collect, `aside` what else stays until it returns. `weights` are values
-    that were made of parameters, `later` those that are made when an op reads them."""
+    their values, `held` are parameters, buffers and constants, `gathered` the parameters that FSDP units gather.
+    `lists` are the lists that loops collect, `aside` the other values that are live until it returns. `weights` are
+    values computed from parameters, `later` those that are computed when an op reads them."""
 
     names: FunctionVariables
     held: Mapping[str, Value]
@@ -56,14 +56,14 @@ class Frame:
         return self.variables[self.names.names[name]]
 
     def assign(self, name: str, value: Value) -> None:
-        """Let the variable of a value hold it; what it held before is gone."""
+        """Assign a value to its variable, which releases the variable's previous value."""
         self.variables[self.names.names[name]] = value
 
 
 class Forward:
-    """Runs the statements of a program forward. `held` are parameters, buffers and constants by name; `engine` gives
+    """Runs the statements of a program forward. `held` are parameters, buffers and constants by name; `engine` gathers
     some of the parameters; `updated` are the buffers that the program changes, which are read as copies; without
-    `training` no gradient flows. `stays` is what copies that are not run hold when the pass is over, by kind."""
+    `training` no gradient flows. `stays` are the bytes, by kind, that skipped copies hold after the pass."""
 
     def __init__(
         self,
@@ -136,7 +136,7 @@ class Forward:
             frame.assign(name, results.pop(0))
 
     def change(self, statement: Redistribution, value: Value, hold: Callable[[Value], object]) -> Value:
-        """What the generated code makes of a value in a redistribution; `hold` is called with what each step makes."""
+        """The result of a redistribution in the generated code; `hold` is called with the result of each step."""
         name = f"{'gather' if statement.parameter else 'redistribution'} of {statement.source}"
         texts = [
             self.prober.change(step, dtypes)
@@ -159,7 +159,8 @@ class Forward:
     def run(
         self, name: str, text: str, operands: Sequence[Value], results: int, kind: str, *, again: bool = False
     ) -> list[Value]:
-        """Run an expression: allocations, and what autograd keeps; with `again` not its result, which is made again."""
+        """Run an expression: its allocations and saved tensors; with `again` its result is recomputed instead of
+        saved."""
         self.ledger.moment = f"{self.phase} of {name}"
         task = Task(text, tuple(item.form for item in operands), tuple(item.flows for item in operands), results)
         profile = self.prober.forward(task)
@@ -186,7 +187,7 @@ class Forward:
         return made
 
     def keep(self, found: Sequence[Storage | None]) -> list[Kept | None]:
-        """What a node keeps instead of these tensors."""
+        """The saved tensors of a node, or their recomputation."""
         if self.running is not None:
             return self.running.keep(found)
         return [item if item is None or self.noted is None else self.noted.keep(item) for item in found]
@@ -197,8 +198,8 @@ class Forward:
         return self.count
 
     def loop(self, loop: Loop, frame: Frame) -> None:
-        """Run the copies of a region. Copies of which nothing goes out but what is carried on are like their
-        neighbours: between the first and the last ones they are counted, not run."""
+        """Run the copies of a region. If only the carried values leave the copies, those between the first and the last
+        are alike: they are counted, not run."""
         number, region, assigned = self.loops, loop.region, self.variables.loops[self.loops]
         self.loops += 1
         for carry, initial in zip(region.carries, loop.initial, strict=True):
@@ -224,7 +225,8 @@ class Forward:
             self.copy(loop, number, frame, copy, assigned)
 
     def skip(self, carried: Sequence[str], frame: Frame, grown: Mapping[str, int], copies: int) -> Skip:
-        """Count `copies` copies, each of which adds what `grown` says; `carried` are the variables that go through."""
+        """Count `copies` copies, each of which adds `grown` bytes by kind; `carried` are the variables that pass
+        through."""
         names = list(dict.fromkeys(carried))
         values = [frame.variables[name] for name in names]
         edges = [(value.maker, value.slot) if value.maker is not None else None for value in values]
@@ -237,7 +239,7 @@ class Forward:
         return node
 
     def copy(self, loop: Loop, number: int, frame: Frame, copy: int, assigned: LoopVariables) -> None:
-        """Run one copy: what is done between two, the function, and what becomes of its results."""
+        """Run one copy: the redistributions before it, its function, and the assignment of its results."""
         region = loop.region
         if copy:
             for change in loop.between:
@@ -271,7 +273,7 @@ class Forward:
                 frame.lists[assigned.every[name]].append(value)
 
     def checkpoint(self, body: Body, frame: Frame, copied: frozenset[str]) -> Copy:
-        """A copy that is to be run again on its arguments, which are kept."""
+        """A copy that the backward pass recomputes from its saved arguments."""
         names, held, gathered = frame.names, frame.held, frame.gathered
         arguments = {name: frame.read(name) for name in body.arguments}
         like = {name: (value.form, value.maker, value.slot) for name, value in arguments.items()}
@@ -298,22 +300,22 @@ def _ignore(value: Value) -> None:
 
 
 class _EnoughError(Exception):
-    """All that is kept of a copy is there again."""
+    """All saved tensors of a copy are recomputed."""
 
 
 class _FirstRun:
-    """A copy runs of which nothing is kept but its arguments."""
+    """The first run of a copy, of which only the arguments are saved."""
 
     def __init__(self, copy: Copy) -> None:
         self.copy = copy
         self.count = 0
 
     def events(self, profile: ForwardProfile) -> Sequence[Event]:
-        """What happens."""
+        """The memory events of a statement."""
         return profile.events
 
     def keep(self, found: Sequence[Storage | None]) -> list[Kept | None]:
-        """The places of what is kept when the copy runs again."""
+        """Placeholders for the tensors that the second run saves."""
         self.count += 1
         if any(item is not None for item in found):
             self.copy.nodes.append(self.count)
@@ -321,7 +323,8 @@ class _FirstRun:
 
 
 class _SecondRun:
-    """A copy runs again, until all is there that it keeps: the statements numbered in `nodes` keep something."""
+    """The recomputation of a copy, until all of its saved tensors are computed; the statements numbered in `nodes` save
+    tensors."""
 
     def __init__(self, nodes: int) -> None:
         self.left = nodes
@@ -329,14 +332,14 @@ class _SecondRun:
         self.found: dict[tuple[int, int], Storage] = {}
 
     def events(self, profile: ForwardProfile) -> Sequence[Event]:
-        """What happens: of the last statement only what does before all is kept."""
+        """The memory events of a statement; of the last statement only those until all tensors are saved."""
         last = max((at for at, event in enumerate(profile.events) if event.what is EventKind.KEEP), default=None)
         if self.left > 1 or last is None or all(place is None for place in profile.kept):
             return profile.events
         return profile.events[:last]
 
     def keep(self, found: Sequence[Storage | None]) -> list[Kept | None]:
-        """Hand out what is kept."""
+        """Hand out the saved tensors."""
         self.count += 1
         self.found.update({(self.count, slot): item for slot, item in enumerate(found) if item is not None})
         if any(item is not None for item in found):
@@ -347,7 +350,7 @@ class _SecondRun:
 
 
 def _regathers(lowered: Lowered) -> bool:
-    """Whether anything is made again in the backward pass."""
+    """Whether the backward pass recomputes or regathers anything."""
     bodies = [lowered.body, *(item.body for item in lowered.body.statements if isinstance(item, Loop))]
     return any(
         (isinstance(item, Redistribution) and item.regathered and len(item.steps) > item.unit_steps)

@@ -1,4 +1,4 @@
-"""The autograd graph of an abstract run: values, the nodes that made them, and what the nodes keep."""
+"""The autograd graph of a simulation: values, the nodes that computed them, and the tensors that the nodes save."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ from passes.cost.liveness.profile import Event, EventKind, Form, Prober, Storage
 
 @dataclass(frozen=True, slots=True)
 class Gradient:
-    """A tensor: where it lies and its form."""
+    """A gradient: its storage and form."""
 
     storage: Storage
     form: Form
@@ -18,8 +18,8 @@ class Gradient:
 
 @dataclass(eq=False, slots=True)
 class Leaf:
-    """What gradients end in: a parameter, or an input. `remaining` counts the uses whose backward pass is to come,
-    `gradient` is what stays in `.grad`; `accumulated` is called when it is there."""
+    """A leaf of the graph: a parameter, or an input. `remaining` counts the uses that have not run backward, `gradient`
+    is its `.grad`; `accumulated` is called when that is computed."""
 
     form: Form
     remaining: int = 0
@@ -30,7 +30,7 @@ class Leaf:
 
 @dataclass(eq=False, slots=True)
 class Value:
-    """A tensor of the run. If a gradient flows, `maker` and `slot` say from which result of what it comes."""
+    """A tensor of the simulation. If a gradient flows, `maker` is the node that computed it, as result `slot`."""
 
     storage: Storage
     form: Form
@@ -45,8 +45,8 @@ class Value:
 
 @dataclass(eq=False, slots=True)
 class Recomputable:
-    """A result that the backward pass makes again: how and of what, how often it is kept, and itself while it is there
-    again."""
+    """A result that the backward pass recomputes: its statement and operands, the number of its uses as a saved tensor,
+    and its storage while it is recomputed."""
 
     task: Task
     sources: "tuple[Storage | Recomputable, ...]"
@@ -54,7 +54,7 @@ class Recomputable:
     again: Storage | None = None
 
     def use(self) -> None:
-        """It is kept, by what it is made of."""
+        """Save it, by its operands."""
         if not self.uses:
             for source in self.sources:
                 if isinstance(source, Recomputable):
@@ -64,8 +64,8 @@ class Recomputable:
 
 @dataclass(eq=False, slots=True)
 class Copy:
-    """A copy of a region of which only the inputs are kept: `run` runs it again, and gives what it keeps, by the number
-    of the statement and of the tensor. `nodes` are the statements that keep anything."""
+    """A copy of a region of which only the inputs are saved: `run` recomputes it and returns its saved tensors, by the
+    numbers of statement and tensor. `nodes` are the statements that save tensors."""
 
     inputs: "list[Storage | Recomputable | None]"
     run: Callable[["Copy"], dict[tuple[int, int], Storage]]
@@ -75,7 +75,7 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Recomputed:
-    """A tensor that a copy keeps when it is run again."""
+    """A tensor that the recomputation of a copy saves."""
 
     copy: Copy
     place: tuple[int, int]
@@ -85,15 +85,15 @@ Kept = Storage | Recomputable | Recomputed
 
 
 class Noted:
-    """The results of one forward pass that are made again. Each holds what it is made of, until the next one is noted
-    after its end."""
+    """The results of one forward pass that are recomputed. Each holds its operands until the next one is noted after
+    its end."""
 
     def __init__(self) -> None:
         self._by_result: WeakKeyDictionary[Storage, Recomputable] = WeakKeyDictionary()
         self._all: list[tuple[ReferenceType[Storage], Recomputable]] = []
 
     def note(self, result: Storage, task: Task, sources: Sequence[Storage]) -> None:
-        """Let `result` be made again wherever it would be kept."""
+        """Recompute `result` wherever it would be saved."""
         if all(result is not source for source in sources):
             self._all = [item for item in self._all if item[0]() is not None]
             made = Recomputable(task, tuple(self._by_result.get(source, source) for source in sources))
@@ -101,7 +101,7 @@ class Noted:
             self._all.append((ref(result), made))
 
     def keep(self, storage: Storage) -> Storage | Recomputable:
-        """What is kept instead of a storage."""
+        """The entry to save in place of a storage."""
         made = self._by_result.get(storage)
         if made is None:
             return storage
@@ -113,8 +113,9 @@ class Noted:
 class AutogradNode:
     """A statement in the backward pass.
 
-    `edges` lead to what made its operands, `kept` is what it keeps, `attached` what stays as long as it. `gradients`
-    are those of its results that have come so far. Later statements have larger numbers. `before` is done first.
+    `edges` lead to the nodes that computed its operands, `kept` are its saved tensors, `attached` live as long as the
+    node. `gradients` are the accumulated gradients of its results. Later statements have larger numbers. `before` runs
+    first.
     """
 
     number: int
@@ -130,9 +131,9 @@ class AutogradNode:
 
 @dataclass(eq=False, slots=True)
 class Skip:
-    """Copies of a region that are like their neighbours: in the forward pass each adds as much as the copy before them,
-    in the backward pass as the copy after them. `above` is the number of the first node after that copy; `bulk` is what
-    all hold until this pass is over, `stays` what they hold longer, both by kind."""
+    """Copies of a region that are counted and not run: in the forward pass each adds as much as the copy before them,
+    in the backward pass as the copy after them. `above` is the number of the first node after that copy; `bulk` are the
+    bytes that all hold until this pass ends, `stays` those that they hold longer, both by kind."""
 
     number: int
     above: int
@@ -145,7 +146,7 @@ class Skip:
     before: list[Callable[[], None]] = field(default_factory=list)
 
     def count(self, ledger: Ledger, grown: Mapping[str, int]) -> None:
-        """Let every copy add so many bytes by kind (fewer, below zero)."""
+        """Add these bytes by kind for every copy (negative: release)."""
         for kind, size in sorted(grown.items(), key=lambda item: item[1]):
             if size:
                 held = self.stays if kind in STAYING else self.bulk
@@ -156,8 +157,8 @@ class Skip:
 
 @dataclass(eq=False, slots=True)
 class Boundary:
-    """Where values go into something of which the backward pass is over when they have their gradients: then `run` is
-    called, and the gradients are passed on; where there is none, zeros. `forms` are those of the values."""
+    """Values that enter a unit, whose backward pass ends when they have their gradients: then `run` is called, and the
+    gradients are passed on, with zeros for missing ones. `forms` are those of the values."""
 
     number: int
     edges: Sequence["Edge | None"]
@@ -167,12 +168,12 @@ class Boundary:
     before: list[Callable[[], None]] = field(default_factory=list)
 
 
-# What a gradient goes to, and to which of its results.
+# The target of a gradient, and the number of its result.
 Edge = tuple[AutogradNode | Leaf | Skip | Boundary, int]
 
 
 def play(events: Sequence[Event], own: dict[int, Storage], ledger: Ledger, kind: str = TRANSIENT) -> None:
-    """Let allocations and frees happen."""
+    """Run the allocations and frees of a list of events."""
     for event in events:
         if event.what is EventKind.ALLOCATE:
             own[event.index] = Storage(ledger, event.bytes, kind)
@@ -181,14 +182,14 @@ def play(events: Sequence[Event], own: dict[int, Storage], ledger: Ledger, kind:
 
 
 def place_of(place: StorageRef, own: Mapping[int, Storage], operands: Sequence[Storage | None]) -> Storage:
-    """The storage at a place of a forward profile."""
+    """The storage of a reference in a forward profile."""
     found = own[place.index] if place.origin is StorageOrigin.OWN else operands[place.index]
     assert found is not None
     return found
 
 
 def make_again(made: Recomputable, ledger: Ledger, prober: Prober) -> Storage:
-    """The result once more: until its last use it stays."""
+    """Recompute the result, which is live until its last use."""
     result = made.again
     if result is None:
         sources = [fetch(source, ledger, prober) for source in made.sources]
@@ -202,7 +203,7 @@ def make_again(made: Recomputable, ledger: Ledger, prober: Prober) -> Storage:
 
 
 def fetch(kept: Kept, ledger: Ledger, prober: Prober) -> Storage:
-    """What was kept, or what is made of it."""
+    """The saved tensor, recomputed if need be."""
     if isinstance(kept, Storage):
         return kept
     if isinstance(kept, Recomputable):
@@ -213,7 +214,7 @@ def fetch(kept: Kept, ledger: Ledger, prober: Prober) -> Storage:
 
 
 def settle(storages: Sequence[Storage]) -> None:
-    """What stays of a statement is an activation."""
+    """Count the surviving results of a statement as activations."""
     for storage in storages:
         if storage.kind == TRANSIENT:
             storage.turn(ACTIVATIONS)

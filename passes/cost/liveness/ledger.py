@@ -1,4 +1,4 @@
-"""The account of an abstract run: how many bytes lie on the device, of what kind, and when they were most."""
+"""The ledger of a simulation: the live bytes by kind, and their peak."""
 
 from dataclasses import dataclass, field
 
@@ -14,13 +14,13 @@ COMMUNICATION = "communication buffers"
 TRANSIENT = "transient tensors"
 
 KINDS = (PARAMETERS, OPTIMIZER, BUFFERS, INPUTS, OUTPUTS, GRADIENTS, ACTIVATIONS, GATHERED, COMMUNICATION, TRANSIENT)
-# What can stay from one micro-batch to the next.
+# Kinds that can be live across micro-batches.
 STAYING = (GRADIENTS, GATHERED)
 
 
 @dataclass(frozen=True)
 class Peak:
-    """The most bytes that lay there at once, by kind, and what was running."""
+    """The largest number of live bytes, by kind, and the statement that ran then."""
 
     kinds: dict[str, int]
     moment: str
@@ -28,7 +28,7 @@ class Peak:
 
 @dataclass
 class Ledger:
-    """Bytes by kind. Every storage takes a multiple of `unit` bytes. `moment` is what runs now."""
+    """Live bytes by kind. Every storage takes a multiple of `unit` bytes. `moment` is the statement that runs now."""
 
     unit: int = 1
     moment: str = ""
@@ -38,7 +38,7 @@ class Ledger:
     peak: Peak = field(default_factory=lambda: Peak(dict.fromkeys(KINDS, 0), ""))
 
     def add(self, kind: str, size: int) -> None:
-        """Let `size` more bytes lie there; fewer, if it is below zero."""
+        """Add `size` live bytes (negative: release)."""
         self.held[kind] += size
         self.total += size
         if self.total > self.peak_total:
@@ -46,14 +46,14 @@ class Ledger:
             self.peak = Peak(dict(self.held), self.moment)
 
     def turn(self, old: str, new: str, size: int) -> None:
-        """Let bytes of one kind be of another."""
+        """Move bytes from one kind to another."""
         self.held[old] -= size
         self.held[new] += size
 
 
 class Storage:
-    """Bytes on the device, from when it is made until nothing refers to it, like a tensor's: Python counts references
-    to both in the same way."""
+    """Bytes on the device, live from its creation until nothing refers to it: Python counts its references as it does
+    those of a tensor."""
 
     __slots__ = ("__weakref__", "_ledger", "bytes", "kind")
 
@@ -64,12 +64,12 @@ class Storage:
         ledger.add(kind, self.bytes)
 
     def turn(self, kind: str) -> None:
-        """Be of another kind from now on."""
+        """Change the kind of the storage."""
         self._ledger.turn(self.kind, kind, self.bytes)
         self.kind = kind
 
     def resize(self, size: int) -> None:
-        """Take other memory, or none, and be the same storage."""
+        """Free the memory and allocate another size, as the same storage."""
         change = -(-size // self._ledger.unit) * self._ledger.unit - self.bytes
         self.bytes += change
         if change:

@@ -1,6 +1,6 @@
-"""What one statement does to memory: what it allocates and frees in which order, what autograd keeps of it.
+"""The memory profile of one statement: its allocations and frees in order, and its saved tensors.
 
-Indices of storages count what the statement itself allocates, in its order.
+Indices of storages number the statement's own allocations in order.
 """
 
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ class Form:
 
     @property
     def bytes(self) -> int:
-        """Bytes of a tensor of this shape of which no two elements share a place."""
+        """Bytes of a tensor of this shape without overlapping elements."""
         return prod(self.shape) * self.dtype.itemsize
 
     @classmethod
@@ -40,12 +40,12 @@ class Form:
 
     @property
     def spread(self) -> bool:
-        """Whether elements share places, as in what was expanded."""
+        """Whether elements overlap in memory, as in an expanded tensor."""
         return any(step == 0 and size > 1 for size, step in zip(self.shape, self.stride, strict=True))
 
 
 class StorageOrigin(Enum):
-    """Whose storage it is."""
+    """The origin of a storage."""
 
     OWN = "own"  # allocated by the statement
     OPERAND = "operand"
@@ -54,29 +54,29 @@ class StorageOrigin(Enum):
 
 @dataclass(frozen=True, slots=True)
 class StorageRef:
-    """A storage, as a statement sees it: what it allocated itself, that of an operand or of a result's gradient."""
+    """A reference to a storage in a statement: its own allocation, an operand's, or that of a result's gradient."""
 
     origin: StorageOrigin
     index: int
 
 
 class EventKind(Enum):
-    """What can happen to memory while a statement runs forward or backward."""
+    """Memory events of the forward or backward pass of a statement."""
 
     ALLOCATE = "allocate"  # own storage
     FREE = "free"  # own storage
-    TAKEN = "taken"  # the gradient of a result is read no more
-    KEEP = "keep"  # autograd keeps a tensor from here on
-    USE = "use"  # what autograd kept is read
-    DONE = "done"  # what was read is let go, by whom it was read for
-    RELEASE = "release"  # autograd keeps it no more
-    GIVE = "give"  # an operand's gradient is there
+    TAKEN = "taken"  # the last read of the gradient of a result
+    KEEP = "keep"  # autograd saves a tensor
+    USE = "use"  # a saved tensor is read
+    DONE = "done"  # the reader of a saved tensor releases it
+    RELEASE = "release"  # autograd releases it
+    GIVE = "give"  # an operand's gradient is computed
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something that happens to a storage, a gradient of a result, a kept tensor or an operand's gradient, by index.
-    `bytes` are those allocated."""
+    """An event of a storage, a gradient of a result, a saved tensor or an operand's gradient, by index. `bytes` are
+    those allocated."""
 
     what: EventKind
     index: int
@@ -85,7 +85,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class ResultStorage:
-    """A result: where it lies, its form, and whether a gradient flows through it."""
+    """A result: its storage, its form, and whether a gradient flows through it."""
 
     place: StorageRef
     form: Form
@@ -94,8 +94,8 @@ class ResultStorage:
 
 @dataclass(frozen=True, slots=True)
 class ForwardProfile:
-    """The forward pass of a statement. `kept` are the tensors that autograd keeps of it, one by one; None for one that
-    lies nowhere (a number). `attached` stay as long as the graph: a function holds them itself."""
+    """The forward pass of a statement. `kept` are the tensors that autograd saves; None for one without a storage (a
+    number). `attached` are held by a function itself and live as long as the graph."""
 
     events: tuple[Event, ...]
     results: tuple[ResultStorage, ...]
@@ -105,7 +105,7 @@ class ForwardProfile:
 
 @dataclass(frozen=True, slots=True)
 class OperandGradient:
-    """The gradient of an operand: where it lies, and its form."""
+    """The gradient of an operand: its storage and form."""
 
     place: StorageRef
     form: Form
@@ -121,8 +121,8 @@ class BackwardProfile:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A statement to look into: `text` is its expression, in which `x0`, `x1`, … are the operands; `results` how many
-    tensors it gives; `flows` of which operands there is a gradient."""
+    """A statement to profile: `text` is its expression, in which `x0`, `x1`, … are the operands; `results` the number
+    of its results; `flows` the operands that have a gradient."""
 
     text: str
     operands: tuple[Form, ...]
@@ -131,16 +131,16 @@ class Task:
 
 
 class Prober(Protocol):
-    """Finds out what statements do to memory."""
+    """Profiles the memory of statements."""
 
     def compute(self, statement: Compute, types: Mapping[str, TensorType], copied: frozenset[str]) -> str:
-        """The expression of an op; operands in `copied` are read as copies of what they are called."""
+        """The expression of an op; operands in `copied` are read as copies."""
 
     def change(self, step: RedistributionStep, dtypes: tuple[torch.dtype | None, torch.dtype | None]) -> str:
-        """The expression of a step of a redistribution; `dtypes` as those of a `Change`."""
+        """The expression of a step of a redistribution; `dtypes` as those of a `Redistribution`."""
 
     def forward(self, task: Task) -> ForwardProfile:
-        """What the forward pass of a task does."""
+        """The profile of the forward pass of a task."""
 
     def backward(self, task: Task, gradients: tuple[Form | None, ...]) -> BackwardProfile:
-        """What its backward pass does, given the forms of the gradients of its results."""
+        """The profile of its backward pass, given the forms of the gradients of its results."""

@@ -1,4 +1,4 @@
-"""One step of an abstract run: the batch goes through the program micro-batch by micro-batch."""
+"""One simulated step: the batch runs through the program micro-batch by micro-batch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,10 +16,10 @@ from passes.ir.variables import Variables
 
 @dataclass(frozen=True)
 class MicroBatchInputs:
-    """A batch that goes through the program in `count` parts: the `inputs` of which each gets a part, those of which
-    the parts are `copied`, and the `outputs` that are put together of parts; others are whole, or sums. What an engine
-    gathers for a backward pass stays from the first to the last if it is `gathered_once`; gradients that it reduces are
-    added up whole if they are `reduced_once`."""
+    """A batch in `count` micro-batches: the `inputs` that are split, those whose parts are `copied`, and the `outputs`
+    that are concatenated; other outputs are the same in all, or sums. With `gathered_once` the parameters that FSDP
+    units gather for a backward pass stay gathered from the first micro-batch to the last; with `reduced_once` gradients
+    accumulate unsharded."""
 
     count: int = 1
     inputs: frozenset[str] = frozenset()
@@ -29,8 +29,8 @@ class MicroBatchInputs:
     reduced_once: bool = False
 
     def different(self) -> list[int]:
-        """The micro-batches in which different things lie there: the first, the last, and the one before it if it does
-        not reduce gradients as the last one does."""
+        """The micro-batches that differ in live memory: the first, the last, and the one before it if it does not
+        reduce gradients as the last one does."""
         kinds = {0, self.count - 1}
         if self.reduced_once and self.count > 2:
             kinds.add(self.count - 2)
@@ -43,8 +43,9 @@ WHOLE = MicroBatchInputs()
 
 @dataclass
 class StepSimulation:
-    """What a step of `lowered` runs on. `held` are parameters, buffers and constants by name; without `training` there
-    is no backward pass. `stays` is what copies of regions that are not run hold from one micro-batch to the next."""
+    """The simulation of a step of `lowered`. `held` are parameters, buffers and constants by name; without `training`
+    there is no backward pass. `stays` are the bytes that skipped copies of regions hold from one micro-batch to the
+    next."""
 
     lowered: Lowered
     variables: Variables
@@ -57,7 +58,7 @@ class StepSimulation:
     stays: dict[str, Storage] = field(default_factory=dict)
 
     def run(self, inputs: dict[str, Value]) -> list[Value]:
-        """Run the micro-batches that differ; returns what is returned. `inputs` are empty afterwards."""
+        """Run the micro-batches that differ; returns the outputs. `inputs` are empty afterwards."""
         count = self.batches.count
         returned: dict[str, Value] = {}
         earlier: list[Storage] = []
@@ -67,7 +68,7 @@ class StepSimulation:
             if number == count - 1:
                 inputs.clear()
             if done:
-                # All micro-batches return as much.
+                # All micro-batches return outputs of the same size.
                 sizes = _sizes(returned)
                 returned.clear()
                 earlier += [Storage(self.ledger, size, OUTPUTS) for size in sizes for _ in range(done, number + 1)]
@@ -75,7 +76,7 @@ class StepSimulation:
             returned = self._micro_batch(given)
             done = number + 1
             if count > 1:
-                # What stays is without gradient.
+                # Outputs that stay have no gradient.
                 returned = {name: Value(value.storage, value.form) for name, value in returned.items()}
         self.engine.drop()
         self.stays.pop(GATHERED, None)
@@ -84,7 +85,7 @@ class StepSimulation:
         return list(returned.values())
 
     def _micro_batch(self, inputs: dict[str, Value]) -> dict[str, Value]:
-        """One of them; returns the outputs by name."""
+        """Run one micro-batch; returns its outputs by name."""
         forward = Forward(
             self.lowered, self.ledger, self.prober, self.variables, self.held, self.engine, self.training, self.stays
         )
@@ -97,7 +98,7 @@ class StepSimulation:
         }
         forward.noted = None
         self.engine.end_forward()
-        # Whoever called it held what it was given.
+        # The caller held the arguments.
         inputs.clear()
         del frame
         for value in outputs.values():
@@ -108,7 +109,7 @@ class StepSimulation:
         return outputs
 
     def _put_together(self, returned: dict[str, Value]) -> None:
-        """Put what all micro-batches returned side by side, while the parts are there."""
+        """Concatenate the outputs of all micro-batches, while the parts are live."""
         self.ledger.moment = "outputs of micro-batches"
         count = self.batches.count
         joined = {
@@ -120,13 +121,13 @@ class StepSimulation:
 
 
 def _sizes(returned: Mapping[str, Value]) -> list[int]:
-    """Bytes of the storages in which it lies what was returned, but not what lies there anyway."""
+    """Bytes of the storages of the outputs, except those that are resident anyway."""
     own = {id(value.storage): value.storage for value in returned.values()}
     return [storage.bytes for storage in own.values() if storage.kind == OUTPUTS]
 
 
 def _roots(outputs: Mapping[str, Value]) -> list[Value]:
-    """Where the backward pass begins: the loss, or else everything that has a gradient."""
+    """The roots of the backward pass: the loss, or else all outputs that have a gradient."""
     flowing = {name: value for name, value in outputs.items() if value.flows}
     if "loss" in flowing:
         return [flowing["loss"]]

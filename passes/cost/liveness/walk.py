@@ -29,23 +29,23 @@ from passes.ir.variables import Variables
 
 @dataclass(frozen=True)
 class Machine:
-    """What a kind of `device`, as torch calls it, does: storages take multiples of `unit` bytes; an optimizer handles
-    all parameters `together` (multi-tensor forms, the default on CUDA) or one after the other."""
+    """Memory behaviour of torch on a kind of `device`: storages take multiples of `unit` bytes; an optimizer updates
+    all parameters `together` (multi-tensor implementations, the default on CUDA) or one after the other."""
 
     device: str = "cpu"
     unit: int = 1
     together: bool = False
 
 
-# What torch's allocator and optimizers do there. (https://docs.pytorch.org/docs/stable/notes/cuda.html: blocks of 512
+# Behaviour of torch's allocator and optimizers. (https://docs.pytorch.org/docs/stable/notes/cuda.html: blocks of 512
 # bytes; torch/optim: multi-tensor forms where all parameters are on CUDA.)
 MACHINES = {"cpu": Machine(), "cuda": Machine("cuda", unit=512, together=True)}
 
 
 @dataclass(frozen=True)
 class Stored:
-    """How tensors that outlive a step lie there: the dtype that floating parameters are stored in (None: that of the
-    program), the dtypes of inputs as they are given, and the optimizer (None: nothing is trained)."""
+    """Tensors that outlive a step: the dtype that floating-point parameters are stored in (None: that of the program),
+    the dtypes of inputs as they are given, and the optimizer (None: nothing is trained)."""
 
     master: torch.dtype | None
     given: Mapping[str, torch.dtype]
@@ -61,11 +61,11 @@ class MemoryPeak:
 
     @property
     def peak(self) -> int:
-        """All of it."""
+        """The sum over all kinds."""
         return sum(self.bytes_by_kind.values())
 
     def kinds(self) -> dict[str, float]:
-        """The bytes by kind, under names for people."""
+        """The bytes by kind, under names for printing."""
         return {kind: float(size) for kind, size in self.bytes_by_kind.items()}
 
 
@@ -78,8 +78,8 @@ def peak_memory(
     mesh: Mesh,
     batches: MicroBatchInputs = WHOLE,
 ) -> MemoryPeak:
-    """The most bytes that lie on one device during a step that is not the first (or an evaluation): the batch and what
-    the model returned lie there until the step ends."""
+    """The peak memory on one device during a step that is not the first (or an evaluation): the batch and the outputs
+    of the model are live until the step ends."""
     ledger = Ledger(machine.unit)
     program = lowered.program
     training = stored.optimizer is not None
@@ -127,8 +127,8 @@ def _local(type: TensorType, layout: Layout, mesh: Mesh, dtype: torch.dtype) -> 
 def _inputs(
     lowered: Lowered, stored: Stored, batches: MicroBatchInputs, ledger: Ledger, mesh: Mesh
 ) -> tuple[list[Storage], dict[str, Value]]:
-    """The batch as it is given, whole; and of every input this rank's part, in the dtype that is computed in. Of one in
-    micro-batches the whole part lies there throughout, and all of its own parts, where they are no views of it."""
+    """The whole batch as it is given, and this rank's part of every input in the dtype of computation. Of an input in
+    micro-batches the rank's part is live throughout, as are its micro-batches unless they are views of it."""
     batch: list[Storage] = []
     local: dict[str, Value] = {}
     for item in lowered.program.inputs:
