@@ -48,7 +48,7 @@ FURTHEST = 1.0
 NEAR = 0.05
 # Relative tolerance of the largest interval that the exact search can cover.
 CLOSE = 0.2
-# MessagePassing of branches are raised until less than this part of their gap is to be gained.
+# Bounds of branches are raised until the gain is below this part of their gap.
 ENOUGH = 0.05
 # Number of the last multipliers that prune frontiers.
 OFFERS = 20
@@ -157,7 +157,7 @@ class Solver:
         """
         assert self.root is not None
         if cutoff > self.cutoff:
-            # Choices that were pruned are of interest again.
+            # Choices that were pruned may be better than the new cutoff.
             self.root.alive, self.climbing = self.instance.all_alive, None
         self.cutoff = cutoff
         if self.bound * (1 + FIRST) >= self.known:

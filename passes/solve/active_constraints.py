@@ -1,7 +1,7 @@
 """Active constraints of one instance, as in an active-set method: bytes at some program points, and some overlap terms.
 
-An exact search starts with the constraints that have a multiplier. Those that its optimum violates come in, and it is
-solved again.
+An exact search starts with the constraints that have a multiplier. Those that its optimum violates are added, and it is
+repeated.
 """
 
 from collections.abc import Iterable, Sequence
@@ -18,8 +18,8 @@ from passes.solve.optimum import network_of, tie_break_total
 
 @dataclass(frozen=True)
 class ActiveConstraints:
-    """At most `limit` bytes at the program points `points`, and the overlap terms `overlaps`, whose traffic costs what
-    exceeds the computation that hides it. The nodes `fixed` are not eliminated, as these depend on them."""
+    """At most `limit` bytes at the program points `points`, and the overlap terms `overlaps`, whose cost is the traffic
+    in excess of computation. The nodes `fixed` are not eliminated, as constraints depend on them."""
 
     limit: float
     points: tuple[int, ...]
@@ -63,8 +63,8 @@ def _sorted(known: Iterable[int], more: Iterable[int]) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Remaining:
-    """The choices that an aim leaves: a `network` of the seconds that no active constraint counts, at the multipliers
-    `plain`, whose costs contain `base` seconds more; and the redistributions that are made again, by group."""
+    """The choices below an aim: a `network` of the seconds that no active constraint counts, at the multipliers
+    `plain`, whose costs contain `base` seconds more; and the redistributions that backward reruns, by group."""
 
     network: Network
     plain: Multipliers

@@ -1,5 +1,4 @@
-"""The planning problem as arrays: own costs of nodes, matrices of what redistributions cost, and what is hidden behind
-what."""
+"""The planning problem as arrays: costs of nodes, cost matrices of redistributions, and overlap terms."""
 
 from collections import Counter
 from collections.abc import Sequence, Set
@@ -42,9 +41,9 @@ class GroupArrays:
     """Uses of one tensor in one place, all its occurrences together.
 
     `made[y]` is the layout (a row) that strategy y of `producer` gives, `targets` are those of the columns. `seconds[a,
-    b]` is the cost in a step of bringing layout a to layout b forward and backward, `again[a, b]` that of doing it once
-    more in the backward pass. `same[a, b]` says that b is the very tensor a. Of the traffic of a parameter `gather` and
-    `reduce` are the seconds in one micro-batch, forward and backward.
+    b]` is the cost in a step of redistributing layout a to layout b forward and backward, `again[a, b]` the cost of
+    rerunning it in the backward pass. `same[a, b]` says that both are one tensor. `gather` and `reduce` are the seconds
+    of a parameter's traffic in one micro-batch, forward and backward.
     """
 
     group: EdgeGroup
@@ -62,11 +61,11 @@ class GroupArrays:
 
 @dataclass(frozen=True)
 class Overlap:
-    """Computation of a block that hides the traffic of its parameters in one pass: what it costs in a step is `weight`
-    times what the one exceeds the other by.
+    """Computation of a block that overlaps the traffic of its parameters in one pass. Its cost in a step is `weight`
+    times the seconds by which traffic exceeds computation.
 
-    `cover` are the seconds of computation. `gather`, `again` and `reduce` say what the traffic is, `forced` that
-    gathers are made again whatever is kept.
+    `cover` are the seconds of computation. `gather`, `again` and `reduce` say which traffic counts, `forced` that
+    gathers are rerun in any case.
     """
 
     block: int
@@ -84,7 +83,7 @@ class Overlap:
         return (self.gather + self.forced) * group.gather + self.reduce * group.reduce
 
     def traffic_again(self, group: GroupArrays) -> Floats | None:
-        """The seconds that making a redistribution of `group` again adds; None for none."""
+        """The seconds that rerunning a redistribution of `group` adds; None for none."""
         if not self.again or not group.group.parameter or group.group.block != self.block:
             return None
         return group.gather
@@ -94,7 +93,7 @@ class Overlap:
 class Arrays:
     """The whole problem under one configuration.
 
-    `costs[n][y]` is what strategy y of node n costs itself; `tie_break[n][y]` counts its
+    `costs[n][y]` is the cost of strategy y of node n alone; `tie_break[n][y]` counts its
     unusual methods, to choose among equals; `effort` counts the work of solving it.
     """
 
@@ -105,7 +104,7 @@ class Arrays:
     effort: Effort = field(default_factory=Effort)
 
     def value(self, picks: Sequence[int], again: Set[tuple[int, Layout]] = frozenset()) -> float:
-        """Seconds of the strategies `picks` when the redistributions `again` (group, target) are made twice."""
+        """Seconds of the strategies `picks` when backward reruns the redistributions `again` (group, target)."""
         total = sum(float(costs[pick]) for costs, pick in zip(self.costs, picks, strict=True))
         for group, (made, wanted) in zip(self.groups, self.changes(picks), strict=True):
             total += sum(float(group.seconds[made, target]) for target in wanted)
@@ -116,7 +115,7 @@ class Arrays:
         return total + sum(excesses)
 
     def changes(self, picks: Sequence[int]) -> list[tuple[int, set[int]]]:
-        """The layout that is made and those that are wanted, by group."""
+        """The layout of the producer and those of the consumers, by group."""
         return [
             (int(group.made[picks[group.producer]]), {int(edge.wanted[picks[edge.consumer]]) for edge in group.edges})
             for group in self.groups
@@ -147,13 +146,13 @@ def arrays(problem: Problem, uses: Sequence[Uses], configuration: Configuration)
 
 
 def _seconds(problem: Problem, node: Node, configuration: Configuration) -> Floats:
-    """Seconds of each strategy in a step: what runs again does so in every micro-batch, the optimizer once."""
+    """Seconds of each strategy in a step: recompute runs in every micro-batch, the optimizer once."""
     times = 1 if node.kind == "parameter" else configuration.micro_batches
     return times * (np.array(node.seconds) + _recompute(problem, node, configuration))
 
 
 def _recompute(problem: Problem, node: Node, configuration: Configuration) -> Floats:
-    """Seconds of the forward pass that run again in the backward pass of one micro-batch."""
+    """Seconds of the forward pass that are recomputed in the backward pass of one micro-batch."""
     recompute = recompute_of(problem, configuration, node.block)
     if node.kind == "op" and recompute != "none":
         return np.array(node.forward) * (np.array(node.light) if recompute == "selective" else 1.0)
@@ -183,7 +182,7 @@ def _tie_break(methods: tuple[str, ...]) -> int:
 
 
 def find_uses(problem: Problem, prices: Prices) -> list[Uses]:
-    """The uses of every tensor, with what redistributions cost one occurrence after the other."""
+    """The uses of every tensor, with the costs of redistributions summed over occurrences."""
     tensors = find_tensor_uses(problem, prices.mesh)
     places = Counter(each.producer for each in tensors)
     matrices = prices.matrices(

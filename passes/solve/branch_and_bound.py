@@ -36,8 +36,8 @@ class Branch:
 
 
 def split(instance: Instance, branch: Branch) -> tuple[Alive, Alive] | None:
-    """The strategies of two parts of a branch: a node uses on an axis the method of one choice in the mixture, or any
-    other. None where the choices differ in nothing that counts."""
+    """The strategies of two child branches: a node uses on an axis the method of one choice in the mixture, or any
+    other method. None where the choices do not differ in a relevant method."""
     parts = [(found, part) for found, part in branch.mixture if part > NOTHING]
     if len(parts) < 2:
         return None

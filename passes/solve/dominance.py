@@ -43,7 +43,7 @@ def _figures(
         matrices += [
             traffic for traffic in (overlap.traffic(group), overlap.traffic_again(group)) if traffic is not None
         ]
-    # The saved tensor is the source where that is the very tensor wanted, or where it is made again.
+    # The saved tensor is the source where both are one tensor, or where the redistribution is rerun.
     kept = np.where(size.same, size.source_bytes[:, None], size.target_bytes)
     matrices += [kept, np.broadcast_to(size.source_bytes[:, None], kept.shape)]
     return [matrix[np.ix_(group.made, wanted)] for matrix in matrices]

@@ -59,7 +59,7 @@ class Instance:
         return self.counted[key]
 
     def peak(self, solution: Solution) -> float:
-        """The most bytes that a choice takes, near the limit to the last digit as `use` has it."""
+        """The peak bytes of a choice, equal to those of `use` to the last digit near the limit."""
         most = float(self.totals(solution.picks, solution.regathered).max())
         is_near = abs(most - self.limits.memory) <= 1e-9 * most
         return self.use(solution).peak if is_near else most
@@ -85,7 +85,7 @@ class Instance:
         return sum(part * overlap.weight * overlap.cover for part, overlap in pairs)
 
     def cheapest(self, picks: Mapping[int, int], multipliers: Multipliers) -> Solution:
-        """The choice of these strategies, with the redistributions made again that are cheaper so at these
+        """The choice of these strategies that reruns the redistributions for which this is cheaper at these
         multipliers."""
         chosen = [picks[node] for node in range(len(self.arrays.costs))]
         return self.solution(chosen, made_again(self.arrays, self.bytes, chosen, self.points, multipliers))

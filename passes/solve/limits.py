@@ -1,4 +1,4 @@
-"""Limits of a plan, and the errors where no plan keeps within them."""
+"""Limits of a plan, and the errors for limits that no plan satisfies."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from passes.ir.errors import InfeasibleError
 
 
 class InfeasibleProgramError(Exception):
-    """No choice keeps within the limits and takes less than the aim."""
+    """No choice satisfies the limits in less time than the aim."""
 
 
 @dataclass(frozen=True)

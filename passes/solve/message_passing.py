@@ -18,8 +18,8 @@ _PASSES = 12
 
 @dataclass
 class _Link:
-    """A use of a tensor, or a pair: the layouts (rows, columns) of both ends, the costs that remain on it, and those
-    that were moved to its ends."""
+    """A use of a tensor, or a pair: the layouts (rows, columns) of both ends, its remaining costs, and the costs moved
+    to its ends."""
 
     producer: int
     consumer: int
@@ -214,7 +214,7 @@ class MessagePassing:
         self.rest[index] = float(link.rest.min())
 
     def _divide_anew(self) -> None:
-        """Divide the cost of every group again: consumers keep what they need of it, and share the rest equally."""
+        """Redistribute the cost of every group: consumers keep the part that they need, and share the rest equally."""
         for sharing, share in zip(self.network.sharings, self.shares, strict=True):
             for index, _ in share:
                 link = self.links[index]
@@ -240,7 +240,7 @@ class MessagePassing:
 
 
 def _above_least(costs: Floats, layouts: Integers, size: int, none: float) -> Floats:
-    """The least cost of the labels of every layout above the least of all; `none` where no label of it is alive."""
+    """The least cost of each layout's labels minus the least of all; `none` for layouts without a label alive."""
     least = np.full(size, np.inf)
     np.minimum.at(least, layouts, costs)
     living = np.isfinite(least)

@@ -18,7 +18,7 @@ from passes.solve.prices import Floats, Integers
 
 # Relative cost of each unusual method or change, to choose among equals.
 TIE = 1e-9
-# Buckets with so many cells are made at once, with the larger number where bounds have done what they can.
+# Maximum number of cells of buckets, at first and after message passing has pruned all that it can.
 FEW = 3_000_000
 MANY = 30_000_000
 # Maximum number of sweeps, and the number between checks whether tables are small enough.
@@ -102,9 +102,8 @@ def _by_sweeps(network: Network, enough: float) -> Optimum:
 
 
 def least_with(network: Network, enough: float) -> tuple[dict[int, Floats], dict[tuple[int, int], Floats]] | None:
-    """A lower bound on all choices with each label of every node, and with each pair of labels of two nodes that share
-    a cost. Only labels of choices that may cost at most `enough` are left in `network`; None where there is no
-    choice."""
+    """Lower bounds on all choices with each label of every node, and with each pair of labels of two nodes that share
+    a cost. Labels that occur only in choices above `enough` are removed from `network`; None if no choice remains."""
     if _cells(network) > FEW:
         bounds = MessagePassing(network)
         for number in range(1, SWEEPS + 1):

@@ -32,8 +32,8 @@ _WHOLE, _EQUAL, _SPLIT = (KINDS.index(kind) for kind in "RIS")
 
 @dataclass(frozen=True)
 class Pricing:
-    """A tensor to be priced: from which layouts to which. `in_unit` says that it is a parameter which an FSDP unit may
-    hold."""
+    """A tensor whose redistributions are priced, with source and target layouts. `in_unit` says that it is a parameter
+    that an FSDP unit may hold."""
 
     group: EdgeGroup
     sources: Sequence[Layout]
@@ -66,8 +66,8 @@ class Matrices:
 class Prices:
     """Seconds of redistributions on one mesh and cluster.
 
-    Every step takes the least of what its algorithms take, each something fixed and something per byte of the larger of
-    what a rank holds before and after; then there is what the rank reads and writes itself.
+    Every step takes the time of its fastest algorithm: a fixed time plus a time per byte of the larger of a rank's
+    tensors before and after. The time of the rank's own reads and writes is added.
     """
 
     def __init__(self, cluster: Cluster, mesh: Mesh) -> None:
@@ -77,7 +77,7 @@ class Prices:
         self.found: dict[Hashable, Matrices] = {}
 
     def matrices(self, asked: Sequence[Pricing]) -> list[Matrices]:
-        """The seconds of all that is asked."""
+        """The seconds of all redistributions in `asked`."""
         keys = [each.key for each in asked]
         new = {key: each for key, each in zip(keys, asked, strict=True) if key not in self.found}
         for gradient in (False, True):
@@ -116,8 +116,8 @@ class Prices:
 
 
 class _Exchanges:
-    """The all-to-alls with which redistributions of parameters begin. Those of what an FSDP unit gathers afterwards are
-    sent together with those of other parameters (`passes/engines`).
+    """The all-to-alls with which redistributions of parameters begin. Those whose results an FSDP unit gathers are
+    combined with those of other parameters.
 
     By pair: `axes` (bits) are those of the all-to-alls, `alone` and `joint` [forward or backward, pair] their seconds
     one by one and together with others.
@@ -146,7 +146,7 @@ class _Exchanges:
             self.joint[way, pair] += is_first * tables.joint_seconds(steps, sizes[pair])
 
     def gathered(self) -> Flags:
-        """Whether a unit gathers what the all-to-alls of a pair make."""
+        """Whether a unit gathers the results of a pair's all-to-alls."""
         found = np.zeros(len(self.axes), dtype=np.bool_)
         end = 0
         for count, each in zip(self.counts, self.asked, strict=True):
@@ -195,7 +195,7 @@ class _Tables:
         sent: dict[tuple[int, int, int], tuple[Line, ...]] = {}
         for source, target, one, other in _changes(backward=backward):
             for cut, join in np.ndindex(2, 2):
-                # Backward a step begins with what it ends with forward.
+                # In backward a step begins with the placement that it ends with in forward.
                 kernels, *ends = touched(one, other, *((join, cut) if backward else (cut, join)))
                 own[:, source, target, cut, join] = (kernels, *(ends[::-1] if backward else ends))
             collective = COLLECTIVES[one, other]
@@ -234,7 +234,7 @@ class _Tables:
 
 
 def _changes(*, backward: bool) -> Iterator[tuple[int, int, str, str]]:
-    """All changes of a placement, as places in `KINDS`, and what they are forward or backward."""
+    """All changes of a placement, as positions in `KINDS`, and their kinds forward or backward."""
     for source, kind in enumerate(KINDS):
         for target, other in enumerate(KINDS):
             if (kind, other) in COLLECTIVES:

@@ -1,7 +1,7 @@
 """The best choice within limits by an integer program, where Pareto frontiers get too large.
 
 Rows of the program keep the bytes at each program point within the limit: those of layouts in which tensors are wanted,
-and those of saved tensors, kept or made again. Other rows count the traffic that is exposed.
+and those of saved tensors, saved in the target layout or regathered. Other rows count exposed traffic.
 """
 
 from collections.abc import Sequence
@@ -25,8 +25,8 @@ Part = tuple[np.ndarray, np.ndarray]
 
 @dataclass(frozen=True)
 class AgainColumns:
-    """The numbers of the columns that decide whether each redistribution of a group is made again, by source and target
-    (-1: decided already)."""
+    """The columns that decide whether backward reruns each redistribution of a group, by source and target (-1:
+    decided already)."""
 
     columns: Integers
     sources: Integers
@@ -64,8 +64,9 @@ def _add_constraints(
 ) -> dict[int, AgainColumns]:
     """Add the active constraints to a program.
 
-    A saved tensor that is wanted in another layout is either kept in it, or its source is kept and the redistribution
-    is made again, which costs time; a binary decision where `repeats` leave it open. Returns its columns, by group.
+    A tensor that is used in another layout is either saved in that layout, or its source is saved and backward reruns
+    the redistribution, which costs time: a binary decision where `repeats` leave it open. Returns its columns, by
+    group.
     """
     network, model, limit, points = program.network, program.model, active.limit, active.points
     # The solver takes rows to be met within a millionth: bytes are counted in thousandths of the limit.
@@ -147,8 +148,8 @@ def _keep_group(
     unit: float,
     repeats: Repeats,
 ) -> tuple[AgainColumns, Integers]:
-    """Add columns and rows for a group's saved tensor. Returns also the columns that are 1 where a redistribution is
-    made again (-1: never)."""
+    """Add columns and rows for a group's saved tensor. Returns also the columns that are 1 where backward reruns a
+    redistribution (-1: never)."""
     network, model = program.network, program.model
     made = group.made[network.labels[group.producer]]
     sources = np.unique(made)
@@ -157,7 +158,7 @@ def _keep_group(
     same, is_open = group.same[here], repeats.open[here]
     is_made = repeats.cheaper[here] & ~is_open
     seconds = group.again[here] * program.scale
-    # One column where keeping or making again is decided, and another where it is open.
+    # One column where saving or rerunning is decided, and another where it is open.
     kept = model.add_columns(np.where(is_made, seconds, 0.0))
     again = np.full(kept.shape, -1)
     again[is_open] = model.add_columns(seconds[is_open], integer=True)

@@ -53,7 +53,7 @@ class CuttingPlanes:
         scale = max(abs(item.seconds) for item in found)
         cuts = []
         for item in found:
-            # Multipliers are relative to one that makes the bytes of the limit as dear as the whole step.
+            # Multipliers are relative to one at which the bytes of the limit cost as much as the whole step.
             bytes_part = mathopt.LinearSum(
                 variables[index] * (item.over[index] * self.unit / scale) for index in breaking
             )

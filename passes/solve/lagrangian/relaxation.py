@@ -1,7 +1,7 @@
 """Lagrangian relaxation: limits on bytes and overlap terms become costs, and the rest is a problem without limits.
 
-At given multipliers each saved tensor is kept after its redistribution, or the backward pass makes the redistribution
-again, whichever is cheaper. As constraints the limits are in `pareto` and in `integer_program`.
+At given multipliers each tensor is saved after its redistribution, or its source is saved and backward reruns the
+redistribution, whichever is cheaper. `pareto` and `integer_program` impose the limits as constraints.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -63,8 +63,8 @@ def relaxed(arrays: Arrays, sizes: MemoryModel, points: Sequence[int], multiplie
 
 
 def _kept(size: GroupBytes, fractions: Floats, again: Floats) -> tuple[Floats, Floats]:
-    """The cost of every redistribution of a group where it is made again, in `again` seconds, and where its result is
-    kept."""
+    """The cost of every redistribution of a group if backward reruns it, in `again` seconds, and if its result is
+    saved."""
     saved = size.saved(fractions)
     return again + saved.source[:, None] + saved.again, saved.target
 
@@ -76,7 +76,7 @@ def made_again(
     points: Sequence[int],
     multipliers: Multipliers,
 ) -> frozenset[tuple[int, Layout]]:
-    """The redistributions of a choice that are cheaper made again than kept at these multipliers: (group, target)."""
+    """The redistributions that are cheaper to rerun than to save at these multipliers: (group, target)."""
     everywhere = sizes.blend(points, multipliers.bytes)
     found: set[tuple[int, Layout]] = set()
     for number, (group, size) in enumerate(zip(arrays.groups, sizes.groups, strict=True)):
@@ -93,7 +93,7 @@ def made_again(
 
 
 def again_seconds(arrays: Arrays, group: GroupArrays, multipliers: Multipliers) -> Floats:
-    """The cost of making each redistribution of a group again, exposed traffic included."""
+    """The cost of rerunning each redistribution of a group in backward, including exposed traffic."""
     again = multipliers.seconds * group.again
     for overlap, part in zip(arrays.overlaps, multipliers.overlaps, strict=True):
         twice = overlap.traffic_again(group)
@@ -104,7 +104,7 @@ def again_seconds(arrays: Arrays, group: GroupArrays, multipliers: Multipliers) 
 
 @dataclass(frozen=True)
 class Repeats:
-    """Flags of a group's redistributions: `cheaper` made again than kept, and still `open` within some aim."""
+    """Flags of a group's redistributions: `cheaper` to rerun than to save, and still `open` within some aim."""
 
     cheaper: Flags
     open: Flags
@@ -122,7 +122,7 @@ class Slack:
 def decide_repeats(
     arrays: Arrays, sizes: MemoryModel, points: Sequence[int], multipliers: Multipliers, slack: Slack
 ) -> list[Repeats]:
-    """The redistributions that are made again at these multipliers; decided where the other way exceeds the slack."""
+    """The redistributions to rerun at these multipliers; decided where the alternative exceeds the slack."""
     everywhere = sizes.blend(points, multipliers.bytes)
     found = []
     for group, size in zip(arrays.groups, sizes.groups, strict=True):
@@ -142,7 +142,7 @@ def decided_again(
     groups: Iterable[int],
     is_again: Callable[[int, int, int], bool],
 ) -> frozenset[tuple[int, Layout]]:
-    """The redistributions of `groups` that a choice makes again: (group, target). Where `repeats` leave that open,
+    """The redistributions of `groups` that a choice reruns: (group, target). Where `repeats` leave this open,
     `is_again(group, made, target)` decides, with the layouts as row and column."""
     found: set[tuple[int, Layout]] = set()
     for number in groups:

@@ -1,8 +1,8 @@
 """Pareto frontiers of a network whose choices take limited amounts: bytes at program points, traffic of overlap terms.
 
 A multi-objective dynamic program over the order of bucket elimination: each cell of a bucket holds the partial choices
-for eliminated nodes that no other one dominates in all amounts. Surrogate constraints, together with the least that all
-else takes, prune partial choices that cannot become good enough.
+for eliminated nodes that no other one dominates in all amounts. Surrogate constraints, together with lower bounds on
+all other nodes, prune partial choices that cannot become good enough.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,7 +24,7 @@ NEAR = 24
 
 
 class TooManyError(Exception):
-    """There are too many cells or rows."""
+    """Buckets have too many cells or rows."""
 
 
 @dataclass(frozen=True)
@@ -256,7 +256,7 @@ class ParetoFrontiers:
         return rows
 
     def _drop(self, rows: _Rows, outside: Sequence[Floats], coming: Sequence[Sequence[Floats]]) -> None:
-        """Drop rows that violate a surrogate together with the least that all else takes."""
+        """Drop rows that violate a surrogate together with the lower bound on all other nodes."""
         self.limited.network.effort.add(len(self.surrogates) * rows.amounts.size, 2 * len(self.surrogates))
         good = np.ones(len(rows.cells), dtype=bool)
         for number, surrogate in enumerate(self.surrogates):

@@ -104,8 +104,8 @@ def _shared(network: Network, group: GroupArrays, first: Floats, second: Floats,
 def _surrogates(
     instance: Instance, active: ActiveConstraints, multipliers: Sequence[Multipliers], aim: float
 ) -> list[Surrogate]:
-    """Constraints that every choice meets which fits and takes less than `aim` seconds: one for each of some
-    multipliers, and the limit at each point by itself."""
+    """Constraints that every feasible choice of less than `aim` seconds satisfies: one for each of some multipliers,
+    and the limit at each point by itself."""
     count = 1 + len(active.points) + len(active.overlaps)
     overlaps = [instance.arrays.overlaps[index] for index in active.overlaps]
     found = []
