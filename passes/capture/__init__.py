@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Tracing:
-    """How to trace.
+    """Settings of a trace.
 
     `training` is the mode of the module, `gradients` whether there will be a backward pass; `context` is entered around
     it; with `dtype` parameters and floating inputs are taken to be of that dtype. A module on meta is traced as if it
@@ -67,7 +67,7 @@ def capture_symbolic(module: nn.Module, inputs: Inputs, tracing: Tracing, varyin
 def _traced(
     module: nn.Module, inputs: Inputs, tracing: Tracing, varying: Set[tuple[str, int]]
 ) -> tuple[Exported, Inputs]:
-    """What `torch.export` makes of the module, and the inputs that it was shown."""
+    """The module exported by `torch.export`, and the inputs that it was traced with."""
     stack = contextlib.ExitStack()
     with stack:
         stack.enter_context(mode_of(module, tracing.training))

@@ -17,8 +17,7 @@ _Range = tuple[int, int, int, int]
 
 
 def passing_value(frame: FrameType) -> bool | None:
-    """What the expression that `frame` is at must be worth so that a check passes; None where it is no part of a
-    check."""
+    """The value of the expression at `frame` with which a check passes; None where it is not part of a check."""
     position = _asking(frame.f_code, frame.f_lasti)
     if position is None:
         return None
@@ -29,7 +28,7 @@ def passing_value(frame: FrameType) -> bool | None:
 
 
 def _asking(code: CodeType, instruction: int) -> _Range | None:
-    """Where the expression stands in the source whose value an instruction asks for.
+    """The position in the source of the expression whose value an instruction tests.
 
     That of a branch was made by the instruction before it. (Where the branch itself stands, Python says less exactly.)
     """
@@ -51,7 +50,7 @@ def _range_of(position: tuple[int | None, int | None, int | None, int | None]) -
 
 
 def _part(test: ast.expr, position: _Range, value: bool) -> bool | None:
-    """What the part of `test` at `position` must be worth for the test to be `value`.
+    """The value of the part of `test` at `position` with which the test is `value`.
 
     Of several parts that are joined by `and` or `or` each may decide; it is taken to be the one. That is right wherever
     the test is right, because all that happens besides is that the other parts are looked at.
@@ -66,7 +65,7 @@ def _part(test: ast.expr, position: _Range, value: bool) -> bool | None:
 
 @cache
 def _checks(filename: str) -> tuple[tuple[ast.expr, bool], ...]:
-    """The tests of all checks in a file, and what they must be worth to pass."""
+    """The tests of all checks in a file, with the values that pass them."""
     try:
         tree = ast.parse("".join(linecache.getlines(filename)))
     except SyntaxError:
@@ -86,12 +85,12 @@ def _checks_in(node: ast.AST) -> Iterator[tuple[ast.expr, bool]]:
 
 
 def _assigns(test: ast.expr) -> bool:
-    """Whether a test does more than look."""
+    """Whether a test contains an assignment."""
     return any(isinstance(part, ast.NamedExpr) for part in ast.walk(test))
 
 
 def _raises(body: list[ast.stmt]) -> bool:
-    """Whether statements surely end in an error."""
+    """Whether statements always raise."""
     if not body or not isinstance(body[-1], ast.Raise):
         return False
     leaves = ast.Return, ast.Break, ast.Continue, ast.Yield, ast.YieldFrom, ast.Await

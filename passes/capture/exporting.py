@@ -1,7 +1,7 @@
-"""One trace of a module by `torch.export`, or one sentence on why there is none.
+"""One trace of a module by `torch.export`, or an error that says in one sentence why it cannot be traced.
 
-What a model asks of the values of its tensors is answered where it can be (`values`); a number that it takes out of a
-tensor goes on as a tensor. A module that cannot be traced like this is tried in other ways before it is refused.
+Reads of tensor values by the model are answered where values are known (`values`); a number taken out of a tensor stays
+a tensor. If a module cannot be traced like this, other ways are tried before it is refused.
 """
 
 import contextlib
@@ -165,7 +165,7 @@ def _exported(
     varying: Set[tuple[str, int]],
     read: Read,
 ) -> torch.export.ExportedProgram:
-    """The first way that works; where none does, what was wrong with the first one.
+    """The trace by the first way that works; where none does, the error of the first one.
 
     Raises _NeedsValues where values are needed, and CaptureError.
     """
@@ -286,7 +286,7 @@ def _without_functions() -> Iterator[None]:
 
 
 def _needed(error: BaseException) -> _NeedsValues | None:
-    """What a failed trace needs the values for, if it is that."""
+    """The reason why a failed trace needs values, if it does."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, _UNKNOWN):
         cause = cause.__cause__
@@ -299,7 +299,7 @@ def _needed(error: BaseException) -> _NeedsValues | None:
 
 
 def _settle(graph_module: torch.fx.GraphModule) -> None:
-    """Take out of a graph what only checks values; let numbers go on as tensors.
+    """Remove checks of values from a graph, and keep numbers as tensors.
 
     Raises _NeedsValues for what still depends on values.
     """
@@ -331,7 +331,7 @@ def _drop_checks(graph: torch.fx.Graph) -> None:
 
 
 def _unknown(node: torch.fx.Node) -> set[sympy.Symbol]:
-    """The symbols in what a node gives that stand for values of tensors."""
+    """The symbols in the result of a node that stand for values of tensors."""
     found: set[sympy.Symbol] = set()
     for leaf in pytree.tree_leaves(node.meta.get("val")):
         if isinstance(leaf, _SYMBOLIC):

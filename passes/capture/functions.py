@@ -1,13 +1,13 @@
-"""What is known of a custom `torch.autograd.Function` that a graph calls: found by following its operators, and tried
-on fresh data.
+"""Analysis of a custom `torch.autograd.Function` that a graph calls: its properties, derived from its operators and
+checked on random data.
 
 A function is *pointwise* if every element of every result, and of every gradient, depends on the elements at the same
 place alone: it is the same function on any part. It is *linear* if its gradients are linear in the gradients of its
 results, as those of an operator are and those of a function that clips them are not: a sum of gradients goes through it
 addend by addend.
 
-Forward and backward run on tensors without values whose sizes are symbols, and every operator of ATen that they come to
-is looked at. What is not sure is not claimed.
+Forward and backward run on fake tensors with symbolic sizes, and every ATen operator that they call is analyzed. The
+analysis is conservative.
 """
 
 import contextlib
@@ -42,7 +42,7 @@ _MOST, _LONGEST = 2**20, 64
 
 @dataclass(frozen=True)
 class Known:
-    """What is known of a call: see above; `drawn` says that it draws random numbers."""
+    """Properties of a call, as defined above; `drawn` says that it draws random numbers."""
 
     pointwise: bool
     linear: bool
@@ -51,7 +51,7 @@ class Known:
 
 @cache
 def known_of(function: str, arguments: str, operands: tuple[TensorType, ...], sizes: tuple[int, ...]) -> Known:
-    """What is known of a call with operands of these types; forward and backward are run on fresh data.
+    """The properties of a call with operands of these types; forward and backward are run on random data.
 
     Raises CaptureError where they cannot be run, and where they do not give the same twice.
     """
@@ -172,7 +172,7 @@ class _Following(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.zeros[place] = item
 
     def _is_zero(self, name: str, given: Sequence[object], tensors: Sequence[Tensor]) -> bool:
-        """Whether what an operator gives is zero."""
+        """Whether the result of an operator is zero."""
         if name in _FILLED:
             return given[-1] == 0
         same = name in _SAME and all(_storage(item) in self.zeros for item in tensors)
@@ -208,7 +208,7 @@ def _leaves(value: object) -> list[object]:
 
 
 def _followed(function: str, arguments: str, operands: tuple[TensorType, ...], sizes: tuple[int, ...]) -> Known:
-    """What the operators of a call say."""
+    """The properties that follow from the operators of a call."""
     environment = ShapeEnv()
     mode = FakeTensorMode(shape_env=environment)
     fakes = [_symbolic(type, mode) for type in operands]
@@ -261,7 +261,7 @@ def _gradients(
 
 @dataclass(frozen=True)
 class _Outcome:
-    """What a call gave on some data: results, the gradients of which were given, and gradients of operands."""
+    """The outcome of a call on some data: results, their given gradients, and the gradients of operands."""
 
     results: tuple[Tensor, ...]
     cotangents: tuple[Tensor, ...]

@@ -31,7 +31,7 @@ class GraphWriter:
         self.changes: list[StateChange] = []
         self.parameters: set[str] = set()
         self.inputs: set[str] = set()
-        # What shares the memory of what: a result, and the operand that it is a view of.
+        # Views by name: a result, and the operand that it is a view of.
         self.viewed: dict[str, str] = {}
 
     def name(self, hint: str) -> str:
@@ -206,7 +206,7 @@ class GraphWriter:
 
 
 def _known_function(node: torch.fx.Node, arguments: dict[str, Argument]) -> OpOverload:
-    """Put what is known of an autograd function into the arguments of its call; returns the overload to call."""
+    """Add the properties of an autograd function to the arguments of its call; returns the overload to call."""
     operands = [item.meta["val"] for item in cast(Sequence[torch.fx.Node], node.args[0])]
     types = tuple(TensorType(tuple(map(_hint, operand.shape)), operand.dtype) for operand in operands)
     sizes = tuple(_hint(item.meta["val"]) for item in cast(Sequence[torch.fx.Node], node.kwargs.get("sizes", ())))
@@ -220,7 +220,7 @@ def _known_function(node: torch.fx.Node, arguments: dict[str, Argument]) -> OpOv
 
 
 def _hint(size: object) -> int:
-    """A size, or of one that varies what it is in the example."""
+    """A size; for a dynamic one, its value in the example."""
     return int(size.node.hint) if isinstance(size, torch.SymInt) else cast(int, size)
 
 

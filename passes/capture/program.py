@@ -80,7 +80,7 @@ def _owned(module: nn.Module, exported: torch.export.ExportedProgram, gradients:
 
 
 def _placeholders(exported: torch.export.ExportedProgram) -> Iterator[tuple[torch.fx.Node, InputSpec]]:
-    """The placeholders of a graph, and what each is for."""
+    """The placeholders of a graph with their input specifications."""
     nodes = [node for node in exported.graph.nodes if node.op == "placeholder"]
     return zip(nodes, exported.graph_signature.input_specs, strict=True)
 

@@ -1,5 +1,4 @@
-"""How a module stands while it is traced: its mode, parameters, inputs, autograd functions. Afterwards it is as it
-was."""
+"""State of a module while it is traced: mode, parameters, inputs, autograd functions. It is restored afterwards."""
 
 import contextlib
 import os
@@ -58,7 +57,7 @@ def autograd_functions_written(gradients: bool) -> Iterator[None]:
 
 
 def _as_operator(cls: ops.Function, args: Sequence[object], kwargs: Mapping[str, object]) -> object:
-    """What a function returns, by way of the operator that stands for it in a graph."""
+    """The results of a function, computed by the operator that stands for it in a graph."""
     call = ops.written(cls, args, kwargs)
     versions = [version_of(tensor) for tensor in call.tensors]
     with ops.results_noted() as noted:

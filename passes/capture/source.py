@@ -1,4 +1,4 @@
-"""Where in a model's source something is, and what stands there."""
+"""Locations in the source of a model, and the code at them."""
 
 import ast
 import linecache
@@ -29,7 +29,7 @@ class Line:
 
     @property
     def text(self) -> str:
-        """What stands there."""
+        """The text of the line."""
         return linecache.getline(self.file, self.number).strip()
 
     def __str__(self) -> str:

@@ -45,7 +45,7 @@ class Symbols:
         return as_number(value.node.expr.xreplace(self.named))
 
     def ranges(self, exported: torch.export.ExportedProgram) -> dict[str, tuple[int, int | None]]:
-        """What each symbol may be at least and at most."""
+        """The lower and upper bound of each symbol."""
         found = {}
         for symbol, name in self.named.items():
             allowed = exported.range_constraints[symbol]
@@ -54,7 +54,7 @@ class Symbols:
         return found
 
     def conditions(self, program: Program) -> tuple[object, ...]:
-        """What the trace took for granted, and what the model asserts, as conditions on the named symbols."""
+        """Guards of the trace and assertions of the model, as conditions on the named symbols."""
         asserted = [value for op in program.ops if op.kind == "_assert_scalar" for value in op.arguments.values()]
         found: dict[object, None] = {value: None for value in asserted if isinstance(value, sympy.Basic)}
         if self.environment is None:

@@ -1,11 +1,10 @@
-"""Values of tensors that a trace can know.
+"""Values of tensors that are known while tracing.
 
-A trace has no values. But what a model makes of nothing but sizes (`torch.ones(...)`, `torch.arange(...)`) is the same
-in every call, and so is what follows from an input that is a constant of the plan. These values are computed along with
-the trace, as long as they are small. So a model may branch on them, and take sizes from them.
+A trace has no values. But tensors that depend on sizes alone (`torch.ones(...)`, `torch.arange(...)`) are the same in
+every call, and so are tensors computed from an input that is a constant of the plan. These values are computed along
+with the trace, as long as they are small. So a model may branch on them, and take sizes from them.
 
-Which inputs have to be constants is found by trying: where the model needs a value, it is known from which inputs that
-value comes.
+Inputs become constants on demand: where the model needs a value, the inputs that the value depends on are known.
 """
 
 import functools
@@ -52,7 +51,7 @@ _CALLED = tuple(TORCH + name for name in ("__init__.py", "_tensor.py", "function
 
 @dataclass
 class Memory:
-    """A piece of memory: the inputs that its values come from, and whether they are known no longer."""
+    """A storage: the inputs that its values depend on, and whether these values are no longer known."""
 
     inputs: frozenset[str]
     lost: bool = False
@@ -60,7 +59,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Value:
-    """The values of a tensor; `tensor` is None where only where they come from is known."""
+    """The values of a tensor; `tensor` is None where only the inputs that they depend on are known."""
 
     tensor: Tensor | None
     memory: Memory
@@ -68,7 +67,7 @@ class Value:
 
 @dataclass
 class Read:
-    """What a model read of values while it was traced.
+    """The values that a model read while it was traced.
 
     `inputs` are those whose values were read, and the line that did. `wanted` are the inputs that a symbol of the trace
     comes from and that are no constants. `checks` are the lines that may raise, which were taken not to.
@@ -89,7 +88,7 @@ def is_readable(tensor: Tensor) -> bool:
 
 
 class Values(TorchDispatchMode):
-    """While entered, follows values.
+    """Mode that propagates known values through operators.
 
     `given` are the inputs that could be constants, by name, each with its values where there are any. Those of
     `constants` may be read.
@@ -183,7 +182,7 @@ class Values(TorchDispatchMode):
         return values
 
     def _note(self, result: object, computed: object, values: Sequence[Value], inputs: frozenset[str]) -> None:
-        """Keep what is known of results."""
+        """Record the known values of results."""
         leaves = pytree.tree_leaves(result)
         owns = pytree.tree_leaves(computed) if computed is not None else [None] * len(leaves)
         for leaf, own in zip(leaves, owns, strict=True):
@@ -197,7 +196,7 @@ class Values(TorchDispatchMode):
             self.known[leaf] = Value(kept, memory)
 
     def _forget(self, function: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]) -> None:
-        """What an operator writes to is known no longer, nor is what shares its memory."""
+        """Forget the values of tensors that an operator writes to, and of tensors that share their memory."""
         for place, parameter in enumerate(schema_of(function).arguments):
             if parameter.alias_info is None or not parameter.alias_info.is_write:
                 continue
@@ -223,7 +222,7 @@ class Values(TorchDispatchMode):
         return number
 
     def passing(self, frame: FrameType) -> bool | None:
-        """What lets the check pass that `frame` is at; None where it is at none."""
+        """The value that makes the check at `frame` pass; None where there is no check."""
         passing = passing_value(frame)
         if passing is not None:
             self.read.checks.setdefault(Line(frame.f_code.co_filename, frame.f_lineno))
@@ -280,7 +279,7 @@ class Rewording(TorchFunctionMode):
 
 
 def _computed(function: OpOverload, leaves: Sequence[object], tree: pytree.TreeSpec, values: Sequence[Value]) -> object:
-    """What an operator gives for known values, on the CPU; None where it cannot be computed."""
+    """The results of an operator for known values, on the CPU; None where they cannot be computed."""
     given = iter(values)
     filled: list[object] = []
     for leaf in leaves:
@@ -302,7 +301,7 @@ def _computed(function: OpOverload, leaves: Sequence[object], tree: pytree.TreeS
 
 
 def _without_values(own: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the trace that is like a computed one."""
+    """A fake tensor of the trace with the type of a computed one."""
     return torch.empty_strided(own.shape, own.stride(), dtype=own.dtype, device=device)
 
 
@@ -316,7 +315,7 @@ def _share(first: Tensor | None, second: Tensor) -> bool:
 
 
 def _calling_frame() -> FrameType:
-    """Whoever called an operator."""
+    """The frame that called an operator."""
     frame = sys._getframe(1)
     while _is_machinery(frame) and frame.f_back is not None:
         frame = frame.f_back
@@ -324,7 +323,7 @@ def _calling_frame() -> FrameType:
 
 
 def _is_machinery(frame: FrameType) -> bool:
-    """Whether a frame stands between whoever calls an operator and the operator."""
+    """Whether a frame is internal: between the caller of an operator and the operator."""
     file = frame.f_code.co_filename
     if file == __file__ or frame.f_code.co_name in ("__torch_function__", "__torch_dispatch__"):
         return True

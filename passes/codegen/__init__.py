@@ -1,7 +1,7 @@
 """emit: a lowered program in, Python source out. One class per region, one for the whole.
 
-The source reads as a person would write it: values are called after the modules that they come from, each run of
-statements says where in the model it stands, layouts stand as comments, collectives are spelled out.
+The source reads like hand-written code: values are named after the modules that compute them, comments give the module
+of each group of statements and the layouts of values, and collectives are explicit calls.
 """
 
 from passes.codegen.module import ModuleWriter, Naming

@@ -20,7 +20,7 @@ INDENT = " " * 8
 
 @dataclass
 class Shared:
-    """What the functions of one module share.
+    """State that the functions of one module share.
 
     `held` says what an engine gathers, `loops` are all loops, `assigned` the variables that each of them assigns. While
     functions are written, `used` collects the names of the runtime that they take, and `functional` whether they call
@@ -72,7 +72,7 @@ class Code:
         return self.body.types
 
     def prologue(self) -> list[str]:
-        """What the function begins with: the axes, if it uses them."""
+        """The first lines of the function: the axes, if it uses them."""
         return [f"{INDENT}{unpacked(self.mesh.names)} = self.axes"] if self.axes_used else []
 
     def use(self, name: str) -> str:
@@ -107,12 +107,12 @@ class Code:
         return text
 
     def gathered(self, parameter: str) -> str:
-        """The expression that reads a parameter as the engine gives it."""
+        """The expression that reads a parameter gathered by its FSDP unit."""
         self.paths_used.add(self.paths[parameter])
         return f"{self.use('gathered')}({self.paths[parameter]})"
 
     def gathered_for_op(self, item: Redistribution) -> str:
-        """A parameter as the engine gives it, with the steps that follow, as an expression."""
+        """A parameter gathered by its FSDP unit, with the redistributions that follow, as an expression."""
         right = self.gathered(item.source)
         reduce = item.dtypes[1]
         dtypes = f", grad_dtype={reduce}" if reduce is not None else ""
@@ -125,7 +125,7 @@ class Code:
         return value_text(argument, self.read)
 
     def leaf(self, value: Argument, held: str | None) -> str:
-        """What is returned; a buffer that changes before that is copied in the variable `held` first."""
+        """The expression of a returned value; a buffer that changes before the return is copied to `held` first."""
         if held is None or not isinstance(value, Ref):
             return self.value(value)
         self.lines.append(f"{INDENT}{held} = {self.read(value.name)}")

@@ -1,4 +1,4 @@
-"""What an engine does, in words."""
+"""Comments of generated code on what FSDP units gather and reduce."""
 
 from passes.ir.lowered import FSDPUnits
 from passes.ir.mesh import Mesh
@@ -6,7 +6,7 @@ from passes.ir.program import Region
 
 
 def engine_text(held: FSDPUnits, loop: int, region: Region, mesh: Mesh) -> str:
-    """What the engine does for each copy of a loop over `region`: a sentence for each group, with a space before it."""
+    """A sentence for each FSDP unit around a copy of a loop over `region`, with a space before it."""
     text = ""
     first = {names[0] for names in region.owned.values()} & held.gathered
     groups = [held.units[number] for copies in held.around_copies[loop : loop + 1] for number in copies[0]]

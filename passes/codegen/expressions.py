@@ -1,4 +1,4 @@
-"""How an op is written: as a person would, or by its full name where there is no such way."""
+"""Ops as expressions: in idiomatic PyTorch where possible, else by the full name of the operator."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ Writer = Callable[[Scope, Mapping[str, Argument]], str | None]
 
 
 def expression(code: Scope, op: Op, texts: Mapping[str, str] | None = None) -> str:
-    """An op as a person would write it; by its full name where there is no such way.
+    """An op as an expression: in idiomatic PyTorch where possible, else by the full name of the operator.
 
     `texts` are arguments that are written already.
     """

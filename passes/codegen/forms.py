@@ -1,4 +1,4 @@
-"""How a local form is called."""
+"""Calls of local forms."""
 
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Lines of source that are not too long."""
+"""Source lines, broken where they are too long."""
 
 WIDTH = 120
 
@@ -30,7 +30,7 @@ def signature(indent: str, head: str, arguments: list[str]) -> list[str]:
 
 
 def _opening(text: str) -> int:
-    """Where the bracket opens that the last character closes."""
+    """The position of the bracket that the last character closes."""
     depth, quoted = 0, False
     for place in range(len(text) - 1, -1, -1):
         quoted ^= text[place] == '"'
@@ -43,7 +43,7 @@ def _opening(text: str) -> int:
 
 
 def _within_lambda(text: str) -> bool:
-    """Whether the names of a lambda's arguments are not over yet."""
+    """Whether the text ends within the argument list of a lambda."""
     return text.strip().startswith("lambda ") and ":" not in text
 
 

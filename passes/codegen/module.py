@@ -37,7 +37,7 @@ class ModuleWriter:
         self.updated = {buffer for buffer, _ in lowered.updates}
 
     def source(self) -> str:
-        """The whole text."""
+        """The source of the whole module."""
         taken = {self.naming.class_name}
         classes = []
         for loop in self.loops:

@@ -1,4 +1,4 @@
-"""How generated code reaches the parts of the model, and what it calls its regions and their copies."""
+"""Expressions by which generated code reads submodules of the model, and names of regions and their copies."""
 
 import keyword
 from collections.abc import Sequence
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from passes.ir.lowered import Loop
 from passes.ir.vocabulary import identifier
 
-# What generated classes have already.
+# Names that generated classes define themselves.
 _ATTRIBUTES = {
     "axes",
     "build",
@@ -40,7 +40,7 @@ def class_name(loop: Loop, taken: set[str]) -> str:
 
 
 def loop_name(index: int, loops: Sequence[Loop]) -> str:
-    """What the copies of a loop are called: after the list that they stand in."""
+    """The name of a loop's copies: that of the module list that contains them."""
     owner = _owner(loops[index])
     name = identifier(owner or "copies")
     same = [identifier(_owner(loop)) for loop in loops]
@@ -49,14 +49,14 @@ def loop_name(index: int, loops: Sequence[Loop]) -> str:
 
 
 def copy_path(own: str, region: str, entries: int) -> str:
-    """Where a copy finds a parameter of its own: "layer.mlp.down_proj.weight"."""
+    """The path of a copy's own parameter: "layer.mlp.down_proj.weight"."""
     rest = own.removeprefix(region)
     index, _, rest = rest.removeprefix("[").partition("]") if entries > 1 else ("", "", rest)
     return (f"layer_{index}" if entries > 1 else "layer") + attribute(rest.removeprefix(".").split("."))
 
 
 def attribute(path: Sequence[str]) -> str:
-    """How a part of the model is reached: ".layers[0].mlp"."""
+    """The attribute expression of a submodule: ".layers[0].mlp"."""
     return "".join(
         f".{part}"
         if part.isidentifier() and not keyword.iskeyword(part)

@@ -1,4 +1,4 @@
-"""What the writers of expressions know of the function that they write into."""
+"""The scope of a generated function, as the writers of expressions use it."""
 
 from collections.abc import Mapping
 from typing import Protocol

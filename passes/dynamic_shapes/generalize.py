@@ -1,8 +1,8 @@
 """generalize: one program at several sizes in, the program whose sizes are formulas out.
 
-What passes make of a trace is numbers. But it is the same at all sizes of inputs, only its dims differ, and these are
-polynomials that are linear in each size (a batch times a sequence, a sequence less one, a part of a batch). Such a
-polynomial of n sizes is known exactly from its values where each is one of two; at other sizes it is tried.
+The passes work on numbers, but their results at different input sizes differ in dims only, and dims are polynomials
+that are linear in each size (batch times sequence, sequence minus one, a part of the batch). Such a polynomial in n
+sizes is determined by its values at two values of each size; samples at other sizes verify it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,7 +27,7 @@ def corners(planned: Sizes, others: Sizes) -> list[dict[str, int]]:
 
 
 def alike(one: Folded, other: Folded) -> bool:
-    """Whether two programs are the same but for their sizes."""
+    """Whether two programs are equal except for their sizes."""
     return _structure(one) == _structure(other)
 
 

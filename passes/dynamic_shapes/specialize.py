@@ -34,7 +34,7 @@ def specialize(symbolic: Symbolic, shapes: Mapping[str, Shape]) -> Program:
 
 
 def _sizes(symbolic: Symbolic, shapes: Mapping[str, Shape]) -> dict[str, int]:
-    """The size that each symbol stands for."""
+    """The value of each symbol."""
     sizes: dict[str, int] = {}
     for item in symbolic.program.inputs:
         for size, given in zip(item.type.shape, shapes[item.argument], strict=True):

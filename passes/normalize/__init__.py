@@ -2,7 +2,7 @@
 
 Normal form: no assertions, no in-place ops, no ops that do nothing, no op that only repacks another one's results;
 every size is written out, views are `reshape`, casts are `to.dtype`, splits are slices, a mean loss is a sum and a
-count; what no rule speaks for is made of what rules speak for, where that can be. What nothing uses is gone. Every op
+count. Ops without a sharding rule are decomposed into ops with one, where possible. Unused ops are removed. Every op
 has its key.
 """
 
@@ -20,8 +20,8 @@ from passes.rules import written_rule
 def normalize(program: Program) -> Program:
     """The program in normal form.
 
-    Raises CaptureError for changes of the model's inputs and parameters, for in-place changes that cannot be followed
-    to all views, and for what the generated program could not do.
+    Raises CaptureError for changes of the model's inputs and parameters, for in-place changes that cannot be applied to
+    all views, and for ops that a generated program cannot run.
     """
     program = functional(program)
     program = canonical(program)

@@ -1,4 +1,4 @@
-"""Attention: a mask that says no more than "not the keys after a query" is left to the op."""
+"""Attention: explicit causal masks become `is_causal`, and masks that hide nothing are removed."""
 
 from math import prod
 

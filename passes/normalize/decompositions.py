@@ -1,4 +1,4 @@
-"""Ops that no rule speaks for, written with ops that rules speak for, where torch knows how."""
+"""Decompositions of ops without a sharding rule into ops with one, by torch's own decompositions."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -10,14 +10,14 @@ import torch
 from passes._torch import FakeTensorMode, OpOverload, decomposition_table, make_fx, pytree, schema_of
 from passes.ir.program import Argument, Input, Op, Program, Ref, TensorType, freeze, references, rename
 
-# Whether a rule speaks for an op, given the types of its tensors.
+# Whether an op has a sharding rule, given the types of its tensors.
 Known = Callable[[Op, Mapping[str, TensorType]], bool]
 
 _DEEPEST = 4
 
 
 def decomposed(program: Program, known: Known, canonical: Callable[[Program], Program]) -> Program:
-    """Replace ops that are not `known` by what they are made of, where all of that is known; others stay whole.
+    """Decompose ops that are not `known`, where all resulting ops are known; others stay whole.
 
     torch's own decompositions are used; `canonical` writes their ops in normal form.
     """
@@ -65,9 +65,9 @@ def _under(argument: Argument, names: Mapping[str, Argument]) -> Argument:
 def _parts(
     op: Op, types: Mapping[str, TensorType], known: Known, canonical: Callable[[Program], Program]
 ) -> Program | None:
-    """What `op` is made of, as a program whose inputs stand for the operands; None if something in it is not known."""
+    """The decomposition of `op`, as a program whose inputs are the operands; None if an op in it is not known."""
     if torch.Tag.nondeterministic_seeded in op.overload.tags or op.kind == "autograd_function":
-        # What an autograd function is made of has another backward.
+        # The operators of an autograd function have another backward.
         return None
     whole = _program(op, types)
     for _ in range(_DEEPEST):

@@ -1,4 +1,4 @@
-"""One way to write each thing: every op in its one form, and none that does nothing."""
+"""Canonical forms: every op in one form, and no op without effect."""
 
 from math import prod
 from typing import cast
@@ -14,7 +14,7 @@ from passes.rules.parts import broadcast_shapes
 
 
 def canonical(program: Program) -> Program:
-    """Write every op in its one form; drop those that do nothing."""
+    """Write every op in its canonical form; drop ops without effect."""
     rewriter = Rewriter(program)
     differentiable = gradients(program)
     for original in program.ops:
@@ -63,7 +63,7 @@ def _weight_norm(rewriter: Rewriter, op: Op) -> Argument:
 
 
 def _padded_convolution(rewriter: Rewriter, op: Op) -> Argument:
-    """conv with padding "valid" or "same": what is padded as numbers."""
+    """conv with padding "valid" or "same": padding as numbers."""
     padding = op.arguments["padding"]
     if not isinstance(padding, str):
         return _unbatched(rewriter, op)
@@ -96,7 +96,7 @@ def _unbatched(rewriter: Rewriter, op: Op) -> Argument:
 
 
 def _glu(rewriter: Rewriter, op: Op) -> Argument:
-    """The first half by the sigmoid of the second."""
+    """glu: the first half times the sigmoid of the second."""
     source, type = only(op), rewriter.types[op.results[0]]
     dim = integer(op.arguments["dim"]) % len(type.shape)
     size = type.shape[dim]
@@ -107,7 +107,7 @@ def _glu(rewriter: Rewriter, op: Op) -> Argument:
 
 
 def _one_hot(rewriter: Rewriter, op: Op) -> Argument:
-    """Which class is which: a comparison with all of them."""
+    """one_hot: a comparison with the numbers of all classes."""
     type = rewriter.types[op.results[0]]
     classes = type.shape[-1]
     if prod(type.shape) == 0:
@@ -150,7 +150,7 @@ def _masked_scatter(rewriter: Rewriter, op: Op) -> Argument:
 
 
 def _masked_put(rewriter: Rewriter, op: Op) -> Argument:
-    """What is put wherever a mask is set, the same for all places, is a choice between two tensors."""
+    """index_put of one value by a mask: a `where` between two tensors."""
     source, indices, values = (op.arguments[name] for name in ("self", "indices", "values"))
     assert isinstance(indices, tuple)
     type, given = rewriter.type(source), rewriter.type(values)
@@ -214,7 +214,7 @@ def _instance_norm(rewriter: Rewriter, op: Op) -> Argument:
 
 
 def _addbmm(rewriter: Rewriter, op: Op) -> Argument:
-    """baddbmm with plain factors: the product, and what is added."""
+    """baddbmm with plain factors: the product, plus the added tensor."""
     if op.arguments["beta"] != 1 or op.arguments["alpha"] != 1:
         return KEEP
     type = rewriter.types[op.results[0]]
@@ -223,7 +223,7 @@ def _addbmm(rewriter: Rewriter, op: Op) -> Argument:
 
 
 def _outer(rewriter: Rewriter, op: Op) -> Argument:
-    """A column by a row."""
+    """outer: a column times a row."""
     type = rewriter.types[op.results[0]]
     first, second = op.arguments["self"], op.arguments["vec2"]
     column = TensorType((type.shape[0], 1), rewriter.type(first).dtype)

@@ -1,4 +1,4 @@
-"""No in-place ops: each gives a new tensor, and what shared memory with the old one is written anew from it.
+"""Functionalization: every in-place op returns a new tensor, and views of the old one are regenerated from it.
 
 A change of a view is a change of what it views: the new values are put back into the tensor below it, up to the
 tensor that owns the memory, and all other views of that tensor are taken again. Buffers that change are the program's

@@ -1,4 +1,4 @@
-"""The rewriter: a program is copied op by op, and what a result is replaced by is followed from then on."""
+"""The rewriter: copies a program op by op; later ops read the replacements of results."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -9,7 +9,7 @@ from passes.ir.program import Argument, Op, Program, Ref, TensorType, Update, fi
 
 
 class Rewriter:
-    """Copies the ops of a program one after the other; what a result is replaced by is followed from then on."""
+    """Copies the ops of a program one after the other; later ops read the replacements of results."""
 
     def __init__(self, program: Program) -> None:
         self.program = program

@@ -174,7 +174,7 @@ def _index(rewriter: Rewriter, op: Op) -> Argument:
 
 
 def _cat(rewriter: Rewriter, op: Op) -> Argument:
-    """Nothing is put together with an empty tensor: what a cache holds before the first tokens, for instance."""
+    """cat without empty tensors, as a cache holds before the first tokens."""
     tensors = op.arguments["tensors"]
     assert isinstance(tensors, tuple)
     full = tuple(tensor for tensor in tensors if 0 not in rewriter.type(tensor).shape)
@@ -218,7 +218,7 @@ def _repeat_interleave(rewriter: Rewriter, op: Op) -> Argument:
 
 
 def _slice_scatter(rewriter: Rewriter, op: Op) -> Argument:
-    """What is before the slice, the new part, and what is after it."""
+    """slice_scatter: the part before the slice, the new part, and the part after it."""
     source, part = op.arguments["self"], cast(Ref, op.arguments["src"])
     shape = rewriter.type(source).shape
     dim = integer(op.arguments["dim"]) % len(shape)
@@ -287,7 +287,7 @@ def _filled(name: str) -> Rewrite:
 
 
 def _filling(rewriter: Rewriter, op: Op) -> Argument:
-    """fill, zero: nothing is left of what was there."""
+    """fill, zero: a new tensor, independent of the old values."""
     type, value = rewriter.types[op.results[0]], op.arguments.get("value", 0)
     if not isinstance(value, Ref):
         here = torch.device("cpu")

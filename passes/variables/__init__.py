@@ -1,6 +1,6 @@
 """variables: a lowered program in, the variables of its generated functions out.
 
-Variables are named as a person would name them. A value that leaves its module is called after the module ("q_proj",
+Variables have readable names. A value that leaves its module is named after the module ("q_proj",
 "input_layernorm"), one that the model returns after the field ("loss"), the values that layers pass on "hidden". A
 result computed within a module takes over the variable of an operand that is not read any more, as in `x = x + 1`.
 That decides how long tensors live, so the memory simulator reads the same variables as code generation.
@@ -21,7 +21,7 @@ from passes.variables.names import Names
 def name_variables(lowered: Lowered, mesh: Mesh) -> Variables:
     """The variables of all functions of the module that is generated for `lowered`.
 
-    `lowered` is as it will run: marked by the passes recompute and engines. No variable has the name of an axis of
+    `lowered` is final: recompute and FSDP units are marked. No variable has the name of an axis of
     `mesh`, or one of `ir.vocabulary.RESERVED`.
     """
     program = lowered.program
