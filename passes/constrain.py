@@ -1,9 +1,9 @@
-"""constrain: what a user demands of the plan, matched against a program in normal form.
+"""constrain: matches the user's constraints on the plan against a program in normal form.
 
 Constraints are `{pattern: {what: {axis: layout}}}`. A pattern is matched (fnmatch) against names of parameters, modules
 and ops, or is an op kind such as "@linear". `what` is "stored" or "used" (parameters), "in", "out" or "method" (ops,
 and modules: what enters and leaves them). A layout is a placement as it prints, or "whole" for both R and I. Of several
-that say something of the same thing the longest pattern holds.
+constraints on the same placement the longest pattern applies.
 """
 
 import re
@@ -27,9 +27,9 @@ _WHATS = ("stored", "used", "in", "out", "method")
 
 
 def parse(constraints: Constraints, mesh: Mesh) -> list[Constraint]:
-    """The demands that `constraints` write down.
+    """Parse `constraints`.
 
-    Raises ConstraintError for what cannot be read, MeshError for an axis that the mesh has not.
+    Raises ConstraintError for an invalid constraint, MeshError for an axis that the mesh does not have.
     """
     demands = []
     for pattern, whats in constraints.items():
@@ -50,9 +50,9 @@ def parse(constraints: Constraints, mesh: Mesh) -> list[Constraint]:
 
 
 def constrain(program: Program, constraints: Constraints, mesh: Mesh) -> PlacedConstraints:
-    """Find where each constraint holds.
+    """Find the places that each constraint applies to.
 
-    Raises ConstraintError where a pattern matches nothing, and where two of the same length contradict each other.
+    Raises ConstraintError if a pattern matches nothing, or if two patterns of the same length contradict each other.
     """
     demands = parse(constraints, mesh)
     if not demands:
@@ -110,8 +110,8 @@ def _as_printed(names: Iterable[str]) -> list[str]:
 
 
 def stored_as(program: Program, layouts: Mapping[str, Layout]) -> PlacedConstraints:
-    """The demand that parameters are stored as `layouts` say: one demand for all, so that layers that are stored alike
-    stay alike."""
+    """The constraint that parameters are stored in `layouts`: one for all, so that layers that are stored alike remain
+    equal."""
     placed: dict[ConstraintTarget, dict[int, Constraint]] = {}
     for parameter in program.parameters:
         placements = enumerate(layouts[parameter.name])
@@ -123,8 +123,8 @@ def stored_as(program: Program, layouts: Mapping[str, Layout]) -> PlacedConstrai
 
 @dataclass(frozen=True)
 class _Names:
-    """Who makes and who reads each tensor, as module paths; `data` are those that depend on the batch or on a
-    parameter and are no parameter themselves."""
+    """The producers and consumers of each tensor, as module paths; `data` are the tensors that depend on the batch or
+    on a parameter, parameters themselves excepted."""
 
     made: Mapping[str, str]
     read: Mapping[str, list[str]]
@@ -148,7 +148,7 @@ def _names(program: Program) -> _Names:
 
 
 def _op_places(op: Op, demand: Constraint, names: _Names) -> Iterator[ConstraintTarget]:
-    """Where a demand on ops or modules holds at `op`."""
+    """The places of `op` that a constraint on ops or modules applies to."""
     pattern = demand.pattern
     itself = pattern == f"@{op.kind}" or _matches(op.key, pattern)
     around = [path for path in _paths(op.module) if _matches(path, pattern)]

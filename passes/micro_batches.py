@@ -1,14 +1,14 @@
-"""micro_batches: a program in normal form and a number in, the program of one micro-batch out.
+"""micro_batches: derives the program of one micro-batch from a program in normal form.
 
-Micro-batches are seen as ranks of one more axis. The inputs are split along their batch, parameters are `R`, and the
-sharding rules say what that makes of every tensor: `S` has a part for each micro-batch, `P` is a sum over them, `R` is
-the same in all. Micro-batches run one after the other, so nothing can be sent between them while they run. What needs
-the whole batch is therefore no step of one micro-batch, with one exception: a sum over the batch that follows from the
-inputs alone, such as the number of labels that count. These *totals* come from a program of their own, which runs
-before all others, and are inputs of the program of one micro-batch.
+Micro-batches are treated as ranks of one more axis. The inputs are split along their batch, parameters are `R`, and the
+sharding rules determine the placement of every tensor: `S` has a part for each micro-batch, `P` is a sum over them, `R`
+is the same in all. Micro-batches run one after the other, so nothing can be sent between them while they run. An op
+that needs the whole batch therefore cannot run in one micro-batch, with one exception: a sum over the batch that
+follows from the inputs alone, such as the number of labels that count. These *totals* come from a program of their own,
+which runs before all others, and are inputs of the program of one micro-batch.
 
 So the loss is a sum over the samples (`P`), and the gradients of all micro-batches add up to those of the whole batch.
-Sizes that a trace has as numbers are those of the whole batch, so that a mean divides by what it divides by there.
+Sizes that a trace has as numbers are those of the whole batch, so a mean divides by the size of the whole batch.
 """
 
 from collections import Counter
@@ -44,7 +44,7 @@ from passes.rules import find_rule, signature
 from passes.rules.local_sizes import local_arguments
 from passes.rules.rule import Choice, digit, passing, split
 
-# Ops that make a tensor from nothing, the same all over or at random: one of another size is made as well.
+# Ops that create a constant or random tensor, which can have any other size.
 _MADE = {"zeros", "ones", "full", "empty", "rand", "randn"}
 
 
@@ -53,9 +53,9 @@ class MicroBatches:
     """The batch in `count` micro-batches of `samples` each.
 
     `program` is that of one micro-batch. Its last inputs are the totals, which the outputs of `totals` (of one
-    micro-batch too) sum to; None where there are none. `inputs` says how the others are cut: `S(dim)`, or `R` for
-    what every micro-batch gets whole. `outputs` says how each leaf comes together: `S` side by side, `P` summed, `R`
-    equal in all. `loss` is the leaf that is the loss.
+    micro-batch too) sum to; None where there are none. `inputs` are the placements of the others: `S(dim)`, or `R` for
+    inputs that every micro-batch gets whole. `outputs` are those of the leaves: `S` concatenated, `P` summed, `R` equal
+    in all. `loss` is the leaf that is the loss.
     """
 
     count: int
@@ -68,16 +68,16 @@ class MicroBatches:
 
 
 def micro_batches(program: Program, count: int) -> MicroBatches:
-    """Cut the batch of `program`, which is in normal form, into `count` parts.
+    """Split the batch of `program`, which is in normal form, into `count` parts.
 
-    Raises MicroBatchError where the batch does not divide, and where the rules do not show that the loss is a sum over
-    the samples, by totals of the inputs: the message names the op that needs the whole batch.
+    Raises MicroBatchError if the batch does not divide, or if the rules do not show that the loss is a sum over the
+    samples, given totals of the inputs: the message names the op that needs the whole batch.
     """
     return Batch(program).cut(count)
 
 
 class Batch:
-    """The batch of a program, to be cut in several ways: what these have in common is found out once."""
+    """The batch of a program, to be split in several ways, with the properties that these share."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
@@ -99,14 +99,14 @@ class Batch:
             return str(error)
 
     def cut(self, count: int) -> MicroBatches:
-        """Cut it into `count` parts; see `micro_batches`."""
+        """Split it into `count` parts; see `micro_batches`."""
         if self.size % count:
             raise MicroBatchError(
                 f"a batch of {self.size} cannot be cut into {count} micro-batches: choose a number that divides it"
             )
         if count == 1:
             raise MicroBatchError("one micro-batch is the whole batch: nothing is cut")
-        # Which samples are in which micro-batch must not matter.
+        # The assignment of samples to micro-batches must not matter.
         found = self._samples
         if count != self.size and not isinstance(found, str):
             found = self._ways(count)
@@ -119,17 +119,18 @@ class Batch:
 
 
 def batch_size(shapes: Iterable[Shape]) -> int:
-    """How many samples inputs of `shapes` have: the size that most of them begin with, but 1, which serves all samples.
+    """The number of samples of inputs of `shapes`: the most frequent first size, except 1, which broadcasts to all
+    samples.
 
-    Whether that is right need not be known: the rules either show that the loss is a sum over it, or refuse.
+    It need not be correct: the rules either show that the loss is a sum over it, or the split is refused.
     """
     sizes = Counter(shape[0] for shape in shapes if shape and shape[0] != 1)
     return sizes.most_common(1)[0][0] if sizes else 1
 
 
 def batch_dims(shapes: Mapping[str, Shape]) -> dict[str, int | None]:
-    """The dim of each input that has the samples: the first, or the second behind something else (positions of several
-    kinds); None for what has no samples."""
+    """The dim of each input that contains the samples: the first, or the second (positions of several kinds); None for
+    an input without samples."""
     batch = batch_size(shapes.values())
     found: dict[str, int | None] = {}
     for name, shape in shapes.items():
@@ -140,7 +141,7 @@ def batch_dims(shapes: Mapping[str, Shape]) -> dict[str, int | None]:
 
 
 class _WholeBatchError(Exception):
-    """The batch has to stay in one piece; it says why."""
+    """The batch cannot be split; the message is the reason."""
 
 
 @dataclass(frozen=True)
@@ -175,7 +176,7 @@ class _Calls:
 
 
 class _Cutter:
-    """Follows the rules on the axis of micro-batches, and writes down what one of them runs."""
+    """Propagates placements on the axis of micro-batches, and writes the program of one of them."""
 
     def __init__(self, program: Program, calls: _Calls, ways: int) -> None:
         self.program = program
@@ -230,7 +231,7 @@ class _Cutter:
         self._write(op, adapted, op.results, op.key)
 
     def _adapted(self, op: Op) -> _Adapted | None:
-        """The first choice that the placements of the operands allow, as they are before with a total in place."""
+        """The first choice that the placements of the operands allow, as they are or with a total in place."""
         case = self.alike[op.results[0]], tuple(self.placements[name] for name in op.operands)
         if case in self.known:
             return _Adapted(self.known[case], op.operands)
@@ -250,8 +251,8 @@ class _Cutter:
         return None
 
     def _choices(self, op: Op) -> list[Choice]:
-        """What may be done with splits and sums that come in: go along with the split, let the sum pass, or take both
-        as they are in the whole batch."""
+        """The choices for operands that are split or pending sums: propagate the split, pass the sum, or use both as
+        they are in the whole batch."""
         rule = self.rules[op.results[0]]
         found: dict[Choice, None] = {}
         if rule is not None:
@@ -266,7 +267,7 @@ class _Cutter:
         return list(found)
 
     def _is_alone(self, op: Op, choice: Choice) -> bool:
-        """Whether a micro-batch can do it without the others."""
+        """Whether a micro-batch can run it without the others."""
         rule = self.rules[op.results[0]]
         if rule is None or not choice.factors:
             return True
@@ -277,7 +278,7 @@ class _Cutter:
         return all(fits(self.types[name].shape, (placement,), self.mesh) for name, placement in placements)
 
     def _as(self, name: str, placement: Placement, totals: bool) -> str | None:
-        """The tensor `name` with another placement, if it is there without the other micro-batches."""
+        """The tensor `name` with another placement, if it can be computed without the other micro-batches."""
         own = self.placements[name]
         if own == placement:
             return name
@@ -321,7 +322,7 @@ class _Cutter:
     # --- parts of what is the same in all micro-batches ---
 
     def _part(self, name: str, placement: Placement) -> str | None:
-        """A micro-batch's part of a tensor that is the same in all of them, if that does not depend on which it is."""
+        """A micro-batch's part of a tensor that is the same in all of them, if it is the same for all parts."""
         if (name, placement) in self.parts:
             return self.parts[name, placement]
         op = self.makers.get(name)
@@ -384,10 +385,10 @@ class _Cutter:
             types={name: type for name, type in found.types.items() if name in kept},
         )
 
-    # --- what comes out ---
+    # --- outputs ---
 
     def _joined(self, value: Argument) -> Placement:
-        """How a leaf of the output comes together."""
+        """The placement of a leaf of the output."""
         names = list(references(value))
         return self.placements[names[0]] if names else R
 

@@ -34,7 +34,7 @@ _NUMBERS = {"inf": float("inf"), "nan": float("nan")}
 
 @dataclass(frozen=True)
 class Call:
-    """A call of a function: its path, its arguments as text, and the tensors and sizes that the text speaks of."""
+    """A call of a function: its path, its arguments as text, and the tensors and sizes that the text refers to."""
 
     function: str
     arguments: str
@@ -143,7 +143,7 @@ def is_within() -> bool:
 
 @contextmanager
 def results_noted() -> Iterator[list[object]]:
-    """Note what the functions return, tensors and all else, while entered."""
+    """A context that records the results of the functions, tensors and others."""
     noted: list[object] = []
     token = _given.set(noted)
     try:
@@ -153,7 +153,7 @@ def results_noted() -> Iterator[list[object]]:
 
 
 def run(tensors: Sequence[Tensor], function: str, arguments: str, sizes: Sequence[int]) -> list[Tensor]:
-    """Call a function; returns the tensors that it gives."""
+    """Call a function; returns its tensors."""
     cls, args, kwargs = read(function, arguments, tensors, sizes)
     token = _within.set(True)
     try:
@@ -215,7 +215,7 @@ TRACED: OpOverload = torch.ops.autopar.autograd_function.several
 
 
 def overload_for(results: int, *, drawn: bool) -> OpOverload:
-    """The overload for a function that gives so many tensors and draws random numbers or does not."""
+    """The overload for the number of returned tensors, and for whether the function draws random numbers."""
     name = ("one" if results == 1 else "several") + "_drawn" * drawn
     found: OpOverload = getattr(getattr(torch.ops.autopar, AUTOGRAD_FUNCTION), name)
     return found

@@ -1,4 +1,4 @@
-"""record: what was decided and lowered in, the program's part of the plan out."""
+"""record: records the decisions and the lowered program as the program's part of the plan."""
 
 from collections.abc import Iterator, Mapping
 
@@ -25,9 +25,9 @@ def record(
     seconds_on_one: float,
     gap: float,
 ) -> ProgramPlan:
-    """The plan of one program: every decision, what follows from it statement by statement, and what it costs.
+    """The plan of one program: every decision, the resulting statements, and their costs.
 
-    `seconds_on_one` is what one device would compute for; `gap` how much shorter the step could be, relative to it.
+    `seconds_on_one` is the computation time of the step on one device, `gap` its relative optimality gap.
     """
     decisions = {
         node.key: node.strategies[pick].methods for node, pick in zip(problem.nodes, solution.picks, strict=True)
@@ -60,7 +60,7 @@ def decisions_of(plan: ProgramPlan, mesh: Mesh) -> Decisions:
 
 
 def whole_ops(folded: Folded) -> tuple[str, ...]:
-    """Ops on the batch or on parameters that no rule speaks for, so that nothing of them is split."""
+    """Ops on the batch or on parameters that have no rule, so that they are never split."""
     depends = dependents(folded)
     return tuple(
         op.key
@@ -70,7 +70,7 @@ def whole_ops(folded: Folded) -> tuple[str, ...]:
 
 
 def discovered_ops(folded: Folded) -> tuple[str, ...]:
-    """Ops that no written rule speaks for, but one that was found by running them."""
+    """Ops without a written rule whose rule was discovered by running them."""
     return tuple(
         op.key
         for op in folded.ops
@@ -90,7 +90,7 @@ def idle_axes(problem: Problem, solution: Solution, mesh: Mesh) -> list[int]:
 
 
 def _again(problem: Problem, solution: Solution) -> Iterator[tuple[str, int]]:
-    """One use for every redistribution that is made again."""
+    """One use for every redistribution that the backward pass repeats."""
     seen = set()
     for edge in problem.edges:
         target = solution.strategy(problem, edge.consumer).operands[edge.operand]
@@ -102,7 +102,7 @@ def _again(problem: Problem, solution: Solution) -> Iterator[tuple[str, int]]:
 
 
 def _blocks(body: Body, mesh: Mesh) -> Iterator[Block]:
-    """Runs of statements outside the regions, and each region."""
+    """The statements outside of the regions in sequences, and each region."""
     makers: dict[str, str] = {}
     rows: list[Row] = []
     last = "before"
@@ -125,7 +125,7 @@ def _blocks(body: Body, mesh: Mesh) -> Iterator[Block]:
 
 
 def _row(statement: Compute | Redistribution, body: Body, mesh: Mesh, makers: dict[str, str]) -> Row:
-    """One statement; `makers` knows, and learns, the key of the op that made each value."""
+    """One statement; `makers` maps each value to the key of the op that computed it, and is updated."""
     if isinstance(statement, Redistribution):
         name = makers.get(statement.source.partition("~")[0], statement.source)
         makers[statement.result] = name

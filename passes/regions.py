@@ -1,4 +1,4 @@
-"""regions: a program in normal form in, the same program with its repeated runs of ops folded out.
+"""regions: folds the repeated sequences of ops of a program in normal form.
 
 A model writes a layer once and lists it many times (`model.layers.0`, `model.layers.1`, …). Where the ops of such
 entries are the same but for their parameters, they become one region: planned once, generated as one class. Entries
@@ -29,10 +29,10 @@ _LONGEST_PERIOD = 8
 
 
 def fold(program: Program, label: Callable[[Op], Hashable] = lambda op: None) -> Folded:
-    """Fold the repeated runs of `program`.
+    """Fold the repeated sequences of ops of `program`.
 
-    Ops with different labels are never folded onto each other, so that what is told of one layer alone holds for it
-    alone. Linear in the number of ops.
+    Ops with different labels are never folded together, so that a constraint on one layer applies to that layer only.
+    Linear in the number of ops.
     """
     folder = _Folder(program, label)
     items = folder.items(0, len(program.ops), 0)

@@ -1,7 +1,7 @@
-"""candidates: a folded program, a mesh and a cluster in; the planning problem out.
+"""strategies: builds the planning problem of a folded program on a mesh and a cluster.
 
-For every op the strategies that its rule allows and that divide, with their price; for parameters, inputs and outputs
-the layouts that they may have; and who reads what from whom.
+For every op the strategies that its rule allows and whose splits divide, with their costs; for parameters, inputs and
+outputs their possible layouts; and the edges between producers and consumers.
 """
 
 from passes.cost.price import cover
@@ -21,8 +21,9 @@ __all__ = ["Setting", "candidates"]
 def planning_problem(folded: Folded, demands: PlacedConstraints, setting: Setting) -> Problem:
     """The planning problem of `folded`.
 
-    Every node has a strategy; an op has those alone that compute the same as on one device. Nothing of the arguments is
-    changed. Raises ConstraintError where a demand leaves an op or parameter without any strategy, or an offer any node.
+    Every node has a strategy; every strategy of an op computes the same as on one device. The arguments are not
+    modified. Raises ConstraintError if a constraint leaves an op or parameter without any strategy, or if a node has
+    none of its allowed methods.
     """
     known = survey(folded)
     splits = find_splits(known, demands, setting.mesh)
@@ -34,7 +35,7 @@ def planning_problem(folded: Folded, demands: PlacedConstraints, setting: Settin
 
 
 def _blocks(known: Analysis, setting: Setting) -> tuple[list[int], list[Cover]]:
-    """How often each block runs, and what its computation can hide."""
+    """The number of times that each block runs, and its overlap budget."""
     counts = [1] * len(known.blocks)
     covers = [Cover()] * len(known.blocks)
     folded, devices, cluster = known.folded, setting.mesh.size, setting.cluster

@@ -1,4 +1,4 @@
-"""What candidates have to know of a folded program before anything is proposed, found once."""
+"""Analysis of a folded program: properties that building its planning problem needs, computed once."""
 
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -15,7 +15,8 @@ from passes.strategies.places import Placed, place
 
 @dataclass(frozen=True)
 class Training:
-    """Whether a parameter trains, and how many of its kind one name stands for: one in each copy of a region."""
+    """Whether a parameter trains, and the number of parameters that its name stands for: one in each copy of a
+    region."""
 
     trainable: bool
     count: int
@@ -23,15 +24,15 @@ class Training:
 
 @dataclass(frozen=True)
 class Analysis:
-    """A folded program and what follows from it alone.
+    """A folded program and its properties.
 
-    `placed` are its ops in order, `blocks` the names of the places where these stand. `parameters` and `constant`
-    (buffers and constants) are by the names that stand in ops, so those of regions are among them; `names` has, for
-    what a region calls otherwise, the name in the program (of its first copy), `exported` for what is used outside of
-    a region the name inside. `depends`, `strided` and `handed_on` are names of tensors (`dependents`, `strided` and
-    `handed_on` say which). By keys of ops: what their strategies depend on (`subjects`), what autograd keeps for them
-    (`saved`), and whether they are `cheap` to run again. `fused` are ops that are compiled together with others, by
-    their first result.
+    `placed` are its ops in order, `blocks` the names of the blocks that contain them. `parameters` and `constant`
+    (buffers and constants) are by the names that ops use, so those of regions are among them; `names` maps the names of
+    a region's parameters and buffers to their names in the program (of the first copy), `exported` those of tensors
+    that are used outside of a region to their names inside. `depends`, `strided` and `handed_on` are names of tensors
+    (`dependents`, `strided` and `handed_on` say which). By keys of ops: their contexts (`subjects`), their saved
+    tensors (`saved`), and whether they are `cheap` to recompute. `fused` are ops that are compiled together with
+    others, by their first result.
     """
 
     folded: Folded
@@ -50,12 +51,12 @@ class Analysis:
     fused: Mapping[str, Fused]
 
     def inside(self, name: str) -> str:
-        """What makes a tensor, by the name that it has where it is made."""
+        """The name of a tensor in the region or program that computes it."""
         return self.exported.get(name, name)
 
 
 def survey(folded: Folded) -> Analysis:
-    """All that follows from `folded` alone."""
+    """The analysis of `folded`."""
     placed, blocks = place(folded)
     parameters, constant = _owned(folded)
     moved = strided(folded)
@@ -70,7 +71,7 @@ def survey(folded: Folded) -> Analysis:
         blocks=blocks,
         parameters=parameters,
         constant=constant,
-        # Where two regions have the same name for something, it is the first's.
+        # A name that occurs in two regions belongs to the first.
         names={own: names[0] for region in reversed(folded.regions) for own, names in region.owned.items()},
         exported={
             name: export.value

@@ -1,4 +1,4 @@
-"""Who reads what from whom: the edges between nodes, in groups."""
+"""Edges of the planning problem: the uses of each tensor, in groups."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -15,9 +15,9 @@ from passes.strategies.tensors import carry_key
 def connect(
     known: Analysis, nodes: Sequence[Node], index: dict[str, int], reduce: torch.dtype | None, overlaps: bool
 ) -> tuple[list[Edge], list[EdgeGroup]]:
-    """The edges from what makes each operand to every op, carry and output among `nodes`, and the groups that these are
-    in. `index` finds nodes by their keys; gradients of parameters are reduced in the dtype `reduce` (None: as they
-    are). Where collectives do not overlap computation, parameters that are read in one place are `joined`."""
+    """The edges from the producer of each operand to every op, carry and output among `nodes`, and their groups.
+    `index` finds nodes by their keys; gradients of parameters are reduced in the dtype `reduce` (None: as they are).
+    Where collectives do not overlap computation, parameters that are read in one place are `joined`."""
     found = _Connections(known, nodes, index, reduce)
     found.ops()
     found.carries()
@@ -83,7 +83,8 @@ class _Connections:
                 self._edge(name, consumer, slot, group, stays, (key, slot) in remade)
 
     def carries(self) -> None:
-        """What the first copy of a region takes, and what the others take from the copy before."""
+        """The edges to carried tensors: the initial value for the first copy of a region, and the result of the
+        previous copy for the others."""
         for number, region in enumerate(self.known.folded.regions):
             block = 2 * number + 1
             for carry in region.carries:
@@ -97,14 +98,14 @@ class _Connections:
                 self._edge(carry.next, consumer, 0, group, False)
 
     def outputs(self) -> None:
-        """What leaves the program."""
+        """The edges to the outputs of the program."""
         for number, node in enumerate(self.nodes):
             if node.kind == "output":
                 group = self._group(("output", node.name), node.name, node.count, node.block)
                 self._edge(node.name, number, 0, group, False)
 
     def _group(self, key: tuple[object, ...], name: str, count: int, block: int, inside: bool = False) -> int:
-        """The number of a group of uses of the tensor `name`, which is made where there is none for `key` yet."""
+        """The number of the group `key` of uses of the tensor `name`, which is created if it does not exist yet."""
         if key not in self.group_index:
             self.group_index[key] = len(self.groups)
             known = self.known

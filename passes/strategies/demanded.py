@@ -1,4 +1,4 @@
-"""What users demand of ops, and what meets it."""
+"""Constraints on ops: the strategies that meet them, and errors for those that none meets."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -12,7 +12,7 @@ from passes.rules.strategies import OpContext
 
 
 def indivisible(placement: Placement | None, shape: Shape, mesh: Mesh, axis: int) -> str:
-    """Why a tensor of `shape` cannot be split as `placement` says on `axis`; "" if it can."""
+    """The reason why a tensor of `shape` cannot be split as `placement` says on `axis`; "" if it can."""
     if placement is None or placement.kind != "S":
         return ""
     if placement.dim >= len(shape):
@@ -25,7 +25,7 @@ def indivisible(placement: Placement | None, shape: Shape, mesh: Mesh, axis: int
 
 
 def _indivisible_factor(about: OpContext, demand: Constraint, mesh: Mesh) -> str:
-    """Why an op cannot be split by the method that is demanded; "" if its sizes are no reason."""
+    """The reason why sizes rule out the method of a constraint for an op; "" if they do not."""
     factor = about.rule.factors.get(demand.method.partition("@")[0]) if about.rule is not None else None
     size = mesh.sizes[demand.axis]
     if factor is None or factor.size % size == 0:
@@ -36,8 +36,8 @@ def _indivisible_factor(about: OpContext, demand: Constraint, mesh: Mesh) -> str
 def demanded_splits(
     ops: Sequence[Op], demands: PlacedConstraints, names: Mapping[str, str], mesh: Mesh, size: int
 ) -> dict[str, list[Placement]]:
-    """The splits that are demanded of the tensors of `ops`, by their names, on axes of `size`. `names` has the name in
-    the program of what a region calls otherwise."""
+    """The splits of the tensors of `ops` that constraints require, by name, on axes of `size`. `names` maps names in a
+    region to names in the program."""
     found: dict[str, list[Placement]] = {}
 
     def add(name: str, wanted: Mapping[int, Constraint]) -> None:
@@ -64,10 +64,10 @@ def meeting(
     mesh: Mesh,
     followed: dict[Constraint, bool],
 ) -> list[Strategy]:
-    """The strategies that meet what is demanded of an op and of the parameters it uses.
+    """The strategies that meet the constraints on an op and on the parameters it uses.
 
-    `names` has the name in the program of what a region calls otherwise. A method that is demanded of a whole module
-    is taken where an op has it, which is noted in `followed`. Raises ConstraintError where no strategy is left.
+    `names` maps names in a region to names in the program. A method that is required of a whole module applies to the
+    ops that have it, which is recorded in `followed`. Raises ConstraintError if no strategy is left.
     """
     op, first = about.op, about.op.results[0]
 
@@ -107,7 +107,7 @@ def meeting(
 
 
 def refuse_unfollowed(followed: Mapping[Constraint, bool], mesh: Mesh) -> None:
-    """Raise ConstraintError where no op of a module could follow the method that is demanded of it."""
+    """Raise ConstraintError if no op of a module has the method that a constraint requires of it."""
     for demand, met in followed.items():
         if not met:
             raise ConstraintError(

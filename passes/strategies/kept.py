@@ -1,4 +1,4 @@
-"""What autograd keeps for ops, and what has to be there where it is made again instead."""
+"""Saved tensors of ops, and the tensors that recompute needs instead."""
 
 from collections.abc import Collection, Mapping, Sequence
 
@@ -10,7 +10,7 @@ from passes.strategies.places import Placed
 
 
 def kept_by(about: OpContext) -> list[Saved]:
-    """What autograd keeps for an op; of one without a rule everything, to be safe."""
+    """The saved tensors of an op; of one without a rule all operands and results, to be safe."""
     if not about.flows:
         return []
     if about.rule is None:
@@ -24,8 +24,8 @@ def kept_by(about: OpContext) -> list[Saved]:
 
 
 def handed_on(folded: Folded, placed: Sequence[Placed], strided: Collection[str]) -> set[str]:
-    """What copies of regions give, and what that is a view of: were it not kept, the last copy would be made from the
-    first. Tensors that are `strided` are copied where they take another shape."""
+    """The results of copies of regions, and the tensors that they view: were these not saved, the last copy would be
+    recomputed from the first. Reshapes copy tensors that are `strided`."""
     given = {carry.next for region in folded.regions for carry in region.carries}
     given |= {export.value for region in folded.regions for export in region.exports}
     views = (
@@ -39,8 +39,8 @@ def handed_on(folded: Folded, placed: Sequence[Placed], strided: Collection[str]
 def uses_viewed(
     placed: Sequence[Placed], saved: Mapping[str, Sequence[Saved]], strided: Collection[str]
 ) -> set[tuple[str, int]]:
-    """Uses (op, operand) by views of which the result is kept: then it is what they view that stays. Tensors that are
-    `strided` are copied where they take another shape."""
+    """Uses (op, operand) by views whose result is saved, which keep the viewed tensor alive. Reshapes copy tensors that
+    are `strided`."""
     found: set[tuple[str, int]] = set()
     kept: set[str] = set()
     for item in reversed(placed):
@@ -53,7 +53,7 @@ def uses_viewed(
 
 
 def is_viewing(item: Placed, strided: Collection[str]) -> bool:
-    """Whether an op gives a view of its first operand, the only one that it has."""
+    """Whether an op returns a view of its only operand."""
     op = item.op
     copies = op.kind == "reshape" and op.operands[:1] and op.operands[0] in strided
     return len(op.operands) == 1 and is_view(item.rule, bool(copies))
@@ -62,14 +62,14 @@ def is_viewing(item: Placed, strided: Collection[str]) -> bool:
 def uses_remade(
     placed: Sequence[Placed], saved: Mapping[str, Sequence[Saved]], cheap: Mapping[str, Cheap]
 ) -> set[tuple[str, int]]:
-    """Uses (op, operand) of what has to be there when the backward pass of a region, whose ops are `placed`, makes
-    again what is cheap. Of a view it is what is viewed.
+    """Uses (op, operand) of tensors that the backward pass of a region, whose ops are `placed`, needs to recompute its
+    cheap ops. For a view it is the viewed tensor.
 
-    `saved` is what autograd keeps for each op, `cheap` whether it runs again.
+    `saved` are the saved tensors of each op, `cheap` says whether it is recomputed.
     """
     found: set[tuple[str, int]] = set()
     views = {item.op.results[0] for item in placed if is_view(item.rule, False)}
-    # What is made again, or is of what is, need not be there before.
+    # Recomputed tensors, and views of them, are not needed before.
     passed = views | {item.op.results[0] for item in placed if cheap[item.op.key] is Cheap.ALWAYS}
     wanted: set[str] = set()
     for item in reversed(placed):

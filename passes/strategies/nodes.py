@@ -39,7 +39,7 @@ class Nodes:
     def all(self) -> Iterator[Node]:
         """Every node of the problem.
 
-        Raises ConstraintError for one that has no strategy among those that it is offered.
+        Raises ConstraintError for a node that has none of its allowed methods.
         """
         kinds = (self.inputs(), self.buffers(), self.carries(), self.ops(), self.parameters(), self.outputs())
         for node in chain.from_iterable(kinds):
@@ -50,17 +50,17 @@ class Nodes:
             yield node
 
     def inputs(self) -> Iterator[Node]:
-        """Inputs may lie in any layout that DTensor can express; what a rank needs of them it must be given."""
+        """Inputs can have any layout that DTensor can express; each rank must be given the part that it needs."""
         for item in self.known.folded.program.inputs:
             layouts = self._expressible(item.name, item.name)
             yield input_node(item.name, layouts, self._whole(item.name), self.sizes, self.setting.cluster.host)
 
     def buffers(self) -> Iterator[Node]:
-        """Buffers and constants are whole on every rank."""
+        """Buffers and constants are replicated."""
         return (buffer_node(name, self.sizes) for name in sorted(self.known.constant))
 
     def carries(self) -> Iterator[Node]:
-        """What copies of regions hand on may lie in any layout, with or without addends in its gradient."""
+        """Tensors that copies of regions hand on can have any layout, with or without pending sums in the gradient."""
         for number, region in enumerate(self.known.folded.regions):
             for carry in region.carries:
                 placements = [I, R] if carry.argument in self.known.folded.flowing else [R]
@@ -68,7 +68,7 @@ class Nodes:
                 yield carry_node(region, carry, 2 * number + 1, layouts, self.sizes)
 
     def ops(self) -> Iterator[Node]:
-        """Ops may do what their rules allow and what meets the demands."""
+        """Ops have the strategies that their rules allow and that meet the constraints."""
         followed: dict[Constraint, bool] = {}
         for position, placed in enumerate(self.known.placed):
             strategies = self._strategies(position, placed, followed)
@@ -76,7 +76,7 @@ class Nodes:
         refuse_unfollowed(followed, self.setting.mesh)
 
     def _strategies(self, position: int, placed: Placed, followed: dict[Constraint, bool]) -> dict[Strategy, Choices]:
-        """The strategies of one op, with what they choose on every axis."""
+        """The strategies of one op, with their choices on every axis."""
         mesh, setting = self.setting.mesh, self.setting
         about = self.known.subjects[placed.op.key]
         if is_negligible(about, self.known.depends, setting.cluster.device):
@@ -87,7 +87,8 @@ class Nodes:
         return {strategy: found[strategy] for strategy in met}
 
     def parameters(self) -> Iterator[Node]:
-        """Parameters may be stored in any layout that torch stores exactly, however ops use them."""
+        """Parameters can be stored in any layout that torch stores exactly, independent of the layouts in which ops use
+        them."""
         known, setting = self.known, self.setting
         upkeep = Upkeep(setting.optimizer_states, setting.master)
         blocks = blocks_of_parameters(known)
@@ -100,7 +101,7 @@ class Nodes:
             yield parameter_node(known, name, layouts, blocks.get(name), upkeep, setting.cluster, setting.mesh)
 
     def outputs(self) -> Iterator[Node]:
-        """What the program returns, and the new values of buffers, which are whole."""
+        """The outputs of the program, and the new values of buffers, which are replicated."""
         program, last = self.known.folded.program, len(self.known.blocks) - 1
         wanted: dict[str, list[str]] = {}
         for label, value in zip(program.output_names, program.outputs, strict=True):
@@ -119,14 +120,14 @@ class Nodes:
         return (self._whole(name),) * len(self.setting.mesh.sizes)
 
     def _whole(self, name: str) -> Placement:
-        """The placement of an axis that does not split a tensor, which all ranks have the same of."""
+        """The placement of an axis that does not split a tensor, over which it is replicated."""
         return I if name in self.known.folded.flowing else R
 
     def _layouts(self, name: str, others: Sequence[Placement], key: str) -> list[Layout]:
-        """The layouts of a tensor from `others` and its splits, of which those that are offered to the node `key`."""
+        """The layouts of a tensor from `others` and its splits, restricted to the allowed methods of the node `key`."""
         return self.splits.layouts(name, self.known.folded.types[name].shape, others, self.setting.offers.get(key))
 
     def _expressible(self, name: str, key: str) -> list[Layout]:
-        """The layouts of a tensor, whole or split, that DTensor can express."""
+        """The layouts of a tensor, replicated or split, that DTensor can express."""
         layouts = self._layouts(name, [self._whole(name)], key)
         return [layout for layout in layouts if is_dtensor(layout, self.setting.mesh)]

@@ -1,4 +1,4 @@
-"""What ops cost and hold under each of their strategies."""
+"""Nodes of ops: the cost and memory of each of their strategies."""
 
 from collections.abc import Mapping, Sequence, Set
 from functools import cache, partial
@@ -16,8 +16,8 @@ from passes.strategies.sizes import Sizes
 
 
 def is_negligible(about: OpContext, depends: Set[str], device: Device) -> bool:
-    """Whether an op on positions or masks takes no longer whole than starting it does: splitting gains nothing.
-    `depends` are the tensors that depend on the batch or on a parameter."""
+    """Whether an op on positions or masks takes no longer than a kernel launch when it is not split, so that splitting
+    gains nothing. `depends` are the tensors that depend on the batch or on a parameter."""
     if about.flows or any(name in depends for name in about.op.operands):
         return False
     touched = sum(type.bytes for type in (*about.operands, *about.results))
@@ -27,7 +27,7 @@ def is_negligible(about: OpContext, depends: Set[str], device: Device) -> bool:
 def op_node(
     known: Analysis, placed: Placed, strategies: Mapping[Strategy, Choices], sizes: Sizes, cluster: Cluster
 ) -> Node:
-    """The node of an op that may run in `strategies`, which have what they choose on every axis."""
+    """The node of an op with the given `strategies` and their choices on every axis."""
     op, count = placed.op, placed.count
     about, saved = known.subjects[op.key], known.saved[op.key]
     prices = OpPrices(about, cluster, sizes.mesh, known.fused.get(op.results[0]))
@@ -60,14 +60,14 @@ def op_node(
 
 
 def _bodies(placed: Placed, choices: Choices) -> tuple[str, ...]:
-    """The local forms that run for these choices, by axis."""
+    """The local forms of these choices, by axis."""
     return tuple(choice.form for choice in choices)
 
 
 def _workspace(
     about: OpContext, strategy: Strategy, bodies: Sequence[str], result: float, sizes: Sizes
 ) -> tuple[float, float]:
-    """Bytes that an op keeps, and that its backward pass has there, besides its operands and its `result` bytes."""
+    """Bytes that an op saves, and temporary bytes of its backward pass, besides its operands and its `result` bytes."""
     if not about.flows:
         return 0.0, 0.0
     pairs = zip(about.op.operands, strategy.operands, strict=True)
@@ -76,8 +76,7 @@ def _workspace(
 
 
 def _light(known: Analysis, placed: Placed, bodies: Sequence[tuple[str, ...]]) -> tuple[bool, ...]:
-    """Whether an op runs again where recompute is selective, for each of its strategies by the local forms that it runs
-    in."""
+    """Whether selective recompute recomputes an op, for each of its strategies, by the local forms that it runs."""
     op = placed.op
     if known.cheap[op.key] is Cheap.NEVER:
         return (False,) * len(bodies)

@@ -1,4 +1,4 @@
-"""What parameters cost and hold as they are stored."""
+"""Nodes of parameters: the cost and memory of each stored layout."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,19 +19,19 @@ from passes.strategies.tensors import source
 
 @dataclass(frozen=True)
 class Upkeep:
-    """What a parameter takes besides itself: `states` tensors of its size that the optimizer keeps for it. It is stored
-    in the dtype `master` (None: as it is)."""
+    """Storage of a parameter: the optimizer keeps `states` tensors of its size. It is stored in the dtype `master`
+    (None: its own)."""
 
     states: int
     master: torch.dtype | None
 
     def stored_bytes(self, type: TensorType, layout: Layout, mesh: Mesh) -> float:
-        """The bytes that a device stores of a parameter of this type, without what the optimizer keeps."""
+        """The bytes of a parameter of this type on a device, without the optimizer's states."""
         return prod(local_shape(type.shape, layout, mesh)) * (self.master or type.dtype).itemsize
 
 
 def blocks_of_parameters(known: Analysis) -> dict[str, int]:
-    """The block of the first op that reads each parameter; a parameter that none reads is not there."""
+    """The block of the first op that reads each parameter; unused parameters are absent."""
     found: dict[str, int] = {}
     for placed in known.placed:
         for name in placed.op.operands:
@@ -49,8 +49,8 @@ def parameter_node(
     cluster: Cluster,
     mesh: Mesh,
 ) -> Node:
-    """The node of a parameter that may be stored in `layouts` and is first read in `block` (None: never); the optimizer
-    updates what trains and is read."""
+    """The node of a parameter with the stored `layouts`, first read in `block` (None: never); the optimizer updates
+    parameters that train and are read."""
     type, training = known.folded.types[name], known.parameters[name]
     sizes = [upkeep.stored_bytes(type, layout, mesh) for layout in layouts]
     count, updated = training.count, training.trainable and block is not None
@@ -60,7 +60,7 @@ def parameter_node(
 
 
 def _memory(size: float, states: int | None) -> StrategyBytes:
-    """What `size` bytes of parameters hold, with as many `states`, and with a gradient; None: with neither."""
+    """The memory of `size` bytes of a parameter with this many `states` and a gradient; None: with neither."""
     if states is None:
         return StrategyBytes(held=as_float(size))
     return StrategyBytes(held=as_float(size * (1 + states)), gradient=as_float(size))

@@ -1,4 +1,4 @@
-"""Where the ops of a folded program stand."""
+"""Blocks of the ops of a folded program."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ from passes.rules import find_rule
 
 @dataclass(frozen=True)
 class Placed:
-    """An op, where it stands (block 0, 1, …: before, inside and after each region), and how often."""
+    """An op, its block (0, 1, …: before, inside and after each region), and its number of runs."""
 
     op: Op
     rule: Rule | None
@@ -18,7 +18,7 @@ class Placed:
 
     @property
     def count(self) -> int:
-        """How often it runs in a micro-batch."""
+        """The number of times that it runs in a micro-batch."""
         return self.region.count if self.region else 1
 
 

@@ -12,12 +12,12 @@ from passes.rules.strategies import AllowedMethods
 
 @dataclass(frozen=True)
 class Setting:
-    """The machine, and how parameters, their gradients and outputs are kept on it.
+    """The machine, and the storage of parameters, their gradients and outputs on it.
 
-    `optimizer_states` is how many tensors of its size the optimizer keeps per parameter; `master` the dtype that
-    parameters are stored in (None: as they are), `reduce` the one that their gradients are reduced in. `offers` has,
-    for nodes by their keys, what they may do on each axis; nodes that are not among them may do anything. With
-    `full_outputs` outputs are whole on every rank, which uses them as all others do.
+    `optimizer_states` is the number of tensors of its size that the optimizer keeps per parameter; `master` the dtype
+    that parameters are stored in (None: as they are), `reduce` the one that their gradients are reduced in. `offers`
+    are the allowed methods of nodes on each axis, by key; nodes without an entry are unrestricted. With `full_outputs`
+    outputs are replicated, and used the same way on every rank.
     """
 
     mesh: Mesh

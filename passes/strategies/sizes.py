@@ -1,4 +1,4 @@
-"""How many bytes tensors have on one device."""
+"""Bytes of tensors on one device."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,24 +12,24 @@ from passes.ir.program import TensorType
 
 @dataclass(frozen=True)
 class Sizes:
-    """Bytes of tensors, which have their `types` by name, on one device of `mesh`. What was asked is remembered."""
+    """Bytes of tensors, which have their `types` by name, on one device of `mesh`. Results are cached."""
 
     types: Mapping[str, TensorType]
     mesh: Mesh
     _known: dict[tuple[str, Layout], float] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def bytes(self, name: str, layout: Layout) -> float:
-        """The bytes that a device has of a tensor in this layout."""
+        """The bytes of a tensor in this layout on a device."""
         if (name, layout) not in self._known:
             type = self.types[name]
             self._known[name, layout] = as_float(prod(local_shape(type.shape, layout, self.mesh)) * type.dtype.itemsize)
         return self._known[name, layout]
 
     def total(self, names: Sequence[str], layouts: Sequence[Layout], among: Iterable[int] | None = None) -> float:
-        """The bytes of these tensors together, or of those at the places `among` them."""
+        """The bytes of these tensors together, or of those at the positions `among`."""
         slots = range(len(names)) if among is None else among
         return sum(self.bytes(names[slot], layouts[slot]) for slot in slots)
 
     def whole(self, name: str) -> float:
-        """The bytes of a tensor that nothing splits."""
+        """The bytes of a replicated tensor."""
         return as_float(self.types[name].bytes)

@@ -1,4 +1,4 @@
-"""How ops and tensors of a program may be split."""
+"""Splits of the ops and tensors of a program."""
 
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -15,8 +15,8 @@ from passes.strategies.demanded import demanded_splits
 
 @dataclass(frozen=True)
 class Splits:
-    """What axes of `mesh` may split: for every size of axis but 1 the `digits` of each op, in order of the ops, and the
-    `placements` of each tensor by its name."""
+    """The splits that axes of `mesh` can make: for every size of axis except 1 the `digits` of each op, in order of the
+    ops, and the `placements` of each tensor by its name."""
 
     mesh: Mesh
     digits: Mapping[int, Sequence[Sequence[Digit]]]
@@ -29,8 +29,8 @@ class Splits:
     def layouts(
         self, name: str, shape: Shape, others: Sequence[Placement], offer: AllowedMethods | None
     ) -> list[Layout]:
-        """The layouts of a tensor of `shape` from `others` and the splits that reached it, where they divide and, if
-        there is an offer, are offered. An axis of size 1 has the first of `others`."""
+        """The layouts of a tensor of `shape` from `others` and its propagated splits, of those that divide and, given
+        an `offer`, are allowed. An axis of size 1 has the first of `others`."""
         sizes = self.mesh.sizes
         options = [
             [*others, *sorted(self.placements[size].get(name, ()))] if size != 1 else list(others[:1]) for size in sizes
@@ -43,8 +43,8 @@ class Splits:
 
 
 def find_splits(known: Analysis, demands: PlacedConstraints, mesh: Mesh) -> Splits:
-    """All splits that ops offer or that are demanded, and where they travel from there. What a region carries or
-    exports is split inside as outside."""
+    """All splits that ops have or constraints require, propagated. Tensors that a region carries or exports have the
+    same splits inside and outside."""
     same: list[tuple[str, ...]] = []
     for region in known.folded.regions:
         same += [(carry.argument, carry.initial, carry.next) for carry in region.carries]

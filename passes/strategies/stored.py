@@ -10,17 +10,17 @@ from passes.strategies.demanded import indivisible
 
 
 def storage(name: str, shape: Shape, trainable: bool, demanded: Mapping[int, Constraint], mesh: Mesh) -> list[Layout]:
-    """The layouts that the parameter `name` may be stored in: all that torch stores exactly and that meet the
+    """The layouts in which the parameter `name` can be stored: all that torch stores exactly and that meet the
     constraints `demanded` on axes.
 
-    Ops may use it in other layouts, for example a part of each of several fused projections (`S(0, 3)`); a
-    redistribution leads there.
+    Ops can use it in other layouts, for example a part of each of several fused projections (`S(0, 3)`), after a
+    redistribution.
 
-    Raises ConstraintError where no layout is left.
+    Raises ConstraintError if no layout is left.
     """
     whole = I if trainable else R
     wanted = {axis: _wanted(demand, whole) for axis, demand in demanded.items()}
-    # An axis of one rank splits nothing but what is demanded.
+    # An axis of one rank splits only what constraints require.
     base = tuple(wanted.get(axis, whole) if size == 1 else whole for axis, size in enumerate(mesh.sizes))
     found: dict[Layout, None] = {}
     if fits(shape, base, mesh):
@@ -36,14 +36,14 @@ def storage(name: str, shape: Shape, trainable: bool, demanded: Mapping[int, Con
 
 
 def _wanted(demand: Constraint, whole: Placement) -> Placement:
-    """The placement in which a parameter is stored as demanded: R and I both say that it is whole."""
+    """The stored placement that a constraint requires: R and I both mean replicated."""
     assert demand.placement is not None, "only demands of a method have no placement"
     return demand.placement if demand.placement.kind == "S" else whole
 
 
 def _split_further(base: Layout, shape: Shape, mesh: Mesh, found: dict[Layout, None]) -> None:
-    """Add to `found` what it lacks of `base`, and `base` with axes that do not split it splitting the least significant
-    part of some dim."""
+    """Add to `found` the layout `base`, and its refinements in which further axes split the least significant part of
+    some dim."""
     if base in found:
         return
     found[base] = None
@@ -59,7 +59,7 @@ def _split_further(base: Layout, shape: Shape, mesh: Mesh, found: dict[Layout, N
 
 
 def _unmet(name: str, shape: Shape, demanded: Mapping[int, Constraint], base: Layout, mesh: Mesh) -> ConstraintError:
-    """The error for constraints that no layout meets in which the parameter can be stored."""
+    """The error for constraints that no storable layout of the parameter meets."""
     reasons = {demand: indivisible(demand.placement, shape, mesh, demand.axis) for demand in demanded.values()}
     for demand in demanded.values():
         placement, axis = demand.placement, demand.axis
@@ -75,7 +75,7 @@ def _unmet(name: str, shape: Shape, demanded: Mapping[int, Constraint], base: La
 
 
 def _strided(placement: Placement) -> str:
-    """Why a parameter is not stored in a split that begins in the middle of a dim."""
+    """The reason why a parameter is not stored in a split that begins in the middle of a dim."""
     return (
         f"a rank's part would be {placement.major} blocks of the whole, and torch.distributed.checkpoint saves and "
         f"loads one; demand 'used' {placement} instead, or let other axes split dim {placement.dim} into "

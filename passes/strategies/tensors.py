@@ -1,4 +1,4 @@
-"""Where tensors that no op makes, or that leave the program, may lie, and what that costs and holds."""
+"""Nodes of inputs, buffers, carried tensors and outputs: the cost and memory of each of their layouts."""
 
 from collections.abc import Sequence
 
@@ -17,16 +17,16 @@ def source(
     block: int = 0,
     count: int = 1,
 ) -> Node:
-    """The node of a tensor that is there from the start, at its price in each of `layouts`."""
+    """The node of a tensor that exists from the start, with its cost in each of `layouts`."""
     strategies = tuple(Strategy(_methods(layout), (), (layout,)) for layout in layouts)
     return Node(name, kind, name, count, block, strategies, seconds, memory)
 
 
 def input_node(name: str, layouts: Sequence[Layout], whole: Placement, sizes: Sizes, host: float) -> Node:
-    """The node of an input, of which each device gets its part at `host` bytes per second. An axis that does not split
+    """The node of an input, of which each device loads its part at `host` bytes per second. An axis that does not split
     it has the placement `whole`."""
     seconds = tuple(sizes.bytes(name, layout) / host for layout in layouts)
-    # The caller holds the whole batch, beside which this rank's part of it lies.
+    # The caller holds the whole batch, in addition to this rank's part of it.
     batch, split = sizes.whole(name), [set(layout) - {whole} for layout in layouts]
     memory = tuple(
         StrategyBytes(held=batch + (sizes.bytes(name, layout) if parts else 0.0))
@@ -36,18 +36,18 @@ def input_node(name: str, layouts: Sequence[Layout], whole: Placement, sizes: Si
 
 
 def buffer_node(name: str, sizes: Sizes) -> Node:
-    """The node of a buffer or constant, which is whole on every rank."""
+    """The node of a buffer or constant, which is replicated."""
     layout = (R,) * len(sizes.mesh.sizes)
     return source(name, "buffer", [layout], (0.0,), (StrategyBytes(held=sizes.whole(name)),))
 
 
 def carry_key(region: Region, carry: Carry) -> str:
-    """What plans call a tensor that copies of a region hand on."""
+    """The key in plans of a tensor that copies of a region hand on."""
     return f"{region.name}/carry" + (f".{carry.argument[7:]}" if len(region.carries) > 1 else "")
 
 
 def carry_node(region: Region, carry: Carry, block: int, layouts: Sequence[Layout], sizes: Sizes) -> Node:
-    """The node of a tensor that copies of a region hand on, which lies in the same layout between all of them."""
+    """The node of a tensor that copies of a region hand on, which has the same layout between all of them."""
     return Node(
         carry_key(region, carry),
         "carry",
