@@ -1,4 +1,4 @@
-"""Which ops are cheap to run again in the backward pass, so that their results need not be kept."""
+"""Ops that are cheap to recompute in the backward pass, so that their results need not be saved."""
 
 from collections.abc import Collection, Iterable
 from enum import Enum
@@ -9,13 +9,13 @@ from passes.rules.local_forms import LOCAL_FORMS
 
 
 def is_view(rule: Rule | None, copies: bool) -> bool:
-    """Whether an op gives a view of its operand; `copies` says that it must copy where it would else."""
+    """Whether an op returns a view of its operand; `copies` says that it must copy instead."""
     return rule is not None and not rule.moves and not copies
 
 
 def with_viewed(values: Iterable[str], views: Iterable[tuple[Collection[str], Collection[str]]]) -> set[str]:
-    """`values` and all that they are views of. `views` are the ops that give views, the last first: what each gives,
-    and what that is a view of."""
+    """`values` and all tensors that they view. `views` are the ops that return views, the last first: the result of
+    each, and the tensor that it views."""
     found = set(values)
     for given, viewed in views:
         if not found.isdisjoint(given):
@@ -24,7 +24,7 @@ def with_viewed(values: Iterable[str], views: Iterable[tuple[Collection[str], Co
 
 
 class Cheap(Enum):
-    """In which of its local forms an op is cheap to run again."""
+    """The local forms in which an op is cheap to recompute: all, some or none."""
 
     NEVER = "in none"
     SOMETIMES = "in some"
@@ -32,16 +32,15 @@ class Cheap(Enum):
 
 
 def how_cheap(op: Op, rule: Rule | None, copies: bool) -> Cheap:
-    """In which of the local forms that its rule has an op is cheap; on any mesh, whatever it is offered."""
+    """The local forms of its rule in which an op is cheap, on any mesh and with any allowed methods."""
     if rule is None or not is_cheap(op, rule, copies, ()):
         return Cheap.NEVER
     return Cheap.ALWAYS if is_cheap(op, rule, copies, rule.local_forms) else Cheap.SOMETIMES
 
 
 def is_cheap(op: Op, rule: Rule | None, copies: bool, forms: Collection[str]) -> bool:
-    """Whether an op that runs in the local forms `forms` takes little more than reading its operands and writing its
-    result: it multiplies no matrices, sends nothing and draws nothing. A view takes nothing, and is of what is kept or
-    made again."""
+    """Whether an op in the local forms `forms` takes little more than reading its operands and writing its result: it
+    has no matrix products, collectives or random numbers. A view is free: its operand is saved or recomputed."""
     if rule is None or is_view(rule, copies) or rule.multiplications:
         return False
     sends = any(LOCAL_FORMS[form].communicates for form in forms if form)

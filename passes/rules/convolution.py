@@ -13,7 +13,7 @@ from passes.rules.registry import rule_for
 
 @dataclass(frozen=True)
 class Window:
-    """How windows lie along one spatial dim."""
+    """The windows along one spatial dim."""
 
     kernel: int
     stride: int
@@ -22,12 +22,12 @@ class Window:
 
     @property
     def after(self) -> int:
-        """How many elements after a block of whole strides its last window reaches."""
+        """The number of elements after a block of whole strides that its last window covers."""
         return self.dilation * (self.kernel - 1) - self.padding - self.stride + 1
 
     @property
     def reach(self) -> tuple[int, int]:
-        """How many elements a block of whole strides needs of those before and after it."""
+        """The number of elements before and after a block of whole strides that it needs."""
         return self.padding, max(self.after, 0)
 
 
@@ -51,7 +51,7 @@ def _space(
 ) -> tuple[Dims, Dims, dict[str, Role], dict[str, Window]]:
     """The spatial dims before and after, their roles, and the halos: factor -> windows.
 
-    A dim is split if windows are as many as strides: then a block of results is made of a block of elements, and of
+    A dim is split if windows are as many as strides: then a block of results is computed from a block of elements, with
     `padding` before it and `after` after it.
     """
     before: list[tuple[Part, ...]] = []
@@ -74,7 +74,7 @@ def _space(
 
 
 def _haloed(found: dict[str, Factor], halos: Mapping[str, Window]) -> dict[str, Factor]:
-    """Factors that need a halo are split in the order of ranks, and leave each rank as much as its neighbour needs."""
+    """Factors that need a halo are split in the order of ranks, with a minimum local size of the halo."""
     changed = dict(found)
     for name, window in halos.items():
         if name in found:
@@ -216,7 +216,7 @@ def whole_space(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
 
 @rule_for(*_NEAREST)
 def nearest(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
-    """Where every element of space becomes so many alike, its parts do."""
+    """Each element of space is repeated, so space can be split."""
     operand, made = types[op.operands[0]].shape, types[op.results[0]].shape
     space = range(len(operand) - _NEAREST[op.kind], len(operand))
     if op.arguments.get("scale_factors") is None or any(made[dim] % max(operand[dim], 1) for dim in space):

@@ -10,7 +10,7 @@ from passes.rules.registry import rule_for
 
 @rule_for("embedding")
 def embedding(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
-    """vocab features, ids -> ids features. Where the table's rows are split, each rank looks up those it has."""
+    """vocab features, ids -> ids features. If the table's rows are split, each rank looks up the ids of its rows."""
     if op.arguments["scale_grad_by_freq"] or op.arguments["sparse"]:
         return None
     table, ids = (types[name].shape for name in op.operands)

@@ -1,4 +1,4 @@
-"""Custom autograd functions: what of them may be split is what capture found out."""
+"""Custom autograd functions, with the properties that capture has found."""
 
 from collections.abc import Mapping
 
@@ -10,7 +10,7 @@ from passes.rules.registry import rule_for
 
 @rule_for("autograd_function")
 def autograd_function(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
-    """One that is pointwise may be split in every dim; all its tensors are of one shape."""
+    """A pointwise function can be split in every dim; all its tensors have the same shape."""
     if not op.arguments["pointwise"]:
         return None
     dims = named(types[op.results[0]].shape)

@@ -1,4 +1,4 @@
-"""Ops that pick elements by index, put some in place, or bring them in order: what they look along stays whole."""
+"""Ops that gather, scatter or sort elements by index: the dims that they index stay whole."""
 
 from collections.abc import Mapping
 
@@ -19,7 +19,7 @@ def _floating(op: Op, types: Mapping[str, TensorType]) -> bool:
 
 @rule_for("gather")
 def gather(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
-    """Along `dim` places are picked; the other dims go along where the index has all of them."""
+    """`dim` is indexed; the other dims can be split where the index has all of them."""
     source, index = (types[name].shape for name in op.operands)
     if not source or not index:
         return None
@@ -35,9 +35,9 @@ def gather(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
 
 @rule_for("scatter", "scatter_add", "scatter_reduce")
 def scatter(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
-    """Along `dim` elements find their places; the other dims go along where index and source have all of them.
+    """`dim` is indexed; the other dims can be split where index and source have all of them.
 
-    Of elements that are added each rank may have a part.
+    If elements are added, each rank can add a part of them.
     """
     shapes = [types[name].shape for name in op.operands]
     if not all(shapes):
@@ -66,7 +66,7 @@ def scatter(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
 
 
 def _indexed(op: Op, types: Mapping[str, TensorType], shape: Shape) -> tuple[list[int], Shape, int] | None:
-    """The dims of `shape` that tensors index, what these broadcast to, and where that stands in the result."""
+    """The dims of `shape` that tensors index, the shape that these broadcast to, and its position in the result."""
     indices = op.arguments["indices"]
     assert isinstance(indices, tuple)
     places = [dim for dim, index in enumerate(indices) if isinstance(index, Ref)]
@@ -82,7 +82,7 @@ def _indexed(op: Op, types: Mapping[str, TensorType], shape: Shape) -> tuple[lis
 
 @rule_for("index")
 def index(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
-    """Dims that are indexed stay whole; the index is free, and so are the dims that are not indexed."""
+    """Indexed dims stay whole; the dims of the index and those that are not indexed are free."""
     shape = types[op.operands[0]].shape
     about = _indexed(op, types, shape)
     if about is None:
@@ -100,7 +100,7 @@ def index(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
 
 @rule_for("index_put")
 def index_put(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
-    """Dims that are indexed stay whole, and so does the index unless what is put is added; the other dims are free."""
+    """Indexed dims stay whole, as do those of the index unless the values are accumulated; the other dims are free."""
     shape = types[op.operands[0]].shape
     about = _indexed(op, types, shape)
     if about is None:
@@ -124,7 +124,7 @@ def index_put(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
 
 @rule_for("index_select")
 def index_select(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
-    """Along `dim` places are picked."""
+    """`dim` is indexed."""
     source, index = (types[name].shape for name in op.operands)
     if not source or not index:
         return None
@@ -139,7 +139,7 @@ def index_select(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
 
 @rule_for("index_add", "index_copy", "index_fill")
 def index_add(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
-    """Along `dim` rows find their places; those that ranks add are parts of a sum."""
+    """Rows are added along `dim`; the rows of each rank make a pending sum."""
     shape = types[op.operands[0]].shape
     if not shape:
         return None
@@ -180,7 +180,7 @@ _ALONG: dict[str, tuple[Saved, ...]] = {
 
 @rule_for(*_ALONG)
 def along(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
-    """Bring in order, pick the largest, run along: `dim` stays whole."""
+    """Sort, top-k and scans along `dim`, which stays whole."""
     shape, made = types[op.operands[0]].shape, types[op.results[0]].shape
     if "dim" not in op.arguments and op.kind != "msort":
         return None
@@ -196,7 +196,7 @@ def along(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
 
 @rule_for("flip", "roll")
 def turned(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
-    """The dims along which elements change places stay whole."""
+    """Dims whose elements are permuted stay whole."""
     shape = types[op.operands[0]].shape
     given = op.arguments["dims"]
     whole = range(len(shape)) if given == () and op.kind == "roll" else dims_argument(given, len(shape))
@@ -214,7 +214,7 @@ def triangle(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
 
 @rule_for("diagonal")
 def diagonal(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
-    """The two dims whose diagonal is taken stay whole, and so does the diagonal, which stands last."""
+    """The two dims of the diagonal stay whole, as does the diagonal, which is the last dim."""
     shape, made = types[op.operands[0]].shape, types[op.results[0]].shape
     places = [dim_argument(op.arguments[name], len(shape)) for name in ("dim1", "dim2")]
     dims, roles = without(named(shape), places)
@@ -226,7 +226,7 @@ def diagonal(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
 
 @rule_for("unfold")
 def unfold(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
-    """Windows along `dim`, which stays whole unless they lie side by side; their elements stand last."""
+    """Windows along `dim`, which stays whole unless they are adjacent; their elements are the last dim."""
     shape, made = types[op.operands[0]].shape, types[op.results[0]].shape
     if not shape:
         return None
@@ -246,7 +246,7 @@ def unfold(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
 
 @rule_for("view_as_complex", "view_as_real")
 def complex_view(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
-    """The pair of real numbers stays together."""
+    """The pair of real numbers stays whole."""
     shape = types[op.operands[0]].shape
     pair = (one("pair", 2),)
     short = named(shape[:-1] if op.kind == "view_as_complex" else shape)

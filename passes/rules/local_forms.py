@@ -1,4 +1,4 @@
-"""Local forms: code that runs on a shard where the op itself would not be right, and the collectives inside.
+"""Local forms: functions that run on a shard where the op itself would be incorrect, and the collectives inside them.
 
 The runtime has a function for each; generated code calls it with the axes that split its factors.
 """
@@ -13,9 +13,9 @@ from passes.ir.redistribution import RedistributionStep
 
 @dataclass(frozen=True)
 class FormContext:
-    """An op on one axis, as the collectives inside a local form depend on it: the axis and its size (`ways`), the local
-    shapes of the operands, the local sizes of the first operand's dims that are not reduced (`rows`), the dim of it
-    that is split, and the numbers of elements that the form needs of the ranks before and after (`reach`)."""
+    """The inputs to the collectives inside a local form, for an op on one axis: the axis and its size (`ways`), the
+    local shapes of the operands, the local sizes of the first operand's dims that are not reduced (`rows`), the dim of
+    it that is split, and the numbers of elements that the form needs of the ranks before and after (`reach`)."""
 
     axis: int
     ways: int
@@ -61,7 +61,7 @@ def _edges(context: FormContext) -> tuple[RedistributionStep, ...]:
 
 
 def _totals(context: FormContext) -> tuple[RedistributionStep, ...]:
-    """What every rank's part sums to."""
+    """The sum of each rank's part."""
     shape = context.operands[0]
     return (_gathered(context, (*shape[: context.dim], 1, *shape[context.dim + 1 :])),)
 

@@ -14,7 +14,7 @@ _NONE, _SUM = 0, 2
 def cross_entropy(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
     """tokens classes space, tokens space -> a sum over tokens and space, or one loss for each.
 
-    Split classes are reduced inside (largest logit, sum, target).
+    Split classes are reduced inside the local form (largest logit, sum, target).
     """
     arguments = op.arguments
     logits, target = (types[name] for name in op.operands[:2])

@@ -1,4 +1,5 @@
-"""Norms and softmax: where what they normalize over is split, ranks put their statistics together inside."""
+"""Norms and softmax: if the dims that they normalize over are split, ranks combine their statistics inside the local
+form."""
 
 from collections.abc import Mapping
 
@@ -25,7 +26,7 @@ def norm(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
 
 @rule_for("softmax", "log_softmax", "_softmax", "_log_softmax", "logsumexp")
 def softmax(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
-    """The largest number and the sum of exponentials are found together where the dim is split."""
+    """If the dim is split, ranks combine the largest number and the sum of exponentials."""
     shape = types[op.operands[0]].shape
     given = op.arguments["dim"]
     if isinstance(given, tuple):
@@ -71,7 +72,7 @@ def group_norm(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
 def batch_norm(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
     """batch channels space, channels, … -> batch channels space, channels, …: statistics over batch and space.
 
-    In evaluation they are given.
+    In evaluation these are operands.
     """
     shape = types[op.operands[0]].shape
     if len(shape) < 2:

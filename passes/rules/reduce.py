@@ -23,21 +23,21 @@ def _reduced(op: Op, types: Mapping[str, TensorType], role: Role) -> Rule:
 
 @rule_for("sum")
 def sum_(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
-    """Parts sum to parts of the sum."""
+    """The parts sum to the result."""
     rule = _reduced(op, types, Role.SUM)
     return Rule(rule.factors, rule.operands, rule.results, linear=(frozenset({0}),))
 
 
 @rule_for("nansum", "count_nonzero")
 def counted(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
-    """Parts sum to parts of the sum, but not of pending sums."""
+    """The parts sum to the result, but pending sums do not pass."""
     rule = _reduced(op, types, Role.SUM)
     return Rule(rule.factors, rule.operands, rule.results, saved=(Saved(0),) if op.kind == "nansum" else ())
 
 
 @rule_for("histc")
 def histogram(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
-    """Counts of the parts sum to the counts, where the ends of the bins do not come from the values."""
+    """The counts of the parts sum to the counts, if the ends of the bins do not depend on the values."""
     least, most = op.arguments["min"], op.arguments["max"]
     if not isinstance(least, (int, float)) or not isinstance(most, (int, float)) or least >= most:
         return None
@@ -50,7 +50,7 @@ def histogram(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
 
 @rule_for("mean")
 def mean(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
-    """Over a split dim: the sum of the part by the size of the whole."""
+    """Over a split dim: the sum of the part, divided by the size of the whole."""
     rule = _reduced(op, types, Role.SUM)
     forms = {name: "mean" for name, factor in rule.factors.items() if factor.role is Role.SUM}
     return Rule(rule.factors, rule.operands, rule.results, linear=(frozenset({0}),), forms=forms)
@@ -58,7 +58,7 @@ def mean(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
 
 _BOTH = (Saved(0), Saved(0, result=True))
 
-# What autograd keeps of reductions whose reduced dims stay whole.
+# Saved tensors of reductions whose reduced dims stay whole.
 _WHOLE: dict[str, tuple[Saved, ...]] = {
     **dict.fromkeys(("all", "any", "argmax", "argmin"), ()),
     **dict.fromkeys(("amax", "amin", "max", "min", "prod", "std", "linalg_vector_norm", "norm"), _BOTH),
@@ -74,7 +74,7 @@ def whole(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
     if len(op.operands) != 1:
         return None
     rule = _reduced(op, types, Role.WHOLE)
-    # Where places are a result too, they alone are kept.
+    # If indices are a result too, only they are saved.
     places = len(op.results) == 2 and op.kind in ("max", "min")
     kept = (Saved(1, result=True),) if places else _WHOLE[op.kind]
     return Rule(rule.factors, rule.operands, rule.results, saved=kept)
@@ -82,7 +82,7 @@ def whole(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
 
 @rule_for("cosine_similarity")
 def cosine_similarity(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
-    """What is multiplied and summed stays whole."""
+    """The reduced dim stays whole."""
     shapes = [types[name].shape for name in op.operands]
     wide = broadcast_shapes(*shapes)
     dim = dim_argument(op.arguments["dim"], len(wide))
@@ -94,7 +94,7 @@ def cosine_similarity(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
 
 @rule_for("cumsum")
 def cumsum(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
-    """Along the dim each rank adds what the ranks before it have in all."""
+    """Along a split dim each rank adds the total of the ranks before it."""
     shape = types[op.operands[0]].shape
     dim = dim_argument(op.arguments["dim"], len(shape))
     dims = list(named(shape))

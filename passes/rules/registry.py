@@ -1,4 +1,4 @@
-"""The op registry: which rule function speaks for which operator. The families register theirs here."""
+"""The registry of rule functions by operator. Each family of operators registers its own."""
 
 from collections.abc import Callable, Hashable, Mapping
 
@@ -22,7 +22,7 @@ def rule_for(*kinds: str) -> Callable[[RuleFunction], RuleFunction]:
 
 
 def find_rule(op: Op, types: Mapping[str, TensorType], discovered: Rules) -> Rule | None:
-    """The rule of `op`, or None: then nothing of it is ever split. Rules that were `discovered` count where no rule
+    """The rule of `op`, or None, in which case it is never split. Rules that were `discovered` apply if no rule
     function covers the op; a program has them (`Program.rules`)."""
     rule = written_rule(op, types)
     return discovered.get(signature(op, types)) if rule is None and discovered else rule
@@ -35,7 +35,7 @@ def written_rule(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
 
 
 def signature(op: Op, types: Mapping[str, TensorType]) -> Hashable:
-    """What two calls of an operator have alike: all arguments, with types in place of tensors."""
+    """A key that is equal for calls of an operator with the same arguments, with types in place of tensors."""
 
     def typed(argument: Argument) -> Hashable:
         if isinstance(argument, Ref):

@@ -12,8 +12,8 @@ RuleFunction = Callable[[Op, Mapping[str, TensorType]], Rule | None]
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One op on one axis: the placements of its tensors; and where the op is split, the factors, after how many parts
-    of each (`major`), and the local form."""
+    """The choice for one op on one axis: the placements of its tensors; if the op is split, also the factors, the
+    number of parts of each that the split follows (`major`), and the local form."""
 
     name: str
     operands: tuple[Placement, ...]
@@ -37,8 +37,8 @@ def passing(rule: Rule, index: int) -> Choice:
 
 
 def split(rule: Rule, name: str, major: int, ways: int) -> Choice | None:
-    """The choice of the method `name`, whose factors are split into `ways` after their `major` first parts; None where
-    a tensor cannot be split so.
+    """The choice of the method `name`, whose factors are split into `ways` after their `major` first parts; None if a
+    tensor cannot be split that way.
 
     Tensors that carry a factor are split. Operands without one are used by every rank differently (R), or are pending
     sums where they are added to a sum over it; results without one are pending sums, or equal where the local form
@@ -74,7 +74,7 @@ _LACKS = Placement("-")
 
 
 def _placement(dims: Dims, factor: str, major: int, ways: int) -> Placement | None:
-    """The placement of a tensor when a digit of `factor` is split; None if the digit crosses parts of it."""
+    """The placement of a tensor when a digit of `factor` is split; None if the digit spans several parts of a dim."""
     carries = False
     for dim, parts in enumerate(dims):
         before = 1
@@ -94,7 +94,7 @@ def _placement_of_any(dims: Dims, factors: Sequence[str], major: int, ways: int)
 
 
 def digit(dims: Dims, placement: Placement, ways: int) -> tuple[str, int] | None:
-    """The factor and major that a split of a tensor with `dims` comes from; None if it crosses parts."""
+    """The factor and major that a split of a tensor with `dims` corresponds to; None if it spans several parts."""
     before = 1
     if placement.dim >= len(dims):
         return None
@@ -106,7 +106,7 @@ def digit(dims: Dims, placement: Placement, ways: int) -> tuple[str, int] | None
 
 
 def starts(rule: Rule) -> Iterator[tuple[str, int]]:
-    """The method and the place of splits to begin with: the first digit of every part of a factor that may be split."""
+    """The initial splits of an op, as method and major: the first digit of every part of a factor that can be split."""
     seen = set()
     for dims in (*rule.operands, *rule.results):
         for parts in dims:

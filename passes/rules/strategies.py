@@ -1,4 +1,4 @@
-"""From a rule to strategies: one choice per mesh axis, where they go together."""
+"""Strategies of an op from its rule: one choice per mesh axis, in all compatible combinations."""
 
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -13,16 +13,16 @@ from passes.ir.program import Op, TensorType, has_linear_gradients
 from passes.ir.rule import Rule
 from passes.rules.rule import Choice, parse_choice, passing, replicated, split
 
-# A method, and after how many parts of its factors the split begins.
+# A method, and the major of its split: the number of parts of its factors before it.
 Digit = tuple[str, int]
-# What an op does on every axis.
+# The choices of an op on all axes.
 Choices = tuple[Choice, ...]
 
 
 @dataclass(frozen=True)
 class OpContext:
-    """An op with what its strategies depend on: its rule, the types of its tensors, which of them a gradient flows
-    through, and which operands are parameters. `copies` says that it is a view that must copy."""
+    """An op and the context that its strategies depend on: its rule, the types of its tensors, which of them a gradient
+    flows through, and which operands are parameters. `copies` says that it is a view that must copy."""
 
     op: Op
     rule: Rule | None
@@ -47,7 +47,7 @@ def subject(
     parameters: Set[str],
     strided: Set[str],
 ) -> OpContext:
-    """The subject for `op`; `types`, `flowing`, `parameters` and `strided` tensors are by name."""
+    """The context of `op`; `types`, `flowing`, `parameters` and `strided` tensors are by name."""
     return OpContext(
         op,
         rule,
@@ -60,29 +60,29 @@ def subject(
     )
 
 
-# What an axis may do with an op: "I", "R", the name of what passes, or a factor to split; None for anything.
+# The allowed methods of an op on an axis: "I", "R", the name of a passed sum, or a factor to split; None for all.
 AllowedMethods = Sequence[Set[str] | None]
 
 
 def placement_token(placement: Placement) -> str:
-    """A placement in an offer: a split by its dim alone."""
+    """The name of a placement among allowed methods: a split by its dim alone."""
     return f"S({placement.dim})" if placement.kind == "S" else placement.kind
 
 
 def method_token(method: str, is_op: bool) -> str:
-    """What a strategy does on one axis, as an offer names it: a split of an op without where it begins, and the
-    placement of anything else."""
+    """The name of the method of a strategy on one axis, among allowed methods: of a split op without its major, and the
+    placement for all others."""
     return method.partition("@")[0] if is_op else placement_token(parse_placement(method))
 
 
 def op_strategies(
     subject: OpContext, digits: Mapping[int, Sequence[Digit]], mesh: Mesh, offer: AllowedMethods | None = None
 ) -> dict[Strategy, Choices]:
-    """Every strategy of an op whose splits divide, with its choices; `digits` are by size of axis the factors to split
-    and where. Where there is an `offer`, each axis does one of the things that it names.
+    """Every strategy of an op whose splits divide, with its choices; `digits` are the factors and majors to split, by
+    size of axis. An `offer` restricts each axis to its allowed methods.
 
-    An op without a rule is computed whole on every rank. Of strategies that differ only in placements of tensors
-    without a gradient one is kept: there R and I are the same.
+    An op without a rule is replicated. Of strategies that differ only in placements of tensors without a gradient,
+    where R and I are the same, one is returned.
     """
     combinations = _combinations(subject, digits, mesh, offer or (None,) * len(mesh.sizes))
     rows = [tuple(zip(*(option.placements for option in options), strict=True)) for options in combinations]
@@ -115,7 +115,7 @@ def combine(subject: OpContext, choices: Sequence[Choice]) -> Strategy:
 
 
 def named_choices(subject: OpContext, methods: Sequence[str], mesh: Mesh) -> Choices | None:
-    """The choices that `methods` name, one per axis; None if the op has none of that name."""
+    """The choices called `methods`, one per axis; None if the op has no method of such a name."""
     choices = []
     for axis, name in enumerate(methods):
         choice = parse_choice(name, subject.rule, len(subject.operands), len(subject.results), mesh.sizes[axis])
@@ -131,8 +131,8 @@ def _plain(placement: Placement, flows: bool) -> Placement:
 
 @dataclass(frozen=True, slots=True)
 class _Option:
-    """What one axis may do: the choice, the placements that it gives all tensors, operands first, and the digit that
-    its split begins from."""
+    """An option of one axis: the choice, the placements of all tensors, operands first, and the digit that its split
+    begins from."""
 
     choice: Choice
     placements: tuple[Placement, ...]
@@ -147,9 +147,9 @@ def _option(subject: OpContext, choice: Choice, begun: Digit | None = None) -> _
 def _combinations(
     subject: OpContext, digits: Mapping[int, Sequence[Digit]], mesh: Mesh, offer: AllowedMethods
 ) -> list[tuple[_Option, ...]]:
-    """All ways to choose, one option per axis.
+    """All combinations of one option per axis.
 
-    Axes that split a factor from the same place on take its digits in mesh order.
+    Axes that split a factor at the same major take its digits in mesh order.
     """
     rule = subject.rule
 
@@ -178,7 +178,7 @@ def _combinations(
 
 
 def _begins(rule: Rule, digits: Iterable[Digit], offered: Set[str] | None) -> list[Digit]:
-    """Those of the digits that are offered; what has to stay in order is split from its front only."""
+    """The allowed ones among the digits; an ordered factor is split from its front only."""
     return [
         (name, major)
         for name, major in digits
@@ -187,13 +187,13 @@ def _begins(rule: Rule, digits: Iterable[Digit], offered: Set[str] | None) -> li
 
 
 def _is_ordered(rule: Rule, name: str) -> bool:
-    """Whether ranks must have a factor of a method in their order."""
+    """Whether a factor of a method is ordered."""
     method = rule.method(name)
     return method is not None and any(rule.factors[factor].ordered for factor in method.factors)
 
 
 def _unsplit(subject: OpContext, size: int) -> list[Choice]:
-    """What an axis of `size` may do without a split: compute the same on every rank, or let pending sums pass."""
+    """The options of an axis of `size` without a split: replicate, or pass pending sums."""
     placements = ((I, R) if has_linear_gradients(subject.op) else (I,)) if subject.flows else (R,)
     found = [replicated(len(subject.operands), len(subject.results), placement) for placement in placements]
     rule = subject.rule

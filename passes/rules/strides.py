@@ -1,7 +1,7 @@
-"""Which tensors do not lie in memory in the order of their dims, because a view moved dims or left some out.
+"""Strided tensors: those whose memory is not in the order of their dims, because a view permuted or dropped some.
 
 A collective copies such a tensor first, and a reshape of one copies it. Pointwise ops keep the order of what they read;
-attention gives its result in the order batch, queries, heads, width.
+attention returns its result in the order batch, queries, heads, width.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -31,7 +31,7 @@ def strided(folded: Folded) -> frozenset[str]:
 
 def _is_strided(op: Op, strided: set[str], types: Mapping[str, TensorType]) -> bool:
     if op.kind in _MOVES_DIMS:
-        # Moving dims back is taken to restore the order.
+        # Permuting dims back is assumed to restore the order.
         return op.operands[0] not in strided
     if op.kind in _LEAVES_OUT:
         return True
@@ -43,5 +43,5 @@ def _is_strided(op: Op, strided: set[str], types: Mapping[str, TensorType]) -> b
 
 
 def _whole(operands: Sequence[str], result: TensorType, types: Mapping[str, TensorType]) -> list[str]:
-    """The operands that are as large as the result: they decide how it lies."""
+    """The operands that are as large as the result, which determine its strides."""
     return [name for name in operands if types[name].shape == result.shape]

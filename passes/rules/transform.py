@@ -18,6 +18,6 @@ def transform(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
     before, roles = without(named(shape), transformed, "from")
     after = tuple(one(f"to{dim}", made[dim]) if dim in transformed else parts for dim, parts in enumerate(before))
     roles.update({f"to{dim}": Role.WHOLE for dim in transformed})
-    # A transform of real numbers keeps them, to know their sizes.
+    # A transform of real numbers saves them for their sizes.
     saved = (Saved(0),) if op.kind == "_fft_r2c" else ()
     return Rule(factors(before, after, roles=roles), (before,), (after,), linear=(frozenset({0}),), saved=saved)

@@ -1,4 +1,5 @@
-"""Placements travel: from the first digit of every factor to all splits that neighbours can take over as they are."""
+"""Sharding propagation: from the first digit of every factor to all splits that neighbouring ops can use without a
+redistribution."""
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,11 +19,11 @@ def propagate(
     offered: Mapping[str, Iterable[Placement]],
     size: int,
 ) -> tuple[list[list[Digit]], dict[str, set[Placement]]]:
-    """The digits at which each op may be split on an axis of `size`, and the splits that each tensor may have.
+    """The digits at which each op can be split on an axis of `size`, and the splits of each tensor.
 
-    Every op offers the first digit of each of its factors. A split of one tensor becomes a digit of the ops that make
-    or read it, and so a split of their other tensors, until nothing changes. Tensors in a tuple of `same` share their
-    splits; `offered` are splits to start from besides. No op gets more than 16 digits.
+    Propagation starts from the first digit of each factor of every op. A split of one tensor becomes a digit of the ops
+    that compute or read it, and so a split of their other tensors, until a fixed point. Tensors in a tuple of `same`
+    share their splits; `offered` are additional splits to start from. An op has at most 16 digits.
     """
     alias = _representatives(same)
     placements: dict[str, set[Placement]] = {}
@@ -82,7 +83,7 @@ def propagate(
 
 
 def _representatives(same: Iterable[tuple[str, ...]]) -> dict[str, str]:
-    """For every name in `same` one name that stands for all that are linked to it."""
+    """For every name in `same` the representative of all names that are linked to it."""
     parent: dict[str, str] = {}
 
     def find(name: str) -> str:

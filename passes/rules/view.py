@@ -25,7 +25,7 @@ def _view(
 def reshape(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
     """One factor, the flat index: a dim is the range of its digits between the product of the dims before and after.
 
-    A split passes where its digit lies within one dim on both sides: prod(shape[:dim]) * major stays the same.
+    A split propagates if its digit is within one dim on both sides: prod(shape[:dim]) * major stays the same.
     """
     operand, result = shapes((op.operands[0], op.results[0]), types)
     if prod(result) == 0:
@@ -44,7 +44,7 @@ def _permuted(op: Op, types: Mapping[str, TensorType], order: list[int]) -> Rule
 
 @rule_for("transpose")
 def transpose(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
-    """Two dims change places."""
+    """Two dims are swapped."""
     rank = len(types[op.operands[0]].shape)
     first, second = (dim_argument(op.arguments[name], rank) for name in ("dim0", "dim1"))
     order = list(range(rank))
@@ -55,14 +55,14 @@ def transpose(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
 
 @rule_for("permute")
 def permute(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
-    """Dims change places."""
+    """Dims are permuted."""
     rank = len(types[op.operands[0]].shape)
     return _permuted(op, types, list(dims_argument(op.arguments["dims"], rank)))
 
 
 @rule_for("expand")
 def expand(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
-    """A dim that is repeated is a factor that the operand lacks."""
+    """A repeated dim is a factor that the operand does not have."""
     operand, result = shapes((op.operands[0], op.results[0]), types)
     dims = named(result)
     offset = len(result) - len(operand)
@@ -71,7 +71,7 @@ def expand(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
 
 @rule_for("slice")
 def slice_(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
-    """The sliced dim may be split within units that the slice takes or leaves as a whole."""
+    """The sliced dim can be split within units that the slice takes or leaves as a whole."""
     operand, result = shapes((op.operands[0], op.results[0]), types)
     dim = dim_argument(op.arguments["dim"], len(operand))
     start = op.arguments["start"] or 0
@@ -91,7 +91,7 @@ def slice_(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
 
 @rule_for("select")
 def select(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
-    """The dim that is taken from stays whole."""
+    """The selected dim stays whole."""
     operand = types[op.operands[0]].shape
     dim = dim_argument(op.arguments["dim"], len(operand))
     dims = list(named(operand))
@@ -101,7 +101,7 @@ def select(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
 
 @rule_for("cat")
 def cat(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
-    """The joined dim may be split within units that every operand has a whole number of."""
+    """The concatenated dim can be split within units of which every operand has a whole number."""
     operands = shapes(op.operands, types)
     result = types[op.results[0]].shape
     if len({len(shape) for shape in operands}) != 1 or prod(result) == 0:
