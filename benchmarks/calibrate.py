@@ -69,7 +69,7 @@ def fit(runs: Sequence[str]) -> Fit:
 
 
 def _descend(loss: Callable[[Sequence[float]], float], start: Sequence[float]) -> list[float]:
-    """Where no figure's change by the last step makes `loss` less; figures stay above 0 and at most 1."""
+    """Coordinate descent to a local minimum of `loss`; figures stay above 0 and at most 1."""
     best, least, step = list(start), loss(start), FIRST
     while step > LAST:
         moved = False

@@ -1,4 +1,4 @@
-"""What of the stock architectures is traced, split, and equal to itself: `python benchmarks/coverage.py [name ...]`.
+"""Coverage of stock architectures: traced, split, and equal to one device: `python benchmarks/coverage.py [name ...]`.
 
 Two measurements of each: in small, on gloo processes, against itself on one device; and in its default size with few
 layers, planned only, how much of the computation is left to each of four devices. They run in another process, with a
@@ -152,7 +152,7 @@ def operators(plan: autopar.Plan) -> int:
 
 
 def one_line(error: Exception) -> str:
-    """What an error says, in a line; of what ranks say the first error."""
+    """The message of an error in one line; of errors of several ranks the first."""
     said = f"{type(error).__name__}: {error}"
     if isinstance(error, RankError):
         # A rank says its traceback, at whose end is the error.
@@ -230,7 +230,7 @@ def sources() -> str:
 
 
 def problems(name: str, result: Result) -> Iterator[tuple[str, str]]:
-    """What is not equal in small: where, and a line on it."""
+    """The differences of a small model: the place, and a line that describes each."""
     if "failed" in result:
         yield "trace or plan", result["failed"]
     allowed = TOLERANCE[ARCHITECTURES[name].dtype]

@@ -22,7 +22,7 @@ from transformers import (
 
 @dataclass(frozen=True)
 class Dimensions:
-    """What a record says of a dense model; `tied` is None where it says nothing of the embeddings."""
+    """A dense model as a record describes it; `tied` is None where the record does not mention embeddings."""
 
     name: str
     layers: int

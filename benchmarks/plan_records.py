@@ -230,7 +230,7 @@ def _on_ranks(case: Case) -> Record:
 
 
 def _called(name: str, folder: str) -> Record:
-    """What one rank does: it calls the model with every batch, in training and in evaluation."""
+    """Run one rank: call the model with every batch, in training and in evaluation."""
     from plan_cases import CASES
 
     (case,) = (item for item in CASES if item.name == name)

@@ -171,7 +171,7 @@ class Case:
 
     @property
     def row(self) -> str:
-        """How it is called in the table."""
+        """Its name in the table."""
         mesh = f"{self.mesh} devices, searched"
         if isinstance(self.mesh, Mapping):
             mesh = " x ".join(str(size) for size in self.mesh.values())

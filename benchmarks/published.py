@@ -30,7 +30,7 @@ GIB = 1024**3
 def replay_all(
     records: Sequence[Mapping[str, object]],
 ) -> tuple[list[Replayed], list[tuple[str, SkippedError]]]:
-    """What is predicted, and what is left out and why."""
+    """The runs that are predicted, and those that are skipped with the reason."""
     found: list[Replayed] = []
     left: list[tuple[str, SkippedError]] = []
     for number, record in enumerate(records):

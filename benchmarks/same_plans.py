@@ -138,7 +138,7 @@ def program_differences(old: Mapping[str, Any], new: Mapping[str, Any], renames:
 
 
 def _cost(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
-    """How planning itself went, old and new."""
+    """Statistics of planning itself, old and new."""
     costs = old["cost"], new["cost"]
     text = f"{costs[0]['seconds']:6.1f} -> {costs[1]['seconds']:6.1f} s"
     if all(cost["effort"] is not None for cost in costs):

@@ -48,7 +48,7 @@ def network_bandwidth(interconnect: str, node_size: int) -> float | None:
 
 
 def devices_per_card(interconnect: str, node_size: int) -> float:
-    """How many devices of a node share a network card, from text such as "4x100Gb OPA/node"; 1 where it says none."""
+    """The number of devices of a node per network card, from text such as "4x100Gb OPA/node"; 1 if not given."""
     found = _CARDS.search(interconnect)
     cards = float(found.group(1)) if found else 0.0
     return max(1.0, node_size / cards) if cards else 1.0

@@ -106,8 +106,8 @@ def _work(part: LayerSeconds, recompute: str) -> _Work:
 
 
 def stage_layers(layers: int, stages: int, fills: bool = False) -> list[int]:
-    """How many layers each stage has: the same, or one less in the first and last (beside the embedding and the head),
-    or as equal as can be; with `fills` as many as any must have, the last stage what is left."""
+    """The number of layers of each stage: equal, or one less in the first and last (beside the embedding and the head),
+    or as equal as possible; with `fills` every stage has the maximum and the last one the rest."""
     if layers % stages and (layers + 2) % stages == 0 and stages > 1:
         each = (layers + 2) // stages
         return [each - 1, *[each] * (stages - 2), each - 1]
@@ -120,7 +120,7 @@ def stage_layers(layers: int, stages: int, fills: bool = False) -> list[int]:
 
 @dataclass(frozen=True)
 class Stage:
-    """What one stage of a pipeline holds: blocks and how often each stands there. One stage alone holds everything.
+    """The contents of one pipeline stage: blocks and the count of each. A single stage holds everything.
     `exchange` is the seconds of a micro-batch that it sends and receives."""
 
     blocks: tuple[tuple[LayerSeconds, str, int], ...]
@@ -303,7 +303,7 @@ def _traffic(run: Run, part: LayerSeconds, cluster: Cluster) -> tuple[float, flo
 
 
 def _bubble(run: Run, stages: Sequence[Stage], longest: Stage, parts: Parts) -> float:
-    """What a pipeline waits besides the work of its slowest stage, by its schedule."""
+    """The pipeline bubble of a schedule: seconds besides the work of the slowest stage."""
     if len(stages) == 1:
         return 0.0
     schedule = run.parallel.schedule

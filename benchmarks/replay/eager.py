@@ -1,4 +1,4 @@
-"""What ops take one by one, beside what rules count: autograd's formulas, as torch has them.
+"""Costs of single ops in eager mode beyond those of sharding rules: torch's autograd formulas.
 
 Rules count what a backward pass must read and write. Where nothing is fused each gradient has kernels of its own
 (torch's tools/autograd/derivatives.yaml and FunctionsManual.cpp, 2.5 to 2.13).
@@ -39,7 +39,7 @@ class Beyond:
 
 
 def beyond(statement: Compute, body: Body, forced: Forced) -> Beyond:
-    """What an op takes beyond what its rule counts."""
+    """The cost of an op beyond that of its rule."""
     op = statement.whole
     formula = FORMULAS.get(op.kind)
     flowing = [name for name in op.operands if name.partition("~")[0] in forced.folded.flowing]
@@ -56,7 +56,7 @@ def beyond(statement: Compute, body: Body, forced: Forced) -> Beyond:
 
 
 def sums(body: Body, forced: Forced) -> Beyond:
-    """What adding up the gradients of values that several ops read takes, each sum a kernel of its own."""
+    """The cost of summing the gradients of values that several ops read, with one kernel per sum."""
     uses: Counter[str] = Counter()
     for statement in body.statements:
         if isinstance(statement, Compute):

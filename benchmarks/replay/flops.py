@@ -22,7 +22,7 @@ ROUNDING = 0.5e12
 
 @dataclass(frozen=True)
 class Convention:
-    """How often the forward pass of layers and head count, and how much of attention counts."""
+    """The number of forward passes of layers and head that count, and the fraction of attention that counts."""
 
     layers: float
     head: float
@@ -79,7 +79,7 @@ def check(run: Run, family: Family, counted: Multiplications) -> float:
 
 
 def _added(run: Run, counted: Multiplications) -> float:
-    """What counting 6 FLOPs per parameter and token adds, where the number of parameters is published: learned
+    """The FLOPs that counting 6 per parameter and token adds, where the number of parameters is published: learned
     positions multiply nothing."""
     if run.parameters is None:
         return 0.0

@@ -33,7 +33,7 @@ class Planned:
 
     @property
     def gain(self) -> float:
-        """How much less time it takes than the published plan is predicted to, as a fraction of that."""
+        """The time saved relative to the predicted time of the published plan."""
         return 1 - self.seconds / self.published
 
     def sentence(self) -> str:

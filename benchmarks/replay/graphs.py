@@ -33,7 +33,7 @@ TENSOR, CONTEXT = "tp", "cp"
 
 @dataclass(frozen=True)
 class Split:
-    """How one micro-batch is split over devices that work on it together; without `forced` the solver may choose."""
+    """The split of one micro-batch over the devices that share it; without `forced` the solver chooses layouts."""
 
     context: int
     tensor: int

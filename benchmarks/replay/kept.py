@@ -1,4 +1,4 @@
-"""What a program whose pointwise chains are fused keeps for the backward pass.
+"""Saved tensors of a program whose pointwise chains are fused.
 
 Products and fused attention keep their operands, as their libraries do. A chain of cheap ops keeps the fewest bytes
 that its backward pass can be computed from again: a minimum cut, which is how compilers choose too (He and Yu 2023,
@@ -53,7 +53,7 @@ class Kept:
 
 @cache
 def kept_bytes(forced: Forced, fused: bool = True) -> Kept:
-    """What `forced` keeps, block by block; without `fused` all that autograd keeps of each op alone."""
+    """The saved tensors of `forced` by block; without `fused`, those that autograd saves for each op alone."""
     body = forced.lowered.body
     number = next(place for place, item in enumerate(body.statements) if isinstance(item, Loop))
     loop = body.statements[number]

@@ -110,7 +110,7 @@ def _states(run: Run, elements: float, layer: float, outside: float) -> tuple[fl
 
 
 def in_flight(run: Run, stage: int) -> float:
-    """How many micro-batches' activations of all its layers a stage holds at once."""
+    """The number of micro-batches whose activations a stage holds at once."""
     stages, chunks = run.parallel.pipeline, run.parallel.chunks
     if stages == 1:
         return 1.0

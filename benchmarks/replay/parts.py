@@ -82,7 +82,7 @@ def _fusion(forced: Forced) -> Mapping[str, Fused]:
 
 @cache
 def _matrices(forced: Forced) -> int:
-    """How many matrices a layer has."""
+    """The number of weight matrices of a layer."""
     region = forced.folded.regions[0]
     shapes = {item.name: item.type.shape for item in forced.lowered.program.parameters}
     return sum(len(shapes[names[0]]) > 1 for names in region.owned.values() if names[0] in shapes)

@@ -44,7 +44,7 @@ class Replayed:
 
 
 def split_of(run: Run) -> Split:
-    """What of a run's plan its graph is split by."""
+    """The axes of a run's plan that split its graph."""
     parallel = run.parallel
     return Split(parallel.context, parallel.tensor, parallel.sequence_parallel, parallel.context_method)
 

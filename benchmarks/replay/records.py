@@ -13,7 +13,7 @@ from benchmarks.replay.software import Software, find_row, find_software
 
 @dataclass(frozen=True)
 class Parallel:
-    """How a run was split: sizes of the mesh axes, and where states lie.
+    """The parallelism of a run: sizes of the mesh axes, and placement of states.
 
     `zero` is the stage (0 to 3), `shards` over how many devices of the data axis the states are split; `chunks` is the
     number of virtual stages that a device has.
@@ -32,13 +32,13 @@ class Parallel:
 
     @property
     def devices(self) -> int:
-        """How many devices the axes make."""
+        """The number of devices of all axes."""
         return self.tensor * self.pipeline * self.context * self.data
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What was published: seconds, tokens/s and FLOP/s of one device, and bytes."""
+    """Published measurements: seconds, tokens/s and FLOP/s of one device, and bytes."""
 
     step_time: float | None
     tokens_per_second: float | None

@@ -1,4 +1,4 @@
-"""How near predictions are, over many records."""
+"""Errors of predictions over many records."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -74,7 +74,7 @@ def score(found: Sequence[Replayed]) -> Scores:
 
 
 def _sweeps(found: Sequence[Replayed]) -> dict[str, list[Replayed]]:
-    """What was predicted and measured, by group."""
+    """Predictions and measurements by group."""
     groups: dict[str, list[Replayed]] = {}
     for item in found:
         if item.seconds is not None:

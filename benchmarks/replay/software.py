@@ -1,4 +1,4 @@
-"""What is known of the software that published runs ran on, from the text of their source."""
+"""The software of published runs, parsed from the text of their source."""
 
 import re
 from dataclasses import dataclass, replace
