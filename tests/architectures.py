@@ -282,14 +282,14 @@ def question(config: Any, samples: int, length: int) -> Batch:
 
 
 def series(config: Any, samples: int, length: int) -> Batch:
-    """What was and what will be."""
+    """Past and future values."""
     channels = config.num_input_channels
     past = _normal(samples, config.context_length, channels)
     return {"past_values": past, "future_values": _normal(samples, config.prediction_length, channels, seed=2)}
 
 
 def forecast(config: Any, samples: int, length: int) -> Batch:
-    """What was and what will be, with the time of each."""
+    """Past and future values, with their time features."""
     past = config.context_length + max(config.lags_sequence)
     return {
         "past_values": _normal(samples, past),
@@ -495,7 +495,7 @@ def _integers(*shape: int, seed: int = 1, below: int = 64) -> Tensor:
 
 
 def _others() -> Iterator[Architecture]:
-    """What is not of transformers: torch alone."""
+    """Architectures from torch alone, without transformers."""
     yield _module("convolutional", Classifier, lambda n: {"images": _normal(n, 3, 16, 16), "labels": _classes(n)})
     yield _module(
         "unet", Segmenter, lambda n: {"images": _normal(n, 3, 16, 16), "labels": _integers(n, 16, 16, below=4)}
@@ -663,7 +663,7 @@ _CONVOLVED = {
 
 
 def _required() -> Iterator[Architecture]:
-    """What users bring most."""
+    """The architectures that users bring most."""
     yield _stock("llama", "LlamaForCausalLM", text)
     yield _stock(
         "llama4_text", "Llama4ForCausalLM", text, num_hidden_layers=4, intermediate_size_mlp=64, attention_chunk_size=8
@@ -829,7 +829,7 @@ _STAGES = {"hidden_sizes": [8, 16, 32, 32], "depths": [1, 1, 1, 1], "image_size"
 
 
 def _extra() -> Iterator[Architecture]:
-    """What else there is, as different as can be."""
+    """Other architectures, as different as possible."""
     decoders: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         "stablelm": ("StableLmForCausalLM", {}),
         "persimmon": ("PersimmonForCausalLM", {}),

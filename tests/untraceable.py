@@ -7,7 +7,7 @@ from torch.utils.checkpoint import checkpoint
 
 
 class Scaled(nn.Module):
-    """What all of them have: a linear layer, and a scale."""
+    """The base of all modules here: a linear layer and a scale."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -217,7 +217,7 @@ REFUSED = (
 
 
 class Prints(Scaled):
-    """What it prints while it is traced is not printed, and later neither."""
+    """A model that prints in `forward`: neither the trace nor later calls print."""
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [batch, 4]."""

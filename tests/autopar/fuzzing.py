@@ -126,7 +126,7 @@ class Body:
     keyed: bool = False
 
     def result(self) -> str:
-        """What is returned, as code."""
+        """The returned value, as code."""
         shown = [" + ".join(names) for names in self.returned]
         if self.keyed:
             keys = ["loss" if len(names) > 1 else f"y{number}" for number, names in enumerate(self.returned)]
@@ -482,7 +482,7 @@ def _is_sound(recipe: Recipe) -> bool:
 
 @dataclass(frozen=True)
 class Expected:
-    """What a program does on one device: outputs, gradients of parameters and of inputs from `cotangents` of the
+    """The results of a program on one device: outputs, gradients of parameters and of inputs from `cotangents` of the
     outputs, and buffers afterwards."""
 
     outputs: tuple[object, ...]
@@ -556,7 +556,7 @@ class Trial:
         return not self.worst[1] <= TOLERANCE
 
     def used(self) -> Iterator[tuple[Node, Strategy]]:
-        """What was chosen, node by node."""
+        """The chosen strategies, node by node."""
         if self.problem is not None and self.solution is not None:
             for index, node in enumerate(self.problem.nodes):
                 yield node, self.solution.strategy(self.problem, index)
@@ -598,7 +598,7 @@ def planned(recipe: Recipe, mesh: Mesh, solver: Solver) -> PlannedModel:
 
 @dataclass(frozen=True)
 class _Outcome:
-    """What one rank has afterwards."""
+    """The results of one rank."""
 
     outputs: tuple[object, ...]
     gradients: Mapping[str, Tensor | None]
@@ -845,7 +845,7 @@ def _with_plain_nodes(trial: Trial, better: Better) -> Trial:
 
 
 def report(trial: Trial, small: Trial) -> str:
-    """What failed, for people."""
+    """A readable report of the failure."""
     name, error = trial.worst
     lines = [
         f"seed {trial.recipe.seed} on {trial.mesh}: {name} is off by {error:.1e}",

@@ -94,7 +94,7 @@ class Threads:
         self._turns[self._ready.popleft()].release()
 
     def _meet(self, group: str, tensor: Tensor, *call: object) -> list[Tensor]:
-        """What all ranks of `group` bring, in their order."""
+        """The tensors of all ranks of `group`, in rank order."""
         rank: int = self._own.rank
         assert tensor.is_contiguous(), f"{call} is given a tensor that is not contiguous"
         meeting = self._meetings.setdefault(group, _Meeting((*call, tensor.dtype, tuple(tensor.shape))))
@@ -130,7 +130,7 @@ class Threads:
         return {"sum": given.sum, "max": given.amax}[operation](0)
 
     def all_gather_into_tensor(self, tensor: Tensor, size: int, group: str) -> Tensor:
-        """What all have, one after the other along the first dim."""
+        """The tensors of all ranks, concatenated along the first dim."""
         given = self._meet(group, tensor, "all_gather", size)
         return torch.cat(given)
 

@@ -1,4 +1,4 @@
-"""What takes long to plan, planned once for all processes that a run of the tests has."""
+"""Plans that take long, made once for all processes of a test run."""
 
 import fcntl
 import os

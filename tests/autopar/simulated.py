@@ -77,7 +77,7 @@ def measure(model: nn.Module, compiled: PlannedModel, request: Request, inputs: 
 
 
 def _module(model: nn.Module, compiled: PlannedModel, request: Request, mesh: DeviceMesh) -> DistributedModule:
-    """What `distribute` makes, without values."""
+    """The module that `distribute` returns, without values."""
     engine = _Engine(mesh)
     root = placed_parts(_like(model), compiled.stored, compiled.groups, request, mesh, torch.device("cpu"), engine)
     loaded = {name: load(program, name) for name, program in compiled.programs.items()}

@@ -1,4 +1,4 @@
-"""What `parallelize` returns and what one can do with it, on gloo ranks."""
+"""The module that `parallelize` returns and its uses, on gloo ranks."""
 
 import copy
 import io

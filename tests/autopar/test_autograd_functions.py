@@ -113,7 +113,7 @@ def test_a_gradient_that_is_clipped_is_never_a_sum_to_be_made():
 
 
 class Routed(nn.Module):
-    """What phimoe's router does with its function, without what it draws at random."""
+    """The function of phimoe's router, without the random draws."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -34,7 +34,7 @@ _ALLOWANCE = 350.0
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a limit (bytes): what was `planned` and what was `measured`, or, where nothing fits, how much is
+    """The outcome of a limit (bytes): what was `planned` and what was `measured`, or, where nothing fits, how much is
     `missing` at least (nothing, if no plan was found in the time). `asked` is what was asked for: the number of the
     mesh, micro-batches and recompute."""
 
@@ -79,7 +79,7 @@ def _model(name: str) -> nn.Module:
 
 @cache
 def _plenty(name: str, number: int) -> float:
-    """What the plan takes that memory does not limit."""
+    """The memory of the plan without a memory limit."""
     return _memory(_compiled(name, number, 1e15)[0])
 
 
@@ -118,7 +118,7 @@ def _quickly(name: str) -> Iterator[None]:
 
 
 def broken(found: Outcome) -> str:
-    """What is wrong with an outcome by itself; nothing if all is well."""
+    """The errors of an outcome by itself; empty if there are none."""
     if found.refused:
         return ""
     if found.measured > found.planned:

@@ -1,4 +1,4 @@
-"""What users demand is done, with the right values and gradients: every change of layout, every way to split."""
+"""Constraints hold, with the right values and gradients: every change of layout, every way to split."""
 
 from collections.abc import Mapping, Sequence
 from itertools import combinations

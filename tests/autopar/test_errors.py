@@ -214,7 +214,7 @@ def named_line(kind: type[nn.Module]) -> str:
 
 
 def reason(kind: type[nn.Module]) -> str:
-    """What an error must say of a module: the first line of its description, as it goes on in a sentence."""
+    """The reason that an error must give for a module: the first line of its docstring, as it goes on in a sentence."""
     said = str(kind.__doc__).rstrip(".")
     return said[0].lower() + said[1:] if said.startswith(("It ", "A ", "How ")) else said
 
@@ -238,7 +238,7 @@ def test_control_flow_that_depends_on_data(kind, hint):
 
 
 def _refused_on_ranks() -> list[str]:
-    """What each rank is told."""
+    """The error messages on each rank."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     messages = []
     for kind in REFUSED:

@@ -100,7 +100,7 @@ def test_statistics_of_norms() -> None:
     ],
 )
 def test_recompute(name: str, mesh: str, level: str) -> None:
-    """What is computed again in the backward pass, up to where all is there that the pass needs."""
+    """The memory of recompute in the backward pass, up to the point where all that the pass needs is there."""
     _check(MODELS[name](num_hidden_layers=7), mesh, tokens(length=4), optimizer="sgd", recompute=level, micro_batches=1)
 
 

@@ -94,7 +94,7 @@ def _worst_gradient(module: nn.Module, model: nn.Module) -> float:
 
 
 def _steps(text: str) -> dict[str, float]:
-    """What steps of training by a replayed plan are off from one device."""
+    """The errors of training steps by a replayed plan, relative to one device."""
     with LiftFloat32(torch.float64):
         return _lifted_steps(text)
 
@@ -192,7 +192,7 @@ def test_a_plan_may_be_asked_for_as_it_is(level: str) -> None:
 
 
 def test_a_plan_is_not_overruled() -> None:
-    """What a plan decided is not asked for again in another way."""
+    """Decisions of a plan cannot be requested again with other values."""
     plan = autopar.plan(_llama(), {"dp": 2}, tokens(), cluster="ideal", recompute="full")
     for options in ({"micro_batches": 2}, {"recompute": "none"}):
         with pytest.raises(PlanMismatchError, match="leave"):
@@ -208,7 +208,7 @@ def test_experts_with_a_loss_of_their_own_are_refused() -> None:
 
 
 def _random(name: str, sizes: tuple[int, ...], seeds: range) -> list[str]:
-    """What is wrong with random plans: strategies, gathers made again, micro-batches and recompute."""
+    """The errors of random plans: strategies, repeated gathers, micro-batches and recompute."""
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("dp", "tp")[: len(sizes)])
     wrong = []
     for seed in seeds:
@@ -227,5 +227,5 @@ def _random(name: str, sizes: tuple[int, ...], seeds: range) -> list[str]:
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mistral"])
 @pytest.mark.parametrize("sizes", [(2,), (2, 2)])
 def test_random_plans(name: str, sizes: tuple[int, ...]) -> None:
-    """Whatever else is decided."""
+    """Random plans are right, whatever else they decide."""
     assert run_ranks(_random, math.prod(sizes), name, sizes, range(6), timeout=900)[0] == []

@@ -9,7 +9,7 @@ from tests.models import MODELS, gemma2, gpt2, llama, qwen3, tokens
 
 @pytest.mark.parametrize("name", marked(MODELS, {"llama"}))
 def test_train_and_infer(name):
-    """What users call: training and inference on (2, 2), with casts to float32 lifted and as they are."""
+    """The calls that users make: training and inference on (2, 2), with casts to float32 lifted and as they are."""
     model = MODELS[name]()
     for objective in ("train", "infer"):
         inputs = tokens(labels=objective == "train")
@@ -54,7 +54,7 @@ def test_batch_of_one(mesh):
 
 
 def test_odd_sizes_are_exact():
-    """Where nothing divides, nothing is split, and all is right."""
+    """Sizes that nothing divides are not split, and the results are exact."""
     exact(llama(), "2x2", tokens(batch=3, length=7))
 
 

@@ -1,4 +1,4 @@
-"""What the planner chooses for models of real sizes. Parameters are on meta and no process group runs.
+"""The planner's choices for models of real sizes. Parameters are on meta and no process group runs.
 
 Where depth does not matter models have few layers: a layer is planned once, however often it stands.
 """
@@ -84,13 +84,13 @@ def op(plan: Plan, name: str) -> Row:
 
 
 def methods(plan: Plan, name: str) -> tuple[str, ...]:
-    """What the one op or parameter whose key ends in `name` splits on each axis."""
+    """The method of the one op or parameter whose key ends in `name`, on each axis."""
     (found,) = (value for key, value in program_of(plan).stages[0].decisions.items() if key.endswith(name))
     return found
 
 
 def layer_methods(plan: Plan, axis: int) -> Iterator[tuple[str, str]]:
-    """What the matrix products and the attention of a layer split on one axis."""
+    """The methods of the matrix products and the attention of a layer, on one axis."""
     for key, value in program_of(plan).stages[0].decisions.items():
         if key.startswith("model.layers.*") and key.endswith(("_proj/linear", "scaled_dot_product_attention")):
             yield key, value[axis]
@@ -424,6 +424,6 @@ def test_same_call_gives_the_same_text(two_layers: LlamaForCausalLM) -> None:
 
 
 def test_plan_is_proven_optimal(two_layers: LlamaForCausalLM) -> None:
-    """Where memory is plenty the choice is proven."""
+    """With enough memory, the choice is proven optimal."""
     plan = autopar.plan(two_layers, MESH, batch_of(8), cluster="h100", memory_limit=PLENTY)
     assert program_of(plan).gap <= 1e-6

@@ -1,4 +1,4 @@
-"""What is computed again in the backward pass is not kept, draws the same numbers, and runs the collectives it must."""
+"""Recomputed values are not kept, draw the same random numbers, and run the collectives that they need."""
 
 from collections import Counter
 from typing import Any
@@ -49,7 +49,7 @@ class _Watching(TorchDispatchMode):
 
     @property
     def bytes(self) -> int:
-        """What is there."""
+        """The bytes that are allocated."""
         return sum(size for storage, size in self.made.values() if not storage.expired())
 
 

@@ -169,7 +169,7 @@ def test_nothing_but_what_is_near_is_looked_at_on_four_axes() -> None:
 
 
 def test_demands_hold_where_axes_are_cut_up() -> None:
-    """What is demanded on one axis is left out while that is one with others, and holds in the end."""
+    """A constraint on one axis is left out while that axis is merged with others, and holds in the end."""
     constraints = {"up": {"out": {"b": "S(2)"}, "in": {"b": "R"}}, "down.weight": {"stored": {"d": "I"}}}
     found = best_choice(_residual(FOUR, constraints=constraints), Progress()).best
     assert found is not None
@@ -224,7 +224,7 @@ def test_plenty_of_memory_changes_nothing() -> None:
     ids=["micro-batches", "recompute"],
 )
 def test_what_memory_makes_necessary_runs(limit: float, options: dict[str, object]) -> None:
-    """Where one of the two is not allowed the other is chosen; the plan runs and equals one device."""
+    """If one of the two is not allowed, the other is chosen; the plan runs and equals one device."""
     plan = planned(limit, **options)
     if "recompute" in options:
         assert train(plan).micro_batches > 1
@@ -242,7 +242,7 @@ def _mixtral() -> nn.Module:
 
 
 def test_a_batch_that_may_not_be_cut_is_said_to_be() -> None:
-    """Where memory is short and the loss is no sum over the samples, the plan says why there is one micro-batch."""
+    """If memory is short and the loss is no sum over the samples, the plan says why there is one micro-batch."""
     model = _mixtral()
     roomy = autopar.plan(model, {"dp": 2}, tokens(batch=8), cluster="ideal")
     assert "one micro-batch" not in str(roomy), "nobody asked"
@@ -267,7 +267,7 @@ def test_what_was_forbidden_would_fit() -> None:
 
 @pytest.mark.slow
 def test_recompute_that_was_forbidden_would_fit() -> None:
-    """Where links cost much, computing again is cheaper than more micro-batches."""
+    """On expensive links, recompute is cheaper than more micro-batches."""
     with pytest.raises(InfeasibleError, match=r"it would fit with .*recompute of model.layers"):
         planned(320e3, micro_batches=2, recompute="none", cluster="h100")
 
@@ -323,7 +323,7 @@ def test_a_cluster_runs_in_a_configuration() -> None:
 
 
 def _refused(rank_count: int) -> list[str]:
-    """What is said to meshes that are not the ranks there are."""
+    """The error messages for meshes that do not match the ranks."""
     messages = []
     pairs = replace(CLUSTERS["cpu"], devices=3)
     rank = torch.distributed.get_rank()

@@ -103,7 +103,7 @@ def _each_way(run: Callable[[Mapping[str, str]], Any]) -> list[Any]:
 
 
 def each_way(run: Callable[[Mapping[str, str]], Any]) -> list[Any]:
-    """What `run` returns on two ranks for both ways."""
+    """The results of `run` on two ranks for both ways."""
     return [found for ways in run_ranks(_each_way, 2, run) for found in ways]
 
 

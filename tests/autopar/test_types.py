@@ -383,7 +383,7 @@ def _layouts(mesh: Mesh, shape: tuple[int, ...]) -> Iterator[Layout]:
 
 
 def test_layouts_survive_the_checker():
-    """What a tensor is annotated with is read back."""
+    """The annotation of a tensor is read back."""
     mesh = Mesh(("dp", "tp"), (2, 2))
     with fake_pg(4):
         device_mesh = init_device_mesh("cpu", mesh.sizes, mesh_dim_names=mesh.names)

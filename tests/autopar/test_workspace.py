@@ -1,4 +1,4 @@
-"""What ops are said to need for themselves, against what running them on tensors without values shows."""
+"""The declared workspace of ops equals the workspace measured on tensors without values."""
 
 import pytest
 import torch

@@ -570,7 +570,7 @@ def causal_attention(
 def split_layer_norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None = None, *, rank: int, **options: object
 ) -> Tensor:
-    """What is normalized may be split: rows in, in, in -> rows in."""
+    """A layer norm whose normalized dims may be split: rows in, in, in -> rows in."""
     given = (weight, bias)
 
     def compute(x: Tensor, *scales: Tensor) -> Tensor:

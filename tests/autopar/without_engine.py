@@ -1,5 +1,5 @@
-"""What the engine of data axes does, done otherwise: step by step for ranks that it does not run on, or by the
-generated code."""
+"""Replacements for the engine of data axes: step by step for ranks that it does not run on, or by the generated
+code."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -39,7 +39,7 @@ running_product.register_autograd(_backward, setup_context=_keep)
 
 
 def _found(target: str, *arguments: object, **types: TensorType) -> Rule | None:
-    """What is found for a call of `target`; tensors among the arguments are named in `types`."""
+    """The rule found for a call of `target`; tensors among the arguments are named in `types`."""
     schema = find_overload(target)._schema.arguments
     given = [Ref(item) if isinstance(item, str) and item in types else item for item in arguments]
     values = {
@@ -56,7 +56,7 @@ def _found(target: str, *arguments: object, **types: TensorType) -> Rule | None:
 
 
 def _placements(rule: Rule) -> set[tuple[tuple[object, ...], tuple[object, ...]]]:
-    """What every factor that is not whole makes of operands and results on an axis of two."""
+    """The placements of operands and results on an axis of two, for every factor that is not whole."""
     choices = [split(rule, name, 1, 2) for name, factor in rule.factors.items() if factor.role is not Role.WHOLE]
     return {(choice.operands, choice.results) for choice in choices if choice is not None}
 
@@ -108,7 +108,7 @@ def test_results_that_are_pieces() -> None:
     [("aten.argsort.default", ("x",)), ("aten.flip.default", ("x", [0])), ("aten.bernoulli.default", ("x",))],
 )
 def test_nothing_is_found(target: str, arguments: tuple[object, ...]) -> None:
-    """Where all that there is must stay whole, and where numbers are drawn."""
+    """No rule is found if every dim must stay whole or the operator draws random numbers."""
     assert _found(target, *arguments, x=TensorType((24,), FLOAT)) is None
 
 

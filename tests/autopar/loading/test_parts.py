@@ -31,7 +31,7 @@ def seen_texts(model: nn.Module, grids: list[list[int]]) -> dict[str, Tensor]:
 
 
 def inputs_of_parts(model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, dict[str, object]]:
-    """What the model calls its parts with: what is called by the text's part has gradients for what is before it."""
+    """The inputs of each part in a call of the model; those of the text part require the gradients of earlier parts."""
     samples, length = batch["input_ids"].shape
     shape = (samples, length, model.config.text_config.hidden_size)
     vision = {"hidden_states": batch["pixel_values"], "grid_thw": batch["image_grid_thw"]}
@@ -45,7 +45,7 @@ def inputs_of_parts(model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, 
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """What a tensor holds, on whatever ranks."""
+    """The whole value of a tensor, distributed or not."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
@@ -185,7 +185,7 @@ def _small() -> None:
 
 
 def test_parts_train_with_the_rest():
-    """What is not traced of a part stays what it is, ties included; attributes are found; names are as they were."""
+    """Untraced members of a part stay as they are, ties included; attributes are found; names are as they were."""
     run_ranks(_small, 2)
 
 

@@ -198,7 +198,7 @@ def _trainable() -> dict[str, Loss]:
 
 @pytest.mark.parametrize("name", _trainable())
 def test_parameters_inside_are_refused(name: str) -> None:
-    """Wherever they are, by what they are called there."""
+    """Parameters inside a loss are refused at any depth, and the error gives their name there."""
     with pytest.raises(autopar.CaptureError, match=r"refers to the parameter or trainable tensor \S+: a loss"):
         with_loss(Bare(), _trainable()[name])
 

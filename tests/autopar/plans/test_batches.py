@@ -1,4 +1,4 @@
-"""Where ranks find the samples of a micro-batch: the same samples in every input, however it is split."""
+"""The position of a micro-batch's samples on each rank: the same samples in every input, however it is split."""
 
 import functools
 import random

@@ -190,7 +190,7 @@ def _epochs(mesh: DeviceMesh) -> None:
 
 
 def _surrounded(mesh: DeviceMesh) -> None:
-    """What surrounds the first call of a size is not what later calls get."""
+    """Contexts around the first call of a size do not apply to later calls."""
     dist_model, model = _parallel_stack(mesh)
     batch = stack_batch(4)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
@@ -233,7 +233,7 @@ def _input_gradient(mesh: DeviceMesh) -> None:
 
 
 def _no_weights(mesh: DeviceMesh) -> None:
-    """What is kept for other sizes does not keep the model."""
+    """The cache for other sizes does not keep the model alive."""
     dist_model, model = _parallel_stack(mesh)
     weights = [weakref.ref(parameter) for parameter in model.parameters()]
     expected = copy.deepcopy(model)
@@ -303,7 +303,7 @@ class Odd(nn.Module):
         return {"loss": self.odd(self.linear(x)).pow(2).sum()}
 
     def odd(self, x: torch.Tensor) -> torch.Tensor:
-        """What is odd about it."""
+        """The unusual part of the model."""
         return x
 
 
@@ -356,7 +356,7 @@ def _fallbacks(mesh: DeviceMesh) -> list[dict[int, float]]:
 
 
 def test_traces_for_one_size_alone() -> None:
-    """Where a trace cannot be for many sizes there is one for each."""
+    """A model whose trace cannot serve several sizes gets one trace per size."""
     assert on_ranks(_fallbacks) == [[{}, {}]] * 4
 
 

@@ -59,7 +59,7 @@ def batch_of(case: Case, batch: int, sequence: int) -> dict[str, object]:
 
 @pytest.fixture(scope="module")
 def compiled() -> Callable[[str], PlannedModel]:
-    """What a case is compiled to; once."""
+    """A function that compiles a case once and returns the result."""
     done: dict[str, PlannedModel] = {}
 
     def get(name: str) -> PlannedModel:

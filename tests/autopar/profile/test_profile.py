@@ -72,7 +72,7 @@ def test_two_nodes() -> None:
 
 
 def test_a_profile_of_another_machine_serves_plans(tmp_path: Path) -> None:
-    """Where no device is at hand that it could be compared with."""
+    """A profile serves plans without a device to compare it with."""
     path = tmp_path / "there.json"
     replace(CLUSTERS["h100"], machine="NVIDIA H100 80GB HBM3", devices=8).save(path)
     model, inputs = nn.Linear(8, 8), {"input": torch.ones(8, 8)}

@@ -1,4 +1,4 @@
-"""What a step of a random program is drawn with, and the table that steps stand in."""
+"""The state that a step of a random program is drawn with, and the table of steps."""
 
 import math
 import random
@@ -31,7 +31,7 @@ class Held:
 
 @dataclass
 class Draw:
-    """What a step is drawn with: random numbers, the tensors that live, and the sizes that new dims may have.
+    """The state that a step is drawn with: random numbers, the live tensors, and the sizes that new dims may have.
 
     What the step makes besides is collected: `held`, `inputs`, and the names of its results.
     """

@@ -166,7 +166,7 @@ def ordered(draw: Draw) -> Code:
 
 @step(2)
 def picked_again(draw: Draw) -> Code:
-    """What an order that was found picks."""
+    """A selection by an order that was computed."""
     x = draw.tensor(least=1, most=3)
     dim = draw.dim(x, 2)
     draw.apart(draw.values[x], dim)

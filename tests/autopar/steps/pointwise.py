@@ -117,7 +117,7 @@ def three(draw: Draw) -> Code:
 
 @step(3)
 def flagged(draw: Draw) -> Code:
-    """What flags choose."""
+    """A choice between tensors by a mask."""
     x = draw.tensor()
     mask = draw.mask(draw.shape(x))
     texts = (

@@ -89,7 +89,7 @@ def counted(draw: Draw) -> Code:
 
 @step(4)
 def running(draw: Draw) -> Code:
-    """What runs along a dim."""
+    """A cumulative op along a dim."""
     x = draw.tensor(least=1)
     dim = draw.choose.randrange(len(draw.shape(x)))
     shown = draw.either_way(dim, len(draw.shape(x)))

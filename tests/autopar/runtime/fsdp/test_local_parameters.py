@@ -212,7 +212,7 @@ def _compared() -> None:
 
 
 def test_gradients_are_those_of_one_device() -> None:
-    """Whatever is done around a backward pass: accumulation, hooks, freezing, other values, certain gradients only."""
+    """Gradients match for every backward setting: accumulation, hooks, freezing, other values, some gradients only."""
     run_ranks(_compared, 2)
 
 

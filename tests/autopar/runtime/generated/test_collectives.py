@@ -28,7 +28,7 @@ def _changes() -> list[tuple[Placement, Placement]]:
 
 
 def _parts(whole: Tensor, placement: Placement, ranks: int) -> list[Tensor]:
-    """What each rank holds of a tensor; a pending sum is random but for its sum."""
+    """The part of a tensor on each rank; a pending sum is random but for its sum."""
     if placement.kind in "RI":
         return [whole.clone() for _ in range(ranks)]
     if placement.kind == "P":

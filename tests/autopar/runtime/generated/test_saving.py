@@ -1,4 +1,4 @@
-"""What is computed again: the same gradients, and nothing but its operands kept."""
+"""Recompute gives the same gradients and keeps nothing but the operands."""
 
 from collections.abc import Callable
 
@@ -22,7 +22,7 @@ def _chain(x: Tensor, weight: Tensor, kept: list[StorageWeakRef]) -> Tensor:
 
 
 def test_gradients_are_the_same_and_nothing_is_kept() -> None:
-    """All that lies between the operands and the product is gone after the forward pass."""
+    """All tensors between the operands and the product are freed after the forward pass."""
     torch.manual_seed(0)
     x = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(4, 2, dtype=torch.float64, requires_grad=True)

@@ -23,7 +23,7 @@ def mesh_of_two() -> DeviceMesh:
 
 
 def whole(tensor: object) -> Tensor:
-    """What a tensor holds, on whatever ranks."""
+    """The whole value of a tensor, distributed or not."""
     assert isinstance(tensor, Tensor)
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
