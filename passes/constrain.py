@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
-from passes.ir.demands import Constraint, ConstraintTarget, PlacedConstraints
+from passes.ir.constraints import Constraint, ConstraintTarget, PlacedConstraints
 from passes.ir.errors import ConstraintError
 from passes.ir.layout import WHOLE, Layout, R, parse_placement
 from passes.ir.mesh import Mesh

@@ -25,8 +25,8 @@ from passes.cost.walk import walk
 from passes.dynamic_shapes.generalize import alike, corners, generalize
 from passes.dynamic_shapes.specialize import specialize
 from passes.ir.choices import Problem, Solution
+from passes.ir.constraints import PlacedConstraints
 from passes.ir.decisions import Decisions
-from passes.ir.demands import PlacedConstraints
 from passes.ir.errors import AutoparError, CaptureError, ExpressionError
 from passes.ir.figures import Figure, Number, formula, largest_sum, size_of
 from passes.ir.formulas import write_formula

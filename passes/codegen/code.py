@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from passes.codegen.expressions import expression
 from passes.codegen.forms import form
 from passes.codegen.lines import statement
-from passes.codegen.places import loop_name, unpacked
+from passes.codegen.module_names import loop_name, unpacked
 from passes.codegen.values import value_text
 from passes.ir.layout import Placement, format_layout
 from passes.ir.lowered import Body, Compute, FSDPUnits, Loop, Redistribution

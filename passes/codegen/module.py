@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from passes.codegen.code import INDENT, Code, Shared
-from passes.codegen.engine import engine_text
 from passes.codegen.lines import WIDTH, broken, signature
-from passes.codegen.places import attribute, class_name, copy_path, loop_name, unpacked
+from passes.codegen.module_names import attribute, class_name, copy_path, loop_name, unpacked
+from passes.codegen.units import engine_text
 from passes.ir.lowered import Loop, Lowered
 from passes.ir.mesh import Mesh
 from passes.ir.program import Buffer, Parameter

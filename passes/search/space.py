@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from passes.constrain import Constraints, constrain, stored_as
 from passes.cost.cluster import Cluster
 from passes.cost.walk import Optimizer
+from passes.ir.constraints import PlacedConstraints
 from passes.ir.decisions import Decisions
-from passes.ir.demands import PlacedConstraints
 from passes.ir.mesh import Mesh
 from passes.ir.program import Program
 from passes.lower import Casts

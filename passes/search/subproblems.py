@@ -7,7 +7,7 @@ from passes.clock import Clock
 from passes.cost.memory import memory_use
 from passes.ir.choices import Problem, Solution
 from passes.ir.configuration import Configuration
-from passes.ir.demands import PlacedConstraints
+from passes.ir.constraints import PlacedConstraints
 from passes.ir.mesh import Mesh
 from passes.rules.strategies import AllowedMethods, method_token
 from passes.search.configurations import relaxed_configuration

@@ -6,7 +6,7 @@ outputs their possible layouts; and the edges between producers and consumers.
 
 from passes.cost.price import cover
 from passes.ir.choices import Cover, Problem
-from passes.ir.demands import PlacedConstraints
+from passes.ir.constraints import PlacedConstraints
 from passes.ir.program import Folded
 from passes.strategies.analysis import Analysis, survey
 from passes.strategies.connections import connect

@@ -9,8 +9,8 @@ from passes.ir.rule import Saved
 from passes.rules.cheap import Cheap, how_cheap
 from passes.rules.strategies import OpContext, subject
 from passes.rules.strides import strided
-from passes.strategies.kept import handed_on, kept_by
 from passes.strategies.places import Placed, place
+from passes.strategies.saved import handed_on, kept_by
 
 
 @dataclass(frozen=True)

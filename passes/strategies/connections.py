@@ -8,7 +8,7 @@ import torch
 
 from passes.ir.choices import Edge, EdgeGroup, Node
 from passes.strategies.analysis import Analysis
-from passes.strategies.kept import uses_remade, uses_viewed
+from passes.strategies.saved import uses_remade, uses_viewed
 from passes.strategies.tensors import carry_key
 
 

@@ -5,14 +5,14 @@ from dataclasses import dataclass
 from itertools import chain
 
 from passes.ir.choices import Node, Strategy
-from passes.ir.demands import Constraint, PlacedConstraints
+from passes.ir.constraints import Constraint, PlacedConstraints
 from passes.ir.errors import ConstraintError
 from passes.ir.layout import I, Layout, Placement, R, is_dtensor
 from passes.ir.program import references
 from passes.rules.rule import replicated
 from passes.rules.strategies import Choices, combine, op_strategies
 from passes.strategies.analysis import Analysis
-from passes.strategies.demanded import meeting, refuse_unfollowed
+from passes.strategies.constrained import meeting, refuse_unfollowed
 from passes.strategies.operations import is_negligible, op_node
 from passes.strategies.parameters import Upkeep, blocks_of_parameters, parameter_node
 from passes.strategies.places import Placed

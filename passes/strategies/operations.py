@@ -10,8 +10,8 @@ from passes.ir.choices import Node, Strategy, StrategyBytes
 from passes.rules.cheap import Cheap, is_cheap
 from passes.rules.strategies import Choices, OpContext
 from passes.strategies.analysis import Analysis
-from passes.strategies.kept import is_viewing
 from passes.strategies.places import Placed
+from passes.strategies.saved import is_viewing
 from passes.strategies.sizes import Sizes
 
 

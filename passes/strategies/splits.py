@@ -4,13 +4,13 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import product
 
-from passes.ir.demands import PlacedConstraints
+from passes.ir.constraints import PlacedConstraints
 from passes.ir.layout import Layout, Placement, Shape, fits
 from passes.ir.mesh import Mesh
+from passes.rules.propagation import propagate
 from passes.rules.strategies import AllowedMethods, Digit, placement_token
-from passes.rules.travel import propagate
 from passes.strategies.analysis import Analysis
-from passes.strategies.demanded import demanded_splits
+from passes.strategies.constrained import demanded_splits
 
 
 @dataclass(frozen=True)

@@ -2,11 +2,11 @@
 
 from collections.abc import Mapping
 
-from passes.ir.demands import Constraint
+from passes.ir.constraints import Constraint
 from passes.ir.errors import ConstraintError
 from passes.ir.layout import I, Layout, Placement, R, S, Shape, digits, fits, is_storable
 from passes.ir.mesh import Mesh
-from passes.strategies.demanded import indivisible
+from passes.strategies.constrained import indivisible
 
 
 def storage(name: str, shape: Shape, trainable: bool, demanded: Mapping[int, Constraint], mesh: Mesh) -> list[Layout]:

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from passes.constrain import Constraints, constrain, stored_as
 from passes.cost.cluster import CLUSTERS
 from passes.ir.choices import Problem
-from passes.ir.demands import PlacedConstraints
+from passes.ir.constraints import PlacedConstraints
 from passes.ir.errors import ConstraintError, MeshError
 from passes.ir.layout import I, P, Placement, R, S
 from passes.ir.program import Program

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from passes.cost.liveness.engine import FSDPSimulation
+from passes.cost.liveness.fsdp_units import FSDPSimulation
 from passes.cost.liveness.graph import (
     AutogradNode,
     Copy,

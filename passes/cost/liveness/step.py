@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from passes.cost.liveness.backward import run_backward
-from passes.cost.liveness.engine import FSDPSimulation
 from passes.cost.liveness.forward import Forward, Frame
+from passes.cost.liveness.fsdp_units import FSDPSimulation
 from passes.cost.liveness.graph import Value
 from passes.cost.liveness.ledger import BUFFERS, GATHERED, INPUTS, OUTPUTS, PARAMETERS, Ledger, Storage
 from passes.cost.liveness.profile import Prober

@@ -6,7 +6,7 @@ from math import prod
 
 import torch
 
-from passes.cost.liveness.engine import FSDPSimulation
+from passes.cost.liveness.fsdp_units import FSDPSimulation
 from passes.cost.liveness.graph import Leaf, Value
 from passes.cost.liveness.ledger import (
     BUFFERS,

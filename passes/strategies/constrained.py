@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 
 from passes.ir.choices import Strategy
-from passes.ir.demands import Constraint, PlacedConstraints
+from passes.ir.constraints import Constraint, PlacedConstraints
 from passes.ir.errors import ConstraintError
 from passes.ir.layout import Placement, Shape
 from passes.ir.mesh import Mesh
