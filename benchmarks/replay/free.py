@@ -1,5 +1,5 @@
-"""What the planner would do for a run's model and devices, by the same prices: mesh, layouts, ZeRO stage and recompute
-are chosen freely."""
+"""The planner's own plan for a run's model and devices, by the same prices: mesh, layouts, ZeRO stage and recompute are
+chosen freely."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace

@@ -108,7 +108,7 @@ def test_gradients_of_micro_batches_are_added_up() -> None:
     ],
 )
 def test_the_step_of_an_optimizer_may_take_most(name: str, bytes_each: int) -> None:
-    """Where AdamW is not fused and gradients are cast."""
+    """The optimizer step may take most if AdamW is not fused and gradients are cast."""
     (item,), _ = replay_all([records()[name]])
     assert item.predicted_memory is not None
     forced = forced_of(item.run, item.cluster)[0]
@@ -194,7 +194,7 @@ _ODD = (
 
 @pytest.mark.parametrize("name", ["korth-layer22B-sel+sp", "zb-6.2B-1F1B-m24", "torchtune-3.2-3b-qlora"])
 def test_odd_fields_are_predicted_or_left_out(name: str) -> None:
-    """Whatever stands in any one field, the record is read or left out for one of the reasons."""
+    """With any value in any one field, the record is read or left out for one of the reasons."""
     record = records()[name]
     places: list[tuple[str, ...]] = [(key,) for key in record]
     for outer in ("model", "hardware", "parallel"):

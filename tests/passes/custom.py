@@ -124,7 +124,7 @@ class Noisy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Context, *gradients: Tensor) -> Tensor:
-        """Where it was not dropped."""
+        """The gradients of the elements that were not dropped."""
         (mask,) = ctx.saved_tensors
         return gradients[0] * mask * 4
 

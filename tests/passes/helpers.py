@@ -1,4 +1,4 @@
-"""What the tests of the passes share: programs from small modules, and all ranks of a mesh simulated in one process."""
+"""Helpers of the tests of the passes: programs from small modules, and all ranks of a mesh simulated in one process."""
 
 import contextlib
 import random
@@ -67,7 +67,7 @@ class Apply(nn.Module):
 
 
 def part(whole: Tensor, layout: Layout, coordinate: Coordinate, mesh: Mesh) -> Tensor:
-    """What the splits of `layout` leave of `whole` for the rank at `coordinate`, by picking single indices.
+    """The part of `whole` that the splits of `layout` leave for the rank at `coordinate`, by picking single indices.
 
     Written from the definition: S(d, m) views dim d of the whole tensor as (m, n, rest) and takes index `coordinate` of
     n. An index i of the dim is kept if (i // (size / (m * n))) % n is the coordinate, for every digit.
@@ -152,7 +152,7 @@ def run_steps(steps: Sequence[RedistributionStep], values: Values, mesh: Mesh) -
 
 
 def _run(step: RedistributionStep, given: list[Tensor], rank: int) -> Tensor:
-    """What rank `rank` of an axis has after a step, when the ranks of the axis have `given` before."""
+    """The tensor of rank `rank` of an axis after a step, when the ranks of the axis have `given` before."""
     source, target, ways = step.source, step.target, len(given)
     own = given[rank]
     match source.kind + target.kind:
@@ -195,7 +195,7 @@ def layouts_on(shape: Sequence[int], placements: Sequence[Placement], mesh: Mesh
 
 
 def some_layouts(shape: Sequence[int], mesh: Mesh, count: int, seed: int) -> list[Layout]:
-    """So many random layouts of a tensor of `shape`, of every kind of placement and with digits anywhere."""
+    """`count` random layouts of a tensor of `shape`, of every kind of placement and with digits anywhere."""
     chosen = random.Random(seed)
     majors = [major for major in range(1, max(shape, default=1) + 1) if any(size % major == 0 for size in shape)]
     digits = [S(dim, major) for dim in range(len(shape)) for major in majors if shape[dim] % major == 0]

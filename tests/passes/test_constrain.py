@@ -228,7 +228,7 @@ def test_demands_that_cannot_be_met_are_refused(program: Program, constraints: C
 
 
 def test_layers_under_different_demands_do_not_fold(program: Program) -> None:
-    """What is demanded of one layer alone holds for it alone."""
+    """A constraint on one layer alone holds for that layer alone."""
     demands = constrain(program, {"layers.0.up.weight": {"stored": {"dp": "R"}}}, MESH)
     assert [region.count for region in fold(program, demands.label).regions] == []
     demands = constrain(program, {"layers.*.up.weight": {"stored": {"dp": "R"}}}, MESH)

@@ -64,7 +64,7 @@ def test_the_mean_over_labels_divides_by_the_count_of_the_batch() -> None:
 
 
 def test_a_mean_divides_by_the_size_of_the_batch() -> None:
-    """What a trace has as a number is that of the whole batch."""
+    """A number in a trace is that of the whole batch."""
     found = micro_batches(_traced(lambda x, y: x.mean()), 4)
     assert _lines(found.program)[2:] == [
         "%linear = linear(x, inner.weight)  # float32[2, 4]  inner",
@@ -99,7 +99,7 @@ def test_sizes_are_those_of_a_micro_batch() -> None:
     ],
 )
 def test_the_batch_is_what_most_inputs_begin_with(shapes: list[tuple[int, ...]], size: int) -> None:
-    """What serves all samples has a first dim of 1."""
+    """An input that serves all samples has a first dim of 1."""
     assert batch_size(shapes) == size
 
 

@@ -33,7 +33,7 @@ class _Holder:
     ],
 )
 def test_arguments_are_text_and_back(args: tuple[object, ...], text: str) -> None:
-    """What is no tensor comes back as it was."""
+    """An argument that is no tensor comes back as it was."""
     call = written(_Any, args, {})
     assert call.arguments == text
     assert call.tensors == call.sizes == ()
@@ -77,7 +77,7 @@ def test_functions_are_found_by_path() -> None:
 
 @pytest.mark.parametrize("value", [object(), torch.nn.Linear(1, 1), {1, 2}, [object()], slice(1)])
 def test_other_arguments_are_refused(value: object) -> None:
-    """What would not come back as it was."""
+    """A value that would not come back as it was is refused."""
     with pytest.raises(CaptureError, match=r"is given a .*, which cannot be written into a program: give it tensors"):
         written(_Any, (value,), {})
 

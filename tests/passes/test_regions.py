@@ -123,7 +123,7 @@ def test_single_layers_and_different_ones_do_not_fold() -> None:
 
 
 def test_frozen_layers_do_not_fold_with_trained_ones() -> None:
-    """What differs in having a gradient differs."""
+    """Layers of which only some have gradients do not fold together."""
     layers = [Block() for _ in range(4)]
     for parameter in [*layers[0].parameters(), *layers[1].parameters()]:
         parameter.requires_grad_(False)
@@ -138,7 +138,7 @@ def test_labels_keep_ops_apart() -> None:
 
 
 def test_tensors_from_outside_are_shared() -> None:
-    """What all copies read from outside keeps its name, and is neither carried nor owned."""
+    """A tensor from outside that all copies read keeps its name, and is neither carried nor owned."""
     (region,) = folded(Block(), Block(), Block(), scale=True).regions
     assert [carry.initial for carry in region.carries] == ["x"]
     outside = {name for op in region.ops for name in op.operands} - {name for op in region.ops for name in op.results}
@@ -156,7 +156,7 @@ def test_tied_parameters_are_shared() -> None:
 
 
 def test_results_of_every_copy_are_exported() -> None:
-    """What each copy gives to the outside has a name per copy; what only the last does, a name there alone."""
+    """A result that each copy exports has a name per copy; a result of the last copy alone, one name."""
     (region,) = folded(Block(), Block(), Block(), collect=True).regions
     (export,) = region.exports
     assert export.names == ("%add", "%add_1", "%add_2")
@@ -180,7 +180,7 @@ class Pairs(nn.Module):
 
 
 def test_lists_in_a_layer_that_does_not_repeat_fold_inside() -> None:
-    """Where layers differ, the lists inside them are folded."""
+    """If layers differ, the lists inside them are folded."""
     result = folded(Pairs(2), Pairs(3))
     assert [(region.name, region.count) for region in result.regions] == [
         ("layers.0.parts.*", 2),
@@ -189,13 +189,13 @@ def test_lists_in_a_layer_that_does_not_repeat_fold_inside() -> None:
 
 
 def test_layers_that_repeat_fold_as_a_whole() -> None:
-    """Where layers are equal, they fold, with the lists inside them written out."""
+    """If layers are equal, they fold, with the lists inside them written out."""
     (region,) = folded(Pairs(2), Pairs(2)).regions
     assert (region.name, region.count, len(region.ops)) == ("layers.*", 2, 4)
 
 
 def test_gradients_flow_through_carries() -> None:
-    """What is carried has a gradient from the first copy that has trained parameters, although the input has none."""
+    """A carry has a gradient from the first copy that has trained parameters, although the input has none."""
     result = folded(Block(), Block(), Block())
     (region,) = result.regions
     assert region.carries[0].argument in result.flowing

@@ -1,4 +1,4 @@
-"""What uncompiled ops take, held against the kernels that torch's autograd starts."""
+"""The cost of uncompiled ops, against the kernels that torch's autograd starts."""
 
 from collections.abc import Callable
 from dataclasses import replace

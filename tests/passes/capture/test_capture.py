@@ -39,7 +39,7 @@ class Selects(nn.Module):
     """Has a size that depends on values."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """What is positive."""
+        """The positive elements."""
         return x[x > 0]
 
 
@@ -77,7 +77,7 @@ def test_custom_autograd_functions_become_operators() -> None:
 
 
 def test_without_gradients_their_forward_is_all() -> None:
-    """What never has a backward needs no operator of its own."""
+    """A function that never has a backward needs no operator of its own."""
     program = capture(Apply(_straight), {"x": X}, Tracing(False, False, contextlib.nullcontext()))
     assert op_lines(program) == ["%round = round(x)", "%mul = mul(%round, other=2)"]
 
@@ -379,7 +379,7 @@ class Detached(nn.Module):
         self.proj = nn.Linear(6, 6, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """What is inside no_grad is a constant to the backward pass."""
+        """Results inside no_grad are constants to the backward pass."""
         with torch.no_grad():
             scale = self.proj(x).exp()
             top = scale.argmax(-1)

@@ -30,7 +30,7 @@ class Value:
 
 
 def answers(function: Callable[[Value], object], *truths: bool) -> list[bool | None]:
-    """What would let the check in `function` pass, each time that it asks."""
+    """The answers that would let the check in `function` pass, one for each time that it asks."""
     value = Value(truths)
     with contextlib.suppress(ValueError):
         function(value)

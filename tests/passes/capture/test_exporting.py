@@ -155,7 +155,7 @@ def test_numbers_of_several_uses() -> None:
     ],
 )
 def test_numbers_that_have_to_be_numbers(function: object) -> None:
-    """Where an operator takes no tensor, where more is computed with the number, and where the dtype would change."""
+    """A number stays one if an operator takes no tensor, if more is computed with it, or if the dtype would change."""
     with pytest.raises(CaptureError, match="it takes a size, or a number to compute with, out of the values"):
         captured(Apply(function), x=torch.ones(4, 6))
 
@@ -174,7 +174,7 @@ def test_numbers_that_nobody_uses() -> None:
 
 @pytest.mark.parametrize("transposed", [False, True])
 def test_places_in_memory_become_places_in_a_row(transposed: bool) -> None:
-    """What lies how in memory is written out: the tensor may lie otherwise when it runs."""
+    """The memory format is written out: the tensor may have another one when the program runs."""
 
     def function(x: Tensor) -> Tensor:
         y = x.sin().t() if transposed else x.sin()

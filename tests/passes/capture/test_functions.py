@@ -1,4 +1,4 @@
-"""What is known of custom autograd functions."""
+"""The known properties of custom autograd functions."""
 
 import pytest
 import torch
@@ -170,12 +170,12 @@ def test_linear_gradients(kind: str) -> None:
 def test_the_functions_of_transformers(
     path: str, arguments: str, operands: tuple[TensorType, ...], known: Known
 ) -> None:
-    """All that need no kernels for GPUs."""
+    """All functions that need no kernels for GPUs."""
     assert known_of(f"transformers.models.{path}", arguments, operands, ()) == known
 
 
 def test_large_calls_are_tried_in_small() -> None:
-    """What is planned for many devices does not fit on one."""
+    """A call that is planned for many devices does not fit on one."""
     large = TensorType((2**20, 2**16), torch.bfloat16)
     assert _known(custom.StraightThrough, "(x0)", large) == Known(True, True, False)
 

@@ -15,7 +15,7 @@ from passes.capture.values import MOST, Read, Values, is_readable
 def followed(
     function: Callable[..., object], constants: Sequence[str] = (), **inputs: Tensor | None
 ) -> tuple[object, Read]:
-    """What `function` gives while its values are followed, and what it reads. Inputs are tensors without values."""
+    """The result of `function` while its values are followed, and its reads. Inputs are tensors without values."""
     read = Read()
     with FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True) as mode:
         fakes = {name: mode.from_tensor(values.clone(), static_shapes=True) for name, values in inputs.items()}
@@ -100,7 +100,7 @@ def test_random_numbers_are_not_drawn() -> None:
 
 
 def test_values_of_inputs_are_read_where_these_are_constants() -> None:
-    """Whatever is read of an input makes it one that was read."""
+    """Any value that is read of an input marks the input as read."""
 
     def function(grid: Tensor, other: Tensor) -> list[int]:
         return (grid.prod(-1) + torch.arange(2)).tolist()
@@ -126,7 +126,7 @@ def test_sizes_of_constants_are_read() -> None:
 
 @pytest.mark.parametrize("constants", [[], ["other"]])
 def test_inputs_behind_a_number_are_noted(constants: Sequence[str]) -> None:
-    """Where an input is no constant, a symbol stands for the number, and it is known what is behind it."""
+    """If an input is no constant, a symbol stands for the number, and the input behind it is known."""
 
     def function(grid: Tensor, other: Tensor) -> object:
         return (grid.sum() + other.sum()).item()
@@ -168,13 +168,13 @@ def _asserting(x: Tensor) -> Tensor:
 
 
 def test_checks_are_noted() -> None:
-    """What only raises is passed over, by its line."""
+    """A check that only raises is passed over, by its line."""
     _, read = followed(_asserting, x=torch.ones(3))
     assert [line.text for line in read.checks if line is not None] == ["if x.max() > 3:"]
 
 
 def test_checks_on_constants_are_made() -> None:
-    """What is known is checked."""
+    """A check on known values is made."""
     with pytest.raises(ValueError, match="too large"):
         followed(_asserting, ["x"], x=GRID)
 

@@ -67,7 +67,7 @@ def test_unknown_clusters_are_refused_with_a_hint() -> None:
     ],
 )
 def test_devices_are_known_by_torch_names(device: str, cluster: str) -> None:
-    """What torch calls a device finds its figures."""
+    """The name that torch gives a device finds its figures."""
     assert cluster_of_device(device) is CLUSTERS[cluster]
 
 
@@ -161,8 +161,8 @@ def test_groups_lie_in_nodes_as_ranks_do(sizes: tuple[int, ...], node_size: int)
 
 
 def test_groups_of_an_axis_share_the_cards_of_a_node() -> None:
-    """Where both of two axes of four lie in nodes of eight: one crosses nodes, and each of its four groups has two of
-    the eight cards; together all groups have the eight."""
+    """Two axes of four lie in nodes of eight: one crosses nodes, and each of its four groups has two of the eight
+    cards; together all groups have the eight."""
     mesh = Mesh(("a", "b"), (4, 4))
     route = CLUSTER.route(mesh, 0)
     groups_in_a_node = CLUSTER.node_size // route.together

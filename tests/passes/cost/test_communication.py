@@ -57,7 +57,7 @@ def test_gathers_and_scatters_may_reach_another_part() -> None:
 
 
 def test_tensors_that_are_sent_together_share_the_start() -> None:
-    """What each byte takes and copies stay."""
+    """The seconds per byte and the copies stay."""
     (step,) = redistribution((S(1),), (R,), (4096, 64), MESH)
     alone, shared = (step_seconds(step, 4, CLUSTER, MESH, joined) for joined in (1, 6))
     assert alone - shared == pytest.approx(3 * 2e-6 * 5 / 6)
@@ -91,8 +91,8 @@ def test_local_conversions_read_and_write() -> None:
 
 @pytest.mark.parametrize(("source", "target"), [(S(0), R), (P, I), (I, R), (R, S(1)), (S(0), S(1)), (P, S(0))], ids=str)
 def test_backward_is_the_conjugate(source: Placement, target: Placement) -> None:
-    """What the backward pass costs is what the change between the gradients' placements costs forward, in the
-    gradient's dtype; nothing where there is no gradient."""
+    """The cost of the backward pass is that of the change between the gradients' placements forward, in the gradient's
+    dtype; nothing where there is no gradient."""
     steps = redistribution((source,), (target,), (4096, 64), MESH)
     forward, backward = redistribution_seconds(steps, 2, 4, True, CLUSTER, MESH)
     assert forward == pytest.approx(sum(step_seconds(step, 2, CLUSTER, MESH) for step in steps))

@@ -1,4 +1,4 @@
-"""What chains of ops keep from memory."""
+"""The memory traffic that chains of ops avoid."""
 
 from dataclasses import replace
 
@@ -60,7 +60,7 @@ def folded_of(module: nn.Module) -> Folded:
 
 
 def by_kind(folded: Folded) -> dict[str, list[Fused | None]]:
-    """What is found of the ops of each kind, in order."""
+    """The fusion found for the ops of each kind, in order."""
     found = fusion(folded)
     kinds: dict[str, list[Fused | None]] = {}
     for op in folded.ops:
@@ -170,7 +170,7 @@ def test_what_is_returned_is_written() -> None:
 
 
 def test_regions_are_joined_where_the_program_is_compiled() -> None:
-    """What stands outside of them is not."""
+    """Ops outside of the regions are not joined."""
     folded = folded_of(Layers())
     assert joined(folded) == {}
     compiled = replace(folded, program=replace(folded.program, compiled=True))

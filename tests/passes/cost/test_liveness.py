@@ -161,7 +161,7 @@ def test_depth_adds_the_same_each_time() -> None:
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize("rows", [1, 32])
 def test_copies_counted_are_as_if_run(optimizer: str, rows: int) -> None:
-    """What the copies that are counted take is what they take when all are run, at whatever moment the peak is."""
+    """The copies that are counted take as much as when all are run, at whatever moment the peak is."""
     counted = planned(Layers(12), torch.zeros(rows, 8), optimizer=optimizer)
     with mock.patch.object(forward, "BEGINNING", 100):
         run = planned(Layers(12), torch.zeros(rows, 8), optimizer=optimizer)

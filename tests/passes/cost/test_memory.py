@@ -70,7 +70,7 @@ def _totals_alone(case: Planning, solution: Solution) -> NDArray[np.float64]:
 
 
 def test_what_is_made_again_is_made_of_something() -> None:
-    """Where tanh is computed again, what the product before it gives stays, and tanh's own result does not."""
+    """If tanh is computed again, the result of the product before it stays, and tanh's own result does not."""
     case = planning(_Layers(), {"x": torch.zeros(ROWS, WIDTH)}, Mesh.of({"dp": 1}))
     remade = {case.problem.nodes[edge.producer].key for edge in case.problem.edges if edge.remade}
     assert remade == {"layers.*.first/linear"}

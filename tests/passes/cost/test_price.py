@@ -1,4 +1,4 @@
-"""What ops cost under strategies."""
+"""The cost of ops under strategies."""
 
 from dataclasses import replace
 

@@ -86,7 +86,7 @@ output tokens: 30"""
 
 
 def lines(program: object) -> str:
-    """What prints, without the comments."""
+    """The printed program, without the comments."""
     return "\n".join(line.split("  #")[0] for line in str(program).splitlines())
 
 

@@ -39,7 +39,7 @@ def test_arithmetic_keeps_number_and_formula(found: object, number: float, expre
 
 
 def test_figures_compare_as_their_numbers() -> None:
-    """So code takes the branches of the numbers; remainders are numbers, and so are figures where one is needed."""
+    """Code takes the branches of the numbers; remainders are numbers, and so are figures where one is needed."""
     assert SIX == 6 != FOUR
     assert 4 < SIX <= 6
     assert SIX % FOUR == 2
@@ -49,7 +49,7 @@ def test_figures_compare_as_their_numbers() -> None:
 
 
 def test_caches_tell_figures_from_numbers() -> None:
-    """What is remembered for a number is not found for a figure that is equal, or for another formula."""
+    """A cached result for a number is not found for an equal figure, or for another formula."""
     assert {6: "number"}.get(SIX) is None
     assert {SIX: "a"}.get(size_of(6, B)) is None
     assert {SIX: "a"}.get(size_of(6, A)) == "a"
@@ -74,7 +74,7 @@ def test_what_may_be_below_stays() -> None:
 
 
 def test_the_largest_of_sums_keeps_those_that_may_be_largest() -> None:
-    """Whatever the sizes: a sum goes only where another has as much of everything; of a difference nothing is known."""
+    """For all sizes, a sum goes only where another has as much of everything; of a difference nothing is known."""
     weights = np.array([[1.0, 0.0, 1.0], [0.0, 1.0, 1.0], [1.0, 0.0, 0.5], [0.0, 0.0, 1.0]])
     found = largest_sum(weights, [SIX, 3 * FOUR, 2.0])
     assert found == 14

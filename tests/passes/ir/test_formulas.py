@@ -52,7 +52,7 @@ def test_what_is_no_formula_is_refused(text: str) -> None:
 
 
 def test_sizes_must_be_given() -> None:
-    """All that a formula depends on."""
+    """A formula needs all sizes that it depends on."""
     with pytest.raises(ValueError, match="depends on b too"):
         formula_at("a + b", {"a": 1})
 

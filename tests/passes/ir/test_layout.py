@@ -33,7 +33,7 @@ from tests.passes import helpers
 
 @pytest.mark.parametrize("placement", [R, I, P, S(0), S(3), S(0, 3), S(12, 40)])
 def test_letters_read_as_they_print(placement: Placement) -> None:
-    """What a placement prints is read back as that placement."""
+    """The text of a placement is read back as that placement."""
     assert parse_placement(str(placement)) == placement
 
 

@@ -74,7 +74,7 @@ def example() -> Plan:
 
 
 def test_json_gives_back_the_same_plan() -> None:
-    """What is written is read as an equal plan, tuples and nested parts included."""
+    """A written plan is read as an equal plan, tuples and nested parts included."""
     assert Plan.from_json(example().to_json()) == example()
 
 
@@ -260,7 +260,7 @@ def test_the_largest_batch(memory: str, largest: int) -> None:
 
 
 def test_no_batch_fits() -> None:
-    """What the smallest lacks is said."""
+    """The error gives the memory that the smallest batch lacks."""
     with pytest.raises(InfeasibleError, match="one of 4 lacks") as caught:
         with_formulas("1000000000.0*batch").max_batch()
     assert caught.value.missing == 3e9

@@ -115,7 +115,7 @@ def test_digits_that_change_places_go_through_r() -> None:
 
 
 def test_shrinking_steps_come_first_and_growing_ones_last() -> None:
-    """What makes a tensor smaller runs before what makes it larger, so that fewer bytes travel."""
+    """Steps that make a tensor smaller run before steps that make it larger, so that fewer bytes travel."""
     mesh = mesh_of(a=2, b=2)
     assert [step.axis for step in redistribution((S(0), R), (R, S(1)), (8, 8), mesh)] == [1, 0]
     assert [step.axis for step in redistribution((R, S(1)), (S(0), R), (8, 8), mesh)] == [0, 1]
@@ -149,7 +149,7 @@ def test_table_is_complete() -> None:
 
 @pytest.mark.parametrize(("source", "target"), [(item[0], item[1]) for item in TABLE], ids=lambda item: str(item))
 def test_local_conversions_need_no_other_rank(source: Placement, target: Placement) -> None:
-    """What the table calls local does not change when the other ranks hold something else; the rest does."""
+    """Steps that the table calls local do not change when the other ranks hold something else; the others do."""
     mesh, whole = mesh_of(a=2), whole_tensor((4, 4))
     (step,) = redistribution((source,), (target,), (4, 4), mesh)
     values = spread(whole, (source,), mesh, torch.Generator().manual_seed(0))

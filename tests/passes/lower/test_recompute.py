@@ -82,7 +82,7 @@ def test_other_levels_mark_no_statement() -> None:
 
 
 def test_source_says_it() -> None:
-    """What is computed again is a function of its operands, a region is called through the program."""
+    """Recomputed ops are a function of their operands, and a region is called through the program."""
     lowered = _lowered()
     selective = source_of(recompute(lowered, {"layers.*": "selective"}), MESH)
     assert " = recomputed(lambda up: " in selective

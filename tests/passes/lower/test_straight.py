@@ -103,7 +103,7 @@ class Twice(nn.Module):
 
 
 def test_a_parameter_is_gathered_at_each_use() -> None:
-    """So that it need not be kept in between."""
+    """A parameter is gathered at each use and need not be kept in between."""
     case = planning(Twice(), {"x": torch.ones(4, 8)}, MESH)
     lowered = case.lowered(choose(case, weight="S(0)", matmul="R", matmul_1="R"))
     gathers = [change for change in changes(lowered) if change.source == "weight"]
@@ -145,7 +145,7 @@ def _sizes(case: Planning, kind: str, strategy: Strategy) -> object:
 
 @pytest.mark.parametrize("kind", ["reshape", "expand", "slice"])
 def test_sizes_are_local(kind: str) -> None:
-    """Whatever the strategy, a view gets the local shape of its result, and a slice its part of the whole units."""
+    """For every strategy, a view gets the local shape of its result, and a slice its part of the whole units."""
 
     def function(x: Tensor) -> Tensor:
         views = {

@@ -67,7 +67,7 @@ def before(given: Planning) -> Lowered:
 
 
 def written(lowered: Lowered, mesh: Mesh) -> list[str]:
-    """Where parameters are read, without names of results and comments."""
+    """The source that reads parameters, without names of results and comments."""
     source = source_of(lowered, mesh)
     lines = [line.partition("  # ")[0].strip() for line in source.splitlines()]
     return [line.partition(" = ")[2] or line for line in lines if re.search(r"(local|gathered)\(", line)]
@@ -207,7 +207,7 @@ def stored_otherwise(lowered: Lowered, layout: Layout, mesh: Mesh) -> Lowered:
     ],
 )
 def test_one_gather_of_consecutive_parts(stored: Layout, sharded: tuple[int, ...]) -> None:
-    """What the engine cannot do at once is left to the generated code."""
+    """Gathers that the engine cannot do at once are left to the generated code."""
     mesh = mesh_of(dp=2, cp=2)
     batch = {"dp": "S(0)", "cp": "S(0, 2)"}
     constraints: Constraints = {
@@ -253,7 +253,7 @@ def test_what_no_unit_gathers_after_all_to_alls_is_not_hidden() -> None:
 
 
 def test_nothing_is_gathered_to_be_cut_afterwards() -> None:
-    """Where the plan cuts a parameter before it gathers it, the engine would move more: it gets none of it."""
+    """If the plan cuts a parameter before it gathers it, the engine would move more, and does not gather it."""
     mesh = mesh_of(dp=2, tp=2)
     constraints: Constraints = {
         "*": {"stored": {"dp": "S(1)", "tp": "I"}, "used": {"dp": "R", "tp": "S(0)"}},
@@ -289,7 +289,7 @@ class Turned(Model):
     "model", [Model(between=True), Model(twice=True), Turned()], ids=["between", "twice", "longer than the op"]
 )
 def test_read_in_several_places(model: nn.Module) -> None:
-    """What copies share, or several ops read, would stay gathered between: it is gathered where it is read."""
+    """A parameter that copies share, or several ops read, is gathered at each use, not kept in between."""
     mesh = mesh_of(dp=2)
     lowered = before(case(mesh, SHARDED, model))
     after = fsdp_units(lowered, mesh)

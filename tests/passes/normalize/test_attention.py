@@ -50,7 +50,7 @@ def test_causal_masks_are_left_to_the_op(name: str) -> None:
 
 @pytest.mark.parametrize("name", OTHER)
 def test_other_masks_stay(name: str) -> None:
-    """What hides more or less, or adds anything."""
+    """A mask that hides more or less, or adds anything, stays."""
     program = normalized(Apply(_attends(OTHER[name])), x=X)
     assert program.ops[-1].arguments["attn_mask"] is not None
     assert not program.ops[-1].arguments["is_causal"]

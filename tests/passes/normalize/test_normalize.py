@@ -172,7 +172,7 @@ def test_ops_that_do_nothing_are_dropped() -> None:
 
 
 def test_unused_ops_are_removed() -> None:
-    """What no output and no update needs is gone, with its type and constants."""
+    """An op that no output and no update needs is removed, with its type and constants."""
 
     def function(x: Tensor) -> Tensor:
         (x.exp() * torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, 6.0])).sum()
@@ -290,7 +290,7 @@ def test_unbind_is_selects() -> None:
     ids=["view", "flatten", "unflatten", "reshape", "unsqueeze", "index None", "view_as"],
 )
 def test_views_are_reshapes(view: Callable[[Tensor], Tensor], shape: str) -> None:
-    """Whatever it is called, with every size written out."""
+    """A view is a reshape under any name, with every size written out."""
     lines = lines_of(lambda x: view(x) + 1)
     assert lines[0] == f"%reshape_n0 = reshape(x, shape=[{shape}])"
     assert lines[-1] == "%add = add(%reshape_n0, other=1)"
@@ -384,7 +384,7 @@ def test_normal_form_computes_what_the_module_does() -> None:
 
 
 def test_an_empty_tensor_adds_nothing_to_others() -> None:
-    """What a cache holds before the first tokens is left out, so that layers with caches are as alike as without."""
+    """The empty cache before the first tokens is left out, so that layers with caches are as alike as without."""
 
     class Cached(nn.Module):
         def forward(self, x: Tensor) -> Tensor:

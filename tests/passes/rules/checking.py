@@ -1,4 +1,4 @@
-"""What is checked of every rule, whichever calls it is checked on."""
+"""The checks of every rule, on any calls."""
 
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field

@@ -107,7 +107,7 @@ def spread_over(items: Iterable[Item], features: Callable[[Item], Iterable[Hasha
 
 
 def _features(arguments: object) -> Iterator[Hashable]:
-    """What a call is like: each of its arguments, by the place it has."""
+    """The features of a call: each of its arguments, with its position."""
     for path, leaf in pytree.tree_flatten_with_path(arguments)[0]:
         tensor = (tuple(min(size, 2) for size in leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else ()
         yield pytree.keystr(path), tensor or alike(leaf)

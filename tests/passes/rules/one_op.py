@@ -45,7 +45,7 @@ class OneOp:
 
     @property
     def subject(self) -> OpContext:
-        """What strategies are made for."""
+        """The op context that strategies are made for."""
         return subject(self.op, self.rule, self.folded.types, self.folded.flowing, set(), set())
 
     def strategies(self, mesh: Mesh) -> dict[Strategy, Choices]:
@@ -269,7 +269,7 @@ def run_on_ranks(waiting: Sequence[tuple[Mesh, Case]]) -> None:
 
 
 def _given(case: Case, coordinate: Coordinate) -> _Given:
-    """What the rank at `coordinate` is given."""
+    """The inputs of the rank at `coordinate`."""
     inputs = [values[coordinate] for values in case.inputs]
     cotangents = [None if values is None else values[coordinate] for values in case.cotangents]
     return case.name, case.source, inputs, case.trainable, cotangents

@@ -95,7 +95,7 @@ def _holds_tensors(item: object) -> bool:
 
 
 def opinion(kind: str, effort: Effort = FAST) -> list[str]:
-    """What is missed, with what is accepted marked."""
+    """The findings that the rules of a kind miss, with the accepted ones marked."""
     return [
         ("accepted: " if is_accepted(kind, way) else "") + way_text(sample, way)
         for sample in calls(kind, effort)

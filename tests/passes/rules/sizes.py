@@ -19,7 +19,7 @@ def wide(sample: Sample) -> int:
 
 
 def form(sample: Sample) -> Hashable:
-    """What two calls share that differ only in sizes and values."""
+    """The key that two calls share if they differ only in sizes and values."""
     numbers: dict[int, int] = {}
     pattern = tuple(size if size < 2 else numbers.setdefault(size, len(numbers) + 2) for size in sizes_of(sample))
     return sample.target, pattern, Sizes(sample).others

@@ -1,4 +1,4 @@
-"""What is kept of values that are views of each other."""
+"""The tensors that are kept of values that are views of each other."""
 
 from passes.rules.cheap import with_viewed
 

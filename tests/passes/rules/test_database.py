@@ -15,7 +15,7 @@ from tests.passes.rules.sizes import redrawn, wide
 
 
 def problems(sample: Sample, effort: Effort, checking: Checking) -> Iterator[str]:
-    """What is wrong with the rule for one form; what communicates is left to `checking`."""
+    """The errors of the rule for one form; forms that communicate are left to `checking`."""
     split: set[str] = set()
     for mesh in MESHES if wide(sample) else MESHES[:1]:
         some = len(mesh.sizes) > 1 and not effort.thorough
@@ -58,7 +58,7 @@ def _listed(sample: Sample) -> bool:
 
 
 def check_kind(kind: str, effort: Effort) -> list[str]:
-    """What is wrong with the rule of a kind, in all its forms."""
+    """The errors of the rule of a kind, in all its forms."""
     checking = Checking(effort.strategies)
     found = [line for sample in forms(kind, effort) for line in problems(sample, effort, checking)]
     return found + checking.finish()

@@ -1,4 +1,4 @@
-"""What is said of local forms, against what they do."""
+"""The declarations of local forms match what they do."""
 
 import pytest
 import torch
@@ -43,7 +43,7 @@ def _collectives(tokens: int, classes: int) -> tuple[list[tuple[str, tuple[int, 
 
 
 def test_collectives_of_the_cross_entropy() -> None:
-    """What is priced is what runs: one all-reduce of a number per token for each statistic, and none backward."""
+    """The priced collectives run: one all-reduce of a number per token for each statistic, and none backward."""
     about = FormContext(axis=0, ways=2, operands=((6, 8), (6,)), rows=(6,), dim=1, reach=(0, 0))
     priced = LOCAL_FORMS["vocabulary_cross_entropy"].forward(about)
     for forward, backward in run_ranks(_collectives, 2, 6, 16):

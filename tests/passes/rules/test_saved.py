@@ -1,4 +1,4 @@
-"""What rules say that autograd keeps, against what it keeps."""
+"""The tensors that rules say autograd keeps, against those that it keeps."""
 
 import pytest
 import torch

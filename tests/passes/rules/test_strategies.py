@@ -115,7 +115,7 @@ def test_methods_name_their_strategy(sample: Sample, mesh: Mesh) -> None:
 
 @pytest.mark.parametrize("name", ["X", "d9", "out@x", "out@3", "P(5)", ""])
 def test_names_of_no_method(name: str) -> None:
-    """What names no choice gives none (8 outputs have no split into 2 after 3)."""
+    """A name of no choice gives None (8 outputs have no split into 2 after 3)."""
     one = one_op(LINEAR)
     assert parse_choice(name, one.rule, 3, 1, 2) is None
     assert digits_of(one.rule, 2)

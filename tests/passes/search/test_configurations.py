@@ -79,7 +79,7 @@ def test_what_is_asked_for_is_computed_again_without_limits_too(asked: tuple[Spa
 
 
 def test_configurations_for_people() -> None:
-    """What differs from the plain one is said."""
+    """The text of a configuration gives the differences from the plain one."""
     mesh = Mesh(("dp",), (2,))
     assert configuration_text(Configuration(mesh)) == ""
     assert (

@@ -68,7 +68,7 @@ def test_shapes_have_up_to_two_axes_of_which_one_is_near(devices, node):
 
 
 def test_finer_meshes_cut_one_axis():
-    """What an axis was tells which one of the old mesh it is; the two new ones together are the old one."""
+    """The origin of an axis names its axis of the old mesh; the two new ones together are the old one."""
     mesh = mesh_of((6, 8), 8)
     found = {cut.sizes: origins for cut, origins in finer(mesh, 8, 4)}
     assert found == {
@@ -93,7 +93,7 @@ def test_neighbouring_axes_are_taken_together():
 
 
 def test_groups_are_cut_axis_by_axis():
-    """What is cut is the first that can be; the others are what they were."""
+    """The first group that can be cut is cut; the others do not change."""
     groups, origins = cut_one(((0,), (1, 2, 3)))
     assert (groups, origins) == (((0,), (1,), (2, 3)), [0, None, None])
     groups, origins = cut_one(((0, 1), (2, 3)))

@@ -57,7 +57,7 @@ def methods(node: Node) -> set[tuple[str, ...]]:
 
 
 def held(batch: int, length: int) -> dict[str, set[tuple[str, ...]]]:
-    """What is left to the nodes at these sizes of what was decided for 8 samples of 16, with sequences over tp."""
+    """The strategies left to the nodes at these sizes by the decisions for 8 samples of 16, with sequences over tp."""
     before = tokens_planning(8, 16, CONSTRAINTS)
     decisions = decided(before.folded, before.problem, chosen(before))
     case = tokens_planning(batch, length)

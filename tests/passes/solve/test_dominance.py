@@ -25,7 +25,7 @@ def _left(case: Planning, choose: random.Random) -> tuple[dict[int, np.ndarray],
 
 @pytest.mark.parametrize("seed", range(6))
 def test_what_is_dropped_is_never_needed(seed: int) -> None:
-    """Whatever other nodes do, one of the strategies that are left takes no more seconds and no more bytes."""
+    """For any choice of other nodes, one of the strategies that are left takes no more seconds and no more bytes."""
     case = random_planning(seed)
     choose = random.Random(seed)
     every, left = _left(case, choose)

@@ -181,7 +181,7 @@ def test_a_carried_value_that_is_read_later_is_copied() -> None:
     """The loop must not overwrite a variable that is still read after it."""
 
     class Residual(Layers):
-        """What the first layer takes is read after the layers."""
+        """A model that reads the input of the first layer again after the layers."""
 
         def __init__(self) -> None:
             super().__init__()
