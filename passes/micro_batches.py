@@ -28,12 +28,11 @@ from passes.ir.program import (
     Argument,
     Input,
     Op,
-    Parameter,
     Program,
     Ref,
     TensorType,
+    differentiable,
     draws,
-    flow,
     has_linear_gradients,
     references,
     rename,
@@ -42,7 +41,7 @@ from passes.ir.rule import Role, Rule
 from passes.ir.unused import without_unused
 from passes.rules import find_rule, signature
 from passes.rules.local_sizes import local_arguments
-from passes.rules.rule import Choice, digit, passing, split
+from passes.rules.rule import Choice, digit, on_part, passing, split
 
 # Ops that create a constant or random tensor, which can have any other size.
 _MADE = {"zeros", "ones", "full", "empty", "rand", "randn"}
@@ -153,9 +152,12 @@ class _Adapted:
 
 
 class _Calls:
-    """What does not depend on how a program is cut. `alike` is by first results what calls of repeated layers have
-    alike, `rules` are their rules. `makers` are the ops that make tensors, `flowing` the tensors that a gradient flows
-    through, `weighed` those that depend on parameters."""
+    """Properties of a program that do not depend on the number of micro-batches.
+
+    By first results of ops: `alike` are their signatures, which repeated layers share, `rules` their rules. `makers`
+    are the ops that make tensors, `flowing` the tensors that a gradient flows through, `weighed` those that depend on
+    parameters.
+    """
 
     def __init__(self, program: Program) -> None:
         self.alike = {op.results[0]: signature(op, program.types) for op in program.ops}
@@ -166,9 +168,7 @@ class _Calls:
                 found[key] = find_rule(op, program.types, program.rules)
         self.rules = {name: found[key] for name, key in self.alike.items()}
         self.makers = {name: op for op in program.ops for name in op.results}
-        sources: tuple[Parameter | Input, ...] = (*program.parameters, *program.inputs)
-        self.flowing = {item.name for item in sources if item.trainable}
-        flow(program.ops, self.flowing, program.types)
+        self.flowing = differentiable(program)
         self.weighed = {item.name for item in program.parameters}
         for op in program.ops:
             if any(name in self.weighed for name in op.operands):
@@ -196,6 +196,8 @@ class _Cutter:
         self.ops: list[Op] = []
         self.parts: dict[tuple[str, Placement], str] = {}
         self.totals: dict[str, str] = {}
+        # Ops of the micro-batch with the rules that follow from discovered ones.
+        self.discovered: list[tuple[Op, Rule]] = []
 
     def run(self) -> MicroBatches:
         program = self.program
@@ -208,7 +210,8 @@ class _Cutter:
         totals = tuple(Input(name, f"{name} (total)", self.types[name]) for name in self.totals.values())
         types = {name: self._local(name) for name in self.types}
         inputs = tuple(replace(item, type=types[item.name]) for item in program.inputs)
-        whole = replace(program, inputs=inputs, ops=tuple(self.ops), types=types)
+        rules = {**program.rules, **{signature(op, types): rule for op, rule in self.discovered}}
+        whole = replace(program, inputs=inputs, ops=tuple(self.ops), types=types, rules=rules)
         cut = without_unused(replace(whole, inputs=(*inputs, *totals)))
         samples = batch_size(item.type.shape for item in program.inputs) // self.ways
         return MicroBatches(self.ways, samples, cut, self._totals(whole), self.inputs, outputs, loss)
@@ -304,6 +307,9 @@ class _Cutter:
         arguments = local_arguments(op, arguments, strategy, (choice,), self.types, self.mesh)
         if not choice.form:
             self.ops.append(replace(op, arguments=arguments, results=results, key=key))
+            rule = self.program.rules.get(self.alike[op.results[0]])
+            if rule is not None:
+                self.discovered.append((self.ops[-1], on_part(rule, choice.factors, self.ways)))
             return
         (result,) = results
         summed = self._named(f"{result}_summed", self.types[result], self.placements[result])

@@ -210,7 +210,7 @@ _define("one_drawn", "Tensor", _one, torch.Tag.nondeterministic_seeded)
 _define("several_drawn", "Tensor[]", _several, torch.Tag.nondeterministic_seeded)
 
 
-# What stands in a trace, until it is known which overload it is.
+# The overload that a trace has, until the right one is known.
 TRACED: OpOverload = torch.ops.autopar.autograd_function.several
 
 

@@ -1,62 +1,92 @@
 """record: records the decisions and the lowered program as the program's part of the plan."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from math import prod
 
 from passes.cost.liveness import MemoryPeak
 from passes.cost.step import Seconds
 from passes.ir.choices import Problem, Solution
 from passes.ir.decisions import Decisions
-from passes.ir.layout import Layout, format_layout
-from passes.ir.lowered import Body, Compute, Loop, Lowered, Redistribution
+from passes.ir.layout import Layout, S, format_layout
+from passes.ir.lowered import BEFORE, Body, Compute, Loop, Redistribution, Stage, after, only_stage
 from passes.ir.mesh import Mesh
-from passes.ir.plan import Block, ProgramPlan, Row, Stage
+from passes.ir.plan import Block, ProgramPlan, Row, StagePlan
 from passes.ir.program import Folded, dependents
+from passes.ir.work import IdleAxes, Work
 from passes.rules import find_rule, written_rule
+
+# An axis that splits less of the computation is idle.
+_LEAST_SPLIT = 0.25
 
 
 def record(
-    folded: Folded,
-    problem: Problem,
+    stages: Sequence[StagePlan],
     solution: Solution,
-    lowered: Lowered,
     seconds: Seconds,
-    memory: MemoryPeak,
-    mesh: Mesh,
     seconds_on_one: float,
     gap: float,
+    work: Work,
+    complete: bool = True,
 ) -> ProgramPlan:
-    """The plan of one program: every decision, the resulting statements, and their costs.
+    """The plan of one program from those of its stages, the costs of its step, and its work.
 
-    `seconds_on_one` is the computation time of the step on one device, `gap` its relative optimality gap.
+    `seconds_on_one` is the computation time of the step on one device, `gap` its relative optimality gap
+    over all plans that were offered if `complete`.
     """
-    decisions = {
-        node.key: node.strategies[pick].methods for node, pick in zip(problem.nodes, solution.picks, strict=True)
-    }
-    loops = [item for item in lowered.body.statements if isinstance(item, Loop)]
-    recompute = {loop.region.name: loop.recompute for loop in loops if loop.recompute != "none"}
-    stage = Stage(decisions, tuple(_again(problem, solution)), tuple(_blocks(lowered.body, mesh)), recompute)
+    configuration = solution.configuration
     return ProgramPlan(
-        (stage,),
-        "none",
-        solution.configuration.micro_batches,
-        solution.configuration.gather_once,
-        solution.configuration.reduce_once,
+        tuple(stages),
+        configuration.pipeline.schedule,
+        configuration.micro_batches,
+        configuration.gather_once,
+        configuration.reduce_once,
         seconds.spent(),
-        memory.kinds(),
-        memory.moment,
         gap,
         seconds.hidden_communication,
         seconds_on_one,
         by_clock=solution.by_clock,
+        work=work,
+        complete=complete,
+    )
+
+
+def record_stage(
+    problem: Problem, solution: Solution, stage: Stage, seconds: Sequence[float], memory: MemoryPeak
+) -> StagePlan:
+    """The plan of one stage: every decision of its problem, the resulting statements with the seconds of their blocks,
+    and its memory."""
+    blocks = zip(_blocks(stage.body, solution.configuration.mesh), seconds, strict=True)
+    decisions = {
+        node.key: node.strategies[pick].methods for node, pick in zip(problem.nodes, solution.picks, strict=True)
+    }
+    recompute = {loop.region.name: loop.recompute for loop in stage.loops if loop.recompute != "none"}
+    return StagePlan(
+        decisions,
+        tuple(_regathered(problem, solution)),
+        recompute,
+        tuple(
+            replace(block, seconds=spent, bytes=float(memory.bytes_by_block.get(block.name, 0)))
+            for block, spent in blocks
+        ),
+        memory.kinds(),
+        memory.moment,
     )
 
 
 def decisions_of(plan: ProgramPlan, mesh: Mesh) -> Decisions:
-    """The decisions that replaying the plan of one program needs: the inverse of `record`."""
-    stages = plan.stages
-    methods = {key: each for stage in stages for key, each in stage.decisions.items()}
-    uses = tuple(use for stage in stages for use in stage.regathered)
-    return Decisions(plan.configuration(mesh), methods=methods, regathered=uses, gap=plan.gap)
+    """The decisions that replaying the plan of one program needs: the inverse of `record`.
+
+    Raises PlanMismatchError for a plan of several stages.
+    """
+    stage = only_stage(plan.stages)
+    return Decisions(
+        plan.configuration(mesh),
+        methods=stage.decisions,
+        regathered=stage.regathered,
+        gap=plan.gap,
+        complete=plan.complete,
+    )
 
 
 def whole_ops(folded: Folded) -> tuple[str, ...]:
@@ -78,18 +108,37 @@ def discovered_ops(folded: Folded) -> tuple[str, ...]:
     )
 
 
-def idle_axes(problem: Problem, solution: Solution, mesh: Mesh) -> list[int]:
-    """Axes of more than one device on which no op and no parameter is split."""
-    used: set[int] = set()
+def idle_axes(problem: Problem, solution: Solution, seconds: Mapping[str, float], samples: int) -> IdleAxes | None:
+    """The axes of more than one device that split less than `_LEAST_SPLIT` of the computation; None where all split
+    more.
+
+    `seconds` are those of each op on one device, by key; `samples` is the size of the batch.
+    """
+    mesh = solution.configuration.mesh
+    split = [0.0] * len(mesh.sizes)
+    batch_ways = 1
     for index, node in enumerate(problem.nodes):
         strategy = solution.strategy(problem, index)
-        layouts: tuple[Layout, ...] = (*strategy.operands, *strategy.results)
-        if node.kind in ("op", "parameter"):
-            used.update(axis for layout in layouts for axis, placement in enumerate(layout) if placement.kind == "S")
-    return [axis for axis in mesh.dimensions if axis not in used and mesh.sizes[axis] > 1]
+        for axis in mesh.dimensions:
+            placements = [layout[axis] for layout in (*strategy.operands, *strategy.results)]
+            if node.kind == "op" and any(placement.kind == "S" for placement in placements):
+                split[axis] += seconds[node.key]
+        if node.kind == "input":
+            firsts = (
+                size for size, placement in zip(mesh.sizes, strategy.results[0], strict=True) if placement == S(0)
+            )
+            batch_ways = max(batch_ways, prod(firsts))
+    least = _LEAST_SPLIT * sum(seconds.values())
+    idle = [axis for axis in mesh.dimensions if mesh.sizes[axis] > 1 and split[axis] < least]
+    if not idle:
+        return None
+    size = prod(mesh.sizes[axis] for axis in idle)
+    below = samples // (size * batch_ways) * size * batch_ways
+    batches = () if below == samples else tuple(batch for batch in (below, below + size * batch_ways) if batch)
+    return IdleAxes(tuple(mesh.names[axis] for axis in idle), mesh.size // size, batches)
 
 
-def _again(problem: Problem, solution: Solution) -> Iterator[tuple[str, int]]:
+def _regathered(problem: Problem, solution: Solution) -> Iterator[tuple[str, int]]:
     """One use for every redistribution that the backward pass repeats."""
     seen = set()
     for edge in problem.edges:
@@ -105,7 +154,7 @@ def _blocks(body: Body, mesh: Mesh) -> Iterator[Block]:
     """The statements outside of the regions in sequences, and each region."""
     makers: dict[str, str] = {}
     rows: list[Row] = []
-    last = "before"
+    last = BEFORE
     for statement in body.statements:
         if not isinstance(statement, Loop):
             rows.append(_row(statement, body, mesh, makers))
@@ -117,10 +166,10 @@ def _blocks(body: Body, mesh: Mesh) -> Iterator[Block]:
             _row(item, statement.body, mesh, inner) for item in statement.body.statements if not isinstance(item, Loop)
         ]
         region_rows += [_row(change, statement.body, mesh, inner) for change in statement.between if change is not None]
-        yield Block(statement.region.name, statement.region.count, tuple(region_rows))
+        yield Block(statement.region.name, len(statement.copies), tuple(region_rows))
         for value, names in statement.exports:
             makers.update({name: inner[value.partition("~")[0]] for name in names if name})
-        last, rows = f"after {statement.region.name}", []
+        last, rows = after(statement.region.name), []
     yield Block(last, 1, tuple(rows))
 
 

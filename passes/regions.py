@@ -219,7 +219,7 @@ class _Folder:
     def role(
         self, before: str, here: str, last: Sequence[_Segment], unit: Sequence[_Segment]
     ) -> str | tuple[int, int] | None:
-        """How a name from outside goes on from one copy to the next: shared, owned, or carried from which result."""
+        """The relation of a name from outside to that of the copy before: shared, owned, or carried from a result."""
         position, index = self.producer.get(here, (-1, 0))
         if last[0].start <= position < last[-1].stop:
             return (position - last[0].start, index)

@@ -11,7 +11,7 @@ RECOMPUTE = ("none", "selective", "full")
 @dataclass(frozen=True)
 class Pipeline:
     """The split of a program into stages that run on different ranks, and the order in which these take the
-    micro-batches. There is one stage."""
+    micro-batches: "none" for one stage. Several are not offered yet; their schedules will be "gpipe", "1f1b", …"""
 
     stages: int = 1
     schedule: str = "none"
@@ -21,13 +21,18 @@ class Pipeline:
 class Configuration:
     """The decisions about a step on a mesh but its layouts.
 
-    - `micro_batches`: the number of equal parts that the batch is processed in, one after the other.
+    - `micro_batches`: the number of equal parts that the batch is processed in.
     - `recompute`: by name of region, the part of its forward pass that the backward pass recomputes: "none",
       "selective" (everything but multiplications and collectives, whose results are saved) or "full" (everything: only
       the inputs of a copy are saved).
     - `gather_once`: sharded parameters are gathered in the first micro-batch and stay gathered until the last;
       otherwise they are gathered in each.
     - `reduce_once`: gradients accumulate unsharded and are reduced after the last micro-batch; otherwise after each.
+    - `pipeline`: the pipeline stages and their schedule.
+
+    `gather_once` and `reduce_once` are the ZeRO stage (Rajbhandari et al. 2020) of the communication across
+    micro-batches: stage 3 is neither, stage 2 gathers once, stage 1 does both once. The layout in which a
+    parameter is stored is decided separately.
     """
 
     mesh: Mesh
@@ -38,18 +43,12 @@ class Configuration:
     pipeline: Pipeline = field(default_factory=Pipeline)
 
     @property
-    def zero_stage(self) -> int:
-        """The ZeRO stage (Rajbhandari et al. 2020) of the communication across micro-batches: stage 3 gathers and
-        reduces in each, stage 2 gathers once, stage 1 does both once. The layout in which a parameter is stored is
-        decided separately."""
-        return 3 - self.gather_once - self.reduce_once
-
-    @property
     def key(self) -> Hashable:
         """A key for comparisons: equal for equal configurations."""
         recompute = tuple(sorted(self.recompute.items()))
         return self.mesh, self.micro_batches, recompute, self.gather_once, self.reduce_once, self.pipeline
 
-    def recompute_of(self, region: str) -> str:
-        """The level of recompute of a region."""
-        return self.recompute.get(region, "none")
+    def for_evaluation(self) -> "Configuration":
+        """The configuration of a program without a backward pass beside this one: the same mesh and pipeline, the whole
+        batch at once."""
+        return Configuration(self.mesh, pipeline=self.pipeline)

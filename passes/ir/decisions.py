@@ -31,7 +31,8 @@ class Decisions:
       result; None leaves that to the solver.
     - `stored`: the layouts of all parameters, by name, in place of the user's constraints.
     - `units`: the FSDP units that hold the parameters already.
-    - `gap`: the relative optimality gap of the step time that was proven when `methods` were chosen.
+    - `gap`: the relative optimality gap of the step time that was proven when `methods` were chosen; `complete`: over
+      all plans that were offered.
     """
 
     configuration: Configuration | None = None
@@ -41,3 +42,4 @@ class Decisions:
     stored: Mapping[str, Layout] | None = None
     units: tuple[FSDPUnit, ...] | None = None
     gap: float = 0.0
+    complete: bool = True

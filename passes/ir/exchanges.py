@@ -1,4 +1,4 @@
-"""Batches of tensors that share an all-to-all (see `Group.turned` in `ir/lowered`)."""
+"""Batches of tensors that share an all-to-all (see `FSDPUnit.turned` in `ir/lowered`)."""
 
 from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, field

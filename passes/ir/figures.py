@@ -8,7 +8,7 @@ Comparisons compare the numbers only. A formula is valid wherever all comparison
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, reduce
 from typing import cast
 
 import numpy as np
@@ -158,6 +158,13 @@ def least(numbers: Iterable[Number]) -> Number:
     """`min`, whose formula is a minimum."""
     given = tuple(numbers)
     return _extreme(given, min(given), sympy.Min, -1)
+
+
+def least_of(rows: Sequence[NDArray[np.float64]]) -> NDArray[np.float64]:
+    """`least` of each column; arrays of figures have objects as elements."""
+    if all(row.dtype != object for row in rows):
+        return reduce(np.minimum, rows)
+    return np.array([least(column) for column in zip(*rows, strict=True)])
 
 
 def as_float(number: Number) -> float:

@@ -1,16 +1,28 @@
-"""A lowered program: the statements that one rank runs. The cost model, the plan's table and code generation read
-it."""
+"""A lowered program: the statements that a rank of each pipeline stage runs. The cost model, the plan's table and code
+generation read it."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise, takewhile
+from typing import TypeVar
 
 import torch
 
 from passes.ir.choices import Strategy
+from passes.ir.errors import PlanMismatchError
 from passes.ir.layout import Layout, P, R
-from passes.ir.program import Argument, Op, Program, Region, TensorType
+from passes.ir.program import Argument, Input, Op, Program, Region, TensorType
 from passes.ir.redistribution import RedistributionStep
+
+T = TypeVar("T")
+
+# The block of the statements before the first region.
+BEFORE = "before"
+
+
+def after(region: str) -> str:
+    """The block of the statements between a region and the next one, or the end."""
+    return f"after {region}"
 
 
 @dataclass(frozen=True)
@@ -43,6 +55,11 @@ class Compute:
     draws: tuple[int, ...] | None = None
     recomputed: bool = False
 
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """The values that it reads."""
+        return self.op.operands
+
 
 @dataclass(frozen=True)
 class Redistribution:
@@ -67,6 +84,11 @@ class Redistribution:
     dtypes: tuple[torch.dtype | None, torch.dtype | None] = (None, None)
     unit_steps: int = 0
     joined: int = 1
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """The value that it reads."""
+        return (self.source,)
 
     @property
     def exchanged(self) -> tuple[RedistributionStep, ...]:
@@ -98,21 +120,34 @@ class Redistribution:
 
 @dataclass(frozen=True)
 class Loop:
-    """Run all copies of a region one after the other.
+    """Run copies of a region one after the other: those with the numbers `copies`. Several stages may run some each.
 
     `initial` are the carried values for the first copy, `between` redistributes the results of one copy (names of the
     body) to the arguments of the next. `shared` are the values that all copies read. `exports` are values of the body
-    and their names outside, per copy. `recompute` says the part that the backward pass recomputes: nothing ("none"),
-    the statements marked `recomputed` ("selective"), or every copy, of which only the inputs are saved ("full").
+    and their names outside, for each copy that runs. `recompute` says the part that the backward pass recomputes:
+    nothing ("none"), the statements marked `recomputed` ("selective"), or every copy, of which only the inputs are
+    saved ("full").
     """
 
     region: Region
+    copies: range
     body: "Body"
     initial: tuple[str, ...]
     between: tuple[Redistribution | None, ...]
     shared: tuple[str, ...]
     exports: tuple[tuple[str, tuple[str | None, ...]], ...]
     recompute: str = "none"
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """The values of the surrounding code that it reads."""
+        return (*self.initial, *self.shared)
+
+    @property
+    def owned(self) -> dict[str, tuple[str, ...]]:
+        """The parameters and buffers that differ between copies: the name in the body -> those of each copy that
+        runs."""
+        return {own: names[self.copies.start : self.copies.stop] for own, names in self.region.owned.items()}
 
 
 Statement = Compute | Redistribution | Loop
@@ -170,19 +205,19 @@ class FSDPUnit:
         reduces gradients."""
         return bool(self.sharded or self.turned or any(self.dtypes))
 
-    def kept(self, name: str, stored: Layout) -> Layout:
+    def copy_layout(self, name: str, stored: Layout) -> Layout:
         """The layout of the gathered copy of parameter `name`, which is stored as `stored`."""
         return self.turned.get(name, stored)
 
-    def used(self, kept: Layout) -> Layout:
-        """The layout in which code reads a parameter whose copy in the unit has layout `kept`."""
+    def gathered_layout(self, copy: Layout) -> Layout:
+        """The layout in which code reads a parameter whose copy in the unit has layout `copy`."""
         given = {*self.sharded, *self.replicated}
-        return tuple(R if axis in given else placement for axis, placement in enumerate(kept))
+        return tuple(R if axis in given else placement for axis, placement in enumerate(copy))
 
-    def pending(self, kept: Layout) -> Layout:
-        """The layout of the unreduced gradient of a parameter whose copy in the unit has layout `kept`."""
+    def gradient_layout(self, copy: Layout) -> Layout:
+        """The layout of the unreduced gradient of a parameter whose copy in the unit has layout `copy`."""
         given = {*self.sharded, *self.replicated}
-        return tuple(P if axis in given else placement for axis, placement in enumerate(kept))
+        return tuple(P if axis in given else placement for axis, placement in enumerate(copy))
 
 
 @dataclass(frozen=True)
@@ -215,9 +250,15 @@ class FSDPUnits:
 
 
 @dataclass(frozen=True)
-class Lowered:
-    """The program of one rank. `inputs` and `parameters` have their stored layouts; `units` run in place of generated
-    code."""
+class Stage:
+    """A pipeline stage: what each of its ranks runs of the program, for one micro-batch.
+
+    `program` has the inputs, parameters and buffers that the stage reads: its ranks hold no others. `inputs` and
+    `parameters` have their stored layouts. The tensors `received` from earlier stages are the arguments of `body`; the
+    trainable ones have a gradient, which is sent back. `sent` are the results of `body` that later stages receive.
+    `outputs` are the leaves of the model's output that it computes, `updates` the buffers that it changes, with their
+    new values; `units` run in place of generated code.
+    """
 
     program: Program
     body: Body
@@ -226,3 +267,69 @@ class Lowered:
     outputs: tuple[Returned, ...]
     updates: tuple[tuple[str, str], ...]
     units: FSDPUnits = field(default_factory=FSDPUnits)
+    received: tuple[Input, ...] = ()
+    sent: tuple[str, ...] = ()
+
+    @property
+    def loops(self) -> list[Loop]:
+        """The loops over copies of regions."""
+        return [item for item in self.body.statements if isinstance(item, Loop)]
+
+    @property
+    def reruns(self) -> bool:
+        """Whether the backward pass runs an op or a redistribution of the generated code again."""
+        bodies = [self.body, *(loop.body for loop in self.loops)]
+        statements: list[Statement | None] = [item for body in bodies for item in body.statements]
+        statements += [change for loop in self.loops for change in loop.between]
+        return any(
+            (isinstance(item, Compute) and item.recomputed)
+            or (isinstance(item, Redistribution) and item.regathered and len(item.steps) > item.unit_steps)
+            for item in statements
+        )
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """A lowered program: its pipeline stages in order, one without a pipeline. Tensors that several stages read have
+    one layout."""
+
+    program: Program
+    stages: tuple[Stage, ...]
+
+    @property
+    def inputs(self) -> dict[str, Layout]:
+        """The layout of every input."""
+        return {name: layout for stage in self.stages for name, layout in stage.inputs.items()}
+
+    @property
+    def parameters(self) -> dict[str, Layout]:
+        """The layout in which every parameter is stored."""
+        return {name: layout for stage in self.stages for name, layout in stage.parameters.items()}
+
+    @property
+    def units(self) -> tuple[FSDPUnit, ...]:
+        """The FSDP units of all stages."""
+        return tuple(unit for stage in self.stages for unit in stage.units.units)
+
+    @property
+    def outputs(self) -> tuple[Returned, ...]:
+        """The leaves of the model's output, in order."""
+        found = {output.name: output for stage in self.stages for output in stage.outputs}
+        return tuple(found[name] for name in self.program.output_names)
+
+    def holders(self, parameter: str) -> tuple[int, ...]:
+        """The numbers of the stages whose ranks hold a parameter."""
+        return tuple(number for number, stage in enumerate(self.stages) if parameter in stage.parameters)
+
+
+def only_stage(stages: Sequence[T]) -> T:
+    """The stage of a program that has one.
+
+    Raises PlanMismatchError for several: they can be lowered, priced, simulated and written down, but nothing schedules
+    and runs them.
+    """
+    if len(stages) != 1:
+        raise PlanMismatchError(
+            f"the plan has {len(stages)} pipeline stages, and this autopar runs programs of one stage: plan again"
+        )
+    return stages[0]

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -10,7 +11,7 @@ from typing import TypeVar
 
 import sympy
 
-from passes.ir.configuration import Configuration
+from passes.ir.configuration import Configuration, Pipeline
 from passes.ir.errors import ExpressionError, InfeasibleError, PlanMismatchError
 from passes.ir.files import write_atomically
 from passes.ir.formulas import formula_at, read_formula
@@ -18,10 +19,11 @@ from passes.ir.mesh import Mesh
 from passes.ir.plan_contents import check_contents
 from passes.ir.plan_json import decode
 from passes.ir.plan_text import plan_table, plan_text
+from passes.ir.work import IdleAxes, Work
 
 T = TypeVar("T")
 
-FORMAT_VERSION = 8
+FORMAT_VERSION = 10
 
 # Symbols of the first and the second dim of inputs in formulas.
 BATCH, SEQUENCE = "batch", "sequence"
@@ -48,12 +50,14 @@ class InputPlan:
 
 @dataclass(frozen=True)
 class ParameterPlan:
-    """A parameter (under its first name): its shape, its dtype as stored, and its stored placement on each axis."""
+    """A parameter (under its first name): its shape, its dtype as stored, its stored placement on each axis, and the
+    numbers of the pipeline stages whose ranks hold it."""
 
     shape: tuple[int, ...]
     dtype: str
     layout: AxisText
     trainable: bool
+    stages: tuple[int, ...] = (0,)
 
 
 @dataclass(frozen=True)
@@ -75,26 +79,36 @@ class Row:
 
 @dataclass(frozen=True)
 class Block:
-    """A sequence of statements that runs `count` times."""
+    """A sequence of statements that runs `count` times.
+
+    `seconds` are those of a step, all copies and micro-batches together: those of all blocks, of inputs and of the
+    optimizer make the step. `bytes` are those that it has on one device at the peak of the step: parameters, optimizer
+    states and gradients, and what it has allocated.
+    """
 
     name: str
     count: int
     rows: tuple[Row, ...]
+    seconds: float = 0.0
+    bytes: float = 0.0
 
 
 @dataclass(frozen=True)
-class Stage:
-    """A part of the program between two pipeline cuts.
+class StagePlan:
+    """The ops between two stage boundaries, which may lie between the copies of a region.
 
     `decisions` are the methods of every node by its key; `regathered` the uses (op, operand) that the backward pass
     redistributes again; `recompute` the level of each region that recomputes anything. These suffice for replay;
-    `blocks` are for printing.
+    `blocks` are for printing. `memory` is the predicted bytes per device by kind at the peak, which is at
+    `peak_moment`.
     """
 
     decisions: Mapping[str, tuple[str, ...]]
     regathered: tuple[tuple[str, int], ...]
+    recompute: Mapping[str, str]
     blocks: tuple[Block, ...]
-    recompute: Mapping[str, str] = field(default_factory=dict)
+    memory: Mapping[str, float]
+    peak_moment: str
 
     def splits(self, key: str) -> bool:
         """Whether the node called `key` is split, or a pending sum, on some axis."""
@@ -106,31 +120,79 @@ class ProgramPlan:
     """The plan of one mode of the model: its stages, its pipeline schedule, the number of micro-batches, and whether
     parameters are gathered and gradients reduced once for all of them.
 
-    `seconds` is the predicted step time by category, `memory` the predicted bytes per device by kind at the peak, which
-    is at `peak_moment`. `gap` is the relative optimality gap of the step time. `hidden` are seconds of communication
-    that overlap computation. `seconds_on_one` is the computation time of the step on one device. `whole_batch` is the
-    reason why the batch cannot be split into micro-batches, if that was requested. `by_clock` says that a time limit
-    ended the search, so that another machine may find another plan.
+    `seconds` is the predicted step time by category. `gap` is the relative optimality gap of the step time:
+    over all plans that were offered if the search was `complete`, else over those that it looked at. `hidden`
+    are seconds of communication that overlap computation. `seconds_on_one` is the computation time of the step on one
+    device. `whole_batch` is the reason why the batch cannot be split into micro-batches, if that was requested.
+    `by_clock` says that a time limit ended the search, so that another machine may find another plan. `work` is what a
+    step computes; `idle` are the axes that split little of it, None where all do.
     """
 
-    stages: tuple[Stage, ...]
+    stages: tuple[StagePlan, ...]
     schedule: str
     micro_batches: int
     gather_once: bool
     reduce_once: bool
     seconds: Mapping[str, float]
-    memory: Mapping[str, float]
-    peak_moment: str
     gap: float
     hidden: float
     seconds_on_one: float
     whole_batch: str = ""
     by_clock: bool = False
+    work: Work = field(default_factory=Work)
+    idle: IdleAxes | None = None
+    complete: bool = True
 
     def configuration(self, mesh: Mesh) -> Configuration:
         """The decisions about a step but its layouts."""
-        recompute = {name: level for stage in self.stages for name, level in stage.recompute.items()}
-        return Configuration(mesh, self.micro_batches, recompute, self.gather_once, self.reduce_once)
+        pipeline = Pipeline(len(self.stages), self.schedule)
+        return Configuration(mesh, self.micro_batches, self.recompute, self.gather_once, self.reduce_once, pipeline)
+
+    @property
+    def recompute(self) -> Mapping[str, str]:
+        """The level of each region that recomputes anything."""
+        return {name: level for stage in self.stages for name, level in stage.recompute.items()}
+
+    @property
+    def regathered(self) -> tuple[tuple[str, int], ...]:
+        """The uses (op, operand) that the backward pass redistributes again."""
+        return tuple(use for stage in self.stages for use in stage.regathered)
+
+    @property
+    def fullest(self) -> StagePlan:
+        """The stage with the highest peak of memory."""
+        return max(self.stages, key=lambda stage: sum(stage.memory.values()))
+
+    @property
+    def memory(self) -> Mapping[str, float]:
+        """The predicted bytes by kind at the peak, on a device of the stage where it is highest."""
+        return self.fullest.memory
+
+    @property
+    def peak_moment(self) -> str:
+        """The moment of that peak."""
+        return self.fullest.peak_moment
+
+    @property
+    def step_s(self) -> float:
+        """The predicted seconds of a step."""
+        return sum(self.seconds.values())
+
+    @property
+    def tokens_per_second_per_device(self) -> float:
+        """Tokens of the batch per second and device; 0 for a model without tokens."""
+        return self.work.per_device(self.work.tokens, self.step_s)
+
+    @property
+    def samples_per_second_per_device(self) -> float:
+        """Samples of the batch per second and device."""
+        return self.work.per_device(self.work.samples, self.step_s)
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs utilization: the model FLOPs of a step (see `Work`) over those that all devices could compute in
+        its time, at the peak of the dtype of each product."""
+        return self.work.per_device(self.work.peak_s, self.step_s)
 
     @property
     def compute_share(self) -> float:
@@ -281,15 +343,10 @@ class Plan:
             raise InfeasibleError(
                 f"no batch fits: one of {least} lacks {missing(0) / 1024**3:.3g} GiB per device", missing(0)
             )
-        fits, above = 0, 1
-        while missing(above) <= 0:
-            fits, above = above, 2 * above
-            if above > _MOST_STEPS:
-                raise ExpressionError("the memory does not grow with the batch: there is no largest one")
-        while above - fits > 1:
-            middle = (fits + above) // 2
-            fits, above = (middle, above) if missing(middle) <= 0 else (fits, middle)
-        return least + fits * step
+        fitting = bisect_right(range(_MOST_STEPS), False, key=lambda steps: missing(steps) > 0)
+        if fitting == _MOST_STEPS:
+            raise ExpressionError("the memory does not grow with the batch: there is no largest one")
+        return least + (fitting - 1) * step
 
     def _formulas(self) -> Expressions:
         if self.expressions is None:

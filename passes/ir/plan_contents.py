@@ -18,7 +18,7 @@ from passes.ir.layout import fits, parse_placement
 from passes.ir.mesh import Mesh
 
 if TYPE_CHECKING:
-    from passes.ir.plan import AxisText, Block, Expressions, InputPlan, ParameterPlan, Plan, ProgramPlan, Stage
+    from passes.ir.plan import AxisText, Expressions, InputPlan, ParameterPlan, Plan, ProgramPlan, StagePlan
 
 _OBJECTIVES = ("train", "infer")
 _PROGRAMS = (*_OBJECTIVES, *(f"{name} totals" for name in _OBJECTIVES))
@@ -51,6 +51,9 @@ def _check(plan: Plan) -> None:
     for field, items in tensors:
         for name, item in items.items():
             _check_tensor(item, f"plan.{field}[{name!r}]", mesh)
+    stages = range(len(plan.programs[plan.objective].stages))
+    for name, parameter in plan.parameters.items():
+        _require(set(parameter.stages) <= set(stages), f"plan.parameters[{name!r}].stages", parameter.stages)
     for name, program in plan.programs.items():
         _require(name in _PROGRAMS, "plan.programs", name)
         _check_program(program, f"plan.programs[{name!r}]", mesh)
@@ -100,15 +103,13 @@ def _check_axes(layout: AxisText, place: str, mesh: Mesh) -> None:
 
 
 def _check_program(program: ProgramPlan, place: str, mesh: Mesh) -> None:
-    _require(len(program.stages) == 1, f"{place}.stages", f"a list of {len(program.stages)}")
-    _require(program.schedule == "none", f"{place}.schedule", program.schedule)
+    _require(len(program.stages) >= 1, f"{place}.stages", "empty")
+    _require((program.schedule == "none") == (len(program.stages) == 1), f"{place}.schedule", program.schedule)
     _require(1 <= program.micro_batches < _TOO_MANY, f"{place}.micro_batches", program.micro_batches)
     for name in ("gap", "hidden", "seconds_on_one"):
         _check_amount(getattr(program, name), f"{place}.{name}")
     _require(program.gap <= 1, f"{place}.gap", program.gap)
-    for field in ("seconds", "memory"):
-        for name, value in getattr(program, field).items():
-            _check_amount(value, f"{place}.{field}[{name!r}]")
+    _check_amounts(program.seconds, f"{place}.seconds")
     for number, stage in enumerate(program.stages):
         _check_stage(stage, f"{place}.stages[{number}]", mesh)
 
@@ -117,21 +118,23 @@ def _check_amount(value: float, place: str) -> None:
     _require(math.isfinite(value) and value >= 0, place, value)
 
 
-def _check_stage(stage: Stage, place: str, mesh: Mesh) -> None:
+def _check_amounts(amounts: Mapping[str, float], place: str) -> None:
+    for name, value in amounts.items():
+        _check_amount(value, f"{place}[{name!r}]")
+
+
+def _check_stage(stage: StagePlan, place: str, mesh: Mesh) -> None:
     for key, methods in stage.decisions.items():
         _require(len(methods) == len(mesh.sizes), f"{place}.decisions[{key!r}]", methods)
     for number, (_, operand) in enumerate(stage.regathered):
-        _require(operand >= 0, f"{place}.again[{number}]", operand)
+        _require(operand >= 0, f"{place}.regathered[{number}]", operand)
+    _check_amounts(stage.memory, f"{place}.memory")
     for name, level in stage.recompute.items():
         _require(level in RECOMPUTE, f"{place}.recompute[{name!r}]", level)
     for number, block in enumerate(stage.blocks):
-        _check_block(block, f"{place}.blocks[{number}]")
-
-
-def _check_block(block: Block, place: str) -> None:
-    _require(block.count >= 1, f"{place}.count", block.count)
-    for number, row in enumerate(block.rows):
-        _require(row.kind in _ROWS, f"{place}.rows[{number}].kind", row.kind)
+        _require(block.count >= 1, f"{place}.blocks[{number}].count", block.count)
+        for position, row in enumerate(block.rows):
+            _require(row.kind in _ROWS, f"{place}.blocks[{number}].rows[{position}].kind", row.kind)
 
 
 def _check_expressions(expressions: Expressions, place: str) -> None:

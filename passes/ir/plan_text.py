@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from passes.ir.plan import Block, ParameterPlan, Plan, ProgramPlan
 
-_GIB = 1024**3
 # Columns of a printed plan.
 _WIDTH = 120
 # Columns that a cell keeps when its row is too long.
@@ -75,34 +74,36 @@ def layout_text(layout: Mapping[str, str]) -> str:
 
 def seconds_text(seconds: float) -> str:
     """A time with its unit: "1.23 s", "45.6 ms", "789 us"."""
-    for factor, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
-        if seconds >= factor or unit == "us":
-            return f"{seconds / factor:.3g} {unit}"
-    raise AssertionError
+    return _with_unit(seconds, ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")))
 
 
 def bytes_text(size: float) -> str:
     """A size with its unit: "1.23 GiB", "45.6 MiB", "789 KiB"."""
-    for factor, unit in ((_GIB, "GiB"), (1024**2, "MiB"), (1024, "KiB")):
-        if size >= factor or unit == "KiB":
-            return f"{size / factor:.3g} {unit}"
-    raise AssertionError
+    return _with_unit(size, ((1024**3, "GiB"), (1024**2, "MiB"), (1024, "KiB")))
+
+
+def _with_unit(number: float, units: Sequence[tuple[float, str]]) -> str:
+    """A number in the largest unit that it has at least one of, else in the last."""
+    factor, unit = next((unit for unit in units if number >= unit[0]), units[-1])
+    return f"{number / factor:.3g} {unit}"
 
 
 def _program(name: str, program: ProgramPlan, plan: Plan, width: int | None) -> list[str]:
     """The head of one program, and its blocks."""
-    total = sum(program.seconds.values())
     peak = sum(program.memory.values())
     spent = ", ".join(f"{what} {seconds_text(value)}" for what, value in program.seconds.items() if value)
-    held = ", ".join(f"{what} {bytes_text(value)}" for what, value in program.memory.items() if value)
-    proven = "optimal" if program.gap <= 1e-6 else f"at most {program.gap:.2%} above the optimum"
+    memory = ", ".join(f"{what} {bytes_text(value)}" for what, value in program.memory.items() if value)
+    proven = ("optimal", "the optimum") if program.complete else ("the best of those searched",) * 2
+    claim = proven[0] if program.gap <= 1e-6 else f"at most {program.gap:.2%} above {proven[1]}"
     lines = [
-        f"{name}: predicted step {seconds_text(total)}, {proven}",
+        f"{name}: predicted step {seconds_text(program.step_s)}, {claim}",
         f"  {spent}" + (f"; hidden communication {seconds_text(program.hidden)}" if program.hidden else ""),
         f"  computation {program.compute_share:.1%} of what one device would compute",
+        f"  {_throughput(program)}",
+        *_idle(program, plan),
         f"  memory per device {bytes_text(peak)} of {bytes_text(plan.memory_limit)}, "
         f"at its peak ({program.peak_moment})",
-        f"  {held}",
+        f"  {memory}",
     ]
     if program.micro_batches > 1:
         gathered = "once" if program.gather_once else "for each"
@@ -114,14 +115,45 @@ def _program(name: str, program: ProgramPlan, plan: Plan, width: int | None) -> 
         lines.append(f"  one micro-batch: {program.whole_batch}")
     if program.by_clock:
         lines.append("  a clock ended the search: another machine may find another plan")
-    many = len(program.stages) > 1
     for number, stage in enumerate(program.stages):
-        if many:
-            lines.append(f"stage {number}")
+        if len(program.stages) > 1:
+            memory = bytes_text(sum(stage.memory.values()))
+            lines += ["", f"stage {number}: memory per device {memory} at its peak ({stage.peak_moment})"]
         for block in stage.blocks:
-            if block.rows:
+            if block.rows or block.bytes:
                 lines += ["", *_block(block, stage.recompute.get(block.name, "none"), width)]
-    return lines
+    rest = sum(program.memory.values()) - sum(block.bytes for block in program.fullest.blocks)
+    beside = sum(program.seconds.get(what, 0.0) for what in ("inputs", "optimizer"))
+    return [*lines, "", f"inputs and optimizer step: {_costs(beside, rest)}"]
+
+
+def _throughput(program: ProgramPlan) -> str:
+    """Tokens (or samples) per second of a device, and MFU with its convention."""
+    rate, unit = program.tokens_per_second_per_device, "tokens"
+    if not program.work.tokens:
+        rate, unit = program.samples_per_second_per_device, "samples"
+    shown = f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
+    return f"{shown} {unit}/s per device, MFU {program.mfu:.1%} (without recompute, causal attention counted half)"
+
+
+def _idle(program: ProgramPlan, plan: Plan) -> Iterator[str]:
+    """The axes that split next to nothing, and what would use their devices."""
+    idle = program.idle
+    if idle is None:
+        return
+    axes = ", ".join(f"{name} {plan.mesh[name]}" for name in idle.axes)
+    busy = f"{idle.busy} of {program.work.devices} devices would compute as fast"
+    yield f"  idle: {axes} splits little of the computation; {busy}"
+    if idle.batches:
+        batches = " or ".join(map(str, idle.batches))
+        yield f"    a batch of {batches} could be split over it, one of {program.work.samples} cannot"
+    if idle.fewer:
+        step = seconds_text(program.step_s)
+        yield f"    take {idle.fewer} devices: a step takes {seconds_text(idle.fewer_s)} there, and {step} here"
+
+
+def _costs(seconds: float, size: float) -> str:
+    return f"{seconds_text(seconds)}, {bytes_text(size)} at the peak"
 
 
 def _block(block: Block, recompute: str, width: int | None) -> list[str]:
@@ -132,25 +164,27 @@ def _block(block: Block, recompute: str, width: int | None) -> list[str]:
     for row in block.rows:
         name = row.name if width is None else row.name.removeprefix(f"{block.name}.").removeprefix(block.name)
         shown = f"  {name}" if row.kind == "op" else f"    ~ {name}"
-        how = f"{row.how}, again in backward" if row.rerun else row.how
+        rerun = "recomputed" if row.kind == "op" else "regathered"
+        how = f"{row.how}, {rerun} in backward" if row.rerun else row.how
         operands = (" | ".join(row.before),) if width is None else ()
         rows.append((shown, how, *operands, f"-> {' | '.join(row.after)}", row.type))
-    return [f"{block.name}{times}", *_columns(rows, width)]
+    return [f"{block.name}{times}: {_costs(block.seconds, block.bytes)}", *_columns(rows, width)]
 
 
 def _parameters(parameters: Mapping[str, ParameterPlan]) -> list[tuple[str, ...]]:
     """Rows of parameters; those that differ only in the numbers in their names are one row."""
-    groups: dict[tuple[str, str, tuple[int, ...], tuple[tuple[str, str], ...], bool], list[str]] = {}
+    many = any(item.stages != (0,) for item in parameters.values())
+    groups: dict[tuple[str, ...], list[str]] = {}
     for name, item in parameters.items():
         pattern = ".".join("*" if part.isdigit() else part for part in name.split("."))
-        kind = (pattern, item.dtype, item.shape, tuple(item.layout.items()), item.trainable)
-        groups.setdefault(kind, []).append(name)
-    rows: list[tuple[str, ...]] = []
-    for (pattern, dtype, shape, layout, trainable), names in groups.items():
-        shown = f"{pattern} x {len(names)}" if len(names) > 1 else names[0]
-        frozen = "" if trainable else "frozen"
-        rows.append((f"  {shown}", f"{dtype}{list(shape)}", f"stored {layout_text(dict(layout))}", frozen))
-    return rows
+        stored = f"stored {layout_text(item.layout)}"
+        stages = f"on stage {', '.join(map(str, item.stages))}" if many else ""
+        row = (f"{item.dtype}{list(item.shape)}", stored, "" if item.trainable else "frozen", stages)
+        groups.setdefault((pattern, *row), []).append(name)
+    return [
+        (f"  {pattern} x {len(names)}" if len(names) > 1 else f"  {names[0]}", *row)
+        for (pattern, *row), names in groups.items()
+    ]
 
 
 def _columns(rows: Sequence[Sequence[str]], width: int | None) -> list[str]:

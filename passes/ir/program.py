@@ -8,7 +8,7 @@ It prints as text, one op per line:
     output logits: %linear
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from math import prod
@@ -338,6 +338,14 @@ def flow(ops: Iterable[Op], flowing: set[str], types: Mapping[str, TensorType]) 
             flowing.update(name for name in op.results if has_gradient(types[name].dtype))
 
 
+def differentiable(program: Program) -> set[str]:
+    """Tensors that a gradient flows through: they depend on a trainable parameter or input."""
+    sources: tuple[Parameter | Input, ...] = (*program.parameters, *program.inputs)
+    flowing = {item.name for item in sources if item.trainable}
+    flow(program.ops, flowing, program.types)
+    return flowing
+
+
 def dependents(folded: Folded) -> frozenset[str]:
     """Tensors that depend on the batch or on a parameter; the others are the same for every batch."""
     depends = {item.name for item in folded.program.inputs} | {item.name for item in folded.program.parameters}
@@ -405,6 +413,14 @@ def freeze(value: object) -> Argument:
     if isinstance(value, (list, tuple)):
         return tuple(freeze(item) for item in value)
     return value  # type: ignore[return-value]
+
+
+def bound_arguments(overload: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]) -> dict[str, Argument]:
+    """The arguments of a call by the names of the schema, in its order, defaults included."""
+    return {
+        item.name: freeze(args[place] if place < len(args) else kwargs.get(item.name, item.default_value))
+        for place, item in enumerate(schema_of(overload).arguments)
+    }
 
 
 def format_argument(argument: Argument) -> str:

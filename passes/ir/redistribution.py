@@ -16,12 +16,16 @@ P           all-reduce / all-reduce            all-reduce / convert reduce-scatt
 The backward of a -> b is the forward of gradient(b) -> gradient(a), so the forward column is all that code needs.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from math import prod
+
+import numpy as np
 
 from passes.ir.layout import Layout, Placement, R, Shape, local_major, local_shape
 from passes.ir.mesh import Mesh
-from passes.ir.redistributions import KINDS, Pairs, all_steps
+from passes.ir.redistributions import KINDS, Pairs, Steps, all_steps
 
 COLLECTIVES = {
     ("R", "I"): "convert",
@@ -111,6 +115,20 @@ def _redistribution(
         )
         current = changed
     return tuple(found)
+
+
+def as_steps(steps: Sequence[RedistributionStep]) -> Steps:
+    """`steps` as arrays, each the step of a pair of its own."""
+    return Steps(
+        np.arange(len(steps)),
+        np.array([step.axis for step in steps]),
+        np.array([KINDS.index(step.source.kind) for step in steps]),
+        np.array([KINDS.index(step.target.kind) for step in steps]),
+        np.array([prod(step.before) for step in steps]),
+        np.array([prod(step.after) for step in steps]),
+        np.array([step.cut for step in steps]),
+        np.array([step.join for step in steps]),
+    )
 
 
 def _local(placement: Placement, others: Layout, mesh: Mesh) -> Placement:

@@ -13,11 +13,9 @@ from dataclasses import dataclass, fields
 import numpy as np
 from numpy.typing import NDArray
 
-from passes.ir.layout import Layout, R, Shape
+from passes.ir.arrays import Flags, Integers
+from passes.ir.layout import Layout, Placement, R, Shape
 from passes.ir.mesh import Mesh
-
-Integers = NDArray[np.int64]
-Flags = NDArray[np.bool_]
 
 # Steps that shrink a tensor come first and steps that grow it come last: fewer bytes are sent.
 _ORDER = {
@@ -34,6 +32,8 @@ _SAME_SIZE = 3
 KINDS = "RISP"
 _SPLIT = KINDS.index("S")
 _THROUGH = 0
+# The kind of the gradient of each kind.
+_GRADIENTS = np.array([KINDS.index(Placement(kind).gradient.kind) for kind in KINDS])
 # The rank of an axis that has nothing to change, or has to wait.
 _NEVER = np.iinfo(np.int16).max
 # Number of pairs that are processed at a time: their arrays fit the processor's cache.
@@ -57,7 +57,7 @@ class Steps:
 
     `pair` is the number of a pair: those of one tensor come after those of the other, and row by row where sources are
     rows. `axis` is what changes, between kinds `source` and `target` (places in `KINDS`). `before` and `after` are the
-    elements that a rank holds; `cut` and `join` are those of `ir.redistribution.Step`.
+    elements that a rank holds, which may be figures; `cut` and `join` are those of `RedistributionStep`.
     """
 
     pair: Integers
@@ -68,6 +68,12 @@ class Steps:
     after: Integers
     cut: Flags
     join: Flags
+
+    @property
+    def backward(self) -> "Steps":
+        """The steps of the backward pass: from the gradients of the targets to those of the sources."""
+        source, target = _GRADIENTS.take(self.target), _GRADIENTS.take(self.source)
+        return Steps(self.pair, self.axis, source, target, self.after, self.before, self.join, self.cut)
 
     def take(self, numbers: Integers) -> "Steps":
         """The steps with these numbers."""

@@ -50,8 +50,8 @@ Dims = tuple[tuple[Part, ...], ...]
 @dataclass(frozen=True, slots=True)
 class Method:
     """A way to split an op on one axis: its `factors` are split at once, into equally many parts. No tensor has two of
-    them. `form` is the local form that runs on a shard, "" if the op itself does. `role` replaces the roles of the
-    individual factors, which apply when they are split alone."""
+    them. `form` is the local form that runs on a shard, "" if the op itself does. `role` is that
+    of the method; None: that of its first factor. Set it where that is WHOLE."""
 
     factors: tuple[str, ...]
     form: str = ""
@@ -83,6 +83,7 @@ class Rule:
     - `joint`: by name, methods that split several factors at once. Each factor alone is a method of its own name.
     - `multiplications`: of the forward pass on one device, a multiply-add counted as two.
     - `backward`: for each operand, the multiplications of its gradient relative to those of the forward pass.
+    - `divided`: by factor, the parts of the multiplications of both passes that have it; other factors are in all.
     - `saved`: the tensors that autograd saves.
     - `moves`: whether it reads or writes memory (a view does not).
     """
@@ -96,6 +97,7 @@ class Rule:
     joint: Mapping[str, Method] = field(default_factory=dict)
     multiplications: float = 0.0
     backward: tuple[float, ...] = ()
+    divided: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     saved: tuple[Saved, ...] = ()
     moves: bool = True
 

@@ -19,7 +19,7 @@ FORMS = (
     "vocabulary_embedding",
     "with_halo",
 )
-BASES = ("Generated", "Region")
+BASES = ("Generated", "RegionCopy")
 HELPERS = ("gathered", "local", "recomputed")
 PLACEMENTS = ("I", "P", "R", "S")
 

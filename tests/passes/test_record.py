@@ -6,12 +6,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from passes.cost.memory import memory_use
-from passes.cost.walk import Optimizer, walk
+from passes.cost.liveness import MemoryPeak
+from passes.cost.memory import MemoryUse, memory_use
+from passes.cost.walk import Optimizer, block_seconds, walk
+from passes.cost.work import seconds_by_op
 from passes.ir.choices import Solution
 from passes.ir.configuration import Configuration
+from passes.ir.layout import S
 from passes.ir.plan import ProgramPlan
-from passes.record import decisions_of, idle_axes, record, whole_ops
+from passes.ir.work import Work
+from passes.record import decisions_of, idle_axes, record, record_stage, whole_ops
 from passes.search.restrict import planned_solution
 from passes.solve import solve
 from passes.solve.limits import Limits
@@ -19,12 +23,21 @@ from tests.passes.helpers import Apply, mesh_of
 from tests.passes.planning import STATES, Planning, planning, random_planning
 
 
+def _peak(use: MemoryUse) -> MemoryPeak:
+    """The bytes that the solver counts, as the memory simulator gives its own."""
+    return MemoryPeak({kind: int(size) for kind, size in use.kinds().items()}, use.moment, {})
+
+
 def _recorded(case: Planning, solution: Solution) -> ProgramPlan:
     """The recorded plan of a solution."""
     lowered = case.lowered(solution)
     seconds = walk(lowered, case.folded, case.cluster, Optimizer(STATES), Configuration(case.mesh))
     memory = memory_use(case.problem, solution, STATES)
-    plan = record(case.folded, case.problem, solution, lowered, seconds, memory, case.mesh, 1.0, 0.0)
+    blocks = block_seconds(lowered, case.folded, case.cluster, solution.configuration)
+    assert sum(blocks) + seconds.inputs + seconds.optimizer == pytest.approx(seconds.total)
+    stage = record_stage(case.problem, solution, lowered, blocks, _peak(memory))
+    plan = record([stage], solution, seconds, 1.0, 0.0, Work())
+    assert [block.seconds for block in plan.stages[0].blocks] == blocks
     assert sum(plan.seconds.values()) == pytest.approx(seconds.total)
     assert sum(plan.memory.values()) == pytest.approx(memory.peak)
     return plan
@@ -78,11 +91,24 @@ def test_ops_that_are_computed_whole() -> None:
 
 
 def test_axes_that_split_nothing() -> None:
-    """An axis on which no op and no parameter is split is idle; one of a single device never is."""
+    """An axis on which no op is split is idle; one of a single device never is. Batches that all axes could split stand
+    beside it, unless the batch is one."""
     mesh = mesh_of(one=1, idle=5, used=2)
-    case = planning(nn.Linear(8, 8), {"input": torch.ones(4, 8)}, mesh, "ideal")
+    case = planning(nn.Linear(8, 8), {"input": torch.ones(16, 8)}, mesh, "h100")
+    (batch,) = [node for node in case.problem.nodes if node.kind == "input"]
+    found = [number for number, strategy in enumerate(batch.strategies) if strategy.results[0][2] == S(0)]
     solution = solve(case.problem, case.cluster, Limits(1e30, STATES), Configuration(mesh))
-    assert idle_axes(case.problem, solution, mesh) == [1]
+    idle = idle_axes(case.problem, solution, seconds_by_op(case.folded, case.cluster), 16)
+    assert idle is not None
+    assert (idle.axes, idle.busy) == (("idle",), 2)
+    picks = list(solution.picks)
+    picks[case.problem.nodes.index(batch)] = found[0]
+    split = replace(solution, picks=tuple(picks))
+    for samples, batches in ((16, (10, 20)), (9, (10,)), (20, ())):
+        again = idle_axes(case.problem, split, seconds_by_op(case.folded, case.cluster), samples)
+        assert again is not None
+        assert again.batches == batches
+    assert idle_axes(case.problem, solution, dict.fromkeys(seconds_by_op(case.folded, case.cluster), 0.0), 16) is None
 
 
 def test_rows_show_every_statement() -> None:

@@ -16,9 +16,10 @@ from passes.ir.plan import (
     PrecisionPlan,
     ProgramPlan,
     Row,
-    Stage,
+    StagePlan,
 )
 from passes.ir.plan_text import bytes_text, layout_text, seconds_text
+from passes.ir.work import IdleAxes, Work
 
 SPLIT = {"dp": "S(0)", "tp": "R"}
 
@@ -31,11 +32,13 @@ def example() -> Plan:
         ),
         Row("change", "layers.*/linear", "all_reduce tp", ("dp S(0), tp P",), ("dp S(0), tp I",), "f[4]", True),
     )
-    stage = Stage(
+    stage = StagePlan(
         {"x": ("S(0)", "R"), "layers.*/linear": ("d0", "out")},
         (("head/linear", 0),),
-        (Block("layers.*", 3, rows),),
         {"layers.*": "selective"},
+        (Block("layers.*", 3, rows, 1.2e-3, 2**29),),
+        {"parameters": 2**30, "activations": 0.5},
+        "optimizer step",
     )
     program = ProgramPlan(
         (stage,),
@@ -44,11 +47,11 @@ def example() -> Plan:
         False,
         True,
         {"forward compute": 1.5e-3},
-        {"parameters": 2**30, "activations": 0.5},
-        "optimizer step",
         0.0,
         0.0,
         5e-3,
+        work=Work(samples=4, tokens=24, flops=3e6, peak_s=1.2e-3, devices=4),
+        idle=IdleAxes(("tp",), 2, (2, 6), 3, 1e-3),
     )
     parameters = {
         f"layers.{number}.weight": ParameterPlan((8, 4), "float32", {"dp": "S(1)", "tp": "S(0)"}, True)
@@ -100,7 +103,7 @@ def test_equal_plans_give_equal_text() -> None:
         ("not json", "this is no plan: not JSON"),
         ("[]", "it has no format_version"),
         ('{"model": "x"}', "it has no format_version"),
-        ('{"format_version": 99}', "format version 99, this autopar reads 8: plan again"),
+        ('{"format_version": 99}', "format version 99, this autopar reads 10: plan again"),
     ],
 )
 def test_what_is_no_plan_is_refused(text: str, message: str) -> None:
@@ -150,9 +153,14 @@ def test_the_table_shows_what_was_decided() -> None:
     assert "constant flag: True" in lines
     assert "train: predicted step 1.5 ms, optimal" in lines
     assert "2 micro-batches; parameters gathered for each, gradients reduced once" in lines
-    assert "layers.* x 3, recompute selective" in lines
+    assert "4,000 tokens/s per device, MFU 20.0% (without recompute, causal attention counted half)" in lines
+    assert "idle: tp 2 splits little of the computation; 2 of 4 devices would compute as fast" in lines
+    assert "a batch of 2 or 6 could be split over it, one of 4 cannot" in lines
+    assert "take 3 devices: a step takes 1 ms there, and 1.5 ms here" in lines
+    assert "layers.* x 3, recompute selective: 1.2 ms, 512 MiB at the peak" in lines
+    assert "inputs and optimizer step: 0 us, 512 MiB at the peak" in lines
     assert "layers.*/linear dp d0, tp out dp S(0), tp R | dp R, tp S(0) -> dp S(0), tp S(1) f[4]" in lines
-    assert "~ layers.*/linear all_reduce tp, again in backward dp S(0), tp P -> dp S(0), tp I f[4]" in lines
+    assert "~ layers.*/linear all_reduce tp, regathered in backward dp S(0), tp P -> dp S(0), tp I f[4]" in lines
     assert "layers.*.weight x 3 float32[8, 4] stored dp S(1), tp S(0)" in lines
     assert "head.weight float32[8, 4] stored R frozen" in lines
     assert lines[-1].endswith("for want of a sharding rule: odd/op")
@@ -162,7 +170,7 @@ def test_a_printed_plan_fits_120_columns() -> None:
     """Rows show layouts of results, under names without their region; long cells are shortened, long lines wrapped."""
     lines = [" ".join(line.split()) for line in str(example()).splitlines()]
     assert "/linear dp d0, tp out -> dp S(0), tp S(1) f[4]" in lines
-    assert "~ /linear all_reduce tp, again in backward -> dp S(0), tp I f[4]" in lines
+    assert "~ /linear all_reduce tp, regathered in backward -> dp S(0), tp I f[4]" in lines
     plan = example()
     (stage,) = plan.programs["train"].stages
     row = dataclasses.replace(stage.blocks[0].rows[0], name="layers.*." + "long." * 30 + "end/linear")
@@ -198,11 +206,31 @@ def test_coverage_comes_from_decisions(methods: tuple[str, str], split: int) -> 
     assert dataclasses.replace(plan, programs={"train": program}).coverage.split == split
 
 
+def test_models_without_tokens_have_samples() -> None:
+    """The head has samples/s in place of tokens/s."""
+    program = example().programs["train"]
+    program = dataclasses.replace(program, work=dataclasses.replace(program.work, tokens=0))
+    assert program.tokens_per_second_per_device == 0
+    assert program.samples_per_second_per_device == pytest.approx(4 / (1.5e-3 * 4))
+    assert "667 samples/s per device" in str(dataclasses.replace(example(), programs={"train": program}))
+
+
 def test_a_gap_is_shown() -> None:
     """A plan that is not proven optimal says by how much it may be off."""
     program = dataclasses.replace(example().programs["train"], gap=0.025)
     text = str(dataclasses.replace(example(), programs={"train": program}))
     assert "at most 2.50% above the optimum" in text
+
+
+@pytest.mark.parametrize(
+    ("gap", "claim"), [(0.0, "the best of those searched"), (0.025, "at most 2.50% above the best of those searched")]
+)
+def test_nothing_is_claimed_of_what_was_not_searched(gap: float, claim: str) -> None:
+    """Where not all that was offered was searched, no plan is called optimal, nor is there a bound on all."""
+    program = dataclasses.replace(example().programs["train"], gap=gap, complete=False)
+    text = str(dataclasses.replace(example(), programs={"train": program}))
+    assert f"1.5 ms, {claim}" in text
+    assert "optim" not in text.split("forward compute")[0]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,260 @@
+"""Pipeline stages in the data that passes share: a program that is cut by hand between the copies of its region."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autopar.plans.probing import FakeProber
+from passes.codegen import Naming, emit
+from passes.cost.liveness import MACHINES, MemoryPeak, Stored, peak_memory
+from passes.cost.walk import Optimizer, block_seconds, walk
+from passes.ir.configuration import Configuration, Pipeline
+from passes.ir.errors import PlanMismatchError
+from passes.ir.lowered import Lowered, Stage, only_stage
+from passes.ir.plan import ParameterPlan, Plan
+from passes.ir.program import Input
+from passes.ir.work import Work
+from passes.lower.units import fsdp_units
+from passes.record import decisions_of, layout_texts, record, record_stage
+from passes.solve import solve
+from passes.solve.limits import Limits
+from passes.variables import name_variables
+from tests.passes.helpers import mesh_of
+from tests.passes.ir.test_plan import example
+from tests.passes.planning import STATES, Planning, planning
+
+MESH = mesh_of(dp=2)
+COUNT, CUT, WIDTH = 7, 3, 8
+STORED = {"*.weight": {"stored": {"dp": "S(0)"}, "used": {"dp": "R"}}, "@linear": {"out": {"dp": "S(0)"}}}
+
+
+class Layer(nn.Module):
+    """A linear layer with a residual connection."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [rows, width]."""
+        return x + self.linear(x).relu()
+
+
+class Model(nn.Module):
+    """Equal layers, and a head that has the weight of the table before them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.layers = nn.ModuleList(Layer() for _ in range(COUNT))
+        self.head = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        """x: [rows, width]."""
+        hidden = self.table(x).relu()
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return {"loss": self.head(hidden).sum()}
+
+
+def part(whole: Stage, first: int, last: int) -> Stage:
+    """The part of a stage with one loop that runs the copies from `first` to `last` (exclusive)."""
+    (loop,) = whole.loops
+    (carry,) = loop.region.carries
+    assert (loop.between, loop.shared) == ((None,), ())
+    (after,) = (names[-1] for value, names in loop.exports if value == carry.next)
+    is_first, is_last = first == 0, last == COUNT
+    position = whole.body.statements.index(loop)
+    export = after if is_last else "%boundary"
+    initial = loop.initial[0] if is_first else "%boundary"
+    own = replace(
+        loop,
+        copies=range(first, last),
+        initial=(initial,),
+        exports=((carry.next, (*(None,) * (last - first - 1), export)),),
+    )
+    before = whole.body.statements[:position] if is_first else ()
+    statements = (*before, own, *(whole.body.statements[position + 1 :] if is_last else ()))
+    type, layout = whole.body.types[after], whole.body.layouts[after]
+    body = replace(
+        whole.body,
+        arguments=() if is_first else ("%boundary",),
+        statements=statements,
+        results=whole.body.results if is_last else ("%boundary",),
+        types={**whole.body.types, "%boundary": type},
+        layouts={**whole.body.layouts, "%boundary": layout},
+    )
+    program = whole.program
+    held = {"table.weight", *(names[copy] for names in loop.region.owned.values() for copy in range(first, last))}
+    program = replace(
+        program,
+        inputs=program.inputs if is_first else (),
+        parameters=tuple(item for item in program.parameters if item.name in held),
+    )
+    return Stage(
+        program,
+        body,
+        whole.inputs if is_first else {},
+        {name: stored for name, stored in whole.parameters.items() if name in held},
+        whole.outputs if is_last else (),
+        (),
+        received=() if is_first else (Input("%boundary", "%boundary", type, trainable=True),),
+        sent=() if is_last else ("%boundary",),
+    )
+
+
+@pytest.fixture(scope="module")
+def case() -> Planning:
+    return planning(Model(), {"x": torch.ones(64, WIDTH)}, MESH, "ideal", STORED)
+
+
+@pytest.fixture(scope="module")
+def configuration(case: Planning) -> Configuration:
+    return Configuration(MESH, recompute={region.name: "selective" for region in case.folded.regions})
+
+
+@pytest.fixture(scope="module")
+def whole(case: Planning, configuration: Configuration) -> Stage:
+    """The program in one stage, before FSDP units are formed."""
+    return case.lowered(solve(case.problem, case.cluster, Limits(1e30, STATES), configuration))
+
+
+@pytest.fixture(scope="module")
+def lowered(whole: Stage) -> Lowered:
+    """The same in two stages: the region is cut after its first copies."""
+    stages = (part(whole, 0, CUT), part(whole, CUT, COUNT))
+    return Lowered(whole.program, tuple(fsdp_units(stage, MESH) for stage in stages))
+
+
+def simulated(stage: Stage) -> MemoryPeak:
+    """Its peak in training."""
+    stored = Stored(None, {"x": torch.float32}, "sgd")
+    return peak_memory(stage, name_variables(stage, MESH), stored, MACHINES["cpu"], FakeProber(MESH, "cpu"), MESH)
+
+
+def seconds_of(case: Planning, configuration: Configuration, stage: Stage) -> list[float]:
+    """The seconds of its blocks."""
+    return block_seconds(stage, case.folded, case.cluster, configuration)
+
+
+def test_ranks_hold_what_their_stages_read(whole: Stage, lowered: Lowered) -> None:
+    """Parameters of copies are in one stage, that of both ends in both. FSDP units are around the copies that run."""
+    names = {f"layers.{number}.linear.weight": (int(number >= CUT),) for number in range(COUNT)}
+    assert {name: lowered.holders(name) for name in whole.parameters} == {"table.weight": (0, 1), **names}
+    assert lowered.parameters == whole.parameters
+    assert lowered.inputs == whole.inputs
+    assert lowered.outputs == whole.outputs
+    for stage, count in zip(lowered.stages, (CUT, COUNT - CUT), strict=True):
+        assert stage.units.gathered == set(stage.parameters)
+        (copies,) = stage.units.around_copies
+        own = [tuple(stage.units.units[number].parameters) for (number,) in copies]
+        assert own == [(name,) for name in stage.parameters if name.startswith("layers.")]
+        assert len(copies) == count
+
+
+def test_stages_are_priced(case: Planning, configuration: Configuration, whole: Stage, lowered: Lowered) -> None:
+    """Computation of the stages adds up to that of the program. Each has a first copy whose gather nothing hides."""
+    marked = fsdp_units(whole, MESH)
+    first, second, alone = (
+        walk(stage, case.folded, case.cluster, Optimizer(STATES), configuration) for stage in (*lowered.stages, marked)
+    )
+    for name in ("forward_compute", "backward_compute", "recompute"):
+        assert getattr(first, name) + getattr(second, name) == pytest.approx(getattr(alone, name))
+    assert first.inputs == alone.inputs
+    assert second.inputs == 0
+    assert second.forward_compute > first.forward_compute
+
+
+def test_stages_are_simulated(whole: Stage, lowered: Lowered) -> None:
+    """A rank takes what its stage holds: its parameters, and the tensors that its copies save."""
+    size, marked = WIDTH * WIDTH * 4 // 2, fsdp_units(whole, MESH)
+    first, second, alone = (simulated(stage).bytes_by_kind for stage in (*lowered.stages, marked))
+    assert first["parameters"] == (CUT + 1) * size
+    assert second["parameters"] == (COUNT - CUT + 1) * size
+    assert alone["parameters"] == (COUNT + 1) * size
+    assert (first["inputs"], second["inputs"]) == (alone["inputs"], 0)
+    assert 0 < first["activations"] < second["activations"] < alone["activations"]
+    assert simulated(lowered.stages[0]).moment.startswith(("backward", "forward", "gather", "reduction"))
+
+
+def test_stages_have_sources(lowered: Lowered) -> None:
+    """A stage is called with what it receives, returns what it sends, and has the copies that it runs."""
+    first, second = (emit(stage, name_variables(stage, MESH), MESH, Naming("M", "M.")) for stage in lowered.stages)
+    for source in (first, second):
+        compile(source, "generated", "exec")
+    assert "def forward(self, x):" in first
+    assert "def forward(self, boundary):" in second
+    assert [f'("layers.{number}",)' in first for number in range(COUNT)] == [number < CUT for number in range(COUNT)]
+    assert [f'("layers.{number}",)' in second for number in range(COUNT)] == [number >= CUT for number in range(COUNT)]
+    assert "return last" not in first
+
+
+@pytest.fixture(scope="module")
+def plan(case: Planning, configuration: Configuration, whole: Stage, lowered: Lowered) -> Plan:
+    """A plan with the two stages."""
+    solution = solve(case.problem, case.cluster, Limits(1e30, STATES), configuration)
+    solution = replace(solution, configuration=replace(configuration, pipeline=Pipeline(2, "1f1b")))
+    stages = [
+        record_stage(case.problem, solution, stage, seconds_of(case, configuration, stage), simulated(stage))
+        for stage in lowered.stages
+    ]
+    seconds = walk(whole, case.folded, case.cluster, Optimizer(STATES), configuration)
+    parameters = {
+        item.name: ParameterPlan(
+            item.type.shape,
+            "float32",
+            layout_texts(whole.parameters[item.name], MESH),
+            True,
+            lowered.holders(item.name),
+        )
+        for item in whole.program.parameters
+    }
+    programs = {"train": record(stages, solution, seconds, 1.0, 0.0, Work())}
+    return replace(example(), mesh=MESH.by_name, inputs={}, parameters=parameters, programs=programs)
+
+
+def test_plans_have_stages(plan: Plan, configuration: Configuration, lowered: Lowered) -> None:
+    """A plan of several stages is saved, loaded and printed; parameters say which stages hold them."""
+    assert Plan.from_json(plan.to_json()) == plan
+    written = plan.programs["train"].configuration(MESH)
+    assert written == replace(configuration, pipeline=Pipeline(2, "1f1b"))
+    assert written.for_evaluation() == Configuration(MESH, pipeline=written.pipeline)
+    peaks = [simulated(stage).kinds() for stage in lowered.stages]
+    assert plan.programs["train"].memory == max(peaks, key=lambda peak: sum(peak.values()))
+    lines = [" ".join(line.split()) for line in str(plan).splitlines()]
+    assert any(line.startswith(f"layers.* x {CUT}, recompute selective: ") for line in lines)
+    assert any(line.startswith(f"layers.* x {COUNT - CUT}, recompute selective: ") for line in lines)
+    assert [line.split(" memory")[0] for line in lines if line.startswith("stage")] == ["stage 0:", "stage 1:"]
+    assert "table.weight float32[8, 8] stored dp S(0) on stage 0, 1" in lines
+    assert f"layers.*.linear.weight x {COUNT - CUT} float32[8, 8] stored dp S(0) on stage 1" in lines
+    assert plan.coverage.ops == len(lowered.program.ops)
+
+
+def test_several_stages_are_not_run(plan: Plan, lowered: Lowered) -> None:
+    """What would run or replay a program of several stages says that it cannot."""
+    message = "the plan has 2 pipeline stages, and this autopar runs programs of one stage: plan again"
+    with pytest.raises(PlanMismatchError, match=message):
+        decisions_of(plan.programs["train"], MESH)
+    with pytest.raises(PlanMismatchError, match=message):
+        only_stage(lowered.stages)
+
+
+@pytest.mark.parametrize(
+    ("field", "change"),
+    [
+        ("schedule", lambda plan: plan["programs"]["train"].update(schedule="none")),
+        ("stages", lambda plan: plan["programs"]["train"].update(stages=[])),
+        ("memory", lambda plan: plan["programs"]["train"]["stages"][1]["memory"].update(parameters=-1.0)),
+        ("table.weight", lambda plan: plan["parameters"]["table.weight"].update(stages=[0, 2])),
+    ],
+)
+def test_damaged_stages_are_named(plan: Plan, field: str, change: object) -> None:
+    """A schedule without stages or stages without a schedule, bytes below zero, and a stage that is not there."""
+    data = json.loads(plan.to_json())
+    change(data)  # type: ignore[operator]
+    with pytest.raises(PlanMismatchError, match=f"the plan is damaged.*{field}"):
+        Plan.from_json(json.dumps(data))
