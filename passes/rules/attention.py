@@ -49,13 +49,18 @@ def attention(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
     roles = dict(_WHOLE)
     if causal and len(query) != 4:
         roles["queries"] = Role.WHOLE
+    # Of the products of the forward pass one is over the width and makes scores, the other reads them; of the backward
+    # pass, in which fused kernels make the scores again, three and two.
+    inner, outer = query[-1], value[-1]
+    forward, back = inner + outer, 3 * inner + 2 * outer
     return Rule(
         factors(*operands, result, roles=roles),
         tuple(operands),
         (result,),
         linear=(frozenset({2}),),
         forms={"queries": "causal_attention"} if causal and len(query) == 4 else {},
-        multiplications=2.0 * prod(query[:-1]) * key[-2] * (query[-1] + value[-1]) / (2 if causal else 1),
-        backward=(2.5 / 3,) * 3 + (0.0,) * (len(operands) - 3),
+        multiplications=2.0 * prod(query[:-1]) * key[-2] * forward / (2 if causal else 1),
+        backward=(back / forward / 3,) * 3 + (0.0,) * (len(operands) - 3),
+        divided={"value_width": (outer / forward, 2 * outer / back)},
         saved=(Saved(0), Saved(1), Saved(2), Saved(0, result=True)),
     )

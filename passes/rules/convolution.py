@@ -1,13 +1,13 @@
 """Convolutions and pools: samples, channels and groups are split as in a product, space with a halo from neighbours."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import prod
 
 from passes.ir.layout import Shape
 from passes.ir.program import Op, TensorType
 from passes.ir.rule import Dims, Factor, Part, Role, Rule, Saved
-from passes.rules.parts import factors, is_tensor, named, one, per_dim
+from passes.rules.parts import factors, is_tensor, named, one, per_dim, shapes
 from passes.rules.registry import rule_for
 
 
@@ -46,31 +46,52 @@ def windows(op: Op, types: Mapping[str, TensorType]) -> list[Window]:
     return [Window(*numbers) for numbers in zip(kernels, strides, padding, dilation, strict=True)]
 
 
-def _space(
-    operand: Shape, result: Shape, found: list[Window], regular: bool
-) -> tuple[Dims, Dims, dict[str, Role], dict[str, Window]]:
-    """The spatial dims before and after, their roles, and the halos: factor -> windows.
+@dataclass
+class _Space:
+    """The spatial dims of an op before and after it, the roles of their factors, and the halos: factor -> windows."""
 
-    A dim is split if windows are as many as strides: then a block of results is computed from a block of elements, with
-    `padding` before it and `after` after it.
-    """
-    before: list[tuple[Part, ...]] = []
-    after: list[tuple[Part, ...]] = []
-    roles: dict[str, Role] = {}
-    halos: dict[str, Window] = {}
+    before: list[tuple[Part, ...]] = field(default_factory=list)
+    after: list[tuple[Part, ...]] = field(default_factory=list)
+    roles: dict[str, Role] = field(default_factory=dict)
+    halos: dict[str, Window] = field(default_factory=dict)
+
+    def add_whole(self, place: int, size: int, made: int) -> None:
+        """Add a dim that stays whole."""
+        self.before.append(one(f"from{place}", size))
+        self.after.append(one(f"to{place}", made))
+        self.roles.update({f"from{place}": Role.WHOLE, f"to{place}": Role.WHOLE})
+
+
+def _space(operand: Shape, result: Shape, found: list[Window], regular: bool) -> _Space:
+    """A dim is split if windows are as many as strides: then a block of results is computed from a block of elements,
+    with `padding` before it and `after` after it."""
+    space = _Space()
     for place, (size, made, window) in enumerate(zip(operand, result, found, strict=True)):
         if not regular or made * window.stride != size or window.after <= -window.stride:
-            before.append(one(f"from{place}", size))
-            after.append(one(f"to{place}", made))
-            roles.update({f"from{place}": Role.WHOLE, f"to{place}": Role.WHOLE})
+            space.add_whole(place, size, made)
             continue
         name = f"space{place}"
-        before.append((*one(name, made), *one(f"stride{place}", window.stride)))
-        after.append(one(name, made))
-        roles[f"stride{place}"] = Role.WHOLE
+        space.before.append((*one(name, made), *one(f"stride{place}", window.stride)))
+        space.after.append(one(name, made))
+        space.roles[f"stride{place}"] = Role.WHOLE
         if max(window.reach) > 0:
-            halos[name] = window
-    return tuple(before), tuple(after), roles, halos
+            space.halos[name] = window
+    return space
+
+
+def _transposed_space(op: Op, operand: Shape, kernel: Shape, result: Shape) -> _Space:
+    """A dim is split where windows do not overlap: each element makes its own."""
+    space = _Space()
+    names = ("stride", "padding", "output_padding", "dilation")
+    settings = zip(*(per_dim(op.arguments[name], len(kernel)) for name in names), strict=True)
+    for place, (size, window, made, setting) in enumerate(zip(operand, kernel, result, settings, strict=True)):
+        if setting != (window, 0, 0, 1):
+            space.add_whole(place, size, made)
+            continue
+        space.before.append(one(f"space{place}", size))
+        space.after.append((*one(f"space{place}", size), *one(f"stride{place}", window)))
+        space.roles[f"stride{place}"] = Role.WHOLE
+    return space
 
 
 def _haloed(found: dict[str, Factor], halos: Mapping[str, Window]) -> dict[str, Factor]:
@@ -83,80 +104,39 @@ def _haloed(found: dict[str, Factor], halos: Mapping[str, Window]) -> dict[str, 
     return changed
 
 
-@rule_for("conv1d", "conv2d", "conv3d")
+@rule_for(*(f"conv{kind}{rank}d" for kind in ("", "_transpose") for rank in (1, 2, 3)))
 def convolution(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
-    """batch (groups in) space, (groups out) in kernel, (groups out) -> batch (groups out) space."""
-    operand, weight = types[op.operands[0]].shape, types[op.operands[1]].shape
-    result = types[op.results[0]].shape
+    """batch (groups in) space, (groups out) in kernel, (groups out) -> batch (groups out) space.
+
+    A transposed one has weights (groups in) out kernel.
+    """
+    operand, weight, result = shapes((*op.operands[:2], op.results[0]), types)
     groups = op.arguments["groups"]
     if len(operand) != len(weight) or not isinstance(groups, int) or isinstance(op.arguments["padding"], str):
         return None
-    found = windows(op, types)
-    space, made, roles, halos = _space(operand[2:], result[2:], found, True)
     batch, group = one("batch", operand[0]), one("groups", groups)
-    inner, outer = one("in", weight[1]), one("out", weight[0] // groups)
-    kernel = tuple(one(f"kernel{place}", window.kernel) for place, window in enumerate(found))
-    roles.update({f"kernel{place}": Role.WHOLE for place in range(len(found))})
-    operands: list[Dims] = [(batch, (*group, *inner), *space), ((*group, *outer), inner, *kernel)]
+    inner, outer = one("in", operand[1] // groups), one("out", result[1] // groups)
+    if op.kind.startswith("conv_transpose"):
+        space = _transposed_space(op, operand[2:], weight[2:], result[2:])
+        channels, places = ((*group, *inner), outer), operand
+    else:
+        space = _space(operand[2:], result[2:], windows(op, types), True)
+        channels, places = ((*group, *outer), inner), result
+    kernel = named(weight[2:], "kernel")
+    operands: list[Dims] = [(batch, (*group, *inner), *space.before), (*channels, *kernel)]
     added = frozenset({2}) if is_tensor(op, "bias") else frozenset[int]()
     if added:
         operands.append(((*group, *outer),))
-    results: Dims = (batch, (*group, *outer), *made)
-    every = factors(*operands, results, roles={**roles, "in": Role.SUM})
+    results: Dims = (batch, (*group, *outer), *space.after)
+    roles = {**space.roles, **{f"kernel{dim}": Role.WHOLE for dim in range(len(kernel))}, "in": Role.SUM}
     return Rule(
-        _haloed(every, halos),
+        _haloed(factors(*operands, results, roles=roles), space.halos),
         tuple(operands),
         (results,),
         added=added,
         linear=(frozenset({0}) | added, frozenset({1}) | added),
-        forms=dict.fromkeys(halos, "haloed"),
-        multiplications=2.0 * prod(result) * prod(weight[1:]),
-        backward=(1.0, 1.0, 0.0)[: len(operands)],
-        saved=(Saved(0, needed_by=(1,)), Saved(1, needed_by=(0,))),
-    )
-
-
-@rule_for("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
-def transposed(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
-    """batch (groups in) space, (groups in) out kernel, (groups out) -> batch (groups out) space.
-
-    Space is split where windows do not overlap: each element makes its own.
-    """
-    operand, weight = types[op.operands[0]].shape, types[op.operands[1]].shape
-    result = types[op.results[0]].shape
-    groups = op.arguments["groups"]
-    if len(operand) != len(weight) or not isinstance(groups, int):
-        return None
-    count = len(weight) - 2
-    batch, group = one("batch", operand[0]), one("groups", groups)
-    inner, outer = one("in", weight[0] // groups), one("out", weight[1])
-    names = ("stride", "padding", "output_padding", "dilation")
-    strides, padding, extra, dilation = (per_dim(op.arguments[name], count) for name in names)
-    space: list[tuple[Part, ...]] = []
-    made: list[tuple[Part, ...]] = []
-    roles: dict[str, Role] = {"in": Role.SUM}
-    for place in range(count):
-        size, kernel = operand[2 + place], weight[2 + place]
-        apart = kernel == strides[place] and padding[place] == 0 == extra[place] and dilation[place] == 1
-        name = f"space{place}"
-        space.append(one(name if apart else f"from{place}", size))
-        made.append(
-            (*one(name, size), *one(f"stride{place}", kernel)) if apart else one(f"to{place}", result[2 + place])
-        )
-        roles.update(dict.fromkeys((f"from{place}", f"to{place}", f"stride{place}", f"kernel{place}"), Role.WHOLE))
-    kernels = tuple(one(f"kernel{place}", size) for place, size in enumerate(weight[2:]))
-    operands: list[Dims] = [(batch, (*group, *inner), *space), ((*group, *inner), outer, *kernels)]
-    added = frozenset({2}) if is_tensor(op, "bias") else frozenset[int]()
-    if added:
-        operands.append(((*group, *outer),))
-    results: Dims = (batch, (*group, *outer), *made)
-    return Rule(
-        factors(*operands, results, roles=roles),
-        tuple(operands),
-        (results,),
-        added=added,
-        linear=(frozenset({0}) | added, frozenset({1}) | added),
-        multiplications=2.0 * prod(operand) * prod(weight[1:]),
+        forms=dict.fromkeys(space.halos, "haloed"),
+        multiplications=2.0 * prod(places) * prod(weight[1:]),
         backward=(1.0, 1.0, 0.0)[: len(operands)],
         saved=(Saved(0, needed_by=(1,)), Saved(1, needed_by=(0,))),
     )
@@ -169,19 +149,19 @@ def pool(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
     found = windows(op, types)
     mean = op.kind.startswith("avg")
     uneven = mean and any(window.padding for window in found) and not op.arguments["count_include_pad"]
-    # What lies outside of the input is less than any number, of which there is none that is whole.
+    # Padding is minus infinity, which no dtype of whole numbers has.
     bounded = mean or types[op.results[0]].dtype.is_floating_point
     regular = not op.arguments["ceil_mode"] and not uneven and bounded
     count = len(found)
-    space, made, roles, halos = _space(operand[-count:], result[-count:], found, regular)
-    free = tuple(one(f"d{dim}", size) for dim, size in enumerate(operand[:-count]))
-    before, after = (*free, *space), (*free, *made)
+    space = _space(operand[-count:], result[-count:], found, regular)
+    free = named(operand[:-count])
+    before, after = (*free, *space.before), (*free, *space.after)
     return Rule(
-        _haloed(factors(before, after, roles=roles), halos),
+        _haloed(factors(before, after, roles=space.roles), space.halos),
         (before,),
         (after,),
         linear=(frozenset({0}),) if mean and types[op.results[0]].dtype.is_floating_point else (),
-        forms=dict.fromkeys(halos, "haloed"),
+        forms=dict.fromkeys(space.halos, "haloed"),
         saved=(Saved(0), Saved(0, result=True)),
     )
 

@@ -1,6 +1,7 @@
 """Ops that gather, scatter or sort elements by index: the dims that they index stay whole."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 
@@ -65,8 +66,18 @@ def scatter(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
     return Rule(found, tuple(tensors), (tensors[0],), added=summed, linear=linear, saved=tuple(saved))
 
 
-def _indexed(op: Op, types: Mapping[str, TensorType], shape: Shape) -> tuple[list[int], Shape, int] | None:
-    """The dims of `shape` that tensors index, the shape that these broadcast to, and its position in the result."""
+@dataclass(frozen=True)
+class _Indexed:
+    """The operand of an op that is indexed by tensors: its `dims`, of which those that are indexed stay whole, and the
+    `picked` dims that result. `shape` is the one that the indices broadcast to."""
+
+    dims: Dims
+    picked: Dims
+    shape: Shape
+    roles: dict[str, Role]
+
+
+def _indexed(op: Op, types: Mapping[str, TensorType]) -> _Indexed | None:
     indices = op.arguments["indices"]
     assert isinstance(indices, tuple)
     places = [dim for dim, index in enumerate(indices) if isinstance(index, Ref)]
@@ -76,50 +87,43 @@ def _indexed(op: Op, types: Mapping[str, TensorType], shape: Shape) -> tuple[lis
     rank = max(len(type.shape) for type in picked)
     padded = [(1,) * (rank - len(type.shape)) + type.shape for type in picked]
     wide = tuple(max(sizes) if 0 not in sizes else 0 for sizes in zip(*padded, strict=True))
-    together = places == list(range(places[0], places[-1] + 1))
-    return places, wide, places[0] if together else 0
+    start = places[0] if places == list(range(places[0], places[-1] + 1)) else 0
+    dims, roles = without(named(types[op.operands[0]].shape), places)
+    rest = [parts for dim, parts in enumerate(dims) if dim not in places]
+    return _Indexed(dims, (*rest[:start], *named(wide, "pick"), *rest[start:]), wide, roles)
 
 
 @rule_for("index")
 def index(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
     """Indexed dims stay whole; the dims of the index and those that are not indexed are free."""
-    shape = types[op.operands[0]].shape
-    about = _indexed(op, types, shape)
-    if about is None:
+    given = _indexed(op, types)
+    if given is None:
         return None
-    places, wide, start = about
-    dims, roles = without(named(shape), places)
-    picks = tuple(one(f"pick{dim}", size) for dim, size in enumerate(wide))
-    rest = [parts for dim, parts in enumerate(dims) if dim not in places]
-    result = (*rest[:start], *picks, *rest[start:])
-    operands = [dims, *(broadcast(types[name].shape, wide, "pick") for name in op.operands[1:])]
+    operands = [given.dims, *(broadcast(types[name].shape, given.shape, "pick") for name in op.operands[1:])]
     saved = tuple(Saved(slot) for slot in range(1, len(operands)))
     linear = _FIRST if _floating(op, types) else ()
-    return Rule(factors(*operands, result, roles=roles), tuple(operands), (result,), linear=linear, saved=saved)
+    found = factors(*operands, given.picked, roles=given.roles)
+    return Rule(found, tuple(operands), (given.picked,), linear=linear, saved=saved)
 
 
 @rule_for("index_put")
 def index_put(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
     """Indexed dims stay whole, as do those of the index unless the values are accumulated; the other dims are free."""
-    shape = types[op.operands[0]].shape
-    about = _indexed(op, types, shape)
-    if about is None:
+    given = _indexed(op, types)
+    if given is None:
         return None
-    places, wide, start = about
-    dims, roles = without(named(shape), places)
-    picks = tuple(one(f"pick{dim}", size) for dim, size in enumerate(wide))
+    *indices, last = op.operands[1:]
     summed = bool(op.arguments["accumulate"]) and _floating(op, types)
-    roles.update({f"pick{dim}": Role.SUM if summed else Role.WHOLE for dim in range(len(wide))})
-    rest = [parts for dim, parts in enumerate(dims) if dim not in places]
-    put = (*rest[:start], *picks, *rest[start:])
-    values = types[op.operands[-1]].shape
-    given = tuple(put[len(put) - len(values) + dim] if size != 1 else () for dim, size in enumerate(values))
-    operands = [dims, *(broadcast(types[name].shape, wide, "pick") for name in op.operands[1:-1]), given]
-    last = len(operands) - 1
-    saved = tuple(Saved(slot) for slot in range(1, last))
-    linear = (frozenset({0, last}),) if _floating(op, types) else ()
+    role = Role.SUM if summed else Role.WHOLE
+    roles = {**given.roles, **{f"pick{dim}": role for dim in range(len(given.shape))}}
+    shape = types[last].shape
+    front = len(given.picked) - len(shape)
+    values = tuple(parts if size != 1 else () for parts, size in zip(given.picked[front:], shape, strict=True))
+    operands = (given.dims, *(broadcast(types[name].shape, given.shape, "pick") for name in indices), values)
+    saved = tuple(Saved(slot) for slot in range(1, len(operands) - 1))
+    linear = (frozenset({0, len(operands) - 1}),) if _floating(op, types) else ()
     added = frozenset({0}) if summed else frozenset[int]()
-    return Rule(factors(*operands, roles=roles), tuple(operands), (dims,), added, linear, saved=saved)
+    return Rule(factors(*operands, roles=roles), operands, (given.dims,), added, linear, saved=saved)
 
 
 @rule_for("index_select")
@@ -154,19 +158,13 @@ def index_add(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
         operands.append(())
     if len(op.operands) == 3:
         source = types[op.operands[2]].shape
-        if len(source) == len(shape):
-            operands.append((*dims[:dim], one("rows", source[dim]), *dims[dim + 1 :]))
-        elif not source:
-            operands.append(())
-        else:
+        if source and len(source) != len(shape):
             return None
+        operands.append((*dims[:dim], one("rows", source[dim]), *dims[dim + 1 :]) if source else ())
         linear = (frozenset({0, 2}),) if _floating(op, types) and op.kind != "index_fill" else ()
     saved = (Saved(1), Saved(2)) if len(operands) == 3 else (Saved(1),)
-    added = frozenset[int]()
-    if summed:
-        added = frozenset({0})
-    found = factors(*operands, roles=roles)
-    return Rule(found, tuple(operands), (dims,), added=added, linear=linear, saved=saved)
+    added = frozenset({0}) if summed else frozenset[int]()
+    return Rule(factors(*operands, roles=roles), tuple(operands), (dims,), added=added, linear=linear, saved=saved)
 
 
 _ALONG: dict[str, tuple[Saved, ...]] = {
@@ -194,21 +192,13 @@ def along(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
     return Rule(factors(dims, result, roles=roles), (dims,), (result,) * len(op.results), saved=_ALONG[op.kind])
 
 
-@rule_for("flip", "roll")
-def turned(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
-    """Dims whose elements are permuted stay whole."""
+@rule_for("flip", "roll", "tril", "triu")
+def positioned(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
+    """Dims in which an element depends on its position, or takes another's, stay whole."""
     shape = types[op.operands[0]].shape
-    given = op.arguments["dims"]
-    whole = range(len(shape)) if given == () and op.kind == "roll" else dims_argument(given, len(shape))
-    dims, roles = without(named(shape), [] if given == () and op.kind == "flip" else whole)
-    return Rule(factors(dims, roles=roles), (dims,), (dims,), linear=_FIRST if _floating(op, types) else ())
-
-
-@rule_for("tril", "triu")
-def triangle(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
-    """Rows and columns stay whole."""
-    shape = types[op.operands[0]].shape
-    dims, roles = without(named(shape), [len(shape) - 2, len(shape) - 1])
+    given = op.arguments.get("dims", (-2, -1))
+    whole = () if given == () and op.kind == "flip" else dims_argument(given, len(shape))
+    dims, roles = without(named(shape), whole)
     return Rule(factors(dims, roles=roles), (dims,), (dims,), linear=_FIRST if _floating(op, types) else ())
 
 

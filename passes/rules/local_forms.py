@@ -3,117 +3,218 @@
 The runtime has a function for each; generated code calls it with the axes that split its factors.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import NamedTuple
+
+import torch
 
 from passes.ir.layout import I, P, Placement, R, S, Shape
+from passes.ir.program import Op
 from passes.ir.redistribution import RedistributionStep
+from passes.rules.attention_kernels import attention_kernel, attention_workspace
+
+
+class Split(NamedTuple):
+    """A split of a factor on one axis: into `ways` parts of each of its `major` first parts."""
+
+    ways: int
+    major: int
+
+
+class FormStep(NamedTuple):
+    """A collective inside a local form, and whether a gradient flows through it."""
+
+    step: RedistributionStep
+    flows: bool = True
 
 
 @dataclass(frozen=True)
 class FormContext:
-    """The inputs to the collectives inside a local form, for an op on one axis: the axis and its size (`ways`), the
-    local shapes of the operands, the local sizes of the first operand's dims that are not reduced (`rows`), the dim of
-    it that is split, and the numbers of elements that the form needs of the ranks before and after (`reach`)."""
+    """A local form of `op` on one axis.
 
+    - `axis`, `ways`: the axis and its size.
+    - `operands`: the local shapes of the operands; `dtype` and `wide` the dtype of the first, and of the statistics.
+    - `rows`: the number of local elements of the first operand for each combination of dims that are not reduced.
+    - `dim`, `before`: the dim of the first operand that is split, and the number of its parts that other axes have
+      gathered before this one.
+    - `reach`: the numbers of elements that the form needs of the ranks before and after.
+    - `device`: the type of the device, "cpu" or "cuda".
+    """
+
+    op: Op
     axis: int
     ways: int
     operands: tuple[Shape, ...]
-    rows: Shape
-    dim: int
-    reach: tuple[int, int]
+    dtype: torch.dtype
+    rows: int
+    dim: int = 0
+    before: int = 1
+    reach: tuple[int, int] = (0, 0)
+    device: str = "cuda"
+
+    @property
+    def size(self) -> float:
+        """Bytes of the first operand."""
+        return prod(self.operands[0]) * self.dtype.itemsize
+
+    @property
+    def is_half(self) -> bool:
+        """Whether the first operand is in half precision, of which statistics are computed in single."""
+        return self.dtype in (torch.float16, torch.bfloat16)
 
 
-def _even(ways: int) -> float:
-    return 1 / ways
+Steps = tuple[FormStep, ...]
+# Bytes that autograd saves besides what the rule says, and bytes of the temporaries of the backward pass.
+Workspace = tuple[float, float]
 
 
-def _causal(ways: int) -> float:
-    """The last of `ways` equal blocks of queries has (2 ways - 1) / ways**2 of all causal scores."""
-    return (2 * ways - 1) / ways**2
+def _even(splits: Sequence[Split]) -> float:
+    return 1 / prod(split.ways for split in splits)
 
 
-def _none(context: FormContext) -> tuple[RedistributionStep, ...]:
+def _causal(splits: Sequence[Split]) -> float:
+    """The rank with the last queries: the mean number of keys of one of these, relative to that of all queries, times
+    its part of the queries."""
+    return (1 + sum((split.ways - 1) / (split.ways * split.major) for split in splits)) * _even(splits)
+
+
+def _none(context: FormContext) -> Steps:
     return ()
 
 
-def _statistics(count: int, target: Placement) -> Callable[[FormContext], tuple[RedistributionStep, ...]]:
-    """`count` numbers for every row."""
+def _nothing(context: FormContext) -> Workspace:
+    return 0.0, 0.0
 
-    def inside(context: FormContext) -> tuple[RedistributionStep, ...]:
-        return (RedistributionStep(context.axis, P, target, context.rows, context.rows),) * count
+
+def _statistics(target: Placement, *flows: bool) -> Callable[[FormContext], Steps]:
+    """Statistics of each row, reduced to `target`, one for each of `flows`: whether it has a gradient."""
+
+    def inside(context: FormContext) -> Steps:
+        rows = (context.rows,)
+        return tuple(FormStep(RedistributionStep(context.axis, P, target, rows, rows), each) for each in flows)
 
     return inside
 
 
-def _classes(context: FormContext) -> tuple[RedistributionStep, ...]:
-    """Per token: the largest logit, the sum of exponentials, the logit of the label."""
-    tokens = context.operands[1]
-    return (RedistributionStep(context.axis, P, I, tokens, tokens),) * 3
-
-
-def _edges(context: FormContext) -> tuple[RedistributionStep, ...]:
+def _edges(context: FormContext) -> Steps:
     """Both edges of every rank's block."""
-    shape = context.operands[0]
-    edges = (*shape[: context.dim], sum(context.reach), *shape[context.dim + 1 :])
-    return (_gathered(context, edges),)
+    return _gathered(context, sum(context.reach))
 
 
-def _totals(context: FormContext) -> tuple[RedistributionStep, ...]:
+def _totals(context: FormContext) -> Steps:
     """The sum of each rank's part."""
+    return _gathered(context, 1)
+
+
+def _gathered(context: FormContext, count: int) -> Steps:
+    """`count` elements of every rank's block."""
+    shape, dim = context.operands[0], context.dim
+    part = (*shape[:dim], count * context.before, *shape[dim + 1 :])
+    whole = (*shape[:dim], count * context.before * context.ways, *shape[dim + 1 :])
+    return (FormStep(RedistributionStep(context.axis, S(dim), R, part, whole)),)
+
+
+def _multiples(
+    saved: float, backward: float, saved_half: float = 0.0, backward_half: float = 0.0
+) -> Callable[[FormContext], Workspace]:
+    """Workspace in multiples of the first operand, and what is added to them in half precision."""
+
+    def workspace(context: FormContext) -> Workspace:
+        half = context.is_half
+        return (saved + half * saved_half) * context.size, (backward + half * backward_half) * context.size
+
+    return workspace
+
+
+def _norm(context: FormContext) -> Workspace:
+    """The centred operand and the normal one; without a weight the latter is the result."""
+    is_scaled = len(context.operands) > 1
+    return (_multiples(1, 2, 2, 3) if is_scaled else _multiples(0, 3, 1, 4))(context)
+
+
+def _embedding(context: FormContext) -> Workspace:
+    """Which ids have their row here; the gradient of the result, masked."""
+    rows, ids = context.operands[0], prod(context.operands[1])
+    return ids, ids * rows[1] * context.dtype.itemsize
+
+
+def _halo(context: FormContext) -> Workspace:
+    """The block with its edges is saved in place of the block."""
     shape = context.operands[0]
-    return (_gathered(context, (*shape[: context.dim], 1, *shape[context.dim + 1 :])),)
+    edges = context.size // shape[context.dim] * sum(context.reach)
+    return edges, context.size + edges
 
 
-def _gathered(context: FormContext, shape: Shape) -> RedistributionStep:
-    whole = (*shape[: context.dim], shape[context.dim] * context.ways, *shape[context.dim + 1 :])
-    return RedistributionStep(context.axis, S(context.dim), R, shape, whole)
-
-
-def _channels(context: FormContext) -> tuple[RedistributionStep, ...]:
-    """Two numbers for every channel."""
-    channels = context.operands[0][1:2]
-    return (RedistributionStep(context.axis, P, R, channels, channels),) * 2
-
-
-def _groups(context: FormContext) -> tuple[RedistributionStep, ...]:
-    """Two numbers for every sample and group."""
-    groups = (prod(context.rows),)
-    return (RedistributionStep(context.axis, P, R, groups, groups),) * 2
+def _masked_attention(context: FormContext) -> Workspace:
+    """Queries see keys through a mask, and grouped heads are repeated."""
+    query, key, value = context.operands[:3]
+    groups = query[1] // key[1]
+    repeated = (query, *((shape[0], query[1], *shape[2:]) for shape in (key, value)))
+    dropout = bool(context.op.arguments["dropout_p"])
+    kernel = attention_kernel(context.device, context.dtype, repeated, masked=True, dropout=dropout)
+    saved, backward = attention_workspace(kernel, context.dtype, repeated, mask=query[2] * key[2], dropout=dropout)
+    copies = (groups - 1) * (prod(key) + prod(value)) * context.dtype.itemsize
+    return saved + copies, backward + copies
 
 
 @dataclass(frozen=True)
 class LocalForm:
-    """A local form on one axis.
+    """A local form on the axes that split its factors.
 
-    `forward` and `backward` give the collectives inside its passes, in order; `share` the part of the op's work that
-    the busiest of so many ranks has; `overlap` the part of the collectives' time that its own computation hides.
+    - `forward`: the collectives inside its forward pass on one axis, in order.
+    - `backward`: those of its backward pass; None: the conjugates of those that a gradient flows through, in reverse.
+    - `share`: the part of the op's work that the busiest rank has.
+    - `overlap`: the part of the collectives' time that its own computation hides, a constant.
+    - `workspace`: what it saves and its temporaries.
+    - `is_wide`: whether statistics of half precision are in single.
     """
 
-    forward: Callable[[FormContext], tuple[RedistributionStep, ...]] = _none
-    backward: Callable[[FormContext], tuple[RedistributionStep, ...]] = _none
-    share: Callable[[int], float] = _even
+    forward: Callable[[FormContext], Steps] = _none
+    backward: Callable[[FormContext], tuple[RedistributionStep, ...]] | None = None
+    share: Callable[[Sequence[Split]], float] = _even
     overlap: float = 0.0
+    workspace: Callable[[FormContext], Workspace] = _nothing
+    is_wide: bool = False
 
     @property
     def communicates(self) -> bool:
         """Whether there are collectives inside."""
-        return self.forward is not _none or self.backward is not _none
+        return self.forward is not _none or self.backward is not None
+
+    def steps(self, context: FormContext) -> tuple[RedistributionStep, ...]:
+        """The collectives of the forward pass."""
+        return tuple(step for step, _ in self.forward(context))
+
+    def backward_steps(self, context: FormContext) -> tuple[RedistributionStep, ...]:
+        """The collectives of the backward pass."""
+        if self.backward is not None:
+            return self.backward(context)
+        return tuple(step.backward for step, flows in reversed(self.forward(context)) if flows)
+
+    def itemsize(self, context: FormContext) -> int:
+        """Bytes of an element that is sent."""
+        return torch.float32.itemsize if self.is_wide and context.is_half else context.dtype.itemsize
 
 
+_MOMENTS = LocalForm(_statistics(R, True, True), workspace=_norm, is_wide=True)
+# Their maximum has no gradient.
+_SOFTMAX = _statistics(R, False, True)
 LOCAL_FORMS: Mapping[str, LocalForm] = {
     "mean": LocalForm(),
-    "vocabulary_embedding": LocalForm(),
-    "vocabulary_cross_entropy": LocalForm(_classes),
-    "causal_attention": LocalForm(share=_causal),
-    "haloed": LocalForm(_edges),
-    "layer_norm": LocalForm(_statistics(2, R)),
-    "rms_norm": LocalForm(_statistics(1, R)),
-    "softmax": LocalForm(_statistics(2, R)),
-    "log_softmax": LocalForm(_statistics(2, R)),
-    "logsumexp": LocalForm(_statistics(2, I)),
-    "group_norm": LocalForm(_groups),
-    "batch_norm": LocalForm(_channels),
-    "cumsum": LocalForm(_totals),
+    "vocabulary_embedding": LocalForm(workspace=_embedding),
+    # The largest logit, the sum of exponentials and the logit of the label. It saves differences and their
+    # exponentials, of which the rule counts one.
+    "vocabulary_cross_entropy": LocalForm(_statistics(I, False, True, True), workspace=_multiples(1, 1)),
+    "causal_attention": LocalForm(share=_causal, workspace=_masked_attention),
+    "haloed": LocalForm(_edges, workspace=_halo),
+    "layer_norm": _MOMENTS,
+    "rms_norm": LocalForm(_statistics(R, True), workspace=_norm, is_wide=True),
+    "softmax": LocalForm(_SOFTMAX, workspace=_multiples(1, 3, 2, 6), is_wide=True),
+    "log_softmax": LocalForm(_SOFTMAX, workspace=_multiples(0, 0, 1, 3), is_wide=True),
+    "logsumexp": LocalForm(_statistics(I, False, True), workspace=_multiples(0, 0, 1, 1), is_wide=True),
+    "group_norm": _MOMENTS,
+    "batch_norm": _MOMENTS,
+    "cumsum": LocalForm(_totals, workspace=_multiples(0, 3)),
 }

@@ -1,16 +1,16 @@
 """Helpers with which the families write their dims."""
 
 from collections.abc import Iterable, Mapping
-from math import gcd
+from math import prod
 
 from passes.ir.layout import Shape
 from passes.ir.program import Argument, Op, Ref, TensorType
 from passes.ir.rule import Dims, Factor, Part, Role
 
 
-def named(shape: Shape, prefix: str = "d") -> Dims:
-    """One factor per dim: d0, d1, …; a dim of size 1 has none."""
-    return tuple((Part(f"{prefix}{dim}", size),) if size != 1 else () for dim, size in enumerate(shape))
+def named(shape: Shape, prefix: str = "d", start: int = 0) -> Dims:
+    """One factor per dim, numbered from `start`: d0, d1, …; a dim of size 1 has none."""
+    return tuple(one(f"{prefix}{dim}", size) for dim, size in enumerate(shape, start))
 
 
 def one(name: str, size: int) -> tuple[Part, ...]:
@@ -20,15 +20,7 @@ def one(name: str, size: int) -> tuple[Part, ...]:
 
 def broadcast(shape: Shape, result: Shape, prefix: str = "d") -> Dims:
     """The dims of an operand that broadcasts to `result`, whose dims are d0, d1, …"""
-    offset = len(result) - len(shape)
-    return tuple((Part(f"{prefix}{dim + offset}", size),) if size != 1 else () for dim, size in enumerate(shape))
-
-
-def broadcast_shapes(*shapes: Shape) -> Shape:
-    """The shape that all of `shapes` broadcast to."""
-    rank = max(map(len, shapes))
-    padded = [(1,) * (rank - len(shape)) + tuple(shape) for shape in shapes]
-    return tuple(next((size for size in sizes if size != 1), 1) for sizes in zip(*padded, strict=True))
+    return named(shape, prefix, len(result) - len(shape))
 
 
 def factors(*tensors: Dims, roles: Mapping[str, Role] | None = None) -> dict[str, Factor]:
@@ -66,14 +58,7 @@ def dims_argument(value: Argument, rank: int) -> tuple[int, ...]:
 
 def unit_parts(size: int, unit: int, whole: str, name: str) -> tuple[Part, ...]:
     """A dim of `size` as whole units: an unsplittable count of them, then the unit itself."""
-    count = size // unit
-    head = (Part(whole, count),) if count != 1 else ()
-    return (*head, Part(name, unit)) if unit != 1 else head
-
-
-def common_unit(*sizes: int) -> int:
-    """The greatest common divisor."""
-    return gcd(*sizes)
+    return (*one(whole, size // unit), *one(name, unit))
 
 
 def is_tensor(op: Op, argument: str) -> bool:
@@ -94,9 +79,6 @@ def without(dims: Dims, places: Iterable[int], name: str = "whole") -> tuple[Dim
     """`dims` with those at `places` not to be split, and the roles that say so."""
     changed, roles = list(dims), dict[str, Role]()
     for place in places:
-        size = 1
-        for part in dims[place]:
-            size *= part.size
-        changed[place] = one(f"{name}{place}", size)
+        changed[place] = one(f"{name}{place}", prod(part.size for part in dims[place]))
         roles[f"{name}{place}"] = Role.WHOLE
     return tuple(changed), roles

@@ -30,7 +30,7 @@ _EITHER = (frozenset({0}), frozenset({1}))
 _BOTH = (frozenset({0, 1}),)
 
 # Reduced by an op of their own.
-_LOSSES = (
+ELEMENTWISE_LOSSES = (
     "mse_loss",
     "l1_loss",
     "smooth_l1_loss",
@@ -67,8 +67,9 @@ TABLE: dict[str, Pointwise] = {
     **{kind: Pointwise((Saved(0), Saved(1), *RESULT)) for kind in ("copysign", "polar", "float_power", "hypot")},
     "addcmul": Pointwise((Saved(1), Saved(2)), (), (), (frozenset({0, 1}), frozenset({0, 2}))),
     "addcdiv": Pointwise((Saved(1), Saved(2)), (), (), _BOTH),
+    "where": Pointwise(SELF, linear_three=(frozenset({1, 2}),)),
     "clamp": Pointwise((Saved(0), Saved(1), Saved(2))),
-    **{kind: Pointwise((Saved(0), Saved(1), Saved(2))) for kind in _LOSSES},
+    **{kind: Pointwise((Saved(0), Saved(1), Saved(2))) for kind in ELEMENTWISE_LOSSES},
     **{kind: Pointwise((Saved(0, copy=True),), _FIRST) for kind in ("dropout", "alpha_dropout")},
     **{
         kind: Pointwise() for kind in ("rand_like", "randn_like", "randint_like", "bernoulli", "uniform", "exponential")
@@ -129,15 +130,3 @@ def cast(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
     dims = named(result.shape)
     floating = source.dtype.is_floating_point and result.dtype.is_floating_point
     return Rule(factors(dims), (dims,), (dims,), linear=(frozenset({0}),) if floating else ())
-
-
-@rule_for("where")
-def where(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
-    """Sums pass through both branches together, where both are tensors; the condition must be whole or split alike."""
-    if len(op.results) != 1:
-        return None
-    result = types[op.results[0]].shape
-    operands = tuple(broadcast(types[name].shape, result) for name in op.operands)
-    dims = named(result)
-    linear = (frozenset({1, 2}),) if len(operands) == 3 and has_gradient(types[op.results[0]].dtype) else ()
-    return Rule(factors(dims, *operands), operands, (dims,), linear=linear, saved=(Saved(0),))

@@ -16,14 +16,15 @@ _MOST = 16
 def propagate(
     ops: Sequence[tuple[Op, Rule | None]],
     same: Iterable[tuple[str, ...]],
-    offered: Mapping[str, Iterable[Placement]],
+    required: Mapping[str, Iterable[Placement]],
     size: int,
 ) -> tuple[list[list[Digit]], dict[str, set[Placement]]]:
     """The digits at which each op can be split on an axis of `size`, and the splits of each tensor.
 
     Propagation starts from the first digit of each factor of every op. A split of one tensor becomes a digit of the ops
     that compute or read it, and so a split of their other tensors, until a fixed point. Tensors in a tuple of `same`
-    share their splits; `offered` are additional splits to start from. An op has at most 16 digits.
+    share their splits; `required` are additional splits to start from. An op has at most 16 digits of its factors, and
+    as many of its joint methods.
     """
     alias = _representatives(same)
     placements: dict[str, set[Placement]] = {}
@@ -45,7 +46,7 @@ def propagate(
                     queued.add(position)
                     waiting.append(position)
 
-    for name, given in offered.items():
+    for name, given in required.items():
         for placement in given:
             add(name, placement)
     first = set(range(len(ops)))
@@ -66,7 +67,8 @@ def propagate(
                 if arrived is not None:
                     new += [(each, arrived[1]) for each in rule.methods_with(arrived[0])]
         for method, major in new:
-            if (method, major) in found[position] or len(found[position]) >= _MOST:
+            alike = sum((name in rule.joint) == (method in rule.joint) for name, _ in found[position])
+            if (method, major) in found[position] or alike >= _MOST:
                 continue
             choice = split(rule, method, major, size)
             if choice is None:

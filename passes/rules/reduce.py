@@ -1,14 +1,50 @@
 """Sums, means and other reductions, and running ones."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
 
 from passes.ir.program import Op, TensorType
 from passes.ir.rule import Factor, Part, Role, Rule, Saved
-from passes.rules.parts import broadcast, broadcast_shapes, dim_argument, dims_argument, factors, named, one
+from passes.rules.parts import broadcast, dim_argument, dims_argument, factors, named, one
 from passes.rules.registry import rule_for
 
 
-def _reduced(op: Op, types: Mapping[str, TensorType], role: Role) -> Rule:
+@dataclass(frozen=True)
+class Reduction:
+    """The role of the dims that an op reduces, its linear sets of operands, and its saved tensors."""
+
+    role: Role
+    linear: tuple[frozenset[int], ...] = ()
+    saved: tuple[Saved, ...] = ()
+
+
+_FIRST = (frozenset({0}),)
+_BOTH = (Saved(0), Saved(0, result=True))
+_EXTREMA = ("max", "min")
+
+TABLE: Mapping[str, Reduction] = {
+    "sum": Reduction(Role.SUM, _FIRST),
+    "mean": Reduction(Role.SUM, _FIRST),
+    # Pending sums do not pass through these.
+    "nansum": Reduction(Role.SUM, saved=(Saved(0),)),
+    "count_nonzero": Reduction(Role.SUM),
+    **dict.fromkeys(("all", "any", "argmax", "argmin"), Reduction(Role.WHOLE)),
+    **dict.fromkeys(
+        ("amax", "amin", *_EXTREMA, "prod", "std", "linalg_vector_norm", "norm"), Reduction(Role.WHOLE, saved=_BOTH)
+    ),
+    "var": Reduction(Role.WHOLE, saved=(Saved(0),)),
+    **dict.fromkeys(("var_mean", "std_mean", "aminmax"), Reduction(Role.WHOLE, saved=(*_BOTH, Saved(1, result=True)))),
+}
+
+
+@rule_for(*TABLE)
+def reduction(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
+    """Parts of summed dims give pending sums; a mean divides the sum of a part by the size of the whole."""
+    if len(op.operands) != 1:
+        return None
+    spec = TABLE[op.kind]
     operand = types[op.operands[0]].shape
     reduced = dims_argument(op.arguments.get("dim"), len(operand)) if operand else ()
     dims = list(named(operand))
@@ -17,22 +53,12 @@ def _reduced(op: Op, types: Mapping[str, TensorType], role: Role) -> Rule:
     kept = [() if dim in reduced else parts for dim, parts in enumerate(dims)]
     if not op.arguments.get("keepdim"):
         kept = [parts for dim, parts in enumerate(kept) if dim not in reduced]
-    roles = {f"in{dim}": role for dim in reduced}
-    return Rule(factors(tuple(dims), roles=roles), (tuple(dims),), (tuple(kept),) * len(op.results))
-
-
-@rule_for("sum")
-def sum_(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
-    """The parts sum to the result."""
-    rule = _reduced(op, types, Role.SUM)
-    return Rule(rule.factors, rule.operands, rule.results, linear=(frozenset({0}),))
-
-
-@rule_for("nansum", "count_nonzero")
-def counted(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
-    """The parts sum to the result, but pending sums do not pass."""
-    rule = _reduced(op, types, Role.SUM)
-    return Rule(rule.factors, rule.operands, rule.results, saved=(Saved(0),) if op.kind == "nansum" else ())
+    found = factors(tuple(dims), roles={f"in{dim}": spec.role for dim in reduced})
+    forms = {f"in{dim}": "mean" for dim in reduced if f"in{dim}" in found and op.kind == "mean"}
+    # If indices are a result too, only they are saved.
+    saved = (Saved(1, result=True),) if len(op.results) == 2 and op.kind in _EXTREMA else spec.saved
+    results = (tuple(kept),) * len(op.results)
+    return Rule(found, (tuple(dims),), results, linear=spec.linear, forms=forms, saved=saved)
 
 
 @rule_for("histc")
@@ -48,43 +74,11 @@ def histogram(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
     return Rule(found, (operand,), (result,))
 
 
-@rule_for("mean")
-def mean(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
-    """Over a split dim: the sum of the part, divided by the size of the whole."""
-    rule = _reduced(op, types, Role.SUM)
-    forms = {name: "mean" for name, factor in rule.factors.items() if factor.role is Role.SUM}
-    return Rule(rule.factors, rule.operands, rule.results, linear=(frozenset({0}),), forms=forms)
-
-
-_BOTH = (Saved(0), Saved(0, result=True))
-
-# Saved tensors of reductions whose reduced dims stay whole.
-_WHOLE: dict[str, tuple[Saved, ...]] = {
-    **dict.fromkeys(("all", "any", "argmax", "argmin"), ()),
-    **dict.fromkeys(("amax", "amin", "max", "min", "prod", "std", "linalg_vector_norm", "norm"), _BOTH),
-    "var": (Saved(0),),
-    **dict.fromkeys(("var_mean", "std_mean"), (Saved(0), Saved(0, result=True), Saved(1, result=True))),
-    "aminmax": (Saved(0), Saved(0, result=True), Saved(1, result=True)),
-}
-
-
-@rule_for(*_WHOLE)
-def whole(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
-    """Reduced dims stay whole."""
-    if len(op.operands) != 1:
-        return None
-    rule = _reduced(op, types, Role.WHOLE)
-    # If indices are a result too, only they are saved.
-    places = len(op.results) == 2 and op.kind in ("max", "min")
-    kept = (Saved(1, result=True),) if places else _WHOLE[op.kind]
-    return Rule(rule.factors, rule.operands, rule.results, saved=kept)
-
-
 @rule_for("cosine_similarity")
 def cosine_similarity(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
     """The reduced dim stays whole."""
     shapes = [types[name].shape for name in op.operands]
-    wide = broadcast_shapes(*shapes)
+    wide = tuple(torch.broadcast_shapes(*shapes))  # type: ignore[no-untyped-call]
     dim = dim_argument(op.arguments["dim"], len(wide))
     operands = tuple(broadcast(shape, wide) for shape in shapes)
     result = (*named(wide)[:dim], *named(wide)[dim + 1 :])
@@ -100,11 +94,10 @@ def cumsum(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
     dims = list(named(shape))
     if dims:
         dims[dim] = one("along", shape[dim])
-    floating = types[op.results[0]].dtype.is_floating_point
     found = factors(tuple(dims))
     forms = {}
     if "along" in found:
         found["along"] = Factor(shape[dim], ordered=True)
         forms["along"] = "cumsum"
-    linear = (frozenset({0}),) if floating else ()
+    linear = _FIRST if types[op.results[0]].dtype.is_floating_point else ()
     return Rule(found, (tuple(dims),), (tuple(dims),), linear=linear, forms=forms)

@@ -1,7 +1,7 @@
 """The choices of one op on one axis that follow from its rule: `split` derives the placement of every tensor."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from passes.ir.layout import I, P, Placement, R, S
 from passes.ir.program import Op, TensorType
@@ -13,7 +13,8 @@ RuleFunction = Callable[[Op, Mapping[str, TensorType]], Rule | None]
 @dataclass(frozen=True, slots=True)
 class Choice:
     """The choice for one op on one axis: the placements of its tensors; if the op is split, also the factors, the
-    number of parts of each that the split follows (`major`), and the local form."""
+    number of parts ahead of the split (`major`, as the `split_factor` of DTensor's `_StridedShard`), and the local
+    form."""
 
     name: str
     operands: tuple[Placement, ...]
@@ -68,6 +69,27 @@ def split(rule: Rule, name: str, major: int, ways: int) -> Choice | None:
             return None
     written = name if major == 1 else f"{name}@{major}"
     return Choice(written, tuple(operands), tuple(results), method.factors, major, method.form)
+
+
+def on_part(rule: Rule, factors: Collection[str], ways: int) -> Rule:
+    """The rule of the op on one of `ways` parts of `factors`, where every part of a dim is a whole factor.
+
+    Discovered rules are of this form. They hold for the sizes of a call, so those of a part must follow from them.
+    """
+
+    def dims(whole: Dims) -> Dims:
+        return tuple(
+            tuple(replace(part, size=part.size // ways) if part.factor in factors else part for part in parts)
+            for parts in whole
+        )
+
+    sizes = {name: item.size // ways if name in factors else item.size for name, item in rule.factors.items()}
+    return replace(
+        rule,
+        factors={name: replace(item, size=sizes[name]) for name, item in rule.factors.items()},
+        operands=tuple(map(dims, rule.operands)),
+        results=tuple(map(dims, rule.results)),
+    )
 
 
 _LACKS = Placement("-")

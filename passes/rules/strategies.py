@@ -12,6 +12,7 @@ from passes.ir.mesh import Mesh
 from passes.ir.program import Op, TensorType, has_linear_gradients
 from passes.ir.rule import Rule
 from passes.rules.rule import Choice, parse_choice, passing, replicated, split
+from passes.rules.strides import must_copy
 
 # A method, and the major of its split: the number of parts of its factors before it.
 Digit = tuple[str, int]
@@ -39,7 +40,7 @@ class OpContext:
         return any(self.flowing_results)
 
 
-def subject(
+def op_context(
     op: Op,
     rule: Rule | None,
     types: Mapping[str, TensorType],
@@ -56,7 +57,7 @@ def subject(
         tuple(name in flowing for name in op.operands),
         tuple(name in flowing for name in op.results),
         frozenset(slot for slot, name in enumerate(op.operands) if name in parameters),
-        op.kind == "reshape" and op.operands[0] in strided,
+        must_copy(op, strided),
     )
 
 
@@ -76,53 +77,49 @@ def method_token(method: str, is_op: bool) -> str:
 
 
 def op_strategies(
-    subject: OpContext, digits: Mapping[int, Sequence[Digit]], mesh: Mesh, offer: AllowedMethods | None = None
+    context: OpContext, digits: Mapping[int, Sequence[Digit]], mesh: Mesh, allowed: AllowedMethods | None = None
 ) -> dict[Strategy, Choices]:
     """Every strategy of an op whose splits divide, with its choices; `digits` are the factors and majors to split, by
-    size of axis. An `offer` restricts each axis to its allowed methods.
+    size of axis. `allowed` restricts each axis to its allowed methods.
 
     An op without a rule is replicated. Of strategies that differ only in placements of tensors without a gradient,
-    where R and I are the same, one is returned.
+    where R and I are the same, one is returned; those with other local forms are others.
     """
-    combinations = _combinations(subject, digits, mesh, offer or (None,) * len(mesh.sizes))
+    combinations = _combinations(context, digits, mesh, allowed or (None,) * len(mesh.sizes))
     rows = [tuple(zip(*(option.placements for option in options), strict=True)) for options in combinations]
     fitting = [
         {layout for layout in {row[number] for row in rows} if fits(type.shape, layout, mesh)}
-        for number, type in enumerate((*subject.operands, *subject.results))
+        for number, type in enumerate((*context.operands, *context.results))
     ]
-    found: dict[tuple[Layout, ...], Choices] = {}
+    found: dict[tuple[tuple[Layout, ...], tuple[str, ...]], Choices] = {}
     for row, options in zip(rows, combinations, strict=True):
-        if row not in found and all(map(contains, fitting, row)):
-            found[row] = tuple(option.choice for option in options)
-    count = len(subject.operands)
+        key = row, tuple(option.choice.form for option in options)
+        if key not in found and all(map(contains, fitting, row)):
+            found[key] = tuple(option.choice for option in options)
+    count = len(context.operands)
     return {
         Strategy(tuple(choice.name for choice in choices), row[:count], row[count:]): choices
-        for row, choices in found.items()
+        for (row, _), choices in found.items()
     }
 
 
-def combine(subject: OpContext, choices: Sequence[Choice]) -> Strategy:
+def combine(context: OpContext, choices: Sequence[Choice]) -> Strategy:
     """The strategy that makes `choices`, one per axis."""
-    operands = tuple(
-        tuple(_plain(choice.operands[slot], flows) for choice in choices)
-        for slot, flows in enumerate(subject.flowing_operands)
-    )
-    results = tuple(
-        tuple(_plain(choice.results[index], flows) for choice in choices)
-        for index, flows in enumerate(subject.flowing_results)
-    )
-    return Strategy(tuple(choice.name for choice in choices), operands, results)
+    layouts = tuple(zip(*(_option(context, choice).placements for choice in choices), strict=True))
+    count = len(context.operands)
+    return Strategy(tuple(choice.name for choice in choices), layouts[:count], layouts[count:])
 
 
-def named_choices(subject: OpContext, methods: Sequence[str], mesh: Mesh) -> Choices | None:
-    """The choices called `methods`, one per axis; None if the op has no method of such a name."""
+def named_choices(context: OpContext, methods: Sequence[str], mesh: Mesh) -> Choices | None:
+    """The choices called `methods`, one per axis; None if the op has no method of such a name,
+    or would run two local forms."""
     choices = []
     for axis, name in enumerate(methods):
-        choice = parse_choice(name, subject.rule, len(subject.operands), len(subject.results), mesh.sizes[axis])
+        choice = parse_choice(name, context.rule, len(context.operands), len(context.results), mesh.sizes[axis])
         if choice is None:
             return None
         choices.append(choice)
-    return tuple(choices)
+    return None if len({choice.form for choice in choices if choice.form}) > 1 else tuple(choices)
 
 
 def _plain(placement: Placement, flows: bool) -> Placement:
@@ -139,50 +136,56 @@ class _Option:
     begun: Digit | None = None
 
 
-def _option(subject: OpContext, choice: Choice, begun: Digit | None = None) -> _Option:
-    flowing = (*subject.flowing_operands, *subject.flowing_results)
+def _option(context: OpContext, choice: Choice, begun: Digit | None = None) -> _Option:
+    flowing = (*context.flowing_operands, *context.flowing_results)
     return _Option(choice, tuple(map(_plain, (*choice.operands, *choice.results), flowing)), begun)
 
 
 def _combinations(
-    subject: OpContext, digits: Mapping[int, Sequence[Digit]], mesh: Mesh, offer: AllowedMethods
+    context: OpContext, digits: Mapping[int, Sequence[Digit]], mesh: Mesh, allowed: AllowedMethods
 ) -> list[tuple[_Option, ...]]:
     """All combinations of one option per axis.
 
-    Axes that split a factor at the same major take its digits in mesh order.
+    Axes that split a factor at the same major take its digits in mesh order. Axes with different local forms are not
+    combined: an op runs one.
     """
-    rule = subject.rule
+    rule = context.rule
 
     @cache
     def split_further(begun: Digit, taken: int, ways: int) -> _Option | None:
         name, major = begun
         choice = None if rule is None else split(rule, name, major * taken, ways)
-        return None if choice is None else _option(subject, choice, begun)
+        return None if choice is None else _option(context, choice, begun)
 
     found: list[tuple[_Option, ...]] = [()]
-    for size, offered in zip(mesh.sizes, offer, strict=True):
+    for size, names in zip(mesh.sizes, allowed, strict=True):
         whole = [
-            _option(subject, choice) for choice in _unsplit(subject, size) if offered is None or choice.name in offered
+            _option(context, choice) for choice in _unsplit(context, size) if names is None or choice.name in names
         ]
-        begins = [] if rule is None or size == 1 else _begins(rule, digits.get(size, ()), offered)
+        begins = [] if rule is None or size == 1 else _begins(rule, digits.get(size, ()), names)
         longer: list[tuple[_Option, ...]] = []
         for chosen in found:
             longer += [(*chosen, option) for option in whole]
             for begun in begins:
                 taken = prod(other for other, option in zip(mesh.sizes, chosen, strict=False) if option.begun == begun)
                 further = split_further(begun, taken, size)
-                if further is not None:
+                if further is not None and _may_run(further.choice.form, chosen):
                     longer.append((*chosen, further))
         found = longer
     return found
 
 
-def _begins(rule: Rule, digits: Iterable[Digit], offered: Set[str] | None) -> list[Digit]:
+def _may_run(form: str, chosen: Iterable[_Option]) -> bool:
+    """Whether an op whose other axes have the options `chosen` may run a local form: it runs one."""
+    return not form or all(option.choice.form in ("", form) for option in chosen)
+
+
+def _begins(rule: Rule, digits: Iterable[Digit], allowed: Set[str] | None) -> list[Digit]:
     """The allowed ones among the digits; an ordered factor is split from its front only."""
     return [
         (name, major)
         for name, major in digits
-        if (major == 1 or not _is_ordered(rule, name)) and (offered is None or name in offered)
+        if (major == 1 or not _is_ordered(rule, name)) and (allowed is None or name in allowed)
     ]
 
 
@@ -192,12 +195,12 @@ def _is_ordered(rule: Rule, name: str) -> bool:
     return method is not None and any(rule.factors[factor].ordered for factor in method.factors)
 
 
-def _unsplit(subject: OpContext, size: int) -> list[Choice]:
+def _unsplit(context: OpContext, size: int) -> list[Choice]:
     """The options of an axis of `size` without a split: replicate, or pass pending sums."""
-    placements = ((I, R) if has_linear_gradients(subject.op) else (I,)) if subject.flows else (R,)
-    found = [replicated(len(subject.operands), len(subject.results), placement) for placement in placements]
-    rule = subject.rule
+    placements = ((I, R) if has_linear_gradients(context.op) else (I,)) if context.flows else (R,)
+    found = [replicated(len(context.operands), len(context.results), placement) for placement in placements]
+    rule = context.rule
     if rule is not None and size != 1:
-        linear = (index for index, some in enumerate(rule.linear) if not some - rule.added <= subject.parameters)
+        linear = (index for index, some in enumerate(rule.linear) if not some - rule.added <= context.parameters)
         found += [passing(rule, index) for index in linear]
     return found

@@ -4,14 +4,14 @@ A collective copies such a tensor first, and a reshape of one copies it. Pointwi
 attention returns its result in the order batch, queries, heads, width.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping
 
 from passes.ir.program import Folded, Op, Region, TensorType
 from passes.rules.pointwise import TABLE
 
 _MOVES_DIMS = {"transpose", "permute"}
-_LEAVES_OUT = {"slice", "select", "expand"}
-_KEEPS = {*TABLE, "to", "where"}
+_MAKES = {"slice", "select", "expand", "scaled_dot_product_attention"}
+_KEEPS = {*TABLE, "to"}
 
 
 def strided(folded: Folded) -> frozenset[str]:
@@ -29,19 +29,16 @@ def strided(folded: Folded) -> frozenset[str]:
     return frozenset(found)
 
 
+def must_copy(op: Op, strided: Container[str]) -> bool:
+    """Whether `op` is a view that must copy its operand, which is among the `strided` tensors."""
+    return op.kind == "reshape" and op.operands[0] in strided
+
+
 def _is_strided(op: Op, strided: set[str], types: Mapping[str, TensorType]) -> bool:
     if op.kind in _MOVES_DIMS:
         # Permuting dims back is assumed to restore the order.
         return op.operands[0] not in strided
-    if op.kind in _LEAVES_OUT:
-        return True
-    if op.kind == "scaled_dot_product_attention":
-        return True
-    if op.kind in _KEEPS:
-        return any(name in strided for name in _whole(op.operands, types[op.results[0]], types))
-    return False
-
-
-def _whole(operands: Sequence[str], result: TensorType, types: Mapping[str, TensorType]) -> list[str]:
-    """The operands that are as large as the result, which determine its strides."""
-    return [name for name in operands if types[name].shape == result.shape]
+    # Operands that are as large as the result determine its strides.
+    shape = types[op.results[0]].shape
+    kept = op.kind in _KEEPS and any(name in strided and types[name].shape == shape for name in op.operands)
+    return op.kind in _MAKES or kept

@@ -1,12 +1,12 @@
 """Ops that move elements but compute nothing: reshape, permute, expand, slice, select, cat, stack, pad."""
 
 from collections.abc import Mapping
-from math import prod
+from math import gcd, prod
 
 from passes.ir.layout import Shape
 from passes.ir.program import Op, TensorType, has_gradient
 from passes.ir.rule import Dims, Part, Role, Rule, Saved
-from passes.rules.parts import common_unit, dim_argument, dims_argument, factors, named, one, shapes, unit_parts
+from passes.rules.parts import dim_argument, dims_argument, factors, named, shapes, unit_parts, without
 from passes.rules.registry import rule_for
 
 _LINEAR = (frozenset({0}),)
@@ -37,27 +37,16 @@ def reshape(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
     return _view(op, types, flat(operand), flat(result))
 
 
-def _permuted(op: Op, types: Mapping[str, TensorType], order: list[int]) -> Rule:
-    operand = named(types[op.operands[0]].shape)
-    return _view(op, types, operand, tuple(operand[dim] for dim in order))
-
-
-@rule_for("transpose")
-def transpose(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
-    """Two dims are swapped."""
-    rank = len(types[op.operands[0]].shape)
-    first, second = (dim_argument(op.arguments[name], rank) for name in ("dim0", "dim1"))
-    order = list(range(rank))
-    if order:
-        order[first], order[second] = second, first
-    return _permuted(op, types, order)
-
-
-@rule_for("permute")
+@rule_for("transpose", "permute")
 def permute(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
-    """Dims are permuted."""
-    rank = len(types[op.operands[0]].shape)
-    return _permuted(op, types, list(dims_argument(op.arguments["dims"], rank)))
+    """Dims are permuted; `transpose` swaps two."""
+    operand = named(types[op.operands[0]].shape)
+    rank = len(operand)
+    order = list(dims_argument(op.arguments.get("dims"), rank))
+    if op.kind == "transpose" and order:
+        first, second = (dim_argument(op.arguments[name], rank) for name in ("dim0", "dim1"))
+        order[first], order[second] = second, first
+    return _view(op, types, operand, tuple(operand[dim] for dim in order))
 
 
 @rule_for("expand")
@@ -77,12 +66,7 @@ def slice_(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
     start = op.arguments["start"] or 0
     if not isinstance(start, int) or result[dim] == 0:
         return None
-    if op.arguments["step"] != 1:
-        taken, left = (one(f"{side}{dim}", shape[dim]) for side, shape in (("to", result), ("from", operand)))
-        dims, made = list(named(operand)), list(named(result))
-        dims[dim], made[dim] = left, taken
-        return _view(op, types, tuple(dims), tuple(made), dict.fromkeys((f"to{dim}", f"from{dim}"), Role.WHOLE))
-    unit = common_unit(operand[dim], start, result[dim])
+    unit = gcd(operand[dim], start, result[dim]) if op.arguments["step"] == 1 else 1
     before, after = list(named(operand)), list(named(result))
     before[dim] = unit_parts(operand[dim], unit, "whole", f"d{dim}")
     after[dim] = unit_parts(result[dim], unit, "kept", f"d{dim}")
@@ -107,7 +91,7 @@ def cat(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
     if len({len(shape) for shape in operands}) != 1 or prod(result) == 0:
         return None
     dim = dim_argument(op.arguments["dim"], len(result))
-    unit = common_unit(*(shape[dim] for shape in operands))
+    unit = gcd(*(shape[dim] for shape in operands))
     if unit == 0:
         return None
     tensors = []
@@ -138,18 +122,13 @@ def stack(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
 def pad(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
     """Padded dims stay whole; a pending sum passes if zeros are added, or elements of the operand."""
     operand, result = shapes((op.operands[0], op.results[0]), types)
-    before, after = list(named(operand)), list(named(result))
-    roles = {}
     amounts = op.arguments["pad"]
     assert isinstance(amounts, tuple)
-    for dim, (size, padded) in enumerate(zip(operand, result, strict=True)):
-        place = 2 * (len(operand) - 1 - dim)
-        if any(amounts[place : place + 2]):
-            before[dim], after[dim] = (Part(f"from{dim}", size),), (Part(f"to{dim}", padded),)
-            roles.update({f"from{dim}": Role.WHOLE, f"to{dim}": Role.WHOLE})
-    exact = op.arguments.get("mode", "constant") != "constant" or not op.arguments["value"]
-    zero = exact and has_gradient(types[op.results[0]].dtype)
-    tensors = tuple(before), tuple(after)
-    found = factors(*tensors, roles=roles)
-    saved = (Saved(0),) if op.arguments.get("mode", "constant") != "constant" else ()
-    return Rule(found, tensors[:1], tensors[1:], linear=_LINEAR if zero else (), saved=saved)
+    last = len(operand) - 1
+    padded = [dim for dim in range(len(operand)) if any(amounts[2 * (last - dim) : 2 * (last - dim) + 2])]
+    before, roles = without(named(operand), padded, "from")
+    after, more = without(named(result), padded, "to")
+    copies = op.arguments.get("mode", "constant") != "constant"
+    zero = (copies or not op.arguments["value"]) and has_gradient(types[op.results[0]].dtype)
+    found = factors(before, after, roles={**roles, **more})
+    return Rule(found, (before,), (after,), linear=_LINEAR if zero else (), saved=(Saved(0),) if copies else ())

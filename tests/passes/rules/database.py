@@ -15,12 +15,11 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from autopar.discover.calls import alike
 from passes.ir.errors import CaptureError
 from passes.normalize import normalize
 from tests.passes.rules.normal import calls_in, traced
 from tests.passes.rules.samples import Sample
-from tests.passes.rules.sizes import form, wide
+from tests.passes.rules.sizes import alike, form, wide
 
 # Entries of the database by kind, where more than those of its own name lead to it: the normal form writes these so.
 SOURCES: Mapping[str, tuple[str, ...]] = {

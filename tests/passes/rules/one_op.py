@@ -1,8 +1,10 @@
 """Programs of one op, lowered and generated under a given strategy, and run on simulated or real ranks."""
 
+from collections import Counter
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
+from math import prod
 
 import torch
 from torch import Tensor, nn
@@ -11,18 +13,22 @@ from torch.utils import _pytree as pytree
 
 from autopar.runtime import Axis
 from autopar.runtime.generated.axis import axes_of
+from passes._torch import TorchDispatchMode
+from passes.cost.forms import form_contexts
 from passes.ir.choices import Cover, Edge, EdgeGroup, Node, Problem, Solution, Strategy, StrategyBytes
 from passes.ir.configuration import Configuration
 from passes.ir.layout import Layout, gradient
+from passes.ir.lowered import Compute, Stage
 from passes.ir.mesh import Mesh
 from passes.ir.program import Argument, Folded, Input, Op, Program, Ref, TensorType, find_overload, has_gradient
+from passes.ir.redistribution import RedistributionStep
 from passes.ir.rule import Rule
 from passes.lower.straight import Casts, straight_code
 from passes.regions import fold
 from passes.rules import written_rule
 from passes.rules.local_forms import LOCAL_FORMS
 from passes.rules.rule import split, starts
-from passes.rules.strategies import Choices, Digit, OpContext, op_strategies, subject
+from passes.rules.strategies import Choices, Digit, OpContext, named_choices, op_context, op_strategies
 from tests.passes.helpers import Coordinate, Values, part, source_of, spread, summed
 from tests.passes.rules.ranks import ranks
 from tests.passes.rules.samples import Sample
@@ -44,14 +50,14 @@ class OneOp:
         return written_rule(self.op, self.folded.types)
 
     @property
-    def subject(self) -> OpContext:
+    def context(self) -> OpContext:
         """The op context that strategies are made for."""
-        return subject(self.op, self.rule, self.folded.types, self.folded.flowing, set(), set())
+        return op_context(self.op, self.rule, self.folded.types, self.folded.flowing, set(), set())
 
     def strategies(self, mesh: Mesh) -> dict[Strategy, Choices]:
         """Every strategy whose splits begin at a part of a factor, or at its second digit of two, with its choices."""
         digits = {size: list(digits_of(self.rule, size)) for size in mesh.sizes}
-        return op_strategies(self.subject, digits, mesh)
+        return op_strategies(self.context, digits, mesh)
 
 
 def digits_of(rule: Rule | None, size: int) -> dict[Digit, None]:
@@ -147,15 +153,46 @@ class Case:
     outcomes: dict[Coordinate, "Outcome"] = field(default_factory=dict)
 
 
-Outcome = tuple[list[Tensor], list[Tensor | None]]
+# Name of the collective and bytes of its input.
+Sent = tuple[str, int]
+# Results, gradients, and the collectives of both passes.
+Outcome = tuple[list[Tensor], list[Tensor | None], tuple[list[Sent], list[Sent]]]
+
+
+class _Counting(TorchDispatchMode):
+    """Notes the collectives that run."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen: list[Sent] = []
+
+    def __torch_dispatch__(
+        self, func: torch._ops.OpOverload, types: object, args: tuple[object, ...] = (), kwargs: object = None
+    ) -> object:
+        if func.namespace == "_c10d_functional" and "wait" not in func._opname:
+            assert isinstance(args[0], Tensor)
+            self.seen.append((func._opname, args[0].nbytes))
+        return func(*args, **(kwargs or {}))  # type: ignore[arg-type]
+
+
+def lowered_one(one: OneOp, strategy: Strategy, mesh: Mesh) -> Stage:
+    """`one` lowered under `strategy`."""
+    problem = problem_of(one, strategy)
+    chosen = Solution((0,) * len(problem.nodes), frozenset(), 0.0, 0.0, Configuration(mesh))
+    return straight_code(one.folded, problem, chosen, mesh, Casts())
+
+
+def statement_of(lowered: Stage) -> Compute:
+    """The only statement of a lowered op."""
+    (statement,) = lowered.body.statements
+    assert isinstance(statement, Compute)
+    return statement
 
 
 def make_case(one: OneOp, strategy: Strategy, mesh: Mesh, generator: torch.Generator) -> Case:
     """Lower and generate `one` under `strategy`, and lay out its operands and the gradients of its results."""
-    problem = problem_of(one, strategy)
-    chosen = Solution((0,) * len(problem.nodes), frozenset(), 0.0, 0.0, Configuration(mesh))
-    lowered = straight_code(one.folded, problem, chosen, mesh, Casts())
-    (statement,) = lowered.body.statements
+    lowered = lowered_one(one, strategy, mesh)
+    statement = statement_of(lowered)
     source = source_of(lowered, mesh, "OneOp")
     inputs = [
         spread(tensor.detach(), layout, mesh, generator)
@@ -192,17 +229,21 @@ def run_source(
     """Run generated source on the local `inputs` of one rank, forward and backward: results and gradients."""
     kind = _loaded(source)
     own = [tensor.clone().requires_grad_(slot in trainable) for slot, tensor in enumerate(inputs)]
-    results = kind(nn.Module(), axes, torch.device("cpu"), {}).forward(*own)  # type: ignore[operator]
+    with _Counting() as counting:
+        results = kind(nn.Module(), axes, torch.device("cpu"), {}).forward(*own)  # type: ignore[operator]
     pairs = [
         (result, cotangent) for result, cotangent in zip(results, cotangents, strict=True) if cotangent is not None
     ]
     gradients: list[Tensor | None] = [None] * len(own)
+    backward: list[Sent] = []
     if pairs:
         outputs, given = zip(*pairs, strict=True)
-        found = torch.autograd.grad(outputs, [own[slot] for slot in trainable], given, allow_unused=True)
+        with _Counting() as counting_backward:
+            found = torch.autograd.grad(outputs, [own[slot] for slot in trainable], given, allow_unused=True)
+        backward = counting_backward.seen
         for slot, item in zip(trainable, found, strict=True):
             gradients[slot] = torch.zeros_like(own[slot]) if item is None else item
-    return [result.detach() for result in results], gradients
+    return [result.detach() for result in results], gradients, (counting.seen, backward)
 
 
 def run_here(case: Case, mesh: Mesh) -> None:
@@ -278,10 +319,11 @@ def _given(case: Case, coordinate: Coordinate) -> _Given:
 def check(one: OneOp, case: Case, mesh: Mesh) -> None:
     """Assert that what the ranks gave is, put together, what the op gives for the whole, and so its gradients."""
     strategy, where = case.strategy, case.name
+    check_sent(one, case, mesh)
     single = any(tensor.dtype == torch.float32 for tensor in (*one.operands, *one.results))
     tolerance = float("inf") if one.sample.random else 1e-5 if single else 1e-12
     for index, (expected, layout) in enumerate(zip(one.results, strategy.results, strict=True)):
-        values = {coordinate: results[index] for coordinate, (results, _) in case.outcomes.items()}
+        values = {coordinate: results[index] for coordinate, (results, _, _) in case.outcomes.items()}
         _check_values(values, expected.detach(), layout, mesh, f"result {index} of {where}", tolerance)
     pairs = [(result, whole) for result, whole in zip(one.results, case.wholes, strict=True) if whole is not None]
     if not pairs:
@@ -292,12 +334,39 @@ def check(one: OneOp, case: Case, mesh: Mesh) -> None:
     for slot, expected in zip(case.trainable, found, strict=True):
         whole = torch.zeros_like(one.operands[slot]) if expected is None else expected
         gradients = {}
-        for coordinate, (_, given_back) in case.outcomes.items():
+        for coordinate, (_, given_back, _) in case.outcomes.items():
             value = given_back[slot]
             assert value is not None, where
             gradients[coordinate] = value
         layout = gradient(strategy.operands[slot])
         _check_values(gradients, whole, layout, mesh, f"gradient of operand {slot} of {where}", tolerance)
+
+
+def check_sent(one: OneOp, case: Case, mesh: Mesh) -> None:
+    """Assert that the collectives that ranks ran are those that are priced; of the backward pass no others, if the
+    first operand has no gradient."""
+    context = one.context
+    choices = named_choices(context, case.strategy.methods, mesh)
+    assert choices is not None
+    forward: list[Sent] = []
+    backward: list[Sent] = []
+    for form, about in form_contexts(context, choices, case.strategy, mesh, "cpu"):
+        forward += _priced(form.steps(about), form.itemsize(about))
+        backward += _priced(form.backward_steps(about), form.itemsize(about))
+    for _, _, (sent, sent_backward) in case.outcomes.values():
+        assert sorted(map(_named, sent)) == sorted(forward), case.name
+        found = Counter(map(_named, sent_backward))
+        assert found <= Counter(backward), case.name
+        assert found == Counter(backward) or 0 not in case.trainable, case.name
+
+
+def _priced(steps: Sequence[RedistributionStep], itemsize: int) -> list[Sent]:
+    return [(step.collective, prod(step.before) * itemsize) for step in steps if step.moves]
+
+
+def _named(sent: Sent) -> Sent:
+    name, size = sent
+    return name.removesuffix("_into_tensor").removesuffix("_tensor").removesuffix("_single"), size
 
 
 def _check_values(values: Values, whole: Tensor, layout: Layout, mesh: Mesh, where: str, tolerance: float) -> None:

@@ -26,6 +26,11 @@ class Sample(Call):
     random: bool = False
     fixed: frozenset[int] = frozenset()
 
+    @property
+    def kind(self) -> str:
+        """The operator's name."""
+        return self.target.split(".")[1]
+
 
 class Maker:
     """Makes the tensors of samples."""

@@ -3,8 +3,11 @@
 from collections.abc import Hashable
 from functools import cache
 
-from autopar.discover.calls import MOST_ELEMENTS, Sizes, resized, runs
+from torch import Tensor
+
+from autopar.discover.calls import MOST_ELEMENTS, Sizes, taken
 from tests.passes.rules.normal import differentiates, normal_form
+from tests.passes.rules.resizing import elements, resized, with_sizes
 from tests.passes.rules.samples import Sample
 
 
@@ -22,7 +25,24 @@ def form(sample: Sample) -> Hashable:
     """The key that two calls share if they differ only in sizes and values."""
     numbers: dict[int, int] = {}
     pattern = tuple(size if size < 2 else numbers.setdefault(size, len(numbers) + 2) for size in sizes_of(sample))
-    return sample.target, pattern, Sizes(sample).others
+    return sample.target, pattern, _others(sample)
+
+
+def _others(sample: Sample) -> Hashable:
+    """All of a call that is no size: of numbers that are not whole only whether they are 0, 1 or -1."""
+    sizes = Sizes(sample)
+    found: list[Hashable] = [str(sizes.tree)]
+    for place, leaf in enumerate(sizes.leaves):
+        if isinstance(leaf, Tensor):
+            found.append((leaf.dim(), leaf.dtype))
+        elif place not in sizes.integers:
+            found.append(alike(leaf))
+    return tuple(found)
+
+
+def alike(value: object) -> Hashable:
+    """An argument as rules may tell it from others: of numbers that are not whole only whether they are 0, 1 or -1."""
+    return "a number" if isinstance(value, float) and value not in (0, 1, -1) else repr(value)
 
 
 def scaled(sample: Sample, unit: int) -> Sample | None:
@@ -31,7 +51,7 @@ def scaled(sample: Sample, unit: int) -> Sample | None:
     if not any(sizes.leaves[place] > 1 for place in sizes.integers):
         return None
     values: list[int] = [size * unit if size > 1 else size for size in sizes.values]
-    return sizes.changed(sample, values) if sizes.elements(values) <= MOST_ELEMENTS else None
+    return with_sizes(sizes, sample, values) if elements(sizes, values) <= MOST_ELEMENTS else None
 
 
 def redrawn(sample: Sample, unit: int) -> tuple[Sample, ...]:
@@ -52,7 +72,7 @@ def _redrawn(given: "_Identity", unit: int) -> tuple[Sample, ...]:
     variants = [resized(sample, unit, "free"), resized(sample, unit, "aligned"), scaled(sample, unit)]
     found: dict[Hashable, Sample] = {}
     for variant in variants:
-        if variant is not None and runs(variant):
+        if variant is not None and taken(variant):
             for call in normal_form(variant):
                 if differentiates(call):
                     found.setdefault((form(call), sizes_of(call)), call)

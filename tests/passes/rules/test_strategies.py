@@ -13,13 +13,14 @@ from passes.ir.rule import Method, Role, Rule
 from passes.regions import fold
 from passes.rules.propagation import propagate
 from passes.rules.rule import Choice, parse_choice, split
-from passes.rules.strategies import combine, named_choices, op_strategies, subject
+from passes.rules.strategies import combine, named_choices, op_context, op_strategies
 from passes.rules.strides import strided
 from tests.passes.helpers import Apply, mesh_of, normalized
 from tests.passes.planning import planning
 from tests.passes.rules.one_op import digits_of, one_op
 from tests.passes.rules.samples import Sample, samples
 
+ATTENTION = tuple(torch.ones(2, 4, 8, 16) for _ in range(3))
 LINEAR = Sample("aten.linear.default", (torch.ones(4, 6, 12), torch.ones(8, 12), torch.ones(8)), {})
 
 
@@ -46,8 +47,8 @@ def test_linear_has_all_the_known_splits() -> None:
 def test_parameters_are_no_pending_sums() -> None:
     """A parameter is never a pending sum by itself, although its product would pass one."""
     one = one_op(LINEAR)
-    about = subject(one.op, one.rule, one.folded.types, one.folded.flowing, {"x1", "x2"}, set())
-    methods = {strategy.methods[0] for strategy in op_strategies(about, {2: []}, mesh_of(a=2))}
+    context = op_context(one.op, one.rule, one.folded.types, one.folded.flowing, {"x1", "x2"}, set())
+    methods = {strategy.methods[0] for strategy in op_strategies(context, {2: []}, mesh_of(a=2))}
     assert methods == {"I", "R", "P(0, 2)"}
 
 
@@ -63,8 +64,7 @@ def test_ops_without_a_rule_are_whole() -> None:
 
 def _attention_with_a_ring() -> tuple[Op, Rule]:
     """Attention whose rule has one method more, which splits queries and keys at once."""
-    tensors = tuple(torch.ones(2, 4, 8, 16) for _ in range(3))
-    one = one_op(Sample("aten.scaled_dot_product_attention.default", tensors, {"is_causal": True}))
+    one = one_op(Sample("aten.scaled_dot_product_attention.default", ATTENTION, {"is_causal": True}))
     assert one.rule is not None
     return one.op, replace(one.rule, joint={"ring": Method(("queries", "keys"), "causal_attention", Role.FREE)})
 
@@ -90,6 +90,33 @@ def test_methods_of_several_factors_travel() -> None:
     assert ("ring", 2) in digits
 
 
+def test_joint_methods_do_not_take_the_place_of_digits() -> None:
+    """An op has as many digits of its factors with a joint method as without."""
+    op, rule = _attention_with_a_ring()
+    given = {op.operands[0]: [S(dim, major) for dim in range(4) for major in (1, 2, 4, 8)]}
+    (digits,), _ = propagate([(op, rule)], [], given, 1)
+    (alone,), _ = propagate([(op, replace(rule, joint={}))], [], given, 1)
+    assert [digit for digit in digits if digit[0] != "ring"] == alone
+    assert [major for name, major in digits if name == "ring"] == [1, 2, 4, 8]
+
+
+def test_axes_with_different_local_forms_are_not_combined() -> None:
+    """An op runs one local form: two axes may have the same one, or one axis none."""
+    _, rule = _attention_with_a_ring()
+    joint = {**rule.joint, "other": Method(("queries", "keys"), "softmax", Role.FREE)}
+    one = one_op(Sample("aten.scaled_dot_product_attention.default", ATTENTION, {"is_causal": True}))
+    context = replace(one.context, rule=replace(rule, joint=joint))
+    digits = {2: [(name, major) for name in ("heads", "queries", "ring", "other") for major in (1, 2)]}
+    mesh = mesh_of(a=2, b=2)
+    found = op_strategies(context, digits, mesh)
+    methods = {strategy.methods for strategy in found}
+    assert {("queries", "queries@2"), ("heads", "other"), ("ring", "ring@2")} <= methods
+    assert all(len({choice.form for choice in choices} - {""}) <= 1 for choices in found.values())
+    assert named_choices(context, ("ring", "other@2"), mesh) is None
+    assert ("ring",) in {item.methods for item in op_strategies(context, digits, mesh_of(a=2))}
+    assert ("other",) in {item.methods for item in op_strategies(context, digits, mesh_of(a=2))}, "equal layouts"
+
+
 def test_axes_take_digits_of_one_factor_in_mesh_order() -> None:
     """Two axes on one dim: the first splits its front, the second what is left; both are one contiguous split."""
     found = {strategy.methods: strategy for strategy in one_op(LINEAR).strategies(mesh_of(a=2, b=3))}
@@ -105,9 +132,9 @@ def test_methods_name_their_strategy(sample: Sample, mesh: Mesh) -> None:
     strategies = one.strategies(mesh)
     assert len({(strategy.operands, strategy.results) for strategy in strategies}) == len(strategies)
     for strategy, made in strategies.items():
-        choices = named_choices(one.subject, strategy.methods, mesh)
+        choices = named_choices(one.context, strategy.methods, mesh)
         assert choices == made
-        again = combine(one.subject, choices)
+        again = combine(one.context, choices)
         assert (again.operands, again.results) == (strategy.operands, strategy.results)
         for tensor, layout in zip((*one.operands, *one.results), (*strategy.operands, *strategy.results), strict=True):
             assert fits(tuple(tensor.shape), layout, mesh)
