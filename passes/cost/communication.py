@@ -1,4 +1,4 @@
-"""Seconds for the steps of a redistribution.
+"""Seconds of collectives, by algorithm.
 
 S are the bytes of the larger of a collective's input and output, n the devices of a group, B the achieved bytes/s of
 the link, a the seconds of a hop. Every collective uses the fastest of its algorithms for its size; each has a latency
@@ -16,79 +16,27 @@ and a time per byte:
   the rest over the link inside.
 
 For shorter messages rings, trees and all-to-alls have protocols with faster hops and lower bandwidth (NCCL's LL and
-LL128). Parts that are not contiguous are copied. Local conversions read and write memory; a conversion between R and I
-is free.
+LL128).
 """
 
 from collections.abc import Callable, Iterator
-from math import ceil, log2, prod
-from typing import TypeVar
+from math import ceil, log2
 
-import numpy as np
-from numpy.typing import NDArray
-
-from passes.cost.cluster import Cluster, Route
-from passes.cost.hardware import Device
-from passes.ir.figures import least
-from passes.ir.mesh import Mesh
-from passes.ir.redistribution import COLLECTIVES, RedistributionStep
+from passes.cost.cluster import Route
 
 # Seconds of one algorithm: its latency, and the seconds per byte.
 Line = tuple[float, float]
 
 
-# An all-to-all of many tensors copies each into one buffer, and out of another: a kernel and a pass over memory each.
-_JOINT_KERNELS, _JOINT_TOUCHED = 2, 2
-
 _FREE: tuple[Line, ...] = ((0.0, 0.0),)
-
-
-def step_seconds(step: RedistributionStep, itemsize: int, cluster: Cluster, mesh: Mesh, joined: int = 1) -> float:
-    """Seconds of the forward pass of `step` with elements of `itemsize` bytes. `joined` tensors are sent together and
-    share the latency of a collective."""
-    return least(fixed + each * itemsize for fixed, each in step_lines(step, cluster, mesh, joined))
-
-
-def joint_seconds(step: RedistributionStep, itemsize: int, cluster: Cluster, mesh: Mesh) -> float:
-    """Seconds that the all-to-all `step` adds to one that carries many tensors, which share its latency."""
-    rate = joint_rate(cluster.route(mesh, step.axis))
-    return joint_seconds_at(prod(step.before), itemsize, rate, cluster.device)
-
-
-Numbers = TypeVar("Numbers", float, NDArray[np.float64])
-
-
-def joint_seconds_at(elements: Numbers, itemsize: Numbers, rate: Numbers, device: Device) -> Numbers:
-    """The same for one tensor, or for each of an array of tensors, of which a rank holds so many `elements` before and
-    after; `rate` is the `joint_rate` of the all-to-all."""
-    return _JOINT_KERNELS * device.launch + (rate + 2 * _JOINT_TOUCHED / device.stream) * (elements * itemsize)
-
-
-def joint_rate(route: Route) -> float:
-    """Seconds per byte of S of an all-to-all in the limit of many bytes."""
-    return min(each for _, each in collective_lines("all_to_all", route))
-
-
-def step_lines(step: RedistributionStep, cluster: Cluster, mesh: Mesh, joined: int = 1) -> tuple[Line, ...]:
-    """Seconds of the forward pass of `step`, by algorithm: its latency, and the seconds per byte of an element.
-
-    The step uses the fastest of them; they do not depend on the itemsize.
-    """
-    before, after, device = prod(step.before), prod(step.after), cluster.device
-    kernels, at_first, at_last = touched(step.source.kind, step.target.kind, step.cut, step.join)
-    fixed, each = kernels * device.launch, (at_first * before + at_last * after) / device.stream
-    if step.collective == "convert":
-        return ((fixed, each),)
-    lines = collective_lines(step.collective, cluster.route(mesh, step.axis))
-    return tuple((start / joined + fixed, per_byte * max(before, after) + each) for start, per_byte in lines)
 
 
 def collective_lines(collective: str, route: Route) -> tuple[Line, ...]:
     """Seconds of a collective over `route`, by algorithm: its latency, and the seconds per byte of S.
 
-    `collective` is "all_gather", "reduce_scatter", "all_reduce" or "all_to_all".
+    `collective` is "all_gather", "reduce_scatter", "all_reduce", "all_to_all" or "convert", which sends nothing.
     """
-    return tuple(_ALGORITHMS[collective](route)) if route.ways > 1 else _FREE
+    return tuple(_ALGORITHMS[collective](route)) if route.ways > 1 and collective != "convert" else _FREE
 
 
 # --- algorithms ---
@@ -188,39 +136,3 @@ def _ring(route: Route, inside: float, between: float) -> float:
         return route.inside.among(route.ways) * inside
     cards = route.together * route.between.bandwidth * between
     return min(route.inside.among(route.together) * inside, cards) if route.together > 1 else cards
-
-
-# --- local ---
-
-
-def touched(source: str, target: str, cut: bool, join: bool) -> tuple[int, int, int]:
-    """Memory accesses of a rank for a step between placements of these kinds, with `cut` and `join` of the step: the
-    number of kernels, and the multiples of its elements before and after that it reads and writes.
-
-    Parts that are not contiguous are copied before they are sent, and after they are received.
-    """
-    if COLLECTIVES[source, target] != "convert":
-        first, last = int(cut and target == "S"), int(join and source == "S")
-        return first + last, 2 * first, 2 * last
-    if {source, target} == {"R", "I"}:
-        return 0, 0, 0
-    # The smaller tensor is read: the part that is sliced out, or the one that is padded.
-    return (1, 1, 1) if source == "S" else (1, 0, 2)
-
-
-def redistribution_seconds(
-    steps: tuple[RedistributionStep, ...],
-    itemsize: int,
-    gradient_itemsize: int,
-    differentiable: bool,
-    cluster: Cluster,
-    mesh: Mesh,
-    joined: int = 1,
-) -> tuple[float, float]:
-    """Seconds forward and backward of one of `joined` tensors; nothing runs backward where no gradient flows."""
-    forward = sum(step_seconds(step, itemsize, cluster, mesh, joined) for step in steps)
-    if not differentiable:
-        return forward, 0.0
-    return forward, sum(
-        step_seconds(step.backward, gradient_itemsize, cluster, mesh, joined) for step in reversed(steps)
-    )

@@ -55,7 +55,7 @@ class Work:
     backward: Sequence[float] = ()
     elements: float = 0.0
     gradients: Sequence[float] = ()
-    width: int = 0
+    width: float = 0.0
     unaligned: bool = False
     batched: bool = False
 
@@ -87,7 +87,7 @@ def product_seconds(
     return (flops + 2 * elements * device.depth) * (elements + device.fill) / (elements * rate)
 
 
-def attention_seconds(flops: float, elements: float, width: int, dtype: torch.dtype, device: Device) -> float:
+def attention_seconds(flops: float, elements: float, width: float, dtype: torch.dtype, device: Device) -> float:
     """Seconds of fused attention with heads of `width` for `flops`, with `elements` in its result."""
     rate = device.attention * device.peak(dtype)
     fill = device.fill * min(1.0, width / _TILE)

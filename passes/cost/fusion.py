@@ -38,15 +38,15 @@ class Fused:
 
     - `operands`, `results`: those that it does not read from memory, and does not write to memory.
     - `starts`: whether it is the op that launches the kernel.
-    - `read_again`, `read_back`: its operands and results that the backward pass reads from memory, to recompute the
-      intermediate tensors of the chain.
+    - `recompute_operands`, `recompute_results`: its operands and results that the backward pass reads from memory, to
+      recompute the intermediate tensors of the chain.
     """
 
     operands: frozenset[int] = frozenset()
     results: frozenset[int] = frozenset()
     starts: bool = True
-    read_again: frozenset[int] = frozenset()
-    read_back: frozenset[int] = frozenset()
+    recompute_operands: frozenset[int] = frozenset()
+    recompute_results: frozenset[int] = frozenset()
 
 
 def fusion(folded: Folded) -> dict[str, Fused]:
@@ -155,7 +155,7 @@ def _chain(links: Sequence[_Link], written: Set[str], flowing: Set[str]) -> dict
     """The memory accesses of the ops of one chain."""
     makers = {name: link for link in links for name in link.op.results}
     used = {name for link in links for name in link.operands}
-    again: set[str] = set()
+    needed: set[str] = set()
     waiting = [name for link in links for name in _saved(link, flowing)]
     made = set[str]()
     while waiting:
@@ -164,7 +164,7 @@ def _chain(links: Sequence[_Link], written: Set[str], flowing: Set[str]) -> dict
             waiting += () if name in made else makers[name].operands
             made.add(name)
         else:
-            again.add(name)
+            needed.add(name)
     found: dict[str, Fused] = {}
     read: set[str] = set()
     for number, link in enumerate(links):
@@ -172,12 +172,12 @@ def _chain(links: Sequence[_Link], written: Set[str], flowing: Set[str]) -> dict
         for slot, name in enumerate(link.operands):
             if name in read or slot in link.inner:
                 absent.add(slot)
-            elif name in again:
+            elif name in needed:
                 reread.add(slot)
             read.add(name)
         results = dict(enumerate(link.op.results))
         kept = frozenset(index for index, name in results.items() if name in used and name not in written)
-        reread_results = frozenset(index for index, name in results.items() if name in again)
+        reread_results = frozenset(index for index, name in results.items() if name in needed)
         found[link.op.results[0]] = Fused(frozenset(absent), kept, number == 0, frozenset(reread), reread_results)
     return found
 

@@ -110,6 +110,11 @@ class Device:
         return min(1.0, link.blocks / self.multiprocessors) if self.multiprocessors else 0.0
 
     @property
+    def type(self) -> str:
+        """Either "cpu" or "cuda". Unknown devices are taken to be CUDA's, the ideal one a CPU."""
+        return "cpu" if self.name == "ideal" or not self.overlaps else "cuda"
+
+    @property
     def stream(self) -> float:
         """Bytes/s at which large tensors are read and written."""
         return self.bandwidth * self.streaming

@@ -15,7 +15,7 @@ from passes.cost.program_points import END, START, LiveRange, Phase
 from passes.ir.choices import Edge, EdgeGroup, Node, Problem
 from passes.ir.configuration import Configuration
 from passes.ir.figures import as_float
-from passes.ir.layout import I, Layout, R, local_shape
+from passes.ir.layout import Layout, local_shape
 from passes.ir.mesh import Mesh
 
 
@@ -56,14 +56,14 @@ class GroupRanges:
     """Live ranges of the tensors of a group.
 
     Of saved tensors: `sources` before a redistribution, for strategies of the producer that are not recomputed and for
-    those that are (None: resident anyway); `target` after it, and `again` if the backward pass repeats the
+    those that are (None: resident anyway); `target` after it, and `rerun` if the backward pass repeats the
     redistribution. Of gradients: `flow` without a redistribution, else `before` it and `after` it (None: there are
     none). `gathered` is for parameters that have gradients.
     """
 
     sources: tuple[LiveRange, LiveRange] | None
     target: tuple[LiveRange, ...]
-    again: tuple[LiveRange, ...]
+    rerun: tuple[LiveRange, ...]
     flow: LiveRange | None
     before: LiveRange | None
     after: LiveRange | None
@@ -84,7 +84,7 @@ class LiveRanges:
         yield from (item.range for items in self.nodes for item in items)
         yield from (item.range for item in self.edges)
         for group in self.groups:
-            several = (*(group.sources or ()), *group.target, *group.again)
+            several = (*(group.sources or ()), *group.target, *group.rerun)
             single = (group.flow, group.before, group.after)
             yield from (*several, *(item for item in single if item is not None))
             if group.gathered is not None:
@@ -97,19 +97,12 @@ def layout_bytes(group: EdgeGroup, layout: Layout, mesh: Mesh) -> float:
     return as_float(prod(local_shape(group.type.shape, layout, mesh)) * group.type.dtype.itemsize * group.count)
 
 
-def same_tensor(source: Layout, target: Layout) -> bool:
-    """Whether the redistribution is free in the forward pass: placements differ between R and I only."""
-    return all(
-        before == after or (before in (R, I) and after in (R, I)) for before, after in zip(source, target, strict=True)
-    )
-
-
 def recompute_of(problem: Problem, configuration: Configuration, block: int) -> str:
     """The recompute level of a block."""
-    return configuration.recompute_of(problem.blocks[block])
+    return configuration.recompute.get(problem.blocks[block], "none")
 
 
-def runs_again(node: Node, pick: int) -> bool:
+def is_recomputed(node: Node, pick: int) -> bool:
     """Whether selective recompute recomputes strategy `pick` of a node."""
     return bool(node.light) and node.light[pick]
 
@@ -122,7 +115,7 @@ def is_resident(problem: Problem, configuration: Configuration, producer: Node) 
     return producer.kind in ("parameter", "input", "buffer") or producer.saves_result or producer.views
 
 
-def is_kept(problem: Problem, configuration: Configuration, edge: Edge) -> bool:
+def is_saved(problem: Problem, configuration: Configuration, edge: Edge) -> bool:
     """Whether the operand of a use is a saved tensor."""
     group = problem.groups[edge.group]
     return edge.saved or (edge.remade and recompute_of(problem, configuration, group.block) == "selective")
@@ -144,10 +137,12 @@ def live_ranges(problem: Problem, configuration: Configuration) -> LiveRanges:
     readers: dict[int, list[Edge]] = {}
     for edge in problem.edges:
         readers.setdefault(edge.producer, []).append(edge)
-    again = _made_first(problem, readers)
-    nodes = [_node(problem, configuration, index, readers.get(index, []), again) for index in range(len(problem.nodes))]
+    made_first = _made_first(problem, readers)
+    nodes = [
+        _node(problem, configuration, index, readers.get(index, []), made_first) for index in range(len(problem.nodes))
+    ]
     groups = [
-        _group(problem, configuration, number, [problem.edges[index] for index in own], again)
+        _group(problem, configuration, number, [problem.edges[index] for index in own], made_first)
         for number, own in sorted(uses.items())
     ]
     edges = [item for own in uses.values() for item in _sums(problem, own)]
@@ -169,7 +164,7 @@ def _made_first(problem: Problem, readers: Mapping[int, Sequence[Edge]]) -> dict
 
 
 def _node(
-    problem: Problem, configuration: Configuration, index: int, readers: Sequence[Edge], again: Mapping[int, int]
+    problem: Problem, configuration: Configuration, index: int, readers: Sequence[Edge], made_first: Mapping[int, int]
 ) -> list[NodeAllocation]:
     node = problem.nodes[index]
     times = configuration.micro_batches if node.kind in ("input", "output") else 1
@@ -184,9 +179,9 @@ def _node(
     if node.copies:
         found += _each_way(node, _made(problem, configuration, index, index, index), node.copies)
     if node.saves_result:
-        found += _each_way(node, _made(problem, configuration, index, index, again[index]), node.results)
+        found += _each_way(node, _made(problem, configuration, index, index, made_first[index]), node.results)
     if node.kind == "carry" and is_resident(problem, configuration, node):
-        found.append(NodeAllocation("kept", LiveRange(Phase.FORWARD, node.block), node.results))
+        found.append(NodeAllocation("saved", LiveRange(Phase.FORWARD, node.block), node.results))
     return [item for item in found if any(item.sizes)]
 
 
@@ -195,11 +190,11 @@ def _each_way(node: Node, places: tuple[LiveRange, LiveRange], sizes: Sequence[f
     ways = zip(places, (False, True), strict=True)
     return [
         NodeAllocation(
-            "kept",
+            "saved",
             place,
-            [size if runs_again(node, pick) is again else 0.0 for pick, size in enumerate(sizes)],
+            [size if is_recomputed(node, pick) is recomputed else 0.0 for pick, size in enumerate(sizes)],
         )
-        for place, again in ways
+        for place, recomputed in ways
     ]
 
 
@@ -229,7 +224,7 @@ def _group(
     group, producer = problem.groups[number], edges[0].producer
     node, block = problem.nodes[producer], group.block
     positions = [_position(problem, edge.consumer) for edge in edges]
-    kept = [_position(problem, edge.consumer) for edge in edges if is_kept(problem, configuration, edge)] or positions
+    kept = [_position(problem, edge.consumer) for edge in edges if is_saved(problem, configuration, edge)] or positions
     first, last = min(kept), max(kept)
     running = LiveRange(Phase.COPY, block, first, last)
     repeated = problem.counts[block] > 1
@@ -241,13 +236,13 @@ def _group(
     if node.block == block and not shared:
         sources = _made(problem, configuration, producer, first, max(last, made_first[producer]))
     targets: tuple[LiveRange, ...] = (LiveRange(Phase.COPY, block, first) if full else target,)
-    again: tuple[LiveRange, ...] = (running,)
+    rerun: tuple[LiveRange, ...] = (running,)
     gathered = None
     if group.parameter:
         # FSDP units gather a copy at once and prefetch the next one; outside of copies they gather op by op.
         there = (LiveRange(Phase.COPY, block), LiveRange(Phase.NEXT_COPY, block)) if repeated else (running,)
         targets = there if full else (LiveRange(Phase.FORWARD, block) if repeated else target,)
-        again = there
+        rerun = there
         if group.gradient:
             gathered = _reduced(problem, block, positions[0])
     flow = before = after = None
@@ -262,7 +257,7 @@ def _group(
         before = LiveRange(Phase.COPY, block, made, min(positions))
         after = LiveRange(Phase.COPY, block, min(positions), end)
     resident = is_resident(problem, configuration, node)
-    return GroupRanges(None if resident else sources, targets, again, flow, before, after, gathered)
+    return GroupRanges(None if resident else sources, targets, rerun, flow, before, after, gathered)
 
 
 def _reduced(problem: Problem, block: int, op: int) -> GradientRanges:

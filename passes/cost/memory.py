@@ -6,15 +6,16 @@ fraction is live at each point (`cost.program_points`). The solver reads the arr
 problem with one strategy per node.
 """
 
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from passes.cost.live_ranges import GradientRanges, GroupRanges, NodeAllocation, is_kept, live_ranges, unsharded_bytes
+from passes.cost.live_ranges import GradientRanges, GroupRanges, NodeAllocation, is_saved, live_ranges, unsharded_bytes
 from passes.cost.program_points import LiveRange, Phase, ProgramPoint, live_fractions, program_points
-from passes.cost.tensor_uses import Flags, Floats, Integers, TensorUses, find_tensor_uses
+from passes.cost.tensor_uses import TensorUses, find_tensor_uses
+from passes.ir.arrays import Flags, Floats, Integers
 from passes.ir.choices import Problem, Solution
 from passes.ir.configuration import Configuration
 from passes.ir.figures import Figure, Number
@@ -24,35 +25,31 @@ from passes.ir.mesh import Mesh
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """Bytes on one device: `peak` at the point called `moment`, and the bytes of each kind there."""
+    """Bytes on the busiest device, by kind, at the program point of the peak, whose name is `moment`. All ranks
+    have the same program."""
 
-    parameters: float
-    optimizer: float
-    buffers: float
-    inputs: float
-    outputs: float
-    gradients: float
-    activations: float
-    transient: float
+    bytes_by_kind: Mapping[str, float]
     moment: str
 
     @property
     def peak(self) -> float:
         """The sum over all kinds."""
-        return sum(self.kinds().values())
+        return sum(self.bytes_by_kind.values())
 
     def kinds(self) -> dict[str, float]:
-        """The bytes by kind, under names for people."""
-        return {
-            "parameters": self.parameters,
-            "optimizer states": self.optimizer,
-            "buffers": self.buffers,
-            "inputs": self.inputs,
-            "outputs": self.outputs,
-            "gradients": self.gradients,
-            "activations": self.activations,
-            "transient tensors": self.transient,
-        }
+        """The bytes by kind, under names for printing."""
+        return dict(self.bytes_by_kind)
+
+
+# Kinds of allocations -> their names for printing.
+_NAMES = {
+    "buffer": "buffers",
+    "input": "inputs",
+    "output": "outputs",
+    "gradient": "gradients",
+    "saved": "activations",
+    "transient": "transient tensors",
+}
 
 
 @dataclass(frozen=True)
@@ -72,18 +69,18 @@ class NodeBytes:
 @dataclass(frozen=True)
 class SavedBytes:
     """Bytes of a group's saved tensor: of the `source` in each layout of its producer, of the `target` in each layout
-    of its consumers, and of the target that the backward pass gathers `again`."""
+    of its consumers, and of the target that the backward pass gathers `rerun`."""
 
     source: Floats
     target: Floats
-    again: Floats
+    rerun: Floats
 
 
 @dataclass(frozen=True)
 class GroupBytes:
     """Bytes of a group: `sizes[i][a, b]` of a kind in live range `ranges[i]`, once for every layout b of its consumers,
     where a is the layout of its producer. A saved tensor is in the range `source[a]` before a redistribution (None:
-    resident anyway), in those of `target` after it, and in those of `again`, besides the source, if the backward pass
+    resident anyway), in those of `target` after it, and in those of `rerun`, besides the source, if the backward pass
     gathers it again."""
 
     kinds: Sequence[str]
@@ -92,7 +89,7 @@ class GroupBytes:
     same: Flags
     source: Integers | None
     target: Integers
-    again: Integers
+    rerun: Integers
     source_bytes: Floats
     target_bytes: Floats
 
@@ -104,7 +101,7 @@ class GroupBytes:
     def saves(self, fractions: Floats) -> bool:
         """Whether a live range of the saved tensor is live."""
         source = self.source is not None and fractions[self.source].any()
-        return bool(source or fractions[self.target].any() or fractions[self.again].any())
+        return bool(source or fractions[self.target].any() or fractions[self.rerun].any())
 
     def saved(self, fractions: Floats) -> SavedBytes:
         """The bytes of the saved tensor when such `fractions` of all live ranges are live."""
@@ -112,7 +109,7 @@ class GroupBytes:
         return SavedBytes(
             source * self.source_bytes,
             float(fractions[self.target].sum()) * self.target_bytes,
-            float(fractions[self.again].sum()) * self.target_bytes,
+            float(fractions[self.rerun].sum()) * self.target_bytes,
         )
 
 
@@ -150,8 +147,8 @@ class MemoryModel:
         found: Floats = np.array(weights[: len(own)]) @ self.fractions[own] if own else np.zeros(len(self.ranges))
         return found
 
-    def allocations(self, picks: Sequence[int], again: Set[tuple[int, Layout]]) -> list[Allocation]:
-        """All allocations under the strategies `picks` if the backward pass repeats the redistributions `again` (group,
+    def allocations(self, picks: Sequence[int], rerun: Set[tuple[int, Layout]]) -> list[Allocation]:
+        """All allocations under the strategies `picks` if the backward pass repeats the redistributions `rerun` (group,
         target)."""
         found: list[Allocation] = []
         for node, pick in zip(self.nodes, picks, strict=True):
@@ -163,7 +160,7 @@ class MemoryModel:
                 sizes = (size[made, target] for size in group.sizes)
                 found += map(Allocation, group.kinds, group.ranges.tolist(), sizes)
             for target in dict.fromkeys(wanted[use] for use in saved):
-                found += _saved_allocations(group, made, target, (number, uses.targets[target]) in again)
+                found += _saved_allocations(group, made, target, (number, uses.targets[target]) in rerun)
         return found
 
     def totals(self, allocations: Sequence[Allocation]) -> NDArray[np.float64]:
@@ -190,27 +187,19 @@ class MemoryModel:
 
 def memory_by_kind(live: dict[str, float], optimizer: float, moment: str) -> MemoryUse:
     """Bytes of allocations by kind as a `MemoryUse`; those of parameters contain those of the `optimizer`."""
-    return MemoryUse(
-        live.get("parameter", 0.0) - optimizer,
-        optimizer,
-        live.get("buffer", 0.0),
-        live.get("input", 0.0),
-        live.get("output", 0.0),
-        live.get("gradient", 0.0),
-        live.get("kept", 0.0),
-        live.get("transient", 0.0),
-        moment,
-    )
+    found = {"parameters": live.get("parameter", 0.0) - optimizer, "optimizer states": optimizer}
+    found |= {name: live.get(kind, 0.0) for kind, name in _NAMES.items()}
+    return MemoryUse(found, moment)
 
 
-def _saved_allocations(group: GroupBytes, made: int, target: int, again: bool) -> Iterator[Allocation]:
+def _saved_allocations(group: GroupBytes, made: int, target: int, rerun: bool) -> Iterator[Allocation]:
     """A saved operand: before its redistribution, after it, or both."""
     same = group.same[made, target]
-    if (same or again) and group.source is not None:
-        yield Allocation("kept", int(group.source[made]), group.source_bytes[made])
+    if (same or rerun) and group.source is not None:
+        yield Allocation("saved", int(group.source[made]), group.source_bytes[made])
     if not same:
-        for number in (group.again if again else group.target).tolist():
-            yield Allocation("kept", number, group.target_bytes[target])
+        for number in (group.rerun if rerun else group.target).tolist():
+            yield Allocation("saved", number, group.target_bytes[target])
 
 
 def memory_model(
@@ -223,7 +212,7 @@ def memory_model(
     numbers: dict[LiveRange, int] = {}
     for item in found.all():
         numbers.setdefault(item, len(numbers))
-    saved = [[use for use, edge in enumerate(own.edges) if is_kept(problem, configuration, edge)] for own in uses]
+    saved = [[use for use, edge in enumerate(own.edges) if is_saved(problem, configuration, edge)] for own in uses]
     operands = {id(edge): (own, row) for own in uses for edge, row in zip(own.edges, own.wanted, strict=True)}
     sums: dict[int, list[tuple[LiveRange, Floats]]] = {}
     for extra in found.edges:
@@ -273,7 +262,7 @@ def _group_bytes(
         uses.same,
         sources,
         np.array([numbers[range] for range in item.target]),
-        np.array([numbers[range] for range in item.again]),
+        np.array([numbers[range] for range in item.rerun]),
         np.zeros(len(uses.sources)) if sources is None else uses.source_bytes,
         np.zeros(len(uses.targets)) if gathered_throughout else uses.target_bytes,
     )
@@ -287,14 +276,14 @@ def _parameter_bytes(
     yield "parameter", LiveRange(Phase.STEP), np.where(uses.same, 0.0, unsharded)
     if item is None:
         return
-    engine = _unsharded_on_an_axis(uses, configuration.mesh, ("S", "I"))
+    in_unit = _unsharded_on_an_axis(uses, configuration.mesh, ("S", "I"))
     replicated = _unsharded_on_an_axis(uses, configuration.mesh, ("I",))
     several = configuration.micro_batches > 1
     size = np.broadcast_to(uses.target_bytes, uses.same.shape)
     in_reduction = uses.group.gradient_itemsize / uses.group.type.dtype.itemsize
-    yield "transient", item.alone, np.where(~engine & (~uses.same | several), size, 0.0)
-    yield "transient", item.alone if configuration.reduce_once else item.whole, np.where(engine, size, 0.0)
-    yield "transient", item.sent, np.where(engine, size * in_reduction, 0.0)
+    yield "transient", item.alone, np.where(~in_unit & (~uses.same | several), size, 0.0)
+    yield "transient", item.alone if configuration.reduce_once else item.whole, np.where(in_unit, size, 0.0)
+    yield "transient", item.sent, np.where(in_unit, size * in_reduction, 0.0)
     if several and not configuration.reduce_once:
         reduced = np.broadcast_to((uses.source_bytes * in_reduction)[:, None], uses.same.shape)
         yield "transient", item.second, np.where(replicated, reduced, 0.0)

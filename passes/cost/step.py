@@ -23,10 +23,10 @@ class BlockSeconds:
     """Seconds of one block of a program in one micro-batch, its `count` copies together.
 
     `exchange` are the all-to-alls that run once before a forward pass: they bring parameters to the layout that is
-    gathered. `gather` is the gathering of parameters in the forward pass, `gather_again` their regathering in the
+    gathered. `gather` is the gathering of parameters in the forward pass, `regather` their regathering in the
     backward pass, `reduce` the reduction of their gradients. `recompute` is the computation of the forward pass that
     the backward pass repeats; repeated collectives count as communication of the backward pass. `cover` and
-    `cover_again` are the computation that hides traffic, forward and backward.
+    `cover_backward` are the computation that hides traffic, forward and backward.
     """
 
     count: int = 1
@@ -37,10 +37,10 @@ class BlockSeconds:
     recompute: float = 0.0
     exchange: float = 0.0
     gather: float = 0.0
-    gather_again: float = 0.0
+    regather: float = 0.0
     reduce: float = 0.0
     cover: float = 0.0
-    cover_again: float = 0.0
+    cover_backward: float = 0.0
 
     def __add__(self, other: "BlockSeconds") -> "BlockSeconds":
         return BlockSeconds(self.count, *(getattr(self, name) + getattr(other, name) for name in _SUMMED))
@@ -141,8 +141,8 @@ def compose(
     reductions = 0.0
     for part in parts:
         for window in windows(configuration):
-            sent = window.gather * part.gather + window.regather * part.gather_again + window.reduce * part.reduce
-            cover = part.cover_again if window.backward else part.cover
+            sent = window.gather * part.gather + window.regather * part.regather + window.reduce * part.reduce
+            cover = part.cover_backward if window.backward else part.cover
             seconds = window.times * exposed(sent, cover, part.count, share)
             traffic += window.times * sent
             if window.backward:

@@ -4,16 +4,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-from passes.cost.live_ranges import layout_bytes, runs_again
+from passes.cost.live_ranges import is_recomputed, layout_bytes
+from passes.ir.arrays import Flags, Floats, Integers
 from passes.ir.choices import Edge, EdgeGroup, Problem
 from passes.ir.layout import I, Layout, Placement, R
 from passes.ir.mesh import Mesh
-
-Floats = NDArray[np.float64]
-Integers = NDArray[np.int64]
-Flags = NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
@@ -60,7 +56,7 @@ def _uses(
     producer = edges[0].producer
     sources: dict[tuple[Layout, bool], int] = {}
     node = problem.nodes[producer]
-    made = [(item.results[edges[0].result], runs_again(node, pick)) for pick, item in enumerate(node.strategies)]
+    made = [(item.results[edges[0].result], is_recomputed(node, pick)) for pick, item in enumerate(node.strategies)]
     rows = np.array([sources.setdefault(each, len(sources)) for each in made])
     targets: dict[Layout, int] = {}
     wanted = [

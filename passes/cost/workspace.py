@@ -1,48 +1,58 @@
 """Workspace of ops: memory besides their operands, results, and the gradients of both.
 
-From the allocations of torch's backward formulas and of this package's local forms; a test compares the tables with
-them.
+From the allocations of torch's backward formulas; local forms say their own. A test compares all of it with them.
 """
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from math import prod
 
-from passes.ir.program import Op
+import torch
 
+from passes.cost.attention import local_attention
+from passes.cost.forms import form_contexts
+from passes.ir.choices import Strategy
+from passes.ir.layout import local_shape
+from passes.ir.mesh import Mesh
+from passes.rules.attention_kernels import attention_workspace
+from passes.rules.local_forms import Workspace
+from passes.rules.rule import Choice
+from passes.rules.strategies import OpContext
 
-@dataclass(frozen=True)
-class Workspace:
-    """In multiples of the first operand's size: the tensors that autograd saves besides those of the rule, and the
-    temporaries that are live at once in the backward pass."""
-
-    kept: float = 0.0
-    backward: float = 0.0
-
-
-NONE = Workspace()
+# Temporaries that are live at once in the backward pass, in tensors of the first operand's size.
 # pow: the power below and its product with the exponent. rsqrt: the result to the third, and half of that.
 # cross_entropy_loss: the gradient of the logarithms.
-BY_KIND: Mapping[str, Workspace] = {
-    "pow": Workspace(backward=2.0),
-    "rsqrt": Workspace(backward=2.0),
-    "cross_entropy_loss": Workspace(backward=1.0),
-}
-# vocabulary_cross_entropy saves differences and their exponentials, of which the rule counts one.
-BY_BODY: Mapping[str, Workspace] = {"vocabulary_cross_entropy": Workspace(kept=1.0, backward=1.0)}
+TEMPORARIES: Mapping[str, float] = {"pow": 2.0, "rsqrt": 2.0, "cross_entropy_loss": 1.0}
 # The same in tensors of the result's size, where an operand that is repeated has a gradient: products of full size
 # before they are summed (of a divisor: the quotient, its negative, and the product with the gradient).
 REPEATED: Mapping[str, float] = {"mul": 1.0, "div": 3.0}
 
 
-def workspace(
-    op: Op, bodies: Collection[str], operands: Sequence[float], flows: Sequence[bool], result: float
-) -> tuple[float, float]:
-    """Additional bytes that autograd saves, and bytes of temporaries in the backward pass. `bodies` are the local forms
-    that run, `operands` and `result` bytes on one device, `flows` says which operands have a gradient."""
-    if not operands:
+def workspace(context: OpContext, choices: Sequence[Choice], strategy: Strategy, mesh: Mesh, device: str) -> Workspace:
+    """Bytes that autograd saves besides what the rule says, and bytes of temporaries in the backward pass, on a rank of
+    `mesh` of devices of the type `device`."""
+    if not context.flows or not context.operands:
         return 0.0, 0.0
-    found = next((BY_BODY[body] for body in bodies if body in BY_BODY), BY_KIND.get(op.kind, NONE))
-    backward = found.backward * operands[0]
-    if any(flowing and size < result for flowing, size in zip(flows, operands, strict=True)):
-        backward += REPEATED.get(op.kind, 0.0) * result
-    return found.kept * operands[0], backward
+    for form, about in form_contexts(context, choices, strategy, mesh, device):
+        return form.workspace(about)
+    if context.op.kind not in _KINDS:
+        return 0.0, 0.0
+    shapes = [
+        local_shape(type.shape, layout, mesh) for type, layout in zip(context.operands, strategy.operands, strict=True)
+    ]
+    attention = local_attention(context, choices, strategy, mesh, device)
+    if attention is not None:
+        masks = zip(context.operands[3:], shapes[3:], strict=True)
+        converted = sum(prod(shape) for type, shape in masks if type.dtype is torch.bool)
+        dropout = bool(context.op.arguments["dropout_p"])
+        dtype = context.operands[0].dtype
+        return attention_workspace(attention.kernel, dtype, attention.operands, mask=converted, dropout=dropout)
+    operands = [prod(shape) * type.dtype.itemsize for shape, type in zip(shapes, context.operands, strict=True)]
+    backward = TEMPORARIES.get(context.op.kind, 0.0) * operands[0]
+    whole = context.results[0]
+    result = prod(local_shape(whole.shape, strategy.results[0], mesh)) * whole.dtype.itemsize
+    if any(flows and size < result for flows, size in zip(context.flowing_operands, operands, strict=True)):
+        backward += REPEATED.get(context.op.kind, 0.0) * result
+    return 0.0, backward
+
+
+_KINDS = frozenset((*TEMPORARIES, *REPEATED, "scaled_dot_product_attention"))

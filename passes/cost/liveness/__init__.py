@@ -1,4 +1,4 @@
-"""The memory simulator: peak memory of a lowered program, by simulating the allocation and release of every tensor."""
+"""The memory simulator: peak memory of a pipeline stage, by simulating the allocation and release of every tensor."""
 
 from passes.cost.liveness.ledger import KINDS, Peak
 from passes.cost.liveness.profile import (

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
-from passes.cost.liveness.graph import AutogradNode, Boundary, Edge, Gradient, Leaf, Skip, Value, fetch
+from passes.cost.liveness.graph import AutogradNode, Boundary, Edge, Gradient, GraphNode, Leaf, Skip, Value, fetch
 from passes.cost.liveness.ledger import GRADIENTS, TRANSIENT, Ledger, Storage
 from passes.cost.liveness.profile import EventKind, Form, Prober, StorageOrigin, StorageRef
 
@@ -26,8 +26,8 @@ def run_backward(roots: Sequence[Value], ledger: Ledger, prober: Prober, end: Ca
     while nodes:
         node = nodes.pop()
         for skip in skips:
-            if skip.held_before is None and node.number < skip.above:
-                skip.held_before = dict(ledger.held)
+            if skip.live_before is None and node.number < skip.above:
+                skip.live_before = dict(ledger.live)
         for act in node.before:
             act()
         node.before.clear()
@@ -35,8 +35,8 @@ def run_backward(roots: Sequence[Value], ledger: Ledger, prober: Prober, end: Ca
             _pass(node, ledger)
         elif isinstance(node, Skip):
             _skip(node, ledger)
-        else:
-            ledger.moment = f"backward of {node.name}"
+        elif isinstance(node, AutogradNode):
+            ledger.moment, ledger.block = f"backward of {node.name}", node.block
             _run(node, ledger, prober)
         for edge in node.edges:
             if edge is not None and isinstance(edge[0], Leaf):
@@ -46,12 +46,12 @@ def run_backward(roots: Sequence[Value], ledger: Ledger, prober: Prober, end: Ca
     end()
 
 
-def _reached(roots: Sequence[Value]) -> list[AutogradNode | Skip | Boundary]:
-    found: dict[int, AutogradNode | Skip | Boundary] = {}
+def _reached(roots: Sequence[Value]) -> list[GraphNode]:
+    found: dict[int, GraphNode] = {}
     waiting = [root.maker for root in roots]
     while waiting:
         node = waiting.pop()
-        if isinstance(node, (AutogradNode, Skip, Boundary)) and id(node) not in found:
+        if isinstance(node, GraphNode) and id(node) not in found:
             found[id(node)] = node
             waiting += [edge[0] for edge in node.edges if edge is not None]
     return list(found.values())
@@ -60,13 +60,13 @@ def _reached(roots: Sequence[Value]) -> list[AutogradNode | Skip | Boundary]:
 def _run(node: AutogradNode, ledger: Ledger, prober: Prober) -> None:
     forms = tuple(node.gradients[slot].form if slot in node.gradients else None for slot in range(node.results))
     if not node.gradients:
-        node.kept = [None] * len(node.kept)
+        node.saved = [None] * len(node.saved)
         return
     profile = prober.backward(node.task, forms)
     own: dict[int, Storage] = {}
     read: dict[int, Storage] = {}
     # A gradient may be a saved tensor itself.
-    places = prober.forward(node.task).kept
+    places = prober.forward(node.task).saved
     passed_on = {given.place for given in profile.given.values()} & set(places)
     lingering: dict[StorageRef, Storage] = {}
     for event in profile.events:
@@ -77,19 +77,19 @@ def _run(node: AutogradNode, ledger: Ledger, prober: Prober) -> None:
         elif event.what is EventKind.TAKEN:
             node.gradients.pop(event.index, None)
         elif event.what is EventKind.USE:
-            kept = node.kept[event.index]
-            if kept is not None and not isinstance(kept, Storage) and event.index not in read:
+            saved = node.saved[event.index]
+            if saved is not None and not isinstance(saved, Storage) and event.index not in read:
                 moment = ledger.moment
-                read[event.index] = fetch(kept, ledger, prober)
+                read[event.index] = fetch(saved, ledger, prober)
                 ledger.moment = moment
-            del kept
+            del saved
         elif event.what in (EventKind.DONE, EventKind.RELEASE):
             # A recomputed tensor is held by its reader alone, which may release it before the node does.
             found = read.pop(event.index, None)
             if event.what is EventKind.RELEASE:
-                kept, node.kept[event.index] = node.kept[event.index], None
-                found = kept if isinstance(kept, Storage) else found
-                del kept
+                saved, node.saved[event.index] = node.saved[event.index], None
+                found = saved if isinstance(saved, Storage) else found
+                del saved
             place = places[event.index]
             if place in passed_on and found is not None and place is not None:
                 lingering[place] = found
@@ -146,9 +146,9 @@ def _accumulate(leaf: Leaf, ledger: Ledger) -> None:
 
 def _skip(skip: Skip, ledger: Ledger) -> None:
     """The backward pass of all skipped copies at once: first the releases, then the allocations."""
-    assert skip.held_before is not None
+    assert skip.live_before is not None
     ledger.moment = "backward of equal copies"
-    grown = {kind: size - skip.held_before[kind] for kind, size in ledger.held.items()}
+    grown = {kind: size - skip.live_before[kind] for kind, size in ledger.live.items()}
     skip.count(ledger, grown)
     for slot, edge in enumerate(skip.edges):
         gradient = skip.gradients.pop(slot, None)

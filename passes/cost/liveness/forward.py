@@ -9,9 +9,9 @@ from passes.cost.liveness.fsdp_units import FSDPSimulation
 from passes.cost.liveness.graph import (
     AutogradNode,
     Copy,
-    Kept,
     Noted,
     Recomputed,
+    SavedTensor,
     Skip,
     Value,
     fetch,
@@ -21,7 +21,7 @@ from passes.cost.liveness.graph import (
 )
 from passes.cost.liveness.ledger import COMMUNICATION, TRANSIENT, Ledger, Storage
 from passes.cost.liveness.profile import Event, EventKind, ForwardProfile, Prober, Task
-from passes.ir.lowered import Body, Compute, Loop, Lowered, Redistribution
+from passes.ir.lowered import Body, Compute, Loop, Redistribution, Stage, after
 from passes.ir.program import TensorType
 from passes.ir.variables import FunctionVariables, LoopVariables, Variables
 
@@ -32,12 +32,12 @@ BEGINNING, END = 3, 2
 @dataclass
 class Frame:
     """A running function, one of a copy of a region if it is `inner`. `names` are its variables by value, `variables`
-    their values, `held` are parameters, buffers and constants, `gathered` the parameters that FSDP units gather.
+    their values, `resident` are parameters, buffers and constants, `gathered` the parameters that FSDP units gather.
     `lists` are the lists that loops collect, `aside` the other values that are live until it returns. `weights` are
     values computed from parameters, `later` those that are computed when an op reads them."""
 
     names: FunctionVariables
-    held: Mapping[str, Value]
+    resident: Mapping[str, Value]
     gathered: Mapping[str, Value] = field(default_factory=dict)
     inner: bool = False
     variables: dict[str, Value] = field(default_factory=dict)
@@ -48,8 +48,8 @@ class Frame:
 
     def read(self, name: str) -> Value:
         """A value by its name in the program."""
-        if name in self.held:
-            return self.held[name]
+        if name in self.resident:
+            return self.resident[name]
         if name in self.names.elements:
             variable, index = self.names.elements[name]
             return self.lists[variable][index]
@@ -61,28 +61,28 @@ class Frame:
 
 
 class Forward:
-    """Runs the statements of a program forward. `held` are parameters, buffers and constants by name; `engine` gathers
+    """Runs the statements of a stage forward. `resident` are parameters, buffers and constants by name; `fsdp` gathers
     some of the parameters; `updated` are the buffers that the program changes, which are read as copies; without
     `training` no gradient flows. `stays` are the bytes, by kind, that skipped copies hold after the pass."""
 
     def __init__(
         self,
-        lowered: Lowered,
+        stage: Stage,
         ledger: Ledger,
         prober: Prober,
         variables: Variables,
-        held: Mapping[str, Value],
-        engine: FSDPSimulation,
+        resident: Mapping[str, Value],
+        fsdp: FSDPSimulation,
         training: bool,
         stays: dict[str, Storage],
     ) -> None:
         self.ledger = ledger
         self.prober = prober
         self.variables = variables
-        self.held = held
-        self.engine = engine
-        self.updated = frozenset(name for name, _ in lowered.updates)
-        self.noted = Noted() if training and _regathers(lowered) else None
+        self.resident = resident
+        self.fsdp = fsdp
+        self.updated = frozenset(name for name, _ in stage.updates)
+        self.noted = Noted() if training and stage.reruns else None
         self.training = training
         self.stays = stays
         self.running: _FirstRun | _SecondRun | None = None
@@ -107,7 +107,9 @@ class Forward:
                     frame.weights.add(statement.result)
                 self.change(statement, frame.read(statement.source), partial(frame.assign, statement.result))
             else:
+                self.ledger.block = statement.region.name
                 self.loop(statement, frame)
+                self.ledger.block = after(statement.region.name)
 
     def compute(
         self, statement: Compute, types: Mapping[str, TensorType], frame: Frame, copied: frozenset[str]
@@ -117,10 +119,10 @@ class Forward:
             self._texts[id(statement)] = self.prober.compute(statement, types, copied)
         op = statement.op
         values = {name: frame.read(name) for name in dict.fromkeys(op.operands) if name not in frame.later}
-        groups = self.engine.held.around_ops.get(op.key, ()) if op.key is not None and not frame.inner else ()
+        groups = self.fsdp.units.around_ops.get(op.key, ()) if op.key is not None and not frame.inner else ()
         if groups:
-            passed = [name for name in values if name not in frame.held and name not in frame.weights]
-            entered = self.engine.enter(groups, [values[name] for name in passed], self.next)
+            passed = [name for name in values if name not in frame.resident and name not in frame.weights]
+            entered = self.fsdp.enter(groups, [values[name] for name in passed], self.next)
             values.update(zip(passed, entered, strict=True))
             del entered
         for name in op.operands:
@@ -128,10 +130,10 @@ class Forward:
                 values[name] = self.change(frame.later[name], frame.gathered[frame.later[name].source], _ignore)
         operands = [values[name] for name in dict.fromkeys(op.operands)]
         del values
-        text, again = self._texts[id(statement)], statement.recomputed
-        results = self.run(op.key or op.kind, text, operands, len(op.results), TRANSIENT, again=again)
+        text, recomputed = self._texts[id(statement)], statement.recomputed
+        results = self.run(op.key or op.kind, text, operands, len(op.results), TRANSIENT, recomputed=recomputed)
         del operands
-        self.engine.leave(groups, results)
+        self.fsdp.leave(groups, results)
         for name in op.results:
             frame.assign(name, results.pop(0))
 
@@ -157,9 +159,9 @@ class Forward:
         return value
 
     def run(
-        self, name: str, text: str, operands: Sequence[Value], results: int, kind: str, *, again: bool = False
+        self, name: str, text: str, operands: Sequence[Value], results: int, kind: str, *, recomputed: bool = False
     ) -> list[Value]:
-        """Run an expression: its allocations and saved tensors; with `again` its result is recomputed instead of
+        """Run an expression: its allocations and saved tensors; with `recomputed` its result is recomputed instead of
         saved."""
         self.ledger.moment = f"{self.phase} of {name}"
         task = Task(text, tuple(item.form for item in operands), tuple(item.flows for item in operands), results)
@@ -169,14 +171,14 @@ class Forward:
         play(events, own, self.ledger, kind)
         storages = [item.storage for item in operands]
         node: AutogradNode | None = None
-        if again and self.noted is not None:
+        if recomputed and self.noted is not None:
             remade = Task(text, task.operands, (False,) * len(operands), results)
             self.noted.note(place_of(profile.results[0].place, own, storages), remade, storages)
         if any(task.flows):
-            found = [None if place is None else place_of(place, own, storages) for place in profile.kept]
-            edges = [(item.maker, item.slot) if item.maker is not None else None for item in operands]
+            found = [None if place is None else place_of(place, own, storages) for place in profile.saved]
             attached = [place_of(place, own, storages) for place in profile.attached]
-            node = AutogradNode(self.next(), name, task, edges, self.keep(found), results, attached)
+            edges = [item.edge for item in operands]
+            node = AutogradNode(self.next(), edges, name, self.ledger.block, task, self.keep(found), results, attached)
             del found
         if kind == TRANSIENT:
             settle(list(own.values()))
@@ -186,7 +188,7 @@ class Forward:
             made.append(Value(storage, result.form, node if result.flows else None, slot))
         return made
 
-    def keep(self, found: Sequence[Storage | None]) -> list[Kept | None]:
+    def keep(self, found: Sequence[Storage | None]) -> list[SavedTensor | None]:
         """The saved tensors of a node, or their recomputation."""
         if self.running is not None:
             return self.running.keep(found)
@@ -206,21 +208,22 @@ class Forward:
             frame.assign(carry.argument, frame.read(initial))
         frame.lists.update({name: [] for name in assigned.every.values()})
         going_out = {copy for _, outside in loop.exports for copy, name in enumerate(outside) if name is not None}
-        skipped = range(BEGINNING, region.count - END)
+        count = len(loop.copies)
+        skipped = range(BEGINNING, count - END)
         if len(skipped) < 2 or going_out & set(skipped):
             skipped = range(0)
         before: dict[str, int] = {}
         skip: Skip | None = None
-        for copy in range(region.count):
+        for copy in range(count):
             if copy in skipped:
                 if skip is None:
-                    grown = {kind: size - before[kind] for kind, size in self.ledger.held.items()}
+                    grown = {kind: size - before[kind] for kind, size in self.ledger.live.items()}
                     skip = self.skip(
                         [assigned.last[carry.next] for carry in region.carries], frame, grown, len(skipped)
                     )
                 continue
-            before = dict(self.ledger.held)
-            if skip is not None and copy == region.count - 1:
+            before = dict(self.ledger.live)
+            if skip is not None and copy == count - 1:
                 skip.above = self.count + 1
             self.copy(loop, number, frame, copy, assigned)
 
@@ -229,8 +232,7 @@ class Forward:
         through."""
         names = list(dict.fromkeys(carried))
         values = [frame.variables[name] for name in names]
-        edges = [(value.maker, value.slot) if value.maker is not None else None for value in values]
-        node = Skip(self.next(), self.count, copies, edges, self.stays)
+        node = Skip(self.next(), [value.edge for value in values], self.count, copies, self.stays)
         node.count(self.ledger, grown)
         for slot, (name, value) in enumerate(zip(names, values, strict=True)):
             frame.variables[name] = Value(value.storage, value.form, node if value.flows else None, slot)
@@ -247,14 +249,14 @@ class Forward:
                     argument = next(item.argument for item in region.carries if item.next == change.source)
                     source = assigned.last[change.source]
                     self.change(change, frame.variables[source], partial(frame.assign, argument))
-        names = {own: every[copy] for own, every in region.owned.items()}
-        gathered = self.engine.parameters
+        names = {own: every[copy] for own, every in loop.owned.items()}
+        gathered = self.fsdp.parameters
         own_gathered = {own: gathered[name] for own, name in names.items() if name in gathered}
-        held = {**self.held, **{own: self.held[name] for own, name in names.items()}}
-        inner = Frame(self.variables.regions[number], held, {**gathered, **own_gathered}, inner=True)
+        resident = {**self.resident, **{own: self.resident[name] for own, name in names.items()}}
+        inner = Frame(self.variables.regions[number], resident, {**gathered, **own_gathered}, inner=True)
         given = [frame.read(name) for name in (*(carry.argument for carry in region.carries), *loop.shared)]
-        groups = self.engine.around_copy(number, copy)
-        given = self.engine.enter(groups, given, self.next)
+        groups = self.fsdp.around_copy(number, copy)
+        given = self.fsdp.enter(groups, given, self.next)
         for argument, value in zip(loop.body.arguments, given, strict=True):
             inner.assign(argument, value)
         del given
@@ -265,7 +267,7 @@ class Forward:
         self.running = None
         returned = [inner.read(name) for name in loop.body.results]
         del inner
-        self.engine.leave(groups, returned)
+        self.fsdp.leave(groups, returned)
         for name in loop.body.results:
             value = returned.pop(0)
             frame.variables[assigned.last[name]] = value
@@ -274,21 +276,21 @@ class Forward:
 
     def checkpoint(self, body: Body, frame: Frame, copied: frozenset[str]) -> Copy:
         """A copy that the backward pass recomputes from its saved arguments."""
-        names, held, gathered = frame.names, frame.held, frame.gathered
+        names, resident, gathered = frame.names, frame.resident, frame.gathered
         arguments = {name: frame.read(name) for name in body.arguments}
         like = {name: (value.form, value.maker, value.slot) for name, value in arguments.items()}
         inputs = [self.noted.keep(item.storage) if self.noted else item.storage for item in arguments.values()]
         nodes: list[int] = []
 
         def run(copy: Copy) -> dict[tuple[int, int], Storage]:
-            again = Frame(names, held, gathered, inner=True)
-            for (name, (form, maker, slot)), kept in zip(like.items(), copy.inputs, strict=True):
-                assert kept is not None
-                again.assign(name, Value(fetch(kept, self.ledger, self.prober), form, maker, slot))
+            recomputed = Frame(names, resident, gathered, inner=True)
+            for (name, (form, maker, slot)), saved in zip(like.items(), copy.inputs, strict=True):
+                assert saved is not None
+                recomputed.assign(name, Value(fetch(saved, self.ledger, self.prober), form, maker, slot))
             second, noted = _SecondRun(len(copy.nodes)), self.noted
             self.running, self.noted, self.phase = second, None, "recomputation"
             with contextlib.suppress(_EnoughError):
-                self.body(body, again, copied)
+                self.body(body, recomputed, copied)
             self.running, self.noted, self.phase = None, noted, "forward"
             return second.found
 
@@ -314,7 +316,7 @@ class _FirstRun:
         """The memory events of a statement."""
         return profile.events
 
-    def keep(self, found: Sequence[Storage | None]) -> list[Kept | None]:
+    def keep(self, found: Sequence[Storage | None]) -> list[SavedTensor | None]:
         """Placeholders for the tensors that the second run saves."""
         self.count += 1
         if any(item is not None for item in found):
@@ -334,11 +336,11 @@ class _SecondRun:
     def events(self, profile: ForwardProfile) -> Sequence[Event]:
         """The memory events of a statement; of the last statement only those until all tensors are saved."""
         last = max((at for at, event in enumerate(profile.events) if event.what is EventKind.KEEP), default=None)
-        if self.left > 1 or last is None or all(place is None for place in profile.kept):
+        if self.left > 1 or last is None or all(place is None for place in profile.saved):
             return profile.events
         return profile.events[:last]
 
-    def keep(self, found: Sequence[Storage | None]) -> list[Kept | None]:
+    def keep(self, found: Sequence[Storage | None]) -> list[SavedTensor | None]:
         """Hand out the saved tensors."""
         self.count += 1
         self.found.update({(self.count, slot): item for slot, item in enumerate(found) if item is not None})
@@ -347,14 +349,3 @@ class _SecondRun:
             if not self.left:
                 raise _EnoughError
         return list(found)
-
-
-def _regathers(lowered: Lowered) -> bool:
-    """Whether the backward pass recomputes or regathers anything."""
-    bodies = [lowered.body, *(item.body for item in lowered.body.statements if isinstance(item, Loop))]
-    return any(
-        (isinstance(item, Redistribution) and item.regathered and len(item.steps) > item.unit_steps)
-        or (isinstance(item, Compute) and item.recomputed)
-        for body in bodies
-        for item in body.statements
-    )

@@ -4,7 +4,7 @@ Read from torch 2.13, torch/distributed/fsdp/_fully_shard (`_fsdp_param_group.py
 gathered into one flat buffer and copied out into its parameters, whose storages are freed and reallocated while the
 tensors stay the same; gradients are copied into one flat buffer that is reduced, and the reduced gradients are views of
 the output. Streams are taken to run in the order of the program. Gradients of a unit that gathers nothing are
-concatenated when all are computed, and are views of the result from then on.
+reduced in place when all are computed (by NCCL; gloo copies them in a thread of its own, which is not counted).
 """
 
 from collections import Counter
@@ -23,7 +23,7 @@ from passes.cost.liveness.ledger import COMMUNICATION, GATHERED, GRADIENTS, TRAN
 from passes.cost.liveness.profile import Form
 from passes.ir.exchanges import BATCH_BYTES, Batching, batches
 from passes.ir.layout import local_shape
-from passes.ir.lowered import FSDPUnit, FSDPUnits, Lowered
+from passes.ir.lowered import BEFORE, FSDPUnit, Stage
 from passes.ir.mesh import Mesh
 from passes.ir.program import TensorType
 
@@ -73,8 +73,7 @@ class _Reduced:
 class _Run:
     """The state of a unit while a program runs: `ranks` is the number of ranks that it is sharded over. `flat` is the
     received buffer that is not copied out yet, `reduced` the buffers that are held until the pass ends. `missing`
-    counts the gradients that are to come of a unit that gathers nothing, `sent` are those that are reduced, with what
-    they are views of."""
+    counts the gradients that are to come of a unit that gathers nothing, `sent` are those that are being reduced."""
 
     number: int
     plan: FSDPUnit
@@ -87,7 +86,7 @@ class _Run:
     flat: Storage | None = None
     reduced: Storage | None = None
     missing: int = 0
-    sent: list[tuple[list[_Member], Storage]] = field(default_factory=list)
+    sent: list[tuple[_Member, Storage]] = field(default_factory=list)
 
     @property
     def name(self) -> str:
@@ -121,7 +120,7 @@ class FSDPSimulation:
 
     def __init__(
         self,
-        lowered: Lowered,
+        stage: Stage,
         stored: Mapping[str, Value],
         mesh: Mesh,
         ledger: Ledger,
@@ -131,8 +130,8 @@ class FSDPSimulation:
         self.holds = False
         self._keeps = keeps
         self._ledger = ledger
-        self._held = lowered.units
-        # What the backward pass gathers ahead, by the group that it has just gathered. Copies that are counted and not
+        self.units = stage.units
+        # What the backward pass gathers ahead, by the unit that it has just gathered. Copies that are counted and not
         # run are left out; for the others it is `FSDPUnits.prefetched`.
         self._prefetched: dict[int, Sequence[int]] = {}
         self._before: Sequence[int] = ()
@@ -140,46 +139,48 @@ class FSDPSimulation:
         self._sent: Storage | None = None
         self._turned: list[Storage] = []
         self.parameters: dict[str, Value] = {}
-        types = {parameter.name: parameter.type for parameter in lowered.program.parameters}
+        types = {parameter.name: parameter.type for parameter in stage.program.parameters}
         self._runs: list[_Run | None] = []
         # Parameters that go to other layouts: over these axes, in this dtype, so many bytes.
         self._exchanged: list[tuple[tuple[tuple[int, ...], torch.dtype], int]] = []
         self._turning: Batching[_Reduced] = Batching()
         # Bytes of all gradients that are turned over the same axes in the same dtype.
         self._turned_bytes: Counter[tuple[tuple[int, ...], torch.dtype]] = Counter()
-        for number, group in enumerate(lowered.units.units):
-            names = [name for name in group.parameters if name in lowered.units.gathered]
-            add = partial(self._gathered, lowered, mesh) if group.gathers else partial(self._replicated, number)
-            members = tuple(add(group, name, types[name], stored[name]) for name in names)
+        for number, unit in enumerate(stage.units.units):
+            names = [name for name in unit.parameters if name in stage.units.gathered]
+            add = partial(self._gathered, stage, mesh) if unit.gathers else partial(self._replicated, number)
+            members = tuple(add(unit, name, types[name], stored[name]) for name in names)
             self.parameters.update(zip(names, (member.whole for member in members), strict=True))
-            ranks = prod(mesh.sizes[axis] for axis in group.sharded)
-            dtype = stored[next(iter(group.parameters))].form.dtype
-            run = _Run(number, group, members, ranks, dtype)
+            ranks = prod(mesh.sizes[axis] for axis in unit.sharded)
+            dtype = stored[next(iter(unit.parameters))].form.dtype
+            run = _Run(number, unit, members, ranks, dtype)
             run.await_gradients()
             self._runs.append(run if members else None)
+        ledger.block = BEFORE
         self._exchange()
 
     def _gathered(
-        self, lowered: Lowered, mesh: Mesh, group: FSDPUnit, name: str, type: TensorType, stored: Value
+        self, stage: Stage, mesh: Mesh, unit: FSDPUnit, name: str, type: TensorType, stored: Value
     ) -> _Member:
         """A parameter that is gathered."""
-        kept = group.kept(name, lowered.parameters[name])
-        shape = local_shape(type.shape, group.used(kept), mesh)
+        self._ledger.block = stored.storage.block
+        layout = unit.copy_layout(name, stage.parameters[name])
+        shape = local_shape(type.shape, unit.gathered_layout(layout), mesh)
         axes: tuple[int, ...] = ()
-        if name in group.turned:
-            copied = Form.contiguous(local_shape(type.shape, kept, mesh), stored.form.dtype)
+        if name in unit.turned:
+            copied = Form.contiguous(local_shape(type.shape, layout, mesh), stored.form.dtype)
             self._turned.append(Storage(self._ledger, copied.bytes, GATHERED))
-            dtype = group.dtypes[0] or stored.form.dtype
-            axes = tuple(axis for axis in mesh.dimensions if kept[axis] != lowered.parameters[name][axis])
+            dtype = unit.dtypes[0] or stored.form.dtype
+            axes = tuple(axis for axis in mesh.dimensions if layout[axis] != stage.parameters[name][axis])
             self._exchanged.append(((axes, dtype), prod(copied.shape) * dtype.itemsize))
-            reduced = group.dtypes[1] or dtype
+            reduced = unit.dtypes[1] or dtype
             self._turned_bytes[axes, reduced] += prod(copied.shape) * reduced.itemsize
-        form = Form.contiguous(shape, group.dtypes[0] or stored.form.dtype)
+        form = Form.contiguous(shape, unit.dtypes[0] or stored.form.dtype)
         leaf = _leaf(stored)
         whole = Value(Storage(self._ledger, 0, GATHERED), form, Leaf(form) if leaf is not None else None)
-        return _Member(whole, leaf, group.parameters[name] != 0, axes)
+        return _Member(whole, leaf, unit.parameters[name] != 0, axes)
 
-    def _replicated(self, number: int, group: FSDPUnit, name: str, type: TensorType, stored: Value) -> _Member:
+    def _replicated(self, number: int, unit: FSDPUnit, name: str, type: TensorType, stored: Value) -> _Member:
         """A parameter that is read as it is stored."""
         leaf, form = _leaf(stored), stored.form
         read = None if leaf is None else Leaf(form, accumulated=partial(self._accumulated, number))
@@ -199,14 +200,9 @@ class FSDPSimulation:
         buffers += [Storage(self._ledger, size, TRANSIENT)] * (len(axes) > 1)
         del buffers
 
-    @property
-    def held(self) -> FSDPUnits:
-        """The FSDP units of the program."""
-        return self._held
-
     def around_copy(self, loop: int, copy: int) -> tuple[int, ...]:
         """The units around a copy of a loop, the innermost first."""
-        return self._held.around_copies[loop][copy] if loop < len(self._held.around_copies) else ()
+        return self.units.around_copies[loop][copy] if loop < len(self.units.around_copies) else ()
 
     # --- forward ---
 
@@ -222,7 +218,7 @@ class FSDPSimulation:
             flowing = [value for value in values if value.flows]
             if not flowing:
                 continue
-            edges = [(value.maker, value.slot) if value.maker is not None else None for value in flowing]
+            edges = [value.edge for value in flowing]
             boundary = Boundary(number_next(), edges, [value.form for value in flowing], partial(self._end, run))
             slots = numbers_from()
             values = [
@@ -371,26 +367,20 @@ class FSDPSimulation:
             self._send(run)
 
     def _send(self, run: _Run) -> None:
-        """Concatenate the gradients that are computed."""
+        """Begin to reduce the gradients that are computed, in place."""
         self._ledger.moment = f"reduction of gradients of {run.name}"
-        found = [(member, _take(member)) for member in run.members]
-        members = [member for member, gradient in found if gradient is not None]
-        gradients = [gradient for _, gradient in found if gradient is not None]
-        del found
-        if len(gradients) == 1:
-            run.sent.append((members, gradients[0]))
-        elif gradients:
-            size = sum(member.count for member in members) * run.dtype.itemsize
-            run.sent.append((members, Storage(self._ledger, size, GRADIENTS)))
+        for member in run.members:
+            gradient = _take(member)
+            if gradient is not None:
+                run.sent.append((member, gradient))
 
     def _receive(self, run: _Run) -> None:
         """Accumulate reduced gradients into those of the stored parameters."""
         if not self.holds:
             self._send(run)
-        for members, reduced in run.sent:
-            for member in members:
-                if member.stored is not None and member.stored.gradient is None:
-                    member.stored.gradient = reduced
+        for member, reduced in run.sent:
+            if member.stored is not None and member.stored.gradient is None:
+                member.stored.gradient = reduced
         run.sent.clear()
         run.await_gradients()
 
@@ -438,7 +428,7 @@ class FSDPSimulation:
             del cast
 
     def _copy_out(self, run: _Run, *, forward: bool) -> None:
-        """Copy what was received into the parameters. In the forward pass it stays until the next group is there."""
+        """Copy what was received into the parameters. In the forward pass it stays until the next unit is there."""
         if not run.waiting:
             return
         if forward:
@@ -466,7 +456,7 @@ class FSDPSimulation:
 
 
 def _leaf(stored: Value) -> Leaf | None:
-    """What takes the gradient of a stored parameter; None where it has none."""
+    """The leaf that takes the gradient of a stored parameter; None where it has none."""
     assert stored.maker is None or isinstance(stored.maker, Leaf)
     return stored.maker
 

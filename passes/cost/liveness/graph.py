@@ -34,13 +34,18 @@ class Value:
 
     storage: Storage
     form: Form
-    maker: "AutogradNode | Leaf | Skip | Boundary | None" = None
+    maker: "GraphNode | Leaf | None" = None
     slot: int = 0
 
     @property
     def flows(self) -> bool:
         """Whether it has a gradient."""
         return self.maker is not None
+
+    @property
+    def edge(self) -> "Edge | None":
+        """The target of its gradient; None where it has none."""
+        return None if self.maker is None else (self.maker, self.slot)
 
 
 @dataclass(eq=False, slots=True)
@@ -51,7 +56,7 @@ class Recomputable:
     task: Task
     sources: "tuple[Storage | Recomputable, ...]"
     uses: int = 0
-    again: Storage | None = None
+    result: Storage | None = None
 
     def use(self) -> None:
         """Save it, by its operands."""
@@ -70,7 +75,7 @@ class Copy:
     inputs: "list[Storage | Recomputable | None]"
     run: Callable[["Copy"], dict[tuple[int, int], Storage]]
     nodes: list[int] = field(default_factory=list)
-    kept: dict[tuple[int, int], Storage] | None = None
+    saved: dict[tuple[int, int], Storage] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +86,7 @@ class Recomputed:
     place: tuple[int, int]
 
 
-Kept = Storage | Recomputable | Recomputed
+SavedTensor = Storage | Recomputable | Recomputed
 
 
 class Noted:
@@ -110,66 +115,64 @@ class Noted:
 
 
 @dataclass(eq=False, slots=True)
-class AutogradNode:
-    """A statement in the backward pass.
+class GraphNode:
+    """A node of the backward pass.
 
-    `edges` lead to the nodes that computed its operands, `kept` are its saved tensors, `attached` live as long as the
-    node. `gradients` are the accumulated gradients of its results. Later statements have larger numbers. `before` runs
-    first.
+    Later statements have larger numbers. `edges` lead to the nodes that computed its operands. `gradients` are the
+    accumulated gradients of its results, `before` runs first.
     """
 
     number: int
-    name: str
-    task: Task
     edges: Sequence["Edge | None"]
-    kept: list[Kept | None]
-    results: int
-    attached: Sequence[Storage] = ()
-    gradients: dict[int, Gradient] = field(default_factory=dict)
-    before: list[Callable[[], None]] = field(default_factory=list)
+    gradients: dict[int, Gradient] = field(default_factory=dict, init=False)
+    before: list[Callable[[], None]] = field(default_factory=list, init=False)
 
 
 @dataclass(eq=False, slots=True)
-class Skip:
+class AutogradNode(GraphNode):
+    """A statement of a `block`. `saved` are its saved tensors, `attached` live as long as the node."""
+
+    name: str
+    block: str
+    task: Task
+    saved: list[SavedTensor | None]
+    results: int
+    attached: Sequence[Storage]
+
+
+@dataclass(eq=False, slots=True)
+class Skip(GraphNode):
     """Copies of a region that are counted and not run: in the forward pass each adds as much as the copy before them,
     in the backward pass as the copy after them. `above` is the number of the first node after that copy; `bulk` are the
     bytes that all hold until this pass ends, `stays` those that they hold longer, both by kind."""
 
-    number: int
     above: int
     copies: int
-    edges: Sequence["Edge | None"]
     stays: dict[str, Storage]
     bulk: dict[str, Storage] = field(default_factory=dict)
-    gradients: dict[int, Gradient] = field(default_factory=dict)
-    held_before: Mapping[str, int] | None = None
-    before: list[Callable[[], None]] = field(default_factory=list)
+    live_before: Mapping[str, int] | None = None
 
     def count(self, ledger: Ledger, grown: Mapping[str, int]) -> None:
         """Add these bytes by kind for every copy (negative: release)."""
         for kind, size in sorted(grown.items(), key=lambda item: item[1]):
             if size:
-                held = self.stays if kind in STAYING else self.bulk
-                if kind not in held:
-                    held[kind] = Storage(ledger, 0, kind)
-                held[kind].resize(held[kind].bytes + size * self.copies)
+                live = self.stays if kind in STAYING else self.bulk
+                if kind not in live:
+                    live[kind] = Storage(ledger, 0, kind)
+                live[kind].resize(live[kind].bytes + size * self.copies)
 
 
 @dataclass(eq=False, slots=True)
-class Boundary:
+class Boundary(GraphNode):
     """Values that enter a unit, whose backward pass ends when they have their gradients: then `run` is called, and the
     gradients are passed on, with zeros for missing ones. `forms` are those of the values."""
 
-    number: int
-    edges: Sequence["Edge | None"]
     forms: Sequence[Form]
     run: Callable[[], None]
-    gradients: dict[int, Gradient] = field(default_factory=dict)
-    before: list[Callable[[], None]] = field(default_factory=list)
 
 
 # The target of a gradient, and the number of its result.
-Edge = tuple[AutogradNode | Leaf | Skip | Boundary, int]
+Edge = tuple[GraphNode | Leaf, int]
 
 
 def play(events: Sequence[Event], own: dict[int, Storage], ledger: Ledger, kind: str = TRANSIENT) -> None:
@@ -188,9 +191,9 @@ def place_of(place: StorageRef, own: Mapping[int, Storage], operands: Sequence[S
     return found
 
 
-def make_again(made: Recomputable, ledger: Ledger, prober: Prober) -> Storage:
+def rerun(made: Recomputable, ledger: Ledger, prober: Prober) -> Storage:
     """Recompute the result, which is live until its last use."""
-    result = made.again
+    result = made.result
     if result is None:
         sources = [fetch(source, ledger, prober) for source in made.sources]
         profile = prober.forward(made.task)
@@ -198,19 +201,19 @@ def make_again(made: Recomputable, ledger: Ledger, prober: Prober) -> Storage:
         play(profile.events, own, ledger, COMMUNICATION)
         result = place_of(profile.results[0].place, own, sources)
     made.uses -= 1
-    made.again = result if made.uses > 0 else None
+    made.result = result if made.uses > 0 else None
     return result
 
 
-def fetch(kept: Kept, ledger: Ledger, prober: Prober) -> Storage:
+def fetch(saved: SavedTensor, ledger: Ledger, prober: Prober) -> Storage:
     """The saved tensor, recomputed if need be."""
-    if isinstance(kept, Storage):
-        return kept
-    if isinstance(kept, Recomputable):
-        return make_again(kept, ledger, prober)
-    if kept.copy.kept is None:
-        kept.copy.kept = kept.copy.run(kept.copy)
-    return kept.copy.kept.pop(kept.place)
+    if isinstance(saved, Storage):
+        return saved
+    if isinstance(saved, Recomputable):
+        return rerun(saved, ledger, prober)
+    if saved.copy.saved is None:
+        saved.copy.saved = saved.copy.run(saved.copy)
+    return saved.copy.saved.pop(saved.place)
 
 
 def settle(storages: Sequence[Storage]) -> None:

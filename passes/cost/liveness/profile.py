@@ -94,12 +94,12 @@ class ResultStorage:
 
 @dataclass(frozen=True, slots=True)
 class ForwardProfile:
-    """The forward pass of a statement. `kept` are the tensors that autograd saves; None for one without a storage (a
+    """The forward pass of a statement. `saved` are the tensors that autograd saves; None for one without a storage (a
     number). `attached` are held by a function itself and live as long as the graph."""
 
     events: tuple[Event, ...]
     results: tuple[ResultStorage, ...]
-    kept: tuple[StorageRef | None, ...]
+    saved: tuple[StorageRef | None, ...]
     attached: tuple[StorageRef, ...] = ()
 
 

@@ -1,6 +1,6 @@
 """One simulated step: the batch runs through the program micro-batch by micro-batch."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from passes.cost.liveness.backward import run_backward
@@ -9,7 +9,7 @@ from passes.cost.liveness.fsdp_units import FSDPSimulation
 from passes.cost.liveness.graph import Value
 from passes.cost.liveness.ledger import BUFFERS, GATHERED, INPUTS, OUTPUTS, PARAMETERS, Ledger, Storage
 from passes.cost.liveness.profile import Prober
-from passes.ir.lowered import Lowered
+from passes.ir.lowered import BEFORE, Stage
 from passes.ir.program import references
 from passes.ir.variables import Variables
 
@@ -43,15 +43,15 @@ WHOLE = MicroBatchInputs()
 
 @dataclass
 class StepSimulation:
-    """The simulation of a step of `lowered`. `held` are parameters, buffers and constants by name; without `training`
+    """The simulation of a step of `stage`. `resident` are parameters, buffers and constants by name; without `training`
     there is no backward pass. `stays` are the bytes that skipped copies of regions hold from one micro-batch to the
     next."""
 
-    lowered: Lowered
+    stage: Stage
     variables: Variables
     batches: MicroBatchInputs
-    held: Mapping[str, Value]
-    engine: FSDPSimulation
+    resident: Mapping[str, Value]
+    fsdp: FSDPSimulation
     ledger: Ledger
     prober: Prober
     training: bool
@@ -72,13 +72,13 @@ class StepSimulation:
                 sizes = _sizes(returned)
                 returned.clear()
                 earlier += [Storage(self.ledger, size, OUTPUTS) for size in sizes for _ in range(done, number + 1)]
-            self.engine.holds = self.batches.reduced_once and number < count - 1
+            self.fsdp.holds = self.batches.reduced_once and number < count - 1
             returned = self._micro_batch(given)
             done = number + 1
             if count > 1:
                 # Outputs that stay have no gradient.
                 returned = {name: Value(value.storage, value.form) for name, value in returned.items()}
-        self.engine.drop()
+        self.fsdp.drop()
         self.stays.pop(GATHERED, None)
         if count > 1:
             self._put_together(returned)
@@ -86,18 +86,18 @@ class StepSimulation:
 
     def _micro_batch(self, inputs: dict[str, Value]) -> dict[str, Value]:
         """Run one micro-batch; returns its outputs by name."""
+        self.ledger.block = BEFORE
         forward = Forward(
-            self.lowered, self.ledger, self.prober, self.variables, self.held, self.engine, self.training, self.stays
+            self.stage, self.ledger, self.prober, self.variables, self.resident, self.fsdp, self.training, self.stays
         )
-        frame = Frame(self.variables.whole, self.held, self.engine.parameters)
+        frame = Frame(self.variables.whole, self.resident, self.fsdp.parameters)
         for name in inputs:
             frame.assign(name, inputs[name])
-        forward.body(self.lowered.body, frame, forward.updated)
-        outputs = {
-            output.name: frame.read(name) for output in self.lowered.outputs for name in references(output.value)
-        }
+        forward.body(self.stage.body, frame, forward.updated)
+        outputs = {output.name: frame.read(name) for output in self.stage.outputs for name in references(output.value)}
+        sent = [frame.read(name) for name in self.stage.sent]
         forward.noted = None
-        self.engine.end_forward()
+        self.fsdp.end_forward()
         # The caller held the arguments.
         inputs.clear()
         del frame
@@ -105,7 +105,7 @@ class StepSimulation:
             if value.storage.kind not in (PARAMETERS, BUFFERS, INPUTS):
                 value.storage.turn(OUTPUTS)
         if self.training:
-            run_backward(_roots(outputs), self.ledger, self.prober, self.engine.end_backward)
+            run_backward(_roots(outputs, sent), self.ledger, self.prober, self.fsdp.end_backward)
         return outputs
 
     def _put_together(self, returned: dict[str, Value]) -> None:
@@ -126,8 +126,11 @@ def _sizes(returned: Mapping[str, Value]) -> list[int]:
     return [storage.bytes for storage in own.values() if storage.kind == OUTPUTS]
 
 
-def _roots(outputs: Mapping[str, Value]) -> list[Value]:
-    """The roots of the backward pass: the loss, or else all outputs that have a gradient."""
+def _roots(outputs: Mapping[str, Value], sent: Sequence[Value]) -> list[Value]:
+    """The roots of the backward pass: the tensors sent to later stages, or else the loss, or else all outputs, as far
+    as they have a gradient."""
+    if any(value.flows for value in sent):
+        return [value for value in sent if value.flows]
     flowing = {name: value for name, value in outputs.items() if value.flows}
     if "loss" in flowing:
         return [flowing["loss"]]

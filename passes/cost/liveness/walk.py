@@ -9,6 +9,7 @@ import torch
 from passes.cost.liveness.fsdp_units import FSDPSimulation
 from passes.cost.liveness.graph import Leaf, Value
 from passes.cost.liveness.ledger import (
+    ACTIVATIONS,
     BUFFERS,
     INPUTS,
     OPTIMIZER,
@@ -21,7 +22,7 @@ from passes.cost.liveness.profile import Form, Prober
 from passes.cost.liveness.step import WHOLE, MicroBatchInputs, StepSimulation
 from passes.cost.optimizers import NO_OPTIMIZER, OPTIMIZERS
 from passes.ir.layout import Layout, local_shape
-from passes.ir.lowered import Lowered
+from passes.ir.lowered import BEFORE, Compute, Loop, Stage, after
 from passes.ir.mesh import Mesh
 from passes.ir.program import TensorType
 from passes.ir.variables import Variables
@@ -54,10 +55,12 @@ class Stored:
 
 @dataclass(frozen=True)
 class MemoryPeak:
-    """Bytes on one device at the peak of a step, by kind, and the moment of the peak."""
+    """Bytes on the busiest device at the peak of a step, by kind and by block of the program, and the moment of the
+    peak."""
 
     bytes_by_kind: Mapping[str, int]
     moment: str
+    bytes_by_block: Mapping[str, int]
 
     @property
     def peak(self) -> int:
@@ -70,7 +73,7 @@ class MemoryPeak:
 
 
 def peak_memory(
-    lowered: Lowered,
+    stage: Stage,
     variables: Variables,
     stored: Stored,
     machine: Machine,
@@ -80,36 +83,39 @@ def peak_memory(
 ) -> MemoryPeak:
     """The peak memory on one device during a step that is not the first (or an evaluation): the batch and the outputs
     of the model are live until the step ends."""
-    ledger = Ledger(machine.unit)
-    program = lowered.program
+    ledger, blocks = Ledger(machine.unit), _blocks(stage)
+    program = stage.program
     training = stored.optimizer is not None
     read = {name for op in program.ops for name in op.operands}
-    held: dict[str, Value] = {}
+    resident: dict[str, Value] = {}
     leaves: list[Leaf] = []
+    states: list[Storage] = []
+    update = OPTIMIZERS[stored.optimizer] if stored.optimizer is not None else NO_OPTIMIZER
     for parameter in program.parameters:
         dtype = parameter.type.dtype
         if dtype.is_floating_point and stored.master is not None:
             dtype = stored.master
-        form = _local(parameter.type, lowered.parameters[parameter.name], mesh, dtype)
+        form = _local(parameter.type, stage.parameters[parameter.name], mesh, dtype)
         leaf = Leaf(form) if parameter.trainable and training else None
-        held[parameter.name] = Value(Storage(ledger, form.bytes, PARAMETERS), form, leaf)
+        ledger.block = blocks.get(parameter.name, BEFORE)
+        resident[parameter.name] = Value(Storage(ledger, form.bytes, PARAMETERS), form, leaf)
         if leaf is not None and parameter.name in read:
             leaves.append(leaf)
+            states += [Storage(ledger, form.bytes, OPTIMIZER) for _ in range(update.states)]
+            states += [Storage(ledger, 4, OPTIMIZER) for _ in range(update.counting)]
+    ledger.block = BEFORE
     for buffer in program.buffers:
         form = Form.contiguous(buffer.type.shape, buffer.type.dtype)
-        held[buffer.name] = Value(Storage(ledger, form.bytes, BUFFERS), form)
+        resident[buffer.name] = Value(Storage(ledger, form.bytes, BUFFERS), form)
     for name, constant in program.constants.items():
         form = Form.contiguous(tuple(constant.shape), constant.dtype)
-        held[name] = Value(Storage(ledger, form.bytes, BUFFERS), form)
-    update = OPTIMIZERS[stored.optimizer] if stored.optimizer is not None else NO_OPTIMIZER
-    states = [Storage(ledger, leaf.form.bytes, OPTIMIZER) for leaf in leaves for _ in range(update.states)]
-    states += [Storage(ledger, 4, OPTIMIZER) for _ in leaves if update.counting]
-    engine = FSDPSimulation(lowered, held, mesh, ledger, keeps=batches.gathered_once)
-    step = StepSimulation(lowered, variables, batches, held, engine, ledger, prober, training)
-    batch, local = _inputs(lowered, stored, batches, ledger, mesh)
+        resident[name] = Value(Storage(ledger, form.bytes, BUFFERS), form)
+    fsdp = FSDPSimulation(stage, resident, mesh, ledger, keeps=batches.gathered_once)
+    step = StepSimulation(stage, variables, batches, resident, fsdp, ledger, prober, training)
+    batch, local = _inputs(stage, stored, batches, ledger, mesh)
     returned = step.run(local)
     if training:
-        ledger.moment = "optimizer step"
+        ledger.moment = ledger.block = "optimizer step"
         sizes = [leaf.form.bytes for leaf in leaves if leaf.gradient is not None]
         # The last tensor made for one parameter stays until that for the next one is there.
         before = [0, *sizes] if update.per_parameter else [0] * len(sizes)
@@ -117,7 +123,23 @@ def peak_memory(
         more = update.for_all * sum(sizes) if machine.together else max(each, default=0)
         Storage(ledger, more, TRANSIENT)
     del batch, states, returned
-    return MemoryPeak(ledger.peak.kinds, ledger.peak.moment)
+    return MemoryPeak(ledger.peak.kinds, ledger.peak.moment, ledger.peak.blocks)
+
+
+def _blocks(stage: Stage) -> dict[str, str]:
+    """The block that each parameter is in: the region that owns it, or else the first block that reads it."""
+    found: dict[str, str] = {}
+    block = BEFORE
+    for statement in stage.body.statements:
+        if isinstance(statement, Loop):
+            owned = (name for names in statement.owned.values() for name in names)
+            found.update(dict.fromkeys(owned, statement.region.name))
+            block = after(statement.region.name)
+        else:
+            read = statement.op.operands if isinstance(statement, Compute) else (statement.source,)
+            for name in read:
+                found.setdefault(name, block)
+    return found
 
 
 def _local(type: TensorType, layout: Layout, mesh: Mesh, dtype: torch.dtype) -> Form:
@@ -125,18 +147,19 @@ def _local(type: TensorType, layout: Layout, mesh: Mesh, dtype: torch.dtype) -> 
 
 
 def _inputs(
-    lowered: Lowered, stored: Stored, batches: MicroBatchInputs, ledger: Ledger, mesh: Mesh
+    stage: Stage, stored: Stored, batches: MicroBatchInputs, ledger: Ledger, mesh: Mesh
 ) -> tuple[list[Storage], dict[str, Value]]:
-    """The whole batch as it is given, and this rank's part of every input in the dtype of computation. Of an input in
-    micro-batches the rank's part is live throughout, as are its micro-batches unless they are views of it."""
+    """The whole batch as it is given, and this rank's part of every input in the dtype of computation and of every
+    tensor received. Of an input in micro-batches the rank's part is live throughout, as are its micro-batches unless
+    they are views of it."""
     batch: list[Storage] = []
     local: dict[str, Value] = {}
-    for item in lowered.program.inputs:
+    for item in stage.program.inputs:
         dtype = stored.given.get(item.name, item.type.dtype)
         count = batches.count if item.name in batches.inputs else 1
         storage = Storage(ledger, count * prod(item.type.shape) * dtype.itemsize, INPUTS)
         batch.append(storage)
-        form = _local(item.type, lowered.inputs[item.name], mesh, item.type.dtype)
+        form = _local(item.type, stage.inputs[item.name], mesh, item.type.dtype)
         if dtype != item.type.dtype or form.shape != item.type.shape:
             storage = Storage(ledger, count * form.bytes, INPUTS)
         if batches.count > 1:
@@ -146,4 +169,7 @@ def _inputs(
             batch += copies
             storage = copies[-1]
         local[item.name] = Value(storage, form, Leaf(form) if item.trainable else None)
+    for item in stage.received:
+        form = _local(item.type, stage.body.layouts[item.name], mesh, item.type.dtype)
+        local[item.name] = Value(Storage(ledger, form.bytes, ACTIVATIONS), form, Leaf(form) if item.trainable else None)
     return batch, local

@@ -31,15 +31,15 @@ def assumed_forward(task: Task, results: Sequence[Form]) -> ForwardProfile:
 def assumed_backward(task: Task, gradients: Sequence[Form | None], forward: ForwardProfile) -> BackwardProfile:
     """All saved tensors are read, and every operand gets a new gradient, before anything is freed."""
     count = len(gradients)
-    kept = range(len(forward.kept))
+    saved = range(len(forward.saved))
     given = {
         slot: OperandGradient(StorageRef(StorageOrigin.OWN, count + slot), Form.contiguous(form.shape, form.dtype))
         for slot, (form, flows) in enumerate(zip(task.operands, task.flows, strict=True))
         if flows
     }
-    events = [Event(EventKind.USE, index) for index in kept]
+    events = [Event(EventKind.USE, index) for index in saved]
     events += [Event(EventKind.ALLOCATE, item.place.index, item.form.bytes) for item in given.values()]
     events += [Event(EventKind.TAKEN, slot) for slot, form in enumerate(gradients) if form is not None]
-    events += [Event(EventKind.RELEASE, index) for index in kept]
+    events += [Event(EventKind.RELEASE, index) for index in saved]
     events += [Event(EventKind.GIVE, slot) for slot in given]
     return BackwardProfile(tuple(events), given)

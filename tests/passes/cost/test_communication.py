@@ -1,4 +1,4 @@
-"""Seconds of redistributions."""
+"""Seconds of collectives."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -6,15 +6,8 @@ from itertools import pairwise
 import pytest
 
 from passes.cost.cluster import CLUSTERS, Cluster, Link, Protocol, Route
-from passes.cost.communication import (
-    collective_lines,
-    redistribution_seconds,
-    step_lines,
-    step_seconds,
-)
-from passes.ir.layout import I, P, Placement, R, S
+from passes.cost.communication import collective_lines
 from passes.ir.mesh import Mesh
-from passes.ir.redistribution import redistribution
 from tests.passes.helpers import mesh_of
 
 MESH = mesh_of(a=4)
@@ -29,20 +22,6 @@ def collective_seconds(collective: str, size: float, route: Route) -> float:
     return min(fixed + each * size for fixed, each in collective_lines(collective, route))
 
 
-def seconds(source: Placement, target: Placement) -> float:
-    """Forward seconds for float32[4096, 64] on four ranks."""
-    (step,) = redistribution((source,), (target,), (4096, 64), MESH)
-    return step_seconds(step, 4, CLUSTER, MESH)
-
-
-def test_rings() -> None:
-    """(n - 1) hops and (n - 1)/n of the whole for a gather or scatter, both for an all-reduce."""
-    once = 3 * 2e-6 + SIZE * 3 / 4 / 100e9
-    assert seconds(S(0), R) == pytest.approx(once)
-    assert seconds(P, S(0)) == pytest.approx(once)
-    assert seconds(P, R) == seconds(P, I) == pytest.approx(2 * once)
-
-
 def test_gathers_and_scatters_may_reach_another_part() -> None:
     """Of links inside nodes and between them; all-reduces reach what they did."""
     link = Link(100e9, 2e-6, 0.8, gather=0.5, scatter=0.25)
@@ -54,63 +33,6 @@ def test_gathers_and_scatters_may_reach_another_part() -> None:
             assert collective_seconds(collective, SIZE, route) == pytest.approx(expected)
         plain = replace(route, inside=Link(100e9, 2e-6, 0.8), between=Link(100e9, 2e-6, 0.8))
         assert collective_lines("all_reduce", route) == collective_lines("all_reduce", plain)
-
-
-def test_tensors_that_are_sent_together_share_the_start() -> None:
-    """The seconds per byte and the copies stay."""
-    (step,) = redistribution((S(1),), (R,), (4096, 64), MESH)
-    alone, shared = (step_seconds(step, 4, CLUSTER, MESH, joined) for joined in (1, 6))
-    assert alone - shared == pytest.approx(3 * 2e-6 * 5 / 6)
-
-
-def test_all_to_all_sends_a_rank_its_own_part() -> None:
-    """(n - 1)/n of a quarter; from dim 1 to dim 0 the received parts are copied together, and from 0 to 1 the sent ones
-    cut."""
-    sent = 3 * 2e-6 + SIZE / 4 * 3 / 4 / 100e9
-    copy = 5e-6 + 2 * SIZE / 4 / 1e12
-    assert seconds(S(0), S(1)) == pytest.approx(sent + copy)
-    assert seconds(S(1), S(0)) == pytest.approx(sent + copy)
-
-
-def test_scattered_parts_are_copied() -> None:
-    """Gathering dim 1, or strided parts of dim 0, copies what arrived."""
-    once = 3 * 2e-6 + SIZE * 3 / 4 / 100e9
-    copy = 5e-6 + 2 * SIZE / 1e12
-    assert seconds(S(1), R) == pytest.approx(once + copy)
-    assert seconds(S(0, 2), R) == pytest.approx(once + copy)
-    assert seconds(P, S(1)) == pytest.approx(once + copy)
-
-
-def test_local_conversions_read_and_write() -> None:
-    """A slice reads and writes a part, zeros write the whole, and R <-> I does nothing."""
-    assert seconds(R, I) == seconds(I, R) == 0.0
-    assert seconds(R, S(0)) == pytest.approx(5e-6 + (SIZE / 4 + SIZE / 4) / 1e12)
-    assert seconds(R, P) == pytest.approx(5e-6 + 2 * SIZE / 1e12)
-    assert seconds(S(0), P) == pytest.approx(5e-6 + (SIZE / 4 + SIZE) / 1e12)
-
-
-@pytest.mark.parametrize(("source", "target"), [(S(0), R), (P, I), (I, R), (R, S(1)), (S(0), S(1)), (P, S(0))], ids=str)
-def test_backward_is_the_conjugate(source: Placement, target: Placement) -> None:
-    """The cost of the backward pass is that of the change between the gradients' placements forward, in the gradient's
-    dtype; nothing where there is no gradient."""
-    steps = redistribution((source,), (target,), (4096, 64), MESH)
-    forward, backward = redistribution_seconds(steps, 2, 4, True, CLUSTER, MESH)
-    assert forward == pytest.approx(sum(step_seconds(step, 2, CLUSTER, MESH) for step in steps))
-    conjugate = redistribution((target.gradient,), (source.gradient,), (4096, 64), MESH)
-    assert backward == pytest.approx(sum(step_seconds(step, 4, CLUSTER, MESH) for step in conjugate))
-    assert redistribution_seconds(steps, 2, 4, False, CLUSTER, MESH) == (forward, 0.0)
-
-
-def test_links_of_the_axis_count() -> None:
-    """The same change costs more on an axis that crosses nodes."""
-    mesh = mesh_of(outer=2, inner=8)
-    cluster = replace(CLUSTER, between=Link(10e9, 20e-6))
-    (outer,) = redistribution((P, R), (R, R), (64, 64), mesh)
-    (inner,) = redistribution((R, P), (R, R), (64, 64), mesh)
-    assert outer.axis == 0
-    size = 64 * 64 * 4
-    assert step_seconds(outer, 4, cluster, mesh) == pytest.approx(2 * (20e-6 + size / 2 / 10e9))
-    assert step_seconds(inner, 4, cluster, mesh) == pytest.approx(2 * (7 * 2e-6 + size * 7 / 8 / 100e9))
 
 
 # --- algorithms ---
@@ -240,16 +162,3 @@ def test_more_bytes_never_take_less(cluster: str, collective: str) -> None:
 def test_one_device_sends_nothing(collective: str) -> None:
     """Nor does it start anything."""
     assert collective_seconds(collective, 1e9, route(1)) == 0.0
-
-
-def test_a_step_takes_the_fastest_algorithm_for_its_size() -> None:
-    """The least of its lines, whose fixed part does not depend on the itemsize."""
-    mesh = mesh_of(a=8)
-    for size in (64, 1 << 22):
-        (step,) = redistribution((P,), (I,), (size, 8), mesh)
-        lines = step_lines(step, CLUSTERS["h100"], mesh)
-        for itemsize in (1, 2, 8):
-            expected = min(fixed + itemsize * each for fixed, each in lines)
-            assert step_seconds(step, itemsize, CLUSTERS["h100"], mesh) == expected
-            whole = CLUSTERS["h100"].route(mesh, 0)
-            assert expected == pytest.approx(collective_seconds("all_reduce", 8 * size * itemsize, whole))

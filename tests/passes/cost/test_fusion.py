@@ -15,7 +15,7 @@ from passes.ir.layout import R
 from passes.ir.program import Folded
 from passes.rules import written_rule
 from passes.rules.rule import replicated
-from passes.rules.strategies import subject
+from passes.rules.strategies import op_context
 from tests.passes.helpers import mesh_of
 from tests.passes.planning import planning
 
@@ -74,10 +74,10 @@ def moved(folded: Folded, kinds: set[str]) -> tuple[float, float]:
     forward = backward = 0.0
     for op in folded.ops:
         if op.kind in kinds:
-            about = subject(op, written_rule(op, folded.types), folded.types, folded.flowing, set(), set())
+            context = op_context(op, written_rule(op, folded.types), folded.types, folded.flowing, set(), set())
             choice = replicated(len(op.operands), len(op.results), R)
             strategy = Strategy((choice.name,), ((R,),) * len(op.operands), ((R,),) * len(op.results))
-            once, back = op_seconds(about, (choice,), strategy, SLOW, ONE, chains.get(op.results[0]))
+            once, back, *_ = op_seconds(context, (choice,), strategy, SLOW, ONE, chains.get(op.results[0]))
             forward, backward = forward + once, backward + back
     return forward, backward
 

@@ -20,7 +20,7 @@ from passes.cost.liveness import (
     Task,
     forward,
 )
-from passes.cost.liveness.graph import Noted, make_again
+from passes.cost.liveness.graph import Noted, rerun
 from passes.cost.liveness.graph import Recomputable as MadeAgain
 from passes.cost.liveness.ledger import ACTIVATIONS, GRADIENTS, TRANSIENT, Ledger, Storage
 from passes.cost.liveness.profile import StorageOrigin
@@ -203,12 +203,12 @@ def test_what_is_made_again_stays_until_its_last_use() -> None:
     assert other is shard
     del result, noted
     assert ledger.total == 40
-    again = make_again(first, ledger, Doubling())
+    again = rerun(first, ledger, Doubling())
     assert ledger.total == 40 + 80
     assert ledger.peak_total == 40 + 2 * 80
     del again
     assert ledger.total == 40 + 80
-    again = make_again(second, ledger, Doubling())
+    again = rerun(second, ledger, Doubling())
     assert ledger.total == 40 + 80
     del again
     assert ledger.total == 40
@@ -227,5 +227,5 @@ def test_ledger_takes_whole_units_and_remembers_the_peak() -> None:
     Storage(ledger, 100, TRANSIENT)
     assert ledger.peak.moment == "a"
     assert {kind: size for kind, size in ledger.peak.kinds.items() if size} == {TRANSIENT: 512, ACTIVATIONS: 1024}
-    assert {kind: size for kind, size in ledger.held.items() if size} == {GRADIENTS: 512}
-    assert set(ledger.held) == set(KINDS)
+    assert {kind: size for kind, size in ledger.live.items() if size} == {GRADIENTS: 512}
+    assert set(ledger.live) == set(KINDS)

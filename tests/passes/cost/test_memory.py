@@ -81,7 +81,7 @@ def test_what_is_made_again_is_made_of_something() -> None:
         solution = solve(case.problem, case.cluster, Limits(1e30, STATES), configuration)
         model, found = chosen_memory(case.problem, solution)
         tensor = ROWS * WIDTH * 4 * LAYERS
-        live[level] = {model.ranges[item.range] for item in found if item.kind == "kept" and item.size == tensor}
+        live[level] = {model.ranges[item.range] for item in found if item.kind == "saved" and item.size == tensor}
     block = case.problem.blocks.index(name)
     product, tanh, last = (
         index for index, node in enumerate(case.problem.nodes) if node.block == block and node.kind == "op"
@@ -119,7 +119,7 @@ def test_what_sends_is_not_made_again() -> None:
             found = model.allocations(picks, solution.regathered)
             assert model.totals(found) == pytest.approx(_totals_alone(case, replace(solution, picks=tuple(picks))))
             size = layout_bytes(case.problem.groups[use.group], layout, mesh)
-            kept = [(item.size, model.ranges[item.range]) for item in found if item.kind == "kept"]
+            kept = [(item.size, model.ranges[item.range]) for item in found if item.kind == "saved"]
             ((own, live),) = ((own, live) for own, live in kept if live.first == use.consumer and own)
             assert own == size
             assert live.phase is (Phase.COPY if node.light[pick] else Phase.FORWARD)

@@ -1,6 +1,7 @@
 """The cost of ops under strategies."""
 
 from dataclasses import replace
+from math import prod
 
 import pytest
 import torch
@@ -9,11 +10,15 @@ from torch.nn import functional
 
 from passes.cost.cluster import CLUSTERS, Cluster, Device, Link
 from passes.cost.price import cover, op_seconds, seconds_alone, update_seconds
+from passes.cost.step_costs import StepCosts
 from passes.ir.choices import Cover
+from passes.ir.layout import P, R
 from passes.ir.mesh import Mesh
 from passes.ir.program import Folded
+from passes.ir.redistribution import RedistributionStep
 from passes.rules import written_rule
-from passes.rules.strategies import combine, named_choices, subject
+from passes.rules.local_forms import LOCAL_FORMS
+from passes.rules.strategies import combine, named_choices, op_context
 from tests.passes.helpers import Apply, mesh_of
 from tests.passes.planning import planning
 
@@ -38,10 +43,11 @@ def folded_of(module: nn.Module, **inputs: Tensor) -> Folded:
 def cost(folded: Folded, kind: str, methods: tuple[str, ...], cluster: Cluster, mesh: Mesh) -> tuple[float, float]:
     """Seconds of the first op of `kind`, computed by `methods`."""
     op = next(op for op in folded.ops if op.kind == kind)
-    about = subject(op, written_rule(op, folded.types), folded.types, folded.flowing, set(), set())
-    choices = named_choices(about, methods, mesh)
+    context = op_context(op, written_rule(op, folded.types), folded.types, folded.flowing, set(), set())
+    choices = named_choices(context, methods, mesh)
     assert choices is not None
-    return op_seconds(about, choices, combine(about, choices), cluster, mesh)
+    found = op_seconds(context, choices, combine(context, choices), cluster, mesh)
+    return found.forward, found.backward
 
 
 def test_products_have_the_shape_that_a_rank_sees() -> None:
@@ -105,6 +111,44 @@ def test_attention_of_a_part_of_the_heads() -> None:
     flops, elements = 2 * 2 * (2 * 2 * 16 * 16 * 8) / 2, 2 * 2 * 16 * 8
     assert forward == pytest.approx(flops / 0.5e9 * 2 * (1 + 100 * 8 / 256 / elements))
     assert backward == pytest.approx(2.5 * forward)
+
+
+def test_the_width_of_values_is_in_one_product_of_two() -> None:
+    """Every rank makes all scores: one of two products forward, and three of five backward."""
+    shape = (2, 4, 16, 8)
+    inputs = {name: torch.ones(shape, requires_grad=True) for name in ("query", "key", "value")}
+    module = Apply(lambda query, key, value: functional.scaled_dot_product_attention(query, key, value))
+    folded = folded_of(module, **inputs)
+    cluster = replace(WIDE, device=replace(WIDE.device, fill=0.0, depth=0.0))
+    whole = cost(folded, "scaled_dot_product_attention", ("R", "R"), cluster, MESH)
+    found = cost(folded, "scaled_dot_product_attention", ("value_width", "value_width"), cluster, MESH)
+    assert found == pytest.approx((whole[0] * (1 + 1 / 4) / 2, whole[1] * (3 + 2 / 4) / 5))
+    # On a CPU no fused kernel takes unequal widths: the query, key and half of the value, the result, and four passes.
+    slow = replace(CLUSTER, device=replace(DEVICE, flops={"float32": 1e30}, overlaps=False))
+    passes = 4 * 2 * 4 * 16 * 16
+    forward, _ = cost(folded, "scaled_dot_product_attention", ("value_width", "R"), slow, MESH)
+    assert forward == 4 * (prod(shape) * 3 + passes)
+
+
+def test_collectives_inside_a_form_are_communication(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sum of a softmax has a gradient, the maximum has none. Only where collectives overlap computation does that
+    of the form hide a part of them."""
+    folded = folded_of(Apply(lambda x: x.softmax(1)), x=torch.ones(8, 4, requires_grad=True))
+    context = op_context(
+        folded.ops[0], written_rule(folded.ops[0], folded.types), folded.types, folded.flowing, set(), set()
+    )
+    choices = named_choices(context, ("along", "I"), MESH)
+    assert choices is not None
+    found = op_seconds(context, choices, combine(context, choices), CLUSTER, MESH)
+    each = StepCosts(CLUSTER, MESH).total([RedistributionStep(0, P, R, (8,), (8,))], 4)
+    assert (found.forward_communication, found.backward_communication) == pytest.approx((2 * each, each))
+    assert found.forward == 2 * 8 * 4 * 4 / 2
+    form = LOCAL_FORMS["softmax"]
+    monkeypatch.setattr("passes.cost.forms.LOCAL_FORMS", {"softmax": replace(form, overlap=0.5)})
+    for overlaps, exposed in ((True, 0.5), (False, 1.0)):
+        cluster = replace(CLUSTER, device=replace(DEVICE, overlaps=overlaps))
+        found = op_seconds(context, choices, combine(context, choices), cluster, MESH)
+        assert found.forward_communication == pytest.approx(2 * exposed * each)
 
 
 def test_a_lookup_reads_what_it_writes() -> None:

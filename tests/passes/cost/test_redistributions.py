@@ -1,0 +1,122 @@
+"""Costs of all pairs of layouts at once, against the steps of each pair."""
+
+from collections.abc import Iterable
+from math import prod
+
+import numpy as np
+import pytest
+import torch
+
+from passes.cost.cluster import CLUSTERS, Cluster
+from passes.cost.communication import collective_lines
+from passes.cost.redistributions import RedistributionCosts, TensorLayouts
+from passes.ir.choices import EdgeGroup
+from passes.ir.layout import I, Layout, P, R, S, Shape
+from passes.ir.mesh import Mesh
+from passes.ir.program import TensorType
+from passes.ir.redistribution import RedistributionStep, redistribution
+from tests.passes.helpers import layouts_on, mesh_of, some_layouts
+
+MESHES = [mesh_of(a=2), mesh_of(a=2, b=2), mesh_of(a=2, b=3)]
+PLACEMENTS = [R, I, P, S(0), S(1), S(0, 2), S(0, 3), S(1, 2)]
+
+
+def _seconds(steps: Iterable[RedistributionStep], itemsize: int, joined: int, cluster: Cluster, mesh: Mesh) -> float:
+    """The seconds of `steps`, one by one: the fastest algorithm of each, and kernels that copy, cut, pad or fill."""
+    total = 0.0
+    for step in steps:
+        source, target = step.source.kind, step.target.kind
+        before, after = prod(step.before) * itemsize, prod(step.after) * itemsize
+        if step.moves:
+            lines = collective_lines(step.collective, cluster.route(mesh, step.axis))
+            total += min(fixed / joined + each * max(before, after) for fixed, each in lines)
+            copies = [before] * (step.cut and target == "S") + [after] * (step.join and source == "S")
+            kernels = [2 * size for size in copies]
+        elif {source, target} == {"R", "I"}:
+            kernels = []
+        else:
+            kernels = [before + after if source == "S" else 2 * after]
+        total += sum(cluster.device.launch + touched / cluster.device.stream for touched in kernels)
+    return total
+
+
+def _assert_costs(
+    costs: RedistributionCosts, cluster: Cluster, group: EdgeGroup, sources: list[Layout], targets: list[Layout]
+) -> None:
+    """Each entry is the sum of the steps of its pair."""
+    seconds = costs.seconds([TensorLayouts(group, sources, targets)])[0]
+    found = np.array([seconds.forward, seconds.backward])
+    expected = np.zeros_like(found)
+    itemsize, shape, mesh = group.type.dtype.itemsize, group.type.shape, costs.mesh
+    for row, source in enumerate(sources):
+        for column, target in enumerate(targets):
+            steps = redistribution(source, target, shape, mesh, strided=group.strided)
+            expected[0, row, column] = _seconds(steps, itemsize, group.joined, cluster, mesh)
+            if group.gradient:
+                back = [step.backward for step in steps]
+                expected[1, row, column] = _seconds(back, group.gradient_itemsize, group.joined, cluster, mesh)
+    np.testing.assert_allclose(found, expected, rtol=1e-12, atol=0.0)
+
+
+def _group(
+    shape: Shape, dtype: torch.dtype, gradient: bool, gradient_itemsize: int, strided: bool, joined: int = 1
+) -> EdgeGroup:
+    about = TensorType(shape, dtype)
+    return EdgeGroup("x", about, 3, 0, gradient, gradient_itemsize, False, strided, joined=joined)
+
+
+@pytest.mark.parametrize("strided", [False, True])
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("cluster", ["cpu", "h100"])
+def test_every_pair_costs_what_its_steps_do(mesh: Mesh, cluster: str, strided: bool) -> None:
+    """All layouts; one price object for tensors of several shapes and sizes."""
+    costs = RedistributionCosts(CLUSTERS[cluster], mesh)
+    shapes: list[tuple[Shape, torch.dtype, int]] = [
+        ((12, 36), torch.float32, 4),
+        ((36, 24), torch.bfloat16, 4),
+        ((1, 12), torch.float64, 8),
+        ((), torch.float32, 4),
+    ]
+    for shape, dtype, gradient_itemsize in shapes:
+        layouts = list(layouts_on(shape, PLACEMENTS, mesh))
+        for gradient in (True, False):
+            for joined in (1, 9) if gradient else (1,):
+                group = _group(shape, dtype, gradient, gradient_itemsize, strided, joined)
+                _assert_costs(costs, CLUSTERS[cluster], group, layouts, layouts)
+
+
+# The mesh, what all digits divide, and shapes from few bytes to many; some of them are not divided.
+RANDOM: list[tuple[Mesh, Shape, list[Shape]]] = [
+    (mesh_of(a=16), (64, 32), [(64, 32), (65536, 32768), (63, 31)]),
+    (mesh_of(a=3, b=8), (48, 24, 24), [(48, 24, 24), (480, 2400, 240), (50, 7, 1)]),
+    (mesh_of(a=32, b=1, c=8), (512, 256), [(512, 256), (65536, 65536), (1000, 300)]),
+    (mesh_of(a=2, b=4, c=2, d=8), (256, 256), [(256, 256), (131072, 65536), (250, 17)]),
+    (mesh_of(a=2, b=2, c=2, d=2), (32, 16, 16, 4), [(32, 16, 16, 4), (3200, 160, 1600, 4), (33, 15, 1, 2)]),
+]
+
+
+@pytest.mark.parametrize("cluster", ["cpu", "a100", "h200", "b200", "ideal"])
+@pytest.mark.parametrize(
+    ("mesh", "whole", "shapes"), RANDOM, ids=lambda case: str(case) if isinstance(case, Mesh) else ""
+)
+def test_random_layouts_cost_what_their_steps_do(mesh: Mesh, whole: Shape, shapes: list[Shape], cluster: str) -> None:
+    """Up to four axes, inside nodes and across; digits in each other's way; every algorithm is the least at some
+    size."""
+    costs = RedistributionCosts(CLUSTERS[cluster], mesh)
+    sources, targets = some_layouts(whole, mesh, 15, seed=3), some_layouts(whole, mesh, 15, seed=4)
+    for number, shape in enumerate(shapes):
+        group = _group(shape, torch.bfloat16, gradient=True, gradient_itemsize=4, strided=number == 1)
+        _assert_costs(costs, CLUSTERS[cluster], group, sources, targets)
+
+
+def test_what_was_asked_is_remembered() -> None:
+    """The same tensor and layouts are priced once; other bytes are other prices."""
+    mesh = mesh_of(a=2, b=2)
+    costs = RedistributionCosts(CLUSTERS["h100"], mesh)
+    layouts: list[Layout] = [(R, S(0)), (S(0), R)]
+    group = _group((8, 8), torch.float32, True, 4, False)
+    small = _group((8, 8), torch.bfloat16, True, 4, False)
+    (first,) = costs.seconds([TensorLayouts(group, layouts, layouts)])
+    again, other = costs.seconds([TensorLayouts(group, layouts, layouts), TensorLayouts(small, layouts, layouts)])
+    assert again is first
+    assert other.forward[0, 1] < first.forward[0, 1]
