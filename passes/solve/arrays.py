@@ -7,14 +7,15 @@ from functools import lru_cache
 
 import numpy as np
 
-from passes.cost.live_ranges import is_kept, recompute_of
+from passes.cost.live_ranges import is_saved, recompute_of
+from passes.cost.redistributions import RedistributionCosts, RedistributionSeconds, TensorLayouts
 from passes.cost.step import exchanges, uncovered, windows
 from passes.cost.tensor_uses import TensorUses, find_tensor_uses
+from passes.ir.arrays import Flags, Floats, Integers
 from passes.ir.choices import EdgeGroup, Node, Problem
 from passes.ir.configuration import Configuration
 from passes.ir.layout import Layout
 from passes.solve.effort import Effort
-from passes.solve.prices import Flags, Floats, Integers, Matrices, Prices, Pricing
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class Uses:
     from each layout to each other in one micro-batch."""
 
     tensor: TensorUses
-    seconds: Matrices
+    seconds: RedistributionSeconds
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class GroupArrays:
     """Uses of one tensor in one place, all its occurrences together.
 
     `made[y]` is the layout (a row) that strategy y of `producer` gives, `targets` are those of the columns. `seconds[a,
-    b]` is the cost in a step of redistributing layout a to layout b forward and backward, `again[a, b]` the cost of
+    b]` is the cost in a step of redistributing layout a to layout b forward and backward, `rerun[a, b]` the cost of
     rerunning it in the backward pass. `same[a, b]` says that both are one tensor. `gather` and `reduce` are the seconds
     of a parameter's traffic in one micro-batch, forward and backward.
     """
@@ -52,7 +53,7 @@ class GroupArrays:
     edges: Sequence[EdgeArrays]
     targets: Sequence[Layout]
     seconds: Floats
-    again: Floats
+    rerun: Floats
     same: Flags
     changes: Integers
     gather: Floats
@@ -64,7 +65,7 @@ class Overlap:
     """Computation of a block that overlaps the traffic of its parameters in one pass. Its cost in a step is `weight`
     times the seconds by which traffic exceeds computation.
 
-    `cover` are the seconds of computation. `gather`, `again` and `reduce` say which traffic counts, `forced` that
+    `cover` are the seconds of computation. `gather`, `rerun` and `reduce` say which traffic counts, `forced` that
     gathers are rerun in any case.
     """
 
@@ -72,7 +73,7 @@ class Overlap:
     weight: float
     cover: float
     gather: bool
-    again: bool
+    rerun: bool
     reduce: bool
     forced: bool
 
@@ -82,9 +83,9 @@ class Overlap:
             return None
         return (self.gather + self.forced) * group.gather + self.reduce * group.reduce
 
-    def traffic_again(self, group: GroupArrays) -> Floats | None:
+    def rerun_traffic(self, group: GroupArrays) -> Floats | None:
         """The seconds that rerunning a redistribution of `group` adds; None for none."""
-        if not self.again or not group.group.parameter or group.group.block != self.block:
+        if not self.rerun or not group.group.parameter or group.group.block != self.block:
             return None
         return group.gather
 
@@ -103,15 +104,15 @@ class Arrays:
     overlaps: Sequence[Overlap] = ()
     effort: Effort = field(default_factory=Effort)
 
-    def value(self, picks: Sequence[int], again: Set[tuple[int, Layout]] = frozenset()) -> float:
-        """Seconds of the strategies `picks` when backward reruns the redistributions `again` (group, target)."""
+    def value(self, picks: Sequence[int], rerun: Set[tuple[int, Layout]] = frozenset()) -> float:
+        """Seconds of the strategies `picks` when backward reruns the redistributions `rerun` (group, target)."""
         total = sum(float(costs[pick]) for costs, pick in zip(self.costs, picks, strict=True))
         for group, (made, wanted) in zip(self.groups, self.changes(picks), strict=True):
             total += sum(float(group.seconds[made, target]) for target in wanted)
-        for number, target in again:
+        for number, target in rerun:
             group = self.groups[number]
-            total += float(group.again[group.made[picks[group.producer]], group.targets.index(target)])
-        excesses = (overlap.weight * max(0.0, self.excess(overlap, picks, again)) for overlap in self.overlaps)
+            total += float(group.rerun[group.made[picks[group.producer]], group.targets.index(target)])
+        excesses = (overlap.weight * max(0.0, self.excess(overlap, picks, rerun)) for overlap in self.overlaps)
         return total + sum(excesses)
 
     def changes(self, picks: Sequence[int]) -> list[tuple[int, set[int]]]:
@@ -121,7 +122,7 @@ class Arrays:
             for group in self.groups
         ]
 
-    def excess(self, overlap: Overlap, picks: Sequence[int], again: Set[tuple[int, Layout]] = frozenset()) -> float:
+    def excess(self, overlap: Overlap, picks: Sequence[int], rerun: Set[tuple[int, Layout]] = frozenset()) -> float:
         """Seconds by which the traffic of `overlap` exceeds the computation; below zero where it does not."""
         total = -overlap.cover
         for group in self.groups:
@@ -129,9 +130,9 @@ class Arrays:
             if traffic is not None:
                 made = group.made[picks[group.producer]]
                 total += sum(float(traffic[made, to]) for to in {int(e.wanted[picks[e.consumer]]) for e in group.edges})
-        for number, target in again:
+        for number, target in rerun:
             group = self.groups[number]
-            traffic = overlap.traffic_again(group)
+            traffic = overlap.rerun_traffic(group)
             if traffic is not None:
                 total += float(traffic[group.made[picks[group.producer]], group.targets.index(target)])
         return total
@@ -170,8 +171,8 @@ def _overlaps(problem: Problem, configuration: Configuration, groups: Sequence[G
         full, others = recompute == "full", uncovered(count)[1]
         for window in windows(configuration):
             cover = covers.again(recompute) if window.backward else covers.forward
-            again, forced = window.regather and not full, window.regather and full
-            found.append(Overlap(block, others * window.times, cover, window.gather, again, window.reduce, forced))
+            rerun, forced = window.regather and not full, window.regather and full
+            found.append(Overlap(block, others * window.times, cover, window.gather, rerun, window.reduce, forced))
     return found
 
 
@@ -181,14 +182,14 @@ def _tie_break(methods: tuple[str, ...]) -> int:
     return sum(method.startswith("P(") or "@" in method for method in methods)
 
 
-def find_uses(problem: Problem, prices: Prices) -> list[Uses]:
+def find_uses(problem: Problem, costs: RedistributionCosts) -> list[Uses]:
     """The uses of every tensor, with the costs of redistributions summed over occurrences."""
-    tensors = find_tensor_uses(problem, prices.mesh)
+    tensors = find_tensor_uses(problem, costs.mesh)
     places = Counter(each.producer for each in tensors)
-    matrices = prices.matrices(
+    seconds = costs.seconds(
         [
             # A parameter that is read in several places, or by several ops, is not exchanged before the forward pass.
-            Pricing(
+            TensorLayouts(
                 each.group,
                 each.sources,
                 each.targets,
@@ -197,14 +198,14 @@ def find_uses(problem: Problem, prices: Prices) -> list[Uses]:
             for each in tensors
         ]
     )
-    return [Uses(each, seconds * each.group.count) for each, seconds in zip(tensors, matrices, strict=True)]
+    return [Uses(each, own * each.group.count) for each, own in zip(tensors, seconds, strict=True)]
 
 
 def _group(problem: Problem, uses: Uses, configuration: Configuration) -> GroupArrays:
     tensor, forward, backward = uses.tensor, uses.seconds.forward, uses.seconds.backward
     group = tensor.group
     edges = [
-        EdgeArrays(edge.consumer, wanted, is_kept(problem, configuration, edge))
+        EdgeArrays(edge.consumer, wanted, is_saved(problem, configuration, edge))
         for edge, wanted in zip(tensor.edges, tensor.wanted, strict=True)
     ]
     full = group.inside and recompute_of(problem, configuration, group.block) == "full"
@@ -220,10 +221,10 @@ def _group(problem: Problem, uses: Uses, configuration: Configuration) -> GroupA
         inline = uses.seconds.inline
         seconds = exchanges(configuration) * uses.seconds.exchange + gathers * forward + reductions * backward
         seconds = np.where(inline, at_once, seconds)
-        again = none if full else np.where(inline, times, regathers) * forward
+        rerun = none if full else np.where(inline, times, regathers) * forward
         gather, reduce = forward * ~inline, backward * ~inline
     else:
-        again, seconds = times * forward, at_once
+        rerun, seconds = times * forward, at_once
         gather = reduce = none
     return GroupArrays(
         group,
@@ -232,7 +233,7 @@ def _group(problem: Problem, uses: Uses, configuration: Configuration) -> GroupA
         edges,
         tensor.targets,
         seconds,
-        again,
+        rerun,
         tensor.same,
         tensor.changes,
         gather,

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from passes.cost.memory import GroupBytes, MemoryModel
+from passes.ir.arrays import Floats, Integers
 from passes.solve.arrays import Arrays, GroupArrays, Overlap
-from passes.solve.prices import Floats, Integers
 
 # Figures that differ by less than this, relative to the largest of their kind, are equal.
 ROUNDING = 1e-12
@@ -38,10 +38,10 @@ def _figures(
 ) -> list[Floats]:
     """All costs of the uses of each strategy of the producer, in any of the layouts that may be wanted."""
     wanted = np.unique(np.concatenate([edge.wanted[alive[edge.consumer]] for edge in group.edges]))
-    matrices = [group.seconds, group.again, *size.sizes]
+    matrices = [group.seconds, group.rerun, *size.sizes]
     for overlap in overlaps:
         matrices += [
-            traffic for traffic in (overlap.traffic(group), overlap.traffic_again(group)) if traffic is not None
+            traffic for traffic in (overlap.traffic(group), overlap.rerun_traffic(group)) if traffic is not None
         ]
     # The saved tensor is the source where both are one tensor, or where the redistribution is rerun.
     kept = np.where(size.same, size.source_bytes[:, None], size.target_bytes)

@@ -6,11 +6,11 @@ import numpy as np
 
 from passes.cost.memory import MemoryUse, memory_by_kind
 from passes.cost.program_points import Phase
+from passes.ir.arrays import Floats
 from passes.solve.instance import Instance
 from passes.solve.lagrangian.relaxation import ROUNDING, Multipliers
 from passes.solve.limits import infeasible
 from passes.solve.optimum import optimum
-from passes.solve.prices import Floats
 
 
 def refuse_if_hopeless(instance: Instance) -> None:
@@ -67,5 +67,5 @@ def _least(instance: Instance, point: int) -> MemoryUse:
     for group, saving in zip(model.groups, model.saved, strict=True):
         if saving:
             saved = group.saved(fractions)
-            live["kept"] = live.get("kept", 0.0) + float(min(saved.source.min(), saved.target.min()))
+            live["saved"] = live.get("saved", 0.0) + float(min(saved.source.min(), saved.target.min()))
     return memory_by_kind(live, optimizer, model.points[point].name)

@@ -8,6 +8,7 @@ from functools import cached_property
 import numpy as np
 
 from passes.cost.memory import MemoryModel, MemoryUse
+from passes.ir.arrays import Floats, Integers
 from passes.ir.choices import Problem, Solution
 from passes.ir.configuration import Configuration
 from passes.ir.layout import Layout
@@ -15,14 +16,13 @@ from passes.solve.arrays import Arrays
 from passes.solve.dominance import undominated
 from passes.solve.elimination.variables import eliminate
 from passes.solve.lagrangian.cutting_planes import Cut
-from passes.solve.lagrangian.relaxation import Multipliers, Slack, made_again, relaxed
+from passes.solve.lagrangian.relaxation import Multipliers, Slack, cheaper_reruns, relaxed
 from passes.solve.limits import InfeasibleProgramError, Limits
 from passes.solve.optimum import a_little_more, least_with, network_of, optimum, tie_break_total
-from passes.solve.prices import Floats, Integers
 
 # Of every node the strategies that may be chosen, in order.
 Alive = Mapping[int, Integers]
-Again = frozenset[tuple[int, Layout]]
+Regathered = frozenset[tuple[int, Layout]]
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Instance:
     bytes: MemoryModel
     limits: Limits
     points: list[int] = field(default_factory=list)
-    counted: dict[tuple[tuple[int, ...], Again], Floats] = field(default_factory=dict)
+    counted: dict[tuple[tuple[int, ...], Regathered], Floats] = field(default_factory=dict)
 
     @cached_property
     def all_alive(self) -> Alive:
@@ -46,16 +46,16 @@ class Instance:
     def _undominated(self, alive: Alive) -> Alive:
         return undominated(self.arrays, self.bytes, alive)
 
-    def solution(self, picks: Sequence[int], again: Again) -> Solution:
+    def solution(self, picks: Sequence[int], rerun: Regathered) -> Solution:
         """A choice with its seconds."""
-        seconds = self.arrays.value(picks, again)
-        return Solution(tuple(picks), again, seconds, seconds, self.configuration)
+        seconds = self.arrays.value(picks, rerun)
+        return Solution(tuple(picks), rerun, seconds, seconds, self.configuration)
 
-    def totals(self, picks: tuple[int, ...], again: Again) -> Floats:
+    def totals(self, picks: tuple[int, ...], rerun: Regathered) -> Floats:
         """The bytes of a choice at every program point."""
-        key = picks, again
+        key = picks, rerun
         if key not in self.counted:
-            self.counted[key] = self.bytes.totals(self.bytes.allocations(picks, again))
+            self.counted[key] = self.bytes.totals(self.bytes.allocations(picks, rerun))
         return self.counted[key]
 
     def peak(self, solution: Solution) -> float:
@@ -88,7 +88,7 @@ class Instance:
         """The choice of these strategies that reruns the redistributions for which this is cheaper at these
         multipliers."""
         chosen = [picks[node] for node in range(len(self.arrays.costs))]
-        return self.solution(chosen, made_again(self.arrays, self.bytes, chosen, self.points, multipliers))
+        return self.solution(chosen, cheaper_reruns(self.arrays, self.bytes, chosen, self.points, multipliers))
 
     def at(self, multipliers: Multipliers, alive: Alive, cutoff: float) -> tuple[Cut, Solution, Alive]:
         """Solve the relaxation at these multipliers over the strategies that are alive.
@@ -108,7 +108,7 @@ class Instance:
 
     def complete(self, found: Cut) -> None:
         """Add to a cut the bytes over the limit at points that were found after it."""
-        most = self.totals(found.picks, found.again)
+        most = self.totals(found.picks, found.rerun)
         over = [float(most[point]) - self.limits.memory for point in self.points[len(found.over) :]]
         # Differences that are rounding alone would trouble the linear program.
         found.over.extend(size if abs(size) > 1e-12 * self.limits.memory else 0.0 for size in over)

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from passes.ir.arrays import Flags, Floats, Integers
 from passes.solve.elimination.network import Network
-from passes.solve.prices import Flags, Floats, Integers
 
 # Passes over the costs of each link in one sweep, for counting effort.
 _PASSES = 12

@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from passes.ir.arrays import Floats, Integers
 from passes.solve.arrays import Arrays
 from passes.solve.elimination.buckets import Buckets, find_order
 from passes.solve.elimination.network import Network, Sharing
 from passes.solve.elimination.variables import eliminate, restore
 from passes.solve.message_passing import MessagePassing
-from passes.solve.prices import Floats, Integers
 
 # Relative cost of each unusual method or change, to choose among equals.
 TIE = 1e-9

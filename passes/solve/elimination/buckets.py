@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from passes.ir.arrays import Floats, Integers
 from passes.solve.elimination.network import Network, Sharing
-from passes.solve.prices import Floats, Integers
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from passes.ir.arrays import Flags, Floats, Integers
 from passes.solve.effort import Effort
-from passes.solve.prices import Flags, Floats, Integers
 
 
 @dataclass

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from passes.ir.arrays import Floats
 from passes.solve.elimination.network import Eliminated, Network
-from passes.solve.prices import Floats
 
 # A pair that an eliminated node leaves has at most so many cells, times its own labels.
 LARGEST = 30_000_000

@@ -13,10 +13,10 @@ import numpy as np
 from ortools.math_opt import model_pb2
 from ortools.math_opt.python import mathopt
 
+from passes.ir.arrays import Flags, Floats, Integers
 from passes.solve.effort import Effort, OutOfEffortError
 from passes.solve.elimination.network import Network
 from passes.solve.limits import InfeasibleProgramError
-from passes.solve.prices import Flags, Floats, Integers
 
 SCALE = 1e4
 # Array elements that one coefficient of a program counts as: for each node of HiGHS's tree, and before the first one.

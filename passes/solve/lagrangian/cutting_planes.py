@@ -21,7 +21,7 @@ class Cut:
     that fits."""
 
     picks: tuple[int, ...]
-    again: frozenset[tuple[int, Layout]]
+    rerun: frozenset[tuple[int, Layout]]
     seconds: float
     over: list[float]
     excess: Sequence[float]

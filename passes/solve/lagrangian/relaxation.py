@@ -4,15 +4,15 @@ At given multipliers each tensor is saved after its redistribution, or its sourc
 redistribution, whichever is cheaper. `pareto` and `integer_program` impose the limits as constraints.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from passes.cost.memory import GroupBytes, MemoryModel
+from passes.ir.arrays import Flags, Floats
 from passes.ir.layout import Layout
 from passes.solve.arrays import Arrays, EdgeArrays, GroupArrays
-from passes.solve.prices import Flags, Floats
 
 # Relative error of sums of bytes.
 ROUNDING = 1e-7
@@ -55,21 +55,21 @@ def relaxed(arrays: Arrays, sizes: MemoryModel, points: Sequence[int], multiplie
         groups.append(replace(group, seconds=seconds))
         keeping = keepers(group) if any(multipliers.bytes) else None
         if keeping is not None:
-            again, target = _kept(size, everywhere, again_seconds(arrays, group, multipliers))
+            rerun, target = _kept(size, everywhere, rerun_seconds(arrays, group, multipliers))
             source = size.saved(everywhere).source
-            kept = np.where(group.same, source[:, None], np.minimum(again, target))
+            kept = np.where(group.same, source[:, None], np.minimum(rerun, target))
             keeping_groups.append(replace(keeping, seconds=kept))
     return replace(arrays, costs=costs, groups=[*groups, *keeping_groups], overlaps=())
 
 
-def _kept(size: GroupBytes, fractions: Floats, again: Floats) -> tuple[Floats, Floats]:
-    """The cost of every redistribution of a group if backward reruns it, in `again` seconds, and if its result is
+def _kept(size: GroupBytes, fractions: Floats, rerun: Floats) -> tuple[Floats, Floats]:
+    """The cost of every redistribution of a group if backward reruns it, in `rerun` seconds, and if its result is
     saved."""
     saved = size.saved(fractions)
-    return again + saved.source[:, None] + saved.again, saved.target
+    return rerun + saved.source[:, None] + saved.rerun, saved.target
 
 
-def made_again(
+def cheaper_reruns(
     arrays: Arrays,
     sizes: MemoryModel,
     picks: Sequence[int],
@@ -84,22 +84,22 @@ def made_again(
         if keeping is None:
             continue
         made = group.made[picks[group.producer]]
-        again, kept = _kept(size, everywhere, again_seconds(arrays, group, multipliers))
+        rerun, kept = _kept(size, everywhere, rerun_seconds(arrays, group, multipliers))
         for edge in keeping.edges:
             wanted = edge.wanted[picks[edge.consumer]]
-            if not group.same[made, wanted] and again[made, wanted] < kept[wanted]:
+            if not group.same[made, wanted] and rerun[made, wanted] < kept[wanted]:
                 found.add((number, group.targets[wanted]))
     return frozenset(found)
 
 
-def again_seconds(arrays: Arrays, group: GroupArrays, multipliers: Multipliers) -> Floats:
+def rerun_seconds(arrays: Arrays, group: GroupArrays, multipliers: Multipliers) -> Floats:
     """The cost of rerunning each redistribution of a group in backward, including exposed traffic."""
-    again = multipliers.seconds * group.again
+    rerun = multipliers.seconds * group.rerun
     for overlap, part in zip(arrays.overlaps, multipliers.overlaps, strict=True):
-        twice = overlap.traffic_again(group)
+        twice = overlap.rerun_traffic(group)
         if part and twice is not None:
-            again = again + part * overlap.weight * twice
-    return again
+            rerun = rerun + part * overlap.weight * twice
+    return rerun
 
 
 @dataclass(frozen=True)
@@ -126,8 +126,8 @@ def decide_repeats(
     everywhere = sizes.blend(points, multipliers.bytes)
     found = []
     for group, size in zip(arrays.groups, sizes.groups, strict=True):
-        again, kept = _kept(size, everywhere, again_seconds(arrays, group, multipliers))
-        dearer = again - kept
+        rerun, kept = _kept(size, everywhere, rerun_seconds(arrays, group, multipliers))
+        dearer = rerun - kept
         left = np.full(dearer.shape, -np.inf)
         for edge in (edge for edge in group.edges if edge.saved):
             np.maximum.at(left, (group.made[:, None], edge.wanted), _left(slack, group, edge))
@@ -135,21 +135,21 @@ def decide_repeats(
     return found
 
 
-def decided_again(
+def decided_reruns(
     arrays: Arrays,
     repeats: Sequence[Repeats],
     picks: Sequence[int],
     groups: Iterable[int],
-    is_again: Callable[[int, int, int], bool],
+    second: Set[tuple[int, int]],
 ) -> frozenset[tuple[int, Layout]]:
-    """The redistributions of `groups` that a choice reruns: (group, target). Where `repeats` leave this open,
-    `is_again(group, made, target)` decides, with the layouts as row and column."""
+    """The redistributions of `groups` that a choice reruns: (group, target). Where `repeats` leave this open, those in
+    `second`, whose targets are columns."""
     found: set[tuple[int, Layout]] = set()
     for number in groups:
         group, known = arrays.groups[number], repeats[number]
         made = int(group.made[picks[group.producer]])
         for target in {int(edge.wanted[picks[edge.consumer]]) for edge in group.edges if edge.saved}:
-            if is_again(number, made, target) if known.open[made, target] else known.cheaper[made, target]:
+            if (number, target) in second if known.open[made, target] else known.cheaper[made, target]:
                 found.add((number, group.targets[target]))
     return frozenset(found)
 

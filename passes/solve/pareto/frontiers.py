@@ -6,13 +6,13 @@ all other nodes, prune partial choices that cannot become good enough.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
+from passes.ir.arrays import Flags, Floats, Integers
 from passes.solve.elimination.buckets import Buckets, find_order, local_costs
-from passes.solve.elimination.network import Network, Sharing
-from passes.solve.prices import Flags, Floats, Integers
+from passes.solve.limited_network import Choice, LimitedNetwork
 
 # Amounts that differ by less than this, relative to the largest, are equal.
 ROUNDING = 1e-12
@@ -28,59 +28,11 @@ class TooManyError(Exception):
 
 
 @dataclass(frozen=True)
-class SharedAmounts:
-    """Amounts of a group: `first[a, b]` (amounts last) once for every b that consumers want of a, or where `open`
-    either those or `second[a, b]`."""
-
-    producer: int
-    made: Integers
-    consumers: Sequence[tuple[int, Integers]]
-    first: Floats
-    second: Floats
-    open: Flags
-
-
-@dataclass(frozen=True)
 class Surrogate:
     """A surrogate constraint: the sum of all `amounts`, the seconds first, times these is at most `most`."""
 
     amounts: Floats
     most: float
-
-
-@dataclass(frozen=True)
-class LimitedNetwork:
-    """A network whose nodes (`amounts[n]`, by label and amount) and groups (`shared`) take amounts besides seconds."""
-
-    network: Network
-    amounts: Mapping[int, Floats]
-    shared: Sequence[SharedAmounts]
-    count: int
-
-    def relaxed(self, multipliers: Floats) -> Network:
-        """The network without limits that costs the sum of all amounts times `multipliers`."""
-        network = self.network.copy()
-        network.costs = {node: multipliers[0] * costs for node, costs in network.costs.items()}
-        for node, amounts in self.amounts.items():
-            network.costs[node] = network.costs[node] + amounts @ multipliers
-        network.pairs = {pair: multipliers[0] * costs for pair, costs in network.pairs.items()}
-        network.sharings = [replace(sharing, costs=multipliers[0] * sharing.costs) for sharing in network.sharings]
-        network.constant = multipliers[0] * network.constant
-        for item in self.shared:
-            first, second = item.first @ multipliers, item.second @ multipliers
-            costs = np.where(item.open, np.minimum(first, second), first)
-            network.sharings.append(Sharing(item.producer, item.made, list(item.consumers), costs))
-        return network
-
-
-@dataclass(frozen=True)
-class Choice:
-    """A choice within the limits: its amounts, the label of each node, and the shared amounts and targets for which it
-    takes the `second`."""
-
-    amounts: Floats
-    picks: Mapping[int, int]
-    second: frozenset[tuple[int, int]]
 
 
 @dataclass
@@ -167,7 +119,7 @@ class ParetoFrontiers:
                 frontier, part = self.frontiers[position], int(parts[number])
                 picks[self.order.nodes[position]] = int(frontier.labels[part])
                 waiting.append((frontier.rows, part))
-        return Choice(self.rows.amounts[row], picks, frozenset(second))
+        return Choice(picks, frozenset(second))
 
     def _frontier(self, position: int) -> _Frontier:
         scope = self.order.scopes[position]

@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 
 from passes.cost.memory import memory_model
+from passes.cost.redistributions import RedistributionCosts
 from passes.solve.arrays import arrays, find_uses
 from passes.solve.dominance import undominated
-from passes.solve.prices import Prices
 from tests.passes.planning import Planning, random_planning
 
 
 def _left(case: Planning, choose: random.Random) -> tuple[dict[int, np.ndarray], dict[int, np.ndarray]]:
     """All strategies of every node, of ops two at most, and those that are left."""
-    uses = find_uses(case.problem, Prices(case.cluster, case.mesh))
+    uses = find_uses(case.problem, RedistributionCosts(case.cluster, case.mesh))
     found = arrays(case.problem, uses, case.configuration)
     every = {node: np.arange(len(costs)) for node, costs in enumerate(found.costs)}
     for node, labels in every.items():

@@ -4,8 +4,8 @@ import pytest
 
 from passes.ir.configuration import Configuration
 from passes.ir.errors import InfeasibleError
-from passes.solve import Solver
 from passes.solve.limits import Limits
+from passes.solve.solver import Solver
 from tests.passes.planning import STATES, Planning, random_planning
 
 TIGHT = 0.9
@@ -51,6 +51,6 @@ def test_allowed_effort_ends_the_search(monkeypatch: pytest.MonkeyPatch) -> None
     assert stopped.effort.spent < whole.effort.spent
     assert stopped.solution().bound <= whole.solution().bound <= whole.solution().seconds <= stopped.solution().seconds
     blind = solver(case, memory)
-    blind.best = None
+    blind.gap.best = None
     with pytest.raises(InfeasibleError, match="with the effort allowed no plan was found"):
         blind.close(allowance=0.0)

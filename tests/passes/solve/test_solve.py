@@ -111,7 +111,7 @@ def test_branches_and_integer_programs_find_the_best(seed: int, small: int, monk
     """The same where frontiers are too large: all that is open is branched over, down to choices that differ in nothing
     that counts, or goes to an integer program at once."""
     monkeypatch.setattr("passes.solve.pareto.frontiers.ROWS", 0)
-    monkeypatch.setattr("passes.solve.SMALL", small)
+    monkeypatch.setattr("passes.solve.exact_search.SMALL", small)
     case = _small(random_planning(seed, blocks=2 + seed % 2), seed, stored=seed % 3)
     _against_all(case, zero_configuration(case, seed) if seed > 600 else random_configuration(case, seed))
 

@@ -1,0 +1,135 @@
+"""Closing the gap exactly: by Pareto frontiers in increasing intervals above the bound, then by branch and bound."""
+
+from contextlib import suppress
+
+import numpy as np
+
+from passes.solve.active_constraints import ActiveConstraints, first_constraints, remaining_choices, with_violated
+from passes.solve.branch_and_bound import Branch, split
+from passes.solve.effort import OutOfEffortError
+from passes.solve.gap import PROVEN
+from passes.solve.integer_program.limited import best_by_program
+from passes.solve.lagrangian.dual_ascent import DualAscent
+from passes.solve.limits import InfeasibleProgramError
+from passes.solve.pareto.frontiers import TooManyError
+from passes.solve.pareto.limited import best_by_frontiers
+
+# The exact search covers this interval above the bound (relative to it) first, then so many times as much, and from
+# FURTHEST on everything. A gap below FIRST is not worth further dual iterations.
+FIRST = 5e-3
+FURTHER = 2
+FURTHEST = 1.0
+# The exact search covers everything at once where the gap is at most this part of the bound.
+NEAR = 0.05
+# Relative tolerance of the largest interval that the exact search can cover.
+CLOSE = 0.2
+# Bounds of branches are raised until the gain is below this part of their gap.
+ENOUGH = 0.05
+# Number of the last multipliers that prune frontiers.
+SURROGATES = 20
+# A branch with fewer strategies is not split further.
+SMALL = 300
+
+
+class ExactSearch:
+    """The exact search of one instance, with the multipliers that `dual` found. `active` are the constraints that were
+    violated so far."""
+
+    def __init__(self, dual: DualAscent) -> None:
+        self.dual, self.gap, self.instance = dual, dual.gap, dual.gap.instance
+        self.active: ActiveConstraints | None = None
+        self.allowed = np.inf
+
+    def close(self, root: Branch, allowed: float) -> None:
+        """Close the gap among the choices of the branch `root`.
+
+        Raises OutOfEffortError when so much effort is spent as `allowed`, in all.
+        """
+        self.allowed = allowed
+        # Relative to the bound: the interval that has been covered, and the least one that is too much.
+        done, most = 0.0, np.inf
+        unit = abs(root.bound) or 1.0
+        while self.gap.is_open(self.gap.bound) and (most == np.inf or most - done > max(FIRST, CLOSE * most)):
+            open_part = (self.gap.least - root.bound) / unit
+            step = max(FIRST, FURTHER * done)
+            if most < np.inf:
+                step = min(step, (done + most) / 2, open_part)
+            elif step > FURTHEST or open_part < max(FURTHER * step, NEAR):
+                step = open_part
+            aim = min(self.gap.least, root.bound + step * unit)
+            try:
+                self._exactly(root, aim, at_any_rate=self.gap.least == np.inf)
+            except TooManyError:
+                most = step
+            else:
+                done = step
+                self.gap.bound = max(self.gap.bound, min(aim, self.gap.least))
+        waiting = [root]
+        while waiting and self.gap.is_open(self.gap.bound):
+            branch = min(waiting, key=lambda item: item.bound)
+            waiting.remove(branch)
+            waiting += self._grow(branch)
+            least = min((item.bound for item in waiting), default=np.inf)
+            self.gap.bound = max(self.gap.bound, min(least, self.gap.least))
+
+    def _grow(self, branch: Branch) -> list[Branch]:
+        """The parts of a branch that may have a better choice; none if it was searched exactly."""
+        if not self.gap.is_open(branch.bound):
+            return []
+        try:
+            branch.alive = self.instance.restricted(branch.multipliers, branch.alive, self.gap.least)
+        except InfeasibleProgramError:
+            return []
+        parts = split(self.instance, branch)
+        is_small = parts is None or sum(len(labels) for labels in branch.alive.values()) < SMALL
+        with suppress(TooManyError):
+            self._exactly(branch, self.gap.least, at_any_rate=is_small)
+            return []
+        assert parts is not None
+        found = []
+        for alive in parts:
+            if self.instance.arrays.effort.spent >= self.allowed:
+                raise OutOfEffortError
+            part = Branch(alive, [], branch.bound, branch.multipliers, [])
+            if all(len(labels) for labels in alive.values()):
+                part.found = [item for item in branch.found if part.holds(item)]
+                if not part.found:
+                    self.dual.at(part, branch.multipliers)
+                for _ in self.dual.climb(part, ENOUGH * (self.gap.least - part.bound)):
+                    pass
+                if self.gap.is_open(part.bound):
+                    found.append(part)
+        return found
+
+    def _exactly(self, branch: Branch, aim: float, at_any_rate: bool) -> None:
+        """Consider the best choice of a branch, if it takes less than `aim` seconds: by Pareto frontiers, and where
+        these get too large, `at_any_rate` by an integer program.
+
+        Only active constraints are imposed; those that the result violates come in, and it is solved again. Raises
+        TooManyError.
+        """
+        active = first_constraints(self.instance, branch.multipliers, self.active)
+        while True:
+            left = self.allowed - self.instance.arrays.effort.spent
+            if left <= 0:
+                raise OutOfEffortError
+            try:
+                choices = remaining_choices(self.instance, active, branch.multipliers, branch.alive, aim)
+                try:
+                    solution, bound = best_by_frontiers(
+                        self.instance, active, choices, self.dual.tried[-SURROGATES:], aim
+                    )
+                except TooManyError:
+                    if not at_any_rate:
+                        raise
+                    solution, bound = best_by_program(self.instance, active, choices, aim, PROVEN, left)
+            except InfeasibleProgramError:
+                return
+            self.gap.consider(solution)
+            more = self.active = with_violated(self.instance, active, solution, branch.multipliers)
+            if more == active:
+                # Programs are solved up to PROVEN, and rounding and tie_break_total take a little of a bound.
+                if bound < min(aim, self.gap.least) * (1 - 3 * PROVEN):
+                    raise OutOfEffortError
+                return
+            active = more
