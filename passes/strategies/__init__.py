@@ -8,7 +8,7 @@ from passes.cost.price import cover
 from passes.ir.choices import Cover, Problem
 from passes.ir.constraints import PlacedConstraints
 from passes.ir.program import Folded
-from passes.strategies.analysis import Analysis, survey
+from passes.strategies.analysis import Analysis, analyze
 from passes.strategies.connections import connect
 from passes.strategies.nodes import Nodes
 from passes.strategies.setting import Setting
@@ -25,24 +25,24 @@ def planning_problem(folded: Folded, demands: PlacedConstraints, setting: Settin
     modified. Raises ConstraintError if a constraint leaves an op or parameter without any strategy, or if a node has
     none of its allowed methods.
     """
-    known = survey(folded)
-    splits = find_splits(known, demands, setting.mesh)
-    nodes = list(Nodes(known, demands, setting, splits, Sizes(folded.types, setting.mesh)).all())
+    analysis = analyze(folded)
+    splits = find_splits(analysis, demands, setting.mesh)
+    nodes = list(Nodes(analysis, demands, setting, splits, Sizes(folded.types, setting.mesh)).all())
     index = {node.key: number for number, node in enumerate(nodes)}
-    edges, groups = connect(known, nodes, index, setting.reduce, setting.cluster.device.overlaps)
-    counts, covers = _blocks(known, setting)
-    return Problem(nodes, edges, groups, known.blocks, counts, index, covers)
+    edges, groups = connect(analysis, nodes, index, setting.reduce, setting.cluster.device.overlaps)
+    counts, covers = _blocks(analysis, setting)
+    return Problem(nodes, edges, groups, analysis.blocks, counts, index, covers)
 
 
-def _blocks(known: Analysis, setting: Setting) -> tuple[list[int], list[Cover]]:
+def _blocks(analysis: Analysis, setting: Setting) -> tuple[list[int], list[Cover]]:
     """The number of times that each block runs, and its overlap budget."""
-    counts = [1] * len(known.blocks)
-    covers = [Cover()] * len(known.blocks)
-    folded, devices, cluster = known.folded, setting.mesh.size, setting.cluster
+    counts = [1] * len(analysis.blocks)
+    covers = [Cover()] * len(analysis.blocks)
+    folded, devices, cluster = analysis.folded, setting.mesh.size, setting.cluster
     rules = folded.program.rules
     for number, region in enumerate(folded.regions):
         counts[2 * number + 1] = region.count
         covers[2 * number + 1] = cover(
-            region.ops, folded.types, folded.flowing, rules, cluster, devices, region.count, known.fused
+            region.ops, folded.types, folded.flowing, rules, cluster, devices, region.count, analysis.fused
         )
     return counts, covers

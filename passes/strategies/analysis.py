@@ -7,10 +7,10 @@ from passes.cost.fusion import Fused, joined
 from passes.ir.program import Folded, dependents
 from passes.ir.rule import Saved
 from passes.rules.cheap import Cheap, how_cheap
-from passes.rules.strategies import OpContext, subject
+from passes.rules.strategies import OpContext, op_context
 from passes.rules.strides import strided
 from passes.strategies.places import Placed, place
-from passes.strategies.saved import handed_on, kept_by
+from passes.strategies.saved import passed_on, saved_tensors
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,8 @@ class Analysis:
     `placed` are its ops in order, `blocks` the names of the blocks that contain them. `parameters` and `constant`
     (buffers and constants) are by the names that ops use, so those of regions are among them; `names` maps the names of
     a region's parameters and buffers to their names in the program (of the first copy), `exported` those of tensors
-    that are used outside of a region to their names inside. `depends`, `strided` and `handed_on` are names of tensors
-    (`dependents`, `strided` and `handed_on` say which). By keys of ops: their contexts (`subjects`), their saved
+    that are used outside of a region to their names inside. `depends`, `strided` and `passed_on` are names of tensors
+    (`dependents`, `strided` and `passed_on` say which). By keys of ops: their contexts (`contexts`), their saved
     tensors (`saved`), and whether they are `cheap` to recompute. `fused` are ops that are compiled together with
     others, by their first result.
     """
@@ -44,8 +44,8 @@ class Analysis:
     exported: Mapping[str, str]
     depends: Set[str]
     strided: Set[str]
-    handed_on: Set[str]
-    subjects: Mapping[str, OpContext]
+    passed_on: Set[str]
+    contexts: Mapping[str, OpContext]
     saved: Mapping[str, Sequence[Saved]]
     cheap: Mapping[str, Cheap]
     fused: Mapping[str, Fused]
@@ -55,16 +55,16 @@ class Analysis:
         return self.exported.get(name, name)
 
 
-def survey(folded: Folded) -> Analysis:
+def analyze(folded: Folded) -> Analysis:
     """The analysis of `folded`."""
     placed, blocks = place(folded)
     parameters, constant = _owned(folded)
     moved = strided(folded)
-    subjects = {
-        item.op.key: subject(item.op, item.rule, folded.types, folded.flowing, parameters.keys(), moved)
+    contexts = {
+        item.op.key: op_context(item.op, item.rule, folded.types, folded.flowing, parameters.keys(), moved)
         for item in placed
     }
-    given = handed_on(folded, placed, moved)
+    given = passed_on(folded, placed, moved)
     return Analysis(
         folded=folded,
         placed=placed,
@@ -82,13 +82,13 @@ def survey(folded: Folded) -> Analysis:
         },
         depends=dependents(folded),
         strided=moved,
-        handed_on=given,
-        subjects=subjects,
-        saved={key: kept_by(about) for key, about in subjects.items()},
+        passed_on=given,
+        contexts=contexts,
+        saved={key: saved_tensors(context) for key, context in contexts.items()},
         cheap={
             item.op.key: Cheap.NEVER
             if item.op.results[0] in given
-            else how_cheap(item.op, item.rule, subjects[item.op.key].copies)
+            else how_cheap(item.op, item.rule, contexts[item.op.key].copies)
             for item in placed
         },
         fused=joined(folded),

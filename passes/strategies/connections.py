@@ -8,17 +8,17 @@ import torch
 
 from passes.ir.choices import Edge, EdgeGroup, Node
 from passes.strategies.analysis import Analysis
-from passes.strategies.saved import uses_remade, uses_viewed
+from passes.strategies.saved import recompute_inputs, uses_viewed
 from passes.strategies.tensors import carry_key
 
 
 def connect(
-    known: Analysis, nodes: Sequence[Node], index: dict[str, int], reduce: torch.dtype | None, overlaps: bool
+    analysis: Analysis, nodes: Sequence[Node], index: dict[str, int], reduce: torch.dtype | None, overlaps: bool
 ) -> tuple[list[Edge], list[EdgeGroup]]:
     """The edges from the producer of each operand to every op, carry and output among `nodes`, and their groups.
     `index` finds nodes by their keys; gradients of parameters are reduced in the dtype `reduce` (None: as they are).
     Where collectives do not overlap computation, parameters that are read in one place are `joined`."""
-    found = _Connections(known, nodes, index, reduce)
+    found = _Connections(analysis, nodes, index, reduce)
     found.ops()
     found.carries()
     found.outputs()
@@ -33,7 +33,7 @@ def _joined(groups: Sequence[EdgeGroup]) -> list[EdgeGroup]:
 
 @dataclass
 class _Connections:
-    known: Analysis
+    analysis: Analysis
     nodes: Sequence[Node]
     index: dict[str, int]
     reduce: torch.dtype | None
@@ -44,35 +44,35 @@ class _Connections:
     def __post_init__(self) -> None:
         # The node that makes a tensor, and which of its results it is.
         self.producers = {node.name: (number, 0) for number, node in enumerate(self.nodes) if node.kind != "output"}
-        for placed in self.known.placed:
+        for placed in self.analysis.placed:
             number = self.index[placed.op.key]
             self.producers.update({name: (number, result) for result, name in enumerate(placed.op.results)})
 
     def ops(self) -> None:
         """Every operand of every op."""
-        known = self.known
+        analysis = self.analysis
         inside = {
             name
-            for region in known.folded.regions
+            for region in analysis.folded.regions
             for name in (
                 *(name for op in region.ops for name in op.results),
                 *(carry.argument for carry in region.carries),
             )
         }
-        remade = {
+        recomputed = {
             use
-            for region in known.folded.regions
-            for use in uses_remade(
-                [placed for placed in known.placed if placed.region is region], known.saved, known.cheap
+            for region in analysis.folded.regions
+            for use in recompute_inputs(
+                [placed for placed in analysis.placed if placed.region is region], analysis.saved, analysis.cheap
             )
         }
-        viewed = uses_viewed(known.placed, known.saved, known.strided)
-        for placed in known.placed:
+        viewed = uses_viewed(analysis.placed, analysis.saved, analysis.strided)
+        for placed in analysis.placed:
             key, block = placed.op.key, placed.block
             consumer = self.index[key]
-            kept = {item.index for item in known.saved[key] if not item.result and not item.copy}
+            kept = {item.index for item in analysis.saved[key] if not item.result and not item.copy}
             for slot, name in enumerate(placed.op.operands):
-                if name in known.parameters:
+                if name in analysis.parameters:
                     within = placed.region is not None
                     group = self._group(("use", consumer, slot), name, placed.count, block, within)
                 elif name in inside:
@@ -80,16 +80,16 @@ class _Connections:
                 else:
                     group = self._group(("outside", name), name, 1, block)
                 stays = slot in kept or (key, slot) in viewed
-                self._edge(name, consumer, slot, group, stays, (key, slot) in remade)
+                self._edge(name, consumer, slot, group, stays, (key, slot) in recomputed)
 
     def carries(self) -> None:
         """The edges to carried tensors: the initial value for the first copy of a region, and the result of the
         previous copy for the others."""
-        for number, region in enumerate(self.known.folded.regions):
+        for number, region in enumerate(self.analysis.folded.regions):
             block = 2 * number + 1
             for carry in region.carries:
                 consumer = self.index[carry_key(region, carry)]
-                if carry.initial in self.known.parameters:
+                if carry.initial in self.analysis.parameters:
                     group = self._group(("use", consumer, "initial"), carry.initial, 1, block - 1)
                 else:
                     group = self._group(("outside", carry.initial), carry.initial, 1, block)
@@ -108,13 +108,13 @@ class _Connections:
         """The number of the group `key` of uses of the tensor `name`, which is created if it does not exist yet."""
         if key not in self.group_index:
             self.group_index[key] = len(self.groups)
-            known = self.known
-            type, parameter = known.folded.types[name], name in known.parameters
+            analysis = self.analysis
+            type, parameter = analysis.folded.types[name], name in analysis.parameters
             itemsize = ((self.reduce if parameter else None) or type.dtype).itemsize
-            flows, strided = name in known.folded.flowing, name in known.strided
+            flows, strided = name in analysis.folded.flowing, name in analysis.strided
             self.groups.append(EdgeGroup(name, type, count, block, flows, itemsize, parameter, strided, inside))
         return self.group_index[key]
 
-    def _edge(self, name: str, consumer: int, slot: int, group: int, saved: bool, remade: bool = False) -> None:
-        producer, result = self.producers[self.known.inside(name)]
-        self.edges.append(Edge(producer, result, consumer, slot, group, saved, remade))
+    def _edge(self, name: str, consumer: int, slot: int, group: int, saved: bool, recomputed: bool = False) -> None:
+        producer, result = self.producers[self.analysis.inside(name)]
+        self.edges.append(Edge(producer, result, consumer, slot, group, saved, recomputed))

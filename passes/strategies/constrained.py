@@ -1,6 +1,6 @@
 """Constraints on ops: the strategies that meet them, and errors for those that none meets."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 
 from passes.ir.choices import Strategy
 from passes.ir.constraints import Constraint, PlacedConstraints
@@ -24,13 +24,19 @@ def indivisible(placement: Placement | None, shape: Shape, mesh: Mesh, axis: int
     return f"its dim {placement.dim} of size {shape[placement.dim]} is not divisible into {ways}"
 
 
-def _indivisible_factor(about: OpContext, demand: Constraint, mesh: Mesh) -> str:
-    """The reason why sizes rule out the method of a constraint for an op; "" if they do not."""
-    factor = about.rule.factors.get(demand.method.partition("@")[0]) if about.rule is not None else None
-    size = mesh.sizes[demand.axis]
-    if factor is None or factor.size % size == 0:
+def _missing(context: OpContext, demand: Constraint, available: Collection[str], mesh: Mesh) -> str:
+    """The reason why the method of a constraint is not among the `available` ones of an op; "" if it is."""
+    if demand.method in available:
         return ""
-    return f"{demand.method} of size {factor.size} is not divisible into {size} devices"
+    size = mesh.sizes[demand.axis]
+    rule = context.rule
+    method = None if rule is None else rule.method(demand.method.partition("@")[0])
+    if rule is not None and method is not None:
+        extents = ((factor, rule.factors[factor].size) for factor in method.factors)
+        for factor, extent in extents:
+            if extent % size:
+                return f"{factor} of size {extent} is not divisible into {size} devices"
+    return f"it has no such method; its methods on this axis are {', '.join(sorted(available))}"
 
 
 def demanded_splits(
@@ -57,19 +63,20 @@ def demanded_splits(
 
 
 def meeting(
-    about: OpContext,
+    context: OpContext,
     strategies: list[Strategy],
     demands: PlacedConstraints,
     names: Mapping[str, str],
     mesh: Mesh,
-    followed: dict[Constraint, bool],
+    followed: dict[Constraint, set[str]],
 ) -> list[Strategy]:
     """The strategies that meet the constraints on an op and on the parameters it uses.
 
     `names` maps names in a region to names in the program. A method that is required of a whole module applies to the
-    ops that have it, which is recorded in `followed`. Raises ConstraintError if no strategy is left.
+    ops that have it; `followed` records the methods that ops of the module have.
+    Raises ConstraintError if no strategy is left.
     """
-    op, first = about.op, about.op.results[0]
+    op, first = context.op, context.op.results[0]
 
     def keep(demand: Constraint, met: Iterable[bool], reason: str) -> list[Strategy]:
         kept = [strategy for strategy, good in zip(strategies, met, strict=True) if good]
@@ -85,32 +92,32 @@ def meeting(
         reason = indivisible(demand.placement, type.shape, mesh, demand.axis)
         return reason and f"{name} of shape {list(type.shape)} cannot be split so, because {reason}"
 
+    available = [{strategy.methods[axis] for strategy in strategies} for axis in mesh.dimensions]
     for axis, demand in demands.at("method", first).items():
         met = [strategy.methods[axis] == demand.method for strategy in strategies]
-        strategies = keep(demand, met, _indivisible_factor(about, demand, mesh))
+        strategies = keep(demand, met, _missing(context, demand, available[axis], mesh))
     for axis, demand in demands.at("method within", first).items():
-        following = [strategy for strategy in strategies if strategy.methods[axis] == demand.method]
-        strategies = following or strategies
-        followed[demand] = followed.get(demand, False) or bool(following)
+        followed.setdefault(demand, set()).update(strategy.methods[axis] for strategy in strategies)
+        strategies = [strategy for strategy in strategies if strategy.methods[axis] == demand.method] or strategies
     for slot, name in enumerate(op.operands):
         wanted = {**demands.at("used", names.get(name, name)), **demands.at("in", first, str(slot))}
         for axis, demand in wanted.items():
-            flows = about.flowing_operands[slot]
+            flows = context.flowing_operands[slot]
             met = [demand.is_met(strategy.operands[slot][axis], flows) for strategy in strategies]
-            strategies = keep(demand, met, at(demand, about.operands[slot], names.get(name, name)))
+            strategies = keep(demand, met, at(demand, context.operands[slot], names.get(name, name)))
     for number in range(len(op.results)):
         for axis, demand in demands.at("out", first, str(number)).items():
-            flows = about.flowing_results[number]
+            flows = context.flowing_results[number]
             met = [demand.is_met(strategy.results[number][axis], flows) for strategy in strategies]
-            strategies = keep(demand, met, at(demand, about.results[number], "its result"))
+            strategies = keep(demand, met, at(demand, context.results[number], "its result"))
     return strategies
 
 
-def refuse_unfollowed(followed: Mapping[Constraint, bool], mesh: Mesh) -> None:
+def refuse_unfollowed(followed: Mapping[Constraint, Set[str]], mesh: Mesh) -> None:
     """Raise ConstraintError if no op of a module has the method that a constraint requires of it."""
-    for demand, met in followed.items():
-        if not met:
+    for demand, methods in followed.items():
+        if demand.method not in methods:
             raise ConstraintError(
                 f"constraint {demand.pattern!r}, method {demand.method} on axis {mesh.names[demand.axis]!r} cannot be "
-                "met: no op of the module has that method"
+                f"met: no op of the module has that method; they have {', '.join(sorted(methods))}"
             )

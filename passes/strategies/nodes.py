@@ -14,7 +14,7 @@ from passes.rules.strategies import Choices, combine, op_strategies
 from passes.strategies.analysis import Analysis
 from passes.strategies.constrained import meeting, refuse_unfollowed
 from passes.strategies.operations import is_negligible, op_node
-from passes.strategies.parameters import Upkeep, blocks_of_parameters, parameter_node
+from passes.strategies.parameters import blocks_of_parameters, parameter_node
 from passes.strategies.places import Placed
 from passes.strategies.setting import Setting
 from passes.strategies.sizes import Sizes
@@ -27,10 +27,10 @@ from passes.strategies.tensors import buffer_node, carry_key, carry_node, input_
 class Nodes:
     """The nodes of a program's problem, by kind, each with its strategies.
 
-    `known` is the analysis of the program, `splits` has the splits of its ops and tensors, `sizes` their bytes.
+    `analysis` is that of the program, `splits` has the splits of its ops and tensors, `sizes` their bytes.
     """
 
-    known: Analysis
+    analysis: Analysis
     demands: PlacedConstraints
     setting: Setting
     splits: Splits
@@ -43,76 +43,77 @@ class Nodes:
         """
         kinds = (self.inputs(), self.buffers(), self.carries(), self.ops(), self.parameters(), self.outputs())
         for node in chain.from_iterable(kinds):
-            if not node.strategies and node.key in self.setting.offers:
-                raise ConstraintError(f"{node.key} has no strategy among those that it is offered")
+            if not node.strategies and node.key in self.setting.allowed:
+                raise ConstraintError(f"{node.key} has no strategy with the methods that it is allowed")
             if not node.strategies:
                 raise AssertionError(f"{node.key} has no strategy")
             yield node
 
     def inputs(self) -> Iterator[Node]:
         """Inputs can have any layout that DTensor can express; each rank must be given the part that it needs."""
-        for item in self.known.folded.program.inputs:
+        for item in self.analysis.folded.program.inputs:
             layouts = self._expressible(item.name, item.name)
             yield input_node(item.name, layouts, self._whole(item.name), self.sizes, self.setting.cluster.host)
 
     def buffers(self) -> Iterator[Node]:
         """Buffers and constants are replicated."""
-        return (buffer_node(name, self.sizes) for name in sorted(self.known.constant))
+        return (buffer_node(name, self.sizes) for name in sorted(self.analysis.constant))
 
     def carries(self) -> Iterator[Node]:
         """Tensors that copies of regions hand on can have any layout, with or without pending sums in the gradient."""
-        for number, region in enumerate(self.known.folded.regions):
+        for number, region in enumerate(self.analysis.folded.regions):
             for carry in region.carries:
-                placements = [I, R] if carry.argument in self.known.folded.flowing else [R]
+                placements = [I, R] if carry.argument in self.analysis.folded.flowing else [R]
                 layouts = self._layouts(carry.argument, placements, carry_key(region, carry))
                 yield carry_node(region, carry, 2 * number + 1, layouts, self.sizes)
 
     def ops(self) -> Iterator[Node]:
         """Ops have the strategies that their rules allow and that meet the constraints."""
-        followed: dict[Constraint, bool] = {}
-        for position, placed in enumerate(self.known.placed):
+        followed: dict[Constraint, set[str]] = {}
+        for position, placed in enumerate(self.analysis.placed):
             strategies = self._strategies(position, placed, followed)
-            yield op_node(self.known, placed, strategies, self.sizes, self.setting.cluster)
+            yield op_node(self.analysis, placed, strategies, self.sizes, self.setting.cluster)
         refuse_unfollowed(followed, self.setting.mesh)
 
-    def _strategies(self, position: int, placed: Placed, followed: dict[Constraint, bool]) -> dict[Strategy, Choices]:
+    def _strategies(
+        self, position: int, placed: Placed, followed: dict[Constraint, set[str]]
+    ) -> dict[Strategy, Choices]:
         """The strategies of one op, with their choices on every axis."""
         mesh, setting = self.setting.mesh, self.setting
-        about = self.known.subjects[placed.op.key]
-        if is_negligible(about, self.known.depends, setting.cluster.device):
-            whole = (replicated(len(about.operands), len(about.results), R),) * len(mesh.sizes)
-            return {combine(about, whole): whole}
-        found = op_strategies(about, self.splits.of_op(position), mesh, setting.offers.get(placed.op.key))
-        met = meeting(about, list(found), self.demands, self.known.names, mesh, followed)
+        context = self.analysis.contexts[placed.op.key]
+        if is_negligible(context, self.analysis.depends, setting.cluster.device):
+            whole = (replicated(len(context.operands), len(context.results), R),) * len(mesh.sizes)
+            return {combine(context, whole): whole}
+        found = op_strategies(context, self.splits.of_op(position), mesh, setting.allowed.get(placed.op.key))
+        met = meeting(context, list(found), self.demands, self.analysis.names, mesh, followed)
         return {strategy: found[strategy] for strategy in met}
 
     def parameters(self) -> Iterator[Node]:
         """Parameters can be stored in any layout that torch stores exactly, independent of the layouts in which ops use
         them."""
-        known, setting = self.known, self.setting
-        upkeep = Upkeep(setting.optimizer_states, setting.master)
-        blocks = blocks_of_parameters(known)
-        owned = {name for region in known.folded.regions for names in region.owned.values() for name in names}
-        for name, training in known.parameters.items():
+        analysis, setting = self.analysis, self.setting
+        blocks = blocks_of_parameters(analysis)
+        owned = {name for region in analysis.folded.regions for names in region.owned.values() for name in names}
+        for name, training in analysis.parameters.items():
             if name in owned:
                 continue
-            demanded = self.demands.at("stored", known.names.get(name, name))
-            layouts = storage(name, known.folded.types[name].shape, training.trainable, demanded, setting.mesh)
-            yield parameter_node(known, name, layouts, blocks.get(name), upkeep, setting.cluster, setting.mesh)
+            demanded = self.demands.at("stored", analysis.names.get(name, name))
+            layouts = storage(name, analysis.folded.types[name].shape, training.trainable, demanded, setting.mesh)
+            yield parameter_node(analysis, name, layouts, blocks.get(name), setting)
 
     def outputs(self) -> Iterator[Node]:
         """The outputs of the program, and the new values of buffers, which are replicated."""
-        program, last = self.known.folded.program, len(self.known.blocks) - 1
+        program, last = self.analysis.folded.program, len(self.analysis.blocks) - 1
         wanted: dict[str, list[str]] = {}
         for label, value in zip(program.output_names, program.outputs, strict=True):
             for name in references(value):
-                wanted.setdefault(self.known.inside(name), []).append(label)
+                wanted.setdefault(self.analysis.inside(name), []).append(label)
         for name, labels in wanted.items():
             key = f"output {labels[0]}"
             layouts = [self._same(name)] if self.setting.full_outputs else self._expressible(name, key)
             yield output_node(key, name, layouts, len(labels), last, self.sizes)
         for update in program.updates:
-            name = self.known.inside(update.value)
+            name = self.analysis.inside(update.value)
             yield output_node(f"update {update.buffer}", name, [self._same(name)], 1, last, self.sizes)
 
     def _same(self, name: str) -> Layout:
@@ -121,11 +122,11 @@ class Nodes:
 
     def _whole(self, name: str) -> Placement:
         """The placement of an axis that does not split a tensor, over which it is replicated."""
-        return I if name in self.known.folded.flowing else R
+        return I if name in self.analysis.folded.flowing else R
 
     def _layouts(self, name: str, others: Sequence[Placement], key: str) -> list[Layout]:
         """The layouts of a tensor from `others` and its splits, restricted to the allowed methods of the node `key`."""
-        return self.splits.layouts(name, self.known.folded.types[name].shape, others, self.setting.offers.get(key))
+        return self.splits.layouts(name, self.analysis.folded.types[name].shape, others, self.setting.allowed.get(key))
 
     def _expressible(self, name: str, key: str) -> list[Layout]:
         """The layouts of a tensor, replicated or split, that DTensor can express."""

@@ -6,24 +6,25 @@ from passes.ir.program import Folded
 from passes.ir.rule import Saved
 from passes.rules.cheap import Cheap, is_view, with_viewed
 from passes.rules.strategies import OpContext
+from passes.rules.strides import must_copy
 from passes.strategies.places import Placed
 
 
-def kept_by(about: OpContext) -> list[Saved]:
+def saved_tensors(context: OpContext) -> list[Saved]:
     """The saved tensors of an op; of one without a rule all operands and results, to be safe."""
-    if not about.flows:
+    if not context.flows:
         return []
-    if about.rule is None:
-        every = [Saved(slot) for slot in range(len(about.operands))]
+    if context.rule is None:
+        every = [Saved(slot) for slot in range(len(context.operands))]
         return [*every, Saved(0, result=True)]
     return [
         item
-        for item in about.rule.saved
-        if not item.needed_by or any(about.flowing_operands[slot] for slot in item.needed_by)
+        for item in context.rule.saved
+        if not item.needed_by or any(context.flowing_operands[slot] for slot in item.needed_by)
     ]
 
 
-def handed_on(folded: Folded, placed: Sequence[Placed], strided: Collection[str]) -> set[str]:
+def passed_on(folded: Folded, placed: Sequence[Placed], strided: Collection[str]) -> set[str]:
     """The results of copies of regions, and the tensors that they view: were these not saved, the last copy would be
     recomputed from the first. Reshapes copy tensors that are `strided`."""
     given = {carry.next for region in folded.regions for carry in region.carries}
@@ -31,7 +32,7 @@ def handed_on(folded: Folded, placed: Sequence[Placed], strided: Collection[str]
     views = (
         (item.op.results, item.op.operands)
         for item in reversed(placed)
-        if item.region and is_view(item.rule, item.op.kind == "reshape" and item.op.operands[0] in strided)
+        if item.region and is_view(item.rule, must_copy(item.op, strided))
     )
     return with_viewed(given, views)
 
@@ -54,12 +55,10 @@ def uses_viewed(
 
 def is_viewing(item: Placed, strided: Collection[str]) -> bool:
     """Whether an op returns a view of its only operand."""
-    op = item.op
-    copies = op.kind == "reshape" and op.operands[:1] and op.operands[0] in strided
-    return len(op.operands) == 1 and is_view(item.rule, bool(copies))
+    return len(item.op.operands) == 1 and is_view(item.rule, must_copy(item.op, strided))
 
 
-def uses_remade(
+def recompute_inputs(
     placed: Sequence[Placed], saved: Mapping[str, Sequence[Saved]], cheap: Mapping[str, Cheap]
 ) -> set[tuple[str, int]]:
     """Uses (op, operand) of tensors that the backward pass of a region, whose ops are `placed`, needs to recompute its
@@ -75,8 +74,8 @@ def uses_remade(
     for item in reversed(placed):
         op, kept = item.op, saved[item.op.key]
         may_run = cheap[op.key] is not Cheap.NEVER
-        again = may_run and any(each.result or each.copy for each in kept)
-        if again or ((may_run or op.results[0] in views) and not wanted.isdisjoint(op.results)):
+        recomputes = may_run and any(each.result or each.copy for each in kept)
+        if recomputes or ((may_run or op.results[0] in views) and not wanted.isdisjoint(op.results)):
             wanted.update(op.operands)
             found.update((op.key, slot) for slot, name in enumerate(op.operands) if name not in passed)
         wanted.update(op.operands[each.index] for each in kept if not each.result)

@@ -15,7 +15,7 @@ class Setting:
     """The machine, and the storage of parameters, their gradients and outputs on it.
 
     `optimizer_states` is the number of tensors of its size that the optimizer keeps per parameter; `master` the dtype
-    that parameters are stored in (None: as they are), `reduce` the one that their gradients are reduced in. `offers`
+    that parameters are stored in (None: as they are), `reduce` the one that their gradients are reduced in. `allowed`
     are the allowed methods of nodes on each axis, by key; nodes without an entry are unrestricted. With `full_outputs`
     outputs are replicated, and used the same way on every rank.
     """
@@ -25,5 +25,5 @@ class Setting:
     optimizer_states: int = 2
     master: torch.dtype | None = None
     reduce: torch.dtype | None = None
-    offers: Mapping[str, AllowedMethods] = field(default_factory=dict)
+    allowed: Mapping[str, AllowedMethods] = field(default_factory=dict)
     full_outputs: bool = False

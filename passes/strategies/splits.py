@@ -27,32 +27,32 @@ class Splits:
         return {size: found[position] for size, found in self.digits.items()}
 
     def layouts(
-        self, name: str, shape: Shape, others: Sequence[Placement], offer: AllowedMethods | None
+        self, name: str, shape: Shape, others: Sequence[Placement], allowed: AllowedMethods | None
     ) -> list[Layout]:
-        """The layouts of a tensor of `shape` from `others` and its propagated splits, of those that divide and, given
-        an `offer`, are allowed. An axis of size 1 has the first of `others`."""
+        """The layouts of a tensor of `shape` from `others` and its propagated splits, of those that divide and are
+        among the `allowed` (None: all). An axis of size 1 has the first of `others`."""
         sizes = self.mesh.sizes
         options = [
             [*others, *sorted(self.placements[size].get(name, ()))] if size != 1 else list(others[:1]) for size in sizes
         ]
         options = [
-            [placement for placement in placements if offered is None or placement_token(placement) in offered]
-            for placements, offered in zip(options, offer or (None,) * len(sizes), strict=True)
+            [placement for placement in placements if names is None or placement_token(placement) in names]
+            for placements, names in zip(options, allowed or (None,) * len(sizes), strict=True)
         ]
         return [layout for layout in product(*options) if fits(shape, layout, self.mesh)]
 
 
-def find_splits(known: Analysis, demands: PlacedConstraints, mesh: Mesh) -> Splits:
+def find_splits(analysis: Analysis, demands: PlacedConstraints, mesh: Mesh) -> Splits:
     """All splits that ops have or constraints require, propagated. Tensors that a region carries or exports have the
     same splits inside and outside."""
     same: list[tuple[str, ...]] = []
-    for region in known.folded.regions:
+    for region in analysis.folded.regions:
         same += [(carry.argument, carry.initial, carry.next) for carry in region.carries]
         same += [(export.value, *(name for name in export.names if name)) for export in region.exports]
-    ops = [(placed.op, placed.rule) for placed in known.placed]
+    ops = [(placed.op, placed.rule) for placed in analysis.placed]
     digits: dict[int, list[list[Digit]]] = {}
     placements: dict[int, dict[str, set[Placement]]] = {}
     for size in set(mesh.sizes) - {1}:
-        offered = demanded_splits([op for op, _ in ops], demands, known.names, mesh, size)
-        digits[size], placements[size] = propagate(ops, same, offered, size)
+        required = demanded_splits([op for op, _ in ops], demands, analysis.names, mesh, size)
+        digits[size], placements[size] = propagate(ops, same, required, size)
     return Splits(mesh, digits, placements)
