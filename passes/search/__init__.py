@@ -12,53 +12,57 @@ fit the program.
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 
 from passes.clock import Clock
 from passes.cost.cluster import GIB
 from passes.cost.liveness import MemoryPeak
+from passes.cost.memory import memory_use
 from passes.cost.step import Seconds
 from passes.cost.walk import walk
 from passes.ir.choices import Problem, Solution
 from passes.ir.configuration import Configuration
-from passes.ir.decisions import Decisions
-from passes.ir.errors import ConstraintError, InfeasibleError, PlanMismatchError
-from passes.ir.lowered import Lowered
+from passes.ir.errors import ConstraintError, InfeasibleError, MeshError, MicroBatchError, PlanMismatchError
+from passes.ir.lowered import Lowered, only_stage
 from passes.ir.mesh import Mesh
 from passes.ir.program import Folded, Program
 from passes.ir.variables import Variables
 from passes.lower import lower
 from passes.lower.recompute import check_patterns
 from passes.micro_batches import MicroBatches
-from passes.search.best_first import Configured, Progress, explore
+from passes.search.best_first import Progress, Unbounded, explore
 from passes.search.hints import with_hint
 from passes.search.programs import MicroBatchProgram, MicroBatchPrograms
-from passes.search.refinement import best_choice
-from passes.search.restrict import hold, offers_of, planned_solution, regathered
+from passes.search.refinement import best_choice, covers_all
+from passes.search.restrict import planned_methods, planned_solution, regathered, restricted
 from passes.search.space import Space
 from passes.search.subproblems import Choice, Subproblems
-from passes.solve import PROVEN, solve
+from passes.solve import solve
+from passes.solve.gap import PROVEN
 from passes.variables import name_variables
 
-__all__ = ["Found", "MemorySimulator", "Space", "search"]
+__all__ = ["Found", "MemorySimulator", "Space", "best_step_s", "search"]
 
 logger = logging.getLogger("autopar")
 
 # Searches at most, each with as much memory set aside as the choice before took more than the solver had counted.
-_ATTEMPTS = 5
+_ATTEMPTS = 12
 
-# Bytes on one device at the peak of a step. It runs operators of torch to see what they allocate, so it is passed in.
-MemorySimulator = Callable[[Lowered, Variables, MicroBatches | None, Configuration], MemoryPeak]
+# Bytes on one device of each stage at the peak of a step. It runs operators of torch to see what they allocate, so it
+# is passed in.
+MemorySimulator = Callable[[Lowered, Sequence[Variables], MicroBatches | None, Configuration], tuple[MemoryPeak, ...]]
 
 
 @dataclass(frozen=True)
 class Found:
     """The best choice for one program, with what was made on the way to it.
 
-    `micro` is None where the batch is not split, and `refused` says why it cannot be, if that was asked. `gap` is how
-    much shorter the step could be at most, relative to it.
+    `micro` is None where the batch is not split, and `refused` says why it cannot be, if that was asked. `variables`
+    and `memory` are those of each stage. `gap` is how much shorter the step could be at most, relative to it:
+    `complete` says that this holds over everything that the space offers, not only over what was searched.
     """
 
     micro: MicroBatches | None
@@ -66,10 +70,11 @@ class Found:
     problem: Problem
     solution: Solution
     lowered: Lowered
-    variables: Variables
+    variables: tuple[Variables, ...]
     seconds: Seconds
-    memory: MemoryPeak
+    memory: tuple[MemoryPeak, ...]
     gap: float
+    complete: bool
     refused: str
 
     @property
@@ -87,24 +92,102 @@ def search(program: Program, space: Space, simulate: MemorySimulator, clock: Clo
     """The best choice of `space` for `program`."""
     subproblems = Subproblems(MicroBatchPrograms(program, space, clock), space, clock, space.memory_limit)
     if space.decisions.configuration is not None:
-        return _lowered(
-            subproblems, *choose_decided(subproblems, space.decisions, space.decisions.configuration), simulate
-        )
-    choice, limit = choose(subproblems), space.memory_limit
-    for _ in range(_ATTEMPTS):
+        return _decided(subproblems, space.decisions.configuration, simulate)
+    return _fitting(subproblems, choose(subproblems), simulate)
+
+
+def _fitting(subproblems: Subproblems, first: Choice, simulate: MemorySimulator) -> Found:
+    """The first choice, or else the best one found after it, that the simulator finds to fit.
+
+    Raises InfeasibleError where none was found.
+    """
+    space = subproblems.space
+    choice: Choice | None = first
+    bound, reserve, attempts = first.solution.bound, 0.0, 0
+    while choice is not None and attempts < _ATTEMPTS:
+        attempts += 1
         chosen = choice.subproblem
-        found = _lowered(subproblems, chosen.program, chosen.problem, choice.solution, simulate)
-        over = found.memory.peak - space.memory_limit
-        if over <= 0:
+        found = _lowered(subproblems, chosen.program, chosen.problem, choice.solution, simulate, bound)
+        peak = max(memory.peak for memory in found.memory)
+        if peak <= space.memory_limit:
             return found
-        # The solver counts memory by blocks; statement by statement it may be more.
-        limit -= over
-        choice = _within(subproblems, choice, limit)
+        # The solver counts this choice by blocks, the simulator by statements. With the difference set aside, the
+        # choice is above the limit in the solver's count, too.
+        reserve = max(reserve, peak - memory_use(chosen.problem, choice.solution, space.optimizer_states).peak)
+        choice = _within(subproblems, choice, space.memory_limit - reserve)
+    missing = peak - space.memory_limit
     raise InfeasibleError(
-        f"no plan was found that fits the memory limit of {space.memory_limit / GIB:.3g} GiB per device: after "
-        f"{_ATTEMPTS} attempts the plan still exceeds it by {over / GIB:.3g} GiB; raise the limit",
-        over,
+        f"no plan was found that fits the memory limit of {space.memory_limit / GIB:.3g} GiB per device, though one "
+        f"may exist: of {attempts} tried the last exceeds it by {missing / GIB:.3g} GiB; raise the limit",
+        missing,
     )
+
+
+def best_step_s(program: Program, space: Space, simulate: MemorySimulator, clock: Clock, devices: int) -> float | None:
+    """Seconds of the step of the best choice on a number of devices instead of those of `space`; None where it does not
+    fit."""
+    other = replace(space, mesh=Mesh(space.mesh.names, (devices,)))
+    subproblems = Subproblems(MicroBatchPrograms(program, other, clock), other, clock, other.memory_limit)
+    choice = best_choice(subproblems, Progress()).best
+    with suppress(InfeasibleError):
+        return None if choice is None else _fitting(subproblems, choice, simulate).seconds.total
+    return None
+
+
+def _decided(subproblems: Subproblems, configuration: Configuration, simulate: MemorySimulator) -> Found:
+    """The best choice where the configuration is decided, and with it the methods of all nodes, or what some do.
+
+    Raises PlanMismatchError where the methods are decided and do not fit.
+    """
+    methods = subproblems.space.decisions.methods
+    try:
+        program = subproblems.programs.of(configuration.micro_batches, is_given=True)
+        assert program is not None
+        if methods is None:
+            chosen = _carried_over(subproblems, program, configuration)
+        else:
+            chosen = _replayed(subproblems, program, methods)
+        return _lowered(subproblems, program, *chosen, simulate)
+    except (ConstraintError, MeshError, MicroBatchError) as error:
+        if methods is None:
+            raise
+        raise PlanMismatchError(f"the plan does not fit the model as it is traced now: {error}") from error
+
+
+def _carried_over(
+    subproblems: Subproblems, program: MicroBatchProgram, configuration: Configuration
+) -> tuple[Problem, Solution]:
+    """The best choice among those that do what was decided at other sizes, and the problem restricted to these."""
+    space, decisions = subproblems.space, subproblems.space.decisions
+    problem = restricted(program.folded, subproblems.problem(space.mesh, program), decisions.strategies)
+    with subproblems.clock("solve"):
+        solution = solve(problem, space.cluster, subproblems.limits, configuration)
+    if decisions.regathered is not None:
+        uses = regathered(problem, solution.picks, decisions.regathered)
+        solution = replace(solution, regathered=uses)
+    return problem, solution
+
+
+def _replayed(
+    subproblems: Subproblems, program: MicroBatchProgram, methods: Mapping[str, Sequence[str]]
+) -> tuple[Problem, Solution]:
+    """The problem and the solution with the methods of a plan.
+
+    Raises PlanMismatchError where these do not fit.
+    """
+    mesh, decisions = subproblems.space.mesh, subproblems.space.decisions
+    # On many axes the methods of a plan are few of all. A parameter stored in a layout that no op of the plan reads is
+    # found among all of them only.
+    with suppress(ConstraintError):
+        problem = subproblems.problem(mesh, program, planned_methods(program.folded, methods))
+        found = planned_solution(problem, decisions)
+        if isinstance(found, Solution):
+            return problem, found
+    problem = subproblems.problem(mesh, program)
+    found = planned_solution(problem, decisions)
+    if isinstance(found, str):
+        raise PlanMismatchError(f"the plan does not fit the model as it is traced now: it differs at {found!r}")
+    return problem, found
 
 
 def choose(subproblems: Subproblems) -> Choice:
@@ -116,53 +199,12 @@ def choose(subproblems: Subproblems) -> Choice:
     return _best(subproblems, best_choice(subproblems, Progress()))
 
 
-def choose_decided(
-    subproblems: Subproblems, decisions: Decisions, configuration: Configuration
-) -> tuple[MicroBatchProgram, Problem, Solution]:
-    """The best choice where the configuration is decided, and with it the methods of all nodes, or what some do."""
-    space, clock = subproblems.space, subproblems.clock
-    program = subproblems.programs.of(configuration.micro_batches, is_given=True)
-    assert program is not None
-    if decisions.methods is not None:
-        return program, *_replayed(subproblems, program, decisions)
-    problem, _ = subproblems.problem(space.mesh, program)
-    restricted = hold(program.folded, problem, decisions.strategies)
-    with clock("solve"):
-        solution = solve(restricted, space.cluster, subproblems.limits, configuration)
-    pairs = zip(problem.nodes, restricted.nodes, solution.picks, strict=True)
-    picks = tuple(node.strategies.index(own.strategies[pick]) for node, own, pick in pairs)
-    solution = replace(solution, picks=picks)
-    if decisions.regathered is not None:
-        solution = replace(solution, regathered=regathered(problem, picks, decisions.regathered))
-    return program, problem, solution
-
-
-def _replayed(subproblems: Subproblems, program: MicroBatchProgram, decisions: Decisions) -> tuple[Problem, Solution]:
-    """The problem and the solution that a plan decides.
-
-    Raises PlanMismatchError where it does not fit.
-    """
-    assert decisions.methods is not None
-    mesh = subproblems.space.mesh
-    # On many axes the methods of a plan are few of all. A parameter stored in a layout that no op of the plan reads is
-    # found among all of them only.
-    with suppress(ConstraintError):
-        problem, _ = subproblems.problem(mesh, program, offers_of(program.folded, decisions.methods))
-        found = planned_solution(problem, decisions)
-        if isinstance(found, Solution):
-            return problem, found
-    problem, _ = subproblems.problem(mesh, program)
-    found = planned_solution(problem, decisions)
-    if isinstance(found, str):
-        raise PlanMismatchError(f"the plan does not fit the model as it is traced now: it differs at {found!r}")
-    return problem, found
-
-
-def _within(subproblems: Subproblems, choice: Choice, memory_limit: float) -> Choice:
-    """The best choice in less memory than `choice` was found with: first under its configuration, then under all."""
+def _within(subproblems: Subproblems, choice: Choice, memory_limit: float) -> Choice | None:
+    """The best choice in less memory than `choice` was found with: first under its configuration, then under all. None
+    where there is none."""
     less = replace(subproblems, memory_limit=memory_limit)
-    node = Configured(0.0, choice.subproblem, choice.subproblem.configuration)
-    return _best(less, best_choice(less, explore([node], less, Progress())))
+    node = Unbounded(0.0, partial(less.limited, choice.subproblem, choice.subproblem.configuration))
+    return best_choice(less, explore([node], less, Progress())).best
 
 
 def _best(subproblems: Subproblems, progress: Progress) -> Choice:
@@ -181,22 +223,27 @@ def _lowered(
     problem: Problem,
     solution: Solution,
     simulate: MemorySimulator,
+    bound: float | None = None,
 ) -> Found:
-    """A solution with its lowered program, its seconds and its bytes."""
+    """A solution with its lowered program, its seconds and its bytes. `bound` is a lower bound on the step time of all
+    choices; None: that of the solution."""
     space, clock, folded = subproblems.space, subproblems.clock, program.folded
     configuration = solution.configuration
     lowered = lower(folded, problem, solution, space.casts, clock, space.decisions.units)
-    seconds = walk(lowered, folded, space.cluster, space.optimizer, configuration)
+    # The step of several stages takes what their schedule takes.
+    seconds = walk(only_stage(lowered.stages), folded, space.cluster, space.optimizer, configuration)
     with clock("variables"):
-        variables = name_variables(lowered, configuration.mesh)
+        variables = tuple(name_variables(stage, configuration.mesh) for stage in lowered.stages)
     with clock("memory"):
         memory = simulate(lowered, variables, program.micro, configuration)
     if space.decisions.methods is not None:
-        gap = space.decisions.gap
+        gap, complete = space.decisions.gap, space.decisions.complete
     else:
-        gap = max(0.0, (solution.seconds - solution.bound) / seconds.total) if seconds.total else 0.0
+        bound = solution.bound if bound is None else min(bound, solution.bound)
+        gap = max(0.0, (solution.seconds - bound) / seconds.total) if seconds.total else 0.0
+        complete = covers_all(space, folded)
     refused = subproblems.programs.refused
-    return Found(program.micro, folded, problem, solution, lowered, variables, seconds, memory, gap, refused)
+    return Found(program.micro, folded, problem, solution, lowered, variables, seconds, memory, gap, complete, refused)
 
 
 def _check_recompute(subproblems: Subproblems) -> None:

@@ -8,16 +8,16 @@ the solvers behind subproblems have a state: how far their bounds were raised.
 
 import heapq
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count
 
-from passes.ir.configuration import Configuration
 from passes.ir.errors import InfeasibleError
 from passes.ir.mesh import Mesh
-from passes.search.configurations import limited_configurations
+from passes.search.configurations import is_monotone_in_micro_batches, limited_configurations
 from passes.search.subproblems import Choice, Subproblem, Subproblems
-from passes.solve import PROVEN
+from passes.solve.gap import PROVEN
 
 # Units of effort for closing gaps (`passes/solve/effort`): in all, and for each subproblem at least.
 ALLOWANCE = 4000.0
@@ -59,7 +59,7 @@ class Progress:
 
     def considering(self, subproblem: Subproblem, subproblems: Subproblems) -> "Progress":
         """The progress with the best choice that the solver of a subproblem has found, if it is better and fits."""
-        best = subproblem.solver.best
+        best = subproblem.solver.gap.best
         if best is None or best.seconds >= self.cutoff or not subproblems.fits(subproblem):
             return self
         return replace(self, incumbent=Choice(subproblem, best))
@@ -106,7 +106,11 @@ class OnMesh(SearchNode):
 
 @dataclass(frozen=True)
 class Relaxation(SearchNode):
-    """All choices of a number of micro-batches, or of one in `further`, which are bounded without memory limit."""
+    """All choices of a number of micro-batches, or of one in `further`, which are bounded without memory limit.
+
+    `relaxed` bounds all configurations of its number of micro-batches (`relaxed_configuration`): where its best choice
+    fits, none of them is better.
+    """
 
     relaxed: Subproblem
     further: tuple[int, ...]
@@ -118,7 +122,7 @@ class Relaxation(SearchNode):
         if goes_on:
             return (replace(self, bound=bound),), progress
         # A bound on some micro-batches is one on more of them only where these never take less time.
-        is_monotone = subproblems.is_monotone_in_micro_batches
+        is_monotone = is_monotone_in_micro_batches()
         further = OnMesh(bound if is_monotone else 0.0, self.relaxed.mesh, self.further)
         if subproblems.fits(self.relaxed):
             return () if is_monotone else (further,), progress.opening(self.relaxed, subproblems)
@@ -126,28 +130,18 @@ class Relaxation(SearchNode):
 
 
 @dataclass(frozen=True)
-class Configured(SearchNode):
-    """All choices of one configuration within the memory limit."""
+class Unbounded(SearchNode):
+    """All choices of the subproblem that `make` gives, whose solver has not begun."""
 
-    relaxed: Subproblem
-    configuration: Configuration
-
-    def expand(self, subproblems: Subproblems, progress: Progress) -> tuple[Sequence[SearchNode], Progress]:
-        """Begin to bound them."""
-        return Bounding.begun(subproblems.limited(self.relaxed, self.configuration), subproblems, progress)
-
-
-@dataclass(frozen=True)
-class Refined(SearchNode):
-    """All choices on `mesh` that are near to the choice `parent` (see `Subproblems.refined`)."""
-
-    parent: Choice
-    mesh: Mesh
-    origins: tuple[int | None, ...]
+    make: Callable[[], Subproblem]
 
     def expand(self, subproblems: Subproblems, progress: Progress) -> tuple[Sequence[SearchNode], Progress]:
         """Begin to bound them."""
-        return Bounding.begun(subproblems.refined(self.parent, self.mesh, self.origins), subproblems, progress)
+        subproblem = self.make()
+        progress = _begin(subproblem, subproblems, progress)
+        node = Bounding(subproblem.bound, subproblem)
+        node.remember(subproblems)
+        return (node,), progress
 
 
 @dataclass(frozen=True)
@@ -156,32 +150,23 @@ class Bounding(SearchNode):
 
     subproblem: Subproblem
 
-    @classmethod
-    def begun(
-        cls, subproblem: Subproblem, subproblems: Subproblems, progress: Progress
-    ) -> tuple[Sequence[SearchNode], Progress]:
-        """The node of a subproblem with a first bound."""
-        progress = _begin(subproblem, subproblems, progress)
-        node = cls(subproblem.bound, subproblem)
-        node._remember(subproblems)
-        return (node,), progress
-
     def expand(self, subproblems: Subproblems, progress: Progress) -> tuple[Sequence[SearchNode], Progress]:
         """Raise the bound; at its end the subproblem is open, until its gap is closed."""
         goes_on, progress = _raise_bound(self.subproblem, subproblems, progress)
-        self._remember(subproblems)
+        self.remember(subproblems)
         if goes_on:
             return (replace(self, bound=self.subproblem.bound),), progress
         return (), progress.opening(self.subproblem, subproblems)
 
-    def _remember(self, subproblems: Subproblems) -> None:
-        if self.subproblem.bound < float("inf"):
+    def remember(self, subproblems: Subproblems) -> None:
+        """Keep the bound for searches of other spaces."""
+        if self.subproblem.has_all_strategies and self.subproblem.bound < float("inf"):
             subproblems.memo.bounds[self.subproblem.configuration.key] = self.subproblem.bound
 
 
 def within_limit(
     relaxed: Subproblem, bound: float, subproblems: Subproblems, progress: Progress
-) -> tuple[Configured, ...]:
+) -> tuple[Unbounded, ...]:
     """Nodes for all configurations of as many micro-batches within the memory limit, but for those that are open."""
     folded, count = relaxed.program.folded, relaxed.configuration.micro_batches
     is_open = {item.configuration.key for item in progress.open}
@@ -191,7 +176,10 @@ def within_limit(
         if each.key not in is_open
     }
     bounds = subproblems.memo.bounds
-    return tuple(Configured(max(bound, bounds.get(key, 0.0)), relaxed, each) for key, each in keys.items())
+    return tuple(
+        Unbounded(max(bound, bounds.get(key, 0.0)), partial(subproblems.limited, relaxed, each))
+        for key, each in keys.items()
+    )
 
 
 def explore(nodes: Iterable[SearchNode], subproblems: Subproblems, progress: Progress) -> Progress:
@@ -246,7 +234,7 @@ def _begin(subproblem: Subproblem, subproblems: Subproblems, progress: Progress)
             with subproblems.clock("solve"):
                 subproblem.solver.begin(progress.cutoff)
     except InfeasibleError as error:
-        subproblem.solver.bound = float("inf")
+        subproblem.solver.gap.bound = float("inf")
         return progress.failing([error])
     return progress.considering(subproblem, subproblems)
 
@@ -259,6 +247,6 @@ def _raise_bound(subproblem: Subproblem, subproblems: Subproblems, progress: Pro
         with subproblems.clock("solve"):
             goes_on = subproblem.solver.climb(progress.cutoff)
     except InfeasibleError as error:
-        subproblem.solver.bound = float("inf")
+        subproblem.solver.gap.bound = float("inf")
         return False, progress.failing([error])
     return goes_on, progress.considering(subproblem, subproblems) if goes_on else progress

@@ -1,14 +1,17 @@
-"""The configurations that may be chosen on one mesh: micro-batches, recompute, and ZeRO stage."""
+"""The configurations that may be chosen on one mesh: pipeline, micro-batches, recompute, and ZeRO stage."""
 
 from collections.abc import Iterator, Mapping
 from itertools import product
 
-from passes.ir.configuration import RECOMPUTE, Configuration
+from passes.ir.configuration import RECOMPUTE, Configuration, Pipeline
 from passes.ir.mesh import Mesh
 from passes.ir.program import Folded, Program
 from passes.lower.recompute import levels
 from passes.micro_batches import batch_size
 from passes.search.space import Space
+
+# The pipelines that may be chosen.
+PIPELINES = (Pipeline(),)
 
 # Regions whose levels of recompute are chosen one by one; where there are more, all get the same level.
 _CHOSEN_APART = 2
@@ -25,16 +28,23 @@ def micro_batch_counts(space: Space, program: Program) -> Iterator[int]:
 
 def limited_configurations(space: Space, mesh: Mesh, count: int, folded: Folded) -> Iterator[Configuration]:
     """All configurations of `count` micro-batches on `mesh`, those that take least memory first; ZeRO stage 3, 2, 1."""
-    stages = [(False, False)] if count == 1 else [(False, False), (True, False), (True, True)]
-    for recompute in _recompute_levels(space, folded):
-        yield from (Configuration(mesh, count, recompute, *once) for once in stages)
+    zero_stages = [(False, False)] if count == 1 else [(False, False), (True, False), (True, True)]
+    for pipeline, recompute in product(PIPELINES, _recompute_levels(space, folded)):
+        yield from (Configuration(mesh, count, recompute, *once, pipeline) for once in zero_stages)
 
 
 def relaxed_configuration(space: Space, mesh: Mesh, count: int, folded: Folded) -> Configuration:
     """The configuration of `count` micro-batches that is fastest where memory is not limited: no recompute that was not
-    asked for, parameters gathered and gradients reduced once."""
+    asked for, parameters gathered and gradients reduced once. Its step time without memory limit must be a lower
+    bound on that of all `limited_configurations` of as many micro-batches, whatever their pipeline."""
     *_, recompute = _recompute_levels(space, folded)
     return Configuration(mesh, count, recompute, count > 1, count > 1)
+
+
+def is_monotone_in_micro_batches() -> bool:
+    """Whether more micro-batches never take less time: everything takes as long and is done more often. With several
+    pipeline stages they also shorten the bubble."""
+    return all(pipeline.stages == 1 for pipeline in PIPELINES)
 
 
 def configuration_text(configuration: Configuration) -> str:
@@ -45,13 +55,27 @@ def configuration_text(configuration: Configuration) -> str:
     return ", ".join(parts)
 
 
+def chooses_recompute_apart(space: Space, folded: Folded) -> bool:
+    """Whether all combinations of levels of recompute that `space` offers are among the configurations."""
+    return _is_recompute_given(space) or len(_repeated(folded)) <= _CHOSEN_APART
+
+
+def _is_recompute_given(space: Space) -> bool:
+    return space.recompute is not None or not space.trains
+
+
+def _repeated(folded: Folded) -> list[str]:
+    """The names of the regions of several copies."""
+    return [region.name for region in folded.regions if region.count > 1]
+
+
 def _recompute_levels(space: Space, folded: Folded) -> Iterator[Mapping[str, str]]:
     """The level of recompute of each region, those that take least memory first."""
-    if space.recompute is not None or not space.trains:
+    if _is_recompute_given(space):
         yield levels([region.name for region in folded.regions], space.recompute or {})
         return
-    names = [region.name for region in folded.regions if region.count > 1]
-    if len(names) <= _CHOSEN_APART:
+    names = _repeated(folded)
+    if chooses_recompute_apart(space, folded):
         yield from (dict(zip(names, each, strict=True)) for each in product(RECOMPUTE[::-1], repeat=len(names)))
     else:
         yield from (dict.fromkeys(names, level) for level in RECOMPUTE[::-1])

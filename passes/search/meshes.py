@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from itertools import combinations, pairwise
-from math import prod
+from math import gcd, prod
 
 from passes.ir.mesh import Mesh
 
@@ -21,6 +21,16 @@ def shapes(devices: int, node_size: int) -> list[Mesh]:
     return [mesh_of(sizes, node_size) for sizes in dict.fromkeys(found)]
 
 
+def is_searched_wholly(devices: int, node_size: int) -> bool:
+    """Whether `shapes` has all meshes of so many devices: a mesh has an axis for each prime factor at most."""
+    factors = 0
+    rest = devices
+    while rest > 1:
+        rest //= _factor(rest)
+        factors += 1
+    return factors <= 1 or (factors == 2 and devices <= 2 * node_size)
+
+
 def finer(mesh: Mesh, node_size: int, most: int) -> Iterator[tuple[Mesh, Sequence[int | None]]]:
     """Meshes with one axis of `mesh` cut in two, and for each axis which one of `mesh` it is; None for the new two."""
     if len(mesh.sizes) >= most:
@@ -33,6 +43,34 @@ def finer(mesh: Mesh, node_size: int, most: int) -> Iterator[tuple[Mesh, Sequenc
             sizes = (*mesh.sizes[:axis], size // part, part, *mesh.sizes[axis + 1 :])
             origins = [*range(axis), None, None, *range(axis + 1, len(mesh.sizes))]
             yield mesh_of(sizes, node_size), origins
+
+
+def shifted(mesh: Mesh, node_size: int) -> Iterator[tuple[Mesh, Sequence[int | None]]]:
+    """Meshes with the smallest factor of an axis of `mesh` shifted to a neighbour; axes as `finer` gives them."""
+    for axis, (outer, inner) in enumerate(pairwise(mesh.sizes)):
+        origins = [None if number in (axis, axis + 1) else number for number in mesh.dimensions]
+        for sizes in (
+            (outer // _factor(outer), inner * _factor(outer)),
+            (outer * _factor(inner), inner // _factor(inner)),
+        ):
+            if 1 not in sizes:
+                yield mesh_of((*mesh.sizes[:axis], *sizes, *mesh.sizes[axis + 2 :]), node_size), origins
+
+
+def _factor(size: int) -> int:
+    """The smallest prime factor of the size of an axis."""
+    return next(factor for factor in range(2, size + 1) if size % factor == 0)
+
+
+def fewer_devices(devices: int, busy: int) -> int:
+    """The largest number of devices below `devices`, of which `busy` would compute as fast, that sizes are likely to
+    divide by: its prime factors are 2 and those of `busy`."""
+
+    def rest(count: int) -> int:
+        """`count` without these factors."""
+        return count if gcd(count, 2 * busy) == 1 else rest(count // gcd(count, 2 * busy))
+
+    return next(count for count in range(devices - 1, 0, -1) if rest(count) == 1)
 
 
 def mesh_of(sizes: Sequence[int], node_size: int) -> Mesh:

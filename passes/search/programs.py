@@ -54,9 +54,9 @@ class MicroBatchPrograms:
                     return None
             program = self.program if micro is None else micro.program
             with self.clock("constrain"):
-                demands = self.space.demands(program, self.space.mesh)
+                constraints = self.space.placed_constraints(program, self.space.mesh)
             with self.clock("regions"):
-                folded = fold(program, demands.label)
+                folded = fold(program, constraints.label)
             self.made[count] = MicroBatchProgram(micro, program, folded)
         return self.made[count]
 

@@ -6,15 +6,17 @@ shapes of two axes.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import combinations
 
 from passes.ir.errors import ConstraintError
 from passes.ir.mesh import Mesh
-from passes.search.best_first import OnMesh, Progress, Refined, close, explore
-from passes.search.configurations import micro_batch_counts
-from passes.search.meshes import Axes, cut_one, finer, merged, partitions, shapes
+from passes.ir.program import Folded
+from passes.search.best_first import OnMesh, Progress, Unbounded, close, explore
+from passes.search.configurations import chooses_recompute_apart, limited_configurations, micro_batch_counts
+from passes.search.meshes import Axes, cut_one, finer, is_searched_wholly, merged, partitions, shapes, shifted
 from passes.search.space import Space
 from passes.search.subproblems import Choice, Subproblems
 
@@ -47,6 +49,16 @@ def best_choice(subproblems: Subproblems, progress: Progress) -> Progress:
     return close(subproblems, progress)
 
 
+def covers_all(space: Space, folded: Folded) -> bool:
+    """Whether `best_choice` searches everything that `space` offers: all shapes of the devices, on them all strategies,
+    and all levels of recompute of the regions of `folded`."""
+    if not chooses_recompute_apart(space, folded):
+        return False
+    if space.any_shape:
+        return is_searched_wholly(space.mesh.size, space.cluster.node_size)
+    return sum(size > 1 for size in space.mesh.sizes) <= _SEARCHED_WHOLLY
+
+
 def _search(subproblems: Subproblems, meshes: Sequence[Mesh], progress: Progress) -> Progress:
     """Search all configurations on these meshes."""
     counts = tuple(micro_batch_counts(subproblems.space, subproblems.programs.program))
@@ -54,19 +66,33 @@ def _search(subproblems: Subproblems, meshes: Sequence[Mesh], progress: Progress
 
 
 def _search_shapes(subproblems: Subproblems, devices: int, progress: Progress) -> Progress:
-    """Search shapes of up to two axes, then cut the axes of the best one in two as long as that helps."""
-    node_size = subproblems.space.cluster.node_size
-    progress = _search(subproblems, shapes(devices, node_size), progress)
+    """Search shapes of up to two axes, then what is next to the best choice as long as that helps."""
+    progress = _search(subproblems, shapes(devices, subproblems.space.cluster.node_size), progress)
+    seen: set[Hashable] = set()
     while progress.incumbent is not None:
         parent = progress.incumbent
-        nodes = [
-            Refined(0.0, parent, mesh, tuple(origins))
-            for mesh, origins in finer(parent.subproblem.mesh, node_size, _AXES)
-        ]
-        progress = explore(nodes, subproblems, progress)
+        near = {key: node for key, node in _neighbours(subproblems, parent).items() if key not in seen}
+        seen.update(near)
+        progress = explore(near.values(), subproblems, progress)
         if progress.incumbent is parent:
             break
     return progress
+
+
+def _neighbours(subproblems: Subproblems, parent: Choice) -> dict[Hashable, Unbounded]:
+    """Nodes for choices near to `parent`, by the keys of their configurations: on meshes with one of its axes cut in
+    two, or with a factor shifted from one axis to the next; and in other configurations of as many micro-batches."""
+    before, node_size = parent.subproblem, subproblems.space.cluster.node_size
+    found: dict[Hashable, Unbounded] = {}
+    for mesh, origins in (*finer(before.mesh, node_size, _AXES), *shifted(before.mesh, node_size)):
+        key = replace(before.configuration, mesh=mesh).key
+        found[key] = Unbounded(0.0, partial(subproblems.refined, parent, mesh, tuple(origins)))
+    if not before.has_all_strategies:
+        count, folded = before.configuration.micro_batches, before.program.folded
+        for configuration in limited_configurations(subproblems.space, before.mesh, count, folded):
+            if configuration != before.configuration:
+                found[configuration.key] = Unbounded(0.0, partial(subproblems.limited, before, configuration))
+    return found
 
 
 def _refine(subproblems: Subproblems, mesh: Mesh, progress: Progress) -> Progress:
@@ -114,10 +140,10 @@ def _cut(subproblems: Subproblems, mesh: Mesh, groups: Sequence[Axes], choice: C
     while len(groups) < len(mesh.sizes):
         groups, origins = cut_one(groups)
         if len(groups) == len(mesh.sizes):
-            nodes = [Refined(0.0, choice, mesh, tuple(origins))]
+            nodes = [Unbounded(0.0, partial(subproblems.refined, choice, mesh, origins))]
             return close(subproblems, explore(nodes, subproblems, progress))
         coarse = subproblems.over(_with_merged_axes(subproblems.space, groups))
-        nodes = [Refined(0.0, choice, coarse.space.mesh, tuple(origins))]
+        nodes = [Unbounded(0.0, partial(coarse.refined, choice, coarse.space.mesh, origins))]
         found = close(coarse, explore(nodes, coarse, Progress()))
         if found.best is None:
             return progress.failing(found.errors)
@@ -132,10 +158,8 @@ def _exchange(subproblems: Subproblems, mesh: Mesh, progress: Progress) -> Progr
     while True:
         parent = progress.incumbent
         assert parent is not None
-        nodes = [
-            Refined(0.0, parent, mesh, tuple(None if axis in pair else axis for axis in mesh.dimensions))
-            for pair in combinations(several, 2)
-        ]
+        origins = ([None if axis in pair else axis for axis in mesh.dimensions] for pair in combinations(several, 2))
+        nodes = [Unbounded(0.0, partial(subproblems.refined, parent, mesh, each)) for each in origins]
         progress = explore(nodes, subproblems, progress)
         if progress.incumbent is parent:
             progress = close(subproblems, progress, _BRIEFLY)

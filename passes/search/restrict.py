@@ -14,20 +14,20 @@ from passes.rules.strategies import AllowedMethods, method_token
 # --- the methods of a plan -------------------------------------------------------------------------------------------
 
 
-def offers_of(folded: Folded, methods: Mapping[str, Sequence[str]]) -> dict[str, AllowedMethods]:
+def planned_methods(folded: Folded, methods: Mapping[str, Sequence[str]]) -> dict[str, AllowedMethods]:
     """The methods that a plan has for each node, but for the digits at which splits begin.
 
     Raises PlanMismatchError for a method of a tensor that is no layout.
     """
     ops = {op.key for op in folded.ops}
 
-    def offer(key: str, method: str) -> frozenset[str]:
+    def allowed(key: str, method: str) -> frozenset[str]:
         try:
             return frozenset({method_token(method, key in ops)})
         except ValueError as error:
             raise PlanMismatchError(f"the plan does not fit the model as it is traced now: {key!r}: {error}") from None
 
-    return {key: tuple(offer(key, method) for method in each) for key, each in methods.items()}
+    return {key: tuple(allowed(key, method) for method in each) for key, each in methods.items()}
 
 
 def planned_solution(problem: Problem, decisions: Decisions) -> Solution | str:
@@ -47,8 +47,8 @@ def planned_solution(problem: Problem, decisions: Decisions) -> Solution | str:
     unknown = set(methods) - set(problem.index)
     if unknown:
         return min(unknown)
-    known = {(problem.nodes[edge.consumer].key, edge.operand) for edge in problem.edges}
-    missing = [use for use in uses if use not in known]
+    existing = {(problem.nodes[edge.consumer].key, edge.operand) for edge in problem.edges}
+    missing = [use for use in uses if use not in existing]
     if missing:
         return missing[0][0]
     return Solution(tuple(picks), regathered(problem, picks, uses), 0.0, 0.0, decisions.configuration)
@@ -71,7 +71,7 @@ def regathered(
 
 
 def decided(folded: Folded, problem: Problem, solution: Solution) -> Mapping[str, Decided]:
-    """What `solution` decides for each node, by its key."""
+    """The strategies that `solution` has, by the key of the node."""
     shapes = _shapes(folded)
     found = {}
     for index, node in enumerate(problem.nodes):
@@ -80,7 +80,7 @@ def decided(folded: Folded, problem: Problem, solution: Solution) -> Mapping[str
     return found
 
 
-def hold(folded: Folded, problem: Problem, decisions: Mapping[str, Decided]) -> Problem:
+def restricted(folded: Folded, problem: Problem, decisions: Mapping[str, Decided]) -> Problem:
     """`problem` with only those strategies that do what was decided at other sizes.
 
     Where sizes do not allow what a node does on some axis, it is free on that axis; a node that is not among the
@@ -88,7 +88,8 @@ def hold(folded: Folded, problem: Problem, decisions: Mapping[str, Decided]) -> 
     """
     shapes = _shapes(folded)
     nodes = [
-        _held(node, decisions[node.key], *shapes(node)) if node.key in decisions else node for node in problem.nodes
+        _restricted(node, decisions[node.key], *shapes(node)) if node.key in decisions else node
+        for node in problem.nodes
     ]
     return replace(problem, nodes=nodes)
 
@@ -111,7 +112,7 @@ def _shapes(folded: Folded) -> Callable[[Node], tuple[Shapes, Shapes]]:
     return shapes
 
 
-def _held(node: Node, before: Decided, operands: Shapes, results: Shapes) -> Node:
+def _restricted(node: Node, before: Decided, operands: Shapes, results: Shapes) -> Node:
     """`node` with only the strategies that do what was decided, on as many axes as some strategy does it on."""
     shapes, planned = (*operands, *results), (*before.operands, *before.results)
     if [len(shape) for shape in shapes] != [len(shape) for shape in planned]:
@@ -130,9 +131,9 @@ def _held(node: Node, before: Decided, operands: Shapes, results: Shapes) -> Nod
             ):
                 moved.append(index)
         # Inputs and outputs lie as planned if they can: users cut their batches so.
-        kept = exact if exact and node.kind != "op" else moved
-        if kept:
-            return _only(node, kept)
+        possible = exact if exact and node.kind != "op" else moved
+        if possible:
+            return _only(node, possible)
     return node
 
 
@@ -156,15 +157,15 @@ def _alike(placement: Placement, before: Placement, shape: Shape, planned: Shape
     )
 
 
-def _only(node: Node, kept: Sequence[int]) -> Node:
+def _only(node: Node, indices: Sequence[int]) -> Node:
     """`node` with some of its strategies."""
     return replace(
         node,
-        strategies=tuple(node.strategies[index] for index in kept),
-        seconds=tuple(node.seconds[index] for index in kept),
-        memory=tuple(node.memory[index] for index in kept),
-        results=tuple(node.results[index] for index in kept) if node.results else (),
-        copies=tuple(node.copies[index] for index in kept) if node.copies else (),
-        forward=tuple(node.forward[index] for index in kept) if node.forward else (),
-        light=tuple(node.light[index] for index in kept) if node.light else (),
+        strategies=tuple(node.strategies[index] for index in indices),
+        seconds=tuple(node.seconds[index] for index in indices),
+        memory=tuple(node.memory[index] for index in indices),
+        results=tuple(node.results[index] for index in indices) if node.results else (),
+        copies=tuple(node.copies[index] for index in indices) if node.copies else (),
+        forward=tuple(node.forward[index] for index in indices) if node.forward else (),
+        light=tuple(node.light[index] for index in indices) if node.light else (),
     )

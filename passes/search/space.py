@@ -53,13 +53,13 @@ class Space:
         """The optimizer as the cost of its step needs it."""
         return Optimizer(self.optimizer_states, self.casts.master)
 
-    def demands(self, program: Program, mesh: Mesh) -> PlacedConstraints:
+    def placed_constraints(self, program: Program, mesh: Mesh) -> PlacedConstraints:
         """The constraints on `program`, which is the whole program or that of one micro-batch, on `mesh`."""
         if self.decisions.stored is not None:
             return stored_as(program, self.decisions.stored)
         return constrain(program, self.constraints, mesh)
 
-    def setting(self, mesh: Mesh, offers: Mapping[str, AllowedMethods] | None = None) -> Setting:
-        """The setting in which strategies are made on `mesh`; nodes with `offers` may do nothing else."""
+    def setting(self, mesh: Mesh, allowed: Mapping[str, AllowedMethods] | None = None) -> Setting:
+        """The setting in which strategies are made on `mesh`; nodes in `allowed` have only these methods."""
         master, reduce = self.casts.master, self.casts.reduce
-        return Setting(mesh, self.cluster, self.optimizer_states, master, reduce, offers or {}, self.full_outputs)
+        return Setting(mesh, self.cluster, self.optimizer_states, master, reduce, allowed or {}, self.full_outputs)

@@ -5,17 +5,16 @@ from dataclasses import dataclass, field, replace
 
 from passes.clock import Clock
 from passes.cost.memory import memory_use
+from passes.cost.redistributions import RedistributionCosts
 from passes.ir.choices import Problem, Solution
-from passes.ir.configuration import Configuration
-from passes.ir.constraints import PlacedConstraints
+from passes.ir.configuration import Configuration, Pipeline
 from passes.ir.mesh import Mesh
 from passes.rules.strategies import AllowedMethods, method_token
 from passes.search.configurations import relaxed_configuration
 from passes.search.programs import MicroBatchProgram, MicroBatchPrograms
 from passes.search.space import Space
-from passes.solve import Solver
 from passes.solve.limits import Limits
-from passes.solve.prices import Prices
+from passes.solve.solver import Solver
 from passes.strategies import planning_problem
 
 # The methods of a node that splits nothing on an axis.
@@ -27,11 +26,12 @@ class Subproblem:
     """All choices of layouts under one configuration on one mesh.
 
     `solver` is resumable: it raises the lower bound on their step time, and finds choices, as far as it is driven.
+    Without `has_all_strategies` they are those near to another choice, and the bound is one on them alone.
     """
 
     program: MicroBatchProgram
-    demands: PlacedConstraints
     solver: Solver
+    has_all_strategies: bool = True
 
     @property
     def mesh(self) -> Mesh:
@@ -46,7 +46,7 @@ class Subproblem:
     @property
     def bound(self) -> float:
         """A lower bound on the step time of all choices (seconds)."""
-        return self.solver.bound
+        return self.solver.gap.bound
 
     @property
     def problem(self) -> Problem:
@@ -70,11 +70,11 @@ class Choice:
 @dataclass(frozen=True)
 class Memo:
     """Results that hold for all spaces over one program: costs of redistributions by mesh, subproblems without memory
-    limit by mesh and number of micro-batches, and lower bounds by the key of their configuration. A bound found within
-    a memory limit holds within any smaller one."""
+    limit by mesh, number of micro-batches and pipeline, and lower bounds by the key of their configuration. A bound
+    found within a memory limit holds within any smaller one."""
 
-    prices: dict[Mesh, Prices] = field(default_factory=dict)
-    relaxed: dict[tuple[Mesh, int], Subproblem] = field(default_factory=dict)
+    costs: dict[Mesh, RedistributionCosts] = field(default_factory=dict)
+    relaxed: dict[tuple[Mesh, int, Pipeline], Subproblem] = field(default_factory=dict)
     bounds: dict[Hashable, float] = field(default_factory=dict)
 
 
@@ -93,24 +93,18 @@ class Subproblems:
         """The limits that choices must keep."""
         return Limits(self.memory_limit, self.space.optimizer_states, self.space.memory_limit)
 
-    @property
-    def is_monotone_in_micro_batches(self) -> bool:
-        """Whether more micro-batches never take less time: everything takes as long and is done more often. With
-        pipeline stages they also shorten the bubble, so a search that has stages must answer False."""
-        return True
-
     def over(self, space: Space) -> "Subproblems":
         """The subproblems of another space over the same program."""
         return replace(self, space=space, memory_limit=space.memory_limit)
 
     def problem(
-        self, mesh: Mesh, program: MicroBatchProgram, offers: Mapping[str, AllowedMethods] | None = None
-    ) -> tuple[Problem, PlacedConstraints]:
-        """All strategies of a program on a mesh, or where nodes have `offers` only these; and the constraints there."""
+        self, mesh: Mesh, program: MicroBatchProgram, allowed: Mapping[str, AllowedMethods] | None = None
+    ) -> Problem:
+        """All strategies of a program on a mesh; nodes in `allowed` have only those of these methods."""
         with self.clock("constrain"):
-            demands = self.space.demands(program.program, mesh)
-        with self.clock("candidates"):
-            return planning_problem(program.folded, demands, self.space.setting(mesh, offers)), demands
+            constraints = self.space.placed_constraints(program.program, mesh)
+        with self.clock("strategies"):
+            return planning_problem(program.folded, constraints, self.space.setting(mesh, allowed))
 
     def relaxed(self, mesh: Mesh, count: int) -> Subproblem | None:
         """The subproblem of `count` micro-batches without memory limit; None where the batch cannot be split so."""
@@ -119,18 +113,18 @@ class Subproblems:
             return None
         configuration = relaxed_configuration(self.space, mesh, count, program.folded)
         limits = Limits(float("inf"), self.space.optimizer_states)
-        if (mesh, count) not in self.memo.relaxed:
-            problem, demands = self.problem(mesh, program)
-            solver = self._solver(problem, limits, configuration)
-            self.memo.relaxed[mesh, count] = Subproblem(program, demands, solver)
-        found = self.memo.relaxed[mesh, count]
+        key = mesh, count, configuration.pipeline
+        if key not in self.memo.relaxed:
+            solver = self._solver(self.problem(mesh, program), limits, configuration)
+            self.memo.relaxed[key] = Subproblem(program, solver)
+        found = self.memo.relaxed[key]
         if found.configuration != configuration:
             found = replace(found, solver=found.solver.other(limits, configuration))
         return found
 
-    def limited(self, relaxed: Subproblem, configuration: Configuration) -> Subproblem:
-        """The same choices within the memory limit, under `configuration`."""
-        return replace(relaxed, solver=relaxed.solver.other(self.limits, configuration))
+    def limited(self, subproblem: Subproblem, configuration: Configuration) -> Subproblem:
+        """The same choices of layouts within the memory limit, under `configuration`."""
+        return replace(subproblem, solver=subproblem.solver.other(self.limits, configuration))
 
     def refined(self, parent: Choice, mesh: Mesh, origins: Sequence[int | None]) -> Subproblem:
         """The choices on `mesh` that are near to `parent`: on an axis with an origin, which is an axis of the parent's
@@ -140,29 +134,29 @@ class Subproblems:
         """
         before = parent.subproblem
         program = before.program
-        demands = self.space.demands(program.program, mesh)
+        constraints = self.space.placed_constraints(program.program, mesh)
         ops = {op.key: op for op in program.folded.ops}
         mixed = [parent.solution.picks, *before.solver.mixed]
-        offers = {}
+        allowed = {}
         for index, node in enumerate(before.problem.nodes):
             is_op = node.key in ops
             done = [node.strategies[pick].methods for pick in {picks[index] for picks in mixed}]
-            constrained = demands.axes(*(demands.places(ops[node.key]) if is_op else [("stored", node.name)]))
+            constrained = constraints.axes(*(constraints.places(ops[node.key]) if is_op else [("stored", node.name)]))
             # A constraint on one axis may leave nothing of what was done on another.
             others = _WHOLE if constrained else frozenset()
-            offers[node.key] = [
+            allowed[node.key] = [
                 None
                 if origin is None or axis in constrained
                 else others.union(method_token(methods[origin], is_op) for methods in done)
                 for axis, origin in enumerate(origins)
             ]
-        problem, demands = self.problem(mesh, program, offers)
-        solver = self._solver(problem, self.limits, replace(parent.solution.configuration, mesh=mesh))
-        return Subproblem(program, demands, solver)
+        configuration = replace(parent.solution.configuration, mesh=mesh)
+        solver = self._solver(self.problem(mesh, program, allowed), self.limits, configuration)
+        return Subproblem(program, solver, has_all_strategies=False)
 
     def fits(self, subproblem: Subproblem) -> bool:
         """Whether the best choice that the solver has found keeps the memory limit."""
-        best = subproblem.solver.best
+        best = subproblem.solver.gap.best
         if best is None:
             return False
         use = memory_use(subproblem.problem, best, self.space.optimizer_states)
@@ -171,7 +165,7 @@ class Subproblems:
     def _solver(self, problem: Problem, limits: Limits, configuration: Configuration) -> Solver:
         """A solver that shares the costs of redistributions with all others for the same mesh."""
         cluster, mesh = self.space.cluster, configuration.mesh
-        if mesh not in self.memo.prices:
-            self.memo.prices[mesh] = Prices(cluster, mesh)
+        if mesh not in self.memo.costs:
+            self.memo.costs[mesh] = RedistributionCosts(cluster, mesh)
         with self.clock("solve"):
-            return Solver(problem, cluster, limits, configuration, self.memo.prices[mesh])
+            return Solver(problem, cluster, limits, configuration, self.memo.costs[mesh])

@@ -5,11 +5,13 @@ from dataclasses import replace
 import pytest
 import torch
 
+from autopar.models.info import read_model
+from autopar.models.traces import tracing
 from autopar.options import Options
-from autopar.planner import tracing
 from autopar.request import make_request
 from passes.capture import capture
-from passes.ir.configuration import Configuration
+from passes.cost.cluster import CLUSTERS
+from passes.ir.configuration import Configuration, Pipeline
 from passes.ir.decisions import Decisions
 from passes.ir.mesh import Mesh
 from passes.ir.program import Folded, Program
@@ -18,10 +20,14 @@ from passes.regions import fold
 from passes.search import Space
 from passes.search.configurations import (
     configuration_text,
+    is_monotone_in_micro_batches,
     limited_configurations,
     micro_batch_counts,
     relaxed_configuration,
 )
+from passes.solve import solve
+from passes.solve.limits import Limits
+from passes.strategies import planning_problem
 from tests.models import llama, tokens
 
 
@@ -30,9 +36,10 @@ def asked() -> tuple[Space, Program, Folded]:
     """The space of a tiny llama and a batch of eight, with its program, plain and folded."""
     torch.manual_seed(0)
     model = llama()
-    request = make_request(model, {"dp": 2}, tokens(batch=8), Options(cluster="ideal"))
-    program = normalize(capture(model, request.inputs, tracing(model, request, "train")))
-    return request.space(Decisions()), program, fold(program)
+    request = make_request({"dp": 2}, Options(cluster="ideal"))
+    info = read_model(model, tokens(batch=8), request)
+    program = normalize(capture(model, info.inputs, tracing(model, info, request, "train")))
+    return request.space(info.casts(request.precision), Decisions()), program, fold(program)
 
 
 def test_micro_batches_divide_the_batch(asked: tuple[Space, Program, Folded]) -> None:
@@ -76,6 +83,34 @@ def test_what_is_asked_for_is_computed_again_without_limits_too(asked: tuple[Spa
     )
     full = replace(space, recompute={"*": "full"})
     assert relaxed_configuration(full, space.mesh, 1, folded) == Configuration(space.mesh, 1, {name: "full"})
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_the_relaxed_configuration_bounds_all_others(asked: tuple[Space, Program, Folded], count: int) -> None:
+    """Without memory limit none of as many micro-batches takes less time, with whatever layouts are best for it."""
+    space, _, folded = asked
+    space = replace(space, cluster=CLUSTERS["h100"])
+    problem = planning_problem(folded, space.placed_constraints(folded.program, space.mesh), space.setting(space.mesh))
+    limits = Limits(float("inf"), space.optimizer_states)
+
+    def best(configuration: Configuration) -> float:
+        return solve(problem, space.cluster, limits, configuration).seconds
+
+    least = best(relaxed_configuration(space, space.mesh, count, folded))
+    others = [best(configuration) for configuration in limited_configurations(space, space.mesh, count, folded)]
+    assert least <= min(others) * (1 + 1e-9)
+
+
+def test_pipelines_of_several_stages_are_not_monotone(
+    asked: tuple[Space, Program, Folded], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More micro-batches never take less time while all pipelines have one stage; every pipeline is offered."""
+    space, _, folded = asked
+    assert is_monotone_in_micro_batches()
+    count = len(list(limited_configurations(space, space.mesh, 4, folded)))
+    monkeypatch.setattr("passes.search.configurations.PIPELINES", (Pipeline(), Pipeline(2, "1f1b")))
+    assert not is_monotone_in_micro_batches()
+    assert len({item.key for item in limited_configurations(space, space.mesh, 4, folded)}) == 2 * count
 
 
 def test_configurations_for_people() -> None:

@@ -3,7 +3,7 @@
 import pytest
 
 from passes.ir.mesh import Mesh
-from passes.search.meshes import cut_one, finer, merged, mesh_of, partitions, shapes
+from passes.search.meshes import cut_one, finer, is_searched_wholly, merged, mesh_of, partitions, shapes, shifted
 from tests.autopar.comparing import exact, marked
 from tests.models import MODELS, llama, tokens
 
@@ -99,3 +99,21 @@ def test_groups_are_cut_axis_by_axis():
     groups, origins = cut_one(((0, 1), (2, 3)))
     assert (groups, origins) == (((0,), (1,), (2, 3)), [None, None, 1])
     assert cut_one(groups) == (((0,), (1,), (2,), (3,)), [0, 1, None, None])
+
+
+def test_factors_are_shifted_to_the_next_axis():
+    """The smallest factor of an axis, to either side; an axis never gets lost, and the other axes stay."""
+    found = {mesh.sizes: origins for mesh, origins in shifted(mesh_of((6, 2, 9), 8), 8)}
+    assert found == {(3, 4, 9): [None, None, 2], (6, 6, 3): [0, None, None]}
+
+
+@pytest.mark.parametrize(
+    ("devices", "node", "wholly"),
+    [(1, 8, True), (2, 8, True), (8, 8, False), (13, 8, True), (15, 8, True), (22, 8, False)],
+)
+def test_few_numbers_of_devices_are_searched_wholly(devices, node, wholly):
+    """A mesh may have an axis for each prime factor; `shapes` has two axes, the inner one within two nodes."""
+    assert is_searched_wholly(devices, node) is wholly
+    if wholly:
+        every = {(a, devices // a) for a in range(2, devices) if devices % a == 0} | {(devices,)}
+        assert {mesh.sizes for mesh in shapes(devices, node)} == every

@@ -10,7 +10,7 @@ from passes.ir.choices import Node, Solution
 from passes.ir.configuration import Configuration
 from passes.ir.decisions import Decided
 from passes.lower.straight import Casts, straight_code
-from passes.search.restrict import decided, hold
+from passes.search.restrict import decided, restricted
 from passes.solve import solve
 from passes.solve.limits import Limits
 from tests.passes.helpers import mesh_of
@@ -61,7 +61,7 @@ def held(batch: int, length: int) -> dict[str, set[tuple[str, ...]]]:
     before = tokens_planning(8, 16, CONSTRAINTS)
     decisions = decided(before.folded, before.problem, chosen(before))
     case = tokens_planning(batch, length)
-    problem = hold(case.folded, case.problem, decisions)
+    problem = restricted(case.folded, case.problem, decisions)
     assert [node.key for node in problem.nodes] == [node.key for node in case.problem.nodes]
     return {node.key: methods(node) for node in problem.nodes}
 
@@ -71,7 +71,7 @@ def test_the_planned_sizes_hold_all(seed: int) -> None:
     """Every node keeps exactly what it does, with what that costs; so does a whole solution."""
     case = random_planning(seed, blocks=2 if seed == 3 else 0)
     solution = chosen(case)
-    problem = hold(case.folded, case.problem, decided(case.folded, case.problem, solution))
+    problem = restricted(case.folded, case.problem, decided(case.folded, case.problem, solution))
     for index, (node, before) in enumerate(zip(problem.nodes, case.problem.nodes, strict=True)):
         pick = solution.picks[index]
         assert node.strategies == before.strategies[pick : pick + 1]
@@ -120,7 +120,7 @@ def test_other_nodes_are_free() -> None:
     del decisions["up/linear"]
     relu = decisions["/relu"]
     decisions["/relu"] = Decided(relu.strategy, ((8, 256),), ((8, 256),))
-    problem = hold(case.folded, case.problem, decisions)
+    problem = restricted(case.folded, case.problem, decisions)
     for key in ("up/linear", "/relu"):
         index = problem.index[key]
         assert problem.nodes[index] == case.problem.nodes[index]

@@ -1,0 +1,81 @@
+"""The search against a memory simulator that counts more than the solver, and the bounds that it remembers."""
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+
+from autopar.models.info import read_model
+from autopar.models.traces import tracing
+from autopar.options import Options
+from autopar.request import make_request
+from passes.capture import capture
+from passes.clock import Clock
+from passes.cost.liveness import MemoryPeak
+from passes.ir.decisions import Decisions
+from passes.ir.errors import InfeasibleError
+from passes.ir.mesh import Mesh
+from passes.ir.program import Program
+from passes.normalize import normalize
+from passes.search import Space, choose, search
+from passes.search.best_first import Progress, Unbounded, explore
+from passes.search.programs import MicroBatchPrograms
+from passes.search.subproblems import Subproblems
+from tests.models import llama, tokens
+
+
+@pytest.fixture(scope="module")
+def asked() -> tuple[Space, Program]:
+    """The space of a tiny llama on two devices, whose step is one micro-batch, with its program."""
+    torch.manual_seed(0)
+    model = llama()
+    request = make_request({"dp": 2}, Options(cluster="ideal", recompute="none", micro_batches=1))
+    info = read_model(model, tokens(batch=8), request)
+    program = normalize(capture(model, info.inputs, tracing(model, info, request, "train")))
+    return request.space(info.casts(request.precision), Decisions()), program
+
+
+class Simulator:
+    """Says that the first plans exceed a limit by one byte, and notes their code."""
+
+    def __init__(self, limit: float, exceeding: int) -> None:
+        self.limit, self.exceeding, self.seen = limit, exceeding, list[str]()
+
+    def __call__(self, lowered: object, *_: object) -> tuple[MemoryPeak, ...]:
+        self.seen.append(str(lowered))
+        peak = self.limit + 1 if len(self.seen) <= self.exceeding else 1
+        return (MemoryPeak({"activations": int(peak)}, "here", {}),)
+
+
+def test_a_plan_that_does_not_fit_is_not_tried_again(asked: tuple[Space, Program]) -> None:
+    """However little the simulator counts above the limit, another plan follows; the gap is one to all plans."""
+    space, program = asked
+    limit = 1e6
+    simulator = Simulator(limit, 2)
+    found = search(program, replace(space, memory_limit=limit), simulator, Clock())
+    first = search(program, replace(space, memory_limit=limit), Simulator(limit, 0), Clock())
+    assert len(set(simulator.seen)) == len(simulator.seen) == 3
+    assert found.seconds.total > first.seconds.total
+    assert found.gap >= (found.solution.seconds - first.solution.seconds) / found.seconds.total - 1e-9
+
+
+def test_the_search_says_that_a_plan_may_exist(asked: tuple[Space, Program]) -> None:
+    """Where attempts end, nothing is claimed that was not shown."""
+    space, program = asked
+    with pytest.raises(InfeasibleError, match=r"though one may exist: of \d+ tried the last exceeds it"):
+        search(program, replace(space, memory_limit=1e6), Simulator(1e6, 1000), Clock())
+
+
+def test_bounds_on_few_choices_are_not_remembered(asked: tuple[Space, Program]) -> None:
+    """On refined meshes nodes do what they did on coarser ones: that bounds nothing else."""
+    space, program = asked
+    subproblems = Subproblems(MicroBatchPrograms(program, space, Clock()), space, Clock(), space.memory_limit)
+    parent = choose(subproblems)
+    before = dict(subproblems.memo.bounds)
+    finer = Unbounded(0.0, partial(subproblems.refined, parent, Mesh(("a", "b"), (2, 1)), (None, None)))
+    whole = Unbounded(0.0, partial(subproblems.limited, parent.subproblem, parent.subproblem.configuration))
+    explore([finer], subproblems, Progress())
+    assert subproblems.memo.bounds == before
+    explore([whole], subproblems, Progress())
+    assert parent.subproblem.configuration.key in subproblems.memo.bounds
