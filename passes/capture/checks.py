@@ -7,11 +7,12 @@ an error may be a way to go.
 
 import ast
 import dis
-import linecache
 from collections.abc import Iterator
 from functools import cache
 from itertools import islice
 from types import CodeType, FrameType
+
+from passes.capture.source import syntax_tree
 
 _Range = tuple[int, int, int, int]
 
@@ -66,11 +67,7 @@ def _part(test: ast.expr, position: _Range, value: bool) -> bool | None:
 @cache
 def _checks(filename: str) -> tuple[tuple[ast.expr, bool], ...]:
     """The tests of all checks in a file, with the values that pass them."""
-    try:
-        tree = ast.parse("".join(linecache.getlines(filename)))
-    except SyntaxError:
-        return ()
-    return tuple(item for item in _checks_in(tree) if not _assigns(item[0]))
+    return tuple(item for item in _checks_in(syntax_tree(filename)) if not _assigns(item[0]))
 
 
 def _checks_in(node: ast.AST) -> Iterator[tuple[ast.expr, bool]]:

@@ -34,6 +34,7 @@ from passes._torch import (
     pytree,
     schema_of,
 )
+from passes.capture.loops import Loops, UnrolledError
 from passes.capture.per_thread import replaced
 from passes.capture.source import Line, construct, line_of_node, line_of_traceback
 from passes.capture.values import MOST, Read, Rewording, Values, checks_pass
@@ -170,16 +171,20 @@ def _exported(
     Raises _NeedsValues where values are needed, and CaptureError.
     """
 
-    def follow(arguments: object) -> AbstractContextManager[object]:
+    lengths = [size for _, leaf in input_leaves(example) if isinstance(leaf, Tensor) for size in leaf.shape]
+
+    def follow(arguments: object, *more: AbstractContextManager[object]) -> AbstractContextManager[object]:
         leaves = dict(zip([name for name, _ in input_leaves(example)], pytree.tree_leaves(arguments), strict=True))
         given = [(name, cast(Tensor, leaves[name]), value) for name, value in values.items()]
-        return _answering(Values(given, constants, read))
+        answers = Values(given, constants, read, Loops(lengths, __file__))
+        stack = contextlib.ExitStack()
+        contexts: tuple[AbstractContextManager[object], ...] = (answers, checks_pass(answers), Rewording(), *more)
+        for context in contexts:
+            stack.enter_context(context)
+        return stack
 
     def eagerly(arguments: object) -> AbstractContextManager[object]:
-        stack = contextlib.ExitStack()
-        stack.enter_context(follow(arguments))
-        stack.enter_context(eager())
-        return stack
+        return follow(arguments, eager())
 
     first: Exception | None = None
     for within, strict in ((follow, False), (eagerly, False), (None, True)):
@@ -191,8 +196,8 @@ def _exported(
                 program = _export(module, example, varying, strict)
                 _settle(program.graph_module)
                 return program
-        except (CaptureError, _NeedsValues, _Refused) as error:
-            if first is None and isinstance(error, _Refused):
+        except (CaptureError, _NeedsValues, _Refused, UnrolledError) as error:
+            if first is None and isinstance(error, (_Refused, UnrolledError)):
                 raise refusal(module, error.line, str(error)) from None
             if first is None:
                 raise
@@ -262,12 +267,6 @@ def _within_forward(module: nn.Module, within: Callable[[object], AbstractContex
             return original(*args, **kwargs)
 
     with mock.patch.object(module, "forward", forward):
-        yield
-
-
-@contextlib.contextmanager
-def _answering(values: Values) -> Iterator[None]:
-    with values, checks_pass(values), Rewording():
         yield
 
 

@@ -10,8 +10,7 @@ Forward and backward run on fake tensors with symbolic sizes, and every ATen ope
 analysis is conservative.
 """
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from math import prod
@@ -27,13 +26,14 @@ from passes._torch import (
     StatelessSymbolicContext,
     SymbolicContext,
     TorchDispatchMode,
+    pytree,
     schema_of,
     storage_id,
     without_function_modes,
     without_modes,
 )
 from passes.ir.errors import CaptureError
-from passes.ir.program import TensorType
+from passes.ir.program import TensorType, has_gradient
 from passes.ops import read, run
 
 # Elements on fresh data: how many are tried as they are, and how long a dim may be where there would be more.
@@ -41,7 +41,7 @@ _MOST, _LONGEST = 2**20, 64
 
 
 @dataclass(frozen=True)
-class Known:
+class Properties:
     """Properties of a call, as defined above; `drawn` says that it draws random numbers."""
 
     pointwise: bool
@@ -50,21 +50,17 @@ class Known:
 
 
 @cache
-def known_of(function: str, arguments: str, operands: tuple[TensorType, ...], sizes: tuple[int, ...]) -> Known:
+def properties_of(
+    function: str, arguments: str, operands: tuple[TensorType, ...], sizes: tuple[int, ...]
+) -> Properties:
     """The properties of a call with operands of these types; forward and backward are run on random data.
 
     Raises CaptureError where they cannot be run, and where they do not give the same twice.
     """
-    with _apart():
-        known = _followed(function, arguments, operands, sizes)
-        return _tried(function, arguments, operands, sizes, known)
-
-
-@contextlib.contextmanager
-def _apart() -> Iterator[None]:
-    """Without the modes of whoever calls, and with gradients."""
+    # Without the modes of the caller.
     with without_modes(), without_function_modes(), torch.enable_grad():
-        yield
+        properties = _followed(function, arguments, operands, sizes)
+        return _tried(function, arguments, operands, sizes, properties)
 
 
 # --- following operators ---------------------------------------------------------------------------------------------
@@ -101,7 +97,7 @@ _FILLED = {"full", "full_like", "new_full"}
 # Of these operands only the shape matters.
 _LIKE = {*_ZEROS, *_FILLED, "empty_like", "new_empty", "new_ones", "ones_like", "rand_like", "randn_like"}
 
-# What of zero is zero; in place only a part of what lies in memory may be meant.
+# Operators whose result of zero is zero; in place only a part of what lies in memory may be meant.
 _SAME = {*_VIEWS, "alias", "clone", "detach", "zero"}
 
 
@@ -127,8 +123,8 @@ class _Following(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> object:
         options = kwargs or {}
         result = function(*args, **options)
-        given = [*_leaves(args), *_leaves(tuple(options.values()))]
-        returned = [item for item in _leaves(result) if isinstance(item, Tensor)]
+        given = pytree.tree_leaves((args, options))
+        returned = [item for item in pytree.tree_leaves(result) if isinstance(item, Tensor)]
         if not returned:
             # A question about a tensor (one about its values cannot be answered here), or a change of a whole list.
             self.pointwise = self.pointwise and not schema_of(function).is_mutable
@@ -157,14 +153,14 @@ class _Following(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Note which results depend on a gradient, or are zero, and whether the former are linear in it."""
         tensors = [item for item in given if isinstance(item, Tensor)]
         name = name.removesuffix("_")
-        depending = [item for item in tensors if name not in _LIKE and _storage(item) in self.gradients]
+        depending = [item for item in tensors if name not in _LIKE and storage_id(item) in self.gradients]
         zero = not depending and self._is_zero(name, given, tensors)
         if depending:
-            kept = all(_flows(item.dtype) for item in returned)
+            kept = all(has_gradient(item.dtype) for item in returned)
             rounded = any(isinstance(item, str) and item in _ROUNDED for item in given)
             self.linear = self.linear and kept and not rounded and self._is_linear(name, args, tensors, depending)
         for item in returned:
-            place = _storage(item)
+            place = storage_id(item)
             self.zeros.pop(place, None)
             if depending:
                 self.gradients[place] = item
@@ -175,7 +171,7 @@ class _Following(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Whether the result of an operator is zero."""
         if name in _FILLED:
             return given[-1] == 0
-        same = name in _SAME and all(_storage(item) in self.zeros for item in tensors)
+        same = name in _SAME and all(storage_id(item) in self.zeros for item in tensors)
         return name in _ZEROS or same
 
     def _is_linear(
@@ -190,24 +186,13 @@ class _Following(TorchDispatchMode):  # type: ignore[no-untyped-call]
             numbers = [item for item in args[:2] if isinstance(item, (int, float)) and name in ("add", "sub")]
             summands = [item for item in tensors[_SUMS[name] :] if item.is_floating_point() or item.is_complex()]
             allowed = {*self.gradients, *self.zeros}
-            return not any(numbers) and all(_storage(item) in allowed for item in summands)
+            return not any(numbers) and all(storage_id(item) in allowed for item in summands)
         if name in ("masked_fill", "fill"):
             return first and isinstance(args[-1], (int, float)) and args[-1] == 0
         return name == "zero"
 
 
-def _storage(tensor: Tensor) -> int:
-    place: int = storage_id(tensor)
-    return place
-
-
-def _leaves(value: object) -> list[object]:
-    if isinstance(value, (tuple, list)):
-        return [leaf for item in value for leaf in _leaves(item)]
-    return [value]
-
-
-def _followed(function: str, arguments: str, operands: tuple[TensorType, ...], sizes: tuple[int, ...]) -> Known:
+def _followed(function: str, arguments: str, operands: tuple[TensorType, ...], sizes: tuple[int, ...]) -> Properties:
     """The properties that follow from the operators of a call."""
     environment = ShapeEnv()
     mode = FakeTensorMode(shape_env=environment)
@@ -218,18 +203,18 @@ def _followed(function: str, arguments: str, operands: tuple[TensorType, ...], s
             results = run(fakes, function, arguments, sizes)
             flowing = [item for item in results if item.requires_grad]
             cotangents = [torch.empty_like(item) for item in flowing]
-            following.gradients = {_storage(item): item for item in cotangents}
+            following.gradients = {storage_id(item): item for item in cotangents}
             gradients = _gradients(flowing, fakes, cotangents)
     except Exception:
-        # What it does cannot be followed: a kernel of its own, or a look at values.
-        return Known(False, False, following.drawn)
+        # It cannot be followed: it has a kernel of its own, or reads values.
+        return Properties(False, False, following.drawn)
     found = [item for item in gradients if item is not None]
     alike = bool(fakes) and all(tuple(item.shape) == following.shape for item in (*fakes, *results, *found))
     # A condition on sizes is another function for other sizes.
     pointwise = following.pointwise and alike and not sizes and not environment.guards
     reached = {*following.gradients, *following.zeros}
-    linear = following.linear and all(_storage(item) in reached for item in found)
-    return Known(pointwise, linear, following.drawn)
+    linear = following.linear and all(storage_id(item) in reached for item in found)
+    return Properties(pointwise, linear, following.drawn)
 
 
 def _symbolic(type: TensorType, mode: FakeTensorMode) -> Tensor:
@@ -239,11 +224,7 @@ def _symbolic(type: TensorType, mode: FakeTensorMode) -> Tensor:
     context: SymbolicContext = StatelessSymbolicContext(dynamic_sizes=dims)
     fake: Tensor = mode.from_tensor(real, symbolic_context=context)
     with mode:
-        return torch.empty_like(fake, device="cpu", requires_grad=_flows(type.dtype))
-
-
-def _flows(dtype: torch.dtype) -> bool:
-    return dtype.is_floating_point or dtype.is_complex
+        return torch.empty_like(fake, device="cpu", requires_grad=has_gradient(type.dtype))
 
 
 def _gradients(
@@ -273,9 +254,9 @@ _Runner = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 
 
 def _tried(
-    function: str, arguments: str, operands: tuple[TensorType, ...], sizes: tuple[int, ...], known: Known
-) -> Known:
-    """`known`, if a call of the operator gives what the function gives, and what is known holds on fresh data too."""
+    function: str, arguments: str, operands: tuple[TensorType, ...], sizes: tuple[int, ...], properties: Properties
+) -> Properties:
+    """`properties` that hold on fresh data too. Raises CaptureError if a call does not give what the function gives."""
     cls, _, _ = read(function, arguments, operands, sizes)
 
     def itself(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -292,15 +273,15 @@ def _tried(
             f"the autograd.Function {function} does not give the same twice: a program cannot call it "
             "(it must depend on its arguments alone)"
         )
-    if known.drawn or first.drawn:
-        return replace(known, drawn=True)
+    if properties.drawn or first.drawn:
+        return replace(properties, drawn=True)
     doubled = _outcome(itself, data, tuple(2 * item for item in first.cotangents))
     proportional = all(
         _equal(None if item is None else 2 * item, other)
         for item, other in zip(first.gradients, doubled.gradients, strict=True)
     )
-    parted = known.pointwise and _holds_on_parts(itself, data, first)
-    return replace(known, pointwise=parted, linear=known.linear and proportional)
+    parted = properties.pointwise and _holds_on_parts(itself, data, first)
+    return replace(properties, pointwise=parted, linear=properties.linear and proportional)
 
 
 def _first(runner: _Runner, operands: tuple[TensorType, ...], function: str) -> tuple[list[Tensor], _Outcome]:
@@ -325,7 +306,7 @@ def _fresh(types: Sequence[TensorType]) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
     found = []
     for type in types:
-        if _flows(type.dtype):
+        if has_gradient(type.dtype):
             found.append(torch.randn(type.shape, generator=generator, dtype=torch.float64).to(type.dtype))
         else:
             found.append(torch.randint(0, 2, type.shape, generator=generator).to(type.dtype))
@@ -334,7 +315,7 @@ def _fresh(types: Sequence[TensorType]) -> list[Tensor]:
 
 def _outcome(runner: _Runner, data: Sequence[Tensor], cotangents: tuple[Tensor, ...] | None = None) -> _Outcome:
     """Run forward and backward on copies of `data`; random numbers begin anew."""
-    own = [item.clone().requires_grad_(_flows(item.dtype)) for item in data]
+    own = [item.clone().requires_grad_(has_gradient(item.dtype)) for item in data]
     with torch.random.fork_rng(devices=[]):
         # Of the CPU alone: `torch.manual_seed` seeds every device, and these go on where the user has left them.
         torch.default_generator.manual_seed(0)

@@ -11,11 +11,11 @@ from torch import nn
 from passes import ops
 from passes._torch import HigherOrderOperator, OpOverload, schema_of, storage_id
 from passes.capture.exporting import refusal
-from passes.capture.functions import known_of
+from passes.capture.functions import properties_of
 from passes.capture.source import line_of_node, lines_of_node
 from passes.capture.symbols import Symbols
 from passes.ir.errors import CaptureError
-from passes.ir.program import Argument, Op, Ref, StateChange, TensorType, freeze, has_gradient, references
+from passes.ir.program import Argument, Op, Ref, StateChange, TensorType, bound_arguments, has_gradient, references
 
 
 class GraphWriter:
@@ -76,10 +76,7 @@ class GraphWriter:
         self, target: OpOverload, args: tuple[object, ...], kwargs: dict[str, object], node: torch.fx.Node
     ) -> object:
         """Append an op whose results have the types that tracing found."""
-        arguments: dict[str, Argument] = {}
-        for position, parameter in enumerate(schema_of(target).arguments):
-            given = args[position] if position < len(args) else kwargs.get(parameter.name, parameter.default_value)
-            arguments[parameter.name] = freeze(given)
+        arguments = bound_arguments(target, args, kwargs)
         if target == ops.TRACED:
             target = _known_function(node, arguments)
         changed = self.changed(target, arguments)
@@ -211,12 +208,12 @@ def _known_function(node: torch.fx.Node, arguments: dict[str, Argument]) -> OpOv
     types = tuple(TensorType(tuple(map(_hint, operand.shape)), operand.dtype) for operand in operands)
     sizes = tuple(_hint(item.meta["val"]) for item in cast(Sequence[torch.fx.Node], node.kwargs.get("sizes", ())))
     try:
-        known = known_of(str(arguments["function"]), str(arguments["arguments"]), types, sizes)
+        properties = properties_of(str(arguments["function"]), str(arguments["arguments"]), types, sizes)
     except CaptureError as error:
         where = _source(node)
         raise CaptureError(f"{where}: {error}" if where else str(error)) from error
-    arguments.update(pointwise=known.pointwise, linear=known.linear)
-    return ops.overload_for(len(node.meta["val"]), drawn=known.drawn)
+    arguments.update(pointwise=properties.pointwise, linear=properties.linear)
+    return ops.overload_for(len(node.meta["val"]), drawn=properties.drawn)
 
 
 def _hint(size: object) -> int:

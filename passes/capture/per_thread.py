@@ -23,7 +23,7 @@ class _Attribute:
         found = inspect.getattr_static(owner, name)
         self.is_of_class = isinstance(found, classmethod)
         self.found: object = found
-        # What is called in place of the attribute, and with the same arguments.
+        # The function that is called in place of the attribute, with the same arguments.
         self.original: object = found.__func__ if self.is_of_class else found
         self.inherited = name not in vars(owner)
         self.users = 0

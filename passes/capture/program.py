@@ -67,14 +67,14 @@ def _owned(module: nn.Module, exported: torch.export.ExportedProgram, gradients:
     buffer_names = _aliases(module.named_buffers(remove_duplicate=False))
     persistent = set(module.state_dict(keep_vars=True))
     parameters = {
-        names[0]: Parameter(names, _type(parameter), gradients and parameter.requires_grad)
-        for name, parameter in _traced_parameters(module, exported)
-        if (names := parameter_names[name])
+        # In the dtype that it was traced in.
+        name: Parameter(
+            parameter_names[name], _type(exported.state_dict.get(name, item)), gradients and item.requires_grad
+        )
+        for name, item in module.named_parameters()
     }
     buffers = {
-        names[0]: Buffer(names, _type(buffer), names[0] in persistent)
-        for name, buffer in module.named_buffers()
-        if (names := buffer_names[name])
+        name: Buffer(buffer_names[name], _type(buffer), name in persistent) for name, buffer in module.named_buffers()
     }
     return _Owned(parameters, buffers, parameter_names, buffer_names)
 
@@ -157,12 +157,6 @@ def _aliases(named: Iterator[tuple[str, torch.Tensor]]) -> dict[str, tuple[str, 
     for name, tensor in named:
         by_identity.setdefault(id(tensor), []).append(name)
     return {name: tuple(names) for names in by_identity.values() for name in names}
-
-
-def _traced_parameters(module: nn.Module, exported: torch.export.ExportedProgram) -> Iterator[tuple[str, torch.Tensor]]:
-    """The module's parameters in the dtype that they were traced in."""
-    for name, parameter in module.named_parameters():
-        yield name, exported.state_dict.get(name, parameter)
 
 
 def _refuse_trainable(module: nn.Module, constant: torch.Tensor, gradients: bool) -> None:

@@ -4,6 +4,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import cast
 
 import torch
@@ -16,6 +17,8 @@ from passes.capture.per_thread import replaced
 from passes.capture.source import line_of_frame
 from passes.ir.errors import CaptureError
 from passes.ir.leaves import Inputs
+
+_Table = dict[str, nn.Parameter | None] | dict[str, torch.Tensor | None]
 
 
 @contextlib.contextmanager
@@ -78,54 +81,52 @@ def _calling_line() -> str:
     return f"{os.path.basename(line.file)}:{line.number}" if line is not None else "the model"
 
 
-@contextlib.contextmanager
-def tensors_on(module: nn.Module, device: torch.device) -> Iterator[None]:
+def tensors_on(module: nn.Module, device: torch.device) -> AbstractContextManager[None]:
     """Parameters and buffers on meta stand as tensors on `device` that take no memory; afterwards as they were.
 
     On meta itself a trace would go the ways that models have for devices other than `device`.
     """
-    fakes: dict[int, torch.Tensor] = {}
-    undo: list[tuple[dict[str, nn.Parameter | None] | dict[str, torch.Tensor | None], str, torch.Tensor]] = []
     mode = FakeTensorMode()
-    try:
-        for part in module.modules():
-            for holder in (parameters_of(part), buffers_of(part)):
-                for name, tensor in holder.items():
-                    if tensor is None or not tensor.is_meta:
-                        continue
-                    if id(tensor) not in fakes:
-                        with mode:
-                            fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
-                        is_parameter = isinstance(tensor, nn.Parameter)
-                        fakes[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if is_parameter else fake
-                    undo.append((holder, name, tensor))
-        for holder, name, tensor in undo:
-            holder[name] = fakes[id(tensor)]  # type: ignore[assignment]
-        yield
-    finally:
-        for holder, name, tensor in undo:
-            holder[name] = tensor  # type: ignore[assignment]
+
+    def fake(tensor: torch.Tensor) -> torch.Tensor | None:
+        if not tensor.is_meta:
+            return None
+        with mode:
+            found = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+        return nn.Parameter(found, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else found
+
+    return _replaced_tensors(module, fake)
+
+
+def parameters_as(module: nn.Module, dtype: torch.dtype) -> AbstractContextManager[None]:
+    """Floating parameters stand as empty tensors of `dtype`; afterwards as they were."""
+
+    def empty(tensor: torch.Tensor) -> torch.Tensor | None:
+        if not isinstance(tensor, nn.Parameter) or not tensor.is_floating_point():
+            return None
+        return nn.Parameter(torch.empty_like(tensor, dtype=dtype, device=tensor.device), tensor.requires_grad)
+
+    return _replaced_tensors(module, empty)
 
 
 @contextlib.contextmanager
-def parameters_as(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """Floating parameters and buffers stand as empty tensors of `dtype`; afterwards as they were."""
-    replaced: dict[int, nn.Parameter] = {}
-    undo: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]] = []
+def _replaced_tensors(module: nn.Module, replacement: Callable[[torch.Tensor], torch.Tensor | None]) -> Iterator[None]:
+    """Replace parameters and buffers by their `replacement`, unless that is None; afterwards they are as before."""
+    made: dict[int, torch.Tensor | None] = {}
+    before: list[tuple[_Table, str, torch.Tensor]] = []
+    for part in module.modules():
+        for table in (parameters_of(part), buffers_of(part)):
+            before += [(table, name, tensor) for name, tensor in table.items() if tensor is not None]
     try:
-        for part in module.modules():
-            for name, parameter in parameters_of(part).items():
-                if parameter is not None and parameter.is_floating_point():
-                    if id(parameter) not in replaced:
-                        cast = torch.empty_like(parameter, dtype=dtype, device=parameter.device)
-                        replaced[id(parameter)] = nn.Parameter(cast, parameter.requires_grad)
-                    undo.append((parameters_of(part), name, parameter))
-        for holder, name, parameter in undo:
-            holder[name] = replaced[id(parameter)]
+        for table, name, tensor in before:
+            if id(tensor) not in made:
+                made[id(tensor)] = replacement(tensor)
+            if made[id(tensor)] is not None:
+                table[name] = made[id(tensor)]  # type: ignore[assignment]
         yield
     finally:
-        for holder, name, parameter in undo:
-            holder[name] = parameter
+        for table, name, tensor in before:
+            table[name] = tensor  # type: ignore[assignment]
 
 
 def _device(module: nn.Module) -> torch.device:

@@ -4,7 +4,8 @@ import ast
 import linecache
 import os
 import sysconfig
-from collections.abc import Iterator, Sequence
+import traceback
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -36,22 +37,18 @@ class Line:
         return f"{self.file}:{self.number}" + (f" ({self.text})" if self.text else "")
 
 
-def line_of_frame(frame: FrameType | None) -> Line | None:
+def line_of_frame(frame: FrameType) -> Line | None:
     """The line of the model that a running frame was called from."""
-    lines = []
-    while frame is not None:
-        lines.append(Line(frame.f_code.co_filename, frame.f_lineno))
-        frame = frame.f_back
-    return _models(lines)
+    return _models(_lines(traceback.walk_stack(frame)))
 
 
 def line_of_traceback(trace: TracebackType | None) -> Line | None:
     """The line of the model that an error comes from."""
-    lines = []
-    while trace is not None:
-        lines.append(Line(trace.tb_frame.f_code.co_filename, trace.tb_lineno))
-        trace = trace.tb_next
-    return _models(lines[::-1])
+    return _models(_lines(traceback.walk_tb(trace))[::-1])
+
+
+def _lines(frames: Iterable[tuple[FrameType, int]]) -> list[Line]:
+    return [Line(frame.f_code.co_filename, number) for frame, number in frames]
 
 
 def line_of_node(node: torch.fx.Node) -> Line | None:
@@ -66,17 +63,19 @@ def lines_of_node(node: torch.fx.Node) -> list[Line]:
         file, comma, rest = written.strip().removeprefix('File "').partition('", line ')
         if comma and rest.split(",")[0].isdigit():
             lines.append(Line(file, int(rest.split(",")[0])))
-    return [line for line in reversed(lines) if not _is_foreign(line.file)]
+    return [line for line in reversed(lines) if not is_foreign(line.file)]
 
 
 def _models(lines: Sequence[Line]) -> Line | None:
     """The first of some lines that is the model's; else the first that is not torch's, ours or Python's."""
-    others = [line for line in lines if not _is_foreign(line.file)]
+    others = [line for line in lines if not is_foreign(line.file)]
     models = [line for line in others if _SERVING not in line.file or _MODELS in line.file]
     return next(iter(models or others), None)
 
 
-def _is_foreign(file: str) -> bool:
+@cache
+def is_foreign(file: str) -> bool:
+    """Whether a file is torch's, ours or Python's, so that it is no part of a model."""
     if file.startswith((TORCH, *_OURS, "<")):
         return True
     return file.startswith(_PYTHON) and "site-packages" not in file
@@ -91,14 +90,18 @@ def construct(line: Line) -> str:
     return ""
 
 
+def syntax_tree(file: str) -> ast.Module:
+    """The syntax of a file; empty where it is not Python."""
+    try:
+        return ast.parse("".join(linecache.getlines(file)))
+    except SyntaxError:
+        return ast.Module([], [])
+
+
 @cache
 def _constructs(file: str) -> tuple[tuple[range, str], ...]:
-    try:
-        tree = ast.parse("".join(linecache.getlines(file)))
-    except SyntaxError:
-        return ()
     found = []
-    for node in ast.walk(tree):
+    for node in ast.walk(syntax_tree(file)):
         for part, kind in _deciding(node):
             assert part.end_lineno is not None
             found.append((range(part.lineno, part.end_lineno + 1), kind))

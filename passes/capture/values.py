@@ -36,6 +36,7 @@ from passes._torch import (
     without_modes,
 )
 from passes.capture.checks import passing_value
+from passes.capture.loops import Loops
 from passes.capture.per_thread import replaced
 from passes.capture.source import TORCH, Line, line_of_frame
 
@@ -43,9 +44,9 @@ from passes.capture.source import TORCH, Line, line_of_frame
 MOST = 2**20
 
 _SYMBOLIC = torch.SymInt, torch.SymFloat, torch.SymBool
-# What leaves open what is in a tensor.
+# Operators whose results have arbitrary values.
 _OPEN = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided", "resize_", "set_"}
-# What of torch is called by models, and does not stand between a call and its operators.
+# Files of torch that models call: they do not count as internal to an operator.
 _CALLED = tuple(TORCH + name for name in ("__init__.py", "_tensor.py", "functional.py", "distributions", "nn"))
 
 
@@ -91,13 +92,16 @@ class Values(TorchDispatchMode):
     """Mode that propagates known values through operators.
 
     `given` are the inputs that could be constants, by name, each with its values where there are any. Those of
-    `constants` may be read.
+    `constants` may be read. `loops` counts the operators that are called.
     """
 
     supports_higher_order_operators = True
 
-    def __init__(self, given: Iterable[tuple[str, Tensor, Tensor | None]], constants: Set[str], read: Read) -> None:
+    def __init__(
+        self, given: Iterable[tuple[str, Tensor, Tensor | None]], constants: Set[str], read: Read, loops: Loops
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.loops = loops
         self.constants = constants
         self.read = read
         self.known = cast("MutableMapping[Tensor, Value]", WeakIdKeyDictionary())
@@ -117,7 +121,11 @@ class Values(TorchDispatchMode):
     def __torch_dispatch__(
         self, function: object, types: object, args: Sequence[object] = (), kwargs: Mapping[str, object] | None = None
     ) -> object:
-        """Call an operator, and compute the values of its results where those of its operands are known."""
+        """Call an operator, and compute the values of its results where those of its operands are known.
+
+        Raises UnrolledError where the model loops too often.
+        """
+        self.loops.note(sys._getframe(1))
         with without_function_modes():
             return self._call(function, args, kwargs or {})
 
@@ -295,7 +303,7 @@ def _computed(function: OpOverload, leaves: Sequence[object], tree: pytree.TreeS
         with without_modes(), torch.no_grad():
             computed: object = function(*args, **kwargs)
     except Exception:
-        # What is wrong with the call is said by the trace itself.
+        # The trace itself raises the error of the call.
         return None
     return computed
 

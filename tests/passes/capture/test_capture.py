@@ -461,3 +461,11 @@ def test_trainable_tensors_that_are_no_parameters_are_refused() -> None:
     ):
         capture(Hides(), {"x": torch.ones(2, 4)}, Tracing(True, True, contextlib.nullcontext()))
     capture(Hides(), {"x": torch.ones(2, 4)}, Tracing(False, False, contextlib.nullcontext()))
+
+
+def test_nothing_trains_without_gradients() -> None:
+    """A program for inference has no trainable parameter, whatever the module's parameters are."""
+    for gradients in (True, False):
+        tracing = Tracing(True, gradients, contextlib.nullcontext())
+        program = capture(nn.Linear(4, 4), {"input": torch.ones(2, 4)}, tracing)
+        assert [item.trainable for item in program.parameters] == [gradients, gradients]

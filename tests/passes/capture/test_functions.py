@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from passes.capture.functions import Known, known_of
+from passes.capture.functions import Properties, properties_of
 from passes.ir.errors import CaptureError
 from passes.ir.program import TensorType
 from tests.passes import custom
@@ -12,8 +12,8 @@ WIDE = TensorType((4, 6), torch.float32)
 LONG = TensorType((4, 6), torch.int64)
 
 
-def _known(cls: type, arguments: str, *operands: TensorType) -> Known:
-    return known_of(f"{cls.__module__}:{cls.__qualname__}", arguments, operands, ())
+def _known(cls: type, arguments: str, *operands: TensorType) -> Properties:
+    return properties_of(f"{cls.__module__}:{cls.__qualname__}", arguments, operands, ())
 
 
 @pytest.mark.parametrize(
@@ -37,22 +37,22 @@ def test_what_is_found(
     cls: type, arguments: str, operands: tuple[TensorType, ...], pointwise: bool, linear: bool
 ) -> None:
     """By following the operators of forward and backward."""
-    assert _known(cls, arguments, *operands) == Known(pointwise, linear, False)
+    assert _known(cls, arguments, *operands) == Properties(pointwise, linear, False)
 
 
 def test_tensors_without_elements() -> None:
     """There is nothing to try, and nothing that could be wrong."""
-    assert _known(custom.StraightThrough, "(x0)", TensorType((0, 4), torch.float32)) == Known(True, True, False)
+    assert _known(custom.StraightThrough, "(x0)", TensorType((0, 4), torch.float32)) == Properties(True, True, False)
 
 
 def test_what_cannot_be_followed_is_not_claimed() -> None:
     """A backward that looks at values, on which it would depend how it goes on."""
-    assert _known(custom.Deciding, "(x0)", WIDE) == Known(False, False, False)
+    assert _known(custom.Deciding, "(x0)", WIDE) == Properties(False, False, False)
 
 
 def test_random_numbers_are_noticed() -> None:
     """And drawn alike when a function is tried."""
-    assert _known(custom.Noisy, "(x0)", WIDE) == Known(True, True, True)
+    assert _known(custom.Noisy, "(x0)", WIDE) == Properties(True, True, True)
 
 
 def test_what_is_no_function_of_its_arguments_is_refused() -> None:
@@ -151,33 +151,36 @@ def test_linear_gradients(kind: str) -> None:
 @pytest.mark.parametrize(
     ("path", "arguments", "operands", "known"),
     [
-        ("bloom.modeling_bloom:GeLUFunction", "(x0)", (WIDE,), Known(True, True, False)),
-        ("recurrent_gemma.modeling_recurrent_gemma:SqrtBoundDerivative", "(x0)", (WIDE,), Known(True, True, False)),
+        ("bloom.modeling_bloom:GeLUFunction", "(x0)", (WIDE,), Properties(True, True, False)),
+        (
+            "recurrent_gemma.modeling_recurrent_gemma:SqrtBoundDerivative", "(x0)", (WIDE,),
+            Properties(True, True, False),
+        ),
         (
             "phimoe.modeling_phimoe:PhimoeMultiplier", "(x0, x1, x2, x3, x4)",
             (WIDE, *(TensorType((4, 1), dtype) for dtype in (torch.float32, torch.int64)), WIDE,
-             TensorType((4, 1), torch.float32)), Known(False, True, False),
+             TensorType((4, 1), torch.float32)), Properties(False, True, False),
         ),
-        ("sew_d.modeling_sew_d:XSoftmax", "(x0, x1, -1)", (WIDE, LONG), Known(False, True, False)),
-        ("sew_d.modeling_sew_d:XDropout", "(x0, 0.1)", (WIDE,), Known(True, True, True)),
+        ("sew_d.modeling_sew_d:XSoftmax", "(x0, x1, -1)", (WIDE, LONG), Properties(False, True, False)),
+        ("sew_d.modeling_sew_d:XDropout", "(x0, 0.1)", (WIDE,), Properties(True, True, True)),
         (
             "yoso.modeling_yoso:YosoCumulation", "(x0, x1, x2, x3, x4, {'hash_code_len': 9})",
-            (WIDE, WIDE, *[TensorType((4, 6, 8), torch.float32)] * 3), Known(False, True, False),
+            (WIDE, WIDE, *[TensorType((4, 6, 8), torch.float32)] * 3), Properties(False, True, False),
         ),
     ],
     ids=lambda item: item.partition(":")[2] if isinstance(item, str) else "",
 )  # fmt: skip
 def test_the_functions_of_transformers(
-    path: str, arguments: str, operands: tuple[TensorType, ...], known: Known
+    path: str, arguments: str, operands: tuple[TensorType, ...], known: Properties
 ) -> None:
     """All functions that need no kernels for GPUs."""
-    assert known_of(f"transformers.models.{path}", arguments, operands, ()) == known
+    assert properties_of(f"transformers.models.{path}", arguments, operands, ()) == known
 
 
 def test_large_calls_are_tried_in_small() -> None:
     """A call that is planned for many devices does not fit on one."""
     large = TensorType((2**20, 2**16), torch.bfloat16)
-    assert _known(custom.StraightThrough, "(x0)", large) == Known(True, True, False)
+    assert _known(custom.StraightThrough, "(x0)", large) == Properties(True, True, False)
 
 
 def test_random_numbers_of_the_user_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,7 +188,7 @@ def test_random_numbers_of_the_user_go_on(monkeypatch: pytest.MonkeyPatch) -> No
     seeded: list[int] = []
     monkeypatch.setattr(torch.cuda, "manual_seed_all", seeded.append)
     before = torch.get_rng_state()
-    known_of.cache_clear()
+    properties_of.cache_clear()
     _known(custom.StraightThrough, "(x0)", WIDE)
     assert torch.equal(torch.get_rng_state(), before)
     assert seeded == []

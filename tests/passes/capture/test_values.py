@@ -9,6 +9,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from passes.capture.loops import Loops
 from passes.capture.values import MOST, Read, Values, is_readable
 
 
@@ -20,7 +21,7 @@ def followed(
     with FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True) as mode:
         fakes = {name: mode.from_tensor(values.clone(), static_shapes=True) for name, values in inputs.items()}
         given = [(name, fakes[name], values) for name, values in inputs.items() if not values.is_floating_point()]
-        with Values(given, frozenset(constants), read):
+        with Values(given, frozenset(constants), read, Loops([], __file__)):
             return function(**fakes), read
 
 
@@ -149,7 +150,7 @@ def test_inputs_without_values_are_known_by_name() -> None:
     read = Read()
     with FakeTensorMode(shape_env=ShapeEnv()):
         grid = torch.empty(2, 2, dtype=torch.int64)
-        with Values([("grid", grid, None)], frozenset({"grid"}), read):
+        with Values([("grid", grid, None)], frozenset({"grid"}), read, Loops([], __file__)):
             assert not is_readable(grid + 1)
             number = (grid + 1).sum().item()
     assert isinstance(number, torch.SymInt)
