@@ -1,18 +1,19 @@
-"""emit: a lowered program in, Python source out. One class per region, one for the whole.
+"""emit: a pipeline stage in, Python source out. One class per region, one for the whole.
 
 The source reads like hand-written code: values are named after the modules that compute them, comments give the module
 of each group of statements and the layouts of values, and collectives are explicit calls.
 """
 
 from passes.codegen.module import ModuleWriter, Naming
-from passes.ir.lowered import Lowered
+from passes.ir.lowered import Stage
 from passes.ir.mesh import Mesh
 from passes.ir.variables import Variables
 
 __all__ = ["Naming", "emit"]
 
 
-def emit(lowered: Lowered, variables: Variables, mesh: Mesh, naming: Naming) -> str:
+def emit(stage: Stage, variables: Variables, mesh: Mesh, naming: Naming) -> str:
     """The source of a module that defines `naming.class_name`, whose forward takes the local inputs by name and
-    returns the leaves of the output. `variables` are those of `lowered`."""
-    return ModuleWriter(lowered, variables, mesh, naming).source()
+    returns the leaves of the output; tensors received from and sent to other stages come before these. `variables` are
+    those of `stage`."""
+    return ModuleWriter(stage, variables, mesh, naming).source()

@@ -9,7 +9,7 @@ from passes.codegen.lines import statement
 from passes.codegen.module_names import loop_name, unpacked
 from passes.codegen.values import value_text
 from passes.ir.layout import Placement, format_layout
-from passes.ir.lowered import Body, Compute, FSDPUnits, Loop, Redistribution
+from passes.ir.lowered import Body, Compute, Loop, Redistribution, Stage
 from passes.ir.mesh import Mesh
 from passes.ir.program import Argument, Op, Ref, TensorType
 from passes.ir.redistribution import RedistributionStep
@@ -20,16 +20,14 @@ INDENT = " " * 8
 
 @dataclass
 class Shared:
-    """State that the functions of one module share.
+    """State that the functions of one module share: its `stage`, and the variables that each loop assigns.
 
-    `held` says what an engine gathers, `loops` are all loops, `assigned` the variables that each of them assigns. While
-    functions are written, `used` collects the names of the runtime that they take, and `functional` whether they call
-    torch.nn.functional.
+    While functions are written, `used` collects the names of the runtime that they take, and `functional` whether they
+    call torch.nn.functional.
     """
 
+    stage: Stage
     mesh: Mesh
-    held: FSDPUnits
-    loops: Sequence[Loop]
     assigned: Sequence[LoopVariables]
     used: set[str] = field(default_factory=set)
     functional: bool = False
@@ -124,12 +122,13 @@ class Code:
         """An argument as an expression."""
         return value_text(argument, self.read)
 
-    def leaf(self, value: Argument, held: str | None) -> str:
-        """The expression of a returned value; a buffer that changes before the return is copied to `held` first."""
-        if held is None or not isinstance(value, Ref):
+    def leaf(self, value: Argument, copy: str | None) -> str:
+        """The expression of a returned value; a buffer that changes before the return is copied to variable `copy`
+        first."""
+        if copy is None or not isinstance(value, Ref):
             return self.value(value)
-        self.lines.append(f"{INDENT}{held} = {self.read(value.name)}")
-        return held
+        self.lines.append(f"{INDENT}{copy} = {self.read(value.name)}")
+        return copy
 
     def statements(self) -> None:
         """Write all statements."""
@@ -139,7 +138,7 @@ class Code:
             elif isinstance(item, Redistribution):
                 self.change(item)
             else:
-                self.loop(item, self.shared.loops.index(item))
+                self.loop(item, self.shared.stage.loops.index(item))
 
     def where(self, op: Op) -> None:
         """A comment where the statements come from another part of the model."""
@@ -179,11 +178,12 @@ class Code:
         parameters = ", ".join(names.values())
         if item.recomputed:
             return f"{self.use('recomputed')}(lambda {parameters}: {right}, {', '.join(given)})"
-        groups = [self.shared.held.units[number] for number in self.shared.held.around_ops[item.op.key]]
-        for group in groups:
-            passed = given if group is groups[-1] else names.values()
+        units = self.shared.stage.units
+        around = [units.units[number] for number in units.around_ops[item.op.key]]
+        for unit in around:
+            passed = given if unit is around[-1] else names.values()
             call = ", ".join([f"lambda {parameters}".rstrip() + f": {right}", *passed])
-            right = f'self.gathering("{next(iter(group.parameters))}", {call})'
+            right = f'self.gathering("{next(iter(unit.parameters))}", {call})'
         return right
 
     def change(self, item: Redistribution) -> None:
@@ -205,9 +205,9 @@ class Code:
             self.lines += statement(INDENT, target, self.step(step, right, item.regathered, dtypes), comment)
             right = target
 
-    def step(self, step: RedistributionStep, operand: str, again: bool, dtypes: str = "") -> str:
+    def step(self, step: RedistributionStep, operand: str, rerun: bool, dtypes: str = "") -> str:
         """One step as a call."""
-        extra = (", keep=False" if again else "") + dtypes
+        extra = (", keep=False" if rerun else "") + dtypes
         source, target = self.placement(step.source), self.placement(step.target)
         return f"{self.use(step.collective)}({operand}, {self.axis(step.axis)}, src={source}, dst={target}{extra})"
 
@@ -219,8 +219,8 @@ class Code:
     def loop(self, loop: Loop, number: int) -> None:
         """Write the loop over the copies of a region."""
         region, names, assigned = loop.region, self.variables.names, self.shared.assigned[number]
-        name = loop_name(number, self.shared.loops)
-        self.lines.append(f"{INDENT}# {region.name} x {region.count}")
+        name = loop_name(number, self.shared.stage.loops)
+        self.lines.append(f"{INDENT}# {region.name} x {len(loop.copies)}")
         self.place = ""
         for carry, initial in zip(region.carries, loop.initial, strict=True):
             if names.get(initial) != names[carry.argument]:

@@ -1,22 +1,16 @@
 """Ops as expressions: in idiomatic PyTorch where possible, else by the full name of the operator."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 from passes._torch import schema_of
 from passes.codegen.scope import Scope
-from passes.ir.program import Argument, Op, Ref, TensorType, freeze
+from passes.ir.program import Argument, Op, Ref, freeze
 
 Writer = Callable[[Scope, Mapping[str, Argument]], str | None]
 
 
-def expression(code: Scope, op: Op, texts: Mapping[str, str] | None = None) -> str:
-    """An op as an expression: in idiomatic PyTorch where possible, else by the full name of the operator.
-
-    `texts` are arguments that are written already.
-    """
-    if texts:
-        code = _Written(code, {op.arguments[name]: text for name, text in texts.items()})
+def expression(code: Scope, op: Op) -> str:
+    """An op as an expression: in idiomatic PyTorch where possible, else by the full name of the operator."""
     writer = _WRITERS.get(op.kind)
     written = writer(code, op.arguments) if writer else None
     if written is not None:
@@ -31,36 +25,6 @@ def expression(code: Scope, op: Op, texts: Mapping[str, str] | None = None) -> s
         if name in required or value != defaults[name]
     ]
     return f"torch.ops.{op.target}({', '.join(given)})"
-
-
-@dataclass(frozen=True)
-class _Written:
-    """A scope in which some arguments are written already."""
-
-    scope: Scope
-    texts: Mapping[Argument, str]
-
-    @property
-    def types(self) -> Mapping[str, TensorType]:
-        """The global type of every value."""
-        return self.scope.types
-
-    def value(self, argument: Argument) -> str:
-        """An argument as an expression."""
-        written = self.texts.get(argument) if isinstance(argument, Ref) else None
-        return written if written is not None else self.scope.value(argument)
-
-    def use(self, name: str) -> str:
-        """A name of the runtime, to be imported."""
-        return self.scope.use(name)
-
-    def function(self, name: str) -> str:
-        """A function of torch.nn.functional."""
-        return self.scope.function(name)
-
-    def axis(self, index: int) -> str:
-        """The variable that holds an axis of the mesh."""
-        return self.scope.axis(index)
 
 
 def _operand(code: Scope, argument: Argument) -> str:
@@ -266,6 +230,7 @@ _WRITERS: dict[str, Writer] = {
         "key",
         "value",
         attn_mask=("attn_mask", None),
+        dropout_p=("dropout_p", 0.0),
         is_causal=("is_causal", False),
         scale=("scale", None),
         enable_gqa=("enable_gqa", False),

@@ -2,9 +2,11 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from math import prod
 
 from passes.codegen.expressions import expression, reduction
 from passes.codegen.scope import Scope
+from passes.codegen.values import Text, tuple_text
 from passes.ir.lowered import Compute, Split
 from passes.ir.program import Argument
 
@@ -14,10 +16,10 @@ def form(code: Scope, statement: Compute) -> str:
     return WRITERS[statement.body](code, statement)
 
 
-def _digits(code: Scope, split: Split) -> str:
+def _digits(code: Scope, split: Split) -> Text:
     """The axes that split the factor, each with its major: "((tp, 1),)"."""
     inner = ", ".join(f"({code.axis(axis)}, {major})" for axis, major in split.digits)
-    return f"({inner},)"
+    return Text(f"({inner},)")
 
 
 def _one(statement: Compute) -> Split:
@@ -26,62 +28,57 @@ def _one(statement: Compute) -> Split:
     return split
 
 
+def _split(code: Scope, statement: Compute) -> dict[str, Argument]:
+    """The global size of the only factor that is split, and its digits."""
+    split = _one(statement)
+    return {"size": split.size, "digits": _digits(code, split)}
+
+
 def _mean_form(code: Scope, statement: Compute) -> str:
     arguments = dict(statement.op.arguments)
     dtype = arguments.pop("dtype", None)
     total = reduction("sum")(code, arguments)
     if dtype is not None:
         total = f"{total}.to({dtype})"
-    size = 1
-    operand = code.types[statement.op.operands[0]].shape
-    dims = statement.op.arguments.get("dim")
-    for dim in dims if isinstance(dims, tuple) and dims else range(len(operand)):
-        assert isinstance(dim, int)
-        size *= operand[dim]
-    return f"{total} / {size}"
+    shape = code.types[statement.op.operands[0]].shape
+    dims = arguments.get("dim")
+    reduced = dims if isinstance(dims, tuple) and dims else range(len(shape))
+    return f"{total} / {prod(shape[dim] for dim in reduced if isinstance(dim, int))}"
 
 
 def _embedding_form(code: Scope, statement: Compute) -> str:
-    split = _one(statement)
     arguments = statement.op.arguments
-    padding = arguments["padding_idx"]
-    extra = f", padding_idx={padding}" if padding != -1 else ""
-    ids, weight = code.value(arguments["indices"]), code.value(arguments["weight"])
-    name = code.use("vocabulary_embedding")
-    return f"{name}({ids}, {weight}, size={split.size}, digits={_digits(code, split)}{extra})"
+    padding = {"padding_idx": arguments["padding_idx"]} if arguments["padding_idx"] != -1 else {}
+    given = [arguments["indices"], arguments["weight"]]
+    return _call(code, "vocabulary_embedding", given, **_split(code, statement), **padding)
 
 
 def _loss_form(code: Scope, statement: Compute) -> str:
-    split = _one(statement)
     arguments = statement.op.arguments
-    name = code.use("vocabulary_cross_entropy")
-    logits, target = code.value(arguments["self"]), code.value(arguments["target"])
-    extra = f", ignore_index={arguments['ignore_index']}" if arguments["ignore_index"] != -100 else ""
-    extra += ", summed=False" if arguments["reduction"] == 0 else ""
-    return f"{name}({logits}, {target}, size={split.size}, digits={_digits(code, split)}{extra})"
+    options = {"ignore_index": arguments["ignore_index"]} if arguments["ignore_index"] != -100 else {}
+    if arguments["reduction"] == 0:
+        options["summed"] = False
+    given = [arguments["self"], arguments["target"]]
+    return _call(code, "vocabulary_cross_entropy", given, **_split(code, statement), **options)
 
 
 def _attention_form(code: Scope, statement: Compute) -> str:
     arguments = statement.op.arguments
-    name = code.use("causal_attention")
-    operands = ", ".join(code.value(arguments[item]) for item in ("query", "key", "value"))
-    extra = f", scale={arguments['scale']}" if arguments["scale"] is not None else ""
-    extra += ", enable_gqa=True" if arguments["enable_gqa"] else ""
-    extra += f", dropout_p={arguments['dropout_p']}" if arguments["dropout_p"] else ""
-    return f"{name}({operands}, digits={_digits(code, _one(statement))}{extra})"
+    defaults: dict[str, Argument] = {"scale": None, "enable_gqa": False, "dropout_p": 0.0}
+    options = {name: arguments[name] for name, default in defaults.items() if arguments[name] != default}
+    given = [arguments[name] for name in ("query", "key", "value")]
+    return _call(code, "causal_attention", given, digits=_digits(code, _one(statement)), **options)
 
 
-def _axes(code: Scope, statement: Compute) -> str:
+def _axes(code: Scope, statement: Compute) -> Text:
     """The axes of everything that is split: "(dp, tp)"."""
     digits = sorted(digit for split in statement.splits.values() for digit in split.digits)
-    inner = ", ".join(code.axis(axis) for axis, _ in digits)
-    return f"({inner},)" if len(digits) == 1 else f"({inner})"
+    return Text(tuple_text([code.axis(axis) for axis, _ in digits]))
 
 
-def _call(code: Scope, name: str, given: list[Argument], **named: Argument | str) -> str:
-    """A call with values; text among the named ones is code."""
-    shown = [code.value(value) for value in given]
-    shown += [f"{key}={value if isinstance(value, str) else code.value(value)}" for key, value in named.items()]
+def _call(code: Scope, name: str, given: list[Argument], **named: Argument) -> str:
+    """A call with values."""
+    shown = [*map(code.value, given), *(f"{key}={code.value(value)}" for key, value in named.items())]
     return f"{code.use(name)}({', '.join(shown)})"
 
 
@@ -89,10 +86,7 @@ def _layer_norm_form(code: Scope, statement: Compute) -> str:
     arguments = statement.whole.arguments
     sizes = arguments["normalized_shape"]
     assert isinstance(sizes, tuple)
-    size = 1
-    for extent in sizes:
-        assert isinstance(extent, int)
-        size *= extent
+    size = prod(extent for extent in sizes if isinstance(extent, int))
     names = ("input", "weight", "bias")[: 3 if statement.body == "layer_norm" else 2]
     given = [statement.op.arguments[name] for name in names]
     options = {"rank": len(sizes), "size": size, "eps": arguments["eps"], "axes": _axes(code, statement)}
@@ -153,8 +147,8 @@ def _haloed_form(code: Scope, statement: Compute) -> str:
         reach = f"before={before}, after={after}, digits={_digits(code, split)}{value}"
         text = f"{code.use('with_halo')}({text}, {split.dim}, {reach})"
         paddings[split.dim - (count - spatial)] = 0
-    changed = replace(op, arguments={**op.arguments, "padding": tuple(paddings)})
-    return expression(code, changed, {operand: text})
+    changed = {**op.arguments, "padding": tuple(paddings), operand: Text(text)}
+    return expression(code, replace(op, arguments=changed))
 
 
 WRITERS: dict[str, Callable[[Scope, Compute], str]] = {

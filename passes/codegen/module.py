@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from passes.codegen.code import INDENT, Code, Shared
 from passes.codegen.lines import WIDTH, broken, signature
 from passes.codegen.module_names import attribute, class_name, copy_path, loop_name, unpacked
-from passes.codegen.units import engine_text
-from passes.ir.lowered import Loop, Lowered
+from passes.codegen.units import units_text
+from passes.codegen.values import value_text
+from passes.ir.lowered import Loop, Stage
 from passes.ir.mesh import Mesh
 from passes.ir.program import Buffer, Parameter
 from passes.ir.variables import FunctionVariables, Variables
@@ -25,16 +26,16 @@ class Naming:
 class ModuleWriter:
     """Writes one generated module: its imports, a class for each region, and one for the whole program."""
 
-    def __init__(self, lowered: Lowered, variables: Variables, mesh: Mesh, naming: Naming) -> None:
-        self.lowered = lowered
+    def __init__(self, stage: Stage, variables: Variables, mesh: Mesh, naming: Naming) -> None:
+        self.stage = stage
         self.variables = variables
         self.mesh = mesh
         self.naming = naming
-        self.loops = [item for item in lowered.body.statements if isinstance(item, Loop)]
-        self.shared = Shared(mesh, lowered.units, self.loops, variables.loops)
-        held: tuple[Parameter | Buffer, ...] = (*lowered.program.parameters, *lowered.program.buffers)
-        self.paths = {item.name: f"self.root{attribute(item.name.split('.'))}" for item in held}
-        self.updated = {buffer for buffer, _ in lowered.updates}
+        self.loops = stage.loops
+        self.shared = Shared(stage, mesh, variables.loops)
+        stored: tuple[Parameter | Buffer, ...] = (*stage.program.parameters, *stage.program.buffers)
+        self.paths = {item.name: f"self.root{attribute(item.name.split('.'))}" for item in stored}
+        self.updated = {buffer for buffer, _ in stage.updates}
 
     def source(self) -> str:
         """The source of the whole module."""
@@ -59,16 +60,16 @@ class ModuleWriter:
 
     def region(self, loop: Loop, name: str, variables: FunctionVariables) -> list[str]:
         """The class of a region: one copy, called with the carried and the shared tensors."""
-        self.shared.used.add("Region")
+        self.shared.used.add("RegionCopy")
         region, entries = loop.region, len(loop.region.copies[0])
         paths = {**self.paths, **{own: copy_path(own, region.name, entries) for own in region.owned}}
-        updated = {own for own, names in region.owned.items() if self.updated & set(names)}
+        updated = {own for own, names in loop.owned.items() if self.updated & set(names)}
         code = Code(self.shared, loop.body, variables, paths, self.updated | updated, inner=True)
         code.statements()
         results = ", ".join(code.read(result) for result in loop.body.results)
-        said = engine_text(self.lowered.units, self.loops.index(loop), loop.region, self.mesh)
-        lines = [f"class {name}(Region):"]
-        lines += [f'    """{region.name}: {region.count} copies.{said}"""', ""]
+        lines = [f"class {name}(RegionCopy):"]
+        units = units_text(self.stage, self.loops.index(loop), self.mesh)
+        lines += [f'    """{region.name}: {len(loop.copies)} copies.{units}"""', ""]
         lines += signature("    ", "def forward", ["self", *(variables.names[item] for item in loop.body.arguments)])
         lines += code.prologue()
         if any(text.startswith("layer") for text in code.paths_used):
@@ -79,13 +80,14 @@ class ModuleWriter:
     def whole(self, classes: Sequence[str]) -> list[str]:
         """The class of the whole program."""
         self.shared.used.add("Generated")
-        lowered, variables = self.lowered, self.variables
+        stage, variables = self.stage, self.variables
         paths = dict(self.paths)
-        paths.update({name: f'self.constants["{name}"]' for name in lowered.program.constants})
-        code = Code(self.shared, lowered.body, variables.whole, paths, self.updated, inner=False)
+        paths.update({name: f'self.constants["{name}"]' for name in stage.program.constants})
+        code = Code(self.shared, stage.body, variables.whole, paths, self.updated, inner=False)
         code.statements()
-        leaves = [code.leaf(output.value, variables.returned.get(output.name)) for output in lowered.outputs]
-        for buffer, value in lowered.updates:
+        leaves = [code.read(value) for value in stage.sent]
+        leaves += [code.leaf(output.value, variables.returned.get(output.name)) for output in stage.outputs]
+        for buffer, value in stage.updates:
             code.lines.append(f"{INDENT}{paths[buffer]}.copy_({code.read(value)})")
         lines = [f"class {self.naming.class_name}(Generated):"]
         lines += [f'    """{self.naming.title}"""', ""]
@@ -93,16 +95,10 @@ class ModuleWriter:
             lines.append("    def build(self):")
             for index, (loop, name) in enumerate(zip(self.loops, classes, strict=True)):
                 lines.append(f"{INDENT}self.{loop_name(index, self.loops)} = self.copies({name}, [")
-                lines += [f"{INDENT}    {_names(copy)}," for copy in loop.region.copies]
+                lines += [f"{INDENT}    {value_text(loop.region.copies[copy], str)}," for copy in loop.copies]
                 lines.append(f"{INDENT}])")
             lines.append("")
-        arguments = (variables.whole.names[item.name] for item in lowered.program.inputs)
+        arguments = (variables.whole.names[item.name] for item in (*stage.received, *stage.program.inputs))
         lines += signature("    ", "def forward", ["self", *arguments])
         end = f"return {leaves[0]}," if len(leaves) == 1 else f"return {', '.join(leaves)}"
         return [*lines, *code.prologue(), *code.lines, f"{INDENT}{end if leaves else 'return ()'}"]
-
-
-def _names(items: Sequence[str]) -> str:
-    """A tuple of names in quotes."""
-    shown = ", ".join(f'"{item}"' for item in items)
-    return f"({shown},)" if len(items) == 1 else f"({shown})"

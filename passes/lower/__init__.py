@@ -1,8 +1,9 @@
-"""lower: lowers a solution to the program of one rank.
+"""lower: lowers a solution to the statements that a rank runs.
 
-The program is straight code first (`straight`): every op on its shard, every redistribution as its steps. Two passes
-then mark the tensors that the backward pass recomputes (`recompute`) and the parameters that FSDP units gather in place
-of the code (`units`). The cost model, the memory simulator and the code generator all read the result.
+There is one pipeline stage. It is straight code first (`straight`): every op on its shard, every redistribution as its
+steps. Two passes then mark the tensors that the backward pass recomputes (`recompute`) and the parameters that FSDP
+units gather in place of the code (`units`). The cost model, the memory simulator and the code generator all read the
+result.
 """
 
 from collections.abc import Sequence
@@ -26,12 +27,13 @@ def lower(
     clock: Clock,
     units: Sequence[FSDPUnit] | None = None,
 ) -> Lowered:
-    """The program of one rank under `solution`. `units` are the existing FSDP units of the model's parameters, if it is
-    not the first program of its model."""
+    """The program under `solution`, in one pipeline stage. `units` are the existing FSDP units of the model's
+    parameters, if it is not the first program of its model."""
     configuration = solution.configuration
     with clock("lower"):
-        lowered = straight_code(folded, problem, solution, configuration.mesh, casts)
+        stage = straight_code(folded, problem, solution, configuration.mesh, casts)
     with clock("recompute"):
-        lowered = recompute(lowered, configuration.recompute)
+        stage = recompute(stage, configuration.recompute)
     with clock("fsdp_units"):
-        return fsdp_units(lowered, configuration.mesh, units, configuration.gather_once)
+        stage = fsdp_units(stage, configuration.mesh, units, configuration.gather_once)
+    return Lowered(folded.program, (stage,))

@@ -1,4 +1,4 @@
-"""recompute: marks the tensors of a lowered program that the backward pass recomputes, by a level for each region.
+"""recompute: marks the tensors of a stage that the backward pass recomputes, by a level for each region.
 
 - "none": autograd saves all tensors that it needs.
 - "selective": cheap ops are recomputed: those without matrix products, collectives and random numbers. Results of
@@ -12,7 +12,7 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 
 from passes.ir.errors import ConstraintError
-from passes.ir.lowered import Body, Compute, Loop, Lowered, Redistribution
+from passes.ir.lowered import Body, Compute, Loop, Redistribution, Stage
 from passes.ir.program import Region
 from passes.ir.rule import Rules
 from passes.rules import find_rule
@@ -24,8 +24,8 @@ def check_patterns(regions: Iterable[Region], asked: Iterable[str]) -> None:
     names = [region.name for region in regions]
     for pattern in asked:
         if pattern != "*" and not any(_matches(name, pattern) for name in names):
-            known = f"these repeat: {', '.join(names)}" if names else "nothing repeats in the model"
-            raise ConstraintError(f"recompute for {pattern!r} matches no region: {known}")
+            repeating = f"these repeat: {', '.join(names)}" if names else "nothing repeats in the model"
+            raise ConstraintError(f"recompute for {pattern!r} matches no region: {repeating}")
 
 
 def levels(regions: Iterable[str], asked: Mapping[str, str]) -> dict[str, str]:
@@ -37,13 +37,13 @@ def levels(regions: Iterable[str], asked: Mapping[str, str]) -> dict[str, str]:
     return found
 
 
-def recompute(lowered: Lowered, chosen: Mapping[str, str]) -> Lowered:
-    """`lowered` with the regions marked as `chosen` by their names; the others save all that autograd needs."""
+def recompute(stage: Stage, chosen: Mapping[str, str]) -> Stage:
+    """`stage` with the regions marked as `chosen` by their names; the others save all that autograd needs."""
     statements = tuple(
-        _marked(item, chosen.get(item.region.name, "none"), lowered.program.rules) if isinstance(item, Loop) else item
-        for item in lowered.body.statements
+        _marked(item, chosen.get(item.region.name, "none"), stage.program.rules) if isinstance(item, Loop) else item
+        for item in stage.body.statements
     )
-    return replace(lowered, body=replace(lowered.body, statements=statements))
+    return replace(stage, body=replace(stage.body, statements=statements))
 
 
 def _matches(name: str, pattern: str) -> bool:
@@ -53,21 +53,17 @@ def _matches(name: str, pattern: str) -> bool:
 def _marked(loop: Loop, level: str, rules: Rules) -> Loop:
     body = loop.body
     if level == "selective":
-        handed_on = _handed_on(body, rules)
+        # The results of a copy and the tensors that they are views of: were these not saved, the last copy would be
+        # recomputed from the first.
+        saved = with_viewed(body.results, _views(body, rules))
         marked = tuple(
-            replace(item, recomputed=item.op.results[0] not in handed_on and _is_cheap(item, body, rules))
+            replace(item, recomputed=item.op.results[0] not in saved and _is_cheap(item, body, rules))
             if isinstance(item, Compute)
             else item
             for item in body.statements
         )
         body = replace(body, statements=marked)
     return replace(loop, body=body, recompute=level)
-
-
-def _handed_on(body: Body, rules: Rules) -> set[str]:
-    """The results of a copy and the tensors that they are views of: were these not saved, the last copy would be
-    recomputed from the first."""
-    return with_viewed(body.results, _views(body, rules))
 
 
 def _views(body: Body, rules: Rules) -> Iterator[tuple[Collection[str], Collection[str]]]:

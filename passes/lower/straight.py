@@ -1,22 +1,23 @@
-"""straight: lowers the planning problem and its solution to the statements that one rank runs.
+"""straight: lowers the planning problem and its solution to the statements of one pipeline stage.
 
 Each op reads its operands in the layouts of its strategy; a redistribution is placed before the first use that needs it
 and shared by the later uses in its block. Sizes among the arguments become local.
 """
 
 from dataclasses import dataclass, field, replace
+from operator import itemgetter
 
 import torch
 
 from passes.ir.choices import Problem, Solution, Strategy
 from passes.ir.layout import Layout
-from passes.ir.lowered import Body, Compute, Loop, Lowered, Redistribution, Returned, Split, Statement
+from passes.ir.lowered import Body, Compute, Loop, Redistribution, Returned, Split, Stage, Statement
 from passes.ir.mesh import Mesh
-from passes.ir.program import Argument, Folded, Op, Ref, Region, TensorType, draws, references, rename
+from passes.ir.program import Argument, Carry, Folded, Op, Ref, Region, TensorType, draws, references, rename
 from passes.ir.redistribution import redistribution
 from passes.rules import find_rule
 from passes.rules.local_sizes import local_arguments
-from passes.rules.strategies import named_choices, subject
+from passes.rules.strategies import named_choices, op_context
 from passes.rules.strides import strided
 
 
@@ -29,8 +30,8 @@ class Casts:
     reduce: torch.dtype | None = None
 
 
-def straight_code(folded: Folded, problem: Problem, solution: Solution, mesh: Mesh, casts: Casts) -> Lowered:
-    """The statements of `folded` under `solution`. Each region is lowered once."""
+def straight_code(folded: Folded, problem: Problem, solution: Solution, mesh: Mesh, casts: Casts) -> Stage:
+    """`folded` under `solution`, in one stage. Each region is lowered once."""
     return _Lowering(folded, problem, solution, mesh, casts).run()
 
 
@@ -45,7 +46,6 @@ class _Scope:
     types: dict[str, TensorType] = field(default_factory=dict)
     own: set[str] = field(default_factory=set)
     shared: dict[tuple[str, Layout], str] = field(default_factory=dict)
-    arguments: list[str] = field(default_factory=list)
 
 
 class _Lowering:
@@ -55,7 +55,9 @@ class _Lowering:
         self.problem = problem
         self.solution = solution
         self.mesh = mesh
-        self.groups = {(edge.consumer, edge.operand): edge.group for edge in problem.edges}
+        self.groups: dict[tuple[int, int], list[int]] = {}
+        for edge in problem.edges:
+            self.groups.setdefault((edge.consumer, edge.operand), []).append(edge.group)
         self.parameters = {
             node.name: solution.strategy(problem, index).results[0]
             for index, node in enumerate(problem.nodes)
@@ -66,11 +68,12 @@ class _Lowering:
             for index, node in enumerate(problem.nodes)
             if node.kind in ("input", "buffer", "parameter")
         }
-        self.known = set(self.parameters)
+        self.carries = {node.name: index for index, node in enumerate(problem.nodes) if node.kind == "carry"}
+        self.outputs = {node.name: node.key for node in problem.nodes if node.key.startswith("output ")}
         self.strided = strided(folded)
         self.count = 0
 
-    def run(self) -> Lowered:
+    def run(self) -> Stage:
         program = self.folded.program
         scope = _Scope(None)
         inner = {name for region in self.folded.regions for name in region.owned}
@@ -94,7 +97,7 @@ class _Lowering:
         results += tuple(value for _, value in updates)
         body = Body((), tuple(scope.statements), results, scope.layouts, scope.types)
         inputs = {item.name: self.sources[item.name] for item in program.inputs}
-        return Lowered(program, body, inputs, self._stored(), outputs, updates)
+        return Stage(program, body, inputs, self._stored(), outputs, updates)
 
     def _stored(self) -> dict[str, Layout]:
         """The layout of every parameter of the program."""
@@ -121,12 +124,12 @@ class _Lowering:
 
         def operand(name: str) -> Argument:
             slot = next(slots)
-            return Ref(self._have(name, strategy.operands[slot], self.groups[node, slot], scope))
+            return Ref(self._have(name, strategy.operands[slot], self.groups[node, slot][0], scope))
 
         arguments = {key: rename(value, operand) for key, value in op.arguments.items()}
         rule = find_rule(op, self.folded.types, self.folded.program.rules)
-        about = subject(op, rule, self.folded.types, self.folded.flowing, self.known, self.strided)
-        choices = named_choices(about, strategy.methods, self.mesh)
+        context = op_context(op, rule, self.folded.types, self.folded.flowing, self.parameters.keys(), self.strided)
+        choices = named_choices(context, strategy.methods, self.mesh)
         assert choices is not None
         body = ""
         digits: dict[str, list[tuple[int, int]]] = {}
@@ -138,7 +141,7 @@ class _Lowering:
         splits = {
             factor: Split(
                 rule.factors[factor].size,
-                tuple(sorted(found, key=_by_major)),
+                tuple(sorted(found, key=itemgetter(1))),
                 strategy.operands[0][found[0][0]].dim,
                 rule.factors[factor].reach,
             )
@@ -149,7 +152,7 @@ class _Lowering:
         whole = replace(op, arguments=arguments)
         arguments = local_arguments(op, arguments, strategy, choices, self.folded.types, self.mesh)
         statement = Compute(
-            replace(op, arguments=arguments), whole, strategy, body, splits, about.copies, axes if draws(op) else None
+            replace(op, arguments=arguments), whole, strategy, body, splits, context.copies, axes if draws(op) else None
         )
         scope.statements.append(statement)
         for name, layout in zip(op.results, strategy.results, strict=True):
@@ -172,29 +175,34 @@ class _Lowering:
         return self._change(name, scope.layouts[name], layout, group, scope, remember=True)
 
     def _change(self, name: str, before: Layout, after: Layout, group: int, scope: _Scope, *, remember: bool) -> str:
-        about = self.problem.groups[group]
-        dtypes = self._dtypes(name, about.type)
-        if before == after and dtypes == (None, None):
-            return name
         if remember and (name, after) in scope.changed:
             return scope.changed[name, after]
+        change = self._redistribution(name, before, after, group)
+        if change is None:
+            return name
+        scope.statements.append(change)
+        scope.layouts[change.result], scope.types[change.result] = after, change.type
+        if remember:
+            scope.changed[name, after] = change.result
+        return change.result
+
+    def _redistribution(self, name: str, before: Layout, after: Layout, group: int) -> Redistribution | None:
+        """The redistribution for the uses `group` of a value; None where there is nothing to do."""
+        uses = self.problem.groups[group]
+        dtypes = self._dtypes(name, uses.type)
+        if before == after and dtypes == (None, None):
+            return None
         result = f"{name}~{self.count}"
         self.count += 1
-        steps = redistribution(before, after, about.type.shape, self.mesh, strided=about.strided)
-        again = (group, after) in self.solution.regathered
-        scope.statements.append(
-            Redistribution(
-                name, result, about.type, before, after, steps, about.gradient, about.gradient_itemsize, again,
-                about.parameter, dtypes, joined=about.joined,
-            )
+        steps = redistribution(before, after, uses.type.shape, self.mesh, strided=uses.strided)
+        regathered = (group, after) in self.solution.regathered
+        return Redistribution(
+            name, result, uses.type, before, after, steps, uses.gradient, uses.gradient_itemsize, regathered,
+            uses.parameter, dtypes, joined=uses.joined,
         )  # fmt: skip
-        scope.layouts[result], scope.types[result] = after, about.type
-        if remember:
-            scope.changed[name, after] = result
-        return result
 
     def _dtypes(self, name: str, type: TensorType) -> tuple[torch.dtype | None, torch.dtype | None]:
-        """What a parameter is cast to, and what its gradient is reduced in; None for what changes nothing."""
+        """The dtypes that a parameter is cast to and that its gradient is reduced in; None for its own."""
         if name not in self.parameters or not type.dtype.is_floating_point:
             return None, None
         stored = self.casts.master or type.dtype
@@ -207,76 +215,50 @@ class _Lowering:
         body_scope = _Scope(scope)
         initial = []
         for carry in region.carries:
-            node, strategy = self._carry(region, carry.argument)
-            layout = strategy.results[0]
-            edges = [edge for edge in self.problem.edges if edge.consumer == node]
-            initial.append(self._have(carry.initial, layout, edges[0].group, scope))
+            (group, _), layout = self._carried(carry)
+            initial.append(self._have(carry.initial, layout, group, scope))
             self._define(body_scope, carry.argument, layout)
         for own in region.owned:
             if own not in self.parameters:
                 self._define(body_scope, own, self.sources[own])
         for op in region.ops:
             self._op(op, body_scope)
-        between: list[Redistribution | None] = []
+        between = []
         for carry in region.carries:
-            node, strategy = self._carry(region, carry.argument)
-            edges = [edge for edge in self.problem.edges if edge.consumer == node]
-            changes = _Scope(None)
-            given = body_scope.layouts[carry.next]
-            self._change(carry.next, given, strategy.results[0], edges[1].group, changes, remember=True)
-            between.append(next((item for item in changes.statements if isinstance(item, Redistribution)), None))
-        exports = []
+            (_, group), layout = self._carried(carry)
+            between.append(self._redistribution(carry.next, body_scope.layouts[carry.next], layout, group))
         for export in region.exports:
-            for name in export.names:
-                if name:
-                    self._define(scope, name, body_scope.layouts[export.value])
-            exports.append((export.value, export.names))
-        shared = tuple(outer for outer, _ in body_scope.shared)
-        given_back = dict.fromkeys([carry.next for carry in region.carries])
-        given_back.update(dict.fromkeys(value for value, _ in exports))
+            for name in filter(None, export.names):
+                self._define(scope, name, body_scope.layouts[export.value])
+        results = [*(carry.next for carry in region.carries), *(export.value for export in region.exports)]
         body = Body(
             (*(carry.argument for carry in region.carries), *body_scope.shared.values()),
             tuple(body_scope.statements),
-            tuple(given_back),
+            tuple(dict.fromkeys(results)),
             body_scope.layouts,
             body_scope.types,
         )
-        scope.statements.append(Loop(region, body, tuple(initial), tuple(between), shared, tuple(exports)))
-
-    def _carry(self, region: Region, argument: str) -> tuple[int, Strategy]:
-        index = next(
-            index for index, node in enumerate(self.problem.nodes) if node.kind == "carry" and node.name == argument
+        shared = tuple(outer for outer, _ in body_scope.shared)
+        exports = tuple((export.value, export.names) for export in region.exports)
+        scope.statements.append(
+            Loop(region, range(region.count), body, tuple(initial), tuple(between), shared, exports)
         )
-        return index, self.solution.strategy(self.problem, index)
+
+    def _carried(self, carry: Carry) -> tuple[list[int], Layout]:
+        """The groups of the initial value of a carry and of the results of copies, and the layout of all of them."""
+        node = self.carries[carry.argument]
+        return self.groups[node, 0], self.solution.strategy(self.problem, node).results[0]
 
     # --- outputs ---
 
     def _output(self, label: str, value: Argument, scope: _Scope) -> Returned:
         if not isinstance(value, Ref):
             return Returned(label, value, None)
-        name = self._sink(self._sink_key(value.name), value.name, scope)
+        exports = [export for region in self.folded.regions for export in region.exports]
+        inside = next((export.value for export in exports if value.name in export.names), value.name)
+        name = self._sink(self.outputs[inside], value.name, scope)
         return Returned(label, Ref(name), scope.layouts[name])
-
-    def _sink_key(self, name: str) -> str:
-        """The key of the output node that stands for `name`."""
-        source = self._inside(name)
-        for node in self.problem.nodes:
-            if node.kind == "output" and node.name == source and node.key.startswith("output "):
-                return node.key
-        raise AssertionError(name)
-
-    def _inside(self, name: str) -> str:
-        """The name that a value exported by a region has in its body."""
-        for region in self.folded.regions:
-            for export in region.exports:
-                if name in export.names:
-                    return export.value
-        return name
 
     def _sink(self, key: str, name: str, scope: _Scope) -> str:
         node, strategy = self._strategy(key)
-        return self._have(name, strategy.operands[0], self.groups[node, 0], scope)
-
-
-def _by_major(digit: tuple[int, int]) -> int:
-    return digit[1]
+        return self._have(name, strategy.operands[0], self.groups[node, 0][0], scope)

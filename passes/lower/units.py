@@ -30,9 +30,9 @@ import torch
 
 from passes._torch import schema_of
 from passes.ir.layout import Layout, R, local_major
-from passes.ir.lowered import Body, Compute, FSDPUnit, FSDPUnits, Loop, Lowered, Redistribution, Statement
+from passes.ir.lowered import Body, Compute, FSDPUnit, FSDPUnits, Loop, Redistribution, Stage, Statement
 from passes.ir.mesh import Mesh
-from passes.ir.program import Parameter, find_overload, references
+from passes.ir.program import Parameter, find_overload
 from passes.ir.redistribution import redistribution
 
 # Where a parameter is read: in a copy of a loop (their numbers), or by an op outside of loops (its key). None for what
@@ -61,78 +61,54 @@ class _Axes:
     sharded: tuple[int, ...]
     replicated: tuple[int, ...]
     dim: int
-    kept: Layout
+    layout: Layout
 
 
-def fsdp_units(
-    lowered: Lowered, mesh: Mesh, groups: Sequence[FSDPUnit] | None = None, gather_once: bool = False
-) -> Lowered:
-    """`lowered` with its FSDP units, and the redistributions marked that they run.
+def fsdp_units(stage: Stage, mesh: Mesh, units: Sequence[FSDPUnit] | None = None, gather_once: bool = False) -> Stage:
+    """`stage` with its FSDP units, and the redistributions marked that they run.
 
-    `groups` are the existing units of the model's parameters, if any, which another program of the same model reuses
+    `units` are the existing units of the model's parameters, if any, which another program of the same model reuses
     where they fit. With `gather_once` parameters stay gathered for all micro-batches.
     """
-    uses = _uses(lowered)
-    if groups is None:
-        groups = _groups(lowered, uses, mesh, gather_once)
-        given = _held(lowered, uses, groups, mesh).gathered
-        kept = [{name: dim for name, dim in group.parameters.items() if name in given} for group in groups]
-        groups = [replace(group, parameters=names) for group, names in zip(groups, kept, strict=True) if names]
-    return _marked(lowered, _held(lowered, uses, groups, mesh), mesh)
+    uses = _uses(stage)
+    if units is None:
+        units = _formed(stage, uses, mesh, gather_once)
+        gathered = _placed(stage, uses, units, mesh).gathered
+        left = [{name: dim for name, dim in unit.parameters.items() if name in gathered} for unit in units]
+        units = [replace(unit, parameters=names) for unit, names in zip(units, left, strict=True) if names]
+    return _marked(stage, _placed(stage, uses, units, mesh), mesh)
 
 
-def _uses(lowered: Lowered) -> dict[str, list[_Use]]:
+def _uses(stage: Stage) -> dict[str, list[_Use]]:
     """All uses of every parameter, by its own name."""
-    found: dict[str, list[_Use]] = {name: [] for name in lowered.parameters}
-    readers = dict(_readers(lowered.body))
-    for name, change in _reads(lowered.body):
+    found: dict[str, list[_Use]] = {name: [] for name in stage.parameters}
+    readers = dict(_readers(stage.body))
+    for name, statement in _reads(stage.body):
         if name in found:
+            change = statement if isinstance(statement, Redistribution) else None
             found[name].append(_Use(None if change is None else readers.get(change.result), change))
-    for number, loop in enumerate(_loops(lowered)):
-        for name, change in _reads(loop.body):
-            for copy in range(loop.region.count):
-                own = loop.region.owned[name][copy] if name in loop.region.owned else name
+    for number, loop in enumerate(stage.loops):
+        for name, statement in _reads(loop.body):
+            change = statement if isinstance(statement, Redistribution) else None
+            for copy, own in enumerate(loop.owned.get(name, (name,) * len(loop.copies))):
                 if own in found:
                     found[own].append(_Use((number, copy), change))
-    for output in lowered.outputs:
-        for name in references(output.value):
-            if name in found:
-                found[name].append(_Use(None, None))
     return found
 
 
-def _loops(lowered: Lowered) -> list[Loop]:
-    return [item for item in lowered.body.statements if isinstance(item, Loop)]
-
-
-def _reads(body: Body) -> Iterator[tuple[str, Redistribution | None]]:
-    """The values that the statements of a body read, and the redistribution of each; those inside its loops
-    excepted."""
-    for statement in body.statements:
-        if isinstance(statement, Redistribution):
-            yield statement.source, statement
-        elif isinstance(statement, Compute):
-            yield from ((name, None) for name in statement.op.operands)
-        else:
-            yield from ((name, None) for name in (*statement.initial, *statement.shared))
+def _reads(body: Body) -> Iterator[tuple[str, Statement | None]]:
+    """The values that a body reads, and the statement that reads each; None for its results. Statements inside its
+    loops are left out."""
+    yield from ((name, statement) for statement in body.statements for name in statement.reads)
     yield from ((name, None) for name in body.results)
 
 
 def _readers(body: Body) -> Iterator[tuple[str, str | None]]:
     """The op that reads a value, by the value; None if another statement does, or several ops do."""
     found: dict[str, set[str | None]] = {}
-    for statement in body.statements:
-        if isinstance(statement, Compute):
-            reader = statement.op.key if _may_be_surrounded(statement) else None
-            for name in statement.op.operands:
-                found.setdefault(name, set()).add(reader)
-        elif isinstance(statement, Redistribution):
-            found.setdefault(statement.source, set()).add(None)
-        else:
-            for name in (*statement.initial, *statement.shared):
-                found.setdefault(name, set()).add(None)
-    for name in body.results:
-        found.setdefault(name, set()).add(None)
+    for name, statement in _reads(body):
+        reader = statement.op.key if isinstance(statement, Compute) and _may_be_surrounded(statement) else None
+        found.setdefault(name, set()).add(reader)
     for name, readers in found.items():
         yield name, readers.pop() if len(readers) == 1 else None
 
@@ -153,48 +129,58 @@ def _place(uses: Sequence[_Use]) -> _Place:
 # --- forming units ----------------------------------------------------------------------------------------------------
 
 
-def _groups(lowered: Lowered, uses: Mapping[str, Sequence[_Use]], mesh: Mesh, gather_once: bool) -> list[FSDPUnit]:
+def _formed(stage: Stage, uses: Mapping[str, Sequence[_Use]], mesh: Mesh, gather_once: bool) -> list[FSDPUnit]:
     """One unit for the parameters that are read in one place and take the same steps on the same axes. Those of
     recomputed copies are regathered."""
-    members: dict[_Signature, dict[str, int]] = {}
-    turned: dict[_Signature, dict[str, Layout]] = {}
-    changes: dict[_Signature, list[Redistribution]] = {}
-    for parameter in lowered.program.parameters:
+    members: dict[_Signature, list[tuple[str, _Axes, Sequence[Redistribution]]]] = {}
+    for parameter in stage.program.parameters:
         own = uses[parameter.name]
-        place, found = _place(own), _axes(parameter, lowered.parameters[parameter.name], own, mesh)
-        if found is None or place is None:
-            continue
-        made = [use.change for use in own if use.change is not None]
-        signature = (place, found.sharded, found.replicated, parameter.type.dtype, made[0].dtypes)
-        members.setdefault(signature, {})[parameter.name] = found.dim
-        kept = {} if found.kept == lowered.parameters[parameter.name] else {parameter.name: found.kept}
-        turned.setdefault(signature, {}).update(kept)
-        changes.setdefault(signature, []).extend(made)
-    whole = {number for number, loop in enumerate(_loops(lowered)) if loop.recompute == "full" and not gather_once}
-    tables = {item.op.key for item in lowered.body.statements if isinstance(item, Compute) and item.op.kind in _TABLES}
-    groups = []
-    for common, names in members.items():
-        _, sharded, replicated, _, dtypes = common
-        saved = common[0] not in tables
+        place, axes = _place(own), _axes(parameter, stage.parameters[parameter.name], own, mesh)
+        if axes is not None and place is not None:
+            changes = [use.change for use in own if use.change is not None]
+            signature = (place, axes.sharded, axes.replicated, parameter.type.dtype, changes[0].dtypes)
+            members.setdefault(signature, []).append((parameter.name, axes, changes))
+    recomputed = {number for number, loop in enumerate(stage.loops) if loop.recompute == "full" and not gather_once}
+    tables = {item.op.key for item in stage.body.statements if isinstance(item, Compute) and item.op.kind in _TABLES}
+    units = []
+    for (place, sharded, replicated, _, dtypes), found in members.items():
+        saved = place not in tables
         # Replicated parameters are copied for use, not sent: they need not stay gathered.
-        again = any(change.regathered for change in changes[common]) or not sharded or not saved
-        again |= isinstance(common[0], tuple) and common[0][0] in whole
-        groups.append(FSDPUnit(names, sharded, replicated, saved, again, dtypes, turned[common]))
-    return groups
+        regathered = any(change.regathered for _, _, changes in found for change in changes) or not sharded or not saved
+        regathered |= isinstance(place, tuple) and place[0] in recomputed
+        dims = {name: axes.dim for name, axes, _ in found}
+        turned = {name: axes.layout for name, axes, _ in found if axes.layout != stage.parameters[name]}
+        units.append(FSDPUnit(dims, sharded, replicated, saved, regathered, dtypes, turned))
+    return units
 
 
 def _axes(parameter: Parameter, stored: Layout, uses: Sequence[_Use], mesh: Mesh) -> _Axes | None:
     """The axes of a parameter that a unit can take; None for none."""
     type = parameter.type
     changes = [use.change for use in uses if use.change is not None]
-    if len(changes) < len(uses) or not changes or not prod(type.shape) or not type.shape:
+    if len(changes) < len(uses) or not changes or not type.size or not type.shape or not type.dtype.is_floating_point:
         return None
-    if not type.dtype.is_floating_point:
+    layout = _copied(stored, changes, mesh)
+    free = [
+        axis for axis in mesh.dimensions if mesh.sizes[axis] > 1 and all(change.after[axis] == R for change in changes)
+    ]
+    # A frozen parameter has no gradient to be reduced, and a replicated one need not be gathered.
+    replicated = tuple(axis for axis in free if layout[axis].kind == "I" and parameter.trainable)
+    split = [axis for axis in free if layout[axis].kind == "S"]
+    choices = [
+        axes
+        for count in range(1, len(split) + 1)
+        for axes in combinations(split, count)
+        if _is_leading(axes, layout, mesh)
+    ]
+    sharded = max(choices, key=lambda axes: prod(mesh.sizes[axis] for axis in axes), default=())
+    used = FSDPUnit({}, sharded, replicated, False, False, (None, None)).gathered_layout(layout)
+    if not (sharded or replicated) or not all(_grows(used, change, mesh) for change in changes):
         return None
-    return _axes_of_kept(parameter, _kept(stored, changes, mesh), changes, mesh)
+    return _Axes(sharded, replicated, layout[sharded[0]].dim if sharded else 0, layout)
 
 
-def _kept(stored: Layout, changes: Sequence[Redistribution], mesh: Mesh) -> Layout:
+def _copied(stored: Layout, changes: Sequence[Redistribution], mesh: Mesh) -> Layout:
     """The layout of a parameter in its unit: after the all-to-alls that all of its redistributions begin with, if these
     are the same."""
     reached = set()
@@ -203,29 +189,6 @@ def _kept(stored: Layout, changes: Sequence[Redistribution], mesh: Mesh) -> Layo
         first = [step.axis for step in takewhile(lambda step: step.collective == "all_to_all", steps)]
         reached.add(tuple(change.after[axis] if axis in first else placement for axis, placement in enumerate(stored)))
     return reached.pop() if len(reached) == 1 else stored
-
-
-def _axes_of_kept(parameter: Parameter, stored: Layout, changes: Sequence[Redistribution], mesh: Mesh) -> _Axes | None:
-    """The axes that a unit can take of a parameter whose layout in the unit is `stored`."""
-    free = [
-        axis for axis in mesh.dimensions if mesh.sizes[axis] > 1 and all(change.after[axis] == R for change in changes)
-    ]
-    # A frozen parameter has no gradient to be reduced, and a replicated one need not be gathered.
-    replicated = tuple(axis for axis in free if stored[axis].kind == "I" and parameter.trainable)
-    split = [axis for axis in free if stored[axis].kind == "S"]
-    choices = [
-        axes
-        for count in range(1, len(split) + 1)
-        for axes in combinations(split, count)
-        if _is_leading(axes, stored, mesh)
-    ]
-    sharded = max(choices, key=lambda axes: prod(mesh.sizes[axis] for axis in axes), default=())
-    if not sharded and not replicated:
-        return None
-    used = FSDPUnit({}, sharded, replicated, False, False, (None, None)).used(stored)
-    if not all(_grows(used, change, mesh) for change in changes):
-        return None
-    return _Axes(sharded, replicated, stored[sharded[0]].dim if sharded else 0, stored)
 
 
 def _is_leading(axes: Sequence[int], stored: Layout, mesh: Mesh) -> bool:
@@ -245,94 +208,91 @@ def _grows(used: Layout, change: Redistribution, mesh: Mesh) -> bool:
     return all(prod(step.after) >= prod(step.before) for step in steps)
 
 
-# --- units of another program ----------------------------------------------------------------------------------------
+# --- places of units -------------------------------------------------------------------------------------------------
 
 
-def _held(lowered: Lowered, uses: Mapping[str, Sequence[_Use]], groups: Sequence[FSDPUnit], mesh: Mesh) -> FSDPUnits:
-    """The units of this program, from `groups`, and the places where they are called."""
-    given: set[str] = set()
-    for group in groups:
-        names = {name for name in group.parameters if uses.get(name) and _fits(name, lowered, uses, group, mesh)}
+def _placed(stage: Stage, uses: Mapping[str, Sequence[_Use]], units: Sequence[FSDPUnit], mesh: Mesh) -> FSDPUnits:
+    """The units of this stage, from `units`, and the places where they are called."""
+    gathered: set[str] = set()
+    for unit in units:
+        names = {name for name in unit.parameters if uses.get(name) and _fits(name, stage, uses, unit, mesh)}
         # A unit gathers around one place; a program that is folded differently has none for it.
         if len({_place(uses[name]) for name in names} - {None}) == 1:
-            given.update(name for name in names if _place(uses[name]) is not None)
+            gathered.update(name for name in names if _place(uses[name]) is not None)
     # A region is generated once: a parameter of its body is gathered in all copies, in the same way, or in none.
     ways = {
-        name: (group.sharded, group.replicated, group.regathered, group.turned.get(name))
-        for group in groups
-        for name in group.parameters
+        name: (unit.sharded, unit.replicated, unit.regathered, unit.turned.get(name))
+        for unit in units
+        for name in unit.parameters
     }
-    bodies = [own for loop in _loops(lowered) for own in loop.region.owned.values() if own[0] in lowered.parameters]
-    while torn := [own for own in bodies if given.intersection(own) and not _alike(own, given, ways)]:
-        given.difference_update(*torn)
+    bodies = [own for loop in stage.loops for own in loop.owned.values() if own[0] in stage.parameters]
+    while torn := [own for own in bodies if gathered.intersection(own) and not _alike(own, gathered, ways)]:
+        gathered.difference_update(*torn)
     around: dict[_Place, tuple[int, ...]] = {}
-    for number, group in enumerate(groups):
-        for place in {_place(uses[name]) for name in given.intersection(group.parameters) if group.gathers}:
+    for number, unit in enumerate(units):
+        for place in {_place(uses[name]) for name in gathered.intersection(unit.parameters) if unit.gathers}:
             around[place] = (*around.get(place, ()), number)
     copies = tuple(
-        tuple(around.get((number, copy), ()) for copy in range(loop.region.count))
-        for number, loop in enumerate(_loops(lowered))
+        tuple(around.get((number, copy), ()) for copy in range(len(loop.copies)))
+        for number, loop in enumerate(stage.loops)
     )
     ops = {place: numbers for place, numbers in around.items() if isinstance(place, str)}
-    places = tuple(around[place] for place in _places(lowered) if place in around)
-    return FSDPUnits(tuple(groups), frozenset(given), copies, ops, places)
+    places = tuple(around[place] for place in _places(stage) if place in around)
+    return FSDPUnits(tuple(units), frozenset(gathered), copies, ops, places)
 
 
-def _places(lowered: Lowered) -> Iterator[_Place]:
+def _places(stage: Stage) -> Iterator[_Place]:
     """All places where parameters may be read, in the order of the program."""
     number = 0
-    for statement in lowered.body.statements:
+    for statement in stage.body.statements:
         if isinstance(statement, Compute):
             yield statement.op.key
         elif isinstance(statement, Loop):
-            yield from ((number, copy) for copy in range(statement.region.count))
+            yield from ((number, copy) for copy in range(len(statement.copies)))
             number += 1
 
 
-def _alike(own: Sequence[str], given: Set[str], ways: Mapping[str, object]) -> bool:
+def _alike(own: Sequence[str], gathered: Set[str], ways: Mapping[str, object]) -> bool:
     """Whether the units gather all of `own`, in the same way."""
-    return given >= set(own) and all(ways[name] == ways[own[0]] for name in own)
+    return gathered >= set(own) and all(ways[name] == ways[own[0]] for name in own)
 
 
-def _fits(name: str, lowered: Lowered, uses: Mapping[str, Sequence[_Use]], group: FSDPUnit, mesh: Mesh) -> bool:
-    """Whether all redistributions of a parameter in a program can begin with those of unit `group`."""
-    used = group.used(group.kept(name, lowered.parameters[name]))
-    for use in uses[name]:
-        change = use.change
-        if change is None or change.dtypes[0] != group.dtypes[0] or not _grows(used, change, mesh):
-            return False
-        if any(change.after[axis] != R for axis in (*group.sharded, *group.replicated)):
-            return False
-    return True
+def _fits(name: str, stage: Stage, uses: Mapping[str, Sequence[_Use]], unit: FSDPUnit, mesh: Mesh) -> bool:
+    """Whether all redistributions of a parameter in a stage can begin with those of a unit."""
+    used = unit.gathered_layout(unit.copy_layout(name, stage.parameters[name]))
+    changes = [use.change for use in uses[name]]
+    return all(
+        change is not None
+        and change.dtypes[0] == unit.dtypes[0]
+        and _grows(used, change, mesh)
+        and all(change.after[axis] == R for axis in (*unit.sharded, *unit.replicated))
+        for change in changes
+    )
 
 
-def _marked(lowered: Lowered, held: FSDPUnits, mesh: Mesh) -> Lowered:
-    """`lowered` with the steps of the units before all others."""
-    by_name = {name: group for group in held.units for name in group.parameters if name in held.gathered}
+def _marked(stage: Stage, units: FSDPUnits, mesh: Mesh) -> Stage:
+    """`stage` with the steps of the units before all others."""
+    by_name = {name: unit for unit in units.units for name in unit.parameters if name in units.gathered}
 
-    def marked(body: Body, names: Mapping[str, Sequence[str]], whole: bool) -> Body:
-        statements: list[Statement] = []
-        for item in body.statements:
-            if isinstance(item, Redistribution):
-                name = names.get(item.source, (item.source,))[0]
-                group = by_name.get(name)
-                statements.append(item if group is None else _by_engine(name, item, group, mesh, whole))
-            elif isinstance(item, Loop):
-                inner = marked(item.body, item.region.owned, item.recompute == "full")
-                statements.append(replace(item, body=inner))
-            else:
-                statements.append(item)
-        return replace(body, statements=tuple(statements))
+    def marked(item: Statement, names: Mapping[str, Sequence[str]], recomputed: bool) -> Statement:
+        if isinstance(item, Loop):
+            inner = [marked(each, item.owned, item.recompute == "full") for each in item.body.statements]
+            return replace(item, body=replace(item.body, statements=tuple(inner)))
+        if isinstance(item, Compute) or (name := names.get(item.source, (item.source,))[0]) not in by_name:
+            return item
+        return _by_unit(name, item, by_name[name], mesh, recomputed)
 
-    return replace(lowered, body=marked(lowered.body, {}, False), units=held)
+    statements = tuple(marked(item, {}, False) for item in stage.body.statements)
+    return replace(stage, body=replace(stage.body, statements=statements), units=units)
 
 
-def _by_engine(name: str, change: Redistribution, group: FSDPUnit, mesh: Mesh, whole: bool) -> Redistribution:
-    """`change` with the steps of the unit first; `whole` says that all code around it is recomputed in any case."""
-    kept, shape = group.kept(name, change.before), change.type.shape
-    used = group.used(kept)
-    first = (*redistribution(change.before, kept, shape, mesh), *redistribution(kept, used, shape, mesh))
+def _by_unit(name: str, change: Redistribution, unit: FSDPUnit, mesh: Mesh, recomputed: bool) -> Redistribution:
+    """`change` with the steps of the unit first; `recomputed` says that all code around it is recomputed in any
+    case."""
+    layout, shape = unit.copy_layout(name, change.before), change.type.shape
+    used = unit.gathered_layout(layout)
+    first = (*redistribution(change.before, layout, shape, mesh), *redistribution(layout, used, shape, mesh))
     rest = redistribution(used, change.after, shape, mesh)
     # A unit regathers all of its parameters, or none.
-    again = change.regathered or (group.regathered and group.saved and bool(group.sharded) and not whole)
-    return replace(change, steps=(*first, *rest), regathered=again, unit_steps=len(first))
+    regathered = change.regathered or (unit.regathered and unit.saved and bool(unit.sharded) and not recomputed)
+    return replace(change, steps=(*first, *rest), regathered=regathered, unit_steps=len(first))

@@ -1,4 +1,4 @@
-"""variables: a lowered program in, the variables of its generated functions out.
+"""variables: a pipeline stage in, the variables of its generated functions out.
 
 Variables have readable names. A value that leaves its module is named after the module ("q_proj",
 "input_layernorm"), one that the model returns after the field ("loss"), the values that layers pass on "hidden". A
@@ -8,7 +8,7 @@ That decides how long tensors live, so the memory simulator reads the same varia
 
 from collections.abc import Iterable
 
-from passes.ir.lowered import Loop, Lowered
+from passes.ir.lowered import Loop, Stage
 from passes.ir.mesh import Mesh
 from passes.ir.program import Ref, references
 from passes.ir.variables import FunctionVariables, Variables
@@ -18,25 +18,24 @@ from passes.variables.hints import hints
 from passes.variables.names import Names
 
 
-def name_variables(lowered: Lowered, mesh: Mesh) -> Variables:
-    """The variables of all functions of the module that is generated for `lowered`.
+def name_variables(stage: Stage, mesh: Mesh) -> Variables:
+    """The variables of all functions of the module that is generated for `stage`.
 
-    `lowered` is final: recompute and FSDP units are marked. No variable has the name of an axis of
-    `mesh`, or one of `ir.vocabulary.RESERVED`.
+    `stage` is final: recompute and FSDP units are marked. No variable has the name of an axis of `mesh`, or one of
+    `ir.vocabulary.RESERVED`.
     """
-    program = lowered.program
+    program = stage.program
     stored = {item.name for item in program.parameters} | {item.name for item in program.buffers}
-    returned = {name: output.name for output in lowered.outputs for name in references(output.value)}
+    returned = {name: output.name for output in stage.outputs for name in references(output.value)}
     reserved = {*RESERVED, *mesh.names}
-    names = Names(lowered.body, hints(lowered.body, returned), reserved)
-    gathering = {key for key, groups in lowered.units.around_ops.items() if groups}
-    whole = Function(lowered.body, names, stored | set(program.constants), inner=False, gathering=gathering)
-    for item in program.inputs:
+    names = Names(stage.body, hints(stage.body, returned), reserved)
+    gathering = {key for key, groups in stage.units.around_ops.items() if groups}
+    whole = Function(stage.body, names, stored | set(program.constants), inner=False, gathering=gathering)
+    for item in (*stage.received, *program.inputs):
         names.assign(names.fresh(identifier(item.name)), item.name)
     whole.follow()
-    loops = (item for item in lowered.body.statements if isinstance(item, Loop))
-    regions = tuple(_region(loop, call, stored, reserved) for loop, call in zip(loops, whole.calls, strict=True))
-    return Variables(names.frozen(), regions, tuple(whole.loops), _returned(lowered, names))
+    regions = tuple(_region(loop, call, stored, reserved) for loop, call in zip(stage.loops, whole.calls, strict=True))
+    return Variables(names.frozen(), regions, tuple(whole.loops), _returned(stage, names))
 
 
 def _region(loop: Loop, arguments: Iterable[str], stored: set[str], reserved: set[str]) -> FunctionVariables:
@@ -48,11 +47,11 @@ def _region(loop: Loop, arguments: Iterable[str], stored: set[str], reserved: se
     return names.frozen()
 
 
-def _returned(lowered: Lowered, names: Names) -> dict[str, str]:
+def _returned(stage: Stage, names: Names) -> dict[str, str]:
     """The variables that hold copies of returned buffers, by output: the buffers change before the function returns."""
-    updated = {buffer for buffer, _ in lowered.updates}
+    updated = {buffer for buffer, _ in stage.updates}
     return {
         output.name: names.fresh(identifier(output.name))
-        for output in lowered.outputs
+        for output in stage.outputs
         if isinstance(output.value, Ref) and output.value.name in updated
     }

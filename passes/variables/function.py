@@ -65,8 +65,8 @@ class Function:
         chosen: dict[str, str] = {}
         for value in dict.fromkeys(operands):
             text = None if value in self._stored else self.names.text(value)
-            known = text is not None and text.isidentifier()
-            base = text if text is not None and known else identifier(value.replace("~", "_").rsplit(".", 1)[-1])
+            is_variable = text is not None and text.isidentifier()
+            base = text if text is not None and is_variable else identifier(value.replace("~", "_").rsplit(".", 1)[-1])
             chosen[value] = numbered(base, lambda name: name in chosen.values() or self.names.is_reserved(name))
         return chosen
 

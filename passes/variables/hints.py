@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from passes.ir.lowered import Body, Compute, Loop
+from passes.ir.lowered import Body, Compute, Loop, Redistribution
 from passes.ir.vocabulary import identifier
 
 # Stands for a reader that is not a module: a loop, or the function's return.
@@ -50,12 +50,10 @@ def _reading_modules(body: Body) -> dict[str, list[str]]:
     """The modules that read each value."""
     found: dict[str, list[str]] = {}
     for statement in body.statements:
-        if isinstance(statement, Compute):
-            for operand in statement.op.operands:
-                found.setdefault(_origin(operand), []).append(statement.op.module)
-        elif isinstance(statement, Loop):
-            for value in (*statement.initial, *statement.shared):
-                found.setdefault(_origin(value), []).append(_NO_MODULE)
+        # A redistribution passes on what its own readers read.
+        for value in () if isinstance(statement, Redistribution) else statement.reads:
+            module = statement.op.module if isinstance(statement, Compute) else _NO_MODULE
+            found.setdefault(_origin(value), []).append(module)
     for value in body.results:
         found.setdefault(_origin(value), []).append(_NO_MODULE)
     return found

@@ -1,9 +1,9 @@
 """Names of one function's variables, while its statements are followed one by one."""
 
 import keyword
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
-from passes.ir.lowered import Body, Compute, Redistribution
+from passes.ir.lowered import Body
 from passes.ir.variables import FunctionVariables
 from passes.ir.vocabulary import identifier, numbered
 
@@ -123,14 +123,5 @@ class Names:
 
 def _last_uses(body: Body) -> dict[str, int]:
     """The position of the last statement that reads each value; results are read after all statements."""
-    last: dict[str, int] = {}
-    for position, statement in enumerate(body.statements):
-        if isinstance(statement, Compute):
-            read: Iterable[str] = statement.op.operands
-        elif isinstance(statement, Redistribution):
-            read = (statement.source,)
-        else:
-            read = (*statement.initial, *statement.shared)
-        last.update(dict.fromkeys(read, position))
-    last.update(dict.fromkeys(body.results, len(body.statements)))
-    return last
+    last = {name: position for position, statement in enumerate(body.statements) for name in statement.reads}
+    return last | dict.fromkeys(body.results, len(body.statements))

@@ -10,13 +10,16 @@ import autopar.runtime
 from passes.codegen.forms import WRITERS
 from passes.ir import vocabulary
 from passes.ir.configuration import Configuration
-from passes.ir.lowered import Lowered
+from passes.ir.lowered import Stage
 from passes.ir.mesh import Mesh
 from passes.rules.local_forms import LOCAL_FORMS
+from passes.rules.strategies import combine, named_choices
 from passes.solve import solve
 from passes.solve.limits import Limits
 from tests.passes.helpers import mesh_of, source_of
 from tests.passes.planning import STATES, planning
+from tests.passes.rules.one_op import lowered_one, one_op
+from tests.passes.rules.samples import Sample
 
 
 def test_names_are_those_of_the_runtime() -> None:
@@ -50,6 +53,17 @@ def test_forms_are_bodies() -> None:
     assert set(WRITERS) == set(LOCAL_FORMS)
 
 
+def test_attention_keeps_its_dropout() -> None:
+    """Causal or not, and in the local form of split queries."""
+    query = torch.ones(2, 4, 8, 4)
+    for causal, methods in ((False, "queries"), (True, "heads"), (True, "queries")):
+        attention = Sample("aten.scaled_dot_product_attention.default", (query, query, query, None, 0.25, causal), {})
+        one, mesh = one_op(attention), mesh_of(a=2)
+        choices = named_choices(one.context, (methods,), mesh)
+        assert choices is not None
+        assert "dropout_p=0.25" in source_of(lowered_one(one, combine(one.context, choices), mesh), mesh)
+
+
 class Layer(nn.Module):
     """A layer with a residual."""
 
@@ -80,7 +94,7 @@ class Model(nn.Module):
         return {"loss": out.pow(2).mean(), "self": out, "count": 3, "none": None, "inf": float("inf")}
 
 
-def _emitted(mesh: Mesh, cluster: str = "cpu") -> tuple[Lowered, str]:
+def _emitted(mesh: Mesh, cluster: str = "cpu") -> tuple[Stage, str]:
     inputs = {"x": torch.ones(8, 8), "lambda_": torch.ones(4)}
     case = planning(Model(), inputs, mesh, cluster)
     lowered = case.lowered(solve(case.problem, case.cluster, Limits(1e30, STATES), Configuration(mesh)))
@@ -100,7 +114,9 @@ def test_source_compiles_and_defines_the_class(mesh: Mesh) -> None:
     regions = [
         item
         for item in namespace.values()
-        if isinstance(item, type) and issubclass(item, autopar.runtime.Region) and item is not autopar.runtime.Region
+        if isinstance(item, type)
+        and issubclass(item, autopar.runtime.RegionCopy)
+        and item is not autopar.runtime.RegionCopy
     ]
     assert len(regions) == 1
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from passes.ir.configuration import Configuration
 from passes.ir.errors import ConstraintError
-from passes.ir.lowered import Compute, Loop, Lowered
+from passes.ir.lowered import Compute, Loop, Stage
 from passes.ir.program import Region
 from passes.lower.recompute import check_patterns, levels, recompute
 from passes.solve import solve
@@ -47,12 +47,12 @@ class Model(nn.Module):
         return x.sum()
 
 
-def _lowered() -> Lowered:
+def _lowered() -> Stage:
     plan = planning(Model(), {"x": torch.empty(4, 8, device="meta")}, MESH)
     return plan.lowered(solve(plan.problem, plan.cluster, Limits(1e12, STATES), Configuration(MESH)))
 
 
-def _loop(lowered: Lowered) -> Loop:
+def _loop(lowered: Stage) -> Loop:
     (loop,) = (item for item in lowered.body.statements if isinstance(item, Loop))
     return loop
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from passes.ir.choices import Solution, Strategy
 from passes.ir.configuration import Configuration
 from passes.ir.layout import I, Layout, P, R, S, local_shape
-from passes.ir.lowered import Compute, Loop, Lowered, Redistribution
+from passes.ir.lowered import Compute, Loop, Redistribution, Stage
 from passes.lower.straight import Casts, straight_code
 from tests.passes.helpers import Apply, mesh_of
 from tests.passes.planning import Planning, planning
@@ -31,12 +31,12 @@ def choose(case: Planning, **methods: str) -> Solution:
     return Solution(tuple(picks), frozenset(), 0.0, 0.0, Configuration(case.mesh))
 
 
-def changes(lowered: Lowered) -> list[Redistribution]:
+def changes(lowered: Stage) -> list[Redistribution]:
     """The redistributions outside regions."""
     return [statement for statement in lowered.body.statements if isinstance(statement, Redistribution)]
 
 
-def computes(lowered: Lowered) -> list[Compute]:
+def computes(lowered: Stage) -> list[Compute]:
     """The ops outside regions."""
     return [statement for statement in lowered.body.statements if isinstance(statement, Compute)]
 

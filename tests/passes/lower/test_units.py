@@ -11,7 +11,7 @@ from passes.constrain import Constraints
 from passes.cost.walk import Optimizer, walk
 from passes.ir.configuration import Configuration
 from passes.ir.layout import I, Layout, S
-from passes.ir.lowered import Body, FSDPUnit, Loop, Lowered, Redistribution, Statement
+from passes.ir.lowered import Body, FSDPUnit, Loop, Redistribution, Stage, Statement
 from passes.ir.mesh import Mesh
 from passes.ir.redistribution import redistribution
 from passes.lower.units import fsdp_units
@@ -61,19 +61,19 @@ def case(mesh: Mesh, constraints: Constraints, model: nn.Module | None = None, c
     return planning(model or Model(), {"x": torch.ones(8, 8)}, mesh, cluster, constraints)
 
 
-def before(given: Planning) -> Lowered:
+def before(given: Planning) -> Stage:
     """Its best plan, lowered."""
     return given.lowered(solve(given.problem, given.cluster, Limits(1e30, STATES), Configuration(given.mesh)))
 
 
-def written(lowered: Lowered, mesh: Mesh) -> list[str]:
+def written(lowered: Stage, mesh: Mesh) -> list[str]:
     """The source that reads parameters, without names of results and comments."""
     source = source_of(lowered, mesh)
     lines = [line.partition("  # ")[0].strip() for line in source.splitlines()]
     return [line.partition(" = ")[2] or line for line in lines if re.search(r"(local|gathered)\(", line)]
 
 
-def parameter_changes(lowered: Lowered) -> list[Redistribution]:
+def parameter_changes(lowered: Stage) -> list[Redistribution]:
     """The changes of parameters, inside and outside regions."""
     bodies = [lowered.body, *(item.body for item in lowered.body.statements if isinstance(item, Loop))]
     return [item for body in bodies for item in body.statements if isinstance(item, Redistribution) and item.parameter]
@@ -171,7 +171,7 @@ def test_hybrid() -> None:
     }
 
 
-def stored_otherwise(lowered: Lowered, layout: Layout, mesh: Mesh) -> Lowered:
+def stored_otherwise(lowered: Stage, layout: Layout, mesh: Mesh) -> Stage:
     """`lowered` with parameters that lie in `layout`, also in one that is not offered today."""
 
     def changed(body: Body) -> Body:

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from passes.constrain import Constraints
 from passes.ir.configuration import Configuration
-from passes.ir.lowered import Body, Compute, Loop, Lowered, Redistribution
+from passes.ir.lowered import Body, Compute, Loop, Redistribution, Stage
 from passes.ir.mesh import Mesh
 from passes.ir.variables import FunctionVariables, LoopVariables
 from passes.lower.recompute import recompute
@@ -24,7 +24,7 @@ TWO = mesh_of(dp=2)
 EIGHT = torch.ones(8, 8)
 
 
-def _lowered(module: nn.Module, mesh: Mesh = ONE, constraints: Constraints | None = None, **inputs: Tensor) -> Lowered:
+def _lowered(module: nn.Module, mesh: Mesh = ONE, constraints: Constraints | None = None, **inputs: Tensor) -> Stage:
     case = planning(module, inputs or {"x": EIGHT}, mesh, constraints=constraints)
     return case.lowered(solve(case.problem, case.cluster, Limits(1e30, STATES), Configuration(mesh)))
 
