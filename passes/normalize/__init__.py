@@ -6,15 +6,13 @@ count. Ops without a sharding rule are decomposed into ops with one, where possi
 has its key.
 """
 
-from collections.abc import Mapping
 from dataclasses import replace
 
-from passes.ir.program import Op, Program, TensorType
+from passes.ir.program import Program
 from passes.ir.unused import without_unused
 from passes.normalize.decompositions import decomposed
 from passes.normalize.forms import canonical
 from passes.normalize.in_place import functional
-from passes.rules import written_rule
 
 
 def normalize(program: Program) -> Program:
@@ -25,13 +23,9 @@ def normalize(program: Program) -> Program:
     """
     program = functional(program)
     program = canonical(program)
-    program = decomposed(program, _has_rule, canonical)
+    program = decomposed(program)
     program = without_unused(program)
     return with_keys(program)
-
-
-def _has_rule(op: Op, types: Mapping[str, TensorType]) -> bool:
-    return written_rule(op, types) is not None
 
 
 def with_keys(program: Program) -> Program:

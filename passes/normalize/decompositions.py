@@ -8,53 +8,39 @@ from typing import cast
 import torch
 
 from passes._torch import FakeTensorMode, OpOverload, decomposition_table, make_fx, pytree, schema_of
-from passes.ir.program import Argument, Input, Op, Program, Ref, TensorType, freeze, references, rename
-
-# Whether an op has a sharding rule, given the types of its tensors.
-Known = Callable[[Op, Mapping[str, TensorType]], bool]
+from passes.ir.program import Argument, Input, Op, Program, Ref, TensorType, bound_arguments, rename
+from passes.normalize.constants import concrete
+from passes.normalize.forms import canonical
+from passes.normalize.rewriter import Rewriter
+from passes.rules import written_rule
 
 _DEEPEST = 4
 
 
-def decomposed(program: Program, known: Known, canonical: Callable[[Program], Program]) -> Program:
-    """Decompose ops that are not `known`, where all resulting ops are known; others stay whole.
+def decomposed(program: Program) -> Program:
+    """Decompose ops without a sharding rule, where all resulting ops have one; others stay whole.
 
-    torch's own decompositions are used; `canonical` writes their ops in normal form.
+    torch's own decompositions are used, and their ops are written in canonical form.
     """
-    ops: list[Op] = []
-    types = dict(program.types)
-    replaced: dict[str, Argument] = {}
-    count = 0
+    rewriter = Rewriter(program)
     for original in program.ops:
-        op = replace(original, arguments={key: _under(value, replaced)
-                                          for key, value in original.arguments.items()})  # fmt: skip
-        parts = None if known(op, types) or not op.operands else _parts(op, types, known, canonical)
+        op = rewriter.current(original)
+        parts = None
+        if op.operands and written_rule(op, rewriter.types) is None:
+            parts = _parts(op, rewriter.types)
         if parts is None:
-            ops.append(op)
+            rewriter.keep(op)
             continue
         names: dict[str, Argument] = {item.name: Ref(item.argument) for item in parts.inputs}
         for part in parts.ops:
-            results = []
-            for name in part.results:
-                results.append(f"%{part.kind}_d{count}")
-                count += 1
-                names[name] = Ref(results[-1])
-                types[results[-1]] = parts.types[name]
+            results = tuple(rewriter.fresh(f"%{part.kind}_d") for _ in part.results)
+            names.update(zip(part.results, map(Ref, results), strict=True))
+            rewriter.types.update((new, parts.types[name]) for new, name in zip(results, part.results, strict=True))
             arguments = {key: _under(value, names) for key, value in part.arguments.items()}
-            ops.append(replace(op, target=part.target, arguments=arguments, results=tuple(results)))
-        for result, value in zip(op.results, parts.outputs, strict=True):
-            replaced[result] = _under(value, names)
-    if not replaced:
-        return program
-
-    def follow(value: Argument) -> Argument:
-        return _under(value, replaced)
-
-    updates = tuple(
-        replace(update, value=next(references(follow(Ref(update.value))))) for update in program.updates
-    )  # fmt: skip
-    outputs = tuple(follow(value) for value in program.outputs)
-    return replace(program, ops=tuple(ops), types=types, outputs=outputs, updates=updates)
+            rewriter.keep(replace(op, target=part.target, arguments=arguments, results=results))
+        rewriter.replaced.update((name, _under(value, names))
+                                 for name, value in zip(op.results, parts.outputs, strict=True))  # fmt: skip
+    return rewriter.finish()
 
 
 def _under(argument: Argument, names: Mapping[str, Argument]) -> Argument:
@@ -62,34 +48,28 @@ def _under(argument: Argument, names: Mapping[str, Argument]) -> Argument:
     return rename(argument, lambda name: names.get(name, Ref(name)))
 
 
-def _parts(
-    op: Op, types: Mapping[str, TensorType], known: Known, canonical: Callable[[Program], Program]
-) -> Program | None:
-    """The decomposition of `op`, as a program whose inputs are the operands; None if an op in it is not known."""
+def _parts(op: Op, types: Mapping[str, TensorType]) -> Program | None:
+    """The decomposition of `op`, as a program whose inputs are the operands; None if an op in it has no rule."""
     if torch.Tag.nondeterministic_seeded in op.overload.tags or op.kind == "autograd_function":
         # The operators of an autograd function have another backward.
         return None
     whole = _program(op, types)
     for _ in range(_DEEPEST):
-        ops: list[Op] = []
-        found = dict(whole.types)
-        replaced: dict[str, Argument] = {}
+        rewriter = Rewriter(whole)
         for number, part in enumerate(whole.ops):
-            current = replace(part, arguments={key: _under(value, replaced)
-                                               for key, value in part.arguments.items()})  # fmt: skip
-            if known(current, found) or not current.operands:
-                ops.append(current)
+            current = rewriter.current(part)
+            if written_rule(current, rewriter.types) is not None or not current.operands:
+                rewriter.keep(current)
                 continue
-            traced = _traced(current, found, f"{len(whole.ops)}_{number}")
+            traced = _traced(current, rewriter.types, f"{len(whole.ops)}_{number}")
             if traced is None:
                 return None
-            inner, results, inner_types = traced
-            ops += inner
-            found.update(inner_types)
-            replaced.update(zip(current.results, results, strict=True))
-        outputs = tuple(_under(value, replaced) for value in whole.outputs)
-        whole = canonical(replace(whole, ops=tuple(ops), types=found, outputs=outputs))
-        if all(known(part, whole.types) or not part.operands for part in whole.ops):
+            inner, results, types_inside = traced
+            rewriter.ops += inner
+            rewriter.types.update(types_inside)
+            rewriter.replaced.update(zip(current.results, results, strict=True))
+        whole = canonical(rewriter.finish())
+        if all(written_rule(part, whole.types) is not None or not part.operands for part in whole.ops):
             return whole
     return None
 
@@ -116,7 +96,7 @@ def _traced(op: Op, types: Mapping[str, TensorType], prefix: str) -> _Traced | N
 
     def run(*tensors: torch.Tensor) -> object:
         given = dict(zip(names, tensors, strict=True))
-        arguments = {key: _filled(value, given) for key, value in op.arguments.items()}
+        arguments = {key: concrete(value, given) for key, value in op.arguments.items()}
         schema = schema_of(op.overload).arguments
         positional = [arguments[item.name] for item in schema if not item.kwarg_only]
         return op.overload(*positional, **{item.name: arguments[item.name] for item in schema if item.kwarg_only})
@@ -143,7 +123,7 @@ def _traced(op: Op, types: Mapping[str, TensorType], prefix: str) -> _Traced | N
         elif node.op != "call_function":
             return None
         elif isinstance(node.target, OpOverload) and schema_of(node.target).is_mutable:
-            # What torch does in place within an operator it often hides from autograd.
+            # torch often hides from autograd that an operator works in place inside.
             return None
         elif not isinstance(node.target, OpOverload):
             sequence, index = node.args
@@ -157,25 +137,14 @@ def _traced(op: Op, types: Mapping[str, TensorType], prefix: str) -> _Traced | N
                 name = f"%part_{prefix}_{number}_{index}"
                 found[name] = TensorType(tuple(tensor.shape), tensor.dtype)
                 results.append(Ref(name))
-            arguments: dict[str, Argument] = {}
-            for position, item in enumerate(schema_of(node.target).arguments):
-                given = node.args[position] if position < len(node.args) else node.kwargs.get(
-                    item.name, item.default_value)  # fmt: skip
-                arguments[item.name] = freeze(
-                    torch.fx.node.map_arg(given, lambda used: cast(torch.fx.node.Argument, known[used]))
-                )
+            args, kwargs = torch.fx.node.map_arg(
+                (node.args, node.kwargs), lambda used: cast(torch.fx.node.Argument, known[used])
+            )
+            arguments = bound_arguments(node.target, args, kwargs)
             ops.append(Op(str(node.target), arguments, tuple(item.name for item in results), op.module,
                           op.module_class, op.line))  # fmt: skip
             known[node] = results if isinstance(value, (list, tuple)) else results[0]
     return None
-
-
-def _filled(argument: Argument, given: Mapping[str, torch.Tensor]) -> object:
-    if isinstance(argument, Ref):
-        return given[argument.name]
-    if isinstance(argument, tuple):
-        return [_filled(item, given) for item in argument]
-    return argument
 
 
 @cache

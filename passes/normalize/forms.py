@@ -5,21 +5,20 @@ from typing import cast
 
 import torch
 
-from passes.ir.program import Argument, Input, Op, Parameter, Program, Ref, TensorType, flow
+from passes.ir.program import Argument, Op, Program, Ref, TensorType, differentiable
 from passes.normalize.attention import attention
 from passes.normalize.losses import LOSSES
 from passes.normalize.rewriter import KEEP, Rewrite, Rewriter
-from passes.normalize.views import VIEWS, expanded, integer, integers, only, reshaped
-from passes.rules.parts import broadcast_shapes
+from passes.normalize.views import VIEWS, expanded, integers, only, reshaped
 
 
 def canonical(program: Program) -> Program:
     """Write every op in its canonical form; drop ops without effect."""
     rewriter = Rewriter(program)
-    differentiable = gradients(program)
+    flowing = differentiable(program)
     for original in program.ops:
         op = rewriter.current(original)
-        if op.kind == "detach" and not any(name in differentiable for name in original.operands):
+        if op.kind == "detach" and not any(name in flowing for name in original.operands):
             rewriter.replaced[op.results[0]] = op.arguments["self"]
             continue
         rewrite = _REWRITES.get(op.kind)
@@ -34,32 +33,9 @@ def canonical(program: Program) -> Program:
     return rewriter.finish()
 
 
-def gradients(program: Program) -> frozenset[str]:
-    """Names of the tensors that a gradient flows through: they depend on something trainable."""
-    sources: tuple[Parameter | Input, ...] = (*program.parameters, *program.inputs)
-    flowing = {item.name for item in sources if item.trainable}
-    flow(program.ops, flowing, program.types)
-    return frozenset(flowing)
-
-
 def _dropout(rewriter: Rewriter, op: Op) -> Argument:
     """Dropout that is off does nothing."""
     return KEEP if op.arguments["train"] and op.arguments["p"] else only(op)
-
-
-def _weight_norm(rewriter: Rewriter, op: Op) -> Argument:
-    """v * (g / |v|), the norm over all dims but `dim` (Salimans and Kingma, arXiv 1602.07868)."""
-    direction, size = op.arguments["v"], op.arguments["g"]
-    type, norms = rewriter.type(direction), rewriter.type(size)
-    kept = integer(op.arguments["dim"])
-    dims = tuple(range(len(type.shape))) if kept == -1 else tuple(d for d in range(len(type.shape)) if d != kept)
-    shape = tuple(1 if dim in dims else extent for dim, extent in enumerate(type.shape))
-    length = TensorType(shape, type.dtype)
-    norm = rewriter.write(op, "aten.linalg_vector_norm.default", length, direction, 2, dims, True)
-    if norms.shape != shape:
-        size = rewriter.write(op, "aten.reshape.default", length, size, shape)
-    scale = rewriter.write(op, "aten.div.Tensor", length, size, norm)
-    return rewriter.write(op, "aten.mul.Tensor", type, direction, scale)
 
 
 def _padded_convolution(rewriter: Rewriter, op: Op) -> Argument:
@@ -95,17 +71,6 @@ def _unbatched(rewriter: Rewriter, op: Op) -> Argument:
     return reshaped(rewriter, op, result, type.shape)
 
 
-def _glu(rewriter: Rewriter, op: Op) -> Argument:
-    """glu: the first half times the sigmoid of the second."""
-    source, type = only(op), rewriter.types[op.results[0]]
-    dim = integer(op.arguments["dim"]) % len(type.shape)
-    size = type.shape[dim]
-    first = rewriter.write(op, "aten.slice.Tensor", type, source, dim, 0, size, 1)
-    second = rewriter.write(op, "aten.slice.Tensor", type, source, dim, size, 2 * size, 1)
-    gate = rewriter.write(op, "aten.sigmoid.default", type, second)
-    return rewriter.write(op, "aten.mul.Tensor", type, first, gate)
-
-
 def _one_hot(rewriter: Rewriter, op: Op) -> Argument:
     """one_hot: a comparison with the numbers of all classes."""
     type = rewriter.types[op.results[0]]
@@ -116,9 +81,7 @@ def _one_hot(rewriter: Rewriter, op: Op) -> Argument:
     labels = rewriter.type(source)
     every = TensorType((classes,), torch.int64)
     numbers = rewriter.write(op, "aten.arange.default", every, classes, dtype=torch.int64, device=torch.device("cpu"))
-    column = rewriter.write(
-        op, "aten.reshape.default", TensorType((*labels.shape, 1), labels.dtype), source, (*labels.shape, 1)
-    )
+    column = reshaped(rewriter, op, source, (*labels.shape, 1))
     equal = rewriter.write(op, "aten.eq.Tensor", TensorType(type.shape, torch.bool), column, numbers)
     return rewriter.write(op, "aten.to.dtype", type, equal, type.dtype)
 
@@ -166,27 +129,6 @@ def _masked_put(rewriter: Rewriter, op: Op) -> Argument:
     return rewriter.write(op, "aten.where.self", type, flag, values, source)
 
 
-def _same_dtype(target: str) -> Rewrite:
-    """An alias of another operator with the same arguments."""
-
-    def rewrite(rewriter: Rewriter, op: Op) -> Argument:
-        return rewriter.write(op, target, rewriter.types[op.results[0]], *op.arguments.values())
-
-    return rewrite
-
-
-def _of_two(target: str) -> Rewrite:
-    """max and min of two tensors."""
-
-    def rewrite(rewriter: Rewriter, op: Op) -> Argument:
-        if "other" not in op.arguments:
-            return KEEP
-        type = rewriter.types[op.results[0]]
-        return rewriter.write(op, target, type, op.arguments["self"], op.arguments["other"])
-
-    return rewrite
-
-
 def _adaptive_mean(rewriter: Rewriter, op: Op) -> Argument:
     """Means over equal blocks."""
     source, type = only(op), rewriter.types[op.results[0]]
@@ -197,9 +139,7 @@ def _adaptive_mean(rewriter: Rewriter, op: Op) -> Argument:
         return KEEP
     blocks = tuple(part for size, made in zip(before, after, strict=True) for part in (made, size // made))
     inner = tuple(len(free) + 2 * place + 1 for place in range(rank))
-    apart = rewriter.write(
-        op, "aten.reshape.default", TensorType((*free, *blocks), type.dtype), source, (*free, *blocks)
-    )
+    apart = reshaped(rewriter, op, source, (*free, *blocks))
     return rewriter.write(op, "aten.mean.dim", type, apart, inner)
 
 
@@ -213,24 +153,6 @@ def _instance_norm(rewriter: Rewriter, op: Op) -> Argument:
     return rewriter.write(op, "aten.group_norm.default", type, *given)
 
 
-def _addbmm(rewriter: Rewriter, op: Op) -> Argument:
-    """baddbmm with plain factors: the product, plus the added tensor."""
-    if op.arguments["beta"] != 1 or op.arguments["alpha"] != 1:
-        return KEEP
-    type = rewriter.types[op.results[0]]
-    product = rewriter.write(op, "aten.bmm.default", type, op.arguments["batch1"], op.arguments["batch2"])
-    return rewriter.write(op, "aten.add.Tensor", type, product, op.arguments["self"])
-
-
-def _outer(rewriter: Rewriter, op: Op) -> Argument:
-    """outer: a column times a row."""
-    type = rewriter.types[op.results[0]]
-    first, second = op.arguments["self"], op.arguments["vec2"]
-    column = TensorType((type.shape[0], 1), rewriter.type(first).dtype)
-    left = rewriter.write(op, "aten.reshape.default", column, first, column.shape)
-    return rewriter.write(op, "aten.mul.Tensor", type, left, second)
-
-
 def _vectors(rewriter: Rewriter, op: Op) -> Argument:
     """A product with a vector is one with a matrix of one row or column; the dim goes away again."""
     left, right = op.arguments["self"], op.arguments.get("other", op.arguments.get("mat2", op.arguments.get("vec")))
@@ -241,15 +163,11 @@ def _vectors(rewriter: Rewriter, op: Op) -> Argument:
     type = rewriter.types[op.results[0]]
     one = shapes[0] if len(shapes[0]) >= 2 else (1, *shapes[0])
     other = shapes[1] if len(shapes[1]) >= 2 else (*shapes[1], 1)
-    operands = [
-        item if shape == wanted
-        else rewriter.write(op, "aten.reshape.default", TensorType(wanted, rewriter.type(item).dtype), item, wanted)
-        for item, shape, wanted in zip((left, right), shapes, (one, other), strict=True)
-    ]  # fmt: skip
-    batch = broadcast_shapes(one[:-2], other[:-2])
+    operands = [reshaped(rewriter, op, item, shape) for item, shape in zip((left, right), (one, other), strict=True)]
+    batch = torch.broadcast_shapes(one[:-2], other[:-2])  # type: ignore[no-untyped-call]
     shape = (*batch, one[-2], other[-1])
     product = rewriter.write(op, "aten.matmul.default", TensorType(shape, type.dtype), *operands)
-    return rewriter.write(op, "aten.reshape.default", type, product, type.shape)
+    return reshaped(rewriter, op, product, type.shape)
 
 
 _REWRITES: dict[str, Rewrite] = {
@@ -258,17 +176,11 @@ _REWRITES: dict[str, Rewrite] = {
     **dict.fromkeys(("conv1d", "conv2d", "conv3d"), _padded_convolution),
     **dict.fromkeys(("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"), _unbatched),
     **dict.fromkeys(("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout"), _dropout),
-    **dict.fromkeys(("outer", "ger"), _outer),
     **dict.fromkeys(("matmul", "mv", "dot"), _vectors),
     "scaled_dot_product_attention": attention,
-    "_weight_norm": _weight_norm,
-    "glu": _glu,
     "masked_scatter": _masked_scatter,
     "index_put": _masked_put,
     "one_hot": _one_hot,
-    "baddbmm": _addbmm,
-    "true_divide": _same_dtype("aten.div.Tensor"),
-    **{kind: _of_two(f"aten.{kind}imum.default") for kind in ("max", "min")},
     **{f"adaptive_avg_pool{rank}d": _adaptive_mean for rank in (1, 2, 3)},
     "instance_norm": _instance_norm,
 }

@@ -5,13 +5,14 @@ tensor that owns the memory, and all other views of that tensor are taken again.
 updates.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from passes._torch import schema_of
 from passes.ir.errors import CaptureError
 from passes.ir.program import Argument, Op, Program, Ref, TensorType, Update, find_overload, references
 from passes.normalize.rewriter import Rewriter
+from passes.rules.parts import dim_argument, dims_argument
 
 # In-place ops whose other form is not called by their name without the underscore.
 _OTHER_NAMES = {"normal_": "normal_functional", "__iand__": "__and__", "__ior__": "__or__", "__ixor__": "__xor__"}
@@ -196,23 +197,22 @@ def _reshaped(rewriter: Rewriter, view: Op, index: int, base: Ref, value: Ref) -
     return rewriter.write(view, "aten.reshape.default", type, value, type.shape)
 
 
-def _sliced(rewriter: Rewriter, view: Op, index: int, base: Ref, value: Ref) -> Ref:
-    options = {name: view.arguments[name] for name in ("dim", "start", "end", "step")}
-    return rewriter.write(view, "aten.slice_scatter.default", rewriter.type(base), self=base, src=value, **options)
+def _scattered(target: str, *names: str) -> _Writer:
+    """The writer for views whose inverse is `target`, which takes the arguments `names` of the view."""
+
+    def write(rewriter: Rewriter, view: Op, index: int, base: Ref, value: Ref) -> Ref:
+        options = {name: view.arguments[name] for name in names}
+        return rewriter.write(view, target, rewriter.type(base), self=base, src=value, **options)
+
+    return write
 
 
 def _narrowed(rewriter: Rewriter, view: Op, index: int, base: Ref, value: Ref) -> Ref:
-    type, dim, start, length = rewriter.type(base), *(view.arguments[name] for name in ("dim", "start", "length"))
+    type, dim, length = rewriter.type(base), view.arguments["dim"], view.arguments["length"]
     assert isinstance(dim, int)
-    assert isinstance(start, int)
     assert isinstance(length, int)
-    start %= max(type.shape[dim], 1)
+    start = dim_argument(view.arguments["start"], type.shape[dim])
     return rewriter.write(view, "aten.slice_scatter.default", type, base, value, dim, start, start + length)
-
-
-def _selected(rewriter: Rewriter, view: Op, index: int, base: Ref, value: Ref) -> Ref:
-    options = {name: view.arguments[name] for name in ("dim", "index")}
-    return rewriter.write(view, "aten.select_scatter.default", rewriter.type(base), self=base, src=value, **options)
 
 
 def _unbound(rewriter: Rewriter, view: Op, index: int, base: Ref, value: Ref) -> Ref:
@@ -228,11 +228,6 @@ def _divided(rewriter: Rewriter, view: Op, index: int, base: Ref, value: Ref) ->
     sizes = [rewriter.types[name].shape[dim] for name in view.results]
     start = sum(sizes[:index])
     return rewriter.write(view, "aten.slice_scatter.default", type, base, value, dim, start, start + sizes[index])
-
-
-def _diagonal(rewriter: Rewriter, view: Op, index: int, base: Ref, value: Ref) -> Ref:
-    options = {name: view.arguments[name] for name in ("offset", "dim1", "dim2")}
-    return rewriter.write(view, "aten.diagonal_scatter.default", rewriter.type(base), self=base, src=value, **options)
 
 
 def _moved(rewriter: Rewriter, view: Op, index: int, base: Ref, value: Ref) -> Ref:
@@ -251,25 +246,15 @@ def moved_dims(op: Op, rank: int) -> list[int]:
 def _swap(first: str, second: str) -> Callable[[Mapping[str, Argument], int], list[int]]:
     def order(arguments: Mapping[str, Argument], rank: int) -> list[int]:
         order = list(range(rank))
-        one, two = (_place(arguments[name], rank) for name in (first, second))
+        one, two = (dim_argument(arguments[name], rank) for name in (first, second))
         order[one], order[two] = order[two], order[one]
         return order
 
     return order
 
 
-def _place(value: Argument, rank: int) -> int:
-    assert isinstance(value, int)
-    return value % max(rank, 1)
-
-
-def _places(value: Argument, rank: int) -> Iterator[int]:
-    for item in value if isinstance(value, tuple) else (value,):
-        yield _place(item, rank)
-
-
 def _permuted(arguments: Mapping[str, Argument], rank: int) -> list[int]:
-    return list(_places(arguments["dims"], rank))
+    return list(dims_argument(arguments["dims"], rank))
 
 
 def _reversed(arguments: Mapping[str, Argument], rank: int) -> list[int]:
@@ -282,9 +267,8 @@ def _last_two(arguments: Mapping[str, Argument], rank: int) -> list[int]:
 
 def _set_down(arguments: Mapping[str, Argument], rank: int) -> list[int]:
     """movedim: dims `source` stand at `destination`, the others keep their order in between."""
-    placed = dict(
-        zip(_places(arguments["destination"], rank), _places(arguments["source"], rank), strict=True)
-    )  # fmt: skip
+    destination, source = (dims_argument(arguments[name], rank) for name in ("destination", "source"))
+    placed = dict(zip(destination, source, strict=True))
     rest = iter(dim for dim in range(rank) if dim not in placed.values())
     return [placed[dim] if dim in placed else next(rest) for dim in range(rank)]
 
@@ -311,9 +295,9 @@ _PUT_BACK: dict[str, _Writer] = {
     ),
     **dict.fromkeys(_ORDERS, _moved),
     **dict.fromkeys(("split", "chunk", "split_with_sizes", "tensor_split"), _divided),
-    "slice": _sliced,
+    "slice": _scattered("aten.slice_scatter.default", "dim", "start", "end", "step"),
     "narrow": _narrowed,
-    "select": _selected,
+    "select": _scattered("aten.select_scatter.default", "dim", "index"),
     "unbind": _unbound,
-    "diagonal": _diagonal,
+    "diagonal": _scattered("aten.diagonal_scatter.default", "offset", "dim1", "dim2"),
 }

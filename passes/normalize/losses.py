@@ -9,7 +9,7 @@ import torch
 
 from passes.ir.program import Argument, Op, TensorType
 from passes.normalize.rewriter import KEEP, Rewrite, Rewriter
-from passes.rules.parts import broadcast_shapes
+from passes.rules.pointwise import ELEMENTWISE_LOSSES
 
 _NONE, _MEAN, _SUM = 0, 1, 2
 # Stands for the device that the program runs on.
@@ -56,23 +56,12 @@ def _elementwise(rewriter: Rewriter, op: Op) -> Argument:
         return KEEP
     loss = rewriter.types[op.results[0]]
     operands = [rewriter.types[name].shape for name in op.operands[:2]]
-    shape = tuple(broadcast_shapes(*operands))
+    shape = tuple(torch.broadcast_shapes(*operands))  # type: ignore[no-untyped-call]
     each = rewriter.write(op, op.target, TensorType(shape, loss.dtype), **{**op.arguments, "reduction": _NONE})
     return rewriter.write(op, "aten.mean.default" if reduction == _MEAN else "aten.sum.default", loss, each)
 
 
-ELEMENTWISE = (
-    "mse_loss",
-    "l1_loss",
-    "smooth_l1_loss",
-    "huber_loss",
-    "binary_cross_entropy",
-    "binary_cross_entropy_with_logits",
-    "kl_div",
-    "soft_margin_loss",
-)
-
 LOSSES: dict[str, Rewrite] = {
     **dict.fromkeys(("cross_entropy_loss", "nll_loss", "nll_loss_nd"), _labelled),
-    **dict.fromkeys(ELEMENTWISE, _elementwise),
+    **dict.fromkeys(ELEMENTWISE_LOSSES, _elementwise),
 }

@@ -2,10 +2,19 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import cast
 
-from passes._torch import schema_of
-from passes.ir.program import Argument, Op, Program, Ref, TensorType, Update, find_overload, references, rename
+from passes.ir.program import (
+    Argument,
+    Op,
+    Program,
+    Ref,
+    TensorType,
+    Update,
+    bound_arguments,
+    find_overload,
+    references,
+    rename,
+)
 
 
 class Rewriter:
@@ -46,15 +55,7 @@ class Rewriter:
 
     def write(self, like: Op, target: str, type: TensorType, /, *args: Argument, **kwargs: Argument) -> Ref:
         """Write a new op where `like` stands, with one result of `type`."""
-        schema = schema_of(find_overload(target)).arguments
-        arguments: dict[str, Argument] = {}
-        for position, parameter in enumerate(schema):
-            if position < len(args):
-                arguments[parameter.name] = args[position]
-            elif parameter.name in kwargs:
-                arguments[parameter.name] = kwargs[parameter.name]
-            else:
-                arguments[parameter.name] = cast(Argument, parameter.default_value)
+        arguments = bound_arguments(find_overload(target), args, kwargs)
         name = self.fresh(f"%{target.split('.')[1]}_n")
         self.types[name] = type
         self.ops.append(replace(like, target=target, arguments=arguments, results=(name,)))

@@ -10,6 +10,7 @@ from passes.ir.program import Argument, Op, Ref, TensorType
 from passes.normalize.constants import constant
 from passes.normalize.in_place import moved_dims
 from passes.normalize.rewriter import KEEP, Rewrite, Rewriter
+from passes.rules.parts import dim_argument
 
 
 def only(op: Op) -> Argument:
@@ -96,7 +97,7 @@ def _expand(rewriter: Rewriter, op: Op) -> Argument:
 
 
 def _dim(rewriter: Rewriter, op: Op) -> int:
-    return integer(op.arguments["dim"]) % max(len(rewriter.type(only(op)).shape), 1)
+    return dim_argument(op.arguments["dim"], len(rewriter.type(only(op)).shape))
 
 
 def _slice(rewriter: Rewriter, op: Op) -> Argument:
@@ -118,11 +119,10 @@ def _slice(rewriter: Rewriter, op: Op) -> Argument:
 
 
 def _narrow(rewriter: Rewriter, op: Op) -> Argument:
-    start = op.arguments["start"]
-    if not isinstance(start, int):
+    if not isinstance(op.arguments["start"], int):
         return KEEP
     dim = _dim(rewriter, op)
-    start %= max(rewriter.type(only(op)).shape[dim], 1)
+    start = dim_argument(op.arguments["start"], rewriter.type(only(op)).shape[dim])
     return taken(rewriter, op, only(op), dim, start, start + integer(op.arguments["length"]))
 
 
@@ -201,76 +201,30 @@ def _repeat(rewriter: Rewriter, op: Op) -> Argument:
     return reshaped(rewriter, op, spread, type.shape)
 
 
-def _repeat_interleave(rewriter: Rewriter, op: Op) -> Argument:
-    """Each element `repeats` times: a new dim after the repeated one."""
-    source, type, times = only(op), rewriter.types[op.results[0]], op.arguments["repeats"]
-    if not isinstance(times, int) or times == 0:
-        return KEEP
-    shape = rewriter.type(source).shape
-    if op.arguments["dim"] is None:
-        shape = (prod(shape),)
-        dim = 0
-    else:
-        dim = integer(op.arguments["dim"]) % len(shape)
-    apart = reshaped(rewriter, op, source, (*shape[: dim + 1], 1, *shape[dim + 1 :]))
-    spread = expanded(rewriter, op, apart, (*shape[: dim + 1], times, *shape[dim + 1 :]))
-    return reshaped(rewriter, op, spread, type.shape)
-
-
 def _slice_scatter(rewriter: Rewriter, op: Op) -> Argument:
-    """slice_scatter: the part before the slice, the new part, and the part after it."""
-    source, part = op.arguments["self"], cast(Ref, op.arguments["src"])
-    shape = rewriter.type(source).shape
-    dim = integer(op.arguments["dim"]) % len(shape)
-    start, stop = (cast("int | None", op.arguments[name]) for name in ("start", "end"))
-    start, stop, _ = slice(start, stop).indices(shape[dim])
     if op.arguments["step"] != 1:
         return KEEP
-    before = [taken(rewriter, op, source, dim, 0, start)] if start else []
-    after = [taken(rewriter, op, source, dim, stop, shape[dim])] if stop < shape[dim] else []
-    return joined(rewriter, op, [*before, part, *after], dim)
+    dim = _dim(rewriter, op)
+    start, stop = (cast("int | None", op.arguments[name]) for name in ("start", "end"))
+    start, stop, _ = slice(start, stop).indices(rewriter.type(op.arguments["self"]).shape[dim])
+    return _replaced(rewriter, op, cast(Ref, op.arguments["src"]), dim, start, stop)
 
 
 def _select_scatter(rewriter: Rewriter, op: Op) -> Argument:
-    source, part = op.arguments["self"], op.arguments["src"]
-    shape = rewriter.type(source).shape
-    dim = integer(op.arguments["dim"]) % len(shape)
-    index = integer(op.arguments["index"]) % shape[dim]
-    row = reshaped(rewriter, op, part, (*shape[:dim], 1, *shape[dim + 1 :]))
-    before = [taken(rewriter, op, source, dim, 0, index)] if index else []
-    after = [taken(rewriter, op, source, dim, index + 1, shape[dim])] if index + 1 < shape[dim] else []
-    return joined(rewriter, op, [*before, row, *after], dim)
+    dim = _dim(rewriter, op)
+    shape = rewriter.type(op.arguments["self"]).shape
+    index = dim_argument(op.arguments["index"], shape[dim])
+    row = reshaped(rewriter, op, op.arguments["src"], (*shape[:dim], 1, *shape[dim + 1 :]))
+    return _replaced(rewriter, op, row, dim, index, index + 1)
 
 
-def _stacked(rewriter: Rewriter, op: Op) -> Argument:
-    """hstack, vstack, dstack, column_stack: cat of tensors with at least one, two or three dims."""
-    type, tensors = rewriter.types[op.results[0]], cast("tuple[Ref, ...]", op.arguments["tensors"])
-    rank = len(type.shape)
-    shapes = [rewriter.type(tensor).shape for tensor in tensors]
-    dim = {"hstack": min(rank - 1, 1), "vstack": 0, "row_stack": 0, "dstack": 2, "column_stack": 1}[op.kind]
-    parts = []
-    for tensor, shape in zip(tensors, shapes, strict=True):
-        size = prod(shape) // max(prod(type.shape[:dim] + type.shape[dim + 1 :]), 1)
-        parts.append(reshaped(rewriter, op, tensor, (*type.shape[:dim], size, *type.shape[dim + 1 :])))
-    return joined(rewriter, op, parts, dim)
-
-
-def _meshgrid(rewriter: Rewriter, op: Op) -> Argument:
-    tensors = cast("tuple[Ref, ...]", op.arguments["tensors"])
-    swapped = op.arguments.get("indexing") == "xy" and len(tensors) > 1
-    found = []
-    for place, (tensor, name) in enumerate(zip(tensors, op.results, strict=True)):
-        shape = rewriter.types[name].shape
-        dim = 1 - place if swapped and place < 2 else place
-        column = tuple(size if index == dim else 1 for index, size in enumerate(shape))
-        found.append(expanded(rewriter, op, reshaped(rewriter, op, tensor, column), shape))
-    return tuple(found)
-
-
-def _broadcast_tensors(rewriter: Rewriter, op: Op) -> Argument:
-    tensors = cast("tuple[Ref, ...]", op.arguments["tensors"])
-    shapes = [rewriter.types[name].shape for name in op.results]
-    return tuple(expanded(rewriter, op, tensor, shape) for tensor, shape in zip(tensors, shapes, strict=True))
+def _replaced(rewriter: Rewriter, op: Op, part: Ref, dim: int, start: int, stop: int) -> Ref:
+    """The part of the operand before [start, stop) along `dim`, the new `part`, and the part after it."""
+    source = op.arguments["self"]
+    size = rewriter.type(source).shape[dim]
+    before = [taken(rewriter, op, source, dim, 0, start)] if start else []
+    after = [taken(rewriter, op, source, dim, stop, size)] if stop < size else []
+    return joined(rewriter, op, [*before, part, *after], dim)
 
 
 def _filled(name: str) -> Rewrite:
@@ -319,17 +273,13 @@ VIEWS: dict[str, Callable[[Rewriter, Op], Argument]] = {
     **_each(_move, "permute", "t", "numpy_T", "mT", "movedim", "moveaxis", "swapaxes", "swapdims"),
     **_each(_cat, "cat", "concat", "concatenate"),
     **_each(_repeat, "repeat", "tile"),
-    **_each(_stacked, "hstack", "vstack", "row_stack", "dstack", "column_stack"),
     **_each(_filling, "fill", "zero"),
     "view": _view_dtype,
     "slice": _slice,
     "narrow": _narrow,
     "unbind": _unbind,
     "index": _index,
-    "repeat_interleave": _repeat_interleave,
     "slice_scatter": _slice_scatter,
     "select_scatter": _select_scatter,
-    "meshgrid": _meshgrid,
-    "broadcast_tensors": _broadcast_tensors,
     **{f"new_{name}": _filled(name) for name in ("zeros", "ones", "full", "empty")},
 }

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from passes.capture import Tracing, capture
 from passes.codegen import Naming, emit
 from passes.ir.layout import Layout, Placement, S, digits, fits
-from passes.ir.lowered import Lowered
+from passes.ir.lowered import Stage
 from passes.ir.mesh import Mesh
 from passes.ir.program import Op, Program
 from passes.ir.redistribution import RedistributionStep
@@ -50,7 +50,7 @@ def op_lines(ops: Program | Sequence[Op]) -> list[str]:
     return [str(op) for op in (ops.ops if isinstance(ops, Program) else ops)]
 
 
-def source_of(lowered: Lowered, mesh: Mesh, name: str = "Model") -> str:
+def source_of(lowered: Stage, mesh: Mesh, name: str = "Model") -> str:
     """The source that is generated for a lowered program, with a class called `name`."""
     return emit(lowered, name_variables(lowered, mesh), mesh, Naming(name, f"{name} on a mesh."))
 

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from passes.capture import Tracing, capture
 from passes.constrain import Constraints, constrain
 from passes.cost.cluster import CLUSTERS, Cluster
-from passes.cost.live_ranges import is_kept, same_tensor
+from passes.cost.live_ranges import is_saved
 from passes.cost.memory import memory_use
 from passes.cost.walk import Optimizer, walk
 from passes.ir.choices import Problem, Solution
 from passes.ir.configuration import RECOMPUTE, Configuration
-from passes.ir.layout import Layout
-from passes.ir.lowered import Body, Loop, Lowered, Redistribution, Statement
+from passes.ir.layout import I, Layout, R
+from passes.ir.lowered import Body, Loop, Redistribution, Stage, Statement
 from passes.ir.mesh import Mesh
 from passes.ir.program import Folded
 from passes.lower.recompute import recompute
@@ -45,6 +45,13 @@ def _exchanged_in(plain: Body, marked: Body) -> Body:
     return replace(plain, statements=tuple(statements))
 
 
+def same_tensor(source: Layout, target: Layout) -> bool:
+    """Whether the redistribution is free in the forward pass: placements differ between R and I only."""
+    return all(
+        before == after or (before in (R, I) and after in (R, I)) for before, after in zip(source, target, strict=True)
+    )
+
+
 @dataclass(frozen=True)
 class Planning:
     """A planning problem with what it was made from."""
@@ -54,7 +61,7 @@ class Planning:
     mesh: Mesh
     cluster: Cluster
 
-    def lowered(self, solution: Solution) -> Lowered:
+    def lowered(self, solution: Solution) -> Stage:
         """The program that a solution stands for."""
         lowered = straight_code(self.folded, self.problem, solution, self.mesh, Casts())
         return recompute(lowered, solution.configuration.recompute)
@@ -93,7 +100,7 @@ class Planning:
         for edge in self.problem.edges:
             before = chosen.strategy(self.problem, edge.producer).results[edge.result]
             after = chosen.strategy(self.problem, edge.consumer).operands[edge.operand]
-            if is_kept(self.problem, configuration or self.configuration, edge) and not same_tensor(before, after):
+            if is_saved(self.problem, configuration or self.configuration, edge) and not same_tensor(before, after):
                 found[edge.group, after] = None
         return list(found)
 

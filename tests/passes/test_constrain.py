@@ -273,6 +273,8 @@ def test_the_nearest_names_are_suggested(program: Program, pattern: str, what: s
             r"its result of shape \[3, 16\] cannot be split so, because its dim 0",
         ),
         ({"layers.0.up/linear": {"method": {"dp": "d0"}}}, r"d0 of size 3 is not divisible into 2 devices"),
+        ({"layers.0.up/linear": {"method": {"dp": "rows"}}}, r"no such method; its methods on this axis are I, .*out"),
+        ({"layers.0.up": {"method": {"dp": "rows"}}}, r"no op of the module has that method; they have I, .*out"),
         ({"head.weight": {"stored": {"dp": "S(0, 4)"}}}, r"its dim 0 of size 4 is not divisible into 4 x 2 parts"),
         ({"head.weight": {"stored": {"dp": "S(2)"}}}, r"it has no dim 2"),
     ],

@@ -66,6 +66,8 @@ def test_schemas_and_names_of_operators():
     assert _torch.operator_name(len) == ""
     assert isinstance(_torch.AUTOGRAD_FUNCTION_APPLY, _torch.HigherOrderOperator)
     assert _torch.decomposition_table[torch.ops.aten.addcmul.default] is not None
+    for attention in (_torch.FLASH_ATTENTION, _torch.EFFICIENT_ATTENTION):
+        assert [item.name for item in _torch.schema_of(attention).arguments[:3]] == ["query", "key", "value"]
 
 
 def test_versions_and_storages_of_tensors():
