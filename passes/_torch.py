@@ -47,6 +47,8 @@ from torch.utils._python_dispatch import _disable_current_modes as without_modes
 # decomposition_table: operators written with others. `torch.export.default_decompositions` lacks those that ATen keeps.
 __all__ = [
     "AUTOGRAD_FUNCTION_APPLY",
+    "EFFICIENT_ATTENTION",
+    "FLASH_ATTENTION",
     "NUMBER_OF_TENSOR",
     "PARAMETERS",
     "TABLES",
@@ -87,6 +89,11 @@ TABLES = (PARAMETERS, "_buffers", "_modules")
 
 # The operator that `torch.export` with strict=True writes for a call of a custom `torch.autograd.Function`.
 AUTOGRAD_FUNCTION_APPLY: HigherOrderOperator = torch._functorch.autograd_function.autograd_function_apply
+
+# The fused kernels of attention of a CUDA device. `scaled_dot_product_attention` chooses among those of the device that
+# its tensors are on.
+FLASH_ATTENTION: OpOverload = torch.ops.aten._scaled_dot_product_flash_attention.default
+EFFICIENT_ATTENTION: OpOverload = torch.ops.aten._scaled_dot_product_efficient_attention.default
 
 # The loggers that say at length why a trace fails, before they raise the same.
 TRACE_LOGGERS = ("torch._subclasses.fake_tensor", "torch.export._trace", "torch.fx.experimental.symbolic_shapes")
