@@ -11,7 +11,7 @@ from autopar.runtime.generated.bases import (
     OtherSizes,
     PlannedInput,
     PlannedOutput,
-    Region,
+    RegionCopy,
     gathered,
     local,
 )
@@ -50,7 +50,7 @@ __all__ = [
     "PlannedInput",
     "PlannedOutput",
     "R",
-    "Region",
+    "RegionCopy",
     "S",
     "all_gather",
     "all_reduce",

@@ -81,7 +81,7 @@ def _unfit(own: Mapping[str, Tensor], given: Mapping[str, Any]) -> Iterator[str]
         elif value.is_meta and not current.is_meta:
             yield f"{name} is on meta, without data"
         elif isinstance(value, DTensor) and isinstance(current, DTensor) and value.device_mesh != current.device_mesh:
-            yield f"{name} lies on another mesh (give its full_tensor(), or use torch.distributed.checkpoint)"
+            yield f"{name} is on another mesh (give its full_tensor(), or use torch.distributed.checkpoint)"
 
 
 def _same_shape(value: Tensor, current: Tensor) -> bool:

@@ -9,7 +9,7 @@ _EXPORT = (
     "options=StateDictOptions(full_state_dict=True, cpu_offload=True)), and on rank 0 call the model's own "
 )
 _CHECKPOINTING = (
-    "what the backward pass computes again is decided when the model is planned: pass recompute= ('none', 'selective', "
+    "recompute is decided when the model is planned: pass recompute= ('none', 'selective', "
     "'full', or a level by region) to autopar.parallelize"
 )
 _INSTEAD: Mapping[str, str] = {
@@ -30,4 +30,6 @@ def missing_method(model_class: type, name: str) -> UnsupportedAttributeError | 
     if name.startswith("_") or not hasattr(model_class, name):
         return None
     instead = _INSTEAD.get(name, "it has the model's forward, parameters and buffers alone; ask the model itself")
-    return UnsupportedAttributeError(f"{model_class.__name__}.{name} is not there on the distributed module: {instead}")
+    return UnsupportedAttributeError(
+        f"{model_class.__name__}.{name} is not available on the distributed module: {instead}"
+    )

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar._torch import parts_of, share_tables
-from autopar.runtime.calls.call import CallPath, PreparedCall
+from autopar.runtime.calls.call import CallPath
 from autopar.runtime.calls.loaders import RowLoader
 from autopar.runtime.calls.outputs import loss_of, output_of
 from autopar.runtime.calls.programs import LoadedModel, Programs, RunnableProgram
@@ -22,7 +22,7 @@ from autopar.runtime.generated.random import Randomness
 from autopar.runtime.generated.saving import saving
 from autopar.runtime.model_methods import missing_method
 from autopar.runtime.parameters import ParameterWatch
-from autopar.runtime.ranks.agreement import Agreement, agreement_of
+from autopar.runtime.ranks.agreement import Agreement
 from autopar.runtime.ranks.comparing import CallComparison, Surroundings
 from autopar.runtime.ranks.failures import FailureReports
 from autopar.runtime.refusals import CalledPart, put, refuse_export, refuse_module_hooks
@@ -38,8 +38,7 @@ _OWN = (
     "_axes",
     "_calls",
     "_comparison",
-    "_device",
-    "_engine",
+    "_fsdp_manager",
     "_failures",
     "_loader",
     "_mesh",
@@ -50,7 +49,6 @@ _OWN = (
     "_random",
     "_refused",
     "_root",
-    "_shape",
     "_watch",
 )
 
@@ -66,47 +64,46 @@ class DistributedModule(Loadable, CalledPart):
     _root: Container
 
     def __init__(
-        self, root: Container, mesh: DeviceMesh, device: torch.device, loaded: LoadedModel, engine: FSDPManager
+        self, root: Container, mesh: DeviceMesh, device: torch.device, loaded: LoadedModel, fsdp_manager: FSDPManager
     ) -> None:
         super().__init__()
         plan, programs = loaded.plan, loaded.programs
         taken = sorted(set(_OWN) & {*parts_of(root), *parameters_of(root), *buffers_of(root)})
         if taken:
             raise CaptureError(f"the model has a part named {taken[0]!r}, which its distributed form needs: rename it")
-        # The model's parts under their own names; they also hang on `root`, where no name of this class is in the way.
-        # Both have the same tables, so that a parameter that is replaced is replaced in both.
+        # This module shares its tables of parts, parameters and buffers with `root`, whose class has no attributes that
+        # could hide a part. A parameter that is replaced in one is replaced in both.
         share_tables(self, root)
-        axes = axes_of(mesh)
-        self._axes = axes
-        engine.bind(root)
-        self._engine = engine
+        self._axes = axes_of(mesh)
+        fsdp_manager.bind(root)
+        self._fsdp_manager = fsdp_manager
         self._mesh = mesh
-        self._shape = mesh_of(mesh)
-        self._device = device
         self._plan = plan
         self._random = Randomness(loaded.seed)
         self._failures = FailureReports(plan.model)
-        self._refused = ""
+        self._refused = loaded.refused
         self._original: nn.Module | None = None
         self._model_class: type[nn.Module] | None = None
         # The parts of the model are this module's own: the container is none of them.
         object.__setattr__(self, "_root", root)
-        self._programs = Programs(root, axes, device, self._random, engine, programs, loaded.other_sizes)
+        self._programs = Programs(root, self._axes, device, self._random, fsdp_manager, programs, loaded.other_sizes)
         self._watch = ParameterWatch(root, plan.parameters if plan.objective == "train" else {})
-        agreement = agreement_of(mesh)
-        self._comparison = None if agreement is None else self._compared(agreement)
+        agreement = Agreement(mesh)
+        self._comparison = self._compared(agreement)
         self._loader = RowLoader(mesh, device, agreement)
-        self._calls = CallPath(loaded.signature, self._programs, self._watch, self._comparison, mesh, axes, device)
+        self._calls = CallPath(
+            loaded.signature, self._programs, self._watch, self._comparison, mesh, self._axes, device
+        )
         self.train("train" in programs)
 
     def _compared(self, agreement: Agreement) -> CallComparison:
-        """The comparison of calls between ranks."""
-        names, split = self._shape.names, set[str]()
-        for item in self._programs.planned("train" if "train" in self._programs else "infer").compiled.inputs:
-            split.update(
-                name for name, placement in zip(names, item.layout, strict=True) if placement == S(item.samples or 0)
-            )
-        return CallComparison(agreement, self._shape, next((name for name in names if name in split), names[0]))
+        """The comparison of calls between ranks; its messages name the first axis that samples are split over."""
+        inputs = self._programs.planned("train" if "train" in self._programs else "infer").program.inputs
+        split = [
+            axis for item in inputs for axis, placement in enumerate(item.layout) if placement == S(item.samples or 0)
+        ]
+        shape = mesh_of(self._mesh)
+        return CallComparison(agreement, shape, shape.names[min(split, default=0)])
 
     def train(self, mode: bool = True) -> "DistributedModule":
         """Switch between training and evaluation; a module planned for inference only cannot train."""
@@ -116,10 +113,6 @@ class DistributedModule(Loadable, CalledPart):
             raise CaptureError(f"this module can be trained, but not evaluated: {self._refused}")
         super().train(mode)
         return self
-
-    def refuse_evaluation(self, reason: str) -> None:
-        """Let `eval()` raise CaptureError from now on, with a reason."""
-        self._refused = reason
 
     def __getattr__(self, name: str) -> Tensor | nn.Module:
         """Attributes of the module, or else of the part of a model that it stands for.
@@ -141,7 +134,7 @@ class DistributedModule(Loadable, CalledPart):
     @property
     def used_parameters(self) -> frozenset[str]:
         """The parameters that any of its programs reads or changes."""
-        return frozenset[str]().union(*(program.compiled.parameters for program in self._programs.loaded.values()))
+        return frozenset[str]().union(*(item.program.parameters for item in self._programs.loaded.values()))
 
     def take_from(self, model: nn.Module) -> None:
         """Take the configuration of `model`, if it has one, and record the attributes of its class."""
@@ -154,9 +147,8 @@ class DistributedModule(Loadable, CalledPart):
         """Stand for `original` in a model that is not distributed: return whole tensors, and have its attributes."""
         # It is no part of this module.
         object.__setattr__(self, "_original", original)
-        if self._comparison is not None:
-            # Its inputs are computed, and every rank may round otherwise.
-            self._comparison.compares_floats = False
+        # Its inputs are computed, and every rank may round differently.
+        self._comparison.compares_floats = False
 
     def keep(self, path: str, part: nn.Module) -> None:
         """Keep `part`, which no program uses, as the submodule at `path`, with its own parameters."""
@@ -181,7 +173,7 @@ class DistributedModule(Loadable, CalledPart):
     @property
     def code(self) -> str:
         """The generated source for the current mode (training or evaluation)."""
-        return self._programs.loaded[self._mode()].compiled.source
+        return self._programs.loaded[self._mode()].program.source
 
     @property
     def code_path(self) -> Path:
@@ -191,8 +183,11 @@ class DistributedModule(Loadable, CalledPart):
     @property
     def input_layouts(self) -> dict[str, dict[str, str]]:
         """The placement of each input on each axis: {"input_ids": {"dp": "S(0)", "tp": "R"}}."""
-        inputs = self._programs.planned(self._mode()).compiled.inputs
-        return {item.name: dict(zip(self._shape.names, map(str, item.layout), strict=True)) for item in inputs}
+        inputs = self._programs.planned(self._mode()).program.inputs
+        return {
+            item.name: {axis.name: str(part) for axis, part in zip(self._axes, item.layout, strict=True)}
+            for item in inputs
+        }
 
     def from_local(self, batch: Mapping[str, object], axes: Sequence[str] | None = None) -> dict[str, object]:
         """Each rank's own part of a batch, as data loaders give it, as arguments for a call.
@@ -210,10 +205,8 @@ class DistributedModule(Loadable, CalledPart):
         or number of dims than planned, for sizes that do not fit together, for a layout that parts cannot have, and for
         unknown axes.
         """
-        compiled = self._programs.planned(self._mode()).compiled
-        if axes is None:
-            return self._loader.planned(batch, compiled)
-        return self._loader.gathered(batch, axes, compiled)
+        program = self._programs.planned(self._mode()).program
+        return self._loader.planned(batch, program) if axes is None else self._loader.gathered(batch, axes, program)
 
     def data_rank(self, axes: Sequence[str]) -> int:
         """The number of this rank's share of the data where samples are split over `axes`, the outermost first.
@@ -221,11 +214,11 @@ class DistributedModule(Loadable, CalledPart):
         A `DistributedSampler(dataset, num_replicas=dist_model.data_size(axes), rank=dist_model.data_rank(axes))` draws
         that share for `from_local(batch, axes)`. Raises InputError for unknown axes.
         """
-        return self._loader.place(self._loader.axis_numbers(axes))[0]
+        return self._loader.share(axes)[0]
 
     def data_size(self, axes: Sequence[str]) -> int:
-        """Into how many shares the data is split over `axes`; see `data_rank`."""
-        return self._loader.place(self._loader.axis_numbers(axes))[1]
+        """The number of shares of the data where samples are split over `axes`; see `data_rank`."""
+        return self._loader.share(axes)[1]
 
     def __call__(self, *args: object, **kwargs: object) -> object:
         """Run `forward` and the hooks of the module. Raises RankFailedError where a collective fails."""
@@ -238,28 +231,27 @@ class DistributedModule(Loadable, CalledPart):
         planned, and for sizes that the model cannot be traced for.
         """
         refuse_export()
-        call = self._calls.prepared(self._mode(), self._surroundings(1), args, kwargs)
-        self._change(call.program.compiled.changes)
-        return self._output(call.program, self._run(call.program, call.inputs))
+        serving, inputs = self._calls.prepared(self._mode(), self._surroundings(1), args, kwargs)
+        self._change(serving.program.changes)
+        return self._output(serving, self._run(serving, inputs))
 
-    def _run(self, program: RunnableProgram, local_inputs: Sequence[Tensor]) -> tuple[object, ...]:
+    def _run(self, serving: RunnableProgram, local_inputs: Sequence[Tensor]) -> tuple[object, ...]:
         """Run a program on this rank's parts of its inputs."""
         self._random.advance()
-        program.parameters.follow()
-        compiled, forward = program.compiled, program.generated.forward
-        if not compiled.differentiable:
-            with torch.no_grad():
-                return self._engine.run(compiled.held, forward, local_inputs)
-        if not torch.is_grad_enabled():
-            return self._engine.run(compiled.held, forward, local_inputs)
-        with saving() if compiled.regathers else nullcontext():
-            results = self._engine.run(compiled.held, forward, local_inputs)
-        return program.parameters.linked(results)
+        serving.parameters.follow()
+        program = serving.program
+        differentiable = program.differentiable and torch.is_grad_enabled()
+        with (
+            torch.set_grad_enabled(differentiable),
+            saving() if differentiable and program.regathers else nullcontext(),
+        ):
+            results = self._fsdp_manager.run(program.held, serving.instance.forward, local_inputs)
+        return serving.parameters.linked(results) if differentiable else results
 
-    def _output(self, program: RunnableProgram, leaves: Sequence[object]) -> object:
+    def _output(self, serving: RunnableProgram, leaves: Sequence[object]) -> object:
         """The model's output, from this rank's parts of its leaves."""
         whole = self._original is not None or self._plan.outputs == "full"
-        return output_of(program.compiled, leaves, self._mesh, whole=whole)
+        return output_of(serving.program, leaves, self._mesh, whole=whole)
 
     def forward_backward(self, *args: object, **kwargs: object) -> object:
         """Run forward and backward on the global batch: returns the output with the loss, and adds to `.grad`.
@@ -273,11 +265,12 @@ class DistributedModule(Loadable, CalledPart):
         return self._failures.run(self._forward_backward, *args, **kwargs)
 
     def _forward_backward(self, *args: object, **kwargs: object) -> object:
-        micro_batches = self._programs.planned(self._mode()).compiled.micro_batches
-        if micro_batches is not None:
+        batching = self._programs.planned(self._mode()).program.micro_batches
+        if batching is not None:
             refuse_module_hooks(self)
-            surroundings = self._surroundings(micro_batches.count)
-            return self._in_micro_batches(self._calls.prepared(self._mode(), surroundings, args, kwargs))
+            return self._in_micro_batches(
+                *self._calls.prepared(self._mode(), self._surroundings(batching.count), args, kwargs)
+            )
         output = self(*args, **kwargs)
         loss = loss_of(output)
         if loss is None or not loss.requires_grad:
@@ -285,21 +278,20 @@ class DistributedModule(Loadable, CalledPart):
         loss.backward()  # type: ignore[no-untyped-call]
         return output
 
-    def _in_micro_batches(self, call: PreparedCall) -> object:
-        """Forward and backward of a batch in the micro-batches of the call's program."""
-        program = call.program
-        batching, totals = program.compiled.micro_batches, program.generated.totals
+    def _in_micro_batches(self, serving: RunnableProgram, inputs: Sequence[Tensor]) -> object:
+        """Forward and backward of a batch in the micro-batches of the program that serves it."""
+        batching, totals = serving.program.micro_batches, serving.instance.totals
         assert batching is not None
-        self._change(program.compiled.changes)
+        self._change(serving.program.changes)
         leaves = forward_backward(
             batching,
-            call.inputs,
+            inputs,
             self._axes,
             None if totals is None else lambda parts: totals.forward(*parts),
-            lambda parts: self._run(program, parts),
-            self,
+            lambda parts: self._run(serving, parts),
+            self._fsdp_manager,
         )
-        return self._output(program, leaves)
+        return self._output(serving, leaves)
 
     def holding_gradients(self) -> AbstractContextManager[None]:
         """Context in which backward passes accumulate gradients of parameters on data axes without reducing them.
@@ -311,14 +303,14 @@ class DistributedModule(Loadable, CalledPart):
 
         The backward pass raises InputError for a parameter on data axes that has a tensor hook.
         """
-        return self._engine.holding_gradients()
+        return self._fsdp_manager.holding_gradients()
 
     def keeping_parameters(self) -> AbstractContextManager[None]:
         """Context in which parameters that stay gathered for backward also stay gathered after it.
 
         Enter it around all micro-batches of a step. Parameters must not change inside.
         """
-        return self._engine.keeping_parameters()
+        return self._fsdp_manager.keeping_parameters()
 
     def _change(self, changes: Sequence[StateChange]) -> None:
         """Apply the changes to parameters that the model itself makes before it reads them."""
@@ -329,7 +321,9 @@ class DistributedModule(Loadable, CalledPart):
                 find_overload(change.target)(**{first.name: part.data}, **change.arguments)
 
     def _surroundings(self, micro_batches: int) -> Surroundings:
-        return Surroundings(self.training, micro_batches, self._random, self._engine.within, self._device.type)
+        return Surroundings(
+            self.training, micro_batches, self._random, self._fsdp_manager.within, self._mesh.device_type
+        )
 
     def _mode(self) -> str:
         """The name of the program that runs: evaluation has its own only where it differs from training."""

@@ -16,8 +16,8 @@ _Place = tuple[Mapping[str, nn.Parameter | None], str, str]
 class ParameterWatch:
     """Watches the parameters that programs read, and detects changes that programs cannot follow.
 
-    It is asked at every call, so it looks at identities and at `requires_grad` alone. That parameters are only replaced
-    by such as lie alike is seen to where they are set.
+    It runs at every call, so it reads identities and `requires_grad` only. `register_parameter` of distributed modules
+    accepts only parameters with the same placements.
     """
 
     def __init__(self, root: nn.Module, planned: Mapping[str, ParameterPlan]) -> None:

@@ -70,18 +70,15 @@ class DistributedPart(nn.Module):
         "a distributed module cannot be compiled by torch.jit", "script or trace the model without parallelize"
     )
 
-    @property
-    def __jit_ignored_attributes__(self) -> NoReturn:
-        """torch.jit.trace asks for this first."""
-        self.__prepare_scriptable__()
-
-    @property
-    def _ddp_params_and_buffers_to_ignore(self) -> NoReturn:
-        """DistributedDataParallel asks for this first."""
-        raise UnsupportedError(
-            "DistributedDataParallel cannot wrap a distributed module, which reduces its gradients itself: "
-            "call it as it is"
+    # The first attribute that torch.jit.trace asks for.
+    __jit_ignored_attributes__ = property(__prepare_scriptable__)
+    # The first attribute that DistributedDataParallel asks for.
+    _ddp_params_and_buffers_to_ignore = property(
+        _refusal(
+            "DistributedDataParallel cannot wrap a distributed module, which reduces its gradients itself",
+            "call it as it is",
         )
+    )
 
     # --- conversions ---
 
@@ -108,24 +105,16 @@ class DistributedPart(nn.Module):
     register_module = _refusal("no part can be added to a distributed module", _BEFORE)
     set_submodule = _refusal("no part of a distributed module can be replaced", _BEFORE)
 
-    @property
-    def parametrizations(self) -> NoReturn:
-        """torch.nn.utils.parametrize asks for this first."""
-        raise UnsupportedError(f"the parameters of a distributed module cannot be parametrized: {_BEFORE}")
+    # The first attribute that torch.nn.utils.parametrize asks for.
+    parametrizations = property(_refusal("the parameters of a distributed module cannot be parametrized", _BEFORE))
 
     def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
         """Replace a buffer by another one of the same shape and dtype.
 
         Raises UnsupportedError for any other buffer.
         """
-        known = buffers_of(self).get(name)
-        if known is None:
-            raise UnsupportedError(f"no buffer can be added to a distributed module, not {name!r} either: {_BEFORE}")
-        if not _alike(tensor, known):
-            raise UnsupportedError(
-                f"the buffer {name!r} of a distributed module can only be replaced by a tensor of the same shape and "
-                "dtype: copy values into it instead"
-            )
+        instead = "a tensor of the same shape and dtype: copy values into it instead"
+        _check_replacement("buffer", name, buffers_of(self).get(name), tensor, instead)
         super().register_buffer(name, tensor, persistent)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
@@ -133,14 +122,8 @@ class DistributedPart(nn.Module):
 
         Raises UnsupportedError for any other parameter.
         """
-        known = parameters_of(self).get(name)
-        if known is None:
-            raise UnsupportedError(f"no parameter can be added to a distributed module, not {name!r} either: {_BEFORE}")
-        if not _alike(param, known):
-            raise UnsupportedError(
-                f"the parameter {name!r} of a distributed module can only be replaced by a DTensor of the same shape, "
-                "dtype and placements: copy values into it under torch.no_grad() instead"
-            )
+        instead = "a DTensor of the same shape, dtype and placements: copy values into it under torch.no_grad() instead"
+        _check_replacement("parameter", name, parameters_of(self).get(name), param, instead)
         super().register_parameter(name, param)
 
     def __setattr__(self, name: str, value: Tensor | nn.Module) -> None:
@@ -186,10 +169,8 @@ class CalledPart(DistributedPart):
         "torch.compile cannot take a distributed module, whose code is generated", "pass compiled=True to parallelize"
     )
 
-    @property
-    def _torchdynamo_orig_callable(self) -> NoReturn:
-        """torch.compile asks for this first."""
-        self.compile()
+    # The first attribute that torch.compile asks for.
+    _torchdynamo_orig_callable = property(compile)
 
 
 def refuse_export() -> None:
@@ -211,6 +192,14 @@ def put(root: nn.Module, path: str, part: nn.Module) -> None:
     """Replace the submodule of `root` at `path` by `part`."""
     above, _, name = path.rpartition(".")
     parts_of(root.get_submodule(above))[name] = part
+
+
+def _check_replacement(kind: str, name: str, known: Tensor | None, given: Tensor | None, instead: str) -> None:
+    """Raise UnsupportedError unless `given` can replace `known`, the parameter or buffer called `name`."""
+    if known is None:
+        raise UnsupportedError(f"no {kind} can be added to a distributed module, not {name!r} either: {_BEFORE}")
+    if not _alike(given, known):
+        raise UnsupportedError(f"the {kind} {name!r} of a distributed module can only be replaced by {instead}")
 
 
 def _alike(one: Tensor | None, other: Tensor) -> bool:

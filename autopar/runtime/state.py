@@ -1,6 +1,7 @@
 """Conversion between layouts and placements of `torch.distributed.tensor`, and between whole tensors and shards."""
 
 from collections.abc import Sequence
+from math import prod
 
 import torch
 from torch import Tensor
@@ -22,10 +23,8 @@ def placements(layout: Layout, mesh: Mesh) -> tuple[Placement, ...]:
         elif part.kind != "S":
             found.append(Replicate())
         else:
-            before = [item for item in digits(layout[:axis], part.dim, mesh) if item[0] < part.major]
-            factor = part.major
-            for _, size, _ in before:
-                factor //= size
+            before = [size for major, size, _ in digits(layout[:axis], part.dim, mesh) if major < part.major]
+            factor = part.major // prod(before)
             found.append(Shard(part.dim) if factor == 1 else StridedShard(part.dim, split_factor=factor))
     return tuple(found)
 
@@ -36,10 +35,8 @@ def local_part(whole: Tensor, layout: Layout, coordinate: Sequence[int], mesh: M
     for dim in range(whole.dim()):
         taken = 1
         for major, size, axis in digits(layout, dim, mesh):
-            shape = part.shape
-            cut = part.reshape(*shape[:dim], major // taken, size, -1, *shape[dim + 1 :])
-            cut = cut.select(dim + 1, coordinate[axis])
-            part = cut.reshape(*shape[:dim], shape[dim] // size, *shape[dim + 1 :])
+            cut = torch.unflatten(part, dim, (major // taken, size, -1)).select(dim + 1, coordinate[axis])
+            part = cut.flatten(dim, dim + 1)
             taken *= size
     part = part.contiguous()
     return part.clone() if storage_id(part) == storage_id(whole) else part

@@ -2,7 +2,6 @@
 
 import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -22,14 +21,6 @@ from passes.ir.layout import I
 from passes.ir.redistribution import redistribution
 
 
-@dataclass(frozen=True)
-class PreparedCall:
-    """The program for a call, and this rank's parts of its inputs."""
-
-    program: RunnableProgram
-    inputs: Sequence[Tensor]
-
-
 class CallPath:
     """Binds and checks the arguments of calls, compares them between ranks, chooses programs, and cuts inputs."""
 
@@ -38,7 +29,7 @@ class CallPath:
         signature: inspect.Signature,
         programs: Programs,
         parameters: ParameterWatch,
-        comparison: CallComparison | None,
+        comparison: CallComparison,
         mesh: DeviceMesh,
         axes: tuple[Axis, ...],
         device: torch.device,
@@ -54,25 +45,23 @@ class CallPath:
 
     def prepared(
         self, name: str, surroundings: Surroundings, args: Sequence[object], kwargs: Mapping[str, object]
-    ) -> PreparedCall:
-        """A call of the program called `name`; every rank of the mesh calls it alike.
+    ) -> tuple[RunnableProgram, list[Tensor]]:
+        """The program that serves a call of the program called `name`, and this rank's parts of its inputs.
+
+        Every rank of the mesh calls it alike.
 
         Raises InputError, on all ranks, for arguments that the program cannot be called with on some rank, and where
         ranks are called with different ones.
         """
-        if self._comparison is None:
-            self._parameters.flags()
+        with self._comparison.next_call() as compare:
+            flags = self._parameters.flags()
             call = self._bound(name, args, kwargs)
-        else:
-            with self._comparison.next_call() as compare:
-                flags = self._parameters.flags()
-                call = self._bound(name, args, kwargs)
-                compare(call, surroundings, flags, self._parameters)
-        program = self._programs.serving(name, surroundings.training, surroundings.micro_batches, call)
-        return PreparedCall(program, [self._local_input(item, call) for item in program.compiled.inputs])
+            compare(call, surroundings, flags, self._parameters)
+        serving = self._programs.serving(name, surroundings.training, surroundings.micro_batches, call)
+        return serving, [self._local_input(item, call) for item in serving.program.inputs]
 
     def _bound(self, name: str, args: Sequence[object], kwargs: Mapping[str, object]) -> BoundCall:
-        call = bound_call(self._signature, self._programs.planned(name).compiled, args, kwargs)
+        call = bound_call(self._signature, self._programs.planned(name).program, args, kwargs)
         for leaf, tensor in call.tensors.items():
             if isinstance(tensor, DTensor) and tensor.device_mesh != self._mesh:
                 raise InputError(f"{leaf} is a DTensor on another mesh than the model: make it with from_local()")
@@ -88,7 +77,7 @@ class CallPath:
                 return leaf.to_local().to(self._device, item.dtype)
             if differentiable:
                 raise InputError(
-                    f"{item.name} requires a gradient and lies as {leaf.placements}, but is planned as "
+                    f"{item.name} requires a gradient and has the placements {leaf.placements}, but is planned as "
                     f"{placements(item.layout, self._shape)}: pass the whole tensor, or parts as input_layouts says"
                 )
             # Rows of data loaders, or parts in the planned layout where the program for these sizes has another one.
@@ -99,9 +88,7 @@ class CallPath:
             for step in redistribution((I,) * len(self._axes), item.layout, item.type.shape, self._shape):
                 part = convert(part, self._axes[step.axis], src=step.source, dst=step.target)
         elif any(placement.kind == "S" for placement in item.layout):
-            coordinate = self._mesh.get_coordinate()
-            assert coordinate is not None
-            part = local_part(leaf, item.layout, coordinate, self._shape)
+            part = local_part(leaf, item.layout, [axis.rank for axis in self._axes], self._shape)
         else:
             part = leaf
         return part.to(self._device, item.dtype)

@@ -106,9 +106,10 @@ def _check_known(
     tops = {name: [leaf for leaf in leaves if leaf == name or leaf.startswith(f"{name}[")] for name in arguments}
     additional = [name for name, inner in tops.items() if name not in explicit and not known & {name, *inner}]
     if additional:
+        noun = "argument" if len(additional) == 1 else "arguments"
         raise InputError(
-            f"additional {listed(additional)}: the model's forward does not name it, and the plan was made for inputs "
-            f"{', '.join(inputs)} (plan again with it)"
+            f"additional {noun} {', '.join(additional)}: the model's forward does not name it, and the plan was made "
+            f"for inputs {', '.join(inputs)} (plan again with it)"
         )
 
 
@@ -140,7 +141,7 @@ def _planned_tensor(leaf: object, item: PlannedInput) -> Tensor:
     if not isinstance(leaf, Tensor):
         raise InputError(f"{item.name} must be a tensor, got {type(leaf).__name__}")
     if not is_like(leaf, item.type):
-        check_tensor(item.name, leaf, item.type, "")
+        raise unlike(item.name, leaf, item.type)
     if _differentiable(leaf) and not item.differentiable:
         raise InputError(f"{item.name} requires a gradient, but was planned without: plan with one that does")
     return leaf
@@ -182,16 +183,12 @@ def values_of(name: str, leaf: object, planned: Tensor) -> Tensor:
     return leaf.detach().cpu().contiguous()
 
 
-def listed(names: Sequence[str]) -> str:
-    return ("argument " if len(names) == 1 else "arguments ") + ", ".join(names)
-
-
 def is_like(tensor: Tensor, planned: TensorType) -> bool:
     """Whether a tensor equals a planned one in everything but its sizes."""
     return tensor.dtype == planned.dtype and tensor.dim() == len(planned.shape)
 
 
-def check_tensor(name: str, tensor: Tensor, planned: TensorType, what: str) -> None:
-    if tuple(tensor.shape) != planned.shape or tensor.dtype != planned.dtype:
-        given = TensorType(tuple(tensor.shape), tensor.dtype)
-        raise InputError(f"{what}{name} is {given}, but was planned as {planned}: pass that, or plan again")
+def unlike(what: str, tensor: Tensor, planned: TensorType) -> InputError:
+    """The error for a tensor, called `what`, that cannot take the place of a planned one."""
+    given = TensorType(tuple(tensor.shape), tensor.dtype)
+    return InputError(f"{what} is {given}, but was planned as {planned}: pass that, or plan again")

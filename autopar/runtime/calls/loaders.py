@@ -1,19 +1,19 @@
 """Global batches from the parts that the data loader of each rank gives."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NoReturn
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from autopar.runtime.calls.inputs import check_tensor, is_like
-from autopar.runtime.generated.axis import axes_of
+from autopar.runtime.calls.inputs import is_like, unlike
+from autopar.runtime.generated.axis import axes_of, rank_along
 from autopar.runtime.generated.bases import GeneratedProgram
 from autopar.runtime.generated.collectives import all_gather
-from autopar.runtime.ranks.agreement import SENT, Agreement, Raised, digest_numbers
+from autopar.runtime.ranks.agreement import Agreement, Raised
 from autopar.runtime.ranks.values import Leaf, ValueComparison
 from autopar.runtime.state import from_local, mesh_of
 from passes._torch import pytree
@@ -27,45 +27,13 @@ Batch = Mapping[str, object]
 _WHAT = "from_local()"
 
 
-def planned_parts(
-    batch: Batch, compiled: GeneratedProgram, mesh: DeviceMesh, device: torch.device
-) -> dict[str, object]:
-    """`batch`, which holds this rank's parts in the planned layout, as `DTensor`s of the whole batch.
-
-    Raises InputError for a part of another dtype or number of dims than planned, and for one that the layout cannot
-    have.
-    """
-    shape_of_mesh = mesh_of(mesh)
-    planned = {item.name: item for item in compiled.inputs}
-    whole = []
-    for name, leaf in input_leaves(batch):
-        item = planned.get(name)
-        if item is None:
-            if isinstance(leaf, Tensor) and name not in compiled.constants:
-                raise InputError(
-                    f"the plan was made for inputs {', '.join(planned)} and has no layout for {name}: say which axes "
-                    "samples are split over, from_local(batch, axes=(...))"
-                )
-            whole.append(leaf)
-            continue
-        if not isinstance(leaf, Tensor):
-            raise InputError(f"{name} must be a tensor, got {type(leaf).__name__}")
-        shape = whole_shape(tuple(leaf.shape), item.layout, shape_of_mesh)
-        if not is_like(leaf, item.type) or not fits(shape, item.layout, shape_of_mesh):
-            part = local_shape(item.type.shape, item.layout, shape_of_mesh)
-            check_tensor(name, leaf, TensorType(part, item.type.dtype), "this rank's part of ")
-        whole.append(from_local(leaf.to(device), item.layout, shape, mesh, shape_of_mesh))
-    return _filled(batch, whole)
-
-
 @dataclass(frozen=True)
 class _Rows:
-    """This rank's rows of a batch: its tensors by name, and the dim of each that has the samples (None: it has none,
-    and is the same on every rank). `described` is all that must be equal on all ranks, by name; `count` are the rows.
+    """This rank's rows of a batch: its tensors by name, each with its sample dim (None: it has no samples, and is the
+    same on every rank). `described` must be equal on all ranks; `count` is the number of rows.
     """
 
-    tensors: Mapping[str, Tensor]
-    dims: Mapping[str, int | None]
+    tensors: Mapping[str, tuple[Tensor, int | None]]
     described: Mapping[str, str]
     count: int
 
@@ -73,19 +41,17 @@ class _Rows:
 class RowLoader:
     """Gathers global batches from the rows of each rank, over the ranks of a mesh."""
 
-    def __init__(self, mesh: DeviceMesh, device: torch.device, agreement: Agreement | None) -> None:
+    def __init__(self, mesh: DeviceMesh, device: torch.device, agreement: Agreement) -> None:
         self._mesh = mesh
         self._shape = mesh_of(mesh)
         self._axes = axes_of(mesh)
         self._device = device
         self._agreement = agreement
         self._number = 0
-        self._values: ValueComparison | None = None
-        if agreement is not None:
-            advice = "it has no samples to split, so it must be the same on every rank"
-            self._values = ValueComparison(agreement, self._shape, _WHAT, advice)
+        advice = "it has no samples to split, so it must be the same on every rank"
+        self._values = ValueComparison(agreement, self._shape, _WHAT, advice)
 
-    def axis_numbers(self, axes: Sequence[str]) -> tuple[int, ...]:
+    def _numbers(self, axes: Sequence[str]) -> tuple[int, ...]:
         """The numbers of the axes called so.
 
         Raises InputError for a name that the mesh does not have, one that is there twice, and for none at all.
@@ -99,100 +65,103 @@ class RowLoader:
             )
         return tuple(names.index(axis) for axis in asked)
 
-    def place(self, axes: Sequence[int]) -> tuple[int, int]:
-        """The number of this rank among those that differ from it on `axes`, the first one outermost; and how many
-        there are."""
-        coordinate = self._mesh.get_coordinate()
-        assert coordinate is not None
-        return _number(coordinate, axes, self._shape.sizes)
+    def share(self, axes: Sequence[str]) -> tuple[int, int]:
+        """The number of this rank's share of the data where samples are split over `axes`; and how many there are.
 
-    def planned(self, batch: Batch, compiled: GeneratedProgram) -> dict[str, object]:
+        Raises InputError for unknown axes.
+        """
+        return rank_along([self._axes[axis] for axis in self._numbers(axes)])
+
+    def planned(self, batch: Batch, program: GeneratedProgram) -> dict[str, object]:
         """`batch`, which holds this rank's parts in the planned layout, as whole `DTensor`s. Collective over the mesh.
 
-        Raises InputError, on all ranks, where the part of one is not such as planned, and where they do not fit
-        together.
+        Raises InputError, on all ranks, for a part of another dtype or number of dims than planned, for one that the
+        layout cannot have, and for parts that do not fit together.
         """
-        found: dict[str, object] = {}
-        described: dict[str, str] = {}
-        error: BaseException | None = None
-        try:
-            found = planned_parts(batch, compiled, self._mesh, self._device)
+        with self._told_to_all():
+            found = self._planned_parts(batch, program)
             described = {
                 name: f"a part of {dtype_name(leaf.dtype)}{list(leaf.shape)}"
                 for name, leaf in input_leaves(found)
                 if isinstance(leaf, Tensor)
             }
-        except BaseException as raised:
-            # An interrupt too: it is told to the others before it goes on.
-            error = raised
-        self._agreed(described, 0, error)
+        self._agreed(described, 0)
         return found
 
-    def gathered(self, batch: Batch, axes: Sequence[str], compiled: GeneratedProgram) -> dict[str, object]:
+    def _planned_parts(self, batch: Batch, program: GeneratedProgram) -> dict[str, object]:
+        planned = {item.name: item for item in program.inputs}
+        whole: list[object] = []
+        for name, leaf in input_leaves(batch):
+            item = planned.get(name)
+            if item is None:
+                if isinstance(leaf, Tensor) and name not in program.constants:
+                    raise InputError(
+                        f"the plan was made for inputs {', '.join(planned)} and has no layout for {name}: say which "
+                        "axes samples are split over, from_local(batch, axes=(...))"
+                    )
+                whole.append(leaf)
+                continue
+            if not isinstance(leaf, Tensor):
+                raise InputError(f"{name} must be a tensor, got {type(leaf).__name__}")
+            shape = whole_shape(tuple(leaf.shape), item.layout, self._shape)
+            if not is_like(leaf, item.type) or not fits(shape, item.layout, self._shape):
+                part = local_shape(item.type.shape, item.layout, self._shape)
+                raise unlike(f"this rank's part of {name}", leaf, TensorType(part, item.type.dtype))
+            whole.append(from_local(leaf.to(self._device), item.layout, shape, self._mesh, self._shape))
+        return _filled(batch, whole)
+
+    def gathered(self, batch: Batch, axes: Sequence[str], program: GeneratedProgram) -> dict[str, object]:
         """`batch`, which holds this rank's rows, as whole `DTensor`s on every rank. Collective over the mesh.
 
         Raises InputError, on all ranks, where the rows of one are not such as planned, where ranks differ in what is
         not split, and where there is no row at all.
         """
-        rows: _Rows | None = None
-        error: BaseException | None = None
-        try:
-            numbers = self.axis_numbers(axes)
-            rows = _rows(batch, compiled, axes)
-        except BaseException as raised:
-            # An interrupt too: it is told to the others before it goes on.
-            error = raised
-        counts = self._agreed({} if rows is None else rows.described, 0 if rows is None else rows.count, error)
-        assert rows is not None
-        own = self._checked_counts(counts, numbers)
+        with self._told_to_all():
+            numbers = self._numbers(axes)
+            rows = _rows(batch, program, axes)
+        own = self._checked_counts(self._agreed(rows.described, rows.count), numbers)
         self._number += 1
-        split_on = frozenset(numbers)
-        if self._values is not None:
-            leaves = [
-                Leaf(name, tensor, frozenset() if rows.dims[name] is None else split_on)
-                for name, tensor in sorted(rows.tensors.items())
-            ]
-            self._values.compare(self._number, leaves)
-        whole = []
-        for name, leaf in input_leaves(batch):
-            tensor = rows.tensors.get(name)
-            whole.append(leaf if tensor is None else self._whole(tensor, rows.dims[name], numbers, own))
+        leaves = [
+            Leaf(name, tensor, frozenset(() if dim is None else numbers))
+            for name, (tensor, dim) in sorted(rows.tensors.items())
+        ]
+        self._values.compare(self._number, leaves)
+        whole = [
+            self._whole(*rows.tensors[name], numbers, own) if name in rows.tensors else leaf
+            for name, leaf in input_leaves(batch)
+        ]
         return _filled(batch, whole)
 
-    def _agreed(self, described: Mapping[str, str], count: int, error: BaseException | None) -> list[int]:
-        """The number of rows that every rank of the mesh has, where all describe their batches alike.
+    @contextmanager
+    def _told_to_all(self) -> Iterator[None]:
+        """Context whose exception on one rank is raised on all."""
+        try:
+            yield
+        except BaseException as error:
+            # An interrupt too: the other ranks get to know of it first.
+            self._agreement.compared(_WHAT, _WHAT, Raised.of(error))
+            raise
 
-        Raises InputError where they do not, and the own error, or that of another rank.
-        """
-        if self._agreement is not None:
-            mine: Raised | dict[str, str] = dict(sorted(described.items())) if error is None else Raised.of(error)
-            digest = digest_numbers(repr(mine).encode(), SENT - 1)
-            every = self._agreement.numbers([*digest, count])
-            if any(other[:-1] != every[0][:-1] for other in every):
-                others = self._agreement.gathered_from(_WHAT, mine)
-                if error is None:
-                    _raise_difference(others)
-            counts = [other[-1] for other in every]
-        else:
-            counts = [count]
-        if error is not None:
-            raise error
+    def _agreed(self, described: Mapping[str, str], count: int) -> list[int]:
+        """The number of rows that every rank has. Raises InputError where ranks describe their batches differently."""
+        counts, difference = self._agreement.compared(_WHAT, _WHAT, dict(sorted(described.items())), count)
+        if difference is not None:
+            raise InputError(f"ranks give from_local() what does not fit together: {difference}")
         return counts
 
     def _checked_counts(self, counts: Sequence[int], axes: Sequence[int]) -> list[int]:
         """The numbers of rows along `axes`, the first one outermost."""
-        found: dict[int, tuple[int, int]] = {}
-        places = self._shape.coordinates() if len(counts) > 1 else [(0,) * len(self._shape.sizes)]
-        for rank, (coordinate, count) in enumerate(zip(places, counts, strict=True)):
-            number, _ = _number(coordinate, axes, self._shape.sizes)
-            other, expected = found.setdefault(number, (rank, count))
+        found: dict[tuple[int, ...], tuple[int, int]] = {}
+        coordinates = self._shape.coordinates() if len(counts) > 1 else [(0,) * len(self._shape.sizes)]
+        for rank, (coordinate, count) in enumerate(zip(coordinates, counts, strict=True)):
+            other, expected = found.setdefault(tuple(coordinate[axis] for axis in axes), (rank, count))
             if count != expected:
                 names = ", ".join(self._shape.names[axis] for axis in axes)
                 raise InputError(
                     f"rank {rank} of the mesh gives from_local() {count} rows, rank {other} gives {expected}, but both "
                     f"have the same place on {names}, so they must give the same rows"
                 )
-        if not sum(count for _, count in found.values()):
+        if not any(counts):
             raise InputError("no rank gives from_local() any row: the global batch would be empty")
         return [count for _, (_, count) in sorted(found.items())]
 
@@ -211,37 +180,20 @@ class RowLoader:
         return from_local(whole, (I,) * len(self._shape.sizes), whole.shape, self._mesh, self._shape)
 
 
-def _raise_difference(every: Sequence[Raised | dict[str, str]]) -> NoReturn:
-    """Raise an error that describes how the batches of ranks differ, or the error that a rank raised."""
-    described: list[dict[str, str]] = []
-    for rank, item in enumerate(every):
-        if isinstance(item, Raised):
-            item.raise_here(rank, _WHAT)
-        described.append(item)
-    first = described[0]
-    rank, other = next((rank, item) for rank, item in enumerate(described) if item != first)
-    name = next(name for name in (*first, *other) if first.get(name) != other.get(name))
-    raise InputError(
-        f"ranks give from_local() what does not fit together: rank {rank} of the mesh has {name} "
-        f"{other.get(name, 'left out')}, rank 0 has {name} {first.get(name, 'left out')}"
-    )
-
-
-def _rows(batch: Batch, compiled: GeneratedProgram, axes: Sequence[str]) -> _Rows:
+def _rows(batch: Batch, program: GeneratedProgram, axes: Sequence[str]) -> _Rows:
     """The rows that this rank gives.
 
     Raises InputError for what is no batch, or not such as planned.
     """
     if not isinstance(batch, Mapping):
         raise InputError(f"from_local takes a dict of the model's arguments by name, not {type(batch).__name__}")
-    planned = {item.name: item for item in compiled.inputs}
-    tensors: dict[str, Tensor] = {}
-    dims: dict[str, int | None] = {}
+    planned = {item.name: item for item in program.inputs}
+    tensors: dict[str, tuple[Tensor, int | None]] = {}
     described = {"axes": repr(axes)}
     counts: dict[str, int] = {}
     for name, leaf in input_leaves(batch):
         item = planned.get(name)
-        if not isinstance(leaf, Tensor) or name in compiled.constants:
+        if not isinstance(leaf, Tensor) or name in program.constants:
             if item is not None:
                 raise InputError(f"{name} must be a tensor, got {type(leaf).__name__}")
             described[name] = str(leaf.tolist()) if isinstance(leaf, Tensor) else repr(leaf)
@@ -251,9 +203,9 @@ def _rows(batch: Batch, compiled: GeneratedProgram, axes: Sequence[str]) -> _Row
         if leaf.requires_grad:
             raise InputError(f"{name} requires a gradient: pass the whole tensor to the call instead of rows")
         if item is not None and not is_like(leaf, item.type):
-            check_tensor(name, leaf, item.type, "this rank's rows of ")
+            raise unlike(f"this rank's rows of {name}", leaf, item.type)
         dim = item.samples if item is not None else 0 if leaf.dim() else None
-        tensors[name], dims[name] = leaf, dim
+        tensors[name] = leaf, dim
         other = [str(size) for size in leaf.shape]
         if dim is not None:
             counts[name] = leaf.shape[dim]
@@ -262,14 +214,7 @@ def _rows(batch: Batch, compiled: GeneratedProgram, axes: Sequence[str]) -> _Row
     if len(set(counts.values())) > 1:
         said = ", ".join(f"{name} has {count}" for name, count in counts.items())
         raise InputError(f"the inputs have different numbers of rows: {said}")
-    return _Rows(tensors, dims, described, next(iter(counts.values()), 0))
-
-
-def _number(coordinate: Sequence[int], axes: Sequence[int], sizes: Sequence[int]) -> tuple[int, int]:
-    number, count = 0, 1
-    for axis in axes:
-        number, count = number * sizes[axis] + coordinate[axis], count * sizes[axis]
-    return number, count
+    return _Rows(tensors, described, next(iter(counts.values()), 0))
 
 
 def _filled(batch: Batch, leaves: Sequence[object]) -> dict[str, object]:

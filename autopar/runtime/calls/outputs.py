@@ -12,12 +12,12 @@ from passes._torch import pytree
 from passes.ir.mesh import Mesh
 
 
-def output_of(compiled: GeneratedProgram, leaves: Sequence[object], mesh: DeviceMesh, *, whole: bool) -> object:
+def output_of(program: GeneratedProgram, leaves: Sequence[object], mesh: DeviceMesh, *, whole: bool) -> object:
     """The model's output, from this rank's parts of its leaves: scalars as plain tensors, others as `DTensor`, or, with
     `whole`, as plain tensors too."""
     shape = mesh_of(mesh)
-    outputs = [_at_surface(leaf, item, mesh, shape, whole) for leaf, item in zip(leaves, compiled.outputs, strict=True)]
-    return pytree.tree_unflatten(outputs, compiled.output_tree)
+    outputs = [_at_surface(leaf, item, mesh, shape, whole) for leaf, item in zip(leaves, program.outputs, strict=True)]
+    return pytree.tree_unflatten(outputs, program.output_tree)
 
 
 def _at_surface(leaf: object, item: PlannedOutput, mesh: DeviceMesh, shape: Mesh, whole: bool) -> object:

@@ -37,7 +37,7 @@ class PlannedTensor(DTensor):
                 "the loss with it (loss=), ask for whole outputs (outputs='full'), or call .full_tensor() on it"
             ) from None
         for item in result if isinstance(result, tuple | list) else (result,):
-            # What is given back as it came in, as by in-place ops, stays what it was.
+            # In-place ops return their argument, whose class stays.
             if type(item) is DTensor and not any(item is given for given in args):
                 item.__class__ = PlannedTensor
         return result

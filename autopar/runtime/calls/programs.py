@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from autopar.runtime.calls.inputs import BoundCall, tensors_among
 from autopar.runtime.fsdp.local_parameters import LocalParameters, ReadParameters
@@ -30,21 +30,22 @@ KEPT = 32
 class RunnableProgram:
     """A program, the instance of its generated class that runs it, and the parameters that it reads."""
 
-    compiled: GeneratedProgram
-    generated: Generated
+    program: GeneratedProgram
+    instance: Generated
     parameters: ReadParameters
 
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A plan, its programs by name, the signature of the model's forward, the seed of random numbers, and the function
-    that makes programs for other sizes."""
+    """A plan, its programs by name, the signature of the model's forward, the seed of random numbers, the function that
+    makes programs for other sizes, and the reason why the model cannot be evaluated, if there is one."""
 
     plan: Plan
     programs: Mapping[str, LoadedProgram]
     signature: inspect.Signature
     seed: int
     other_sizes: OtherSizes
+    refused: str = ""
 
 
 class Programs:
@@ -56,7 +57,7 @@ class Programs:
         axes: tuple[Axis, ...],
         device: torch.device,
         random: Randomness,
-        engine: FSDPManager,
+        fsdp_manager: FSDPManager,
         loaded: Mapping[str, LoadedProgram],
         other_sizes: OtherSizes,
     ) -> None:
@@ -65,7 +66,7 @@ class Programs:
         self._axes = axes
         self._device = device
         self._random = random
-        self._engine = engine
+        self._fsdp_manager = fsdp_manager
         self._other_sizes = other_sizes
         self.loaded = dict(loaded)
         self._planned = {name: self._instance(item) for name, item in loaded.items()}
@@ -85,9 +86,9 @@ class Programs:
 
         Raises InputError where the model cannot run with these arguments.
         """
-        program = self._planned[name]
-        if call.as_planned and _serves(program.compiled, call, count):
-            return program
+        planned = self._planned[name]
+        if call.as_planned and _serves(planned.program, call, count):
+            return planned
         key = (name, count, *_described(call, training))
         found = self._others.get(key)
         if found is None:
@@ -104,8 +105,8 @@ class Programs:
         if len(self._others) <= KEPT:
             return
         _, oldest = self._others.popitem(last=False)
-        # The module of its source is no use without it.
-        sys.modules.pop(type(oldest.generated).__module__, None)
+        # The module of its source is of no use without it.
+        sys.modules.pop(type(oldest.instance).__module__, None)
         if not self._warned and not any(axis.rank for axis in self._axes):
             logger.warning(
                 "this module was called with more than %d different sizes or sets of inputs: the program that was not "
@@ -115,31 +116,26 @@ class Programs:
             )
         self._warned = True
 
-    def _instance(self, program: LoadedProgram) -> RunnableProgram:
-        compiled = program.compiled
-        given = {
-            given_name(name): value.to(self._device)
-            for name, value in compiled.constants.items()
-            if isinstance(value, Tensor)
-        }
-        tensors = {**compiled.tensors, **given}
-        view = self._engine.view(self._root, compiled.held)
-        parameters = self._parameters.read(view, compiled.parameters - compiled.held.gathered)
-        groups = self._engine.groups(compiled.held)
-        around = self._engine.around_copies(compiled.held)
-        generated = program.kind(view, self._axes, self._device, tensors, self._random, groups, around)
-        if program.totals is not None:
-            generated.totals = self._instance(program.totals).generated
-        return RunnableProgram(compiled, generated, parameters)
+    def _instance(self, loaded: LoadedProgram) -> RunnableProgram:
+        program, held = loaded.program, loaded.program.held
+        given = {given_name(name): value.to(self._device) for name, value in tensors_among(program.constants).items()}
+        tensors = {**program.tensors, **given}
+        view = self._fsdp_manager.view(self._root, held)
+        parameters = self._parameters.read(view, program.parameters - held.gathered)
+        groups, around = self._fsdp_manager.groups(held), self._fsdp_manager.around_copies(held)
+        instance = loaded.kind(view, self._axes, self._device, tensors, self._random, groups, around)
+        if loaded.totals is not None:
+            instance.totals = self._instance(loaded.totals).instance
+        return RunnableProgram(program, instance, parameters)
 
 
-def _serves(compiled: GeneratedProgram, call: BoundCall, count: int) -> bool:
+def _serves(program: GeneratedProgram, call: BoundCall, count: int) -> bool:
     """Whether a planned program has these sizes, values and number of micro-batches."""
-    planned_count = 1 if compiled.micro_batches is None else compiled.micro_batches.count
-    planned = tensors_among(compiled.constants)
+    planned_count = 1 if program.micro_batches is None else program.micro_batches.count
+    planned = tensors_among(program.constants)
     return (
         planned_count == count
-        and all(tuple(call.tensors[item.name].shape) == item.type.shape for item in compiled.inputs)
+        and all(tuple(call.tensors[item.name].shape) == item.type.shape for item in program.inputs)
         and all(torch.equal(value, planned[name]) for name, value in call.values.items())
     )
 

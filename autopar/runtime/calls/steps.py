@@ -1,12 +1,12 @@
 """One training step: forward and backward of the program on every micro-batch of the batch."""
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
 
+from autopar.runtime.fsdp.manager import FSDPManager
 from autopar.runtime.generated.axis import Axis
 from autopar.runtime.generated.bases import Cut, MicroBatching
 from autopar.runtime.generated.collectives import run_change
@@ -17,30 +17,19 @@ from passes.ir.redistribution import RedistributionStep
 Run = Callable[[Sequence[Tensor]], Sequence[object]]
 
 
-class Travel(Protocol):
-    """Controls when parameters on data axes are gathered and when their gradients are reduced."""
-
-    def holding_gradients(self) -> AbstractContextManager[None]:
-        """Context in which gradients accumulate without being reduced."""
-
-    def keeping_parameters(self) -> AbstractContextManager[None]:
-        """Context in which parameters stay gathered."""
-
-
 def forward_backward(
     batching: MicroBatching,
     inputs: Sequence[Tensor],
     axes: Sequence[Axis],
     totals: Run | None,
     program: Run,
-    travel: Travel,
+    fsdp_manager: FSDPManager,
 ) -> list[object]:
     """Run `program` on every micro-batch, and backward from its part of the loss; returns the leaves for the batch.
 
-    `travel` says when parameters and gradients travel.
-    `inputs` are this rank's parts of the inputs for the whole batch. `totals` come first and say what the micro-batches
-    sum to; each gets that whole. `axes` are those of the mesh. Gradients are added to `.grad`. The
-    leaves are without gradient.
+    `inputs` are this rank's parts of the inputs for the whole batch. `totals` runs on all micro-batches first;
+    `program` takes the sums of its results after its inputs. `axes` are those of the mesh; `fsdp_manager` gathers
+    parameters and reduces gradients. Gradients are added to `.grad`; the leaves are without gradient.
     """
     cut = [
         [tensor] * batching.count if where is None else parts(tensor, where, batching.count)
@@ -56,10 +45,10 @@ def forward_backward(
         sums = [_sum(leaves) for leaves in zip(*found, strict=True)]
         del found
     results: list[list[object]] = []
-    with travel.keeping_parameters() if batching.gather_once else nullcontext():
+    with fsdp_manager.keeping_parameters() if batching.gather_once else nullcontext():
         for number, batch in enumerate(batches):
             holds = batching.reduce_once and number < batching.count - 1
-            with travel.holding_gradients() if holds else nullcontext():
+            with fsdp_manager.holding_gradients() if holds else nullcontext():
                 leaves = program([*batch, *sums])
                 loss = leaves[batching.loss]
                 if not isinstance(loss, Tensor) or not loss.requires_grad:
@@ -73,17 +62,14 @@ def forward_backward(
 
 def parts(tensor: Tensor, where: Cut, count: int) -> list[Tensor]:
     """Split this rank's part of a tensor into the parts of `count` micro-batches."""
-    shape, dim = tensor.shape, where.dim
-    groups = tensor.reshape(*shape[:dim], where.before * where.groups, count, -1, *shape[dim + 1 :])
-    part = (*shape[:dim], shape[dim] // count, *shape[dim + 1 :])
-    return [groups.select(dim + 1, number).reshape(part).contiguous() for number in range(count)]
+    groups = torch.unflatten(tensor, where.dim, (where.before * where.groups, count, -1))
+    return [part.flatten(where.dim, where.dim + 1).contiguous() for part in groups.unbind(where.dim + 1)]
 
 
 def together(tensors: Sequence[Tensor], where: Cut) -> Tensor:
     """Concatenate the parts of all micro-batches; the inverse of `parts`."""
-    shape, dim, count = tensors[0].shape, where.dim, len(tensors)
-    groups = [tensor.reshape(*shape[:dim], where.before * where.groups, 1, -1, *shape[dim + 1 :]) for tensor in tensors]
-    return torch.cat(groups, dim + 1).reshape(*shape[:dim], shape[dim] * count, *shape[dim + 1 :])
+    groups = [torch.unflatten(tensor, where.dim, (where.before * where.groups, -1)) for tensor in tensors]
+    return torch.cat(groups, where.dim + 1).flatten(where.dim, where.dim + 1)
 
 
 def _relaid(tensor: Tensor, steps: Sequence[RedistributionStep], axes: Sequence[Axis]) -> Tensor:
@@ -103,8 +89,5 @@ def _joined(leaves: Sequence[object], where: Cut | str) -> object:
 
 
 def _sum(leaves: Sequence[object]) -> Tensor:
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    result = tensors[0]
-    for tensor in tensors[1:]:
-        result = result + tensor
-    return result
+    first, *others = (leaf for leaf in leaves if isinstance(leaf, Tensor))
+    return sum(others, first)

@@ -1,4 +1,4 @@
-"""The private parts of torch's `fully_shard` that the engine needs: gradients of gathered parameters, and recovery.
+"""The private parts of `fully_shard` that the FSDP manager needs: gradients of gathered parameters, and recovery.
 
 Read in torch 2.11 to 2.13 (torch/distributed/fsdp/_fully_shard). No other module touches these names.
 """

@@ -4,7 +4,7 @@ Autograd calls them from hooks of `fully_shard`, and nothing of autopar is betwe
 """
 
 from autopar._torch import FSDPParamGroup
-from autopar.runtime.ranks.failures import raise_named
+from autopar.runtime.ranks.failures import naming_collectives
 
 _GATHERING = "gathering the parameters of an FSDP unit"
 _REDUCING = "reducing the gradients of an FSDP unit"
@@ -17,30 +17,22 @@ class NamedParamGroup(FSDPParamGroup):
     of the methods are those of torch 2.11 to 2.13.
     """
 
+    @naming_collectives(_GATHERING)
     def unshard(self, async_op: bool = False) -> None:
         """Start gathering the parameters."""
-        try:
-            super().unshard(async_op)
-        except RuntimeError as error:
-            raise_named(error, _GATHERING)
+        super().unshard(async_op)
 
+    @naming_collectives(_GATHERING)
     def wait_for_unshard(self) -> None:
         """Wait until they are gathered."""
-        try:
-            super().wait_for_unshard()
-        except RuntimeError as error:
-            raise_named(error, _GATHERING)
+        super().wait_for_unshard()
 
+    @naming_collectives(_REDUCING)
     def post_backward(self, *args: object) -> None:
         """Reduce the gradients: on the axes that split the parameters, then on those that repeat them."""
-        try:
-            super().post_backward(*args)
-        except RuntimeError as error:
-            raise_named(error, _REDUCING)
+        super().post_backward(*args)
 
+    @naming_collectives(_REDUCING)
     def finalize_backward(self) -> None:
         """Wait for reductions."""
-        try:
-            super().finalize_backward()  # type: ignore[no-untyped-call]
-        except RuntimeError as error:
-            raise_named(error, _REDUCING)
+        super().finalize_backward()  # type: ignore[no-untyped-call]

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from autopar._torch import local_tensor, post_accumulate_hooks, tensor_hooks
+from autopar._torch import as_distributed, local_tensor, post_accumulate_hooks, spec_of, tensor_hooks
 from autopar.runtime.fsdp.parameter_hooks import after_tensor_hooks
 from autopar.runtime.fsdp.turns import Turn, transfer_batch
 from autopar.runtime.state import from_local, mesh_of, placements
@@ -217,7 +217,7 @@ class UnitGradients:
             reduced = self._distributed(part, item.layout, item.shape)
             part = part_of(after_tensor_hooks(item.path, seen, reduced))
         if seen.grad is None:
-            seen.grad = self._distributed(part, item.layout, item.shape)
+            seen.grad = as_distributed(part, spec_of(seen))
         else:
             part_of(seen.grad).add_(part)
         # Autograd does not know this parameter, so its hooks are called here.

@@ -63,7 +63,7 @@ class FSDPManager:
 
         Returns the parameters that users see, which lie as `stored` says.
         """
-        assert self._root is None, "the engine has run"
+        assert self._root is None, "the FSDP manager has run"
         return self._add_gathered(plan, parts, stored) if plan.gathers else self._add_replicated(plan, parts, stored)
 
     def _add_replicated(
@@ -79,9 +79,9 @@ class FSDPManager:
             name: self._gradients.add(
                 UnitParameter(
                     name,
-                    whole_shape(tuple(part.shape), plan.used(stored[name]), self._shape),
+                    whole_shape(tuple(part.shape), plan.gathered_layout(stored[name]), self._shape),
                     stored[name],
-                    plan.pending(stored[name]),
+                    plan.gradient_layout(stored[name]),
                     OwnPart(0, 0, first),
                     part,
                     leaf,
@@ -95,9 +95,10 @@ class FSDPManager:
         self, plan: FSDPUnit, parts: Mapping[str, nn.Parameter], stored: Mapping[str, Layout]
     ) -> dict[str, nn.Parameter]:
         """Take ownership of the parameters of an FSDP unit."""
-        kept = {name: plan.kept(name, stored[name]) for name in parts}
+        kept = {name: plan.copy_layout(name, stored[name]) for name in parts}
         shapes = {
-            name: whole_shape(tuple(part.shape), plan.used(kept[name]), self._shape) for name, part in parts.items()
+            name: whole_shape(tuple(part.shape), plan.gathered_layout(kept[name]), self._shape)
+            for name, part in parts.items()
         }
         dims = {id(part): plan.parameters[name] for name, part in parts.items()}
         group = ParameterGroup(parts)
@@ -125,7 +126,7 @@ class FSDPManager:
                     name,
                     shapes[name],
                     stored[name],
-                    plan.pending(kept[name]),
+                    plan.gradient_layout(kept[name]),
                     OwnPart(dim, mesh.get_local_rank("shard"), first),
                     group.current(number),
                     gathered,

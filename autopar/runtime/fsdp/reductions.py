@@ -7,15 +7,15 @@ each reduction.
 """
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
+from autopar._torch import collectives
 from autopar.runtime.ranks.failures import naming_collectives
 from passes.ir.errors import InputError
 
@@ -55,19 +55,14 @@ class _Unit:
 
 @dataclass(frozen=True)
 class _Reduction:
-    """An all-reduce that has begun. `sent` are gradients, one after the other, `members` the numbers of their
-    parameters, and their shapes."""
+    """An all-reduce that has begun, in place, of `gradients` by the numbers of their parameters."""
 
-    members: Sequence[tuple[int, torch.Size]]
-    sent: Tensor
-    work: dist.Work
+    gradients: Mapping[int, Tensor]
 
-    def finished(self) -> Iterator[tuple[int, Tensor]]:
+    def finished(self) -> Iterable[tuple[int, Tensor]]:
         """Wait for it; gives the reduced gradients with their numbers."""
         with naming_collectives(_REDUCING):
-            self.work.wait()
-        parts = torch.split(self.sent, [shape.numel() for _, shape in self.members])
-        return ((number, part.view(shape)) for (number, shape), part in zip(self.members, parts, strict=True))
+            return [(number, collectives.wait_tensor(gradient)) for number, gradient in self.gradients.items()]
 
 
 class Reductions:
@@ -129,8 +124,7 @@ class Reductions:
 
     def _begin(self, unit: _Unit) -> None:
         """Begin the all-reduce of the gradients that a unit has."""
-        members: list[tuple[int, torch.Size]] = []
-        gradients: list[Tensor] = []
+        gradients: dict[int, Tensor] = {}
         for number, leaf in enumerate(unit.leaves, unit.first):
             gradient = leaf.take_gradient()
             if gradient is not None:
@@ -139,14 +133,12 @@ class Reductions:
                         "the gradient of a parameter has a graph: second derivatives with respect to parameters are "
                         "not supported, call backward without create_graph"
                     )
-                members.append((number, gradient.shape))
-                gradients.append(gradient.reshape(-1))
-        # Of one gradient there is no copy: nobody else has it.
-        sent = gradients[0] if len(gradients) == 1 else torch.cat(gradients)
+                # Nobody else has it, so it is reduced in place.
+                gradients[number] = gradient.contiguous()
         with naming_collectives(_REDUCING):
-            work = dist.all_reduce(sent, group=unit.group, async_op=True)
-        assert work is not None
-        self._begun.append(_Reduction(members, sent, work))
+            # NCCL reduces them in one launch, without a copy. gloo copies them to one tensor in a thread of its own.
+            collectives.all_reduce_coalesced_(list(gradients.values()), "sum", unit.group.group_name)
+        self._begun.append(_Reduction(gradients))
 
 
 _REDUCING = "reducing the gradients of parameters"

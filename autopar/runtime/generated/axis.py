@@ -1,5 +1,6 @@
 """An axis of the mesh as running code sees it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -14,6 +15,14 @@ class Axis:
     size: int
     rank: int
     group: str
+
+
+def rank_along(axes: Sequence[Axis]) -> tuple[int, int]:
+    """The number of this rank among those along `axes`, the first one outermost; and how many there are."""
+    number, count = 0, 1
+    for axis in axes:
+        number, count = number * axis.size + axis.rank, count * axis.size
+    return number, count
 
 
 def axes_of(mesh: DeviceMesh) -> tuple[Axis, ...]:

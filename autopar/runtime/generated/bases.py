@@ -40,7 +40,7 @@ def gathered(tensor: Tensor) -> Tensor:
     return tensor
 
 
-class Region(nn.Module):
+class RegionCopy(nn.Module):
     """One copy of a region; generated subclasses define `forward`. `entries` are its parts of the model, `number`
     counts the copies, `groups` hold parameters that are gathered around it."""
 
@@ -53,7 +53,7 @@ class Region(nn.Module):
     ) -> None:
         super().__init__()
         self.entries = tuple(entries)
-        # Not parts of this module either.
+        # In a tuple, so that they are no submodules.
         self.groups = tuple(groups)
         self.number = number
         self.random = program.random
@@ -121,7 +121,7 @@ class Generated:
     def build(self) -> None:
         """Make the copies of the regions; generated classes with regions define it."""
 
-    def copies(self, kind: type[Region], entries: Sequence[Sequence[str]]) -> tuple[Region, ...]:
+    def copies(self, kind: type[RegionCopy], entries: Sequence[Sequence[str]]) -> tuple[RegionCopy, ...]:
         """One `kind` for each of `entries`, which are paths in the model."""
         groups = next(self.copy_groups, ((),) * len(entries))
         return tuple(
@@ -138,7 +138,7 @@ class Generated:
         """Let the op called `key` draw random numbers within; they differ on the ranks of `axes`."""
         return self.random.drawn(key, axes, self.device)
 
-    def recomputed(self, copy: Region, *given: Tensor) -> object:
+    def recomputed(self, copy: RegionCopy, *given: Tensor) -> object:
         """Run `copy`; the backward pass runs it again, on the same random numbers, instead of saving its tensors.
 
         It can run again for several backward passes, but not after its parameters have changed.
@@ -278,7 +278,7 @@ class GeneratedProgram:
 class LoadedProgram:
     """A generated program, the path of its source file, its class, and the program that computes its totals."""
 
-    compiled: GeneratedProgram
+    program: GeneratedProgram
     path: Path
     kind: type[Generated]
     totals: "LoadedProgram | None" = None

@@ -1,7 +1,7 @@
 """The collectives that generated code calls.
 
 Each brings a tensor from one placement to another on one axis and is named after what runs forward; what runs backward
-is the change from the gradient of `dst` to the gradient of `src` (R <-> P, I -> I, S -> S).
+is the redistribution from the gradient of `dst` to the gradient of `src` (R <-> P, I -> I, S -> S).
 
 Ranks of an axis of size 2 as columns; a, b are parts of a tensor, x, y pending sums::
 
@@ -22,21 +22,20 @@ into each by its name, so that two models on two meshes live in one process.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
-from typing import Protocol
+from functools import cache, partial
 
 import torch
 from torch import Tensor
 
 from autopar._torch import collectives
 from autopar.runtime.generated.axis import Axis
-from autopar.runtime.generated.saving import note_made
+from autopar.runtime.generated.saving import note_recomputable
 from autopar.runtime.ranks.failures import raise_named
-from passes.ir.layout import Placement, parse_placement
+from passes.ir.layout import P, Placement, parse_placement
 from passes.ir.redistribution import COLLECTIVES
 
-# Data that a change saves for backward: group, size and rank; the placements; the dtypes to reduce in and to return.
-_Kept = tuple[tuple[str, int, int], tuple[Placement, Placement], torch.dtype | None, torch.dtype]
+# What a redistribution saves for backward: group, size and rank; placements; the dtypes to reduce in and to return.
+_Saved = tuple[tuple[str, int, int], tuple[Placement, Placement], torch.dtype | None, torch.dtype]
 
 
 @dataclass(frozen=True)
@@ -55,44 +54,32 @@ def _wait(tensor: Tensor) -> Tensor:
     return waited
 
 
+def _parts(tensor: Tensor, placement: Placement, size: int) -> Tensor:
+    """A view of the parts of `tensor` along a new first dim, in which the dim that is split is two: (major, rest)."""
+    dim = placement.dim
+    return torch.unflatten(tensor, dim, (placement.major, size, -1)).movedim(dim + 1, 0)
+
+
 def _cut(tensor: Tensor, placement: Placement, size: int) -> Tensor:
     """The parts of `tensor` along a new first dim, one per rank."""
-    parts = _parts(tensor, placement, size)
-    return parts.reshape(size, *_cut_shape(tensor, placement, size))
-
-
-def _parts(tensor: Tensor, placement: Placement, size: int) -> Tensor:
-    """A view of the parts of `tensor` along a new first dim, whose own dim is two."""
-    dim, shape = placement.dim, tensor.shape
-    return tensor.reshape(*shape[:dim], placement.major, size, -1, *shape[dim + 1 :]).movedim(dim + 1, 0)
-
-
-def _cut_shape(tensor: Tensor, placement: Placement, size: int) -> tuple[int, ...]:
-    """The shape of one of `size` parts of `tensor`."""
-    dim, shape = placement.dim, tensor.shape
-    return *shape[:dim], shape[dim] // size, *shape[dim + 1 :]
+    return _parts(tensor, placement, size).flatten(placement.dim + 1, placement.dim + 2)
 
 
 def _join(parts: Tensor, placement: Placement) -> Tensor:
     """Concatenate the parts along the first dim into one tensor; the inverse of `_cut`."""
-    size, dim = parts.shape[0], placement.dim
-    shape = parts.shape[1:]
-    spread = parts.reshape(size, *shape[:dim], placement.major, -1, *shape[dim + 1 :]).movedim(0, dim + 1)
-    return spread.reshape(*shape[:dim], shape[dim] * size, *shape[dim + 1 :])
+    dim = placement.dim
+    return torch.unflatten(parts, dim + 1, (placement.major, -1)).movedim(0, dim + 1).flatten(dim, dim + 2)
 
 
 def _own_part(tensor: Tensor, placement: Placement, size: int, rank: int) -> Tensor:
-    dim, shape = placement.dim, tensor.shape
-    parts = tensor.reshape(*shape[:dim], placement.major, size, -1, *shape[dim + 1 :]).select(dim + 1, rank)
     # A copy, so that the memory of the whole tensor can be freed.
-    return parts.reshape(*shape[:dim], shape[dim] // size, *shape[dim + 1 :]).clone(
-        memory_format=torch.contiguous_format
-    )
+    part = _parts(tensor, placement, size)[rank].flatten(placement.dim, placement.dim + 1)
+    return part.clone(memory_format=torch.contiguous_format)
 
 
 def _only_first(tensor: Tensor, rank: int) -> Tensor:
-    # A new tensor on every rank, the first included: what shares memory must not differ between ranks, because what is
-    # gathered again in the backward pass is told by it.
+    # A new tensor on every rank, the first included: aliasing must not differ between ranks, because it decides which
+    # tensors are regathered in the backward pass.
     return tensor.clone() if rank == 0 else torch.zeros_like(tensor)
 
 
@@ -105,7 +92,7 @@ def _padded(tensor: Tensor, placement: Placement, size: int, rank: int) -> Tenso
 def run_change(tensor: Tensor, group: str, size: int, rank: int, source: Placement, target: Placement) -> Tensor:
     """Bring the local `tensor` from `source` to `target` on the axis of `group`, without gradient."""
     if tensor.is_complex():
-        # Not every backend sends complex numbers: pairs of real ones lie in a last dim, which is never split.
+        # Not every backend sends complex numbers; pairs of real numbers have one more dim, which is never split.
         pairs = run_change(torch.view_as_real(tensor.resolve_conj()), group, size, rank, source, target)
         return torch.view_as_complex(pairs.contiguous())
     try:
@@ -141,7 +128,7 @@ def _run_change(tensor: Tensor, group: str, size: int, rank: int, source: Placem
         return _wait(collectives.all_reduce(tensor.contiguous(), "sum", group))
     if collective == "reduce_scatter":
         parts = _cut(tensor, target, size)
-        # What was expanded stays so in a reshape, and not every backend copies what it is given.
+        # A reshape may leave an expanded tensor expanded, and not every backend copies its input.
         flat = parts.reshape(-1).contiguous()
         return _wait(collectives.reduce_scatter_tensor(flat, "sum", size, group)).reshape(parts.shape[1:])
     if collective == "all_to_all":
@@ -155,8 +142,8 @@ def _run_change(tensor: Tensor, group: str, size: int, rank: int, source: Placem
     return tensor.view_as(tensor)
 
 
-class _Change(torch.autograd.Function):
-    """A change of placement and its conjugate."""
+class _Redistribution(torch.autograd.Function):
+    """A redistribution and, in the backward pass, its conjugate."""
 
     @staticmethod
     def forward(
@@ -174,8 +161,8 @@ class _Change(torch.autograd.Function):
     @staticmethod
     def backward(ctx: torch.autograd.function.FunctionCtx, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         (gradient,) = grads
-        kept: _Kept = ctx.change  # type: ignore[attr-defined]
-        place, (source, target), reduce, dtype = kept
+        saved: _Saved = ctx.change  # type: ignore[attr-defined]
+        place, (source, target), reduce, dtype = saved
         if reduce is not None:
             gradient = gradient.to(reduce)
         return run_change(gradient, *place, target.gradient, source.gradient).to(dtype), None, None, None
@@ -186,113 +173,88 @@ def _placements(src: str, dst: str) -> tuple[Placement, Placement]:
     return parse_placement(src), parse_placement(dst)
 
 
-def _operator(name: str) -> Callable[..., Tensor]:
-    def run(
-        x: Tensor,
-        group: str,
-        size: int,
-        rank: int,
-        src: str,
-        dst: str,
-        dtype: torch.dtype | None = None,
-        grad_dtype: torch.dtype | None = None,
-    ) -> Tensor:
-        place, placements, dtypes = (group, size, rank), _placements(src, dst), (dtype, grad_dtype)
-        result: Tensor = _Change.apply(x, place, placements, dtypes)  # type: ignore[no-untyped-call]
-        return result
-
-    run.__name__ = name
-    return run
+def _redistributed(
+    x: Tensor,
+    group: str,
+    size: int,
+    rank: int,
+    src: str,
+    dst: str,
+    dtype: torch.dtype | None = None,
+    grad_dtype: torch.dtype | None = None,
+) -> Tensor:
+    place, placements, dtypes = (group, size, rank), _placements(src, dst), (dtype, grad_dtype)
+    result: Tensor = _Redistribution.apply(x, place, placements, dtypes)  # type: ignore[no-untyped-call]
+    return result
 
 
-_NAMES = ("all_gather", "all_reduce", "all_to_all", "convert", "reduce_scatter")
 _library = torch.library.Library("autopar", "DEF")  # type: ignore[no-untyped-call]
-for _name in _NAMES:
+for _name in sorted(set(COLLECTIVES.values())):
     _library.define(  # type: ignore[no-untyped-call]
         f"{_name}(Tensor x, str group, int size, int rank, str src, str dst, *, "
         "ScalarType? dtype=None, ScalarType? grad_dtype=None) -> Tensor",
         tags=(torch.Tag.pt2_compliant_tag,),
     )
-    _library.impl(_name, _operator(_name), "CompositeImplicitAutograd")  # type: ignore[no-untyped-call]
+    _library.impl(_name, _redistributed, "CompositeImplicitAutograd")  # type: ignore[no-untyped-call]
 
 
-def _call(
+def _collective(
     name: str,
     x: Tensor,
     axis: Axis,
+    *,
     src: Placement,
     dst: Placement,
-    keep: bool,
-    dtype: torch.dtype | None,
-    grad_dtype: torch.dtype | None,
+    keep: bool = True,
+    dtype: torch.dtype | None = None,
+    grad_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    assert COLLECTIVES.get((src.kind, dst.kind)) == name, f"{name} does not go from {src} to {dst}"
-    if not keep and torch.compiler.is_compiling():
-        # What is noted is no part of a graph.
-        result: Tensor = _uncompiled(name, x, axis, src, dst, keep, dtype, grad_dtype)
-        return result
-    operator = getattr(torch.ops.autopar, name)
-
-    def run(tensor: Tensor) -> Tensor:
-        result: Tensor = operator(
-            tensor, axis.group, axis.size, axis.rank, str(src), str(dst), dtype=dtype, grad_dtype=grad_dtype
-        )
-        return result
-
-    result = run(x)
-    if not keep:
-        note_made(result, run, x)
-    return result
-
-
-_uncompiled = torch.compiler.disable(_call)  # type: ignore[no-untyped-call]
-
-
-class Collective(Protocol):
-    """Brings `x` from the placement `src` to `dst` on an axis.
+    """Redistribute `x` from the placement `src` to `dst` on `axis` by the collective called `name`.
 
     With `keep=False` the result is not saved for backward: the backward pass runs the collective again. `dtype` is the
     dtype of the data sent in forward, `grad_dtype` that of the reduction in backward (None: the dtype of the tensor).
     """
-
-    def __call__(
-        self,
-        x: Tensor,
-        axis: Axis,
-        *,
-        src: Placement,
-        dst: Placement,
-        keep: bool = True,
-        dtype: torch.dtype | None = None,
-        grad_dtype: torch.dtype | None = None,
-    ) -> Tensor: ...
-
-
-def _collective(name: str, summary: str) -> Collective:
-    """Return the function that generated code calls by `name`."""
-
-    def collective(
-        x: Tensor,
-        axis: Axis,
-        *,
-        src: Placement,
-        dst: Placement,
-        keep: bool = True,
-        dtype: torch.dtype | None = None,
-        grad_dtype: torch.dtype | None = None,
-    ) -> Tensor:
-        return _call(name, x, axis, src, dst, keep, dtype, grad_dtype)
-
-    collective.__name__ = collective.__qualname__ = name
-    collective.__doc__ = f"{summary}\n\n{Collective.__doc__}"
-    return collective
+    assert COLLECTIVES.get((src.kind, dst.kind)) == name, f"{name} does not go from {src} to {dst}"
+    run = partial(
+        getattr(torch.ops.autopar, name),
+        group=axis.group,
+        size=axis.size,
+        rank=axis.rank,
+        src=str(src),
+        dst=str(dst),
+        dtype=dtype,
+        grad_dtype=grad_dtype,
+    )
+    # Recomputed results are recorded outside of the graphs that torch compiles.
+    result: Tensor = run(x) if keep else _recorded(run, x)
+    return result
 
 
-all_gather = _collective("all_gather", "S -> R or I: every rank gets the whole.")
-all_reduce = _collective("all_reduce", "P -> R or I: every rank gets the sum.")
-reduce_scatter = _collective("reduce_scatter", "P -> S: every rank gets its part of the sum.")
-all_to_all = _collective("all_to_all", "S -> S: from parts of one dim to parts of another.")
-convert = _collective("convert", "R, I -> S; R, I, S -> P; R <-> I: nothing is sent forward.")
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _recorded(run: Callable[..., Tensor], x: Tensor) -> Tensor:
+    """`run(x)`, which the backward pass recomputes."""
+    result = run(x)
+    note_recomputable(result, run, x)
+    return result
+
+
+# S -> R or I: every rank gets the whole.
+all_gather = partial(_collective, "all_gather")
+# P -> R or I: every rank gets the sum.
+all_reduce = partial(_collective, "all_reduce")
+# P -> S: every rank gets its part of the sum.
+reduce_scatter = partial(_collective, "reduce_scatter")
+# S -> S: from parts of one dim to parts of another.
+all_to_all = partial(_collective, "all_to_all")
+# R, I -> S; R, I, S -> P; R <-> I: nothing is sent forward.
+convert = partial(_collective, "convert")
+
+
+def reduce_sum(x: Tensor, axes: Sequence[Axis], target: Placement) -> Tensor:
+    """The sum over all ranks of `axes`, in the placement `target` (R or I)."""
+    for axis in axes:
+        x = all_reduce(x, axis, src=P, dst=target)
+    return x
 
 
 def reduce_largest(x: Tensor, axes: Sequence[Axis]) -> Tensor:

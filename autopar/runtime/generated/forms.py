@@ -4,67 +4,46 @@
 """
 
 from collections.abc import Sequence
+from math import prod
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn.functional import embedding, scaled_dot_product_attention
 
-from autopar.runtime.generated.axis import Axis
-from autopar.runtime.generated.collectives import all_gather, all_reduce, reduce_largest
-from passes.ir.layout import I, P, R, S
+from autopar.runtime.generated.axis import Axis, rank_along
+from autopar.runtime.generated.collectives import all_gather, reduce_largest, reduce_sum
+from passes.ir.layout import I, R, S
 
 Digits = Sequence[tuple[Axis, int]]
+Index = TypeVar("Index", int, Tensor)
+
+
+def _units(size: int, digits: Digits) -> list[tuple[Axis, int]]:
+    """For each axis that splits a dim of `size`, the number of consecutive entries that one of its ranks takes."""
+    units = []
+    taken = 1
+    for axis, major in digits:
+        units.append((axis, size // (major // taken * axis.size)))
+        size //= axis.size
+        taken *= axis.size
+    return units
 
 
 def _to_local(index: Tensor, size: int, digits: Digits) -> tuple[Tensor, Tensor]:
     """Indices into a whole dim of `size` as indices into this rank's part, and which of them lie in it."""
     mine = torch.ones_like(index, dtype=torch.bool)
-    taken = 1
-    for axis, major in digits:
-        unit = size // (major // taken * axis.size)
+    for axis, unit in _units(size, digits):
         mine &= (index // unit) % axis.size == axis.rank
         index = index // (unit * axis.size) * unit + index % unit
-        size //= axis.size
-        taken *= axis.size
     return torch.where(mine, index, 0), mine
 
 
-def _positions(count: int, digits: Digits, device: torch.device) -> Tensor:
-    """The places in the whole dim of this rank's `count` entries."""
-    size = count
-    for axis, _ in digits:
-        size *= axis.size
-    places = torch.arange(size, device=device)
-    taken = 1
-    for axis, major in digits:
-        places = places.reshape(major // taken, axis.size, -1)[:, axis.rank].reshape(-1)
-        taken *= axis.size
-    return places
-
-
-def _last_position(count: int, digits: Digits) -> int:
-    """The last of `_positions`, as a number: no device is asked for it."""
-    size = count
-    for axis, _ in digits:
-        size *= axis.size
-    cuts = []
-    taken = 1
-    for axis, major in digits:
-        cuts.append((axis, size // (major // taken * axis.size)))
-        size //= axis.size
-        taken *= axis.size
-    place = count - 1
-    for axis, unit in reversed(cuts):
-        place = place // unit * unit * axis.size + axis.rank * unit + place % unit
-    return place
-
-
-def _rank(digits: Digits) -> tuple[int, int]:
-    """This rank's number among those that have a dim in their order, and how many there are."""
-    number, count = 0, 1
-    for axis, _ in digits:
-        number, count = number * axis.size + axis.rank, count * axis.size
-    return number, count
+def _to_whole(index: Index, size: int, digits: Digits) -> Index:
+    """Indices into this rank's part of a whole dim of `size` as indices into the whole; the inverse of `_to_local`."""
+    for axis, unit in reversed(_units(size, digits)):
+        index = index // unit * (unit * axis.size) + axis.rank * unit + index % unit
+    return index
 
 
 def _everywhere(x: Tensor, dim: int, digits: Digits) -> Tensor:
@@ -79,7 +58,7 @@ def with_halo(x: Tensor, dim: int, *, before: int, after: int, digits: Digits, v
 
     x: [..., block, ...]; result: [..., before + block + after, ...]. At both ends of the whole stands `value`.
     """
-    rank, count = _rank(digits)
+    rank, count = rank_along([axis for axis, _ in digits])
     size = x.shape[dim]
     edges = torch.cat([x.narrow(dim, 0, after), x.narrow(dim, size - before, before)], dim)
     every = _everywhere(edges, dim, digits)
@@ -95,7 +74,7 @@ def with_halo(x: Tensor, dim: int, *, before: int, after: int, digits: Digits, v
 
 def split_cumsum(x: Tensor, dim: int, *, digits: Digits, dtype: torch.dtype | None = None) -> Tensor:
     """Running sums along a split dim: this rank's, and the totals of the ranks before it. x: [..., block, ...]."""
-    rank, _ = _rank(digits)
+    rank, _ = rank_along([axis for axis, _ in digits])
     own = x.cumsum(dim, dtype=dtype)
     totals = _everywhere(own.narrow(dim, own.shape[dim] - 1, 1), dim, digits)
     return own + totals.narrow(dim, 0, rank).sum(dim, keepdim=True, dtype=own.dtype)
@@ -128,9 +107,7 @@ def vocabulary_cross_entropy(
     classes, mine = _to_local(torch.where(counted, target, 0), size, digits)
     total = shifted.exp().sum(-1)
     picked = torch.where(mine, shifted.gather(-1, classes.unsqueeze(-1)).squeeze(-1), 0.0)
-    for axis in axes:
-        total = all_reduce(total, axis, src=P, dst=I)
-        picked = all_reduce(picked, axis, src=P, dst=I)
+    total, picked = reduce_sum(total, axes, I), reduce_sum(picked, axes, I)
     each = torch.where(counted, total.log() - picked, 0.0)
     return each.sum() if summed else each
 
@@ -148,13 +125,16 @@ def causal_attention(
     """Causal attention for a part of the queries and all keys.
 
     query: [batch, heads, queries of this rank, width]; key, value: [batch, heads, keys, width]. A query attends to the
-    keys up to its place in the whole sequence; keys after the last of them are left out.
+    keys up to its place in the whole sequence; keys after the last of them are left out. Grouped heads are repeated,
+    because on CUDA no fused kernel takes both them and a mask.
     """
-    places = _positions(query.shape[2], digits, query.device)
-    last = min(_last_position(query.shape[2], digits) + 1, key.shape[2])
+    count = query.shape[2]
+    size = count * prod(axis.size for axis, _ in digits)
+    places = _to_whole(torch.arange(count, device=query.device), size, digits)
+    # As a number, so that the device is not waited for.
+    last = min(_to_whole(count - 1, size, digits) + 1, key.shape[2])
     allowed = torch.arange(last, device=query.device) <= places.unsqueeze(-1)
-    # Copies, also where all keys are needed: what shares memory must be the same on all ranks.
-    key, value = key[:, :, :last].clone(), value[:, :, :last].clone()
-    return scaled_dot_product_attention(
-        query, key, value, attn_mask=allowed, dropout_p=dropout_p, scale=scale, enable_gqa=enable_gqa
-    )
+    # Copies, also where all keys are needed: aliasing must be the same on all ranks.
+    groups = query.shape[1] // key.shape[1] if enable_gqa else 1
+    key, value = (each[:, :, :last].repeat_interleave(groups, dim=1) for each in (key, value))
+    return scaled_dot_product_attention(query, key, value, attn_mask=allowed, dropout_p=dropout_p, scale=scale)

@@ -23,36 +23,39 @@ CHANGED = (
 
 
 @dataclass
-class _Made:
-    """A result that backward recomputes: its sources, its function, and how often autograd saved it or a view of it."""
+class _Recomputable:
+    """A result that the backward pass recomputes by `run` from `sources`.
+
+    `uses` counts how often autograd saved it or a view of it; `value` is the recomputed result until its last use.
+    """
 
     storage: StorageWeakRef
     sources: "tuple[_Packed, ...]"
     run: Callable[..., Tensor]
     uses: int = 0
-    again: Tensor | None = field(default=None, repr=False)
+    value: Tensor | None = field(default=None, repr=False)
 
     def use(self) -> None:
         """Count that autograd saves the result, or a view of it, by its sources."""
         if not self.uses:
             for source in self.sources:
-                if isinstance(source, _View):
-                    source.made.use()
+                if isinstance(source, _RecomputedView):
+                    source.result.use()
         self.uses += 1
 
     def fetch(self) -> Tensor:
         """Return the recomputed result; it is dropped after its last use."""
-        result = self.again
+        result = self.value
         if result is None:
             with torch.no_grad():
                 result = self.run(*map(_unpack, self.sources))
         self.uses -= 1
-        self.again = result if self.uses > 0 else None
+        self.value = result if self.uses > 0 else None
         return result
 
 
 @dataclass(frozen=True)
-class _Kept:
+class _Saved:
     """A tensor that is saved as it is, and its version at that time."""
 
     tensor: Tensor
@@ -60,10 +63,10 @@ class _Kept:
 
 
 @dataclass(frozen=True)
-class _View:
+class _RecomputedView:
     """A view of a recomputed result, possibly a real, imaginary, conjugate or negative view."""
 
-    made: _Made
+    result: _Recomputable
     dtype: torch.dtype
     shape: torch.Size
     stride: tuple[int, ...]
@@ -73,7 +76,7 @@ class _View:
 
     def fetch(self) -> Tensor:
         """Return the same view of the recomputed result."""
-        found = self.made.fetch()
+        found = self.result.fetch()
         conj, neg = found.is_conj(), found.is_neg()
         if found.dtype == self.dtype:
             view = found.as_strided(self.shape, self.stride, self.offset)
@@ -85,38 +88,39 @@ class _View:
         return view.neg() if neg != self.is_neg else view
 
 
-_Packed = _Kept | _View
+_Packed = _Saved | _RecomputedView
 
 
 @dataclass
-class _Own:
-    """A tensor that autograd saves while an op runs; it may be the op's result."""
+class _Unresolved:
+    """A tensor that autograd saves while an op runs, before it is known whether it is the op's result."""
 
     packed: _Packed
 
 
-# What autograd has kept of the op that runs and will be noted.
-_running: ContextVar[list[_Own] | None] = ContextVar("running", default=None)
+# The tensors that autograd has saved for the op that runs.
+_running: ContextVar[list[_Unresolved] | None] = ContextVar("running", default=None)
 
-_noted: ContextVar[dict[int, _Made] | None] = ContextVar("noted", default=None)
+# Recomputable results of the forward pass that runs, by storage.
+_recomputable: ContextVar[dict[int, _Recomputable] | None] = ContextVar("recomputable", default=None)
 
 
-def note_made(result: Tensor, run: Callable[..., Tensor], *sources: Tensor) -> None:
+def note_recomputable(result: Tensor, run: Callable[..., Tensor], *sources: Tensor) -> None:
     """Record that `result` is `run(*sources)` and need not be saved for backward.
 
     Does nothing outside `saving()`, nor where `result` is one of `sources` or a view of it.
     """
-    noted = _noted.get()
-    if noted is None or not torch.is_grad_enabled():
+    known = _recomputable.get()
+    if known is None or not torch.is_grad_enabled():
         return
     place = storage_id(result)
     if any(storage_id(source) == place for source in sources):
         return
-    # What nobody holds any more will not be kept either; until then it holds what it was made from.
-    for gone in [key for key, made in noted.items() if made.storage.expired()]:  # type: ignore[no-untyped-call]
-        del noted[gone]
+    # Freed results will not be saved; their entries would keep their sources alive.
+    for gone in [key for key, item in known.items() if item.storage.expired()]:  # type: ignore[no-untyped-call]
+        del known[gone]
     storage = StorageWeakRef(result.untyped_storage())  # type: ignore[no-untyped-call]
-    noted[storage.cdata] = _Made(storage, tuple(map(_noted_or_kept, sources)), run)
+    known[storage.cdata] = _Recomputable(storage, tuple(map(_source, sources)), run)
 
 
 def recomputed(run: Callable[..., Tensor], *operands: Tensor) -> Tensor:
@@ -126,50 +130,50 @@ def recomputed(run: Callable[..., Tensor], *operands: Tensor) -> Tensor:
     """
     if torch.compiler.is_compiling():
         return run(*operands)
-    kept: list[_Own] = []
-    token = _running.set(kept)
+    saved: list[_Unresolved] = []
+    token = _running.set(saved)
     try:
         result = run(*operands)
     finally:
         _running.reset(token)
     if not torch.is_autocast_enabled(result.device.type):
-        note_made(result, run, *operands)
-        # What autograd kept of the result before it was noted.
-        for own in kept:
-            if isinstance(own.packed, _Kept):
-                own.packed = _pack(own.packed.tensor)
+        note_recomputable(result, run, *operands)
+        # Autograd saved some tensors before the result was recorded.
+        for item in saved:
+            if isinstance(item.packed, _Saved):
+                item.packed = _pack(item.packed.tensor)
     return result
 
 
-def _noted_or_kept(tensor: Tensor) -> _Packed:
-    noted = _noted.get()
-    made = noted.get(storage_id(tensor)) if noted else None
-    if made is None:
-        return _Kept(tensor.detach(), version_of(tensor))
+def _source(tensor: Tensor) -> _Packed:
+    known = _recomputable.get()
+    result = known.get(storage_id(tensor)) if known else None
+    if result is None:
+        return _Saved(tensor.detach(), version_of(tensor))
     shape, stride, offset = tensor.shape, tensor.stride(), tensor.storage_offset()
-    return _View(made, tensor.dtype, shape, stride, offset, tensor.is_conj(), tensor.is_neg())
+    return _RecomputedView(result, tensor.dtype, shape, stride, offset, tensor.is_conj(), tensor.is_neg())
 
 
 def _pack(tensor: Tensor) -> _Packed:
-    packed = _noted_or_kept(tensor)
-    if isinstance(packed, _View):
-        packed.made.use()
+    packed = _source(tensor)
+    if isinstance(packed, _RecomputedView):
+        packed.result.use()
     return packed
 
 
-def _pack_own(tensor: Tensor) -> "_Packed | _Own":
+def _pack_unresolved(tensor: Tensor) -> "_Packed | _Unresolved":
     """Pack a tensor that autograd saves while an op runs whose result will be recorded: it may be that result."""
-    packed, kept = _pack(tensor), _running.get()
-    if kept is None or isinstance(packed, _View):
+    packed, running = _pack(tensor), _running.get()
+    if running is None or isinstance(packed, _RecomputedView):
         return packed
-    kept.append(_Own(packed))
-    return kept[-1]
+    running.append(_Unresolved(packed))
+    return running[-1]
 
 
-def _unpack(packed: "_Packed | _Own") -> Tensor:
-    if isinstance(packed, _Own):
+def _unpack(packed: "_Packed | _Unresolved") -> Tensor:
+    if isinstance(packed, _Unresolved):
         return _unpack(packed.packed)
-    if isinstance(packed, _View):
+    if isinstance(packed, _RecomputedView):
         return packed.fetch()
     if version_of(packed.tensor) != packed.version:
         raise RuntimeError(CHANGED)
@@ -179,9 +183,9 @@ def _unpack(packed: "_Packed | _Own") -> Tensor:
 @contextlib.contextmanager
 def saving() -> Iterator[None]:
     """Enter around a forward pass: its backward pass recomputes the results of `keep=False` and `recomputed`."""
-    token = _noted.set({})
+    token = _recomputable.set({})
     try:
-        with torch.autograd.graph.saved_tensors_hooks(_pack_own, _unpack):
+        with torch.autograd.graph.saved_tensors_hooks(_pack_unresolved, _unpack):
             yield
     finally:
-        _noted.reset(token)
+        _recomputable.reset(token)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from autopar.runtime.generated.axis import Axis
-from autopar.runtime.generated.collectives import all_reduce, reduce_largest
-from passes.ir.layout import I, P, Placement, R
+from autopar.runtime.generated.collectives import reduce_largest, reduce_sum
+from passes.ir.layout import I, Placement, R
 
 Axes = Sequence[Axis]
 
@@ -20,10 +20,11 @@ def _wide(x: Tensor) -> Tensor:
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
-def _summed(x: Tensor, axes: Axes, target: Placement = R) -> Tensor:
-    for axis in axes:
-        x = all_reduce(x, axis, src=P, dst=target)
-    return x
+def _moments(wide: Tensor, dims: list[int], size: int, axes: Axes) -> tuple[Tensor, Tensor, Tensor]:
+    """`wide` minus its mean over `dims`, the mean, and the variance (by `size`); statistics keep their dims."""
+    mean = reduce_sum(wide.sum(dims, keepdim=True), axes, R) / size
+    centred = wide - mean
+    return centred, mean, reduce_sum(centred.square().sum(dims, keepdim=True), axes, R) / size
 
 
 def _scaled(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
@@ -38,10 +39,7 @@ def split_layer_norm(
 
     x: [..., this rank's part of the inner dims]; weight, bias: that part.
     """
-    dims = tuple(range(x.dim() - rank, x.dim()))
-    wide = _wide(x)
-    centred = wide - _summed(wide.sum(dims, keepdim=True), axes) / size
-    variance = _summed(centred.square().sum(dims, keepdim=True), axes) / size
+    centred, _, variance = _moments(_wide(x), list(range(-rank, 0)), size, axes)
     return _scaled(centred * torch.rsqrt(variance + eps), weight, bias).to(x.dtype)
 
 
@@ -49,9 +47,8 @@ def split_rms_norm(
     x: Tensor, weight: Tensor | None = None, *, rank: int, size: int, eps: float | None = None, axes: Axes
 ) -> Tensor:
     """Root mean square norm over the last `rank` dims (Zhang and Sennrich, arXiv 1910.07467, 4); shapes as above."""
-    dims = tuple(range(x.dim() - rank, x.dim()))
     wide = _wide(x)
-    mean = _summed(wide.square().sum(dims, keepdim=True), axes) / size
+    mean = reduce_sum(wide.square().sum(list(range(-rank, 0)), keepdim=True), axes, R) / size
     smallest = torch.finfo(wide.dtype).eps if eps is None else eps
     return _scaled(wide * torch.rsqrt(mean + smallest), weight, None).to(x.dtype)
 
@@ -70,9 +67,7 @@ def split_group_norm(
 
     x: [batch, channels, ...]; weight, bias: [channels]; `groups` are those of this rank.
     """
-    wide = _wide(x).reshape(x.shape[0], groups, -1)
-    centred = wide - _summed(wide.sum(-1, keepdim=True), axes) / size
-    variance = _summed(centred.square().sum(-1, keepdim=True), axes) / size
+    centred, _, variance = _moments(_wide(x).reshape(x.shape[0], groups, -1), [-1], size, axes)
     normal = (centred * torch.rsqrt(variance + eps)).reshape(x.shape)
     return _scaled(normal, _column(weight, x), _column(bias, x)).to(x.dtype)
 
@@ -89,18 +84,9 @@ def split_batch_norm(
 
     x: [batch, channels, ...]; returns the result, and mean and variance (by `size`) of each channel.
     """
-    dims = tuple(dim for dim in range(x.dim()) if dim != 1)
-    wide = _wide(x)
-    mean = _summed(wide.sum(dims), axes) / size
-    centred = wide - _plain(_column(mean, x))
-    variance = _summed(centred.square().sum(dims), axes) / size
-    normal = centred * torch.rsqrt(_plain(_column(variance, x)) + eps)
-    return _scaled(normal, _column(weight, x), _column(bias, x)).to(x.dtype), mean.detach(), variance.detach()
-
-
-def _plain(x: Tensor | None) -> Tensor:
-    assert x is not None
-    return x
+    centred, mean, variance = _moments(_wide(x), [dim for dim in range(x.dim()) if dim != 1], size, axes)
+    normal = _scaled(centred * torch.rsqrt(variance + eps), _column(weight, x), _column(bias, x))
+    return normal.to(x.dtype), mean.detach().flatten(), variance.detach().flatten()
 
 
 def split_updating_batch_norm(
@@ -125,33 +111,28 @@ def split_updating_batch_norm(
 
 def split_softmax(x: Tensor, dim: int, *, axes: Axes, dtype: torch.dtype | None = None) -> Tensor:
     """Softmax along a split dim. x: [..., this rank's part, ...]."""
-    shifted, total = _exponentials(x if dtype is None else x.to(dtype), dim, axes, R)
-    return (shifted.exp() / total).to(x.dtype if dtype is None else dtype)
+    shifted, _, total = _exponentials(x if dtype is None else x.to(dtype), dim, axes, R)
+    return (shifted.exp() / total).to(dtype or x.dtype)
 
 
 def split_log_softmax(x: Tensor, dim: int, *, axes: Axes, dtype: torch.dtype | None = None) -> Tensor:
     """Log of softmax along a split dim."""
-    shifted, total = _exponentials(x if dtype is None else x.to(dtype), dim, axes, R)
-    return (shifted - total.log()).to(x.dtype if dtype is None else dtype)
+    shifted, _, total = _exponentials(x if dtype is None else x.to(dtype), dim, axes, R)
+    return (shifted - total.log()).to(dtype or x.dtype)
 
 
 def split_logsumexp(x: Tensor, dim: int, *, axes: Axes, keepdim: bool = False) -> Tensor:
     """Log of the sum of exponentials along a split dim; the same on every rank of the axes."""
     x = x if x.is_floating_point() else x.to(torch.get_default_dtype())
-    wide = _wide(x)
-    largest = _largest(wide, dim, axes)
-    total = _summed((wide - largest).exp().sum(dim, keepdim=True), axes, I)
+    _, largest, total = _exponentials(x, dim, axes, I)
     result = (total.log() + largest).to(x.dtype)
     return result if keepdim else result.squeeze(dim)
 
 
-def _largest(x: Tensor, dim: int, axes: Axes) -> Tensor:
-    """The maximum along `dim` over all ranks; zero where all values are minus infinity."""
-    largest = reduce_largest(x.detach().amax(dim, keepdim=True), axes)
-    return largest.masked_fill(largest == float("-inf"), 0.0)
-
-
-def _exponentials(x: Tensor, dim: int, axes: Axes, target: Placement) -> tuple[Tensor, Tensor]:
+def _exponentials(x: Tensor, dim: int, axes: Axes, target: Placement) -> tuple[Tensor, Tensor, Tensor]:
+    """`x` minus its maximum along `dim`, the maximum (0 where all is minus infinity), and the sum of exponentials."""
     wide = _wide(x)
-    shifted = wide - _largest(wide, dim, axes)
-    return shifted, _summed(shifted.exp().sum(dim, keepdim=True), axes, target)
+    largest = reduce_largest(wide.detach().amax(dim, keepdim=True), axes)
+    largest = largest.masked_fill(largest == float("-inf"), 0.0)
+    shifted = wide - largest
+    return shifted, largest, reduce_sum(shifted.exp().sum(dim, keepdim=True), axes, target)

@@ -45,25 +45,15 @@ class Checksums:
     """Checksums of several tensors that are being copied to the CPU."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        sums = [checksum(tensor) for tensor in tensors]
+        # From a GPU, torch copies to pinned memory without waiting.
+        self._sums = [checksum(tensor).to("cpu", non_blocking=True) for tensor in tensors]
         self._event: torch.cuda.Event | None = None
-        cuda = [item for item in sums if item.is_cuda]
-        self._parts = [item for item in sums if not item.is_cuda]
-        self._order = [item.is_cuda for item in sums]
-        if cuda:
-            stacked = torch.stack(cuda)
-            # Only what is copied to pinned memory is copied without waiting.
-            self._copied = torch.empty(len(cuda), dtype=torch.int64, pin_memory=True)
-            self._copied.copy_(stacked, non_blocking=True)
+        if any(tensor.is_cuda for tensor in tensors):
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._event.record()
 
     def read(self) -> list[int]:
-        """The checksums in the order of the tensors; waits for the copy."""
-        copied: list[int] = []
+        """The checksums in the order of the tensors; waits for the copies."""
         if self._event is not None:
             self._event.synchronize()
-            copied = self._copied.tolist()
-        here = iter(int(item) for item in self._parts)
-        there = iter(copied)
-        return [next(there) if cuda else next(here) for cuda in self._order]
+        return [int(item) for item in self._sums]

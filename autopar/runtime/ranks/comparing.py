@@ -6,17 +6,16 @@ batch out of pieces of several. So every call compares a digest, and some calls 
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
-from typing import NoReturn
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from autopar.runtime.calls.inputs import BoundCall
+from autopar.runtime.calls.inputs import BoundCall, constant_text
 from autopar.runtime.generated.random import Randomness
 from autopar.runtime.parameters import ParameterWatch
-from autopar.runtime.ranks.agreement import Agreement, Raised
+from autopar.runtime.ranks.agreement import Agreement, Difference, Raised
 from autopar.runtime.ranks.values import Leaf, ValueComparison
 from passes.ir.errors import InputError
 from passes.ir.mesh import Mesh
@@ -30,7 +29,7 @@ class Surroundings:
     """The state that a call depends on besides its arguments and parameters.
 
     `training` is the mode, `micro_batches` the number of them, `random` what dropout draws from, `within` the contexts
-    of the engine that are entered.
+    of the FSDP manager that are entered.
     """
 
     training: bool
@@ -40,26 +39,7 @@ class Surroundings:
     device_type: str
 
 
-@dataclass(frozen=True)
-class _Description:
-    """The description of a call on one rank; error messages use the names of the fields."""
-
-    raised: Raised | None
-    arguments: Mapping[str, str]
-    mode: str
-    gradients: str
-    autocast: str
-    micro_batches: int
-    trainable: bytes
-    random: bytes
-    within: str
-
-    def packed(self) -> bytes:
-        """The description as bytes, equal for equal calls."""
-        return repr([(item.name, getattr(self, item.name)) for item in fields(self)]).encode()
-
-
-# What to do about a difference, by field.
+# Advice for each difference.
 _ADVICE = {
     "arguments": "pass the same global batch on every rank, or each rank's own samples through "
     "from_local(batch, axes=({axis!r},))",
@@ -103,7 +83,13 @@ class CallComparison:
         def compare(call: BoundCall, surroundings: Surroundings, flags: bytes, parameters: ParameterWatch) -> None:
             nonlocal compared
             compared = True
-            self._compare(_description(call, surroundings, flags), parameters)
+            description = _description(call, surroundings, flags)
+            _, difference = self._agreement.compared(_WHAT, self._where, description)
+            if difference is not None:
+                said, advice = _difference_text(difference, parameters), _ADVICE[difference.name]
+                raise InputError(
+                    f"ranks are called differently in {self._where}: {said}; {advice.format(axis=self._batch_axis)}"
+                )
             self._number += 1
             with torch.no_grad():
                 self._comparison.compare(self._number, self._values(call))
@@ -112,35 +98,12 @@ class CallComparison:
             yield compare
         except BaseException as error:
             if not compared:
-                self._report(Raised.of(error))
+                self._agreement.compared(_WHAT, self._where, Raised.of(error))
             raise
 
-    def _compare(self, mine: _Description, parameters: ParameterWatch) -> None:
-        if not self._agreement.same(mine.packed()):
-            self._raise_difference(mine, parameters)
-
-    def _report(self, raised: Raised) -> None:
-        """Report to the other ranks that this one raises."""
-        mine = _Description(raised, {}, "", "", "", 0, b"", b"", "")
-        if not self._agreement.same(mine.packed()):
-            self._agreement.gathered_from(_WHAT, mine)
-
-    def _raise_difference(self, mine: _Description, parameters: ParameterWatch) -> NoReturn:
-        every = self._agreement.gathered_from(_WHAT, mine)
-        for rank, other in enumerate(every):
-            if other.raised is not None:
-                other.raised.raise_here(rank, f"call {self._number + 1}")
-        first = every[0]
-        rank, other = next((rank, item) for rank, item in enumerate(every) if item != first)
-        for field, advice in _ADVICE.items():
-            theirs, ours = getattr(other, field), getattr(first, field)
-            if theirs != ours:
-                said = _told(field, theirs, ours, rank, parameters)
-                raise InputError(
-                    f"ranks are called differently in call {self._number + 1}: {said}; "
-                    f"{advice.format(axis=self._batch_axis)}"
-                )
-        raise AssertionError("equal descriptions have equal digests")
+    @property
+    def _where(self) -> str:
+        return f"call {self._number + 1}"
 
     def _values(self, call: BoundCall) -> list[Leaf]:
         """The tensors that should be equal on all ranks, without computed ones, which may differ by rounding."""
@@ -158,28 +121,25 @@ def _split_on(leaf: Tensor) -> frozenset[int]:
     return frozenset(axis for axis, placement in enumerate(leaf.placements) if not placement.is_replicate())
 
 
-def _description(call: BoundCall, surroundings: Surroundings, flags: bytes) -> _Description:
+def _description(call: BoundCall, surroundings: Surroundings, flags: bytes) -> Mapping[str, object]:
+    """The description of a call on this rank, with the names of `_ADVICE`."""
     arguments = {name: _tensor_text(tensor) for name, tensor in call.tensors.items()}
-    for name, value in call.values.items():
-        arguments[name] = f"{dtype_name(value.dtype)} {value.tolist()}"
-    arguments.update((name, repr(value)) for name, value in call.settings.items())
+    arguments.update((name, constant_text(value)) for name, value in (*call.values.items(), *call.settings.items()))
     if torch.is_inference_mode_enabled():
         gradients = "inference mode"
     else:
         gradients = "gradients" if torch.is_grad_enabled() else "no gradients"
     kind = surroundings.device_type
-    autocast = str(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else "no autocast"
-    return _Description(
-        None,
-        dict(sorted(arguments.items())),
-        "training mode" if surroundings.training else "evaluation mode",
-        gradients,
-        autocast,
-        surroundings.micro_batches,
-        flags,
-        surroundings.random.digest(),
-        surroundings.within,
-    )
+    return {
+        "arguments": dict(sorted(arguments.items())),
+        "mode": "training mode" if surroundings.training else "evaluation mode",
+        "gradients": gradients,
+        "autocast": str(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else "no autocast",
+        "micro_batches": surroundings.micro_batches,
+        "trainable": flags,
+        "within": surroundings.within,
+        "random": surroundings.random.digest().hex(),
+    }
 
 
 def _tensor_text(tensor: Tensor) -> str:
@@ -189,28 +149,21 @@ def _tensor_text(tensor: Tensor) -> str:
     return f"{text} with gradient" if tensor.requires_grad else text
 
 
-def _told(field: str, theirs: object, ours: object, rank: int, parameters: ParameterWatch) -> str:
+def _difference_text(difference: Difference, parameters: ParameterWatch) -> str:
     """The difference between the call of a rank and that of rank 0, as the middle of a sentence."""
-    if field == "arguments":
-        assert isinstance(theirs, Mapping)
-        assert isinstance(ours, Mapping)
-        name = next(name for name in (*ours, *theirs) if ours.get(name) != theirs.get(name))
-        return (
-            f"rank {rank} of the mesh has {name} {theirs.get(name, 'left out')}, "
-            f"rank 0 has {name} {ours.get(name, 'left out')}"
-        )
-    if field == "trainable":
-        assert isinstance(theirs, bytes)
-        assert isinstance(ours, bytes)
+    name, rank = difference.name, difference.rank
+    theirs, ours = difference.theirs[name], difference.ours[name]
+    if isinstance(theirs, Mapping) and isinstance(ours, Mapping):
+        return str(Difference(rank, theirs, ours))
+    if isinstance(theirs, bytes) and isinstance(ours, bytes):
         pairs = zip(parameters.names, theirs, ours, strict=True)
-        name, there, _ = next(item for item in pairs if item[1] != item[2])
+        parameter, there, _ = next(item for item in pairs if item[1] != item[2])
         with_gradient, without = (rank, 0) if there else (0, rank)
         return (
-            f"the parameter {name!r} requires a gradient on rank {with_gradient} of the mesh, but not on rank {without}"
+            f"the parameter {parameter!r} requires a gradient on rank {with_gradient} of the mesh, but not on rank "
+            f"{without}"
         )
-    if field == "random":
+    if name == "random":
         return f"rank {rank} of the mesh draws other random numbers than rank 0"
-    said = {"gradients": "is called with", "autocast": "is called with", "mode": "is in", "within": "is in"}.get(
-        field, "has micro-batches:"
-    )
+    said = {"mode": "is in", "within": "is in", "micro_batches": "has micro-batches:"}.get(name, "is called with")
     return f"rank {rank} of the mesh {said} {theirs}, rank 0 {said} {ours}"

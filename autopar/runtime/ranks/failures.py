@@ -32,17 +32,12 @@ def is_collective_failure(error: BaseException) -> bool:
 
 def rank_failure(error: BaseException, where: str) -> RankFailedError:
     """The RankFailedError for `error`, which a collective raised in `where` ("call 3 of LlamaForCausalLM")."""
-    reports = _reports()
     first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    if reports:
-        return RankFailedError(
-            f"{where} failed, because {'; '.join(reports)} (the collective ended with: {first_line})"
-        )
-    return RankFailedError(
-        f"{where} failed, because another rank raised, died, runs another collective, or did not answer within the "
-        f"job's timeout of {_seconds()}: see the first error in the logs of the other ranks "
-        f"(the collective ended with: {first_line})"
+    cause = "; ".join(_reports()) or (
+        "another rank raised, died, runs another collective, or did not answer within the job's timeout of "
+        f"{_seconds()}: see the first error in the logs of the other ranks"
     )
+    return RankFailedError(f"{where} failed, because {cause} (the collective ended with: {first_line})")
 
 
 def raise_named(error: Exception, where: str) -> NoReturn:
@@ -90,26 +85,25 @@ class FailureReports:
             raise
         finally:
             self._running = False
-        if self._key is not None:
-            self._take_back(self._key)
+        self._withdraw()
         return result
 
     def _where(self) -> str:
         return f"call {self._calls} of {self._name}"
 
     def _tell(self, report: str) -> None:
-        store = job_store()
-        if store is not None:
-            # Where the rank that keeps the store is gone, what happened here is raised all the same.
-            with contextlib.suppress(RuntimeError):
+        # The rank that hosts the store may be gone; the exception of this rank is raised all the same.
+        with contextlib.suppress(RuntimeError):
+            store = job_store()
+            if store is not None:
                 self._key = _key(store.add(_COUNT, 1))
                 store.set(self._key, f"rank {dist.get_rank()} raised {report}"[:_LONGEST_REPORT])
 
-    def _take_back(self, key: str) -> None:
-        """Withdraw the report: this rank continued after it had raised."""
-        self._key = None
-        store = job_store()
-        if store is not None:
+    def _withdraw(self) -> None:
+        """Withdraw the report, if there is one: this rank continued after it had raised."""
+        key, self._key = self._key, None
+        store = job_store() if key is not None else None
+        if key is not None and store is not None:
             with contextlib.suppress(RuntimeError):
                 store.set(key, "")
 
@@ -120,7 +114,7 @@ def _reports() -> list[str]:
     found: list[str] = []
     if store is None:
         return found
-    # Where the rank that keeps the store is gone, there are none.
+    # The rank that hosts the store may be gone.
     with contextlib.suppress(RuntimeError):
         count = store.add(_COUNT, 0)
         for number in range(max(count - _MOST_REPORTS, 0) + 1, count + 1):

@@ -1,11 +1,10 @@
 """Process groups over several axes of a mesh, and CPU groups of whole meshes.
 
-A group is made at the first request and kept: connections and NCCL communicators are dear, and two models on one mesh
-share them. The functions that make groups are collective: every rank of the mesh calls them in the same order.
+A group is made at the first request and cached: connections and NCCL communicators are expensive, and two models on one
+mesh share them. The functions that make groups are collective: every rank of the mesh calls them in the same order.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from weakref import WeakKeyDictionary
 
@@ -17,23 +16,16 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar._torch import Store, default_store, group_timeout, set_group_timeout
 
-
-@dataclass(frozen=True)
-class _Key:
-    """Requests for the same ranks, backend and purpose get one group."""
-
-    ranks: tuple[int, ...]
-    backend: str | None
-    purpose: str
-
+# Ranks, backend and purpose: requests for the same get one group.
+_Key = tuple[tuple[int, ...], str | None, str]
 
 # Timeouts of groups that were made without one: of gloo, and of NCCL.
 _DEFAULT_TIMEOUTS = frozenset(
     limit for limit in (default_pg_timeout, default_pg_nccl_timeout) if isinstance(limit, timedelta)
 )
 
-# Groups belong to the job, not to a module, so they are kept per process. They are keyed by the default process group,
-# weakly: after destroy_process_group() it is gone, and so are they; the next one gets its own.
+# Groups belong to the job, not to a module, so the cache is that of the process. Its keys are default process groups,
+# weakly: after destroy_process_group() the groups are gone; the next default group gets its own.
 _made: WeakKeyDictionary[dist.ProcessGroup, dict[_Key, dist.ProcessGroup]] = WeakKeyDictionary()
 
 
@@ -122,7 +114,7 @@ def _cpu_backend() -> str:
 def _group(ranks: tuple[int, ...], backend: str | None, purpose: str) -> dist.ProcessGroup:
     """The group of `ranks`; it takes the timeout of the job, not torch's default."""
     known = _made.setdefault(_default_group(), {})
-    key = _Key(ranks, backend, purpose)
+    key = ranks, backend, purpose
     if key not in known:
         known[key] = dist.new_group(
             list(ranks),

@@ -1,7 +1,8 @@
 """Periodic comparison of the values of batches between ranks."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NoReturn
 
 from torch import Tensor
@@ -25,15 +26,6 @@ class Leaf:
     split_on: frozenset[int] = frozenset()
 
 
-@dataclass(frozen=True)
-class _Taken:
-    """Checksums that are still to be compared, and the number of their call."""
-
-    call: int
-    leaves: Sequence[tuple[str, frozenset[int]]]
-    sums: Checksums
-
-
 class ValueComparison:
     """Compares the parts that ranks should have alike, by checksums that are taken where the tensors are.
 
@@ -47,7 +39,7 @@ class ValueComparison:
         self._coordinates = list(mesh.coordinates())
         self._what = what
         self._advice = advice
-        self._pending: _Taken | None = None
+        self._pending: Callable[[], None] | None = None
 
     def compare(self, number: int, leaves: Sequence[Leaf]) -> None:
         """Compare the values of an earlier call, and take those of this one, the `number`-th from 1, where it is due.
@@ -56,35 +48,35 @@ class ValueComparison:
         """
         pending, self._pending = self._pending, None
         if pending is not None:
-            self._read(pending)
-        if number > 2 and number % EVERY:
+            pending()
+        if self._agreement.alone or (number > 2 and number % EVERY):
             return
-        sums = Checksums([leaf.part for leaf in leaves])
-        taken = _Taken(number, [(leaf.name, leaf.split_on) for leaf in leaves], sums)
+        read = partial(self._read, number, leaves, Checksums([leaf.part for leaf in leaves]))
         if number == 1:
-            self._read(taken)
+            read()
         else:
-            self._pending = taken
+            self._pending = read
 
-    def _read(self, taken: _Taken) -> None:
-        every = self._agreement.numbers(taken.sums.read())
-        for column, (name, split_on) in enumerate(taken.leaves):
+    def _read(self, call: int, leaves: Sequence[Leaf], checksums: Checksums) -> None:
+        every = self._agreement.numbers(checksums.read())
+        for column, leaf in enumerate(leaves):
             first: dict[tuple[int, ...], int] = {}
             for rank, sums in enumerate(every):
-                part = tuple(place for axis, place in enumerate(self._coordinates[rank]) if axis in split_on)
+                part = tuple(place for axis, place in enumerate(self._coordinates[rank]) if axis in leaf.split_on)
                 other = first.setdefault(part, rank)
                 if sums[column] != every[other][column]:
-                    self._raise(taken.call, name, rank, other, split_on)
+                    self._raise(call, leaf, rank, other)
 
-    def _raise(self, call: int, name: str, rank: int, other: int, split_on: frozenset[int]) -> NoReturn:
+    def _raise(self, call: int, leaf: Leaf, rank: int, other: int) -> NoReturn:
         said = (
-            f"{name} had other values on rank {rank} of the mesh than on rank {other} in {self._what} {call} of this "
-            "module"
+            f"{leaf.name} had other values on rank {rank} of the mesh than on rank {other} in {self._what} {call} of "
+            "this module"
         )
-        if split_on:
-            names = self._mesh.names
-            split = ", ".join(name for axis, name in enumerate(names) if axis in split_on)
-            same = ", ".join(name for axis, name in enumerate(names) if axis not in split_on)
+        if leaf.split_on:
+            split, same = (
+                ", ".join(name for axis, name in enumerate(self._mesh.names) if (axis in leaf.split_on) == inside)
+                for inside in (True, False)
+            )
             raise InputError(
                 f"{said}: it is split over {split}, so ranks along {same} must give the same part (a sampler takes "
                 "its rank from data_rank() of the same axes)"

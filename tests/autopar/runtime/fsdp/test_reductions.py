@@ -41,8 +41,8 @@ class Issued(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Mapping[str, object] | None = None
     ) -> object:
-        if func._opname == "allreduce_":
-            self.events.append(args[0][0].numel())
+        if func._opname == "all_reduce_coalesced_":
+            self.events.append(sum(tensor.numel() for tensor in args[0]))
         elif func._opname in ("mm", "addmm"):
             self.events.append(0)
         return func(*args, **(kwargs or {}))
