@@ -107,7 +107,7 @@ def as_distributed(local: Tensor, spec: DTensorSpec) -> DTensor:
 
 
 def group_timeout(group: dist.ProcessGroup) -> timedelta | None:
-    """The timeout of the collectives of `group`; None where its backend has none. It is given, never shown again."""
+    """The timeout of the collectives of `group`; None where its backend has none. No public function returns it."""
     for device in group._device_types:
         options = getattr(group._get_backend(device), "options", None)
         timeout = getattr(options, "_timeout", None)

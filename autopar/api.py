@@ -7,29 +7,20 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.launch.agreement import from_first, gathered, together
-from autopar.launch.world import (
-    described_device,
-    device_type_of,
-    found_mesh,
-    local_device,
-    refuse_other_sizes,
-    refuse_shared_devices,
-    refuse_strangers,
-    world_mesh,
-)
+from autopar.launch.world import device_type_of, found_mesh, requested_ranks
 from autopar.loading import distribute, make_groups, refuse_meta
-from autopar.models.fingerprint import first_difference, structure_fingerprint, values_fingerprint
-from autopar.models.losses import Loss, loss_fingerprint, with_loss
+from autopar.models.fingerprint import Fingerprint, refuse_different_models, values_fingerprint
+from autopar.models.info import ExampleInputs, ModelInfo, read_model
+from autopar.models.losses import Loss, with_loss
 from autopar.options import Constraints, Options, Recompute
-from autopar.planner import plan_model
+from autopar.planner import PlannedModel, plan_model
 from autopar.plans.dynamic_shapes import AnySizes
 from autopar.precision import Precision
-from autopar.request import ExampleInputs, MeshLike, make_request
+from autopar.request import MeshLike, make_request
 from autopar.runtime import DistributedModule
 from autopar.runtime.ranks.failures import naming_collectives
-from autopar.runtime.ranks.groups import take_job_timeout
 from passes.cost.cluster import Cluster
-from passes.ir.errors import PlanMismatchError
+from passes.ir.mesh import Mesh
 from passes.ir.plan import Plan
 
 
@@ -60,7 +51,8 @@ def plan(
     """
     options = Options.among(locals())
     model = with_loss(model, loss)
-    return plan_model(model, make_request(model, mesh, example_inputs, options)).plan
+    request = make_request(mesh, options)
+    return plan_model(model, read_model(model, example_inputs, request), request).plan
 
 
 def parallelize(
@@ -121,72 +113,33 @@ def parallelize(
     Raises a subclass of `autopar.AutoparError`, on every rank alike.
     """
     options = Options.among(locals())
-    ranks = _checked_ranks(mesh, model)
-    model = together(ranks, lambda: with_loss(model, loss), "checking the loss")
-    return _distributed(model, mesh, example_inputs, options, ranks)
+    ranks = requested_ranks(mesh, device_type_of(model))
+    with together(ranks, "checking the arguments"):
+        model = with_loss(model, loss)
+        request = make_request(mesh, options, ranks.device_type)
+        info = read_model(model, example_inputs, request)
+    _compare_models(model, info, ranks)
+    planned = from_first(ranks, lambda: plan_model(model, info, request, both_modes=True), "planning the model")
+    request = replace(request, mesh=Mesh.of(planned.plan.mesh), any_shape=False)
+    ranks = _with_groups(planned, mesh, ranks)
+    with together(ranks, "loading parameters and generated source"):
+        other_sizes = AnySizes(model, info, planned, request, ranks)
+        return distribute(model, info.signature, planned, request, ranks, other_sizes)
 
 
-def _distributed(
-    model: nn.Module,
-    mesh: DeviceMesh | int | Cluster,
-    example_inputs: ExampleInputs | None,
-    options: Options,
-    ranks: DeviceMesh,
-) -> DistributedModule:
-    """Plan on the first of the `ranks`, and make the module on each of them."""
-    request = together(
-        ranks, lambda: make_request(model, mesh, example_inputs, options, ranks.device_type), "checking the arguments"
-    )
-    together(ranks, lambda: refuse_meta(model), "checking the model")
-    _check_same_model(model, ranks)
-    made = from_first(ranks, lambda: plan_model(model, request, both_modes=True), "planning the model")
+def _with_groups(planned: PlannedModel, mesh: DeviceMesh | int | Cluster, ranks: DeviceMesh) -> DeviceMesh:
+    """The `ranks` as the mesh that the plan is for, with the process groups that it needs."""
     with naming_collectives("making the process groups of the plan"):
         if not isinstance(mesh, DeviceMesh):
-            ranks, shape = found_mesh(made.plan, ranks.device_type)
-            request = replace(request, mesh=shape, any_shape=False)
-        make_groups(made, ranks)
-    return together(
-        ranks,
-        lambda: distribute(model, made, request, ranks, AnySizes(model, made, request, ranks)),
-        "loading parameters and generated source",
-    )
-
-
-def _checked_ranks(mesh: DeviceMesh | int | Cluster, model: nn.Module) -> DeviceMesh:
-    """The ranks that `mesh` asks for. Raises MeshError where these are others, or two of them share a device."""
-    ranks = mesh if isinstance(mesh, DeviceMesh) else world_mesh(mesh, device_type_of(model))
-    refuse_strangers(ranks)
-    take_job_timeout(ranks)
-    if not isinstance(mesh, DeviceMesh):
-        together(ranks, lambda: refuse_other_sizes(mesh, ranks), "checking the mesh")
-    stage = "comparing the devices of the ranks"
-    device = together(ranks, lambda: described_device(local_device(ranks.device_type)), stage)
-    refuse_shared_devices(gathered(ranks, device, stage))
+            ranks = found_mesh(Mesh.of(planned.plan.mesh), ranks.device_type)
+        make_groups(planned, ranks)
     return ranks
 
 
-def _check_same_model(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Raise PlanMismatchError on all ranks if they hold different models."""
-    stage = "comparing the models of the ranks"
-    own = together(
-        mesh, lambda: (structure_fingerprint(model), values_fingerprint(model), loss_fingerprint(model)), stage
-    )
-    every = gathered(mesh, own, stage)
-    first = every[0]
-    for rank, other in enumerate(every):
-        if other[0] != first[0]:
-            raise PlanMismatchError(
-                f"ranks hold different models: the one of rank {rank} of the mesh has a different structure from "
-                "rank 0's"
-            )
-        if other[2] != first[2]:
-            raise PlanMismatchError(
-                f"ranks pass different losses: the code of the one on rank {rank} of the mesh, or a value that it "
-                "holds, is not that of rank 0"
-            )
-        name = first_difference(first[1], other[1])
-        if name is not None:
-            raise PlanMismatchError(
-                f"ranks hold different models: {name!r} has other values on rank {rank} of the mesh than on rank 0; "
-                "make the model from the same seed or the same checkpoint on every rank"
-            )
+def _compare_models(model: nn.Module, info: ModelInfo, ranks: DeviceMesh) -> None:
+    """Raise CaptureError for a model without values, and PlanMismatchError on all ranks if they hold different ones."""
+    phase = "comparing the models of the ranks"
+    with together(ranks, phase):
+        refuse_meta(model)
+        fingerprint = Fingerprint(info.structure, info.loss, values_fingerprint(model))
+    refuse_different_models(gathered(ranks, fingerprint, phase))

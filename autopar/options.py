@@ -49,7 +49,7 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Settled:
+class Settings:
     """Options without gaps. `memory_limit` is None for the device's memory less a reserve."""
 
     objective: str
@@ -63,12 +63,12 @@ class Settled:
     outputs: str
 
 
-_DEFAULTS = Settled(
+_DEFAULTS = Settings(
     "train", None, "adamw", Precision(), {}, discover=False, symbolic=False, compiled=False, outputs="planned"
 )
 
 
-def settled(options: Options) -> Settled:
+def settings_of(options: Options) -> Settings:
     """Check the options that depend on neither the model nor the mesh, and fill in those that were omitted.
 
     A plan to replay provides its own. Raises InputError or ConstraintError for an invalid value, and PlanMismatchError
@@ -90,7 +90,7 @@ def settled(options: Options) -> Settled:
 
 
 def _given(options: Options) -> dict[str, Any]:
-    """The options that were given, checked, by their names in `Settled`."""
+    """The options that were given, checked, by their names in `Settings`."""
     if options.objective is not None and options.objective not in OBJECTIVES:
         raise InputError(f"objective is {options.objective!r}: it must be 'train' or 'infer'")
     if options.optimizer is not None and options.optimizer not in OPTIMIZERS:
@@ -117,7 +117,7 @@ def _given(options: Options) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-def _planned(plan: Plan) -> Settled:
+def _planned(plan: Plan) -> Settings:
     """The options that a plan was made with.
 
     Raises PlanMismatchError for an optimizer whose memory is not known.
@@ -128,7 +128,7 @@ def _planned(plan: Plan) -> Settled:
         )
     dtypes = vars(plan.precision).values()
     precision = Precision(*(None if name is None else getattr(torch, name) for name in dtypes))
-    return Settled(
+    return Settings(
         plan.objective,
         plan.memory_limit,
         plan.optimizer,

@@ -1,79 +1,51 @@
 """Requests: the arguments of a user, checked and converted to the types of the passes."""
 
-import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
-import torch
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from autopar.models import huggingface
-from autopar.models.losses import loss_fingerprint, missing_for_loss
-from autopar.options import Options, Recompute, settled
-from autopar.precision import Precision
+from autopar.options import Options, Recompute, Settings, settings_of
 from autopar.profile import check_machine, known_cluster
-from autopar.runtime import named_arguments
-from passes.constrain import Constraints
 from passes.cost.cluster import CLUSTERS, Cluster, find_cluster
 from passes.cost.optimizers import OPTIMIZERS
 from passes.ir.configuration import RECOMPUTE
 from passes.ir.decisions import Decisions
-from passes.ir.errors import ConstraintError, InputError, MeshError, MicroBatchError, PlanMismatchError
-from passes.ir.leaves import input_leaves
+from passes.ir.errors import ConstraintError, InputError, MeshError, PlanMismatchError
 from passes.ir.mesh import Mesh
 from passes.ir.plan import Plan
 from passes.ir.plan_contents import check_contents
 from passes.lower import Casts
-from passes.micro_batches import batch_size
 from passes.search import Space
 
 MeshLike = DeviceMesh | Mapping[str, int] | int | Cluster
-ExampleInputs = Mapping[str, object] | tuple[object, ...]
 
 
-@dataclass(frozen=True)
-class Request:
-    """Everything that a plan depends on besides the traced program.
+@dataclass(frozen=True, kw_only=True)
+class Request(Settings):
+    """Everything that a plan depends on besides the model and its inputs: the settings, and the following.
 
-    With `any_shape` the shape of the mesh is still to be found, and `mesh` says how many devices there are. `inputs`
-    are by name and hold the global batch, `assumed` are those that nobody gave; `memory_limit` is in bytes per
-    device. `discover` says that ops without a rule are run on shards to find one. `micro_batches` and `recompute` (by
-    pattern of regions) are None where the planner is to choose. With `symbolic` costs are given as formulas, too. With
-    `compiled` regions are compiled by torch. `outputs` is "planned" or "full": whole on every rank.
-    `loss` is the fingerprint of a loss outside of the model. `model` is the name of the model's class, `casts` are the
-    dtypes in which its parameters are stored and its gradients reduced.
+    With `any_shape` the shape of the mesh is still to be found, and `mesh` says how many devices there are.
+    `memory_limit` is in bytes per device. `plan` is a plan to replay. `micro_batches` and `recompute` (by pattern of
+    regions) are None where the planner is to choose.
     """
 
     mesh: Mesh
+    any_shape: bool
     cluster: Cluster
     memory_limit: float
-    objective: str
-    optimizer: str
-    precision: Precision
-    constraints: Constraints
-    inputs: Mapping[str, object]
-    assumed: frozenset[str]
-    signature: inspect.Signature
     plan: Plan | None
-    discover: bool
-    micro_batches: int | None = None
-    recompute: Mapping[str, str] | None = None
-    any_shape: bool = False
-    symbolic: bool = False
-    compiled: bool = False
-    outputs: str = "planned"
-    loss: str = ""
-    model: str = ""
-    casts: Casts = field(default_factory=Casts)
+    micro_batches: int | None
+    recompute: Mapping[str, str] | None
 
     @property
     def optimizer_states(self) -> int:
         """Tensors that the optimizer keeps per trained parameter; none when nothing is trained."""
         return OPTIMIZERS[self.optimizer].states if self.objective == "train" else 0
 
-    def space(self, decisions: Decisions) -> Space:
-        """The search space; `decisions` are fixed."""
+    def space(self, casts: Casts, decisions: Decisions) -> Space:
+        """The search space; `decisions` are fixed, `casts` are the dtypes of stored parameters and reduced
+        gradients."""
         return Space(
             self.mesh,
             self.cluster,
@@ -84,19 +56,13 @@ class Request:
             self.any_shape,
             self.micro_batches,
             self.recompute,
-            self.casts,
+            casts,
             self.outputs == "full",
             decisions,
         )
 
 
-def make_request(
-    model: nn.Module,
-    mesh: MeshLike,
-    example_inputs: ExampleInputs | None,
-    options: Options,
-    device_type: str | None = None,
-) -> Request:
+def make_request(mesh: MeshLike, options: Options, device_type: str | None = None) -> Request:
     """Check the arguments and fill in omitted ones. `device_type` is the device type of this process if it will run the
     plan.
 
@@ -105,8 +71,7 @@ def make_request(
     """
     if options.plan is not None:
         check_contents(options.plan)
-        _check_loss(options.plan, loss_fingerprint(model))
-    chosen = settled(options)
+    chosen = settings_of(options)
     shape = read_mesh(mesh)
     any_shape = isinstance(mesh, (int, Cluster))
     if any_shape and options.plan is not None:
@@ -120,54 +85,27 @@ def make_request(
     cluster.check(shape)
     if device_type is not None:
         check_machine(cluster, device_type)
-    signature = inspect.signature(model.forward)
-    inputs = _inputs(model, shape, signature, example_inputs, options.plan, chosen.objective)
-    missing = missing_for_loss(model, inputs) if chosen.objective == "train" else []
-    if missing:
-        raise InputError(f"the loss needs {', '.join(missing)}: add it to example_inputs")
-    known = huggingface.is_huggingface(model)
-    # A program for inference of a plan for training was traced as it was.
-    traced_for = chosen.objective if options.plan is None else options.plan.objective
-    assumed = huggingface.settings(model, inputs, traced_for) if known else {}
-    if example_inputs is None and options.plan is not None:
-        unknown = sorted(set(options.plan.constants) - {*inputs, *assumed})
-        if unknown:
-            raise InputError(f"the plan was made for a certain {', '.join(unknown)}: pass example_inputs too")
+    chosen = replace(
+        chosen,
+        memory_limit=chosen.memory_limit or cluster.usable_memory,
+        # A plan to replay has its formulas.
+        symbolic=chosen.symbolic and options.plan is None,
+    )
     return Request(
-        shape,
-        cluster,
-        cluster.usable_memory if chosen.memory_limit is None else chosen.memory_limit,
-        chosen.objective,
-        chosen.optimizer,
-        chosen.precision,
-        chosen.constraints,
-        {**inputs, **assumed},
-        frozenset(assumed),
-        signature,
-        options.plan,
-        chosen.discover,
-        _micro_batches(options.micro_batches, chosen.objective, inputs),
-        _recompute(options.recompute, chosen.objective),
-        any_shape,
-        chosen.symbolic,
-        chosen.compiled,
-        chosen.outputs,
-        loss_fingerprint(model),
-        type(model).__name__,
-        _casts(model, chosen.precision),
+        **vars(chosen),
+        mesh=shape,
+        any_shape=any_shape,
+        cluster=cluster,
+        plan=options.plan,
+        micro_batches=_micro_batches(options.micro_batches, chosen.objective),
+        recompute=_recompute(options.recompute, chosen.objective),
     )
 
 
-def _casts(model: nn.Module, precision: Precision) -> Casts:
-    """The dtypes of stored parameters and reduced gradients, where they are not those that are computed in."""
-    own = next((item.dtype for item in model.parameters() if item.is_floating_point()), None)
-    return Casts(precision.master or (None if precision.compute is None else own), precision.reduce)
-
-
-def _micro_batches(count: int | None, objective: str, inputs: Mapping[str, object]) -> int | None:
+def _micro_batches(count: int | None, objective: str) -> int | None:
     """The requested number of micro-batches.
 
-    Raises InputError for an invalid number, MicroBatchError for one that does not divide the batch.
+    Raises InputError for an invalid number.
     """
     if count is None:
         return None
@@ -175,11 +113,6 @@ def _micro_batches(count: int | None, objective: str, inputs: Mapping[str, objec
         raise InputError(f"micro_batches is {count!r}: it must be a whole number of at least 1, or None")
     if count > 1 and objective != "train":
         raise InputError(f"micro_batches is {count}, but only training goes through micro-batches: leave it out")
-    batch = batch_size(tuple(leaf.shape) for _, leaf in input_leaves(inputs) if isinstance(leaf, torch.Tensor))
-    if batch % count:
-        raise MicroBatchError(
-            f"a batch of {batch} cannot be cut into {count} micro-batches: choose a number that divides it"
-        )
     return count
 
 
@@ -239,18 +172,6 @@ def _planned_mesh(plan: Plan, devices: Mesh) -> Mesh:
     return planned
 
 
-def _check_loss(plan: Plan, loss: str) -> None:
-    """Raise PlanMismatchError where a plan was made with another loss than the one of this fingerprint."""
-    if plan.loss and not loss:
-        raise PlanMismatchError("the plan was made with a loss outside of the model: pass the same one as loss=")
-    if loss and not plan.loss:
-        raise PlanMismatchError("loss= is given, but the plan was made without one: leave loss out, or plan anew")
-    if plan.loss != loss:
-        raise PlanMismatchError(
-            "the plan was made with another loss=: its code, or a value that it holds, differs; plan anew"
-        )
-
-
 def _cluster(options: Options, mesh: MeshLike, device_type: str | None) -> Cluster:
     """The requested cluster, or that of the devices of this process, or the one that the plan was made for."""
     found, plan = _asked_cluster(options.cluster, mesh), options.plan
@@ -278,43 +199,3 @@ def _asked_cluster(cluster: Cluster | str | None, mesh: MeshLike) -> Cluster | N
             raise MeshError("the mesh is a cluster already: leave out cluster=")
         return mesh
     return find_cluster(cluster) if isinstance(cluster, str) else cluster
-
-
-def _inputs(
-    model: nn.Module,
-    mesh: Mesh,
-    signature: inspect.Signature,
-    example_inputs: ExampleInputs | None,
-    plan: Plan | None,
-    objective: str,
-) -> dict[str, object]:
-    """The inputs by name."""
-    inputs: dict[str, object]
-    if example_inputs is None and plan is not None:
-        inputs = _planned_inputs(plan)
-    elif example_inputs is None:
-        if not huggingface.is_huggingface(model):
-            raise InputError(
-                f"{type(model).__name__} is no Hugging Face model, so its inputs are not known: pass example_inputs, "
-                "a dict of keyword arguments or a tuple of positional ones with the global batch "
-                "(tensors on meta will do)"
-            )
-        inputs = huggingface.made_inputs(model, objective, mesh.size)
-    else:
-        args, kwargs = (example_inputs, {}) if isinstance(example_inputs, tuple) else ((), dict(example_inputs))
-        try:
-            bound = signature.bind(*args, **kwargs)
-        except TypeError as error:
-            raise InputError(f"{type(model).__name__} does not take these example_inputs: {error}") from None
-        inputs = {name: value for name, value in named_arguments(signature, bound) if value is not None}
-    return inputs
-
-
-def _planned_inputs(plan: Plan) -> dict[str, object]:
-    """Inputs of the shapes that a plan was made for."""
-    if any("[" in name for name in plan.inputs):
-        raise InputError("the plan has inputs inside lists or dicts: pass example_inputs too")
-    return {
-        name: torch.empty(item.shape, dtype=getattr(torch, item.dtype), device="meta")
-        for name, item in plan.inputs.items()
-    }

@@ -1,11 +1,12 @@
-"""Rules found by running an op on shards.
+"""Opt-in: rules found by running an op on shards. A plan has some only where the user passes `discover=True`.
 
 For every set of operand dims of one size: cut them, run the op on each part, and find how the results combine
 (by concatenation or by a sum), forward and backward, in float64, for several draws of values, on 2 and on 3 ranks. A
 split that always gives the result of the whole op is a factor. EasyDist (ShardCombine) finds its rules like this.
 
 Sampling is no proof: such rules test the written ones, and are suggestions for ops without a rule. They contain plain
-splits only (no local forms, no collectives inside, no splits inside a dim), and no costs.
+splits only (no local forms, no collectives inside, no splits inside a dim), and no costs. They hold for the sizes of a
+call; `passes/micro_batches.py` derives those for a micro-batch from them.
 """
 
 import logging
@@ -15,7 +16,7 @@ from math import gcd
 import torch
 from torch import Tensor
 
-from autopar.discover.draws import Drawn, draws_of, own_draws, run_with
+from autopar.discover.draws import Drawn, draws_of, run_with
 from autopar.discover.splits import MOST_OPERANDS, Split, divides, find_linear, find_splits, holds
 from passes.ir.program import Op, Program, TensorType
 from passes.ir.rule import Dims, Factor, Part, Role, Rule, Saved
@@ -24,19 +25,20 @@ from passes.rules import signature, written_rule
 logger = logging.getLogger("autopar")
 
 
-def discover(op: Op, types: Mapping[str, TensorType], tensors: Sequence[Tensor] | None = None) -> Rule | None:
+def discover(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
     """The rule that running `op` on shards suggests; None if no split is found.
 
-    The op runs on the CPU on random values, with small sizes where it takes these; `tensors` are operands whose values
-    it takes, where others may not do (indices, probabilities). An op that draws random numbers is not looked at.
-    It must look whether its operands fit together before it reads them.
+    The op runs on the CPU on random values, with small sizes where it takes these. An op that draws random numbers is
+    not looked at. It must look whether its operands fit together before it reads them.
     """
     if not op.operands or not op.results or len(op.operands) > 4 * MOST_OPERANDS:
         return None
-    draws = draws_of(op, types, tensors)
-    if not draws:
-        return None
-    own = own_draws(op, types, tensors)
+    draws, own = draws_of(op, types)
+    return suggested(op, types, draws, own) if draws else None
+
+
+def suggested(op: Op, types: Mapping[str, TensorType], draws: Sequence[Drawn], own: Sequence[Drawn]) -> Rule | None:
+    """The rule of `op` that draws of its form suggest, at least one of them; `own` are draws with its own sizes."""
     # Small sizes may make another form of the op than it has: where its own sizes divide, they decide.
     found = [split for split in find_splits(draws) if not own or not divides(own[0], split) or holds(own, [split], [2])]
     linear = tuple(find_linear(draws))

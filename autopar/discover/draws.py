@@ -2,14 +2,14 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
+from functools import partial
 from math import prod
 
 import torch
 from torch import Tensor
 
-from autopar.discover.calls import Call, resized, runs
-from passes._torch import pytree, schema_of
+from autopar.discover.calls import Call, resized, taken
+from passes._torch import schema_of
 from passes.ir.program import Op, Ref, TensorType, find_overload, has_gradient
 
 # Sizes divide by 2 and by 3; what is left of the first when cut divides by 2, for ops that take elements in pairs.
@@ -18,6 +18,9 @@ _DRAWS = 3
 _SMALLEST = 1e-5
 # Elements of all operands and results up to which an op is also run as it is.
 _LARGE = 1 << 22
+
+# A draw of values for an operand.
+Values = Callable[[Tensor, torch.Generator], Tensor]
 
 
 @dataclass(frozen=True)
@@ -36,47 +39,16 @@ class Drawn:
         return self.call.tensors
 
 
-def draws_of(op: Op, types: Mapping[str, TensorType], tensors: Sequence[Tensor] | None) -> list[Drawn]:
-    """Calls of the form of `op` with random values, in float64; empty where the op does not run or is random."""
-    for call in _small_calls(_call(op, types, tensors)):
-        found = _draws(call, tensors is not None)
-        if found:
-            return found
-    return []
-
-
-def own_draws(op: Op, types: Mapping[str, TensorType], tensors: Sequence[Tensor] | None) -> list[Drawn]:
-    """The same with the sizes that the op has; empty where these are large too."""
-    if sum(prod(types[name].shape) for name in (*op.operands, *op.results)) > _LARGE:
-        return []
-    return _draws(_call(op, types, tensors), tensors is not None)
-
-
-def _draws(call: Call, given: bool) -> list[Drawn]:
-    found = []
-    flowing = _flowing(call, given)
-    for seed in range(_DRAWS):
-        generator = torch.Generator().manual_seed(seed)
-        for values in _kinds_of_values(call, given):
-            drawn = _drawn(call, [values(tensor, generator) for tensor in call.tensors], flowing, generator)
-            if drawn is not None:
-                found.append(drawn)
-                break
-    return found if len(found) == _DRAWS and not _is_random(found[0]) else []
-
-
-def _call(op: Op, types: Mapping[str, TensorType], tensors: Sequence[Tensor] | None) -> Call:
-    """The call that `op` is, in float64."""
-    given = iter(tensors) if tensors is not None else None
+def call_of(op: Op, tensors: Sequence[Tensor]) -> Call:
+    """The call that `op` is with these operands, in float64."""
+    rest = iter(tensors)
 
     def made(argument: object) -> object:
-        if isinstance(argument, Ref):
-            if given is not None:
-                return _double(next(given))
-            type = types[argument.name]
-            dtype = torch.float64 if type.dtype.is_floating_point else type.dtype
-            return torch.zeros((), dtype=dtype).expand(type.shape)
-        return [made(item) for item in argument] if isinstance(argument, tuple) else _double_type(argument)
+        if isinstance(argument, tuple):
+            return [made(item) for item in argument]
+        if isinstance(argument, torch.dtype):
+            return _double(argument)
+        return next(rest) if isinstance(argument, Ref) else argument
 
     schema = schema_of(op.overload).arguments
     arguments = {name: made(value) for name, value in op.arguments.items()}
@@ -87,23 +59,44 @@ def _call(op: Op, types: Mapping[str, TensorType], tensors: Sequence[Tensor] | N
     )
 
 
+def draws_of(op: Op, types: Mapping[str, TensorType]) -> tuple[list[Drawn], list[Drawn]]:
+    """Draws of the form of `op` with small sizes, where it takes these, and draws with its own, where these are not
+    large. Empty where the op does not run or is random."""
+    operands = [types[name] for name in op.operands]
+    call = call_of(op, [torch.zeros((), dtype=_double(type.dtype)).expand(type.shape) for type in operands])
+    small = next(filter(None, (draws(item, kinds_of_values(item)) for item in _small_calls(call))), [])
+    elements = sum(prod(types[name].shape) for name in (*op.operands, *op.results))
+    return small, draws(call, kinds_of_values(call)) if small and elements <= _LARGE else []
+
+
+def draws(call: Call, kinds: Sequence[Values]) -> list[Drawn]:
+    """Several draws of values, each of the first of `kinds` that the op takes; empty where it takes none."""
+    found = []
+    flowing = _flowing(call, kinds)
+    for seed in range(_DRAWS):
+        generator = torch.Generator().manual_seed(seed)
+        for values in kinds:
+            drawn = _drawn(call, [values(tensor, generator) for tensor in call.tensors], flowing, generator)
+            if drawn is not None:
+                found.append(drawn)
+                break
+    return found if len(found) == _DRAWS and not _is_random(found[0]) else []
+
+
 def _small_calls(call: Call) -> Iterator[Call]:
-    """Calls of the form of `call` with small sizes that divide; first with dims that are alike staying alike."""
-    if runs(call) and all(size == 1 or size % _UNITS[-1] == 0 for tensor in call.tensors for size in tensor.shape):
+    """Calls of the form of `call` with small sizes that divide; at last the call itself."""
+    if taken(call) and all(size == 1 or size % _UNITS[-1] == 0 for tensor in call.tensors for size in tensor.shape):
         yield call
-    for unit, on, ties in product(_UNITS, ("cpu", "meta"), ("equal", "aligned", "free")):
-        small = resized(call, unit, ties, on)
-        if runs(small):
-            yield small
-    if runs(call):
+    yield from (small for unit in _UNITS if taken(small := resized(call, unit)))
+    if taken(call):
         yield call
 
 
-def _flowing(call: Call, given: bool) -> frozenset[int]:
+def _flowing(call: Call, kinds: Sequence[Values]) -> frozenset[int]:
     """Operands that torch can give a gradient for: all floating ones, unless it says so."""
     floating = frozenset(slot for slot, tensor in enumerate(call.tensors) if tensor.is_floating_point())
     generator = torch.Generator().manual_seed(0)
-    for values in _kinds_of_values(call, given):
+    for values in kinds:
         operands = [values(tensor, generator) for tensor in call.tensors]
         if _runs_with(call, operands, frozenset()):
             if _runs_with(call, operands, floating):
@@ -129,57 +122,25 @@ def _is_random(drawn: Drawn) -> bool:
     return not all(torch.allclose(new.detach(), old) for new, old in zip(again, drawn.results, strict=True))
 
 
-def _double(tensor: Tensor) -> Tensor:
-    return tensor.detach().to(torch.float64) if tensor.is_floating_point() else tensor.detach()
+def _double(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype.is_floating_point else dtype
 
 
-def _double_type(argument: object) -> object:
-    is_floating = isinstance(argument, torch.dtype) and argument.is_floating_point
-    return torch.float64 if is_floating else argument
-
-
-Values = Callable[[Tensor, torch.Generator], Tensor]
-
-
-def _kinds_of_values(call: Call, given: bool) -> Iterator[Values]:
-    """Ways to draw values, of which an op may take one only: any sign or positive, indices up to each size.
-
-    Given values are taken in another order, or numbers between 0 and 1 in place of those that are not whole.
-    """
-    if given:
-        yield _shuffled
-        yield _fractions
-        return
+def kinds_of_values(call: Call) -> list[Values]:
+    """Ways to draw values, of which an op may take one only: any sign or positive, indices up to each size."""
     sizes = sorted({size for tensor in call.tensors for size in tensor.shape if size > 1}, reverse=True)
-    for high in [*sizes, 2, 1]:
-        for least in (None, 0.25):
-
-            def values(
-                tensor: Tensor, generator: torch.Generator, high: int = high, least: float | None = least
-            ) -> Tensor:
-                shape = tuple(tensor.shape)
-                if tensor.dtype == torch.bool:
-                    return torch.rand(shape, generator=generator) < 0.5
-                if not tensor.is_floating_point():
-                    return torch.randint(0, high, shape, generator=generator).to(tensor.dtype)
-                if least is None:
-                    return torch.randn(shape, generator=generator, dtype=torch.float64)
-                return least + torch.rand(shape, generator=generator, dtype=torch.float64) / 2
-
-            yield values
+    return [partial(_values, high=high, least=least) for high in [*sizes, 2, 1] for least in (None, 0.25)]
 
 
-def _shuffled(tensor: Tensor, generator: torch.Generator) -> Tensor:
-    if not tensor.is_floating_point() and tensor.dtype != torch.bool:
-        return tensor
-    flat = tensor.flatten()
-    return flat[torch.randperm(len(flat), generator=generator)].reshape(tensor.shape)
-
-
-def _fractions(tensor: Tensor, generator: torch.Generator) -> Tensor:
+def _values(tensor: Tensor, generator: torch.Generator, high: int, least: float | None) -> Tensor:
+    shape = tuple(tensor.shape)
+    if tensor.dtype == torch.bool:
+        return torch.rand(shape, generator=generator) < 0.5
     if not tensor.is_floating_point():
-        return _shuffled(tensor, generator)
-    return 0.25 + torch.rand(tensor.shape, generator=generator, dtype=torch.float64) / 2
+        return torch.randint(0, high, shape, generator=generator).to(tensor.dtype)
+    if least is None:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+    return least + torch.rand(shape, generator=generator, dtype=torch.float64) / 2
 
 
 def _drawn(call: Call, operands: Sequence[Tensor], flowing: frozenset[int], generator: torch.Generator) -> Drawn | None:
@@ -198,11 +159,7 @@ def _drawn(call: Call, operands: Sequence[Tensor], flowing: frozenset[int], gene
         bool(tensor.any()) or not has_gradient(tensor.dtype) for tensor in results
     ):
         return None
-    filled, options = pytree.tree_unflatten(
-        _with(pytree.tree_leaves((call.arguments, dict(call.options))), operands),
-        pytree.tree_structure((call.arguments, dict(call.options))),
-    )
-    same = Call(call.target, filled, options)
+    same = call.with_tensors(operands)
     return Drawn(same, tuple(tensor.detach() for tensor in results), cotangents, gradients, flowing)
 
 
@@ -212,11 +169,6 @@ def _tells(tensor: Tensor) -> bool:
         return True
     largest = float(tensor.abs().max())
     return bool(tensor.isfinite().all()) and (largest == 0 or largest > _SMALLEST)
-
-
-def _with(leaves: Sequence[object], operands: Sequence[Tensor]) -> list[object]:
-    rest = iter(operands)
-    return [next(rest) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
 
 def run_with(call: Call, operands: Sequence[Tensor], flowing: frozenset[int]) -> tuple[list[Tensor], list[Tensor]]:

@@ -42,9 +42,8 @@ def holds(draws: Sequence[Drawn], splits: Sequence[Split], ways: Sequence[int]) 
 
 def divides(drawn: Drawn, split: Split) -> bool:
     """Whether all dims that a split cuts divide by 2."""
-    cut = [drawn.operands[slot].shape[dim] for slot, dim in split.dims.items()]
-    cut += [whole.shape[dim] for whole, dim in zip(drawn.results, split.results, strict=True) if dim is not None]
-    return all(size % 2 == 0 for size in cut)
+    cut = [whole.shape[dim] for whole, dim in zip(drawn.results, split.results, strict=True) if dim is not None]
+    return _divide(drawn, split.dims, 2) and all(size % 2 == 0 for size in cut)
 
 
 def _holds(drawn: Drawn, splits: Sequence[Split], ways: Sequence[int], seed: int) -> bool:
@@ -85,7 +84,7 @@ def _holds(drawn: Drawn, splits: Sequence[Split], ways: Sequence[int], seed: int
             return False
     for slot, gradient in enumerate(drawn.gradients):
         dims = [split.dims.get(slot) for split in splits]
-        # What all ranks use whole, each in another way, has a gradient that is a sum; that of a pending sum is whole.
+        # The gradient of an operand that all ranks use whole is a pending sum; that of a pending sum is whole.
         summed = [axis for axis in axes if dims[axis] is None and slot not in splits[axis].pending]
         if gradient is not None and not _same(gradients[slot], gradient, dims, summed, ways):
             return False
@@ -159,25 +158,25 @@ def find_splits(draws: Sequence[Drawn]) -> Iterator[Split]:
             continue
         if any(other.sums and split.sums and other.pending != split.pending for other in found):
             continue
-        if all(holds(draws[:1], [other, split], [_least(draws[0], other), _least(draws[0], split)]) for other in found):
+        if all(
+            holds(draws[:1], [other, split], [_least(draws[0], each) for each in (other, split)]) for other in found
+        ):
             found.append(split)
             yield split
 
 
 def _holds_alone(draws: Sequence[Drawn], split: Split) -> bool:
     """Whether a split holds on 2 and on 3 ranks, as far as these divide its dims."""
-    ways = [count for count in (2, 3) if all(size % count == 0 for size in _sizes(draws[0], split))]
-    return all(holds(draws[:1], [split], [count]) for count in ways) and all(
-        holds(draws[1:], [split], [count]) for count in ways
-    )
+    return all(holds(draws, [split], [count]) for count in (2, 3) if _divide(draws[0], split.dims, count))
 
 
-def _sizes(drawn: Drawn, split: Split) -> list[int]:
-    return [drawn.operands[slot].shape[dim] for slot, dim in split.dims.items()]
+def _divide(drawn: Drawn, dims: Mapping[int, int], count: int) -> bool:
+    return all(drawn.operands[slot].shape[dim] % count == 0 for slot, dim in dims.items())
 
 
 def _least(drawn: Drawn, split: Split) -> int:
-    return 2 if all(size % 2 == 0 for size in _sizes(drawn, split)) else 3
+    """The least number of ranks that a split is tried on."""
+    return 2 if _divide(drawn, split.dims, 2) else 3
 
 
 def _candidates(drawn: Drawn) -> Iterator[Split]:
@@ -203,7 +202,7 @@ def _candidates(drawn: Drawn) -> Iterator[Split]:
 
 def _results(drawn: Drawn, dims: Mapping[int, int]) -> list[tuple[int | None, ...]]:
     """The possible splits of results when these dims are cut, derived from the shapes on the first rank."""
-    ways = 2 if all(drawn.operands[slot].shape[dim] % 2 == 0 for slot, dim in dims.items()) else 3
+    ways = 2 if _divide(drawn, dims, 2) else 3
     operands = [
         tensor.chunk(ways, dims[slot])[0] if slot in dims else tensor for slot, tensor in enumerate(drawn.operands)
     ]

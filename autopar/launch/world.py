@@ -10,11 +10,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from autopar.launch.agreement import gathered, together
 from autopar.runtime.ranks.groups import ranks_of, take_job_timeout
 from passes.cost.cluster import Cluster
 from passes.ir.errors import MeshError
 from passes.ir.mesh import Mesh
-from passes.ir.plan import Plan
 
 
 def device_type_of(model: nn.Module) -> str:
@@ -28,6 +28,23 @@ def device_type_of(model: nn.Module) -> str:
         if torch.cuda.is_available() and backends.get("cuda", "gloo") != "gloo":
             return "cuda"
     return "cpu"
+
+
+def requested_ranks(mesh: object, device_type: str) -> DeviceMesh:
+    """The ranks that `mesh` asks for.
+
+    Raises MeshError where these are others, and where two of them share a device.
+    """
+    ranks = mesh if isinstance(mesh, DeviceMesh) else world_mesh(mesh, device_type)
+    refuse_strangers(ranks)
+    take_job_timeout(ranks)
+    phase = "checking the mesh"
+    with together(ranks, phase):
+        if isinstance(mesh, (int, Cluster)):
+            refuse_other_sizes(mesh, ranks)
+        device = described_device(local_device(ranks.device_type))
+    refuse_shared_devices(gathered(ranks, device, phase))
+    return ranks
 
 
 def world_mesh(mesh: object, device_type: str) -> DeviceMesh:
@@ -112,9 +129,8 @@ def refuse_other_sizes(mesh: int | Cluster, ranks: DeviceMesh) -> None:
         )
 
 
-def found_mesh(plan: Plan, device_type: str) -> tuple[DeviceMesh, Mesh]:
-    """The mesh that `plan` is for, of all ranks, as torch has it and as passes see it."""
-    shape = Mesh.of(plan.mesh)
+def found_mesh(shape: Mesh, device_type: str) -> DeviceMesh:
+    """The mesh of all ranks in the `shape` that was found."""
     mesh = init_device_mesh(device_type, shape.sizes, mesh_dim_names=shape.names)
     take_job_timeout(mesh)
-    return mesh, shape
+    return mesh

@@ -2,6 +2,7 @@
 
 import sys
 from hashlib import sha256
+from inspect import Signature
 from pathlib import Path
 from types import ModuleType
 
@@ -12,10 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from autopar.launch.world import local_device
 from autopar.loading.cache import write_source
 from autopar.loading.placement import placed_parts
-from autopar.models import huggingface
+from autopar.models.huggingface import register_caches
 from autopar.planner import PlannedModel
 from autopar.request import Request
-from autopar.runtime import DistributedModule, GeneratedProgram, LoadedProgram, OtherSizes, Region
+from autopar.runtime import DistributedModule, GeneratedProgram, LoadedProgram, OtherSizes, RegionCopy
 from autopar.runtime.calls.programs import LoadedModel
 from autopar.runtime.fsdp.manager import FSDPManager
 from autopar.runtime.ranks.groups import axes_group
@@ -31,33 +32,37 @@ def refuse_meta(model: nn.Module) -> None:
             )
 
 
-def make_groups(compiled: PlannedModel, mesh: DeviceMesh) -> None:
+def make_groups(planned: PlannedModel, mesh: DeviceMesh) -> None:
     """Make the process groups over several axes that `distribute` needs. Collective over the mesh.
 
     They are made before anything that one rank alone may fail in, so that no rank waits for another one here.
     """
-    for group in compiled.groups:
+    for group in planned.units:
         for axes in (group.sharded, group.replicated):
             if axes:
                 axes_group(mesh, axes)
 
 
 def distribute(
-    model: nn.Module, compiled: PlannedModel, request: Request, mesh: DeviceMesh, other_sizes: OtherSizes
+    model: nn.Module,
+    signature: Signature,
+    planned: PlannedModel,
+    request: Request,
+    mesh: DeviceMesh,
+    other_sizes: OtherSizes,
 ) -> DistributedModule:
-    """The module of one rank: its part of every parameter, and the generated programs.
+    """The module of one rank: its part of every parameter, and the generated programs. `signature` is that of the
+    model's forward.
 
     Nothing is sent between ranks, apart from process groups that `make_groups` has not made.
     """
-    if huggingface.is_huggingface(model):
-        huggingface.register_caches(model)
+    register_caches(model)
     device = local_device(mesh.device_type)
-    engine = FSDPManager(mesh)
-    root = placed_parts(model, compiled.stored, compiled.groups, request, mesh, device, engine)
-    loaded = {name: load(program, name) for name, program in compiled.programs.items()}
-    known = LoadedModel(compiled.plan, loaded, request.signature, compiled.seed, other_sizes)
-    module = DistributedModule(root, mesh, device, known, engine)
-    module.refuse_evaluation(compiled.refused)
+    manager = FSDPManager(mesh)
+    root = placed_parts(model, planned.stored, planned.units, request, mesh, device, manager)
+    loaded = {name: load(program, name) for name, program in planned.programs.items()}
+    loaded_model = LoadedModel(planned.plan, loaded, signature, planned.seed, other_sizes, planned.refused)
+    module = DistributedModule(root, mesh, device, loaded_model, manager)
     module.take_from(model)
     return module
 
@@ -75,7 +80,7 @@ def load(program: GeneratedProgram, name: str) -> LoadedProgram:
 def compile_regions(module: ModuleType) -> None:
     """Have torch compile the regions of a generated module when they are first called."""
     for kind in vars(module).values():
-        if isinstance(kind, type) and issubclass(kind, Region) and kind is not Region:
+        if isinstance(kind, type) and issubclass(kind, RegionCopy) and kind is not RegionCopy:
             kind.forward = torch.compile(kind.forward, dynamic=False)
 
 

@@ -122,7 +122,7 @@ def _content(folder: int, name: str) -> bytes | None:
 
 
 def _replace(folder: int, name: str, content: bytes) -> None:
-    """Put a new file in the place of whatever is called `name` in `folder`; a link goes, and its target stays."""
+    """Replace `name` in `folder` by a new file; of a link, the link is replaced, not its target."""
     scratch = f".{name[-100:]}.{secrets.token_hex(8)}"
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
     descriptor = os.open(scratch, flags, 0o600, dir_fd=folder)

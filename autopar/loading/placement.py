@@ -22,11 +22,11 @@ def placed_parts(
     request: Request,
     mesh: DeviceMesh,
     device: torch.device,
-    engine: FSDPManager,
+    manager: FSDPManager,
 ) -> Container:
     """Parameters as this rank's parts, and buffers, under the model's names; ties stay ties.
 
-    Parameters have the layouts `stored`; `engine`, the FSDP manager, takes those in `groups`.
+    Parameters have the layouts `stored`; `manager` takes those in `groups`.
     """
     root = Container()
     coordinate = mesh.get_coordinate()
@@ -43,10 +43,12 @@ def placed_parts(
     for group in groups:
         members = {name: model.get_parameter(name) for name in group.parameters}
         parts = {
-            name: nn.Parameter(part(parameter, group.used(group.kept(name, stored[name]))), parameter.requires_grad)
+            name: nn.Parameter(
+                part(parameter, group.gathered_layout(group.copy_layout(name, stored[name]))), parameter.requires_grad
+            )
             for name, parameter in members.items()
         }
-        shown = engine.add(group, parts, stored)
+        shown = manager.add(group, parts, stored)
         placed.update((id(parameter), shown[name]) for name, parameter in members.items())
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if id(parameter) not in placed:

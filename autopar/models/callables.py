@@ -57,7 +57,7 @@ def _reached(function: object) -> Iterator[tuple[str, object]]:
     """The parts of a callable, by where each is: tensors, plain values as text, and names of what a library
     defines."""
     seen: dict[int, str] = {}
-    kept: list[object] = []
+    alive: list[object] = []
 
     def visit(value: object, path: str) -> Iterator[tuple[str, object]]:
         if isinstance(value, Tensor):
@@ -71,7 +71,7 @@ def _reached(function: object) -> Iterator[tuple[str, object]]:
             return
         seen[id(value)] = path
         # What is made on the way stays alive, so that no other object gets its id.
-        kept.append(value)
+        alive.append(value)
         yield path, _kind(value)
         for name, inner in _inside(value):
             yield from visit(inner, f"{path}{name}")

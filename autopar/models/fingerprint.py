@@ -1,10 +1,13 @@
 """Fingerprints of models: of their structure, to compare with plans, and of their values, to compare between ranks."""
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
+
+from passes.ir.errors import PlanMismatchError
 
 
 def structure_fingerprint(model: nn.Module) -> str:
@@ -34,7 +37,38 @@ def values_fingerprint(model: nn.Module) -> dict[str, str]:
     return found
 
 
-def first_difference(one: Mapping[str, str], other: Mapping[str, str]) -> str | None:
+@dataclass(frozen=True)
+class Fingerprint:
+    """The fingerprints of a model on one rank: of its structure, its loss, and every value by name."""
+
+    structure: str
+    loss: str
+    values: Mapping[str, str]
+
+
+def refuse_different_models(ranks: Sequence[Fingerprint]) -> None:
+    """Raise PlanMismatchError if the ranks of a mesh, in its order, hold different models."""
+    first = ranks[0]
+    for rank, other in enumerate(ranks):
+        if other.structure != first.structure:
+            raise PlanMismatchError(
+                f"ranks hold different models: the one of rank {rank} of the mesh has a different structure from "
+                "rank 0's"
+            )
+        if other.loss != first.loss:
+            raise PlanMismatchError(
+                f"ranks pass different losses: the code of the one on rank {rank} of the mesh, or a value that it "
+                "holds, is not that of rank 0"
+            )
+        name = _first_difference(first.values, other.values)
+        if name is not None:
+            raise PlanMismatchError(
+                f"ranks hold different models: {name!r} has other values on rank {rank} of the mesh than on rank 0; "
+                "make the model from the same seed or the same checkpoint on every rank"
+            )
+
+
+def _first_difference(one: Mapping[str, str], other: Mapping[str, str]) -> str | None:
     """The first name that two fingerprints of values differ in."""
     for name in one:
         if one[name] != other.get(name):

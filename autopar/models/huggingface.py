@@ -52,6 +52,12 @@ def made_inputs(model: nn.Module, objective: str, batch: int) -> dict[str, objec
 
     Raises InputError for a model whose main input is not known here.
     """
+    if not is_huggingface(model):
+        raise InputError(
+            f"{type(model).__name__} is no Hugging Face model, so its inputs are not known: pass example_inputs, "
+            "a dict of keyword arguments or a tuple of positional ones with the global batch "
+            "(tensors on meta will do)"
+        )
     pretrained = cast(Pretrained, model)
     config = pretrained.config
     main = getattr(model, "main_input_name", "input_ids")
@@ -76,10 +82,9 @@ def made_inputs(model: nn.Module, objective: str, batch: int) -> dict[str, objec
     return inputs
 
 
-def settings(model: nn.Module, inputs: Mapping[str, object], objective: str) -> dict[str, object]:
+def settings(forward: inspect.Signature, inputs: Mapping[str, object], objective: str) -> dict[str, object]:
     """Arguments that tracing adds: training leaves the cache out."""
-    takes_cache = "use_cache" in inspect.signature(model.forward).parameters
-    if objective == "train" and takes_cache and "use_cache" not in inputs:
+    if objective == "train" and "use_cache" in forward.parameters and "use_cache" not in inputs:
         return {"use_cache": False}
     return {}
 
@@ -112,7 +117,9 @@ def tracing(model: nn.Module, inputs: Mapping[str, object]) -> Iterator[None]:
 
 
 def register_caches(model: nn.Module) -> None:
-    """Let caches of keys and values be part of what a trace returns."""
+    """Let caches of keys and values be part of what a trace of `model` returns, if it is a Hugging Face model."""
+    if not is_huggingface(model):
+        return
     for place, name, arguments in (
         ("transformers.exporters.exporter_dynamo", "register_cache_pytrees_for_model", (model,)),
         ("transformers.integrations.executorch", "register_dynamic_cache_export_support", ()),

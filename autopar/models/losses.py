@@ -53,29 +53,19 @@ def with_loss(model: nn.Module, loss: Loss | None) -> nn.Module:
         )
     joined = object.__new__(type(model))
     vars(joined).update(vars(model))
-    vars(joined)["forward"] = _Forward(joined, model, loss)
+    vars(joined)["forward"] = JoinedForward(joined, model, loss)
     return joined
 
 
-def loss_fingerprint(model: nn.Module) -> str:
-    """The fingerprint of the loss that a model was joined with; "" without one."""
-    joined = _joined(model)
-    return "" if joined is None else joined.fingerprint
-
-
-def missing_for_loss(model: nn.Module, given: Mapping[str, object]) -> list[str]:
-    """The arguments that the loss of a model needs and that are not given."""
-    joined = _joined(model)
-    return [] if joined is None else [name for name in joined.required if given.get(name) is None]
-
-
-def _joined(model: nn.Module) -> "_Forward | None":
+def joined_loss(model: nn.Module) -> "JoinedForward | None":
+    """The forward of a model that was joined with a loss; None for others."""
     forward = vars(model).get("forward")
-    return forward if isinstance(forward, _Forward) else None
+    return forward if isinstance(forward, JoinedForward) else None
 
 
-class _Forward:
-    """The forward of a model and its loss."""
+class JoinedForward:
+    """The forward of a model and its loss. `required` are the arguments that the loss needs, `fingerprint` is that of
+    the loss."""
 
     def __init__(self, joined: nn.Module, model: nn.Module, loss: Loss) -> None:
         own, names = inspect.signature(model.forward), _names_of(loss)

@@ -60,10 +60,10 @@ def batching(
     whole = tuple(_whole(item, placement, micro, mesh) for item, placement in zip(outputs, micro.outputs, strict=True))
     own = _given(micro, lowered)
     places = {item.argument: place for place, item in enumerate(own)}
-    lying = {item.argument: (lowered.inputs[item.name], item.type.shape) for item in own}
+    layouts = {item.argument: (lowered.inputs[item.name], item.type.shape) for item in own}
 
     def steps(read: PlannedInput) -> tuple[RedistributionStep, ...]:
-        layout, shape = lying[read.name]
+        layout, shape = layouts[read.name]
         return redistribution(layout, read.layout, shape, mesh)
 
     found = MicroBatching(
@@ -79,7 +79,7 @@ def batching(
     return found, whole
 
 
-def lying_batches(
+def micro_batch_inputs(
     micro: MicroBatches, lowered: Lowered, outputs: Sequence[PlannedOutput], configuration: Configuration
 ) -> MicroBatchInputs:
     """The inputs and outputs of micro-batches that stay in memory from one micro-batch to the next."""

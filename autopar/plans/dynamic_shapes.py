@@ -15,7 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.launch.agreement import from_first, together
 from autopar.loading import load
-from autopar.planner import PlannedModel, frozen, plan_program, tracing
+from autopar.models.info import ModelInfo
+from autopar.models.traces import frozen, tracing
+from autopar.planner import PlannedModel, plan_program
 from autopar.request import Request
 from autopar.runtime import GeneratedProgram, LoadedProgram
 from autopar.runtime.generated.bases import Wanted
@@ -43,11 +45,13 @@ class AnySizes:
     It keeps how the model is built, but none of its weights.
     """
 
-    def __init__(self, model: nn.Module, compiled: PlannedModel, request: Request, mesh: DeviceMesh) -> None:
+    def __init__(
+        self, model: nn.Module, info: ModelInfo, planned: PlannedModel, request: Request, mesh: DeviceMesh
+    ) -> None:
         coordinate = mesh.get_coordinate()
         assert coordinate is not None
         self._mesh = mesh
-        self._planner = None if any(coordinate) else _Planner(model, compiled, request)
+        self._planner = None if any(coordinate) else _Planner(model, info, planned, request)
 
     def __call__(self, wanted: Wanted) -> LoadedProgram:
         """The requested program; every rank calls it alike.
@@ -56,7 +60,8 @@ class AnySizes:
         """
         other = "other sizes of the inputs" if wanted.arguments is None else "other inputs"
         program = from_first(self._mesh, lambda: self._compiled(wanted), f"planning for {other}")
-        return together(self._mesh, lambda: load(program, wanted.name), "loading generated source")
+        with together(self._mesh, "loading generated source"):
+            return load(program, wanted.name)
 
     def _compiled(self, wanted: Wanted) -> GeneratedProgram:
         assert self._planner is not None, "only the first rank plans"
@@ -66,7 +71,7 @@ class AnySizes:
             torch.enable_grad(),
             torch.autocast(self._mesh.device_type, enabled=False),
         ):
-            return self._planner.compiled(wanted)
+            return self._planner.generated(wanted)
 
 
 @dataclass
@@ -80,24 +85,15 @@ class _Traces:
 
 
 class _Planner:
-    def __init__(self, model: nn.Module, compiled: PlannedModel, request: Request) -> None:
+    def __init__(self, model: nn.Module, info: ModelInfo, planned: PlannedModel, request: Request) -> None:
         tensors = [*model.parameters(), *model.buffers()]
         self.device = tensors[0].device if tensors else torch.device("cpu")
-        self.stored = compiled.stored
-        self.decided = compiled.decided
-        self.groups = compiled.groups
-        self.again = {name: program.stages[0].regathered for name, program in compiled.plan.programs.items()}
-        self.configurations = {
-            name: program.configuration(request.mesh) for name, program in compiled.plan.programs.items()
-        }
-        self.inputs = {
-            name: {item.name: item.type.shape for item in program.inputs} for name, program in compiled.programs.items()
-        }
-        constants = [item for program in compiled.programs.values() for item in program.constants.items()]
+        self.planned = planned
+        constants = [item for program in planned.programs.values() for item in program.constants.items()]
         values = {name: value for name, value in constants if isinstance(value, torch.Tensor)}
         self.values = {name: repr(value.tolist()) for name, value in values.items()}
-        given = _with_shapes(request.inputs, {}, values)
-        self.request = replace(request, inputs=given, plan=None, compiled=compiled.plan.compiled)
+        self.info = replace(info, inputs=_with_shapes(info.inputs, {}, values))
+        self.request = replace(request, plan=None)
         self.traces: OrderedDict[tuple[object, ...], _Traces] = OrderedDict()
         self.model: nn.Module | None = None
         try:
@@ -106,10 +102,10 @@ class _Planner:
             # It may never be needed.
             self.reason = f"{type(error).__name__}: {error}"
 
-    def compiled(self, wanted: Wanted) -> GeneratedProgram:
+    def generated(self, wanted: Wanted) -> GeneratedProgram:
         """The requested program."""
-        request = self._request(wanted)
-        asked = self._told(wanted, request)
+        info = self._info(wanted)
+        asked = self._told(wanted, info)
         if self.model is None:
             raise InputError(
                 f"{asked}, and the model cannot be traced for them, because it cannot be copied ({self.reason}): pass "
@@ -117,10 +113,9 @@ class _Planner:
             )
         start = time.perf_counter()
         try:
-            program = self._program(self.model, request, wanted)
+            program = self._program(self.model, info, wanted)
             traced = time.perf_counter()
-            program = replace(normalize(program), compiled=request.compiled)
-            found = self._planned(program, request, wanted)
+            found = self._planned(normalize(program), info, wanted)
         except AutoparError as error:
             raise InputError(f"{asked}, and the model cannot run at them: {error}") from error
         end = time.perf_counter()
@@ -129,31 +124,31 @@ class _Planner:
         )
         return found
 
-    def _request(self, wanted: Wanted) -> Request:
-        """The planned request with the inputs of the call."""
+    def _info(self, wanted: Wanted) -> ModelInfo:
+        """The model with the inputs of the call."""
         if wanted.arguments is None:
-            return replace(self.request, inputs=_with_shapes(self.request.inputs, wanted.shapes, wanted.values))
-        assumed = {name: self.request.inputs[name] for name in self.request.assumed if name not in wanted.arguments}
-        return replace(self.request, inputs={**wanted.arguments, **assumed}, assumed=frozenset(assumed))
+            return replace(self.info, inputs=_with_shapes(self.info.inputs, wanted.shapes, wanted.values))
+        assumed = {name: self.info.inputs[name] for name in self.info.assumed if name not in wanted.arguments}
+        return replace(self.info, inputs={**wanted.arguments, **assumed}, assumed=frozenset(assumed))
 
-    def _told(self, wanted: Wanted, request: Request) -> str:
+    def _told(self, wanted: Wanted, info: ModelInfo) -> str:
         """A description of the call's arguments, for the beginning of an error message."""
         others = [f"{name} = {value.tolist()}" for name, value in wanted.values.items()]
         sizes = ", ".join([*(f"{name} {list(shape)}" for name, shape in wanted.shapes.items()), *others])
         if wanted.arguments is None:
             return f"the sizes of the inputs ({sizes}) are not the planned ones"
-        given = {name: leaf for name, leaf in input_leaves(request.inputs) if name not in wanted.shapes}
+        given = {name: leaf for name, leaf in input_leaves(info.inputs) if name not in wanted.shapes}
         settings = [f"{name} = {leaf!r}" for name, leaf in given.items() if not isinstance(leaf, torch.Tensor)]
-        planned = ", ".join(self.inputs[wanted.name])
+        planned = ", ".join(item.name for item in self.planned.programs[wanted.name].inputs)
         return f"the inputs ({', '.join([sizes, *settings])}) are not the planned ones ({planned})"
 
-    def _program(self, model: nn.Module, request: Request, wanted: Wanted) -> Program:
+    def _program(self, model: nn.Module, info: ModelInfo, wanted: Wanted) -> Program:
         """The traced program of the call: from a trace for many sizes, or from one for these alone."""
         name = wanted.name if wanted.arguments is None else ("train" if wanted.training else "infer")
-        trace = partial(tracing, model, request, name, self.device)
+        trace = partial(tracing, model, info, self.request, name, self.device)
         if any(self.values.get(name) != repr(value.tolist()) for name, value in wanted.values.items()):
-            return capture(model, request.inputs, trace())
-        traces = self._traces(request, wanted)
+            return capture(model, info.inputs, trace())
+        traces = self._traces(info, wanted)
         shapes = wanted.shapes
         for symbolic in traces.symbolic:
             try:
@@ -169,23 +164,23 @@ class _Planner:
         # Nothing is for many sizes that is shown a size of one.
         symbols = {(argument, dim) for argument, dim in traces.varying if shapes[argument][dim] > 1}
         if not symbols:
-            return capture(model, request.inputs, trace())
+            return capture(model, info.inputs, trace())
         try:
-            symbolic = capture_symbolic(model, request.inputs, trace(), symbols)
+            symbolic = capture_symbolic(model, info.inputs, trace(), symbols)
             program = specialize(symbolic, shapes)
         except (CaptureError, InputError) as error:
             logger.info("no trace serves many sizes, so it is one for these alone: %s", error)
-            return capture(model, request.inputs, trace())
+            return capture(model, info.inputs, trace())
         if symbolic.ranges:
             traces.symbolic.append(symbolic)
         return program
 
-    def _traces(self, request: Request, wanted: Wanted) -> _Traces:
+    def _traces(self, info: ModelInfo, wanted: Wanted) -> _Traces:
         """The traces for inputs of these names, dtypes and dims; the least recently used ones are dropped."""
         key: tuple[object, ...] = (wanted.name,)
-        first = self.inputs[wanted.name]
+        first = {item.name: item.type.shape for item in self.planned.programs[wanted.name].inputs}
         if wanted.arguments is not None:
-            leaves = input_leaves(request.inputs)
+            leaves = input_leaves(info.inputs)
             key = (wanted.name, wanted.training, *(_kind(name, leaf) for name, leaf in leaves))
             first = dict(wanted.shapes)
         found = self.traces.setdefault(key, _Traces(first))
@@ -194,22 +189,23 @@ class _Planner:
             self.traces.popitem(last=False)
         return found
 
-    def _planned(self, program: Program, request: Request, wanted: Wanted) -> GeneratedProgram:
+    def _planned(self, program: Program, info: ModelInfo, wanted: Wanted) -> GeneratedProgram:
         """Plan `program` with the decisions of the plan, as far as they are possible at its sizes."""
-        name, count = wanted.name, wanted.count
+        name, planned, request = wanted.name, self.planned, self.request
+        record = planned.plan.programs[name]
         if name != request.objective:
             program, request = frozen(program), replace(request, objective=name)
         # Parameters that no planned program reads are stored whole.
         whole = (I,) * len(request.mesh.sizes)
         decisions = Decisions(
-            replace(self.configurations[name], micro_batches=count),
-            strategies=self.decided[name],
-            regathered=self.again[name],
-            stored={item.name: self.stored.get(item.name, whole) for item in program.parameters},
-            units=self.groups,
+            replace(record.configuration(request.mesh), micro_batches=wanted.count),
+            strategies=planned.decided[name],
+            regathered=record.regathered,
+            stored={item.name: planned.stored.get(item.name, whole) for item in program.parameters},
+            units=planned.units,
         )
         unlimited = replace(request, memory_limit=float("inf"))
-        found = plan_program(program, unlimited, name, decisions, Clock())
+        found = plan_program(program, info, unlimited, name, decisions, Clock())
         memory = sum(found.record.memory.values())
         if memory > request.memory_limit:
             logger.warning(

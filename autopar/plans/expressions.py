@@ -9,15 +9,17 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
+from functools import partial
 from math import isclose, lcm
 from typing import cast
 
 import sympy
 import torch
-from torch import nn
 
+from autopar.models.info import ModelInfo
+from autopar.models.traces import TracedSizes
+from autopar.plans.programs import PlannedProgram
 from autopar.request import Request
-from passes.capture import Tracing, capture_symbolic
 from passes.clock import Clock
 from passes.constrain import constrain
 from passes.cost.memory import chosen_memory
@@ -27,21 +29,22 @@ from passes.dynamic_shapes.specialize import specialize
 from passes.ir.choices import Problem, Solution
 from passes.ir.constraints import PlacedConstraints
 from passes.ir.decisions import Decisions
-from passes.ir.errors import AutoparError, CaptureError, ExpressionError
+from passes.ir.errors import AutoparError, ExpressionError
 from passes.ir.figures import Figure, Number, formula, largest_sum, size_of
 from passes.ir.formulas import write_formula
 from passes.ir.layout import Layout, Shape, digits
-from passes.ir.leaves import Inputs, input_leaves
+from passes.ir.leaves import input_leaves
+from passes.ir.lowered import only_stage
 from passes.ir.mesh import Mesh
-from passes.ir.plan import BATCH, SEQUENCE, Expressions, ProgramPlan
-from passes.ir.program import Folded, Symbolic
+from passes.ir.plan import BATCH, Expressions, ProgramPlan
+from passes.ir.program import Folded
 from passes.lower import lower
-from passes.micro_batches import batch_size, micro_batches
+from passes.micro_batches import micro_batches
 from passes.normalize import normalize
 from passes.record import decisions_of
 from passes.regions import fold
 from passes.search import Space
-from passes.search.restrict import offers_of, planned_solution
+from passes.search.restrict import planned_methods, planned_solution
 from passes.strategies import planning_problem
 
 logger = logging.getLogger("autopar")
@@ -49,80 +52,39 @@ logger = logging.getLogger("autopar")
 # How tight plans and formulas agree: they are sums of the same figures in another order.
 _TOLERANCE = 1e-9
 
-Dim = tuple[str, int]
 
-
-@dataclass(frozen=True)
-class Priced:
-    """A planned program: its folded form, its part of the plan, and the model arguments that are its inputs."""
-
-    folded: Folded
-    record: ProgramPlan
-    arguments: frozenset[str]
-
-
-def expressions(model: nn.Module, request: Request, traced: Tracing, planned: Priced) -> Expressions:
+def expressions(sizes: TracedSizes, info: ModelInfo, request: Request, planned: PlannedProgram) -> Expressions:
     """Memory (bytes) and step time (seconds) of what was `planned` as formulas.
 
-    Raises ExpressionError where the model cannot be traced for several sizes, or is another program at other sizes.
+    Raises ExpressionError where the model is another program at other sizes, and where an axis of the mesh and a size
+    have the same name.
     """
-    names = _names(request.inputs, planned.arguments, request.mesh)
-    try:
-        varying = {dim for _, dims in names.values() for dim in dims}
-        symbolic = capture_symbolic(model, request.inputs, traced, varying)
-    except CaptureError as error:
-        raise ExpressionError(
-            f"costs have no formulas, as the model cannot be traced for other sizes: {error}"
-        ) from None
-    samples = _Samples(symbolic, names, request, planned)
-    sizes, points = samples.points()
-    folded = generalize([(sizes, planned.folded), *((point, samples.folded(point)) for point in points[1:])])
-    demands = constrain(folded.program, request.constraints, request.mesh)
-    pricing = _Pricing(folded, demands, request, planned)
+    for name in sizes.named:
+        if name in request.mesh.names:
+            raise ExpressionError(f"the mesh has an axis called {name!r}, as a size of the inputs: rename the axis")
+    samples = _Samples(sizes, info, request, planned)
+    varying, points = samples.points()
+    folded = generalize([(varying, planned.folded), *((point, samples.folded(point)) for point in points[1:])])
+    constraints = constrain(folded.program, request.constraints, request.mesh)
+    space = request.space(info.casts(request.precision), Decisions())
+    problem_on = partial(_planned_problem, folded, constraints, space, planned.record)
     mesh = _symbolic(request.mesh)
-    problem, solution = pricing.problem(mesh)
-    memory = pricing.memory(problem, solution)
+    problem, solution = problem_on(mesh)
+    memory = _memory(problem, solution)
     if request.mesh.size <= request.cluster.node_size:
-        seconds = pricing.seconds(problem, solution)
+        seconds = _seconds(folded, space, problem, solution)
     else:
         # How groups lie in nodes has no formula.
-        seconds = pricing.seconds(*pricing.problem(request.mesh))
-    _check("step time", seconds, planned.record.seconds)
-    sizes.update((name, size) for name, size in request.mesh.by_name.items() if size > 1)
-    step = _batch_step(folded, problem, solution, mesh, sizes)
-    return Expressions(write_formula(formula(memory)), write_formula(formula(seconds)), sizes, step)
-
-
-def _names(inputs: Inputs, arguments: frozenset[str], mesh: Mesh) -> dict[str, tuple[int, list[Dim]]]:
-    """The sizes that may vary, by name, and the dims of inputs that they are: the batch is the first dim of most
-    inputs, the sequence the second of those that hold numbers of something; others are called after their input. Only
-    `arguments` are inputs of the program, the others are constants.
-
-    Nothing is for many sizes that is shown a size of one.
-    """
-    given = [(name, leaf) for name, leaf in input_leaves(inputs) if name in arguments]
-    tensors = [(name, leaf) for name, leaf in given if isinstance(leaf, torch.Tensor)]
-    # Those of numbers first: what features are given of has the same length.
-    tensors.sort(key=lambda item: _has_features(item[1]))
-    batch = batch_size(tuple(tensor.shape) for _, tensor in tensors)
-    found: dict[str, tuple[int, list[Dim]]] = {}
-    for dim, common in ((0, BATCH), (1, SEQUENCE)):
-        for argument, tensor in tensors:
-            if tensor.dim() <= dim or tensor.shape[dim] == 1:
-                continue
-            size = tensor.shape[dim]
-            same = size == batch if common == BATCH else common not in found or found[common][0] == size
-            if dim and _has_features(tensor) and (common not in found or not same or tensor.dim() != 3):
-                continue
-            name = common if same else f"{argument}_{dim}".replace(".", "_")
-            if name in mesh.names:
-                raise ExpressionError(f"the mesh has an axis called {name!r}, as a size of the inputs: rename the axis")
-            found.setdefault(name, (size, []))[1].append((argument, dim))
-    return found
-
-
-def _has_features(tensor: torch.Tensor) -> bool:
-    return tensor.dtype.is_floating_point or tensor.dtype.is_complex
+        seconds = _seconds(folded, space, *problem_on(request.mesh))
+    value, expected = (
+        float(seconds.value if isinstance(seconds, Figure) else seconds),
+        sum(planned.record.seconds.values()),
+    )
+    if not isclose(value, expected, rel_tol=_TOLERANCE):
+        raise ExpressionError(f"the step time of the plan is {expected}, but its formula gives {value}: report this")
+    varying.update((name, size) for name, size in request.mesh.by_name.items() if size > 1)
+    step = _batch_step(folded, problem, solution, mesh, varying)
+    return Expressions(write_formula(formula(memory)), write_formula(formula(seconds)), varying, step)
 
 
 def _symbolic(mesh: Mesh) -> Mesh:
@@ -135,10 +97,10 @@ def _symbolic(mesh: Mesh) -> Mesh:
 class _Samples:
     """The program at other sizes, after the passes before the cost model."""
 
-    symbolic: Symbolic
-    names: Mapping[str, tuple[int, list[Dim]]]
+    sizes: TracedSizes
+    info: ModelInfo
     request: Request
-    planned: Priced
+    planned: PlannedProgram
     made: dict[tuple[tuple[str, int], ...], Folded] = field(default_factory=dict)
 
     def points(self) -> tuple[dict[str, int], list[dict[str, int]]]:
@@ -146,7 +108,7 @@ class _Samples:
         sizes: dict[str, int] = {}
         others: dict[str, list[int]] = {}
         points: list[dict[str, int]] = [{}]
-        for name, (size, _) in self.names.items():
+        for name, (size, _) in self.sizes.named.items():
             more = {**others, name: self.others(name)}
             wider = {**sizes, name: size}
             if more[name]:
@@ -160,7 +122,7 @@ class _Samples:
 
     def others(self, name: str) -> list[int]:
         """Up to two sizes besides the planned one at which the program is the same."""
-        size = self.names[name][0]
+        size = self.sizes.named[name][0]
         found: list[int] = []
         for other in (2 * size, 3 * size, 4 * size, size // 2, size // 4, size + 2, size - 2):
             if other > 1 and other not in found and len(found) < 2 and self._works({name: other}):
@@ -176,67 +138,52 @@ class _Samples:
 
     def folded(self, sizes: Mapping[str, int]) -> Folded:
         """The program where some sizes are others than planned."""
-        own = tuple((name, size) for name, size in sorted(sizes.items()) if size != self.names[name][0])
+        own = tuple((name, size) for name, size in sorted(sizes.items()) if size != self.sizes.named[name][0])
         if own not in self.made:
             self.made[own] = self._folded(sizes)
         return self.made[own]
 
     def _folded(self, sizes: Mapping[str, int]) -> Folded:
         count = self.planned.record.micro_batches
-        program = normalize(specialize(self.symbolic, self._shapes(sizes)))
+        program = normalize(specialize(self.sizes.program, self._shapes(sizes)))
         if count > 1:
             program = micro_batches(program, count).program
         return fold(program, constrain(program, self.request.constraints, self.request.mesh).label)
 
     def _shapes(self, sizes: Mapping[str, int]) -> dict[str, Shape]:
         shapes = {
-            name: list(leaf.shape) for name, leaf in input_leaves(self.request.inputs) if isinstance(leaf, torch.Tensor)
+            name: list(leaf.shape) for name, leaf in input_leaves(self.info.inputs) if isinstance(leaf, torch.Tensor)
         }
         for name, size in sizes.items():
-            for argument, dim in self.names[name][1]:
+            for argument, dim in self.sizes.named[name][1]:
                 shapes[argument][dim] = size
         return {name: tuple(shape) for name, shape in shapes.items()}
 
 
-@dataclass(frozen=True)
-class _Pricing:
-    """Costs of the plan's decisions."""
-
-    folded: Folded
-    demands: PlacedConstraints
-    request: Request
-    planned: Priced
-
-    def problem(self, mesh: Mesh) -> tuple[Problem, Solution]:
-        """The decisions as a solution, and the problem restricted to them."""
-        decisions = decisions_of(self.planned.record, mesh)
-        assert decisions.methods is not None
-        setting = self._space().setting(mesh, offers_of(self.folded, decisions.methods))
-        problem = planning_problem(self.folded, self.demands, setting)
-        solution = planned_solution(problem, decisions)
-        if isinstance(solution, str):
-            raise ExpressionError(f"costs have no formulas: what was decided for {solution!r} depends on the sizes")
-        return problem, solution
-
-    def memory(self, problem: Problem, solution: Solution) -> Number:
-        """Bytes at the peak over all program points."""
-        model, found = chosen_memory(problem, solution)
-        return largest_sum(model.fractions[:, [item.range for item in found]], [item.size for item in found])
-
-    def seconds(self, problem: Problem, solution: Solution) -> Number:
-        """Seconds of a step."""
-        space = self._space()
-        lowered = lower(self.folded, problem, solution, space.casts, Clock())
-        return walk(lowered, self.folded, space.cluster, space.optimizer, solution.configuration).total
-
-    def _space(self) -> Space:
-        return self.request.space(Decisions())
+def _planned_problem(
+    folded: Folded, constraints: PlacedConstraints, space: Space, record: ProgramPlan, mesh: Mesh
+) -> tuple[Problem, Solution]:
+    """The problem restricted to the decisions of a plan, and these as a solution."""
+    decisions = decisions_of(record, mesh)
+    assert decisions.methods is not None
+    setting = space.setting(mesh, planned_methods(folded, decisions.methods))
+    problem = planning_problem(folded, constraints, setting)
+    solution = planned_solution(problem, decisions)
+    if isinstance(solution, str):
+        raise ExpressionError(f"costs have no formulas: what was decided for {solution!r} depends on the sizes")
+    return problem, solution
 
 
-def _check(what: str, number: Number, planned: Mapping[str, float]) -> None:
-    value, expected = float(number.value if isinstance(number, Figure) else number), sum(planned.values())
-    if not isclose(value, expected, rel_tol=_TOLERANCE):
-        raise ExpressionError(f"the {what} of the plan is {expected}, but its formula gives {value}: report this")
+def _memory(problem: Problem, solution: Solution) -> Number:
+    """Bytes at the peak over all program points."""
+    model, found = chosen_memory(problem, solution)
+    return largest_sum(model.fractions[:, [item.range for item in found]], [item.size for item in found])
+
+
+def _seconds(folded: Folded, space: Space, problem: Problem, solution: Solution) -> Number:
+    """Seconds of a step."""
+    stage = only_stage(lower(folded, problem, solution, space.casts, Clock()).stages)
+    return walk(stage, folded, space.cluster, space.optimizer, solution.configuration).total
 
 
 def _batch_step(folded: Folded, problem: Problem, solution: Solution, mesh: Mesh, sizes: Mapping[str, int]) -> int:

@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from autopar import runtime
 from autopar._torch import collectives
+from autopar.plans.cuda_attention import CudaAttention
 from autopar.runtime import Axis
 from passes._torch import FakeTensorMode, TorchDispatchMode, pytree, storage_id, storage_number
 from passes.codegen.expressions import expression
@@ -62,7 +63,7 @@ _SAME_EVERYWHERE = frozenset(
 )  # fmt: skip
 # Operators that do on CUDA what they do on meta: these keep statistics in float32, and on the CPU in the input's dtype.
 _AS_ON_CUDA = frozenset({"layer_norm", "native_layer_norm"})
-_SAME_BODIES = frozenset({"", "mean", "vocabulary_embedding", "vocabulary_cross_entropy", "softmax", "log_softmax"})
+_SAME_FORMS = frozenset({"", "mean", "vocabulary_embedding", "vocabulary_cross_entropy", "softmax", "log_softmax"})
 
 
 class FakeProber:
@@ -81,6 +82,7 @@ class FakeProber:
         for name, size in zip(self._axes, mesh.sizes, strict=True):
             self._names[name] = Axis(name, size, size - 1, "0")
         self._fake = FakeTensorMode()
+        self._kernels = CudaAttention() if device == "cuda" else nullcontext()
         self._by_device: set[str] = set()
         self._closed: set[str] = set()
         self._results: dict[str, tuple[Form, ...]] = {}
@@ -94,7 +96,7 @@ class FakeProber:
         texts = {name: f"{text}.clone()" if name in copied else text for name, text in operands.items()}
         scope = _Text(types, texts, self._axes)
         text = form(scope, statement) if statement.body else expression(scope, statement.op)
-        if statement.op.kind not in self._on_meta or statement.body not in _SAME_BODIES:
+        if statement.op.kind not in self._on_meta or statement.body not in _SAME_FORMS:
             self._by_device.add(text)
         self._results[text] = tuple(
             Form.contiguous(local_shape(types[name].shape, layout, self._mesh), types[name].dtype)
@@ -151,7 +153,7 @@ class FakeProber:
         if task.text not in self._by_device:
             yield torch.device("meta")
             return
-        with self._fake:
+        with self._fake, self._kernels:
             yield torch.device("cpu")
 
 
@@ -193,7 +195,7 @@ class _Run:
         self.allocated = 0
         self.expected: StorageRef | None = None
         self.reading: int | None = None
-        self.kept: list[StorageRef | None] = []
+        self.saved: list[StorageRef | None] = []
         self.given: dict[int, OperandGradient] = {}
 
     def forward(self) -> ForwardProfile:
@@ -205,7 +207,7 @@ class _Run:
             made = tuple(
                 ResultStorage(self.places[_address(result)], _form(result), result.requires_grad) for result in results
             )
-            return ForwardProfile(events, made, tuple(self.kept), self.attached(results))
+            return ForwardProfile(events, made, tuple(self.saved), self.attached(results))
 
     def backward(self, gradients: tuple[Form | None, ...]) -> BackwardProfile:
         """The events of the backward pass."""
@@ -249,15 +251,15 @@ class _Run:
     def results(self, operands: dict[str, Tensor]) -> tuple[Tensor, ...]:
         """Run the statement."""
         grad: AbstractContextManager[object] = nullcontext() if any(self.task.flows) else torch.no_grad()
-        with torch.autograd.graph.saved_tensors_hooks(self.keep, _Kept.read), grad:
+        with torch.autograd.graph.saved_tensors_hooks(self.keep, _Saved.read), grad:
             value = eval(self.task.text, {**self.names, **operands})
         return tuple(value) if isinstance(value, (tuple, list)) else (value,)
 
-    def keep(self, tensor: Tensor) -> "_Kept":
+    def keep(self, tensor: Tensor) -> "_Saved":
         """Pack hook: the object that autograd saves instead of a tensor."""
-        self.kept.append(self.places.get(_address(tensor)))
-        self.happen(EventKind.KEEP, len(self.kept) - 1)
-        return _Kept(tensor.detach(), len(self.kept) - 1, self)
+        self.saved.append(self.places.get(_address(tensor)))
+        self.happen(EventKind.KEEP, len(self.saved) - 1)
+        return _Saved(tensor.detach(), len(self.saved) - 1, self)
 
     def happen(self, what: EventKind, index: int, size: int = 0) -> None:
         """Record an event."""
@@ -290,7 +292,7 @@ class _Run:
     def see_read(self, storage: torch.UntypedStorage, index: int) -> None:
         """Take note of what is read in place of what autograd keeps: it lies where that does, and dies when whoever
         reads lets go."""
-        address, place = storage_number(storage), self.kept[index]
+        address, place = storage_number(storage), self.saved[index]
         if place is not None:
             self.places[address] = place
 
@@ -302,7 +304,7 @@ class _Run:
         self.watched[address] = ref(storage, end)
 
 
-class _Kept:
+class _Saved:
     """A tensor that autograd saves."""
 
     def __init__(self, tensor: Tensor, index: int, run: _Run) -> None:

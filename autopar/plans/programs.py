@@ -1,15 +1,15 @@
 """Conversion of one planned program from the output of the passes to the input of the runtime."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
-from autopar.request import Request
+from autopar.models.info import ModelInfo
 from autopar.runtime import GeneratedProgram, PlannedInput, PlannedOutput
 from passes.ir.decisions import Decided
 from passes.ir.leaves import Inputs, input_leaves
-from passes.ir.lowered import Compute, Loop, Lowered, Redistribution
+from passes.ir.lowered import Lowered, only_stage
 from passes.ir.mesh import Mesh
 from passes.ir.plan import ProgramPlan
 from passes.ir.program import Folded, Input, Parameter, Program, TensorType, references
@@ -26,8 +26,6 @@ class PlannedProgram:
     record: ProgramPlan
     source: GeneratedProgram
     decided: Mapping[str, Decided]
-    whole_ops: tuple[str, ...]
-    discovered: tuple[str, ...]
     totals: "PlannedProgram | None" = None
 
 
@@ -49,10 +47,13 @@ def planned_outputs(lowered: Lowered) -> tuple[PlannedOutput, ...]:
     )
 
 
-def generated_program(lowered: Lowered, source: str, class_name: str, request: Request) -> GeneratedProgram:
-    """Combine `source`, which defines `class_name`, with the description that the runtime needs."""
-    program = lowered.program
-    given = dict(input_leaves(request.inputs))
+def generated_program(lowered: Lowered, source: str, class_name: str, info: ModelInfo) -> GeneratedProgram:
+    """Combine `source`, which defines `class_name`, with the description that the runtime needs.
+
+    Raises PlanMismatchError for a program of several stages.
+    """
+    program, stage = lowered.program, only_stage(lowered.stages)
+    given = dict(input_leaves(info.inputs))
     shapes = {
         item.argument: tuple(leaf.shape)
         for item in program.inputs
@@ -74,35 +75,18 @@ def generated_program(lowered: Lowered, source: str, class_name: str, request: R
         source,
         class_name,
         tuple(inputs),
-        _constants(request.inputs, program),
-        request.assumed,
+        _constants(info.inputs, program),
+        info.assumed,
         planned_outputs(lowered),
         program.output_tree,
         program.constants,
         _used_parameters(program),
         program.changes,
-        any(_made_again(statement) for statement in _statements(lowered)),
+        stage.reruns,
         any(item.trainable for item in sources),
-        held=lowered.units,
+        held=stage.units,
         compiled=program.compiled,
     )
-
-
-def _statements(lowered: Lowered) -> Iterator[Compute | Redistribution]:
-    """All statements, including those inside loops and between their copies."""
-    for statement in lowered.body.statements:
-        if isinstance(statement, Loop):
-            yield from (inner for inner in statement.body.statements if not isinstance(inner, Loop))
-            yield from (change for change in statement.between if change is not None)
-        else:
-            yield statement
-
-
-def _made_again(statement: Compute | Redistribution) -> bool:
-    """Whether generated code recomputes the result in the backward pass."""
-    if isinstance(statement, Compute):
-        return statement.recomputed
-    return statement.regathered and len(statement.steps) > statement.unit_steps
 
 
 def _used_parameters(program: Program) -> frozenset[str]:

@@ -4,11 +4,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
-from torch import nn
 
+from autopar.models.info import ModelInfo
 from autopar.plans.programs import PlannedProgram, totals_name
 from autopar.request import Request
 from autopar.runtime.calls.inputs import constant_text
+from passes.ir.decisions import Decisions
 from passes.ir.errors import PlanMismatchError
 from passes.ir.layout import format_layout, is_storable, parse_placement
 from passes.ir.leaves import input_leaves
@@ -16,27 +17,26 @@ from passes.ir.mesh import Mesh
 from passes.ir.plan import InputPlan, ParameterPlan, Plan, PrecisionPlan
 from passes.ir.program import Program, dtype_name
 from passes.lower.recompute import levels
-from passes.record import layout_texts
+from passes.record import decisions_of, discovered_ops, layout_texts, whole_ops
 
 
-def written_plan(
-    model: nn.Module, fingerprint: str, request: Request, program: Program, programs: Mapping[str, PlannedProgram]
-) -> Plan:
-    """The plan of `model`: `program` is what was traced for the objective, `programs` are those that were planned."""
+def written_plan(info: ModelInfo, request: Request, program: Program, programs: Mapping[str, PlannedProgram]) -> Plan:
+    """The plan of a model: `program` was traced for the objective, `programs` are those that were planned."""
     mesh, precision = request.mesh, request.precision
     first = programs[request.objective]
 
-    def kept_as(name: str) -> torch.dtype:
+    def stored_as(name: str) -> torch.dtype:
         """The dtype that a parameter is stored in; a precision for computing alone does not change it."""
-        dtype = model.get_parameter(name).dtype
+        dtype = info.dtypes[name]
         return precision.master or dtype if dtype.is_floating_point else dtype
 
     parameters = {
         item.name: ParameterPlan(
             item.type.shape,
-            dtype_name(kept_as(item.name)),
+            dtype_name(stored_as(item.name)),
             layout_texts(first.lowered.parameters[item.name], mesh),
             item.trainable,
+            first.lowered.holders(item.name),
         )
         for item in program.parameters
     }
@@ -46,8 +46,8 @@ def written_plan(
     }
     totals = {totals_name(name): item.totals.record for name, item in programs.items() if item.totals is not None}
     return Plan(
-        model=request.model,
-        fingerprint=fingerprint,
+        model=info.name,
+        fingerprint=info.structure,
         objective=request.objective,
         mesh=mesh.by_name,
         cluster=request.cluster.name,
@@ -58,20 +58,20 @@ def written_plan(
         constants={name: constant_text(value) for name, value in first.source.constants.items()},
         parameters=parameters,
         programs={**{name: item.record for name, item in programs.items()}, **totals},
-        whole_ops=first.whole_ops,
-        discovered=first.discovered,
+        whole_ops=whole_ops(first.folded),
+        discovered=discovered_ops(first.folded),
         constraints=request.constraints,
         compiled=request.compiled,
         discover=request.discover,
         outputs=request.outputs,
-        loss=request.loss,
+        loss=info.loss,
     )
 
 
-def check_plan(plan: Plan, fingerprint: str, request: Request) -> None:
+def _check_plan(plan: Plan, info: ModelInfo, request: Request) -> None:
     """Raise PlanMismatchError where a plan was made for another model, mesh or request."""
     mesh = request.mesh.by_name
-    if plan.fingerprint != fingerprint:
+    if plan.fingerprint != info.structure:
         raise PlanMismatchError(
             f"the plan was made for another {plan.model}: class, parameters or configuration differ; "
             "plan this model anew"
@@ -80,7 +80,7 @@ def check_plan(plan: Plan, fingerprint: str, request: Request) -> None:
         raise PlanMismatchError(f"the plan was made for the mesh {dict(plan.mesh)}, this one is {mesh}: plan anew")
     if request.objective not in plan.programs:
         raise PlanMismatchError(f"the plan has no program for objective={request.objective!r}: plan anew")
-    leaves = {name: leaf for name, leaf in input_leaves(request.inputs) if isinstance(leaf, torch.Tensor)}
+    leaves = {name: leaf for name, leaf in input_leaves(info.inputs) if isinstance(leaf, torch.Tensor)}
     given = {name: leaf for name, leaf in leaves.items() if name not in plan.constants}
     shapes = {name: (tuple(leaf.shape), dtype_name(leaf.dtype)) for name, leaf in given.items()}
     planned = {name: (item.shape, item.dtype) for name, item in plan.inputs.items()}
@@ -88,7 +88,7 @@ def check_plan(plan: Plan, fingerprint: str, request: Request) -> None:
         raise PlanMismatchError(f"the plan was made for the inputs {planned}, these are {shapes}: plan anew")
     constants = {
         name: constant_text(leaf)
-        for name, leaf in input_leaves(request.inputs)
+        for name, leaf in input_leaves(info.inputs)
         if not isinstance(leaf, torch.Tensor) or (name in plan.constants and not leaf.is_meta)
     }
     unknown = {name for name, leaf in leaves.items() if leaf.is_meta}
@@ -110,26 +110,37 @@ def _check_storage(plan: Plan, mesh: Mesh) -> None:
             )
 
 
-def as_planned(request: Request, plan: Plan) -> Request:
-    """Return `request` with the decisions of `plan`.
+def as_planned(request: Request, info: ModelInfo) -> Request:
+    """Return `request` with the choices of the plan to replay, if there is one.
 
-    Raises PlanMismatchError where the request contradicts them.
+    Raises PlanMismatchError where the plan is for another model, mesh or request.
     """
+    plan = request.plan
+    if plan is None:
+        return request
+    _check_plan(plan, info, request)
     planned = plan.programs[request.objective]
     if request.micro_batches not in (None, planned.micro_batches):
         raise PlanMismatchError(
             f"micro_batches={request.micro_batches} is asked for, but the plan was made with "
             f"micro_batches={planned.micro_batches}: leave micro_batches out, or plan anew"
         )
-    again = {} if request.objective == "infer" else planned.stages[0].recompute
-    repeated = [block.name for block in planned.stages[0].blocks if block.count > 1]
+    recompute = {} if request.objective == "infer" else planned.recompute
+    repeated = [block.name for stage in planned.stages for block in stage.blocks if block.count > 1]
     asked = {name: level for name, level in levels(repeated, request.recompute or {}).items() if level != "none"}
-    if request.recompute is not None and asked != dict(again):
+    if request.recompute is not None and asked != dict(recompute):
         raise PlanMismatchError(
-            f"recompute={dict(request.recompute)} is asked for, but the plan was made with recompute={dict(again)}: "
-            "leave recompute out, or plan anew"
+            f"recompute={dict(request.recompute)} is asked for, but the plan was made with "
+            f"recompute={dict(recompute)}: leave recompute out, or plan anew"
         )
-    return replace(request, micro_batches=planned.micro_batches, recompute=again)
+    return replace(request, micro_batches=planned.micro_batches, recompute=recompute)
+
+
+def planned_decisions(plan: Plan | None, name: str) -> Decisions:
+    """The decisions of a plan for the program called `name`; none without a plan, or where it has no such program."""
+    if plan is None or name not in plan.programs:
+        return Decisions()
+    return decisions_of(plan.programs[name], Mesh.of(plan.mesh))
 
 
 def check_replayed(plan: Plan, replayed: Plan) -> None:

@@ -1,10 +1,12 @@
 """The memory simulator as the search calls it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from autopar.plans.batches import lying_batches
+from autopar.models.info import ModelInfo
+from autopar.plans.batches import micro_batch_inputs
 from autopar.plans.probing import FakeProber
 from autopar.plans.programs import planned_outputs
 from autopar.request import Request
@@ -21,28 +23,37 @@ from passes.micro_batches import MicroBatches
 class Simulator:
     """Peak memory of programs for one request."""
 
+    info: ModelInfo
     request: Request
 
     def __call__(
-        self, lowered: Lowered, variables: Variables, micro: MicroBatches | None, configuration: Configuration
-    ) -> MemoryPeak:
-        """Bytes on one device at the peak of a step of `lowered`, whose generated code has these variables; `micro` is
-        None where the batch is not split."""
+        self, lowered: Lowered, variables: Sequence[Variables], micro: MicroBatches | None, configuration: Configuration
+    ) -> tuple[MemoryPeak, ...]:
+        """Bytes on one device of each stage at the peak of a step of `lowered`; the stages' generated code has these
+        variables. `micro` is None where the batch is not split."""
         request = self.request
-        leaves = dict(input_leaves(request.inputs))
+        leaves = dict(input_leaves(self.info.inputs))
         given = {
             item.name: leaf.dtype
             for item in lowered.program.inputs
             if isinstance(leaf := leaves.get(item.argument), torch.Tensor)
         }
-        stored = Stored(request.casts.master, given, request.optimizer if request.objective == "train" else None)
+        stored = Stored(
+            self.info.casts(request.precision).master,
+            given,
+            request.optimizer if request.objective == "train" else None,
+        )
         batches = MicroBatchInputs()
         if micro is not None:
-            batches = lying_batches(micro, lowered, planned_outputs(lowered), configuration)
+            batches = micro_batch_inputs(micro, lowered, planned_outputs(lowered), configuration)
         machine, mesh = machine_of(request.cluster), configuration.mesh
-        return peak_memory(lowered, variables, stored, machine, FakeProber(mesh, machine.device), mesh, batches)
+        prober = FakeProber(mesh, machine.device)
+        return tuple(
+            peak_memory(stage, own, stored, machine, prober, mesh, batches)
+            for stage, own in zip(lowered.stages, variables, strict=True)
+        )
 
 
 def machine_of(cluster: Cluster) -> Machine:
     """The allocator and optimizers of a cluster's devices; those of unknown devices are taken to be CUDA's."""
-    return MACHINES["cpu" if cluster.name in ("cpu", "ideal") else "cuda"]
+    return MACHINES[cluster.device.type]

@@ -10,7 +10,6 @@ import logging
 import os
 import platform
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -31,7 +30,8 @@ from passes.ir.program import dtype_name
 
 logger = logging.getLogger("autopar")
 
-Collective = Callable[[Tensor, dist.ProcessGroup], None]
+# Starts a collective on a tensor and one of its parts.
+Collective = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -186,8 +186,10 @@ class _Bench:
             flops[dtype_name(dtype)] = statistics.median(
                 2 * (m * n + fill) * (k + depth) / taken for (m, n, k), taken in seconds.items()
             )
+        batch, heads, sequence = self.what.heads
+        # Of causal attention half of the scores are computed.
         attention, softmax = fit_attention(
-            {width: self._attention(width, main) for width in (64, 128)}, self._scores(), rate
+            {width: self._attention(width, main) for width in (64, 128)}, batch * heads * sequence**2 / 2, rate
         )
         memory = self._memory() / (local if self.device_type == "cpu" else 1)
         return Device(
@@ -222,27 +224,17 @@ class _Bench:
 
         return self._seconds(run)
 
-    def _scores(self) -> float:
-        """Scores of causal attention that are computed."""
-        batch, heads, sequence = self.what.heads
-        return batch * heads * sequence**2 / 2
-
     def _stream(self) -> float:
         source = torch.ones(self.what.streamed, dtype=torch.uint8, device=self.device_type)
         target = torch.empty_like(source)
         return self._seconds(lambda: target.copy_(source))
 
     def _launch(self) -> float:
-        one, many = torch.zeros(1, device=self.device_type), 100
-
-        def run() -> None:
-            for _ in range(many):
-                one.add_(1.0)
-
-        return self._seconds(run) / many
+        one = torch.zeros(1, device=self.device_type)
+        return self._seconds(lambda: one.add_(1.0))
 
     def _host(self, bandwidth: float) -> float:
-        """Bytes/s from the host; on a CPU the batch lies in its own memory."""
+        """Bytes/s from the host; on a CPU, a copy within its own memory."""
         if self.device_type == "cpu":
             return bandwidth / 2
         size = min(self.what.streamed, 1 << 28)
@@ -264,31 +256,27 @@ class _Bench:
             group = dist.new_group(list(ranks), timeout=job_timeout())
             own = group if dist.get_rank() in ranks else own
         assert own is not None
+        name = own.group_name
         gather, scatter, reduction, exchange = (
-            fit_line([(message, self._collective(run, message, size, own)) for message in self.what.messages])
-            for run in (_all_gather, _reduce_scatter, _all_reduce, _all_to_all)
+            fit_line([(message, self._collective(run, message, size)) for message in self.what.messages])
+            for run in (
+                lambda whole, part: collectives.all_gather_into_tensor(part, size, name),
+                lambda whole, part: collectives.reduce_scatter_tensor(whole, "sum", size, name),
+                lambda whole, part: collectives.all_reduce(whole, "sum", name),
+                lambda whole, part: collectives.all_to_all_single(whole, [len(part)] * size, [len(part)] * size, name),
+            )
         )
         link = fit_link(gather, scatter, reduction, exchange, size)
         logger.info("%s nodes: %.3g GB/s, %.3g us a hop", where, link.bandwidth / 1e9, link.latency * 1e6)
         return link
 
-    def _collective(self, run: Collective, message: int, size: int, own: dist.ProcessGroup) -> float:
-        whole = torch.zeros(max(1, message // 4 // size) * size, device=self.device_type)
-        repeats = 5 if message >= 1 << 20 else 20
-
-        def several() -> None:
-            for _ in range(repeats):
-                run(whole, own)
-
-        several()
-        taken = []
-        for _ in range(5):
-            self._wait()
-            start = time.perf_counter()
-            several()
-            self._wait()
-            taken.append((time.perf_counter() - start) / repeats)
-        return self._slowest(statistics.median(taken))
+    def _collective(self, run: Collective, message: int, size: int) -> float:
+        """Seconds of a collective on a tensor of `message` bytes and one of its `size` parts."""
+        part = torch.zeros(max(1, message // 4 // size), device=self.device_type)
+        whole = part.repeat(size)
+        # All ranks run it equally often.
+        timer, repeats = _timer(lambda: collectives.wait_tensor(run(whole, part))), 5 if message >= 1 << 20 else 20
+        return self._slowest(statistics.median(timer.timeit(repeats).mean for _ in range(5)))
 
     # --- timing ---
 
@@ -297,25 +285,7 @@ class _Bench:
 
     def _seconds(self, run: Callable[[], object]) -> float:
         """Seconds of one run: the median of several batches of runs, on the slowest rank."""
-        run()
-        self._wait()
-        start = time.perf_counter()
-        run()
-        self._wait()
-        once = max(time.perf_counter() - start, 1e-7)
-        repeats = max(1, min(1000, int(self.what.seconds / 5 / once)))
-        taken = []
-        for _ in range(5):
-            start = time.perf_counter()
-            for _ in range(repeats):
-                run()
-            self._wait()
-            taken.append((time.perf_counter() - start) / repeats)
-        return self._slowest(statistics.median(taken))
-
-    def _wait(self) -> None:
-        if self.device_type == "cuda":
-            torch.cuda.synchronize()
+        return self._slowest(_timer(run).blocked_autorange(min_run_time=self.what.seconds).median)
 
     def _slowest(self, seconds: float) -> float:
         if not dist.is_initialized():
@@ -325,22 +295,12 @@ class _Bench:
         return float(every.item())
 
 
-def _all_gather(whole: Tensor, group: dist.ProcessGroup) -> None:
-    part = whole[: len(whole) // group.size()]
-    collectives.wait_tensor(collectives.all_gather_into_tensor(part, group.size(), group.group_name))
+def _timer(run: Callable[[], object]) -> "torch.utils.benchmark.Timer":
+    """A timer, which waits for the device, with as many threads as training has."""
+    # Imported here: it takes 0.1 s, and plans need none of it.
+    from torch.utils.benchmark import Timer
 
-
-def _reduce_scatter(whole: Tensor, group: dist.ProcessGroup) -> None:
-    collectives.wait_tensor(collectives.reduce_scatter_tensor(whole, "sum", group.size(), group.group_name))
-
-
-def _all_reduce(whole: Tensor, group: dist.ProcessGroup) -> None:
-    collectives.wait_tensor(collectives.all_reduce(whole, "sum", group.group_name))
-
-
-def _all_to_all(whole: Tensor, group: dist.ProcessGroup) -> None:
-    parts = [len(whole) // group.size()] * group.size()
-    collectives.wait_tensor(collectives.all_to_all_single(whole, parts, parts, group.group_name))
+    return Timer("run()", globals={"run": run}, num_threads=torch.get_num_threads())
 
 
 def _known_or_most(device_type: str) -> Cluster:

@@ -4,7 +4,6 @@ import copy
 import inspect
 import io
 import pickle
-import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -20,19 +19,13 @@ from torch.overrides import TorchFunctionMode
 
 from autopar._torch import pickled_state
 from autopar.api import parallelize
-from autopar.launch.agreement import unpickled
-from autopar.loading import distribute, refuse_meta
 from autopar.models import huggingface
 from autopar.models.losses import Loss, with_loss
-from autopar.options import OBJECTIVES, Options
-from autopar.planner import PlannedModel, plan_model
-from autopar.plans.dynamic_shapes import AnySizes
-from autopar.request import make_request
-from autopar.runtime import DistributedModule
+from autopar.options import OBJECTIVES
 from autopar.testing.randomness import RandomOps, WithoutDropout
 from autopar.testing.ranks import RankError, run_ranks
 from passes._torch import pytree
-from passes.cost.cluster import Cluster, cluster_of_device
+from passes.cost.cluster import Cluster
 from passes.ir.errors import UnsupportedError
 
 __all__ = [
@@ -54,19 +47,20 @@ _FLOAT32_TOLERANCE = 1e-4
 
 
 class LiftFloat32(TorchFunctionMode):
-    """While entered, casts to float32 go to `dtype`.
-
-    What models compute in float32 inside is then as exact as the rest.
-    """
+    """Mode that turns casts to float32 into casts to `dtype`, so that all of a model is computed equally exactly."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
         self.dtype = dtype
 
     def __torch_function__(
-        self, function: Callable[..., object], types: object, args: tuple[object, ...] = (), kwargs: object = None
+        self,
+        function: Callable[..., object],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
     ) -> object:
-        given = dict(kwargs) if isinstance(kwargs, Mapping) else {}
+        given = dict(kwargs or {})
         if str(given.get("device")) == "meta":
             # Tracing makes an image of a tensor that exists, whose dtype is what it is.
             return function(*args, **given)
@@ -81,7 +75,7 @@ class LiftFloat32(TorchFunctionMode):
 
 @dataclass(frozen=True)
 class Comparison:
-    """The error of every tensor: outputs under "output ...", buffers afterwards under "buffer ...", gradients under
+    """Errors of all tensors by name: outputs under "output ...", buffers afterwards under "buffer ...", gradients under
     "gradient of ...".
 
     An error is max|a - b| / max(max|b|, 1e-6 x the model's largest gradient) of the parallelized a and the model's
@@ -92,7 +86,7 @@ class Comparison:
 
     @property
     def worst(self) -> tuple[str, float]:
-        """The tensor that is off most, and by how much."""
+        """The tensor with the largest error, and that error."""
         return max(self.errors.items(), key=lambda item: item[1] if item[1] == item[1] else float("inf"))
 
     def __str__(self) -> str:
@@ -130,11 +124,11 @@ def assert_equivalent(
     if inputs is None:
         inputs = random_inputs(model, objective, prod(sizes.values()))
     _refuse_random(copy.deepcopy(model).to(dtype), _cast(inputs, dtype), objective, options)
-    first: Comparison | None = None
+    comparisons: list[Comparison] = []
     for lifted, tolerance in ((True, rtol), (False, max(rtol, _FLOAT32_TOLERANCE))):
         comparison = compare(model, sizes, inputs, dtype, lifted=lifted, **options)
         print(f"{type(model).__name__} on {sizes}{'' if lifted else ', float32 inside'}: {comparison}")
-        first = first or comparison
+        comparisons.append(comparison)
         name, error = comparison.worst
         if not error <= tolerance:
             raise AssertionError(
@@ -142,8 +136,7 @@ def assert_equivalent(
                 f"{'' if lifted else ' (float32 inside)'}: {name} has relative error {error:.3e}, "
                 f"allowed are {tolerance:.1e}"
             )
-    assert first is not None
-    return first
+    return comparisons[0]
 
 
 def compare(
@@ -164,8 +157,7 @@ def compare(
     stream = io.BytesIO()
     torch.save((model, inputs), stream, pickle_module=_Pickling)
     lift = dtype if lifted else None
-    planned = _plan_here(model, mesh, inputs, lift, options)
-    return run_ranks(_compare_on_rank, prod(mesh.values()), stream.getvalue(), planned, dict(mesh), lift, options)[0]
+    return run_ranks(_compare_on_rank, prod(mesh.values()), stream.getvalue(), dict(mesh), lift, options)[0]
 
 
 class _Pickling:
@@ -178,51 +170,32 @@ class _Pickling:
             """Pickle a module with parametrizations; everything else as by default."""
             if not (isinstance(item, nn.Module) and parametrize.is_parametrized(item)):
                 return NotImplemented
-            kept = {name: list(found) for name, found in cast(Any, item.parametrizations).items()}
-            weights = {name: nn.Parameter(getattr(item, name).detach()) for name in kept}
+            parametrizations = {name: list(found) for name, found in cast(Any, item.parametrizations).items()}
+            weights = {name: nn.Parameter(getattr(item, name).detach()) for name in parametrizations}
             parts = {name: part for name, part in item.named_children() if name != "parametrizations"}
             state = pickled_state(item, parts, weights)
-            return _parametrized, (parametrize.type_before_parametrizations(item), state, kept, item.state_dict())
+            return _parametrized, (
+                parametrize.type_before_parametrizations(item),
+                state,
+                parametrizations,
+                item.state_dict(),
+            )
 
 
 def _parametrized(
-    kind: type[nn.Module], state: Mapping[str, Any], kept: Mapping[str, list[nn.Module]], values: Mapping[str, Tensor]
+    kind: type[nn.Module],
+    state: Mapping[str, Any],
+    parametrizations: Mapping[str, list[nn.Module]],
+    values: Mapping[str, Tensor],
 ) -> nn.Module:
-    """A module with its parametrizations on again."""
+    """A module with its parametrizations registered."""
     module = kind.__new__(kind)
     vars(module).update(state)
-    for name, found in kept.items():
+    for name, found in parametrizations.items():
         for parametrization in found:
             parametrize.register_parametrization(module, name, parametrization)
     module.load_state_dict(values)
     return module
-
-
-def _plan_here(
-    model: nn.Module,
-    mesh: Mapping[str, int],
-    inputs: Mapping[str, object],
-    lifted: torch.dtype | None,
-    options: Mapping[str, object],
-) -> bytes:
-    """The plan that rank 0 would make, pickled: this process has traced before and has the modules loaded.
-
-    Raises RankError, as if it were rank 0.
-    """
-    try:
-        model = _with_loss(model, options)
-        request = make_request(model, mesh, inputs, _options(options))
-        refuse_meta(model)
-        with _comparable(lifted):
-            return pickle.dumps(plan_model(model, request, both_modes=True))
-    except Exception as error:
-        raise RankError(f"rank 0: {traceback.format_exc()}") from error
-
-
-def _options(options: Mapping[str, object]) -> Options:
-    """Options of `parallelize` on CPUs."""
-    given = {name: value for name, value in options.items() if name != "loss"}
-    return Options(**{**given, "cluster": options.get("cluster") or cluster_of_device("cpu")})  # type: ignore[arg-type]
 
 
 def _with_loss(model: nn.Module, options: Mapping[str, object]) -> nn.Module:
@@ -269,23 +242,13 @@ def _cast(inputs: Mapping[str, object], dtype: torch.dtype) -> dict[str, object]
 
 
 def _compare_on_rank(
-    payload: bytes,
-    planned: bytes,
-    mesh: Mapping[str, int],
-    lifted: torch.dtype | None,
-    options: Mapping[str, object],
+    payload: bytes, mesh: Mapping[str, int], lifted: torch.dtype | None, options: Mapping[str, object]
 ) -> Comparison:
     """Compare the models on one rank."""
     model, inputs = torch.load(io.BytesIO(payload), weights_only=False)
     _known_to_transformers(model)
-    training = options.get("objective", "train") == "train" and model.training
-    model = _with_loss(model, options)
-    compiled = cast(PlannedModel, unpickled(planned))
     device_mesh = init_device_mesh("cpu", tuple(mesh.values()), mesh_dim_names=tuple(mesh))
-    request = make_request(model, device_mesh, inputs, _options(options))
-    any_sizes = AnySizes(model, compiled, request, device_mesh)
-    distributed = distribute(model, compiled, request, device_mesh, any_sizes)
-    return _compare(model, distributed, inputs, lifted, training)
+    return compare_on_mesh(model, device_mesh, inputs, lifted, **options)
 
 
 def _known_to_transformers(model: nn.Module) -> None:
@@ -306,24 +269,14 @@ def compare_on_mesh(
 ) -> Comparison:
     """Run `model` and its parallelized self in this process group and return all errors; every rank calls it alike.
 
-    What the model casts to float32 is lifted to `lifted`. Gradients are left in the model.
+    A model in evaluation is compared in evaluation; micro-batches are used where they are planned. Casts to float32 in
+    the model go to `lifted`. Gradients are left in the model.
     """
+    objective = str(options.get("objective", "train"))
+    training = objective == "train" and model.training
     with _comparable(lifted):
         distributed = parallelize(model, mesh, dict(inputs), **options)  # type: ignore[arg-type]
-    training = options.get("objective", "train") == "train"
-    return _compare(_with_loss(model, options), distributed, inputs, lifted, training)
-
-
-def _compare(
-    model: nn.Module,
-    distributed: DistributedModule,
-    inputs: Mapping[str, object],
-    lifted: torch.dtype | None,
-    training: bool,
-) -> Comparison:
-    """Run a model and its distributed self on the same inputs, in training or in evaluation; through micro-batches
-    where these are planned."""
-    objective = distributed.plan.objective
+    model = _with_loss(model, options)
     settings = _settings(model, inputs, objective)
     model.train(training)
     distributed.train(training)
@@ -332,8 +285,7 @@ def _compare(
     in_parts = training and distributed.plan.programs[objective].micro_batches > 1
     with _comparable(None):
         got = distributed.forward_backward(**inputs) if in_parts else distributed(**inputs)
-    errors = dict(_output_errors(got, expected))
-    errors.update(_buffer_errors(distributed, model))
+    errors = {**dict(_output_errors(got, expected)), **dict(_buffer_errors(distributed, model))}
     if training or (objective == "train" and _differentiable(got)):
         if not in_parts:
             _backward(got)
@@ -347,7 +299,7 @@ def _settings(model: nn.Module, inputs: Mapping[str, object], objective: str) ->
     if not huggingface.is_huggingface(model):
         return {}
     huggingface.register_caches(model)
-    return huggingface.settings(model, inputs, objective)
+    return huggingface.settings(inspect.signature(model.forward), inputs, objective)
 
 
 def _refuse_random(
@@ -386,8 +338,7 @@ def _output_errors(got: object, expected: object) -> Iterator[tuple[str, float]]
     for (path, mine), (_, other) in zip(ours, theirs, strict=True):
         name = f"output {pytree.keystr(path)}"
         if isinstance(other, Tensor):
-            whole = mine.full_tensor() if isinstance(mine, DTensor) else mine
-            yield name, _error(whole.detach(), other.detach(), 0.0)
+            yield name, _error(_whole(mine).detach(), other.detach(), 0.0)
         else:
             yield name, 0.0 if mine == other else float("inf")
 
@@ -396,25 +347,24 @@ def _buffer_errors(distributed: nn.Module, model: nn.Module) -> Iterator[tuple[s
     """Buffers after the call: some are updated by it."""
     own = dict(distributed.named_buffers())
     for name, buffer in model.named_buffers():
-        mine = own[name]
-        yield f"buffer {name}", _error(mine.full_tensor() if isinstance(mine, DTensor) else mine, buffer, 0.0)
+        yield f"buffer {name}", _error(_whole(own[name]), buffer, 0.0)
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def _backward(output: object) -> None:
     """From the loss, or from a fixed weighting of all outputs where there is none that has a gradient."""
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    if isinstance(loss, Tensor) and loss.requires_grad:
+    if not isinstance(loss, Tensor) or not loss.requires_grad:
+        leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+        generator = torch.Generator().manual_seed(0)
+        loss = torch.zeros(())
+        for whole in map(_whole, leaves):
+            loss = loss + (whole * torch.randn(whole.shape, generator=generator, dtype=whole.dtype)).sum()
+    if loss.requires_grad:
         loss.backward()  # type: ignore[no-untyped-call]
-        return
-    generator = torch.Generator().manual_seed(0)
-    total: Tensor | None = None
-    for leaf in pytree.tree_leaves(output):
-        if isinstance(leaf, Tensor) and leaf.is_floating_point():
-            whole = leaf.full_tensor() if isinstance(leaf, DTensor) else leaf
-            weighted = (whole * torch.randn(whole.shape, generator=generator, dtype=whole.dtype)).sum()
-            total = weighted if total is None else total + weighted
-    if total is not None and total.requires_grad:
-        total.backward()  # type: ignore[no-untyped-call]
 
 
 def _gradient_errors(distributed: nn.Module, model: nn.Module) -> Iterator[tuple[str, float]]:
@@ -430,9 +380,8 @@ def _gradient_errors(distributed: nn.Module, model: nn.Module) -> Iterator[tuple
         if mine is None or other is None:
             same = mine is other or not parameter.numel()
             yield f"gradient of {name}", 0.0 if same else float("inf")
-            continue
-        assert isinstance(mine, DTensor)
-        yield f"gradient of {name}", _error(mine.full_tensor(), other, _FLOOR.get(other.dtype, 1e-3) * largest)
+        else:
+            yield f"gradient of {name}", _error(_whole(mine), other, _FLOOR.get(other.dtype, 1e-3) * largest)
 
 
 def _error(got: Tensor, expected: Tensor, floor: float) -> float:

@@ -39,9 +39,13 @@ class WithoutDropout(TorchFunctionMode):
     it passes to attention."""
 
     def __torch_function__(
-        self, function: _Function, types: object, args: tuple[object, ...] = (), kwargs: object = None
+        self,
+        function: _Function,
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
     ) -> object:
-        given: dict[str, object] = dict(kwargs) if isinstance(kwargs, Mapping) else {}
+        given = dict(kwargs or {})
         switch = _OFF.get(function)
         if switch is None:
             return function(*args, **given)
@@ -59,9 +63,13 @@ class RandomOps(TorchDispatchMode):
         self.found: dict[str, None] = {}
 
     def __torch_dispatch__(
-        self, function: OpOverload, types: object, args: tuple[object, ...] = (), kwargs: object = None
+        self,
+        function: OpOverload,
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
     ) -> object:
-        given: dict[str, object] = dict(kwargs) if isinstance(kwargs, Mapping) else {}
+        given = dict(kwargs or {})
         if torch.Tag.nondeterministic_seeded not in function.tags:
             return function(*args, **given)
         before = torch.get_rng_state()

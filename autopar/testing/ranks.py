@@ -10,13 +10,13 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext, ForkServerProcess
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from autopar._torch import PRELOADED
 
 T = TypeVar("T")
 
-# What the fork server imports once, so that a rank starts in tenths of a second. What is not installed is passed over.
+# Modules that the fork server imports once, so that a rank starts in tenths of a second. Missing ones are skipped.
 _PRELOADED = [
     "torch",
     *PRELOADED,
@@ -81,42 +81,36 @@ def _context() -> ForkServerContext:
 
 def _results(pipes: Sequence[Connection], processes: Sequence[ForkServerProcess], timeout: float) -> list[T]:
     """The results of the ranks; as soon as one fails, the others get a grace period to report their errors."""
-    found: dict[int, T] = {}
-    failures: dict[int, str] = {}
+    # Of each rank whether it succeeded, and its result or its error.
+    outcomes: dict[int, tuple[bool, Any]] = {}
     deadline = time.monotonic() + timeout
-    waiting = dict(enumerate(pipes))
-    while waiting:
-        left = deadline - time.monotonic()
-        ready = wait(list(waiting.values()), timeout=max(left, 0.0))
+    while len(outcomes) < len(pipes):
+        waiting = [pipe for rank, pipe in enumerate(pipes) if rank not in outcomes]
+        ready = wait(waiting, timeout=max(deadline - time.monotonic(), 0.0))
         if not ready:
             break
-        for rank, pipe in list(waiting.items()):
-            if pipe not in ready:
-                continue
-            del waiting[rank]
+        for rank in (rank for rank, pipe in enumerate(pipes) if pipe in ready):
             try:
-                good, value = pickle.loads(pipe.recv_bytes())
+                outcomes[rank] = pickle.loads(pipes[rank].recv_bytes())
             except EOFError:
                 processes[rank].join(_PARTING)
-                good, value = False, f"died with exit code {processes[rank].exitcode}"
-            if good:
-                found[rank] = value
-            else:
-                failures[rank] = value
+                outcomes[rank] = False, f"died with exit code {processes[rank].exitcode}"
+            if not outcomes[rank][0]:
                 deadline = min(deadline, time.monotonic() + _PARTING)
-    if failures or waiting:
-        silent = [f"rank {rank} did not finish" for rank in waiting]
-        raise RankError("\n".join([*(_said(failures) if failures else ()), *silent]))
-    return [found[rank] for rank in range(len(pipes))]
+    if len(outcomes) < len(pipes) or not all(succeeded for succeeded, _ in outcomes.values()):
+        raise RankError("\n".join(_errors(outcomes, len(pipes))))
+    return [outcomes[rank][1] for rank in range(len(pipes))]
 
 
-def _said(failures: Mapping[int, str]) -> Iterator[str]:
+def _errors(outcomes: Mapping[int, tuple[bool, Any]], ranks: int) -> Iterator[str]:
     """The errors of failed ranks: the first in full, of the others the last line if it differs."""
-    first, *others = sorted(failures)
-    yield f"rank {first}: {failures[first]}"
-    for rank in others:
-        last = failures[rank].strip().splitlines()[-1]
-        yield f"rank {rank}: {'the same' if last in failures[first] else last}"
+    first = ""
+    for rank, (succeeded, error) in sorted(outcomes.items()):
+        if not succeeded:
+            last = error.strip().splitlines()[-1]
+            yield f"rank {rank}: {'the same' if last in first else last if first else error}"
+            first = first or error
+    yield from (f"rank {rank} did not finish" for rank in range(ranks) if rank not in outcomes)
 
 
 def _rank(rank: int, ranks: int, folder: str, payload: bytes, pipe: Connection) -> None:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from autopar.models.info import read_model
 from autopar.options import Options
 from autopar.planner import PlannedModel, plan_model
 from autopar.request import make_request
@@ -591,9 +592,10 @@ def planned(recipe: Recipe, mesh: Mesh, solver: Solver) -> PlannedModel:
     options = Options(
         cluster="ideal", memory_limit=1e15, objective="train" if recipe.training else "infer"
     )  # fmt: skip
-    request = make_request(model, dict(zip(mesh.names, mesh.sizes, strict=True)), recipe.given(), options)
+    request = make_request(mesh.by_name, options)
+    info = read_model(model, recipe.given(), request)
     with solved_by(solver):
-        return plan_model(model, request)
+        return plan_model(model, info, request)
 
 
 @dataclass(frozen=True)

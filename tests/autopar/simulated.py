@@ -5,6 +5,7 @@ says.
 """
 
 import copy
+import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -23,6 +24,7 @@ from torch.utils import _pytree as pytree
 
 from autopar.loading import load
 from autopar.loading.placement import placed_parts
+from autopar.models.info import read_model
 from autopar.options import Options
 from autopar.planner import PlannedModel, plan_model
 from autopar.plans.simulator import machine_of
@@ -47,10 +49,10 @@ def predicted_and_measured(
     """Bytes at the peak of a step of `model` (on meta) as planned, and as MemTracker finds them on the last rank. Where
     ranks differ it has most: of a split sequence it attends to all that comes before."""
     settings = Options(**{"cluster": "h100", "memory_limit": 1e15, **options})  # type: ignore[arg-type]
-    request = make_request(model, mesh, dict(inputs), settings)
-    compiled = plan_model(model, request)
-    predicted = sum(compiled.plan.programs[request.objective].memory.values())
-    return int(predicted), measure(model, compiled, request, inputs, request.mesh.size - 1), compiled
+    request = make_request(mesh, settings)
+    planned = plan_model(model, read_model(model, dict(inputs), request), request)
+    predicted = sum(planned.plan.programs[request.objective].memory.values())
+    return int(predicted), measure(model, planned, request, inputs, request.mesh.size - 1), planned
 
 
 @contextmanager
@@ -62,30 +64,30 @@ def _world(size: int, rank: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def measure(model: nn.Module, compiled: PlannedModel, request: Request, inputs: Mapping[str, object], rank: int) -> int:
+def measure(model: nn.Module, planned: PlannedModel, request: Request, inputs: Mapping[str, object], rank: int) -> int:
     """The most bytes that lie on `rank` during two steps."""
     sizes = request.mesh.sizes
     with _world(prod(sizes), rank), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         mesh = init_device_mesh("cpu", sizes, mesh_dim_names=request.mesh.names)
         with FakeTensorMode(allow_non_fake_inputs=True):
-            module = _module(model, compiled, request, mesh)
+            module = _module(model, planned, request, mesh)
             batch = pytree.tree_map_only(
                 torch.Tensor, lambda leaf: torch.empty(leaf.shape, dtype=leaf.dtype), dict(inputs)
             )
             return _steps(module, batch, request)
 
 
-def _module(model: nn.Module, compiled: PlannedModel, request: Request, mesh: DeviceMesh) -> DistributedModule:
+def _module(model: nn.Module, planned: PlannedModel, request: Request, mesh: DeviceMesh) -> DistributedModule:
     """The module that `distribute` returns, without values."""
     engine = _Engine(mesh)
-    root = placed_parts(_like(model), compiled.stored, compiled.groups, request, mesh, torch.device("cpu"), engine)
-    loaded = {name: load(program, name) for name, program in compiled.programs.items()}
+    root = placed_parts(_like(model), planned.stored, planned.units, request, mesh, torch.device("cpu"), engine)
+    loaded = {name: load(program, name) for name, program in planned.programs.items()}
 
     def other_sizes(*_: object) -> object:
         raise AssertionError("the sizes are those of the plan")
 
-    known = LoadedModel(compiled.plan, loaded, request.signature, 0, other_sizes)
+    known = LoadedModel(planned.plan, loaded, inspect.signature(model.forward), 0, other_sizes)
     return DistributedModule(root, mesh, torch.device("cpu"), known, engine)
 
 

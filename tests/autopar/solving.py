@@ -8,7 +8,7 @@ from passes.ir.choices import Solution
 from passes.ir.configuration import Configuration
 from passes.lower.recompute import levels
 from passes.search.subproblems import Choice, Subproblem, Subproblems
-from passes.solve import Solver
+from passes.solve.solver import Solver
 
 Solve = Callable[..., Solution]
 
@@ -22,12 +22,12 @@ def solved_by(solver: Solve, *, gather_once: bool = False, reduce_once: bool = F
         space, mesh = subproblems.space, subproblems.space.mesh
         program = subproblems.programs.of(space.micro_batches or 1, is_given=True)
         assert program is not None
-        problem, demands = subproblems.problem(mesh, program)
+        problem = subproblems.problem(mesh, program)
         recompute = levels([region.name for region in program.folded.regions], space.recompute or {})
         configuration = Configuration(mesh, space.micro_batches or 1, recompute, gather_once, reduce_once)
         own = Solver(problem, space.cluster, subproblems.limits, configuration)
         solution = solver(problem, space.cluster, subproblems.limits, configuration)
-        return Choice(Subproblem(program, demands, own), solution)
+        return Choice(Subproblem(program, own), solution)
 
     with mock.patch("passes.search.choose", choose), mock.patch("passes.search.solve", solver):
         yield

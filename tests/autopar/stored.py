@@ -5,10 +5,10 @@ from dataclasses import replace
 from unittest import mock
 
 from passes import lower, search
-from passes.cost.live_ranges import same_tensor
 from passes.ir.choices import Problem, Solution
-from passes.ir.lowered import Lowered
+from passes.ir.lowered import Stage
 from tests.autopar.solving import solved_by
+from tests.passes.planning import same_tensor
 
 
 def storage(**stored: str) -> dict[str, dict[str, dict[str, str]]]:
@@ -23,10 +23,10 @@ class Spy:
     def __init__(self, again: bool = False, stage: int = 3) -> None:
         self.again = again
         self.stage = stage
-        self.seen: list[Lowered] = []
+        self.seen: list[Stage] = []
         self._engines, self._solve = lower.fsdp_units, search.solve
 
-    def engines(self, *given: object) -> Lowered:
+    def engines(self, *given: object) -> Stage:
         """The pass."""
         self.seen.append(self._engines(*given))  # type: ignore[arg-type]
         return self.seen[-1]

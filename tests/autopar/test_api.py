@@ -376,7 +376,7 @@ def test_code_is_the_same_on_all_ranks_and_has_one_class_per_layer():
     assert len(set(results)) == 1
     code, _ = results[0]
     assert code.count("class ") == 2
-    assert "class Block(Region)" in code
+    assert "class Block(RegionCopy)" in code
     assert "blocks.*.up  (Linear)" in code
 
 

@@ -15,6 +15,7 @@ import pytest
 from torch import nn
 
 from autopar import InfeasibleError
+from autopar.models.info import read_model
 from autopar.options import Options
 from autopar.planner import PlannedModel, plan_model
 from autopar.request import Request, make_request
@@ -68,7 +69,7 @@ def outcome(name: str, seed: int) -> Outcome:
         compiled, request = _compiled(name, number, limit, micro_batches=count, recompute=level)
     except InfeasibleError as error:
         return Outcome(limit, asked, missing=error.missing)
-    found = measure(_model(name), compiled, request, request.inputs, request.mesh.size - 1)
+    found = measure(_model(name), compiled, request, tokens(_BATCH, 8), request.mesh.size - 1)
     return Outcome(limit, asked, _memory(compiled), found)
 
 
@@ -89,9 +90,10 @@ def _memory(compiled: PlannedModel) -> float:
 
 def _compiled(name: str, number: int, limit: float, **options: object) -> tuple[PlannedModel, Request]:
     settings = Options(cluster="ideal", memory_limit=limit, **options)  # type: ignore[arg-type]
-    request = make_request(_model(name), _MESHES[number], tokens(_BATCH, 8), settings)
+    request = make_request(_MESHES[number], settings)
+    info = read_model(_model(name), tokens(_BATCH, 8), request)
     with _quickly(name):
-        return plan_model(_model(name), request), request
+        return plan_model(_model(name), info, request), request
 
 
 _traces: dict[str, Program] = {}
@@ -110,7 +112,7 @@ def _quickly(name: str) -> Iterator[None]:
         return error
 
     with (
-        mock.patch("autopar.planner.capture", traced),
+        mock.patch("autopar.models.traces.capture", traced),
         mock.patch("passes.search.best_first.ALLOWANCE", _ALLOWANCE),
         mock.patch("passes.search.with_hint", unchanged),
     ):

@@ -76,16 +76,16 @@ STAGES: Mapping[str, tuple[str, int, BaseException]] = {
     "request, named": ("autopar.api.make_request", 1, autopar.InputError("memory_limit is -1")),
     "request, interrupted": ("autopar.api.make_request", 1, KeyboardInterrupt()),
     "fingerprint": ("autopar.api.values_fingerprint", 1, MemoryError("no memory")),
-    "capture": ("autopar.planner.capture", 0, autopar.CaptureError("cannot trace Stack")),
-    "capture, unexpected": ("autopar.planner.capture", 0, KeyError("unexpected")),
-    "plan": ("autopar.planner.normalize", 0, ZeroDivisionError("division")),
-    "plan, interrupted": ("autopar.planner.normalize", 0, KeyboardInterrupt()),
-    "plan, exited": ("autopar.planner.normalize", 0, SystemExit(3)),
+    "capture": ("autopar.models.traces.capture", 0, autopar.CaptureError("cannot trace Stack")),
+    "capture, unexpected": ("autopar.models.traces.capture", 0, KeyError("unexpected")),
+    "plan": ("autopar.models.traces.normalize", 0, ZeroDivisionError("division")),
+    "plan, interrupted": ("autopar.models.traces.normalize", 0, KeyboardInterrupt()),
+    "plan, exited": ("autopar.models.traces.normalize", 0, SystemExit(3)),
     "loading": ("autopar.loading.placed_parts", 1, torch.OutOfMemoryError("out of memory")),
     "loading, first rank": ("autopar.loading.placed_parts", 0, torch.OutOfMemoryError("out of memory")),
     "loading, interrupted": ("autopar.loading.placed_parts", 1, KeyboardInterrupt()),
-    "other sizes": ("autopar.plans.dynamic_shapes._Planner.compiled", 0, KeyError("sizes")),
-    "other sizes, interrupted": ("autopar.plans.dynamic_shapes._Planner.compiled", 0, KeyboardInterrupt()),
+    "other sizes": ("autopar.plans.dynamic_shapes._Planner.generated", 0, KeyError("sizes")),
+    "other sizes, interrupted": ("autopar.plans.dynamic_shapes._Planner.generated", 0, KeyboardInterrupt()),
     "other sizes, loading": ("autopar.loading.load_source", 1, OSError(28, "disk full")),
 }
 # Type and message on the other rank.
@@ -351,7 +351,7 @@ def _die_in_backward() -> None:
 # What the others do when the first rank, which plans and keeps the store, is killed.
 KILLED = 0
 DEATHS: Mapping[str, tuple[Callable[[], None], str]] = {
-    "planning": (partial(_die_in, "autopar.api.compile_model"), "^planning the model failed, because another rank"),
+    "planning": (partial(_die_in, "autopar.api.plan_model"), "^planning the model failed, because another rank"),
     "loading": (
         partial(_die_in, "autopar.loading.placed_parts"),
         "^loading parameters .* failed, because another rank",

@@ -97,7 +97,7 @@ def _whole(value: object) -> Tensor:
 def _inside(code: str) -> Counter[str]:
     """The collectives that stand in the region of generated code before the last op that keeps something."""
     names = ("all_gather", "all_reduce", "all_to_all", "reduce_scatter")
-    lines = code.partition("(Region):")[2].partition("(Generated):")[0].splitlines()
+    lines = code.partition("(RegionCopy):")[2].partition("(Generated):")[0].splitlines()
     keeping = ("F.linear(", "torch.addmm(", "aten.dropout.default(")
     last = max(number for number, line in enumerate(lines) if any(call in line for call in keeping))
     return Counter(name for line in lines[:last] for name in names if f"= {name}(" in line)

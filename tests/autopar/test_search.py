@@ -11,8 +11,9 @@ from transformers import MixtralConfig, MixtralForCausalLM
 
 import autopar
 from autopar import Cluster, InfeasibleError, MeshError, Plan, PlanMismatchError, parallelize
+from autopar.models.info import read_model
+from autopar.models.traces import tracing
 from autopar.options import Options
-from autopar.planner import tracing
 from autopar.request import make_request
 from autopar.testing import LiftFloat32, compare_on_mesh
 from autopar.testing.ranks import run_ranks
@@ -30,7 +31,7 @@ from passes.search.meshes import finer, shapes
 from passes.search.programs import MicroBatchPrograms
 from passes.search.refinement import best_choice
 from passes.search.subproblems import Choice, Subproblems
-from passes.solve import PROVEN
+from passes.solve.gap import PROVEN
 from tests.autopar.comparing import TOLERANCE, exact
 from tests.models import Stack, llama, tokens
 
@@ -123,9 +124,10 @@ def _subproblems(
     model: nn.Module, sizes: dict[str, int], inputs: dict[str, torch.Tensor], **options: object
 ) -> Subproblems:
     """The subproblems of all choices on a mesh."""
-    request = make_request(model, sizes, inputs, Options(cluster=NODES, **options))
-    program = normalize(capture(model, request.inputs, tracing(model, request, "train")))
-    space, clock = request.space(Decisions()), Clock()
+    request = make_request(sizes, Options(cluster=NODES, **options))
+    info = read_model(model, inputs, request)
+    program = normalize(capture(model, info.inputs, tracing(model, info, request, "train")))
+    space, clock = request.space(info.casts(request.precision), Decisions()), Clock()
     return Subproblems(MicroBatchPrograms(program, space, clock), space, clock, space.memory_limit)
 
 
@@ -163,7 +165,7 @@ def test_nothing_but_what_is_near_is_looked_at_on_four_axes() -> None:
     every = _residual(FOUR)
     program = every.programs.of(1, is_given=False)
     assert program is not None
-    problem, _ = every.problem(every.space.mesh, program)
+    problem = every.problem(every.space.mesh, program)
     counts = [sum(len(node.strategies) for node in each.nodes) for each in (found.subproblem.problem, problem)]
     assert 4 * counts[0] < counts[1]
 

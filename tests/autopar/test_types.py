@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
 
+from autopar.models.info import read_model
 from autopar.options import Options
 from autopar.planner import PlannedModel, plan_model
 from autopar.request import make_request
@@ -52,11 +53,12 @@ def _compiled(
     """A model, its inputs and its program: under the best plan for free links, or under a random one."""
     model = MODELS[name](num_hidden_layers=layers, **_SIZES[name]).double()
     inputs = tokens(batch=8, length=8, padding=padding)
-    request = make_request(model, _mesh(sizes), inputs, Options(cluster="ideal", memory_limit=1e15))
+    request = make_request(_mesh(sizes), Options(cluster="ideal", memory_limit=1e15))
+    info = read_model(model, inputs, request)
     if seed is None:
-        return model, inputs, plan_model(model, request)
+        return model, inputs, plan_model(model, info, request)
     with solved_by(partial(random_solution, random.Random(seed))):
-        return model, inputs, plan_model(model, request)
+        return model, inputs, plan_model(model, info, request)
 
 
 def _run(model: nn.Module, compiled: PlannedModel, **options: object) -> Report:

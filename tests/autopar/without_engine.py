@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from autopar.runtime import Axis
 from autopar.runtime.fsdp.units import PartView
 from passes.ir.layout import Layout
-from passes.ir.lowered import FSDPUnit, FSDPUnits, Lowered
+from passes.ir.lowered import FSDPUnit, FSDPUnits, Stage
 from passes.ir.mesh import Mesh
 from passes.ir.redistribution import redistribution
 
@@ -20,7 +20,7 @@ from passes.ir.redistribution import redistribution
 def without_engine() -> Iterator[None]:
     """Plans leave all that parameters need to collectives of the generated code."""
 
-    def engines(lowered: Lowered, mesh: Mesh, groups: object = None, gather_once: bool = False) -> Lowered:
+    def engines(lowered: Stage, mesh: Mesh, groups: object = None, gather_once: bool = False) -> Stage:
         return lowered
 
     with mock.patch("passes.lower.fsdp_units", engines):
@@ -45,8 +45,8 @@ class StepByStep:
         name = tuple(self.group.parameters)[number]
         tensor: Tensor = self.root.get_parameter(name)
         layout = self.stored[name]
-        kept, shape = self.group.kept(name, layout), self.shapes[name]
-        used = self.group.used(kept)
+        kept, shape = self.group.copy_layout(name, layout), self.shapes[name]
+        used = self.group.gathered_layout(kept)
         for step in (*redistribution(layout, kept, shape, self.mesh), *redistribution(kept, used, shape, self.mesh)):
             change = self.collectives[step.collective]
             tensor = change(tensor, self.axes[step.axis], src=step.source, dst=step.target)

@@ -158,20 +158,46 @@ def test_a_plan_names_what_was_discovered(caplog: pytest.LogCaptureFixture) -> N
     assert again.programs["train"].stages == found.programs["train"].stages
 
 
-def _compared() -> tuple[float, tuple[str, ...]]:
-    torch.manual_seed(0)
+class Weighed(Running):
+    """The same, whose output is called loss."""
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        """The loss."""
+        return {"loss": super().forward(x)}
+
+
+def test_discovered_rules_hold_in_a_micro_batch() -> None:
+    """A rule is found at the sizes of the batch; the op of a micro-batch, which has others, is split by it too."""
+    options = {"cluster": "ideal", "discover": True, "micro_batches": 2}
+    found = autopar.plan(Weighed().double(), {"dp": 2}, INPUTS, **options)
+    assert found.programs["train"].micro_batches == 2
+    assert found.whole_ops == ()
+    assert found.discovered == ("/running_product",)
+    rows = [row for block in found.programs["train"].stages[0].blocks for row in block.rows]
+    assert ("dp S(0)", "R") in [row.before for row in rows if row.name == "/running_product"]
+    again = autopar.plan(Weighed().double(), {"dp": 2}, INPUTS, cluster="ideal", plan=found)
+    assert again.discovered == found.discovered
+    assert again.programs["train"].stages == found.programs["train"].stages
+
+
+def _compared() -> list[tuple[float, tuple[str, ...]]]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    model = Running().double()
-    plan = autopar.plan(model, mesh, INPUTS, cluster="ideal", discover=True)
-    comparison = compare_on_mesh(model, mesh, INPUTS, cluster="ideal", discover=True)
-    return comparison.worst[1], plan.discovered
+    found = []
+    for kind, more in ((Running, {}), (Weighed, {"micro_batches": 2})):
+        torch.manual_seed(0)
+        model = kind().double()
+        plan = autopar.plan(model, mesh, INPUTS, cluster="ideal", discover=True, **more)
+        comparison = compare_on_mesh(model, mesh, INPUTS, cluster="ideal", discover=True, **more)
+        found.append((comparison.worst[1], plan.discovered))
+    return found
 
 
 def test_it_computes_the_same() -> None:
-    """On four ranks, with all its gradients."""
-    for worst, discovered in run_ranks(_compared, 4):
-        assert worst < 1e-12
-        assert discovered == ("/running_product",)
+    """On four ranks, with all its gradients, in one micro-batch and in two."""
+    for found in run_ranks(_compared, 4):
+        for worst, discovered in found:
+            assert worst < 1e-12
+            assert discovered == ("/running_product",)
 
 
 def test_letters_of_equal_results() -> None:

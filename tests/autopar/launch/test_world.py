@@ -63,7 +63,7 @@ def _sharing() -> str:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
     device = LocalDevice("cuda:0", "node", "GPU-0", False)
     with (
-        mock.patch("autopar.api.described_device", return_value=device),
+        mock.patch("autopar.launch.world.described_device", return_value=device),
         pytest.raises(autopar.MeshError) as caught,
     ):
         autopar.parallelize(Stack(), mesh, {}, cluster="ideal")

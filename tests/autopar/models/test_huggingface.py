@@ -1,5 +1,6 @@
 """Inputs from configs, and what surrounds the trace of a Hugging Face model."""
 
+import inspect
 import logging
 import threading
 from collections.abc import Mapping
@@ -68,10 +69,10 @@ def test_inputs_that_no_config_tells():
 
 def test_training_leaves_the_cache_out():
     """Unless it was asked for."""
-    assert huggingface.settings(llama(), tokens(), "train") == {"use_cache": False}
-    assert huggingface.settings(llama(), tokens(), "infer") == {}
-    assert huggingface.settings(llama(), {**tokens(), "use_cache": True}, "train") == {}
-    assert huggingface.settings(ARCHITECTURES["bert"].make(), {}, "train") == {}
+    assert huggingface.settings(inspect.signature(llama().forward), tokens(), "train") == {"use_cache": False}
+    assert huggingface.settings(inspect.signature(llama().forward), tokens(), "infer") == {}
+    assert huggingface.settings(inspect.signature(llama().forward), {**tokens(), "use_cache": True}, "train") == {}
+    assert huggingface.settings(inspect.signature(ARCHITECTURES["bert"].make().forward), {}, "train") == {}
 
 
 # --- masks ------------------------------------------------------------------------------------------------------------
@@ -79,7 +80,7 @@ def test_training_leaves_the_cache_out():
 
 def program_of(model: nn.Module, inputs: Mapping[str, object]) -> Program:
     """The normal form of a model."""
-    given = {**inputs, **huggingface.settings(model, inputs, "train")}
+    given = {**inputs, **huggingface.settings(inspect.signature(model.forward), inputs, "train")}
     return normalize(capture(model, given, Tracing(True, True, huggingface.tracing(model, given))))
 
 
@@ -216,6 +217,6 @@ def test_methods_that_are_not_there_say_what_to_do():
     """The configuration is the model's; other methods raise one sentence, and `hasattr` is false for them."""
     for said in run_ranks(_surface, 2):
         for name, instead in INSTEAD.items():
-            assert said[name].startswith(f"LlamaForCausalLM.{name} is not there on the distributed module: ")
+            assert said[name].startswith(f"LlamaForCausalLM.{name} is not available on the distributed module: ")
             assert instead in said[name]
             assert "\n" not in said[name]

@@ -6,6 +6,7 @@ import random
 import pytest
 import torch
 
+from autopar.models.info import read_model
 from autopar.options import Options
 from autopar.planner import plan_model
 from autopar.request import make_request
@@ -26,8 +27,8 @@ def test_micro_batches_have_the_same_samples_on_all_ranks(seed: int) -> None:
     inputs = {name: torch.empty(_BATCH, 16, device="meta") for name in ("x", "target")}
     options = Options(cluster="ideal", memory_limit=1e15, micro_batches=_COUNT)
     with solved_by(functools.partial(random_solution, random.Random(seed))):
-        request = make_request(Stack(), dict(zip(mesh.names, mesh.sizes, strict=True)), inputs, options)
-        program = plan_model(Stack(), request).programs["train"]
+        request = make_request(mesh.by_name, options)
+        program = plan_model(Stack(), read_model(Stack(), inputs, request), request).programs["train"]
     assert program.micro_batches is not None
     rows = torch.arange(_BATCH)[:, None].expand(_BATCH, 16)
     found = []

@@ -10,8 +10,10 @@ from torch import nn
 
 import autopar
 from autopar import ExpressionError, Plan
+from autopar.models.info import read_model
+from autopar.models.traces import tracing
 from autopar.options import Options
-from autopar.planner import PlannedModel, plan_model, tracing
+from autopar.planner import PlannedModel, plan_model
 from autopar.plans.simulator import Simulator
 from autopar.request import make_request
 from passes.capture import capture
@@ -66,7 +68,8 @@ def compiled() -> Callable[[str], PlannedModel]:
         if name not in done:
             case = CASES[name]
             model = case.model()
-            done[name] = plan_model(model, make_request(model, case.mesh, batch_of(case, *SIZES), case.options))
+            request = make_request(case.mesh, case.options)
+            done[name] = plan_model(model, read_model(model, batch_of(case, *SIZES), request), request)
         return done[name]
 
     return get
@@ -87,14 +90,15 @@ def planned_at(
     """Bytes (by blocks) and seconds of planning at other sizes with the same decisions: held as calls of other sizes
     hold them, or on another mesh taken by their names."""
     model = case.model()
-    request = make_request(model, mesh, batch_of(case, batch, sequence), replace(case.options, constraints=None))
+    request = make_request(mesh, replace(case.options, constraints=None))
+    info = read_model(model, batch_of(case, batch, sequence), request)
     name = request.objective
-    program = normalize(capture(model, request.inputs, tracing(model, request, name)))
+    program = normalize(capture(model, info.inputs, tracing(model, info, request, name)))
     decisions = decisions_of(done.plan.programs[name], request.mesh)
     if mesh == case.mesh:
         decisions = replace(decisions, methods=None, strategies=done.decided[name], stored=done.stored)
-    space = replace(request.space(decisions), memory_limit=float("inf"))
-    found = search(program, space, Simulator(request), Clock())
+    space = replace(request.space(info.casts(request.precision), decisions), memory_limit=float("inf"))
+    found = search(program, space, Simulator(info, request), Clock())
     use = memory_use(found.problem, found.solution, request.optimizer_states)
     return use.peak, found.seconds.total
 

@@ -13,13 +13,13 @@ def test_what_was_read_is_let_go_before_gradients_are_summed() -> None:
     bias, rows = (Form.contiguous(shape, torch.float32) for shape in ((32,), (16, 32)))
     task = Task("torch.addmm(x0, x1, x2)", (bias, rows, Form.contiguous((32, 32), torch.float32)), (True,) * 3, 1)
     prober = FakeProber(Mesh.of({"a": 2}))
-    kept = range(len(prober.forward(task).kept))
+    saved = range(len(prober.forward(task).saved))
     events = prober.backward(task, (rows,)).events
     order = [(event.what, event.index) for event in events]
     summed = next(
         place for place, event in enumerate(events) if (event.what, event.bytes) == (EventKind.ALLOCATE, bias.bytes)
     )
-    for index in kept:
+    for index in saved:
         read, done, release = (
             order.index((what, index)) for what in (EventKind.USE, EventKind.DONE, EventKind.RELEASE)
         )
