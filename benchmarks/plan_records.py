@@ -35,7 +35,7 @@ FIELDS: Mapping[str, tuple[str, ...]] = {
     "micro_batches": ("micro_batches",),
     "gather_once": ("gather_once",),
     "reduce_once": ("reduce_once",),
-    "peak_moment": ("peak_moment",),
+    "peak_moment": ("peak_moment", "stages.0.peak_moment"),
     "by_clock": ("by_clock",),
     "recompute": ("stages.0.recompute",),
     "decisions": ("stages.0.decisions",),
@@ -43,7 +43,7 @@ FIELDS: Mapping[str, tuple[str, ...]] = {
 }
 NUMBERS: Mapping[str, tuple[str, ...]] = {
     "seconds": ("seconds",),
-    "memory": ("memory",),
+    "memory": ("memory", "stages.0.memory"),
     "gap": ("gap",),
     "hidden": ("hidden",),
     "seconds_on_one": ("seconds_on_one",),
@@ -81,6 +81,8 @@ def plan_record(plan: autopar.Plan) -> Record:
     """Everything that a plan decides and says, without its source."""
     data = json.loads(plan.to_json())
     record: Record = {"plan": {name: read(data, paths) for name, paths in PLAN.items()}}
+    for parameter in record["plan"]["parameters"].values():
+        parameter.pop("stages", None)
     record["numbers"] = {"memory_limit": read(data, ("memory_limit",)), **_formulas(plan)}
     record["programs"] = {name: program_record(program) for name, program in read(data, ("programs",)).items()}
     return record

@@ -21,9 +21,10 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PretrainedConfig, Qwen3Config
 
 from autopar.models import huggingface
+from autopar.models.info import read_model
 from autopar.options import Options
 from autopar.planner import plan_model
-from autopar.request import Request, make_request
+from autopar.request import make_request
 from passes.capture import Tracing, capture
 from passes.normalize import normalize
 from passes.regions import fold
@@ -32,7 +33,7 @@ T = TypeVar("T")
 
 MESH = {"dp": 8, "tp": 8}
 SEQUENCE = 8192
-PASSES = ("capture", "normalize", "regions", "candidates", "solve", "lower", "variables", "emit")
+PASSES = ("capture", "normalize", "regions", "strategies", "solve", "lower", "variables", "emit")
 # Planning that takes longer than this (seconds after tracing) is run once only.
 SHORT = 10.0
 RUNS = 3
@@ -70,22 +71,23 @@ def llama(layers: int) -> LlamaForCausalLM:
         return LlamaForCausalLM(config).to(torch.bfloat16)
 
 
-def request_for(model: LlamaForCausalLM, batch: int, memory_limit: float | None) -> Request:
-    """A training step on a global batch; a limit of None is what an H100 has."""
+def inputs_of(batch: int) -> dict[str, object]:
+    """The global batch of a training step."""
     ids = torch.empty(batch, SEQUENCE, dtype=torch.long, device="meta")
-    options = Options(cluster="h100", memory_limit=memory_limit)
-    return make_request(model, MESH, {"input_ids": ids, "labels": ids}, options)
+    return {"input_ids": ids, "labels": ids}
 
 
 def measure(layers: int, batch: int, memory_limit: float | None = None) -> Measured:
     """Plan a llama, three times if that is short."""
     model = llama(layers)
-    request = request_for(model, batch, memory_limit)
+    # A limit of None is what an H100 has.
+    request = make_request(MESH, Options(cluster="h100", memory_limit=memory_limit))
+    info = read_model(model, inputs_of(batch), request)
     found: list[Mapping[str, float]] = []
     while len(found) < RUNS:
         # What earlier runs left behind is not this one's to clean up.
         gc.collect()
-        compiled = plan_model(model, request)
+        compiled = plan_model(model, info, request)
         found.append(compiled.times)
         if sum(compiled.times[name] for name in PASSES[1:]) > SHORT:
             break
@@ -96,8 +98,8 @@ def measure(layers: int, batch: int, memory_limit: float | None = None) -> Measu
 def normalize_and_regions(layers: int) -> tuple[int, float]:
     """The nodes of a traced llama, and the least seconds that bringing it to normal form and folding it take."""
     model = llama(layers)
-    request = request_for(model, 8, None)
-    program = capture(model, request.inputs, Tracing(True, True, huggingface.tracing(model, request.inputs)))
+    inputs = {**inputs_of(8), "use_cache": False}
+    program = capture(model, inputs, Tracing(True, True, huggingface.tracing(model, inputs)))
     least = float("inf")
     for _ in range(RUNS):
         start = time.perf_counter()
@@ -229,12 +231,10 @@ def whole_planning(case: Case) -> Planned:
     """Plan from the model to the source."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(case.config).to(torch.bfloat16)
-    ids = torch.empty(case.batch, SEQUENCE, dtype=torch.long, device="meta")
     gc.collect()
     start = time.perf_counter()
-    compiled = plan_model(
-        model, make_request(model, case.mesh, {"input_ids": ids, "labels": ids}, Options(cluster="h100"))
-    )
+    request = make_request(case.mesh, Options(cluster="h100"))
+    compiled = plan_model(model, read_model(model, inputs_of(case.batch), request), request)
     total = time.perf_counter() - start
     program = compiled.plan.programs["train"]
     return Planned(
@@ -279,8 +279,8 @@ def depth() -> None:
     totals = {}
     for layers in (8, 128):
         found, peak = apart(measure, layers, 8, PLENTY)
-        totals[layers] = found.total("candidates")
-        row(f"candidates to emit, {layers} layers", seconds(totals[layers]))
+        totals[layers] = found.total("strategies")
+        row(f"strategies to emit, {layers} layers", seconds(totals[layers]))
         memory_row(peak)
     row("ratio", f"{totals[128] / totals[8]:.2f}", "<= 1.5")
 

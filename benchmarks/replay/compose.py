@@ -8,8 +8,8 @@ from benchmarks.replay.parts import LayerSeconds, Parts
 from benchmarks.replay.records import Parallel, Run
 from passes.cost import step
 from passes.cost.cluster import Cluster
-from passes.cost.communication import step_seconds
 from passes.cost.step import compose
+from passes.cost.step_costs import StepCosts
 from passes.ir.configuration import Configuration
 from passes.ir.layout import I, P, R, S
 from passes.ir.mesh import Mesh
@@ -66,7 +66,7 @@ class Axis:
             "reduce_scatter": RedistributionStep(self.position, P, S(0), whole, part),
             "all_reduce": RedistributionStep(self.position, P, I, whole, whole),
         }[collective]
-        return step_seconds(change, itemsize, self.cluster, self.mesh)
+        return StepCosts(self.cluster, self.mesh).total([change], itemsize)
 
 
 def axes_of(parallel: Parallel, cluster: Cluster) -> tuple[Axis, Axis]:
@@ -264,7 +264,7 @@ def _dequantizing(run: Run, parts: Parts, cluster: Cluster) -> float:
 
 
 def _uncovered(block: step.BlockSeconds) -> step.BlockSeconds:
-    return replace(block, cover=0.0, cover_again=0.0)
+    return replace(block, cover=0.0, cover_backward=0.0)
 
 
 def _block(
@@ -281,10 +281,10 @@ def _block(
         backward_communication=work.send_backward,
         recompute=work.again,
         gather=gather,
-        gather_again=gather,
+        regather=gather,
         reduce=reduce,
         cover=work.forward,
-        cover_again=work.backward + work.again,
+        cover_backward=work.backward + work.again,
     )
     return once * count
 

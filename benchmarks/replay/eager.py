@@ -62,7 +62,7 @@ def sums(body: Body, forced: Forced) -> Beyond:
         if isinstance(statement, Compute):
             uses.update(name for name in statement.whole.operands if name.partition("~")[0] in forced.folded.flowing)
     owned = {name for region in forced.folded.regions for name in region.owned}
-    owned.update(item.name for item in forced.lowered.program.parameters)
+    owned.update(item.name for item in forced.stage.program.parameters)
     added = {name: count - 1 for name, count in uses.items() if count > 1 and name not in owned}
     taken = sum(3 * count * _size(name, body, forced) for name, count in added.items())
     return Beyond(backward=taken, kernels=sum(added.values()))

@@ -15,7 +15,7 @@ from passes.cost.cluster import CLUSTERS
 from passes.ir.choices import Problem, Solution
 from passes.ir.configuration import Configuration
 from passes.ir.errors import AutoparError, ConstraintError
-from passes.ir.lowered import Lowered
+from passes.ir.lowered import Stage
 from passes.ir.mesh import Mesh
 from passes.ir.program import Folded, Program, Region
 from passes.lower.straight import Casts, straight_code
@@ -60,7 +60,7 @@ class Forced:
     mesh: Mesh
     problem: Problem
     solution: Solution
-    lowered: Lowered
+    stage: Stage
 
 
 @cache
@@ -140,8 +140,8 @@ def _forced(graph: Graph, split: Split, cluster: str, constraints: Constraints) 
     solution = solve(problem, found, Limits(1e18, 2), Configuration(mesh))
     if not folded.regions:
         raise SkippedError(Reason.TRACE, "its layers differ from each other")
-    lowered = straight_code(folded, problem, solution, mesh, Casts(torch.float32, None))
-    return Forced(graph, folded, mesh, problem, solution, lowered)
+    stage = straight_code(folded, problem, solution, mesh, Casts(torch.float32, None))
+    return Forced(graph, folded, mesh, problem, solution, stage)
 
 
 @dataclass(frozen=True)

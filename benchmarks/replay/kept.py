@@ -54,7 +54,7 @@ class Kept:
 @cache
 def kept_bytes(forced: Forced, fused: bool = True) -> Kept:
     """The saved tensors of `forced` by block; without `fused`, those that autograd saves for each op alone."""
-    body = forced.lowered.body
+    body = forced.stage.body
     number = next(place for place, item in enumerate(body.statements) if isinstance(item, Loop))
     loop = body.statements[number]
     assert isinstance(loop, Loop)
@@ -73,7 +73,7 @@ class _Block:
 
     def __init__(self, body: Body, forced: Forced, fused: bool) -> None:
         self.body, self.forced, self.fused = body, forced, fused
-        self.parameters = {item.name for item in forced.lowered.program.parameters}
+        self.parameters = {item.name for item in forced.stage.program.parameters}
         for region in forced.folded.regions:
             self.parameters.update(region.owned)
         self.made: dict[str, Compute | Redistribution] = {}

@@ -8,13 +8,13 @@ from math import prod
 from benchmarks.replay.eager import Beyond, beyond, sums
 from benchmarks.replay.graphs import CONTEXT, Forced
 from passes.cost.cluster import Cluster
-from passes.cost.communication import redistribution_seconds
 from passes.cost.fusion import Fused, fusion
 from passes.cost.price import op_seconds
+from passes.cost.step_costs import StepCosts
 from passes.ir.layout import local_shape
 from passes.ir.lowered import Body, Compute, Loop, Redistribution
 from passes.rules import written_rule
-from passes.rules.strategies import named_choices, subject
+from passes.rules.strategies import named_choices, op_context
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Parts:
 def parts_of(forced: Forced, cluster: Cluster, compiled: bool) -> Parts:
     """Price every statement of `forced` on `cluster`; with `compiled` chains of cheap ops are fused."""
     fused = _fusion(forced) if compiled else {}
-    statements = forced.lowered.body.statements
+    statements = forced.stage.body.statements
     loop = next(number for number, item in enumerate(statements) if isinstance(item, Loop))
     region = statements[loop]
     assert isinstance(region, Loop)
@@ -64,7 +64,7 @@ def parts_of(forced: Forced, cluster: Cluster, compiled: bool) -> Parts:
     for change in region.between:
         if change is not None:
             layer += _change(change, forced, cluster)
-    body = forced.lowered.body
+    body = forced.stage.body
     before = _body(replace(body, statements=statements[:loop]), forced, cluster, fused)
     after = _body(replace(body, statements=statements[loop + 1 :]), forced, cluster, fused)
     own, rest = parameter_elements(forced)
@@ -84,7 +84,7 @@ def _fusion(forced: Forced) -> Mapping[str, Fused]:
 def _matrices(forced: Forced) -> int:
     """The number of weight matrices of a layer."""
     region = forced.folded.regions[0]
-    shapes = {item.name: item.type.shape for item in forced.lowered.program.parameters}
+    shapes = {item.name: item.type.shape for item in forced.stage.program.parameters}
     return sum(len(shapes[names[0]]) > 1 for names in region.owned.values() if names[0] in shapes)
 
 
@@ -94,8 +94,8 @@ def parameter_elements(forced: Forced) -> tuple[float, float]:
     region = forced.folded.regions[0]
     owned = {name for names in region.owned.values() for name in names}
     inside = outside = 0.0
-    for item in forced.lowered.program.parameters:
-        size = prod(local_shape(item.type.shape, forced.lowered.parameters[item.name], forced.mesh))
+    for item in forced.stage.program.parameters:
+        size = prod(local_shape(item.type.shape, forced.stage.parameters[item.name], forced.mesh))
         if item.name in owned:
             inside += size
         else:
@@ -128,11 +128,12 @@ def _compute(
     types = {name: body.types[name] for name in (*op.operands, *op.results)}
     flows = {name for name in types if name.partition("~")[0] in forced.folded.flowing}
     rule = written_rule(op, types)
-    about = replace(subject(op, rule, types, flows, set(), set()), copies=statement.copies)
-    choices = named_choices(about, statement.strategy.methods, forced.mesh)
+    context = replace(op_context(op, rule, types, flows, set(), set()), copies=statement.copies)
+    choices = named_choices(context, statement.strategy.methods, forced.mesh)
     assert choices is not None
     joined = fused.get(op.results[0].partition("~")[0])
-    forward, backward = op_seconds(about, choices, statement.strategy, cluster, forced.mesh, joined)
+    found = op_seconds(context, choices, statement.strategy, cluster, forced.mesh, joined)
+    forward, backward = found.forward + found.forward_communication, found.backward + found.backward_communication
     kind = "products" if op.kind in ("linear", "addmm") else "core" if _is_core(statement) else "rest"
     return replace(LayerSeconds(backward=backward), **{kind: forward})
 
@@ -153,5 +154,7 @@ def _change(statement: Redistribution, forced: Forced, cluster: Cluster) -> Laye
     # What the copies of a parameter exchange over the context axis is counted with the data axis.
     context = forced.mesh.index(CONTEXT)
     steps = tuple(step for step in statement.steps if not (statement.parameter and step.axis == context))
-    forward, backward = redistribution_seconds(steps, size, gradient, statement.gradient, cluster, forced.mesh)
+    costs = StepCosts(cluster, forced.mesh)
+    forward = costs.total(steps, size)
+    backward = costs.total([step.backward for step in steps], gradient) if statement.gradient else 0.0
     return LayerSeconds(send_forward=forward, send_backward=backward + (forward if statement.regathered else 0.0))
