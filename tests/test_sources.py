@@ -8,6 +8,19 @@ import autopar
 
 ROOT = Path(autopar.__file__).parents[1]
 MOST_LINES, MOST_PARAMETERS = 70, 9
+# Rooms of the compiler that a pass may import, and passes that the search runs.
+BASE = {"ir", "rules", "cost"}
+SEARCHED = {"micro_batches", "constrain", "regions", "strategies", "solve", "lower", "variables"}
+# The other rooms of the compiler that a room may import, beside `_torch` and `clock`.
+ARROWS: dict[str, set[str]] = {
+    "ir": set(),
+    "ops": {"ir"},
+    "rules": {"ir"},
+    "cost": {"ir", "rules"},
+    "capture": BASE | {"ops"},
+    "search": BASE | SEARCHED,
+    **dict.fromkeys(("normalize", "dynamic_shapes", "codegen", "record", *SEARCHED), BASE),
+}
 # What users call takes all options by name.
 PUBLIC = {"autopar/api.py: plan", "autopar/api.py: parallelize"}
 
@@ -38,15 +51,33 @@ def test_functions_take_few_arguments() -> None:
     assert {name for name, node in _functions() if _parameters(node) > MOST_PARAMETERS} == PUBLIC
 
 
+def _imported(tree: ast.Module) -> Iterator[str]:
+    """The names of imported modules; names that a package gives count as modules of it."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{item.name}" for item in node.names)
+        elif isinstance(node, ast.Import):
+            yield from (item.name for item in node.names)
+
+
 def test_the_compiler_imports_nothing_of_the_product() -> None:
-    found = [
-        path
+    assert [
+        (path, name)
         for path, tree in _trees()
-        for node in ast.walk(tree)
-        if path.startswith("passes/")
-        and (
-            (isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "autopar")
-            or (isinstance(node, ast.Import) and any(item.name.split(".")[0] == "autopar" for item in node.names))
-        )
-    ]
-    assert found == []
+        for name in _imported(tree)
+        if path.startswith("passes/") and name.split(".")[0] == "autopar"
+    ] == []
+
+
+def test_arrows_between_the_rooms_of_the_compiler_go_one_way() -> None:
+    rooms, against = set(), []
+    for path, tree in _trees():
+        package, room = path.removesuffix(".py").split("/")[:2]
+        if package != "passes" or room in ("__init__", "_torch", "clock"):
+            continue
+        rooms.add(room)
+        allowed = ARROWS.get(room, set()) | {room, "_torch", "clock"}
+        others = (name.split(".") for name in _imported(tree))
+        against += [(path, other[1]) for other in others if other[0] == "passes" and other[1] not in allowed]
+    assert rooms == set(ARROWS)
+    assert against == []
