@@ -61,8 +61,6 @@ def _attention(
         if attn_mask is not None:
             bias = attn_mask.to(query.dtype) if attn_mask.dtype is torch.bool else attn_mask
             attn_mask = bias.expand(*query.shape[:-1], key.shape[-2])
-        results = EFFICIENT_ATTENTION(
-            query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale
-        )
+        results = EFFICIENT_ATTENTION(query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale)
     attended: Tensor = results[0]
     return attended
