@@ -160,12 +160,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     if given.command == "compare":
         return compare(given.old, given.new, given.renames)
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    logging.getLogger("autopar").setLevel(logging.ERROR)
-    warnings.simplefilter("ignore")
     record(given.path, given.names)
     return 0
 
 
 if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    logging.getLogger("autopar").setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")
     sys.exit(main())
