@@ -1,4 +1,4 @@
-"""What the head of a plan says of a whole model: parts that add up, rates, idle axes."""
+"""The head of a plan, about a whole model: parts that add up, rates, idle axes."""
 
 import pytest
 import torch

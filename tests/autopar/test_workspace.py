@@ -1,4 +1,4 @@
-"""What rules and `passes.cost.workspace` say of saved tensors and temporaries equals what is allocated, on tensors
+"""Sizes of saved tensors and temporaries, by rules and `passes.cost.workspace`, equal what is allocated, on tensors
 without values: for all local forms, for attention by the kernels of both devices, and for the ops of the table."""
 
 import pytest

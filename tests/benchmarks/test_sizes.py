@@ -10,7 +10,7 @@ def test_rows_are_of_many_architectures() -> None:
 
 
 def test_a_row_is_planned() -> None:
-    """What fits has its figures, and what does not its error."""
+    """A row that fits has its figures, another its error."""
     small = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
     row = sizes.Row("small", "Bert", small, 2, 8, 16, "{}ForMaskedLM")
     found = {"model": "small", "devices": 2, "batch": "8 x 16", "dtype": "bfloat16", **sizes.measure(row)}

@@ -235,7 +235,7 @@ def test_plans_have_stages(plan: Plan, configuration: Configuration, lowered: Lo
 
 
 def test_several_stages_are_not_run(plan: Plan, lowered: Lowered) -> None:
-    """What would run or replay a program of several stages says that it cannot."""
+    """Running and replaying a program of several stages is refused in one sentence."""
     message = "the plan has 2 pipeline stages, and this autopar runs programs of one stage: plan again"
     with pytest.raises(PlanMismatchError, match=message):
         decisions_of(plan.programs["train"], MESH)
