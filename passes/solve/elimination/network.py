@@ -61,14 +61,19 @@ class Network:
             self.pairs[key] = self.pairs[key] + costs if key in self.pairs else costs
 
     def add_sharing(self, sharing: Sharing) -> None:
-        """Add a group; one with a single consumer is a pair."""
-        if not sharing.costs.any():
+        """Add a group. Consumers with one label are paid for by the producer, and a single other one makes a pair."""
+        certain = np.unique([wanted[0] for _, wanted in sharing.consumers if len(wanted) == 1]).astype(int)
+        self.costs[sharing.producer] = self.costs[sharing.producer] + sharing.costs[sharing.made][:, certain].sum(1)
+        costs = sharing.costs.copy()
+        costs[:, certain] = 0.0
+        consumers = [item for item in sharing.consumers if len(item[1]) > 1]
+        if not costs.any():
             return
-        if len(sharing.consumers) == 1:
-            consumer, wanted = sharing.consumers[0]
-            self.add_pair(sharing.producer, consumer, sharing.costs[sharing.made][:, wanted])
-        else:
-            self.sharings.append(sharing)
+        if len(consumers) == 1:
+            consumer, wanted = consumers[0]
+            self.add_pair(sharing.producer, consumer, costs[sharing.made][:, wanted])
+        elif consumers:
+            self.sharings.append(replace(sharing, consumers=consumers, costs=costs))
 
     def matrix(self, node: int, other: int) -> Floats:
         """The pair of two nodes with the labels of `node` as rows."""
@@ -104,6 +109,9 @@ class Network:
         for node, own in flags.items():
             if not own.all():
                 self.keep(node, np.flatnonzero(own))
+        groups, self.sharings = self.sharings, []
+        for sharing in groups:
+            self.add_sharing(sharing)
 
     def copy(self) -> "Network":
         """A copy that can be changed on its own."""

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from passes.solve.elimination.buckets import Buckets, find_order
-from passes.solve.elimination.network import Network
+from passes.solve.elimination.network import Network, Sharing
 from passes.solve.optimum import network_of
 from tests.passes.solve.test_optimum import random_arrays
 
@@ -59,3 +59,22 @@ def test_a_chain_has_tables_of_two_nodes() -> None:
         order = find_order(network, dict.fromkeys(costs, 5))
         assert order.cells == 25 * (length - 1) + 5
         assert all(len(scope) <= 2 for scope in order.scopes)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_many_consumers_of_one_tensor(seed: int) -> None:
+    """Consumers with one label left, more than an array has dims, cost what they do among all others."""
+    draw = np.random.default_rng(seed)
+    consumers = [(node, draw.integers(0, 4, 3)) for node in range(1, 100)]
+    costs = {0: draw.random(3), **{node: draw.random(3) for node, _ in consumers}}
+    network = Network(costs, {node: np.arange(3) for node in costs})
+    network.add_sharing(Sharing(0, np.arange(3), consumers, draw.random((3, 4))))
+    kept = {node: draw.integers(0, 3, 1) if node > 4 else np.arange(3) for node in costs}
+    values = {
+        labels: network.value(dict(enumerate(labels)))
+        for labels in product(*(kept[node].tolist() for node in sorted(kept)))
+    }
+    network.narrow({node: np.isin(np.arange(3), labels) for node, labels in kept.items()})
+    tables = Buckets(network)
+    assert tables.bound == pytest.approx(min(values.values()), rel=1e-12)
+    assert network.value(tables.picks()) == pytest.approx(tables.bound, rel=1e-12)
