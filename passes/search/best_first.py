@@ -94,19 +94,22 @@ class OnMesh(SearchNode):
     counts: tuple[int, ...]
 
     def expand(self, subproblems: Subproblems, progress: Progress) -> tuple[Sequence[SearchNode], Progress]:
-        """Bound those of the first number without memory limit."""
+        """Bound those of the first number without memory limit, and with it its multiples; others keep their bound."""
         if not self.counts:
             return (), progress
-        relaxed = subproblems.relaxed(self.mesh, self.counts[0])
+        first, *rest = self.counts
+        relaxed = subproblems.relaxed(self.mesh, first)
         if relaxed is None:
             return (), progress
         progress = _begin(relaxed, subproblems, progress)
-        return (Relaxation(max(self.bound, relaxed.bound), relaxed, self.counts[1:]),), progress
+        multiples = tuple(each for each in rest if each % first == 0)
+        others = OnMesh(self.bound, self.mesh, tuple(each for each in rest if each % first))
+        return (Relaxation(max(self.bound, relaxed.bound), relaxed, multiples), others), progress
 
 
 @dataclass(frozen=True)
 class Relaxation(SearchNode):
-    """All choices of a number of micro-batches, or of one in `further`, which are bounded without memory limit.
+    """All choices of a number of micro-batches, or of one in `further`, its multiples, bounded without memory limit.
 
     `relaxed` bounds all configurations of its number of micro-batches (`relaxed_configuration`): where its best choice
     fits, none of them is better.
@@ -121,7 +124,7 @@ class Relaxation(SearchNode):
         bound = max(self.bound, self.relaxed.bound)
         if goes_on:
             return (replace(self, bound=bound),), progress
-        # A bound on some micro-batches is one on more of them only where these never take less time.
+        # A bound on some micro-batches is one on multiples of them only where these never take less time.
         is_monotone = is_monotone_in_micro_batches()
         further = OnMesh(bound if is_monotone else 0.0, self.relaxed.mesh, self.further)
         if subproblems.fits(self.relaxed):

@@ -42,8 +42,9 @@ def relaxed_configuration(space: Space, mesh: Mesh, count: int, folded: Folded) 
 
 
 def is_monotone_in_micro_batches() -> bool:
-    """Whether more micro-batches never take less time: everything takes as long and is done more often. With several
-    pipeline stages they also shorten the bubble."""
+    """Whether a multiple of a number of micro-batches never takes less time: what splits the smaller ones evenly splits
+    the larger ones, and everything is done more often. Other numbers may divide over axes where a smaller one does not.
+    With several pipeline stages more micro-batches also shorten the bubble."""
     return all(pipeline.stages == 1 for pipeline in PIPELINES)
 
 

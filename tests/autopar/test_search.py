@@ -144,6 +144,21 @@ def _residual(sizes: dict[str, int], **options: object) -> Subproblems:
         return _subproblems(model, sizes, {"x": torch.empty(64, 512, 1024)}, **options)
 
 
+def test_numbers_of_micro_batches_that_divide_over_an_axis() -> None:
+    """Of 48 samples on 16 devices two micro-batches split unevenly, three do not: a bound on two is none on three."""
+    sizes = {"hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 16, "num_key_value_heads": 16}
+    model = llama(**sizes, num_hidden_layers=4, vocab_size=512, max_position_embeddings=4096).to("meta")
+    ids = torch.empty(48, 4096, dtype=torch.long, device="meta")
+
+    def planned(**options: object) -> ProgramPlan:
+        batch = {"input_ids": ids, "labels": ids}
+        return train(autopar.plan(model, {"dp": 16}, batch, cluster="h100", memory_limit=5.8e9, **options))
+
+    free, three, two = planned(), planned(micro_batches=3), planned(micro_batches=2)
+    assert three.step_s < two.step_s
+    assert free.step_s == pytest.approx(three.step_s, rel=1e-6)
+
+
 FOUR = {"a": 2, "b": 2, "c": 2, "d": 2}
 
 
