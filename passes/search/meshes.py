@@ -8,27 +8,32 @@ from passes.ir.mesh import Mesh
 
 # An axis is cut in at most so many ways.
 _CUTS = 3
+# Of a number of devices with more divisors not all shapes of two axes are searched.
+_DIVISORS = 8
 
 
 def shapes(devices: int, node_size: int) -> list[Mesh]:
-    """Meshes of one or two axes, of which the inner one lies within a node, or within two: the largest first that does.
+    """Meshes of one or two axes: those whose inner axis lies within a node first, and of these the largest. Where there
+    are many, only those whose inner axis lies within two nodes.
 
     What more axes between nodes are good for is found by making these finer.
     """
-    inner = [size for size in range(1, min(devices, 2 * node_size) + 1) if devices % size == 0]
+    inner = [size for size in range(1, devices + 1) if devices % size == 0]
+    if len(inner) > _DIVISORS:
+        inner = [size for size in inner if size <= 2 * node_size]
     ordered = sorted(inner, key=lambda size: (size > node_size, -size))
     found = (tuple(size for size in (devices // size, size) if size > 1) or (1,) for size in ordered)
     return [mesh_of(sizes, node_size) for sizes in dict.fromkeys(found)]
 
 
-def is_searched_wholly(devices: int, node_size: int) -> bool:
+def is_searched_wholly(devices: int) -> bool:
     """Whether `shapes` has all meshes of so many devices: a mesh has an axis for each prime factor at most."""
     factors = 0
     rest = devices
     while rest > 1:
         rest //= _factor(rest)
         factors += 1
-    return factors <= 1 or (factors == 2 and devices <= 2 * node_size)
+    return factors <= 2
 
 
 def finer(mesh: Mesh, node_size: int, most: int) -> Iterator[tuple[Mesh, Sequence[int | None]]]:

@@ -6,11 +6,12 @@ shapes of two axes.
 """
 
 import logging
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import combinations
 
+from passes.ir.configuration import Configuration
 from passes.ir.errors import ConstraintError
 from passes.ir.mesh import Mesh
 from passes.ir.program import Folded
@@ -18,7 +19,7 @@ from passes.search.best_first import OnMesh, Progress, Unbounded, close, explore
 from passes.search.configurations import chooses_recompute_apart, limited_configurations, micro_batch_counts
 from passes.search.meshes import Axes, cut_one, finer, is_searched_wholly, merged, partitions, shapes, shifted
 from passes.search.space import Space
-from passes.search.subproblems import Choice, Subproblems
+from passes.search.subproblems import Choice, Subproblem, Subproblems
 
 logger = logging.getLogger("autopar")
 
@@ -34,7 +35,7 @@ def best_choice(subproblems: Subproblems, progress: Progress) -> Progress:
     """Search the given mesh, or all shapes of as many devices. `best` of the progress is None where nothing fits."""
     mesh = subproblems.space.mesh
     if subproblems.space.any_shape:
-        return close(subproblems, _search_shapes(subproblems, mesh.size, progress))
+        return _search_shapes(subproblems, mesh.size, progress)
     axes = sum(size > 1 for size in mesh.sizes)
     if axes > 2:
         progress = close(subproblems, progress)
@@ -55,7 +56,7 @@ def covers_all(space: Space, folded: Folded) -> bool:
     if not chooses_recompute_apart(space, folded):
         return False
     if space.any_shape:
-        return is_searched_wholly(space.mesh.size, space.cluster.node_size)
+        return is_searched_wholly(space.mesh.size)
     return sum(size > 1 for size in space.mesh.sizes) <= _SEARCHED_WHOLLY
 
 
@@ -69,30 +70,70 @@ def _search_shapes(subproblems: Subproblems, devices: int, progress: Progress) -
     """Search shapes of up to two axes, then what is next to the best choice as long as that helps."""
     progress = _search(subproblems, shapes(devices, subproblems.space.cluster.node_size), progress)
     seen: set[Hashable] = set()
-    while progress.incumbent is not None:
+    while True:
+        progress = _climb(subproblems, progress, seen)
+        parent = progress.incumbent
+        progress = close(subproblems, progress)
+        if progress.incumbent is parent:
+            return progress
+
+
+def _climb(subproblems: Subproblems, progress: Progress, seen: set[Hashable]) -> Progress:
+    """Search what is next to the best choice and was not `seen`, as long as that helps."""
+    parent = None
+    while progress.incumbent is not None and progress.incumbent is not parent:
         parent = progress.incumbent
         near = {key: node for key, node in _neighbours(subproblems, parent).items() if key not in seen}
         seen.update(near)
         progress = explore(near.values(), subproblems, progress)
-        if progress.incumbent is parent:
-            break
     return progress
 
 
 def _neighbours(subproblems: Subproblems, parent: Choice) -> dict[Hashable, Unbounded]:
-    """Nodes for choices near to `parent`, by the keys of their configurations: on meshes with one of its axes cut in
-    two, or with a factor shifted from one axis to the next; and in other configurations of as many micro-batches."""
+    """Nodes for choices near to `parent`: on meshes with one of its axes cut in two, or with a factor shifted from one
+    axis to the next, and with more axes than two also in other configurations, and with any two axes free. The keys are
+    their configurations, and the axes that are free."""
     before, node_size = parent.subproblem, subproblems.space.cluster.node_size
+    origins: tuple[int | None, ...]
+    meshes = [*finer(before.mesh, node_size, _AXES), *shifted(before.mesh, node_size)]
+    if before.has_all_strategies:
+        others = []
+    else:
+        meshes += [(before.mesh, each) for each in _pairs_free(before.mesh)]
+        others = list(_other_configurations(subproblems, parent))
     found: dict[Hashable, Unbounded] = {}
-    for mesh, origins in (*finer(before.mesh, node_size, _AXES), *shifted(before.mesh, node_size)):
-        key = replace(before.configuration, mesh=mesh).key
-        found[key] = Unbounded(0.0, partial(subproblems.refined, parent, mesh, tuple(origins)))
-    if not before.has_all_strategies:
-        count, folded = before.configuration.micro_batches, before.program.folded
-        for configuration in limited_configurations(subproblems.space, before.mesh, count, folded):
-            if configuration != before.configuration:
-                found[configuration.key] = Unbounded(0.0, partial(subproblems.limited, before, configuration))
+    for mesh, origins in [(mesh, tuple(each)) for mesh, each in meshes]:
+        configuration = replace(before.configuration, mesh=mesh)
+        free = tuple(axis for axis, origin in enumerate(origins) if origin is None)
+        make = partial(subproblems.refined, parent, configuration, origins)
+        found[configuration.key, free] = Unbounded(0.0, make)
+    for configuration in others:
+        if configuration.micro_batches == before.configuration.micro_batches:
+            found[configuration.key, ()] = Unbounded(0.0, partial(subproblems.limited, before, configuration))
+        else:
+            make = partial(subproblems.refined, parent, configuration, tuple(before.mesh.dimensions))
+            found[configuration.key, ()] = Unbounded(0.0, make)
     return found
+
+
+def _other_configurations(subproblems: Subproblems, parent: Choice) -> Iterator[Configuration]:
+    """The configurations on the mesh of `parent` of as many micro-batches, of the next fewer, and of the next more."""
+    before = parent.subproblem
+    own = before.configuration.micro_batches
+    counts = list(micro_batch_counts(subproblems.space, subproblems.programs.program))
+    at = counts.index(own)
+    for count in counts[max(0, at - 1) : at + 2]:
+        program = subproblems.programs.of(count, is_given=subproblems.space.micro_batches is not None)
+        if program is not None:
+            every = limited_configurations(subproblems.space, before.mesh, count, program.folded)
+            yield from (each for each in every if each != before.configuration)
+
+
+def _pairs_free(mesh: Mesh) -> Iterator[tuple[int | None, ...]]:
+    """For each axis of `mesh` itself, but None for two of them: for all pairs of axes of several devices."""
+    several = [axis for axis, size in enumerate(mesh.sizes) if size > 1]
+    for pair in combinations(several, 2):
+        yield tuple(None if axis in pair else axis for axis in mesh.dimensions)
 
 
 def _refine(subproblems: Subproblems, mesh: Mesh, progress: Progress) -> Progress:
@@ -140,10 +181,10 @@ def _cut(subproblems: Subproblems, mesh: Mesh, groups: Sequence[Axes], choice: C
     while len(groups) < len(mesh.sizes):
         groups, origins = cut_one(groups)
         if len(groups) == len(mesh.sizes):
-            nodes = [Unbounded(0.0, partial(subproblems.refined, choice, mesh, origins))]
+            nodes = [Unbounded(0.0, _refining(subproblems, choice, mesh, origins))]
             return close(subproblems, explore(nodes, subproblems, progress))
         coarse = subproblems.over(_with_merged_axes(subproblems.space, groups))
-        nodes = [Unbounded(0.0, partial(coarse.refined, choice, coarse.space.mesh, origins))]
+        nodes = [Unbounded(0.0, _refining(coarse, choice, coarse.space.mesh, origins))]
         found = close(coarse, explore(nodes, coarse, Progress()))
         if found.best is None:
             return progress.failing(found.errors)
@@ -151,15 +192,20 @@ def _cut(subproblems: Subproblems, mesh: Mesh, groups: Sequence[Axes], choice: C
     return progress
 
 
+def _refining(
+    subproblems: Subproblems, parent: Choice, mesh: Mesh, origins: Sequence[int | None]
+) -> Callable[[], Subproblem]:
+    configuration = replace(parent.solution.configuration, mesh=mesh)
+    return partial(subproblems.refined, parent, configuration, tuple(origins))
+
+
 def _exchange(subproblems: Subproblems, mesh: Mesh, progress: Progress) -> Progress:
     """Let nodes do anything on any two axes, and on the others what they do in the best choice, as long as that
     helps."""
-    several = [axis for axis, size in enumerate(mesh.sizes) if size > 1]
     while True:
         parent = progress.incumbent
         assert parent is not None
-        origins = ([None if axis in pair else axis for axis in mesh.dimensions] for pair in combinations(several, 2))
-        nodes = [Unbounded(0.0, partial(subproblems.refined, parent, mesh, each)) for each in origins]
+        nodes = [Unbounded(0.0, _refining(subproblems, parent, mesh, each)) for each in _pairs_free(mesh)]
         progress = explore(nodes, subproblems, progress)
         if progress.incumbent is parent:
             progress = close(subproblems, progress, _BRIEFLY)

@@ -126,31 +126,33 @@ class Subproblems:
         """The same choices of layouts within the memory limit, under `configuration`."""
         return replace(subproblem, solver=subproblem.solver.other(self.limits, configuration))
 
-    def refined(self, parent: Choice, mesh: Mesh, origins: Sequence[int | None]) -> Subproblem:
-        """The choices on `mesh` that are near to `parent`: on an axis with an origin, which is an axis of the parent's
-        mesh, nodes do what they do there in the parent's solution or in those that its bound mixes; on others anything.
+    def refined(self, parent: Choice, configuration: Configuration, origins: Sequence[int | None]) -> Subproblem:
+        """The choices under `configuration` that are near to `parent`: on an axis with an origin, which is an axis of
+        the parent's mesh, nodes do what they do there in the parent's solution or in those that its bound mixes; on
+        others anything.
 
         Raises ConstraintError where the constraints leave nothing of that.
         """
-        before = parent.subproblem
-        program = before.program
+        before, mesh = parent.subproblem, configuration.mesh
+        program = self.programs.of(configuration.micro_batches, is_given=True)
+        assert program is not None
         constraints = self.space.placed_constraints(program.program, mesh)
         ops = {op.key: op for op in program.folded.ops}
         mixed = [parent.solution.picks, *before.solver.mixed]
+        is_other_size = configuration.micro_batches != before.configuration.micro_batches
         allowed = {}
         for index, node in enumerate(before.problem.nodes):
             is_op = node.key in ops
             done = [node.strategies[pick].methods for pick in {picks[index] for picks in mixed}]
             constrained = constraints.axes(*(constraints.places(ops[node.key]) if is_op else [("stored", node.name)]))
-            # A constraint on one axis may leave nothing of what was done on another.
-            others = _WHOLE if constrained else frozenset()
+            # A constraint on one axis, or another size, may leave nothing of what was done on another.
+            others = _WHOLE if constrained or is_other_size else frozenset()
             allowed[node.key] = [
                 None
                 if origin is None or axis in constrained
                 else others.union(method_token(methods[origin], is_op) for methods in done)
                 for axis, origin in enumerate(origins)
             ]
-        configuration = replace(parent.solution.configuration, mesh=mesh)
         solver = self._solver(self.problem(mesh, program, allowed), self.limits, configuration)
         return Subproblem(program, solver, has_all_strategies=False)
 

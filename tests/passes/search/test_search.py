@@ -13,6 +13,7 @@ from autopar.request import make_request
 from passes.capture import capture
 from passes.clock import Clock
 from passes.cost.liveness import MemoryPeak
+from passes.ir.configuration import Configuration
 from passes.ir.decisions import Decisions
 from passes.ir.errors import InfeasibleError
 from passes.ir.mesh import Mesh
@@ -73,7 +74,7 @@ def test_bounds_on_few_choices_are_not_remembered(asked: tuple[Space, Program]) 
     subproblems = Subproblems(MicroBatchPrograms(program, space, Clock()), space, Clock(), space.memory_limit)
     parent = choose(subproblems)
     before = dict(subproblems.memo.bounds)
-    finer = Unbounded(0.0, partial(subproblems.refined, parent, Mesh(("a", "b"), (2, 1)), (None, None)))
+    finer = Unbounded(0.0, partial(subproblems.refined, parent, Configuration(Mesh(("a", "b"), (2, 1))), (None, None)))
     whole = Unbounded(0.0, partial(subproblems.limited, parent.subproblem, parent.subproblem.configuration))
     explore([finer], subproblems, Progress())
     assert subproblems.memo.bounds == before
