@@ -181,7 +181,7 @@ def _record(program: Program, found: Found, request: Request) -> ProgramPlan:
         )
         for stage, memory in zip(found.lowered.stages, found.memory, strict=True)
     ]
-    written = record(stages, found.solution, found.seconds, on_one, found.gap, work, found.complete)
+    written = record(stages, found.solution, found.seconds, on_one, found.gap, work, found.complete, found.bound_s)
     return replace(written, whole_batch=found.refused)
 
 

@@ -28,11 +28,12 @@ def record(
     gap: float,
     work: Work,
     complete: bool = True,
+    bound_s: float = 0.0,
 ) -> ProgramPlan:
     """The plan of one program from those of its stages, the costs of its step, and its work.
 
     `seconds_on_one` is the computation time of the step on one device, `gap` its relative optimality gap
-    over all plans that were offered if `complete`.
+    over all plans that were offered if `complete`; none of these takes less than `bound_s`.
     """
     configuration = solution.configuration
     return ProgramPlan(
@@ -48,6 +49,7 @@ def record(
         by_clock=solution.by_clock,
         work=work,
         complete=complete,
+        bound_s=bound_s,
     )
 
 
@@ -86,6 +88,7 @@ def decisions_of(plan: ProgramPlan, mesh: Mesh) -> Decisions:
         regathered=stage.regathered,
         gap=plan.gap,
         complete=plan.complete,
+        bound_s=plan.bound_s,
     )
 
 

@@ -69,9 +69,9 @@ class OpPrices:
         inside = self._inside(choices, strategy)
         if self.is_free:
             return OpSeconds(0.0, 0.0, *inside)
-        parts = self._parts(choices, strategy)
+        parts = self.parts(choices, strategy)
         if parts not in self.computed:
-            self.computed[parts] = compute_seconds(self._work(parts), self.cluster.device)
+            self.computed[parts] = compute_seconds(self.work(parts), self.cluster.device)
         return OpSeconds(*self.computed[parts], *inside)
 
     def _inside(self, choices: Sequence[Choice], strategy: Strategy) -> tuple[float, float]:
@@ -86,7 +86,8 @@ class OpPrices:
                     backward += exposed * self.steps.total(form.backward_steps(about), itemsize)
         return forward, backward
 
-    def _parts(self, choices: Sequence[Choice], strategy: Strategy) -> Parts:
+    def parts(self, choices: Sequence[Choice], strategy: Strategy) -> Parts:
+        """The part of the op on the busiest rank."""
         context, sizes = self.context, self.mesh.sizes
         multiplies = context.rule is not None and context.rule.multiplications
         return Parts(
@@ -97,7 +98,7 @@ class OpPrices:
             local_attention(context, choices, strategy, self.mesh, self.cluster.device.type),
         )
 
-    def _work(self, parts: Parts) -> Work:
+    def work(self, parts: Parts) -> Work:
         """The bytes that a rank with these parts reads and writes, and its multiplications."""
         context, fused, rule = self.context, self.fused, self.context.rule
         elements = [type.size // ways for type, ways in zip(context.operands, parts.operands, strict=True)]
@@ -201,10 +202,37 @@ def seconds_alone(
     fused: Fused | None = None,
 ) -> tuple[float, float]:
     """Seconds that one device takes for a whole op, forward and backward."""
+    prices, choice, strategy = _alone(op, types, flowing, rules, cluster, fused)
+    return prices.seconds((choice,), strategy)[:2]
+
+
+def work_alone(
+    op: Op,
+    types: Mapping[str, TensorType],
+    flowing: Set[str],
+    rules: Rules,
+    cluster: Cluster,
+    fused: Fused | None = None,
+) -> Work | None:
+    """The work of a whole op on one device, attention without its kernel; None if it costs nothing."""
+    prices, choice, strategy = _alone(op, types, flowing, rules, cluster, fused)
+    if prices.is_free:
+        return None
+    return prices.work(prices.parts((choice,), strategy)._replace(attention=None))
+
+
+def _alone(
+    op: Op,
+    types: Mapping[str, TensorType],
+    flowing: Set[str],
+    rules: Rules,
+    cluster: Cluster,
+    fused: Fused | None,
+) -> tuple[OpPrices, Choice, Strategy]:
     context = op_context(op, find_rule(op, types, rules), types, flowing, set(), set())
     choice = replicated(len(op.operands), len(op.results), R)
     strategy = Strategy((choice.name,), ((R,),) * len(op.operands), ((R,),) * len(op.results))
-    return op_seconds(context, (choice,), strategy, cluster, _ONE, fused)[:2]
+    return OpPrices(context, cluster, _ONE, fused), choice, strategy
 
 
 def cover(

@@ -25,7 +25,7 @@ def seconds_by_op(folded: Folded, cluster: Cluster) -> dict[str, float]:
     """Seconds that one device computes each op, forward and backward, in all copies of its region, by key."""
     found: dict[str, float] = {}
     fused = joined(folded)
-    for op, count in _counted(folded):
+    for op, count in counted(folded):
         own = fused.get(op.results[0]) if op.results else None
         seconds = sum(seconds_alone(op, folded.types, folded.flowing, folded.program.rules, cluster, own))
         found[op.key] = found.get(op.key, 0.0) + count * seconds
@@ -38,7 +38,7 @@ def work_of(program: Program, folded: Folded, samples: int, configuration: Confi
     Tokens are the elements of the input `input_ids`, or else of the first input of whole numbers with two dims.
     """
     flops = peak_s = 0.0
-    for op, count in _counted(folded):
+    for op, count in counted(folded):
         own = configuration.micro_batches * count * _flops(op, folded)
         flops += own
         if own:
@@ -53,7 +53,7 @@ def _has_tokens(dtype: torch.dtype, shape: tuple[int, ...]) -> bool:
     return len(shape) == 2 and dtype in (torch.int64, torch.int32)
 
 
-def _counted(folded: Folded) -> Iterator[tuple[Op, int]]:
+def counted(folded: Folded) -> Iterator[tuple[Op, int]]:
     """Every op with its number of copies."""
     for item in folded.items:
         if isinstance(item, Region):

@@ -32,7 +32,7 @@ class Decisions:
     - `stored`: the layouts of all parameters, by name, in place of the user's constraints.
     - `units`: the FSDP units that hold the parameters already.
     - `gap`: the relative optimality gap of the step time that was proven when `methods` were chosen; `complete`: over
-      all plans that were offered.
+      all plans that were offered, of which none takes less than `bound_s`.
     """
 
     configuration: Configuration | None = None
@@ -43,3 +43,4 @@ class Decisions:
     units: tuple[FSDPUnit, ...] | None = None
     gap: float = 0.0
     complete: bool = True
+    bound_s: float = 0.0

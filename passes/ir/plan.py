@@ -23,7 +23,7 @@ from passes.ir.work import IdleAxes, Work
 
 T = TypeVar("T")
 
-FORMAT_VERSION = 10
+FORMAT_VERSION = 11
 
 # Symbols of the first and the second dim of inputs in formulas.
 BATCH, SEQUENCE = "batch", "sequence"
@@ -121,11 +121,12 @@ class ProgramPlan:
     parameters are gathered and gradients reduced once for all of them.
 
     `seconds` is the predicted step time by category. `gap` is the relative optimality gap of the step time:
-    over all plans that were offered if the search was `complete`, else over those that it looked at. `hidden`
-    are seconds of communication that overlap computation. `seconds_on_one` is the computation time of the step on one
-    device. `whole_batch` is the reason why the batch cannot be split into micro-batches, if that was requested.
-    `by_clock` says that a time limit ended the search, so that another machine may find another plan. `work` is what a
-    step computes; `idle` are the axes that split little of it, None where all do.
+    over all plans that were offered if the search was `complete`, else over those that it looked at. `bound_s` is a
+    lower bound on the step time of all plans that were offered. `hidden` are seconds of communication that overlap
+    computation. `seconds_on_one` is the computation time of the step on one device. `whole_batch` is the reason why the
+    batch cannot be split into micro-batches, if that was requested. `by_clock` says that a time limit ended the search,
+    so that another machine may find another plan. `work` is what a step computes; `idle` are the axes that split little
+    of it, None where all do.
     """
 
     stages: tuple[StagePlan, ...]
@@ -142,6 +143,7 @@ class ProgramPlan:
     work: Work = field(default_factory=Work)
     idle: IdleAxes | None = None
     complete: bool = True
+    bound_s: float = 0.0
 
     def configuration(self, mesh: Mesh) -> Configuration:
         """The decisions about a step but its layouts."""

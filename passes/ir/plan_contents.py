@@ -106,7 +106,7 @@ def _check_program(program: ProgramPlan, place: str, mesh: Mesh) -> None:
     _require(len(program.stages) >= 1, f"{place}.stages", "empty")
     _require((program.schedule == "none") == (len(program.stages) == 1), f"{place}.schedule", program.schedule)
     _require(1 <= program.micro_batches < _TOO_MANY, f"{place}.micro_batches", program.micro_batches)
-    for name in ("gap", "hidden", "seconds_on_one"):
+    for name in ("gap", "hidden", "seconds_on_one", "bound_s"):
         _check_amount(getattr(program, name), f"{place}.{name}")
     _require(program.gap <= 1, f"{place}.gap", program.gap)
     _check_amounts(program.seconds, f"{place}.seconds")

@@ -95,6 +95,9 @@ def _program(name: str, program: ProgramPlan, plan: Plan, width: int | None) -> 
     memory = ", ".join(f"{what} {bytes_text(value)}" for what, value in program.memory.items() if value)
     proven = ("optimal", "the optimum") if program.complete else ("the best of those searched",) * 2
     claim = proven[0] if program.gap <= 1e-6 else f"at most {program.gap:.2%} above {proven[1]}"
+    if not program.complete and program.bound_s:
+        less = 1 - program.bound_s / program.step_s
+        claim += f"; no mesh or configuration takes less than {seconds_text(program.bound_s)} ({less:.1%} less)"
     lines = [
         f"{name}: predicted step {seconds_text(program.step_s)}, {claim}",
         f"  {spent}" + (f"; hidden communication {seconds_text(program.hidden)}" if program.hidden else ""),

@@ -62,7 +62,8 @@ class Found:
 
     `micro` is None where the batch is not split, and `refused` says why it cannot be, if that was asked. `variables`
     and `memory` are those of each stage. `gap` is how much shorter the step could be at most, relative to it:
-    `complete` says that this holds over everything that the space offers, not only over what was searched.
+    `complete` says that this holds over everything that the space offers, not only over what was searched. `bound_s`
+    is a lower bound (seconds) on the step of everything that the space offers.
     """
 
     micro: MicroBatches | None
@@ -75,6 +76,7 @@ class Found:
     memory: tuple[MemoryPeak, ...]
     gap: float
     complete: bool
+    bound_s: float
     refused: str
 
     @property
@@ -237,13 +239,16 @@ def _lowered(
     with clock("memory"):
         memory = simulate(lowered, variables, program.micro, configuration)
     if space.decisions.methods is not None:
-        gap, complete = space.decisions.gap, space.decisions.complete
+        gap, complete, bound_s = space.decisions.gap, space.decisions.complete, space.decisions.bound_s
     else:
         bound = solution.bound if bound is None else min(bound, solution.bound)
         gap = max(0.0, (solution.seconds - bound) / seconds.total) if seconds.total else 0.0
         complete = covers_all(space, folded)
+        bound_s = (1 - gap) * seconds.total if complete else subproblems.least_step_s(configuration.mesh.size)
     refused = subproblems.programs.refused
-    return Found(program.micro, folded, problem, solution, lowered, variables, seconds, memory, gap, complete, refused)
+    return Found(
+        program.micro, folded, problem, solution, lowered, variables, seconds, memory, gap, complete, bound_s, refused
+    )
 
 
 def _check_recompute(subproblems: Subproblems) -> None:

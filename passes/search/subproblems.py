@@ -4,6 +4,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from passes.clock import Clock
+from passes.cost.bound import least_step_s
 from passes.cost.memory import memory_use
 from passes.cost.redistributions import RedistributionCosts
 from passes.ir.choices import Problem, Solution
@@ -155,6 +156,12 @@ class Subproblems:
             ]
         solver = self._solver(self.problem(mesh, program, allowed), self.limits, configuration)
         return Subproblem(program, solver, has_all_strategies=False)
+
+    def least_step_s(self, devices: int) -> float:
+        """A lower bound on the seconds of a step on so many devices, whatever the mesh and the configuration."""
+        program = self.programs.of(1, is_given=True)
+        assert program is not None
+        return least_step_s(program.folded, self.space.cluster, self.space.optimizer, devices)
 
     def fits(self, subproblem: Subproblem) -> bool:
         """Whether the best choice that the solver has found keeps the memory limit."""

@@ -1,0 +1,73 @@
+"""A lower bound on the step time on a number of devices, whatever the mesh, the layouts and the configuration.
+
+Every op is split evenly over all devices, and nothing is communicated. On a mesh of n devices the busiest rank has at
+least 1/n of an op's multiplications, and 1/n of each of its operands and results; a step of several micro-batches
+repeats the smaller kernels, and recompute adds to them. Parameters and inputs are split as well.
+"""
+
+from math import sqrt
+
+import torch
+
+from passes.cost.cluster import Cluster
+from passes.cost.compute import Work, product_seconds
+from passes.cost.fusion import joined
+from passes.cost.hardware import Device
+from passes.cost.price import update_seconds, work_alone
+from passes.cost.walk import Optimizer
+from passes.cost.work import counted
+from passes.ir.program import Folded
+
+
+def least_step_s(folded: Folded, cluster: Cluster, optimizer: Optimizer, devices: int) -> float:
+    """A lower bound on the seconds of every step of the program `folded`, of the whole batch, on so many devices."""
+    program = folded.program
+    total = sum(least_by_op(folded, cluster, devices).values())
+    total += sum(item.type.size * item.type.dtype.itemsize for item in program.inputs) / cluster.host / devices
+    read = {name for op in program.ops for name in op.operands}
+    for parameter in program.parameters:
+        if parameter.trainable and parameter.name in read:
+            size = parameter.type.size * (optimizer.dtype or parameter.type.dtype).itemsize
+            total += update_seconds(size / devices, optimizer.states, cluster)
+    return total
+
+
+def least_by_op(folded: Folded, cluster: Cluster, devices: int) -> dict[str, float]:
+    """A lower bound on the seconds of each op, forward and backward, in all copies of its region, by key."""
+    found: dict[str, float] = {}
+    fused = joined(folded)
+    for op, count in counted(folded):
+        own = fused.get(op.results[0]) if op.results else None
+        work = work_alone(op, folded.types, folded.flowing, folded.program.rules, cluster, own)
+        if work is not None:
+            is_attention = op.kind == "scaled_dot_product_attention"
+            least = count * _least_seconds(work, cluster.device, devices, is_attention)
+            found[op.key] = found.get(op.key, 0.0) + least
+    return found
+
+
+def _least_seconds(work: Work, device: Device, devices: int, is_attention: bool) -> float:
+    """A lower bound on the seconds of an op, forward and backward, on the busiest of so many devices; `work` is that of
+    one alone."""
+    backward = zip(work.backward, work.gradients, strict=True)
+    least = 0.0
+    for touched, products, kernels in (
+        (work.reads + work.writes, [(work.forward, work.elements)], work.kernels[0]),
+        (work.back, list(backward), work.kernels[1]),
+    ):
+        multiplied = sum(_multiplying(*product, work, device, devices, is_attention) for product in products)
+        least += kernels * device.launch + max(touched / devices / device.stream, multiplied)
+    return least
+
+
+def _multiplying(flops: float, elements: float, work: Work, device: Device, devices: int, is_attention: bool) -> float:
+    if not flops:
+        return 0.0
+    if is_attention:
+        # Either a fused kernel, or products in single precision.
+        single = work.dtype if work.dtype.itemsize >= torch.float32.itemsize else torch.float32
+        return flops / devices / max(device.attention * device.peak(work.dtype), device.rate(single))
+    # Seconds of a product are convex in the elements of its result, of which a rank has from 1/devices to all.
+    best = sqrt(flops / devices * device.fill / (2 * device.depth)) if device.depth else elements
+    held = min(max(best, elements / devices), elements)
+    return product_seconds(flops / devices, held, work.dtype, device, work.unaligned, work.batched)
