@@ -39,7 +39,7 @@ from passes.search.programs import MicroBatchProgram, MicroBatchPrograms
 from passes.search.refinement import best_choice, covers_all
 from passes.search.restrict import planned_methods, planned_solution, regathered, restricted
 from passes.search.space import Space
-from passes.search.subproblems import Choice, Subproblems
+from passes.search.subproblems import Choice, Subproblems, levels_key
 from passes.solve import solve
 from passes.solve.gap import PROVEN
 from passes.variables import name_variables
@@ -105,7 +105,7 @@ def _fitting(subproblems: Subproblems, first: Choice, simulate: MemorySimulator)
     """
     space = subproblems.space
     choice: Choice | None = first
-    bound, reserve, attempts = first.solution.bound, 0.0, 0
+    bound, attempts = first.solution.bound, 0
     while choice is not None and attempts < _ATTEMPTS:
         attempts += 1
         chosen = choice.subproblem
@@ -114,9 +114,12 @@ def _fitting(subproblems: Subproblems, first: Choice, simulate: MemorySimulator)
         if peak <= space.memory_limit:
             return found
         # The solver counts this choice by blocks, the simulator by statements. With the difference set aside, the
-        # choice is above the limit in the solver's count, too.
-        reserve = max(reserve, peak - memory_use(chosen.problem, choice.solution, space.optimizer_states).peak)
-        choice = _within(subproblems, choice, space.memory_limit - reserve)
+        # choice is above the limit in the solver's count, too. It depends most on the levels of recompute.
+        reserve = peak - memory_use(chosen.problem, choice.solution, space.optimizer_states).peak
+        key = levels_key(choice.solution.configuration)
+        reserves = {**subproblems.reserves, key: max(reserve, subproblems.reserves.get(key, 0.0))}
+        subproblems = replace(subproblems, reserves=reserves)
+        choice = _next(subproblems, choice)
     missing = peak - space.memory_limit
     raise InfeasibleError(
         f"no plan was found that fits the memory limit of {space.memory_limit / GIB:.3g} GiB per device, though one "
@@ -163,7 +166,7 @@ def _carried_over(
     space, decisions = subproblems.space, subproblems.space.decisions
     problem = restricted(program.folded, subproblems.problem(space.mesh, program), decisions.strategies)
     with subproblems.clock("solve"):
-        solution = solve(problem, space.cluster, subproblems.limits, configuration)
+        solution = solve(problem, space.cluster, subproblems.limits(configuration), configuration)
     if decisions.regathered is not None:
         uses = regathered(problem, solution.picks, decisions.regathered)
         solution = replace(solution, regathered=uses)
@@ -201,12 +204,11 @@ def choose(subproblems: Subproblems) -> Choice:
     return _best(subproblems, best_choice(subproblems, Progress()))
 
 
-def _within(subproblems: Subproblems, choice: Choice, memory_limit: float) -> Choice | None:
+def _next(subproblems: Subproblems, choice: Choice) -> Choice | None:
     """The best choice in less memory than `choice` was found with: first under its configuration, then under all. None
     where there is none."""
-    less = replace(subproblems, memory_limit=memory_limit)
-    node = Unbounded(0.0, partial(less.limited, choice.subproblem, choice.subproblem.configuration))
-    return best_choice(less, explore([node], less, Progress())).best
+    node = Unbounded(0.0, partial(subproblems.limited, choice.subproblem, choice.subproblem.configuration))
+    return best_choice(subproblems, explore([node], subproblems, Progress())).best
 
 
 def _best(subproblems: Subproblems, progress: Progress) -> Choice:

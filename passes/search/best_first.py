@@ -209,7 +209,8 @@ def close(subproblems: Subproblems, progress: Progress, at_least: float = LEAST_
         progress = replace(progress, open=tuple(item for item in progress.open if item is not subproblem))
         if progress.may_improve(subproblem.bound) or progress.incumbent is None:
             progress = _close(subproblem, subproblems, progress, max(at_least, ALLOWANCE - progress.effort))
-            if subproblem.solver.limits != subproblems.limits and not subproblems.fits(subproblem):
+            has_limit = subproblem.solver.limits == subproblems.limits(subproblem.configuration)
+            if not has_limit and not subproblems.fits(subproblem):
                 # The best choice without limit breaks it, though another one did not.
                 nodes = within_limit(subproblem, subproblem.bound, subproblems, progress)
                 progress = explore(nodes, subproblems, progress)

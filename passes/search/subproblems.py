@@ -79,20 +79,27 @@ class Memo:
     bounds: dict[Hashable, float] = field(default_factory=dict)
 
 
+def levels_key(configuration: Configuration) -> Hashable:
+    """A key that is equal for configurations with the same levels of recompute."""
+    return tuple(sorted(configuration.recompute.items()))
+
+
 @dataclass(frozen=True)
 class Subproblems:
-    """The subproblems of a space. `memory_limit` (bytes) is less than that of the space where a part is set aside."""
+    """The subproblems of a space within `memory_limit` (bytes), of which `reserves` are set aside, by the levels of
+    recompute (see `levels_key`)."""
 
     programs: MicroBatchPrograms
     space: Space
     clock: Clock
     memory_limit: float
     memo: Memo = field(default_factory=Memo)
+    reserves: Mapping[Hashable, float] = field(default_factory=dict)
 
-    @property
-    def limits(self) -> Limits:
-        """The limits that choices must keep."""
-        return Limits(self.memory_limit, self.space.optimizer_states, self.space.memory_limit)
+    def limits(self, configuration: Configuration) -> Limits:
+        """The limits that choices under `configuration` must keep."""
+        memory = self.memory_limit - self.reserves.get(levels_key(configuration), 0.0)
+        return Limits(memory, self.space.optimizer_states, self.space.memory_limit)
 
     def over(self, space: Space) -> "Subproblems":
         """The subproblems of another space over the same program."""
@@ -125,7 +132,7 @@ class Subproblems:
 
     def limited(self, subproblem: Subproblem, configuration: Configuration) -> Subproblem:
         """The same choices of layouts within the memory limit, under `configuration`."""
-        return replace(subproblem, solver=subproblem.solver.other(self.limits, configuration))
+        return replace(subproblem, solver=subproblem.solver.other(self.limits(configuration), configuration))
 
     def refined(self, parent: Choice, configuration: Configuration, origins: Sequence[int | None]) -> Subproblem:
         """The choices under `configuration` that are near to `parent`: on an axis with an origin, which is an axis of
@@ -154,7 +161,7 @@ class Subproblems:
                 else others.union(method_token(methods[origin], is_op) for methods in done)
                 for axis, origin in enumerate(origins)
             ]
-        solver = self._solver(self.problem(mesh, program, allowed), self.limits, configuration)
+        solver = self._solver(self.problem(mesh, program, allowed), self.limits(configuration), configuration)
         return Subproblem(program, solver, has_all_strategies=False)
 
     def least_step_s(self, devices: int) -> float:
@@ -169,7 +176,7 @@ class Subproblems:
         if best is None:
             return False
         use = memory_use(subproblem.problem, best, self.space.optimizer_states)
-        return use.peak <= self.memory_limit
+        return use.peak <= self.limits(subproblem.configuration).memory
 
     def _solver(self, problem: Problem, limits: Limits, configuration: Configuration) -> Solver:
         """A solver that shares the costs of redistributions with all others for the same mesh."""

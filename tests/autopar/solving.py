@@ -25,8 +25,8 @@ def solved_by(solver: Solve, *, gather_once: bool = False, reduce_once: bool = F
         problem = subproblems.problem(mesh, program)
         recompute = levels([region.name for region in program.folded.regions], space.recompute or {})
         configuration = Configuration(mesh, space.micro_batches or 1, recompute, gather_once, reduce_once)
-        own = Solver(problem, space.cluster, subproblems.limits, configuration)
-        solution = solver(problem, space.cluster, subproblems.limits, configuration)
+        own = Solver(problem, space.cluster, subproblems.limits(configuration), configuration)
+        solution = solver(problem, space.cluster, subproblems.limits(configuration), configuration)
         return Choice(Subproblem(program, own), solution)
 
     with mock.patch("passes.search.choose", choose), mock.patch("passes.search.solve", solver):
