@@ -5,6 +5,7 @@ least 1/n of an op's multiplications, and 1/n of each of its operands and result
 repeats the smaller kernels, and recompute adds to them. Parameters and inputs are split as well.
 """
 
+from dataclasses import replace
 from math import sqrt
 
 import torch
@@ -40,13 +41,14 @@ def least_by_op(folded: Folded, cluster: Cluster, devices: int) -> dict[str, flo
         own = fused.get(op.results[0]) if op.results else None
         work = work_alone(op, folded.types, folded.flowing, folded.program.rules, cluster, own)
         if work is not None:
-            is_attention = op.kind == "scaled_dot_product_attention"
-            least = count * _least_seconds(work, cluster.device, devices, is_attention)
-            found[op.key] = found.get(op.key, 0.0) + least
+            if op.kind == "scaled_dot_product_attention":
+                query, _, value = (folded.types[name].shape for name in op.operands[:3])
+                work = replace(work, width=(query[-1] + value[-1]) / 2)
+            found[op.key] = found.get(op.key, 0.0) + count * _least_seconds(work, cluster.device, devices)
     return found
 
 
-def _least_seconds(work: Work, device: Device, devices: int, is_attention: bool) -> float:
+def _least_seconds(work: Work, device: Device, devices: int) -> float:
     """A lower bound on the seconds of an op, forward and backward, on the busiest of so many devices; `work` is that of
     one alone."""
     backward = zip(work.backward, work.gradients, strict=True)
@@ -55,18 +57,19 @@ def _least_seconds(work: Work, device: Device, devices: int, is_attention: bool)
         (work.reads + work.writes, [(work.forward, work.elements)], work.kernels[0]),
         (work.back, list(backward), work.kernels[1]),
     ):
-        multiplied = sum(_multiplying(*product, work, device, devices, is_attention) for product in products)
+        multiplied = sum(_multiplying(*product, work, device, devices) for product in products)
         least += kernels * device.launch + max(touched / devices / device.stream, multiplied)
     return least
 
 
-def _multiplying(flops: float, elements: float, work: Work, device: Device, devices: int, is_attention: bool) -> float:
+def _multiplying(flops: float, elements: float, work: Work, device: Device, devices: int) -> float:
     if not flops:
         return 0.0
-    if is_attention:
-        # Either a fused kernel, or products in single precision.
+    if work.width:
+        # Either a fused kernel, whose heads are at most as wide, or products in single precision.
         single = work.dtype if work.dtype.itemsize >= torch.float32.itemsize else torch.float32
-        return flops / devices / max(device.attention * device.peak(work.dtype), device.rate(single))
+        fused = (1 + device.softmax / work.width) / (device.attention * device.peak(work.dtype))
+        return flops / devices * min(fused, 1 / device.rate(single))
     # Seconds of a product are convex in the elements of its result, of which a rank has from 1/devices to all.
     best = sqrt(flops / devices * device.fill / (2 * device.depth)) if device.depth else elements
     held = min(max(best, elements / devices), elements)

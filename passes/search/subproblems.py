@@ -150,7 +150,10 @@ class Subproblems:
         is_other_size = configuration.micro_batches != before.configuration.micro_batches
         allowed = {}
         for index, node in enumerate(before.problem.nodes):
-            is_op = node.key in ops
+            is_op = node.kind == "op"
+            if is_op and node.key not in ops:
+                # Another number of micro-batches has other ops; nodes that are not here may do anything.
+                continue
             done = [node.strategies[pick].methods for pick in {picks[index] for picks in mixed}]
             constrained = constraints.axes(*(constraints.places(ops[node.key]) if is_op else [("stored", node.name)]))
             # A constraint on one axis, or another size, may leave nothing of what was done on another.

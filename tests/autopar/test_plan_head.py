@@ -62,3 +62,18 @@ def test_idle_devices_are_said() -> None:
     assert (given.axes, given.fewer) == (("a",), 0)
     for batch in given.batches:
         assert planned({"a": 3, "b": 2}, batch).programs["train"].idle is None
+
+
+def test_bound_on_all_that_is_offered() -> None:
+    """Where not all shapes of a mesh were searched whole, the head has a bound on all of them, which none is below."""
+    given = planned({"dp": 4}).programs["train"]
+    assert given.complete
+    assert given.bound_s == pytest.approx(given.step_s * (1 - given.gap))
+    plan = planned(8)
+    searched = plan.programs["train"]
+    assert not searched.complete
+    assert 0 < searched.bound_s < searched.step_s
+    assert "no mesh or configuration takes less than" in " ".join(str(plan).split())
+    every = [planned(sizes).programs["train"] for sizes in ({"a": 8}, {"a": 2, "b": 4}, {"a": 2, "b": 2, "c": 2})]
+    assert searched.bound_s <= min(program.step_s for program in every)
+    assert planned(plan.mesh, plan=plan).programs["train"].bound_s == searched.bound_s
