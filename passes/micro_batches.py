@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 from math import prod
 
 import torch
@@ -193,7 +194,9 @@ class _Cutter:
         self.makers = calls.makers
         self.flowing = set(calls.flowing)
         self.weighed = calls.weighed
-        self.ops: list[Op] = []
+        # By first result, what each op becomes. Parts that a later op wants stand where the whole was made: between two
+        # ops of a layer they would set it apart from its like.
+        self.ops: dict[str, list[Op]] = {op.results[0]: [] for op in program.ops}
         self.parts: dict[tuple[str, Placement], str] = {}
         self.totals: dict[str, str] = {}
         # Ops of the micro-batch with the rules that follow from discovered ones.
@@ -211,7 +214,7 @@ class _Cutter:
         types = {name: self._local(name) for name in self.types}
         inputs = tuple(replace(item, type=types[item.name]) for item in program.inputs)
         rules = {**program.rules, **{signature(op, types): rule for op, rule in self.discovered}}
-        whole = replace(program, inputs=inputs, ops=tuple(self.ops), types=types, rules=rules)
+        whole = replace(program, inputs=inputs, ops=tuple(chain(*self.ops.values())), types=types, rules=rules)
         cut = without_unused(replace(whole, inputs=(*inputs, *totals)))
         samples = batch_size(item.type.shape for item in program.inputs) // self.ways
         return MicroBatches(self.ways, samples, cut, self._totals(whole), self.inputs, outputs, loss)
@@ -226,7 +229,7 @@ class _Cutter:
         if all(self.placements[name] == R for name in op.operands):
             if not has_linear_gradients(op) and any(name in self.flowing for name in op.results):
                 raise _WholeBatchError(f"{op.key} may change its gradient in a way that micro-batches cannot add up")
-            self.ops.append(op)
+            self.ops[op.results[0]].append(op)
             return
         adapted = self._adapted(op)
         if adapted is None:
@@ -305,19 +308,20 @@ class _Cutter:
             tuple((placement,) for placement in choice.results),
         )
         arguments = local_arguments(op, arguments, strategy, (choice,), self.types, self.mesh)
+        ops = self.ops[op.results[0]]
         if not choice.form:
-            self.ops.append(replace(op, arguments=arguments, results=results, key=key))
+            ops.append(replace(op, arguments=arguments, results=results, key=key))
             rule = self.program.rules.get(self.alike[op.results[0]])
             if rule is not None:
-                self.discovered.append((self.ops[-1], on_part(rule, choice.factors, self.ways)))
+                self.discovered.append((ops[-1], on_part(rule, choice.factors, self.ways)))
             return
         (result,) = results
         summed = self._named(f"{result}_summed", self.types[result], self.placements[result])
         target = "aten.sum.default" if op.target == "aten.mean.default" else "aten.sum.dim_IntList"
-        self.ops.append(replace(op, target=target, arguments=arguments, results=(summed,), key=f"{key}.sum"))
+        ops.append(replace(op, target=target, arguments=arguments, results=(summed,), key=f"{key}.sum"))
         size = prod(self.types[op.operands[0]].shape) // max(prod(self.types[result].shape), 1)
         divided: dict[str, Argument] = {"self": Ref(summed), "other": size}
-        self.ops.append(replace(op, target="aten.div.Scalar", arguments=divided, results=results, key=key))
+        ops.append(replace(op, target="aten.div.Scalar", arguments=divided, results=results, key=key))
 
     def _named(self, name: str, type: TensorType, placement: Placement) -> str:
         """A new tensor."""
@@ -338,7 +342,8 @@ class _Cutter:
         if op.kind in _MADE and not op.operands:
             self._named(found, self.types[name], placement)
             arguments = {**op.arguments, "size": local_shape(self.types[name].shape, (placement,), self.mesh)}
-            self.ops.append(replace(op, arguments=arguments, results=(found,), key=f"{op.key}.part"))
+            part = replace(op, arguments=arguments, results=(found,), key=f"{op.key}.part")
+            self.ops[op.results[0]].append(part)
         else:
             rule = self.rules[op.results[0]]
             place = digit(rule.results[0], placement, self.ways) if rule is not None and len(op.results) == 1 else None
