@@ -5,8 +5,9 @@ entries are the same but for their parameters, they become one region: planned o
 that alternate make one longer region.
 """
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 
 from passes.ir.program import (
     Argument,
@@ -26,6 +27,9 @@ from passes.ir.program import (
 )
 
 _LONGEST_PERIOD = 8
+
+# The relation of a name from outside to that of the copy before: "shared", "owned", or carried from a result.
+Role = str | tuple[int, int]
 
 
 def fold(program: Program, label: Callable[[Op], Hashable] = lambda op: None) -> Folded:
@@ -53,16 +57,16 @@ def fold(program: Program, label: Callable[[Op], Hashable] = lambda op: None) ->
         for export in item.exports:
             if export.value in flowing:
                 flowing.update(name for name in export.names if name)
-    return Folded(program, tuple(items), types, frozenset(flowing))
+    return Folded(program, tuple(items), types, frozenset(flowing), folder.alike)
 
 
 @dataclass(frozen=True)
 class _Segment:
-    """The ops [start, stop) of one entry of a module list; `path` is the entry, `owner` the list."""
+    """The ops [start, stop) of one entry of a module list; `path` is the entry, `owner` the list (None: none)."""
 
     start: int
     stop: int
-    owner: str
+    owner: str | None
     path: str
 
 
@@ -86,65 +90,80 @@ class _Folder:
         for name in (name for value in outside for name in references(value)):
             self.users.setdefault(name, []).append(len(program.ops))
         self.signatures: dict[Hashable, int] = {}
+        self.operands: dict[tuple[int, int], tuple[list[str], list[Hashable]]] = {}
         self.count = 0
-        self.named: set[str] = set()
+        self.named: set[str | None] = set()
+        self.first: dict[tuple[str | None, int], Sequence[str]] = {}
+        self.alike: dict[str, str] = {}
 
     def items(self, start: int, stop: int, depth: int) -> list[Op | Region]:
         """Fold the ops [start, stop), whose module paths agree in their first `depth` parts."""
         found: list[Op | Region] = []
-        segments = self.segments(start, stop, depth)
-        at = 0
-        while at < len(segments):
-            segment = segments[at]
-            if isinstance(segment, int):
-                found.append(self.ops[segment])
-                at += 1
-                continue
-            region, taken = self.region(segments, at)
-            if region is not None:
-                found.append(region)
-                at += taken
+        for owner, run in groupby(self.segments(start, stop, depth), lambda segment: segment.owner):
+            if owner is None:
+                found += [op for segment in run for op in self.ops[segment.start : segment.stop]]
             else:
-                found += self.items(segment.start, segment.stop, segment.path.count(".") + 1)
-                at += 1
+                found += self.entries(list(run))
         return found
 
-    def segments(self, start: int, stop: int, depth: int) -> list[_Segment | int]:
-        """Runs of ops that stand in one entry of a module list; ops that stand in none as their positions."""
-        found: list[_Segment | int] = []
+    def entries(self, run: Sequence[_Segment]) -> list[Op | Region]:
+        """Fold successive entries of one list."""
+        signatures = [self.signature(segment) for segment in run]
+        repeats = _most_covering(self.counts(run, signatures), 0, len(run))
+        inside = {signatures[index] for start, stop, _ in repeats for index in range(start, stop)}
+        found: list[Op | Region] = []
+        at = 0
+        for start, stop, period in (*repeats, (len(run), len(run), 1)):
+            for segment, signature in zip(run[at:start], signatures[at:start], strict=True):
+                ops = self.ops[segment.start : segment.stop]
+                depth = segment.path.count(".") + 1
+                items = ops if signature in inside else self.items(segment.start, segment.stop, depth)
+                found += items
+                if len(items) == len(ops):
+                    self.share(segment, signature, ops)
+            if start < stop:
+                units = [run[index : index + period] for index in range(start, stop, period)]
+                found.append(self.write(units, signatures[start : start + period]))
+            at = stop
+        return found
+
+    def share(self, segment: _Segment, signature: int, ops: Sequence[Op], owned: Collection[str] = ()) -> None:
+        """Let an entry that is written as `ops` decide as the first one of its list that does the same."""
+        states = (name for op in ops for name in op.operands if name in self.states or name in owned)
+        names = [*(op.key for op in ops), *states]
+        first = self.first.setdefault((segment.owner, signature), names)
+        pairs = zip(names, first, strict=True)
+        self.alike.update((own, self.alike.get(other, other)) for own, other in pairs if own != other)
+
+    def segments(self, start: int, stop: int, depth: int) -> list[_Segment]:
+        """Runs of ops that stand in one entry of a module list, and those that stand in none."""
+        found: list[_Segment] = []
         for position in range(start, stop):
             parts = self.ops[position].module.split(".")
             entry = next((index for index in range(depth, len(parts)) if parts[index].isdigit()), None)
-            if entry is None:
-                found.append(position)
-                continue
-            path, owner = ".".join(parts[: entry + 1]), ".".join(parts[:entry])
-            last = found[-1] if found else None
-            if isinstance(last, _Segment) and last.path == path:
-                found[-1] = replace(last, stop=position + 1)
+            owner, path = (None, "") if entry is None else (".".join(parts[:entry]), ".".join(parts[: entry + 1]))
+            if found and (found[-1].owner, found[-1].path) == (owner, path):
+                found[-1] = replace(found[-1], stop=position + 1)
             else:
                 found.append(_Segment(position, position + 1, owner, path))
         return found
 
-    def region(self, segments: Sequence[_Segment | int], at: int) -> tuple[Region | None, int]:
-        """The region that begins with segment `at` and how many segments it takes; the shortest period wins."""
-        first = segments[at]
-        assert isinstance(first, _Segment)
-        run: list[_Segment] = []
-        for segment in segments[at:]:
-            if not isinstance(segment, _Segment) or segment.owner != first.owner:
-                break
-            run.append(segment)
-        signatures = [self.signature(segment) for segment in run]
+    def counts(self, run: Sequence[_Segment], signatures: Sequence[int]) -> dict[int, list[int]]:
+        """By period and first entry the number of copies that fit together; no longer periods than one that covers all
+        entries."""
+        found: dict[int, list[int]] = {}
         for period in range(1, min(_LONGEST_PERIOD, len(run) // 2) + 1):
-            repeats = 1
-            while signatures[repeats * period : (repeats + 1) * period] == signatures[:period]:
-                repeats += 1
-            units = [run[index * period : (index + 1) * period] for index in range(repeats)]
-            region = self.unify(units) if repeats > 1 else None
-            if region is not None:
-                return region, region.count * period
-        return None, 0
+            counts = found[period] = [1] * len(run)
+            roles: list[Sequence[Role] | None] = [None] * len(run)
+            for at in range(len(run) - 2 * period, -1, -1):
+                after = at + period
+                if signatures[at:after] == signatures[after : after + period]:
+                    roles[at] = self.roles(run[at:after], run[after : after + period])
+                if roles[at] is not None:
+                    counts[at] = 1 + (counts[after] if roles[after] == roles[at] else 1)
+            if counts[0] * period == len(run):
+                break
+        return found
 
     def signature(self, segment: _Segment) -> int:
         """Equal for segments whose ops do the same to tensors of the same types."""
@@ -166,59 +185,39 @@ class _Folder:
             rows.append((op.target, op.module.removeprefix(segment.path), arguments, types, self.label(op)))
         return self.signatures.setdefault(tuple(rows), len(self.signatures))
 
-    def outside(self, unit: Sequence[_Segment]) -> tuple[list[str], tuple[Hashable, ...]]:
+    def outside(self, unit: Sequence[_Segment]) -> tuple[list[str], list[Hashable]]:
         """The names from outside that the ops of a unit use, in order of first use; and what each operand of the unit
         is: one of these by its number, or which result in the unit."""
         start, stop = unit[0].start, unit[-1].stop
-        names: dict[str, int] = {}
-        pattern: list[Hashable] = []
-        for op in self.ops[start:stop]:
-            for name in op.operands:
-                position, index = self.producer.get(name, (-1, 0))
-                inside = start <= position < stop
-                pattern.append((position - start, index) if inside else names.setdefault(name, len(names)))
-        return list(names), tuple(pattern)
+        if (start, stop) not in self.operands:
+            names: dict[str, int] = {}
+            pattern: list[Hashable] = []
+            for op in self.ops[start:stop]:
+                for name in op.operands:
+                    position, index = self.producer.get(name, (-1, 0))
+                    inside = start <= position < stop
+                    pattern.append((position - start, index) if inside else names.setdefault(name, len(names)))
+            self.operands[start, stop] = list(names), pattern
+        return self.operands[start, stop]
 
-    def unify(self, units: Sequence[Sequence[_Segment]]) -> Region | None:
-        """The region whose copies are the most of `units`, from the first on, that fit together; None below two."""
-        slots, patterns = zip(*map(self.outside, units), strict=True)
-        if patterns[0] != patterns[1]:
+    def roles(self, unit: Sequence[_Segment], following: Sequence[_Segment]) -> Sequence[Role] | None:
+        """The roles of the names from outside, if two units are copies one of which follows the other."""
+        (names, pattern), (others, other_pattern) = self.outside(unit), self.outside(following)
+        if pattern != other_pattern:
             return None
-        roles: list[str | tuple[int, int]] = []
-        for first, second in zip(slots[0], slots[1], strict=True):
-            role = self.role(first, second, units[0], units[1])
-            if role is None:
-                return None
-            roles.append(role)
-        if not self.is_alone(units[0], slots[0], roles):
-            return None
-        count = 1
-        while (
-            count < len(units)
-            and patterns[count] == patterns[0]
-            and self.is_alone(units[count], slots[count], roles)
-            and all(
-                self.role(before, here, units[count - 1], units[count]) == role
-                for before, here, role in zip(slots[count - 1], slots[count], roles, strict=True)
-            )
-        ):
-            count += 1
-        if count == 1:
-            return None
-        units, slots = units[:count], slots[:count]
-        exports = self.exports(units)
-        return self.write(units, slots, roles, exports)
+        pairs = zip(names, others, strict=True)
+        roles = [role for before, here in pairs if (role := self.role(before, here, unit, following)) is not None]
+        is_copy = len(roles) == len(names) and self.is_alone(unit, names, roles)
+        return roles if is_copy and self.is_alone(following, others, roles) else None
 
-    def is_alone(self, unit: Sequence[_Segment], names: Sequence[str], roles: Sequence[str | tuple[int, int]]) -> bool:
+    def is_alone(self, unit: Sequence[_Segment], names: Sequence[str], roles: Sequence[Role]) -> bool:
         """Whether the parameters that a copy owns are read in it alone: what reads them elsewhere, such as the same
         layer once more, would be planned by itself, and want them stored in its own way."""
         start, stop = unit[0].start, unit[-1].stop
         owned = (name for name, role in zip(names, roles, strict=True) if role == "owned" and name in self.parameters)
         return all(start <= user < stop for name in owned for user in self.users[name])
 
-    def role(
-        self, before: str, here: str, last: Sequence[_Segment], unit: Sequence[_Segment]
-    ) -> str | tuple[int, int] | None:
+    def role(self, before: str, here: str, last: Sequence[_Segment], unit: Sequence[_Segment]) -> Role | None:
         """The relation of a name from outside to that of the copy before: shared, owned, or carried from a result."""
         position, index = self.producer.get(here, (-1, 0))
         if last[0].start <= position < last[-1].stop:
@@ -249,14 +248,12 @@ class _Folder:
         first, last = (segment.path.rsplit(".", 1)[-1] for segment in (units[0][0], units[-1][-1]))
         return f"{owner}.{first}-{last}"
 
-    def write(
-        self,
-        units: Sequence[Sequence[_Segment]],
-        slots: Sequence[Sequence[str]],
-        roles: Sequence[str | tuple[int, int]],
-        exports: dict[tuple[int, int], tuple[str | None, ...]],
-    ) -> Region:
-        """The region itself: the ops of the first copy under names of the region's own."""
+    def write(self, units: Sequence[Sequence[_Segment]], signatures: Sequence[int]) -> Region:
+        """The region of these copies, whose entries have these signatures: the ops of the first copy under names of the
+        region's own."""
+        slots = [self.outside(unit)[0] for unit in units]
+        roles, exports = self.roles(*units[:2]), self.exports(units)
+        assert roles is not None
         period = len(units[0])
         name = self.region_name(units)
         stars = [name if period == 1 else f"{name}[{index}]" for index in range(period)]
@@ -281,15 +278,18 @@ class _Folder:
                 names[first] = Ref(argument)
                 carries.append(Carry(argument, first, body[offset].results[index]))
                 self.types[argument] = self.types[first]
-        ops = []
-        for segment, star in zip(units[0], stars, strict=True):
+        ops: list[Op] = []
+        for segment, signature, star in zip(units[0], signatures, stars, strict=True):
+            own_ops = []
             for op in self.ops[segment.start : segment.stop]:
                 arguments = {
                     key: rename(value, lambda name: names.get(name, Ref(name))) for key, value in op.arguments.items()
                 }
                 module = star + op.module.removeprefix(segment.path)
                 key = star + op.key.removeprefix(segment.path)
-                ops.append(replace(op, arguments=arguments, module=module, key=key))
+                own_ops.append(replace(op, arguments=arguments, module=module, key=key))
+            self.share(segment, signature, own_ops, owned)
+            ops += own_ops
         return Region(
             name,
             tuple(tuple(segment.path for segment in unit) for unit in units),
@@ -298,3 +298,19 @@ class _Folder:
             owned,
             tuple(Export(body[offset].results[index], given) for (offset, index), given in exports.items()),
         )
+
+
+def _most_covering(counts: Mapping[int, Sequence[int]], low: int, high: int) -> list[tuple[int, int, int]]:
+    """Repeats (start, stop, period) among the entries [low, high), in order: the one that covers most, of equals the
+    one of the shortest period, then the first; and the same on both sides of it."""
+    covered = {
+        (start, period): period * min(own[start], (high - start) // period)
+        for period, own in counts.items()
+        for start in range(low, high)
+        if own[start] > 1 and high - start >= 2 * period
+    }
+    if not covered:
+        return []
+    start, period = min(covered, key=lambda each: (-covered[each], each[1], each[0]))
+    stop = start + covered[start, period]
+    return [*_most_covering(counts, low, start), (start, stop, period), *_most_covering(counts, stop, high)]

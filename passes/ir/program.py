@@ -294,13 +294,15 @@ class Folded:
     """A program whose repeated runs are folded into regions: `items` are ops and regions in order.
 
     `types` has the type of every tensor in `items`, those of the regions' bodies included; `flowing` are the names of
-    those that a gradient flows through.
+    those that a gradient flows through. Equal layers that are written several times share their decisions: `alike` maps
+    the keys of their ops, and the names of their parameters and buffers, to those of the first one.
     """
 
     program: Program
     items: tuple[Op | Region, ...]
     types: Mapping[str, TensorType]
     flowing: frozenset[str]
+    alike: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def regions(self) -> tuple[Region, ...]:

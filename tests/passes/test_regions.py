@@ -116,6 +116,69 @@ def test_a_different_block_breaks_the_run() -> None:
     assert [op.module for op in outside if op.kind == "linear"] == ["layers.2.up", "layers.2.down"]
 
 
+def _alternating(count: int, period: int) -> list[Block]:
+    """Layers of which the last of every `period` has a gate."""
+    return [Block(gate=index % period == period - 1) for index in range(count)]
+
+
+def test_the_period_that_covers_most_is_folded() -> None:
+    """A A B A A B A is two copies of three layers, and one layer that is left over; not three runs of equal layers."""
+    result = folded(*_alternating(7, 3))
+    assert [line for line in str(result).splitlines() if " own " not in line] == [
+        "region layers.* x 2",
+        "  carry %carry_0: x, then %add_2",
+        "  %linear = linear(%carry_0, layers.*[0].up.weight, layers.*[0].up.bias)",
+        "  %relu = relu(%linear)",
+        "  %linear_1 = linear(%relu, layers.*[0].down.weight, layers.*[0].down.bias)",
+        "  %add = add(%carry_0, %linear_1)",
+        "  %linear_2 = linear(%add, layers.*[1].up.weight, layers.*[1].up.bias)",
+        "  %relu_1 = relu(%linear_2)",
+        "  %linear_3 = linear(%relu_1, layers.*[1].down.weight, layers.*[1].down.bias)",
+        "  %add_1 = add(%add, %linear_3)",
+        "  %linear_4 = linear(%add_1, layers.*[2].up.weight, layers.*[2].up.bias)",
+        "  %relu_2 = relu(%linear_4)",
+        "  %tanh = tanh(%relu_2)",
+        "  %linear_5 = linear(%tanh, layers.*[2].down.weight, layers.*[2].down.bias)",
+        "  %add_2 = add(%add_1, %linear_5)",
+        "  export %add_2: %add_5",
+        "%linear_12 = linear(%add_5, layers.6.up.weight, layers.6.up.bias)",
+        "%relu_6 = relu(%linear_12)",
+        "%linear_13 = linear(%relu_6, layers.6.down.weight, layers.6.down.bias)",
+        "%add_6 = add(%add_5, %linear_13)",
+        "%sum = sum(%add_6)",
+    ]
+
+
+def test_the_shortest_of_the_periods_that_cover_as_much_is_folded() -> None:
+    """Six equal layers are six copies of one, and a layer before them does not change that."""
+    result = folded(Block(inner=9), *(Block() for _ in range(6)))
+    assert [(region.name, region.count) for region in result.regions] == [("layers.*", 6)]
+
+
+def test_equal_layers_decide_as_the_first() -> None:
+    """Ops and parameters of equal layers, in the copies' body and outside of it, are mapped to those of the first."""
+    alike = folded(*_alternating(7, 3)).alike
+    assert alike["layers.*[1]/relu"] == alike["layers.6/relu"] == "layers.*[0]/relu"
+    assert alike["layers.6.up.weight"] == "layers.*[0].up.weight"
+    assert not any("[2]" in name or "[0]" in name for name in alike)
+    assert {name.split(".")[1] for name in alike} == {"*[1]", "*[1]/relu", "*[1]/add", "6", "6/relu", "6/add"}
+
+
+def test_layers_of_different_lists_or_labels_decide_for_themselves() -> None:
+    """What is not one list, or has other constraints, is free to do something else."""
+    assert not folded(Pairs(2), Pairs(3)).alike
+    program = normalized(Stack(*_alternating(7, 3)), x=X)
+    alike = fold(program, lambda op: op.module.startswith("layers.6")).alike
+    assert {name.split(".")[1].partition("/")[0] for name in alike} == {"*[1]"}
+
+
+def test_the_number_of_ops_is_that_of_different_depths_with_equal_remainders() -> None:
+    """Ten more periods add nothing to the folded program, and nothing to decide."""
+    few, many = (folded(*_alternating(count, 6)) for count in (14, 74))
+    assert [op.kind for op in many.ops] == [op.kind for op in few.ops]
+    assert len(many.alike) == len(few.alike)
+
+
 def test_single_layers_and_different_ones_do_not_fold() -> None:
     """Nothing repeats, nothing folds."""
     assert not folded(Block()).regions
