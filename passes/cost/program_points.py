@@ -59,24 +59,22 @@ def live_fractions(
     is_over = np.array([[block is None] for block, *_ in rows])
     block, op = (np.array([[row[column] or 0] for row in rows]) for column in (0, 1))
     own, left, done = (np.array([[row[column]] for row in rows]) for column in (2, 3, 4))
-    columns = np.array([(item.block, item.first, item.last) for item in ranges], dtype=np.int64).reshape(-1, 3)
-    where, first, last = columns.T
-    here, later = ~is_over & (where == block), is_over | (where > block)
-    runs = here * own
-    gradient = later + here * done + runs * (op <= first)
-    by_phase = {
-        Phase.STEP: np.ones(1),
-        Phase.FORWARD: ~(here | later) + here * left + runs * (first <= op),
-        Phase.COPY: runs * ((first <= op) & (op <= last)),
-        Phase.PREVIOUS_COPY: runs * (done > 0),
-        Phase.NEXT_COPY: runs * (left > 0),
-        Phase.GRADIENT: gradient,
-        Phase.ACCUMULATED: gradient if configuration.micro_batches == 1 else np.ones(1),
-    }
-    live = np.zeros((len(points), len(ranges)))
-    for phase, values in by_phase.items():
-        own_ranges = np.array([item.phase is phase for item in ranges], dtype=bool)
-        live[:, own_ranges] = np.broadcast_to(values, live.shape)[:, own_ranges]
+    live = np.ones((len(points), len(ranges)))
+    for phase in Phase:
+        columns = [number for number, item in enumerate(ranges) if item.phase is phase]
+        if phase is Phase.STEP or not columns or (phase is Phase.ACCUMULATED and configuration.micro_batches > 1):
+            continue
+        where, first, last = np.array([(ranges[n].block, ranges[n].first, ranges[n].last) for n in columns]).T
+        here, later = ~is_over & (where == block), is_over | (where > block)
+        runs = here * own
+        if phase is Phase.FORWARD:
+            live[:, columns] = ~(here | later) + here * left + runs * (first <= op)
+        elif phase is Phase.COPY:
+            live[:, columns] = runs * ((first <= op) & (op <= last))
+        elif phase in (Phase.PREVIOUS_COPY, Phase.NEXT_COPY):
+            live[:, columns] = runs * ((done if phase is Phase.PREVIOUS_COPY else left) > 0)
+        else:
+            live[:, columns] = later + here * done + runs * (op <= first)
     return live
 
 
