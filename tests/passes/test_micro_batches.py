@@ -88,6 +88,33 @@ def test_sizes_are_those_of_a_micro_batch() -> None:
     assert "[16" not in text
 
 
+def test_parts_stand_where_the_whole_is_made() -> None:
+    """The part of a mask that layers read is made before all of them, so that the first one is as the others."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(2))
+
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            mask = torch.ones(8, 4)
+            for layer in self.layers:
+                x = layer(x) * mask
+            return {"loss": x.sum()}
+
+    found = micro_batches(_program(Model(), x=torch.randn(8, 4)), 2)
+    assert [line.split("  #")[0] for line in _lines(found.program)] == [
+        "input x: float32[4, 4]",
+        "%ones_part = ones(size=[4, 4], device=cpu)",
+        "%linear = linear(x, layers.0.weight)",
+        "%mul = mul(%linear, %ones_part)",
+        "%linear_1 = linear(%mul, layers.1.weight)",
+        "%mul_1 = mul(%linear_1, %ones_part)",
+        "%sum = sum(%mul_1)",
+        "output loss: %sum",
+    ]
+
+
 @pytest.mark.parametrize(
     ("shapes", "size"),
     [
