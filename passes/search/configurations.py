@@ -13,7 +13,7 @@ from passes.search.space import Space
 # The pipelines that may be chosen.
 PIPELINES = (Pipeline(),)
 
-# Regions whose levels of recompute are chosen one by one; where there are more, all get the same level.
+# Different regions whose levels of recompute are chosen one by one; where there are more, all get the same level.
 _CHOSEN_APART = 2
 
 
@@ -58,16 +58,21 @@ def configuration_text(configuration: Configuration) -> str:
 
 def chooses_recompute_apart(space: Space, folded: Folded) -> bool:
     """Whether all combinations of levels of recompute that `space` offers are among the configurations."""
-    return _is_recompute_given(space) or len(_repeated(folded)) <= _CHOSEN_APART
+    return _is_recompute_given(space) or len(set(_repeated(folded).values())) <= _CHOSEN_APART
 
 
 def _is_recompute_given(space: Space) -> bool:
     return space.recompute is not None or not space.trains
 
 
-def _repeated(folded: Folded) -> list[str]:
-    """The names of the regions of several copies."""
-    return [region.name for region in folded.regions if region.count > 1]
+def _repeated(folded: Folded) -> dict[str, str]:
+    """The name of each region, and of the first region with equal layers, whose level of recompute it shares."""
+    place = {op.key: region.name for region in folded.regions for op in region.ops}
+    found: dict[str, str] = {}
+    for region in folded.regions:
+        alike = (place.get(folded.alike.get(op.key, op.key)) for op in region.ops)
+        found[region.name] = next((found[name] for name in alike if name in found), region.name)
+    return found
 
 
 def _recompute_levels(space: Space, folded: Folded) -> Iterator[Mapping[str, str]]:
@@ -76,7 +81,9 @@ def _recompute_levels(space: Space, folded: Folded) -> Iterator[Mapping[str, str
         yield levels([region.name for region in folded.regions], space.recompute or {})
         return
     names = _repeated(folded)
-    if chooses_recompute_apart(space, folded):
-        yield from (dict(zip(names, each, strict=True)) for each in product(RECOMPUTE[::-1], repeat=len(names)))
-    else:
-        yield from (dict.fromkeys(names, level) for level in RECOMPUTE[::-1])
+    if not chooses_recompute_apart(space, folded):
+        names = dict.fromkeys(names, "")
+    apart = list(dict.fromkeys(names.values()))
+    for each in product(RECOMPUTE[::-1], repeat=len(apart)):
+        own = dict(zip(apart, each, strict=True))
+        yield {name: own[first] for name, first in names.items()}
