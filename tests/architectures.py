@@ -688,8 +688,8 @@ def _required() -> Iterator[Architecture]:
         "gemma3_text",
         "Gemma3ForCausalLM",
         text,
-        num_hidden_layers=4,
-        layer_types=["sliding_attention", "full_attention"] * 2,
+        num_hidden_layers=5,
+        layer_types=[*["sliding_attention", "full_attention"] * 2, "sliding_attention"],
     )
     yield _stock(
         "gemma3n_text",

@@ -79,9 +79,9 @@ class SavedBytes:
 @dataclass(frozen=True)
 class GroupBytes:
     """Bytes of a group: `sizes[i][a, b]` of a kind in live range `ranges[i]`, once for every layout b of its consumers,
-    where a is the layout of its producer. A saved tensor is in the range `source[a]` before a redistribution (None:
+    where a is the layout of its producer. A saved tensor is in the ranges `source[:, a]` before a redistribution (None:
     resident anyway), in those of `target` after it, and in those of `rerun`, besides the source, if the backward pass
-    gathers it again."""
+    gathers it again: in one range of each, or in those of several equal tensors."""
 
     kinds: Sequence[str]
     ranges: Integers
@@ -105,7 +105,7 @@ class GroupBytes:
 
     def saved(self, fractions: Floats) -> SavedBytes:
         """The bytes of the saved tensor when such `fractions` of all live ranges are live."""
-        source = np.zeros(1) if self.source is None else fractions[self.source]
+        source = np.zeros(1) if self.source is None else fractions[self.source].sum(axis=0)
         return SavedBytes(
             source * self.source_bytes,
             float(fractions[self.target].sum()) * self.target_bytes,
@@ -196,7 +196,8 @@ def _saved_allocations(group: GroupBytes, made: int, target: int, rerun: bool) -
     """A saved operand: before its redistribution, after it, or both."""
     same = group.same[made, target]
     if (same or rerun) and group.source is not None:
-        yield Allocation("saved", int(group.source[made]), group.source_bytes[made])
+        for number in group.source[:, made].tolist():
+            yield Allocation("saved", number, group.source_bytes[made])
     if not same:
         for number in (group.rerun if rerun else group.target).tolist():
             yield Allocation("saved", number, group.target_bytes[target])
@@ -253,7 +254,7 @@ def _group_bytes(
     found = [(kind, range, sizes) for kind, range, sizes in found if sizes.any()]
     sources = None
     if item.sources is not None:
-        sources = np.array([numbers[range] for range in item.sources])[uses.rerun.astype(np.int64)]
+        sources = np.array([numbers[range] for range in item.sources])[None, uses.rerun.astype(np.int64)]
     gathered_throughout = uses.group.parameter and configuration.gather_once
     return GroupBytes(
         [kind for kind, _, _ in found],

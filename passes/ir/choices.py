@@ -2,7 +2,7 @@
 it, `solve` solves it."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from passes.ir.configuration import Configuration
@@ -139,7 +139,7 @@ class Cover:
 class Problem:
     """All nodes, and the edges between them in groups. `blocks` names the blocks of the program, each of which runs
     `counts` times; `covers` is the computation of each that hides communication; `index` maps the key of a node to its
-    number."""
+    number. Nodes that are mapped to one key by `alike` take the same strategy, where they have the same strategies."""
 
     nodes: Sequence[Node]
     edges: Sequence[Edge]
@@ -148,6 +148,7 @@ class Problem:
     counts: Sequence[int]
     index: Mapping[str, int]
     covers: Sequence[Cover]
+    alike: Mapping[str, str] = field(default_factory=dict)
 
     def only(self, picks: Sequence[int]) -> "Problem":
         """The problem restricted to one strategy per node."""

@@ -97,7 +97,7 @@ def _misjudged_overlaps(
     """Inactive overlap terms that are assumed to be hidden but are exposed in a solution, or the other way round."""
     found = []
     for index, (overlap, part) in enumerate(zip(instance.arrays.overlaps, multipliers.overlaps, strict=True)):
-        excess = instance.arrays.excess(overlap, solution.picks, solution.regathered)
+        excess = instance.excess(overlap, solution)
         error = overlap.weight * (max(0.0, excess) - round(part) * excess)
         if index not in own.overlaps and error > 1e-9 * solution.seconds:
             found.append(index)

@@ -46,7 +46,8 @@ def split(instance: Instance, branch: Branch) -> tuple[Alive, Alive] | None:
     shares = np.array([part for _, part in parts])
     needs = np.array([_needs(instance, branch.multipliers, found) for found, _ in parts])
     for node in np.flatnonzero((needs.max(axis=0) - needs.min(axis=0)) > 0).tolist():
-        strategies, is_op = instance.problem.nodes[node].strategies, instance.problem.nodes[node].kind == "op"
+        first = instance.problem.nodes[instance.shared.nodes[node][0]]
+        strategies, is_op = first.strategies, first.kind == "op"
         mean = shares @ needs[:, node] / shares.sum()
         for axis in range(len(strategies[0].methods)):
             methods = [strategies[found.picks[node]].methods[axis] for found, _ in parts]
@@ -61,7 +62,7 @@ def split(instance: Instance, branch: Branch) -> tuple[Alive, Alive] | None:
     if best is None:
         return None
     node, axis, method = best
-    strategies = instance.problem.nodes[node].strategies
+    strategies = instance.problem.nodes[instance.shared.nodes[node][0]].strategies
     does: Flags = np.array([strategies[label].methods[axis] == method for label in branch.alive[node]])
     return {**branch.alive, node: branch.alive[node][does]}, {**branch.alive, node: branch.alive[node][~does]}
 

@@ -47,7 +47,7 @@ def _least_at_all(instance: Instance) -> Floats:
             found += (fractions[:, size.ranges] @ size.sizes).min(axis=1)
     for group, saving in zip(instance.bytes.groups, instance.bytes.saved, strict=True):
         if saving and group.source is not None:
-            source = (fractions[:, group.source] * group.source_bytes).min(axis=1)
+            source = (fractions[:, group.source].sum(axis=1) * group.source_bytes).min(axis=1)
             found += np.minimum(source, fractions[:, group.target].sum(axis=1) * group.target_bytes.min())
     return found
 

@@ -12,13 +12,14 @@ from passes.ir.arrays import Floats, Integers
 from passes.ir.choices import Problem, Solution
 from passes.ir.configuration import Configuration
 from passes.ir.layout import Layout
-from passes.solve.arrays import Arrays
+from passes.solve.arrays import Arrays, Overlap
 from passes.solve.dominance import undominated
 from passes.solve.elimination.variables import eliminate
 from passes.solve.lagrangian.cutting_planes import Cut
 from passes.solve.lagrangian.relaxation import Multipliers, Slack, cheaper_reruns, relaxed
 from passes.solve.limits import InfeasibleProgramError, Limits
 from passes.solve.optimum import a_little_more, least_with, network_of, optimum, tie_break_total
+from passes.solve.shared_decisions import SharedDecisions
 
 # Of every node the strategies that may be chosen, in order.
 Alive = Mapping[int, Integers]
@@ -27,13 +28,19 @@ Regathered = frozenset[tuple[int, Layout]]
 
 @dataclass(frozen=True)
 class Instance:
-    """A problem whose choices must keep within the limits at all program points. `points` are those (by number) at
-    which some choice did not; `counted` caches the bytes of choices."""
+    """A problem whose choices must keep within the limits at all program points.
+
+    `arrays` and `bytes` are those of its decisions (`shared`), which nodes with equal layers share; `every` has the
+    bytes of all nodes. `points` are those (by number) at which some choice did not fit; `counted` caches the bytes of
+    choices.
+    """
 
     problem: Problem
     configuration: Configuration
     arrays: Arrays
     bytes: MemoryModel
+    every: MemoryModel
+    shared: SharedDecisions
     limits: Limits
     points: list[int] = field(default_factory=list)
     counted: dict[tuple[tuple[int, ...], Regathered], Floats] = field(default_factory=dict)
@@ -47,15 +54,19 @@ class Instance:
         return undominated(self.arrays, self.bytes, alive)
 
     def solution(self, picks: Sequence[int], rerun: Regathered) -> Solution:
-        """A choice with its seconds."""
+        """A choice of all nodes, from that of decisions, with its seconds."""
         seconds = self.arrays.value(picks, rerun)
-        return Solution(tuple(picks), rerun, seconds, seconds, self.configuration)
+        return Solution(*self.shared.expanded(picks, rerun), seconds, seconds, self.configuration)
+
+    def excess(self, overlap: Overlap, solution: Solution) -> float:
+        """Seconds by which the traffic of `overlap` exceeds the computation in a choice."""
+        return self.arrays.excess(overlap, *self.shared.reduced(solution.picks, solution.regathered))
 
     def totals(self, picks: tuple[int, ...], rerun: Regathered) -> Floats:
         """The bytes of a choice at every program point."""
         key = picks, rerun
         if key not in self.counted:
-            self.counted[key] = self.bytes.totals(self.bytes.allocations(picks, rerun))
+            self.counted[key] = self.every.totals(self.every.allocations(picks, rerun))
         return self.counted[key]
 
     def peak(self, solution: Solution) -> float:
@@ -66,8 +77,8 @@ class Instance:
 
     def use(self, solution: Solution) -> MemoryUse:
         """The memory that a choice takes at its peak."""
-        allocations = self.bytes.allocations(solution.picks, solution.regathered)
-        return self.bytes.use(allocations, self.limits.optimizer_states)
+        allocations = self.every.allocations(solution.picks, solution.regathered)
+        return self.every.use(allocations, self.limits.optimizer_states)
 
     def relaxed(self, multipliers: Multipliers) -> Arrays:
         """The problem without limits at these multipliers."""
@@ -100,15 +111,15 @@ class Instance:
         beyond = self.constant(multipliers) + tie_break_total(found)
         best = optimum(found, cutoff + beyond, alive)
         solution = self.cheapest(best.picks, multipliers)
-        over = [self.arrays.excess(overlap, solution.picks, solution.regathered) for overlap in self.arrays.overlaps]
-        excess = [overlap.weight * size for overlap, size in zip(self.arrays.overlaps, over, strict=True)]
+        excess = [overlap.weight * self.excess(overlap, solution) for overlap in self.arrays.overlaps]
         seconds = solution.seconds - sum(max(0.0, size) for size in excess)
-        choice = Cut(solution.picks, solution.regathered, seconds, [], excess, best.bound - beyond, multipliers)
+        picks, rerun = self.shared.reduced(solution.picks, solution.regathered)
+        choice = Cut(picks, rerun, seconds, [], excess, best.bound - beyond, multipliers)
         return choice, solution, best.remaining
 
     def complete(self, found: Cut) -> None:
         """Add to a cut the bytes over the limit at points that were found after it."""
-        most = self.totals(found.picks, found.rerun)
+        most = self.totals(*self.shared.expanded(found.picks, found.rerun))
         over = [float(most[point]) - self.limits.memory for point in self.points[len(found.over) :]]
         # Differences that are rounding alone would trouble the linear program.
         found.over.extend(size if abs(size) > 1e-12 * self.limits.memory else 0.0 for size in over)

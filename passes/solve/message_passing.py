@@ -127,6 +127,8 @@ class MessagePassing:
         found: dict[tuple[int, int], Floats] = {}
         bound = self.bound
         for link, rest in zip(self.links, self.rest, strict=True):
+            if link.producer == link.consumer:
+                continue
             here = self.own[link.producer] - self.least[link.producer]
             there = self.own[link.consumer] - self.least[link.consumer]
             least = bound - rest + here[:, None] + there + link.rest[np.ix_(link.made, link.wanted)]

@@ -20,6 +20,7 @@ from passes.solve.instance import Instance
 from passes.solve.lagrangian.cutting_planes import Cut
 from passes.solve.lagrangian.dual_ascent import DualAscent
 from passes.solve.limits import Limits, infeasible, out_of_effort
+from passes.solve.shared_decisions import shared_decisions
 
 # Units of effort for closing a gap (`solve/effort`: about 30 s); what is not proven then is the gap of the plan.
 ALLOWANCE = 10_000.0
@@ -46,7 +47,9 @@ class Solver:
         self.uses = uses or find_uses(problem, costs or RedistributionCosts(cluster, configuration.mesh))
         sizes = memory_model(problem, configuration, [each.tensor for each in self.uses])
         found = arrays(problem, self.uses, configuration)
-        self.instance = Instance(problem, configuration, found, sizes, limits)
+        shared = shared_decisions(problem, found, sizes)
+        own = shared.arrays(found), shared.bytes(sizes)
+        self.instance = Instance(problem, configuration, *own, sizes, shared, limits)
         self.gap = Gap(self.instance)
         self.dual = DualAscent(self.gap)
         self.exact = ExactSearch(self.dual)
@@ -75,7 +78,8 @@ class Solver:
     @property
     def mixed(self) -> list[tuple[int, ...]]:
         """The strategies of the choices that the bound is a mixture of."""
-        return [] if self.root is None else [found.picks for found, part in self.root.mixture if part > NOTHING]
+        mixture = [] if self.root is None else self.root.mixture
+        return [self.instance.shared.expanded(found.picks, ())[0] for found, part in mixture if part > NOTHING]
 
     def begin(self, cutoff: float = np.inf) -> None:
         """Solve the problem without limits, which gives the first bound.

@@ -31,7 +31,7 @@ def planning_problem(folded: Folded, demands: PlacedConstraints, setting: Settin
     index = {node.key: number for number, node in enumerate(nodes)}
     edges, groups = connect(analysis, nodes, index, setting.reduce, setting.cluster.device.overlaps)
     counts, covers = _blocks(analysis, setting)
-    return Problem(nodes, edges, groups, analysis.blocks, counts, index, covers)
+    return Problem(nodes, edges, groups, analysis.blocks, counts, index, covers, folded.alike)
 
 
 def _blocks(analysis: Analysis, setting: Setting) -> tuple[list[int], list[Cover]]:

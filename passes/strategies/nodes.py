@@ -70,21 +70,19 @@ class Nodes:
     def ops(self) -> Iterator[Node]:
         """Ops have the strategies that their rules allow and that meet the constraints."""
         followed: dict[Constraint, set[str]] = {}
-        for position, placed in enumerate(self.analysis.placed):
-            strategies = self._strategies(position, placed, followed)
+        for placed in self.analysis.placed:
+            strategies = self._strategies(placed, followed)
             yield op_node(self.analysis, placed, strategies, self.sizes, self.setting.cluster)
         refuse_unfollowed(followed, self.setting.mesh)
 
-    def _strategies(
-        self, position: int, placed: Placed, followed: dict[Constraint, set[str]]
-    ) -> dict[Strategy, Choices]:
+    def _strategies(self, placed: Placed, followed: dict[Constraint, set[str]]) -> dict[Strategy, Choices]:
         """The strategies of one op, with their choices on every axis."""
         mesh, setting = self.setting.mesh, self.setting
         context = self.analysis.contexts[placed.op.key]
         if is_negligible(context, self.analysis.depends, setting.cluster.device):
             whole = (replicated(len(context.operands), len(context.results), R),) * len(mesh.sizes)
             return {combine(context, whole): whole}
-        found = op_strategies(context, self.splits.of_op(position), mesh, setting.allowed.get(placed.op.key))
+        found = op_strategies(context, self.splits.of_op(placed.op.key), mesh, setting.allowed.get(placed.op.key))
         met = meeting(context, list(found), self.demands, self.analysis.names, mesh, followed)
         return {strategy: found[strategy] for strategy in met}
 

@@ -15,16 +15,16 @@ from passes.strategies.constrained import demanded_splits
 
 @dataclass(frozen=True)
 class Splits:
-    """The splits that axes of `mesh` can make: for every size of axis except 1 the `digits` of each op, in order of the
-    ops, and the `placements` of each tensor by its name."""
+    """The splits that axes of `mesh` can make: for every size of axis except 1 the `digits` of each op by its key, and
+    the `placements` of each tensor by its name."""
 
     mesh: Mesh
-    digits: Mapping[int, Sequence[Sequence[Digit]]]
+    digits: Mapping[int, Mapping[str, Sequence[Digit]]]
     placements: Mapping[int, Mapping[str, Set[Placement]]]
 
-    def of_op(self, position: int) -> dict[int, Sequence[Digit]]:
+    def of_op(self, key: str) -> dict[int, Sequence[Digit]]:
         """The digits of one op by size of axis."""
-        return {size: found[position] for size, found in self.digits.items()}
+        return {size: found[key] for size, found in self.digits.items()}
 
     def layouts(
         self, name: str, shape: Shape, others: Sequence[Placement], allowed: AllowedMethods | None
@@ -44,15 +44,22 @@ class Splits:
 
 def find_splits(analysis: Analysis, demands: PlacedConstraints, mesh: Mesh) -> Splits:
     """All splits that ops have or constraints require, propagated. Tensors that a region carries or exports have the
-    same splits inside and outside."""
+    same splits inside and outside, and those of equal layers have the same."""
     same: list[tuple[str, ...]] = []
     for region in analysis.folded.regions:
         same += [(carry.argument, carry.initial, carry.next) for carry in region.carries]
         same += [(export.value, *(name for name in export.names if name)) for export in region.exports]
-    ops = [(placed.op, placed.rule) for placed in analysis.placed]
-    digits: dict[int, list[list[Digit]]] = {}
+    alike = analysis.folded.alike
+    first = {placed.op.key: placed for placed in analysis.placed if placed.op.key not in alike}
+    ops = [placed.op for placed in analysis.placed]
+    for op in (op for op in ops if op.key in alike):
+        other = first[alike[op.key]].op
+        same += zip((*other.operands, *other.results), (*op.operands, *op.results), strict=True)
+    digits: dict[int, dict[str, list[Digit]]] = {}
     placements: dict[int, dict[str, set[Placement]]] = {}
     for size in set(mesh.sizes) - {1}:
-        required = demanded_splits([op for op, _ in ops], demands, analysis.names, mesh, size)
-        digits[size], placements[size] = propagate(ops, same, required, size)
+        required = demanded_splits(ops, demands, analysis.names, mesh, size)
+        found, placements[size] = propagate([(item.op, item.rule) for item in first.values()], same, required, size)
+        own = dict(zip(first, found, strict=True))
+        digits[size] = {op.key: own[alike.get(op.key, op.key)] for op in ops}
     return Splits(mesh, digits, placements)

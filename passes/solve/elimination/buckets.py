@@ -118,7 +118,8 @@ class Buckets:
     def with_pair(self) -> dict[tuple[int, int], Floats]:
         """The least cost of all choices with each pair of labels of two nodes that share a cost; call `learn` first."""
         pairs = set(self.network.pairs)
-        pairs |= {(item.producer, consumer) for item in self.network.sharings for consumer, _ in item.consumers}
+        uses = ((item.producer, consumer) for item in self.network.sharings for consumer, _ in item.consumers)
+        pairs.update(use for use in uses if use[0] != use[1])
         found = {}
         for first, second in pairs:
             here, there = sorted((first, second), key=self.rank.__getitem__)
