@@ -105,7 +105,7 @@ def test_parts_stand_where_the_whole_is_made() -> None:
     found = micro_batches(_program(Model(), x=torch.randn(8, 4)), 2)
     assert [line.split("  #")[0] for line in _lines(found.program)] == [
         "input x: float32[4, 4]",
-        "%ones_part = ones(size=[4, 4], device=cpu)",
+        "%ones_part = ones(size=[4, 4], device=cpu, pin_memory=False)",
         "%linear = linear(x, layers.0.weight)",
         "%mul = mul(%linear, %ones_part)",
         "%linear_1 = linear(%mul, layers.1.weight)",

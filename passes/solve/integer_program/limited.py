@@ -62,6 +62,8 @@ def _add_shared(program: IntegerProgram, item: SharedAmounts, parts: list[Part])
 def _add_limits(program: IntegerProgram, instance: Instance, active: ActiveConstraints, parts: list[Part]) -> None:
     """Add rows that limit the bytes at each point, and that make exposed traffic cost its seconds."""
     model = program.model
+    if not parts:
+        return
     columns, amounts = (np.concatenate(each) for each in zip(*parts, strict=True))
     first = np.zeros(len(columns), dtype=np.int64)
     for number in range(1, 1 + len(active.points)):
