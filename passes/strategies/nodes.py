@@ -4,16 +4,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from passes.ir.choices import Node, Strategy
+from passes.ir.choices import Node
 from passes.ir.constraints import Constraint, PlacedConstraints
 from passes.ir.errors import ConstraintError
 from passes.ir.layout import I, Layout, Placement, R, is_dtensor
 from passes.ir.program import references
 from passes.rules.rule import replicated
-from passes.rules.strategies import Choices, combine, op_strategies
+from passes.rules.strategies import combine, op_strategies
 from passes.strategies.analysis import Analysis
 from passes.strategies.constrained import meeting, refuse_unfollowed
-from passes.strategies.operations import is_negligible, op_node
+from passes.strategies.operations import OpCosts, is_negligible, op_costs, op_node
 from passes.strategies.parameters import blocks_of_parameters, parameter_node
 from passes.strategies.places import Placed
 from passes.strategies.setting import Setting
@@ -70,21 +70,31 @@ class Nodes:
     def ops(self) -> Iterator[Node]:
         """Ops have the strategies that their rules allow and that meet the constraints."""
         followed: dict[Constraint, set[str]] = {}
+        first: dict[str, OpCosts] = {}
         for placed in self.analysis.placed:
-            strategies = self._strategies(placed, followed)
-            yield op_node(self.analysis, placed, strategies, self.sizes, self.setting.cluster)
+            key = self.analysis.folded.alike.get(placed.op.key, placed.op.key)
+            costs = self._costs(placed, first.get(key), followed)
+            first.setdefault(key, costs)
+            yield op_node(self.analysis, placed, costs)
         refuse_unfollowed(followed, self.setting.mesh)
 
-    def _strategies(self, placed: Placed, followed: dict[Constraint, set[str]]) -> dict[Strategy, Choices]:
-        """The strategies of one op, with their choices on every axis."""
-        mesh, setting = self.setting.mesh, self.setting
-        context = self.analysis.contexts[placed.op.key]
-        if is_negligible(context, self.analysis.depends, setting.cluster.device):
+    def _costs(self, placed: Placed, like: OpCosts | None, followed: dict[Constraint, set[str]]) -> OpCosts:
+        """The strategies of one op with their costs: those of the op `like` it in an equal layer, where these hold for
+        it."""
+        analysis, mesh, setting, key = self.analysis, self.setting.mesh, self.setting, placed.op.key
+        context, allowed = analysis.contexts[key], setting.allowed.get(key)
+        if is_negligible(context, analysis.depends, setting.cluster.device):
             whole = (replicated(len(context.operands), len(context.results), R),) * len(mesh.sizes)
-            return {combine(context, whole): whole}
-        found = op_strategies(context, self.splits.of_op(placed.op.key), mesh, setting.allowed.get(placed.op.key))
-        met = meeting(context, list(found), self.demands, self.analysis.names, mesh, followed)
-        return {strategy: found[strategy] for strategy in met}
+            return op_costs(analysis, placed, {combine(context, whole): whole}, self.sizes, setting.cluster)
+        if like is not None and not (
+            like.are_of(analysis, placed) and setting.allowed.get(like.context.op.key) == allowed
+        ):
+            like = None
+        found = like.strategies if like else op_strategies(context, self.splits.of_op(key), mesh, allowed)
+        met = meeting(context, list(found), self.demands, analysis.names, mesh, followed)
+        if like is not None and len(met) == len(found):
+            return like
+        return op_costs(analysis, placed, {strategy: found[strategy] for strategy in met}, self.sizes, setting.cluster)
 
     def parameters(self) -> Iterator[Node]:
         """Parameters can be stored in any layout that torch stores exactly, independent of the layouts in which ops use

@@ -1,12 +1,15 @@
 """Nodes of ops: the cost and memory of each of their strategies."""
 
 from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, replace
 from functools import cache, partial
 
 from passes.cost.cluster import Cluster, Device
-from passes.cost.price import OpPrices
+from passes.cost.fusion import Fused
+from passes.cost.price import OpPrices, OpSeconds
 from passes.cost.workspace import workspace
 from passes.ir.choices import Node, Strategy, StrategyBytes
+from passes.ir.rule import Saved
 from passes.rules.cheap import Cheap, is_cheap
 from passes.rules.strategies import Choices, OpContext
 from passes.strategies.analysis import Analysis
@@ -24,35 +27,75 @@ def is_negligible(context: OpContext, depends: Set[str], device: Device) -> bool
     return touched / device.bandwidth <= device.launch
 
 
-def op_node(
+@dataclass(frozen=True)
+class OpCosts:
+    """Costs of one run of an op under each of its `strategies`: `seconds`, bytes of `results`, of the `copies` that
+    autograd saves, and of the workspace of the backward pass (`transient`). They depend on the `context`, the `saved`
+    tensors, and those that are `fused`."""
+
+    context: OpContext
+    saved: Sequence[Saved]
+    fused: Fused | None
+    strategies: Mapping[Strategy, Choices]
+    seconds: Sequence[OpSeconds]
+    results: Sequence[float]
+    copies: Sequence[float]
+    transient: Sequence[float]
+
+    def are_of(self, analysis: Analysis, placed: Placed) -> bool:
+        """Whether these are the costs of `placed` too, an op that does the same in an equal layer."""
+        context = replace(self.context, op=placed.op)
+        return (context, self.saved, self.fused) == _basis(analysis, placed)
+
+
+def op_costs(
     analysis: Analysis, placed: Placed, strategies: Mapping[Strategy, Choices], sizes: Sizes, cluster: Cluster
-) -> Node:
-    """The node of an op with the given `strategies` and their choices on every axis."""
-    op, count = placed.op, placed.count
-    context, saved = analysis.contexts[op.key], analysis.saved[op.key]
-    prices = OpPrices(context, cluster, sizes.mesh, analysis.fused.get(op.results[0]))
-    seconds = [prices.seconds(choices, strategy) for strategy, choices in strategies.items()]
-    forms = [tuple(choice.form for choice in choices) for choices in strategies.values()]
-    results = [sizes.total(op.results, strategy.results) for strategy in strategies]
+) -> OpCosts:
+    """The costs of an op with the given `strategies` and their choices on every axis."""
+    op = placed.op
+    context, saved, fused = _basis(analysis, placed)
+    prices = OpPrices(context, cluster, sizes.mesh, fused)
     needs = [
         workspace(context, choices, strategy, sizes.mesh, cluster.device.type)
         for strategy, choices in strategies.items()
     ]
     copied = [item.index for item in saved if item.copy]
     copies = [sizes.total(op.operands, strategy.operands, copied) for strategy in strategies]
+    return OpCosts(
+        context,
+        saved,
+        fused,
+        strategies,
+        [prices.seconds(choices, strategy) for strategy, choices in strategies.items()],
+        [sizes.total(op.results, strategy.results) for strategy in strategies],
+        [size + kept for size, (kept, _) in zip(copies, needs, strict=True)],
+        [backward for _, backward in needs],
+    )
+
+
+def _basis(analysis: Analysis, placed: Placed) -> tuple[OpContext, Sequence[Saved], Fused | None]:
+    """All that the costs of an op depend on: its context, its saved tensors, and those that are fused."""
+    key = placed.op.key
+    return analysis.contexts[key], analysis.saved[key], analysis.fused.get(placed.op.results[0])
+
+
+def op_node(analysis: Analysis, placed: Placed, costs: OpCosts) -> Node:
+    """The node of an op with these costs."""
+    op, count = placed.op, placed.count
+    forms = [tuple(choice.form for choice in choices) for choices in costs.strategies.values()]
     return Node(
         op.key,
         "op",
         op.results[0],
         count,
         placed.block,
-        tuple(strategies),
-        tuple(count * sum(each) for each in seconds),
-        tuple(StrategyBytes(transient=backward) for _, backward in needs),
-        any(item.result for item in saved),
-        tuple(count * size for size in results),
-        tuple(count * (size + kept) for size, (kept, _) in zip(copies, needs, strict=True)),
-        tuple(count * (each.forward + each.forward_communication) for each in seconds),
+        tuple(costs.strategies),
+        tuple(count * sum(each) for each in costs.seconds),
+        tuple(StrategyBytes(transient=backward) for backward in costs.transient),
+        any(item.result for item in costs.saved),
+        tuple(count * size for size in costs.results),
+        tuple(count * size for size in costs.copies),
+        tuple(count * (each.forward + each.forward_communication) for each in costs.seconds),
         _light(analysis, placed, forms),
         analysis.cheap[op.key] is not Cheap.NEVER,
         is_viewing(placed, analysis.strided),
