@@ -177,7 +177,7 @@ def _planned_problem(
 def _memory(problem: Problem, solution: Solution) -> Number:
     """Bytes at the peak over all program points."""
     model, found = chosen_memory(problem, solution)
-    return largest_sum(model.fractions[:, [item.range for item in found]], [item.size for item in found])
+    return largest_sum(model.fractions.of([item.range for item in found]), [item.size for item in found])
 
 
 def _seconds(folded: Folded, space: Space, problem: Problem, solution: Solution) -> Number:

@@ -10,10 +10,9 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from passes.cost.live_ranges import GradientRanges, GroupRanges, NodeAllocation, is_saved, live_ranges, unsharded_bytes
-from passes.cost.program_points import LiveRange, Phase, ProgramPoint, live_fractions, program_points
+from passes.cost.program_points import LiveFractions, LiveRange, Phase, ProgramPoint, program_points
 from passes.cost.tensor_uses import TensorUses, find_tensor_uses
 from passes.ir.arrays import Flags, Floats, Integers
 from passes.ir.choices import Problem, Solution
@@ -125,12 +124,12 @@ class Allocation:
 @dataclass(frozen=True)
 class MemoryModel:
     """Bytes of all nodes and groups of a problem under a configuration, and their live ranges, of which
-    `fractions[point, range]` are live at each point. `saved[g]` are the uses of group g whose operand is saved, by
+    `fractions` are live at each point. `saved[g]` are the uses of group g whose operand is saved, by
     number."""
 
     points: Sequence[ProgramPoint]
     ranges: Sequence[LiveRange]
-    fractions: NDArray[np.float64]
+    fractions: LiveFractions
     nodes: Sequence[NodeBytes]
     groups: Sequence[GroupBytes]
     uses: Sequence[TensorUses]
@@ -138,14 +137,13 @@ class MemoryModel:
 
     def at(self, point: int) -> Floats:
         """The fraction of each live range that is live at a point."""
-        found: Floats = self.fractions[point]
+        found: Floats = self.fractions.at([point])[0]
         return found
 
     def blend(self, points: Sequence[int], weights: Sequence[float]) -> Floats:
         """The weighted sum of the fractions at some points; those beyond the last weight have none."""
         own = list(points[: len(weights)])
-        found: Floats = np.array(weights[: len(own)]) @ self.fractions[own] if own else np.zeros(len(self.ranges))
-        return found
+        return np.array(weights[: len(own)]) @ self.fractions.at(own) if own else np.zeros(len(self.ranges))
 
     def allocations(self, picks: Sequence[int], rerun: Set[tuple[int, Layout]]) -> list[Allocation]:
         """All allocations under the strategies `picks` if the backward pass repeats the redistributions `rerun` (group,
@@ -163,23 +161,23 @@ class MemoryModel:
                 found += _saved_allocations(group, made, target, (number, uses.targets[target]) in rerun)
         return found
 
-    def totals(self, allocations: Sequence[Allocation]) -> NDArray[np.float64]:
+    def totals(self, allocations: Sequence[Allocation]) -> Floats:
         """Bytes at each point."""
         sizes = np.zeros(len(self.ranges))
         for item in allocations:
             sizes[item.range] += item.size.value if isinstance(item.size, Figure) else item.size
-        result: NDArray[np.float64] = self.fractions @ sizes
-        return result
+        return self.fractions.totals(sizes)
 
     def use(self, allocations: Sequence[Allocation], states: int) -> MemoryUse:
         """The bytes at the peak; `states` is the number of tensors that the optimizer keeps per parameter."""
         point = int(self.totals(allocations).argmax())
+        fractions = self.at(point)
         live: dict[str, float] = {}
         optimizer: float = 0.0
         for item in allocations:
             if self.ranges[item.range].phase is Phase.ACCUMULATED:
                 optimizer += states * item.size
-            part = float(self.fractions[point, item.range])
+            part = float(fractions[item.range])
             if part:
                 live[item.kind] = live.get(item.kind, 0.0) + part * item.size
         return memory_by_kind(live, optimizer, self.points[point].name)
@@ -226,7 +224,7 @@ def memory_model(
     ]
     groups = [_group_bytes(own, item, numbers, configuration) for own, item in zip(uses, found.groups, strict=True)]
     return MemoryModel(
-        points, list(numbers), live_fractions(points, list(numbers), configuration), nodes, groups, uses, saved
+        points, list(numbers), LiveFractions(points, list(numbers), configuration), nodes, groups, uses, saved
     )
 
 

@@ -3,15 +3,18 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
+from passes.ir.arrays import Floats, Integers
 from passes.ir.choices import Problem
 from passes.ir.configuration import Configuration
 
 # Before all ops of a block, and after all of them.
 START, END = -1, 1 << 60
+# Places of a step as numbers: those of a block, the last one in it, and the block of the optimizer step.
+_BLOCK, _LAST, _OVER = 1 << 32, 1 << 30, -2
 
 
 class Phase(Enum):
@@ -51,31 +54,109 @@ class ProgramPoint:
     done: float = 0.0
 
 
-def live_fractions(
-    points: Sequence[ProgramPoint], ranges: Sequence[LiveRange], configuration: Configuration
-) -> NDArray[np.float64]:
-    """The fraction of all copies' allocations in each range that is live at each point: `[point, range]`."""
-    rows = [(point.block, point.op, point.own, point.left, point.done) for point in points]
-    is_over = np.array([[block is None] for block, *_ in rows])
-    block, op = (np.array([[row[column] or 0] for row in rows]) for column in (0, 1))
-    own, left, done = (np.array([[row[column]] for row in rows]) for column in (2, 3, 4))
-    live = np.ones((len(points), len(ranges)))
-    for phase in Phase:
-        columns = [number for number, item in enumerate(ranges) if item.phase is phase]
-        if phase is Phase.STEP or not columns or (phase is Phase.ACCUMULATED and configuration.micro_batches > 1):
-            continue
-        where, first, last = np.array([(ranges[n].block, ranges[n].first, ranges[n].last) for n in columns]).T
-        here, later = ~is_over & (where == block), is_over | (where > block)
+class LiveFractions:
+    """The fraction of all copies' allocations in each range that is live at each point.
+
+    A step has thousands of points and ranges, so fractions are computed where they are asked for, and `totals` by sums
+    over the ranges that begin or end before a point.
+    """
+
+    def __init__(
+        self, points: Sequence[ProgramPoint], ranges: Sequence[LiveRange], configuration: Configuration
+    ) -> None:
+        phases = list(Phase)
+        always = {Phase.STEP} | ({Phase.ACCUMULATED} if configuration.micro_batches > 1 else set())
+        self.phase = np.array([phases.index(Phase.STEP if item.phase in always else item.phase) for item in ranges])
+        spans = [(item.block, min(item.first, _LAST), min(item.last, _LAST)) for item in ranges]
+        self.where, self.first, last = np.array(spans, dtype=np.int64).reshape(-1, 3).T
+        # An empty range ends right before it begins.
+        self.last = np.maximum(last, self.first - 1)
+        # The optimizer step comes after the backward pass of all blocks, as if of one before the first.
+        places = [(_OVER if point.block is None else point.block, point.op) for point in points]
+        self.block, self.op = np.array(places, dtype=np.int64).T
+        self.own, self.left, self.done = np.array([(point.own, point.left, point.done) for point in points]).T
+
+    def __len__(self) -> int:
+        return len(self.block)
+
+    def at(self, points: Sequence[int]) -> Floats:
+        """The fractions of all ranges at some points: `[point, range]`."""
+        return self._part(np.array(points, dtype=np.int64), np.arange(len(self.phase)))
+
+    def of(self, ranges: Sequence[int] | Integers) -> Floats:
+        """The fractions of some ranges at all points: `[point, range]`."""
+        return self._part(np.arange(len(self)), np.asarray(ranges, dtype=np.int64))
+
+    def _part(self, points: Integers, ranges: Integers) -> Floats:
+        where, first, last = self.where[ranges], self.first[ranges], self.last[ranges]
+        block, op = self.block[points, None], self.op[points, None]
+        own, left, done = (share[points, None] for share in (self.own, self.left, self.done))
+        here, later = where == block, where > block
         runs = here * own
-        if phase is Phase.FORWARD:
-            live[:, columns] = ~(here | later) + here * left + runs * (first <= op)
-        elif phase is Phase.COPY:
-            live[:, columns] = runs * ((first <= op) & (op <= last))
-        elif phase in (Phase.PREVIOUS_COPY, Phase.NEXT_COPY):
-            live[:, columns] = runs * ((done if phase is Phase.PREVIOUS_COPY else left) > 0)
-        else:
-            live[:, columns] = later + here * done + runs * (op <= first)
-    return live
+        gradient = later + here * done + runs * (op <= first)
+        by_phase = {
+            Phase.STEP: np.ones(1),
+            Phase.FORWARD: ~(here | later) + here * left + runs * (first <= op),
+            Phase.COPY: runs * ((first <= op) & (op <= last)),
+            Phase.PREVIOUS_COPY: runs * (done > 0),
+            Phase.NEXT_COPY: runs * (left > 0),
+            Phase.GRADIENT: gradient,
+            Phase.ACCUMULATED: gradient,
+        }
+        found: Floats = np.choose(self.phase[ranges], [by_phase[phase] for phase in Phase])
+        return found
+
+    def totals(self, sizes: Floats) -> Floats:
+        """The bytes at each point, from those of each range."""
+        start, stop, reached, before, ended = self._counts
+        own, left, done = self.own, self.left, self.done
+
+        def sums(phase: Phase, order: Integers) -> Floats:
+            """The bytes of the first ranges in `order`, by their number."""
+            of_phase = np.where(self.phase == list(Phase).index(phase), sizes, 0.0)
+            return np.concatenate([np.zeros(1), np.cumsum(of_phase[order])])
+
+        total = np.full(len(self), sums(Phase.STEP, self._by_first)[-1])
+        forward, copy, copy_end = (
+            sums(phase, order)
+            for phase, order in (
+                (Phase.FORWARD, self._by_first), (Phase.COPY, self._by_first), (Phase.COPY, self._by_last)
+            )
+        )  # fmt: skip
+        total += forward[start] + left * (forward[stop] - forward[start]) + own * (forward[reached] - forward[start])
+        total += own * ((copy[reached] - copy[start]) - (copy_end[ended] - copy_end[start]))
+        for phase, runs in ((Phase.PREVIOUS_COPY, done > 0), (Phase.NEXT_COPY, left > 0)):
+            whole = sums(phase, self._by_first)
+            total += own * runs * (whole[stop] - whole[start])
+        for phase in (Phase.GRADIENT, Phase.ACCUMULATED):
+            gradient = sums(phase, self._by_first)
+            total += gradient[-1] - gradient[stop] + done * (gradient[stop] - gradient[start])
+            total += own * (gradient[stop] - gradient[before])
+        return total
+
+    @cached_property
+    def _by_first(self) -> Integers:
+        return np.lexsort((self.first, self.where))
+
+    @cached_property
+    def _by_last(self) -> Integers:
+        return np.lexsort((self.last, self.where))
+
+    @cached_property
+    def _counts(self) -> tuple[Integers, Integers, Integers, Integers, Integers]:
+        """For each point the number of ranges in blocks before its own, and with those of its own; of ranges up to
+        those that begin with its op, before those, and of those that end before it."""
+        here = self.block * _BLOCK + self.op
+        blocks = self.where[self._by_first]
+        first = (self.where * _BLOCK + self.first)[self._by_first]
+        last = (self.where * _BLOCK + self.last)[self._by_last]
+        return (
+            np.searchsorted(blocks, self.block, "left"),
+            np.searchsorted(blocks, self.block, "right"),
+            np.searchsorted(first, here, "right"),
+            np.searchsorted(first, here, "left"),
+            np.searchsorted(last, here, "left"),
+        )
 
 
 def program_points(problem: Problem) -> list[ProgramPoint]:

@@ -44,11 +44,12 @@ def _least_at_all(instance: Instance) -> Floats:
     found = np.zeros(len(fractions))
     for size in instance.bytes.nodes:
         if len(size.ranges):
-            found += (fractions[:, size.ranges] @ size.sizes).min(axis=1)
+            found += (fractions.of(size.ranges) @ size.sizes).min(axis=1)
     for group, saving in zip(instance.bytes.groups, instance.bytes.saved, strict=True):
         if saving and group.source is not None:
-            source = (fractions[:, group.source].sum(axis=1) * group.source_bytes).min(axis=1)
-            found += np.minimum(source, fractions[:, group.target].sum(axis=1) * group.target_bytes.min())
+            live = sum(fractions.of(source) for source in group.source)
+            target = fractions.of(group.target).sum(axis=1) * group.target_bytes.min()
+            found += np.minimum((live * group.source_bytes).min(axis=1), target)
     return found
 
 

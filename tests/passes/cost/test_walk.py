@@ -1,8 +1,10 @@
 """Seconds and bytes of whole programs."""
 
 import contextlib
+import random
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -11,7 +13,7 @@ from passes.capture import Tracing, capture
 from passes.constrain import constrain
 from passes.cost.cluster import CLUSTERS, Device
 from passes.cost.memory import chosen_memory, memory_use
-from passes.cost.program_points import LiveRange, Phase, ProgramPoint, live_fractions
+from passes.cost.program_points import END, START, LiveFractions, LiveRange, Phase, ProgramPoint
 from passes.cost.step import BlockSeconds, Seconds, compose, exposed
 from passes.cost.walk import Optimizer, walk
 from passes.ir.choices import Solution
@@ -25,6 +27,7 @@ from tests.passes.planning import STATES, Planning, planning
 MESH = mesh_of(a=2)
 DEVICE = Device("d", {"float32": 1e12}, 0.5, 80e9, 1e11, launch=1e-6, reserve=0.0)
 CLUSTER = replace(CLUSTERS["h100"], device=DEVICE, host=1e10)
+_SHARES = [(1.0, 0.0, 0.0), (0.25, 0.75, 0.0), (0.25, 0.5, 0.25), (0.25, 0.0, 0.75)]
 
 
 class Model(nn.Module):
@@ -97,17 +100,34 @@ def test_live_fractions_at_a_point() -> None:
         (Phase.ACCUMULATED, 2, 0, 0): 1.0,
         (Phase.ACCUMULATED, 0, 9, 0): 0.0,
     }
-    found = live_fractions([point], [LiveRange(*item) for item in expected], Configuration(MESH))
+    found = LiveFractions([point], [LiveRange(*item) for item in expected], Configuration(MESH)).at([0])
     assert dict(zip(expected, found[0].tolist(), strict=True)) == expected
-    assert live_fractions([point], [LiveRange(Phase.PREVIOUS_COPY, 2)], Configuration(MESH)) == 0.0
-    optimizer = live_fractions([ProgramPoint("")], [LiveRange(phase, 1) for phase in Phase], Configuration(MESH))
-    assert optimizer.tolist() == [[1.0, 0.0, 0.0, 0.0, 0.0, 1.0, 1.0]]
+    assert LiveFractions([point], [LiveRange(Phase.PREVIOUS_COPY, 2)], Configuration(MESH)).at([0]) == 0.0
+    optimizer = LiveFractions([ProgramPoint("")], [LiveRange(phase, 1) for phase in Phase], Configuration(MESH))
+    assert optimizer.at([0]).tolist() == [[1.0, 0.0, 0.0, 0.0, 0.0, 1.0, 1.0]]
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_totals_are_sums_of_all_that_is_live(count: int) -> None:
+    """Of random points and ranges, and of those from the start or to the end of a block."""
+    choose = random.Random(count)
+
+    def place() -> int:
+        return choose.choice([START, END, *range(8)])
+
+    points = [ProgramPoint("", choose.randrange(4), choose.randrange(-1, 8), *parts) for parts in _SHARES * 9]
+    spans = [(phase, choose.randrange(4), place(), place()) for phase in Phase for _ in range(30)]
+    live = LiveFractions([*points, ProgramPoint("")], [LiveRange(*span) for span in spans], Configuration(MESH, count))
+    sizes = np.array([choose.uniform(0, 1e9) for _ in spans])
+    every = live.at(range(len(live)))
+    assert live.totals(sizes) == pytest.approx(every @ sizes, rel=1e-12)
+    assert (live.of(np.arange(7, 99)) == every[:, 7:99]).all()
 
 
 def test_gradients_stay_from_one_micro_batch_to_the_next() -> None:
     """With several micro-batches all gradients are there at every moment."""
     point = ProgramPoint("", block=1, op=5)
-    assert live_fractions([point], [LiveRange(Phase.ACCUMULATED, 0, 9)], Configuration(MESH, 2)) == 1.0
+    assert LiveFractions([point], [LiveRange(Phase.ACCUMULATED, 0, 9)], Configuration(MESH, 2)).at([0]) == 1.0
 
 
 class Stack(nn.Module):
