@@ -39,6 +39,7 @@ def plan(
     discover: bool | None = None,
     micro_batches: int | None = None,
     recompute: Recompute | None = None,
+    zero: int | None = None,
     symbolic: bool | None = None,
     compiled: bool | None = None,
     outputs: str | None = None,
@@ -70,6 +71,7 @@ def parallelize(
     discover: bool | None = None,
     micro_batches: int | None = None,
     recompute: Recompute | None = None,
+    zero: int | None = None,
     symbolic: bool | None = None,
     compiled: bool | None = None,
     outputs: str | None = None,
@@ -91,24 +93,23 @@ def parallelize(
     - `precision`: an `autopar.Precision`, or the dtype to compute in; None leaves dtypes as the model has them.
     - `constraints`: `{pattern: {what: {axis: layout}}}`, which the plan must satisfy. A layout is text such as "S(0)",
       or a placement of `torch.distributed.tensor`.
-    - `plan`: a plan to replay instead of planning. It provides its objective, memory limit, optimizer, precision,
-      constraints and all decisions; other arguments must agree with it.
-    - `discover`: whether ops without a sharding rule are run on random shards, on the CPU, to find a rule. Such rules
-      are not proven; the plan names the ops. Without it these ops are computed whole on every device.
+    - `plan`: a plan to replay instead of planning. It has its own options and decisions; other arguments must agree.
+    - `discover`: whether ops without a sharding rule, which every device computes whole, are run on random shards, on
+      the CPU, to find a rule. Such rules are not proven; the plan names the ops.
     - `micro_batches`: the number of micro-batches of `forward_backward`; None lets the planner choose.
     - `recompute`: the ops that the backward pass recomputes instead of saving their results: "none", "selective" (all
-      but matrix products, attention and communication) or "full", for all repeated layers, or by the name of the region
-      as the plan prints it (or a pattern): `{"model.layers.*": "full"}`; None lets the planner choose.
+      but matrix products, attention and communication) or "full", for all repeated layers, or by pattern of regions,
+      `{"model.layers.*": "full"}`; None lets the planner choose.
+    - `zero`: the ZeRO stage, that is what is split over the axes that split the batch: optimizer states (1), also
+      gradients (2), also parameters, which are gathered in each pass (3); None lets the planner choose.
     - `symbolic`: whether the plan contains formulas of its costs, for `plan.memory_expression()`,
       `plan.step_time_expression()` and `plan.max_batch()`. They cost another trace of the model.
-    - `compiled`: whether torch compiles regions, which fuses chains of cheap ops into one kernel. Predicted time takes
-      this into account; predicted memory does not.
-    - `outputs`: "full" returns whole plain tensors, the same on every rank, for a loss or metrics outside of the model
-      that every rank computes alike; None and "planned" return each output as a `DTensor` in the plan's layout.
+    - `compiled`: whether torch compiles regions, which fuses chains of cheap ops. Predicted memory leaves this out.
+    - `outputs`: "full" returns whole plain tensors, the same on every rank, as a loss outside of the model needs them;
+      None and "planned" return each output as a `DTensor` in the plan's layout.
     - `loss`: a function of the model's output, called as `loss(output, **arguments)`, that returns a scalar. It is
-      traced and planned with the model, which makes a cross entropy in it run on the split vocabulary. The model's
-      forward gets the arguments in its signature, the loss those in its own; calls return a named tuple
-      `(loss, output)`. The loss may hold numbers and tensors, but no parameters.
+      traced and planned with the model, so that a cross entropy runs on the split vocabulary. Forward and loss get the
+      arguments in their signatures; calls return a named tuple `(loss, output)`. The loss may hold no parameters.
 
     Raises a subclass of `autopar.AutoparError`, on every rank alike.
     """

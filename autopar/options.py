@@ -38,6 +38,7 @@ class Options:
     discover: bool | None = None
     micro_batches: int | None = None
     recompute: Recompute | None = None
+    zero: int | None = None
     symbolic: bool | None = None
     compiled: bool | None = None
     outputs: str | None = None

@@ -141,7 +141,7 @@ def _plan_evaluation(
         stored=first.lowered.parameters,
         units=first.lowered.units,
     )
-    request = replace(request, objective="infer", micro_batches=None, recompute=None)
+    request = replace(request, objective="infer", micro_batches=None, recompute=None, zero=None)
     return plan_program(program, info, request, "infer", decisions, clock)
 
 
@@ -158,7 +158,7 @@ def _in_micro_batches(
             decisions = Decisions(configuration.for_evaluation(), strategies=same)
         read = {item.argument for item in micro.totals.inputs} | set(planned.source.constants)
         leaves = {leaf: value for leaf, value in input_leaves(info.inputs) if leaf in read}
-        summing = replace(request, objective="infer", micro_batches=None, recompute=None, constraints={})
+        summing = replace(request, objective="infer", micro_batches=None, recompute=None, zero=None, constraints={})
         totals = plan_program(micro.totals, replace(info, inputs=leaves), summing, totals_name(name), decisions, clock)
     made = None if totals is None else totals.source
     batch, outputs = batching(micro, planned.lowered, planned.source.outputs, made, configuration)

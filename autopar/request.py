@@ -9,7 +9,7 @@ from autopar.options import Options, Recompute, Settings, settings_of
 from autopar.profile import check_machine, known_cluster
 from passes.cost.cluster import CLUSTERS, Cluster, find_cluster
 from passes.cost.optimizers import OPTIMIZERS
-from passes.ir.configuration import RECOMPUTE
+from passes.ir.configuration import RECOMPUTE, ZERO_STAGES
 from passes.ir.decisions import Decisions
 from passes.ir.errors import ConstraintError, InputError, MeshError, PlanMismatchError
 from passes.ir.mesh import Mesh
@@ -26,8 +26,8 @@ class Request(Settings):
     """Everything that a plan depends on besides the model and its inputs: the settings, and the following.
 
     With `any_shape` the shape of the mesh is still to be found, and `mesh` says how many devices there are.
-    `memory_limit` is in bytes per device. `plan` is a plan to replay. `micro_batches` and `recompute` (by pattern of
-    regions) are None where the planner is to choose.
+    `memory_limit` is in bytes per device. `plan` is a plan to replay. `micro_batches`, `recompute` (by pattern of
+    regions) and `zero` are None where the planner is to choose.
     """
 
     mesh: Mesh
@@ -37,6 +37,7 @@ class Request(Settings):
     plan: Plan | None
     micro_batches: int | None
     recompute: Mapping[str, str] | None
+    zero: int | None
 
     @property
     def optimizer_states(self) -> int:
@@ -59,6 +60,7 @@ class Request(Settings):
             casts,
             self.outputs == "full",
             decisions,
+            self.zero,
         )
 
 
@@ -99,6 +101,7 @@ def make_request(mesh: MeshLike, options: Options, device_type: str | None = Non
         plan=options.plan,
         micro_batches=_micro_batches(options.micro_batches, chosen.objective),
         recompute=_recompute(options.recompute, chosen.objective),
+        zero=_zero(options.zero, chosen.objective),
     )
 
 
@@ -133,6 +136,20 @@ def _recompute(given: Recompute | None, objective: str) -> Mapping[str, str] | N
     if objective != "train" and any(level != "none" for level in levels.values()):
         raise InputError("recompute is given, but only training keeps anything for a backward pass: leave it out")
     return levels
+
+
+def _zero(stage: int | None, objective: str) -> int | None:
+    """The requested ZeRO stage.
+
+    Raises InputError for an invalid one.
+    """
+    if stage is None:
+        return None
+    if isinstance(stage, bool) or stage not in ZERO_STAGES:
+        raise InputError(f"zero is {stage!r}: it must be 1, 2, 3 or None")
+    if objective != "train":
+        raise InputError(f"zero is {stage}, but only training has gradients and optimizer states: leave it out")
+    return stage
 
 
 def read_mesh(mesh: MeshLike) -> Mesh:

@@ -9,6 +9,7 @@ from autopar.models.info import ModelInfo
 from autopar.plans.programs import PlannedProgram, totals_name
 from autopar.request import Request
 from autopar.runtime.calls.inputs import constant_text
+from passes.ir.configuration import zero_timing
 from passes.ir.decisions import Decisions
 from passes.ir.errors import PlanMismatchError
 from passes.ir.layout import format_layout, is_storable, parse_placement
@@ -133,7 +134,14 @@ def as_planned(request: Request, info: ModelInfo) -> Request:
             f"recompute={dict(request.recompute)} is asked for, but the plan was made with "
             f"recompute={dict(recompute)}: leave recompute out, or plan anew"
         )
-    return replace(request, micro_batches=planned.micro_batches, recompute=recompute)
+    timing = planned.gather_once, planned.reduce_once
+    if request.zero is not None and timing != zero_timing(request.zero, planned.micro_batches):
+        gathered, reduced = ("once" if once else "for each micro-batch" for once in timing)
+        raise PlanMismatchError(
+            f"zero={request.zero} is asked for, but the plan gathers parameters {gathered} and reduces gradients "
+            f"{reduced}: leave zero out, or plan anew"
+        )
+    return replace(request, micro_batches=planned.micro_batches, recompute=recompute, zero=None)
 
 
 def planned_decisions(plan: Plan | None, name: str) -> Decisions:

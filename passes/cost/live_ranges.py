@@ -102,6 +102,13 @@ def recompute_of(problem: Problem, configuration: Configuration, block: int) -> 
     return configuration.recompute.get(problem.blocks[block], "none")
 
 
+def is_made_again(problem: Problem, configuration: Configuration, group: EdgeGroup) -> bool:
+    """Whether the backward pass makes what a group reads again in any case: in copies that are fully recomputed, and
+    with ZeRO stage 3 the parameters of copies."""
+    full = recompute_of(problem, configuration, group.block) == "full"
+    return group.inside and (full or (group.parameter and configuration.zero == 3))
+
+
 def is_recomputed(node: Node, pick: int) -> bool:
     """Whether selective recompute recomputes strategy `pick` of a node."""
     return bool(node.light) and node.light[pick]
@@ -228,20 +235,20 @@ def _group(
     first, last = min(kept), max(kept)
     running = LiveRange(Phase.COPY, block, first, last)
     repeated = problem.counts[block] > 1
-    full = group.inside and recompute_of(problem, configuration, block) == "full"
+    again = is_made_again(problem, configuration, group)
     # A tensor that all copies read is live until the last of them has run backward.
     shared = repeated and group.count == 1
     target = LiveRange(Phase.FORWARD, block - 1) if shared else LiveRange(Phase.FORWARD, block, first)
     sources = target, target
     if node.block == block and not shared:
         sources = _made(problem, configuration, producer, first, max(last, made_first[producer]))
-    targets: tuple[LiveRange, ...] = (LiveRange(Phase.COPY, block, first) if full else target,)
+    targets: tuple[LiveRange, ...] = (LiveRange(Phase.COPY, block, first) if again else target,)
     rerun: tuple[LiveRange, ...] = (running,)
     gathered = None
     if group.parameter:
         # FSDP units gather a copy at once and prefetch the next one; outside of copies they gather op by op.
         there = (LiveRange(Phase.COPY, block), LiveRange(Phase.NEXT_COPY, block)) if repeated else (running,)
-        targets = there if full else (LiveRange(Phase.FORWARD, block) if repeated else target,)
+        targets = there if again else (LiveRange(Phase.FORWARD, block) if repeated else target,)
         rerun = there
         if group.gradient:
             gathered = _reduced(problem, block, positions[0])

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from passes.ir.mesh import Mesh
 
 RECOMPUTE = ("none", "selective", "full")
+ZERO_STAGES = (3, 2, 1)
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,9 @@ class Configuration:
       otherwise they are gathered in each.
     - `reduce_once`: gradients accumulate unsharded and are reduced after the last micro-batch; otherwise after each.
     - `pipeline`: the pipeline stages and their schedule.
+    - `zero`: the ZeRO stage that was asked for. Parameters are stored split over every axis that they are gathered on,
+      as far as they divide; with stage 3 those of regions are gathered again in each backward pass, even where there
+      is memory to keep them. None leaves both to the solver.
 
     `gather_once` and `reduce_once` are the ZeRO stage (Rajbhandari et al. 2020) of the communication across
     micro-batches: stage 3 is neither, stage 2 gathers once, stage 1 does both once. The layout in which a
@@ -41,14 +45,21 @@ class Configuration:
     gather_once: bool = False
     reduce_once: bool = False
     pipeline: Pipeline = field(default_factory=Pipeline)
+    zero: int | None = None
 
     @property
     def key(self) -> Hashable:
         """A key for comparisons: equal for equal configurations."""
         recompute = tuple(sorted(self.recompute.items()))
-        return self.mesh, self.micro_batches, recompute, self.gather_once, self.reduce_once, self.pipeline
+        once = self.gather_once, self.reduce_once
+        return self.mesh, self.micro_batches, recompute, once, self.pipeline, self.zero
 
     def for_evaluation(self) -> "Configuration":
         """The configuration of a program without a backward pass beside this one: the same mesh and pipeline, the whole
         batch at once."""
         return Configuration(self.mesh, pipeline=self.pipeline)
+
+
+def zero_timing(stage: int, micro_batches: int) -> tuple[bool, bool]:
+    """`gather_once` and `reduce_once` of a ZeRO stage: a single micro-batch is the last one, which reduces."""
+    return stage < 3, stage < 2 and micro_batches > 1

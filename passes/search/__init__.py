@@ -37,7 +37,7 @@ from passes.search.best_first import Progress, Unbounded, explore
 from passes.search.hints import with_hint
 from passes.search.programs import MicroBatchProgram, MicroBatchPrograms
 from passes.search.refinement import best_choice, covers_all
-from passes.search.restrict import planned_methods, planned_solution, regathered, restricted
+from passes.search.restrict import gathered_again, planned_methods, planned_solution, regathered, restricted
 from passes.search.space import Space
 from passes.search.subproblems import Choice, Subproblems, levels_key
 from passes.solve import solve
@@ -233,6 +233,8 @@ def _lowered(
     choices; None: that of the solution."""
     space, clock, folded = subproblems.space, subproblems.clock, program.folded
     configuration = solution.configuration
+    if configuration.zero == 3:
+        solution = replace(solution, regathered=solution.regathered | gathered_again(problem, solution))
     lowered = lower(folded, problem, solution, space.casts, clock, space.decisions.units)
     # The step of several stages takes what their schedule takes.
     seconds = walk(only_stage(lowered.stages), folded, space.cluster, space.optimizer, configuration)

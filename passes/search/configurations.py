@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from itertools import product
 
-from passes.ir.configuration import RECOMPUTE, Configuration, Pipeline
+from passes.ir.configuration import RECOMPUTE, ZERO_STAGES, Configuration, Pipeline, zero_timing
 from passes.ir.mesh import Mesh
 from passes.ir.program import Folded, Program
 from passes.lower.recompute import levels
@@ -28,9 +28,9 @@ def micro_batch_counts(space: Space, program: Program) -> Iterator[int]:
 
 def limited_configurations(space: Space, mesh: Mesh, count: int, folded: Folded) -> Iterator[Configuration]:
     """All configurations of `count` micro-batches on `mesh`, those that take least memory first; ZeRO stage 3, 2, 1."""
-    zero_stages = [(False, False)] if count == 1 else [(False, False), (True, False), (True, True)]
     for pipeline, recompute in product(PIPELINES, _recompute_levels(space, folded)):
-        yield from (Configuration(mesh, count, recompute, *once, pipeline) for once in zero_stages)
+        for stage in _zero_stages(space, count):
+            yield Configuration(mesh, count, recompute, *zero_timing(stage, count), pipeline, space.zero)
 
 
 def relaxed_configuration(space: Space, mesh: Mesh, count: int, folded: Folded) -> Configuration:
@@ -38,7 +38,15 @@ def relaxed_configuration(space: Space, mesh: Mesh, count: int, folded: Folded) 
     asked for, parameters gathered and gradients reduced once. Its step time without memory limit must be a lower
     bound on that of all `limited_configurations` of as many micro-batches, whatever their pipeline."""
     *_, recompute = _recompute_levels(space, folded)
-    return Configuration(mesh, count, recompute, count > 1, count > 1)
+    *_, stage = _zero_stages(space, count)
+    return Configuration(mesh, count, recompute, *zero_timing(stage, count), zero=space.zero)
+
+
+def _zero_stages(space: Space, count: int) -> tuple[int, ...]:
+    """The ZeRO stages that are offered for `count` micro-batches, those that take least memory first."""
+    if space.zero is not None:
+        return (space.zero,)
+    return ZERO_STAGES if count > 1 else ZERO_STAGES[:1]
 
 
 def is_monotone_in_micro_batches() -> bool:

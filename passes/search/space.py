@@ -24,7 +24,7 @@ class Space:
     - `memory_limit`: bytes per device.
     - `trains`: whether a backward pass is planned; `optimizer_states` is the number of tensors of its size that the
       optimizer keeps per trained parameter.
-    - `micro_batches`, `recompute` (levels by pattern of regions): None where they are to be chosen.
+    - `micro_batches`, `recompute` (levels by pattern of regions), `zero`: None where they are to be chosen.
     - `casts`: the dtypes that parameters are stored in and gradients are reduced in.
     - `full_outputs`: outputs are whole on every rank.
     - `decisions`: what is decided already.
@@ -42,6 +42,7 @@ class Space:
     casts: Casts = field(default_factory=Casts)
     full_outputs: bool = False
     decisions: Decisions = field(default_factory=Decisions)
+    zero: int | None = None
 
     @property
     def limits(self) -> Limits:

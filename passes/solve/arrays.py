@@ -7,15 +7,18 @@ from functools import lru_cache
 
 import numpy as np
 
-from passes.cost.live_ranges import is_saved, recompute_of
+from passes.cost.live_ranges import is_made_again, is_saved, recompute_of
 from passes.cost.redistributions import RedistributionCosts, RedistributionSeconds, TensorLayouts
 from passes.cost.step import exchanges, uncovered, windows
 from passes.cost.tensor_uses import TensorUses, find_tensor_uses
 from passes.ir.arrays import Flags, Floats, Integers
 from passes.ir.choices import EdgeGroup, Node, Problem
 from passes.ir.configuration import Configuration
-from passes.ir.layout import Layout
+from passes.ir.layout import Layout, R
 from passes.solve.effort import Effort
+
+# Seconds in place of those of a redistribution that is not allowed: above all steps, and still exact to a nanosecond.
+_FORBIDDEN = 1e6
 
 
 @dataclass(frozen=True)
@@ -168,7 +171,7 @@ def _overlaps(problem: Problem, configuration: Configuration, groups: Sequence[G
         if count == 1 or not any(group.gather.any() or group.reduce.any() for group in traffic):
             continue
         recompute, covers = recompute_of(problem, configuration, block), problem.covers[block]
-        full, others = recompute == "full", uncovered(count)[1]
+        full, others = recompute == "full" or configuration.zero == 3, uncovered(count)[1]
         for window in windows(configuration):
             cover = covers.again(recompute) if window.backward else covers.forward
             rerun, forced = window.regather and not full, window.regather and full
@@ -208,20 +211,22 @@ def _group(problem: Problem, uses: Uses, configuration: Configuration) -> GroupA
         EdgeArrays(edge.consumer, wanted, is_saved(problem, configuration, edge))
         for edge, wanted in zip(tensor.edges, tensor.wanted, strict=True)
     ]
-    full = group.inside and recompute_of(problem, configuration, group.block) == "full"
+    again = is_made_again(problem, configuration, group)
     none = np.zeros_like(forward)
     times = configuration.micro_batches
-    at_once = times * (forward * (1 + full) + backward)
+    at_once = times * (forward * (1 + again) + backward)
     if group.parameter:
         first = uncovered(problem.counts[group.block])[0]
         every = windows(configuration)
         regathers = first * sum(window.times for window in every if window.regather)
-        gathers = first * sum(window.times for window in every if window.gather) + regathers * full
+        gathers = first * sum(window.times for window in every if window.gather) + regathers * again
         reductions = first * sum(window.times for window in every if window.reduce)
         inline = uses.seconds.inline
         seconds = exchanges(configuration) * uses.seconds.exchange + gathers * forward + reductions * backward
         seconds = np.where(inline, at_once, seconds)
-        rerun = none if full else np.where(inline, times, regathers) * forward
+        if configuration.zero is not None and group.gradient:
+            seconds = seconds + _FORBIDDEN * _holds_whole(tensor)
+        rerun = none if again else np.where(inline, times, regathers) * forward
         gather, reduce = forward * ~inline, backward * ~inline
     else:
         rerun, seconds = times * forward, at_once
@@ -239,3 +244,22 @@ def _group(problem: Problem, uses: Uses, configuration: Configuration) -> GroupA
         gather,
         reduce,
     )
+
+
+def _holds_whole(tensor: TensorUses) -> Flags:
+    """The pairs of layouts whose parameter is held whole on an axis that it is read `R` on, though another of its
+    layouts splits that axis too."""
+    finer = [
+        [
+            any(
+                other[axis].kind == "S" and other[:axis] + other[axis + 1 :] == layout[:axis] + layout[axis + 1 :]
+                for other in tensor.sources
+            )
+            and placement.kind != "S"
+            for axis, placement in enumerate(layout)
+        ]
+        for layout in tensor.sources
+    ]
+    read = [[placement == R for placement in layout] for layout in tensor.targets]
+    found: Flags = (np.array(finer)[:, None] & np.array(read)).any(axis=2)
+    return found

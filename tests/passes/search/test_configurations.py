@@ -74,6 +74,21 @@ def test_configurations_of_micro_batches_are_stages_of_zero_too(asked: tuple[Spa
     assert len({configuration.key for configuration in configurations}) == len(configurations) == 9
 
 
+@pytest.mark.parametrize(
+    ("stage", "count", "timing"), [(3, 4, (False, False)), (1, 4, (True, True)), (1, 1, (True, False))]
+)
+def test_a_stage_of_zero_that_is_asked_for_is_the_only_one(
+    asked: tuple[Space, Program, Folded], stage: int, count: int, timing: tuple[bool, bool]
+) -> None:
+    """It is offered for a single micro-batch too, and the relaxed configuration has it."""
+    space, _, folded = asked
+    space = replace(space, zero=stage)
+    configurations = list(limited_configurations(space, space.mesh, count, folded))
+    assert len(configurations) == 3
+    for found in (*configurations, relaxed_configuration(space, space.mesh, count, folded)):
+        assert (found.gather_once, found.reduce_once, found.zero) == (*timing, stage)
+
+
 def test_what_is_asked_for_is_computed_again_without_limits_too(asked: tuple[Space, Program, Folded]) -> None:
     """Without limits nothing is computed again but what the request says."""
     space, _, folded = asked
