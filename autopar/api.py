@@ -98,8 +98,8 @@ def parallelize(
       the CPU, to find a rule. Such rules are not proven; the plan names the ops.
     - `micro_batches`: the number of micro-batches of `forward_backward`; None lets the planner choose.
     - `recompute`: the ops that the backward pass recomputes instead of saving their results: "none", "selective" (all
-      but matrix products, attention and communication) or "full", for all repeated layers, or by pattern of regions,
-      `{"model.layers.*": "full"}`; None lets the planner choose.
+      but matrix products, attention and communication), "ops" (also every second product) or "full", for all repeated
+      layers, or by pattern of regions, `{"model.layers.*": "full"}`; None lets the planner choose.
     - `zero`: the ZeRO stage, that is what is split over the axes that split the batch: optimizer states (1), also
       gradients (2), also parameters, which are gathered in each pass (3); None lets the planner choose.
     - `symbolic`: whether the plan contains formulas of its costs, for `plan.memory_expression()`,

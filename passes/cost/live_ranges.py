@@ -110,8 +110,8 @@ def is_made_again(problem: Problem, configuration: Configuration, group: EdgeGro
 
 
 def is_recomputed(node: Node, pick: int) -> bool:
-    """Whether selective recompute recomputes strategy `pick` of a node."""
-    return bool(node.light) and node.light[pick]
+    """Whether selective recompute, or that of "ops", recomputes strategy `pick` of a node."""
+    return node.second or (bool(node.light) and node.light[pick])
 
 
 def is_resident(problem: Problem, configuration: Configuration, producer: Node) -> bool:
@@ -125,7 +125,7 @@ def is_resident(problem: Problem, configuration: Configuration, producer: Node) 
 def is_saved(problem: Problem, configuration: Configuration, edge: Edge) -> bool:
     """Whether the operand of a use is a saved tensor."""
     group = problem.groups[edge.group]
-    return edge.saved or (edge.remade and recompute_of(problem, configuration, group.block) == "selective")
+    return edge.saved or recompute_of(problem, configuration, group.block) in edge.remade
 
 
 def unsharded_bytes(group: EdgeGroup, layout: Layout, configuration: Configuration) -> float:
@@ -144,7 +144,7 @@ def live_ranges(problem: Problem, configuration: Configuration) -> LiveRanges:
     readers: dict[int, list[Edge]] = {}
     for edge in problem.edges:
         readers.setdefault(edge.producer, []).append(edge)
-    made_first = _made_first(problem, readers)
+    made_first = _made_first(problem, configuration, readers)
     nodes = [
         _node(problem, configuration, index, readers.get(index, []), made_first) for index in range(len(problem.nodes))
     ]
@@ -156,16 +156,20 @@ def live_ranges(problem: Problem, configuration: Configuration) -> LiveRanges:
     return LiveRanges(nodes, groups, edges)
 
 
-def _made_first(problem: Problem, readers: Mapping[int, Sequence[Edge]]) -> dict[int, int]:
-    """The first op in the backward pass that reads a node's result, or a tensor that cheap ops recompute from it."""
+def _made_first(
+    problem: Problem, configuration: Configuration, readers: Mapping[int, Sequence[Edge]]
+) -> dict[int, int]:
+    """The first op in the backward pass that reads a node's result, or a tensor that ops recompute from it."""
     found: dict[int, int] = {}
     for index in range(len(problem.nodes) - 1, -1, -1):
         node = problem.nodes[index]
         found[index] = index
+        second = recompute_of(problem, configuration, node.block) == "ops"
         for edge in readers.get(index, []):
             reader = problem.nodes[edge.consumer]
             if reader.kind == "op" and reader.block == node.block and edge.consumer > index:
-                needed = found[edge.consumer] if reader.cheap else edge.consumer if edge.saved else index
+                again = reader.cheap or (second and reader.second)
+                needed = found[edge.consumer] if again else edge.consumer if edge.saved else index
                 found[index] = max(found[index], needed)
     return found
 
@@ -220,7 +224,7 @@ def _made(
     stays = LiveRange(Phase.FORWARD, node.block, first)
     if node.kind == "op" and recompute == "full":
         stays = LiveRange(Phase.COPY, node.block, first)
-    if node.kind == "op" and recompute == "selective":
+    if node.kind == "op" and (recompute == "ops" or (recompute == "selective" and not node.second)):
         return stays, LiveRange(Phase.COPY, node.block, first, last)
     return stays, stays
 

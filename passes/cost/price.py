@@ -18,7 +18,7 @@ from passes.ir.mesh import Mesh
 from passes.ir.program import Op, TensorType
 from passes.ir.rule import Rules
 from passes.rules import find_rule
-from passes.rules.cheap import is_cheap
+from passes.rules.cheap import is_cheap, second_products
 from passes.rules.rule import Choice, replicated
 from passes.rules.strategies import OpContext, op_context
 
@@ -250,13 +250,16 @@ def cover(
     `fused` are the ops that are fused with others, by their first result."""
     if not cluster.device.overlaps:
         return Cover()
-    forward = backward = light = 0.0
+    forward = backward = light = second = 0.0
+    rule = {op.key: find_rule(op, types, rules) for op in ops}
+    products = second_products((op, rule[op.key]) for op in ops)
     for op in ops:
         own, back = seconds_alone(op, types, flowing, rules, cluster, fused.get(op.results[0]) if op.results else None)
         forward, backward = forward + own, backward + back
-        light += own if is_cheap(op, find_rule(op, types, rules), False, ()) else 0.0
+        light += own if is_cheap(op, rule[op.key], False, ()) else 0.0
+        second += own if op.key in products else 0.0
     part = count / devices
-    return Cover(part * forward, part * backward, part * light)
+    return Cover(part * forward, part * backward, part * light, part * (light + second))
 
 
 def update_seconds(size: float, states: int, cluster: Cluster) -> float:

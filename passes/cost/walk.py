@@ -83,7 +83,7 @@ def _statement(
     assert choices is not None
     own = fused.get(op.results[0].partition("~")[0]) if op.results else None
     found = op_seconds(context, choices, statement.strategy, costs.cluster, costs.mesh, own)
-    repeated = float(recompute == "full" or (recompute == "selective" and statement.recomputed))
+    repeated = float(recompute == "full" or statement.recomputed)
     return BlockSeconds(
         forward_compute=found.forward,
         backward_compute=found.backward,

@@ -45,8 +45,9 @@ class Node:
     number of times that it occurs in a micro-batch, `block` the block of the program that it belongs to. `seconds` and
     `memory` are per strategy, for all copies together; of an op's seconds `forward` are those of the forward pass.
     `light` says for each strategy whether selective recompute recomputes it, `cheap` whether it recomputes any of the
-    op's strategies. `saves_result` says that autograd saves its result, of `results` bytes per strategy; `copies` are
-    the bytes of other tensors that autograd saves; `views` says that its result is a view of its operand.
+    op's strategies, `second` that recompute of "ops" recomputes all of them. `saves_result` says that autograd saves
+    its result, of `results` bytes per strategy; `copies` are the bytes of other tensors that autograd saves; `views`
+    says that its result is a view of its operand.
     """
 
     key: str
@@ -63,6 +64,7 @@ class Node:
     forward: tuple[float, ...] = ()
     light: tuple[bool, ...] = ()
     cheap: bool = False
+    second: bool = False
     views: bool = False
 
     def only(self, picks: Sequence[int]) -> "Node":
@@ -88,7 +90,7 @@ class Edge:
     """A use of a tensor: result `result` of node `producer` as operand `operand` of node `consumer`, `count` times.
 
     Edges of one `group` are in the same block of the program: they share one redistribution to each layout. `saved`
-    says that autograd saves the operand, `remade` that selective recompute recomputes saved tensors from it.
+    says that autograd saves the operand, `remade` at which levels of recompute saved tensors are recomputed from it.
     """
 
     producer: int
@@ -97,7 +99,7 @@ class Edge:
     operand: int
     group: int
     saved: bool
-    remade: bool = False
+    remade: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -124,15 +126,18 @@ class EdgeGroup:
 @dataclass(frozen=True)
 class Cover:
     """Seconds of computation of all copies of a region in one micro-batch, on one of all devices without redundant
-    computation: forward, backward, and the part of the forward pass that selective recompute runs again."""
+    computation: forward, backward, and the parts of the forward pass that selective recompute, and that of "ops", run
+    again."""
 
     forward: float = 0.0
     backward: float = 0.0
     light: float = 0.0
+    ops: float = 0.0
 
     def again(self, recompute: str) -> float:
         """The backward pass, with the part of the forward pass that it recomputes."""
-        return self.backward + {"none": 0.0, "selective": self.light, "full": self.forward}[recompute]
+        again = {"none": 0.0, "selective": self.light, "ops": self.ops, "full": self.forward}
+        return self.backward + again[recompute]
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from passes.ir.mesh import Mesh
 
-RECOMPUTE = ("none", "selective", "full")
+RECOMPUTE = ("none", "selective", "ops", "full")
 ZERO_STAGES = (3, 2, 1)
 
 
@@ -24,8 +24,8 @@ class Configuration:
 
     - `micro_batches`: the number of equal parts that the batch is processed in.
     - `recompute`: by name of region, the part of its forward pass that the backward pass recomputes: "none",
-      "selective" (everything but multiplications and collectives, whose results are saved) or "full" (everything: only
-      the inputs of a copy are saved).
+      "selective" (everything but multiplications and collectives, whose results are saved), "ops" (also every second
+      matrix product) or "full" (everything: only the inputs of a copy are saved).
     - `gather_once`: sharded parameters are gathered in the first micro-batch and stay gathered until the last;
       otherwise they are gathered in each.
     - `reduce_once`: gradients accumulate unsharded and are reduced after the last micro-batch; otherwise after each.

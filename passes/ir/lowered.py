@@ -125,8 +125,8 @@ class Loop:
     `initial` are the carried values for the first copy, `between` redistributes the results of one copy (names of the
     body) to the arguments of the next. `shared` are the values that all copies read. `exports` are values of the body
     and their names outside, for each copy that runs. `recompute` says the part that the backward pass recomputes:
-    nothing ("none"), the statements marked `recomputed` ("selective"), or every copy, of which only the inputs are
-    saved ("full").
+    nothing ("none"), the statements marked `recomputed` ("selective", "ops"), or every copy, of which only the inputs
+    are saved ("full").
     """
 
     region: Region

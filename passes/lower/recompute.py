@@ -3,6 +3,7 @@
 - "none": autograd saves all tensors that it needs.
 - "selective": cheap ops are recomputed: those without matrix products, collectives and random numbers. Results of
   products, attention and collectives are saved.
+- "ops": every second matrix product is recomputed too.
 - "full": only the inputs of a copy of the region are saved; the backward pass runs the copy once more, collectives
   included.
 """
@@ -16,7 +17,7 @@ from passes.ir.lowered import Body, Compute, Loop, Redistribution, Stage
 from passes.ir.program import Region
 from passes.ir.rule import Rules
 from passes.rules import find_rule
-from passes.rules.cheap import is_cheap, is_view, with_viewed
+from passes.rules.cheap import is_cheap, is_view, second_products, with_viewed
 
 
 def check_patterns(regions: Iterable[Region], asked: Iterable[str]) -> None:
@@ -52,12 +53,17 @@ def _matches(name: str, pattern: str) -> bool:
 
 def _marked(loop: Loop, level: str, rules: Rules) -> Loop:
     body = loop.body
-    if level == "selective":
+    if level in ("selective", "ops"):
         # The results of a copy and the tensors that they are views of: were these not saved, the last copy would be
         # recomputed from the first.
         saved = with_viewed(body.results, _views(body, rules))
+        ops = [item.whole for item in body.statements if isinstance(item, Compute)]
+        second = second_products((op, find_rule(op, body.types, rules)) for op in ops) if level == "ops" else set()
         marked = tuple(
-            replace(item, recomputed=item.op.results[0] not in saved and _is_cheap(item, body, rules))
+            replace(
+                item,
+                recomputed=item.op.results[0] not in saved and (item.op.key in second or _is_cheap(item, body, rules)),
+            )
             if isinstance(item, Compute)
             else item
             for item in body.statements

@@ -1,4 +1,4 @@
-"""Ops that are cheap to recompute in the backward pass, so that their results need not be saved."""
+"""Ops that the backward pass recomputes below full recompute: those that are cheap, and every second product."""
 
 from collections.abc import Collection, Iterable
 from enum import Enum
@@ -6,6 +6,8 @@ from enum import Enum
 from passes.ir.program import Op, draws
 from passes.ir.rule import Rule
 from passes.rules.local_forms import LOCAL_FORMS
+
+_ATTENTION = "scaled_dot_product_attention"
 
 
 def is_view(rule: Rule | None, copies: bool) -> bool:
@@ -47,3 +49,18 @@ def is_cheap(op: Op, rule: Rule | None, copies: bool, forms: Collection[str]) ->
     calls = op.kind == "autograd_function"
     alone = len(op.results) == 1 and bool(op.operands)
     return alone and not (sends or calls or draws(op))
+
+
+def second_products(ops: Iterable[tuple[Op, Rule | None]]) -> set[str]:
+    """The keys of every second matrix product among the ops of a region, in their order: recompute of "ops" recomputes
+    these. Attention is none, nor is a product with a local form that sends.
+
+    torchtitan's selective checkpointing counts products so: of two in a row it keeps the first.
+    """
+    products = [op.key for op, rule in ops if rule is not None and _is_product(op, rule)]
+    return set(products[1::2])
+
+
+def _is_product(op: Op, rule: Rule) -> bool:
+    sends = any(LOCAL_FORMS[form].communicates for form in rule.local_forms if form)
+    return bool(rule.multiplications) and op.kind != _ATTENTION and len(op.results) == 1 and not (sends or draws(op))

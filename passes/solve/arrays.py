@@ -159,7 +159,8 @@ def _recompute(problem: Problem, node: Node, configuration: Configuration) -> Fl
     """Seconds of the forward pass that are recomputed in the backward pass of one micro-batch."""
     recompute = recompute_of(problem, configuration, node.block)
     if node.kind == "op" and recompute != "none":
-        return np.array(node.forward) * (np.array(node.light) if recompute == "selective" else 1.0)
+        every = recompute == "full" or (recompute == "ops" and node.second)
+        return np.array(node.forward) * (1.0 if every else np.array(node.light))
     return np.zeros(len(node.strategies))
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from passes.cost.fusion import Fused, joined
 from passes.ir.program import Folded, dependents
 from passes.ir.rule import Saved
-from passes.rules.cheap import Cheap, how_cheap
+from passes.rules.cheap import Cheap, how_cheap, second_products
 from passes.rules.strategies import OpContext, op_context
 from passes.rules.strides import strided
 from passes.strategies.places import Placed, place
@@ -31,8 +31,8 @@ class Analysis:
     a region's parameters and buffers to their names in the program (of the first copy), `exported` those of tensors
     that are used outside of a region to their names inside. `depends`, `strided` and `passed_on` are names of tensors
     (`dependents`, `strided` and `passed_on` say which). By keys of ops: their contexts (`contexts`), their saved
-    tensors (`saved`), and whether they are `cheap` to recompute. `fused` are ops that are compiled together with
-    others, by their first result.
+    tensors (`saved`), and whether they are `cheap` to recompute. `second` are the keys of the products that recompute
+    of "ops" recomputes, `fused` ops that are compiled together with others, by their first result.
     """
 
     folded: Folded
@@ -48,6 +48,7 @@ class Analysis:
     contexts: Mapping[str, OpContext]
     saved: Mapping[str, Sequence[Saved]]
     cheap: Mapping[str, Cheap]
+    second: Set[str]
     fused: Mapping[str, Fused]
 
     def inside(self, name: str) -> str:
@@ -90,6 +91,12 @@ def analyze(folded: Folded) -> Analysis:
             if item.op.results[0] in given
             else how_cheap(item.op, item.rule, contexts[item.op.key].copies)
             for item in placed
+        },
+        second={
+            key
+            for region in folded.regions
+            for key in second_products((item.op, item.rule) for item in placed if item.region is region)
+            if contexts[key].op.results[0] not in given
         },
         fused=joined(folded),
     )

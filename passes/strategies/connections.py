@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from passes.ir.choices import Edge, EdgeGroup, Node
+from passes.rules.cheap import Cheap
 from passes.strategies.analysis import Analysis
 from passes.strategies.saved import recompute_inputs, uses_viewed
 from passes.strategies.tensors import carry_key
@@ -59,12 +60,16 @@ class _Connections:
                 *(carry.argument for carry in region.carries),
             )
         }
+        again = {**analysis.cheap, **dict.fromkeys(analysis.second, Cheap.ALWAYS)}
         recomputed = {
-            use
-            for region in analysis.folded.regions
-            for use in recompute_inputs(
-                [placed for placed in analysis.placed if placed.region is region], analysis.saved, analysis.cheap
-            )
+            level: {
+                use
+                for region in analysis.folded.regions
+                for use in recompute_inputs(
+                    [placed for placed in analysis.placed if placed.region is region], analysis.saved, cheap
+                )
+            }
+            for level, cheap in (("selective", analysis.cheap), ("ops", again))
         }
         viewed = uses_viewed(analysis.placed, analysis.saved, analysis.strided)
         for placed in analysis.placed:
@@ -80,7 +85,8 @@ class _Connections:
                 else:
                     group = self._group(("outside", name), name, 1, block)
                 stays = slot in kept or (key, slot) in viewed
-                self._edge(name, consumer, slot, group, stays, (key, slot) in recomputed)
+                remade = frozenset(level for level, uses in recomputed.items() if (key, slot) in uses)
+                self._edge(name, consumer, slot, group, stays, remade)
 
     def carries(self) -> None:
         """The edges to carried tensors: the initial value for the first copy of a region, and the result of the
@@ -115,6 +121,8 @@ class _Connections:
             self.groups.append(EdgeGroup(name, type, count, block, flows, itemsize, parameter, strided, inside))
         return self.group_index[key]
 
-    def _edge(self, name: str, consumer: int, slot: int, group: int, saved: bool, recomputed: bool = False) -> None:
+    def _edge(
+        self, name: str, consumer: int, slot: int, group: int, saved: bool, remade: frozenset[str] = frozenset()
+    ) -> None:
         producer, result = self.producers[self.analysis.inside(name)]
-        self.edges.append(Edge(producer, result, consumer, slot, group, saved, recomputed))
+        self.edges.append(Edge(producer, result, consumer, slot, group, saved, remade))

@@ -98,6 +98,7 @@ def op_node(analysis: Analysis, placed: Placed, costs: OpCosts) -> Node:
         tuple(count * (each.forward + each.forward_communication) for each in costs.seconds),
         _light(analysis, placed, forms),
         analysis.cheap[op.key] is not Cheap.NEVER,
+        op.key in analysis.second,
         is_viewing(placed, analysis.strided),
     )
 

@@ -168,7 +168,7 @@ def _llama() -> nn.Module:
         ({"micro_batches": 2.0}, InputError, "micro_batches is 2.0"),
         ({"micro_batches": 3}, MicroBatchError, "a batch of 4 cannot be cut into 3"),
         ({"micro_batches": 2, "objective": "infer"}, InputError, "only training"),
-        ({"recompute": "all"}, InputError, "recompute is 'all': it must be one of none, selective, full"),
+        ({"recompute": "all"}, InputError, "recompute is 'all': it must be one of none, selective, ops, full"),
         ({"recompute": {"model.layers.*": 1}}, InputError, "recompute for 'model.layers.*' is 1"),
         ({"recompute": 3}, InputError, "recompute is 3"),
         ({"recompute": "full", "objective": "infer"}, InputError, "only training"),

@@ -73,6 +73,22 @@ def test_selective_marks_what_is_cheap() -> None:
     assert loop.recompute == "selective"
 
 
+def test_ops_mark_every_second_product() -> None:
+    """Of products in a row the second; attention and what the layer gives to the next stay."""
+    loop = _loop(_lowered())
+    (linear,) = (item for item in loop.body.statements if isinstance(item, Compute) and item.op.kind == "linear")
+    several = [replace(linear, whole=replace(linear.whole, key=name)) for name in "abcde"]
+    several = [replace(item, op=replace(item.op, key=item.whole.key)) for item in several]
+    body = replace(loop.body, statements=(*several, *loop.body.statements))
+    lowered = _lowered()
+    statements = tuple(replace(item, body=body) if item == loop else item for item in lowered.body.statements)
+    lowered = replace(lowered, body=replace(lowered.body, statements=statements))
+    for level, expected in (("selective", set()), ("ops", {"b", "d", linear.op.key})):
+        marked = _loop(recompute(lowered, {"layers.*": level})).body.statements
+        found = {item.op.key for item in marked if isinstance(item, Compute) and item.recomputed}
+        assert {key for key in found if key in "abcde" or key == linear.op.key} == expected
+
+
 def test_other_levels_mark_no_statement() -> None:
     """A region is run again as a whole, or not at all."""
     lowered = _lowered()

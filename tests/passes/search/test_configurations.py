@@ -56,6 +56,7 @@ def test_configurations_of_one_micro_batch_are_levels_of_recompute(asked: tuple[
     configurations = list(limited_configurations(space, space.mesh, 1, folded))
     assert [list(configuration.recompute.values()) for configuration in configurations] == [
         ["full"],
+        ["ops"],
         ["selective"],
         ["none"],
     ]
@@ -71,7 +72,7 @@ def test_configurations_of_micro_batches_are_stages_of_zero_too(asked: tuple[Spa
         (True, False),
         (True, True),
     ]
-    assert len({configuration.key for configuration in configurations}) == len(configurations) == 9
+    assert len({configuration.key for configuration in configurations}) == len(configurations) == 12
 
 
 @pytest.mark.parametrize(
@@ -84,7 +85,7 @@ def test_a_stage_of_zero_that_is_asked_for_is_the_only_one(
     space, _, folded = asked
     space = replace(space, zero=stage)
     configurations = list(limited_configurations(space, space.mesh, count, folded))
-    assert len(configurations) == 3
+    assert len(configurations) == 4
     for found in (*configurations, relaxed_configuration(space, space.mesh, count, folded)):
         assert (found.gather_once, found.reduce_once, found.zero) == (*timing, stage)
 
