@@ -63,6 +63,7 @@ def _add_limits(program: IntegerProgram, instance: Instance, active: ActiveConst
     """Add rows that limit the bytes at each point, and that make exposed traffic cost its seconds."""
     model = program.model
     if not parts:
+        # Nothing that is left to choose takes any of it.
         return
     columns, amounts = (np.concatenate(each) for each in zip(*parts, strict=True))
     first = np.zeros(len(columns), dtype=np.int64)
