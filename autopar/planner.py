@@ -64,15 +64,27 @@ def plan_model(model: nn.Module, info: ModelInfo, request: Request, *, both_mode
     """
     clock = Clock()
     request = as_planned(request, info)
+    return plan_captured(captured_model(model, info, request, clock, both_modes=both_modes), request, clock)
+
+
+def captured_model(
+    model: nn.Module, info: ModelInfo, request: Request, clock: Clock, *, both_modes: bool = False
+) -> CapturedModel:
+    """The programs of `model`, with that of evaluation if `both_modes` are asked for.
+
+    Raises CaptureError.
+    """
     program = traced(model, info, request, request.objective, clock)
     evaluation = traced_evaluation(model, info, request, program, clock) if both_modes else None
     sizes = traced_sizes(model, info, request, program, clock) if request.symbolic else None
-    captured = CapturedModel(info, program, evaluation, sizes)
-    return _plan_captured(captured, request, clock)
+    return CapturedModel(info, program, evaluation, sizes)
 
 
-def _plan_captured(captured: CapturedModel, request: Request, clock: Clock) -> PlannedModel:
-    """Plan the programs of a model."""
+def plan_captured(captured: CapturedModel, request: Request, clock: Clock) -> PlannedModel:
+    """Plan the programs of a model.
+
+    Raises ConstraintError, InfeasibleError or PlanMismatchError.
+    """
     info, program, objective = captured.info, captured.program, request.objective
     first = plan_program(program, info, request, objective, planned_decisions(request.plan, objective), clock)
     request = replace(request, mesh=first.mesh, any_shape=False)

@@ -41,7 +41,8 @@ class Family:
     """A stock class as the replay needs it: how to demand Megatron's splits of it.
 
     `gated` says that the MLP has three products. `rows` are the ops whose weights are split by rows, `layer` the module
-    of a layer, `norm` the one at its beginning, `scores` the op of attention where it is one.
+    of a layer, `norm` the one at its beginning, `scores` the op of attention where it is one, `table` the module of
+    token embeddings.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Family:
     layer: str
     norm: str
     scores: str
+    table: str
 
 
 _LLAMA_ROWS = ("*.self_attn.o_proj/linear", "*.mlp.down_proj/linear")
@@ -61,9 +63,10 @@ GPT = Family(
     layer="transformer.h.[0-9]",
     norm="*.ln_1",
     scores="*.attn/scaled_dot_product_attention",
+    table="transformer.wte",
 )
 LLAMA, MISTRAL, QWEN2, QWEN3 = (
-    Family(name, True, _LLAMA_ROWS, "model.layers.[0-9]", "*.input_layernorm", _LLAMA_SCORES)
+    Family(name, True, _LLAMA_ROWS, "model.layers.[0-9]", "*.input_layernorm", _LLAMA_SCORES, "model.embed_tokens")
     for name in ("llama", "mistral", "qwen2", "qwen3")
 )
 

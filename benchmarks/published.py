@@ -1,7 +1,9 @@
-"""Published training runs against the cost model: `python benchmarks/published.py [--json] [--data FILE] [--free]`.
+"""Published training runs against the product: `python benchmarks/published.py [--json] [--data FILE] [--free]`.
 
-Every run's plan is forced on the traced graph of its model, priced, and held against what was published. Records that
-cannot be replayed are listed with a reason. Needs no accelerator and no weights.
+Every run without pipeline and context axes is planned by the product at its full depth, its plan forced, and held
+against what was published: as it is, told what other software does differently, and told only what has a source of its
+own. The others are predicted by formulas on the product's prices, and not scored. Records that cannot be predicted are
+listed with a reason. Needs no accelerator and no weights.
 """
 
 import argparse
@@ -10,57 +12,81 @@ import logging
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.replay.clusters import cluster_of  # noqa: E402
-from benchmarks.replay.free import NOTABLE, Planned, is_plain, plan_freely  # noqa: E402
-from benchmarks.replay.predict import Replayed, forced_of, replay, waiting  # noqa: E402
+from benchmarks.replay.free import NOTABLE, Planned, plan_freely  # noqa: E402
+from benchmarks.replay.predict import Replayed, is_alone, is_planned, predict, replay  # noqa: E402
 from benchmarks.replay.reasons import Reason, SkippedError  # noqa: E402
-from benchmarks.replay.records import RecordsError, identity, read_records  # noqa: E402
-from benchmarks.replay.scores import Scores, repeated, score  # noqa: E402
+from benchmarks.replay.records import RecordsError, identity, read_records, read_run  # noqa: E402
+from benchmarks.replay.scores import repeated, score  # noqa: E402
+from benchmarks.replay.software import Knowledge  # noqa: E402
 from passes.ir.errors import AutoparError  # noqa: E402
 
 DATA = Path(__file__).parent / "data" / "training_runs.json"
 GIB = 1024**3
 
 
-def replay_all(
-    records: Sequence[Mapping[str, object]],
-) -> tuple[list[Replayed], list[tuple[str, SkippedError]]]:
-    """The runs that are predicted, and those that are skipped with the reason."""
-    found: list[Replayed] = []
+@dataclass(frozen=True)
+class Predictions:
+    """The records of a file: those that the product predicts, by what it is told; those that formulas predict; and
+    those that are left out, by name with the reason."""
+
+    scored: Mapping[Knowledge, Sequence[Replayed]]
+    unscored: Sequence[Replayed]
+    left: Sequence[tuple[str, SkippedError]]
+
+    @property
+    def count(self) -> int:
+        """The number of records."""
+        return len(self.scored[Knowledge.ALL]) + len(self.unscored) + len(self.left)
+
+
+def predict_all(records: Sequence[Mapping[str, object]]) -> Predictions:
+    """Predict all records that can be."""
+    scored: dict[Knowledge, list[Replayed]] = {knowledge: [] for knowledge in Knowledge}
+    unscored: list[Replayed] = []
     left: list[tuple[str, SkippedError]] = []
     for number, record in enumerate(records):
         name = identity(record, number)
         try:
-            found.append(replay(record, name))
+            if is_planned(read_run(record, name)):
+                for knowledge, item in predict(record, name).items():
+                    scored[knowledge].append(item)
+            else:
+                unscored.append(replay(record, name))
         except SkippedError as error:
             left.append((name, error))
         except (AutoparError, ArithmeticError) as error:
             left.append((name, SkippedError(Reason.TRACE, str(error))))
-    return found, left
+    return Predictions(scored, unscored, left)
 
 
 def plan_all(found: Sequence[Replayed]) -> list[Planned]:
-    """The fastest plans for the models and devices of runs without pipeline and context axes."""
-    planned = []
-    for item in found:
-        if is_plain(item.run):
-            key, cluster = cluster_of(item.run)
-            planned.append(plan_freely(item, forced_of(item.run, key)[0], waiting(item.run, cluster)))
-    return planned
+    """The fastest plans for the models and devices of the runs that the product predicts as they are."""
+    return [plan_freely(item) for item in found if not is_alone(item.run)]
 
 
-def as_json(found: Sequence[Replayed], left: Sequence[tuple[str, SkippedError]]) -> dict[str, object]:
+def as_json(found: Predictions) -> dict[str, object]:
     """Everything, as the data that `--json` prints. Errors are fractions, times seconds, memory bytes."""
-    scores = score(found)
     return {
-        "records": len(found) + len(left),
-        "predicted": [_row(item) for item in found],
-        "skipped": [{"id": name, "reason": error.reason.value, "detail": error.detail} for name, error in left],
+        **_scored(found, Knowledge.ALL),
+        Knowledge.NOTHING.value: _scored(found, Knowledge.NOTHING),
+        Knowledge.SOURCED.value: _scored(found, Knowledge.SOURCED),
+        "unscored": [_row(item) for item in found.unscored],
+    }
+
+
+def _scored(found: Predictions, knowledge: Knowledge) -> dict[str, object]:
+    items = found.scored[knowledge]
+    scores = score(items)
+    return {
+        "records": found.count,
+        "predicted": [_row(item) for item in items],
+        "skipped": [{"id": name, "reason": error.reason.value, "detail": error.detail} for name, error in found.left],
         "median_step_time_error": scores.median_step_time,
         "p90_step_time_error": scores.p90_step_time,
         "median_memory_error": scores.median_memory,
@@ -74,7 +100,7 @@ def _row(item: Replayed) -> dict[str, object]:
         "cluster": item.cluster,
         "step_time_s": item.seconds,
         "step_time_source": item.source or None,
-        "predicted_step_time_s": item.predicted.total,
+        "predicted_step_time_s": item.predicted,
         "error": item.error,
         "mfu": item.utilization,
         "predicted_mfu": item.predicted_utilization,
@@ -86,43 +112,64 @@ def _row(item: Replayed) -> dict[str, object]:
     }
 
 
-def _print(found: Sequence[Replayed], left: Sequence[tuple[str, SkippedError]]) -> None:
+def _print(found: Predictions) -> None:
     print(f"{'run':52}{'cluster':>13}{'step':>10}{'predicted':>10}{'error':>8}{'MFU':>6}{'pred.':>6}", end="")
     print(f"{'memory':>10}{'pred.':>10}{'error':>8}  step time")
-    for item in found:
-        print(
-            f"{item.run.id[:51]:52}{item.cluster:>13}{_seconds(item.seconds)}{_seconds(item.predicted.total)}", end=""
-        )
+    _rows(found.scored[Knowledge.ALL])
+    print("\npipeline or context axes, predicted by formulas on the product's prices, not scored:")
+    _rows(found.unscored)
+    print("\nleft out:")
+    for name, error in found.left:
+        print(f"{name[:51]:52}{error}")
+    print("\nleft out, by reason:")
+    for reason, count in Counter(error.reason for _, error in found.left).most_common():
+        print(f"{count:6}  {reason.value}")
+    _summary(found)
+
+
+def _rows(items: Sequence[Replayed]) -> None:
+    for item in items:
+        print(f"{item.run.id[:51]:52}{item.cluster:>13}{_seconds(item.seconds)}{_seconds(item.predicted)}", end="")
         print(f"{_percent(item.error, 8, sign=True)}{_percent(item.utilization, 6)}", end="")
         print(f"{_percent(item.predicted_utilization, 6)}{_memory(item.run.measured.memory)}", end="")
         print(f"{_memory(item.predicted_memory)}{_percent(item.memory_error, 8, sign=True)}  {item.source}")
-    print("\nleft out:")
-    for name, error in left:
-        print(f"{name[:51]:52}{error}")
-    print("\nleft out, by reason:")
-    for reason, count in Counter(error.reason for _, error in left).most_common():
-        print(f"{count:6}  {reason.value}")
-    _summary(found, left, score(found))
 
 
-def _summary(found: Sequence[Replayed], left: Sequence[object], scores: Scores) -> None:
-    print(f"\n{len(found) + len(left)} records, {len(found)} predicted, {len(left)} left out")
-    print(f"step time, median error        {_percent(scores.median_step_time, 8)}   (aim: 10%)")
-    print(f"step time, 90th percentile     {_percent(scores.p90_step_time, 8)}   (aim: 20%)")
-    print(f"memory, median error           {_percent(scores.median_memory, 8)}   (aim: 10%)")
-    print("rank correlation (Spearman; aim: 0.8)")
-    for name, value in scores.spearman.items():
+_TITLES = {
+    Knowledge.NOTHING: "as it is",
+    Knowledge.SOURCED: "with facts that have a source of their own",
+    Knowledge.ALL: "with facts about other software",
+}
+
+
+def _summary(found: Predictions) -> None:
+    predicted = len(found.scored[Knowledge.ALL])
+    print(f"\n{found.count} records, {predicted} predicted, {len(found.unscored)} unscored, {len(found.left)} left out")
+    print(f"{'the product':44}{'steps':>7}{'median':>9}{'90%':>9}{'memories':>10}{'median':>9}")
+    for knowledge, title in _TITLES.items():
+        items = found.scored[knowledge]
+        scores = score(items)
+        steps, memories = (sum(value is not None for value in each) for each in zip(*_errors(items), strict=True))
+        print(f"{title:44}{steps:7}{_percent(scores.median_step_time, 9)}{_percent(scores.p90_step_time, 9)}", end="")
+        print(f"{memories:10}{_percent(scores.median_memory, 9)}")
+    items = found.scored[Knowledge.ALL]
+    print("rank correlation (Spearman)")
+    for name, value in score(items).spearman.items():
         print(f"  {name:40}{value:6.2f}")
     print("records that are equal but for what was measured: how far apart, and what correlation their means reach")
-    for name, (count, apart, value) in repeated(found).items():
+    for name, (count, apart, value) in repeated(items).items():
         print(f"  {name:40}{count:4} records{_percent(apart, 8)}{value:6.2f}")
 
 
+def _errors(items: Sequence[Replayed]) -> list[tuple[float | None, float | None]]:
+    return [(None, None), *((item.error, item.memory_error) for item in items)]
+
+
 def _print_planned(planned: Sequence[Planned]) -> None:
-    print("\nplanned freely for the same devices (mesh, layouts, ZeRO stage, recompute)")
+    print("\nplanned freely for the same devices (mesh, layouts, micro-batches, ZeRO stage, recompute)")
     print(f"{'run':52}{'published plan':>15}{'free':>11}{'faster':>8}{'memory':>11}")
     for item in planned:
-        print(f"{item.run.id[:51]:52}{_seconds(item.published):>15}{_seconds(item.seconds):>11}", end="")
+        print(f"{item.id[:51]:52}{_seconds(item.published):>15}{_seconds(item.seconds):>11}", end="")
         print(f"{_percent(item.gain, 8)}{_memory(item.memory):>11}")
         if item.gain > NOTABLE:
             print(f"    {item.sentence()}")
@@ -146,7 +193,7 @@ def _percent(value: float | None, width: int, *, sign: bool = False) -> str:
 
 
 def main() -> None:
-    """Read the records, replay them and print."""
+    """Read the records, predict them and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", type=Path, default=DATA, help="a JSON list of records")
     parser.add_argument("--json", action="store_true", help="print data instead of tables")
@@ -157,13 +204,13 @@ def main() -> None:
         records = read_records(arguments.data)
     except RecordsError as error:
         raise SystemExit(f"RecordsError: {error}") from None
-    found, left = replay_all(records)
+    found = predict_all(records)
     if arguments.json:
-        print(json.dumps(as_json(found, left), indent=1))
+        print(json.dumps(as_json(found), indent=1))
     else:
-        _print(found, left)
+        _print(found)
         if arguments.free:
-            _print_planned(plan_all(found))
+            _print_planned(plan_all(found.scored[Knowledge.NOTHING]))
 
 
 if __name__ == "__main__":

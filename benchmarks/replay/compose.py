@@ -168,7 +168,7 @@ def step_time(run: Run, parts: Parts, cluster: Cluster, alone: bool) -> StepTime
     share = cluster.device.share(cluster.link(axis.mesh, axis.position))
     seconds = compose(blocks if hidden else [_uncovered(block) for block in blocks], configuration, 0.0, update, share)
     found = StepTime(
-        seconds.forward_compute + seconds.backward_compute + seconds.recompute + _besides(run, parts, cluster),
+        seconds.forward_compute + seconds.backward_compute + seconds.recompute + besides(run, parts, cluster),
         seconds.forward_communication + seconds.backward_communication,
         seconds.exposed_gathers + seconds.exposed_reductions,
         run.micro_batches * longest.exchange + _bubble(run, stages, longest, parts),
@@ -195,7 +195,7 @@ def update_bytes(run: Run, parameters: float) -> float:
     return update + times * kept * (HALF + 2 * width)
 
 
-def _besides(run: Run, parts: Parts, cluster: Cluster) -> float:
+def besides(run: Run, parts: Parts, cluster: Cluster) -> float:
     """Seconds of a step that software computes beside the ops of the stock class."""
     each = _rotating(run, cluster) + _adapting(run, cluster) + _masking(run, cluster)
     return run.micro_batches * (run.dimensions.layers * each + _ending(run, cluster)) + _dequantizing(

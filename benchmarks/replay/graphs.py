@@ -33,13 +33,12 @@ TENSOR, CONTEXT = "tp", "cp"
 
 @dataclass(frozen=True)
 class Split:
-    """The split of one micro-batch over the devices that share it; without `forced` the solver chooses layouts."""
+    """The split of one micro-batch over the devices that share it."""
 
     context: int
     tensor: int
     sequence_parallel: bool
     context_method: str
-    forced: bool = True
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,8 +86,6 @@ def demands_of(graph: Graph, split: Split) -> Constraints:
     the sequence or whole. What stands between follows, and the solver fills it in."""
     found: dict[str, dict[str, dict[str, str]]] = {}
     between: dict[str, str] = {}
-    if not split.forced:
-        return found
     if split.tensor > 1:
         for row in graph.family.rows:
             found[row] = {"method": {TENSOR: "in"}}

@@ -42,18 +42,24 @@ class Memory:
         return self.states + self.gathered + self.kept + self.working + self.reserve
 
 
-def peak_memory(run: Run, forced: Forced, reserve: float, alone: bool) -> Memory:
-    """The peak of the fullest stage; `reserve` is counted where what was measured has it: whatever the driver says is
-    taken, rather than what torch has allocated. Then the allocator's cached blocks count, too, where the source says so
-    (nvidia-smi, or what torch has reserved)."""
+def outside(run: Run, reserve: float) -> float:
+    """The `reserve` where what was measured has it: whatever the driver says is taken, rather than what torch has
+    allocated."""
+    return reserve if "smi" in run.measured.memory_kind or run.measured.memory_kind == "GB as printed" else 0.0
+
+
+def peak_memory(run: Run, forced: Forced, reserve: float, *, cached: bool = True) -> Memory:
+    """The peak of the fullest stage, with the `reserve` where it was measured, and where the source says so
+    (nvidia-smi, or what torch has reserved) and they are to count, the allocator's cached blocks."""
     kept = kept_bytes(forced, run.software.compiled)
     layers = stage_layers(run.dimensions.layers, run.parallel.pipeline, run.software.fills)
-    outside = "smi" in run.measured.memory_kind or run.measured.memory_kind == "GB as printed"
-    stages = [_stage(run, forced, kept, number, layers, reserve if outside else 0.0) for number in range(len(layers))]
+    stages = [_stage(run, forced, kept, number, layers, outside(run, reserve)) for number in range(len(layers))]
     most = max(stages, key=lambda stage: stage.total)
-    if "smi" in run.measured.memory_kind or "reserved" in run.measured.memory_kind:
-        cached = (_RESERVED - 1) * (most.total - most.reserve)
-        return replace(most, reserve=most.reserve + cached)
+    if not cached:
+        return most
+    if "smi" in run.measured.memory_kind or "reserved" in run.measured.memory_kind or run.software.reserves:
+        held = (_RESERVED - 1) * (most.total - most.reserve)
+        return replace(most, reserve=most.reserve + held)
     return most
 
 
@@ -130,7 +136,8 @@ def _activations(run: Run, kept: Kept, layers: int, flying: float, last: bool) -
         outputs = flying * kept.entry / run.parallel.tensor if sent else 0.0
         return flying * layers * entry + outputs, whole + kept.working, loss
     if run.recompute == "ops":
-        return flying * layers * kept.selected, whole - kept.selected + kept.working, loss
+        selected = kept.selected - (0.0 if run.software.keeps_products else kept.entry)
+        return flying * layers * selected, whole - selected + kept.working, loss
     per_layer = whole - (kept.scores if run.recompute == "selective" else 0.0)
     return flying * layers * per_layer, kept.working, loss
 

@@ -17,6 +17,8 @@ class Reason(Enum):
     ADAPTERS = "adapters over frozen parameters, of unpublished rank and targets"
     PACKED = "short samples, packed: the lengths that attention sees are not published"
     EXPERTS = "tokens are dispatched to experts, which no rule splits yet"
+    OFFLOADED = "what layers keep lies in the host's memory, which no plan offers"
+    UNEVEN = "states are split unevenly, which no plan offers"
     MODEL = "no stock class has this model"
     FLOPS = "the FLOPs of the traced model differ by more than 1% from the record's"
     TRACE = "the model or its plan was refused by a pass"

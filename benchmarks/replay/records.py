@@ -8,7 +8,7 @@ from pathlib import Path
 
 from benchmarks.models import Dimensions
 from benchmarks.replay.reasons import Reason, SkippedError
-from benchmarks.replay.software import Software, find_row, find_software
+from benchmarks.replay.software import Knowledge, Software, as_known, find_row, find_software
 
 
 @dataclass(frozen=True)
@@ -111,8 +111,8 @@ def identity(record: Mapping[str, object], number: int) -> str:
     return str(record.get("id") or f"record {number}")
 
 
-def read_run(record: Mapping[str, object], name: str) -> Run:
-    """One record as a run.
+def read_run(record: Mapping[str, object], name: str, knowledge: Knowledge = Knowledge.ALL) -> Run:
+    """One record as a run, whose software is told as far as `knowledge` goes.
 
     Raises SkippedError where it cannot be replayed.
     """
@@ -126,7 +126,11 @@ def read_run(record: Mapping[str, object], name: str) -> Run:
     if not _HALF.match(precision):
         raise SkippedError(Reason.PRECISION, precision)
     software = find_software(str(record.get("source") or ""), precision, _text(record, "notes"))
-    software = find_row(software, _text(record, "cumulative_step"))
+    row = find_row(software, _text(record, "cumulative_step"))
+    asked = record.get("compile")
+    if isinstance(asked, bool):
+        row = replace(row, compiled=asked)
+    software = as_known(row, knowledge, asked is True or (bool(row.sample) and row.compiled))
     dimensions = _dimensions(model)
     task = f"{record.get('task')} {name}".lower()
     if "lora" in task and "qlora" not in task:
@@ -140,8 +144,6 @@ def read_run(record: Mapping[str, object], name: str) -> Run:
         _number(record, "global_batch", Reason.PLAN),
     )
     micro_batches = max(1, round(global_batch / (micro_batch * split.data)))
-    if record.get("compile") is False:
-        software = replace(software, compiled=False)
     repeats = 1
     if software.sample and (parts := _parts(dimensions.sequence, software.sample)) > 1:
         dimensions = replace(dimensions, sequence=dimensions.sequence // parts)

@@ -66,7 +66,7 @@ def score(found: Sequence[Replayed]) -> Scores:
         {
             name: spearman(
                 [_throughput(item, item.seconds or 0.0) for item in items],
-                [_throughput(item, item.predicted.total) for item in items],
+                [_throughput(item, item.predicted) for item in items],
             )
             for name, items in _sweeps(found).items()
         },

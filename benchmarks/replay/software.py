@@ -2,6 +2,19 @@
 
 import re
 from dataclasses import dataclass, replace
+from enum import Enum
+
+
+class Knowledge(Enum):
+    """How much of the software of a run a prediction is told.
+
+    `NOTHING`: it runs as the product does. `SOURCED`: all facts that have a source of their own. `ALL`: those too that
+    were chosen in a range that a source gives, or that have none (`UNSOURCED`).
+    """
+
+    NOTHING = "as_is"
+    SOURCED = "sourced_only"
+    ALL = "facts"
 
 
 @dataclass(frozen=True)
@@ -46,6 +59,8 @@ class Software:
     - `scales`: gradients are divided by the number of tokens once they are there.
     - `adapter`: rank of adapters on the matrices of frozen layers, but for that of keys; 0 where there are none.
     - `recompute`: what is computed again where a record does not say.
+    - `reserves`: the memory that it prints is what the allocator holds, rather than what it has given out.
+    - `keeps_products`: recompute of "ops" keeps the result of the last product of a layer too, which nothing reads.
     """
 
     flash: bool = True
@@ -84,12 +99,36 @@ class Software:
     coalesces: bool = True
     buckets: float = 0.0
     recompute: str = "none"
+    reserves: bool = False
+    keeps_products: bool = False
+
+
+# The software that the product runs as: eager torch with its own attention, gradients that come and go in float32, and
+# a loss as torch's cross entropy makes it.
+PRODUCT = Software(standing=False, loss_copies=3.5, placeholders=False, keeps_exchanged=False, compiled=False)
+
+# Facts without a source of their own: the middles of two ranges, and copies that were counted by hand.
+UNSOURCED = ("slower", "host", "loss_copies")
+
+# What a record's plan and model say rather than its software.
+_PLANNED = ("sequence_parallel", "dropout", "recompute", "reduced_bytes")
+
+
+def as_known(software: Software, knowledge: Knowledge, compiled: bool) -> Software:
+    """The part of `software` that a prediction is told; `compiled` says that the run asked torch to compile."""
+    if knowledge is Knowledge.ALL:
+        return software
+    if knowledge is Knowledge.SOURCED:
+        return replace(software, **{name: getattr(PRODUCT, name) for name in UNSOURCED})
+    kept = {name: getattr(software, name) for name in _PLANNED}
+    return replace(PRODUCT, compiled=compiled, **kept)
 
 
 _UNFUSED = Software(
     flash=False, sequence_parallel=False, overlaps=False, dropout=0.1, placeholders=False, keeps_exchanged=False
 )
-_TORCH = Software(standing=False, loss_copies=3.5, adds=True, placeholders=False, keeps_exchanged=False)
+_TORCH = replace(PRODUCT, adds=True)
+_TITAN = replace(_TORCH, recompute="ops", reserves=True, keeps_products=True)
 
 _BLOOM = replace(
     _UNFUSED,
@@ -136,9 +175,12 @@ _WRITTEN_OVER = 0.5
 # February 2022 made all 1 to 5% faster: the middle is taken for what was before. In bfloat16 it ran DeepSpeed's
 # BF16_Optimizer.
 #
-# Torchtitan compiles its loss since 2025. InternEvo's step casts gradients to float32 (`FSDPadaptOptimizer.step`,
-# `HybridZeroOptimizer._step`), and torch's AdamW, which it used unfused before torch 2.1, makes the root of the second
-# moments and what it divides by.
+# llm-foundry's layers run as they are written, on flash attention: its training scripts of 2023 compile nothing.
+# Torchtitan compiles where a record says so, and its loss since 2025. The memory that it prints is what the allocator
+# holds (`max_reserved_gib` in its metrics), and torch's selective checkpointing keeps what the policy says, needed or
+# not (`_CachingTorchDispatchMode` in torch/utils/checkpoint.py). InternEvo's step casts gradients to float32
+# (`FSDPadaptOptimizer.step`, `HybridZeroOptimizer._step`), and torch's AdamW, which it used unfused before torch 2.1,
+# makes the root of the second moments and what it divides by.
 _KNOWN: tuple[tuple[str, Software], ...] = (
     (r"chronicles-prequel.*2022-02-2[0-4]", replace(_BLOOM, slower=1.03)),
     (r"bigscience|BLOOM", _BLOOM),
@@ -161,8 +203,8 @@ _KNOWN: tuple[tuple[str, Software], ...] = (
     ),
     (r"SimuMax", Software(loss_copies=_WRITTEN_OVER)),
     (r"llm-foundry", _TORCH),
-    (r"torchtitan.*2024", replace(_TORCH, recompute="ops")),
-    (r"torchtitan", replace(_TORCH, recompute="ops", loss_copies=1.0)),
+    (r"torchtitan.*2024", _TITAN),
+    (r"torchtitan", replace(_TITAN, loss_copies=1.0)),
     (r"torchtune", _TUNE),
 )
 

@@ -12,17 +12,17 @@ import pytest
 
 from benchmarks.calibrate import FITTED, fit, named_runs
 from benchmarks.models import GPT, LLAMA, QWEN3, Dimensions, find_family
-from benchmarks.published import DATA, as_json, plan_all, replay_all
+from benchmarks.published import DATA, Predictions, as_json, plan_all, predict_all
 from benchmarks.replay.clusters import cluster_of, devices_per_card, network_bandwidth
 from benchmarks.replay.compose import UPDATE_BYTES, stage_layers, step_time, update_bytes
 from benchmarks.replay.flops import CONVENTIONS, formula
 from benchmarks.replay.graphs import TRACED, multiplications, trace
 from benchmarks.replay.parts import parameter_elements, parts_of
-from benchmarks.replay.predict import forced_of, replay
+from benchmarks.replay.predict import Replayed, forced_of, replay
 from benchmarks.replay.reasons import Reason, SkippedError
 from benchmarks.replay.records import RecordsError, read_records, read_run
-from benchmarks.replay.scores import percentile, ranks, repeated, spearman
-from benchmarks.replay.software import Software, find_row, find_software
+from benchmarks.replay.scores import percentile, ranks, repeated, score, spearman
+from benchmarks.replay.software import PRODUCT, Knowledge, Software, find_row, find_software
 from passes.cost.devices import TRAINING
 
 ROOT = Path(__file__).parents[2]
@@ -39,33 +39,63 @@ def records() -> dict[str, dict[str, object]]:
 
 
 def test_few_runs_are_predicted() -> None:
-    """One run each of a layer alone, FSDP, tensor parallelism with ZeRO-1, and a pipeline."""
-    found, left = replay_all([records()[name] for name in FEW])
-    assert not left
-    assert [item.run.id for item in found] == list(FEW)
-    for item in found:
-        assert item.error is not None
-        assert abs(item.error) < 0.2
-        assert abs(item.flops_apart) <= 0.011
-        if item.memory_error is not None:
-            assert abs(item.memory_error) < 0.1
-    planned = plan_all(found)
-    assert {item.run.id for item in planned} == {FEW[1], FEW[2]}
-    assert all(item.seconds <= item.published for item in planned)
-    assert all((item.chosen is None) == (item.gain == 0) for item in planned)
-    for item in planned:
-        chosen = item.chosen or item.run
-        assert chosen.parallel.devices == item.run.devices
-        assert chosen.micro_batch * chosen.micro_batches * chosen.parallel.data == item.run.global_batch
-    # What a tensor axis of two devices sends is not hidden, what two devices of a data axis send is.
-    (small,) = (item for item in planned if item.run.id == FEW[2])
-    assert any("8 x 1 (data x tensor) instead of 4 x 2" in change for change in small.changes)
-    assert small.sentence().startswith("4% faster with a mesh of 8 x 1")
+    """One run each of a layer alone, FSDP, and tensor parallelism with ZeRO-1, by the product; and a pipeline."""
+    found = predict_all([records()[name] for name in FEW])
+    assert not found.left
+    assert [item.run.id for item in found.unscored] == [FEW[3]]
+    for items in found.scored.values():
+        assert [item.run.id for item in items] == list(FEW[:3])
+        for item in items:
+            assert item.error is not None
+            assert abs(item.error) < 0.15
+            assert abs(item.flops_apart) <= 0.011
+    # FSDP gathers the nine or twelve parameters of a layer again; ZeRO-1 gathers and reduces once.
+    _, sharded, states = (item.plan for item in found.scored[Knowledge.ALL])
+    assert sharded is not None
+    assert states is not None
+    assert (sharded.gather_once, sharded.reduce_once, states.gather_once, states.reduce_once) == (
+        False, False, True, True,
+    )  # fmt: skip
+    assert len(sharded.stages[0].regathered) >= 9
+    # What the software does differently brings the memory nearer.
+    told, as_it_is = (found.scored[knowledge][2].memory_error for knowledge in (Knowledge.ALL, Knowledge.NOTHING))
+    assert told is not None
+    assert as_it_is is not None
+    assert abs(told) < abs(as_it_is) < 0.1
+
+
+def test_a_run_is_told_as_much_as_it_is_to_know() -> None:
+    """Nothing but the plan and the model; all but what has no source; or all."""
+    record = records()["torchtune-3.2-3b-+compile"]
+    nothing, sourced, every = (read_run(record, "x", knowledge).software for knowledge in Knowledge)
+    assert nothing == replace(PRODUCT, compiled=True, reduced_bytes=every.reduced_bytes)
+    assert (sourced.sample, sourced.loss_copies) == (every.sample, PRODUCT.loss_copies)
+    assert every.loss_copies != PRODUCT.loss_copies
+    slow = read_run(records()["bloom-sweep-118"], "x", Knowledge.SOURCED).software
+    assert (slow.slower, slow.host) == (1.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [("torchtune-3.2-3b-+act offload", Reason.OFFLOADED), ("internevo-mem-7B-3-tp1pp1fsdp1", Reason.UNEVEN)],
+)
+def test_plans_that_the_product_does_not_offer_are_left_out(name: str, reason: Reason) -> None:
+    ((_, error),) = predict_all([records()[name]]).left
+    assert error.reason is reason
+
+
+@pytest.mark.slow
+def test_free_plans_are_never_slower() -> None:
+    """The published plan is among the choices; eight devices with all freedom need no more than it takes."""
+    found = predict_all([records()[FEW[2]]])
+    (planned,) = plan_all(found.scored[Knowledge.NOTHING])
+    assert planned.seconds <= planned.published
+    assert bool(planned.changes) == (planned.gain > 0)
 
 
 def test_traffic_of_parameters_is_hidden_where_software_does_so() -> None:
     """FSDP gathers and reduces beside computation; ZeRO-3 of 2021 did not, and did so tensor by tensor."""
-    (item,), _ = replay_all([records()[FEW[1]]])
+    item = replay(records()[FEW[1]], FEW[1])
     run, (key, cluster) = item.run, cluster_of(item.run)
     parts = parts_of(forced_of(run, key)[0], cluster, run.software.compiled)
 
@@ -73,7 +103,7 @@ def test_traffic_of_parameters_is_hidden_where_software_does_so() -> None:
         return step_time(replace(run, software=software), parts, cluster, False).data
 
     waiting, apart = replace(run.software, prefetches=False), replace(run.software, coalesces=False)
-    assert data(run.software) == item.predicted.data < data(waiting) / 3
+    assert data(run.software) < data(waiting) / 3
     assert data(replace(waiting, coalesces=False)) > data(waiting)
     assert data(apart) > data(run.software)
     # Four matrices of attention and three of the MLP, or four where projections are fused.
@@ -84,7 +114,7 @@ def test_traffic_of_parameters_is_hidden_where_software_does_so() -> None:
 
 def test_gradients_of_micro_batches_are_added_up() -> None:
     """In two bytes from the second on, by reading two and writing one; in four from the first on, from those of two."""
-    run = replay_all([records()["bloom-sweep-118"]])[0][0].run
+    run = replay(records()["bloom-sweep-118"], "x").run
     parallel = replace(run.parallel, shards=1)
     one = replace(run, micro_batches=1, parallel=parallel)
     assert update_bytes(one, 10.0) == 10 * UPDATE_BYTES
@@ -109,7 +139,7 @@ def test_gradients_of_micro_batches_are_added_up() -> None:
 )
 def test_the_step_of_an_optimizer_may_take_most(name: str, bytes_each: int) -> None:
     """The optimizer step may take most if AdamW is not fused and gradients are cast."""
-    (item,), _ = replay_all([records()[name]])
+    item = replay(records()[name], name)
     assert item.predicted_memory is not None
     forced = forced_of(item.run, item.cluster)[0]
     layer, outside = parameter_elements(forced)
@@ -128,7 +158,7 @@ def test_json_says_what_it_must(tmp_path: Path) -> None:
     path.write_text(json.dumps([good, unknown, {"id": "empty"}]))
     command = [sys.executable, str(ROOT / "benchmarks" / "published.py"), "--json", "--data", str(path)]
     printed = json.loads(subprocess.run(command, capture_output=True, check=True, text=True).stdout)
-    assert set(printed) == {
+    keys = {
         "records",
         "predicted",
         "skipped",
@@ -137,6 +167,8 @@ def test_json_says_what_it_must(tmp_path: Path) -> None:
         "median_memory_error",
         "spearman",
     }
+    assert set(printed) == {*keys, "as_is", "sourced_only", "unscored"}
+    assert set(printed["as_is"]) == set(printed["sourced_only"]) == keys
     assert printed["records"] == 3
     assert [item["id"] for item in printed["predicted"]] == [FEW[0]]
     reasons = {item["id"]: item["reason"] for item in printed["skipped"]}
@@ -144,7 +176,9 @@ def test_json_says_what_it_must(tmp_path: Path) -> None:
 
 
 def test_every_reason_is_one_of_the_fixed_set() -> None:
-    assert set(as_json([], [("x", SkippedError(Reason.PLAN, "no micro_batch"))])["skipped"][0]) == {  # type: ignore[index]
+    nothing: dict[Knowledge, list[Replayed]] = {knowledge: [] for knowledge in Knowledge}
+    found = Predictions(nothing, [], [("x", SkippedError(Reason.PLAN, "no micro_batch"))])
+    assert set(as_json(found)["skipped"][0]) == {  # type: ignore[index]
         "id",
         "reason",
         "detail",
@@ -209,10 +243,11 @@ def test_odd_fields_are_predicted_or_left_out(name: str) -> None:
 
 
 def test_the_order_of_a_file_does_not_matter() -> None:
-    chosen = [records()[name] for name in FEW]
-    forward, backward = (as_json(*replay_all(items)) for items in (chosen, chosen[::-1]))
-    assert {**forward, "predicted": None} == {**backward, "predicted": None}
+    chosen = [records()[name] for name in (FEW[0], "korth-layer22B-none", FEW[3])]
+    forward, backward = (as_json(predict_all(items)) for items in (chosen, chosen[::-1]))
+    assert forward["median_step_time_error"] == backward["median_step_time_error"]
     assert forward["predicted"] == list(reversed(backward["predicted"]))  # type: ignore[call-overload]
+    assert forward["unscored"] == backward["unscored"]
 
 
 @pytest.mark.parametrize(
@@ -230,11 +265,11 @@ def test_files_of_another_form_are_refused_in_a_sentence(tmp_path: Path, text: s
 def test_an_empty_file_has_no_scores(tmp_path: Path) -> None:
     path = tmp_path / "runs.json"
     path.write_text("[]")
-    printed = as_json(*replay_all(read_records(path)))
+    printed = as_json(predict_all(read_records(path)))
     assert (printed["records"], printed["predicted"], printed["skipped"], printed["spearman"]) == (0, [], [], {})
     assert printed["median_step_time_error"] is None
     path.write_text('[null, "text", 3]')
-    left = replay_all(read_records(path))[1]
+    left = predict_all(read_records(path)).left
     assert [error.reason for _, error in left] == [Reason.MALFORMED] * 3
 
 
@@ -306,7 +341,7 @@ def test_a_network_that_was_measured_counts_as_it_was() -> None:
 
 
 def test_stages_that_exchange_at_once_wait_half_as_long() -> None:
-    (item,), _ = replay_all([records()["bloom-sweep-118"]])
+    item = replay(records()["bloom-sweep-118"], "x")
     run, (key, cluster) = item.run, cluster_of(item.run)
     parts = parts_of(forced_of(run, key)[0], cluster, run.software.compiled)
 
@@ -337,24 +372,12 @@ def test_samples_that_are_packed_are_shorter_than_sequences() -> None:
     assert (packed.dimensions.sequence, packed.micro_batch, packed.repeats) == (128, 64, 1)
     assert (whole.dimensions.sequence, whole.micro_batch, whole.repeats) == (128, 2, 32)
     assert packed.tokens == whole.tokens == 2 * 4096
-    found, left = replay_all([record for record in known.values() if record["group"] == "torchtune"])
-    assert not left
-    assert len(found) == 7
-    assert all(item.memory_error is not None and abs(item.memory_error) < 0.07 for item in found)
-    eager, fused = (next(item for item in found if item.run.id.endswith(row)) for row in ("+packed", "+compile"))
-    assert eager.seconds is not None
-    assert eager.predicted_memory is not None
-    assert fused.predicted_memory is not None
-    # Eager ops write and keep what fused ones do not; measured were 1.27 times the seconds and 1.18 times the bytes.
-    assert 1.15 < eager.predicted.total / fused.predicted.total < 1.35
-    assert 1.1 < eager.predicted_memory / fused.predicted_memory < 1.25
 
 
 def test_records_that_are_equal_bound_the_correlation() -> None:
     """Three equal plans on the same days differ by 1%; no function of the records tells them apart."""
     names = ("bloom-sweep-040", "bloom-sweep-053", "bloom-sweep-056", "bloom-sweep-039")
-    found, _ = replay_all([records()[name] for name in names])
-    count, apart, most = repeated(found)["bloom_sweep"]
+    count, apart, most = repeated([replay(records()[name], name) for name in names])["bloom_sweep"]
     assert count == 3
     assert 0.01 < apart < 0.02
     assert most == pytest.approx(spearman([3, 2, 1, 0], [1, 1, 1, 0]))
@@ -386,26 +409,22 @@ def test_calibrated_figures_are_those_that_the_fit_gives(device: str) -> None:
 
 
 @pytest.mark.slow
-def test_all_runs_are_replayed_within_the_aims() -> None:
-    found, left = replay_all(read_records(DATA))
-    printed = as_json(found, left)
-    assert printed["records"] == 503
-    median, p90, memory = (
-        printed[name] for name in ("median_step_time_error", "p90_step_time_error", "median_memory_error")
-    )
-    assert isinstance(median, float)
-    assert isinstance(p90, float)
-    assert isinstance(memory, float)
-    assert median <= 0.10
-    assert p90 <= 0.20
-    assert memory <= 0.10
-    rankings = printed["spearman"]
-    assert isinstance(rankings, dict)
-    assert all(value >= 0.8 for value in rankings.values()), rankings
+def test_all_runs_are_predicted_within_the_aims() -> None:
+    """Step times with facts within 5% and 15%, as it is within 10%; what is left out is not for want of a plan."""
+    found = predict_all(read_records(DATA))
+    told, as_it_is = (score(found.scored[knowledge]) for knowledge in (Knowledge.ALL, Knowledge.NOTHING))
+    assert found.count == 503
+    assert told.median_step_time is not None
+    assert told.p90_step_time is not None
+    assert as_it_is.median_step_time is not None
+    assert told.median_step_time <= 0.05
+    assert told.p90_step_time <= 0.15
+    assert as_it_is.median_step_time <= 0.10
     known = records()
-    for name, _ in left:
+    for name, error in found.left:
         record = known[name]
         parallel, model = dict(record["parallel"]), dict(record["model"])  # type: ignore[call-overload]
         half = str(record["precision"]).startswith(("bf16", "fp16", "amp_bf16"))
         plain = parallel.get("pp") in (1, None) and parallel.get("cp") in (1, None) and not model.get("moe_experts")
-        assert not (record["tier"] == "A" and half and plain), name
+        offered = error.reason not in (Reason.OFFLOADED, Reason.UNEVEN)
+        assert not (record["tier"] == "A" and half and plain and offered), name

@@ -8,12 +8,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from benchmarks.published import DATA, replay_all
+from benchmarks.published import DATA
 from benchmarks.replay.clusters import cluster_of
 from benchmarks.replay.compose import step_time
 from benchmarks.replay.eager import FORMULAS, Sizes
 from benchmarks.replay.parts import Parts, parts_of
-from benchmarks.replay.predict import forced_of, waiting
+from benchmarks.replay.predict import forced_of, replay, waiting
 from benchmarks.replay.records import Run, read_records, read_run
 from benchmarks.replay.software import Software
 
@@ -105,8 +105,9 @@ def test_what_torchtune_does_beside_the_stock_class_takes_its_time() -> None:
 
 
 def test_plans_of_torchtune_are_ranked() -> None:
-    found, _ = replay_all([record for record in read_records(DATA) if record["group"] == "torchtune"])
+    records = [record for record in read_records(DATA) if record["group"] == "torchtune"]
+    found = [replay(record, str(record["id"])) for record in records]
     times = {item.run.id.removeprefix("torchtune-3.2-3b-"): item for item in found}
     assert all(abs(item.error) < 0.07 for item in found if item.error is not None)
-    assert times["+packed"].predicted.total > times["+opt in bwd"].predicted.total
-    assert times["+compile"].predicted.total < times["qlora"].predicted.total
+    assert times["+packed"].predicted > times["+opt in bwd"].predicted
+    assert times["+compile"].predicted < times["qlora"].predicted

@@ -28,7 +28,7 @@ def forced(name: str) -> tuple[Run, Forced]:
 
 
 def peak(run: Run, graph: Forced, software: Software) -> float:
-    return peak_memory(replace(run, software=software), graph, 0.0, False).total
+    return peak_memory(replace(run, software=software), graph, 0.0).total
 
 
 @pytest.mark.parametrize("name", [LONG, SPLIT])
@@ -78,7 +78,7 @@ def test_drivers_count_what_the_allocator_has_cached_and_the_reserve() -> None:
     reserve = cluster_of(run)[1].device.reserve
 
     def said(kind: str) -> float:
-        return peak_memory(replace(run, measured=replace(run.measured, memory_kind=kind)), graph, reserve, False).total
+        return peak_memory(replace(run, measured=replace(run.measured, memory_kind=kind)), graph, reserve).total
 
     tensors = said("torch max_allocated")
     assert said("nvidia-smi") == pytest.approx(1.04 * tensors + reserve)

@@ -1,0 +1,147 @@
+"""A run as the product predicts it: `autopar.plan` at the run's full depth, on its mesh, its plan forced by options and
+constraints."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from math import prod
+
+import torch
+
+from autopar import Precision
+from autopar.models.info import read_model
+from autopar.models.traces import CapturedModel
+from autopar.options import Options
+from autopar.planner import captured_model, plan_captured
+from autopar.request import make_request
+from benchmarks.models import Dimensions, Family, build
+from benchmarks.replay.records import Run
+from passes.clock import Clock
+from passes.cost.cluster import Cluster
+from passes.ir.plan import ProgramPlan
+
+# Axes: copies that hold the same states, copies that split them, and tensor parallelism; ranks fill nodes in order.
+OUTER, DATA, TENSOR = "outer", "data", "tensor"
+# More bytes than any plan takes: a published run ran.
+UNLIMITED = 1e15
+Constraints = dict[str, dict[str, dict[str, str]]]
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model with its global batch: everything that its trace depends on."""
+
+    family: Family
+    dimensions: Dimensions
+    batch: int
+    flash: bool
+    dropout: float
+    frozen: bool
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Everything that the product is given for a run."""
+
+    model: Model
+    mesh: Mapping[str, int]
+    cluster: Cluster
+    precision: Precision
+    micro_batches: int | None
+    zero: int | None
+    recompute: str | None
+    compiled: bool
+    constraints: Constraints = field(default_factory=dict)
+    memory_limit: float = UNLIMITED
+
+
+def inputs_of(run: Run, family: Family, cluster: Cluster) -> Inputs:
+    """What the product is given for a run without pipeline and context axes."""
+    parallel, software = run.parallel, run.software
+    # A layer alone is priced as one of several.
+    dimensions = replace(run.dimensions, layers=max(2, run.dimensions.layers))
+    outer = parallel.data // max(1, parallel.shards)
+    sizes = {OUTER: outer, DATA: max(1, parallel.shards), TENSOR: parallel.tensor}
+    mesh = {axis: size for axis, size in sizes.items() if size > 1} or {DATA: 1}
+    hides = software.prefetches if parallel.zero == 3 else software.overlaps
+    device = replace(cluster.device, overlaps=hides, launch=cluster.device.launch + software.host)
+    batch = run.micro_batch * run.micro_batches * parallel.data
+    return Inputs(
+        Model(family, dimensions, batch, software.flash, software.dropout, run.frozen),
+        mesh,
+        replace(cluster, device=device),
+        _precision(run),
+        run.micro_batches,
+        parallel.zero or None,
+        run.recompute,
+        software.compiled,
+        _constraints(run, family, mesh),
+    )
+
+
+def _precision(run: Run) -> Precision:
+    """Everything in two bytes in pure bfloat16; else states in float32, and gradients as they are sent."""
+    pure = "pure" in run.precision
+    reduce = torch.bfloat16 if pure or run.software.reduced_bytes == torch.bfloat16.itemsize else torch.float32
+    return Precision(master=None if pure else torch.float32, reduce=reduce)
+
+
+def _constraints(run: Run, family: Family, mesh: Mapping[str, int]) -> Constraints:
+    """The layouts of a run: samples split over the data axes from the embedding to the head, states whole on the outer
+    one; on the tensor axis weights by columns, then by rows, and between the blocks split over the sequence or
+    whole."""
+    found: Constraints = {}
+    parallel = run.parallel
+    samples: dict[str, str] = {}
+    taken = 1
+    for axis in (OUTER, DATA):
+        if mesh.get(axis, 1) > 1:
+            samples[axis] = f"S(0, {taken})" if taken > 1 else "S(0)"
+            taken *= mesh[axis]
+    whole = [axis for axis in (OUTER, DATA) if axis in mesh and (axis == OUTER or not parallel.zero)]
+    if whole:
+        found["*"] = {"stored": dict.fromkeys(whole, "I")}
+    between = dict(samples)
+    if TENSOR in mesh:
+        between[TENSOR] = "S(1)" if parallel.sequence_parallel else "I"
+        for row in family.rows:
+            found[row] = {"method": {TENSOR: "in"}}
+    if between:
+        found[family.norm] = {"in": between}
+        for digits in range(1, 1 + len(str(max(1, run.dimensions.layers - 1)))):
+            found[family.layer.replace("[0-9]", "[0-9]" * digits)] = {"out": between}
+    if samples:
+        found[family.table] = {"out": samples}
+        found["lm_head"] = {"out": samples}
+    return found
+
+
+@lru_cache(maxsize=3)
+def _captured(model: Model) -> CapturedModel:
+    built = build(model.family, model.dimensions, model.dimensions.layers, model.flash, model.dropout)
+    if model.frozen:
+        for name, parameter in built.named_parameters():
+            parameter.requires_grad_("norm" in name)
+    ids = torch.empty(model.batch, model.dimensions.sequence, dtype=torch.long, device="meta")
+    request = make_request({DATA: 1}, Options(cluster="h100"))
+    info = read_model(built, {"input_ids": ids, "labels": ids}, request)
+    return captured_model(built, info, request, Clock())
+
+
+def planned(inputs: Inputs, *, any_shape: bool = False) -> ProgramPlan:
+    """The product's plan. With `any_shape` only the number of devices of the mesh counts.
+
+    Raises a subclass of AutoparError.
+    """
+    options = Options(
+        cluster=inputs.cluster,
+        memory_limit=inputs.memory_limit,
+        precision=inputs.precision,
+        constraints=inputs.constraints,
+        micro_batches=inputs.micro_batches,
+        recompute=inputs.recompute,
+        zero=inputs.zero,
+        compiled=inputs.compiled,
+    )
+    request = make_request(prod(inputs.mesh.values()) if any_shape else inputs.mesh, options)
+    return plan_captured(_captured(inputs.model), request, Clock()).plan.programs["train"]
