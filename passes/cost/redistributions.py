@@ -15,6 +15,7 @@ from passes.ir.choices import EdgeGroup
 from passes.ir.layout import Layout
 from passes.ir.mesh import Mesh
 from passes.ir.redistributions import KINDS, Pairs, Steps, all_steps
+from passes.ir.unit_axes import is_leading
 
 _WHOLE, _EQUAL, _SPLIT = (KINDS.index(kind) for kind in "RIS")
 
@@ -77,90 +78,107 @@ class RedistributionCosts:
         itemsizes = np.repeat([each.group.type.dtype.itemsize for each in tensors], counts)
         gradient_itemsizes = np.repeat([each.group.gradient_itemsize for each in tensors], counts)
         joined = np.repeat([each.group.joined for each in tensors], counts)
-        forward, backward = np.zeros((2, sum(counts)))
-        exchanges = _Exchanges(tensors, counts, gradient, self.steps)
+        # Forward and backward: all but the all-to-alls that come first, and these one by one and with others.
+        later, alone, joint = np.zeros((3, 2, sum(counts)))
+        parts = _UnitParts(tensors, counts, gradient, self.mesh)
         for steps in all_steps(pairs, self.mesh):
             pair = steps.pair
+            is_first, _ = parts.follow(steps)
             seconds = np.zeros((2, len(pair)))
             seconds[0] = self.steps.seconds(steps, itemsizes[pair], joined[pair])
             if gradient:
                 seconds[1] = self.steps.seconds(steps.backward, gradient_itemsizes[pair], joined[pair])
-            exchanges.take_first(steps, seconds, (itemsizes, gradient_itemsizes))
-            forward[pair] += seconds[0]
-            backward[pair] += seconds[1]
-        gathered = exchanges.gathered()
-        forward += exchanges.alone[0] * ~gathered
-        backward += np.where(gathered, exchanges.joint[1] * gradient, exchanges.alone[1])
-        exchange, inline = exchanges.joint[0] * gathered, (exchanges.axes > 0) & ~gathered
+            later[:, pair] += ~is_first * seconds
+            alone[:, pair] += is_first * seconds
+            for way, sizes in enumerate((itemsizes, gradient_itemsizes)):
+                joint[way, pair] += is_first * self.steps.joint_seconds(steps, sizes[pair])
+        exchanges, taken = parts.exchanged > 0, parts.taken()
+        forward = later[0] + alone[0] * ~taken
+        backward = later[1] + np.where(taken, joint[1] * gradient, alone[1])
+        found = (forward, backward, joint[0] * taken, exchanges & ~taken)
         # The part after the last end is empty.
-        parts = (np.split(found, np.cumsum(counts)) for found in (forward, backward, exchange, inline))
-        for each, *own in zip(tensors, *parts, strict=False):
+        split = (np.split(each, np.cumsum(counts)) for each in found)
+        for each, *own in zip(tensors, *split, strict=False):
             yield RedistributionSeconds(*(part.reshape(len(each.sources), len(each.targets)) for part in own))
 
 
-class _Exchanges:
-    """The all-to-alls with which redistributions of parameters begin. Those whose results an FSDP unit gathers are
-    combined with those of other parameters.
+class _UnitParts:
+    """The parts of redistributions that FSDP units take, found step by step: `ir.unit_axes`, for all pairs at once.
 
-    By pair: `axes` (bits) are those of the all-to-alls, `alone` and `joint` [forward or backward, pair] their seconds
-    one by one and together with others.
+    By pair: `exchanged`, `sharded` and `replicated` are axes as bits: of the all-to-alls that come first, and those of
+    the unit. `layout` is that of the copy (by its number in `layouts`), `phase` how far the steps are: all-to-alls,
+    those of the unit, or others.
     """
 
-    def __init__(
-        self, tensors: Sequence[TensorLayouts], counts: Sequence[int], trainable: bool, costs: StepCosts
-    ) -> None:
-        self.tensors, self.counts, self.trainable, self.costs = tensors, counts, trainable, costs
-        self.is_parameter = np.repeat([each.group.parameter for each in tensors], counts)
-        self.first = self.is_parameter.copy()
-        self.axes = np.zeros(len(self.first), dtype=np.int64)
-        self.alone, self.joint = np.zeros((2, 2, len(self.first)))
+    def __init__(self, tensors: Sequence[TensorLayouts], counts: Sequence[int], trainable: bool, mesh: Mesh) -> None:
+        self.tensors, self.trainable, self.mesh = tensors, trainable, mesh
+        self.tensor = np.repeat(np.arange(len(tensors)), counts)
+        self.first = np.cumsum([0, *counts])
+        self.is_parameter = np.array([each.group.parameter for each in tensors], dtype=np.bool_)[self.tensor]
+        self.phase, self.exchanged, self.sharded, self.replicated = np.zeros((4, sum(counts)), dtype=np.int64)
+        self.phase[~self.is_parameter] = _OTHERS
+        self.shrinks = np.zeros(sum(counts), dtype=np.bool_)
+        self.layouts: dict[Layout, int] = {}
+        rows = [[self.layouts.setdefault(source, len(self.layouts)) for source in each.sources] for each in tensors]
+        columns = [len(each.targets) for each in tensors]
+        numbers = [np.repeat(own, count) for own, count in zip(rows, columns, strict=True)]
+        self.layout = np.concatenate([np.array([], dtype=np.int64), *numbers])
+        self.leading = np.zeros((0, 1 << len(mesh.sizes)), dtype=np.bool_)
 
-    def take_first(self, steps: Steps, seconds: Floats, itemsizes: Sequence[Integers]) -> None:
-        """Take the all-to-alls that no other step precedes out of `seconds`, those of the next steps of some pairs."""
-        at = np.flatnonzero(self.is_parameter.take(steps.pair))
-        if not len(at):
-            return
-        steps = steps.take(at)
-        pair = steps.pair
-        is_first = self.first[pair] & (steps.source == _SPLIT) & (steps.target == _SPLIT)
-        self.first[pair] = is_first
-        self.axes[pair] |= is_first.astype(np.int64) << steps.axis
-        self.alone[:, pair] += is_first * seconds[:, at]
-        seconds[:, at] *= ~is_first
-        for way, sizes in enumerate(itemsizes):
-            self.joint[way, pair] += is_first * self.costs.joint_seconds(steps, sizes[pair])
+    def follow(self, steps: Steps) -> tuple[Flags, Flags]:
+        """Whether each of the next steps of some pairs is an all-to-all that comes first, and whether it is one that a
+        unit takes, if there is one."""
+        pair, bit = steps.pair, 1 << steps.axis
+        self.shrinks[pair] |= steps.after < steps.before
+        splits = steps.source == _SPLIT
+        is_first = (self.phase[pair] == _EXCHANGES) & splits & (steps.target == _SPLIT)
+        self.exchanged[pair] |= is_first * bit
+        begins = pair[(self.phase[pair] == _EXCHANGES) & ~is_first]
+        self.phase[begins] = _UNIT
+        self._make_copies(begins[self.exchanged[begins] > 0])
+        is_wide = (np.array(self.mesh.sizes) > 1).take(steps.axis)
+        becomes_whole = is_wide & (steps.target == _WHOLE)
+        converts = becomes_whole & (steps.source == _EQUAL) & self.is_parameter[pair] & self.trainable
+        self.replicated[pair] |= converts * bit
+        gathers = (self.phase[pair] == _UNIT) & splits & becomes_whole & self._are_leading(pair, bit)
+        self.sharded[pair] |= gathers * bit
+        self.phase[pair[(self.phase[pair] == _UNIT) & splits & is_wide & ~gathers]] = _OTHERS
+        return is_first, converts | gathers
 
-    def gathered(self) -> Flags:
-        """Whether a unit gathers the results of a pair's all-to-alls."""
-        found = np.zeros(len(self.axes), dtype=np.bool_)
-        end = 0
-        for count, each in zip(self.counts, self.tensors, strict=True):
-            start, end = end, end + count
-            some = np.flatnonzero(self.axes[start:end])
-            if each.in_unit and len(some):
-                axes = self.axes[start + some]
-                found[start + some] = _is_data(each, some, axes, self.trainable, self.costs.mesh)
+    def _make_copies(self, pairs: Integers) -> None:
+        """Note the layouts of pairs after the all-to-alls that they begin with."""
+        for pair in pairs.tolist():
+            number = self.tensor[pair]
+            each = self.tensors[number]
+            source, target = divmod(pair - int(self.first[number]), len(each.targets))
+            placements = zip(each.sources[source], each.targets[target], strict=True)
+            bits = int(self.exchanged[pair])
+            copy = tuple(after if bits >> axis & 1 else before for axis, (before, after) in enumerate(placements))
+            self.layout[pair] = self.layouts.setdefault(copy, len(self.layouts))
+
+    def _are_leading(self, pair: Integers, bit: Integers) -> Flags:
+        """Whether a unit can gather some pairs over a further axis (a bit), besides those that it gathers over."""
+        known = len(self.leading)
+        if known < len(self.layouts):
+            sets = [
+                tuple(axis for axis in self.mesh.dimensions if bits >> axis & 1)
+                for bits in range(self.leading.shape[1])
+            ]
+            more = [[_leads(axes, layout, self.mesh) for axes in sets] for layout in [*self.layouts][known:]]
+            self.leading = np.concatenate([self.leading, np.array(more, dtype=np.bool_)])
+        before = self.sharded[pair]
+        found: Flags = self.leading[self.layout[pair], before | bit] & (before < bit)
         return found
 
-
-def _is_data(tensor: TensorLayouts, pairs: Integers, exchanged: Integers, trainable: bool, mesh: Mesh) -> Flags:
-    """Whether a unit has an axis to gather or to reduce over, for some pairs after all-to-alls on the axes `exchanged`
-    (bits): one on which all is read, and which splits the most significant digit of what a rank then holds."""
-    row, column = np.divmod(pairs, len(tensor.targets))
-    source, target = _placements(tensor.sources)[..., row], _placements(tensor.targets)[..., column]
-    sizes = np.array(mesh.sizes)[:, None]
-    kind, dim, major = np.where(exchanged >> np.arange(len(sizes))[:, None] & 1, target, source)
-    is_split = kind == _SPLIT
-    found = np.zeros(len(pairs), dtype=np.bool_)
-    for axis in mesh.dimensions:
-        above = is_split & (dim == dim[axis]) & (major < major[axis])
-        leads = is_split[axis] & (major[axis] == np.where(above, sizes, 1).prod(axis=0))
-        is_read = (target[0, axis] == _WHOLE) & (mesh.sizes[axis] > 1)
-        found |= is_read & (leads | (trainable & (kind[axis] == _EQUAL)))
-    return found
+    def taken(self) -> Flags:
+        """Whether a unit takes a part of a pair."""
+        in_unit = np.array([each.in_unit for each in self.tensors], dtype=np.bool_)[self.tensor]
+        return in_unit & ~self.shrinks & (self.sharded + self.replicated > 0)
 
 
-def _placements(layouts: Sequence[Layout]) -> Integers:
-    """[kind, dim or major, axis, layout]."""
-    placements = [[(KINDS.index(kind), dim, major) for kind, dim, major in layout] for layout in layouts]
-    return np.array(placements, dtype=np.int64).transpose(2, 1, 0)
+# How far the steps of a redistribution are (see `_UnitParts`).
+_EXCHANGES, _UNIT, _OTHERS = range(3)
+
+
+def _leads(axes: tuple[int, ...], layout: Layout, mesh: Mesh) -> bool:
+    return all(layout[axis].kind == "S" for axis in axes) and is_leading(axes, layout, mesh)

@@ -65,10 +65,11 @@ class Compute:
 class Redistribution:
     """A redistribution of one value.
 
-    `regathered` says that the backward pass repeats it instead of saving the result; `parameter` that `source` is a
-    parameter, of which this is the local shard. `dtypes` are the dtype that it is cast to before, and the dtype that
-    its gradient is reduced in (None: its own). An FSDP unit runs the first `unit_steps` steps and the cast, generated
-    code the others. The cost is that of one of `joined` values that share a collective.
+    `saved` says that the backward pass reads the result, `regathered` that it repeats the redistribution instead of
+    keeping it; `parameter` that `source` is a parameter, of which this is the local shard. `dtypes` are the dtype that
+    it is cast to before, and the dtype that its gradient is reduced in (None: its own). An FSDP unit runs the first
+    `unit_steps` steps and the cast, generated code the others. The cost is that of one of `joined` values that share a
+    collective.
     """
 
     source: str
@@ -80,6 +81,7 @@ class Redistribution:
     gradient: bool
     gradient_itemsize: int
     regathered: bool = False
+    saved: bool = True
     parameter: bool = False
     dtypes: tuple[torch.dtype | None, torch.dtype | None] = (None, None)
     unit_steps: int = 0

@@ -9,6 +9,7 @@ from operator import itemgetter
 
 import torch
 
+from passes.cost.live_ranges import is_saved
 from passes.ir.choices import Problem, Solution, Strategy
 from passes.ir.layout import Layout
 from passes.ir.lowered import Body, Compute, Loop, Redistribution, Returned, Split, Stage, Statement
@@ -71,6 +72,7 @@ class _Lowering:
         self.carries = {node.name: index for index, node in enumerate(problem.nodes) if node.kind == "carry"}
         self.outputs = {node.name: node.key for node in problem.nodes if node.key.startswith("output ")}
         self.strided = strided(folded)
+        self.saved = {edge.group for edge in problem.edges if is_saved(problem, solution.configuration, edge)}
         self.count = 0
 
     def run(self) -> Stage:
@@ -198,7 +200,7 @@ class _Lowering:
         regathered = (group, after) in self.solution.regathered
         return Redistribution(
             name, result, uses.type, before, after, steps, uses.gradient, uses.gradient_itemsize, regathered,
-            uses.parameter, dtypes, joined=uses.joined,
+            group in self.saved, uses.parameter, dtypes, joined=uses.joined,
         )  # fmt: skip
 
     def _dtypes(self, name: str, type: TensorType) -> tuple[torch.dtype | None, torch.dtype | None]:

@@ -1,18 +1,13 @@
 """units: the FSDP units, in which torch gathers parameters and reduces their gradients in place of the generated code.
 
-An axis on which every use of a parameter is `R` (its gradient is a pending sum) and on which it is stored `S` or `I` is
-a data axis for it: `fully_shard` can redistribute it to `R` there, and its gradient back, for many parameters at once,
-ahead of time and overlapping computation. The steps of a unit must
-
-- come first: the steps on other axes follow in the generated code, and none of them may shrink the tensor, or the unit
-  would send more than was planned;
-- be one gather: the unit splits a dim of a rank's shard into consecutive parts, so the digits of its axes must be the
-  most significant ones besides those of the other axes, in the order of the mesh.
+The axes that a unit takes of a parameter are those of `ir.unit_axes`; its steps come first, the others follow in the
+generated code.
 
 Where all-to-alls on other axes are planned before the gather, because less is sent that way, the unit gathers a copy
-that these produce (`FSDPUnit.turned`), once in each forward pass, for all parameters before the first is gathered. If
-gathering that copy is not a single gather, the generated code runs all steps: with the gather first, more would be sent
-than was planned.
+that these produce (`FSDPUnit.turned`), once in each forward pass, for all parameters before the first is gathered.
+
+Parameters that the backward pass reads are in a unit that is regathered for it or in one that is not, as the solver
+decided for each. The others, such as biases, join the former where there is one; the price does not count them again.
 
 Parameters that are read as they are stored are not gathered (`FSDPUnit.gathers`): the unit only reduces their
 gradients, and nothing is called around the code that reads them.
@@ -23,17 +18,20 @@ it gathered between them.
 
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
-from itertools import combinations, takewhile
 from math import prod
+from typing import TypeVar
 
 import torch
 
 from passes._torch import schema_of
-from passes.ir.layout import Layout, R, local_major
+from passes.ir.layout import Layout, R
 from passes.ir.lowered import Body, Compute, FSDPUnit, FSDPUnits, Loop, Redistribution, Stage, Statement
 from passes.ir.mesh import Mesh
 from passes.ir.program import Parameter, find_overload
 from passes.ir.redistribution import redistribution
+from passes.ir.unit_axes import UnitAxes, unit_axes
+
+T = TypeVar("T")
 
 # Where a parameter is read: in a copy of a loop (their numbers), or by an op outside of loops (its key). None for what
 # is no such place: several of them, or something else.
@@ -51,17 +49,6 @@ class _Use:
 
     place: _Place
     change: Redistribution | None
-
-
-@dataclass(frozen=True)
-class _Axes:
-    """The axes of a parameter that a unit can take, the dim that the sharded ones split, and the layout of the unit's
-    copy."""
-
-    sharded: tuple[int, ...]
-    replicated: tuple[int, ...]
-    dim: int
-    layout: Layout
 
 
 def fsdp_units(stage: Stage, mesh: Mesh, units: Sequence[FSDPUnit] | None = None, gather_once: bool = False) -> Stage:
@@ -130,76 +117,52 @@ def _place(uses: Sequence[_Use]) -> _Place:
 
 
 def _formed(stage: Stage, uses: Mapping[str, Sequence[_Use]], mesh: Mesh, gather_once: bool) -> list[FSDPUnit]:
-    """One unit for the parameters that are read in one place and take the same steps on the same axes. Those of
-    recomputed copies are regathered."""
-    members: dict[_Signature, list[tuple[str, _Axes, Sequence[Redistribution]]]] = {}
+    """One unit for the parameters that are read in one place, take the same steps on the same axes, and are regathered
+    or not. Those of recomputed copies are regathered."""
+    members: dict[_Signature, dict[bool | None, list[tuple[str, UnitAxes]]]] = {}
     for parameter in stage.program.parameters:
         own = uses[parameter.name]
         place, axes = _place(own), _axes(parameter, stage.parameters[parameter.name], own, mesh)
         if axes is not None and place is not None:
             changes = [use.change for use in own if use.change is not None]
             signature = (place, axes.sharded, axes.replicated, parameter.type.dtype, changes[0].dtypes)
-            members.setdefault(signature, []).append((parameter.name, axes, changes))
+            again = any(change.regathered for change in changes)
+            # None: the backward pass does not read it.
+            way = again if again or any(change.saved for change in changes) else None
+            members.setdefault(signature, {}).setdefault(way, []).append((parameter.name, axes))
     recomputed = {number for number, loop in enumerate(stage.loops) if loop.recompute == "full" and not gather_once}
     tables = {item.op.key for item in stage.body.statements if isinstance(item, Compute) and item.op.kind in _TABLES}
     units = []
-    for (place, sharded, replicated, _, dtypes), found in members.items():
+    for (place, sharded, replicated, _, dtypes), ways in members.items():
         saved = place not in tables
         # Replicated parameters are copied for use, not sent: they need not stay gathered.
-        regathered = any(change.regathered for _, _, changes in found for change in changes) or not sharded or not saved
-        regathered |= isinstance(place, tuple) and place[0] in recomputed
-        dims = {name: axes.dim for name, axes, _ in found}
-        turned = {name: axes.layout for name, axes, _ in found if axes.layout != stage.parameters[name]}
-        units.append(FSDPUnit(dims, sharded, replicated, saved, regathered, dtypes, turned))
+        always = not sharded or not saved or (isinstance(place, tuple) and place[0] in recomputed)
+        for regathered, found in _by_way(ways, always=always):
+            dims = {name: axes.layout[sharded[0]].dim if sharded else 0 for name, axes in found}
+            turned = {name: axes.layout for name, axes in found if axes.layout != stage.parameters[name]}
+            units.append(FSDPUnit(dims, sharded, replicated, saved, regathered, dtypes, turned))
     return units
 
 
-def _axes(parameter: Parameter, stored: Layout, uses: Sequence[_Use], mesh: Mesh) -> _Axes | None:
+def _by_way(ways: Mapping[bool | None, Sequence[T]], *, always: bool) -> Iterator[tuple[bool, Sequence[T]]]:
+    """The members of units that are regathered and of those that are not; what is None goes to the former, if there
+    are any, or else to the latter."""
+    if always or len(ways) == 1:
+        yield always or True in ways, [member for own in ways.values() for member in own]
+        return
+    joined = next(way for way in (True, False) if way in ways)
+    for way, own in ways.items():
+        if way is not None:
+            yield way, [*own, *(ways.get(None, ()) if way == joined else ())]
+
+
+def _axes(parameter: Parameter, stored: Layout, uses: Sequence[_Use], mesh: Mesh) -> UnitAxes | None:
     """The axes of a parameter that a unit can take; None for none."""
     type = parameter.type
-    changes = [use.change for use in uses if use.change is not None]
-    if len(changes) < len(uses) or not changes or not type.size or not type.shape or not type.dtype.is_floating_point:
+    used = [use.change.after for use in uses if use.change is not None]
+    if len(used) < len(uses) or not type.size or not type.shape or not type.dtype.is_floating_point:
         return None
-    layout = _copied(stored, changes, mesh)
-    free = [
-        axis for axis in mesh.dimensions if mesh.sizes[axis] > 1 and all(change.after[axis] == R for change in changes)
-    ]
-    # A frozen parameter has no gradient to be reduced, and a replicated one need not be gathered.
-    replicated = tuple(axis for axis in free if layout[axis].kind == "I" and parameter.trainable)
-    split = [axis for axis in free if layout[axis].kind == "S"]
-    choices = [
-        axes
-        for count in range(1, len(split) + 1)
-        for axes in combinations(split, count)
-        if _is_leading(axes, layout, mesh)
-    ]
-    sharded = max(choices, key=lambda axes: prod(mesh.sizes[axis] for axis in axes), default=())
-    used = FSDPUnit({}, sharded, replicated, False, False, (None, None)).gathered_layout(layout)
-    if not (sharded or replicated) or not all(_grows(used, change, mesh) for change in changes):
-        return None
-    return _Axes(sharded, replicated, layout[sharded[0]].dim if sharded else 0, layout)
-
-
-def _copied(stored: Layout, changes: Sequence[Redistribution], mesh: Mesh) -> Layout:
-    """The layout of a parameter in its unit: after the all-to-alls that all of its redistributions begin with, if these
-    are the same."""
-    reached = set()
-    for change in changes:
-        steps = redistribution(stored, change.after, change.type.shape, mesh)
-        first = [step.axis for step in takewhile(lambda step: step.collective == "all_to_all", steps)]
-        reached.add(tuple(change.after[axis] if axis in first else placement for axis, placement in enumerate(stored)))
-    return reached.pop() if len(reached) == 1 else stored
-
-
-def _is_leading(axes: Sequence[int], stored: Layout, mesh: Mesh) -> bool:
-    """Whether `axes`, in this order, split one dim of the shard of the other axes into consecutive parts."""
-    others = tuple(R if axis in axes else placement for axis, placement in enumerate(stored))
-    taken = 1
-    for axis in axes:
-        if stored[axis].dim != stored[axes[0]].dim or local_major(stored[axis], others, mesh) != taken:
-            return False
-        taken *= mesh.sizes[axis]
-    return True
+    return unit_axes(stored, used, type.shape, parameter.trainable, mesh)
 
 
 def _grows(used: Layout, change: Redistribution, mesh: Mesh) -> bool:
@@ -274,25 +237,24 @@ def _marked(stage: Stage, units: FSDPUnits, mesh: Mesh) -> Stage:
     """`stage` with the steps of the units before all others."""
     by_name = {name: unit for unit in units.units for name in unit.parameters if name in units.gathered}
 
-    def marked(item: Statement, names: Mapping[str, Sequence[str]], recomputed: bool) -> Statement:
+    def marked(item: Statement, names: Mapping[str, Sequence[str]]) -> Statement:
         if isinstance(item, Loop):
-            inner = [marked(each, item.owned, item.recompute == "full") for each in item.body.statements]
+            inner = [marked(each, item.owned) for each in item.body.statements]
             return replace(item, body=replace(item.body, statements=tuple(inner)))
         if isinstance(item, Compute) or (name := names.get(item.source, (item.source,))[0]) not in by_name:
             return item
-        return _by_unit(name, item, by_name[name], mesh, recomputed)
+        return _by_unit(name, item, by_name[name], mesh)
 
-    statements = tuple(marked(item, {}, False) for item in stage.body.statements)
+    statements = tuple(marked(item, {}) for item in stage.body.statements)
     return replace(stage, body=replace(stage.body, statements=statements), units=units)
 
 
-def _by_unit(name: str, change: Redistribution, unit: FSDPUnit, mesh: Mesh, recomputed: bool) -> Redistribution:
-    """`change` with the steps of the unit first; `recomputed` says that all code around it is recomputed in any
-    case."""
+def _by_unit(name: str, change: Redistribution, unit: FSDPUnit, mesh: Mesh) -> Redistribution:
+    """`change` with the steps of the unit first. The units of another program may take other axes than come first."""
     layout, shape = unit.copy_layout(name, change.before), change.type.shape
-    used = unit.gathered_layout(layout)
+    used, steps = unit.gathered_layout(layout), change.steps
+    taken = {axis for axis in mesh.dimensions if used[axis] != change.before[axis]}
+    if {step.axis for step in steps[: len(taken)]} == taken:
+        return replace(change, unit_steps=len(taken))
     first = (*redistribution(change.before, layout, shape, mesh), *redistribution(layout, used, shape, mesh))
-    rest = redistribution(used, change.after, shape, mesh)
-    # A unit regathers all of its parameters, or none.
-    regathered = change.regathered or (unit.regathered and unit.saved and bool(unit.sharded) and not recomputed)
-    return replace(change, steps=(*first, *rest), regathered=regathered, unit_steps=len(first))
+    return replace(change, steps=(*first, *redistribution(used, change.after, shape, mesh)), unit_steps=len(first))

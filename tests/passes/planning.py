@@ -19,7 +19,7 @@ from passes.cost.walk import Optimizer, walk
 from passes.ir.choices import Problem, Solution
 from passes.ir.configuration import RECOMPUTE, Configuration
 from passes.ir.layout import I, Layout, R
-from passes.ir.lowered import Body, Loop, Redistribution, Stage, Statement
+from passes.ir.lowered import Stage
 from passes.ir.mesh import Mesh
 from passes.ir.program import Folded
 from passes.lower.recompute import recompute
@@ -30,19 +30,6 @@ from passes.regions import fold
 from passes.strategies import Setting, planning_problem
 
 STATES = 2
-
-
-def _exchanged_in(plain: Body, marked: Body) -> Body:
-    """`plain` with the changes that begin with an all-to-all of a unit as they are in `marked`."""
-    statements: list[Statement] = []
-    for before, after in zip(plain.statements, marked.statements, strict=True):
-        if isinstance(before, Redistribution) and isinstance(after, Redistribution):
-            statements.append(replace(after, regathered=before.regathered) if after.exchanged else before)
-        elif isinstance(before, Loop) and isinstance(after, Loop):
-            statements.append(replace(before, body=_exchanged_in(before.body, after.body)))
-        else:
-            statements.append(before)
-    return replace(plain, statements=tuple(statements))
 
 
 def same_tensor(source: Layout, target: Layout) -> bool:
@@ -62,19 +49,14 @@ class Planning:
     cluster: Cluster
 
     def lowered(self, solution: Solution) -> Stage:
-        """The program that a solution stands for."""
+        """The program that a solution stands for, with all redistributions in its own code."""
         lowered = straight_code(self.folded, self.problem, solution, self.mesh, Casts())
         return recompute(lowered, solution.configuration.recompute)
 
     def seconds(self, solution: Solution) -> float:
-        """The step time of a solution, from the program that it stands for.
-
-        All-to-alls of FSDP units are marked, as their price differs. All else of units is left out: they gather all of
-        their parameters again or none, and here each goes as it was decided.
-        """
-        configuration, plain = solution.configuration, self.lowered(solution)
-        marked = fsdp_units(plain, self.mesh, gather_once=configuration.gather_once)
-        lowered = replace(plain, body=_exchanged_in(plain.body, marked.body))
+        """The step time of a solution, from the program that it stands for, with its FSDP units."""
+        configuration = solution.configuration
+        lowered = fsdp_units(self.lowered(solution), self.mesh, gather_once=configuration.gather_once)
         return walk(lowered, self.folded, self.cluster, Optimizer(STATES), configuration).total
 
     def peak(self, solution: Solution) -> float:

@@ -198,9 +198,9 @@ def stored_otherwise(lowered: Stage, layout: Layout, mesh: Mesh) -> Stage:
         ((S(0, 2), S(0)), (0,)),
         # Different dims: the first.
         ((S(0), S(1)), (0,)),
-        # One leaves room in front.
-        ((S(0, 4), S(0)), (1,)),
+        # One leaves room in front, which is gathered last or first.
         ((S(0), S(0, 4)), (0,)),
+        ((S(0, 4), S(0)), ()),
         # Both do.
         ((S(0, 2), S(0, 4)), ()),
         ((S(1, 2), I), ()),
