@@ -94,16 +94,17 @@ class LiveFractions:
         here, later = where == block, where > block
         runs = here * own
         gradient = later + here * done + runs * (op <= first)
-        by_phase = {
-            Phase.STEP: np.ones(1),
-            Phase.FORWARD: ~(here | later) + here * left + runs * (first <= op),
-            Phase.COPY: runs * ((first <= op) & (op <= last)),
-            Phase.PREVIOUS_COPY: runs * (done > 0),
-            Phase.NEXT_COPY: runs * (left > 0),
-            Phase.GRADIENT: gradient,
-            Phase.ACCUMULATED: gradient,
-        }
-        found: Floats = np.choose(self.phase[ranges], [by_phase[phase] for phase in Phase])
+        # In the order of `Phase`.
+        by_phase = (
+            np.ones(1),
+            ~(here | later) + here * left + runs * (first <= op),
+            runs * ((first <= op) & (op <= last)),
+            runs * (done > 0),
+            runs * (left > 0),
+            gradient,
+            gradient,
+        )
+        found: Floats = np.choose(self.phase[ranges], by_phase)
         return found
 
     def totals(self, sizes: Floats) -> Floats:

@@ -47,9 +47,13 @@ def _least_at_all(instance: Instance) -> Floats:
             found += (fractions.of(size.ranges) @ size.sizes).min(axis=1)
     for group, saving in zip(instance.bytes.groups, instance.bytes.saved, strict=True):
         if saving and group.source is not None:
-            live = sum(fractions.of(source) for source in group.source)
+            # Few ranges hold the source in all its layouts: of each the smallest layout counts.
+            ranges, layouts = np.unique(group.source, axis=1, return_inverse=True)
+            smallest = np.full(ranges.shape[1], np.inf)
+            np.minimum.at(smallest, layouts.ravel(), group.source_bytes)
+            live = fractions.of(ranges.ravel()).reshape(len(found), *ranges.shape).sum(axis=1)
             target = fractions.of(group.target).sum(axis=1) * group.target_bytes.min()
-            found += np.minimum((live * group.source_bytes).min(axis=1), target)
+            found += np.minimum((live * smallest).min(axis=1), target)
     return found
 
 
