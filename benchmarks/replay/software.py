@@ -175,7 +175,7 @@ _WRITTEN_OVER = 0.5
 # February 2022 made all 1 to 5% faster: the middle is taken for what was before. In bfloat16 it ran DeepSpeed's
 # BF16_Optimizer.
 #
-# llm-foundry's layers run as they are written, on flash attention: its training scripts of 2023 compile nothing.
+# llm-foundry's layers are taken to run as they are written, on flash attention: no record of it speaks of compiling.
 # Torchtitan compiles where a record says so, and its loss since 2025. The memory that it prints is what the allocator
 # holds (`max_reserved_gib` in its metrics), and torch's selective checkpointing keeps what the policy says, needed or
 # not (`_CachingTorchDispatchMode` in torch/utils/checkpoint.py). InternEvo's step casts gradients to float32
