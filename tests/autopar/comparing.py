@@ -17,7 +17,7 @@ MESHES = {
 TOLERANCE = 1e-9
 
 
-def marked(names: Iterable[str], fast: Container[str]) -> list[object]:
+def marked(names: Iterable[object], fast: Container[object]) -> list[object]:
     """Parameters of a test, of which only some are fast: the others are tested at night."""
     return [name if name in fast else pytest.param(name, marks=pytest.mark.slow) for name in names]
 

@@ -12,14 +12,19 @@ from tests.autopar.relations import LARGE, RELATIONS, SMALL, Scope, clean_traces
 # Relations that do not hold yet, with the reason.
 BROKEN = {"finer_mesh": "collectives over adjacent axes are not offered as one, and two take longer"}
 
+# Cases that plan for half a minute and more.
+LONG = {("free_recompute", 2)}
+
 
 def _cases(relations: Sequence[str], first: int, count: int) -> list[ParameterSet]:
     """So many relations with seeds from `first` on."""
     found = islice(((name, seed) for seed in itertools.count(first) for name in relations), count)
-    return [
-        pytest.param(name, seed, marks=[pytest.mark.xfail(reason=BROKEN[name])] if name in BROKEN else [])
-        for name, seed in found
-    ]
+    return [pytest.param(*case, marks=_marks(*case)) for case in found]
+
+
+def _marks(name: str, seed: int) -> list[pytest.MarkDecorator]:
+    broken = [pytest.mark.xfail(reason=BROKEN[name])] if name in BROKEN else []
+    return [*broken, pytest.mark.slow] if (name, seed) in LONG else broken
 
 
 def _check(name: str, seed: int, scope: Scope) -> None:
@@ -31,7 +36,9 @@ def _check(name: str, seed: int, scope: Scope) -> None:
     assert not broken, f"{name}, seed {seed}: {broken}\n{restricted}\n  {first}\n{relaxed}\n  {second}"
 
 
-@pytest.mark.parametrize(("name", "seed"), _cases([name for name in RELATIONS if name not in BROKEN], 1, 20))
+@pytest.mark.parametrize(
+    ("name", "seed"), _cases([name for name in RELATIONS if name not in BROKEN], 1, 20 + len(LONG))
+)
 def test_relation_holds(name: str, seed: int) -> None:
     """On small meshes."""
     _check(name, seed, SMALL)

@@ -154,8 +154,8 @@ def test_numbers_of_micro_batches_that_divide_over_an_axis() -> None:
         batch = {"input_ids": ids, "labels": ids}
         return train(autopar.plan(model, {"dp": 16}, batch, cluster="h100", memory_limit=5.8e9, **options))
 
-    free, three, two = planned(), planned(micro_batches=3), planned(micro_batches=2)
-    assert three.step_s < two.step_s
+    free, three = planned(), planned(micro_batches=3)
+    assert free.micro_batches == 3
     assert free.step_s == pytest.approx(three.step_s, rel=1e-6)
 
 

@@ -17,6 +17,7 @@ from passes.solve import solve
 from passes.solve.arrays import arrays, find_uses
 from passes.solve.limits import Limits
 from passes.solve.shared_decisions import SharedDecisions, shared_decisions
+from tests.autopar.comparing import marked
 from tests.passes.planning import STATES, Planning, planning
 
 
@@ -103,7 +104,7 @@ def _choices(case: Planning) -> Iterator[Solution]:
                 yield Solution(*shared.expanded(own, some), 0.0, 0.0, case.configuration)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", marked(range(4), {2, 3}))
 def test_the_choice_is_the_best_of_those_in_which_equal_layers_do_the_same(seed: int) -> None:
     """Without a limit of memory, and within some; seconds and bytes are those of the program."""
     case = _few(_planning(7 + seed % 2), random.Random(seed), 40)
