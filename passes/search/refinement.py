@@ -6,9 +6,9 @@ shapes of two axes.
 """
 
 import logging
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from itertools import combinations
 
 from passes.ir.configuration import Configuration
@@ -22,6 +22,9 @@ from passes.search.space import Space
 from passes.search.subproblems import Choice, Subproblem, Subproblems
 
 logger = logging.getLogger("autopar")
+
+# Nodes near to a choice, by their configuration and the axes that are free.
+Nodes = dict[Hashable, Unbounded]
 
 # Most axes of a searched mesh.
 _AXES = 4
@@ -79,54 +82,104 @@ def _search_shapes(subproblems: Subproblems, devices: int, progress: Progress) -
 
 
 def _climb(subproblems: Subproblems, progress: Progress, seen: set[Hashable]) -> Progress:
-    """Search what is next to the best choice and was not `seen`, as long as that helps."""
-    parent = None
-    while progress.incumbent is not None and progress.incumbent is not parent:
-        parent = progress.incumbent
-        near = {key: node for key, node in _neighbours(subproblems, parent).items() if key not in seen}
+    """Search what is next to the best choice and was not `seen`, the smallest changes first, until none helps."""
+    changes = iter(_CHANGES)
+    parent = progress.incumbent
+    while parent is not None:
+        change = next(changes, None)
+        if change is None:
+            break
+        near = {key: node for key, node in change(subproblems, parent).items() if key not in seen}
         seen.update(near)
         progress = explore(near.values(), subproblems, progress)
+        if progress.incumbent is not parent:
+            parent, changes = progress.incumbent, iter(_CHANGES)
     return progress
 
 
-def _neighbours(subproblems: Subproblems, parent: Choice) -> dict[Hashable, Unbounded]:
-    """Nodes for choices near to `parent`: on meshes with one of its axes cut in two, or with a factor shifted from one
-    axis to the next, and with more axes than two also in other configurations, and with any two axes free. The keys are
-    their configurations, and the axes that are free."""
-    before, node_size = parent.subproblem, subproblems.space.cluster.node_size
-    origins: tuple[int | None, ...]
-    meshes = [*finer(before.mesh, node_size, _AXES), *shifted(before.mesh, node_size)]
+def _on_other_meshes(subproblems: Subproblems, parent: Choice) -> Nodes:
+    """Meshes with one axis cut in two, or with a factor shifted from one axis to the next."""
+    mesh, node_size = parent.subproblem.mesh, subproblems.space.cluster.node_size
+    return _near(subproblems, parent, [*finer(mesh, node_size, _AXES), *shifted(mesh, node_size)])
+
+
+def _in_other_configurations(subproblems: Subproblems, parent: Choice) -> Nodes:
+    """Other levels of recompute and ZeRO stages, with the layouts that `parent` was chosen from."""
+    before = parent.subproblem
     if before.has_all_strategies:
-        others = []
-    else:
-        meshes += [(before.mesh, each) for each in _pairs_free(before.mesh)]
-        others = list(_other_configurations(subproblems, parent))
+        return {}
+    return {
+        (each.key, ()): Unbounded(0.0, partial(subproblems.limited, before, each))
+        for each in _other_configurations(subproblems, parent, before.configuration.micro_batches)
+    }
+
+
+def _on_free_axes(subproblems: Subproblems, parent: Choice) -> Nodes:
+    """Anything on two of the axes."""
+    if parent.subproblem.has_all_strategies:
+        return {}
+    mesh = parent.subproblem.mesh
+    return _near(subproblems, parent, [(mesh, each) for each in _pairs_free(mesh)])
+
+
+def _on_free_axes_in_other_configurations(subproblems: Subproblems, parent: Choice) -> Nodes:
+    """Other levels of recompute and ZeRO stages, with anything on two of the axes; and the next fewer and the next more
+    micro-batches."""
+    before = parent.subproblem
+    if before.has_all_strategies:
+        return {}
+    own = before.configuration
     found: dict[Hashable, Unbounded] = {}
-    for mesh, origins in [(mesh, tuple(each)) for mesh, each in meshes]:
-        configuration = replace(before.configuration, mesh=mesh)
-        free = tuple(axis for axis, origin in enumerate(origins) if origin is None)
-        make = partial(subproblems.refined, parent, configuration, origins)
-        found[configuration.key, free] = Unbounded(0.0, make)
-    for configuration in others:
-        if configuration.micro_batches == before.configuration.micro_batches:
-            found[configuration.key, ()] = Unbounded(0.0, partial(subproblems.limited, before, configuration))
-        else:
-            make = partial(subproblems.refined, parent, configuration, tuple(before.mesh.dimensions))
-            found[configuration.key, ()] = Unbounded(0.0, make)
+    others = list(_other_configurations(subproblems, parent, own.micro_batches))
+    for origins in _pairs_free(own.mesh):
+        refined = cache(partial(subproblems.refined, parent, own, origins))
+        for each in others:
+            found[each.key, _free(origins)] = Unbounded(0.0, partial(_limited, subproblems, refined, each))
+    counts = list(micro_batch_counts(subproblems.space, subproblems.programs.program))
+    at = counts.index(own.micro_batches)
+    for count in {*counts[max(0, at - 1) : at + 2]} - {own.micro_batches}:
+        every = list(_other_configurations(subproblems, parent, count))
+        if every:
+            refined = cache(partial(subproblems.refined, parent, every[0], tuple(own.mesh.dimensions)))
+        for each in every:
+            found[each.key, ()] = Unbounded(0.0, partial(_limited, subproblems, refined, each))
     return found
 
 
-def _other_configurations(subproblems: Subproblems, parent: Choice) -> Iterator[Configuration]:
-    """The configurations on the mesh of `parent` of as many micro-batches, of the next fewer, and of the next more."""
+# The changes of a choice that are searched, those with the fewest choices first.
+_CHANGES: tuple[Callable[[Subproblems, Choice], Nodes], ...] = (
+    _in_other_configurations,
+    _on_free_axes,
+    _on_other_meshes,
+    _on_free_axes_in_other_configurations,
+)
+
+
+def _near(subproblems: Subproblems, parent: Choice, meshes: Iterable[tuple[Mesh, Sequence[int | None]]]) -> Nodes:
+    """Nodes for choices near to `parent` on `meshes`, whose axes have origins in that of the parent or are free."""
+    found: dict[Hashable, Unbounded] = {}
+    for mesh, origins in meshes:
+        configuration = replace(parent.subproblem.configuration, mesh=mesh)
+        make = partial(subproblems.refined, parent, configuration, tuple(origins))
+        found[configuration.key, _free(origins)] = Unbounded(0.0, make)
+    return found
+
+
+def _free(origins: Sequence[int | None]) -> tuple[int, ...]:
+    return tuple(axis for axis, origin in enumerate(origins) if origin is None)
+
+
+def _limited(subproblems: Subproblems, make: Callable[[], Subproblem], configuration: Configuration) -> Subproblem:
+    return subproblems.limited(make(), configuration)
+
+
+def _other_configurations(subproblems: Subproblems, parent: Choice, count: int) -> Iterator[Configuration]:
+    """The configurations of `count` micro-batches on the mesh of `parent`, but its own."""
     before = parent.subproblem
-    own = before.configuration.micro_batches
-    counts = list(micro_batch_counts(subproblems.space, subproblems.programs.program))
-    at = counts.index(own)
-    for count in counts[max(0, at - 1) : at + 2]:
-        program = subproblems.programs.of(count, is_given=subproblems.space.micro_batches is not None)
-        if program is not None:
-            every = limited_configurations(subproblems.space, before.mesh, count, program.folded)
-            yield from (each for each in every if each != before.configuration)
+    program = subproblems.programs.of(count, is_given=subproblems.space.micro_batches is not None)
+    if program is not None:
+        every = limited_configurations(subproblems.space, before.mesh, count, program.folded)
+        yield from (each for each in every if each != before.configuration)
 
 
 def _pairs_free(mesh: Mesh) -> Iterator[tuple[int | None, ...]]:
