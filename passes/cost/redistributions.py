@@ -5,6 +5,7 @@
 
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 import numpy as np
 
@@ -66,57 +67,102 @@ class RedistributionCosts:
         """The seconds of all redistributions of `tensors`."""
         keys = [each.key for each in tensors]
         new = {key: each for key, each in zip(keys, tensors, strict=True) if key not in self.found}
-        for gradient in (False, True):
-            some = {key: each for key, each in new.items() if each.group.gradient == gradient}
-            self.found.update(zip(some, self._new(list(some.values()), gradient=gradient), strict=True))
+        for gradient, parameter in product((False, True), repeat=2):
+            kind = gradient, parameter
+            some = {key: each for key, each in new.items() if (each.group.gradient, each.group.parameter) == kind}
+            self.found.update(zip(some, self._new(list(some.values()), *kind), strict=True))
         return [self.found[key] for key in keys]
 
-    def _new(self, tensors: Sequence[TensorLayouts], *, gradient: bool) -> Iterator[RedistributionSeconds]:
-        """The seconds of tensors through all or none of which a gradient flows back."""
-        pairs = [Pairs(each.sources, each.targets, each.group.type.shape, each.group.strided) for each in tensors]
+    def _new(
+        self, tensors: Sequence[TensorLayouts], gradient: bool, parameter: bool
+    ) -> Iterator[RedistributionSeconds]:
+        """The seconds of tensors through all or none of which a gradient flows back, and which are all or none
+        parameters."""
         counts = [len(each.sources) * len(each.targets) for each in tensors]
-        itemsizes = np.repeat([each.group.type.dtype.itemsize for each in tensors], counts)
-        gradient_itemsizes = np.repeat([each.group.gradient_itemsize for each in tensors], counts)
-        joined = np.repeat([each.group.joined for each in tensors], counts)
+        price = self._parameters if parameter else self._activations
+        # The part after the last end is empty.
+        split = (np.split(each, np.cumsum(counts)) for each in price(tensors, _Elements.of(tensors, counts), gradient))
+        for each, *own in zip(tensors, *split, strict=False):
+            yield RedistributionSeconds(*(part.reshape(len(each.sources), len(each.targets)) for part in own))
+
+    def _activations(
+        self, tensors: Sequence[TensorLayouts], elements: "_Elements", gradient: bool
+    ) -> tuple[Floats, Floats, Floats, Flags]:
+        """The fields of `RedistributionSeconds`, for all pairs of tensors that are no parameters."""
+        found = np.zeros((2, len(elements.joined)))
+        for steps in _steps(tensors, self.mesh):
+            found[:, steps.pair] += self._step_seconds(steps, elements, gradient)
+        none = np.zeros(len(elements.joined))
+        return found[0], found[1], none, none > 0
+
+    def _parameters(
+        self, tensors: Sequence[TensorLayouts], elements: "_Elements", gradient: bool
+    ) -> tuple[Floats, Floats, Floats, Flags]:
+        """The fields of `RedistributionSeconds`, for all pairs of parameters."""
         # Forward and backward: all but the all-to-alls that come first, and these one by one and with others.
-        later, alone, joint = np.zeros((3, 2, sum(counts)))
-        parts = _UnitParts(tensors, counts, gradient, self.mesh)
-        for steps in all_steps(pairs, self.mesh):
+        later, alone, joint = np.zeros((3, 2, len(elements.joined)))
+        parts = _UnitParts(tensors, gradient, self.mesh)
+        for steps in _steps(tensors, self.mesh):
             pair = steps.pair
             is_first, _ = parts.follow(steps)
-            seconds = np.zeros((2, len(pair)))
-            seconds[0] = self.steps.seconds(steps, itemsizes[pair], joined[pair])
-            if gradient:
-                seconds[1] = self.steps.seconds(steps.backward, gradient_itemsizes[pair], joined[pair])
+            seconds = self._step_seconds(steps, elements, gradient)
             later[:, pair] += ~is_first * seconds
             alone[:, pair] += is_first * seconds
-            for way, sizes in enumerate((itemsizes, gradient_itemsizes)):
+            for way, sizes in enumerate((elements.size, elements.gradient_size)):
                 joint[way, pair] += is_first * self.steps.joint_seconds(steps, sizes[pair])
         exchanges, taken = parts.exchanged > 0, parts.taken()
         forward = later[0] + alone[0] * ~taken
         backward = later[1] + np.where(taken, joint[1] * gradient, alone[1])
-        found = (forward, backward, joint[0] * taken, exchanges & ~taken)
-        # The part after the last end is empty.
-        split = (np.split(each, np.cumsum(counts)) for each in found)
-        for each, *own in zip(tensors, *split, strict=False):
-            yield RedistributionSeconds(*(part.reshape(len(each.sources), len(each.targets)) for part in own))
+        return forward, backward, joint[0] * taken, exchanges & ~taken
+
+    def _step_seconds(self, steps: Steps, elements: "_Elements", gradient: bool) -> Floats:
+        """The seconds of each step, forward and backward."""
+        pair = steps.pair
+        seconds = np.zeros((2, len(pair)))
+        seconds[0] = self.steps.seconds(steps, elements.size[pair], elements.joined[pair])
+        if gradient:
+            seconds[1] = self.steps.seconds(steps.backward, elements.gradient_size[pair], elements.joined[pair])
+        return seconds
+
+
+@dataclass(frozen=True)
+class _Elements:
+    """By pair of layouts: bytes of an element and of its gradient, and how many tensors share a collective."""
+
+    size: Integers
+    gradient_size: Integers
+    joined: Integers
+
+    @classmethod
+    def of(cls, tensors: Sequence[TensorLayouts], counts: Sequence[int]) -> "_Elements":
+        """Those of tensors with so many pairs of layouts each."""
+        groups = [each.group for each in tensors]
+        fields = [(group.type.dtype.itemsize, group.gradient_itemsize, group.joined) for group in groups]
+        return cls(*np.repeat(np.array(fields, dtype=np.int64).reshape(-1, 3), counts, axis=0).T)
+
+
+def _steps(tensors: Sequence[TensorLayouts], mesh: Mesh) -> Iterator[Steps]:
+    """The steps of all pairs of layouts of `tensors`."""
+    return all_steps(
+        [Pairs(each.sources, each.targets, each.group.type.shape, each.group.strided) for each in tensors], mesh
+    )
 
 
 class _UnitParts:
-    """The parts of redistributions that FSDP units take, found step by step: `ir.unit_axes`, for all pairs at once.
+    """The parts of redistributions of parameters that FSDP units take, found step by step: `ir.unit_axes`, for all
+    pairs at once.
 
     By pair: `exchanged`, `sharded` and `replicated` are axes as bits: of the all-to-alls that come first, and those of
     the unit. `layout` is that of the copy (by its number in `layouts`), `phase` how far the steps are: all-to-alls,
     those of the unit, or others.
     """
 
-    def __init__(self, tensors: Sequence[TensorLayouts], counts: Sequence[int], trainable: bool, mesh: Mesh) -> None:
+    def __init__(self, tensors: Sequence[TensorLayouts], trainable: bool, mesh: Mesh) -> None:
         self.tensors, self.trainable, self.mesh = tensors, trainable, mesh
+        counts = [len(each.sources) * len(each.targets) for each in tensors]
         self.tensor = np.repeat(np.arange(len(tensors)), counts)
         self.first = np.cumsum([0, *counts])
-        self.is_parameter = np.array([each.group.parameter for each in tensors], dtype=np.bool_)[self.tensor]
         self.phase, self.exchanged, self.sharded, self.replicated = np.zeros((4, sum(counts)), dtype=np.int64)
-        self.phase[~self.is_parameter] = _OTHERS
         self.shrinks = np.zeros(sum(counts), dtype=np.bool_)
         self.layouts: dict[Layout, int] = {}
         rows = [[self.layouts.setdefault(source, len(self.layouts)) for source in each.sources] for each in tensors]
@@ -138,7 +184,7 @@ class _UnitParts:
         self._make_copies(begins[self.exchanged[begins] > 0])
         is_wide = (np.array(self.mesh.sizes) > 1).take(steps.axis)
         becomes_whole = is_wide & (steps.target == _WHOLE)
-        converts = becomes_whole & (steps.source == _EQUAL) & self.is_parameter[pair] & self.trainable
+        converts = becomes_whole & (steps.source == _EQUAL) & self.trainable
         self.replicated[pair] |= converts * bit
         gathers = (self.phase[pair] == _UNIT) & splits & becomes_whole & self._are_leading(pair, bit)
         self.sharded[pair] |= gathers * bit
