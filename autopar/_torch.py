@@ -65,8 +65,8 @@ OVERRIDDEN = {
     "_torchdynamo_orig_callable": "the first attribute that `torch.compile` asks a module for",
 }
 
-# A module that takes seconds to import, and that `torch.export` and `DTensor` import at their first use.
-PRELOADED = ("torch._dynamo",)
+# Modules that take seconds to import, and that `torch.export` and `DTensor` import at their first use.
+PRELOADED = ("torch._dynamo", "torch._functorch.aot_autograd", "torch.export._trace")
 
 # The collectives of `torch.compile`, as operators: they take groups by name and return at once; `wait_tensor` waits.
 # Those of `torch.distributed` change their arguments, which autograd does not see and a graph cannot reorder.
