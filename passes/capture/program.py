@@ -131,6 +131,14 @@ class _Placeholders:
             raise CaptureError(f"the model holds {spec.target!r}, an input of the kind {spec.kind.name}")
 
     def _constant(self, name: str, value: torch.Tensor) -> Ref:
+        """A constant; equal ones are one, so that layers which make their own are alike."""
+        for known, other in self.constants.items():
+            if (
+                (_type(other), other.device) == (_type(value), value.device)
+                and not value.is_meta
+                and other.equal(value)
+            ):
+                return Ref(known)
         self.constants[name] = value
         return Ref(name)
 

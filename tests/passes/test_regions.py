@@ -348,3 +348,25 @@ class Twice(nn.Module):
 def test_layers_that_run_again_elsewhere_do_not_fold(start: int, copies: list[int]) -> None:
     """Their parameters can be stored in one way only, and a region would choose for itself."""
     assert [region.count for region in fold(normalized(Twice(6, start), x=X)).regions] == copies
+
+
+class Picks(nn.Module):
+    """A layer that makes constants of its own: it picks two features and adds them to all."""
+
+    def __init__(self, first: int = -2) -> None:
+        super().__init__()
+        self.first = first
+        self.up = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """One layer."""
+        hidden = self.up(x)
+        return hidden + hidden[..., [self.first]] + hidden[..., [-1]]
+
+
+def test_layers_that_make_equal_constants_fold() -> None:
+    """Constants of the same values are one; layers with other values stay apart."""
+    alike = folded(Picks(), Picks(), Picks())
+    assert [region.count for region in alike.regions] == [3]
+    assert len(alike.program.constants) == 2
+    assert not folded(Picks(), Picks(-3), Picks(-4)).regions
