@@ -12,7 +12,7 @@ that users see:
 
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from autopar._torch import as_distributed, local_tensor, post_accumulate_hooks, spec_of, tensor_hooks
 from autopar.runtime.fsdp.parameter_hooks import after_tensor_hooks
-from autopar.runtime.fsdp.turns import Turn, transfer_batch
+from autopar.runtime.fsdp.turns import Transfer, Turn, transfer_batch
 from autopar.runtime.state import from_local, mesh_of, placements
 from passes._torch import parameters_of, version_of
 from passes.ir.errors import InputError
@@ -67,7 +67,7 @@ class UnitParameter:
 
     `shape` is global, `layout` that of the parameter and its reduced gradient, `pending` that of a gradient that is not
     reduced. `kept` is the parameter that the unit stores, `unreduced` what autograd knows of it;
-    `trainable` says that it took gradients when it was planned, `turn` is None where both share memory.
+    `trainable` says that it took gradients when it was planned, `turn` holds the ways from one to the other.
     """
 
     path: str
@@ -78,11 +78,7 @@ class UnitParameter:
     kept: Tensor
     unreduced: Unreduced
     trainable: bool
-    turn: Turn | None = None
-
-    def to_seen(self, part: Tensor) -> Tensor:
-        """A part of `kept` in the layout that users see."""
-        return part if self.turn is None else self.turn.to_seen(part)
+    turn: Turn = field(default_factory=Turn)
 
 
 class UnitGradients:
@@ -102,7 +98,9 @@ class UnitGradients:
     def add(self, parameter: UnitParameter) -> nn.Parameter:
         """Add a parameter; returns the one that users see."""
         self.parameters.append(parameter)
-        seen = self._distributed(parameter.to_seen(part_of(parameter.kept)), parameter.layout, parameter.shape)
+        seen = self._distributed(
+            parameter.turn.back.through(part_of(parameter.kept)), parameter.layout, parameter.shape
+        )
         return nn.Parameter(seen, parameter.trainable)
 
     def add_gathered(self, parameter: UnitParameter) -> nn.Parameter:
@@ -165,7 +163,7 @@ class UnitGradients:
             earlier, seen.grad = seen.grad, None
             if earlier is not None:
                 # Collectives, which all ranks take part in; the sum has it once.
-                part = part_of(earlier) if item.turn is None else item.turn.to_kept(part_of(earlier))
+                part = item.turn.forth.through(part_of(earlier))
                 if item.own.first:
                     item.own.of(gradient, part).add_(part)
             if gradient.dtype != seen.dtype:
@@ -181,10 +179,10 @@ class UnitGradients:
         if gradient is None:
             return
         part, item, seen = part_of(gradient), self.parameters[number], self.seen(number)
-        if item.turn is None:
+        if not item.turn.back.steps:
             self.hand_over(number, part)
         elif seen.requires_grad:
-            self._turn(self._turning.add(*item.turn.gradient_key(part), (number, part)))
+            self._turn(self._turning.add(*item.turn.back.key(part), (number, part)))
 
     def end_reduced_backward(self) -> None:
         """Transfer the remaining reduced gradients."""
@@ -199,11 +197,10 @@ class UnitGradients:
         """Transfer a batch of reduced gradients to the layouts of their parameters, and add them there."""
         if not batch:
             return
-        transfers = []
-        for number, kept in batch:
-            turn = self.parameters[number].turn
-            assert turn is not None
-            transfers.append(turn.gradient(kept, torch.empty_like(part_of(self.seen(number)))))
+        transfers = [
+            Transfer(self.parameters[number].turn.back, kept, torch.empty_like(part_of(self.seen(number))))
+            for number, kept in batch
+        ]
         transfer_batch(transfers)
         for (number, _), transfer in zip(batch, transfers, strict=True):
             self.hand_over(number, transfer.after)

@@ -22,14 +22,14 @@ from autopar.runtime.fsdp import _torch as fsdp
 from autopar.runtime.fsdp.backward import BackwardPasses
 from autopar.runtime.fsdp.gradients import OwnPart, UnitGradients, UnitParameter, address_of, part_of
 from autopar.runtime.fsdp.reductions import Reductions
-from autopar.runtime.fsdp.turns import Turn, Way, transfer_all
+from autopar.runtime.fsdp.turns import Transfer, Turn, Way, transfer_all
 from autopar.runtime.fsdp.units import ParameterGroup, PartView
 from autopar.runtime.generated.axis import axes_of
 from autopar.runtime.ranks.groups import axes_group, data_mesh
 from autopar.runtime.state import mesh_of
 from passes.ir.layout import Layout, Shape, whole_shape
 from passes.ir.lowered import FSDPUnit, FSDPUnits
-from passes.ir.redistribution import RedistributionStep, redistribution
+from passes.ir.redistribution import redistribution
 
 T = TypeVar("T")
 
@@ -139,18 +139,14 @@ class FSDPManager:
 
     def _turn(
         self, stored: Layout, kept: Layout, shape: Shape, dtypes: tuple[torch.dtype | None, torch.dtype | None]
-    ) -> Turn | None:
-        """The transfers between a parameter that users see and a unit's copy of it; None where both share memory."""
-        if stored == kept:
-            return None
+    ) -> Turn:
+        """The transfers between a parameter that users see and a unit's copy of it."""
         compute, reduce = dtypes
-        forth = redistribution(stored, kept, shape, self._shape)
-        back = redistribution(kept, stored, shape, self._shape)
-        return Turn(self._way(forth), self._way(back), compute, reduce or compute)
+        return Turn(self._way(stored, kept, shape, compute), self._way(kept, stored, shape, reduce or compute))
 
-    def _way(self, steps: Sequence[RedistributionStep]) -> Way:
-        axes = axes_of(self._mesh)
-        return tuple((axes[step.axis], step.source, step.target) for step in steps)
+    def _way(self, source: Layout, target: Layout, shape: Shape, dtype: torch.dtype | None) -> Way:
+        axes, steps = axes_of(self._mesh), redistribution(source, target, shape, self._shape)
+        return Way(tuple((axes[step.axis], step.source, step.target) for step in steps), dtype)
 
     def bind(self, root: nn.Module) -> None:
         """Find in `root` the parameters that users see, which take the gradients and provide the values."""
@@ -304,8 +300,8 @@ class FSDPManager:
         copies = []
         for number, item in enumerate(self._gradients.parameters):
             seen = self._gradients.seen(number)
-            if item.turn is not None:
-                copies.append(item.turn.value(part_of(seen), part_of(item.kept)))
+            if item.turn.forth.steps:
+                copies.append(Transfer(item.turn.forth, part_of(seen), part_of(item.kept)))
             elif address_of(seen) != address_of(item.kept):
                 part_of(item.kept).copy_(part_of(seen))
             # torch reads at the first call which parameters are trained at all.
