@@ -32,7 +32,7 @@ from autopar._torch import (
     tensor_hooks,
 )
 from autopar.runtime.fsdp import _torch as fsdp
-from autopar.runtime.fsdp.parameter_hooks import after_tensor_hooks
+from autopar.runtime.fsdp.gradients import after_tensor_hooks
 from passes._torch import parameters_of, version_of
 from passes.ir.errors import InputError
 

@@ -6,38 +6,18 @@ and ends by waiting for all reductions. `fully_shard` would copy such parameters
 each reduction.
 """
 
-import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.graph import increment_version
 
 from autopar._torch import collectives
+from autopar.runtime.fsdp.gradients import LeafParameter, without_keeping
 from autopar.runtime.ranks.failures import naming_collectives
 from passes.ir.errors import InputError
 
-
-@dataclass(frozen=True)
-class LeafParameter:
-    """A parameter that generated code reads as it is stored. Its `.grad` is the gradient that is not reduced yet."""
-
-    parameter: nn.Parameter
-
-    def take_gradient(self) -> Tensor | None:
-        """Remove and return the gradient that is not reduced, if there is one."""
-        gradient, self.parameter.grad = self.parameter.grad, None
-        return gradient
-
-    def give_gradient(self, gradient: Tensor) -> None:
-        """Let the next backward pass add to a gradient that is not reduced."""
-        self.parameter.grad = gradient
-
-    def note_change(self) -> None:
-        """Let autograd know that the values have changed, through memory that is shared."""
-        increment_version(self.parameter)
+_REDUCING = "reducing the gradients of parameters"
 
 
 @dataclass(eq=False)
@@ -53,18 +33,6 @@ class _Unit:
     missing: set[int] = field(default_factory=set)
 
 
-@dataclass(frozen=True)
-class _Reduction:
-    """An all-reduce that has begun, in place, of `gradients` by the numbers of their parameters."""
-
-    gradients: Mapping[int, Tensor]
-
-    def finished(self) -> Iterable[tuple[int, Tensor]]:
-        """Wait for it; gives the reduced gradients with their numbers."""
-        with naming_collectives(_REDUCING):
-            return [(number, collectives.wait_tensor(gradient)) for number, gradient in self.gradients.items()]
-
-
 class Reductions:
     """The reductions of all units of a model. `hand_over(number, gradient)` is called for each gradient that has been
     reduced, at the end of the backward pass."""
@@ -72,8 +40,8 @@ class Reductions:
     def __init__(self, hand_over: Callable[[int, Tensor], None]) -> None:
         self._hand_over = hand_over
         self._units: list[_Unit] = []
-        # Of the backward pass that runs.
-        self._begun: list[_Reduction] = []
+        # The gradients that are being reduced in place, by the numbers of their parameters.
+        self._begun: list[tuple[int, Tensor]] = []
         self._holding = False
 
     def add(self, group: dist.ProcessGroup, first: int, parameters: Sequence[nn.Parameter]) -> list[LeafParameter]:
@@ -81,9 +49,7 @@ class Reductions:
         leaves = [LeafParameter(parameter) for parameter in parameters]
         for place, parameter in enumerate(parameters):
             if parameter.requires_grad:
-                # The hook keeps neither this object nor the parameter alive: no garbage collector sees a cycle
-                # through it.
-                hook = partial(_accumulated, weakref.ref(self), len(self._units), place)
+                hook = without_keeping(self.accumulated, len(self._units), place)
                 parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
         self._units.append(_Unit(group, first, leaves))
         return leaves
@@ -94,7 +60,7 @@ class Reductions:
         for unit in self._units:
             unit.missing = {place for place, leaf in enumerate(unit.leaves) if leaf.parameter.requires_grad}
 
-    def accumulated(self, number: int, place: int) -> None:
+    def accumulated(self, number: int, place: int, _: Tensor) -> None:
         """Count the gradient of a parameter of a unit, and begin the reduction after the last one."""
         unit = self._units[number]
         was_missing = place in unit.missing
@@ -108,16 +74,13 @@ class Reductions:
             # Not all of its parameters were used now; some, perhaps, in backward passes that held gradients back.
             if any(leaf.parameter.grad is not None for leaf in unit.leaves):
                 self._begin(unit)
-        begun, self._begun = self._begun, []
         # All of them first: hooks of parameters may raise.
-        for number, gradient in [item for reduction in begun for item in reduction.finished()]:
+        for number, gradient in self._finished():
             self._hand_over(number, gradient)
 
     def reset(self) -> None:
         """Drop all gradients and reductions after an exception."""
-        begun, self._begun = self._begun, []
-        for reduction in begun:
-            reduction.finished()
+        self._finished()
         for unit in self._units:
             for leaf in unit.leaves:
                 leaf.take_gradient()
@@ -138,13 +101,10 @@ class Reductions:
         with naming_collectives(_REDUCING):
             # NCCL reduces them in one launch, without a copy. gloo copies them to one tensor in a thread of its own.
             collectives.all_reduce_coalesced_(list(gradients.values()), "sum", unit.group.group_name)
-        self._begun.append(_Reduction(gradients))
+        self._begun += gradients.items()
 
-
-_REDUCING = "reducing the gradients of parameters"
-
-
-def _accumulated(reductions: "weakref.ref[Reductions]", number: int, place: int, _: Tensor) -> None:
-    found = reductions()
-    if found is not None:
-        found.accumulated(number, place)
+    def _finished(self) -> list[tuple[int, Tensor]]:
+        """Wait for all reductions that have begun; the reduced gradients, with the numbers of their parameters."""
+        begun, self._begun = self._begun, []
+        with naming_collectives(_REDUCING):
+            return [(number, collectives.wait_tensor(gradient)) for number, gradient in begun]
