@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from autopar.launch.agreement import gathered, together
+from autopar.runtime.ranks.agreement import Agreement, together
 from autopar.runtime.ranks.groups import ranks_of, take_job_timeout
 from passes.cost.cluster import Cluster
 from passes.ir.errors import MeshError
@@ -43,7 +43,7 @@ def requested_ranks(mesh: object, device_type: str) -> DeviceMesh:
         if isinstance(mesh, (int, Cluster)):
             refuse_other_sizes(mesh, ranks)
         device = described_device(local_device(ranks.device_type))
-    refuse_shared_devices(gathered(ranks, device, phase))
+    refuse_shared_devices(Agreement(ranks).gathered(device, phase))
     return ranks
 
 

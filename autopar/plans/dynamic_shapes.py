@@ -13,7 +13,6 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from autopar.launch.agreement import from_first, together
 from autopar.loading import load
 from autopar.models.info import ModelInfo
 from autopar.models.traces import frozen, tracing
@@ -21,6 +20,7 @@ from autopar.planner import PlannedModel, plan_program
 from autopar.request import Request
 from autopar.runtime import GeneratedProgram, LoadedProgram
 from autopar.runtime.generated.bases import Wanted
+from autopar.runtime.ranks.agreement import from_first, together
 from passes._torch import pytree
 from passes.capture import capture, capture_symbolic
 from passes.clock import Clock

@@ -53,6 +53,7 @@ def naming_collectives(where: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
+        # All are caught and told apart: torch has no type for those of collectives.
         raise_named(error, where)
 
 
