@@ -21,7 +21,6 @@ from autopar.request import Request
 from autopar.runtime import GeneratedProgram, LoadedProgram
 from autopar.runtime.generated.bases import Wanted
 from autopar.runtime.ranks.agreement import from_first, together
-from passes._torch import pytree
 from passes.capture import capture, capture_symbolic
 from passes.clock import Clock
 from passes.cost.cluster import GIB
@@ -29,7 +28,7 @@ from passes.dynamic_shapes.specialize import specialize
 from passes.ir.decisions import Decisions
 from passes.ir.errors import AutoparError, CaptureError, InputError
 from passes.ir.layout import I, Shape
-from passes.ir.leaves import Inputs, input_leaves
+from passes.ir.leaves import Inputs, input_leaves, map_leaves
 from passes.ir.program import Program, Symbolic
 from passes.normalize import normalize
 
@@ -236,14 +235,13 @@ def _kind(name: str, leaf: object) -> tuple[object, ...]:
 
 def _with_shapes(inputs: Inputs, shapes: Mapping[str, Shape], values: Mapping[str, torch.Tensor]) -> dict[str, object]:
     """Inputs as tensors without values; those in `shapes` have these shapes, those in `values` these values."""
-    found: list[object] = []
-    for name, leaf in input_leaves(inputs):
+
+    def changed(name: str, leaf: object) -> object:
         if name in values and name not in shapes:
-            found.append(values[name])
-        elif isinstance(leaf, torch.Tensor):
-            shape = shapes.get(name, tuple(leaf.shape))
-            found.append(torch.empty(shape, dtype=leaf.dtype, device="meta", requires_grad=leaf.requires_grad))
-        else:
-            found.append(leaf)
-    filled: dict[str, object] = pytree.tree_unflatten(found, pytree.tree_structure(dict(inputs)))
-    return filled
+            return values[name]
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        shape = shapes.get(name, tuple(leaf.shape))
+        return torch.empty(shape, dtype=leaf.dtype, device="meta", requires_grad=leaf.requires_grad)
+
+    return map_leaves(inputs, changed)

@@ -53,10 +53,10 @@ class CallPath:
         Raises InputError, on all ranks, for arguments that the program cannot be called with on some rank, and where
         ranks are called with different ones.
         """
-        with self._comparison.next_call() as compare:
+        with self._comparison.telling():
             flags = self._parameters.flags()
             call = self._bound(name, args, kwargs)
-            compare(call, surroundings, flags, self._parameters)
+        self._comparison.compare(call, surroundings, flags, self._parameters)
         serving = self._programs.serving(name, surroundings.training, surroundings.micro_batches, call)
         return serving, [self._local_input(item, call) for item in serving.program.inputs]
 

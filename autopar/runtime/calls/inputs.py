@@ -10,9 +10,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from autopar.runtime.generated.bases import GeneratedProgram, PlannedInput
-from passes._torch import pytree
 from passes.ir.errors import InputError
-from passes.ir.leaves import input_leaves
+from passes.ir.leaves import input_leaves, map_leaves
 from passes.ir.program import TensorType, dtype_name
 
 # Values that are no tensors and may be given where nothing was planned: a program is made for each.
@@ -37,9 +36,7 @@ class BoundCall:
     @property
     def on_meta(self) -> dict[str, object]:
         """The arguments with tensors on `meta`, but for those that are constants."""
-        leaves = [self._on_meta(name, leaf) for name, leaf in input_leaves(self.arguments)]
-        filled: dict[str, object] = pytree.tree_unflatten(leaves, pytree.tree_structure(dict(self.arguments)))
-        return filled
+        return map_leaves(self.arguments, self._on_meta)
 
     def _on_meta(self, name: str, leaf: object) -> object:
         if name in self.values or not isinstance(leaf, Tensor):

@@ -1,7 +1,6 @@
 """Global batches from the parts that the data loader of each rank gives."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,13 +12,12 @@ from autopar.runtime.calls.inputs import is_like, unlike
 from autopar.runtime.generated.axis import axes_of, rank_along
 from autopar.runtime.generated.bases import GeneratedProgram
 from autopar.runtime.generated.collectives import all_gather
-from autopar.runtime.ranks.agreement import Agreement, Raised
+from autopar.runtime.ranks.agreement import Agreement
 from autopar.runtime.ranks.values import Leaf, ValueComparison
 from autopar.runtime.state import from_local, mesh_of
-from passes._torch import pytree
 from passes.ir.errors import InputError
 from passes.ir.layout import I, R, S, fits, local_shape, whole_shape
-from passes.ir.leaves import input_leaves
+from passes.ir.leaves import input_leaves, map_leaves
 from passes.ir.program import TensorType, dtype_name
 
 Batch = Mapping[str, object]
@@ -78,7 +76,7 @@ class RowLoader:
         Raises InputError, on all ranks, for a part of another dtype or number of dims than planned, for one that the
         layout cannot have, and for parts that do not fit together.
         """
-        with self._told_to_all():
+        with self._agreement.telling(_WHAT, _WHAT):
             found = self._planned_parts(batch, program)
             described = {
                 name: f"a part of {dtype_name(leaf.dtype)}{list(leaf.shape)}"
@@ -90,8 +88,8 @@ class RowLoader:
 
     def _planned_parts(self, batch: Batch, program: GeneratedProgram) -> dict[str, object]:
         planned = {item.name: item for item in program.inputs}
-        whole: list[object] = []
-        for name, leaf in input_leaves(batch):
+
+        def whole(name: str, leaf: object) -> object:
             item = planned.get(name)
             if item is None:
                 if isinstance(leaf, Tensor) and name not in program.constants:
@@ -99,16 +97,16 @@ class RowLoader:
                         f"the plan was made for inputs {', '.join(planned)} and has no layout for {name}: say which "
                         "axes samples are split over, from_local(batch, axes=(...))"
                     )
-                whole.append(leaf)
-                continue
+                return leaf
             if not isinstance(leaf, Tensor):
                 raise InputError(f"{name} must be a tensor, got {type(leaf).__name__}")
             shape = whole_shape(tuple(leaf.shape), item.layout, self._shape)
             if not is_like(leaf, item.type) or not fits(shape, item.layout, self._shape):
                 part = local_shape(item.type.shape, item.layout, self._shape)
                 raise unlike(f"this rank's part of {name}", leaf, TensorType(part, item.type.dtype))
-            whole.append(from_local(leaf.to(self._device), item.layout, shape, self._mesh, self._shape))
-        return _filled(batch, whole)
+            return from_local(leaf.to(self._device), item.layout, shape, self._mesh, self._shape)
+
+        return map_leaves(batch, whole)
 
     def gathered(self, batch: Batch, axes: Sequence[str], program: GeneratedProgram) -> dict[str, object]:
         """`batch`, which holds this rank's rows, as whole `DTensor`s on every rank. Collective over the mesh.
@@ -116,7 +114,7 @@ class RowLoader:
         Raises InputError, on all ranks, where the rows of one are not such as planned, where ranks differ in what is
         not split, and where there is no row at all.
         """
-        with self._told_to_all():
+        with self._agreement.telling(_WHAT, _WHAT):
             numbers = self._numbers(axes)
             rows = _rows(batch, program, axes)
         own = self._checked_counts(self._agreed(rows.described, rows.count), numbers)
@@ -126,21 +124,10 @@ class RowLoader:
             for name, (tensor, dim) in sorted(rows.tensors.items())
         ]
         self._values.compare(self._number, leaves)
-        whole = [
-            self._whole(*rows.tensors[name], numbers, own) if name in rows.tensors else leaf
-            for name, leaf in input_leaves(batch)
-        ]
-        return _filled(batch, whole)
-
-    @contextmanager
-    def _told_to_all(self) -> Iterator[None]:
-        """Context whose exception on one rank is raised on all."""
-        try:
-            yield
-        except BaseException as error:
-            # An interrupt too: the other ranks get to know of it first.
-            self._agreement.compared(_WHAT, _WHAT, Raised.of(error))
-            raise
+        return map_leaves(
+            batch,
+            lambda name, leaf: self._whole(*rows.tensors[name], numbers, own) if name in rows.tensors else leaf,
+        )
 
     def _agreed(self, described: Mapping[str, str], count: int) -> list[int]:
         """The number of rows that every rank has. Raises InputError where ranks describe their batches differently."""
@@ -215,8 +202,3 @@ def _rows(batch: Batch, program: GeneratedProgram, axes: Sequence[str]) -> _Rows
         said = ", ".join(f"{name} has {count}" for name, count in counts.items())
         raise InputError(f"the inputs have different numbers of rows: {said}")
     return _Rows(tensors, described, next(iter(counts.values()), 0))
-
-
-def _filled(batch: Batch, leaves: Sequence[object]) -> dict[str, object]:
-    filled: dict[str, object] = pytree.tree_unflatten(list(leaves), pytree.tree_structure(dict(batch)))
-    return filled

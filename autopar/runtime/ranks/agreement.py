@@ -117,6 +117,16 @@ class Agreement:
         rank = next(rank for rank, theirs in enumerate(descriptions) if theirs != ours)
         return numbers, Difference(rank, descriptions[rank], ours)
 
+    @contextlib.contextmanager
+    def telling(self, what: str, where: str) -> Iterator[None]:
+        """A context before `compared` with the same `what` and `where`: an exception of one rank is raised on all."""
+        try:
+            yield
+        except BaseException as error:
+            # An interrupt too: the other ranks get to know of it first.
+            self.compared(what, where, Raised.of(error))
+            raise
+
     def numbers(self, own: Sequence[int]) -> list[list[int]]:
         """The numbers of every rank, equally many, in the order of the mesh.
 
