@@ -20,12 +20,11 @@ from autopar.runtime.generated.axis import axes_of
 from autopar.runtime.generated.bases import Container, local
 from autopar.runtime.generated.random import Randomness
 from autopar.runtime.generated.saving import saving
-from autopar.runtime.model_methods import missing_method
 from autopar.runtime.parameters import ParameterWatch
 from autopar.runtime.ranks.agreement import Agreement
 from autopar.runtime.ranks.comparing import CallComparison, Surroundings
 from autopar.runtime.ranks.failures import FailureReports
-from autopar.runtime.refusals import CalledPart, put, refuse_export, refuse_module_hooks
+from autopar.runtime.refusals import CalledPart, missing_method, put, refuse_export, refuse_module_hooks
 from autopar.runtime.state import mesh_of
 from passes._torch import buffers_of, parameters_of, schema_of
 from passes.ir.errors import CaptureError, InputError
