@@ -1,4 +1,8 @@
-"""Fingerprints of models: of their structure, to compare with plans, and of their values, to compare between ranks."""
+"""Fingerprints of models: of their structure, to compare with plans, and of their values, to compare between ranks.
+
+Those of callables are of everything that they compute with besides their arguments: their code, and the values that
+they hold or refer to. Code of installed libraries counts by its name alone.
+"""
 
 import dis
 import functools
@@ -95,6 +99,8 @@ def _tensor_lines(kind: str, named: Iterable[tuple[str, torch.Tensor]]) -> list[
         for name, tensor in named
     ]
 
+
+# --- callables -------------------------------------------------------------------------------------------------------
 
 _LIBRARIES = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib"))
 _GLOBALS = frozenset({"LOAD_GLOBAL", "LOAD_NAME"})

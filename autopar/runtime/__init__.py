@@ -2,7 +2,6 @@
 
 import passes.ops  # noqa: F401  (operators that capture writes into programs)
 from autopar.runtime.calls.inputs import named_arguments
-from autopar.runtime.generated.axis import Axis
 from autopar.runtime.generated.bases import (
     Container,
     Generated,
@@ -35,6 +34,7 @@ from autopar.runtime.generated.statistics import (
     split_updating_batch_norm,
 )
 from autopar.runtime.module import DistributedModule
+from autopar.runtime.state import Axis
 from passes.ir.layout import I, P, R, S
 
 __all__ = [

@@ -15,7 +15,6 @@ from autopar.runtime.calls.programs import CallPath, LoadedModel, Programs, Runn
 from autopar.runtime.calls.steps import forward_backward
 from autopar.runtime.checkpoint import Loadable
 from autopar.runtime.fsdp.manager import FSDPManager
-from autopar.runtime.generated.axis import axes_of
 from autopar.runtime.generated.bases import Container, local
 from autopar.runtime.generated.random import Randomness
 from autopar.runtime.generated.saving import saving
@@ -24,7 +23,7 @@ from autopar.runtime.ranks.agreement import Agreement
 from autopar.runtime.ranks.comparing import CallComparison, Surroundings
 from autopar.runtime.ranks.failures import FailureReports
 from autopar.runtime.refusals import CalledPart, missing_method, put, refuse_export, refuse_module_hooks
-from autopar.runtime.state import mesh_of
+from autopar.runtime.state import axes_of, mesh_of
 from passes._torch import buffers_of, parameters_of, schema_of
 from passes.ir.errors import CaptureError, InputError
 from passes.ir.layout import S

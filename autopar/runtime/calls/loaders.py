@@ -9,12 +9,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autopar.runtime.calls.inputs import is_like, unlike
-from autopar.runtime.generated.axis import axes_of, rank_along
 from autopar.runtime.generated.bases import GeneratedProgram
 from autopar.runtime.generated.collectives import all_gather
 from autopar.runtime.ranks.agreement import Agreement
 from autopar.runtime.ranks.values import Leaf, ValueComparison
-from autopar.runtime.state import from_local, mesh_of
+from autopar.runtime.state import axes_of, from_local, mesh_of, rank_along
 from passes.ir.errors import InputError
 from passes.ir.layout import I, R, S, fits, local_shape, whole_shape
 from passes.ir.leaves import input_leaves, map_leaves

@@ -1,4 +1,7 @@
-"""The programs of a module: those of its plan, and those for other sizes, which are made when they are first used."""
+"""The programs of a module: those of its plan, and those for other sizes, which are made when they are first used.
+
+`CallPath` goes from the arguments of a call to the program that serves it and this rank's parts of its inputs.
+"""
 
 import inspect
 import logging
@@ -15,13 +18,12 @@ from torch.distributed.tensor import DTensor
 from autopar.runtime.calls.inputs import BoundCall, bound_call, tensors_among
 from autopar.runtime.fsdp.local_parameters import LocalParameters, ReadParameters
 from autopar.runtime.fsdp.manager import FSDPManager
-from autopar.runtime.generated.axis import Axis
 from autopar.runtime.generated.bases import Generated, GeneratedProgram, LoadedProgram, OtherSizes, PlannedInput, Wanted
 from autopar.runtime.generated.collectives import convert
 from autopar.runtime.generated.random import Randomness
 from autopar.runtime.parameters import ParameterWatch
 from autopar.runtime.ranks.comparing import CallComparison, Surroundings
-from autopar.runtime.state import local_part, mesh_of, placements
+from autopar.runtime.state import Axis, local_part, mesh_of, placements
 from passes.ir.errors import InputError
 from passes.ir.layout import I
 from passes.ir.leaves import given_name

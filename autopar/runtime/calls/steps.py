@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from autopar.runtime.fsdp.manager import FSDPManager
-from autopar.runtime.generated.axis import Axis
 from autopar.runtime.generated.bases import Cut, MicroBatching
 from autopar.runtime.generated.collectives import run_change
+from autopar.runtime.state import Axis
 from passes.ir.errors import InputError
 from passes.ir.redistribution import RedistributionStep
 

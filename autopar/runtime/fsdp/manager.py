@@ -24,9 +24,8 @@ from autopar.runtime.fsdp.gradients import OwnPart, UnitGradients, UnitParameter
 from autopar.runtime.fsdp.reductions import Reductions
 from autopar.runtime.fsdp.turns import Transfer, Turn, Way, transfer_all
 from autopar.runtime.fsdp.units import ParameterGroup, PartView
-from autopar.runtime.generated.axis import axes_of
 from autopar.runtime.ranks.groups import axes_group, data_mesh
-from autopar.runtime.state import mesh_of
+from autopar.runtime.state import axes_of, mesh_of
 from passes.ir.layout import Layout, Shape, whole_shape
 from passes.ir.lowered import FSDPUnit, FSDPUnits
 from passes.ir.redistribution import redistribution

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from autopar.runtime.generated.axis import Axis
 from autopar.runtime.generated.collectives import Exchanged, exchange, run_change
+from autopar.runtime.state import Axis
 from passes.ir.exchanges import batches
 from passes.ir.layout import Placement
 

@@ -15,10 +15,10 @@ from torch.utils.checkpoint import checkpoint
 from autopar._torch import parts_of
 from autopar.runtime.checkpoint import Loadable
 from autopar.runtime.fsdp.units import ParameterGroup, PartView, within
-from autopar.runtime.generated.axis import Axis
 from autopar.runtime.generated.random import Randomness
 from autopar.runtime.generated.saving import CHANGED
 from autopar.runtime.refusals import HoldingPart
+from autopar.runtime.state import Axis
 from passes._torch import pytree, version_of
 from passes.ir.layout import Layout, Shape
 from passes.ir.lowered import FSDPUnits

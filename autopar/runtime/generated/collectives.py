@@ -28,9 +28,9 @@ import torch
 from torch import Tensor
 
 from autopar._torch import collectives
-from autopar.runtime.generated.axis import Axis
 from autopar.runtime.generated.saving import note_recomputable
 from autopar.runtime.ranks.failures import naming_collectives, raise_named
+from autopar.runtime.state import Axis
 from passes.ir.layout import P, Placement, parse_placement
 from passes.ir.redistribution import COLLECTIVES
 

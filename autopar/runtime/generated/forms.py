@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding, scaled_dot_product_attention
 
-from autopar.runtime.generated.axis import Axis, rank_along
 from autopar.runtime.generated.collectives import all_gather, reduce_largest, reduce_sum
+from autopar.runtime.state import Axis, rank_along
 from passes.ir.layout import I, R, S
 
 Digits = Sequence[tuple[Axis, int]]

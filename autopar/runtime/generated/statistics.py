@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from autopar.runtime.generated.axis import Axis
 from autopar.runtime.generated.collectives import reduce_largest, reduce_sum
+from autopar.runtime.state import Axis
 from passes.ir.layout import I, Placement, R
 
 Axes = Sequence[Axis]
