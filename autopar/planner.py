@@ -12,10 +12,16 @@ from autopar.discover import rules_for
 from autopar.garbage import no_collection
 from autopar.models.info import ModelInfo
 from autopar.models.traces import CapturedModel, traced, traced_evaluation, traced_sizes
-from autopar.plans.batches import batching, micro_batch_inputs
 from autopar.plans.expressions import expressions
 from autopar.plans.probing import FakeProber
-from autopar.plans.programs import PlannedProgram, generated_program, planned_outputs, totals_name
+from autopar.plans.programs import (
+    PlannedProgram,
+    batching,
+    generated_program,
+    micro_batch_inputs,
+    planned_outputs,
+    totals_name,
+)
 from autopar.plans.replay import as_planned, check_replayed, planned_decisions, written_plan
 from autopar.request import Request
 from autopar.runtime import GeneratedProgram
