@@ -122,19 +122,17 @@ def _holds(drawn: Drawn, splits: Sequence[Split], ways: Sequence[int], seed: int
             if len(found) != len(results):
                 return False
             given = []
-            for index, tensor in enumerate(found):
+            for index, (tensor, whole) in enumerate(zip(found, drawn.cotangents, strict=True)):
                 results[index][coordinate] = tensor.detach()
-                whole = drawn.cotangents[index]
                 dims = [split.results[index] for split in splits]
-                given.append(None if whole is None else _part(whole, dims, ways, coordinate))
-                if (whole is not None) != tensor.requires_grad or (
-                    whole is not None and tensor.shape != _part(whole, dims, ways, coordinate).shape
-                ):
+                part = None if whole is None else _part(whole, dims, ways, coordinate)
+                if (part is not None) != tensor.requires_grad or (part is not None and part.shape != tensor.shape):
                     return False
+                given.append(part)
             for slot, gradient in enumerate(gradients_of(found, owned, given)):
                 gradients[slot][coordinate] = gradient
     except Exception:
-        # The op does not take the parts.
+        # The op does not take the parts; what it raises then is its own choice.
         return False
     for index, whole in enumerate(drawn.results):
         dims = [split.results[index] for split in splits]
@@ -211,31 +209,26 @@ def find_splits(draws: Sequence[Drawn]) -> Iterator[Split]:
     found: list[Split] = []
     for split in _candidates(draws[0]):
         taken = {(slot, dim) for other in found for slot, dim in other.dims.items()}
-        if taken & set(split.dims.items()):
+        differ = any(other.sums and split.sums and other.pending != split.pending for other in found)
+        if differ or taken & set(split.dims.items()):
             continue
-        if not _holds_alone(draws, split):
-            continue
-        if any(other.sums and split.sums and other.pending != split.pending for other in found):
-            continue
-        if all(
-            holds(draws[:1], [other, split], [_least(draws[0], each) for each in (other, split)]) for other in found
+        # On 2 and on 3 ranks, as far as these divide its dims.
+        counts = [count for count in (2, 3) if _divide(draws[0], split.dims, count)]
+        if all(holds(draws, [split], [count]) for count in counts) and all(
+            holds(draws[:1], [other, split], [_least(draws[0], each.dims) for each in (other, split)])
+            for other in found
         ):
             found.append(split)
             yield split
-
-
-def _holds_alone(draws: Sequence[Drawn], split: Split) -> bool:
-    """Whether a split holds on 2 and on 3 ranks, as far as these divide its dims."""
-    return all(holds(draws, [split], [count]) for count in (2, 3) if _divide(draws[0], split.dims, count))
 
 
 def _divide(drawn: Drawn, dims: Mapping[int, int], count: int) -> bool:
     return all(drawn.operands[slot].shape[dim] % count == 0 for slot, dim in dims.items())
 
 
-def _least(drawn: Drawn, split: Split) -> int:
-    """The least number of ranks that a split is tried on."""
-    return 2 if _divide(drawn, split.dims, 2) else 3
+def _least(drawn: Drawn, dims: Mapping[int, int]) -> int:
+    """The least number of ranks that a split of these dims is tried on."""
+    return 2 if _divide(drawn, dims, 2) else 3
 
 
 def _candidates(drawn: Drawn) -> Iterator[Split]:
@@ -251,23 +244,22 @@ def _candidates(drawn: Drawn) -> Iterator[Split]:
     for dims in sorted((dims for dims in sets if dims), key=len):
         others = [slot for slot, tensor in enumerate(drawn.operands) if slot not in dims and has_gradient(tensor.dtype)]
         for results in _results(drawn, dims):
-            if None not in results:
-                yield Split(dims, frozenset(), results)
-                continue
-            for count in range(min(len(others), 2) + 1):
+            most = min(len(others), 2) if None in results else 0
+            for count in range(most + 1):
                 for pending in combinations(others, count):
                     yield Split(dims, frozenset(pending), results)
 
 
 def _results(drawn: Drawn, dims: Mapping[int, int]) -> list[tuple[int | None, ...]]:
     """The possible splits of results when these dims are cut, derived from the shapes on the first rank."""
-    ways = 2 if _divide(drawn, dims, 2) else 3
+    ways = _least(drawn, dims)
     operands = [
         tensor.chunk(ways, dims[slot])[0] if slot in dims else tensor for slot, tensor in enumerate(drawn.operands)
     ]
     try:
         results, _ = run_with(drawn.call, operands, frozenset())
     except Exception:
+        # The op does not take the parts; what it raises then is its own choice.
         return []
     if len(results) != len(drawn.results):
         return []
@@ -306,22 +298,17 @@ def _rule(
 ) -> Rule:
     """A rule whose factors are `splits`; all other dims stay whole."""
     factors: dict[str, Factor] = {}
-    tensors: list[list[list[Part]]] = []
-    for side, given in zip(("operand", "result"), shapes, strict=True):
-        for slot, shape in enumerate(given):
-            dims: list[list[Part]] = []
-            for dim, size in enumerate(shape):
-                name = f"{side}{slot}_{dim}"
-                dims.append([Part(name, size)] if size != 1 else [])
-            tensors.append(dims)
-    count = len(shapes[0])
+    count, every = len(shapes[0]), [*shapes[0], *shapes[1]]
+    tensors = [
+        [[Part(f"whole{slot}_{dim}", size)] if size != 1 else [] for dim, size in enumerate(shape)]
+        for slot, shape in enumerate(every)
+    ]
     for split in splits:
-        places = [(slot, dim) for slot, dim in split.dims.items()]
-        places += [(count + index, dim) for index, dim in enumerate(split.results) if dim is not None]
-        every = [*shapes[0], *shapes[1]]
-        size = 0
-        for slot, dim in places:
-            size = gcd(size, every[slot][dim])
+        places = [
+            *split.dims.items(),
+            *((count + index, dim) for index, dim in enumerate(split.results) if dim is not None),
+        ]
+        size = gcd(*(every[slot][dim] for slot, dim in places))
         if size == 1:
             continue
         slot, dim = places[0]
@@ -330,9 +317,8 @@ def _rule(
         for slot, dim in places:
             rest = every[slot][dim] // size
             tensors[slot][dim] = [Part(name, size), *([Part(f"rest{slot}_{dim}", rest)] if rest != 1 else [])]
-    for parts in (parts for dims in tensors for parts in dims):
-        for part in parts:
-            factors.setdefault(part.factor, Factor(part.size, Role.WHOLE))
+    for part in (part for dims in tensors for parts in dims for part in parts):
+        factors.setdefault(part.factor, Factor(part.size, Role.WHOLE))
     made: list[Dims] = [tuple(map(tuple, dims)) for dims in tensors]
     added = frozenset(slot for split in splits if split.sums for slot in split.pending)
     return Rule(factors, tuple(made[:count]), tuple(made[count:]), added=added, linear=linear, saved=saved)

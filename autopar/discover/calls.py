@@ -116,6 +116,7 @@ def shapes_on(call: Call, device: str) -> Shapes | None:
         with torch.no_grad():
             results = call.run([tensor.to(device) for tensor in call.tensors])
     except Exception:
+        # What an operator raises for arguments that it does not take is its own choice.
         return None
     return tuple(tuple(tensor.shape) for tensor in results)
 
@@ -272,6 +273,7 @@ def _runs_with(call: Call, operands: Sequence[Tensor], flowing: frozenset[int]) 
         results, owned = run_with(call, operands, flowing)
         gradients_of(results, owned, [torch.ones_like(tensor) if tensor.requires_grad else None for tensor in results])
     except Exception:
+        # What an operator raises for values that it does not take is its own choice.
         return False
     return True
 
@@ -315,6 +317,7 @@ def _drawn(call: Call, operands: Sequence[Tensor], flowing: frozenset[int], gene
         )
         gradients = gradients_of(results, owned, cotangents)
     except Exception:
+        # What an operator raises for values that it does not take is its own choice.
         return None
     found = [tensor.detach() for tensor in (*results, *gradients) if tensor is not None]
     if not all(map(_tells, found)) or not any(
