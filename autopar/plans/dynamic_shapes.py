@@ -19,6 +19,7 @@ from autopar.models.traces import frozen, tracing
 from autopar.planner import PlannedModel, plan_program
 from autopar.request import Request
 from autopar.runtime import GeneratedProgram, LoadedProgram
+from autopar.runtime.calls.inputs import tensors_among
 from autopar.runtime.generated.bases import Wanted
 from autopar.runtime.ranks.agreement import from_first, together
 from passes.capture import capture, capture_symbolic
@@ -85,11 +86,10 @@ class _Traces:
 
 class _Planner:
     def __init__(self, model: nn.Module, info: ModelInfo, planned: PlannedModel, request: Request) -> None:
-        tensors = [*model.parameters(), *model.buffers()]
-        self.device = tensors[0].device if tensors else torch.device("cpu")
+        self.device = next((item.device for item in (*model.parameters(), *model.buffers())), torch.device("cpu"))
         self.planned = planned
-        constants = [item for program in planned.programs.values() for item in program.constants.items()]
-        values = {name: value for name, value in constants if isinstance(value, torch.Tensor)}
+        constants = [tensors_among(program.constants).items() for program in planned.programs.values()]
+        values = {name: value for items in constants for name, value in items}
         self.values = {name: repr(value.tolist()) for name, value in values.items()}
         self.info = replace(info, inputs=_with_shapes(info.inputs, {}, values))
         self.request = replace(request, plan=None)
@@ -98,7 +98,7 @@ class _Planner:
         try:
             self.model = structure_of(model)
         except Exception as error:
-            # It may never be needed.
+            # A model may refuse with any exception to be copied, and the copy may never be needed.
             self.reason = f"{type(error).__name__}: {error}"
 
     def generated(self, wanted: Wanted) -> GeneratedProgram:

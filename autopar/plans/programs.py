@@ -60,28 +60,26 @@ def generated_program(lowered: Lowered, source: str, class_name: str, info: Mode
     Raises PlanMismatchError for a program of several stages.
     """
     program, stage = lowered.program, only_stage(lowered.stages)
-    given = dict(input_leaves(info.inputs))
-    shapes = {
-        item.argument: tuple(leaf.shape)
-        for item in program.inputs
-        if isinstance(leaf := given.get(item.argument), torch.Tensor)
-    }
-    samples = batch_dims(shapes)
-    inputs = []
-    for item in program.inputs:
-        if item.argument not in given:
-            # A total, which nobody gives.
-            continue
-        leaf = given[item.argument]
-        assert isinstance(leaf, torch.Tensor)
-        type = TensorType(tuple(leaf.shape), leaf.dtype)
-        layout, dim = lowered.inputs[item.name], samples[item.argument]
-        inputs.append(PlannedInput(item.argument, type, item.type.dtype, layout, item.trainable, dim))
+    leaves = dict(input_leaves(info.inputs))
+    # Nobody gives a total.
+    given = [(item, leaf) for item in program.inputs if isinstance(leaf := leaves.get(item.argument), torch.Tensor)]
+    samples = batch_dims({item.argument: tuple(leaf.shape) for item, leaf in given})
+    inputs = tuple(
+        PlannedInput(
+            item.argument,
+            TensorType(tuple(leaf.shape), leaf.dtype),
+            item.type.dtype,
+            lowered.inputs[item.name],
+            item.trainable,
+            samples[item.argument],
+        )
+        for item, leaf in given
+    )
     sources: tuple[Parameter | Input, ...] = (*program.parameters, *program.inputs)
     return GeneratedProgram(
         source,
         class_name,
-        tuple(inputs),
+        inputs,
         _constants(info.inputs, program),
         info.assumed,
         planned_outputs(lowered),
@@ -153,12 +151,11 @@ def batching(
     made = {item.name: _cut(item, samples, groups, mesh) for item in joined}
     whole = tuple(_whole(item, placement, micro, mesh) for item, placement in zip(outputs, micro.outputs, strict=True))
     own = _given(micro, lowered)
-    places = {item.argument: place for place, item in enumerate(own)}
-    layouts = {item.argument: (lowered.inputs[item.name], item.type.shape) for item in own}
+    given_as = {item.argument: (place, item) for place, item in enumerate(own)}
 
-    def steps(read: PlannedInput) -> tuple[RedistributionStep, ...]:
-        layout, shape = layouts[read.name]
-        return redistribution(layout, read.layout, shape, mesh)
+    def read(total: PlannedInput) -> tuple[int, tuple[RedistributionStep, ...]]:
+        place, item = given_as[total.name]
+        return place, redistribution(lowered.inputs[item.name], total.layout, item.type.shape, mesh)
 
     found = MicroBatching(
         micro.count,
@@ -166,7 +163,7 @@ def batching(
         tuple(made.get(item.name, placement.kind) for item, placement in zip(outputs, micro.outputs, strict=True)),
         micro.loss,
         totals,
-        tuple((places[item.name], steps(item)) for item in totals.inputs) if totals is not None else (),
+        tuple(map(read, totals.inputs)) if totals is not None else (),
         gather_once=configuration.gather_once,
         reduce_once=configuration.reduce_once,
     )
@@ -178,19 +175,21 @@ def micro_batch_inputs(
 ) -> MicroBatchInputs:
     """The inputs and outputs of micro-batches that stay in memory from one micro-batch to the next."""
     made, _ = batching(micro, lowered, outputs, None, configuration)
-    copied = set()
-    for item, where in zip(_given(micro, lowered), made.inputs, strict=True):
-        if where is not None:
-            shape = local_shape(item.type.shape, lowered.inputs[item.name], configuration.mesh)
-            # Of what is in one piece the parts are views.
-            if prod(shape[: where.dim]) * where.before * where.groups > 1:
-                copied.add(item.name)
+    given = zip(_given(micro, lowered), made.inputs, strict=True)
+    shapes = [
+        (item, where, local_shape(item.type.shape, lowered.inputs[item.name], configuration.mesh))
+        for item, where in given
+    ]
+    # Of what is in one piece the parts are views.
+    copied = frozenset(
+        item.name
+        for item, where, shape in shapes
+        if where is not None and prod(shape[: where.dim]) * where.before * where.groups > 1
+    )
     cut = frozenset(name for name, placement in micro.inputs.items() if placement.kind == "S")
     joined = zip(lowered.outputs, micro.outputs, strict=True)
     together = frozenset(output.name for output, placement in joined if placement.kind == "S")
-    return MicroBatchInputs(
-        micro.count, cut, frozenset(copied), together, configuration.gather_once, configuration.reduce_once
-    )
+    return MicroBatchInputs(micro.count, cut, copied, together, configuration.gather_once, configuration.reduce_once)
 
 
 def _given(micro: MicroBatches, lowered: Lowered) -> list[Input]:
