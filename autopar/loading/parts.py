@@ -1,6 +1,6 @@
 """Parallelized submodules in a model that is otherwise unchanged."""
 
-from collections.abc import Iterator, Set
+from collections.abc import Set
 
 from torch import nn
 
@@ -27,8 +27,10 @@ def replace_part(model: nn.Module, name: str, part: DistributedModule) -> None:
         raise InputError(f"{type(model).__name__} has no part called {name!r}")
     if type(original).__name__ != part.plan.model:
         raise InputError(f"{name} is {type(original).__name__}, but the part was made of {part.plan.model}")
-    outside = {id(item): other for other, item in _parameters(model) if not other.startswith(f"{name}.")}
-    for own, item in _parameters(original):
+    # Both give all parameters under all their names.
+    whole = model.named_parameters(remove_duplicate=False)
+    outside = {id(item): other for other, item in whole if not other.startswith(f"{name}.")}
+    for own, item in original.named_parameters(remove_duplicate=False):
         if own in part.used_parameters and id(item) in outside:
             raise InputError(
                 f"{own!r} of {name} is also {outside[id(item)]!r} of the model, and would become another parameter: "
@@ -43,16 +45,11 @@ def replace_part(model: nn.Module, name: str, part: DistributedModule) -> None:
     model.set_submodule(name, part)
 
 
-def _parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """All parameters under all their names."""
-    return module.named_parameters(remove_duplicate=False)
-
-
 def _left_out(original: nn.Module, used: Set[str]) -> list[str]:
     """The largest parts that have parameters, and none that is used."""
     found: list[str] = []
     for path, inner in original.named_modules():
-        names = [f"{path}.{parameter}" for parameter, _ in _parameters(inner)]
+        names = [f"{path}.{parameter}" for parameter, _ in inner.named_parameters(remove_duplicate=False)]
         above = any(path.startswith(f"{other}.") for other in found)
         if path and names and not above and not used & set(names):
             found.append(path)

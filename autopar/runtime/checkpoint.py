@@ -96,7 +96,9 @@ def _placed_like(current: Tensor, value: Tensor, assign: bool) -> Tensor:
     if isinstance(value, DTensor) and not (isinstance(current, DTensor) and value.placements == current.placements):
         value = value.full_tensor()
     if isinstance(current, DTensor) and not isinstance(value, DTensor):
-        block = _own_block(value.detach(), current)
+        # One block, since parameters are stored as `passes.ir.layout.is_storable` says.
+        shape, offset = local_shape_and_offset(value.shape, current.device_mesh, current.placements)
+        block = value.detach()[tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))]
         part = block.to(current.to_local(), copy=True).contiguous() if assign else block
         return DTensor.from_local(
             part,
@@ -107,14 +109,6 @@ def _placed_like(current: Tensor, value: Tensor, assign: bool) -> Tensor:
             stride=current.stride(),
         )
     return value.detach().to(current) if assign else value
-
-
-def _own_block(whole: Tensor, current: DTensor) -> Tensor:
-    """The part of `whole` that this rank holds of `current`: one block, since parameters are stored as
-    `passes.ir.layout.is_storable` says.
-    """
-    shape, offset = local_shape_and_offset(whole.shape, current.device_mesh, current.placements)
-    return whole[tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))]
 
 
 def _tie_again(module: nn.Module, before: Mapping[str, Tensor]) -> None:

@@ -242,8 +242,7 @@ class _Link(torch.autograd.Function):
         return output.view_as(output)
 
     @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        (gradient,) = grads
+    def backward(ctx: torch.autograd.function.FunctionCtx, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
         parameters, leaves, linked, output = ctx.link  # type: ignore[attr-defined]
         found: list[Tensor | None] = [None] * len(linked)
         if gradient is not None and not parameters.begin_backward(leaves):

@@ -147,8 +147,7 @@ class _Redistribution(torch.autograd.Function):
         return run_change(source, *place, *placements)
 
     @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        (gradient,) = grads
+    def backward(ctx: torch.autograd.function.FunctionCtx, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         saved: _Saved = ctx.change  # type: ignore[attr-defined]
         place, (source, target), reduce, dtype = saved
         if reduce is not None:
