@@ -3,7 +3,7 @@
 from autopar.api import parallelize, plan
 from autopar.loading.parts import replace_part
 from autopar.models.losses import LossOutput
-from autopar.precision import Precision
+from autopar.options import Precision
 from autopar.runtime import DistributedModule
 from passes.cost.cluster import Cluster, Device, Link
 from passes.ir.errors import (

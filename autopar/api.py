@@ -11,10 +11,9 @@ from autopar.loading import distribute, make_groups, refuse_meta
 from autopar.models.fingerprint import Fingerprint, refuse_different_models, values_fingerprint
 from autopar.models.info import ExampleInputs, ModelInfo, read_model
 from autopar.models.losses import Loss, with_loss
-from autopar.options import Constraints, Options, Recompute
+from autopar.options import Constraints, Options, Precision, Recompute
 from autopar.planner import PlannedModel, plan_model
 from autopar.plans.dynamic_shapes import AnySizes
-from autopar.precision import Precision
 from autopar.request import MeshLike, make_request
 from autopar.runtime import DistributedModule
 from autopar.runtime.ranks.agreement import Agreement, from_first, together

@@ -10,8 +10,7 @@ from torch import nn
 
 from autopar.discover import rules_for
 from autopar.garbage import no_collection
-from autopar.models.info import ModelInfo
-from autopar.models.traces import CapturedModel, traced, traced_evaluation, traced_sizes
+from autopar.models.info import CapturedModel, ModelInfo, traced, traced_evaluation, traced_sizes
 from autopar.plans.expressions import expressions
 from autopar.plans.probing import FakeProber
 from autopar.plans.programs import (

@@ -14,8 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.loading import load
-from autopar.models.info import ModelInfo
-from autopar.models.traces import frozen, tracing
+from autopar.models.info import ModelInfo, frozen, tracing
 from autopar.planner import PlannedModel, plan_program
 from autopar.request import Request
 from autopar.runtime import GeneratedProgram, LoadedProgram

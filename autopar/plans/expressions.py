@@ -16,8 +16,7 @@ from typing import cast
 import sympy
 import torch
 
-from autopar.models.info import ModelInfo
-from autopar.models.traces import TracedSizes
+from autopar.models.info import ModelInfo, TracedSizes
 from autopar.plans.programs import PlannedProgram
 from autopar.request import Request
 from passes.clock import Clock

@@ -10,9 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar._torch import parts_of, share_tables
 from autopar.runtime.calls.loaders import RowLoader
-from autopar.runtime.calls.outputs import loss_of, output_of
 from autopar.runtime.calls.programs import CallPath, LoadedModel, Programs, RunnableProgram
-from autopar.runtime.calls.steps import forward_backward
+from autopar.runtime.calls.steps import forward_backward, loss_of, output_of
 from autopar.runtime.checkpoint import Loadable
 from autopar.runtime.fsdp.manager import FSDPManager
 from autopar.runtime.generated.bases import Container, local

@@ -9,8 +9,7 @@ from math import prod
 import torch
 
 from autopar import Precision
-from autopar.models.info import read_model
-from autopar.models.traces import CapturedModel
+from autopar.models.info import CapturedModel, read_model
 from autopar.options import Options
 from autopar.planner import captured_model, plan_captured
 from autopar.request import make_request

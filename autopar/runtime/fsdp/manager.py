@@ -19,9 +19,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
 from autopar.runtime.fsdp import _torch as fsdp
-from autopar.runtime.fsdp.backward import BackwardPasses
 from autopar.runtime.fsdp.gradients import OwnPart, UnitGradients, UnitParameter, address_of, part_of
-from autopar.runtime.fsdp.reductions import Reductions
+from autopar.runtime.fsdp.reductions import BackwardPasses, Reductions
 from autopar.runtime.fsdp.turns import Transfer, Turn, Way, transfer_all
 from autopar.runtime.fsdp.units import ParameterGroup, PartView
 from autopar.runtime.ranks.groups import axes_group, data_mesh

@@ -10,8 +10,7 @@ from torch import nn
 
 import autopar
 from autopar import ExpressionError, Plan
-from autopar.models.info import read_model
-from autopar.models.traces import tracing
+from autopar.models.info import read_model, tracing
 from autopar.options import Options
 from autopar.planner import PlannedModel, plan_model, simulated_memory
 from autopar.request import make_request

@@ -6,8 +6,7 @@ from functools import partial
 import pytest
 import torch
 
-from autopar.models.info import read_model
-from autopar.models.traces import tracing
+from autopar.models.info import read_model, tracing
 from autopar.options import Options
 from autopar.request import make_request
 from passes.capture import capture
