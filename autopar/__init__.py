@@ -1,7 +1,7 @@
 """autopar: parallelizes PyTorch models by itself."""
 
 from autopar.api import parallelize, plan
-from autopar.loading.parts import replace_part
+from autopar.loading import replace_part
 from autopar.models.losses import LossOutput
 from autopar.options import Precision
 from autopar.runtime import DistributedModule

@@ -129,12 +129,13 @@ def settings_of(options: Options) -> Settings:
 
 def _given(options: Options) -> dict[str, Any]:
     """The options that were given, checked, by their names in `Settings`."""
-    if options.objective is not None and options.objective not in OBJECTIVES:
-        raise InputError(f"objective is {options.objective!r}: it must be 'train' or 'infer'")
-    if options.optimizer is not None and options.optimizer not in OPTIMIZERS:
-        raise InputError(f"optimizer is {options.optimizer!r}: its memory is known for {', '.join(OPTIMIZERS)}")
-    if options.outputs is not None and options.outputs not in OUTPUTS:
-        raise InputError(f"outputs is {options.outputs!r}: it must be 'planned' or 'full'")
+    for name, value, known, advice in (
+        ("objective", options.objective, OBJECTIVES, "it must be 'train' or 'infer'"),
+        ("optimizer", options.optimizer, OPTIMIZERS, f"its memory is known for {', '.join(OPTIMIZERS)}"),
+        ("outputs", options.outputs, OUTPUTS, "it must be 'planned' or 'full'"),
+    ):
+        if value is not None and value not in known:
+            raise InputError(f"{name} is {value!r}: {advice}")
     limit = options.memory_limit
     if limit is not None and (not isinstance(limit, (int, float)) or isinstance(limit, bool) or not limit > 0):
         raise InputError(

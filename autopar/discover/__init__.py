@@ -57,22 +57,19 @@ def suggested(op: Op, types: Mapping[str, TensorType], draws: Sequence[Drawn], o
 
 def rules_for(program: Program) -> Mapping[Hashable, Rule]:
     """Find and log rules for the ops of a program without a written rule; returns them by signature."""
-    found: dict[Hashable, Rule] = {}
-    tried: set[Hashable] = set()
+    tried: dict[Hashable, Rule | None] = {}
     for op in program.ops:
         key = signature(op, program.types)
         if key in tried or written_rule(op, program.types) is not None:
             continue
-        tried.add(key)
-        rule = discover(op, program.types)
+        tried[key] = rule = discover(op, program.types)
         if rule is not None:
-            found[key] = rule
             logger.warning(
                 "no sharding rule speaks for %s; running it on shards suggests this one, which is no proof: %s",
                 op.kind,
                 rule_text(rule),
             )
-    return found
+    return {key: rule for key, rule in tried.items() if rule is not None}
 
 
 # --- splits ----------------------------------------------------------------------------------------------------------

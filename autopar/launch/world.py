@@ -36,7 +36,11 @@ def requested_ranks(mesh: object, device_type: str) -> DeviceMesh:
     Raises MeshError where these are others, and where two of them share a device.
     """
     ranks = mesh if isinstance(mesh, DeviceMesh) else world_mesh(mesh, device_type)
-    refuse_strangers(ranks)
+    if ranks.get_coordinate() is None:
+        # Nothing is sent by a rank that is none of them.
+        raise MeshError(
+            f"rank {dist.get_rank()} is not in the mesh of the ranks {ranks_of(ranks)}: call parallelize on these alone"
+        )
     take_job_timeout(ranks)
     phase = "checking the mesh"
     with together(ranks, phase):
@@ -63,14 +67,6 @@ def world_mesh(mesh: object, device_type: str) -> DeviceMesh:
             "call torch.distributed.init_process_group() before parallelize (plan alone needs none)"
         )
     return init_device_mesh(device_type, (dist.get_world_size(),), mesh_dim_names=("devices",))
-
-
-def refuse_strangers(ranks: DeviceMesh) -> None:
-    """Raise MeshError on a rank that is not one of `ranks`. It sends nothing."""
-    if ranks.get_coordinate() is None:
-        raise MeshError(
-            f"rank {dist.get_rank()} is not in the mesh of the ranks {ranks_of(ranks)}: call parallelize on these alone"
-        )
 
 
 @dataclass(frozen=True)

@@ -240,6 +240,4 @@ def _is_library(module: str | None) -> bool:
     """Whether a module is one of Python, torch or another installed package."""
     found = sys.modules.get(module or "builtins")
     file = getattr(found, "__file__", None)
-    if found is None or module == "__main__":
-        return False
-    return file is None or file.startswith(_LIBRARIES)
+    return found is not None and module != "__main__" and (file is None or file.startswith(_LIBRARIES))

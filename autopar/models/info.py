@@ -4,6 +4,7 @@ Properties and inputs are read and checked once. Programs are traced for the obj
 of many sizes.
 """
 
+import copy
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -134,6 +135,17 @@ def _check_batch(inputs: Mapping[str, object], micro_batches: int | None) -> Non
         raise MicroBatchError(
             f"a batch of {batch} cannot be cut into {micro_batches} micro-batches: choose a number that divides it"
         )
+
+
+def structure_of(model: nn.Module) -> nn.Module:
+    """A copy of `model` whose parameters and buffers are on meta. Other tensors that it holds are shared."""
+    copies: dict[int, object] = {}
+    for part in model.modules():
+        copies.update({id(value): value for value in vars(part).values() if isinstance(value, torch.Tensor)})
+    for tensor in (*model.parameters(), *model.buffers()):
+        empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+        copies[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+    return copy.deepcopy(model, copies)
 
 
 # --- traces ----------------------------------------------------------------------------------------------------------

@@ -1,7 +1,6 @@
 """Programs for inputs of sizes other than planned: the model is retraced with dynamic shapes, and the decisions of the
 plan are applied. Where values of inputs are constants, there is one trace for each."""
 
-import copy
 import logging
 import time
 from collections import OrderedDict, deque
@@ -14,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.loading import load
-from autopar.models.info import ModelInfo, frozen, tracing
+from autopar.models.info import ModelInfo, frozen, structure_of, tracing
 from autopar.planner import PlannedModel, plan_program
 from autopar.request import Request
 from autopar.runtime import GeneratedProgram, LoadedProgram
@@ -212,17 +211,6 @@ class _Planner:
                 request.memory_limit / GIB,
             )
         return found.source
-
-
-def structure_of(model: nn.Module) -> nn.Module:
-    """A copy of `model` whose parameters and buffers are on meta. Other tensors that it holds are shared."""
-    copies: dict[int, object] = {}
-    for part in model.modules():
-        copies.update({id(value): value for value in vars(part).values() if isinstance(value, torch.Tensor)})
-    for tensor in (*model.parameters(), *model.buffers()):
-        empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-        copies[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
-    return copy.deepcopy(model, copies)
 
 
 def _kind(name: str, leaf: object) -> tuple[object, ...]:

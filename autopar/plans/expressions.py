@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import partial
+from itertools import islice
 from math import isclose, lcm
 from typing import cast
 
@@ -115,11 +116,8 @@ class _Samples:
     def others(self, name: str) -> list[int]:
         """Up to two sizes besides the planned one at which the program is the same."""
         size = self.sizes.named[name][0]
-        found: list[int] = []
-        for other in (2 * size, 3 * size, 4 * size, size // 2, size // 4, size + 2, size - 2):
-            if other > 1 and other not in found and len(found) < 2 and self._works({name: other}):
-                found.append(other)
-        return found
+        others = dict.fromkeys((2 * size, 3 * size, 4 * size, size // 2, size // 4, size + 2, size - 2))
+        return list(islice((other for other in others if other > 1 and self._works({name: other})), 2))
 
     def _works(self, sizes: Mapping[str, int]) -> bool:
         try:

@@ -179,10 +179,9 @@ class DistributedModule(Loadable, CalledPart):
     @property
     def input_layouts(self) -> dict[str, dict[str, str]]:
         """The placement of each input on each axis: {"input_ids": {"dp": "S(0)", "tp": "R"}}."""
-        inputs = self._programs.planned(self._mode()).program.inputs
         return {
             item.name: {axis.name: str(part) for axis, part in zip(self._axes, item.layout, strict=True)}
-            for item in inputs
+            for item in self._programs.planned(self._mode()).program.inputs
         }
 
     def from_local(self, batch: Mapping[str, object], axes: Sequence[str] | None = None) -> dict[str, object]:

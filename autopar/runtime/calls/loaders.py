@@ -1,7 +1,6 @@
 """Global batches from the parts that the data loader of each rank gives."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -22,17 +21,6 @@ from passes.ir.program import TensorType, dtype_name
 Batch = Mapping[str, object]
 
 _WHAT = "from_local()"
-
-
-@dataclass(frozen=True)
-class _Rows:
-    """This rank's rows of a batch: its tensors by name, each with its sample dim (None: it has no samples, and is the
-    same on every rank). `described` must be equal on all ranks; `count` is the number of rows.
-    """
-
-    tensors: Mapping[str, tuple[Tensor, int | None]]
-    described: Mapping[str, str]
-    count: int
 
 
 class RowLoader:
@@ -115,17 +103,17 @@ class RowLoader:
         """
         with self._agreement.telling(_WHAT, _WHAT):
             numbers = self._numbers(axes)
-            rows = _rows(batch, program, axes)
-        own = self._checked_counts(self._agreed(rows.described, rows.count), numbers)
+            tensors, described, count = _rows(batch, program, axes)
+        own = self._checked_counts(self._agreed(described, count), numbers)
         self._number += 1
         leaves = [
             Leaf(name, tensor, frozenset(() if dim is None else numbers))
-            for name, (tensor, dim) in sorted(rows.tensors.items())
+            for name, (tensor, dim) in sorted(tensors.items())
         ]
         self._values.compare(self._number, leaves)
         return map_leaves(
             batch,
-            lambda name, leaf: self._whole(*rows.tensors[name], numbers, own) if name in rows.tensors else leaf,
+            lambda name, leaf: self._whole(*tensors[name], numbers, own) if name in tensors else leaf,
         )
 
     def _agreed(self, described: Mapping[str, str], count: int) -> list[int]:
@@ -166,8 +154,11 @@ class RowLoader:
         return from_local(whole, (I,) * len(self._shape.sizes), whole.shape, self._mesh, self._shape)
 
 
-def _rows(batch: Batch, program: GeneratedProgram, axes: Sequence[str]) -> _Rows:
-    """The rows that this rank gives.
+def _rows(
+    batch: Batch, program: GeneratedProgram, axes: Sequence[str]
+) -> tuple[Mapping[str, tuple[Tensor, int | None]], Mapping[str, str], int]:
+    """The rows that this rank gives: tensors by name, each with its sample dim (None: it has none, and is the same
+    on every rank), a description of the batch that must be equal on all ranks, and the number of rows.
 
     Raises InputError for what is no batch, or not such as planned.
     """
@@ -200,4 +191,4 @@ def _rows(batch: Batch, program: GeneratedProgram, axes: Sequence[str]) -> _Rows
     if len(set(counts.values())) > 1:
         said = ", ".join(f"{name} has {count}" for name, count in counts.items())
         raise InputError(f"the inputs have different numbers of rows: {said}")
-    return _Rows(tensors, described, next(iter(counts.values()), 0))
+    return tensors, described, next(iter(counts.values()), 0)

@@ -163,10 +163,8 @@ class LocalParameters:
     def read(self, view: View, names: Iterable[str]) -> "ReadParameters":
         """Put leaves in place of the parameters `names` in `view`, the view of the model that a program reads."""
         leaves: dict[_Leaf, None] = {}
-        for path in names:
-            leaf = self._paths.get(path)
-            if leaf is None:
-                continue
+        for path in self._paths.keys() & names:
+            leaf = self._paths[path]
             leaves[leaf] = None
             *parts, name = path.split(".")
             part = view
@@ -199,12 +197,12 @@ class LocalParameters:
             leaf.end_backward()
 
 
+@dataclass(frozen=True)
 class ReadParameters:
     """The leaves that one program reads."""
 
-    def __init__(self, parameters: LocalParameters, leaves: tuple[_Leaf, ...]) -> None:
-        self._all = parameters
-        self._leaves = leaves
+    _all: LocalParameters
+    _leaves: tuple[_Leaf, ...]
 
     def follow(self) -> None:
         """Take over what users have assigned since the last call."""

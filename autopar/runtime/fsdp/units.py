@@ -23,9 +23,7 @@ class ParameterGroup(nn.Module):
         result = run(*inputs)
         # Their memory is given back: what is a view of one needs its own.
         held = {storage_id(part) for part in parameters_of(self).values() if part is not None}
-        if isinstance(result, tuple):
-            return tuple(_apart(item, held) for item in result)
-        return _apart(result, held)
+        return tuple(_apart(item, held) for item in result) if isinstance(result, tuple) else _apart(result, held)
 
     def current(self, number: int) -> Tensor:
         """A parameter as it is now: gathered while the group runs, or else this rank's part."""

@@ -30,9 +30,7 @@ Result = TypeVar("Result")
 
 def local(tensor: Tensor) -> Tensor:
     """This rank's part of a parameter, or a buffer as it is. Gradients come back in the same layout."""
-    if isinstance(tensor, DTensor):
-        return tensor.to_local()
-    return tensor
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def gathered(tensor: Tensor) -> Tensor:
