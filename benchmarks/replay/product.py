@@ -55,7 +55,7 @@ class Inputs:
 
 
 def inputs_of(run: Run, family: Family, cluster: Cluster) -> Inputs:
-    """What the product is given for a run without pipeline and context axes."""
+    """The inputs of the product for a run without pipeline and context axes."""
     parallel, software = run.parallel, run.software
     # A layer alone is priced as one of several.
     dimensions = replace(run.dimensions, layers=max(2, run.dimensions.layers))

@@ -23,7 +23,7 @@ DTYPES = [
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_element_counts(dtype: torch.dtype) -> None:
-    """Of no two tensors that differ in one element, or in the places of two, the checksums are equal."""
+    """Tensors that differ in one element, or in the places of two, have different checksums."""
     base = torch.zeros(2, 3).to(dtype)
     seen = {int(checksum(base))}
     for place in range(6):
