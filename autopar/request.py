@@ -39,11 +39,6 @@ class Request(Settings):
     recompute: Mapping[str, str] | None
     zero: int | None
 
-    @property
-    def optimizer_states(self) -> int:
-        """Tensors that the optimizer keeps per trained parameter; none when nothing is trained."""
-        return OPTIMIZERS[self.optimizer].states if self.objective == "train" else 0
-
     def space(self, casts: Casts, decisions: Decisions) -> Space:
         """The search space; `decisions` are fixed, `casts` are the dtypes of stored parameters and reduced
         gradients."""
@@ -52,7 +47,7 @@ class Request(Settings):
             self.cluster,
             self.memory_limit,
             self.objective == "train",
-            self.optimizer_states,
+            OPTIMIZERS[self.optimizer].states if self.objective == "train" else 0,
             self.constraints,
             self.any_shape,
             self.micro_batches,

@@ -135,8 +135,8 @@ def _values_text(tensor: Tensor) -> str:
 def _reached(function: object) -> Iterator[tuple[str, object]]:
     """The parts of a callable, by where each is: tensors, plain values as text, and names of what a library
     defines."""
-    seen: dict[int, str] = {}
-    alive: list[object] = []
+    # What is made on the way stays alive, so that no other object gets its id.
+    seen: dict[int, tuple[str, object]] = {}
 
     def visit(value: object, path: str) -> Iterator[tuple[str, object]]:
         if isinstance(value, Tensor):
@@ -146,11 +146,9 @@ def _reached(function: object) -> Iterator[tuple[str, object]]:
             yield path, f"{type(value).__name__} {value!r}"
             return
         if id(value) in seen:
-            yield path, f"as {seen[id(value)]}"
+            yield path, f"as {seen[id(value)][0]}"
             return
-        seen[id(value)] = path
-        # What is made on the way stays alive, so that no other object gets its id.
-        alive.append(value)
+        seen[id(value)] = path, value
         yield path, _kind(value)
         for name, inner in _inside(value):
             yield from visit(inner, f"{path}{name}")

@@ -129,10 +129,8 @@ def device_name(device_type: str) -> str:
 
 def check_machine(cluster: Cluster, device_type: str) -> None:
     """Raise ClusterError where `cluster` was measured on another device than that of this process."""
-    if not cluster.machine:
-        return
     here = device_name(device_type)
-    if cluster.machine != here:
+    if cluster.machine and cluster.machine != here:
         raise ClusterError(
             f"the cluster {cluster.name!r} is a profile from another machine: it was measured on {cluster.machine!r}, "
             f"and the mesh has {here!r}; run `autopar profile` here, or plan without a process group for there"
@@ -251,12 +249,8 @@ class _Bench:
 
     def _link(self, groups: Sequence[Sequence[int]], where: str) -> Link:
         """The link among the ranks of each of `groups`, which all measure at once."""
-        own, size = None, len(groups[0])
-        for ranks in groups:
-            group = dist.new_group(list(ranks), timeout=job_timeout())
-            own = group if dist.get_rank() in ranks else own
-        assert own is not None
-        name = own.group_name
+        own, _ = dist.new_subgroups_by_enumeration(groups, timeout=job_timeout())  # type: ignore[no-untyped-call]
+        size, name = own.size(), own.group_name
         gather, scatter, reduction, exchange = (
             fit_line([(message, self._collective(run, message, size)) for message in self.what.messages])
             for run in (

@@ -27,9 +27,7 @@ class Loadable(nn.Module):
         are no tensors. Nothing is changed then.
         """
         own: dict[str, Tensor] = self.state_dict(keep_vars=True)
-        problems = list(_unfit(own, state_dict))
-        if strict:
-            problems = [*_differences(own, state_dict), *problems]
+        problems = [*(_differences(own, state_dict) if strict else ()), *_unfit(own, state_dict)]
         if problems:
             raise CheckpointError(f"the state dict does not fit the model: {'; '.join(problems)}")
         keys = super().load_state_dict(state_dict, strict=False, assign=assign)
@@ -70,10 +68,7 @@ def _differences(own: Mapping[str, Tensor], given: Mapping[str, Any]) -> Iterato
 
 def _unfit(own: Mapping[str, Tensor], given: Mapping[str, Any]) -> Iterator[str]:
     """The values of `given` that cannot be loaded, and why."""
-    for name, current in own.items():
-        if name not in given:
-            continue
-        value = given[name]
+    for name, current, value in ((name, current, given[name]) for name, current in own.items() if name in given):
         if not isinstance(value, Tensor):
             yield f"{name} is {type(value).__name__}, not a tensor"
         elif not _same_shape(value, current):

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar._torch import parts_of, share_tables
-from autopar.runtime.calls.loaders import RowLoader
+from autopar.runtime.calls.inputs import RowLoader
 from autopar.runtime.calls.programs import CallPath, LoadedModel, Programs, RunnableProgram
 from autopar.runtime.calls.steps import forward_backward, loss_of, output_of
 from autopar.runtime.checkpoint import Loadable

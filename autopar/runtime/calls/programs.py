@@ -199,17 +199,13 @@ class CallPath:
         """
         with self._comparison.telling():
             flags = self._parameters.flags()
-            call = self._bound(name, args, kwargs)
+            call = bound_call(self._signature, self._programs.planned(name).program, args, kwargs)
+            for leaf, tensor in call.tensors.items():
+                if isinstance(tensor, DTensor) and tensor.device_mesh != self._mesh:
+                    raise InputError(f"{leaf} is a DTensor on another mesh than the model: make it with from_local()")
         self._comparison.compare(call, surroundings, flags, self._parameters)
         serving = self._programs.serving(name, surroundings.training, surroundings.micro_batches, call)
         return serving, [self._local_input(item, call) for item in serving.program.inputs]
-
-    def _bound(self, name: str, args: Sequence[object], kwargs: Mapping[str, object]) -> BoundCall:
-        call = bound_call(self._signature, self._programs.planned(name).program, args, kwargs)
-        for leaf, tensor in call.tensors.items():
-            if isinstance(tensor, DTensor) and tensor.device_mesh != self._mesh:
-                raise InputError(f"{leaf} is a DTensor on another mesh than the model: make it with from_local()")
-        return call
 
     def _local_input(self, item: PlannedInput, call: BoundCall) -> Tensor:
         leaf = call.tensors[item.name]
