@@ -71,17 +71,13 @@ def refuse_different_models(ranks: Sequence[Fingerprint]) -> None:
                 f"ranks pass different losses: the code of the one on rank {rank} of the mesh, or a value that it "
                 "holds, is not that of rank 0"
             )
-        name = _first_difference(first.values, other.values)
+        names = (*first.values, *other.values)
+        name = next((name for name in names if first.values.get(name) != other.values.get(name)), None)
         if name is not None:
             raise PlanMismatchError(
                 f"ranks hold different models: {name!r} has other values on rank {rank} of the mesh than on rank 0; "
                 "make the model from the same seed or the same checkpoint on every rank"
             )
-
-
-def _first_difference(one: Mapping[str, str], other: Mapping[str, str]) -> str | None:
-    """The first name that two fingerprints of values differ in."""
-    return next((name for name in (*one, *other) if one.get(name) != other.get(name)), None)
 
 
 def _tensor_lines(kind: str, named: Iterable[tuple[str, torch.Tensor]]) -> list[str]:

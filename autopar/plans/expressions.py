@@ -30,7 +30,7 @@ from passes.ir.choices import Problem, Solution
 from passes.ir.constraints import PlacedConstraints
 from passes.ir.decisions import Decisions
 from passes.ir.errors import AutoparError, ExpressionError
-from passes.ir.figures import Figure, Number, formula, largest_sum, size_of
+from passes.ir.figures import Figure, formula, largest_sum, size_of
 from passes.ir.formulas import write_formula
 from passes.ir.layout import Shape, digits
 from passes.ir.leaves import input_leaves
@@ -76,7 +76,9 @@ def expressions(sizes: TracedSizes, info: ModelInfo, request: Request, planned: 
     memory = largest_sum(model.fractions.of([item.range for item in live]), [item.size for item in live])
     # How groups lie in nodes has no formula.
     in_one_node = request.mesh.size <= request.cluster.node_size
-    seconds = _seconds(folded, space, *((problem, solution) if in_one_node else problem_on(request.mesh)))
+    timed, chosen = (problem, solution) if in_one_node else problem_on(request.mesh)
+    stage = only_stage(lower(folded, timed, chosen, space.casts, Clock()).stages)
+    seconds = walk(stage, folded, space.cluster, space.optimizer, chosen.configuration).total
     value = float(seconds.value if isinstance(seconds, Figure) else seconds)
     expected = sum(planned.record.seconds.values())
     if not isclose(value, expected, rel_tol=_TOLERANCE):
@@ -158,12 +160,6 @@ def _planned_problem(
     if isinstance(solution, str):
         raise ExpressionError(f"costs have no formulas: what was decided for {solution!r} depends on the sizes")
     return problem, solution
-
-
-def _seconds(folded: Folded, space: Space, problem: Problem, solution: Solution) -> Number:
-    """Seconds of a step."""
-    stage = only_stage(lower(folded, problem, solution, space.casts, Clock()).stages)
-    return walk(stage, folded, space.cluster, space.optimizer, solution.configuration).total
 
 
 def _batch_step(folded: Folded, problem: Problem, solution: Solution, mesh: Mesh, sizes: Mapping[str, int]) -> int:

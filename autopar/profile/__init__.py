@@ -159,7 +159,8 @@ class _Bench:
         world = dist.get_world_size() if dist.is_initialized() else 1
         local = min(world, int(os.environ.get("LOCAL_WORLD_SIZE", world)))
         bandwidth = 2 * self.what.streamed / self._stream()
-        launch = self._launch()
+        one = torch.zeros(1, device=self.device_type)
+        launch = self._seconds(lambda: one.add_(1.0))
         device = self._device(name, bandwidth, launch, local)
         inside, between = known.inside, known.between
         if local > 1:
@@ -226,10 +227,6 @@ class _Bench:
         source = torch.ones(self.what.streamed, dtype=torch.uint8, device=self.device_type)
         target = torch.empty_like(source)
         return self._seconds(lambda: target.copy_(source))
-
-    def _launch(self) -> float:
-        one = torch.zeros(1, device=self.device_type)
-        return self._seconds(lambda: one.add_(1.0))
 
     def _host(self, bandwidth: float) -> float:
         """Bytes/s from the host; on a CPU, a copy within its own memory."""

@@ -54,8 +54,7 @@ class ParameterWatch:
         return flags
 
     def _now(self) -> list[nn.Parameter]:
-        found = [table[name] for table, name, _ in self._places]
-        return [item for item in found if item is not None]
+        return [item for table, name, _ in self._places if (item := table[name]) is not None]
 
     def _check_frozen(self, flags: bytes) -> None:
         for name, requires_grad in zip(self.names, flags, strict=True):

@@ -277,7 +277,8 @@ def compare_on_mesh(
     with _comparable(None):
         got = distributed.forward_backward(**inputs) if in_parts else distributed(**inputs)
     errors = {**dict(_output_errors(got, expected)), **dict(_buffer_errors(distributed, model))}
-    if training or (objective == "train" and _differentiable(got)):
+    leaves = [leaf for leaf in pytree.tree_leaves(got) if isinstance(leaf, Tensor)]
+    if training or (objective == "train" and any(leaf.requires_grad for leaf in leaves)):
         if not in_parts:
             _backward(got)
         _backward(expected)
@@ -313,10 +314,6 @@ def _comparable(lifted: torch.dtype | None) -> Iterator[None]:
     """Within, dropout is off, and what a model casts to float32 is lifted to `lifted`."""
     with WithoutDropout(), nullcontext() if lifted is None else LiftFloat32(lifted):
         yield
-
-
-def _differentiable(output: object) -> bool:
-    return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves(output))
 
 
 def _output_errors(got: object, expected: object) -> Iterator[tuple[str, float]]:

@@ -249,7 +249,26 @@ class RowLoader:
         layout cannot have, and for parts that do not fit together.
         """
         with self._agreement.telling(_WHAT, _WHAT):
-            found = self._planned_parts(batch, program)
+            planned = {item.name: item for item in program.inputs}
+
+            def whole(name: str, leaf: object) -> object:
+                item = planned.get(name)
+                if item is None:
+                    if isinstance(leaf, Tensor) and name not in program.constants:
+                        raise InputError(
+                            f"the plan was made for inputs {', '.join(planned)} and has no layout for {name}: say "
+                            "which axes samples are split over, from_local(batch, axes=(...))"
+                        )
+                    return leaf
+                if not isinstance(leaf, Tensor):
+                    raise InputError(f"{name} must be a tensor, got {type(leaf).__name__}")
+                shape = whole_shape(tuple(leaf.shape), item.layout, self._shape)
+                if not is_like(leaf, item.type) or not fits(shape, item.layout, self._shape):
+                    part = local_shape(item.type.shape, item.layout, self._shape)
+                    raise unlike(f"this rank's part of {name}", leaf, TensorType(part, item.type.dtype))
+                return from_local(leaf.to(self._device), item.layout, shape, self._mesh, self._shape)
+
+            found = map_leaves(batch, whole)
             described = {
                 name: f"a part of {dtype_name(leaf.dtype)}{list(leaf.shape)}"
                 for name, leaf in input_leaves(found)
@@ -257,28 +276,6 @@ class RowLoader:
             }
         self._agreed(described, 0)
         return found
-
-    def _planned_parts(self, batch: Batch, program: GeneratedProgram) -> dict[str, object]:
-        planned = {item.name: item for item in program.inputs}
-
-        def whole(name: str, leaf: object) -> object:
-            item = planned.get(name)
-            if item is None:
-                if isinstance(leaf, Tensor) and name not in program.constants:
-                    raise InputError(
-                        f"the plan was made for inputs {', '.join(planned)} and has no layout for {name}: say which "
-                        "axes samples are split over, from_local(batch, axes=(...))"
-                    )
-                return leaf
-            if not isinstance(leaf, Tensor):
-                raise InputError(f"{name} must be a tensor, got {type(leaf).__name__}")
-            shape = whole_shape(tuple(leaf.shape), item.layout, self._shape)
-            if not is_like(leaf, item.type) or not fits(shape, item.layout, self._shape):
-                part = local_shape(item.type.shape, item.layout, self._shape)
-                raise unlike(f"this rank's part of {name}", leaf, TensorType(part, item.type.dtype))
-            return from_local(leaf.to(self._device), item.layout, shape, self._mesh, self._shape)
-
-        return map_leaves(batch, whole)
 
     def gathered(self, batch: Batch, axes: Sequence[str], program: GeneratedProgram) -> dict[str, object]:
         """`batch`, which holds this rank's rows, as whole `DTensor`s on every rank. Collective over the mesh.

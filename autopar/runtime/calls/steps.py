@@ -5,7 +5,7 @@ In the plan's layout outputs are `DTensor`s, which say in one sentence why they 
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import SupportsIndex
+from typing import SupportsIndex, cast
 
 import torch
 from torch import Tensor
@@ -139,13 +139,11 @@ class PlannedTensor(DTensor):
 
     def __deepcopy__(self, memo: dict[int, object]) -> DTensor:
         """A copy as a `DTensor`."""
-        copied: DTensor = _as_dtensor(self).__deepcopy__(memo)  # type: ignore[no-untyped-call]
-        return copied
+        return cast(DTensor, _as_dtensor(self).__deepcopy__(memo))  # type: ignore[no-untyped-call]
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[object, ...]:
         """Pickled as a `DTensor`, which `torch.load` knows."""
-        reduced: str | tuple[object, ...] = _as_dtensor(self).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
-        return reduced
+        return cast(str | tuple[object, ...], _as_dtensor(self).__reduce_ex__(protocol))  # type: ignore[no-untyped-call]
 
 
 def _as_dtensor(tensor: Tensor) -> DTensor:

@@ -129,20 +129,17 @@ class FSDPManager:
                     group.current(number),
                     gathered,
                     parts[name].requires_grad,
-                    self._turn(stored[name], kept[name], shapes[name], plan.dtypes),
+                    Turn(
+                        self._way(stored[name], kept[name], shapes[name], compute),
+                        self._way(kept[name], stored[name], shapes[name], reduce or compute),
+                    ),
                 )
             )
             for number, ((name, dim), gathered) in enumerate(members)
         }
 
-    def _turn(
-        self, stored: Layout, kept: Layout, shape: Shape, dtypes: tuple[torch.dtype | None, torch.dtype | None]
-    ) -> Turn:
-        """The transfers between a parameter that users see and a unit's copy of it."""
-        compute, reduce = dtypes
-        return Turn(self._way(stored, kept, shape, compute), self._way(kept, stored, shape, reduce or compute))
-
     def _way(self, source: Layout, target: Layout, shape: Shape, dtype: torch.dtype | None) -> Way:
+        """The way of a part from one layout to another."""
         axes, steps = axes_of(self._mesh), redistribution(source, target, shape, self._shape)
         return Way(tuple((axes[step.axis], step.source, step.target) for step in steps), dtype)
 
@@ -202,10 +199,11 @@ class FSDPManager:
 
     def _in_units(self, root: FSDPModule, forward: Callable[..., T], inputs: Sequence[Tensor]) -> T:
         """`forward(*inputs)` of a program around which there are FSDP units."""
+        grad = torch.is_grad_enabled()
         try:
-            with _without_inference_mode():
-                result: T = cast(nn.Module, root)(forward, *inputs)
-                return result
+            # The first gather allocates the memory of all later ones, which training must use too.
+            with torch.inference_mode(False), torch.set_grad_enabled(grad):
+                return cast(T, cast(nn.Module, root)(forward, *inputs))
         except BaseException:
             fsdp.reset(root, self._groups)
             raise
@@ -313,13 +311,3 @@ class FSDPManager:
 def _unit(group: ParameterGroup) -> FSDPModule:
     """The FSDP module that torch's `fully_shard` made for a group."""
     return cast(FSDPModule, group)
-
-
-@contextlib.contextmanager
-def _without_inference_mode() -> Iterator[None]:
-    """Disable inference mode: the first gather allocates the memory of all later ones, which training must use too."""
-    if not torch.is_inference_mode_enabled():
-        yield
-        return
-    with torch.inference_mode(False), torch.no_grad():
-        yield

@@ -259,8 +259,7 @@ def unpickled(sent: bytes) -> object:
     with warnings.catch_warnings():
         # A tree's specification warns about its own parts when it is unpickled.
         warnings.simplefilter("ignore", FutureWarning)
-        found: object = pickle.loads(sent)
-        return found
+        return cast(object, pickle.loads(sent))
 
 
 def _place(mesh: DeviceMesh) -> int:
