@@ -82,7 +82,13 @@ def read_model(model: nn.Module, example_inputs: ExampleInputs | None, request: 
         unknown = sorted(set(plan.constants) - {*inputs, *assumed})
         if unknown:
             raise InputError(f"the plan was made for a certain {', '.join(unknown)}: pass example_inputs too")
-    _check_batch(inputs, request.micro_batches)
+    if request.micro_batches is not None:
+        batch = batch_size(tuple(leaf.shape) for _, leaf in input_leaves(inputs) if isinstance(leaf, torch.Tensor))
+        if batch % request.micro_batches:
+            raise MicroBatchError(
+                f"a batch of {batch} cannot be cut into {request.micro_batches} micro-batches: choose a number that "
+                "divides it"
+            )
     return ModelInfo(
         type(model).__name__,
         signature,
@@ -124,17 +130,6 @@ def _planned_inputs(plan: Plan) -> dict[str, object]:
         name: torch.empty(item.shape, dtype=getattr(torch, item.dtype), device="meta")
         for name, item in plan.inputs.items()
     }
-
-
-def _check_batch(inputs: Mapping[str, object], micro_batches: int | None) -> None:
-    """Raise MicroBatchError for a batch that cannot be cut into this number of micro-batches."""
-    if micro_batches is None:
-        return
-    batch = batch_size(tuple(leaf.shape) for _, leaf in input_leaves(inputs) if isinstance(leaf, torch.Tensor))
-    if batch % micro_batches:
-        raise MicroBatchError(
-            f"a batch of {batch} cannot be cut into {micro_batches} micro-batches: choose a number that divides it"
-        )
 
 
 def structure_of(model: nn.Module) -> nn.Module:

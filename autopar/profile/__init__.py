@@ -97,7 +97,10 @@ def profile(
         )
     if device_type == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
-    formed = _form_group(device_type)
+    # The process group that torchrun asks for.
+    formed = not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) != 1
+    if formed:
+        dist.init_process_group("nccl" if device_type == "cuda" else "gloo")
     try:
         cluster = _Bench(device_type, measurements or (_LARGE if device_type == "cuda" else _SMALL)).cluster()
         if output is not None and (not dist.is_initialized() or dist.get_rank() == 0):
@@ -135,14 +138,6 @@ def check_machine(cluster: Cluster, device_type: str) -> None:
             f"the cluster {cluster.name!r} is a profile from another machine: it was measured on {cluster.machine!r}, "
             f"and the mesh has {here!r}; run `autopar profile` here, or plan without a process group for there"
         )
-
-
-def _form_group(device_type: str) -> bool:
-    """Form the process group that torchrun asks for, if there is none."""
-    if dist.is_initialized() or int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        return False
-    dist.init_process_group("nccl" if device_type == "cuda" else "gloo")
-    return True
 
 
 @dataclass

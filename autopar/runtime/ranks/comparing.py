@@ -61,11 +61,13 @@ class CallComparison:
         self._agreement = agreement
         self._batch_axis = batch_axis
         self._number = 0
-        advice = (
+        self._comparison = ValueComparison(
+            agreement,
+            mesh,
+            "call",
             "a call takes the global batch, the same on every rank; give each rank's own samples through "
-            f"from_local(batch, axes=({batch_axis!r},))"
+            f"from_local(batch, axes=({batch_axis!r},))",
         )
-        self._comparison = ValueComparison(agreement, mesh, "call", advice)
         self.compares_floats = True
 
     def telling(self) -> AbstractContextManager[None]:
