@@ -264,9 +264,8 @@ def simulated_memory(
         given,
         request.optimizer if request.objective == "train" else None,
     )
-    batches = MicroBatchInputs()
-    if micro is not None:
-        batches = micro_batch_inputs(micro, lowered, planned_outputs(lowered), configuration)
+    outputs = planned_outputs(lowered)
+    batches = MicroBatchInputs() if micro is None else micro_batch_inputs(micro, lowered, outputs, configuration)
     # The allocator and optimizers of the devices; those of unknown devices are taken to be CUDA's.
     machine, mesh = MACHINES[request.cluster.device.type], configuration.mesh
     prober = FakeProber(mesh, machine.device)

@@ -81,9 +81,7 @@ class LocalDevice:
 
 def local_device(device_type: str) -> torch.device:
     """The device that this rank runs on: the current one of the accelerator, or the CPU."""
-    if device_type != "cuda":
-        return torch.device(device_type)
-    return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cuda", torch.cuda.current_device()) if device_type == "cuda" else torch.device(device_type)
 
 
 def described_device(device: torch.device) -> LocalDevice | None:

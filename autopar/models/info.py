@@ -69,7 +69,12 @@ def read_model(model: nn.Module, example_inputs: ExampleInputs | None, request: 
     if example_inputs is not None:
         inputs = _given_inputs(type(model).__name__, signature, example_inputs)
     elif plan is not None:
-        inputs = _planned_inputs(plan)
+        if any("[" in name for name in plan.inputs):
+            raise InputError("the plan has inputs inside lists or dicts: pass example_inputs too")
+        inputs = {
+            name: torch.empty(item.shape, dtype=getattr(torch, item.dtype), device="meta")
+            for name, item in plan.inputs.items()
+        }
     else:
         inputs = made_inputs(model, request.objective, request.mesh.size)
     missing = [name for name in required if inputs.get(name) is None]
@@ -120,16 +125,6 @@ def _given_inputs(model: str, signature: inspect.Signature, example_inputs: Exam
     except TypeError as error:
         raise InputError(f"{model} does not take these example_inputs: {error}") from None
     return {name: value for name, value in named_arguments(signature, bound) if value is not None}
-
-
-def _planned_inputs(plan: Plan) -> dict[str, object]:
-    """Inputs of the shapes that a plan was made for."""
-    if any("[" in name for name in plan.inputs):
-        raise InputError("the plan has inputs inside lists or dicts: pass example_inputs too")
-    return {
-        name: torch.empty(item.shape, dtype=getattr(torch, item.dtype), device="meta")
-        for name, item in plan.inputs.items()
-    }
 
 
 def structure_of(model: nn.Module) -> nn.Module:

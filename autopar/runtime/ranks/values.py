@@ -55,9 +55,7 @@ def _as_integers(tensor: Tensor) -> Tensor:
         tensor = torch.view_as_real(tensor.resolve_conj())
     if tensor.dtype == torch.bool:
         return tensor.to(torch.uint8)
-    if tensor.dtype.is_floating_point:
-        return tensor.contiguous().view(_INTEGERS[tensor.element_size()])
-    return tensor
+    return tensor.contiguous().view(_INTEGERS[tensor.element_size()]) if tensor.dtype.is_floating_point else tensor
 
 
 class Checksums:
