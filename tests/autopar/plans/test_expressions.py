@@ -97,7 +97,7 @@ def planned_at(
         decisions = replace(decisions, methods=None, strategies=done.decided[name], stored=done.stored)
     space = replace(request.space(info.casts(request.precision), decisions), memory_limit=float("inf"))
     found = search(program, space, partial(simulated_memory, info, request), Clock())
-    use = memory_use(found.problem, found.solution, request.optimizer_states)
+    use = memory_use(found.problem, found.solution, space.optimizer_states)
     return use.peak, found.seconds.total
 
 
