@@ -1,9 +1,9 @@
 """autopar: parallelizes PyTorch models by itself."""
 
 from autopar.api import parallelize, plan
-from autopar.loading.parts import replace_part
+from autopar.loading import replace_part
 from autopar.models.losses import LossOutput
-from autopar.precision import Precision
+from autopar.options import Precision
 from autopar.runtime import DistributedModule
 from passes.cost.cluster import Cluster, Device, Link
 from passes.ir.errors import (

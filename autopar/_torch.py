@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import Store
 from torch.autograd.graph import Node
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset as local_shape_and_offset
@@ -27,7 +26,6 @@ from torch.distributed.tensor.placement_types import _StridedShard as StridedSha
 
 # REGISTRY_KEY, STATE_KEY: the attributes in which `fully_shard` and its like enter themselves before anything else; it
 #   is the only place where they can be refused before they change the module.
-# FSDPParamGroup: the parameters of one FSDP unit, whose methods run its collectives.
 # Store: the type of what `default_store` returns.
 # DTensorSpec: shape, placements and mesh of a `DTensor` in one object, from which one can be made without checks.
 # StridedShard: a part of a dim that another axis of the mesh splits first; `Shard` alone cannot say it.
@@ -37,7 +35,6 @@ __all__ = [
     "REGISTRY_KEY",
     "STATE_KEY",
     "DTensorSpec",
-    "FSDPParamGroup",
     "Store",
     "StridedShard",
     "as_distributed",

@@ -6,18 +6,17 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from autopar.launch.agreement import from_first, gathered, together
 from autopar.launch.world import device_type_of, found_mesh, requested_ranks
 from autopar.loading import distribute, make_groups, refuse_meta
 from autopar.models.fingerprint import Fingerprint, refuse_different_models, values_fingerprint
 from autopar.models.info import ExampleInputs, ModelInfo, read_model
 from autopar.models.losses import Loss, with_loss
-from autopar.options import Constraints, Options, Recompute
+from autopar.options import Constraints, Options, Precision, Recompute
 from autopar.planner import PlannedModel, plan_model
 from autopar.plans.dynamic_shapes import AnySizes
-from autopar.precision import Precision
 from autopar.request import MeshLike, make_request
 from autopar.runtime import DistributedModule
+from autopar.runtime.ranks.agreement import Agreement, from_first, together
 from autopar.runtime.ranks.failures import naming_collectives
 from passes.cost.cluster import Cluster
 from passes.ir.mesh import Mesh
@@ -143,4 +142,4 @@ def _compare_models(model: nn.Module, info: ModelInfo, ranks: DeviceMesh) -> Non
     with together(ranks, phase):
         refuse_meta(model)
         fingerprint = Fingerprint(info.structure, info.loss, values_fingerprint(model))
-    refuse_different_models(gathered(ranks, fingerprint, phase))
+    refuse_different_models(Agreement(ranks).gathered(fingerprint, phase))

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
-from autopar.precision import Precision, read_precision
 from passes.cost.cluster import Cluster
 from passes.cost.optimizers import OPTIMIZERS
 from passes.ir.errors import ConstraintError, InputError, PlanMismatchError
@@ -22,6 +21,44 @@ OUTPUTS = ("planned", "full")
 # Constraints as users write them: a layout is text, or a placement of `torch.distributed.tensor`.
 Constraints = Mapping[str, Mapping[str, Mapping[str, str | Placement]]]
 Recompute = str | Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Precision:
+    """dtypes of a distributed module; None leaves each as the model has it.
+
+    `compute`: parameters are cast to it where they are used, floating inputs where they come in. `reduce`: gradients of
+    parameters are reduced over devices in it, and added up in it until then; where `compute` has less than 32 bits it
+    is float32 unless it is given. `master`: parameters, gradients and optimizer states are stored in it.
+    """
+
+    compute: torch.dtype | None = None
+    reduce: torch.dtype | None = None
+    master: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("compute", "reduce", "master"):
+            dtype = getattr(self, name)
+            if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+                raise InputError(
+                    f"precision: {name} must be a floating torch.dtype such as torch.bfloat16, got {dtype!r}"
+                )
+        if self.reduce is None and self.compute is not None and self.compute.itemsize < torch.float32.itemsize:
+            object.__setattr__(self, "reduce", torch.float32)
+
+
+def read_precision(given: object) -> Precision:
+    """A precision as users write it: a `Precision`, or the dtype to compute in.
+
+    Raises InputError for anything else.
+    """
+    if isinstance(given, Precision):
+        return given
+    if isinstance(given, torch.dtype):
+        return Precision(compute=given)
+    raise InputError(
+        f"precision is {given!r}: give an autopar.Precision, or the dtype to compute in, such as torch.bfloat16"
+    )
 
 
 @dataclass(frozen=True)
@@ -92,12 +129,13 @@ def settings_of(options: Options) -> Settings:
 
 def _given(options: Options) -> dict[str, Any]:
     """The options that were given, checked, by their names in `Settings`."""
-    if options.objective is not None and options.objective not in OBJECTIVES:
-        raise InputError(f"objective is {options.objective!r}: it must be 'train' or 'infer'")
-    if options.optimizer is not None and options.optimizer not in OPTIMIZERS:
-        raise InputError(f"optimizer is {options.optimizer!r}: its memory is known for {', '.join(OPTIMIZERS)}")
-    if options.outputs is not None and options.outputs not in OUTPUTS:
-        raise InputError(f"outputs is {options.outputs!r}: it must be 'planned' or 'full'")
+    for name, value, known, advice in (
+        ("objective", options.objective, OBJECTIVES, "it must be 'train' or 'infer'"),
+        ("optimizer", options.optimizer, OPTIMIZERS, f"its memory is known for {', '.join(OPTIMIZERS)}"),
+        ("outputs", options.outputs, OUTPUTS, "it must be 'planned' or 'full'"),
+    ):
+        if value is not None and value not in known:
+            raise InputError(f"{name} is {value!r}: {advice}")
     limit = options.memory_limit
     if limit is not None and (not isinstance(limit, (int, float)) or isinstance(limit, bool) or not limit > 0):
         raise InputError(

@@ -1,7 +1,9 @@
 """From a model and a request to a plan and its source: the passes in order."""
 
+import contextlib
+import gc
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -9,26 +11,33 @@ import torch
 from torch import nn
 
 from autopar.discover import rules_for
-from autopar.garbage import no_collection
-from autopar.models.info import ModelInfo
-from autopar.models.traces import CapturedModel, traced, traced_evaluation, traced_sizes
-from autopar.plans.batches import batching
+from autopar.models.info import CapturedModel, ModelInfo, traced, traced_evaluation, traced_sizes
 from autopar.plans.expressions import expressions
-from autopar.plans.programs import PlannedProgram, generated_program, totals_name
+from autopar.plans.probing import FakeProber
+from autopar.plans.programs import (
+    PlannedProgram,
+    batching,
+    generated_program,
+    micro_batch_inputs,
+    planned_outputs,
+    totals_name,
+)
 from autopar.plans.replay import as_planned, check_replayed, planned_decisions, written_plan
-from autopar.plans.simulator import Simulator
 from autopar.request import Request
 from autopar.runtime import GeneratedProgram
 from passes.clock import Clock
 from passes.codegen import Naming, emit
+from passes.cost.liveness import MACHINES, MemoryPeak, MicroBatchInputs, Stored, peak_memory
 from passes.cost.walk import block_seconds
 from passes.cost.work import seconds_by_op, work_of
+from passes.ir.configuration import Configuration
 from passes.ir.decisions import Decided, Decisions
 from passes.ir.layout import Layout
 from passes.ir.leaves import input_leaves
-from passes.ir.lowered import FSDPUnit, only_stage
+from passes.ir.lowered import FSDPUnit, Lowered, only_stage
 from passes.ir.plan import Plan, ProgramPlan
 from passes.ir.program import Program
+from passes.ir.variables import Variables
 from passes.ir.work import IdleAxes
 from passes.micro_batches import MicroBatches, batch_size
 from passes.record import idle_axes, record, record_stage
@@ -37,6 +46,19 @@ from passes.search.meshes import fewer_devices
 from passes.search.restrict import decided
 
 logger = logging.getLogger("autopar")
+
+
+@contextlib.contextmanager
+def no_collection() -> Iterator[None]:
+    """Disable the cyclic garbage collector. Planning makes millions of objects that live to its end, and few cycles:
+    collection would take a quarter of its time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 @dataclass(frozen=True)
@@ -120,7 +142,7 @@ def plan_program(
     """Run the passes after normalize on the program called `name`. `decisions` restrict the search."""
     program = replace(program, rules=rules_for(program) if request.discover else {}, compiled=request.compiled)
     space = request.space(info.casts(request.precision), decisions)
-    simulate = Simulator(info, request)
+    simulate = partial(simulated_memory, info, request)
     found = search(program, space, simulate, clock)
     naming = Naming(info.name, f"{info.name} on {found.mesh}, for {'training' if name == 'train' else 'inference'}.")
     with clock("emit"):
@@ -219,3 +241,35 @@ def _idle_axes(
     fewer = fewer_devices(found.mesh.size, idle.busy)
     step_s = step_s_on(fewer)
     return replace(idle, fewer=fewer, fewer_s=step_s) if step_s is not None and step_s <= recorded.step_s else idle
+
+
+def simulated_memory(
+    info: ModelInfo,
+    request: Request,
+    lowered: Lowered,
+    variables: Sequence[Variables],
+    micro: MicroBatches | None,
+    configuration: Configuration,
+) -> tuple[MemoryPeak, ...]:
+    """Bytes on one device of each stage at the peak of a step of `lowered`; the stages' generated code has these
+    variables. `micro` is None where the batch is not split."""
+    leaves = dict(input_leaves(info.inputs))
+    given = {
+        item.name: leaf.dtype
+        for item in lowered.program.inputs
+        if isinstance(leaf := leaves.get(item.argument), torch.Tensor)
+    }
+    stored = Stored(
+        info.casts(request.precision).master,
+        given,
+        request.optimizer if request.objective == "train" else None,
+    )
+    outputs = planned_outputs(lowered)
+    batches = MicroBatchInputs() if micro is None else micro_batch_inputs(micro, lowered, outputs, configuration)
+    # The allocator and optimizers of the devices; those of unknown devices are taken to be CUDA's.
+    machine, mesh = MACHINES[request.cluster.device.type], configuration.mesh
+    prober = FakeProber(mesh, machine.device)
+    return tuple(
+        peak_memory(stage, own, stored, machine, prober, mesh, batches)
+        for stage, own in zip(lowered.stages, variables, strict=True)
+    )

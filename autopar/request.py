@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from autopar.options import Options, Recompute, Settings, settings_of
+from autopar.options import Options, Settings, settings_of
 from autopar.profile import check_machine, known_cluster
 from passes.cost.cluster import CLUSTERS, Cluster, find_cluster
 from passes.cost.optimizers import OPTIMIZERS
@@ -39,11 +39,6 @@ class Request(Settings):
     recompute: Mapping[str, str] | None
     zero: int | None
 
-    @property
-    def optimizer_states(self) -> int:
-        """Tensors that the optimizer keeps per trained parameter; none when nothing is trained."""
-        return OPTIMIZERS[self.optimizer].states if self.objective == "train" else 0
-
     def space(self, casts: Casts, decisions: Decisions) -> Space:
         """The search space; `decisions` are fixed, `casts` are the dtypes of stored parameters and reduced
         gradients."""
@@ -52,7 +47,7 @@ class Request(Settings):
             self.cluster,
             self.memory_limit,
             self.objective == "train",
-            self.optimizer_states,
+            OPTIMIZERS[self.optimizer].states if self.objective == "train" else 0,
             self.constraints,
             self.any_shape,
             self.micro_batches,
@@ -77,7 +72,11 @@ def make_request(mesh: MeshLike, options: Options, device_type: str | None = Non
     shape = read_mesh(mesh)
     any_shape = isinstance(mesh, (int, Cluster))
     if any_shape and options.plan is not None:
-        shape, any_shape = _planned_mesh(options.plan, shape), False
+        devices, shape, any_shape = shape.size, Mesh.of(options.plan.mesh), False
+        if shape.size != devices:
+            raise PlanMismatchError(
+                f"the plan was made for the mesh {shape.by_name} of {shape.size} devices, here are {devices}: plan anew"
+            )
     if any_shape and chosen.constraints:
         raise ConstraintError(
             "constraints name the axes of a mesh, but its shape is still to be found: pass a mesh with named axes"
@@ -93,63 +92,43 @@ def make_request(mesh: MeshLike, options: Options, device_type: str | None = Non
         # A plan to replay has its formulas.
         symbolic=chosen.symbolic and options.plan is None,
     )
+    micro_batches, recompute, zero = _choices(options, chosen.objective)
     return Request(
         **vars(chosen),
         mesh=shape,
         any_shape=any_shape,
         cluster=cluster,
         plan=options.plan,
-        micro_batches=_micro_batches(options.micro_batches, chosen.objective),
-        recompute=_recompute(options.recompute, chosen.objective),
-        zero=_zero(options.zero, chosen.objective),
+        micro_batches=micro_batches,
+        recompute=recompute,
+        zero=zero,
     )
 
 
-def _micro_batches(count: int | None, objective: str) -> int | None:
-    """The requested number of micro-batches.
+def _choices(options: Options, objective: str) -> tuple[int | None, Mapping[str, str] | None, int | None]:
+    """The requested number of micro-batches, recompute mode by pattern of regions, and ZeRO stage.
 
-    Raises InputError for an invalid number.
+    Raises InputError for an invalid one.
     """
-    if count is None:
-        return None
-    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+    count, given, stage, trains = options.micro_batches, options.recompute, options.zero, objective == "train"
+    if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
         raise InputError(f"micro_batches is {count!r}: it must be a whole number of at least 1, or None")
-    if count > 1 and objective != "train":
+    if count is not None and count > 1 and not trains:
         raise InputError(f"micro_batches is {count}, but only training goes through micro-batches: leave it out")
-    return count
-
-
-def _recompute(given: Recompute | None, objective: str) -> Mapping[str, str] | None:
-    """The requested recompute mode, by pattern of regions.
-
-    Raises InputError for an invalid mode.
-    """
-    if given is None:
-        return None
-    if not isinstance(given, (str, Mapping)):
+    if not isinstance(given, (str, Mapping, type(None))):
         raise InputError(f"recompute is {given!r}: it must be one of {', '.join(RECOMPUTE)}, or these by region")
-    levels = {"*": given} if isinstance(given, str) else dict(given)
+    levels = {"*": given} if isinstance(given, str) else dict(given or {})
     for pattern, level in levels.items():
         if not isinstance(pattern, str) or level not in RECOMPUTE:
             where = "" if isinstance(given, str) else f" for {pattern!r}"
             raise InputError(f"recompute{where} is {level!r}: it must be one of {', '.join(RECOMPUTE)}")
-    if objective != "train" and any(level != "none" for level in levels.values()):
+    if not trains and any(level != "none" for level in levels.values()):
         raise InputError("recompute is given, but only training keeps anything for a backward pass: leave it out")
-    return levels
-
-
-def _zero(stage: int | None, objective: str) -> int | None:
-    """The requested ZeRO stage.
-
-    Raises InputError for an invalid one.
-    """
-    if stage is None:
-        return None
-    if isinstance(stage, bool) or stage not in ZERO_STAGES:
+    if stage is not None and (isinstance(stage, bool) or stage not in ZERO_STAGES):
         raise InputError(f"zero is {stage!r}: it must be 1, 2, 3 or None")
-    if objective != "train":
+    if stage is not None and not trains:
         raise InputError(f"zero is {stage}, but only training has gradients and optimizer states: leave it out")
-    return stage
+    return count, None if given is None else levels, stage
 
 
 def read_mesh(mesh: MeshLike) -> Mesh:
@@ -178,20 +157,12 @@ def read_mesh(mesh: MeshLike) -> Mesh:
     )
 
 
-def _planned_mesh(plan: Plan, devices: Mesh) -> Mesh:
-    """The mesh of a plan that is to run on so many `devices`."""
-    planned = Mesh.of(plan.mesh)
-    if planned.size != devices.size:
-        raise PlanMismatchError(
-            f"the plan was made for the mesh {dict(plan.mesh)} of {planned.size} devices, here are {devices.size}: "
-            "plan anew"
-        )
-    return planned
-
-
 def _cluster(options: Options, mesh: MeshLike, device_type: str | None) -> Cluster:
     """The requested cluster, or that of the devices of this process, or the one that the plan was made for."""
-    found, plan = _asked_cluster(options.cluster, mesh), options.plan
+    if isinstance(mesh, Cluster) and options.cluster is not None:
+        raise MeshError("the mesh is a cluster already: leave out cluster=")
+    asked, plan = mesh if isinstance(mesh, Cluster) else options.cluster, options.plan
+    found = find_cluster(asked) if isinstance(asked, str) else asked
     if found is not None:
         if plan is not None and found.name != plan.cluster:
             raise PlanMismatchError(
@@ -208,11 +179,3 @@ def _cluster(options: Options, mesh: MeshLike, device_type: str | None) -> Clust
             f"the plan was made with cluster={plan.cluster!r}, which is none that is known by name: pass cluster="
         )
     raise MeshError("with a mesh that is no DeviceMesh, say for which devices: cluster='h100', for instance")
-
-
-def _asked_cluster(cluster: Cluster | str | None, mesh: MeshLike) -> Cluster | None:
-    if isinstance(mesh, Cluster):
-        if cluster is not None:
-            raise MeshError("the mesh is a cluster already: leave out cluster=")
-        return mesh
-    return find_cluster(cluster) if isinstance(cluster, str) else cluster

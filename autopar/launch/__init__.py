@@ -1,1 +1,1 @@
-"""Ranks before there is a distributed module: the world mesh, its devices, and agreement on a plan."""
+"""Ranks before there is a distributed module: the world mesh and its devices."""

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from autopar.launch.agreement import gathered, together
+from autopar.runtime.ranks.agreement import Agreement, together
 from autopar.runtime.ranks.groups import ranks_of, take_job_timeout
 from passes.cost.cluster import Cluster
 from passes.ir.errors import MeshError
@@ -36,14 +36,18 @@ def requested_ranks(mesh: object, device_type: str) -> DeviceMesh:
     Raises MeshError where these are others, and where two of them share a device.
     """
     ranks = mesh if isinstance(mesh, DeviceMesh) else world_mesh(mesh, device_type)
-    refuse_strangers(ranks)
+    if ranks.get_coordinate() is None:
+        # Nothing is sent by a rank that is none of them.
+        raise MeshError(
+            f"rank {dist.get_rank()} is not in the mesh of the ranks {ranks_of(ranks)}: call parallelize on these alone"
+        )
     take_job_timeout(ranks)
     phase = "checking the mesh"
     with together(ranks, phase):
         if isinstance(mesh, (int, Cluster)):
             refuse_other_sizes(mesh, ranks)
         device = described_device(local_device(ranks.device_type))
-    refuse_shared_devices(gathered(ranks, device, phase))
+    refuse_shared_devices(Agreement(ranks).gathered(device, phase))
     return ranks
 
 
@@ -65,14 +69,6 @@ def world_mesh(mesh: object, device_type: str) -> DeviceMesh:
     return init_device_mesh(device_type, (dist.get_world_size(),), mesh_dim_names=("devices",))
 
 
-def refuse_strangers(ranks: DeviceMesh) -> None:
-    """Raise MeshError on a rank that is not one of `ranks`. It sends nothing."""
-    if ranks.get_coordinate() is None:
-        raise MeshError(
-            f"rank {dist.get_rank()} is not in the mesh of the ranks {ranks_of(ranks)}: call parallelize on these alone"
-        )
-
-
 @dataclass(frozen=True)
 class LocalDevice:
     """The device of one rank: `identity` is its own everywhere, `shareable` says whether another rank may run on it."""
@@ -85,9 +81,7 @@ class LocalDevice:
 
 def local_device(device_type: str) -> torch.device:
     """The device that this rank runs on: the current one of the accelerator, or the CPU."""
-    if device_type != "cuda":
-        return torch.device(device_type)
-    return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cuda", torch.cuda.current_device()) if device_type == "cuda" else torch.device(device_type)
 
 
 def described_device(device: torch.device) -> LocalDevice | None:

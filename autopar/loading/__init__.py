@@ -1,6 +1,7 @@
 """Load a plan and its generated source as a module that runs."""
 
 import sys
+from collections.abc import Mapping, Sequence, Set
 from hashlib import sha256
 from inspect import Signature
 from pathlib import Path
@@ -12,15 +13,19 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.launch.world import local_device
 from autopar.loading.cache import write_source
-from autopar.loading.placement import placed_parts
 from autopar.models.huggingface import register_caches
+from autopar.models.info import structure_of
 from autopar.planner import PlannedModel
 from autopar.request import Request
-from autopar.runtime import DistributedModule, GeneratedProgram, LoadedProgram, OtherSizes, RegionCopy
+from autopar.runtime import Container, DistributedModule, GeneratedProgram, LoadedProgram, OtherSizes, RegionCopy
 from autopar.runtime.calls.programs import LoadedModel
 from autopar.runtime.fsdp.manager import FSDPManager
+from autopar.runtime.generated.bases import place
 from autopar.runtime.ranks.groups import axes_group
-from passes.ir.errors import CaptureError
+from autopar.runtime.state import from_local, local_part
+from passes.ir.errors import CaptureError, InputError
+from passes.ir.layout import I, Layout
+from passes.ir.lowered import FSDPUnit
 
 
 def refuse_meta(model: nn.Module) -> None:
@@ -67,6 +72,55 @@ def distribute(
     return module
 
 
+def placed_parts(
+    model: nn.Module,
+    stored: Mapping[str, Layout],
+    groups: Sequence[FSDPUnit],
+    request: Request,
+    mesh: DeviceMesh,
+    device: torch.device,
+    manager: FSDPManager,
+) -> Container:
+    """Parameters as this rank's parts, and buffers, under the model's names; ties stay ties.
+
+    Parameters have the layouts `stored`; `manager` takes those in `groups`.
+    """
+    root = Container()
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None
+    placed: dict[int, nn.Parameter | torch.Tensor] = {}
+
+    def part(parameter: nn.Parameter, layout: Layout) -> torch.Tensor:
+        """This rank's part in `layout`: a copy, because training must not change the model."""
+        whole = parameter.detach()
+        dtype = request.precision.master if whole.is_floating_point() else None
+        found = local_part(whole, layout, coordinate, request.mesh)
+        return found.to(device, dtype or whole.dtype, copy=True).contiguous()
+
+    for group in groups:
+        members = {name: model.get_parameter(name) for name in group.parameters}
+        parts = {
+            name: nn.Parameter(
+                part(parameter, group.gathered_layout(group.copy_layout(name, stored[name]))), parameter.requires_grad
+            )
+            for name, parameter in members.items()
+        }
+        shown = manager.add(group, parts, stored)
+        placed.update((id(parameter), shown[name]) for name, parameter in members.items())
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if id(parameter) not in placed:
+            layout = stored.get(name, (I,) * len(request.mesh.sizes))
+            distributed = from_local(part(parameter, layout), layout, parameter.shape, mesh, request.mesh)
+            placed[id(parameter)] = nn.Parameter(distributed, parameter.requires_grad)
+        place(root, name, placed[id(parameter)])
+    persistent = set(model.state_dict(keep_vars=True))
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        if id(buffer) not in placed:
+            placed[id(buffer)] = buffer.detach().clone().to(device)
+        place(root, name, placed[id(buffer)], name in persistent)
+    return root
+
+
 def load(program: GeneratedProgram, name: str) -> LoadedProgram:
     """A program with its generated class."""
     path, module = load_source(program.source, f"{program.class_name}_{name}")
@@ -96,3 +150,50 @@ def load_source(source: str, name: str) -> tuple[Path, ModuleType]:
     sys.modules[module.__name__] = module
     exec(compile(source, str(path), "exec"), module.__dict__)
     return path, module
+
+
+def replace_part(model: nn.Module, name: str, part: DistributedModule) -> None:
+    """Replace the submodule `name` of `model` by `part`, which was made from it.
+
+    The rest of the model runs unchanged on every rank: `part` returns whole tensors from now on, and has the attributes
+    and methods of the submodule that it replaces. Children of that submodule that were not traced (an embedding, where
+    the trace begins after it) are kept, with their own parameters.
+
+    Raises InputError where there is no such submodule, where `part` was made from another one, and where it shares a
+    parameter with the rest of the model.
+    """
+    try:
+        original = model.get_submodule(name)
+    except AttributeError:
+        original = None
+    if original is None or original is model:
+        raise InputError(f"{type(model).__name__} has no part called {name!r}")
+    if type(original).__name__ != part.plan.model:
+        raise InputError(f"{name} is {type(original).__name__}, but the part was made of {part.plan.model}")
+    # Both give all parameters under all their names.
+    whole = model.named_parameters(remove_duplicate=False)
+    outside = {id(item): other for other, item in whole if not other.startswith(f"{name}.")}
+    for own, item in original.named_parameters(remove_duplicate=False):
+        if own in part.used_parameters and id(item) in outside:
+            raise InputError(
+                f"{own!r} of {name} is also {outside[id(item)]!r} of the model, and would become another parameter: "
+                "take a part that has both, or give the part what it makes of it as an input"
+            )
+    structure = structure_of(original)
+    for path in _left_out(original, part.used_parameters):
+        left = original.get_submodule(path)
+        structure.set_submodule(path, left)
+        part.keep(path, left)
+    part.stand_for(structure.train(part.training))
+    model.set_submodule(name, part)
+
+
+def _left_out(original: nn.Module, used: Set[str]) -> list[str]:
+    """The largest parts that have parameters, and none that is used."""
+    found: list[str] = []
+    for path, inner in original.named_modules():
+        names = [f"{path}.{parameter}" for parameter, _ in inner.named_parameters(remove_duplicate=False)]
+        above = any(path.startswith(f"{other}.") for other in found)
+        if path and names and not above and not used & set(names):
+            found.append(path)
+    return found

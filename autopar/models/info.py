@@ -1,23 +1,33 @@
-"""Properties of a model and its inputs that plans need besides its trace, read and checked once."""
+"""A model as plans need it: its properties and inputs, and its programs in normal form.
 
+Properties and inputs are read and checked once. Programs are traced for the objective, for evaluation, and for inputs
+of many sizes.
+"""
+
+import copy
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
+from autopar.models import huggingface
 from autopar.models.fingerprint import structure_fingerprint
 from autopar.models.huggingface import is_huggingface, made_inputs, settings
 from autopar.models.losses import joined_loss
-from autopar.precision import Precision
+from autopar.options import Precision
 from autopar.request import Request
 from autopar.runtime import named_arguments
-from passes.ir.errors import InputError, MicroBatchError, PlanMismatchError
-from passes.ir.leaves import input_leaves
-from passes.ir.plan import Plan
+from passes.capture import CPU, Tracing, capture, capture_symbolic
+from passes.clock import Clock
+from passes.ir.errors import CaptureError, ExpressionError, InputError, MicroBatchError, PlanMismatchError
+from passes.ir.leaves import Inputs, input_leaves
+from passes.ir.plan import BATCH, SEQUENCE, Plan
+from passes.ir.program import Program, Symbolic
 from passes.lower import Casts
 from passes.micro_batches import batch_size
+from passes.normalize import normalize
 
 ExampleInputs = Mapping[str, object] | tuple[object, ...]
 
@@ -59,7 +69,12 @@ def read_model(model: nn.Module, example_inputs: ExampleInputs | None, request: 
     if example_inputs is not None:
         inputs = _given_inputs(type(model).__name__, signature, example_inputs)
     elif plan is not None:
-        inputs = _planned_inputs(plan)
+        if any("[" in name for name in plan.inputs):
+            raise InputError("the plan has inputs inside lists or dicts: pass example_inputs too")
+        inputs = {
+            name: torch.empty(item.shape, dtype=getattr(torch, item.dtype), device="meta")
+            for name, item in plan.inputs.items()
+        }
     else:
         inputs = made_inputs(model, request.objective, request.mesh.size)
     missing = [name for name in required if inputs.get(name) is None]
@@ -72,7 +87,13 @@ def read_model(model: nn.Module, example_inputs: ExampleInputs | None, request: 
         unknown = sorted(set(plan.constants) - {*inputs, *assumed})
         if unknown:
             raise InputError(f"the plan was made for a certain {', '.join(unknown)}: pass example_inputs too")
-    _check_batch(inputs, request.micro_batches)
+    if request.micro_batches is not None:
+        batch = batch_size(tuple(leaf.shape) for _, leaf in input_leaves(inputs) if isinstance(leaf, torch.Tensor))
+        if batch % request.micro_batches:
+            raise MicroBatchError(
+                f"a batch of {batch} cannot be cut into {request.micro_batches} micro-batches: choose a number that "
+                "divides it"
+            )
     return ModelInfo(
         type(model).__name__,
         signature,
@@ -106,22 +127,126 @@ def _given_inputs(model: str, signature: inspect.Signature, example_inputs: Exam
     return {name: value for name, value in named_arguments(signature, bound) if value is not None}
 
 
-def _planned_inputs(plan: Plan) -> dict[str, object]:
-    """Inputs of the shapes that a plan was made for."""
-    if any("[" in name for name in plan.inputs):
-        raise InputError("the plan has inputs inside lists or dicts: pass example_inputs too")
-    return {
-        name: torch.empty(item.shape, dtype=getattr(torch, item.dtype), device="meta")
-        for name, item in plan.inputs.items()
-    }
+def structure_of(model: nn.Module) -> nn.Module:
+    """A copy of `model` whose parameters and buffers are on meta. Other tensors that it holds are shared."""
+    copies: dict[int, object] = {}
+    for part in model.modules():
+        copies.update({id(value): value for value in vars(part).values() if isinstance(value, torch.Tensor)})
+    for tensor in (*model.parameters(), *model.buffers()):
+        empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+        copies[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+    return copy.deepcopy(model, copies)
 
 
-def _check_batch(inputs: Mapping[str, object], micro_batches: int | None) -> None:
-    """Raise MicroBatchError for a batch that cannot be cut into this number of micro-batches."""
-    if micro_batches is None:
-        return
-    batch = batch_size(tuple(leaf.shape) for _, leaf in input_leaves(inputs) if isinstance(leaf, torch.Tensor))
-    if batch % micro_batches:
-        raise MicroBatchError(
-            f"a batch of {batch} cannot be cut into {micro_batches} micro-batches: choose a number that divides it"
-        )
+# --- traces ----------------------------------------------------------------------------------------------------------
+
+# A dim of an input, by the input's name and the dim's number.
+Dim = tuple[str, int]
+# A size, and the dims that have it.
+NamedSize = tuple[int, list[Dim]]
+
+
+@dataclass(frozen=True)
+class TracedSizes:
+    """A program for several sizes of its inputs, and these sizes by name."""
+
+    program: Symbolic
+    named: Mapping[str, NamedSize]
+
+
+@dataclass(frozen=True)
+class CapturedModel:
+    """A model as the passes take it.
+
+    `program` is that of the objective; `evaluation` is that of evaluation, if it is planned too and is another one, or
+    the error of tracing it. `sizes` is there where costs are asked for as formulas.
+    """
+
+    info: ModelInfo
+    program: Program
+    evaluation: Program | CaptureError | None
+    sizes: TracedSizes | None
+
+
+def tracing(model: nn.Module, info: ModelInfo, request: Request, mode: str, device: torch.device = CPU) -> Tracing:
+    """The settings for tracing `model` in the `mode` of an objective; a model on meta is traced as if on `device`."""
+    context = huggingface.tracing(model, info.inputs)
+    return Tracing(mode == "train", request.objective == "train", context, request.precision.compute, device)
+
+
+def traced(model: nn.Module, info: ModelInfo, request: Request, mode: str, clock: Clock) -> Program:
+    """The program of `model` in normal form, in the `mode` of an objective.
+
+    Raises CaptureError where it cannot be traced.
+    """
+    with clock("capture"):
+        program = capture(model, info.inputs, tracing(model, info, request, mode))
+    with clock("normalize"):
+        return normalize(program)
+
+
+def traced_evaluation(
+    model: nn.Module, info: ModelInfo, request: Request, program: Program, clock: Clock
+) -> Program | CaptureError | None:
+    """The program for evaluation, without trained parameters, if `program` is for training and differs from it; or the
+    error of tracing it."""
+    if request.objective != "train":
+        return None
+    try:
+        evaluation = traced(model, info, request, "infer", clock)
+    except CaptureError as error:
+        # It can be trained all the same.
+        return error
+    return None if str(evaluation) == str(program) else frozen(evaluation)
+
+
+def frozen(program: Program) -> Program:
+    """`program` with parameters that do not train."""
+    return replace(program, parameters=tuple(replace(item, trainable=False) for item in program.parameters))
+
+
+def traced_sizes(model: nn.Module, info: ModelInfo, request: Request, program: Program, clock: Clock) -> TracedSizes:
+    """The program of `model` for several sizes of its inputs; `program` is that for the given ones.
+
+    Raises ExpressionError where it cannot be traced for several sizes.
+    """
+    sizes = named_sizes(info.inputs, frozenset(item.argument for item in program.inputs))
+    varying = {dim for _, dims in sizes.values() for dim in dims}
+    try:
+        with clock("expressions"):
+            settings = tracing(model, info, request, request.objective)
+            return TracedSizes(capture_symbolic(model, info.inputs, settings, varying), sizes)
+    except CaptureError as error:
+        raise ExpressionError(
+            f"costs have no formulas, as the model cannot be traced for other sizes: {error}"
+        ) from None
+
+
+def named_sizes(inputs: Inputs, arguments: frozenset[str]) -> dict[str, NamedSize]:
+    """The sizes that may vary, by name, and the dims of inputs that they are: the batch is the first dim of most
+    inputs, the sequence the second of those that hold numbers of something; others are called after their input. Only
+    `arguments` are inputs of the program, the others are constants.
+
+    Nothing is for many sizes that is shown a size of one.
+    """
+    given = [(name, leaf) for name, leaf in input_leaves(inputs) if name in arguments]
+    tensors = [(name, leaf) for name, leaf in given if isinstance(leaf, torch.Tensor)]
+    # Those of numbers first: what features are given of has the same length.
+    tensors.sort(key=lambda item: _has_features(item[1]))
+    batch = batch_size(tuple(tensor.shape) for _, tensor in tensors)
+    found: dict[str, NamedSize] = {}
+    for dim, common in ((0, BATCH), (1, SEQUENCE)):
+        for argument, tensor in tensors:
+            if tensor.dim() <= dim or tensor.shape[dim] == 1:
+                continue
+            size = tensor.shape[dim]
+            same = size == batch if common == BATCH else common not in found or found[common][0] == size
+            if dim and _has_features(tensor) and (common not in found or not same or tensor.dim() != 3):
+                continue
+            name = common if same else f"{argument}_{dim}".replace(".", "_")
+            found.setdefault(name, (size, []))[1].append((argument, dim))
+    return found
+
+
+def _has_features(tensor: torch.Tensor) -> bool:
+    return tensor.dtype.is_floating_point or tensor.dtype.is_complex

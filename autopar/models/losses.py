@@ -8,7 +8,7 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from autopar._torch import call_hooks
-from autopar.models.callables import callable_fingerprint, trainable_tensors
+from autopar.models.fingerprint import callable_fingerprint, trainable_tensors
 from passes.ir.errors import CaptureError, InputError
 
 Loss = Callable[..., object]

@@ -4,6 +4,7 @@ torch chooses the kernel by the device, so on fake CPU tensors it would be one o
 """
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -46,12 +47,9 @@ def _attention(
     masked, dropout = attn_mask is not None, dropout_p > 0
     kernel = attention_kernel("cuda", *about, masked=masked, dropout=dropout)
     on_cpu = attention_kernel("cpu", *about, masked=masked, dropout=dropout)
-    if (kernel is Kernel.MATH) == (on_cpu is Kernel.MATH):
-        return scaled_dot_product_attention(
-            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-        )
-    if kernel is Kernel.MATH:
-        with sdpa_kernel(SDPBackend.MATH):
+    alike = (kernel is Kernel.MATH) == (on_cpu is Kernel.MATH)
+    if alike or kernel is Kernel.MATH:
+        with nullcontext() if alike else sdpa_kernel(SDPBackend.MATH):
             return scaled_dot_product_attention(
                 query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
             )

@@ -1,7 +1,6 @@
 """Programs for inputs of sizes other than planned: the model is retraced with dynamic shapes, and the decisions of the
 plan are applied. Where values of inputs are constants, there is one trace for each."""
 
-import copy
 import logging
 import time
 from collections import OrderedDict, deque
@@ -13,15 +12,14 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from autopar.launch.agreement import from_first, together
 from autopar.loading import load
-from autopar.models.info import ModelInfo
-from autopar.models.traces import frozen, tracing
+from autopar.models.info import ModelInfo, frozen, structure_of, tracing
 from autopar.planner import PlannedModel, plan_program
 from autopar.request import Request
 from autopar.runtime import GeneratedProgram, LoadedProgram
+from autopar.runtime.calls.inputs import tensors_among
 from autopar.runtime.generated.bases import Wanted
-from passes._torch import pytree
+from autopar.runtime.ranks.agreement import from_first, together
 from passes.capture import capture, capture_symbolic
 from passes.clock import Clock
 from passes.cost.cluster import GIB
@@ -29,7 +27,7 @@ from passes.dynamic_shapes.specialize import specialize
 from passes.ir.decisions import Decisions
 from passes.ir.errors import AutoparError, CaptureError, InputError
 from passes.ir.layout import I, Shape
-from passes.ir.leaves import Inputs, input_leaves
+from passes.ir.leaves import Inputs, input_leaves, map_leaves
 from passes.ir.program import Program, Symbolic
 from passes.normalize import normalize
 
@@ -86,11 +84,10 @@ class _Traces:
 
 class _Planner:
     def __init__(self, model: nn.Module, info: ModelInfo, planned: PlannedModel, request: Request) -> None:
-        tensors = [*model.parameters(), *model.buffers()]
-        self.device = tensors[0].device if tensors else torch.device("cpu")
+        self.device = next((item.device for item in (*model.parameters(), *model.buffers())), torch.device("cpu"))
         self.planned = planned
-        constants = [item for program in planned.programs.values() for item in program.constants.items()]
-        values = {name: value for name, value in constants if isinstance(value, torch.Tensor)}
+        constants = [tensors_among(program.constants).items() for program in planned.programs.values()]
+        values = {name: value for items in constants for name, value in items}
         self.values = {name: repr(value.tolist()) for name, value in values.items()}
         self.info = replace(info, inputs=_with_shapes(info.inputs, {}, values))
         self.request = replace(request, plan=None)
@@ -99,7 +96,7 @@ class _Planner:
         try:
             self.model = structure_of(model)
         except Exception as error:
-            # It may never be needed.
+            # A model may refuse with any exception to be copied, and the copy may never be needed.
             self.reason = f"{type(error).__name__}: {error}"
 
     def generated(self, wanted: Wanted) -> GeneratedProgram:
@@ -216,17 +213,6 @@ class _Planner:
         return found.source
 
 
-def structure_of(model: nn.Module) -> nn.Module:
-    """A copy of `model` whose parameters and buffers are on meta. Other tensors that it holds are shared."""
-    copies: dict[int, object] = {}
-    for part in model.modules():
-        copies.update({id(value): value for value in vars(part).values() if isinstance(value, torch.Tensor)})
-    for tensor in (*model.parameters(), *model.buffers()):
-        empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-        copies[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
-    return copy.deepcopy(model, copies)
-
-
 def _kind(name: str, leaf: object) -> tuple[object, ...]:
     """The properties that a leaf has in all traces for several sizes."""
     if isinstance(leaf, torch.Tensor):
@@ -236,14 +222,13 @@ def _kind(name: str, leaf: object) -> tuple[object, ...]:
 
 def _with_shapes(inputs: Inputs, shapes: Mapping[str, Shape], values: Mapping[str, torch.Tensor]) -> dict[str, object]:
     """Inputs as tensors without values; those in `shapes` have these shapes, those in `values` these values."""
-    found: list[object] = []
-    for name, leaf in input_leaves(inputs):
+
+    def changed(name: str, leaf: object) -> object:
         if name in values and name not in shapes:
-            found.append(values[name])
-        elif isinstance(leaf, torch.Tensor):
-            shape = shapes.get(name, tuple(leaf.shape))
-            found.append(torch.empty(shape, dtype=leaf.dtype, device="meta", requires_grad=leaf.requires_grad))
-        else:
-            found.append(leaf)
-    filled: dict[str, object] = pytree.tree_unflatten(found, pytree.tree_structure(dict(inputs)))
-    return filled
+            return values[name]
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        shape = shapes.get(name, tuple(leaf.shape))
+        return torch.empty(shape, dtype=leaf.dtype, device="meta", requires_grad=leaf.requires_grad)
+
+    return map_leaves(inputs, changed)

@@ -10,14 +10,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import partial
+from itertools import islice
 from math import isclose, lcm
 from typing import cast
 
 import sympy
 import torch
 
-from autopar.models.info import ModelInfo
-from autopar.models.traces import TracedSizes
+from autopar.models.info import ModelInfo, TracedSizes
 from autopar.plans.programs import PlannedProgram
 from autopar.request import Request
 from passes.clock import Clock
@@ -30,9 +30,9 @@ from passes.ir.choices import Problem, Solution
 from passes.ir.constraints import PlacedConstraints
 from passes.ir.decisions import Decisions
 from passes.ir.errors import AutoparError, ExpressionError
-from passes.ir.figures import Figure, Number, formula, largest_sum, size_of
+from passes.ir.figures import Figure, formula, largest_sum, size_of
 from passes.ir.formulas import write_formula
-from passes.ir.layout import Layout, Shape, digits
+from passes.ir.layout import Shape, digits
 from passes.ir.leaves import input_leaves
 from passes.ir.lowered import only_stage
 from passes.ir.mesh import Mesh
@@ -68,29 +68,24 @@ def expressions(sizes: TracedSizes, info: ModelInfo, request: Request, planned: 
     constraints = constrain(folded.program, request.constraints, request.mesh)
     space = request.space(info.casts(request.precision), Decisions())
     problem_on = partial(_planned_problem, folded, constraints, space, planned.record)
-    mesh = _symbolic(request.mesh)
-    problem, solution = problem_on(mesh)
-    memory = _memory(problem, solution)
-    if request.mesh.size <= request.cluster.node_size:
-        seconds = _seconds(folded, space, problem, solution)
-    else:
-        # How groups lie in nodes has no formula.
-        seconds = _seconds(folded, space, *problem_on(request.mesh))
-    value, expected = (
-        float(seconds.value if isinstance(seconds, Figure) else seconds),
-        sum(planned.record.seconds.values()),
+    mesh = Mesh.of(
+        {name: size_of(size, sympy.Symbol(name)) if size > 1 else size for name, size in request.mesh.by_name.items()}
     )
+    problem, solution = problem_on(mesh)
+    model, live = chosen_memory(problem, solution)
+    memory = largest_sum(model.fractions.of([item.range for item in live]), [item.size for item in live])
+    # How groups lie in nodes has no formula.
+    in_one_node = request.mesh.size <= request.cluster.node_size
+    timed, chosen = (problem, solution) if in_one_node else problem_on(request.mesh)
+    stage = only_stage(lower(folded, timed, chosen, space.casts, Clock()).stages)
+    seconds = walk(stage, folded, space.cluster, space.optimizer, chosen.configuration).total
+    value = float(seconds.value if isinstance(seconds, Figure) else seconds)
+    expected = sum(planned.record.seconds.values())
     if not isclose(value, expected, rel_tol=_TOLERANCE):
         raise ExpressionError(f"the step time of the plan is {expected}, but its formula gives {value}: report this")
     varying.update((name, size) for name, size in request.mesh.by_name.items() if size > 1)
     step = _batch_step(folded, problem, solution, mesh, varying)
     return Expressions(write_formula(formula(memory)), write_formula(formula(seconds)), varying, step)
-
-
-def _symbolic(mesh: Mesh) -> Mesh:
-    """`mesh` with figures for its sizes."""
-    sizes = mesh.by_name.items()
-    return Mesh(mesh.names, tuple(size_of(size, sympy.Symbol(name)) if size > 1 else size for name, size in sizes))
 
 
 @dataclass(frozen=True)
@@ -123,11 +118,8 @@ class _Samples:
     def others(self, name: str) -> list[int]:
         """Up to two sizes besides the planned one at which the program is the same."""
         size = self.sizes.named[name][0]
-        found: list[int] = []
-        for other in (2 * size, 3 * size, 4 * size, size // 2, size // 4, size + 2, size - 2):
-            if other > 1 and other not in found and len(found) < 2 and self._works({name: other}):
-                found.append(other)
-        return found
+        others = dict.fromkeys((2 * size, 3 * size, 4 * size, size // 2, size // 4, size + 2, size - 2))
+        return list(islice((other for other in others if other > 1 and self._works({name: other})), 2))
 
     def _works(self, sizes: Mapping[str, int]) -> bool:
         try:
@@ -140,15 +132,11 @@ class _Samples:
         """The program where some sizes are others than planned."""
         own = tuple((name, size) for name, size in sorted(sizes.items()) if size != self.sizes.named[name][0])
         if own not in self.made:
-            self.made[own] = self._folded(sizes)
+            program = normalize(specialize(self.sizes.program, self._shapes(sizes)))
+            if self.planned.record.micro_batches > 1:
+                program = micro_batches(program, self.planned.record.micro_batches).program
+            self.made[own] = fold(program, constrain(program, self.request.constraints, self.request.mesh).label)
         return self.made[own]
-
-    def _folded(self, sizes: Mapping[str, int]) -> Folded:
-        count = self.planned.record.micro_batches
-        program = normalize(specialize(self.sizes.program, self._shapes(sizes)))
-        if count > 1:
-            program = micro_batches(program, count).program
-        return fold(program, constrain(program, self.request.constraints, self.request.mesh).label)
 
     def _shapes(self, sizes: Mapping[str, int]) -> dict[str, Shape]:
         shapes = {
@@ -174,18 +162,6 @@ def _planned_problem(
     return problem, solution
 
 
-def _memory(problem: Problem, solution: Solution) -> Number:
-    """Bytes at the peak over all program points."""
-    model, found = chosen_memory(problem, solution)
-    return largest_sum(model.fractions.of([item.range for item in found]), [item.size for item in found])
-
-
-def _seconds(folded: Folded, space: Space, problem: Problem, solution: Solution) -> Number:
-    """Seconds of a step."""
-    stage = only_stage(lower(folded, problem, solution, space.casts, Clock()).stages)
-    return walk(stage, folded, space.cluster, space.optimizer, solution.configuration).total
-
-
 def _batch_step(folded: Folded, problem: Problem, solution: Solution, mesh: Mesh, sizes: Mapping[str, int]) -> int:
     """The step of batch sizes at which every split dim remains divisible."""
     ops = {op.key: op for op in folded.ops}
@@ -202,12 +178,7 @@ def _batch_step(folded: Folded, problem: Problem, solution: Solution, mesh: Mesh
             for dim, size in enumerate(cast(tuple[object, ...], folded.types[name].shape)):
                 if isinstance(size, Figure):
                     rate = sympy.expand(size.expression.xreplace(others)).coeff(batch)
-                    parts = _parts(layout, dim, mesh)
+                    taken = digits(layout, dim, mesh)
+                    parts = int(taken[-1][0]) * int(taken[-1][1]) if taken else 1
                     step = lcm(step, Fraction(int(rate.p), int(rate.q) * parts).denominator)
     return step
-
-
-def _parts(layout: Layout, dim: int, mesh: Mesh) -> int:
-    """The number that the size of a dim must be divisible by."""
-    taken = digits(layout, dim, mesh)
-    return int(taken[-1][0]) * int(taken[-1][1]) if taken else 1

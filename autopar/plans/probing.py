@@ -7,6 +7,7 @@ made and dies. Nothing is computed and nothing is sent. Equal statements are run
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TypeVar
 from weakref import ref
@@ -74,13 +75,13 @@ class FakeProber:
         self._mesh = mesh
         self._on_meta = _SAME_EVERYWHERE | _AS_ON_CUDA if device == "cuda" else _SAME_EVERYWHERE
         self._axes = tuple(f"axis_{index}" for index in range(len(mesh.sizes)))
+        axes = zip(self._axes, mesh.sizes, strict=True)
         self._names: dict[str, object] = {
             "torch": torch,
             "F": functional,
             **vars(runtime),
+            **{name: Axis(name, size, size - 1, "0") for name, size in axes},
         }
-        for name, size in zip(self._axes, mesh.sizes, strict=True):
-            self._names[name] = Axis(name, size, size - 1, "0")
         self._fake = FakeTensorMode()
         self._kernels = CudaAttention() if device == "cuda" else nullcontext()
         self._by_device: set[str] = set()
@@ -157,17 +158,17 @@ class FakeProber:
             yield torch.device("cpu")
 
 
+@dataclass(frozen=True)
 class _Text:
     """The scope of a statement that stands alone."""
 
-    def __init__(self, types: Mapping[str, TensorType], texts: Mapping[str, str], axes: Sequence[str]) -> None:
-        self.types = types
-        self._texts = texts
-        self._axes = axes
+    types: Mapping[str, TensorType]
+    texts: Mapping[str, str]
+    axes: Sequence[str]
 
     def value(self, argument: Argument) -> str:
         """An argument as an expression."""
-        return value_text(argument, self._texts.__getitem__)
+        return value_text(argument, self.texts.__getitem__)
 
     def use(self, name: str) -> str:
         """A name of the runtime."""
@@ -179,7 +180,7 @@ class _Text:
 
     def axis(self, index: int) -> str:
         """The variable that holds an axis."""
-        return self._axes[index]
+        return self.axes[index]
 
 
 class _Run:
@@ -205,7 +206,8 @@ class _Run:
             results = self.results(operands)
             events = tuple(self.events)
             made = tuple(
-                ResultStorage(self.places[_address(result)], _form(result), result.requires_grad) for result in results
+                ResultStorage(self.places[storage_id(result)], _form(result), result.requires_grad)
+                for result in results
             )
             return ForwardProfile(events, made, tuple(self.saved), self.attached(results))
 
@@ -235,8 +237,9 @@ class _Run:
                 continue
             seen.add(node)
             waiting += [after for after, _ in getattr(node, "next_functions", ())]
-            held = [value for value in vars(node).values() if isinstance(value, Tensor)] if _is_python(node) else []
-            found.update({self.places[_address(tensor)]: None for tensor in held if _address(tensor) in self.places})
+            if isinstance(node, torch.autograd.function.BackwardCFunction) and not isinstance(node, _Sink):
+                held = [storage_id(value) for value in vars(node).values() if isinstance(value, Tensor)]
+                found.update({self.places[address]: None for address in held if address in self.places})
         return tuple(found)
 
     def operands(self) -> dict[str, Tensor]:
@@ -244,7 +247,7 @@ class _Run:
         made = {}
         for index, (wanted, flows) in enumerate(zip(self.task.operands, self.task.flows, strict=True)):
             tensor = _new(wanted, self.device)
-            self.places[_address(tensor)] = StorageRef(StorageOrigin.OPERAND, index)
+            self.places[storage_id(tensor)] = StorageRef(StorageOrigin.OPERAND, index)
             made[f"x{index}"] = _Sink.apply(tensor.requires_grad_(), index, self) if flows else tensor  # type: ignore[no-untyped-call]
         return made
 
@@ -257,7 +260,7 @@ class _Run:
 
     def keep(self, tensor: Tensor) -> "_Saved":
         """Pack hook: the object that autograd saves instead of a tensor."""
-        self.saved.append(self.places.get(_address(tensor)))
+        self.saved.append(self.places.get(storage_id(tensor)))
         self.happen(EventKind.KEEP, len(self.saved) - 1)
         return _Saved(tensor.detach(), len(self.saved) - 1, self)
 
@@ -272,7 +275,8 @@ class _Run:
         if address in self.places:
             return
         if self.reading is not None:
-            self.see_read(storage, self.reading)
+            # What is read lies where that does which autograd keeps, and dies when whoever reads lets go.
+            self.watch(storage, self.saved[self.reading], EventKind.DONE, self.reading)
             return
         if self.expected is not None:
             place, self.expected = self.expected, None
@@ -280,37 +284,31 @@ class _Run:
             place = StorageRef(StorageOrigin.OWN, self.allocated)
             self.allocated += 1
             self.happen(EventKind.ALLOCATE, place.index, storage.nbytes())
-        self.places[address] = place
+        self.watch(
+            storage, place, EventKind.FREE if place.origin is StorageOrigin.OWN else EventKind.TAKEN, place.index
+        )
 
-        def end(_: object) -> None:
-            place = self.places.pop(address)
-            self.watched.pop(address)
-            self.happen(EventKind.FREE if place.origin is StorageOrigin.OWN else EventKind.TAKEN, place.index)
-
-        self.watched[address] = ref(storage, end)
-
-    def see_read(self, storage: torch.UntypedStorage, index: int) -> None:
-        """Take note of what is read in place of what autograd keeps: it lies where that does, and dies when whoever
-        reads lets go."""
-        address, place = storage_number(storage), self.saved[index]
+    def watch(self, storage: torch.UntypedStorage, place: StorageRef | None, last: EventKind, index: int) -> None:
+        """Know a storage until it dies, which the event `last` of `index` records."""
+        address = storage_number(storage)
         if place is not None:
             self.places[address] = place
 
         def end(_: object) -> None:
             self.places.pop(address, None)
             self.watched.pop(address)
-            self.happen(EventKind.DONE, index)
+            self.happen(last, index)
 
         self.watched[address] = ref(storage, end)
 
 
+@dataclass(eq=False)
 class _Saved:
     """A tensor that autograd saves."""
 
-    def __init__(self, tensor: Tensor, index: int, run: _Run) -> None:
-        self.tensor = tensor
-        self.index = index
-        self.run = run
+    tensor: Tensor
+    index: int
+    run: _Run
 
     def read(self) -> Tensor:
         """Unpack hook: return a copy of the tensor, so that its release by the backward pass is recorded."""
@@ -359,11 +357,10 @@ class _Sink(torch.autograd.Function):
         return tensor.view_as(tensor)
 
     @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, *gradients: Tensor | None) -> tuple[None, None, None]:
-        (gradient,) = gradients
+    def backward(ctx: torch.autograd.function.FunctionCtx, gradient: Tensor | None) -> tuple[None, None, None]:
         index, run = ctx.about  # type: ignore[attr-defined]
         if gradient is not None:
-            run.given[index] = OperandGradient(run.places[_address(gradient)], _form(gradient))
+            run.given[index] = OperandGradient(run.places[storage_id(gradient)], _form(gradient))
             run.happen(EventKind.GIVE, index)
         return None, None, None
 
@@ -387,15 +384,6 @@ class _Source(torch.autograd.Function):
 
 def _new(wanted: Form, device: torch.device) -> Tensor:
     return torch.empty_strided(wanted.shape, wanted.stride, dtype=wanted.dtype, device=device)
-
-
-def _is_python(node: object) -> bool:
-    return isinstance(node, torch.autograd.function.BackwardCFunction) and not isinstance(node, _Sink)
-
-
-def _address(tensor: Tensor) -> int:
-    address: int = storage_id(tensor)
-    return address
 
 
 def _form(tensor: Tensor) -> Form:

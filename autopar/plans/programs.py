@@ -1,19 +1,26 @@
 """Conversion of one planned program from the output of the passes to the input of the runtime."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import lcm, prod
 
 import torch
 
 from autopar.models.info import ModelInfo
 from autopar.runtime import GeneratedProgram, PlannedInput, PlannedOutput
+from autopar.runtime.generated.bases import Cut, MicroBatching
+from passes.cost.liveness import MicroBatchInputs
+from passes.ir.configuration import Configuration
 from passes.ir.decisions import Decided
+from passes.ir.errors import MicroBatchError
+from passes.ir.layout import Layout, Placement, digits, is_dtensor, local_shape
 from passes.ir.leaves import Inputs, input_leaves
 from passes.ir.lowered import Lowered, only_stage
 from passes.ir.mesh import Mesh
 from passes.ir.plan import ProgramPlan
 from passes.ir.program import Folded, Input, Parameter, Program, TensorType, references
-from passes.micro_batches import batch_dims
+from passes.ir.redistribution import RedistributionStep, redistribution
+from passes.micro_batches import MicroBatches, batch_dims
 
 
 @dataclass(frozen=True)
@@ -53,28 +60,26 @@ def generated_program(lowered: Lowered, source: str, class_name: str, info: Mode
     Raises PlanMismatchError for a program of several stages.
     """
     program, stage = lowered.program, only_stage(lowered.stages)
-    given = dict(input_leaves(info.inputs))
-    shapes = {
-        item.argument: tuple(leaf.shape)
-        for item in program.inputs
-        if isinstance(leaf := given.get(item.argument), torch.Tensor)
-    }
-    samples = batch_dims(shapes)
-    inputs = []
-    for item in program.inputs:
-        if item.argument not in given:
-            # A total, which nobody gives.
-            continue
-        leaf = given[item.argument]
-        assert isinstance(leaf, torch.Tensor)
-        type = TensorType(tuple(leaf.shape), leaf.dtype)
-        layout, dim = lowered.inputs[item.name], samples[item.argument]
-        inputs.append(PlannedInput(item.argument, type, item.type.dtype, layout, item.trainable, dim))
+    leaves = dict(input_leaves(info.inputs))
+    # Nobody gives a total.
+    given = [(item, leaf) for item in program.inputs if isinstance(leaf := leaves.get(item.argument), torch.Tensor)]
+    samples = batch_dims({item.argument: tuple(leaf.shape) for item, leaf in given})
+    inputs = tuple(
+        PlannedInput(
+            item.argument,
+            TensorType(tuple(leaf.shape), leaf.dtype),
+            item.type.dtype,
+            lowered.inputs[item.name],
+            item.trainable,
+            samples[item.argument],
+        )
+        for item, leaf in given
+    )
     sources: tuple[Parameter | Input, ...] = (*program.parameters, *program.inputs)
     return GeneratedProgram(
         source,
         class_name,
-        tuple(inputs),
+        inputs,
         _constants(info.inputs, program),
         info.assumed,
         planned_outputs(lowered),
@@ -102,3 +107,135 @@ def _constants(inputs: Inputs, program: Program) -> dict[str, object]:
     given = dict(input_leaves(inputs))
     left = [name for name in given if name not in {item.argument for item in program.inputs}]
     return {name: leaf.detach().cpu() if isinstance(leaf := given[name], torch.Tensor) else leaf for name in left}
+
+
+@dataclass(frozen=True)
+class _Samples:
+    """A tensor of one micro-batch that has samples: on `dim`, which is (before, samples, within)."""
+
+    name: str
+    layout: Layout
+    dim: int
+    before: int
+
+
+def batching(
+    micro: MicroBatches,
+    lowered: Lowered,
+    outputs: Sequence[PlannedOutput],
+    totals: GeneratedProgram | None,
+    configuration: Configuration,
+) -> tuple[MicroBatching, tuple[PlannedOutput, ...]]:
+    """The split of the batch for the program of one micro-batch, and `outputs` as they are for the whole batch.
+
+    All ranks' parts of a micro-batch must be the same samples for all inputs and outputs, however these are split, and
+    what a rank has of the batch must be what it has of the micro-batches. So the samples are seen as groups, of which
+    every split takes whole ones, and a micro-batch has an equal share of the samples of each group.
+
+    Raises MicroBatchError for an output that does not lie so that a rank can put its parts side by side.
+    """
+    program, mesh = lowered.program, configuration.mesh
+    samples = micro.samples
+    cut = [
+        _Samples(item.argument, lowered.inputs[item.name], placement.dim, placement.major)
+        for item in program.inputs
+        if (placement := micro.inputs.get(item.name)) is not None and placement.kind == "S"
+    ]
+    joined = [
+        _Samples(item.name, item.layout, placement.dim, placement.major)
+        for item, placement in zip(outputs, micro.outputs, strict=True)
+        if placement.kind == "S" and item.layout is not None
+    ]
+    groups = lcm(*(ways for item in (*cut, *joined) for ways in _ends(item, samples, mesh)))
+    given = {item.name: _cut(item, samples, groups, mesh) for item in cut}
+    made = {item.name: _cut(item, samples, groups, mesh) for item in joined}
+    whole = tuple(_whole(item, placement, micro, mesh) for item, placement in zip(outputs, micro.outputs, strict=True))
+    own = _given(micro, lowered)
+    given_as = {item.argument: (place, item) for place, item in enumerate(own)}
+
+    def read(total: PlannedInput) -> tuple[int, tuple[RedistributionStep, ...]]:
+        place, item = given_as[total.name]
+        return place, redistribution(lowered.inputs[item.name], total.layout, item.type.shape, mesh)
+
+    found = MicroBatching(
+        micro.count,
+        tuple(given.get(item.argument) for item in own),
+        tuple(made.get(item.name, placement.kind) for item, placement in zip(outputs, micro.outputs, strict=True)),
+        micro.loss,
+        totals,
+        tuple(map(read, totals.inputs)) if totals is not None else (),
+        gather_once=configuration.gather_once,
+        reduce_once=configuration.reduce_once,
+    )
+    return found, whole
+
+
+def micro_batch_inputs(
+    micro: MicroBatches, lowered: Lowered, outputs: Sequence[PlannedOutput], configuration: Configuration
+) -> MicroBatchInputs:
+    """The inputs and outputs of micro-batches that stay in memory from one micro-batch to the next."""
+    made, _ = batching(micro, lowered, outputs, None, configuration)
+    given = zip(_given(micro, lowered), made.inputs, strict=True)
+    shapes = [
+        (item, where, local_shape(item.type.shape, lowered.inputs[item.name], configuration.mesh))
+        for item, where in given
+    ]
+    # Of what is in one piece the parts are views.
+    copied = frozenset(
+        item.name
+        for item, where, shape in shapes
+        if where is not None and prod(shape[: where.dim]) * where.before * where.groups > 1
+    )
+    cut = frozenset(name for name, placement in micro.inputs.items() if placement.kind == "S")
+    joined = zip(lowered.outputs, micro.outputs, strict=True)
+    together = frozenset(output.name for output, placement in joined if placement.kind == "S")
+    return MicroBatchInputs(micro.count, cut, copied, together, configuration.gather_once, configuration.reduce_once)
+
+
+def _given(micro: MicroBatches, lowered: Lowered) -> list[Input]:
+    """The inputs that callers pass, without totals."""
+    return [item for item in lowered.program.inputs if item.name in micro.inputs]
+
+
+def _ends(item: _Samples, samples: int, mesh: Mesh) -> Iterator[int]:
+    """The number of groups of samples for every axis that splits them."""
+    for major, size, _ in digits(item.layout, item.dim, mesh):
+        if item.before <= major < item.before * samples:
+            if major % item.before or samples % (major // item.before * size):
+                raise _no_output(item)
+            yield major // item.before * size
+        elif major < item.before and item.before % (major * size):
+            raise _no_output(item)
+    yield 1
+
+
+def _no_output(item: _Samples) -> MicroBatchError:
+    return MicroBatchError(
+        f"the output {item.name} of micro-batches cannot be put together, because it lies as "
+        f"{', '.join(map(str, item.layout))}: constrain how it lies, or use one micro-batch"
+    )
+
+
+def _cut(item: _Samples, samples: int, groups: int, mesh: Mesh) -> Cut:
+    """The position of the samples in a rank's part."""
+    taken = digits(item.layout, item.dim, mesh)
+    before = prod(size for major, size, _ in taken if major < item.before)
+    inside = prod(size for major, size, _ in taken if item.before <= major < item.before * samples)
+    return Cut(item.dim, item.before // before, groups // inside)
+
+
+def _whole(item: PlannedOutput, placement: Placement, micro: MicroBatches, mesh: Mesh) -> PlannedOutput:
+    """An output of one micro-batch as it is for the whole batch."""
+    if placement.kind != "S" or item.layout is None:
+        return item
+    behind = placement.major * micro.samples
+    layout = tuple(
+        Placement("S", own.dim, own.major * micro.count)
+        if own.kind == "S" and own.dim == placement.dim and own.major >= behind
+        else own
+        for own in item.layout
+    )
+    if not is_dtensor(layout, mesh):
+        raise _no_output(_Samples(item.name, item.layout, placement.dim, placement.major))
+    shape = tuple(size * micro.count if dim == placement.dim else size for dim, size in enumerate(item.shape))
+    return PlannedOutput(item.name, layout, shape)

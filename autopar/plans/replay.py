@@ -70,7 +70,8 @@ def written_plan(info: ModelInfo, request: Request, program: Program, programs: 
 
 
 def _check_plan(plan: Plan, info: ModelInfo, request: Request) -> None:
-    """Raise PlanMismatchError where a plan was made for another model, mesh or request."""
+    """Raise PlanMismatchError where a plan was made for another model, mesh or request, and where it stores a parameter
+    in a layout that torch does not store exactly."""
     mesh = request.mesh.by_name
     if plan.fingerprint != info.structure:
         raise PlanMismatchError(
@@ -97,17 +98,12 @@ def _check_plan(plan: Plan, info: ModelInfo, request: Request) -> None:
         said, found = plan.constants.get(name, "left out"), constants.get(name, "left out")
         if said != found:
             raise PlanMismatchError(f"the plan was made with {name} = {said}, but here it is {found}: plan anew")
-    _check_storage(plan, request.mesh)
-
-
-def _check_storage(plan: Plan, mesh: Mesh) -> None:
-    """Raise PlanMismatchError where a plan stores a parameter in a layout that torch does not store exactly."""
     for name, item in plan.parameters.items():
-        layout = tuple(parse_placement(item.layout[axis]) for axis in mesh.names)
-        if not is_storable(layout, mesh):
+        layout = tuple(parse_placement(item.layout[axis]) for axis in request.mesh.names)
+        if not is_storable(layout, request.mesh):
             raise PlanMismatchError(
-                f"the plan stores {name} as {format_layout(layout, mesh)}, which torch.distributed.checkpoint cannot "
-                "save and load: plan anew"
+                f"the plan stores {name} as {format_layout(layout, request.mesh)}, which torch.distributed.checkpoint "
+                "cannot save and load: plan anew"
             )
 
 

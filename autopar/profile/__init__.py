@@ -97,7 +97,10 @@ def profile(
         )
     if device_type == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
-    formed = _form_group(device_type)
+    # The process group that torchrun asks for.
+    formed = not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) != 1
+    if formed:
+        dist.init_process_group("nccl" if device_type == "cuda" else "gloo")
     try:
         cluster = _Bench(device_type, measurements or (_LARGE if device_type == "cuda" else _SMALL)).cluster()
         if output is not None and (not dist.is_initialized() or dist.get_rank() == 0):
@@ -129,22 +132,12 @@ def device_name(device_type: str) -> str:
 
 def check_machine(cluster: Cluster, device_type: str) -> None:
     """Raise ClusterError where `cluster` was measured on another device than that of this process."""
-    if not cluster.machine:
-        return
     here = device_name(device_type)
-    if cluster.machine != here:
+    if cluster.machine and cluster.machine != here:
         raise ClusterError(
             f"the cluster {cluster.name!r} is a profile from another machine: it was measured on {cluster.machine!r}, "
             f"and the mesh has {here!r}; run `autopar profile` here, or plan without a process group for there"
         )
-
-
-def _form_group(device_type: str) -> bool:
-    """Form the process group that torchrun asks for, if there is none."""
-    if dist.is_initialized() or int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        return False
-    dist.init_process_group("nccl" if device_type == "cuda" else "gloo")
-    return True
 
 
 @dataclass
@@ -161,7 +154,8 @@ class _Bench:
         world = dist.get_world_size() if dist.is_initialized() else 1
         local = min(world, int(os.environ.get("LOCAL_WORLD_SIZE", world)))
         bandwidth = 2 * self.what.streamed / self._stream()
-        launch = self._launch()
+        one = torch.zeros(1, device=self.device_type)
+        launch = self._seconds(lambda: one.add_(1.0))
         device = self._device(name, bandwidth, launch, local)
         inside, between = known.inside, known.between
         if local > 1:
@@ -229,10 +223,6 @@ class _Bench:
         target = torch.empty_like(source)
         return self._seconds(lambda: target.copy_(source))
 
-    def _launch(self) -> float:
-        one = torch.zeros(1, device=self.device_type)
-        return self._seconds(lambda: one.add_(1.0))
-
     def _host(self, bandwidth: float) -> float:
         """Bytes/s from the host; on a CPU, a copy within its own memory."""
         if self.device_type == "cpu":
@@ -251,12 +241,8 @@ class _Bench:
 
     def _link(self, groups: Sequence[Sequence[int]], where: str) -> Link:
         """The link among the ranks of each of `groups`, which all measure at once."""
-        own, size = None, len(groups[0])
-        for ranks in groups:
-            group = dist.new_group(list(ranks), timeout=job_timeout())
-            own = group if dist.get_rank() in ranks else own
-        assert own is not None
-        name = own.group_name
+        own, _ = dist.new_subgroups_by_enumeration(groups, timeout=job_timeout())  # type: ignore[no-untyped-call]
+        size, name = own.size(), own.group_name
         gather, scatter, reduction, exchange = (
             fit_line([(message, self._collective(run, message, size)) for message in self.what.messages])
             for run in (

@@ -2,7 +2,6 @@
 
 import passes.ops  # noqa: F401  (operators that capture writes into programs)
 from autopar.runtime.calls.inputs import named_arguments
-from autopar.runtime.generated.axis import Axis
 from autopar.runtime.generated.bases import (
     Container,
     Generated,
@@ -18,14 +17,8 @@ from autopar.runtime.generated.bases import (
 from autopar.runtime.generated.collectives import all_gather, all_reduce, all_to_all, convert, reduce_scatter
 from autopar.runtime.generated.forms import (
     causal_attention,
-    split_cumsum,
-    vocabulary_cross_entropy,
-    vocabulary_embedding,
-    with_halo,
-)
-from autopar.runtime.generated.saving import recomputed
-from autopar.runtime.generated.statistics import (
     split_batch_norm,
+    split_cumsum,
     split_group_norm,
     split_layer_norm,
     split_log_softmax,
@@ -33,8 +26,13 @@ from autopar.runtime.generated.statistics import (
     split_rms_norm,
     split_softmax,
     split_updating_batch_norm,
+    vocabulary_cross_entropy,
+    vocabulary_embedding,
+    with_halo,
 )
+from autopar.runtime.generated.saving import recomputed
 from autopar.runtime.module import DistributedModule
+from autopar.runtime.state import Axis
 from passes.ir.layout import I, P, R, S
 
 __all__ = [

@@ -27,9 +27,7 @@ class Loadable(nn.Module):
         are no tensors. Nothing is changed then.
         """
         own: dict[str, Tensor] = self.state_dict(keep_vars=True)
-        problems = list(_unfit(own, state_dict))
-        if strict:
-            problems = [*_differences(own, state_dict), *problems]
+        problems = [*(_differences(own, state_dict) if strict else ()), *_unfit(own, state_dict)]
         if problems:
             raise CheckpointError(f"the state dict does not fit the model: {'; '.join(problems)}")
         keys = super().load_state_dict(state_dict, strict=False, assign=assign)
@@ -70,10 +68,7 @@ def _differences(own: Mapping[str, Tensor], given: Mapping[str, Any]) -> Iterato
 
 def _unfit(own: Mapping[str, Tensor], given: Mapping[str, Any]) -> Iterator[str]:
     """The values of `given` that cannot be loaded, and why."""
-    for name, current in own.items():
-        if name not in given:
-            continue
-        value = given[name]
+    for name, current, value in ((name, current, given[name]) for name, current in own.items() if name in given):
         if not isinstance(value, Tensor):
             yield f"{name} is {type(value).__name__}, not a tensor"
         elif not _same_shape(value, current):
@@ -96,7 +91,9 @@ def _placed_like(current: Tensor, value: Tensor, assign: bool) -> Tensor:
     if isinstance(value, DTensor) and not (isinstance(current, DTensor) and value.placements == current.placements):
         value = value.full_tensor()
     if isinstance(current, DTensor) and not isinstance(value, DTensor):
-        block = _own_block(value.detach(), current)
+        # One block, since parameters are stored as `passes.ir.layout.is_storable` says.
+        shape, offset = local_shape_and_offset(value.shape, current.device_mesh, current.placements)
+        block = value.detach()[tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))]
         part = block.to(current.to_local(), copy=True).contiguous() if assign else block
         return DTensor.from_local(
             part,
@@ -107,14 +104,6 @@ def _placed_like(current: Tensor, value: Tensor, assign: bool) -> Tensor:
             stride=current.stride(),
         )
     return value.detach().to(current) if assign else value
-
-
-def _own_block(whole: Tensor, current: DTensor) -> Tensor:
-    """The part of `whole` that this rank holds of `current`: one block, since parameters are stored as
-    `passes.ir.layout.is_storable` says.
-    """
-    shape, offset = local_shape_and_offset(whole.shape, current.device_mesh, current.placements)
-    return whole[tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))]
 
 
 def _tie_again(module: nn.Module, before: Mapping[str, Tensor]) -> None:

@@ -9,24 +9,20 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar._torch import parts_of, share_tables
-from autopar.runtime.calls.call import CallPath
-from autopar.runtime.calls.loaders import RowLoader
-from autopar.runtime.calls.outputs import loss_of, output_of
-from autopar.runtime.calls.programs import LoadedModel, Programs, RunnableProgram
-from autopar.runtime.calls.steps import forward_backward
+from autopar.runtime.calls.inputs import RowLoader
+from autopar.runtime.calls.programs import CallPath, LoadedModel, Programs, RunnableProgram
+from autopar.runtime.calls.steps import forward_backward, loss_of, output_of
 from autopar.runtime.checkpoint import Loadable
 from autopar.runtime.fsdp.manager import FSDPManager
-from autopar.runtime.generated.axis import axes_of
 from autopar.runtime.generated.bases import Container, local
 from autopar.runtime.generated.random import Randomness
 from autopar.runtime.generated.saving import saving
-from autopar.runtime.model_methods import missing_method
 from autopar.runtime.parameters import ParameterWatch
 from autopar.runtime.ranks.agreement import Agreement
 from autopar.runtime.ranks.comparing import CallComparison, Surroundings
 from autopar.runtime.ranks.failures import FailureReports
-from autopar.runtime.refusals import CalledPart, put, refuse_export, refuse_module_hooks
-from autopar.runtime.state import mesh_of
+from autopar.runtime.refusals import CalledPart, missing_method, put, refuse_export, refuse_module_hooks
+from autopar.runtime.state import axes_of, mesh_of
 from passes._torch import buffers_of, parameters_of, schema_of
 from passes.ir.errors import CaptureError, InputError
 from passes.ir.layout import S
@@ -183,10 +179,9 @@ class DistributedModule(Loadable, CalledPart):
     @property
     def input_layouts(self) -> dict[str, dict[str, str]]:
         """The placement of each input on each axis: {"input_ids": {"dp": "S(0)", "tp": "R"}}."""
-        inputs = self._programs.planned(self._mode()).program.inputs
         return {
             item.name: {axis.name: str(part) for axis, part in zip(self._axes, item.layout, strict=True)}
-            for item in inputs
+            for item in self._programs.planned(self._mode()).program.inputs
         }
 
     def from_local(self, batch: Mapping[str, object], axes: Sequence[str] | None = None) -> dict[str, object]:

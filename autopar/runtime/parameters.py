@@ -10,7 +10,7 @@ from passes.ir.errors import InputError
 from passes.ir.plan import ParameterPlan
 
 # A module's table of parameters, a name in it, and the path of that name.
-_Place = tuple[Mapping[str, nn.Parameter | None], str, str]
+Place = tuple[Mapping[str, nn.Parameter | None], str, str]
 
 
 class ParameterWatch:
@@ -28,7 +28,7 @@ class ParameterWatch:
 
     def refresh(self) -> None:
         """Take the current parameters as the planned ones."""
-        self._places = list(_parameters(self._root))
+        self._places = list(places_of(self._root))
         self._found = self._now()
         paths: dict[int, str] = {}
         for (_, _, path), item in zip(self._places, self._found, strict=True):
@@ -54,8 +54,7 @@ class ParameterWatch:
         return flags
 
     def _now(self) -> list[nn.Parameter]:
-        found = [table[name] for table, name, _ in self._places]
-        return [item for item in found if item is not None]
+        return [item for table, name, _ in self._places if (item := table[name]) is not None]
 
     def _check_frozen(self, flags: bytes) -> None:
         for name, requires_grad in zip(self.names, flags, strict=True):
@@ -76,7 +75,8 @@ class ParameterWatch:
                 )
 
 
-def _parameters(root: nn.Module) -> Iterator[_Place]:
+def places_of(root: nn.Module) -> Iterator[Place]:
+    """The places of all parameters of a module; parameters that are tied have several."""
     for path, part in root.named_modules(remove_duplicate=False):
         for name, parameter in parameters_of(part).items():
             if parameter is not None:

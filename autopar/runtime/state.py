@@ -1,9 +1,11 @@
-"""Conversion between layouts and placements of `torch.distributed.tensor`, and between whole tensors and shards."""
+"""A device mesh as running code sees it, and conversion between layouts and placements, whole tensors and shards."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from math import prod
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
@@ -57,3 +59,31 @@ def mesh_of(device_mesh: DeviceMesh) -> Mesh:
     names = device_mesh.mesh_dim_names
     assert names is not None
     return Mesh(tuple(names), tuple(device_mesh.shape))
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One mesh axis: its name, its size, the coordinate of this rank, and the name of its process group."""
+
+    name: str
+    size: int
+    rank: int
+    group: str
+
+
+def rank_along(axes: Sequence[Axis]) -> tuple[int, int]:
+    """The number of this rank among those along `axes`, the first one outermost; and how many there are."""
+    number, count = 0, 1
+    for axis in axes:
+        number, count = number * axis.size + axis.rank, count * axis.size
+    return number, count
+
+
+def axes_of(mesh: DeviceMesh) -> tuple[Axis, ...]:
+    """The axes of `mesh`, outermost first, as this rank sees them."""
+    names = mesh_of(mesh).names
+    groups = [mesh.get_group(name) for name in names]
+    return tuple(
+        Axis(name, group.size(), dist.get_rank(group), group.group_name)
+        for name, group in zip(names, groups, strict=True)
+    )

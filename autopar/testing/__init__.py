@@ -27,6 +27,7 @@ from autopar.testing.ranks import RankError, run_ranks
 from passes._torch import pytree
 from passes.cost.cluster import Cluster
 from passes.ir.errors import UnsupportedError
+from passes.ir.leaves import map_leaves
 
 __all__ = [
     "Comparison",
@@ -120,9 +121,8 @@ def assert_equivalent(
     model = model_or_factory if isinstance(model_or_factory, nn.Module) else model_or_factory()
     options = {"cluster": "ideal", **options}
     objective = str(options.get("objective", "train"))
-    inputs = _by_name(model, example_inputs) if example_inputs is not None else None
-    if inputs is None:
-        inputs = random_inputs(model, objective, prod(sizes.values()))
+    given = random_inputs(model, objective, prod(sizes.values())) if example_inputs is None else example_inputs
+    inputs = dict(inspect.signature(model.forward).bind(*given).arguments if isinstance(given, tuple) else given)
     _refuse_random(copy.deepcopy(model).to(dtype), _cast(inputs, dtype), objective, options)
     comparisons: list[Comparison] = []
     for lifted, tolerance in ((True, rtol), (False, max(rtol, _FLOAT32_TOLERANCE))):
@@ -225,20 +225,11 @@ def random_inputs(model: nn.Module, objective: str, batch: int, length: int = 16
     return filled
 
 
-def _by_name(model: nn.Module, example_inputs: Mapping[str, object] | tuple[object, ...]) -> dict[str, object]:
-    if isinstance(example_inputs, Mapping):
-        return dict(example_inputs)
-    return dict(inspect.signature(model.forward).bind(*example_inputs).arguments)
-
-
 def _cast(inputs: Mapping[str, object], dtype: torch.dtype) -> dict[str, object]:
-    """Floating tensors in `dtype`."""
-
-    def in_dtype(leaf: object) -> object:
-        return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
-
-    found: dict[str, object] = pytree.tree_map(in_dtype, dict(inputs))
-    return found
+    """The inputs with floating tensors in `dtype`."""
+    return map_leaves(
+        inputs, lambda _, leaf: leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+    )
 
 
 def _compare_on_rank(
@@ -286,7 +277,8 @@ def compare_on_mesh(
     with _comparable(None):
         got = distributed.forward_backward(**inputs) if in_parts else distributed(**inputs)
     errors = {**dict(_output_errors(got, expected)), **dict(_buffer_errors(distributed, model))}
-    if training or (objective == "train" and _differentiable(got)):
+    leaves = [leaf for leaf in pytree.tree_leaves(got) if isinstance(leaf, Tensor)]
+    if training or (objective == "train" and any(leaf.requires_grad for leaf in leaves)):
         if not in_parts:
             _backward(got)
         _backward(expected)
@@ -324,10 +316,6 @@ def _comparable(lifted: torch.dtype | None) -> Iterator[None]:
         yield
 
 
-def _differentiable(output: object) -> bool:
-    return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves(output))
-
-
 def _output_errors(got: object, expected: object) -> Iterator[tuple[str, float]]:
     """The error of every leaf of the output; infinite where the leaves are not the same."""
     theirs, _ = pytree.tree_flatten_with_path(expected)
@@ -360,9 +348,11 @@ def _backward(output: object) -> None:
     if not isinstance(loss, Tensor) or not loss.requires_grad:
         leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
         generator = torch.Generator().manual_seed(0)
-        loss = torch.zeros(())
-        for whole in map(_whole, leaves):
-            loss = loss + (whole * torch.randn(whole.shape, generator=generator, dtype=whole.dtype)).sum()
+        weighted = (
+            (whole * torch.randn(whole.shape, generator=generator, dtype=whole.dtype)).sum()
+            for whole in map(_whole, leaves)
+        )
+        loss = sum(weighted, torch.zeros(()))
     if loss.requires_grad:
         loss.backward()  # type: ignore[no-untyped-call]
 

@@ -9,7 +9,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import ForkServerContext, ForkServerProcess
+from multiprocessing.context import ForkServerProcess
 from typing import Any, TypeVar
 
 from autopar._torch import PRELOADED
@@ -48,7 +48,8 @@ def run_ranks(function: Callable[..., T], ranks: int, *args: object, timeout: fl
     Raises RankError if a rank raises or dies, or if they have not all finished after `timeout` seconds; none is left
     running.
     """
-    context = _context()
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOADED)
     with tempfile.TemporaryDirectory(prefix="autopar-ranks-") as folder:
         payload = pickle.dumps((function, args))
         pipes: list[Connection] = []
@@ -73,12 +74,6 @@ def run_ranks(function: Callable[..., T], ranks: int, *args: object, timeout: fl
                 if process.is_alive():
                     process.kill()
                     process.join()
-
-
-def _context() -> ForkServerContext:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOADED)
-    return context
 
 
 def _results(pipes: Sequence[Connection], processes: Sequence[ForkServerProcess], timeout: float) -> list[T]:

@@ -9,8 +9,7 @@ from math import prod
 import torch
 
 from autopar import Precision
-from autopar.models.info import read_model
-from autopar.models.traces import CapturedModel
+from autopar.models.info import CapturedModel, read_model
 from autopar.options import Options
 from autopar.planner import captured_model, plan_captured
 from autopar.request import make_request
@@ -56,7 +55,7 @@ class Inputs:
 
 
 def inputs_of(run: Run, family: Family, cluster: Cluster) -> Inputs:
-    """What the product is given for a run without pipeline and context axes."""
+    """The inputs of the product for a run without pipeline and context axes."""
     parallel, software = run.parallel, run.software
     # A layer alone is priced as one of several.
     dimensions = replace(run.dimensions, layers=max(2, run.dimensions.layers))

@@ -22,16 +22,15 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils import _pytree as pytree
 
-from autopar.loading import load
-from autopar.loading.placement import placed_parts
+from autopar.loading import load, placed_parts
 from autopar.models.info import read_model
 from autopar.options import Options
 from autopar.planner import PlannedModel, plan_model
-from autopar.plans.simulator import machine_of
 from autopar.request import Request, make_request
 from autopar.runtime import DistributedModule
 from autopar.runtime.calls.programs import LoadedModel
 from autopar.runtime.fsdp.manager import FSDPManager
+from passes.cost.liveness import MACHINES
 
 OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
     "adam": torch.optim.Adam,
@@ -95,7 +94,7 @@ def _steps(module: DistributedModule, batch: dict[str, object], request: Request
     """The most bytes in the second step: in the first one, DTensor runs operators on whole tensors to learn their
     shapes, which real ones never hold."""
     training = request.objective == "train"
-    together = machine_of(request.cluster).together
+    together = MACHINES[request.cluster.device.type].together
     optimizer = OPTIMIZERS[request.optimizer](list(module.parameters()), foreach=together) if training else None
 
     def step() -> None:

@@ -112,7 +112,7 @@ def _quickly(name: str) -> Iterator[None]:
         return error
 
     with (
-        mock.patch("autopar.models.traces.capture", traced),
+        mock.patch("autopar.models.info.capture", traced),
         mock.patch("passes.search.best_first.ALLOWANCE", _ALLOWANCE),
         mock.patch("passes.search.with_hint", unchanged),
     ):

@@ -4,7 +4,7 @@ import gc
 
 import pytest
 
-from autopar.garbage import no_collection
+from autopar.planner import no_collection
 
 
 def test_it_is_off_inside_and_as_it_was_afterwards() -> None:

@@ -44,7 +44,7 @@ def test_parts_add_up() -> None:
 
 
 def test_idle_devices_are_said() -> None:
-    """Where an axis splits nothing, the plan has batches that would divide, and fewer devices that are as fast; a plan
+    """A plan names an axis that splits nothing, batches that would divide, and fewer devices that are as fast; a plan
     without an idle axis says nothing. A replay keeps it."""
     plan = planned(6)
     idle = plan.programs["train"].idle
@@ -65,7 +65,7 @@ def test_idle_devices_are_said() -> None:
 
 
 def test_bound_on_all_that_is_offered() -> None:
-    """Where not all shapes of a mesh were searched whole, the head has a bound on all of them, which none is below."""
+    """A search that leaves out shapes of a mesh, or parts of them, gives a lower bound on the steps of all shapes."""
     given = planned({"dp": 4}).programs["train"]
     assert given.complete
     assert given.bound_s == pytest.approx(given.step_s * (1 - given.gap))

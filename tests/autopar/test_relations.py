@@ -17,7 +17,7 @@ LONG = {("free_recompute", 2)}
 
 
 def _cases(relations: Sequence[str], first: int, count: int) -> list[ParameterSet]:
-    """So many relations with seeds from `first` on."""
+    """The first `count` pairs of relation and seed, with seeds from `first` on."""
     found = islice(((name, seed) for seed in itertools.count(first) for name in relations), count)
     return [pytest.param(*case, marks=_marks(*case)) for case in found]
 

@@ -11,8 +11,7 @@ from transformers import MixtralConfig, MixtralForCausalLM
 
 import autopar
 from autopar import Cluster, InfeasibleError, MeshError, Plan, PlanMismatchError, parallelize
-from autopar.models.info import read_model
-from autopar.models.traces import tracing
+from autopar.models.info import read_model, tracing
 from autopar.options import Options
 from autopar.request import make_request
 from autopar.testing import LiftFloat32, compare_on_mesh

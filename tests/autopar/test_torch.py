@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.utils import parametrize
 
 from autopar import _torch
+from autopar.runtime.fsdp._torch import NamedParamGroup
 from autopar.testing import run_ranks
 
 
@@ -101,7 +102,7 @@ def _run_on_a_rank() -> None:
     assert _torch.STATE_KEY in vars(unit)
     assert _torch.REGISTRY_KEY in vars(unit)
     for name in ("unshard", "wait_for_unshard", "post_backward", "finalize_backward"):
-        assert callable(getattr(_torch.FSDPParamGroup, name))
+        assert callable(getattr(NamedParamGroup, name))
 
 
 def test_names_of_distributed_torch():

@@ -41,7 +41,7 @@ def test_parameters_that_do_not_divide_stay_whole() -> None:
 
 
 def test_constraints_come_first() -> None:
-    """What a constraint stores whole stays whole."""
+    """A parameter that a constraint stores whole stays whole."""
     constraints = {"*/*in*": {"method": {"dp": "d0"}}, "model.norm.weight": {"stored": {"dp": "I"}}}
     plan = _plan(zero=1, constraints=constraints)
     assert plan.parameters["model.norm.weight"].layout["dp"] == "I"

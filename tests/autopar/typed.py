@@ -40,9 +40,8 @@ from torch.utils import _pytree as pytree
 from autopar import runtime
 from autopar.planner import PlannedModel
 from autopar.runtime import Axis, Container
-from autopar.runtime.generated.axis import axes_of
 from autopar.runtime.generated.bases import place
-from autopar.runtime.state import local_part
+from autopar.runtime.state import axes_of, local_part
 from passes.ir.layout import I, Layout, Placement, R, digits, local_major, local_shape, parse_placement
 from passes.ir.mesh import Mesh
 from passes.ir.vocabulary import FORMS

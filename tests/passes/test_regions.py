@@ -165,7 +165,7 @@ def test_equal_layers_decide_as_the_first() -> None:
 
 
 def test_layers_of_different_lists_or_labels_decide_for_themselves() -> None:
-    """What is not one list, or has other constraints, is free to do something else."""
+    """Layers of another list, and layers with other constraints, may take other strategies."""
     assert not folded(Pairs(2), Pairs(3)).alike
     program = normalized(Stack(*_alternating(7, 3)), x=X)
     alike = fold(program, lambda op: op.module.startswith("layers.6")).alike

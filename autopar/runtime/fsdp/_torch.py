@@ -14,8 +14,9 @@ from torch.autograd import Variable
 from torch.autograd.graph import increment_version
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
-from autopar.runtime.fsdp.comms import NamedParamGroup
+from autopar.runtime.ranks.failures import naming_collectives
 
 # No backward pass runs in this thread.
 NO_BACKWARD = -1
@@ -62,6 +63,39 @@ class GatheredParameter:
         unsharded = getattr(self._sharded, "_unsharded_param", None)
         if unsharded is not None:
             increment_version(unsharded)
+
+
+_GATHERING = "gathering the parameters of an FSDP unit"
+_REDUCING = "reducing the gradients of an FSDP unit"
+
+
+class NamedParamGroup(FSDPParamGroup):
+    """torch's parameters of one FSDP unit; raises RankFailedError where it cannot gather or reduce them.
+
+    A unit gets it in place of its own class (`name_failures`): `fully_shard` has no argument for that. Autograd calls
+    the methods from hooks, and nothing of autopar is between these and a plain `loss.backward()`. Their names are those
+    of torch 2.11 to 2.13.
+    """
+
+    @naming_collectives(_GATHERING)
+    def unshard(self, async_op: bool = False) -> None:
+        """Start gathering the parameters."""
+        super().unshard(async_op)
+
+    @naming_collectives(_GATHERING)
+    def wait_for_unshard(self) -> None:
+        """Wait until they are gathered."""
+        super().wait_for_unshard()
+
+    @naming_collectives(_REDUCING)
+    def post_backward(self, *args: object) -> None:
+        """Reduce the gradients: on the axes that split the parameters, then on those that repeat them."""
+        super().post_backward(*args)
+
+    @naming_collectives(_REDUCING)
+    def finalize_backward(self) -> None:
+        """Wait for reductions."""
+        super().finalize_backward()  # type: ignore[no-untyped-call]
 
 
 def parameters_of(unit: nn.Module) -> list[GatheredParameter]:
@@ -134,13 +168,13 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
     Variable._execution_engine.queue_callback(callback)
 
 
-def _groups(unit: nn.Module) -> Iterator["torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup"]:
+def _groups(unit: nn.Module) -> Iterator[FSDPParamGroup]:
     return _groups_of_state(cast(FSDPModule, unit)._get_fsdp_state())
 
 
 def _groups_of_state(
     state: "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState",
-) -> Iterator["torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup"]:
+) -> Iterator[FSDPParamGroup]:
     """The groups of a state: several since torch 2.12, before that one or none."""
     if hasattr(state, "_fsdp_param_groups"):
         yield from state._fsdp_param_groups

@@ -11,19 +11,18 @@ that users see:
 """
 
 import weakref
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import partial
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autopar._torch import as_distributed, local_tensor, post_accumulate_hooks, spec_of, tensor_hooks
-from autopar.runtime.fsdp.parameter_hooks import after_tensor_hooks
-from autopar.runtime.fsdp.turns import Turn, transfer_batch
+from autopar.runtime.fsdp._torch import GatheredParameter
+from autopar.runtime.fsdp.turns import Transfer, Turn, transfer_batch
 from autopar.runtime.state import from_local, mesh_of, placements
 from passes._torch import parameters_of, version_of
 from passes.ir.errors import InputError
@@ -48,17 +47,28 @@ class OwnPart:
         return gathered.narrow(self.dim, self.number * size, size)
 
 
-class Unreduced(Protocol):
-    """The parameter of a unit that autograd differentiates, with its unreduced gradient."""
+@dataclass(frozen=True)
+class LeafParameter:
+    """A parameter that generated code reads as it is stored. Its `.grad` is the gradient that is not reduced yet."""
+
+    parameter: nn.Parameter
 
     def take_gradient(self) -> Tensor | None:
-        """Remove and return that gradient, if there is one."""
+        """Remove and return the gradient that is not reduced, if there is one."""
+        gradient, self.parameter.grad = self.parameter.grad, None
+        return gradient
 
     def give_gradient(self, gradient: Tensor) -> None:
-        """Let the next backward pass add to a gradient."""
+        """Let the next backward pass add to a gradient that is not reduced."""
+        self.parameter.grad = gradient
 
     def note_change(self) -> None:
-        """Let autograd know that the values have changed."""
+        """Let autograd know that the values have changed, through memory that is shared."""
+        increment_version(self.parameter)
+
+
+# The parameter of a unit that autograd differentiates, with its unreduced gradient.
+Unreduced = LeafParameter | GatheredParameter
 
 
 @dataclass(frozen=True)
@@ -67,7 +77,7 @@ class UnitParameter:
 
     `shape` is global, `layout` that of the parameter and its reduced gradient, `pending` that of a gradient that is not
     reduced. `kept` is the parameter that the unit stores, `unreduced` what autograd knows of it;
-    `trainable` says that it took gradients when it was planned, `turn` is None where both share memory.
+    `trainable` says that it took gradients when it was planned, `turn` holds the ways from one to the other.
     """
 
     path: str
@@ -78,11 +88,7 @@ class UnitParameter:
     kept: Tensor
     unreduced: Unreduced
     trainable: bool
-    turn: Turn | None = None
-
-    def to_seen(self, part: Tensor) -> Tensor:
-        """A part of `kept` in the layout that users see."""
-        return part if self.turn is None else self.turn.to_seen(part)
+    turn: Turn = field(default_factory=Turn)
 
 
 class UnitGradients:
@@ -102,24 +108,23 @@ class UnitGradients:
     def add(self, parameter: UnitParameter) -> nn.Parameter:
         """Add a parameter; returns the one that users see."""
         self.parameters.append(parameter)
-        seen = self._distributed(parameter.to_seen(part_of(parameter.kept)), parameter.layout, parameter.shape)
+        seen = self._distributed(
+            parameter.turn.back.through(part_of(parameter.kept)), parameter.layout, parameter.shape
+        )
         return nn.Parameter(seen, parameter.trainable)
 
     def add_gathered(self, parameter: UnitParameter) -> nn.Parameter:
         """Add a parameter whose gradient `fully_shard` reduces; returns the one that users see."""
         if parameter.trainable:
-            # The hook keeps neither this object nor the parameter alive: no garbage collector sees a cycle through it.
-            hook = partial(_take_over, weakref.ref(self), len(self.parameters))
+            hook = without_keeping(self.take_over, len(self.parameters))
             parameter.kept.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
         return self.add(parameter)
 
     def bind(self, root: nn.Module) -> None:
         """Find in `root` the parameters that users see."""
-        self._owners = []
+        paths = (item.path.rpartition(".") for item in self.parameters)
+        self._owners = [(root.get_submodule(path), name) for path, _, name in paths]
         self._versions = [0] * len(self.parameters)
-        for item in self.parameters:
-            path, _, name = item.path.rpartition(".")
-            self._owners.append((root.get_submodule(path), name))
 
     def seen(self, number: int) -> nn.Parameter:
         """The parameter that users see now: they may put another one in its place."""
@@ -142,14 +147,19 @@ class UnitGradients:
         Raises InputError if gradients are held back of a parameter with tensor hooks.
         """
         self.take_versions()
-        if holding:
-            self._refuse_hooks()
+        for number, item in enumerate(self.parameters if holding else ()):
+            if tensor_hooks(self.seen(number)):
+                raise InputError(
+                    f"parameter {item.path!r} has a tensor hook, which gets gradients that are reduced, but they are "
+                    "held back: remove the hook, register a post-accumulate hook, or do not hold gradients"
+                )
         if not self._pending:
             return False
         moved = False
         for number, item in enumerate(self.parameters):
             seen = self.seen(number)
-            if self._is_pending(seen.grad, item):
+            pending = placements(item.pending, self._shape)
+            if isinstance(seen.grad, DTensor) and seen.grad.placements == pending:
                 item.unreduced.give_gradient(part_of(seen.grad))
                 seen.grad = None
                 moved = True
@@ -165,7 +175,7 @@ class UnitGradients:
             earlier, seen.grad = seen.grad, None
             if earlier is not None:
                 # Collectives, which all ranks take part in; the sum has it once.
-                part = part_of(earlier) if item.turn is None else item.turn.to_kept(part_of(earlier))
+                part = item.turn.forth.through(part_of(earlier))
                 if item.own.first:
                     item.own.of(gradient, part).add_(part)
             if gradient.dtype != seen.dtype:
@@ -181,10 +191,10 @@ class UnitGradients:
         if gradient is None:
             return
         part, item, seen = part_of(gradient), self.parameters[number], self.seen(number)
-        if item.turn is None:
+        if not item.turn.back.steps:
             self.hand_over(number, part)
         elif seen.requires_grad:
-            self._turn(self._turning.add(*item.turn.gradient_key(part), (number, part)))
+            self._turn(self._turning.add(*item.turn.back.key(part), (number, part)))
 
     def end_reduced_backward(self) -> None:
         """Transfer the remaining reduced gradients."""
@@ -199,11 +209,10 @@ class UnitGradients:
         """Transfer a batch of reduced gradients to the layouts of their parameters, and add them there."""
         if not batch:
             return
-        transfers = []
-        for number, kept in batch:
-            turn = self.parameters[number].turn
-            assert turn is not None
-            transfers.append(turn.gradient(kept, torch.empty_like(part_of(self.seen(number)))))
+        transfers = [
+            Transfer(self.parameters[number].turn.back, kept, torch.empty_like(part_of(self.seen(number))))
+            for number, kept in batch
+        ]
         transfer_batch(transfers)
         for (number, _), transfer in zip(batch, transfers, strict=True):
             self.hand_over(number, transfer.after)
@@ -224,25 +233,44 @@ class UnitGradients:
         for hook in post_accumulate_hooks(seen):
             hook(seen)
 
-    def _refuse_hooks(self) -> None:
-        for number, item in enumerate(self.parameters):
-            if tensor_hooks(self.seen(number)):
-                raise InputError(
-                    f"parameter {item.path!r} has a tensor hook, which gets gradients that are reduced, but they are "
-                    "held back: remove the hook, register a post-accumulate hook, or do not hold gradients"
-                )
-
-    def _is_pending(self, gradient: Tensor | None, item: UnitParameter) -> bool:
-        return isinstance(gradient, DTensor) and gradient.placements == placements(item.pending, self._shape)
-
     def _distributed(self, part: Tensor, layout: Layout, shape: Shape) -> DTensor:
         return from_local(part, layout, shape, self._mesh, self._shape)
 
 
-def _take_over(gradients: "weakref.ref[UnitGradients]", number: int, kept: Tensor) -> None:
-    found = gradients()
-    if found is not None:
-        found.take_over(number, kept)
+def without_keeping(method: Callable[..., None], *given: object) -> Callable[[Tensor], None]:
+    """A hook that calls `method(*given, tensor)` while the object of the method lives.
+
+    It keeps neither that object nor the parameter alive: no garbage collector sees a cycle through it.
+    """
+    weak = weakref.WeakMethod(method)
+
+    def hook(tensor: Tensor) -> None:
+        found = weak()
+        if found is not None:
+            found(*given, tensor)
+
+    return hook
+
+
+def after_tensor_hooks(path: str, parameter: nn.Parameter, gradient: DTensor) -> DTensor:
+    """A gradient of the parameter called `path`, as its tensor hooks return it.
+
+    Raises InputError for a hook that returns anything but a `DTensor` with the placements of the gradient.
+    """
+    for hook in tensor_hooks(parameter):
+        result = hook(gradient)
+        if result is None:
+            continue
+        if not isinstance(result, DTensor) or result.placements != gradient.placements:
+            kind = (
+                f"a DTensor with {result.placements}" if isinstance(result, DTensor) else f"a {type(result).__name__}"
+            )
+            raise InputError(
+                f"a hook of the parameter {path!r} returned {kind}: return a DTensor with the placements of the "
+                f"gradient that it is given, {gradient.placements}"
+            )
+        gradient = result
+    return gradient
 
 
 def part_of(tensor: Tensor | None) -> Tensor:

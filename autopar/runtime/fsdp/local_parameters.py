@@ -12,7 +12,7 @@ that the parameters have, so that autograd adds to these in place, and ends by h
 """
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -32,8 +32,9 @@ from autopar._torch import (
     tensor_hooks,
 )
 from autopar.runtime.fsdp import _torch as fsdp
-from autopar.runtime.fsdp.parameter_hooks import after_tensor_hooks
-from passes._torch import parameters_of, version_of
+from autopar.runtime.fsdp.gradients import after_tensor_hooks
+from autopar.runtime.parameters import places_of
+from passes._torch import version_of
 from passes.ir.errors import InputError
 
 # The parts of the model as generated code sees them: leaves are attributes of theirs.
@@ -44,13 +45,14 @@ View = object
 class _Leaf:
     """A parameter under all its names, and the leaf that is read in its place.
 
-    `places` are the tables that hold the parameter, with its name there; `readers` the views whose attribute is the
+    `table` holds the parameter, under `name`; `readers` the views whose attribute is the
     leaf. `version` is that of the parameter when the leaf last took it over. `handles` are the hooks of the leaf in the
     current backward pass.
     """
 
     path: str
-    places: list[tuple[dict[str, nn.Parameter | None], str]]
+    table: Mapping[str, nn.Parameter | None]
+    name: str
     parameter: nn.Parameter
     part: Tensor
     tensor: Tensor
@@ -61,8 +63,7 @@ class _Leaf:
 
     def follow(self) -> None:
         """Follow a parameter that replaces another one, and a change of `requires_grad`."""
-        table, name = self.places[0]
-        found = table[name]
+        found = self.table[self.name]
         assert found is not None
         part = local_tensor(found)
         if part is not self.part:
@@ -144,19 +145,15 @@ class LocalParameters:
     def __init__(self, root: nn.Module) -> None:
         found: dict[int, _Leaf] = {}
         self._paths: dict[str, _Leaf] = {}
-        for path, module in root.named_modules(remove_duplicate=False):
-            for name, parameter in parameters_of(module).items():
-                if parameter is None or not isinstance(parameter.data, DTensor):
-                    continue
+        for table, name, path in places_of(root):
+            parameter = table[name]
+            if parameter is None or not isinstance(parameter.data, DTensor):
+                continue
+            if id(parameter) not in found:
                 part = local_tensor(parameter)
-                full = f"{path}.{name}" if path else name
-                if id(parameter) not in found:
-                    found[id(parameter)] = _Leaf(
-                        full, [], parameter, part, part.detach(), spec_of(parameter), version_of(parameter)
-                    )
-                leaf = found[id(parameter)]
-                leaf.places.append((parameters_of(module), name))
-                self._paths[full] = leaf
+                spec, version = spec_of(parameter), version_of(parameter)
+                found[id(parameter)] = _Leaf(path, table, name, parameter, part, part.detach(), spec, version)
+            self._paths[path] = found[id(parameter)]
         self._task = fsdp.NO_BACKWARD
         self._begun: dict[_Leaf, None] = {}
         # Its gradient is computed in every backward pass but those that are for certain tensors only.
@@ -166,10 +163,8 @@ class LocalParameters:
     def read(self, view: View, names: Iterable[str]) -> "ReadParameters":
         """Put leaves in place of the parameters `names` in `view`, the view of the model that a program reads."""
         leaves: dict[_Leaf, None] = {}
-        for path in names:
-            leaf = self._paths.get(path)
-            if leaf is None:
-                continue
+        for path in self._paths.keys() & names:
+            leaf = self._paths[path]
             leaves[leaf] = None
             *parts, name = path.split(".")
             part = view
@@ -202,12 +197,12 @@ class LocalParameters:
             leaf.end_backward()
 
 
+@dataclass(frozen=True)
 class ReadParameters:
     """The leaves that one program reads."""
 
-    def __init__(self, parameters: LocalParameters, leaves: tuple[_Leaf, ...]) -> None:
-        self._all = parameters
-        self._leaves = leaves
+    _all: LocalParameters
+    _leaves: tuple[_Leaf, ...]
 
     def follow(self) -> None:
         """Take over what users have assigned since the last call."""
@@ -245,8 +240,7 @@ class _Link(torch.autograd.Function):
         return output.view_as(output)
 
     @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        (gradient,) = grads
+    def backward(ctx: torch.autograd.function.FunctionCtx, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
         parameters, leaves, linked, output = ctx.link  # type: ignore[attr-defined]
         found: list[Tensor | None] = [None] * len(linked)
         if gradient is not None and not parameters.begin_backward(leaves):

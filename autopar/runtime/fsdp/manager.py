@@ -19,17 +19,15 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
 from autopar.runtime.fsdp import _torch as fsdp
-from autopar.runtime.fsdp.backward import BackwardPasses
 from autopar.runtime.fsdp.gradients import OwnPart, UnitGradients, UnitParameter, address_of, part_of
-from autopar.runtime.fsdp.reductions import Reductions
-from autopar.runtime.fsdp.turns import Turn, Way, transfer_all
+from autopar.runtime.fsdp.reductions import BackwardPasses, Reductions
+from autopar.runtime.fsdp.turns import Transfer, Turn, Way, transfer_all
 from autopar.runtime.fsdp.units import ParameterGroup, PartView
-from autopar.runtime.generated.axis import axes_of
 from autopar.runtime.ranks.groups import axes_group, data_mesh
-from autopar.runtime.state import mesh_of
+from autopar.runtime.state import axes_of, mesh_of
 from passes.ir.layout import Layout, Shape, whole_shape
 from passes.ir.lowered import FSDPUnit, FSDPUnits
-from passes.ir.redistribution import RedistributionStep, redistribution
+from passes.ir.redistribution import redistribution
 
 T = TypeVar("T")
 
@@ -131,26 +129,19 @@ class FSDPManager:
                     group.current(number),
                     gathered,
                     parts[name].requires_grad,
-                    self._turn(stored[name], kept[name], shapes[name], plan.dtypes),
+                    Turn(
+                        self._way(stored[name], kept[name], shapes[name], compute),
+                        self._way(kept[name], stored[name], shapes[name], reduce or compute),
+                    ),
                 )
             )
             for number, ((name, dim), gathered) in enumerate(members)
         }
 
-    def _turn(
-        self, stored: Layout, kept: Layout, shape: Shape, dtypes: tuple[torch.dtype | None, torch.dtype | None]
-    ) -> Turn | None:
-        """The transfers between a parameter that users see and a unit's copy of it; None where both share memory."""
-        if stored == kept:
-            return None
-        compute, reduce = dtypes
-        forth = redistribution(stored, kept, shape, self._shape)
-        back = redistribution(kept, stored, shape, self._shape)
-        return Turn(self._way(forth), self._way(back), compute, reduce or compute)
-
-    def _way(self, steps: Sequence[RedistributionStep]) -> Way:
-        axes = axes_of(self._mesh)
-        return tuple((axes[step.axis], step.source, step.target) for step in steps)
+    def _way(self, source: Layout, target: Layout, shape: Shape, dtype: torch.dtype | None) -> Way:
+        """The way of a part from one layout to another."""
+        axes, steps = axes_of(self._mesh), redistribution(source, target, shape, self._shape)
+        return Way(tuple((axes[step.axis], step.source, step.target) for step in steps), dtype)
 
     def bind(self, root: nn.Module) -> None:
         """Find in `root` the parameters that users see, which take the gradients and provide the values."""
@@ -208,10 +199,11 @@ class FSDPManager:
 
     def _in_units(self, root: FSDPModule, forward: Callable[..., T], inputs: Sequence[Tensor]) -> T:
         """`forward(*inputs)` of a program around which there are FSDP units."""
+        grad = torch.is_grad_enabled()
         try:
-            with _without_inference_mode():
-                result: T = cast(nn.Module, root)(forward, *inputs)
-                return result
+            # The first gather allocates the memory of all later ones, which training must use too.
+            with torch.inference_mode(False), torch.set_grad_enabled(grad):
+                return cast(T, cast(nn.Module, root)(forward, *inputs))
         except BaseException:
             fsdp.reset(root, self._groups)
             raise
@@ -304,8 +296,8 @@ class FSDPManager:
         copies = []
         for number, item in enumerate(self._gradients.parameters):
             seen = self._gradients.seen(number)
-            if item.turn is not None:
-                copies.append(item.turn.value(part_of(seen), part_of(item.kept)))
+            if item.turn.forth.steps:
+                copies.append(Transfer(item.turn.forth, part_of(seen), part_of(item.kept)))
             elif address_of(seen) != address_of(item.kept):
                 part_of(item.kept).copy_(part_of(seen))
             # torch reads at the first call which parameters are trained at all.
@@ -319,13 +311,3 @@ class FSDPManager:
 def _unit(group: ParameterGroup) -> FSDPModule:
     """The FSDP module that torch's `fully_shard` made for a group."""
     return cast(FSDPModule, group)
-
-
-@contextlib.contextmanager
-def _without_inference_mode() -> Iterator[None]:
-    """Disable inference mode: the first gather allocates the memory of all later ones, which training must use too."""
-    if not torch.is_inference_mode_enabled():
-        yield
-        return
-    with torch.inference_mode(False), torch.no_grad():
-        yield

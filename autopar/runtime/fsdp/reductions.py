@@ -1,4 +1,5 @@
-"""All-reduces of gradients of parameters that every rank of their group stores and reads whole.
+"""Backward passes: when they begin, end and fail, and all-reduces of gradients of parameters that every rank of their
+group stores and reads whole.
 
 Nothing of these parameters is gathered or cast, so generated code reads them as they are: as leaves of autograd. Those
 of one unit are reduced together, as soon as the last of their gradients is there. The backward pass goes on meanwhile,
@@ -6,38 +7,21 @@ and ends by waiting for all reductions. `fully_shard` would copy such parameters
 each reduction.
 """
 
-import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.graph import increment_version
+from torch.distributed.fsdp import FSDPModule
 
 from autopar._torch import collectives
+from autopar.runtime.fsdp import _torch as fsdp
+from autopar.runtime.fsdp.gradients import LeafParameter, UnitGradients, without_keeping
 from autopar.runtime.ranks.failures import naming_collectives
-from passes.ir.errors import InputError
+from passes.ir.errors import InputError, UnsupportedError
 
-
-@dataclass(frozen=True)
-class LeafParameter:
-    """A parameter that generated code reads as it is stored. Its `.grad` is the gradient that is not reduced yet."""
-
-    parameter: nn.Parameter
-
-    def take_gradient(self) -> Tensor | None:
-        """Remove and return the gradient that is not reduced, if there is one."""
-        gradient, self.parameter.grad = self.parameter.grad, None
-        return gradient
-
-    def give_gradient(self, gradient: Tensor) -> None:
-        """Let the next backward pass add to a gradient that is not reduced."""
-        self.parameter.grad = gradient
-
-    def note_change(self) -> None:
-        """Let autograd know that the values have changed, through memory that is shared."""
-        increment_version(self.parameter)
+_REDUCING = "reducing the gradients of parameters"
 
 
 @dataclass(eq=False)
@@ -53,18 +37,6 @@ class _Unit:
     missing: set[int] = field(default_factory=set)
 
 
-@dataclass(frozen=True)
-class _Reduction:
-    """An all-reduce that has begun, in place, of `gradients` by the numbers of their parameters."""
-
-    gradients: Mapping[int, Tensor]
-
-    def finished(self) -> Iterable[tuple[int, Tensor]]:
-        """Wait for it; gives the reduced gradients with their numbers."""
-        with naming_collectives(_REDUCING):
-            return [(number, collectives.wait_tensor(gradient)) for number, gradient in self.gradients.items()]
-
-
 class Reductions:
     """The reductions of all units of a model. `hand_over(number, gradient)` is called for each gradient that has been
     reduced, at the end of the backward pass."""
@@ -72,8 +44,8 @@ class Reductions:
     def __init__(self, hand_over: Callable[[int, Tensor], None]) -> None:
         self._hand_over = hand_over
         self._units: list[_Unit] = []
-        # Of the backward pass that runs.
-        self._begun: list[_Reduction] = []
+        # The gradients that are being reduced in place, by the numbers of their parameters.
+        self._begun: list[tuple[int, Tensor]] = []
         self._holding = False
 
     def add(self, group: dist.ProcessGroup, first: int, parameters: Sequence[nn.Parameter]) -> list[LeafParameter]:
@@ -81,9 +53,7 @@ class Reductions:
         leaves = [LeafParameter(parameter) for parameter in parameters]
         for place, parameter in enumerate(parameters):
             if parameter.requires_grad:
-                # The hook keeps neither this object nor the parameter alive: no garbage collector sees a cycle
-                # through it.
-                hook = partial(_accumulated, weakref.ref(self), len(self._units), place)
+                hook = without_keeping(self.accumulated, len(self._units), place)
                 parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
         self._units.append(_Unit(group, first, leaves))
         return leaves
@@ -94,7 +64,7 @@ class Reductions:
         for unit in self._units:
             unit.missing = {place for place, leaf in enumerate(unit.leaves) if leaf.parameter.requires_grad}
 
-    def accumulated(self, number: int, place: int) -> None:
+    def accumulated(self, number: int, place: int, _: Tensor) -> None:
         """Count the gradient of a parameter of a unit, and begin the reduction after the last one."""
         unit = self._units[number]
         was_missing = place in unit.missing
@@ -108,16 +78,13 @@ class Reductions:
             # Not all of its parameters were used now; some, perhaps, in backward passes that held gradients back.
             if any(leaf.parameter.grad is not None for leaf in unit.leaves):
                 self._begin(unit)
-        begun, self._begun = self._begun, []
         # All of them first: hooks of parameters may raise.
-        for number, gradient in [item for reduction in begun for item in reduction.finished()]:
+        for number, gradient in self._finished():
             self._hand_over(number, gradient)
 
     def reset(self) -> None:
         """Drop all gradients and reductions after an exception."""
-        begun, self._begun = self._begun, []
-        for reduction in begun:
-            reduction.finished()
+        self._finished()
         for unit in self._units:
             for leaf in unit.leaves:
                 leaf.take_gradient()
@@ -138,13 +105,82 @@ class Reductions:
         with naming_collectives(_REDUCING):
             # NCCL reduces them in one launch, without a copy. gloo copies them to one tensor in a thread of its own.
             collectives.all_reduce_coalesced_(list(gradients.values()), "sum", unit.group.group_name)
-        self._begun.append(_Reduction(gradients))
+        self._begun += gradients.items()
+
+    def _finished(self) -> list[tuple[int, Tensor]]:
+        """Wait for all reductions that have begun; the reduced gradients, with the numbers of their parameters."""
+        begun, self._begun = self._begun, []
+        with naming_collectives(_REDUCING):
+            return [(number, collectives.wait_tensor(gradient)) for number, gradient in begun]
 
 
-_REDUCING = "reducing the gradients of parameters"
+# --- begin, end and failure of backward passes -----------------------------------------------------------------------
+
+_BROKEN = (
+    "an earlier backward pass ended with an exception after this forward pass: call zero_grad() and run the forward "
+    "pass again"
+)
 
 
-def _accumulated(reductions: "weakref.ref[Reductions]", number: int, place: int, _: Tensor) -> None:
-    found = reductions()
-    if found is not None:
-        found.accumulated(number, place)
+class BackwardPasses:
+    """Backward passes of the programs of one model, one after the other.
+
+    `holding` says that they add up gradients without reducing them.
+    """
+
+    def __init__(self, gradients: UnitGradients, reductions: Reductions) -> None:
+        self.holding = False
+        self._gradients = gradients
+        self._reductions = reductions
+        self._root: FSDPModule | None = None
+        # The backward pass that runs, or that an exception has ended; whether it adds to gradients that were held back.
+        self._current: int | None = None
+        self._adding = False
+
+    def watch(self, root: FSDPModule | None, outputs: object) -> None:
+        """Watch for backward passes from `outputs`, tensors returned by `root`, which contains all FSDP units."""
+        self._root = root
+        for leaf in outputs if isinstance(outputs, tuple) else (outputs,):
+            if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
+                leaf.register_hook(self._begin)  # type: ignore[no-untyped-call]
+
+    def recover(self, root: FSDPModule | None, units: Sequence[nn.Module]) -> None:
+        """Reset the units if the last backward pass ended with an exception. Its gradients are lost."""
+        failed = self._current is not None or (root is not None and fsdp.is_in_backward(root))
+        if not failed or fsdp.current_backward() != fsdp.NO_BACKWARD:
+            return
+        if root is not None:
+            fsdp.reset(root, units)
+        self._reductions.reset()
+        self._gradients.reset()
+        adding = self._current is not None and self._adding
+        self._current = None
+        if adding:
+            warnings.warn(
+                "a backward pass ended with an exception while it added to gradients that were held back: these are "
+                "lost; call zero_grad() and begin the accumulation again",
+                stacklevel=2,
+            )
+
+    def _begin(self, _: Tensor) -> None:
+        """Hook at an output: a backward pass begins, before it computes any gradient of a parameter."""
+        number = fsdp.current_backward()
+        if number == self._current:
+            return
+        if self._current is not None:
+            raise UnsupportedError(_BROKEN)
+        self._current = number
+        fsdp.at_end_of_backward(self._end)
+        self._adding = self._gradients.begin_backward(self.holding)
+        self._reductions.begin_backward(self.holding)
+
+    def _end(self) -> None:
+        if self._root is not None and fsdp.is_in_backward(self._root):
+            # An earlier pass failed before it came here. So torch did not expect the end of this one.
+            raise UnsupportedError(_BROKEN)
+        if self.holding:
+            self._gradients.end_held_backward()
+        else:
+            self._gradients.end_reduced_backward()
+            self._reductions.end_backward()
+        self._current = None

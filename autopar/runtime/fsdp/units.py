@@ -2,19 +2,11 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from functools import partial
-from typing import Protocol
 
 from torch import Tensor, nn
 
 from autopar._torch import parts_of
 from passes._torch import parameters_of, storage_id
-
-
-class Reading(Protocol):
-    """A source of parameters."""
-
-    def current(self, number: int) -> Tensor:
-        """A parameter as it is now."""
 
 
 class ParameterGroup(nn.Module):
@@ -31,9 +23,7 @@ class ParameterGroup(nn.Module):
         result = run(*inputs)
         # Their memory is given back: what is a view of one needs its own.
         held = {storage_id(part) for part in parameters_of(self).values() if part is not None}
-        if isinstance(result, tuple):
-            return tuple(_apart(item, held) for item in result)
-        return _apart(result, held)
+        return tuple(_apart(item, held) for item in result) if isinstance(result, tuple) else _apart(result, held)
 
     def current(self, number: int) -> Tensor:
         """A parameter as it is now: gathered while the group runs, or else this rank's part."""
@@ -57,9 +47,9 @@ def within(groups: Sequence[nn.Module], run: Callable[..., object], inputs: Sequ
 class PartView:
     """The view of a submodule that generated code reads: parameters of FSDP units and given tensors replace its own."""
 
-    def __init__(self, part: nn.Module, held: Mapping[str, tuple[Reading, int] | Tensor]) -> None:
-        own: dict[str, tuple[Reading, int]] = {}
-        inner: dict[str, dict[str, tuple[Reading, int] | Tensor]] = {}
+    def __init__(self, part: nn.Module, held: Mapping[str, tuple[ParameterGroup, int] | Tensor]) -> None:
+        own: dict[str, tuple[ParameterGroup, int]] = {}
+        inner: dict[str, dict[str, tuple[ParameterGroup, int] | Tensor]] = {}
         for path, reading in held.items():
             name, _, rest = path.partition(".")
             if rest:

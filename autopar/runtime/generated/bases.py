@@ -15,10 +15,10 @@ from torch.utils.checkpoint import checkpoint
 from autopar._torch import parts_of
 from autopar.runtime.checkpoint import Loadable
 from autopar.runtime.fsdp.units import ParameterGroup, PartView, within
-from autopar.runtime.generated.axis import Axis
 from autopar.runtime.generated.random import Randomness
 from autopar.runtime.generated.saving import CHANGED
 from autopar.runtime.refusals import HoldingPart
+from autopar.runtime.state import Axis
 from passes._torch import pytree, version_of
 from passes.ir.layout import Layout, Shape
 from passes.ir.lowered import FSDPUnits
@@ -30,9 +30,7 @@ Result = TypeVar("Result")
 
 def local(tensor: Tensor) -> Tensor:
     """This rank's part of a parameter, or a buffer as it is. Gradients come back in the same layout."""
-    if isinstance(tensor, DTensor):
-        return tensor.to_local()
-    return tensor
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def gathered(tensor: Tensor) -> Tensor:
@@ -143,46 +141,32 @@ class Generated:
 
         It can run again for several backward passes, but not after its parameters have changed.
         """
-        run = _Checkpointed(partial(copy.checked, []))
+        versions: list[int] = []
+        errors: list[BaseException] = []
+        has_run = False
+
+        def run(*inputs: Tensor) -> object:
+            try:
+                return copy.checked(versions, *inputs)
+            except BaseException as error:
+                # The backward pass ends this early by an exception. One of the forward pass is kept until checkpoint
+                # has returned: up to torch 2.12, its saved-tensor hooks would apply to the next steps otherwise.
+                if has_run:
+                    raise
+                errors.append(error)
+                return None
+
         result: object = checkpoint(
             run, *given, use_reentrant=False, preserve_rng_state=False, context_fn=self.random.contexts
         )
-        run.raise_error()
+        has_run = True
+        if errors:
+            raise errors.pop()
         return result
 
     def forward(self, *inputs: Tensor) -> tuple[object, ...]:
         """Run on local inputs, in the order of the plan; generated classes define it."""
         raise TypeError("a generated class defines forward")
-
-
-class _Checkpointed:
-    """A function for `torch.utils.checkpoint`, which keeps the exception of its forward pass until it has returned.
-
-    Up to torch 2.12, checkpoint leaves its saved-tensor hooks only if the function returns: after an exception they
-    would apply to the next steps.
-    """
-
-    def __init__(self, run: Callable[..., object]) -> None:
-        self._run = run
-        self._has_run = False
-        self._error: BaseException | None = None
-
-    def __call__(self, *inputs: Tensor) -> object:
-        if self._has_run:
-            # The backward pass ends this early by an exception.
-            return self._run(*inputs)
-        self._has_run = True
-        try:
-            return self._run(*inputs)
-        except BaseException as error:
-            self._error = error
-            return None
-
-    def raise_error(self) -> None:
-        """Raise the exception of the forward pass, if there was one."""
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
 
 
 def _part(root: nn.Module | PartView, path: str) -> nn.Module | PartView:

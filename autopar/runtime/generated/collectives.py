@@ -28,9 +28,9 @@ import torch
 from torch import Tensor
 
 from autopar._torch import collectives
-from autopar.runtime.generated.axis import Axis
 from autopar.runtime.generated.saving import note_recomputable
-from autopar.runtime.ranks.failures import raise_named
+from autopar.runtime.ranks.failures import naming_collectives, raise_named
+from autopar.runtime.state import Axis
 from passes.ir.layout import P, Placement, parse_placement
 from passes.ir.redistribution import COLLECTIVES
 
@@ -71,24 +71,6 @@ def _join(parts: Tensor, placement: Placement) -> Tensor:
     return torch.unflatten(parts, dim + 1, (placement.major, -1)).movedim(0, dim + 1).flatten(dim, dim + 2)
 
 
-def _own_part(tensor: Tensor, placement: Placement, size: int, rank: int) -> Tensor:
-    # A copy, so that the memory of the whole tensor can be freed.
-    part = _parts(tensor, placement, size)[rank].flatten(placement.dim, placement.dim + 1)
-    return part.clone(memory_format=torch.contiguous_format)
-
-
-def _only_first(tensor: Tensor, rank: int) -> Tensor:
-    # A new tensor on every rank, the first included: aliasing must not differ between ranks, because it decides which
-    # tensors are regathered in the backward pass.
-    return tensor.clone() if rank == 0 else torch.zeros_like(tensor)
-
-
-def _padded(tensor: Tensor, placement: Placement, size: int, rank: int) -> Tensor:
-    parts = tensor.new_zeros(size, *tensor.shape)
-    parts[rank] = tensor
-    return _join(parts, placement)
-
-
 def run_change(tensor: Tensor, group: str, size: int, rank: int, source: Placement, target: Placement) -> Tensor:
     """Bring the local `tensor` from `source` to `target` on the axis of `group`, without gradient."""
     if tensor.is_complex():
@@ -109,10 +91,8 @@ def exchange(tensors: Sequence[Exchanged], group: str, size: int, dtype: torch.d
     for each, own in zip(tensors, torch.split(sent, widths, dim=1), strict=True):
         parts = _parts(each.before, each.target, size)
         own.view(parts.shape).copy_(parts)
-    try:
+    with naming_collectives("an all-to-all of parameters"):
         received = _wait(collectives.all_to_all_single(sent, [1] * size, [1] * size, group)).reshape(sent.shape)
-    except RuntimeError as error:
-        raise_named(error, "an all-to-all of parameters")
     for each, own in zip(tensors, torch.split(received, widths, dim=1), strict=True):
         parts = _parts(each.after, each.source, size)
         parts.copy_(own.view(parts.shape))
@@ -136,9 +116,17 @@ def _run_change(tensor: Tensor, group: str, size: int, rank: int, source: Placem
         splits = [1] * size
         return _join(_wait(collectives.all_to_all_single(parts, splits, splits, group)).reshape(parts.shape), source)
     if target.kind == "S":
-        return _own_part(tensor, target, size, rank)
+        # A copy, so that the memory of the whole tensor can be freed.
+        part = _parts(tensor, target, size)[rank].flatten(target.dim, target.dim + 1)
+        return part.clone(memory_format=torch.contiguous_format)
+    if kinds == ("S", "P"):
+        parts = tensor.new_zeros(size, *tensor.shape)
+        parts[rank] = tensor
+        return _join(parts, source)
     if target.kind == "P":
-        return _padded(tensor, source, size, rank) if source.kind == "S" else _only_first(tensor, rank)
+        # A new tensor on every rank, the first included: aliasing must not differ between ranks, because it decides
+        # which tensors are regathered in the backward pass.
+        return tensor.clone() if rank == 0 else torch.zeros_like(tensor)
     return tensor.view_as(tensor)
 
 
@@ -159,8 +147,7 @@ class _Redistribution(torch.autograd.Function):
         return run_change(source, *place, *placements)
 
     @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        (gradient,) = grads
+    def backward(ctx: torch.autograd.function.FunctionCtx, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         saved: _Saved = ctx.change  # type: ignore[attr-defined]
         place, (source, target), reduce, dtype = saved
         if reduce is not None:

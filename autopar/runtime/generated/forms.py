@@ -1,6 +1,7 @@
 """Local forms: functions that generated code calls on a shard where the op itself would give a wrong result.
 
 `digits` describes the split of a dim: for every axis that splits it the axis and its major, in the order of majors.
+Normalization and softmax reduce their statistics over `axes`, those that split what is reduced.
 """
 
 from collections.abc import Sequence
@@ -11,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding, scaled_dot_product_attention
 
-from autopar.runtime.generated.axis import Axis, rank_along
 from autopar.runtime.generated.collectives import all_gather, reduce_largest, reduce_sum
-from passes.ir.layout import I, R, S
+from autopar.runtime.state import Axis, rank_along
+from passes.ir.layout import I, Placement, R, S
 
 Digits = Sequence[tuple[Axis, int]]
 Index = TypeVar("Index", int, Tensor)
@@ -138,3 +139,131 @@ def causal_attention(
     groups = query.shape[1] // key.shape[1] if enable_gqa else 1
     key, value = (each[:, :, :last].repeat_interleave(groups, dim=1) for each in (key, value))
     return scaled_dot_product_attention(query, key, value, attn_mask=allowed, dropout_p=dropout_p, scale=scale)
+
+
+# --- normalization and softmax ---------------------------------------------------------------------------------------
+
+Axes = Sequence[Axis]
+
+
+def _wide(x: Tensor) -> Tensor:
+    """Statistics of half precision are computed in single."""
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+def _moments(wide: Tensor, dims: list[int], size: int, axes: Axes) -> tuple[Tensor, Tensor, Tensor]:
+    """`wide` minus its mean over `dims`, the mean, and the variance (by `size`); statistics keep their dims."""
+    mean = reduce_sum(wide.sum(dims, keepdim=True), axes, R) / size
+    centred = wide - mean
+    return centred, mean, reduce_sum(centred.square().sum(dims, keepdim=True), axes, R) / size
+
+
+def _scaled(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    x = x if weight is None else x * weight
+    return x if bias is None else x + bias
+
+
+def split_layer_norm(
+    x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, rank: int, size: int, eps: float, axes: Axes
+) -> Tensor:
+    """Layer norm over the last `rank` dims, `size` elements in all (Ba et al., arXiv 1607.06450, 3).
+
+    x: [..., this rank's part of the inner dims]; weight, bias: that part.
+    """
+    centred, _, variance = _moments(_wide(x), list(range(-rank, 0)), size, axes)
+    return _scaled(centred * torch.rsqrt(variance + eps), weight, bias).to(x.dtype)
+
+
+def split_rms_norm(
+    x: Tensor, weight: Tensor | None = None, *, rank: int, size: int, eps: float | None = None, axes: Axes
+) -> Tensor:
+    """Root mean square norm over the last `rank` dims (Zhang and Sennrich, arXiv 1910.07467, 4); shapes as above."""
+    wide = _wide(x)
+    mean = reduce_sum(wide.square().sum(list(range(-rank, 0)), keepdim=True), axes, R) / size
+    smallest = torch.finfo(wide.dtype).eps if eps is None else eps
+    return _scaled(wide * torch.rsqrt(mean + smallest), weight, None).to(x.dtype)
+
+
+def split_group_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    groups: int,
+    size: int,
+    eps: float,
+    axes: Axes,
+) -> Tensor:
+    """Group norm over channels and space, `size` elements per sample and group (Wu and He, arXiv 1803.08494, 3.1).
+
+    x: [batch, channels, ...]; weight, bias: [channels]; `groups` are those of this rank.
+    """
+    centred, _, variance = _moments(_wide(x).reshape(x.shape[0], groups, -1), [-1], size, axes)
+    normal = (centred * torch.rsqrt(variance + eps)).reshape(x.shape)
+    return _scaled(normal, _column(weight, x), _column(bias, x)).to(x.dtype)
+
+
+def _column(weight: Tensor | None, x: Tensor) -> Tensor | None:
+    """Reshape [channels] so that it broadcasts with [batch, channels, ...]."""
+    return None if weight is None else weight.reshape(-1, *(1,) * (x.dim() - 2))
+
+
+def split_batch_norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, *, size: int, eps: float, axes: Axes
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Batch norm over batch and space, `size` elements per channel (Ioffe and Szegedy, arXiv 1502.03167, 3).
+
+    x: [batch, channels, ...]; returns the result, and mean and variance (by `size`) of each channel.
+    """
+    centred, mean, variance = _moments(_wide(x), [dim for dim in range(x.dim()) if dim != 1], size, axes)
+    normal = _scaled(centred * torch.rsqrt(variance + eps), _column(weight, x), _column(bias, x))
+    return normal.to(x.dtype), mean.detach().flatten(), variance.detach().flatten()
+
+
+def split_updating_batch_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor,
+    running_var: Tensor,
+    *,
+    momentum: float,
+    size: int,
+    eps: float,
+    axes: Axes,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Batch norm, and what the running statistics are afterwards: (result, mean, 1 / deviation, mean, variance)."""
+    result, mean, variance = split_batch_norm(x, weight, bias, size=size, eps=eps, axes=axes)
+    unbiased = variance * (size / max(size - 1, 1))
+    new_mean = running_mean + momentum * (mean.to(running_mean.dtype) - running_mean)
+    new_var = running_var + momentum * (unbiased.to(running_var.dtype) - running_var)
+    return result, mean, torch.rsqrt(variance + eps), new_mean, new_var
+
+
+def split_softmax(x: Tensor, dim: int, *, axes: Axes, dtype: torch.dtype | None = None) -> Tensor:
+    """Softmax along a split dim. x: [..., this rank's part, ...]."""
+    shifted, _, total = _exponentials(x if dtype is None else x.to(dtype), dim, axes, R)
+    return (shifted.exp() / total).to(dtype or x.dtype)
+
+
+def split_log_softmax(x: Tensor, dim: int, *, axes: Axes, dtype: torch.dtype | None = None) -> Tensor:
+    """Log of softmax along a split dim."""
+    shifted, _, total = _exponentials(x if dtype is None else x.to(dtype), dim, axes, R)
+    return (shifted - total.log()).to(dtype or x.dtype)
+
+
+def split_logsumexp(x: Tensor, dim: int, *, axes: Axes, keepdim: bool = False) -> Tensor:
+    """Log of the sum of exponentials along a split dim; the same on every rank of the axes."""
+    x = x if x.is_floating_point() else x.to(torch.get_default_dtype())
+    _, largest, total = _exponentials(x, dim, axes, I)
+    result = (total.log() + largest).to(x.dtype)
+    return result if keepdim else result.squeeze(dim)
+
+
+def _exponentials(x: Tensor, dim: int, axes: Axes, target: Placement) -> tuple[Tensor, Tensor, Tensor]:
+    """`x` minus its maximum along `dim`, the maximum (0 where all is minus infinity), and the sum of exponentials."""
+    wide = _wide(x)
+    largest = reduce_largest(wide.detach().amax(dim, keepdim=True), axes)
+    largest = largest.masked_fill(largest == float("-inf"), 0.0)
+    shifted = wide - largest
+    return shifted, largest, reduce_sum(shifted.exp().sum(dim, keepdim=True), axes, target)

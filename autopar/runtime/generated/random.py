@@ -7,7 +7,7 @@ from hashlib import blake2b, sha256
 
 import torch
 
-from autopar.runtime.generated.axis import Axis
+from autopar.runtime.state import Axis
 
 
 class Randomness:

@@ -1,10 +1,19 @@
-"""Messages between the ranks of a mesh about a call before it runs, over CPU process groups only."""
+"""Agreement between the ranks of a mesh, over CPU process groups only, so that no device is waited for.
 
+Before a call runs, its descriptions are compared (`Agreement`). While a module is made, one rank may compute for all,
+and an error of one is raised on all (`together`, `from_first`). Every rank of the mesh calls all this in the same
+order, with the same `phase`: what the ranks are doing, for messages ("planning the model").
+"""
+
+import contextlib
 import hashlib
+import pickle
 import struct
-from collections.abc import Mapping, Sequence
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NoReturn, TypeVar
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -35,12 +44,6 @@ class Raised:
     def of(cls, error: BaseException) -> "Raised":
         """The report of an exception."""
         return cls(f"{type(error).__name__}: {error}".rstrip(": "), isinstance(error, AutoparError))
-
-    def raise_here(self, rank: int, where: str) -> NoReturn:
-        """Raise on another rank what `rank` of the mesh raised in `where`: InputError, or RankFailedError for what is
-        no error of autopar."""
-        kind = InputError if self.expected else RankFailedError
-        raise kind(f"rank {rank} of the mesh raised in {where}: {self.said}")
 
 
 @dataclass(frozen=True)
@@ -107,11 +110,22 @@ class Agreement:
         descriptions: list[Mapping[str, object]] = []
         for rank, (_, item) in enumerate(found):
             if isinstance(item, Raised):
-                item.raise_here(rank, where)
+                kind = InputError if item.expected else RankFailedError
+                raise kind(f"rank {rank} of the mesh raised in {where}: {item.said}")
             descriptions.append(item)
         ours = descriptions[0]
         rank = next(rank for rank, theirs in enumerate(descriptions) if theirs != ours)
         return numbers, Difference(rank, descriptions[rank], ours)
+
+    @contextlib.contextmanager
+    def telling(self, what: str, where: str) -> Iterator[None]:
+        """A context before `compared` with the same `what` and `where`: an exception of one rank is raised on all."""
+        try:
+            yield
+        except BaseException as error:
+            # An interrupt too: the other ranks get to know of it first.
+            self.compared(what, where, Raised.of(error))
+            raise
 
     def numbers(self, own: Sequence[int]) -> list[list[int]]:
         """The numbers of every rank, equally many, in the order of the mesh.
@@ -148,3 +162,119 @@ class Agreement:
             if work is not None:
                 work.wait() if timeout is None else work.wait(timeout)
         return received
+
+
+# --- errors of one rank, raised on all --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """An exception of one rank for the others: `error` is pickled, or None where it is not autopar's own."""
+
+    rank: int
+    error: bytes | None
+    said: str
+    trace: str
+
+    @classmethod
+    def of(cls, rank: int, error: BaseException) -> "_Failure":
+        trace = "".join(traceback.format_exception(error))
+        return cls(rank, _pickled(error), f"{type(error).__name__}: {error}".rstrip(": "), trace)
+
+    def for_others(self, phase: str) -> AutoparError:
+        """The exception that another rank raises."""
+        if self.error is not None:
+            return cast(AutoparError, unpickled(self.error))
+        ended = "was interrupted" if self.said.startswith(_INTERRUPTS) else "failed"
+        error = RankFailedError(f"rank {self.rank} of the mesh {ended} while {phase}: {self.said}")
+        error.add_note(f"On rank {self.rank} of the mesh:\n{self.trace}")
+        return error
+
+    def named(self, error: AutoparError, phase: str) -> AutoparError:
+        """`error`, which this rank raised, with the rank in its message."""
+        if self.error is not None:
+            error.args = (f"{error} (raised on rank {self.rank} of the mesh, while {phase})", *error.args[1:])
+        return error
+
+
+_INTERRUPTS = (KeyboardInterrupt.__name__, SystemExit.__name__)
+
+
+@contextlib.contextmanager
+def together(mesh: DeviceMesh, phase: str) -> Iterator[None]:
+    """A block that every rank runs; if it raises on any, raise on all at its end.
+
+    Where all ranks raise, each raises its own exception. Otherwise all raise the AutoparError of the first rank that
+    raised one, which its message names. For another exception, which includes KeyboardInterrupt and SystemExit, that is
+    a RankFailedError, and the rank itself raises what it was.
+    """
+    error: BaseException | None = None
+    try:
+        yield
+    except BaseException as raised:
+        # An interrupt too: it is told to the others before it goes on.
+        error = raised
+    own = None if error is None else _Failure.of(_place(mesh), error)
+    every = Agreement(mesh).gathered(own, phase)
+    failures = [item for item in every if item is not None]
+    if not failures:
+        return
+    if error is not None and (not isinstance(error, AutoparError) or len(failures) == len(every)):
+        raise error
+    first = next((item for item in failures if item.error is not None), failures[0])
+    if first == own:
+        assert isinstance(error, AutoparError)
+        raise first.named(error, phase)
+    raise first.named(first.for_others(phase), phase) from error
+
+
+def from_first(mesh: DeviceMesh, run: Callable[[], T], phase: str) -> T:
+    """Run on the first rank alone; every rank gets what it returned, or raises what it raised.
+
+    The others raise RankFailedError where the first raised another exception than an AutoparError, or was interrupted.
+    """
+    is_first = _place(mesh) == 0
+    box: list[bytes | _Failure] = [b""]
+    try:
+        if is_first:
+            result = run()
+            box = [pickle.dumps(result)]
+    except BaseException as error:
+        # An interrupt too: it is told to the others before it goes on.
+        box = [_Failure.of(0, error)]
+        raise
+    finally:
+        with naming_collectives(phase):
+            dist.broadcast_object_list(box, src=ranks_of(mesh)[0], group=cpu_group(mesh), device=torch.device("cpu"))
+    if is_first:
+        return result
+    (sent,) = box
+    if isinstance(sent, _Failure):
+        raise sent.for_others(phase)
+    return cast(T, unpickled(sent))
+
+
+def unpickled(sent: bytes) -> object:
+    """Unpickle an object from another process."""
+    with warnings.catch_warnings():
+        # A tree's specification warns about its own parts when it is unpickled.
+        warnings.simplefilter("ignore", FutureWarning)
+        return cast(object, pickle.loads(sent))
+
+
+def _place(mesh: DeviceMesh) -> int:
+    """The position of this rank in the mesh."""
+    return ranks_of(mesh).index(dist.get_rank())
+
+
+def _pickled(error: BaseException) -> bytes | None:
+    """An error of autopar, pickled; None if it cannot be sent to other ranks."""
+    if not isinstance(error, AutoparError):
+        return None
+    try:
+        sent = pickle.dumps(error)
+        pickle.loads(sent)
+    except Exception:
+        # Whatever keeps it from being sent, its message is sent as text.
+        return None
+    return sent

@@ -4,8 +4,8 @@ Ranks that are called with different arguments, or in different modes, would ent
 batch out of pieces of several. So every call compares a digest, and some calls compare the values of the batch, too.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from autopar.runtime.calls.inputs import BoundCall, constant_text
 from autopar.runtime.generated.random import Randomness
 from autopar.runtime.parameters import ParameterWatch
-from autopar.runtime.ranks.agreement import Agreement, Difference, Raised
+from autopar.runtime.ranks.agreement import Agreement, Difference
 from autopar.runtime.ranks.values import Leaf, ValueComparison
 from passes.ir.errors import InputError
 from passes.ir.mesh import Mesh
@@ -53,10 +53,6 @@ _ADVICE = {
 }
 
 
-# Compares the arguments of a call, its surroundings, and which parameters require gradients.
-Compare = Callable[[BoundCall, Surroundings, bytes, ParameterWatch], None]
-
-
 class CallComparison:
     """Compares the calls of one module between the ranks of its mesh."""
 
@@ -65,53 +61,43 @@ class CallComparison:
         self._agreement = agreement
         self._batch_axis = batch_axis
         self._number = 0
-        advice = (
+        self._comparison = ValueComparison(
+            agreement,
+            mesh,
+            "call",
             "a call takes the global batch, the same on every rank; give each rank's own samples through "
-            f"from_local(batch, axes=({batch_axis!r},))"
+            f"from_local(batch, axes=({batch_axis!r},))",
         )
-        self._comparison = ValueComparison(agreement, mesh, "call", advice)
         self.compares_floats = True
 
-    @contextmanager
-    def next_call(self) -> Iterator[Compare]:
-        """The next call: what raises within before the comparison is called raises on all ranks.
+    def telling(self) -> AbstractContextManager[None]:
+        """A context before `compare`: what raises within on one rank raises on all."""
+        return self._agreement.telling(_WHAT, self._where)
+
+    def compare(self, call: BoundCall, surroundings: Surroundings, flags: bytes, parameters: ParameterWatch) -> None:
+        """Compare the arguments of a call, its surroundings, and which parameters require gradients.
 
         Only calls that all ranks make alike are counted, so that all have the same number.
         """
-        compared = False
-
-        def compare(call: BoundCall, surroundings: Surroundings, flags: bytes, parameters: ParameterWatch) -> None:
-            nonlocal compared
-            compared = True
-            description = _description(call, surroundings, flags)
-            _, difference = self._agreement.compared(_WHAT, self._where, description)
-            if difference is not None:
-                said, advice = _difference_text(difference, parameters), _ADVICE[difference.name]
-                raise InputError(
-                    f"ranks are called differently in {self._where}: {said}; {advice.format(axis=self._batch_axis)}"
-                )
-            self._number += 1
-            with torch.no_grad():
-                self._comparison.compare(self._number, self._values(call))
-
-        try:
-            yield compare
-        except BaseException as error:
-            if not compared:
-                self._agreement.compared(_WHAT, self._where, Raised.of(error))
-            raise
+        _, difference = self._agreement.compared(_WHAT, self._where, _description(call, surroundings, flags))
+        if difference is not None:
+            said, advice = _difference_text(difference, parameters), _ADVICE[difference.name]
+            raise InputError(
+                f"ranks are called differently in {self._where}: {said}; {advice.format(axis=self._batch_axis)}"
+            )
+        self._number += 1
+        with torch.no_grad():
+            # Computed tensors may differ by rounding.
+            leaves = [
+                Leaf(name, (leaf.to_local() if isinstance(leaf, DTensor) else leaf).detach(), _split_on(leaf))
+                for name, leaf in sorted(call.tensors.items())
+                if leaf.grad_fn is None and (self.compares_floats or not leaf.is_floating_point())
+            ]
+            self._comparison.compare(self._number, leaves)
 
     @property
     def _where(self) -> str:
         return f"call {self._number + 1}"
-
-    def _values(self, call: BoundCall) -> list[Leaf]:
-        """The tensors that should be equal on all ranks, without computed ones, which may differ by rounding."""
-        return [
-            Leaf(name, (leaf.to_local() if isinstance(leaf, DTensor) else leaf).detach(), _split_on(leaf))
-            for name, leaf in sorted(call.tensors.items())
-            if leaf.grad_fn is None and (self.compares_floats or not leaf.is_floating_point())
-        ]
 
 
 def _split_on(leaf: Tensor) -> frozenset[int]:

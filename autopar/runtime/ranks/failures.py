@@ -40,7 +40,7 @@ def rank_failure(error: BaseException, where: str) -> RankFailedError:
     return RankFailedError(f"{where} failed, because {cause} (the collective ended with: {first_line})")
 
 
-def raise_named(error: Exception, where: str) -> NoReturn:
+def raise_named(error: RuntimeError, where: str) -> NoReturn:
     """Raise `error`, or a RankFailedError that says `where` if a collective has raised it."""
     if is_collective_failure(error):
         raise rank_failure(error, where) from error
@@ -52,7 +52,7 @@ def naming_collectives(where: str) -> Iterator[None]:
     """Context in which errors of collectives become a RankFailedError that names `where`."""
     try:
         yield
-    except Exception as error:
+    except RuntimeError as error:
         raise_named(error, where)
 
 
@@ -79,6 +79,7 @@ class FailureReports:
         except RankFailedError as error:
             raise RankFailedError(f"{self._where()}: {error}") from error
         except BaseException as error:
+            # The other ranks are told of all that ends this call, an interrupt too.
             if is_collective_failure(error):
                 raise rank_failure(error, self._where()) from error
             self._tell(f"{type(error).__name__} in {self._where()}: {error}".rstrip(": "))

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from datetime import timedelta
 from weakref import WeakKeyDictionary
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.constants import default_pg_nccl_timeout, default_pg_timeout
@@ -36,7 +35,8 @@ def cpu_group(mesh: DeviceMesh) -> dist.ProcessGroup:
     a thread) cannot come between. Its ranks are sorted; `ranks_of` gives the order of the mesh. Collective over the
     mesh.
     """
-    return _group(tuple(sorted(ranks_of(mesh))), _cpu_backend(), "cpu")
+    backends = dict(item.split(":", 1) for item in dist.get_backend_config().split(",") if ":" in item)
+    return _group(tuple(sorted(ranks_of(mesh))), backends.get("cpu", "gloo"), "cpu")
 
 
 def axes_group(mesh: DeviceMesh, axes: Sequence[int]) -> tuple[dist.ProcessGroup, Tensor]:
@@ -103,12 +103,6 @@ def _default_group() -> dist.ProcessGroup:
     group = dist.group.WORLD
     assert group is not None, "no process group is initialized"
     return group
-
-
-def _cpu_backend() -> str:
-    """The backend that the default process group has for CPUs, or else gloo."""
-    backends = dict(item.split(":", 1) for item in dist.get_backend_config().split(",") if ":" in item)
-    return backends.get(torch.device("cpu").type, "gloo")
 
 
 def _group(ranks: tuple[int, ...], backend: str | None, purpose: str) -> dist.ProcessGroup:

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import autopar
-from autopar.models.callables import callable_fingerprint
+from autopar.models.fingerprint import callable_fingerprint
 from autopar.models.losses import with_loss
 from autopar.testing import LiftFloat32, compare_on_mesh, run_ranks
 from tests.autopar.models import test_losses as test_loss

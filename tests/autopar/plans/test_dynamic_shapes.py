@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 import autopar
+from autopar.models.info import structure_of
 from autopar.plans import dynamic_shapes as sizes
-from autopar.plans.dynamic_shapes import structure_of
 from autopar.testing import LiftFloat32, run_ranks
 from tests.architectures import ARCHITECTURES
 from tests.autopar.comparing import MESHES, TOLERANCE

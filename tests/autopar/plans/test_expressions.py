@@ -10,11 +10,9 @@ from torch import nn
 
 import autopar
 from autopar import ExpressionError, Plan
-from autopar.models.info import read_model
-from autopar.models.traces import tracing
+from autopar.models.info import read_model, tracing
 from autopar.options import Options
-from autopar.planner import PlannedModel, plan_model
-from autopar.plans.simulator import Simulator
+from autopar.planner import PlannedModel, plan_model, simulated_memory
 from autopar.request import make_request
 from passes.capture import capture
 from passes.clock import Clock
@@ -98,8 +96,8 @@ def planned_at(
     if mesh == case.mesh:
         decisions = replace(decisions, methods=None, strategies=done.decided[name], stored=done.stored)
     space = replace(request.space(info.casts(request.precision), decisions), memory_limit=float("inf"))
-    found = search(program, space, Simulator(info, request), Clock())
-    use = memory_use(found.problem, found.solution, request.optimizer_states)
+    found = search(program, space, partial(simulated_memory, info, request), Clock())
+    use = memory_use(found.problem, found.solution, space.optimizer_states)
     return use.peak, found.seconds.total
 
 

@@ -124,14 +124,14 @@ class Counts(nn.Module):
 
 
 def test_the_line_of_a_refused_custom_autograd_function_is_named() -> None:
-    """As of everything in a trace."""
+    """The error names file and line, as all errors of a trace do."""
     with pytest.raises(CaptureError, match=r"test_capture.py:\d+: the autograd.Function .*:Counting does not give"):
         captured(Counts(), x=X)
 
 
 def _local(x: Tensor) -> Tensor:
     class Local(torch.autograd.Function):
-        """Of no module."""
+        """A function that is defined inside of another one."""
 
         @staticmethod
         def forward(ctx: custom.Context, x: Tensor) -> Tensor:

@@ -70,7 +70,7 @@ def _overwritten(x: Tensor) -> tuple[bool, ...]:
 
 
 def test_what_is_overwritten_is_known_no_longer() -> None:
-    """Nor is anything in the same memory."""
+    """Tensors that share its memory are not readable any more either."""
     assert followed(_overwritten, x=torch.ones(2))[0] == (True, False, False, False, True)
 
 

@@ -160,5 +160,5 @@ def test_more_bytes_never_take_less(cluster: str, collective: str) -> None:
 
 @pytest.mark.parametrize("collective", ["all_gather", "reduce_scatter", "all_reduce", "all_to_all"])
 def test_one_device_sends_nothing(collective: str) -> None:
-    """Nor does it start anything."""
+    """A collective on one device costs no latency either."""
     assert collective_seconds(collective, 1e9, route(1)) == 0.0

@@ -226,7 +226,7 @@ def test_a_gap_is_shown() -> None:
     ("gap", "claim"), [(0.0, "the best of those searched"), (0.025, "at most 2.50% above the best of those searched")]
 )
 def test_nothing_is_claimed_of_what_was_not_searched(gap: float, claim: str) -> None:
-    """Where not all that was offered was searched, no plan is called optimal, nor is there a bound on all."""
+    """After an incomplete search the head neither calls a plan optimal nor gives a bound on all plans."""
     program = dataclasses.replace(example().programs["train"], gap=gap, complete=False)
     text = str(dataclasses.replace(example(), programs={"train": program}))
     assert f"1.5 ms, {claim}" in text

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
 from autopar.runtime import Axis
-from autopar.runtime.generated.axis import axes_of
+from autopar.runtime.state import axes_of
 from passes._torch import TorchDispatchMode
 from passes.cost.forms import form_contexts
 from passes.ir.choices import Cover, Edge, EdgeGroup, Node, Problem, Solution, Strategy, StrategyBytes

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from autopar.discover import suggested
-from autopar.discover.calls import taken
-from autopar.discover.draws import call_of, draws
+from autopar.discover.calls import call_of, draws, taken
 from autopar.testing.ranks import RankError, run_ranks
 from passes.ir.layout import I, P, Placement, R
 from passes.ir.mesh import Mesh

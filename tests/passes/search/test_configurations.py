@@ -5,8 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from autopar.models.info import read_model
-from autopar.models.traces import tracing
+from autopar.models.info import read_model, tracing
 from autopar.options import Options
 from autopar.request import make_request
 from passes.capture import capture

@@ -6,8 +6,7 @@ from functools import partial
 import pytest
 import torch
 
-from autopar.models.info import read_model
-from autopar.models.traces import tracing
+from autopar.models.info import read_model, tracing
 from autopar.options import Options
 from autopar.request import make_request
 from passes.capture import capture
@@ -50,7 +49,7 @@ class Simulator:
 
 
 def test_a_plan_that_does_not_fit_is_not_tried_again(asked: tuple[Space, Program]) -> None:
-    """However little the simulator counts above the limit, another plan follows; the gap is one to all plans."""
+    """A plan that exceeds the limit by one byte is followed by another one, and the gap counts all plans."""
     space, program = asked
     limit = 1e6
     simulator = Simulator(limit, 2)
@@ -62,14 +61,14 @@ def test_a_plan_that_does_not_fit_is_not_tried_again(asked: tuple[Space, Program
 
 
 def test_the_search_says_that_a_plan_may_exist(asked: tuple[Space, Program]) -> None:
-    """Where attempts end, nothing is claimed that was not shown."""
+    """The error after the last attempt says that a plan may exist, and names what was tried."""
     space, program = asked
     with pytest.raises(InfeasibleError, match=r"though one may exist: of \d+ tried the last exceeds it"):
         search(program, replace(space, memory_limit=1e6), Simulator(1e6, 1000), Clock())
 
 
 def test_bounds_on_few_choices_are_not_remembered(asked: tuple[Space, Program]) -> None:
-    """On refined meshes nodes do what they did on coarser ones: that bounds nothing else."""
+    """On a refined mesh nodes keep their choices of the coarser one, so its bound holds for nothing else."""
     space, program = asked
     subproblems = Subproblems(MicroBatchPrograms(program, space, Clock()), space, Clock(), space.memory_limit)
     parent = choose(subproblems)

@@ -60,7 +60,7 @@ def _shared(case: Planning) -> SharedDecisions:
 
 
 def test_the_number_of_decisions_is_constant_in_depth() -> None:
-    """Whatever the number of periods, with one layer left over, or with two, between which a tensor is carried."""
+    """7 and 31 layers have equally many decisions; 32 have one more, on the tensor between two layers left over."""
     few, many, two = (_shared(_planning(count)) for count in (7, 31, 32))
     assert len(few.nodes) == len(many.nodes) == len(two.nodes) - 1
     assert len(few.groups) == len(many.groups)

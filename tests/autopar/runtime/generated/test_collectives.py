@@ -10,8 +10,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from autopar import runtime
-from autopar.runtime.generated.axis import Axis, axes_of
 from autopar.runtime.generated.saving import saving
+from autopar.runtime.state import Axis, axes_of
 from autopar.testing import run_ranks
 from passes.ir.layout import I, P, Placement, R, S
 from passes.ir.redistribution import COLLECTIVES

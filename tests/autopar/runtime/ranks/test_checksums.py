@@ -5,8 +5,8 @@ from unittest import mock
 import pytest
 import torch
 
-from autopar.runtime.ranks import checksums
-from autopar.runtime.ranks.checksums import Checksums, checksum
+from autopar.runtime.ranks import values
+from autopar.runtime.ranks.values import Checksums, checksum
 
 DTYPES = [
     torch.bool,
@@ -23,7 +23,7 @@ DTYPES = [
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_element_counts(dtype: torch.dtype) -> None:
-    """Of no two tensors that differ in one element, or in the places of two, the checksums are equal."""
+    """Tensors that differ in one element, or in the places of two, have different checksums."""
     base = torch.zeros(2, 3).to(dtype)
     seen = {int(checksum(base))}
     for place in range(6):
@@ -48,6 +48,6 @@ def test_in_pieces() -> None:
     """Large tensors are summed in pieces, which changes nothing."""
     tensor = torch.randn(1000, generator=torch.Generator().manual_seed(0))
     whole = int(checksum(tensor))
-    with mock.patch.object(checksums, "_CHUNK", 64):
+    with mock.patch.object(values, "_CHUNK", 64):
         assert int(checksum(tensor)) == whole
     assert Checksums([tensor, tensor[:500]]).read() == [whole, int(checksum(tensor[:500]))]

@@ -136,7 +136,7 @@ def _interrupted() -> str:
     dist_model, _, mesh = parallel_stack()
     if mesh.get_rank() == 1:
         with (
-            mock.patch("autopar.runtime.calls.call.bound_call", side_effect=KeyboardInterrupt),
+            mock.patch("autopar.runtime.calls.programs.bound_call", side_effect=KeyboardInterrupt),
             pytest.raises(KeyboardInterrupt),
         ):
             dist_model(**batch())
