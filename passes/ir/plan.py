@@ -23,7 +23,7 @@ from passes.ir.work import IdleAxes, Work
 
 T = TypeVar("T")
 
-FORMAT_VERSION = 11
+FORMAT_VERSION = 12
 
 # Symbols of the first and the second dim of inputs in formulas.
 BATCH, SEQUENCE = "batch", "sequence"
@@ -124,9 +124,8 @@ class ProgramPlan:
     over all plans that were offered if the search was `complete`, else over those that it looked at. `bound_s` is a
     lower bound on the step time of all plans that were offered. `hidden` are seconds of communication that overlap
     computation. `seconds_on_one` is the computation time of the step on one device. `whole_batch` is the reason why the
-    batch cannot be split into micro-batches, if that was requested. `by_clock` says that a time limit ended the search,
-    so that another machine may find another plan. `work` is what a step computes; `idle` are the axes that split little
-    of it, None where all do.
+    batch cannot be split into micro-batches, if that was requested. `work` is what a step computes; `idle` are the axes
+    that split little of it, None where all do.
     """
 
     stages: tuple[StagePlan, ...]
@@ -139,7 +138,6 @@ class ProgramPlan:
     hidden: float
     seconds_on_one: float
     whole_batch: str = ""
-    by_clock: bool = False
     work: Work = field(default_factory=Work)
     idle: IdleAxes | None = None
     complete: bool = True

@@ -18,18 +18,10 @@ class OutOfEffortError(Exception):
 
 @dataclass
 class Effort:
-    """Effort that was spent on a problem so far, in units.
-
-    `by_clock` says that a clock ended an operation that cannot be counted: another machine may find another solution.
-    """
+    """Effort that was spent on a problem so far, in units."""
 
     spent: float = 0.0
-    by_clock: bool = False
 
     def add(self, elements: float, calls: int = 1) -> None:
         """Count operations on so many array elements in all, in so many `calls`."""
         self.spent += (elements + calls * _CALL) / _UNIT
-
-    def operations(self, allowance: float, elements: float) -> int:
-        """The number of operations on so many array elements that `allowance` units are enough for."""
-        return int(allowance * _UNIT / elements)

@@ -7,8 +7,6 @@ import numpy as np
 from passes.solve.active_constraints import ActiveConstraints, first_constraints, remaining_choices, with_violated
 from passes.solve.branch_and_bound import Branch, split
 from passes.solve.effort import OutOfEffortError
-from passes.solve.gap import PROVEN
-from passes.solve.integer_program.limited import best_by_program
 from passes.solve.lagrangian.dual_ascent import DualAscent
 from passes.solve.limits import InfeasibleProgramError
 from passes.solve.pareto.frontiers import TooManyError
@@ -27,8 +25,6 @@ CLOSE = 0.2
 ENOUGH = 0.05
 # Number of the last multipliers that prune frontiers.
 SURROGATES = 20
-# A branch with fewer strategies is not split further.
-SMALL = 300
 
 
 class ExactSearch:
@@ -58,7 +54,7 @@ class ExactSearch:
                 step = open_part
             aim = min(self.gap.least, root.bound + step * unit)
             try:
-                self._exactly(root, aim, at_any_rate=self.gap.least == np.inf)
+                self._exactly(root, aim)
             except TooManyError:
                 most = step
             else:
@@ -73,19 +69,22 @@ class ExactSearch:
             self.gap.bound = max(self.gap.bound, min(least, self.gap.least))
 
     def _grow(self, branch: Branch) -> list[Branch]:
-        """The parts of a branch that may have a better choice; none if it was searched exactly."""
+        """The parts of a branch that may have a better choice; none if it was searched exactly.
+
+        Raises OutOfEffortError where the effort is spent, or where frontiers are too large and nothing to branch on.
+        """
         if not self.gap.is_open(branch.bound):
             return []
         try:
             branch.alive = self.instance.restricted(branch.multipliers, branch.alive, self.gap.least)
         except InfeasibleProgramError:
             return []
-        parts = split(self.instance, branch)
-        is_small = parts is None or sum(len(labels) for labels in branch.alive.values()) < SMALL
         with suppress(TooManyError):
-            self._exactly(branch, self.gap.least, at_any_rate=is_small)
+            self._exactly(branch, self.gap.least)
             return []
-        assert parts is not None
+        parts = split(self.instance, branch)
+        if parts is None:
+            raise OutOfEffortError
         found = []
         for alive in parts:
             if self.instance.arrays.effort.spent >= self.allowed:
@@ -101,35 +100,23 @@ class ExactSearch:
                     found.append(part)
         return found
 
-    def _exactly(self, branch: Branch, aim: float, at_any_rate: bool) -> None:
-        """Consider the best choice of a branch, if it takes less than `aim` seconds: by Pareto frontiers, and where
-        these get too large, `at_any_rate` by an integer program.
+    def _exactly(self, branch: Branch, aim: float) -> None:
+        """Consider the best choice of a branch, if it takes less than `aim` seconds, by Pareto frontiers.
 
         Only active constraints are imposed; those that the result violates come in, and it is solved again. Raises
         TooManyError.
         """
         active = first_constraints(self.instance, branch.multipliers, self.active)
         while True:
-            left = self.allowed - self.instance.arrays.effort.spent
-            if left <= 0:
+            if self.instance.arrays.effort.spent >= self.allowed:
                 raise OutOfEffortError
             try:
                 choices = remaining_choices(self.instance, active, branch.multipliers, branch.alive, aim)
-                try:
-                    solution, bound = best_by_frontiers(
-                        self.instance, active, choices, self.dual.tried[-SURROGATES:], aim
-                    )
-                except TooManyError:
-                    if not at_any_rate:
-                        raise
-                    solution, bound = best_by_program(self.instance, active, choices, aim, PROVEN, left)
+                solution = best_by_frontiers(self.instance, active, choices, self.dual.tried[-SURROGATES:], aim)
             except InfeasibleProgramError:
                 return
             self.gap.consider(solution)
             more = self.active = with_violated(self.instance, active, solution, branch.multipliers)
             if more == active:
-                # Programs are solved up to PROVEN, and rounding and tie_break_total take a little of a bound.
-                if bound < min(aim, self.gap.least) * (1 - 3 * PROVEN):
-                    raise OutOfEffortError
                 return
             active = more

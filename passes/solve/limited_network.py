@@ -1,6 +1,6 @@
 """The choices below an aim as a network with limited amounts: bytes at program points, traffic of overlap terms.
 
-Pareto frontiers and integer programs find the best choice in it.
+Pareto frontiers find the best choice in it.
 """
 
 from collections.abc import Mapping, Sequence

@@ -134,4 +134,4 @@ class Solver:
         """The incumbent with the bound that was found."""
         best = self.gap.best
         assert best is not None
-        return replace(best, bound=min(best.seconds, self.gap.bound), by_clock=self.effort.by_clock)
+        return replace(best, bound=min(best.seconds, self.gap.bound))

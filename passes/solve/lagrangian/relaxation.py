@@ -1,7 +1,7 @@
 """Lagrangian relaxation: limits on bytes and overlap terms become costs, and the rest is a problem without limits.
 
 At given multipliers each tensor is saved after its redistribution, or its source is saved and backward reruns the
-redistribution, whichever is cheaper. `pareto` and `integer_program` impose the limits as constraints.
+redistribution, whichever is cheaper. `pareto` imposes the limits as constraints.
 """
 
 from collections.abc import Iterable, Sequence, Set

@@ -17,8 +17,8 @@ from passes.solve.pareto.frontiers import ParetoFrontiers, Surrogate
 
 def best_by_frontiers(
     instance: Instance, active: ActiveConstraints, choices: Remaining, multipliers: Sequence[Multipliers], aim: float
-) -> tuple[Solution, float]:
-    """The best choice that meets the active constraints, and a bound on all that take less than `aim`. Each of the
+) -> Solution:
+    """The best choice that meets the active constraints, among those that take less than `aim` seconds. Each of the
     `multipliers` prunes more of the frontiers.
 
     Raises InfeasibleProgramError where there is no such choice, TooManyError where the frontiers get too large.
@@ -34,8 +34,7 @@ def best_by_frontiers(
     for column, index in enumerate(active.overlaps, 1 + len(active.points)):
         overlap = arrays.overlaps[index]
         seconds = seconds + overlap.weight * np.maximum(0.0, amounts[:, column] - overlap.cover)
-    choice = frontiers.choice(int(seconds.argmin()))
-    return solution_of(instance, choices, names, choice), float(seconds.min())
+    return solution_of(instance, choices, names, frontiers.choice(int(seconds.argmin())))
 
 
 def _surrogates(
