@@ -204,8 +204,12 @@ def nearest(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
     before = named(operand)
     times = {dim: one(f"times{dim}", made[dim] // max(operand[dim], 1)) for dim in space}
     after = tuple((*parts, *times.get(dim, ())) for dim, parts in enumerate(before))
-    found = factors(before, after, roles=dict.fromkeys((f"times{dim}" for dim in space), Role.WHOLE))
-    return Rule(found, (before,), (after,), linear=(frozenset({0}),))
+    return Rule(
+        factors(before, after, roles=dict.fromkeys((f"times{dim}" for dim in space), Role.WHOLE)),
+        (before,),
+        (after,),
+        linear=(frozenset({0}),),
+    )
 
 
 @rule_for("pixel_shuffle", "pixel_unshuffle")

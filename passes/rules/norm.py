@@ -20,8 +20,13 @@ def norm(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
     dims = (*named(shape[:first]), *inner)
     names = [f"inner{dim}" for dim in range(first, len(shape)) if shape[dim] != 1]
     operands = (dims, *((inner,) * (len(op.operands) - 1)))
-    found = factors(dims, roles=dict.fromkeys(names, Role.INSIDE))
-    return Rule(found, operands, (dims,), forms=dict.fromkeys(names, op.kind), saved=(Saved(0),))
+    return Rule(
+        factors(dims, roles=dict.fromkeys(names, Role.INSIDE)),
+        operands,
+        (dims,),
+        forms=dict.fromkeys(names, op.kind),
+        saved=(Saved(0),),
+    )
 
 
 @rule_for("softmax", "log_softmax", "_softmax", "_log_softmax", "logsumexp")

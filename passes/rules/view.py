@@ -130,5 +130,10 @@ def pad(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
     after, more = without(named(result), padded, "to")
     copies = op.arguments.get("mode", "constant") != "constant"
     zero = (copies or not op.arguments["value"]) and has_gradient(types[op.results[0]].dtype)
-    found = factors(before, after, roles={**roles, **more})
-    return Rule(found, (before,), (after,), linear=_LINEAR if zero else (), saved=(Saved(0),) if copies else ())
+    return Rule(
+        factors(before, after, roles={**roles, **more}),
+        (before,),
+        (after,),
+        linear=_LINEAR if zero else (),
+        saved=(Saved(0),) if copies else (),
+    )
