@@ -1,6 +1,7 @@
 """Ops as expressions: in idiomatic PyTorch where possible, else by the full name of the operator."""
 
 from collections.abc import Callable, Mapping
+from string import Formatter
 
 from passes._torch import schema_of
 from passes.codegen.scope import Scope
@@ -15,14 +16,11 @@ def expression(code: Scope, op: Op) -> str:
     written = writer(code, op.arguments) if writer else None
     if written is not None:
         return written
-    defaults = {argument.name: freeze(argument.default_value) for argument in schema_of(op.overload).arguments}
-    schema = schema_of(op.overload).arguments
-    required = {argument.name for argument in schema if not argument.has_default_value()}
-    by_name = {argument.name for argument in schema if argument.has_default_value() or argument.kwarg_only}
+    schema = {item.name: item for item in schema_of(op.overload).arguments}
     given = [
-        f"{name}={code.value(value)}" if name in by_name else code.value(value)
+        (f"{name}=" if schema[name].has_default_value() or schema[name].kwarg_only else "") + code.value(value)
         for name, value in op.arguments.items()
-        if name in required or value != defaults[name]
+        if not schema[name].has_default_value() or value != freeze(schema[name].default_value)
     ]
     return f"torch.ops.{op.target}({', '.join(given)})"
 
@@ -60,12 +58,14 @@ def _sized(name: str, argument: str) -> Writer:
     return write
 
 
-def _cast(code: Scope, arguments: Mapping[str, Argument]) -> str | None:
-    return f"{code.value(arguments['self'])}.to({arguments['dtype']})"
+def _template(text: str) -> Writer:
+    """An expression with the values of arguments in place of their names in braces."""
+    names = [name for _, name, _, _ in Formatter().parse(text) if name]
 
+    def write(code: Scope, arguments: Mapping[str, Argument]) -> str | None:
+        return text.format(**{name: code.value(arguments[name]) for name in names})
 
-def _negative(code: Scope, arguments: Mapping[str, Argument]) -> str | None:
-    return f"-{code.value(arguments['self'])}"
+    return write
 
 
 def _slice(code: Scope, arguments: Mapping[str, Argument]) -> str | None:
@@ -80,13 +80,6 @@ def _select(code: Scope, arguments: Mapping[str, Argument]) -> str | None:
     if not isinstance(dim, int) or dim < 0:
         return None
     return f"{code.value(arguments['self'])}[{':, ' * dim}{arguments['index']}]"
-
-
-def _joined(name: str) -> Writer:
-    def write(code: Scope, arguments: Mapping[str, Argument]) -> str | None:
-        return f"torch.{name}({code.value(arguments['tensors'])}, dim={arguments['dim']})"
-
-    return write
 
 
 def reduction(name: str) -> Writer:
@@ -148,17 +141,6 @@ def _pad(code: Scope, arguments: Mapping[str, Argument]) -> str | None:
     return f"{code.function('pad')}({code.value(arguments['self'])}, {code.value(arguments['pad'])}{mode}{value})"
 
 
-def _masked_fill(code: Scope, arguments: Mapping[str, Argument]) -> str | None:
-    tensor, mask, value = (code.value(arguments[item]) for item in ("self", "mask", "value"))
-    return f"{tensor}.masked_fill({mask}, {value})"
-
-
-def _complex(code: Scope, arguments: Mapping[str, Argument]) -> str | None:
-    """Pairs must lie next to each other in memory, from an even place on: a copy does."""
-    copied = "clone(memory_format=torch.contiguous_format)"
-    return f"torch.view_as_complex({code.value(arguments['self'])}.{copied})"
-
-
 def _addmm(code: Scope, arguments: Mapping[str, Argument]) -> str | None:
     if arguments["beta"] != 1 or arguments["alpha"] != 1:
         return None
@@ -183,24 +165,25 @@ _WRITERS: dict[str, Writer] = {
     "__and__": _sign("&"),
     "__or__": _sign("|"),
     "matmul": _sign("@"),
-    "neg": _negative,
+    "neg": _template("-{self}"),
     "pow": _method("pow", "exponent"),
-    "to": _cast,
+    "to": _template("{self}.to({dtype})"),
     "reshape": _sized("reshape", "shape"),
     "expand": lambda code, arguments: None if arguments["implicit"] else _sized("expand", "size")(code, arguments),
     "permute": _sized("permute", "dims"),
     "transpose": _method("transpose", "dim0", "dim1"),
     "slice": _slice,
     "select": _select,
-    "cat": _joined("cat"),
-    "stack": _joined("stack"),
+    "cat": _template("torch.cat({tensors}, dim={dim})"),
+    "stack": _template("torch.stack({tensors}, dim={dim})"),
     "mean": reduction("mean"),
     "sum": reduction("sum"),
     "where": _where,
     "pad": _pad,
-    "masked_fill": _masked_fill,
+    "masked_fill": _template("{self}.masked_fill({mask}, {value})"),
     "addmm": _addmm,
-    "view_as_complex": _complex,
+    # Pairs must lie next to each other in memory, from an even place on: those of a copy do.
+    "view_as_complex": _template("torch.view_as_complex({self}.clone(memory_format=torch.contiguous_format))"),
     "rms_norm": _functional("rms_norm", "input", "normalized_shape", weight=("weight", None), eps=("eps", None)),
     "arange": _arange,
     "embedding": _embedding,

@@ -29,8 +29,8 @@ class Analysis:
     `placed` are its ops in order, `blocks` the names of the blocks that contain them. `parameters` and `constant`
     (buffers and constants) are by the names that ops use, so those of regions are among them; `names` maps the names of
     a region's parameters and buffers to their names in the program (of the first copy), `exported` those of tensors
-    that are used outside of a region to their names inside. `depends`, `strided` and `passed_on` are names of tensors
-    (`dependents`, `strided` and `passed_on` say which). By keys of ops: their contexts (`contexts`), their saved
+    that are used outside of a region to their names inside. `depends` and `strided` are names of tensors
+    (`dependents` and `strided` say which). By keys of ops: their contexts (`contexts`), their saved
     tensors (`saved`), and whether they are `cheap` to recompute. `second` are the keys of the products that recompute
     of "ops" recomputes, `fused` ops that are compiled together with others, by their first result.
     """
@@ -44,7 +44,6 @@ class Analysis:
     exported: Mapping[str, str]
     depends: Set[str]
     strided: Set[str]
-    passed_on: Set[str]
     contexts: Mapping[str, OpContext]
     saved: Mapping[str, Sequence[Saved]]
     cheap: Mapping[str, Cheap]
@@ -83,7 +82,6 @@ def analyze(folded: Folded) -> Analysis:
         },
         depends=dependents(folded),
         strided=moved,
-        passed_on=given,
         contexts=contexts,
         saved={key: saved_tensors(context) for key, context in contexts.items()},
         cheap={
