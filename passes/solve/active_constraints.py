@@ -86,7 +86,7 @@ def remaining_choices(
     slack = instance.slack(multipliers, alive, own.fixed, aim)
     network = network_of(relaxed, alive)
     eliminate(network, own.fixed)
-    network.narrow({node: slack.nodes[node][labels] >= 0 for node, labels in network.labels.items()})
+    network.narrow({node: slack[node][labels] >= 0 for node, labels in network.labels.items()})
     repeats = decide_repeats(instance.arrays, instance.bytes, instance.points, multipliers, slack)
     return Remaining(network, plain, repeats, tie_break_total(relaxed) + instance.hidden(parts))
 

@@ -151,18 +151,14 @@ class Instance:
         if least is None:
             raise InfeasibleProgramError
         sizes = [len(costs) for costs in self.arrays.costs]
-        slack = Slack({}, {})
-        for node, own in least[0].items():
-            slack.nodes[node] = np.full(sizes[node], -np.inf)
-            slack.nodes[node][network.labels[node]] = threshold - own
-        if not all((left >= 0).any() for left in slack.nodes.values()):
+        slack = {node: np.full(sizes[node], -np.inf) for node in least}
+        for node, own in least.items():
+            slack[node][network.labels[node]] = threshold - own
+        if not all((left >= 0).any() for left in slack.values()):
             raise InfeasibleProgramError
-        for (first, second), pair in least[1].items():
-            slack.pairs[first, second] = np.full((sizes[first], sizes[second]), -np.inf)
-            slack.pairs[first, second][np.ix_(network.labels[first], network.labels[second])] = threshold - pair
         return slack
 
     def restricted(self, multipliers: Multipliers, alive: Alive, aim: float) -> Alive:
         """The strategies that may be in a choice which takes less than `aim`; raises as `slack` does."""
         slack = self.slack(multipliers, alive, frozenset(alive), aim)
-        return self._undominated({node: np.flatnonzero(left >= 0) for node, left in slack.nodes.items()})
+        return self._undominated({node: np.flatnonzero(left >= 0) for node, left in slack.items()})

@@ -122,20 +122,6 @@ class MessagePassing:
             found[node] = self.bound - self.least[node] + self.own[node]
         return found
 
-    def with_pair(self) -> dict[tuple[int, int], Floats]:
-        """A lower bound on all choices with each pair of labels of two linked nodes."""
-        found: dict[tuple[int, int], Floats] = {}
-        bound = self.bound
-        for link, rest in zip(self.links, self.rest, strict=True):
-            if link.producer == link.consumer:
-                continue
-            here = self.own[link.producer] - self.least[link.producer]
-            there = self.own[link.consumer] - self.least[link.consumer]
-            least = bound - rest + here[:, None] + there + link.rest[np.ix_(link.made, link.wanted)]
-            key = link.producer, link.consumer
-            found[key] = np.maximum(found[key], least) if key in found else least
-        return found
-
     def decode(self) -> dict[int, int]:
         """A primal choice: node by node the best label, given those before."""
         picks: dict[int, int] = {}

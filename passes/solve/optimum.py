@@ -101,9 +101,9 @@ def _by_sweeps(network: Network, enough: float) -> Optimum:
     return Optimum(network.strategies(picks), min(bounds.bound, best, enough), remaining)
 
 
-def least_with(network: Network, enough: float) -> tuple[dict[int, Floats], dict[tuple[int, int], Floats]] | None:
-    """Lower bounds on all choices with each label of every node, and with each pair of labels of two nodes that share
-    a cost. Labels that occur only in choices above `enough` are removed from `network`; None if no choice remains."""
+def least_with(network: Network, enough: float) -> dict[int, Floats] | None:
+    """Lower bounds on all choices with each label of every node. Labels that occur only in choices above `enough` are
+    removed from `network`; None if no choice remains."""
     if _cells(network) > FEW:
         bounds = MessagePassing(network)
         for number in range(1, SWEEPS + 1):
@@ -112,11 +112,11 @@ def least_with(network: Network, enough: float) -> tuple[dict[int, Floats], dict
             if number % SOME == 0 and find_order(network, bounds.living()).cells <= FEW:
                 break
         if find_order(network, bounds.living()).cells > MANY:
-            return bounds.with_label(), bounds.with_pair()
+            return bounds.with_label()
         network.narrow(bounds.alive)
     tables = Buckets(network)
     tables.learn()
-    return tables.with_label(), tables.with_pair()
+    return tables.with_label()
 
 
 def _cells(network: Network) -> int:

@@ -115,18 +115,6 @@ class Buckets:
         """The least cost of all choices with each label of every node; call `learn` first."""
         return {node: self._over(position, (node,)) for position, node in enumerate(self.order.nodes)}
 
-    def with_pair(self) -> dict[tuple[int, int], Floats]:
-        """The least cost of all choices with each pair of labels of two nodes that share a cost; call `learn` first."""
-        pairs = set(self.network.pairs)
-        uses = ((item.producer, consumer) for item in self.network.sharings for consumer, _ in item.consumers)
-        pairs.update(use for use in uses if use[0] != use[1])
-        found = {}
-        for first, second in pairs:
-            here, there = sorted((first, second), key=self.rank.__getitem__)
-            least = self._over(self.rank[here], (here, there))
-            found[first, second] = least if here == first else least.T
-        return found
-
 
 def shared(sharing: Sharing, scope: tuple[int, ...]) -> Floats:
     """The costs of a group over the labels of its nodes, in the order of `scope`."""

@@ -4,7 +4,7 @@ At given multipliers each tensor is saved after its redistribution, or its sourc
 redistribution, whichever is cheaper. `pareto` imposes the limits as constraints.
 """
 
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -110,13 +110,8 @@ class Repeats:
     open: Flags
 
 
-@dataclass(frozen=True)
-class Slack:
-    """The most seconds by which a choice is better than some aim, for each strategy of a node, and for each pair of
-    strategies of two nodes; below zero where none is."""
-
-    nodes: dict[int, Floats]
-    pairs: dict[tuple[int, int], Floats]
+# The most seconds by which a choice is better than some aim, for each strategy of a node; below zero where none is.
+Slack = Mapping[int, Floats]
 
 
 def decide_repeats(
@@ -156,9 +151,5 @@ def decided_reruns(
 
 def _left(slack: Slack, group: GroupArrays, edge: EdgeArrays) -> Floats:
     """The slack of each pair of strategies at both ends of a use."""
-    if (group.producer, edge.consumer) in slack.pairs:
-        return slack.pairs[group.producer, edge.consumer]
-    if (edge.consumer, group.producer) in slack.pairs:
-        return slack.pairs[edge.consumer, group.producer].T
-    here = slack.nodes.get(group.producer, np.full(len(group.made), np.inf))
-    return np.minimum(here[:, None], slack.nodes.get(edge.consumer, np.full(len(edge.wanted), np.inf)))
+    here = slack.get(group.producer, np.full(len(group.made), np.inf))
+    return np.minimum(here[:, None], slack.get(edge.consumer, np.full(len(edge.wanted), np.inf)))
