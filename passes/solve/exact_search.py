@@ -1,16 +1,28 @@
 """Closing the gap exactly: by Pareto frontiers in increasing intervals above the bound, then by branch and bound."""
 
+from collections.abc import Sequence
 from contextlib import suppress
 
 import numpy as np
 
-from passes.solve.active_constraints import ActiveConstraints, first_constraints, remaining_choices, with_violated
+from passes.ir.choices import Solution
+from passes.solve.active_constraints import (
+    ActiveConstraints,
+    Remaining,
+    first_constraints,
+    limited_network,
+    remaining_choices,
+    solution_of,
+    with_violated,
+)
 from passes.solve.branch_and_bound import Branch, split
 from passes.solve.effort import OutOfEffortError
+from passes.solve.instance import Instance
 from passes.solve.lagrangian.dual_ascent import DualAscent
+from passes.solve.lagrangian.relaxation import ROUNDING, Multipliers
 from passes.solve.limits import InfeasibleProgramError
-from passes.solve.pareto.frontiers import TooManyError
-from passes.solve.pareto.limited import best_by_frontiers
+from passes.solve.optimum import a_little_more
+from passes.solve.pareto.frontiers import ParetoFrontiers, Surrogate, TooManyError
 
 # The exact search covers this interval above the bound (relative to it) first, then so many times as much, and from
 # FURTHEST on everything. A gap below FIRST is not worth further dual iterations.
@@ -112,7 +124,7 @@ class ExactSearch:
                 raise OutOfEffortError
             try:
                 choices = remaining_choices(self.instance, active, branch.multipliers, branch.alive, aim)
-                solution = best_by_frontiers(self.instance, active, choices, self.dual.tried[-SURROGATES:], aim)
+                solution = _best_by_frontiers(self.instance, active, choices, self.dual.tried[-SURROGATES:], aim)
             except InfeasibleProgramError:
                 return
             self.gap.consider(solution)
@@ -120,3 +132,49 @@ class ExactSearch:
             if more == active:
                 return
             active = more
+
+
+def _best_by_frontiers(
+    instance: Instance, active: ActiveConstraints, choices: Remaining, multipliers: Sequence[Multipliers], aim: float
+) -> Solution:
+    """The best choice that meets the active constraints, among those that take less than `aim` seconds. Each of the
+    `multipliers` prunes more of the frontiers.
+
+    Raises InfeasibleProgramError where there is no such choice, TooManyError where the frontiers get too large.
+    """
+    arrays = instance.arrays
+    problem, names = limited_network(instance, active, choices)
+    surrogates = _surrogates(instance, active, [choices.plain, *multipliers], aim + choices.base)
+    frontiers = ParetoFrontiers(problem, surrogates)
+    amounts = frontiers.rows.amounts
+    if not len(amounts):
+        raise InfeasibleProgramError
+    seconds = amounts[:, 0] - choices.base
+    for column, index in enumerate(active.overlaps, 1 + len(active.points)):
+        overlap = arrays.overlaps[index]
+        seconds = seconds + overlap.weight * np.maximum(0.0, amounts[:, column] - overlap.cover)
+    return solution_of(instance, choices, names, frontiers.choice(int(seconds.argmin())))
+
+
+def _surrogates(
+    instance: Instance, active: ActiveConstraints, multipliers: Sequence[Multipliers], aim: float
+) -> list[Surrogate]:
+    """Constraints that every feasible choice of less than `aim` seconds satisfies: one for each of some multipliers,
+    and the limit at each point by itself."""
+    count = 1 + len(active.points) + len(active.overlaps)
+    overlaps = [instance.arrays.overlaps[index] for index in active.overlaps]
+    found = []
+    for item in multipliers:
+        dear = dict(zip(instance.points, item.bytes, strict=False))
+        bytes = [dear.get(point, 0.0) for point in active.points]
+        parts = [
+            item.overlaps[index] * overlap.weight for index, overlap in zip(active.overlaps, overlaps, strict=True)
+        ]
+        most = aim + sum(price * active.limit for price in bytes)
+        most += sum(part * overlap.cover for part, overlap in zip(parts, overlaps, strict=True))
+        found.append(Surrogate(np.array([1.0, *bytes, *parts]), a_little_more(most)))
+    for index in range(len(active.points)):
+        alone = np.zeros(count)
+        alone[1 + index] = 1.0
+        found.append(Surrogate(alone, active.limit * (1 + ROUNDING)))
+    return found
