@@ -11,16 +11,22 @@ from passes.ir.layout import I, Layout, Placement, R, is_dtensor
 from passes.ir.program import references
 from passes.rules.rule import replicated
 from passes.rules.strategies import combine, op_strategies
-from passes.strategies.analysis import Analysis
+from passes.strategies.analysis import Analysis, Placed
 from passes.strategies.constrained import meeting, refuse_unfollowed
 from passes.strategies.operations import OpCosts, is_negligible, op_costs, op_node
-from passes.strategies.parameters import blocks_of_parameters, parameter_node
-from passes.strategies.places import Placed
 from passes.strategies.setting import Setting
 from passes.strategies.sizes import Sizes
 from passes.strategies.splits import Splits
-from passes.strategies.stored import storage
-from passes.strategies.tensors import buffer_node, carry_key, carry_node, input_node, output_node
+from passes.strategies.tensors import (
+    blocks_of_parameters,
+    buffer_node,
+    carry_key,
+    carry_node,
+    input_node,
+    output_node,
+    parameter_node,
+    storage,
+)
 
 
 @dataclass(frozen=True)

@@ -5,16 +5,14 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 
 from passes.cost.cluster import Cluster, Device
+from passes.cost.forms import workspace
 from passes.cost.fusion import Fused
 from passes.cost.price import OpPrices, OpSeconds
-from passes.cost.workspace import workspace
 from passes.ir.choices import Node, Strategy, StrategyBytes
 from passes.ir.rule import Saved
 from passes.rules.cheap import Cheap, is_cheap
 from passes.rules.strategies import Choices, OpContext
-from passes.strategies.analysis import Analysis
-from passes.strategies.places import Placed
-from passes.strategies.saved import is_viewing
+from passes.strategies.analysis import Analysis, Placed, is_viewing
 from passes.strategies.sizes import Sizes
 
 

@@ -7,7 +7,7 @@ from passes.ir.program import Program
 from passes.ir.rule import Factor, Part, Rule
 from passes.regions import fold
 from passes.rules import find_rule, rule_for, signature, written_rule
-from passes.strategies.places import place
+from passes.strategies.analysis import place
 from tests.passes.helpers import Apply, normalized
 
 _BATCH = ((Part("b", 4),),)
