@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from passes.codegen.code import INDENT, Code, Shared
 from passes.codegen.lines import WIDTH, broken, signature
 from passes.codegen.module_names import attribute, class_name, copy_path, loop_name, unpacked
-from passes.codegen.units import units_text
 from passes.codegen.values import value_text
 from passes.ir.lowered import Loop, Stage
 from passes.ir.mesh import Mesh
@@ -102,3 +101,18 @@ class ModuleWriter:
         lines += signature("    ", "def forward", ["self", *arguments])
         end = f"return {leaves[0]}," if len(leaves) == 1 else f"return {', '.join(leaves)}"
         return [*lines, *code.prologue(), *code.lines, f"{INDENT}{end if leaves else 'return ()'}"]
+
+
+def units_text(stage: Stage, number: int, mesh: Mesh) -> str:
+    """A sentence for each FSDP unit around a copy of loop `number` of a stage, with a space before it."""
+    text, units = "", stage.units
+    first = {names[0] for names in stage.loops[number].owned.values()} & units.gathered
+    own = [units.units[unit] for copies in units.around_copies[number : number + 1] for unit in copies[0]]
+    own += [unit for unit in units.units if not unit.gathers and first.intersection(unit.parameters)]
+    for unit in own:
+        kinds = [("sharded", unit.sharded), ("replicated", unit.replicated)]
+        stored = [f"{kind} over {', '.join(mesh.names[axis] for axis in axes)}" for kind, axes in kinds if axes]
+        count = len(units.gathered.intersection(unit.parameters))
+        parameters = f"{count} parameter{'' if count == 1 else 's'} {' and '.join(stored)}"
+        text += f" {'fully_shard' if unit.gathers else 'all_reduce'}: {parameters}."
+    return text

@@ -1,13 +1,23 @@
-"""Local forms that an op runs under a strategy: their share of its work and their contexts."""
+"""The part of an op that a rank runs under a strategy: its local forms, the kernel of its attention, and its workspace.
 
-from collections.abc import Iterator, Sequence
+Workspace is memory besides operands, results, and the gradients of both: from the allocations of torch's backward
+formulas, and from what local forms say themselves. A test compares all of it with them.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from math import prod
+from typing import NamedTuple
 
+import torch
+
+from passes.cost.compute import Work
 from passes.ir.choices import Strategy
-from passes.ir.layout import local_shape
+from passes.ir.layout import Shape, local_shape
 from passes.ir.mesh import Mesh
 from passes.ir.rule import Role, Rule
-from passes.rules.local_forms import LOCAL_FORMS, FormContext, LocalForm, Split
+from passes.rules.attention_kernels import Kernel, attention_kernel, attention_workspace
+from passes.rules.local_forms import LOCAL_FORMS, FormContext, LocalForm, Split, Workspace
 from passes.rules.rule import Choice
 from passes.rules.strategies import OpContext
 
@@ -55,3 +65,106 @@ def form_contexts(
                 LOCAL_FORMS[choice.form],
                 FormContext(context.op, axis, mesh.sizes[axis], shapes, dtype, rows, dim, prod(later), reach, device),
             )
+
+
+# Passes over scores without a fused kernel: the first product writes them, the softmax reads and writes, the second
+# product reads them. A mask is read, and added to them. The backward pass has twice the products.
+_FORWARD_PASSES, _MASK_PASSES, _BACKWARD_PASSES = 4, 3, 6
+
+
+class Attention(NamedTuple):
+    """Attention on one rank: the kernel, the local query, key and value, and whether scores are masked."""
+
+    kernel: Kernel
+    operands: tuple[Shape, ...]
+    is_masked: bool
+
+
+def local_attention(
+    context: OpContext, choices: Sequence[Choice], strategy: Strategy, mesh: Mesh, device: str
+) -> Attention | None:
+    """The attention that a rank computes; None for other ops."""
+    if context.op.kind != "scaled_dot_product_attention":
+        return None
+    shapes = tuple(
+        local_shape(type.shape, layout, mesh)
+        for type, layout in zip(context.operands[:3], strategy.operands[:3], strict=True)
+    )
+    masked = len(context.operands) > 3
+    split = any(choice.form for choice in choices)
+    if split:
+        # The local form repeats grouped heads.
+        query, keys = shapes[0], shapes[1:]
+        shapes = (query, *((each[0], query[1], *each[2:]) for each in keys))
+    kernel = attention_kernel(
+        device,
+        context.operands[0].dtype,
+        shapes,
+        masked=masked or split,
+        dropout=bool(context.op.arguments["dropout_p"]),
+    )
+    return Attention(kernel, shapes, masked or split or bool(context.op.arguments["is_causal"]))
+
+
+def attention_work(work: Work, attention: Attention) -> Work:
+    """`work` as the kernel does it: without a fused one as products and passes over whole scores, at least in single
+    precision. Tiles of fused ones are as wide as the widths on average."""
+    query, key, value = attention.operands
+    if attention.kernel is not Kernel.MATH:
+        return replace(work, width=(query[-1] + value[-1]) / 2)
+    scores = prod(query[:-1]) * key[-2]
+    dtype = work.dtype if work.dtype.itemsize >= torch.float32.itemsize else torch.float32
+    forward = 2.0 * scores * (query[-1] + value[-1])
+    parts = sum(work.backward)
+    passed = scores * dtype.itemsize
+    return replace(
+        work,
+        dtype=dtype,
+        reads=work.reads + (_FORWARD_PASSES + _MASK_PASSES * attention.is_masked) * passed,
+        back=work.back + _BACKWARD_PASSES * passed,
+        forward=forward,
+        backward=[2 * forward * part / parts for part in work.backward] if parts else work.backward,
+        elements=scores,
+        unaligned=False,
+        batched=True,
+    )
+
+
+# Temporaries that are live at once in the backward pass, in tensors of the first operand's size.
+# pow: the power below and its product with the exponent. rsqrt: the result to the third, and half of that.
+# cross_entropy_loss: the gradient of the logarithms.
+TEMPORARIES: Mapping[str, float] = {"pow": 2.0, "rsqrt": 2.0, "cross_entropy_loss": 1.0}
+# The same in tensors of the result's size, where an operand that is repeated has a gradient: products of full size
+# before they are summed (of a divisor: the quotient, its negative, and the product with the gradient).
+REPEATED: Mapping[str, float] = {"mul": 1.0, "div": 3.0}
+
+
+def workspace(context: OpContext, choices: Sequence[Choice], strategy: Strategy, mesh: Mesh, device: str) -> Workspace:
+    """Bytes that autograd saves besides what the rule says, and bytes of temporaries in the backward pass, on a rank of
+    `mesh` of devices of the type `device`."""
+    if not context.flows or not context.operands:
+        return 0.0, 0.0
+    for form, about in form_contexts(context, choices, strategy, mesh, device):
+        return form.workspace(about)
+    if context.op.kind not in _KINDS:
+        return 0.0, 0.0
+    shapes = [
+        local_shape(type.shape, layout, mesh) for type, layout in zip(context.operands, strategy.operands, strict=True)
+    ]
+    attention = local_attention(context, choices, strategy, mesh, device)
+    if attention is not None:
+        masks = zip(context.operands[3:], shapes[3:], strict=True)
+        converted = sum(prod(shape) for type, shape in masks if type.dtype is torch.bool)
+        dropout = bool(context.op.arguments["dropout_p"])
+        dtype = context.operands[0].dtype
+        return attention_workspace(attention.kernel, dtype, attention.operands, mask=converted, dropout=dropout)
+    operands = [prod(shape) * type.dtype.itemsize for shape, type in zip(shapes, context.operands, strict=True)]
+    backward = TEMPORARIES.get(context.op.kind, 0.0) * operands[0]
+    whole = context.results[0]
+    result = prod(local_shape(whole.shape, strategy.results[0], mesh)) * whole.dtype.itemsize
+    if any(flows and size < result for flows, size in zip(context.flowing_operands, operands, strict=True)):
+        backward += REPEATED.get(context.op.kind, 0.0) * result
+    return 0.0, backward
+
+
+_KINDS = frozenset((*TEMPORARIES, *REPEATED, "scaled_dot_product_attention"))

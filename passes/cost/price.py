@@ -4,10 +4,9 @@ from collections.abc import Mapping, Sequence, Set
 from functools import cached_property
 from typing import NamedTuple
 
-from passes.cost.attention import Attention, attention_work, local_attention
 from passes.cost.cluster import Cluster
 from passes.cost.compute import Work, compute_seconds
-from passes.cost.forms import form_contexts, shares
+from passes.cost.forms import Attention, attention_work, form_contexts, local_attention, shares
 from passes.cost.fusion import Fused
 from passes.cost.hardware import ALIGNMENT
 from passes.cost.step_costs import StepCosts

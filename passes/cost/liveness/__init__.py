@@ -13,8 +13,7 @@ from passes.cost.liveness.profile import (
     StorageRef,
     Task,
 )
-from passes.cost.liveness.step import MicroBatchInputs
-from passes.cost.liveness.walk import MACHINES, Machine, MemoryPeak, Stored, peak_memory
+from passes.cost.liveness.step import MACHINES, Machine, MemoryPeak, MicroBatchInputs, Stored, peak_memory
 
 __all__ = [
     "KINDS",
