@@ -1,13 +1,14 @@
-"""One problem in one configuration: costs, bytes, program points and limits, and the relaxations that the solver
-bounds it by."""
+"""One problem in one configuration: costs, bytes, program points and limits, the relaxations that the solver bounds it
+by, and the least memory that any choice takes, to report infeasible limits early."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
 
-from passes.cost.memory import MemoryModel, MemoryUse
+from passes.cost.memory import MemoryModel, MemoryUse, memory_by_kind
+from passes.cost.program_points import Phase
 from passes.ir.arrays import Floats, Integers
 from passes.ir.choices import Problem, Solution
 from passes.ir.configuration import Configuration
@@ -16,8 +17,8 @@ from passes.solve.arrays import Arrays, Overlap
 from passes.solve.dominance import undominated
 from passes.solve.elimination.variables import eliminate
 from passes.solve.lagrangian.cutting_planes import Cut
-from passes.solve.lagrangian.relaxation import Multipliers, Slack, cheaper_reruns, relaxed
-from passes.solve.limits import InfeasibleProgramError, Limits
+from passes.solve.lagrangian.relaxation import ROUNDING, Multipliers, Slack, cheaper_reruns, relaxed
+from passes.solve.limits import InfeasibleProgramError, Limits, infeasible
 from passes.solve.optimum import a_little_more, least_with, network_of, optimum, tie_break_total
 from passes.solve.shared_decisions import SharedDecisions
 
@@ -162,3 +163,66 @@ class Instance:
         """The strategies that may be in a choice which takes less than `aim`; raises as `slack` does."""
         slack = self.slack(multipliers, alive, frozenset(alive), aim)
         return self._undominated({node: np.flatnonzero(left >= 0) for node, left in slack.items()})
+
+
+def refuse_if_hopeless(instance: Instance) -> None:
+    """Raise InfeasibleError if the sum of the least bytes of each node and each saved tensor does not fit."""
+    least = _least(instance, int(_least_at_all(instance).argmax()))
+    if least.peak > instance.limits.memory:
+        raise infeasible(instance.limits, least, "at least ")
+
+
+def refuse_if_impossible(instance: Instance, where: int) -> None:
+    """Raise InfeasibleError if even the choice of least memory at a point does not fit."""
+    limit = instance.limits.memory
+    scale = instance.arrays.value([0] * len(instance.arrays.costs)) / limit
+    bytes = [scale if point == where else 0.0 for point in instance.points]
+    multipliers = Multipliers(1e-9, bytes, [0.0] * len(instance.arrays.overlaps))
+    best = optimum(instance.relaxed(multipliers))
+    # Seconds and tie_break_total weigh a little, too.
+    if best.bound / scale > limit * (1 + ROUNDING):
+        raise infeasible(instance.limits, instance.use(instance.cheapest(best.picks, multipliers)))
+
+
+def smallest(instance: Instance, multipliers: Multipliers) -> MemoryUse:
+    """The memory of a choice that minimizes bytes, at the multipliers of each point."""
+    dear = replace(multipliers, bytes=[max(1e6 * price, 1e-30) for price in multipliers.bytes])
+    return instance.use(instance.cheapest(optimum(instance.relaxed(dear)).picks, dear))
+
+
+def _least_at_all(instance: Instance) -> Floats:
+    """The bytes of `_least` at each point."""
+    fractions = instance.bytes.fractions
+    found = np.zeros(len(fractions))
+    for size in instance.bytes.nodes:
+        if len(size.ranges):
+            found += (fractions.of(size.ranges) @ size.sizes).min(axis=1)
+    for group, saving in zip(instance.bytes.groups, instance.bytes.saved, strict=True):
+        if saving and group.source is not None:
+            # Few ranges hold the source in all its layouts: of each the smallest layout counts.
+            ranges, layouts = np.unique(group.source, axis=1, return_inverse=True)
+            smallest = np.full(ranges.shape[1], np.inf)
+            np.minimum.at(smallest, layouts.ravel(), group.source_bytes)
+            live = fractions.of(ranges.ravel()).reshape(len(found), *ranges.shape).sum(axis=1)
+            target = fractions.of(group.target).sum(axis=1) * group.target_bytes.min()
+            found += np.minimum((live * smallest).min(axis=1), target)
+    return found
+
+
+def _least(instance: Instance, point: int) -> MemoryUse:
+    """The least bytes of nodes and saved tensors at a point, each by itself."""
+    model = instance.bytes
+    fractions = model.at(point)
+    live: dict[str, float] = {}
+    optimizer = 0.0
+    for size in model.nodes:
+        pick = int(size.at(fractions).argmin())
+        for kind, number, sizes in zip(size.kinds, size.ranges.tolist(), size.sizes, strict=True):
+            live[kind] = live.get(kind, 0.0) + float(fractions[number] * sizes[pick])
+            is_gradient = model.ranges[number].phase is Phase.ACCUMULATED
+            optimizer += instance.limits.optimizer_states * float(sizes[pick]) * is_gradient
+    for group, saving in zip(model.groups, model.saved, strict=True):
+        if saving:
+            saved = group.saved(fractions)
+            live["saved"] = live.get("saved", 0.0) + float(min(saved.source.min(), saved.target.min()))
+    return memory_by_kind(live, optimizer, model.points[point].name)

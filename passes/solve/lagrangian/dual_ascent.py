@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import numpy as np
 
 from passes.solve.branch_and_bound import Branch
-from passes.solve.feasibility import refuse_if_impossible
 from passes.solve.gap import Gap
+from passes.solve.instance import refuse_if_impossible
 from passes.solve.lagrangian.cutting_planes import Cut, CuttingPlanes
 from passes.solve.lagrangian.relaxation import Multipliers
 
