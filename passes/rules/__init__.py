@@ -15,7 +15,7 @@ from passes.rules import (
     transform,
     view,
 )
-from passes.rules.registry import find_rule, registered, rule_for, signature, written_rule
+from passes.rules.parts import find_rule, registered, rule_for, signature, written_rule
 
 __all__ = [
     "attention",

@@ -7,8 +7,7 @@ from math import prod
 from passes.ir.layout import Shape
 from passes.ir.program import Op, TensorType
 from passes.ir.rule import Dims, Factor, Part, Role, Rule, Saved
-from passes.rules.parts import factors, is_tensor, named, one, per_dim, shapes
-from passes.rules.registry import rule_for
+from passes.rules.parts import factors, is_tensor, named, one, per_dim, rule_for, shapes
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,7 @@ from collections.abc import Mapping
 
 from passes.ir.program import Op, TensorType
 from passes.ir.rule import Rule, Saved
-from passes.rules.parts import factors, named
-from passes.rules.registry import rule_for
+from passes.rules.parts import factors, named, rule_for
 
 
 @rule_for("autograd_function")

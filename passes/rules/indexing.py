@@ -8,8 +8,7 @@ import torch
 from passes.ir.layout import Shape
 from passes.ir.program import Op, Ref, TensorType
 from passes.ir.rule import Dims, Role, Rule, Saved
-from passes.rules.parts import broadcast, dim_argument, dims_argument, factors, named, one, without
-from passes.rules.registry import rule_for
+from passes.rules.parts import broadcast, dim_argument, dims_argument, factors, named, one, rule_for, without
 
 _FIRST = (frozenset({0}),)
 

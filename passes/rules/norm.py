@@ -5,8 +5,7 @@ from collections.abc import Mapping
 
 from passes.ir.program import Op, TensorType
 from passes.ir.rule import Dims, Role, Rule, Saved
-from passes.rules.parts import dim_argument, factors, named, one
-from passes.rules.registry import rule_for
+from passes.rules.parts import dim_argument, factors, named, one, rule_for
 
 
 @rule_for("layer_norm", "rms_norm")

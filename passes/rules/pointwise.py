@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from passes._torch import schema_of
 from passes.ir.program import Op, Ref, TensorType, has_gradient
 from passes.ir.rule import Rule, Saved
-from passes.rules.parts import broadcast, factors, named
-from passes.rules.registry import rule_for
+from passes.rules.parts import broadcast, factors, named, rule_for
 
 NONE: tuple[Saved, ...] = ()
 SELF = (Saved(0),)

@@ -7,8 +7,7 @@ import torch
 
 from passes.ir.program import Op, TensorType
 from passes.ir.rule import Factor, Part, Role, Rule, Saved
-from passes.rules.parts import broadcast, dim_argument, dims_argument, factors, named, one
-from passes.rules.registry import rule_for
+from passes.rules.parts import broadcast, dim_argument, dims_argument, factors, named, one, rule_for
 
 
 @dataclass(frozen=True)

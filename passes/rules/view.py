@@ -6,8 +6,7 @@ from math import gcd, prod
 from passes.ir.layout import Shape
 from passes.ir.program import Op, TensorType, has_gradient
 from passes.ir.rule import Dims, Part, Role, Rule, Saved
-from passes.rules.parts import dim_argument, dims_argument, factors, named, shapes, unit_parts, without
-from passes.rules.registry import rule_for
+from passes.rules.parts import dim_argument, dims_argument, factors, named, rule_for, shapes, unit_parts, without
 
 _LINEAR = (frozenset({0}),)
 _WHOLE = {"whole": Role.WHOLE}
