@@ -14,8 +14,7 @@ from passes.cost.cluster import Cluster
 from passes.cost.liveness import MACHINES, Machine, MemoryPeak, MicroBatchInputs, Stored, peak_memory
 from passes.ir.configuration import Configuration
 from passes.ir.leaves import input_leaves
-from passes.ir.lowered import Lowered
-from passes.ir.variables import Variables
+from passes.ir.lowered import Lowered, Variables
 from passes.micro_batches import MicroBatches
 
 

@@ -26,10 +26,9 @@ from passes.cost.walk import walk
 from passes.ir.choices import Problem, Solution
 from passes.ir.configuration import Configuration
 from passes.ir.errors import ConstraintError, InfeasibleError, MeshError, MicroBatchError, PlanMismatchError
-from passes.ir.lowered import Lowered, only_stage
+from passes.ir.lowered import Lowered, Variables, only_stage
 from passes.ir.mesh import Mesh
 from passes.ir.program import Folded, Program
-from passes.ir.variables import Variables
 from passes.lower import lower
 from passes.lower.recompute import check_patterns
 from passes.micro_batches import MicroBatches

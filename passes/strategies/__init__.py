@@ -11,8 +11,7 @@ from passes.ir.program import Folded
 from passes.strategies.analysis import Analysis, analyze
 from passes.strategies.connections import connect
 from passes.strategies.nodes import Nodes
-from passes.strategies.setting import Setting
-from passes.strategies.sizes import Sizes
+from passes.strategies.setting import Setting, Sizes
 from passes.strategies.splits import find_splits
 
 __all__ = ["Setting", "candidates"]

@@ -13,7 +13,7 @@ from passes.ir.rule import Saved
 from passes.rules.cheap import Cheap, is_cheap
 from passes.rules.strategies import Choices, OpContext
 from passes.strategies.analysis import Analysis, Placed, is_viewing
-from passes.strategies.sizes import Sizes
+from passes.strategies.setting import Sizes
 
 
 def is_negligible(context: OpContext, depends: Set[str], device: Device) -> bool:

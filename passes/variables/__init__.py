@@ -8,14 +8,11 @@ That decides how long tensors live, so the memory simulator reads the same varia
 
 from collections.abc import Iterable
 
-from passes.ir.lowered import Loop, Stage
+from passes.ir.lowered import FunctionVariables, Loop, Stage, Variables
 from passes.ir.mesh import Mesh
 from passes.ir.program import Ref, references
-from passes.ir.variables import FunctionVariables, Variables
 from passes.ir.vocabulary import RESERVED, identifier
-from passes.variables.function import Function
-from passes.variables.hints import hints
-from passes.variables.names import Names
+from passes.variables.function import Function, Names, hints
 
 
 def name_variables(stage: Stage, mesh: Mesh) -> Variables:

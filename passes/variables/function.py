@@ -1,12 +1,186 @@
-"""The variables of one generated function."""
+"""The variables of one generated function, and their names: after the modules that compute the values, and after the
+fields that return them."""
 
-from collections.abc import Collection, Iterable, Sequence
+import keyword
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from passes.ir.lowered import Body, Compute, Loop, Redistribution
+from passes.ir.lowered import Body, Compute, FunctionVariables, Loop, LoopVariables, Redistribution
 from passes.ir.program import Op
-from passes.ir.variables import LoopVariables
 from passes.ir.vocabulary import identifier, numbered, plain
-from passes.variables.names import Names
+
+# Stands for a reader that is not a module: a loop, or the function's return.
+_NO_MODULE = "?"
+
+
+def hints(body: Body, returned: Mapping[str, str]) -> dict[str, str]:
+    """The names that values of `body` should have, by value.
+
+    A value that leaves its module is named after the module ("q_proj"), one that the model returns after the field
+    ("loss"), values that layers pass on "hidden". `returned` maps values to the fields that return them.
+    """
+    found: dict[str, str] = {}
+    leaving: dict[str, set[str]] = {}
+    readers = _reading_modules(body)
+    for statement in body.statements:
+        if isinstance(statement, Compute):
+            module = statement.op.module
+            for value in statement.op.results:
+                if not all(_within(reader, module) for reader in readers.get(value, ())):
+                    leaving.setdefault(module, set()).add(value)
+        elif isinstance(statement, Loop):
+            found.update({_origin(initial): "hidden" for initial in statement.initial[:1]})
+    for module, values in leaving.items():
+        leaf = module.rsplit(".", 1)[-1].partition("[")[0]
+        for value in values:
+            if leaf == "*" or leaf.replace("-", "").isdigit():
+                found[value] = "hidden"
+            elif leaf and len(values) == 1:
+                found.setdefault(value, identifier(leaf))
+    found.update({_origin(value): identifier(name.rsplit(".", 1)[-1]) for value, name in returned.items()})
+    return found
+
+
+def _origin(value: str) -> str:
+    """The value before its redistributions."""
+    return value.partition("~")[0]
+
+
+def _within(module: str, owner: str) -> bool:
+    return module == owner or module.startswith(f"{owner}.") or not owner
+
+
+def _reading_modules(body: Body) -> dict[str, list[str]]:
+    """The modules that read each value."""
+    found: dict[str, list[str]] = {}
+    for statement in body.statements:
+        # A redistribution passes on what its own readers read.
+        for value in () if isinstance(statement, Redistribution) else statement.reads:
+            module = statement.op.module if isinstance(statement, Compute) else _NO_MODULE
+            found.setdefault(_origin(value), []).append(module)
+    for value in body.results:
+        found.setdefault(_origin(value), []).append(_NO_MODULE)
+    return found
+
+
+# Names of results of operators whose own name shadows a builtin or says little.
+_KINDS = {
+    "abs": "magnitude",
+    "all": "every",
+    "any": "some",
+    "cross_entropy_loss": "loss",
+    "eq": "mask",
+    "ge": "mask",
+    "gt": "mask",
+    "le": "mask",
+    "lt": "mask",
+    "max": "largest",
+    "min": "least",
+    "ne": "mask",
+    "neg": "negative",
+    "pow": "power",
+    "scaled_dot_product_attention": "attention",
+    "sum": "total",
+}
+
+# Operators whose result never takes over the variable of an operand.
+_OWN = {"cos", "cross_entropy_loss", "scaled_dot_product_attention", "sin", "softmax"}
+
+# Suffixes for views of a value that is still read later.
+_VIEWS = {
+    "expand": "expanded",
+    "permute": "permuted",
+    "reshape": "flat",
+    "select": "part",
+    "slice": "part",
+    "to": "cast",
+    "transpose": "transposed",
+    "unsqueeze": "expanded",
+}
+
+
+class Names:
+    """The variables of one function up to the statement at `position`.
+
+    `hints` are names that values should have, `reserved` names that no variable may have. `live` maps variables in use
+    to the values that they hold.
+    """
+
+    def __init__(self, body: Body, hints: Mapping[str, str], reserved: Collection[str]) -> None:
+        self.position = 0
+        self.of: dict[str, str] = {}
+        self.live: dict[str, str] = {}
+        self.elements: dict[str, tuple[str, int]] = {}
+        self.lambdas: dict[str, dict[str, str]] = {}
+        self._hints = hints
+        self._reserved = reserved
+        self._last = _last_uses(body)
+        self._generic: set[str] = set()
+
+    def frozen(self) -> FunctionVariables:
+        """The variables as the writer of the function and the memory simulator read them."""
+        return FunctionVariables(self.of, self.elements, self.lambdas)
+
+    def text(self, value: str) -> str | None:
+        """The expression that reads a value; None for a value without a variable."""
+        return self.frozen().text(value)
+
+    def is_reserved(self, name: str) -> bool:
+        """Whether no variable may have this name."""
+        return name in self._reserved or keyword.iskeyword(name)
+
+    def fresh(self, base: str, *, generic: bool = False) -> str:
+        """A variable that is not in use, named `base` or `base` with a number. It is free again after this statement,
+        unless a value is assigned to it."""
+        name = numbered(base, lambda name: name in self.live or self.is_reserved(name))
+        self.live[name] = ""
+        (self._generic.add if generic else self._generic.discard)(name)
+        return name
+
+    def assign(self, name: str, value: str) -> None:
+        """Let variable `name` hold `value` from now on."""
+        self.of[value] = name
+        self.live[name] = value
+
+    def last(self, value: str) -> int:
+        """The position of the last statement that reads a value."""
+        return self._last.get(value, -1)
+
+    def ends(self, value: str) -> bool:
+        """Whether the variable of a value may be assigned by this statement."""
+        name = self.of.get(value)
+        return name is not None and self.live.get(name) == value and self.last(value) <= self.position
+
+    def take_over(self, value: str, source: str) -> bool:
+        """Whether no later statement reads `source`: then its variable holds `value` from now on."""
+        ends = self.ends(source)
+        if ends:
+            self.assign(self.of[source], value)
+        return ends
+
+    def release(self) -> None:
+        """Free the variables of values that no later statement reads."""
+        self.live = {name: value for name, value in self.live.items() if self.last(value) > self.position}
+
+    def result(self, kind: str, value: str, operands: Sequence[str]) -> None:
+        """Give the result of an operator a variable, which may be that of one of `operands`."""
+        ending = [operand for operand in operands if self.ends(operand)]
+        hint = self._hints.get(value)
+        if hint is not None:
+            name = hint if any(self.of[operand] == hint for operand in ending) else self.fresh(hint)
+        elif ending and kind not in _OWN:
+            name = min((self.of[operand] for operand in ending), key=lambda name: name in self._generic)
+        elif kind in _VIEWS and operands and (viewed := self.text(operands[0])) is not None:
+            name = self.fresh(f"{identifier(viewed)}_{_VIEWS[kind]}", generic=True)
+        else:
+            name = self.fresh(identifier(_KINDS.get(kind, kind)), generic=kind not in _OWN)
+        self.assign(name, value)
+
+
+def _last_uses(body: Body) -> dict[str, int]:
+    """The position of the last statement that reads each value; results are read after all statements."""
+    last = {name: position for position, statement in enumerate(body.statements) for name in statement.reads}
+    return last | dict.fromkeys(body.results, len(body.statements))
+
 
 _SUFFIXES = {
     "all_gather": "gathered",

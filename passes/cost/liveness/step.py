@@ -26,10 +26,9 @@ from passes.cost.liveness.ledger import (
 from passes.cost.liveness.profile import Form, Prober
 from passes.cost.optimizers import NO_OPTIMIZER, OPTIMIZERS
 from passes.ir.layout import Layout, local_shape
-from passes.ir.lowered import BEFORE, Compute, Loop, Stage, after
+from passes.ir.lowered import BEFORE, Compute, Loop, Stage, Variables, after
 from passes.ir.mesh import Mesh
 from passes.ir.program import TensorType, references
-from passes.ir.variables import Variables
 
 
 @dataclass(frozen=True)
