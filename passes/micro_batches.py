@@ -31,6 +31,8 @@ from passes.ir.program import (
     Op,
     Program,
     Ref,
+    Role,
+    Rule,
     TensorType,
     differentiable,
     draws,
@@ -38,11 +40,10 @@ from passes.ir.program import (
     references,
     rename,
 )
-from passes.ir.rule import Role, Rule
 from passes.ir.unused import without_unused
 from passes.rules import find_rule, signature
 from passes.rules.local_sizes import local_arguments
-from passes.rules.rule import Choice, digit, on_part, passing, split
+from passes.rules.strategies import Choice, digit, on_part, passing, split
 
 # Ops that create a constant or random tensor, which can have any other size.
 _MADE = {"zeros", "ones", "full", "empty", "rand", "randn"}

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from autopar.discover.draws import Drawn, draws_of, run_with
 from autopar.discover.splits import MOST_OPERANDS, Split, divides, find_linear, find_splits, holds
-from passes.ir.program import Op, Program, TensorType
-from passes.ir.rule import Dims, Factor, Part, Role, Rule, Saved
+from passes.ir.program import Dims, Factor, Op, Part, Program, Role, Rule, Saved, TensorType
 from passes.rules import signature, written_rule
 
 logger = logging.getLogger("autopar")

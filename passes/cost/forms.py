@@ -15,11 +15,10 @@ from passes.cost.compute import Work
 from passes.ir.choices import Strategy
 from passes.ir.layout import Shape, local_shape
 from passes.ir.mesh import Mesh
-from passes.ir.rule import Role, Rule
+from passes.ir.program import Role, Rule
 from passes.rules.attention_kernels import Kernel, attention_kernel, attention_workspace
 from passes.rules.local_forms import LOCAL_FORMS, FormContext, LocalForm, Split, Workspace
-from passes.rules.rule import Choice
-from passes.rules.strategies import OpContext
+from passes.rules.strategies import Choice, OpContext
 
 _PLAIN = LocalForm()
 

@@ -14,12 +14,10 @@ from passes.ir.choices import Cover, Strategy
 from passes.ir.figures import least
 from passes.ir.layout import Layout, R
 from passes.ir.mesh import Mesh
-from passes.ir.program import Op, TensorType
-from passes.ir.rule import Rules
+from passes.ir.program import Op, Rules, TensorType
 from passes.rules import find_rule
 from passes.rules.cheap import is_cheap, second_products
-from passes.rules.rule import Choice, replicated
-from passes.rules.strategies import OpContext, op_context
+from passes.rules.strategies import Choice, OpContext, op_context, replicated
 
 
 class OpSeconds(NamedTuple):

@@ -14,8 +14,7 @@ from fnmatch import fnmatchcase
 
 from passes.ir.errors import ConstraintError
 from passes.ir.lowered import Body, Compute, Loop, Redistribution, Stage
-from passes.ir.program import Region
-from passes.ir.rule import Rules
+from passes.ir.program import Region, Rules
 from passes.rules import find_rule
 from passes.rules.cheap import is_cheap, is_view, second_products, with_viewed
 

@@ -2,8 +2,7 @@
 
 from collections.abc import Mapping
 
-from passes.ir.program import Op, TensorType
-from passes.ir.rule import Part, Role, Rule, Saved
+from passes.ir.program import Op, Part, Role, Rule, Saved, TensorType
 from passes.rules.parts import factors, named, rule_for
 
 

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from passes.ir.layout import Shape
-from passes.ir.program import Op, Ref, TensorType
-from passes.ir.rule import Dims, Role, Rule, Saved
+from passes.ir.program import Dims, Op, Ref, Role, Rule, Saved, TensorType
 from passes.rules.parts import broadcast, dim_argument, dims_argument, factors, named, one, rule_for, without
 
 _FIRST = (frozenset({0}),)

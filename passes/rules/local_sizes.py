@@ -7,7 +7,7 @@ from passes.ir.choices import Strategy
 from passes.ir.layout import local_shape, split_ways
 from passes.ir.mesh import Mesh
 from passes.ir.program import Argument, Op, TensorType
-from passes.rules.rule import Choice
+from passes.rules.strategies import Choice
 
 # The arguments that are the shape of the result (-1 and literals need no care).
 _SHAPES = {"reshape": "shape", "expand": "size"}

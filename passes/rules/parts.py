@@ -5,9 +5,9 @@ from collections.abc import Callable, Hashable, Iterable, Mapping
 from math import prod
 
 from passes.ir.layout import Shape
-from passes.ir.program import Argument, Op, Ref, TensorType
-from passes.ir.rule import Dims, Factor, Part, Role, Rule, Rules
-from passes.rules.rule import RuleFunction
+from passes.ir.program import Argument, Dims, Factor, Op, Part, Ref, Role, Rule, Rules, TensorType
+
+RuleFunction = Callable[[Op, Mapping[str, TensorType]], Rule | None]
 
 _RULES: dict[str, RuleFunction] = {}
 

@@ -4,8 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from passes._torch import schema_of
-from passes.ir.program import Op, Ref, TensorType, has_gradient
-from passes.ir.rule import Rule, Saved
+from passes.ir.program import Op, Ref, Rule, Saved, TensorType, has_gradient
 from passes.rules.parts import broadcast, factors, named, rule_for
 
 NONE: tuple[Saved, ...] = ()

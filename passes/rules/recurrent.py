@@ -2,8 +2,7 @@
 
 from collections.abc import Mapping
 
-from passes.ir.program import Op, Ref, TensorType
-from passes.ir.rule import Dims, Role, Rule, Saved
+from passes.ir.program import Dims, Op, Ref, Role, Rule, Saved, TensorType
 from passes.rules.parts import factors, one, rule_for
 
 

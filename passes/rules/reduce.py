@@ -5,8 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from passes.ir.program import Op, TensorType
-from passes.ir.rule import Factor, Part, Role, Rule, Saved
+from passes.ir.program import Factor, Op, Part, Role, Rule, Saved, TensorType
 from passes.rules.parts import broadcast, dim_argument, dims_argument, factors, named, one, rule_for
 
 

@@ -2,8 +2,7 @@
 
 from collections.abc import Mapping
 
-from passes.ir.program import Op, TensorType
-from passes.ir.rule import Role, Rule, Saved
+from passes.ir.program import Op, Role, Rule, Saved, TensorType
 from passes.rules.parts import dims_argument, factors, named, one, rule_for, without
 
 

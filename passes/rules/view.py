@@ -4,8 +4,7 @@ from collections.abc import Mapping
 from math import gcd, prod
 
 from passes.ir.layout import Shape
-from passes.ir.program import Op, TensorType, has_gradient
-from passes.ir.rule import Dims, Part, Role, Rule, Saved
+from passes.ir.program import Dims, Op, Part, Role, Rule, Saved, TensorType, has_gradient
 from passes.rules.parts import dim_argument, dims_argument, factors, named, rule_for, shapes, unit_parts, without
 
 _LINEAR = (frozenset({0}),)

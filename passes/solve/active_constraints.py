@@ -16,13 +16,13 @@ from passes.solve.arrays import GroupArrays
 from passes.solve.elimination.network import Network, Sharing
 from passes.solve.elimination.variables import eliminate, restore
 from passes.solve.instance import Alive, Instance
-from passes.solve.lagrangian.cutting_planes import interior
 from passes.solve.lagrangian.relaxation import (
     ROUNDING,
     Multipliers,
     Repeats,
     decide_repeats,
     decided_reruns,
+    interior,
     keepers,
     rerun_seconds,
 )

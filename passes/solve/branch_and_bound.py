@@ -12,8 +12,7 @@ import numpy as np
 
 from passes.ir.arrays import Flags
 from passes.solve.instance import Alive, Instance
-from passes.solve.lagrangian.cutting_planes import Cut
-from passes.solve.lagrangian.relaxation import Multipliers
+from passes.solve.lagrangian.relaxation import Cut, Multipliers
 
 # Parts of a mixture below this are none.
 NOTHING = 1e-6

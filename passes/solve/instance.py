@@ -1,5 +1,9 @@
 """One problem in one configuration: costs, bytes, program points and limits, the relaxations that the solver bounds it
-by, and the least memory that any choice takes, to report infeasible limits early."""
+by, and the least memory that any choice takes, to report infeasible limits early.
+
+Many ways to store a parameter cost the same, split over one dim or another. A strategy of a source is dropped where
+another one is at least as good in all seconds, bytes and traffic, so that neither multipliers nor branches have to tell
+equal choices apart."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -7,20 +11,66 @@ from functools import cached_property
 
 import numpy as np
 
-from passes.cost.memory import MemoryModel, MemoryUse, memory_by_kind
+from passes.cost.memory import GroupBytes, MemoryModel, MemoryUse, memory_by_kind
 from passes.cost.program_points import Phase
 from passes.ir.arrays import Floats, Integers
 from passes.ir.choices import Problem, Solution
 from passes.ir.configuration import Configuration
 from passes.ir.layout import Layout
-from passes.solve.arrays import Arrays, Overlap
-from passes.solve.dominance import undominated
+from passes.solve.arrays import Arrays, GroupArrays, Overlap, SharedDecisions
 from passes.solve.elimination.variables import eliminate
-from passes.solve.lagrangian.cutting_planes import Cut
-from passes.solve.lagrangian.relaxation import ROUNDING, Multipliers, Slack, cheaper_reruns, relaxed
+from passes.solve.lagrangian.relaxation import ROUNDING, Cut, Multipliers, Slack, cheaper_reruns, relaxed
 from passes.solve.limits import InfeasibleProgramError, Limits, infeasible
 from passes.solve.optimum import a_little_more, least_with, network_of, optimum, tie_break_total
-from passes.solve.shared_decisions import SharedDecisions
+
+# Figures that differ by less than this, relative to the largest of their kind, are equal.
+_EQUAL = 1e-12
+
+
+def undominated(arrays: Arrays, sizes: MemoryModel, alive: Mapping[int, Integers]) -> dict[int, Integers]:
+    """The strategies of each node that are alive and not dominated; all of nodes that consume anything."""
+    consumers = {edge.consumer for group in arrays.groups for edge in group.edges}
+    made: dict[int, list[tuple[GroupArrays, GroupBytes]]] = {}
+    for group, size in zip(arrays.groups, sizes.groups, strict=True):
+        made.setdefault(group.producer, []).append((group, size))
+    left = dict(alive)
+    for node, labels in alive.items():
+        if node not in consumers and len(labels) > 1:
+            own = [arrays.costs[node], *sizes.nodes[node].sizes]
+            figures = [column[:, None] for column in own]
+            figures += [item for uses in made.get(node, []) for item in _figures(*uses, arrays.overlaps, alive)]
+            left[node] = labels[_least_rows(np.concatenate(figures, axis=1)[labels], arrays.tie_break[node][labels])]
+    return left
+
+
+def _figures(
+    group: GroupArrays, size: GroupBytes, overlaps: Sequence[Overlap], alive: Mapping[int, Integers]
+) -> list[Floats]:
+    """All costs of the uses of each strategy of the producer, in any of the layouts that may be wanted."""
+    wanted = np.unique(np.concatenate([edge.wanted[alive[edge.consumer]] for edge in group.edges]))
+    matrices = [group.seconds, group.rerun, *size.sizes]
+    for overlap in overlaps:
+        matrices += [
+            traffic for traffic in (overlap.traffic(group), overlap.rerun_traffic(group)) if traffic is not None
+        ]
+    # The saved tensor is the source where both are one tensor, or where the redistribution is rerun.
+    kept = np.where(size.same, size.source_bytes[:, None], size.target_bytes)
+    matrices += [kept, np.broadcast_to(size.source_bytes[:, None], kept.shape)]
+    return [matrix[np.ix_(group.made, wanted)] for matrix in matrices]
+
+
+def _least_rows(figures: Floats, tie_break: Integers) -> Integers:
+    """Rows that no other row dominates; of equal rows the one with the lowest tie-break, then the first."""
+    scale = np.abs(figures).max(axis=0, initial=0.0)
+    figures = figures / np.where(scale > 0, scale, 1.0)
+    kept: list[int] = []
+    better = np.empty_like(figures)
+    for row in np.lexsort((np.arange(len(figures)), tie_break, figures.sum(axis=1).round(9))).tolist():
+        if not (better[: len(kept)] <= figures[row] + _EQUAL).all(axis=1).any():
+            better[len(kept)] = figures[row]
+            kept.append(row)
+    return np.sort(np.array(kept))
+
 
 # Of every node the strategies that may be chosen, in order.
 Alive = Mapping[int, Integers]

@@ -21,18 +21,16 @@ from passes.solve.active_constraints import (
     solution_of,
     with_violated,
 )
-from passes.solve.arrays import Uses, arrays, find_uses
+from passes.solve.arrays import Uses, arrays, find_uses, shared_decisions
 from passes.solve.branch_and_bound import NOTHING, Branch, split
 from passes.solve.effort import Effort, OutOfEffortError
 from passes.solve.gap import Gap
 from passes.solve.instance import Instance, refuse_if_hopeless, smallest
-from passes.solve.lagrangian.cutting_planes import Cut
 from passes.solve.lagrangian.dual_ascent import DualAscent
-from passes.solve.lagrangian.relaxation import ROUNDING, Multipliers
+from passes.solve.lagrangian.relaxation import ROUNDING, Cut, Multipliers
 from passes.solve.limits import InfeasibleProgramError, Limits, infeasible, out_of_effort
 from passes.solve.optimum import a_little_more
 from passes.solve.pareto.frontiers import ParetoFrontiers, Surrogate, TooManyError
-from passes.solve.shared_decisions import shared_decisions
 
 # The exact search covers this interval above the bound (relative to it) first, then so many times as much, and from
 # FURTHEST on everything. A gap below FIRST is not worth further dual iterations.

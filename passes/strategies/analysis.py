@@ -5,8 +5,7 @@ from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from passes.cost.fusion import Fused, joined
-from passes.ir.program import Folded, Op, Region, dependents
-from passes.ir.rule import Rule, Saved
+from passes.ir.program import Folded, Op, Region, Rule, Saved, dependents
 from passes.rules import find_rule
 from passes.rules.cheap import Cheap, how_cheap, is_view, second_products, with_viewed
 from passes.rules.strategies import OpContext, op_context

@@ -14,8 +14,7 @@ from passes.ir.figures import as_float
 from passes.ir.layout import I, Layout, Placement, R, S, Shape, digits, fits, is_dtensor, is_storable, local_shape
 from passes.ir.mesh import Mesh
 from passes.ir.program import Carry, Region, references
-from passes.rules.rule import replicated
-from passes.rules.strategies import combine, op_strategies
+from passes.rules.strategies import combine, op_strategies, replicated
 from passes.strategies.analysis import Analysis, Placed
 from passes.strategies.constrained import indivisible, meeting, refuse_unfollowed
 from passes.strategies.operations import OpCosts, is_negligible, op_costs, op_node

@@ -9,7 +9,7 @@ from passes.cost.forms import workspace
 from passes.cost.fusion import Fused
 from passes.cost.price import OpPrices, OpSeconds
 from passes.ir.choices import Node, Strategy, StrategyBytes
-from passes.ir.rule import Saved
+from passes.ir.program import Saved
 from passes.rules.cheap import Cheap, is_cheap
 from passes.rules.strategies import Choices, OpContext
 from passes.strategies.analysis import Analysis, Placed, is_viewing

@@ -7,8 +7,7 @@ import numpy as np
 from passes.solve.branch_and_bound import Branch
 from passes.solve.gap import Gap
 from passes.solve.instance import refuse_if_impossible
-from passes.solve.lagrangian.cutting_planes import Cut, CuttingPlanes
-from passes.solve.lagrangian.relaxation import Multipliers
+from passes.solve.lagrangian.relaxation import Cut, CuttingPlanes, Multipliers
 
 # Maximum number of dual iterations before branching, and of those before feasibility is checked.
 ROUNDS = 30
