@@ -18,8 +18,6 @@ from functools import cached_property
 from itertools import chain
 from math import prod
 
-import torch
-
 from passes._torch import pytree
 from passes.ir.choices import Strategy
 from passes.ir.errors import MicroBatchError
@@ -393,7 +391,7 @@ class _Cutter:
             inputs=inputs,
             parameters=(),
             buffers=buffers,
-            output_tree=_tuple_of(len(outputs)),
+            output_tree=pytree.tree_structure(outputs),
             types={name: type for name, type in found.types.items() if name in kept},
         )
 
@@ -421,8 +419,3 @@ class _Cutter:
         if self.placements[value.name] != P:
             raise _WholeBatchError("the loss does not depend on the batch")
         return place
-
-
-def _tuple_of(count: int) -> pytree.TreeSpec:
-    """The structure of a tuple of `count` tensors."""
-    return pytree.tree_structure(tuple(torch.empty(0) for _ in range(count)))

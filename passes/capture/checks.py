@@ -66,8 +66,12 @@ def _part(test: ast.expr, position: _Range, value: bool) -> bool | None:
 
 @cache
 def _checks(filename: str) -> tuple[tuple[ast.expr, bool], ...]:
-    """The tests of all checks in a file, with the values that pass them."""
-    return tuple(item for item in _checks_in(syntax_tree(filename)) if not _assigns(item[0]))
+    """The tests of all checks in a file that assign nothing, with the values that pass them."""
+    return tuple(
+        (test, value)
+        for test, value in _checks_in(syntax_tree(filename))
+        if not any(isinstance(part, ast.NamedExpr) for part in ast.walk(test))
+    )
 
 
 def _checks_in(node: ast.AST) -> Iterator[tuple[ast.expr, bool]]:
@@ -79,11 +83,6 @@ def _checks_in(node: ast.AST) -> Iterator[tuple[ast.expr, bool]]:
     for child in ast.iter_child_nodes(node):
         if child not in caught:
             yield from _checks_in(child)
-
-
-def _assigns(test: ast.expr) -> bool:
-    """Whether a test contains an assignment."""
-    return any(isinstance(part, ast.NamedExpr) for part in ast.walk(test))
 
 
 def _raises(body: list[ast.stmt]) -> bool:

@@ -198,7 +198,11 @@ class Values(TorchDispatchMode):
                 continue
             self._note_symbols(leaf.shape, inputs)
             kept = own if isinstance(own, Tensor) and own.dtype == leaf.dtype else None
-            shared = [value.memory for value in values if kept is not None and _share(value.tensor, kept)]
+            shared = [
+                value.memory
+                for value in values
+                if kept is not None and value.tensor is not None and storage_id(value.tensor) == storage_id(kept)
+            ]
             memory = shared[0] if shared else Memory(inputs)
             memory.inputs |= inputs
             self.known[leaf] = Value(kept, memory)
@@ -316,10 +320,6 @@ def _without_values(own: Tensor, device: torch.device) -> Tensor:
 def _is_small(tensor: Tensor) -> bool:
     """Whether values of a tensor are computed; of sizes that are not known, they may be."""
     return any(isinstance(size, torch.SymInt) for size in tensor.shape) or tensor.numel() <= MOST
-
-
-def _share(first: Tensor | None, second: Tensor) -> bool:
-    return first is not None and storage_id(first) == storage_id(second)
 
 
 def _calling_frame() -> FrameType:

@@ -61,7 +61,11 @@ def _marked(loop: Loop, level: str, rules: Rules) -> Loop:
         marked = tuple(
             replace(
                 item,
-                recomputed=item.op.results[0] not in saved and (item.op.key in second or _is_cheap(item, body, rules)),
+                recomputed=item.op.results[0] not in saved
+                and (
+                    item.op.key in second
+                    or is_cheap(item.whole, find_rule(item.whole, body.types, rules), item.copies, [item.body])
+                ),
             )
             if isinstance(item, Compute)
             else item
@@ -78,7 +82,3 @@ def _views(body: Body, rules: Rules) -> Iterator[tuple[Collection[str], Collecti
             yield item.op.results, item.op.operands
         elif isinstance(item, Redistribution):
             yield (item.result,), (item.source,)
-
-
-def _is_cheap(item: Compute, body: Body, rules: Rules) -> bool:
-    return is_cheap(item.whole, find_rule(item.whole, body.types, rules), item.copies, [item.body])

@@ -257,7 +257,8 @@ class Nodes:
             like.are_of(analysis, placed) and setting.allowed.get(like.context.op.key) == allowed
         ):
             like = None
-        found = like.strategies if like else op_strategies(context, self.splits.of_op(key), mesh, allowed)
+        digits = {size: splits[key] for size, splits in self.splits.digits.items()}
+        found = like.strategies if like else op_strategies(context, digits, mesh, allowed)
         met = meeting(context, list(found), self.demands, analysis.names, mesh, followed)
         if like is not None and len(met) == len(found):
             return like

@@ -22,10 +22,6 @@ class Splits:
     digits: Mapping[int, Mapping[str, Sequence[Digit]]]
     placements: Mapping[int, Mapping[str, Set[Placement]]]
 
-    def of_op(self, key: str) -> dict[int, Sequence[Digit]]:
-        """The digits of one op by size of axis."""
-        return {size: found[key] for size, found in self.digits.items()}
-
     def layouts(
         self, name: str, shape: Shape, others: Sequence[Placement], allowed: AllowedMethods | None
     ) -> list[Layout]:
