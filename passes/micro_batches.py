@@ -40,8 +40,7 @@ from passes.ir.program import (
 )
 from passes.ir.unused import without_unused
 from passes.rules import find_rule, signature
-from passes.rules.local_sizes import local_arguments
-from passes.rules.strategies import Choice, digit, on_part, passing, split
+from passes.rules.strategies import Choice, digit, local_arguments, on_part, passing, split
 
 # Ops that create a constant or random tensor, which can have any other size.
 _MADE = {"zeros", "ones", "full", "empty", "rand", "randn"}

@@ -10,9 +10,8 @@ from passes.ir.constraints import PlacedConstraints
 from passes.ir.program import Folded
 from passes.strategies.analysis import Analysis, analyze
 from passes.strategies.connections import connect
-from passes.strategies.nodes import Nodes
+from passes.strategies.nodes import Nodes, find_splits
 from passes.strategies.setting import Setting, Sizes
-from passes.strategies.splits import find_splits
 
 __all__ = ["Setting", "candidates"]
 

@@ -5,9 +5,8 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 
 from passes.cost.cluster import Cluster, Device
-from passes.cost.forms import workspace
 from passes.cost.fusion import Fused
-from passes.cost.price import OpPrices, OpSeconds
+from passes.cost.price import OpPrices, OpSeconds, workspace
 from passes.ir.choices import Node, Strategy, StrategyBytes
 from passes.ir.program import Saved
 from passes.rules.cheap import Cheap, is_cheap

@@ -1,6 +1,6 @@
 """The memory simulator: peak memory of a pipeline stage, by simulating the allocation and release of every tensor."""
 
-from passes.cost.liveness.ledger import KINDS, Peak
+from passes.cost.liveness.graph import KINDS, Peak
 from passes.cost.liveness.profile import (
     BackwardProfile,
     Event,

@@ -2,8 +2,21 @@
 
 from collections.abc import Callable, Sequence
 
-from passes.cost.liveness.graph import AutogradNode, Boundary, Edge, Gradient, GraphNode, Leaf, Skip, Value, fetch
-from passes.cost.liveness.ledger import GRADIENTS, TRANSIENT, Ledger, Storage
+from passes.cost.liveness.graph import (
+    GRADIENTS,
+    TRANSIENT,
+    AutogradNode,
+    Boundary,
+    Edge,
+    Gradient,
+    GraphNode,
+    Leaf,
+    Ledger,
+    Skip,
+    Storage,
+    Value,
+    fetch,
+)
 from passes.cost.liveness.profile import EventKind, Form, Prober, StorageOrigin, StorageRef
 
 

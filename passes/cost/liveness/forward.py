@@ -7,19 +7,22 @@ from functools import partial
 
 from passes.cost.liveness.fsdp_units import FSDPSimulation
 from passes.cost.liveness.graph import (
+    COMMUNICATION,
+    TRANSIENT,
     AutogradNode,
     Copy,
+    Ledger,
     Noted,
     Recomputed,
     SavedTensor,
     Skip,
+    Storage,
     Value,
     fetch,
     place_of,
     play,
     settle,
 )
-from passes.cost.liveness.ledger import COMMUNICATION, TRANSIENT, Ledger, Storage
 from passes.cost.liveness.profile import Event, EventKind, ForwardProfile, Prober, Task
 from passes.ir.lowered import (
     Body,

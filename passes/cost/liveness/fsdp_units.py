@@ -18,8 +18,17 @@ from math import prod
 
 import torch
 
-from passes.cost.liveness.graph import Boundary, Leaf, Value
-from passes.cost.liveness.ledger import COMMUNICATION, GATHERED, GRADIENTS, TRANSIENT, Ledger, Storage
+from passes.cost.liveness.graph import (
+    COMMUNICATION,
+    GATHERED,
+    GRADIENTS,
+    TRANSIENT,
+    Boundary,
+    Leaf,
+    Ledger,
+    Storage,
+    Value,
+)
 from passes.cost.liveness.profile import Form
 from passes.ir.exchanges import BATCH_BYTES, Batching, batches
 from passes.ir.layout import local_shape

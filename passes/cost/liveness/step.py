@@ -10,8 +10,7 @@ import torch
 from passes.cost.liveness.backward import run_backward
 from passes.cost.liveness.forward import Forward, Frame
 from passes.cost.liveness.fsdp_units import FSDPSimulation
-from passes.cost.liveness.graph import Leaf, Value
-from passes.cost.liveness.ledger import (
+from passes.cost.liveness.graph import (
     ACTIVATIONS,
     BUFFERS,
     GATHERED,
@@ -20,8 +19,10 @@ from passes.cost.liveness.ledger import (
     OUTPUTS,
     PARAMETERS,
     TRANSIENT,
+    Leaf,
     Ledger,
     Storage,
+    Value,
 )
 from passes.cost.liveness.profile import Form, Prober
 from passes.cost.optimizers import NO_OPTIMIZER, OPTIMIZERS

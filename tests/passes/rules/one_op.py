@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from autopar.runtime import Axis
 from autopar.runtime.generated.axis import axes_of
 from passes._torch import TorchDispatchMode
-from passes.cost.forms import form_contexts
+from passes.cost.price import form_contexts
 from passes.ir.choices import Cover, Edge, EdgeGroup, Node, Problem, Solution, Strategy, StrategyBytes
 from passes.ir.configuration import Configuration
 from passes.ir.layout import Layout, gradient
