@@ -14,17 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from passes.capture.exporting import (
-    Exported,
-    autograd_functions_written,
-    example_of,
-    export,
-    mode_of,
-    parameters_as,
-    possible_constants,
-    tensors_on,
-)
+from passes.capture.exporting import Exported, export, possible_constants
 from passes.capture.program import program_of
+from passes.capture.setting import autograd_functions_written, example_of, mode_of, parameters_as, tensors_on
 from passes.capture.symbols import Symbols
 from passes.ir.leaves import Inputs
 from passes.ir.program import Program, Symbolic

@@ -13,8 +13,7 @@ import numpy as np
 from passes.ir.arrays import Flags, Floats, Integers
 from passes.ir.choices import Solution
 from passes.solve.arrays import GroupArrays
-from passes.solve.elimination.network import Network, Sharing
-from passes.solve.elimination.variables import eliminate, restore
+from passes.solve.elimination.network import Network, Sharing, eliminate, restore
 from passes.solve.instance import Alive, Instance
 from passes.solve.lagrangian.relaxation import (
     ROUNDING,

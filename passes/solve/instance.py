@@ -11,14 +11,14 @@ from functools import cached_property
 
 import numpy as np
 
+from passes.cost.live_ranges import Phase
 from passes.cost.memory import GroupBytes, MemoryModel, MemoryUse, memory_by_kind
-from passes.cost.program_points import Phase
 from passes.ir.arrays import Floats, Integers
 from passes.ir.choices import Problem, Solution
 from passes.ir.configuration import Configuration
 from passes.ir.layout import Layout
 from passes.solve.arrays import Arrays, GroupArrays, Overlap, SharedDecisions
-from passes.solve.elimination.variables import eliminate
+from passes.solve.elimination.network import eliminate
 from passes.solve.lagrangian.relaxation import ROUNDING, Cut, Multipliers, Slack, cheaper_reruns, relaxed
 from passes.solve.limits import InfeasibleProgramError, Limits, infeasible
 from passes.solve.optimum import a_little_more, least_with, network_of, optimum, tie_break_total

@@ -1,5 +1,7 @@
-"""The solver of one problem in one configuration, step by step. It closes the gap exactly: by Pareto frontiers in
-increasing intervals above the bound, then by branch and bound."""
+"""The solver of one problem in one configuration, step by step.
+
+Dual iterations find multipliers by cutting planes, at which the relaxation raises the bound of a branch. The gap is
+closed exactly: by Pareto frontiers in increasing intervals above the bound, then by branch and bound."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -25,12 +27,71 @@ from passes.solve.arrays import Uses, arrays, find_uses, shared_decisions
 from passes.solve.branch_and_bound import NOTHING, Branch, split
 from passes.solve.effort import Effort, OutOfEffortError
 from passes.solve.gap import Gap
-from passes.solve.instance import Instance, refuse_if_hopeless, smallest
-from passes.solve.lagrangian.dual_ascent import DualAscent
-from passes.solve.lagrangian.relaxation import ROUNDING, Cut, Multipliers
+from passes.solve.instance import Instance, refuse_if_hopeless, refuse_if_impossible, smallest
+from passes.solve.lagrangian.relaxation import ROUNDING, Cut, CuttingPlanes, Multipliers
 from passes.solve.limits import InfeasibleProgramError, Limits, infeasible, out_of_effort
 from passes.solve.optimum import a_little_more
 from passes.solve.pareto.frontiers import ParetoFrontiers, Surrogate, TooManyError
+
+# Maximum number of dual iterations before branching, and of those before feasibility is checked.
+ROUNDS = 30
+TRIES = 6
+# Multipliers rise until the bytes of the limit cost so many times as much as the step.
+DEAREST = 1e4
+
+
+class DualAscent:
+    """Dual iterations of the branches of one instance. `tried` are the multipliers of all of them."""
+
+    def __init__(self, gap: Gap) -> None:
+        self.gap = gap
+        self.instance = gap.instance
+        self.cutting_planes = CuttingPlanes(len(self.instance.arrays.overlaps), 0.0)
+        self.tried: list[Multipliers] = []
+
+    def at(self, branch: Branch, multipliers: Multipliers) -> Cut:
+        """Solve the relaxation of a branch at these multipliers."""
+        found, solution, alive = self.instance.at(multipliers, branch.alive, self.gap.least)
+        self.gap.consider(solution)
+        self.tried.append(multipliers)
+        if not branch.found or found.bound >= branch.bound:
+            branch.multipliers = multipliers
+        branch.bound = max(branch.bound, found.bound)
+        branch.alive = alive
+        branch.found = [item for item in branch.found if branch.holds(item)] + [found]
+        points = self.instance.points
+        points += [point for point in self.instance.breaking(solution) if point not in points]
+        return found
+
+    def climb(self, branch: Branch, enough: float) -> Iterator[Cut]:
+        """Dual iterations of a branch, as long as there is more to gain than `enough` seconds; yields their cuts."""
+        for number in range(ROUNDS):
+            for item in branch.found:
+                self.instance.complete(item)
+            multipliers, most, parts = self.cutting_planes.next(branch.found)
+            branch.mixture = list(zip(branch.found, parts, strict=True))
+            if not self.gap.is_open(branch.bound):
+                return
+            if self.gap.least == np.inf and number == TRIES:
+                solution = self.instance.solution(branch.found[-1].picks, branch.found[-1].rerun)
+                refuse_if_impossible(self.instance, self.instance.worst(solution))
+            at_the_end = (
+                self.cutting_planes.at_the_end(multipliers)
+                and self.gap.best is None
+                and self.cutting_planes.highest < DEAREST
+            )
+            if at_the_end:
+                self.cutting_planes.highest *= 4
+            elif most <= branch.bound + enough:
+                return
+            known = {(item.picks, item.rerun) for item in branch.found}
+            points = len(self.instance.points)
+            item = self.at(branch, multipliers)
+            yield item
+            is_new = (item.picks, item.rerun) not in known or len(self.instance.points) > points
+            if not is_new and not at_the_end:
+                return
+
 
 # The exact search covers this interval above the bound (relative to it) first, then so many times as much, and from
 # FURTHEST on everything. A gap below FIRST is not worth further dual iterations.
