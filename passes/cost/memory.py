@@ -2,7 +2,7 @@
 
 Parameters and optimizer states as they are stored, buffers, inputs and outputs are live throughout a step. Saved
 tensors, gradients, gathered parameters and temporaries have shorter live ranges (`cost.live_ranges`), of which a
-fraction is live at each point (`cost.program_points`). The solver reads the arrays of all strategies; one solution is a
+fraction is live at each point. The solver reads the arrays of all strategies; one solution is a
 problem with one strategy per node.
 """
 
@@ -14,14 +14,18 @@ import numpy as np
 from passes.cost.live_ranges import (
     GradientRanges,
     GroupRanges,
+    LiveFractions,
+    LiveRange,
     NodeAllocation,
+    Phase,
+    ProgramPoint,
     is_recomputed,
     is_saved,
     layout_bytes,
     live_ranges,
+    program_points,
     unsharded_bytes,
 )
-from passes.cost.program_points import LiveFractions, LiveRange, Phase, ProgramPoint, program_points
 from passes.ir.arrays import Flags, Floats, Integers
 from passes.ir.choices import Edge, EdgeGroup, Problem, Solution
 from passes.ir.configuration import Configuration

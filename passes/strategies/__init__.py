@@ -8,10 +8,9 @@ from passes.cost.price import cover
 from passes.ir.choices import Cover, Problem
 from passes.ir.constraints import PlacedConstraints
 from passes.ir.program import Folded
-from passes.strategies.analysis import Analysis, analyze
+from passes.strategies.analysis import Analysis, Setting, Sizes, analyze
 from passes.strategies.connections import connect
 from passes.strategies.nodes import Nodes, find_splits
-from passes.strategies.setting import Setting, Sizes
 
 __all__ = ["Setting", "candidates"]
 

@@ -26,9 +26,8 @@ from passes.rules.strategies import (
     placement_token,
     replicated,
 )
-from passes.strategies.analysis import Analysis, Placed
+from passes.strategies.analysis import Analysis, Placed, Setting, Sizes
 from passes.strategies.operations import OpCosts, is_negligible, op_costs, op_node
-from passes.strategies.setting import Setting, Sizes
 
 
 def indivisible(placement: Placement | None, shape: Shape, mesh: Mesh, axis: int) -> str:

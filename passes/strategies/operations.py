@@ -11,8 +11,7 @@ from passes.ir.choices import Node, Strategy, StrategyBytes
 from passes.ir.program import Saved
 from passes.rules.cheap import Cheap, is_cheap
 from passes.rules.strategies import Choices, OpContext
-from passes.strategies.analysis import Analysis, Placed, is_viewing
-from passes.strategies.setting import Sizes
+from passes.strategies.analysis import Analysis, Placed, Sizes, is_viewing
 
 
 def is_negligible(context: OpContext, depends: Set[str], device: Device) -> bool:

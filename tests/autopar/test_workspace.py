@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from autopar.plans.probing import FakeProber
-from passes.cost.liveness.profile import Event, EventKind, Form, StorageOrigin, Task
+from passes.cost.liveness.graph import Event, EventKind, Form, StorageOrigin, Task
 from passes.cost.price import REPEATED, TEMPORARIES, workspace
 from passes.ir.layout import local_shape
 from passes.rules.local_forms import LOCAL_FORMS

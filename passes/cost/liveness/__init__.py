@@ -1,13 +1,14 @@
 """The memory simulator: peak memory of a pipeline stage, by simulating the allocation and release of every tensor."""
 
-from passes.cost.liveness.graph import KINDS, Peak
-from passes.cost.liveness.profile import (
+from passes.cost.liveness.graph import (
+    KINDS,
     BackwardProfile,
     Event,
     EventKind,
     Form,
     ForwardProfile,
     OperandGradient,
+    Peak,
     Prober,
     ResultStorage,
     StorageRef,

@@ -8,16 +8,20 @@ from passes.cost.liveness.graph import (
     AutogradNode,
     Boundary,
     Edge,
+    EventKind,
+    Form,
     Gradient,
     GraphNode,
     Leaf,
     Ledger,
+    Prober,
     Skip,
     Storage,
+    StorageOrigin,
+    StorageRef,
     Value,
     fetch,
 )
-from passes.cost.liveness.profile import EventKind, Form, Prober, StorageOrigin, StorageRef
 
 
 def run_backward(roots: Sequence[Value], ledger: Ledger, prober: Prober, end: Callable[[], None]) -> None:

@@ -24,12 +24,12 @@ from passes.cost.liveness.graph import (
     GRADIENTS,
     TRANSIENT,
     Boundary,
+    Form,
     Leaf,
     Ledger,
     Storage,
     Value,
 )
-from passes.cost.liveness.profile import Form
 from passes.ir.exchanges import BATCH_BYTES, Batching, batches
 from passes.ir.layout import local_shape
 from passes.ir.lowered import BEFORE, FSDPUnit, Stage

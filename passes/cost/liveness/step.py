@@ -19,12 +19,13 @@ from passes.cost.liveness.graph import (
     OUTPUTS,
     PARAMETERS,
     TRANSIENT,
+    Form,
     Leaf,
     Ledger,
+    Prober,
     Storage,
     Value,
 )
-from passes.cost.liveness.profile import Form, Prober
 from passes.cost.optimizers import NO_OPTIMIZER, OPTIMIZERS
 from passes.ir.layout import Layout, local_shape
 from passes.ir.lowered import BEFORE, Compute, Loop, Stage, Variables, after

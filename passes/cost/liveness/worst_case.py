@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from passes.cost.liveness.profile import (
+from passes.cost.liveness.graph import (
     BackwardProfile,
     Event,
     EventKind,
