@@ -10,8 +10,7 @@ from typing import cast
 import torch
 
 from passes.ir.program import Argument, Op, Program, Ref, TensorType, differentiable
-from passes.normalize.constants import constant
-from passes.normalize.rewriter import KEEP, Rewrite, Rewriter
+from passes.normalize.rewriter import KEEP, Rewrite, Rewriter, constant
 from passes.normalize.views import VIEWS, expanded, integers, only, reshaped
 from passes.rules.pointwise import ELEMENTWISE_LOSSES
 

@@ -7,9 +7,8 @@ from typing import cast
 import torch
 
 from passes.ir.program import Argument, Op, Ref, TensorType
-from passes.normalize.constants import constant
 from passes.normalize.in_place import moved_dims
-from passes.normalize.rewriter import KEEP, Rewrite, Rewriter
+from passes.normalize.rewriter import KEEP, Rewrite, Rewriter, constant
 from passes.rules.parts import dim_argument
 
 

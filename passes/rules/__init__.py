@@ -3,8 +3,6 @@
 from passes.rules import (
     attention,
     convolution,
-    embedding,
-    functions,
     indexing,
     loss,
     matmul,
@@ -20,9 +18,7 @@ from passes.rules.parts import find_rule, registered, rule_for, signature, writt
 __all__ = [
     "attention",
     "convolution",
-    "embedding",
     "find_rule",
-    "functions",
     "indexing",
     "loss",
     "matmul",

@@ -1,4 +1,4 @@
-"""Ops that gather, scatter or sort elements by index: the dims that they index stay whole."""
+"""Table look-ups, and ops that gather, scatter or sort elements by index: the dims that they index stay whole."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from passes.ir.layout import Shape
-from passes.ir.program import Dims, Op, Ref, Role, Rule, Saved, TensorType
+from passes.ir.program import Dims, Op, Part, Ref, Role, Rule, Saved, TensorType
 from passes.rules.parts import broadcast, dim_argument, dims_argument, factors, named, one, rule_for, without
 
 _FIRST = (frozenset({0}),)
@@ -266,3 +266,21 @@ def complex_view(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
     short = named(shape[:-1] if op.kind == "view_as_complex" else shape)
     before, after = ((*short, *pair), short) if op.kind == "view_as_complex" else (short, (*short, *pair))
     return Rule(factors(before, after, roles={"pair": Role.WHOLE}), (before,), (after,), linear=_FIRST, moves=False)
+
+
+@rule_for("embedding")
+def embedding(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
+    """vocab features, ids -> ids features. If the table's rows are split, each rank looks up the ids of its rows."""
+    if op.arguments["scale_grad_by_freq"] or op.arguments["sparse"]:
+        return None
+    table, ids = (types[name].shape for name in op.operands)
+    rows, features = (Part("vocab", table[0]),), (Part("features", table[1]),)
+    tokens = named(ids)
+    return Rule(
+        factors((rows, features), tokens, roles={"vocab": Role.SUM}),
+        ((rows, features), tokens),
+        ((*tokens, features),),
+        linear=(frozenset({0}),),
+        forms={"vocab": "vocabulary_embedding"},
+        saved=(Saved(1),),
+    )

@@ -21,7 +21,7 @@ from passes.ir.arrays import Flags, Floats, Integers
 from passes.ir.choices import EdgeGroup, Node, Problem
 from passes.ir.configuration import Configuration
 from passes.ir.layout import Layout, R
-from passes.solve.effort import Effort
+from passes.solve.limits import Effort
 
 # Seconds in place of those of a redistribution that is not allowed: above all steps, and still exact to a nanosecond.
 _FORBIDDEN = 1e6

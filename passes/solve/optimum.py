@@ -11,8 +11,7 @@ import numpy as np
 
 from passes.ir.arrays import Floats, Integers
 from passes.solve.arrays import Arrays
-from passes.solve.elimination.buckets import Buckets, find_order
-from passes.solve.elimination.network import Network, Sharing, eliminate, restore
+from passes.solve.elimination.network import Buckets, Network, Sharing, eliminate, find_order, restore
 from passes.solve.message_passing import MessagePassing
 
 # Relative cost of each unusual method or change, to choose among equals.

@@ -25,11 +25,10 @@ from passes.solve.active_constraints import (
 )
 from passes.solve.arrays import Uses, arrays, find_uses, shared_decisions
 from passes.solve.branch_and_bound import NOTHING, Branch, split
-from passes.solve.effort import Effort, OutOfEffortError
 from passes.solve.gap import Gap
 from passes.solve.instance import Instance, refuse_if_hopeless, refuse_if_impossible, smallest
 from passes.solve.lagrangian.relaxation import ROUNDING, Cut, CuttingPlanes, Multipliers
-from passes.solve.limits import InfeasibleProgramError, Limits, infeasible, out_of_effort
+from passes.solve.limits import Effort, InfeasibleProgramError, Limits, OutOfEffortError, infeasible, out_of_effort
 from passes.solve.optimum import a_little_more
 from passes.solve.pareto.frontiers import ParetoFrontiers, Surrogate, TooManyError
 
@@ -108,7 +107,7 @@ ENOUGH = 0.05
 SURROGATES = 20
 
 
-# Units of effort for closing a gap (`solve/effort`: about 30 s); what is not proven then is the gap of the plan.
+# Units of effort for closing a gap (`solve/limits`: about 30 s); what is not proven then is the gap of the plan.
 ALLOWANCE = 10_000.0
 
 

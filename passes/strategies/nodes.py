@@ -26,8 +26,7 @@ from passes.rules.strategies import (
     placement_token,
     replicated,
 )
-from passes.strategies.analysis import Analysis, Placed, Setting, Sizes
-from passes.strategies.operations import OpCosts, is_negligible, op_costs, op_node
+from passes.strategies.analysis import Analysis, OpCosts, Placed, Setting, Sizes, is_negligible, op_costs, op_node
 
 
 def indivisible(placement: Placement | None, shape: Shape, mesh: Mesh, axis: int) -> str:

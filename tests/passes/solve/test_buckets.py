@@ -5,8 +5,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from passes.solve.elimination.buckets import Buckets, find_order
-from passes.solve.elimination.network import Network, Sharing
+from passes.solve.elimination.network import Buckets, Network, Sharing, find_order
 from passes.solve.optimum import network_of
 from tests.passes.solve.test_optimum import random_arrays
 
