@@ -326,11 +326,7 @@ _LOOKUPS = frozenset({"embedding", "index", "index_select", "gather"})
 
 def _ways(layout: Layout, sizes: Sequence[int]) -> int:
     """The number of parts that a tensor is split into."""
-    ways = 1
-    for placement, size in zip(layout, sizes, strict=True):
-        if placement.kind == "S":
-            ways *= size
-    return ways
+    return prod(size for placement, size in zip(layout, sizes, strict=True) if placement.kind == "S")
 
 
 def _unaligned(context: OpContext, strategy: Strategy, sizes: Sequence[int]) -> bool:

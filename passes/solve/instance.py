@@ -49,10 +49,8 @@ def _figures(
     """All costs of the uses of each strategy of the producer, in any of the layouts that may be wanted."""
     wanted = np.unique(np.concatenate([edge.wanted[alive[edge.consumer]] for edge in group.edges]))
     matrices = [group.seconds, group.rerun, *size.sizes]
-    for overlap in overlaps:
-        matrices += [
-            traffic for traffic in (overlap.traffic(group), overlap.rerun_traffic(group)) if traffic is not None
-        ]
+    traffics = [each(group) for overlap in overlaps for each in (overlap.traffic, overlap.rerun_traffic)]
+    matrices += [traffic for traffic in traffics if traffic is not None]
     # The saved tensor is the source where both are one tensor, or where the redistribution is rerun.
     kept = np.where(size.same, size.source_bytes[:, None], size.target_bytes)
     matrices += [kept, np.broadcast_to(size.source_bytes[:, None], kept.shape)]
