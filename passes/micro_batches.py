@@ -37,8 +37,8 @@ from passes.ir.program import (
     has_linear_gradients,
     references,
     rename,
+    without_unused,
 )
-from passes.ir.unused import without_unused
 from passes.rules import find_rule, signature
 from passes.rules.strategies import Choice, digit, local_arguments, on_part, passing, split
 

@@ -20,9 +20,7 @@ from autopar._torch import collectives
 from autopar.plans.cuda_attention import CudaAttention
 from autopar.runtime import Axis
 from passes._torch import FakeTensorMode, TorchDispatchMode, pytree, storage_id, storage_number
-from passes.codegen.expressions import expression
-from passes.codegen.forms import form
-from passes.codegen.values import value_text
+from passes.codegen.expressions import expression, form, value_text
 from passes.cost.liveness import (
     BackwardProfile,
     Event,

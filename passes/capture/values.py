@@ -42,9 +42,8 @@ from passes._torch import (
     without_function_modes,
     without_modes,
 )
-from passes.capture.loops import Loops
 from passes.capture.per_thread import replaced
-from passes.capture.source import TORCH, Line, line_of_frame, syntax_tree
+from passes.capture.source import TORCH, Line, Loops, line_of_frame, syntax_tree
 
 _Range = tuple[int, int, int, int]
 

@@ -5,10 +5,8 @@ import keyword
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
-from passes.codegen.expressions import expression
-from passes.codegen.forms import form
+from passes.codegen.expressions import expression, form, value_text
 from passes.codegen.lines import WIDTH, broken, signature, statement
-from passes.codegen.values import value_text
 from passes.ir.layout import Placement, format_layout
 from passes.ir.lowered import Body, Compute, FunctionVariables, Loop, LoopVariables, Redistribution, Stage, Variables
 from passes.ir.mesh import Mesh

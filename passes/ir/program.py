@@ -13,7 +13,7 @@ A program prints as text, one op per line:
 """
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cache, cached_property
 from math import prod
@@ -548,3 +548,20 @@ def format_argument(argument: Argument) -> str:
     if isinstance(argument, float):
         return repr(argument)
     return str(argument)
+
+
+def without_unused(program: Program) -> Program:
+    """Drop ops whose results are never read, and the types of the dropped tensors."""
+    used = {name for value in program.outputs for name in references(value)}
+    used.update(update.value for update in program.updates)
+    kept: list[Op] = []
+    for op in reversed(program.ops):
+        if any(name in used for name in op.results):
+            kept.append(op)
+            used.update(op.operands)
+    given: tuple[Input | Parameter | Buffer, ...] = (*program.inputs, *program.parameters, *program.buffers)
+    named = {item.name for item in given}
+    constants = {name: value for name, value in program.constants.items() if name in used}
+    typed = {*named, *constants, *(name for op in kept for name in op.results)}
+    types = {name: type for name, type in program.types.items() if name in typed}
+    return replace(program, ops=tuple(reversed(kept)), constants=constants, types=types)

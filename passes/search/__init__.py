@@ -34,11 +34,10 @@ from passes.lower.recompute import check_patterns
 from passes.micro_batches import MicroBatches
 from passes.search.best_first import Progress, Unbounded, explore
 from passes.search.configurations import configuration_text
-from passes.search.programs import MicroBatchProgram, MicroBatchPrograms
 from passes.search.refinement import best_choice, covers_all
 from passes.search.restrict import gathered_again, planned_methods, planned_solution, regathered, restricted
 from passes.search.space import Space
-from passes.search.subproblems import Choice, Subproblems, levels_key
+from passes.search.subproblems import Choice, MicroBatchProgram, MicroBatchPrograms, Subproblems, levels_key
 from passes.solve import solve
 from passes.solve.gap import PROVEN
 from passes.variables import name_variables

@@ -19,8 +19,7 @@ from passes.ir.mesh import Mesh
 from passes.ir.program import Folded, Op, Region, Rule, Saved, TensorType, dependents
 from passes.rules import find_rule
 from passes.rules.cheap import Cheap, how_cheap, is_cheap, is_view, second_products, with_viewed
-from passes.rules.strategies import AllowedMethods, Choices, OpContext, op_context
-from passes.rules.strides import must_copy, strided
+from passes.rules.strategies import AllowedMethods, Choices, OpContext, must_copy, op_context, strided
 
 
 @dataclass(frozen=True)

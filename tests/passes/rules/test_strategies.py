@@ -11,8 +11,16 @@ from passes.ir.mesh import Mesh
 from passes.ir.program import Method, Op, Role, Rule
 from passes.regions import fold
 from passes.rules.propagation import propagate
-from passes.rules.strategies import Choice, combine, named_choices, op_context, op_strategies, parse_choice, split
-from passes.rules.strides import strided
+from passes.rules.strategies import (
+    Choice,
+    combine,
+    named_choices,
+    op_context,
+    op_strategies,
+    parse_choice,
+    split,
+    strided,
+)
 from tests.passes.helpers import Apply, mesh_of, normalized
 from tests.passes.planning import planning
 from tests.passes.rules.one_op import digits_of, one_op
