@@ -32,8 +32,7 @@ from passes.cost.liveness import (
     StorageRef,
     Task,
 )
-from passes.cost.liveness.graph import StorageOrigin
-from passes.cost.liveness.worst_case import assumed_backward, assumed_forward
+from passes.cost.liveness.graph import StorageOrigin, assumed_backward, assumed_forward
 from passes.ir.layout import local_shape
 from passes.ir.lowered import Compute
 from passes.ir.mesh import Mesh

@@ -42,8 +42,7 @@ from passes._torch import (
     without_function_modes,
     without_modes,
 )
-from passes.capture.per_thread import replaced
-from passes.capture.source import TORCH, Line, Loops, line_of_frame, syntax_tree
+from passes.capture.source import TORCH, Line, Loops, line_of_frame, replaced, syntax_tree
 
 _Range = tuple[int, int, int, int]
 

@@ -23,9 +23,17 @@ from passes.ir.layout import Layout, R, Shape, local_shape
 from passes.ir.mesh import Mesh
 from passes.ir.program import Op, Role, Rule, Rules, TensorType
 from passes.rules import find_rule
-from passes.rules.attention_kernels import Kernel, attention_kernel, attention_workspace
 from passes.rules.cheap import is_cheap, second_products
-from passes.rules.local_forms import LOCAL_FORMS, FormContext, LocalForm, Split, Workspace
+from passes.rules.local_forms import (
+    LOCAL_FORMS,
+    FormContext,
+    Kernel,
+    LocalForm,
+    Split,
+    Workspace,
+    attention_kernel,
+    attention_workspace,
+)
 from passes.rules.strategies import Choice, OpContext, op_context, replicated
 
 _PLAIN = LocalForm()

@@ -24,9 +24,8 @@ from passes.solve.active_constraints import (
     with_violated,
 )
 from passes.solve.arrays import Uses, arrays, find_uses, shared_decisions
-from passes.solve.branch_and_bound import NOTHING, Branch, split
 from passes.solve.gap import Gap
-from passes.solve.instance import Instance, refuse_if_hopeless, refuse_if_impossible, smallest
+from passes.solve.instance import NOTHING, Branch, Instance, refuse_if_hopeless, refuse_if_impossible, smallest, split
 from passes.solve.lagrangian.relaxation import ROUNDING, Cut, CuttingPlanes, Multipliers
 from passes.solve.limits import Effort, InfeasibleProgramError, Limits, OutOfEffortError, infeasible, out_of_effort
 from passes.solve.optimum import a_little_more
