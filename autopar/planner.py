@@ -37,7 +37,6 @@ from passes.ir.leaves import input_leaves
 from passes.ir.lowered import FSDPUnit, Lowered, only_stage
 from passes.ir.plan import Plan, ProgramPlan
 from passes.ir.program import Program
-from passes.ir.variables import Variables
 from passes.ir.work import IdleAxes
 from passes.micro_batches import MicroBatches, batch_size
 from passes.record import idle_axes, record, record_stage

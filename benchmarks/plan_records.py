@@ -36,7 +36,6 @@ FIELDS: Mapping[str, tuple[str, ...]] = {
     "gather_once": ("gather_once",),
     "reduce_once": ("reduce_once",),
     "peak_moment": ("peak_moment", "stages.0.peak_moment"),
-    "by_clock": ("by_clock",),
     "recompute": ("stages.0.recompute",),
     "decisions": ("stages.0.decisions",),
     "regathered": ("stages.0.regathered", "stages.0.again"),

@@ -7,7 +7,7 @@ constraints on the same placement the longest pattern applies.
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -93,7 +93,7 @@ def _without_match(demand: Constraint, program: Program) -> ConstraintError:
         known = [op.key for op in program.ops] + [path for op in program.ops for path in _paths(op.module)]
         if demand.pattern.startswith("@"):
             known = [f"@{op.kind}" for op in program.ops]
-    near = get_close_matches(demand.pattern, _as_printed(known), 3, 0.4)
+    near = get_close_matches(demand.pattern, list(dict.fromkeys(_printed(name) for name in known)), 3, 0.4)
     hint = f"; the nearest names are {', '.join(map(repr, near))}" if near else ""
     if "{" in demand.pattern:
         hint += (
@@ -104,9 +104,9 @@ def _without_match(demand: Constraint, program: Program) -> ConstraintError:
     )
 
 
-def _as_printed(names: Iterable[str]) -> list[str]:
-    """Names as a plan prints them, with * for the number of a layer, and each once."""
-    return list(dict.fromkeys(_NUMBER.sub(".*", name) for name in names))
+def _printed(name: str) -> str:
+    """A name as a plan prints it, with * for the number of a layer."""
+    return _NUMBER.sub(".*", name)
 
 
 def stored_as(program: Program, layouts: Mapping[str, Layout]) -> PlacedConstraints:
@@ -169,7 +169,7 @@ def _op_places(op: Op, demand: Constraint, names: _Names) -> Iterator[Constraint
 
 def _matches(name: str, pattern: str) -> bool:
     """Whether a pattern matches a name, or the name as a plan prints it: "model.layers.*.mlp" for all layers."""
-    return fnmatchcase(name, pattern) or fnmatchcase(_NUMBER.sub(".*", name), pattern)
+    return fnmatchcase(name, pattern) or fnmatchcase(_printed(name), pattern)
 
 
 def _paths(module: str) -> list[str]:

@@ -18,8 +18,6 @@ from functools import cached_property
 from itertools import chain
 from math import prod
 
-import torch
-
 from passes._torch import pytree
 from passes.ir.choices import Strategy
 from passes.ir.errors import MicroBatchError
@@ -31,18 +29,18 @@ from passes.ir.program import (
     Op,
     Program,
     Ref,
+    Role,
+    Rule,
     TensorType,
     differentiable,
     draws,
     has_linear_gradients,
     references,
     rename,
+    without_unused,
 )
-from passes.ir.rule import Role, Rule
-from passes.ir.unused import without_unused
 from passes.rules import find_rule, signature
-from passes.rules.local_sizes import local_arguments
-from passes.rules.rule import Choice, digit, on_part, passing, split
+from passes.rules.strategies import Choice, digit, local_arguments, on_part, passing, split
 
 # Ops that create a constant or random tensor, which can have any other size.
 _MADE = {"zeros", "ones", "full", "empty", "rand", "randn"}
@@ -392,7 +390,7 @@ class _Cutter:
             inputs=inputs,
             parameters=(),
             buffers=buffers,
-            output_tree=_tuple_of(len(outputs)),
+            output_tree=pytree.tree_structure(outputs),
             types={name: type for name, type in found.types.items() if name in kept},
         )
 
@@ -420,8 +418,3 @@ class _Cutter:
         if self.placements[value.name] != P:
             raise _WholeBatchError("the loss does not depend on the batch")
         return place
-
-
-def _tuple_of(count: int) -> pytree.TreeSpec:
-    """The structure of a tuple of `count` tensors."""
-    return pytree.tree_structure(tuple(torch.empty(0) for _ in range(count)))

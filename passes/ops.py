@@ -166,20 +166,7 @@ def run(tensors: Sequence[Tensor], function: str, arguments: str, sizes: Sequenc
     return [item for item in (result if isinstance(result, tuple) else (result,)) if isinstance(item, Tensor)]
 
 
-def _one(
-    tensors: Sequence[Tensor],
-    function: str,
-    arguments: str,
-    *,
-    sizes: Sequence[int] = (),
-    pointwise: bool = False,
-    linear: bool = False,
-) -> Tensor:
-    (result,) = run(tensors, function, arguments, sizes)
-    return result
-
-
-def _several(
+def _called(
     tensors: Sequence[Tensor],
     function: str,
     arguments: str,
@@ -204,10 +191,9 @@ def _define(overload: str, returned: str, body: Callable[..., object], *tags: to
     _library.impl(f"{AUTOGRAD_FUNCTION}.{overload}", body, "CompositeImplicitAutograd")  # type: ignore[no-untyped-call]
 
 
-_define("one", "Tensor", _one)
-_define("several", "Tensor[]", _several)
-_define("one_drawn", "Tensor", _one, torch.Tag.nondeterministic_seeded)
-_define("several_drawn", "Tensor[]", _several, torch.Tag.nondeterministic_seeded)
+for _drawn, _tags in (("", ()), ("_drawn", (torch.Tag.nondeterministic_seeded,))):
+    _define(f"one{_drawn}", "Tensor", lambda *given, **options: _called(*given, **options)[0], *_tags)
+    _define(f"several{_drawn}", "Tensor[]", _called, *_tags)
 
 
 # The overload that a trace has, until the right one is known.

@@ -46,7 +46,6 @@ def record(
         gap,
         seconds.hidden_communication,
         seconds_on_one,
-        by_clock=solution.by_clock,
         work=work,
         complete=complete,
         bound_s=bound_s,

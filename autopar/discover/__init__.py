@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from autopar.discover.calls import Drawn, draws_of, gradients_of, run_with
-from passes.ir.program import Op, Program, TensorType, has_gradient
-from passes.ir.rule import Dims, Factor, Part, Role, Rule, Saved
+from passes.ir.program import Dims, Factor, Op, Part, Program, Role, Rule, Saved, TensorType, has_gradient
 from passes.rules import signature, written_rule
 
 logger = logging.getLogger("autopar")

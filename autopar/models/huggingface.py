@@ -15,7 +15,7 @@ from typing import Protocol, cast
 import torch
 from torch import nn
 
-from passes.capture.per_thread import replaced
+from passes.capture.source import replaced
 from passes.capture.values import is_readable
 from passes.ir.errors import InputError
 

@@ -21,9 +21,7 @@ from autopar._torch import collectives
 from autopar.plans.cuda_attention import CudaAttention
 from autopar.runtime import Axis
 from passes._torch import FakeTensorMode, TorchDispatchMode, pytree, storage_id, storage_number
-from passes.codegen.expressions import expression
-from passes.codegen.forms import form
-from passes.codegen.values import value_text
+from passes.codegen.expressions import expression, form, value_text
 from passes.cost.liveness import (
     BackwardProfile,
     Event,
@@ -35,8 +33,7 @@ from passes.cost.liveness import (
     StorageRef,
     Task,
 )
-from passes.cost.liveness.profile import StorageOrigin
-from passes.cost.liveness.worst_case import assumed_backward, assumed_forward
+from passes.cost.liveness.graph import StorageOrigin, assumed_backward, assumed_forward
 from passes.ir.layout import local_shape
 from passes.ir.lowered import Compute
 from passes.ir.mesh import Mesh

@@ -15,9 +15,8 @@ import torch
 from torch import nn
 
 from passes.capture.exporting import Exported, export, possible_constants
-from passes.capture.program import program_of
+from passes.capture.program import Symbols, program_of
 from passes.capture.setting import autograd_functions_written, example_of, mode_of, parameters_as, tensors_on
-from passes.capture.symbols import Symbols
 from passes.ir.leaves import Inputs
 from passes.ir.program import Program, Symbolic
 

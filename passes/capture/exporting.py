@@ -34,9 +34,7 @@ from passes._torch import (
     pytree,
     schema_of,
 )
-from passes.capture.loops import Loops, UnrolledError
-from passes.capture.per_thread import replaced
-from passes.capture.source import Line, construct, line_of_node, line_of_traceback
+from passes.capture.source import Line, Loops, UnrolledError, construct, line_of_node, line_of_traceback, replaced
 from passes.capture.values import MOST, Read, Rewording, Values, checks_pass
 from passes.ir.errors import CaptureError
 from passes.ir.leaves import Inputs, input_leaves

@@ -13,8 +13,7 @@ from torch import nn
 
 from passes import ops
 from passes._torch import FakeTensorMode, buffers_of, parameters_of, pytree, version_of
-from passes.capture.per_thread import replaced
-from passes.capture.source import line_of_frame
+from passes.capture.source import line_of_frame, replaced
 from passes.ir.errors import CaptureError
 from passes.ir.leaves import Inputs
 

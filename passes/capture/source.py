@@ -1,15 +1,27 @@
-"""Locations in the source of a model, and the code at them."""
+"""Locations in the source of a model, and the code at them.
+
+A trace unrolls loops: a model that loops over its sequence gives a program that grows with the sequence.
+
+A trace must answer some questions of the model in its own way (`torch.autograd.Function.apply`, `bool(SymBool)`,
+functions of `transformers`), and torch has no hooks for these. Other threads, which may train or plan meanwhile, keep
+the original: while any thread has a replacement, the attribute is a dispatcher that asks which thread calls.
+"""
 
 import ast
+import inspect
 import linecache
 import os
 import sysconfig
+import threading
 import traceback
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import CodeType, FrameType, TracebackType
+from typing import cast
 
 import torch
 
@@ -118,3 +130,154 @@ def _deciding(node: ast.AST) -> Iterator[tuple[ast.expr, str]]:
             yield over, "loops"
         case ast.Call(func=ast.Name(id="bool" | "float")):
             yield node, "number"
+
+
+# A line may run as often in one call, or once for so many tokens: layers, experts and blocks of a sequence are fewer.
+_ALLOWED, _TOKENS = 256, 32
+
+
+class UnrolledError(Exception):
+    """A loop at `line` is unrolled, `times` so far."""
+
+    def __init__(self, line: Line, times: int) -> None:
+        super().__init__(
+            f"this line has run {times} times in one call, so a loop over the samples or the sequence is unrolled, and "
+            "the program grows with their number: use a version of the model that computes all steps by one operator "
+            "or in blocks, or pass shorter inputs"
+        )
+        self.line = line
+
+
+@dataclass
+class _Call:
+    """A call of a function: how often each instruction has called operators, and the last one, with the frame that it
+    called. Both frames are held, so that no later one is taken for them."""
+
+    frame: FrameType
+    counts: Counter[int] = field(default_factory=Counter)
+    last: tuple[int, FrameType | None] | None = None
+
+
+class Loops:
+    """Counts how often each line of a model runs in one call. `lengths` are the sizes of the model's inputs, `caller`
+    is the file that calls the model."""
+
+    def __init__(self, lengths: Iterable[int], caller: str) -> None:
+        self.caller = caller
+        self.most = max(_ALLOWED, max(lengths, default=0) // _TOKENS)
+        self.calls: dict[CodeType, _Call] = {}
+
+    def note(self, frame: FrameType) -> None:
+        """Count an operator that is called from `frame`. Raises UnrolledError."""
+        child: FrameType | None = None
+        above: FrameType | None = frame
+        while above is not None and above.f_code.co_filename != self.caller:
+            if not is_foreign(above.f_code.co_filename):
+                self._count(above, child)
+            child, above = above, above.f_back
+
+    def _count(self, frame: FrameType, child: FrameType | None) -> None:
+        call = self.calls.get(frame.f_code)
+        if call is None or call.frame is not frame:
+            call = self.calls[frame.f_code] = _Call(frame)
+        if call.last is not None and call.last[0] == frame.f_lasti and call.last[1] is child:
+            return
+        call.last = frame.f_lasti, child
+        call.counts[frame.f_lasti] += 1
+        if call.counts[frame.f_lasti] > self.most:
+            raise UnrolledError(Line(frame.f_code.co_filename, frame.f_lineno), self.most)
+
+
+_Function = Callable[..., object]
+
+
+class _Attribute:
+    """An attribute that some threads have replaced for themselves; `users` counts replacements, of all threads."""
+
+    def __init__(self, owner: object, name: str) -> None:
+        self.owner = owner
+        self.name = name
+        found = inspect.getattr_static(owner, name)
+        self.is_of_class = isinstance(found, classmethod)
+        self.found: object = found
+        # The function that is called in place of the attribute, with the same arguments.
+        self.original: object = found.__func__ if self.is_of_class else found
+        self.inherited = name not in vars(owner)
+        self.users = 0
+        self.own = threading.local()
+        self.dispatcher: object = self._dispatcher()
+
+    def current(self) -> object:
+        """The value in this thread."""
+        stack = self.stack()
+        return stack[-1] if stack else self.original
+
+    def stack(self) -> list[object]:
+        """The replacements of this thread, the innermost last."""
+        found: list[object] | None = getattr(self.own, "stack", None)
+        if found is None:
+            found = self.own.stack = []
+        return found
+
+    def _dispatcher(self) -> object:
+        if not callable(self.original):
+            return _Proxy(self)
+
+        def call(*args: object, **kwargs: object) -> object:
+            return cast(_Function, self.current())(*args, **kwargs)
+
+        return classmethod(call) if self.is_of_class else call
+
+    def install(self) -> None:
+        setattr(self.owner, self.name, self.dispatcher)
+
+    def remove(self) -> None:
+        """Put the original back, unless somebody has put something else there meanwhile."""
+        if inspect.getattr_static(self.owner, self.name) is not self.dispatcher:
+            return
+        if self.inherited:
+            delattr(self.owner, self.name)
+        else:
+            setattr(self.owner, self.name, self.found)
+
+
+class _Proxy:
+    """An object whose attributes are those of the value in the thread that asks."""
+
+    def __init__(self, attribute: _Attribute) -> None:
+        self.__attribute = attribute
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.__attribute.current(), name)
+
+
+# Attributes that are replaced at the moment belong to the process, as their owners do.
+_replaced: dict[tuple[int, str], _Attribute] = {}
+_lock = threading.Lock()
+
+
+@contextmanager
+def replaced(owner: object, name: str, replacement: object) -> Iterator[object]:
+    """Let `owner.name` be `replacement` in this thread.
+
+    `owner` is a module or a class. Of a function or method the replacement is one, of a class method a function that
+    takes the class first; of any other object it is an object, which is asked for attributes alone. Replacements may
+    nest, and threads may enter and leave in any order. Yields the value before, of a class method its function.
+    """
+    with _lock:
+        attribute = _replaced.get((id(owner), name))
+        if attribute is None:
+            attribute = _replaced[id(owner), name] = _Attribute(owner, name)
+            attribute.install()
+        attribute.users += 1
+    before = attribute.current()
+    attribute.stack().append(replacement)
+    try:
+        yield before
+    finally:
+        attribute.stack().pop()
+        with _lock:
+            attribute.users -= 1
+            if not attribute.users:
+                attribute.remove()
+                del _replaced[id(owner), name]

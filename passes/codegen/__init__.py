@@ -5,9 +5,8 @@ of each group of statements and the layouts of values, and collectives are expli
 """
 
 from passes.codegen.module import ModuleWriter, Naming
-from passes.ir.lowered import Stage
+from passes.ir.lowered import Stage, Variables
 from passes.ir.mesh import Mesh
-from passes.ir.variables import Variables
 
 __all__ = ["Naming", "emit"]
 

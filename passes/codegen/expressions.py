@@ -1,10 +1,64 @@
-"""Ops as expressions: in idiomatic PyTorch where possible, else by the full name of the operator."""
+"""Ops, their arguments, and calls of local forms as expressions: in idiomatic PyTorch where possible, else by the full
+name of the operator.
+"""
 
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from math import prod
+from string import Formatter
+from typing import Protocol
+
+import torch
 
 from passes._torch import schema_of
-from passes.codegen.scope import Scope
-from passes.ir.program import Argument, Op, Ref, freeze
+from passes.ir.lowered import Compute, Split
+from passes.ir.program import Argument, Op, Ref, TensorType, freeze
+
+
+class Text(str):
+    """An argument that is written already."""
+
+
+def value_text(argument: Argument, read: Callable[[str], str]) -> str:
+    """An argument as an expression; `read` gives the one that reads a tensor."""
+    if isinstance(argument, Text):
+        return argument
+    if isinstance(argument, Ref):
+        return read(argument.name)
+    if isinstance(argument, tuple):
+        return tuple_text([value_text(item, read) for item in argument])
+    if isinstance(argument, torch.device):
+        return "self.device"
+    if isinstance(argument, float) and (argument != argument or argument in (float("inf"), float("-inf"))):
+        return f'float("{argument}")'
+    return json.dumps(argument) if isinstance(argument, str) else repr(argument)
+
+
+def tuple_text(items: Sequence[str]) -> str:
+    """Expressions as a tuple."""
+    return f"({items[0]},)" if len(items) == 1 else f"({', '.join(items)})"
+
+
+class Scope(Protocol):
+    """A function body that is being written."""
+
+    @property
+    def types(self) -> Mapping[str, TensorType]:
+        """The global type of every value."""
+
+    def value(self, argument: Argument) -> str:
+        """An argument as an expression."""
+
+    def use(self, name: str) -> str:
+        """A name of the runtime, to be imported."""
+
+    def function(self, name: str) -> str:
+        """A function of torch.nn.functional."""
+
+    def axis(self, index: int) -> str:
+        """The variable that holds an axis of the mesh."""
+
 
 Writer = Callable[[Scope, Mapping[str, Argument]], str | None]
 
@@ -15,14 +69,11 @@ def expression(code: Scope, op: Op) -> str:
     written = writer(code, op.arguments) if writer else None
     if written is not None:
         return written
-    defaults = {argument.name: freeze(argument.default_value) for argument in schema_of(op.overload).arguments}
-    schema = schema_of(op.overload).arguments
-    required = {argument.name for argument in schema if not argument.has_default_value()}
-    by_name = {argument.name for argument in schema if argument.has_default_value() or argument.kwarg_only}
+    schema = {item.name: item for item in schema_of(op.overload).arguments}
     given = [
-        f"{name}={code.value(value)}" if name in by_name else code.value(value)
+        (f"{name}=" if schema[name].has_default_value() or schema[name].kwarg_only else "") + code.value(value)
         for name, value in op.arguments.items()
-        if name in required or value != defaults[name]
+        if not schema[name].has_default_value() or value != freeze(schema[name].default_value)
     ]
     return f"torch.ops.{op.target}({', '.join(given)})"
 
@@ -60,12 +111,14 @@ def _sized(name: str, argument: str) -> Writer:
     return write
 
 
-def _cast(code: Scope, arguments: Mapping[str, Argument]) -> str | None:
-    return f"{code.value(arguments['self'])}.to({arguments['dtype']})"
+def _template(text: str) -> Writer:
+    """An expression with the values of arguments in place of their names in braces."""
+    names = [name for _, name, _, _ in Formatter().parse(text) if name]
 
+    def write(code: Scope, arguments: Mapping[str, Argument]) -> str | None:
+        return text.format(**{name: code.value(arguments[name]) for name in names})
 
-def _negative(code: Scope, arguments: Mapping[str, Argument]) -> str | None:
-    return f"-{code.value(arguments['self'])}"
+    return write
 
 
 def _slice(code: Scope, arguments: Mapping[str, Argument]) -> str | None:
@@ -80,13 +133,6 @@ def _select(code: Scope, arguments: Mapping[str, Argument]) -> str | None:
     if not isinstance(dim, int) or dim < 0:
         return None
     return f"{code.value(arguments['self'])}[{':, ' * dim}{arguments['index']}]"
-
-
-def _joined(name: str) -> Writer:
-    def write(code: Scope, arguments: Mapping[str, Argument]) -> str | None:
-        return f"torch.{name}({code.value(arguments['tensors'])}, dim={arguments['dim']})"
-
-    return write
 
 
 def reduction(name: str) -> Writer:
@@ -148,17 +194,6 @@ def _pad(code: Scope, arguments: Mapping[str, Argument]) -> str | None:
     return f"{code.function('pad')}({code.value(arguments['self'])}, {code.value(arguments['pad'])}{mode}{value})"
 
 
-def _masked_fill(code: Scope, arguments: Mapping[str, Argument]) -> str | None:
-    tensor, mask, value = (code.value(arguments[item]) for item in ("self", "mask", "value"))
-    return f"{tensor}.masked_fill({mask}, {value})"
-
-
-def _complex(code: Scope, arguments: Mapping[str, Argument]) -> str | None:
-    """Pairs must lie next to each other in memory, from an even place on: a copy does."""
-    copied = "clone(memory_format=torch.contiguous_format)"
-    return f"torch.view_as_complex({code.value(arguments['self'])}.{copied})"
-
-
 def _addmm(code: Scope, arguments: Mapping[str, Argument]) -> str | None:
     if arguments["beta"] != 1 or arguments["alpha"] != 1:
         return None
@@ -183,24 +218,25 @@ _WRITERS: dict[str, Writer] = {
     "__and__": _sign("&"),
     "__or__": _sign("|"),
     "matmul": _sign("@"),
-    "neg": _negative,
+    "neg": _template("-{self}"),
     "pow": _method("pow", "exponent"),
-    "to": _cast,
+    "to": _template("{self}.to({dtype})"),
     "reshape": _sized("reshape", "shape"),
     "expand": lambda code, arguments: None if arguments["implicit"] else _sized("expand", "size")(code, arguments),
     "permute": _sized("permute", "dims"),
     "transpose": _method("transpose", "dim0", "dim1"),
     "slice": _slice,
     "select": _select,
-    "cat": _joined("cat"),
-    "stack": _joined("stack"),
+    "cat": _template("torch.cat({tensors}, dim={dim})"),
+    "stack": _template("torch.stack({tensors}, dim={dim})"),
     "mean": reduction("mean"),
     "sum": reduction("sum"),
     "where": _where,
     "pad": _pad,
-    "masked_fill": _masked_fill,
+    "masked_fill": _template("{self}.masked_fill({mask}, {value})"),
     "addmm": _addmm,
-    "view_as_complex": _complex,
+    # Pairs must lie next to each other in memory, from an even place on: those of a copy do.
+    "view_as_complex": _template("torch.view_as_complex({self}.clone(memory_format=torch.contiguous_format))"),
     "rms_norm": _functional("rms_norm", "input", "normalized_shape", weight=("weight", None), eps=("eps", None)),
     "arange": _arange,
     "embedding": _embedding,
@@ -236,4 +272,161 @@ _WRITERS: dict[str, Writer] = {
         enable_gqa=("enable_gqa", False),
     ),
     **{name: _method(name) for name in ("rsqrt", "sqrt", "tanh", "exp", "cos", "sin", "sigmoid", "abs", "log", "erf")},
+}
+
+
+def form(code: Scope, statement: Compute) -> str:
+    """The call of a local form."""
+    return WRITERS[statement.body](code, statement)
+
+
+def _digits(code: Scope, split: Split) -> Text:
+    """The axes that split the factor, each with its major: "((tp, 1),)"."""
+    inner = ", ".join(f"({code.axis(axis)}, {major})" for axis, major in split.digits)
+    return Text(f"({inner},)")
+
+
+def _one(statement: Compute) -> Split:
+    """The only factor that is split."""
+    (split,) = statement.splits.values()
+    return split
+
+
+def _split(code: Scope, statement: Compute) -> dict[str, Argument]:
+    """The global size of the only factor that is split, and its digits."""
+    split = _one(statement)
+    return {"size": split.size, "digits": _digits(code, split)}
+
+
+def _mean_form(code: Scope, statement: Compute) -> str:
+    arguments = dict(statement.op.arguments)
+    dtype = arguments.pop("dtype", None)
+    total = reduction("sum")(code, arguments)
+    if dtype is not None:
+        total = f"{total}.to({dtype})"
+    shape = code.types[statement.op.operands[0]].shape
+    dims = arguments.get("dim")
+    reduced = dims if isinstance(dims, tuple) and dims else range(len(shape))
+    return f"{total} / {prod(shape[dim] for dim in reduced if isinstance(dim, int))}"
+
+
+def _embedding_form(code: Scope, statement: Compute) -> str:
+    arguments = statement.op.arguments
+    padding = {"padding_idx": arguments["padding_idx"]} if arguments["padding_idx"] != -1 else {}
+    given = [arguments["indices"], arguments["weight"]]
+    return _call(code, "vocabulary_embedding", given, **_split(code, statement), **padding)
+
+
+def _loss_form(code: Scope, statement: Compute) -> str:
+    arguments = statement.op.arguments
+    options = {"ignore_index": arguments["ignore_index"]} if arguments["ignore_index"] != -100 else {}
+    if arguments["reduction"] == 0:
+        options["summed"] = False
+    given = [arguments["self"], arguments["target"]]
+    return _call(code, "vocabulary_cross_entropy", given, **_split(code, statement), **options)
+
+
+def _attention_form(code: Scope, statement: Compute) -> str:
+    arguments = statement.op.arguments
+    defaults: dict[str, Argument] = {"scale": None, "enable_gqa": False, "dropout_p": 0.0}
+    options = {name: arguments[name] for name, default in defaults.items() if arguments[name] != default}
+    given = [arguments[name] for name in ("query", "key", "value")]
+    return _call(code, "causal_attention", given, digits=_digits(code, _one(statement)), **options)
+
+
+def _axes(code: Scope, statement: Compute) -> Text:
+    """The axes of everything that is split: "(dp, tp)"."""
+    digits = sorted(digit for split in statement.splits.values() for digit in split.digits)
+    return Text(tuple_text([code.axis(axis) for axis, _ in digits]))
+
+
+def _call(code: Scope, name: str, given: list[Argument], **named: Argument) -> str:
+    """A call with values."""
+    shown = [*map(code.value, given), *(f"{key}={code.value(value)}" for key, value in named.items())]
+    return f"{code.use(name)}({', '.join(shown)})"
+
+
+def _layer_norm_form(code: Scope, statement: Compute) -> str:
+    arguments = statement.whole.arguments
+    sizes = arguments["normalized_shape"]
+    assert isinstance(sizes, tuple)
+    size = prod(extent for extent in sizes if isinstance(extent, int))
+    names = ("input", "weight", "bias")[: 3 if statement.body == "layer_norm" else 2]
+    given = [statement.op.arguments[name] for name in names]
+    options = {"rank": len(sizes), "size": size, "eps": arguments["eps"], "axes": _axes(code, statement)}
+    return _call(code, f"split_{statement.body}", given, **options)
+
+
+def _group_norm_form(code: Scope, statement: Compute) -> str:
+    arguments = statement.op.arguments
+    whole = code.types[statement.whole.operands[0]]
+    groups = statement.whole.arguments["num_groups"]
+    assert isinstance(groups, int)
+    size = whole.size // (whole.shape[0] * groups)
+    given = [arguments[name] for name in ("input", "weight", "bias")]
+    options = {"groups": arguments["num_groups"], "size": size, "eps": arguments["eps"]}
+    return _call(code, "split_group_norm", given, **options, axes=_axes(code, statement))
+
+
+def _batch_norm_form(code: Scope, statement: Compute) -> str:
+    arguments = statement.op.arguments
+    whole = code.types[statement.whole.operands[0]]
+    size = whole.size // whole.shape[1]
+    given = [arguments[name] for name in ("input", "weight", "bias")]
+    options = {"size": size, "eps": arguments["eps"], "axes": _axes(code, statement)}
+    if len(statement.op.results) == 1:
+        return f"{_call(code, 'split_batch_norm', given, **options)}[0]"
+    given += [arguments["running_mean"], arguments["running_var"]]
+    return _call(code, "split_updating_batch_norm", given, momentum=arguments["momentum"], **options)
+
+
+def _softmax_form(code: Scope, statement: Compute) -> str:
+    arguments = statement.op.arguments
+    dim = arguments["dim"]
+    dim = dim[0] if isinstance(dim, tuple) else dim
+    options = {name: arguments[name] for name in ("dtype", "keepdim") if arguments.get(name)}
+    return _call(code, f"split_{statement.body}", [arguments["self"], dim], axes=_axes(code, statement), **options)
+
+
+def _cumsum_form(code: Scope, statement: Compute) -> str:
+    arguments = statement.op.arguments
+    dtype = {"dtype": arguments["dtype"]} if arguments["dtype"] is not None else {}
+    split = _one(statement)
+    return _call(code, "split_cumsum", [arguments["self"], split.dim], digits=_digits(code, split), **dtype)
+
+
+def _haloed_form(code: Scope, statement: Compute) -> str:
+    """The op on a block with what it needs of its neighbours, without padding in the dims that are split."""
+    op = statement.op
+    operand = next(iter(op.arguments))
+    text = code.value(op.arguments[operand])
+    count = len(code.types[op.operands[0]].shape)
+    padding = op.arguments["padding"]
+    spatial = int(op.kind[-2])
+    paddings = list(padding) if isinstance(padding, tuple) else [padding]
+    paddings = paddings * spatial if len(paddings) == 1 else paddings
+    value = ', value=float("-inf")' if op.kind.startswith("max") else ""
+    for split in statement.splits.values():
+        before, after = split.reach
+        reach = f"before={before}, after={after}, digits={_digits(code, split)}{value}"
+        text = f"{code.use('with_halo')}({text}, {split.dim}, {reach})"
+        paddings[split.dim - (count - spatial)] = 0
+    changed = {**op.arguments, "padding": tuple(paddings), operand: Text(text)}
+    return expression(code, replace(op, arguments=changed))
+
+
+WRITERS: dict[str, Callable[[Scope, Compute], str]] = {
+    "mean": _mean_form,
+    "vocabulary_embedding": _embedding_form,
+    "vocabulary_cross_entropy": _loss_form,
+    "causal_attention": _attention_form,
+    "haloed": _haloed_form,
+    "layer_norm": _layer_norm_form,
+    "rms_norm": _layer_norm_form,
+    "group_norm": _group_norm_form,
+    "batch_norm": _batch_norm_form,
+    "softmax": _softmax_form,
+    "log_softmax": _softmax_form,
+    "logsumexp": _softmax_form,
+    "cumsum": _cumsum_form,
 }

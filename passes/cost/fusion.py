@@ -14,11 +14,10 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-from passes.ir.program import Folded, Op, Region, references
-from passes.ir.rule import Rule
+from passes.ir.program import Folded, Op, Region, Rule, references
 from passes.rules import find_rule
 from passes.rules.pointwise import TABLE
-from passes.rules.strides import strided
+from passes.rules.strategies import strided
 
 # Ops that are not pointwise but reduce rows or move elements.
 _JOINED = frozenset(

@@ -4,7 +4,7 @@ Rates are in units per second (FLOP/s, bytes/s), sizes in bytes, latencies in se
 in `passes.cost.devices`; `autopar profile` measures them.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -17,25 +17,20 @@ GIB = 1024**3
 ALIGNMENT = 16
 
 
-def check_positive(about: str, figures: Mapping[str, float]) -> None:
-    """Raise ClusterError for a figure that is zero, negative or not a number."""
-    for name, value in figures.items():
-        if not value > 0:
-            raise ClusterError(f"{about}: {name} is {value}, but must be a number above zero")
+def _checker(demand: str, holds: Callable[[float], bool]) -> Callable[[str, Mapping[str, float]], None]:
+    """A function that raises ClusterError for a figure that does not meet a demand, as one that is not a number."""
+
+    def check(about: str, figures: Mapping[str, float]) -> None:
+        for name, value in figures.items():
+            if not holds(value):
+                raise ClusterError(f"{about}: {name} is {value}, but must be {demand}")
+
+    return check
 
 
-def check_no_less(about: str, figures: Mapping[str, float]) -> None:
-    """Raise ClusterError for a figure that is negative or not a number."""
-    for name, value in figures.items():
-        if not value >= 0:
-            raise ClusterError(f"{about}: {name} is {value}, but must be zero or a number above it")
-
-
-def check_part(about: str, figures: Mapping[str, float]) -> None:
-    """Raise ClusterError for a fraction that is not above 0 and at most 1."""
-    for name, value in figures.items():
-        if not 0 < value <= 1:
-            raise ClusterError(f"{about}: {name} is {value}, but must be a part above 0 and at most 1")
+check_positive = _checker("a number above zero", lambda value: value > 0)
+check_no_less = _checker("zero or a number above it", lambda value: value >= 0)
+check_part = _checker("a part above 0 and at most 1", lambda value: 0 < value <= 1)
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,8 @@ from passes.rules import find_rule
 
 # The gradients of a product are two products as large. Fused attention multiplies more: it computes its scores again.
 _BACKWARD = 2.0
+# dtypes of tokens.
+_TOKENS = (torch.int64, torch.int32)
 
 
 def seconds_by_op(folded: Folded, cluster: Cluster) -> dict[str, float]:
@@ -43,14 +45,12 @@ def work_of(program: Program, folded: Folded, samples: int, configuration: Confi
         flops += own
         if own:
             peak_s += own / cluster.device.peak(folded.types[(*op.results, *op.operands)[0]].dtype)
-    whole = {item.name: item.type for item in program.inputs if _has_tokens(item.type.dtype, item.type.shape)}
+    whole = {
+        item.name: item.type for item in program.inputs if len(item.type.shape) == 2 and item.type.dtype in _TOKENS
+    }
     ids = next((type for name, type in whole.items() if name == "input_ids"), next(iter(whole.values()), None))
     tokens = prod(ids.shape) if ids is not None else 0
     return Work(samples, tokens, flops, peak_s, configuration.mesh.size)
-
-
-def _has_tokens(dtype: torch.dtype, shape: tuple[int, ...]) -> bool:
-    return len(shape) == 2 and dtype in (torch.int64, torch.int32)
 
 
 def counted(folded: Folded) -> Iterator[tuple[Op, int]]:

@@ -8,6 +8,7 @@ sizes is determined by its values at two values of each size; samples at other s
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations, product
+from math import prod
 
 import sympy
 
@@ -94,7 +95,4 @@ def _terms(names: Sequence[str]) -> list[tuple[str, ...]]:
 
 
 def _monomial(term: tuple[str, ...], sizes: Sizes) -> int:
-    found = 1
-    for name in term:
-        found *= sizes[name]
-    return found
+    return prod(sizes[name] for name in term)

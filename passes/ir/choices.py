@@ -165,8 +165,7 @@ class Solution:
     """A solution under one configuration: for every node the number of its strategy (`picks`), and the redistributions
     (group, target layout) that run again in the backward pass instead of saving their result (`regathered`).
 
-    `seconds` is the step time of the choice, `bound` a lower bound on that of every choice. `by_clock` says that a time
-    limit ended the search, so that another machine may find another plan.
+    `seconds` is the step time of the choice, `bound` a lower bound on that of every choice.
     """
 
     picks: tuple[int, ...]
@@ -174,7 +173,6 @@ class Solution:
     seconds: float
     bound: float
     configuration: Configuration
-    by_clock: bool = False
 
     def strategy(self, problem: Problem, node: int) -> Strategy:
         """The chosen strategy of a node."""

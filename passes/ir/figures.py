@@ -8,7 +8,7 @@ Comparisons compare the numbers only. A formula is valid wherever all comparison
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from functools import lru_cache, reduce
+from functools import lru_cache, reduce, total_ordering
 from typing import cast
 
 import numpy as np
@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 Number = int | float
 
 
+@total_ordering
 class Figure:
     """A number and its formula. Its sizes are positive."""
 
@@ -72,15 +73,6 @@ class Figure:
 
     def __lt__(self, other: object) -> bool:
         return self.value < _value(other)
-
-    def __le__(self, other: object) -> bool:
-        return self.value <= _value(other)
-
-    def __gt__(self, other: object) -> bool:
-        return self.value > _value(other)
-
-    def __ge__(self, other: object) -> bool:
-        return self.value >= _value(other)
 
     def __hash__(self) -> int:
         # Differs from the number's hash, so that a cache does not return the entry of a plain number for a figure.

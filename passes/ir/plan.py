@@ -7,7 +7,8 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeVar
+from types import UnionType
+from typing import TypeVar, get_args, get_origin, get_type_hints
 
 import sympy
 
@@ -17,13 +18,66 @@ from passes.ir.files import write_atomically
 from passes.ir.formulas import formula_at, read_formula
 from passes.ir.mesh import Mesh
 from passes.ir.plan_contents import check_contents
-from passes.ir.plan_json import decode
 from passes.ir.plan_text import plan_table, plan_text
 from passes.ir.work import IdleAxes, Work
 
+
+def decode(kind: object, value: object, place: str) -> object:
+    """A value of type `kind` from its JSON; `kind` is made of dataclasses, tuples, mappings and scalars.
+
+    Raises ValueError, which names the field by `place`, for a missing or unknown field and for a value of another type.
+    """
+    origin, arguments = get_origin(kind), get_args(kind)
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+        return _decode_dataclass(kind, value, place)
+    if origin is UnionType:
+        return None if value is None else decode(arguments[0], value, place)
+    if origin is tuple and isinstance(value, list):
+        kinds = [arguments[0]] * len(value) if arguments[-1] is Ellipsis else list(arguments)
+        if len(kinds) != len(value):
+            raise ValueError(f"{place} has {len(value)} entries instead of {len(kinds)}")
+        pairs = enumerate(zip(kinds, value, strict=True))
+        return tuple(decode(item_kind, item, f"{place}[{index}]") for index, (item_kind, item) in pairs)
+    if origin is Mapping and isinstance(value, dict):
+        return {key: decode(arguments[1], item, f"{place}[{key!r}]") for key, item in value.items()}
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        try:
+            return float(value)
+        except OverflowError:
+            raise ValueError(f"{place} is too large") from None
+    if isinstance(kind, type) and type(value) is kind:
+        return value
+    raise ValueError(f"{place} is {_short(value)}, which is not of the type {_type_text(kind)}")
+
+
+def _decode_dataclass(kind: type, value: object, place: str) -> object:
+    if not isinstance(value, dict):
+        raise ValueError(f"{place} is {_short(value)}, which is no object")
+    hints = get_type_hints(kind)
+    names = [item.name for item in dataclasses.fields(kind)]
+    missing = [name for name in names if name not in value]
+    if missing:
+        raise ValueError(f"{place}.{missing[0]} is missing")
+    unknown = [name for name in value if name not in names]
+    if unknown:
+        raise ValueError(f"{place} has the unknown field {_short(unknown[0])}")
+    return kind(**{name: decode(hints[name], value[name], f"{place}.{name}") for name in names})
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _type_text(kind: object) -> str:
+    """A declared type by its name in JSON."""
+    names: Mapping[object, str] = {str: "string", int: "integer", float: "number", bool: "boolean"}
+    return names.get(kind) or ("array" if get_origin(kind) is tuple else "object")
+
+
 T = TypeVar("T")
 
-FORMAT_VERSION = 11
+FORMAT_VERSION = 12
 
 # Symbols of the first and the second dim of inputs in formulas.
 BATCH, SEQUENCE = "batch", "sequence"
@@ -124,9 +178,8 @@ class ProgramPlan:
     over all plans that were offered if the search was `complete`, else over those that it looked at. `bound_s` is a
     lower bound on the step time of all plans that were offered. `hidden` are seconds of communication that overlap
     computation. `seconds_on_one` is the computation time of the step on one device. `whole_batch` is the reason why the
-    batch cannot be split into micro-batches, if that was requested. `by_clock` says that a time limit ended the search,
-    so that another machine may find another plan. `work` is what a step computes; `idle` are the axes that split little
-    of it, None where all do.
+    batch cannot be split into micro-batches, if that was requested. `work` is what a step computes; `idle` are the axes
+    that split little of it, None where all do.
     """
 
     stages: tuple[StagePlan, ...]
@@ -139,7 +192,6 @@ class ProgramPlan:
     hidden: float
     seconds_on_one: float
     whole_batch: str = ""
-    by_clock: bool = False
     work: Work = field(default_factory=Work)
     idle: IdleAxes | None = None
     complete: bool = True

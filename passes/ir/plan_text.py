@@ -116,8 +116,6 @@ def _program(name: str, program: ProgramPlan, plan: Plan, width: int | None) -> 
         )
     elif program.whole_batch:
         lines.append(f"  one micro-batch: {program.whole_batch}")
-    if program.by_clock:
-        lines.append("  a clock ended the search: another machine may find another plan")
     for number, stage in enumerate(program.stages):
         if len(program.stages) > 1:
             memory = bytes_text(sum(stage.memory.values()))

@@ -14,8 +14,7 @@ from fnmatch import fnmatchcase
 
 from passes.ir.errors import ConstraintError
 from passes.ir.lowered import Body, Compute, Loop, Redistribution, Stage
-from passes.ir.program import Region
-from passes.ir.rule import Rules
+from passes.ir.program import Region, Rules
 from passes.rules import find_rule
 from passes.rules.cheap import is_cheap, is_view, second_products, with_viewed
 
@@ -62,7 +61,11 @@ def _marked(loop: Loop, level: str, rules: Rules) -> Loop:
         marked = tuple(
             replace(
                 item,
-                recomputed=item.op.results[0] not in saved and (item.op.key in second or _is_cheap(item, body, rules)),
+                recomputed=item.op.results[0] not in saved
+                and (
+                    item.op.key in second
+                    or is_cheap(item.whole, find_rule(item.whole, body.types, rules), item.copies, [item.body])
+                ),
             )
             if isinstance(item, Compute)
             else item
@@ -79,7 +82,3 @@ def _views(body: Body, rules: Rules) -> Iterator[tuple[Collection[str], Collecti
             yield item.op.results, item.op.operands
         elif isinstance(item, Redistribution):
             yield (item.result,), (item.source,)
-
-
-def _is_cheap(item: Compute, body: Body, rules: Rules) -> bool:
-    return is_cheap(item.whole, find_rule(item.whole, body.types, rules), item.copies, [item.body])

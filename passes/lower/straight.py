@@ -17,9 +17,7 @@ from passes.ir.mesh import Mesh
 from passes.ir.program import Argument, Carry, Folded, Op, Ref, Region, TensorType, draws, references, rename
 from passes.ir.redistribution import redistribution
 from passes.rules import find_rule
-from passes.rules.local_sizes import local_arguments
-from passes.rules.strategies import named_choices, op_context
-from passes.rules.strides import strided
+from passes.rules.strategies import local_arguments, named_choices, op_context, strided
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,7 @@ has its key.
 
 from dataclasses import replace
 
-from passes.ir.program import Program
-from passes.ir.unused import without_unused
+from passes.ir.program import Program, without_unused
 from passes.normalize.decompositions import decomposed
 from passes.normalize.forms import canonical
 from passes.normalize.in_place import functional

@@ -9,9 +9,8 @@ import torch
 
 from passes._torch import FakeTensorMode, OpOverload, decomposition_table, make_fx, pytree, schema_of
 from passes.ir.program import Argument, Input, Op, Program, Ref, TensorType, bound_arguments, rename
-from passes.normalize.constants import concrete
 from passes.normalize.forms import canonical
-from passes.normalize.rewriter import Rewriter
+from passes.normalize.rewriter import Rewriter, concrete
 from passes.rules import written_rule
 
 _DEEPEST = 4

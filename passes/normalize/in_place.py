@@ -253,18 +253,6 @@ def _swap(first: str, second: str) -> Callable[[Mapping[str, Argument], int], li
     return order
 
 
-def _permuted(arguments: Mapping[str, Argument], rank: int) -> list[int]:
-    return list(dims_argument(arguments["dims"], rank))
-
-
-def _reversed(arguments: Mapping[str, Argument], rank: int) -> list[int]:
-    return list(reversed(range(rank)))
-
-
-def _last_two(arguments: Mapping[str, Argument], rank: int) -> list[int]:
-    return [*range(rank - 2), rank - 1, rank - 2]
-
-
 def _set_down(arguments: Mapping[str, Argument], rank: int) -> list[int]:
     """movedim: dims `source` stand at `destination`, the others keep their order in between."""
     destination, source = (dims_argument(arguments[name], rank) for name in ("destination", "source"))
@@ -277,12 +265,11 @@ _ORDERS: dict[str, Callable[[Mapping[str, Argument], int], list[int]]] = {
     "transpose": _swap("dim0", "dim1"),
     "swapaxes": _swap("axis0", "axis1"),
     "swapdims": _swap("dim0", "dim1"),
-    "permute": _permuted,
+    "permute": lambda arguments, rank: list(dims_argument(arguments["dims"], rank)),
     "movedim": _set_down,
     "moveaxis": _set_down,
-    "t": _reversed,
-    "numpy_T": _reversed,
-    "mT": _last_two,
+    **dict.fromkeys(("t", "numpy_T"), lambda arguments, rank: list(reversed(range(rank)))),
+    "mT": lambda arguments, rank: [*range(rank - 2), rank - 1, rank - 2],
 }
 
 _PUT_BACK: dict[str, _Writer] = {

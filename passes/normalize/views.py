@@ -7,9 +7,8 @@ from typing import cast
 import torch
 
 from passes.ir.program import Argument, Op, Ref, TensorType
-from passes.normalize.constants import constant
 from passes.normalize.in_place import moved_dims
-from passes.normalize.rewriter import KEEP, Rewrite, Rewriter
+from passes.normalize.rewriter import KEEP, Rewrite, Rewriter, constant
 from passes.rules.parts import dim_argument
 
 
@@ -251,10 +250,6 @@ def _filling(rewriter: Rewriter, op: Op) -> Argument:
     return expanded(rewriter, op, value, type.shape)
 
 
-def _each(rewrite: Rewrite, *kinds: str) -> dict[str, Rewrite]:
-    return dict.fromkeys(kinds, rewrite)
-
-
 def _view_dtype(rewriter: Rewriter, op: Op) -> Argument:
     """view to another dtype keeps the bytes: it is no reshape."""
     if rewriter.type(only(op)).dtype != rewriter.types[op.results[0]].dtype:
@@ -263,17 +258,19 @@ def _view_dtype(rewriter: Rewriter, op: Op) -> Argument:
 
 
 VIEWS: dict[str, Callable[[Rewriter, Op], Argument]] = {
-    **_each(same, "alias", "clone", "contiguous", "lift_fresh_copy", "lift_fresh", "positive", "resolve_conj"),
-    **_each(cast_, "to", "type_as", "_to_copy"),
-    **_each(_reshape, "_unsafe_view", "reshape", "flatten", "unflatten", "view_as", "reshape_as", "ravel"),
-    **_each(_reshape, "squeeze", "unsqueeze", "atleast_1d", "atleast_2d", "atleast_3d", "_reshape_alias"),
-    **_each(_expand, "expand", "expand_as", "broadcast_to"),
-    **_each(_split, "split", "split_with_sizes", "chunk", "tensor_split", "unsafe_split", "unsafe_chunk"),
-    **_each(_split, "unsafe_split_with_sizes"),
-    **_each(_move, "permute", "t", "numpy_T", "mT", "movedim", "moveaxis", "swapaxes", "swapdims"),
-    **_each(_cat, "cat", "concat", "concatenate"),
-    **_each(_repeat, "repeat", "tile"),
-    **_each(_filling, "fill", "zero"),
+    **dict.fromkeys(
+        ("alias", "clone", "contiguous", "lift_fresh_copy", "lift_fresh", "positive", "resolve_conj"), same
+    ),
+    **dict.fromkeys(("to", "type_as", "_to_copy"), cast_),
+    **dict.fromkeys(("_unsafe_view", "reshape", "flatten", "unflatten", "view_as", "reshape_as", "ravel"), _reshape),
+    **dict.fromkeys(("squeeze", "unsqueeze", "atleast_1d", "atleast_2d", "atleast_3d", "_reshape_alias"), _reshape),
+    **dict.fromkeys(("expand", "expand_as", "broadcast_to"), _expand),
+    **dict.fromkeys(("split", "split_with_sizes", "chunk", "tensor_split", "unsafe_split", "unsafe_chunk"), _split),
+    "unsafe_split_with_sizes": _split,
+    **dict.fromkeys(("permute", "t", "numpy_T", "mT", "movedim", "moveaxis", "swapaxes", "swapdims"), _move),
+    **dict.fromkeys(("cat", "concat", "concatenate"), _cat),
+    **dict.fromkeys(("repeat", "tile"), _repeat),
+    **dict.fromkeys(("fill", "zero"), _filling),
     "view": _view_dtype,
     "slice": _slice,
     "narrow": _narrow,

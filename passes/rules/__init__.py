@@ -3,8 +3,6 @@
 from passes.rules import (
     attention,
     convolution,
-    embedding,
-    functions,
     indexing,
     loss,
     matmul,
@@ -15,14 +13,12 @@ from passes.rules import (
     transform,
     view,
 )
-from passes.rules.registry import find_rule, registered, rule_for, signature, written_rule
+from passes.rules.parts import find_rule, registered, rule_for, signature, written_rule
 
 __all__ = [
     "attention",
     "convolution",
-    "embedding",
     "find_rule",
-    "functions",
     "indexing",
     "loss",
     "matmul",

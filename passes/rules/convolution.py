@@ -5,10 +5,8 @@ from dataclasses import dataclass, field, replace
 from math import prod
 
 from passes.ir.layout import Shape
-from passes.ir.program import Op, TensorType
-from passes.ir.rule import Dims, Factor, Part, Role, Rule, Saved
-from passes.rules.parts import factors, is_tensor, named, one, per_dim, shapes
-from passes.rules.registry import rule_for
+from passes.ir.program import Dims, Factor, Op, Part, Role, Rule, Saved, TensorType
+from passes.rules.parts import factors, is_tensor, named, one, per_dim, rule_for, shapes
 
 
 @dataclass(frozen=True)
@@ -204,8 +202,12 @@ def nearest(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
     before = named(operand)
     times = {dim: one(f"times{dim}", made[dim] // max(operand[dim], 1)) for dim in space}
     after = tuple((*parts, *times.get(dim, ())) for dim, parts in enumerate(before))
-    found = factors(before, after, roles=dict.fromkeys((f"times{dim}" for dim in space), Role.WHOLE))
-    return Rule(found, (before,), (after,), linear=(frozenset({0}),))
+    return Rule(
+        factors(before, after, roles=dict.fromkeys((f"times{dim}" for dim in space), Role.WHOLE)),
+        (before,),
+        (after,),
+        linear=(frozenset({0}),),
+    )
 
 
 @rule_for("pixel_shuffle", "pixel_unshuffle")

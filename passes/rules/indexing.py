@@ -1,4 +1,4 @@
-"""Ops that gather, scatter or sort elements by index: the dims that they index stay whole."""
+"""Table look-ups, and ops that gather, scatter or sort elements by index: the dims that they index stay whole."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -6,16 +6,15 @@ from dataclasses import dataclass
 import torch
 
 from passes.ir.layout import Shape
-from passes.ir.program import Op, Ref, TensorType
-from passes.ir.rule import Dims, Role, Rule, Saved
-from passes.rules.parts import broadcast, dim_argument, dims_argument, factors, named, one, without
-from passes.rules.registry import rule_for
+from passes.ir.program import Dims, Op, Part, Ref, Role, Rule, Saved, TensorType
+from passes.rules.parts import broadcast, dim_argument, dims_argument, factors, named, one, rule_for, without
 
 _FIRST = (frozenset({0}),)
 
 
-def _floating(op: Op, types: Mapping[str, TensorType]) -> bool:
-    return types[op.results[0]].dtype.is_floating_point
+def _linear(op: Op, types: Mapping[str, TensorType], *together: int) -> tuple[frozenset[int], ...]:
+    """The operands `together`, in which an op of floating numbers is linear; none for others."""
+    return (frozenset(together),) if types[op.results[0]].dtype.is_floating_point else ()
 
 
 @rule_for("gather")
@@ -29,9 +28,13 @@ def gather(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
     dims, roles = without(named(source), apart)
     picked, more = without(named(index), [place for place in apart if place != dim], "part")
     picked = (*picked[:dim], one("picks", index[dim]), *picked[dim + 1 :])
-    found = factors(dims, picked, roles={**roles, **more})
-    linear = _FIRST if _floating(op, types) else ()
-    return Rule(found, (dims, picked), (picked,), linear=linear, saved=(Saved(0), Saved(1)))
+    return Rule(
+        factors(dims, picked, roles={**roles, **more}),
+        (dims, picked),
+        (picked,),
+        linear=_linear(op, types, 0),
+        saved=(Saved(0), Saved(1)),
+    )
 
 
 @rule_for("scatter", "scatter_add", "scatter_reduce")
@@ -58,12 +61,13 @@ def scatter(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
         roles["rows"] = Role.SUM
     summed = frozenset({0}) if "rows" in roles else frozenset[int]()
     added = op.kind == "scatter_add" or (op.kind == "scatter" and "reduce" not in op.arguments and len(shapes) == 3)
-    linear = (frozenset({0, 2}),) if added and _floating(op, types) else ()
+    linear = _linear(op, types, 0, 2) if added else ()
     saved = [Saved(1)]
     if op.kind == "scatter_reduce":
         saved += [Saved(0), Saved(2), Saved(0, result=True)]
-    found = factors(*tensors, roles=roles)
-    return Rule(found, tuple(tensors), (tensors[0],), added=summed, linear=linear, saved=tuple(saved))
+    return Rule(
+        factors(*tensors, roles=roles), tuple(tensors), (tensors[0],), added=summed, linear=linear, saved=tuple(saved)
+    )
 
 
 @dataclass(frozen=True)
@@ -101,9 +105,13 @@ def index(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
         return None
     operands = [given.dims, *(broadcast(types[name].shape, given.shape, "pick") for name in op.operands[1:])]
     saved = tuple(Saved(slot) for slot in range(1, len(operands)))
-    linear = _FIRST if _floating(op, types) else ()
-    found = factors(*operands, given.picked, roles=given.roles)
-    return Rule(found, tuple(operands), (given.picked,), linear=linear, saved=saved)
+    return Rule(
+        factors(*operands, given.picked, roles=given.roles),
+        tuple(operands),
+        (given.picked,),
+        linear=_linear(op, types, 0),
+        saved=saved,
+    )
 
 
 @rule_for("index_put")
@@ -113,7 +121,7 @@ def index_put(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
     if given is None:
         return None
     *indices, last = op.operands[1:]
-    summed = bool(op.arguments["accumulate"]) and _floating(op, types)
+    summed = bool(op.arguments["accumulate"] and _linear(op, types, 0))
     role = Role.SUM if summed else Role.WHOLE
     roles = {**given.roles, **{f"pick{dim}": role for dim in range(len(given.shape))}}
     shape = types[last].shape
@@ -121,9 +129,15 @@ def index_put(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
     values = tuple(parts if size != 1 else () for parts, size in zip(given.picked[front:], shape, strict=True))
     operands = (given.dims, *(broadcast(types[name].shape, given.shape, "pick") for name in indices), values)
     saved = tuple(Saved(slot) for slot in range(1, len(operands) - 1))
-    linear = (frozenset({0, len(operands) - 1}),) if _floating(op, types) else ()
     added = frozenset({0}) if summed else frozenset[int]()
-    return Rule(factors(*operands, roles=roles), operands, (given.dims,), added, linear, saved=saved)
+    return Rule(
+        factors(*operands, roles=roles),
+        operands,
+        (given.dims,),
+        added,
+        _linear(op, types, 0, len(operands) - 1),
+        saved=saved,
+    )
 
 
 @rule_for("index_select")
@@ -136,9 +150,9 @@ def index_select(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
     dims, roles = without(named(source), [dim])
     picks = one("picks", index[0])
     result = (*dims[:dim], picks, *dims[dim + 1 :])
-    linear = _FIRST if _floating(op, types) else ()
-    found = factors(dims, result, roles=roles)
-    return Rule(found, (dims, (picks,)), (result,), linear=linear, saved=(Saved(1),))
+    return Rule(
+        factors(dims, result, roles=roles), (dims, (picks,)), (result,), linear=_linear(op, types, 0), saved=(Saved(1),)
+    )
 
 
 @rule_for("index_add", "index_copy", "index_fill")
@@ -161,7 +175,7 @@ def index_add(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
         if source and len(source) != len(shape):
             return None
         operands.append((*dims[:dim], one("rows", source[dim]), *dims[dim + 1 :]) if source else ())
-        linear = (frozenset({0, 2}),) if _floating(op, types) and op.kind != "index_fill" else ()
+        linear = _linear(op, types, 0, 2) if op.kind != "index_fill" else ()
     saved = (Saved(1), Saved(2)) if len(operands) == 3 else (Saved(1),)
     added = frozenset({0}) if summed else frozenset[int]()
     return Rule(factors(*operands, roles=roles), tuple(operands), (dims,), added=added, linear=linear, saved=saved)
@@ -199,7 +213,7 @@ def positioned(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
     given = op.arguments.get("dims", (-2, -1))
     whole = () if given == () and op.kind == "flip" else dims_argument(given, len(shape))
     dims, roles = without(named(shape), whole)
-    return Rule(factors(dims, roles=roles), (dims,), (dims,), linear=_FIRST if _floating(op, types) else ())
+    return Rule(factors(dims, roles=roles), (dims,), (dims,), linear=_linear(op, types, 0))
 
 
 @rule_for("diagonal")
@@ -210,8 +224,13 @@ def diagonal(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
     dims, roles = without(named(shape), places)
     rest = tuple(parts for dim, parts in enumerate(dims) if dim not in places)
     result = (*rest, one("diagonal", made[-1]))
-    found = factors(dims, result, roles={**roles, "diagonal": Role.WHOLE})
-    return Rule(found, (dims,), (result,), linear=_FIRST if _floating(op, types) else (), moves=False)
+    return Rule(
+        factors(dims, result, roles={**roles, "diagonal": Role.WHOLE}),
+        (dims,),
+        (result,),
+        linear=_linear(op, types, 0),
+        moves=False,
+    )
 
 
 @rule_for("unfold")
@@ -230,8 +249,13 @@ def unfold(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
     else:
         roles = {**roles, "windows": Role.WHOLE}
     result = (*dims[:dim], one("windows", made[dim]), *dims[dim + 1 :], one("window", made[-1]))
-    found = factors(dims, result, roles={**roles, "window": Role.WHOLE})
-    return Rule(found, (dims,), (result,), linear=_FIRST if _floating(op, types) else (), moves=False)
+    return Rule(
+        factors(dims, result, roles={**roles, "window": Role.WHOLE}),
+        (dims,),
+        (result,),
+        linear=_linear(op, types, 0),
+        moves=False,
+    )
 
 
 @rule_for("view_as_complex", "view_as_real")
@@ -241,5 +265,22 @@ def complex_view(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
     pair = (one("pair", 2),)
     short = named(shape[:-1] if op.kind == "view_as_complex" else shape)
     before, after = ((*short, *pair), short) if op.kind == "view_as_complex" else (short, (*short, *pair))
-    found = factors(before, after, roles={"pair": Role.WHOLE})
-    return Rule(found, (before,), (after,), linear=_FIRST, moves=False)
+    return Rule(factors(before, after, roles={"pair": Role.WHOLE}), (before,), (after,), linear=_FIRST, moves=False)
+
+
+@rule_for("embedding")
+def embedding(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
+    """vocab features, ids -> ids features. If the table's rows are split, each rank looks up the ids of its rows."""
+    if op.arguments["scale_grad_by_freq"] or op.arguments["sparse"]:
+        return None
+    table, ids = (types[name].shape for name in op.operands)
+    rows, features = (Part("vocab", table[0]),), (Part("features", table[1]),)
+    tokens = named(ids)
+    return Rule(
+        factors((rows, features), tokens, roles={"vocab": Role.SUM}),
+        ((rows, features), tokens),
+        ((*tokens, features),),
+        linear=(frozenset({0}),),
+        forms={"vocab": "vocabulary_embedding"},
+        saved=(Saved(1),),
+    )

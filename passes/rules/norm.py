@@ -3,10 +3,8 @@ form."""
 
 from collections.abc import Mapping
 
-from passes.ir.program import Op, TensorType
-from passes.ir.rule import Dims, Role, Rule, Saved
-from passes.rules.parts import dim_argument, factors, named, one
-from passes.rules.registry import rule_for
+from passes.ir.program import Dims, Op, Role, Rule, Saved, TensorType
+from passes.rules.parts import dim_argument, factors, named, one, rule_for
 
 
 @rule_for("layer_norm", "rms_norm")
@@ -20,8 +18,13 @@ def norm(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
     dims = (*named(shape[:first]), *inner)
     names = [f"inner{dim}" for dim in range(first, len(shape)) if shape[dim] != 1]
     operands = (dims, *((inner,) * (len(op.operands) - 1)))
-    found = factors(dims, roles=dict.fromkeys(names, Role.INSIDE))
-    return Rule(found, operands, (dims,), forms=dict.fromkeys(names, op.kind), saved=(Saved(0),))
+    return Rule(
+        factors(dims, roles=dict.fromkeys(names, Role.INSIDE)),
+        operands,
+        (dims,),
+        forms=dict.fromkeys(names, op.kind),
+        saved=(Saved(0),),
+    )
 
 
 @rule_for("softmax", "log_softmax", "_softmax", "_log_softmax", "logsumexp")

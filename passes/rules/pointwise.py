@@ -1,13 +1,13 @@
-"""Pointwise ops: every dim of the result is a factor, and operands broadcast to it."""
+"""Pointwise ops: every dim of the result is a factor, and operands broadcast to it. Among them are custom autograd
+functions, with the properties that capture has found.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from passes._torch import schema_of
-from passes.ir.program import Op, Ref, TensorType, has_gradient
-from passes.ir.rule import Rule, Saved
-from passes.rules.parts import broadcast, factors, named
-from passes.rules.registry import rule_for
+from passes.ir.program import Op, Ref, Rule, Saved, TensorType, has_gradient
+from passes.rules.parts import broadcast, factors, named, rule_for
 
 NONE: tuple[Saved, ...] = ()
 SELF = (Saved(0),)
@@ -130,3 +130,13 @@ def cast(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
     dims = named(result.shape)
     floating = source.dtype.is_floating_point and result.dtype.is_floating_point
     return Rule(factors(dims), (dims,), (dims,), linear=(frozenset({0}),) if floating else ())
+
+
+@rule_for("autograd_function")
+def autograd_function(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
+    """A pointwise function can be split in every dim; all its tensors have the same shape."""
+    if not op.arguments["pointwise"]:
+        return None
+    dims = named(types[op.results[0]].shape)
+    saved = (*(Saved(slot) for slot in range(len(op.operands))), Saved(0, result=True))
+    return Rule(factors(dims), (dims,) * len(op.operands), (dims,) * len(op.results), saved=saved)

@@ -5,10 +5,8 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 
 from passes.ir.layout import Placement
-from passes.ir.program import Op
-from passes.ir.rule import Rule
-from passes.rules.rule import digit, split, starts
-from passes.rules.strategies import Digit
+from passes.ir.program import Op, Rule
+from passes.rules.strategies import Digit, digit, split, starts
 
 _MOST = 16
 

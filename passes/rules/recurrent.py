@@ -2,10 +2,8 @@
 
 from collections.abc import Mapping
 
-from passes.ir.program import Op, Ref, TensorType
-from passes.ir.rule import Dims, Role, Rule, Saved
-from passes.rules.parts import factors, one
-from passes.rules.registry import rule_for
+from passes.ir.program import Dims, Op, Ref, Role, Rule, Saved, TensorType
+from passes.rules.parts import factors, one, rule_for
 
 
 @rule_for("lstm", "gru", "rnn_tanh", "rnn_relu")

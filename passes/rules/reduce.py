@@ -5,10 +5,8 @@ from dataclasses import dataclass
 
 import torch
 
-from passes.ir.program import Op, TensorType
-from passes.ir.rule import Factor, Part, Role, Rule, Saved
-from passes.rules.parts import broadcast, dim_argument, dims_argument, factors, named, one
-from passes.rules.registry import rule_for
+from passes.ir.program import Factor, Op, Part, Role, Rule, Saved, TensorType
+from passes.rules.parts import broadcast, dim_argument, dims_argument, factors, named, one, rule_for
 
 
 @dataclass(frozen=True)
@@ -70,8 +68,7 @@ def histogram(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
     operand = named(types[op.operands[0]].shape)
     roles = {part.factor: Role.SUM for parts in operand for part in parts}
     result = ((Part("bins", types[op.results[0]].shape[0]),),)
-    found = factors(operand, result, roles={**roles, "bins": Role.WHOLE})
-    return Rule(found, (operand,), (result,))
+    return Rule(factors(operand, result, roles={**roles, "bins": Role.WHOLE}), (operand,), (result,))
 
 
 @rule_for("cosine_similarity")
@@ -82,8 +79,9 @@ def cosine_similarity(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
     dim = dim_argument(op.arguments["dim"], len(wide))
     operands = tuple(broadcast(shape, wide) for shape in shapes)
     result = (*named(wide)[:dim], *named(wide)[dim + 1 :])
-    found = factors(*operands, result, roles={f"d{dim}": Role.WHOLE})
-    return Rule(found, operands, (result,), saved=(Saved(0), Saved(1)))
+    return Rule(
+        factors(*operands, result, roles={f"d{dim}": Role.WHOLE}), operands, (result,), saved=(Saved(0), Saved(1))
+    )
 
 
 @rule_for("cumsum")

@@ -2,10 +2,8 @@
 
 from collections.abc import Mapping
 
-from passes.ir.program import Op, TensorType
-from passes.ir.rule import Role, Rule, Saved
-from passes.rules.parts import dims_argument, factors, named, one, without
-from passes.rules.registry import rule_for
+from passes.ir.program import Op, Role, Rule, Saved, TensorType
+from passes.rules.parts import dims_argument, factors, named, one, rule_for, without
 
 
 @rule_for("_fft_c2c", "_fft_r2c", "_fft_c2r")

@@ -4,10 +4,8 @@ from collections.abc import Mapping
 from math import gcd, prod
 
 from passes.ir.layout import Shape
-from passes.ir.program import Op, TensorType, has_gradient
-from passes.ir.rule import Dims, Part, Role, Rule, Saved
-from passes.rules.parts import dim_argument, dims_argument, factors, named, shapes, unit_parts, without
-from passes.rules.registry import rule_for
+from passes.ir.program import Dims, Op, Part, Role, Rule, Saved, TensorType, has_gradient
+from passes.rules.parts import dim_argument, dims_argument, factors, named, rule_for, shapes, unit_parts, without
 
 _LINEAR = (frozenset({0}),)
 _WHOLE = {"whole": Role.WHOLE}
@@ -130,5 +128,10 @@ def pad(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
     after, more = without(named(result), padded, "to")
     copies = op.arguments.get("mode", "constant") != "constant"
     zero = (copies or not op.arguments["value"]) and has_gradient(types[op.results[0]].dtype)
-    found = factors(before, after, roles={**roles, **more})
-    return Rule(found, (before,), (after,), linear=_LINEAR if zero else (), saved=(Saved(0),) if copies else ())
+    return Rule(
+        factors(before, after, roles={**roles, **more}),
+        (before,),
+        (after,),
+        linear=_LINEAR if zero else (),
+        saved=(Saved(0),) if copies else (),
+    )

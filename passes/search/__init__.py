@@ -7,8 +7,8 @@ are named, and the memory simulator checks what it takes. Earlier decisions rest
 with a configuration that is decided there is one subproblem, and with all methods decided, as in a replay, nothing is
 left to solve.
 
-Raises ConstraintError, MicroBatchError, InfeasibleError (see `hints`), and PlanMismatchError for decisions that do not
-fit the program.
+Raises ConstraintError, MicroBatchError, InfeasibleError (see `with_hint`), and PlanMismatchError for decisions that do
+not fit the program.
 """
 
 import logging
@@ -26,20 +26,18 @@ from passes.cost.walk import walk
 from passes.ir.choices import Problem, Solution
 from passes.ir.configuration import Configuration
 from passes.ir.errors import ConstraintError, InfeasibleError, MeshError, MicroBatchError, PlanMismatchError
-from passes.ir.lowered import Lowered, only_stage
+from passes.ir.lowered import Lowered, Variables, only_stage
 from passes.ir.mesh import Mesh
 from passes.ir.program import Folded, Program
-from passes.ir.variables import Variables
 from passes.lower import lower
 from passes.lower.recompute import check_patterns
 from passes.micro_batches import MicroBatches
 from passes.search.best_first import Progress, Unbounded, explore
-from passes.search.hints import with_hint
-from passes.search.programs import MicroBatchProgram, MicroBatchPrograms
+from passes.search.configurations import configuration_text
 from passes.search.refinement import best_choice, covers_all
 from passes.search.restrict import gathered_again, planned_methods, planned_solution, regathered, restricted
 from passes.search.space import Space
-from passes.search.subproblems import Choice, Subproblems, levels_key
+from passes.search.subproblems import Choice, MicroBatchProgram, MicroBatchPrograms, Subproblems, levels_key
 from passes.solve import solve
 from passes.solve.gap import PROVEN
 from passes.variables import name_variables
@@ -265,3 +263,41 @@ def _check_recompute(subproblems: Subproblems) -> None:
     check_patterns(program.folded.regions, asked)
     if not program.folded.regions and set(asked.values()) != {"none"}:
         logger.warning("no layers repeat in the model, so nothing is computed again in the backward pass")
+
+
+# Factors of the number of devices that are tried where nothing fits.
+_MORE = (2, 4, 8, 16, 32, 64)
+
+
+def with_hint(subproblems: Subproblems, error: InfeasibleError) -> InfeasibleError:
+    """The error with the nearest thing that fits: another configuration on the same devices, or more devices."""
+    space = subproblems.space
+    free = replace(space, micro_batches=None, recompute=None)
+    if (space.micro_batches, space.recompute) != (None, None) and space.trains:
+        found = _choice_in(subproblems, free)
+        if found is not None:
+            how = configuration_text(found.solution.configuration) or "no recompute, and one micro-batch"
+            return InfeasibleError(f"{error}; it would fit with {how}", error.missing)
+    sizes = space.mesh.sizes
+    for factor in _MORE:
+        wider = replace(free, mesh=Mesh(space.mesh.names, (sizes[0] * factor, *sizes[1:])))
+        found = _choice_in(subproblems, wider)
+        if found is not None:
+            mesh, how = found.subproblem.mesh, configuration_text(found.solution.configuration)
+            return InfeasibleError(
+                f"{error}; it would fit on {mesh.size} devices ({mesh})" + (f" with {how}" if how else ""),
+                error.missing,
+            )
+    return InfeasibleError(
+        f"{error}; nor does any fit with up to {space.mesh.size * _MORE[-1]} devices: take a smaller batch, "
+        "shorter sequences, or a smaller model",
+        error.missing,
+    )
+
+
+def _choice_in(subproblems: Subproblems, space: Space) -> Choice | None:
+    try:
+        return best_choice(subproblems.over(space), Progress()).best
+    except ConstraintError:
+        # The user's constraints cannot be met there.
+        return None

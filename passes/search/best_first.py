@@ -19,7 +19,7 @@ from passes.search.configurations import is_monotone_in_micro_batches, limited_c
 from passes.search.subproblems import Choice, Subproblem, Subproblems
 from passes.solve.gap import PROVEN
 
-# Units of effort for closing gaps (`passes/solve/effort`): in all, and for each subproblem at least.
+# Units of effort for closing gaps (`passes/solve/limits`): in all, and for each subproblem at least.
 ALLOWANCE = 4000.0
 LEAST_ALLOWANCE = 2500.0
 

@@ -147,7 +147,7 @@ def _restricted(node: Node, before: Decided, operands: Shapes, results: Shapes) 
         # Inputs and outputs lie as planned if they can: users cut their batches so.
         possible = exact if exact and node.kind != "op" else moved
         if possible:
-            return _only(node, possible)
+            return node.only(possible)
     return node
 
 
@@ -168,18 +168,4 @@ def _alike(placement: Placement, before: Placement, shape: Shape, planned: Shape
         return placement == before
     return placement.dim == before.dim and (
         placement.major == before.major or shape[placement.dim] != planned[placement.dim]
-    )
-
-
-def _only(node: Node, indices: Sequence[int]) -> Node:
-    """`node` with some of its strategies."""
-    return replace(
-        node,
-        strategies=tuple(node.strategies[index] for index in indices),
-        seconds=tuple(node.seconds[index] for index in indices),
-        memory=tuple(node.memory[index] for index in indices),
-        results=tuple(node.results[index] for index in indices) if node.results else (),
-        copies=tuple(node.copies[index] for index in indices) if node.copies else (),
-        forward=tuple(node.forward[index] for index in indices) if node.forward else (),
-        light=tuple(node.light[index] for index in indices) if node.light else (),
     )

@@ -1,7 +1,10 @@
-"""The search's problems on one mesh: how they are made, bounded and solved."""
+"""The search's problems on one mesh: how they are made, bounded and solved; and the program of one micro-batch, for
+every number of micro-batches.
+"""
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from passes.clock import Clock
 from passes.cost.bound import least_step_s
@@ -9,14 +12,72 @@ from passes.cost.memory import memory_use
 from passes.cost.redistributions import RedistributionCosts
 from passes.ir.choices import Problem, Solution
 from passes.ir.configuration import Configuration, Pipeline
+from passes.ir.errors import MicroBatchError
 from passes.ir.mesh import Mesh
+from passes.ir.program import Folded, Program
+from passes.micro_batches import Batch, MicroBatches
+from passes.regions import fold
 from passes.rules.strategies import AllowedMethods, method_token
 from passes.search.configurations import relaxed_configuration
-from passes.search.programs import MicroBatchProgram, MicroBatchPrograms
 from passes.search.space import Space
 from passes.solve.limits import Limits
 from passes.solve.solver import Solver
 from passes.strategies import planning_problem
+
+
+@dataclass(frozen=True)
+class MicroBatchProgram:
+    """The program of one micro-batch, as it is and folded; `micro` is None where the batch is not split."""
+
+    micro: MicroBatches | None
+    program: Program
+    folded: Folded
+
+
+@dataclass
+class MicroBatchPrograms:
+    """The programs that `program` can be split into along its batch, each made once.
+
+    Copies of a region share all decisions, so layers are folded together only where the constraints of `space` on them
+    are equal. `refused` is the reason for which the batch cannot be split, once that is known.
+    """
+
+    program: Program
+    space: Space
+    clock: Clock
+    refused: str = ""
+    made: dict[int, MicroBatchProgram] = field(default_factory=dict)
+
+    def of(self, count: int, *, is_given: bool) -> MicroBatchProgram | None:
+        """The program of one of `count` micro-batches; None where the batch cannot be split.
+
+        Raises MicroBatchError instead where the number `is_given` by the user.
+        """
+        if self.refused and count > 1 and not is_given:
+            return None
+        if count not in self.made:
+            micro = None
+            if count > 1:
+                try:
+                    with self.clock("micro-batches"):
+                        micro = self._batch.cut(count)
+                except MicroBatchError as error:
+                    if is_given:
+                        raise
+                    self.refused = str(error)
+                    return None
+            program = self.program if micro is None else micro.program
+            with self.clock("constrain"):
+                constraints = self.space.placed_constraints(program, self.space.mesh)
+            with self.clock("regions"):
+                folded = fold(program, constraints.label)
+            self.made[count] = MicroBatchProgram(micro, program, folded)
+        return self.made[count]
+
+    @cached_property
+    def _batch(self) -> Batch:
+        return Batch(self.program)
+
 
 # The methods of a node that splits nothing on an axis.
 _WHOLE = frozenset({"I", "R"})

@@ -1,25 +1,79 @@
-"""One problem in one configuration: costs, bytes, program points and limits, and the relaxations that the solver
-bounds it by."""
+"""One problem in one configuration: costs, bytes, program points and limits, the relaxations that the solver bounds it
+by, and the least memory that any choice takes, to report infeasible limits early.
+
+Many ways to store a parameter cost the same, split over one dim or another. A strategy of a source is dropped where
+another one is at least as good in all seconds, bytes and traffic, so that neither multipliers nor branches have to tell
+equal choices apart.
+
+A branch holds the choices in which every node takes one of some strategies. The relaxation leaves a gap where its bound
+mixes choices of which none is as good: one that takes too many bytes or too much traffic, and one that takes less of
+them and more time. The decision that sets these apart most is branched on.
+"""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
 
-from passes.cost.memory import MemoryModel, MemoryUse
-from passes.ir.arrays import Floats, Integers
+from passes.cost.live_ranges import Phase
+from passes.cost.memory import GroupBytes, MemoryModel, MemoryUse, memory_by_kind
+from passes.ir.arrays import Flags, Floats, Integers
 from passes.ir.choices import Problem, Solution
 from passes.ir.configuration import Configuration
 from passes.ir.layout import Layout
-from passes.solve.arrays import Arrays, Overlap
-from passes.solve.dominance import undominated
-from passes.solve.elimination.variables import eliminate
-from passes.solve.lagrangian.cutting_planes import Cut
-from passes.solve.lagrangian.relaxation import Multipliers, Slack, cheaper_reruns, relaxed
-from passes.solve.limits import InfeasibleProgramError, Limits
+from passes.solve.arrays import Arrays, GroupArrays, Overlap, SharedDecisions
+from passes.solve.elimination.network import eliminate
+from passes.solve.lagrangian.relaxation import ROUNDING, Cut, Multipliers, Slack, cheaper_reruns, relaxed
+from passes.solve.limits import InfeasibleProgramError, Limits, infeasible
 from passes.solve.optimum import a_little_more, least_with, network_of, optimum, tie_break_total
-from passes.solve.shared_decisions import SharedDecisions
+
+# Figures that differ by less than this, relative to the largest of their kind, are equal.
+_EQUAL = 1e-12
+
+
+def undominated(arrays: Arrays, sizes: MemoryModel, alive: Mapping[int, Integers]) -> dict[int, Integers]:
+    """The strategies of each node that are alive and not dominated; all of nodes that consume anything."""
+    consumers = {edge.consumer for group in arrays.groups for edge in group.edges}
+    made: dict[int, list[tuple[GroupArrays, GroupBytes]]] = {}
+    for group, size in zip(arrays.groups, sizes.groups, strict=True):
+        made.setdefault(group.producer, []).append((group, size))
+    left = dict(alive)
+    for node, labels in alive.items():
+        if node not in consumers and len(labels) > 1:
+            own = [arrays.costs[node], *sizes.nodes[node].sizes]
+            figures = [column[:, None] for column in own]
+            figures += [item for uses in made.get(node, []) for item in _figures(*uses, arrays.overlaps, alive)]
+            left[node] = labels[_least_rows(np.concatenate(figures, axis=1)[labels], arrays.tie_break[node][labels])]
+    return left
+
+
+def _figures(
+    group: GroupArrays, size: GroupBytes, overlaps: Sequence[Overlap], alive: Mapping[int, Integers]
+) -> list[Floats]:
+    """All costs of the uses of each strategy of the producer, in any of the layouts that may be wanted."""
+    wanted = np.unique(np.concatenate([edge.wanted[alive[edge.consumer]] for edge in group.edges]))
+    matrices = [group.seconds, group.rerun, *size.sizes]
+    traffics = [each(group) for overlap in overlaps for each in (overlap.traffic, overlap.rerun_traffic)]
+    matrices += [traffic for traffic in traffics if traffic is not None]
+    # The saved tensor is the source where both are one tensor, or where the redistribution is rerun.
+    kept = np.where(size.same, size.source_bytes[:, None], size.target_bytes)
+    matrices += [kept, np.broadcast_to(size.source_bytes[:, None], kept.shape)]
+    return [matrix[np.ix_(group.made, wanted)] for matrix in matrices]
+
+
+def _least_rows(figures: Floats, tie_break: Integers) -> Integers:
+    """Rows that no other row dominates; of equal rows the one with the lowest tie-break, then the first."""
+    scale = np.abs(figures).max(axis=0, initial=0.0)
+    figures = figures / np.where(scale > 0, scale, 1.0)
+    kept: list[int] = []
+    better = np.empty_like(figures)
+    for row in np.lexsort((np.arange(len(figures)), tie_break, figures.sum(axis=1).round(9))).tolist():
+        if not (better[: len(kept)] <= figures[row] + _EQUAL).all(axis=1).any():
+            better[len(kept)] = figures[row]
+            kept.append(row)
+    return np.sort(np.array(kept))
+
 
 # Of every node the strategies that may be chosen, in order.
 Alive = Mapping[int, Integers]
@@ -151,18 +205,146 @@ class Instance:
         if least is None:
             raise InfeasibleProgramError
         sizes = [len(costs) for costs in self.arrays.costs]
-        slack = Slack({}, {})
-        for node, own in least[0].items():
-            slack.nodes[node] = np.full(sizes[node], -np.inf)
-            slack.nodes[node][network.labels[node]] = threshold - own
-        if not all((left >= 0).any() for left in slack.nodes.values()):
+        slack = {node: np.full(sizes[node], -np.inf) for node in least}
+        for node, own in least.items():
+            slack[node][network.labels[node]] = threshold - own
+        if not all((left >= 0).any() for left in slack.values()):
             raise InfeasibleProgramError
-        for (first, second), pair in least[1].items():
-            slack.pairs[first, second] = np.full((sizes[first], sizes[second]), -np.inf)
-            slack.pairs[first, second][np.ix_(network.labels[first], network.labels[second])] = threshold - pair
         return slack
 
     def restricted(self, multipliers: Multipliers, alive: Alive, aim: float) -> Alive:
         """The strategies that may be in a choice which takes less than `aim`; raises as `slack` does."""
         slack = self.slack(multipliers, alive, frozenset(alive), aim)
-        return self._undominated({node: np.flatnonzero(left >= 0) for node, left in slack.nodes.items()})
+        return self._undominated({node: np.flatnonzero(left >= 0) for node, left in slack.items()})
+
+
+def refuse_if_hopeless(instance: Instance) -> None:
+    """Raise InfeasibleError if the sum of the least bytes of each node and each saved tensor does not fit."""
+    least = _least(instance, int(_least_at_all(instance).argmax()))
+    if least.peak > instance.limits.memory:
+        raise infeasible(instance.limits, least, "at least ")
+
+
+def refuse_if_impossible(instance: Instance, where: int) -> None:
+    """Raise InfeasibleError if even the choice of least memory at a point does not fit."""
+    limit = instance.limits.memory
+    scale = instance.arrays.value([0] * len(instance.arrays.costs)) / limit
+    bytes = [scale if point == where else 0.0 for point in instance.points]
+    multipliers = Multipliers(1e-9, bytes, [0.0] * len(instance.arrays.overlaps))
+    best = optimum(instance.relaxed(multipliers))
+    # Seconds and tie_break_total weigh a little, too.
+    if best.bound / scale > limit * (1 + ROUNDING):
+        raise infeasible(instance.limits, instance.use(instance.cheapest(best.picks, multipliers)))
+
+
+def smallest(instance: Instance, multipliers: Multipliers) -> MemoryUse:
+    """The memory of a choice that minimizes bytes, at the multipliers of each point."""
+    dear = replace(multipliers, bytes=[max(1e6 * price, 1e-30) for price in multipliers.bytes])
+    return instance.use(instance.cheapest(optimum(instance.relaxed(dear)).picks, dear))
+
+
+def _least_at_all(instance: Instance) -> Floats:
+    """The bytes of `_least` at each point."""
+    fractions = instance.bytes.fractions
+    found = np.zeros(len(fractions))
+    for size in instance.bytes.nodes:
+        if len(size.ranges):
+            found += (fractions.of(size.ranges) @ size.sizes).min(axis=1)
+    for group, saving in zip(instance.bytes.groups, instance.bytes.saved, strict=True):
+        if saving and group.source is not None:
+            # Few ranges hold the source in all its layouts: of each the smallest layout counts.
+            ranges, layouts = np.unique(group.source, axis=1, return_inverse=True)
+            smallest = np.full(ranges.shape[1], np.inf)
+            np.minimum.at(smallest, layouts.ravel(), group.source_bytes)
+            live = fractions.of(ranges.ravel()).reshape(len(found), *ranges.shape).sum(axis=1)
+            target = fractions.of(group.target).sum(axis=1) * group.target_bytes.min()
+            found += np.minimum((live * smallest).min(axis=1), target)
+    return found
+
+
+def _least(instance: Instance, point: int) -> MemoryUse:
+    """The least bytes of nodes and saved tensors at a point, each by itself."""
+    model = instance.bytes
+    fractions = model.at(point)
+    live: dict[str, float] = {}
+    optimizer = 0.0
+    for size in model.nodes:
+        pick = int(size.at(fractions).argmin())
+        for kind, number, sizes in zip(size.kinds, size.ranges.tolist(), size.sizes, strict=True):
+            live[kind] = live.get(kind, 0.0) + float(fractions[number] * sizes[pick])
+            is_gradient = model.ranges[number].phase is Phase.ACCUMULATED
+            optimizer += instance.limits.optimizer_states * float(sizes[pick]) * is_gradient
+    for group, saving in zip(model.groups, model.saved, strict=True):
+        if saving:
+            saved = group.saved(fractions)
+            live["saved"] = live.get("saved", 0.0) + float(min(saved.source.min(), saved.target.min()))
+    return memory_by_kind(live, optimizer, model.points[point].name)
+
+
+# Parts of a mixture below this are none.
+NOTHING = 1e-6
+
+
+@dataclass(eq=False)
+class Branch:
+    """The choices in which every node takes a strategy that is `alive`: the cuts `found` among them, a `bound` on all
+    of them, the multipliers that gave it, and the mixture of choices (the part of each) that is as low."""
+
+    alive: Alive
+    found: list[Cut]
+    bound: float
+    multipliers: Multipliers
+    mixture: Sequence[tuple[Cut, float]]
+
+    def holds(self, choice: Cut) -> bool:
+        """Whether a choice is in this branch."""
+        return all(pick in self.alive[node] for node, pick in enumerate(choice.picks))
+
+
+def split(instance: Instance, branch: Branch) -> tuple[Alive, Alive] | None:
+    """The strategies of two child branches: a node uses on an axis the method of one choice in the mixture, or any
+    other method. None where the choices do not differ in a relevant method."""
+    parts = [(found, part) for found, part in branch.mixture if part > NOTHING]
+    if len(parts) < 2:
+        return None
+    most = (False, 0.0)
+    best: tuple[int, int, str] | None = None
+    shares = np.array([part for _, part in parts])
+    needs = np.array([_needs(instance, branch.multipliers, found) for found, _ in parts])
+    for node in np.flatnonzero((needs.max(axis=0) - needs.min(axis=0)) > 0).tolist():
+        first = instance.problem.nodes[instance.shared.nodes[node][0]]
+        strategies, is_op = first.strategies, first.kind == "op"
+        mean = shares @ needs[:, node] / shares.sum()
+        for axis in range(len(strategies[0].methods)):
+            methods = [strategies[found.picks[node]].methods[axis] for found, _ in parts]
+            for method in sorted(set(methods)):
+                same = np.array([other == method for other in methods])
+                if same.all():
+                    continue
+                score = shares[same].sum() * abs(shares[same] @ needs[same, node] / shares[same].sum() - mean)
+                # How parameters are stored matters less than how ops run: many ways of storing cost the same.
+                if score > 0 and (is_op, score) > most:
+                    most, best = (is_op, score), (node, axis, method)
+    if best is None:
+        return None
+    node, axis, method = best
+    strategies = instance.problem.nodes[instance.shared.nodes[node][0]].strategies
+    does: Flags = np.array([strategies[label].methods[axis] == method for label in branch.alive[node]])
+    return {**branch.alive, node: branch.alive[node][does]}, {**branch.alive, node: branch.alive[node][~does]}
+
+
+def _needs(instance: Instance, multipliers: Multipliers, found: Cut) -> list[float]:
+    """The cost in a choice of each node's bytes and parameter traffic at the multipliers (seconds)."""
+    needs = []
+    everywhere = instance.bytes.blend(instance.points, multipliers.bytes)
+    for size, pick in zip(instance.bytes.nodes, found.picks, strict=True):
+        needs.append(float(size.at(everywhere)[pick]))
+    for group, (made, wanted) in zip(instance.arrays.groups, instance.arrays.changes(found.picks), strict=True):
+        for overlap, part in zip(instance.arrays.overlaps, multipliers.overlaps, strict=True):
+            traffic = overlap.traffic(group)
+            if traffic is None:
+                continue
+            seconds = part * overlap.weight * sum(float(traffic[made, target]) for target in wanted)
+            for number in {group.producer, *(edge.consumer for edge in group.edges)}:
+                needs[number] += seconds
+    return needs

@@ -1,7 +1,10 @@
 """The best choice of a problem without limits, and the strategies that better choices may have.
 
 Variable elimination makes the cost network smaller; bucket elimination solves it exactly. Where its tables are too
-large, message passing prunes labels first.
+large, message passing prunes labels first. It gives lower bounds on all choices of a network, and on those with a given
+label: sequential tree-reweighted message passing (Kolmogorov, PAMI 2006) moves costs between nodes and pairs so that
+the sum of all minima, which is a lower bound, grows. The cost of a redistribution that consumers share is divided among
+them, and divided again as they turn out to need it.
 """
 
 from collections.abc import Mapping
@@ -9,12 +12,233 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from passes.ir.arrays import Floats, Integers
+from passes.ir.arrays import Flags, Floats, Integers
 from passes.solve.arrays import Arrays
-from passes.solve.elimination.buckets import Buckets, find_order
-from passes.solve.elimination.network import Network, Sharing
-from passes.solve.elimination.variables import eliminate, restore
-from passes.solve.message_passing import MessagePassing
+from passes.solve.elimination.network import Buckets, Network, Sharing, eliminate, find_order, restore
+
+# Passes over the costs of each link in one sweep, for counting effort.
+_PASSES = 12
+
+
+@dataclass
+class _Link:
+    """A use of a tensor, or a pair: the layouts (rows, columns) of both ends, its remaining costs, and the costs moved
+    to its ends."""
+
+    producer: int
+    consumer: int
+    made: Integers
+    wanted: Integers
+    rest: Floats
+    to_producer: Floats
+    to_consumer: Floats
+
+
+class MessagePassing:
+    """Reparametrized costs of a network. `alive[n]` flags the labels of node n that may be in a choice that is good
+    enough."""
+
+    def __init__(self, network: Network) -> None:
+        self.network = network
+        self.own = {node: costs.copy() for node, costs in network.costs.items()}
+        self.alive: dict[int, Flags] = {node: np.ones(len(costs), dtype=bool) for node, costs in self.own.items()}
+        self.links: list[_Link] = []
+        self.shares: list[list[tuple[int, Integers]]] = []
+        self.around: dict[int, list[int]] = {node: [] for node in self.own}
+        for (first, second), costs in sorted(network.pairs.items()):
+            made, wanted = (np.arange(size) for size in costs.shape)
+            self._link(first, second, made, wanted, costs.copy())
+        for sharing in network.sharings:
+            wanting = np.zeros(sharing.costs.shape[1])
+            for _, wanted in sharing.consumers:
+                wanting[np.unique(wanted)] += 1
+            share = []
+            for consumer, wanted in sharing.consumers:
+                columns, inverse = np.unique(wanted, return_inverse=True)
+                costs = sharing.costs[:, columns] / wanting[columns]
+                share.append((self._link(sharing.producer, consumer, sharing.made, inverse, costs), columns))
+            self.shares.append(share)
+        self.least = {node: float(costs.min()) for node, costs in self.own.items()}
+        self.rest = [float(link.rest.min()) for link in self.links]
+        self.large = sum(float(costs.max()) for costs in self.own.values())
+        self.large += sum(float(link.rest.max()) for link in self.links)
+        self.order = self._order()
+        self.rank = {node: position for position, node in enumerate(self.order)}
+
+    def _link(self, producer: int, consumer: int, made: Integers, wanted: Integers, costs: Floats) -> int:
+        rows, columns = costs.shape
+        self.links.append(_Link(producer, consumer, made, wanted, costs, np.zeros(rows), np.zeros(columns)))
+        for node in (producer, consumer):
+            self.around[node].append(len(self.links) - 1)
+        return len(self.links) - 1
+
+    def _order(self) -> list[int]:
+        """Nodes so that producers stand before their consumers, where there is no cycle."""
+        following: dict[int, list[int]] = {node: [] for node in self.own}
+        for link in self.links:
+            following[link.producer].append(link.consumer)
+        order: list[int] = []
+        seen: set[int] = set()
+        for root in sorted(self.own):
+            stack = [(root, iter(sorted(following[root])))] if root not in seen else []
+            seen.add(root)
+            while stack:
+                node, rest = stack[-1]
+                child = next((item for item in rest if item not in seen), None)
+                if child is None:
+                    order.append(node)
+                    stack.pop()
+                else:
+                    seen.add(child)
+                    stack.append((child, iter(sorted(following[child]))))
+        return order[::-1]
+
+    @property
+    def bound(self) -> float:
+        """A lower bound on the cost of every choice."""
+        return self.network.constant + sum(self.least.values()) + sum(self.rest)
+
+    def living(self) -> dict[int, int]:
+        """The number of labels of each node that are alive."""
+        return {node: int(flags.sum()) for node, flags in self.alive.items()}
+
+    def sweep(self, enough: float = np.inf) -> bool:
+        """Pass messages once forward and once backward through all nodes, and prune labels that no choice cheaper than
+        `enough` has. Returns False where a node has none left."""
+        self.network.effort.add(_PASSES * sum(link.rest.size for link in self.links), _PASSES * len(self.links))
+        for forward in (True, False):
+            # The bound only rises during a pass.
+            bound = self.bound
+            for node in self.order if forward else reversed(self.order):
+                self._absorb(node)
+                self._prune(node, bound, enough)
+                if self.least[node] == np.inf:
+                    return False
+                self._pass_on(node, forward)
+        self._divide_anew()
+        return True
+
+    def with_label(self) -> dict[int, Floats]:
+        """A lower bound on all choices with each label of every node."""
+        found = {}
+        for node in self.order:
+            self._absorb(node)
+            found[node] = self.bound - self.least[node] + self.own[node]
+        return found
+
+    def decode(self) -> dict[int, int]:
+        """A primal choice: node by node the best label, given those before."""
+        picks: dict[int, int] = {}
+        for node in self.order:
+            costs = self.own[node].copy()
+            for index in self.around[node]:
+                link = self.links[index]
+                if link.producer == node:
+                    chosen = picks.get(link.consumer)
+                    there = link.rest.min(axis=1) if chosen is None else link.rest[:, link.wanted[chosen]]
+                    costs += there[link.made]
+                else:
+                    chosen = picks.get(link.producer)
+                    there = link.rest.min(axis=0) if chosen is None else link.rest[link.made[chosen]]
+                    costs += there[link.wanted]
+            picks[node] = int(np.argmin(costs))
+        return picks
+
+    def _absorb(self, node: int) -> None:
+        """Move the least costs of its links for each label to a node."""
+        own = self.own[node]
+        for index in self.around[node]:
+            link = self.links[index]
+            if link.producer == node:
+                moved = link.rest.min(axis=1)
+                link.rest -= moved[:, None]
+                link.to_producer += moved
+                own += moved[link.made]
+            else:
+                moved = link.rest.min(axis=0)
+                link.rest -= moved
+                link.to_consumer += moved
+                own += moved[link.wanted]
+            self.rest[index] = 0.0
+        self.least[node] = float(own.min())
+
+    def _prune(self, node: int, bound: float, enough: float) -> None:
+        if enough == np.inf:
+            return
+        own = self.own[node]
+        dead = self.alive[node] & (bound - self.least[node] + own > enough)
+        if dead.any():
+            self.alive[node] &= ~dead
+            own[dead] = np.inf
+            self.least[node] = float(own.min())
+
+    def _pass_on(self, node: int, forward: bool) -> None:
+        """Move the costs of labels above the least one to the links with nodes that follow, an equal part to each."""
+        following = []
+        for index in self.around[node]:
+            link = self.links[index]
+            other = link.consumer if link.producer == node else link.producer
+            if (self.rank[other] > self.rank[node]) == forward:
+                following.append(index)
+        if not following:
+            return
+        part = 1.0 / max(len(following), len(self.around[node]) - len(following))
+        own = self.own[node]
+        before = own.copy()
+        for index in following:
+            link = self.links[index]
+            at_producer = link.producer == node
+            layouts, size = (link.made, link.rest.shape[0]) if at_producer else (link.wanted, link.rest.shape[1])
+            moved = part * _above_least(before, layouts, size, self.large)
+            self._move(index, moved, at_producer)
+            own -= moved[layouts]
+        self.least[node] = float(own.min())
+
+    def _move(self, index: int, moved: Floats, at_producer: bool) -> None:
+        """Move costs per layout from one end of a link onto the link."""
+        link = self.links[index]
+        if at_producer:
+            link.rest += moved[:, None]
+            link.to_producer -= moved
+        else:
+            link.rest += moved
+            link.to_consumer -= moved
+        self.rest[index] = float(link.rest.min())
+
+    def _divide_anew(self) -> None:
+        """Redistribute the cost of every group: consumers keep the part that they need, and share the rest equally."""
+        for sharing, share in zip(self.network.sharings, self.shares, strict=True):
+            for index, _ in share:
+                link = self.links[index]
+                self._absorb(link.consumer)
+                moved = _above_least(self.own[link.consumer], link.wanted, link.rest.shape[1], self.large)
+                self._move(index, moved, False)
+                self.own[link.consumer] -= moved[link.wanted]
+                self.least[link.consumer] = float(self.own[link.consumer].min())
+            wanting = np.zeros(sharing.costs.shape[1])
+            needed = np.zeros(sharing.costs.shape)
+            needs = []
+            for index, columns in share:
+                link = self.links[index]
+                needs.append(np.maximum(0.0, link.to_producer[:, None] + link.to_consumer))
+                needed[:, columns] += needs[-1]
+                wanting[columns] += 1
+            left = np.maximum(sharing.costs - needed, 0.0)
+            for (index, columns), need in zip(share, needs, strict=True):
+                link = self.links[index]
+                costs = need + left[:, columns] / wanting[columns]
+                link.rest = costs - link.to_producer[:, None] - link.to_consumer
+                self.rest[index] = float(link.rest.min())
+
+
+def _above_least(costs: Floats, layouts: Integers, size: int, none: float) -> Floats:
+    """The least cost of each layout's labels minus the least of all; `none` for layouts without a label alive."""
+    least = np.full(size, np.inf)
+    np.minimum.at(least, layouts, costs)
+    living = np.isfinite(least)
+    above: Floats = np.where(living, least - least[living].min(initial=np.inf), none)
+    return above
+
 
 # Relative cost of each unusual method or change, to choose among equals.
 TIE = 1e-9
@@ -101,9 +325,9 @@ def _by_sweeps(network: Network, enough: float) -> Optimum:
     return Optimum(network.strategies(picks), min(bounds.bound, best, enough), remaining)
 
 
-def least_with(network: Network, enough: float) -> tuple[dict[int, Floats], dict[tuple[int, int], Floats]] | None:
-    """Lower bounds on all choices with each label of every node, and with each pair of labels of two nodes that share
-    a cost. Labels that occur only in choices above `enough` are removed from `network`; None if no choice remains."""
+def least_with(network: Network, enough: float) -> dict[int, Floats] | None:
+    """Lower bounds on all choices with each label of every node. Labels that occur only in choices above `enough` are
+    removed from `network`; None if no choice remains."""
     if _cells(network) > FEW:
         bounds = MessagePassing(network)
         for number in range(1, SWEEPS + 1):
@@ -112,11 +336,11 @@ def least_with(network: Network, enough: float) -> tuple[dict[int, Floats], dict
             if number % SOME == 0 and find_order(network, bounds.living()).cells <= FEW:
                 break
         if find_order(network, bounds.living()).cells > MANY:
-            return bounds.with_label(), bounds.with_pair()
+            return bounds.with_label()
         network.narrow(bounds.alive)
     tables = Buckets(network)
     tables.learn()
-    return tables.with_label(), tables.with_pair()
+    return tables.with_label()
 
 
 def _cells(network: Network) -> int:

@@ -8,12 +8,9 @@ from passes.cost.price import cover
 from passes.ir.choices import Cover, Problem
 from passes.ir.constraints import PlacedConstraints
 from passes.ir.program import Folded
-from passes.strategies.analysis import Analysis, analyze
+from passes.strategies.analysis import Analysis, Setting, Sizes, analyze
 from passes.strategies.connections import connect
-from passes.strategies.nodes import Nodes
-from passes.strategies.setting import Setting
-from passes.strategies.sizes import Sizes
-from passes.strategies.splits import find_splits
+from passes.strategies.nodes import Nodes, find_splits
 
 __all__ = ["Setting", "candidates"]
 

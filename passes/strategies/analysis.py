@@ -1,16 +1,170 @@
-"""Analysis of a folded program: properties that building its planning problem needs, computed once."""
+"""Analysis of a folded program: properties that building its planning problem needs, computed once. They are the blocks
+of its ops, the tensors that autograd saves, and those that recompute needs instead. A planning problem has a setting
+besides, on whose mesh tensors take bytes."""
 
-from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
+from math import prod
 
+import torch
+
+from passes.cost.cluster import Cluster, Device
 from passes.cost.fusion import Fused, joined
-from passes.ir.program import Folded, dependents
-from passes.ir.rule import Saved
-from passes.rules.cheap import Cheap, how_cheap, second_products
-from passes.rules.strategies import OpContext, op_context
-from passes.rules.strides import strided
-from passes.strategies.places import Placed, place
-from passes.strategies.saved import passed_on, saved_tensors
+from passes.cost.price import OpPrices, OpSeconds, workspace
+from passes.ir.choices import Node, Strategy, StrategyBytes
+from passes.ir.figures import as_float
+from passes.ir.layout import Layout, local_shape
+from passes.ir.mesh import Mesh
+from passes.ir.program import Folded, Op, Region, Rule, Saved, TensorType, dependents
+from passes.rules import find_rule
+from passes.rules.cheap import Cheap, how_cheap, is_cheap, is_view, second_products, with_viewed
+from passes.rules.strategies import AllowedMethods, Choices, OpContext, must_copy, op_context, strided
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The machine, and the storage of parameters, their gradients and outputs on it.
+
+    `optimizer_states` is the number of tensors of its size that the optimizer keeps per parameter; `master` the dtype
+    that parameters are stored in (None: as they are), `reduce` the one that their gradients are reduced in. `allowed`
+    are the allowed methods of nodes on each axis, by key; nodes without an entry are unrestricted. With `full_outputs`
+    outputs are replicated, and used the same way on every rank.
+    """
+
+    mesh: Mesh
+    cluster: Cluster
+    optimizer_states: int = 2
+    master: torch.dtype | None = None
+    reduce: torch.dtype | None = None
+    allowed: Mapping[str, AllowedMethods] = field(default_factory=dict)
+    full_outputs: bool = False
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Bytes of tensors, which have their `types` by name, on one device of `mesh`. Results are cached."""
+
+    types: Mapping[str, TensorType]
+    mesh: Mesh
+    _known: dict[tuple[str, Layout], float] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def bytes(self, name: str, layout: Layout) -> float:
+        """The bytes of a tensor in this layout on a device."""
+        if (name, layout) not in self._known:
+            type = self.types[name]
+            self._known[name, layout] = as_float(prod(local_shape(type.shape, layout, self.mesh)) * type.dtype.itemsize)
+        return self._known[name, layout]
+
+    def total(self, names: Sequence[str], layouts: Sequence[Layout], among: Iterable[int] | None = None) -> float:
+        """The bytes of these tensors together, or of those at the positions `among`."""
+        slots = range(len(names)) if among is None else among
+        return sum(self.bytes(names[slot], layouts[slot]) for slot in slots)
+
+    def whole(self, name: str) -> float:
+        """The bytes of a replicated tensor."""
+        return as_float(self.types[name].bytes)
+
+
+@dataclass(frozen=True)
+class Placed:
+    """An op, its block (0, 1, …: before, inside and after each region), and its number of runs."""
+
+    op: Op
+    rule: Rule | None
+    block: int
+    region: Region | None
+
+    @property
+    def count(self) -> int:
+        """The number of times that it runs in a micro-batch."""
+        return self.region.count if self.region else 1
+
+
+def place(folded: Folded) -> tuple[list[Placed], list[str]]:
+    """All ops with their blocks, and the names of the blocks."""
+    placed: list[Placed] = []
+    rules = folded.program.rules
+    blocks = ["before"]
+    for item in folded.items:
+        if isinstance(item, Region):
+            blocks += [item.name, f"after {item.name}"]
+            placed += [Placed(op, find_rule(op, folded.types, rules), len(blocks) - 2, item) for op in item.ops]
+        else:
+            placed.append(Placed(item, find_rule(item, folded.types, rules), len(blocks) - 1, None))
+    return placed, blocks
+
+
+def saved_tensors(context: OpContext) -> list[Saved]:
+    """The saved tensors of an op; of one without a rule all operands and results, to be safe."""
+    if not context.flows:
+        return []
+    if context.rule is None:
+        every = [Saved(slot) for slot in range(len(context.operands))]
+        return [*every, Saved(0, result=True)]
+    return [
+        item
+        for item in context.rule.saved
+        if not item.needed_by or any(context.flowing_operands[slot] for slot in item.needed_by)
+    ]
+
+
+def passed_on(folded: Folded, placed: Sequence[Placed], strided: Collection[str]) -> set[str]:
+    """The results of copies of regions, and the tensors that they view: were these not saved, the last copy would be
+    recomputed from the first. Reshapes copy tensors that are `strided`."""
+    given = {carry.next for region in folded.regions for carry in region.carries}
+    given |= {export.value for region in folded.regions for export in region.exports}
+    views = (
+        (item.op.results, item.op.operands)
+        for item in reversed(placed)
+        if item.region and is_view(item.rule, must_copy(item.op, strided))
+    )
+    return with_viewed(given, views)
+
+
+def uses_viewed(
+    placed: Sequence[Placed], saved: Mapping[str, Sequence[Saved]], strided: Collection[str]
+) -> set[tuple[str, int]]:
+    """Uses (op, operand) by views whose result is saved, which keep the viewed tensor alive. Reshapes copy tensors that
+    are `strided`."""
+    found: set[tuple[str, int]] = set()
+    kept: set[str] = set()
+    for item in reversed(placed):
+        op = item.op
+        kept.update(op.operands[each.index] for each in saved[op.key] if not each.result and not each.copy)
+        if is_viewing(item, strided) and not kept.isdisjoint(op.results):
+            kept.add(op.operands[0])
+            found.add((op.key, 0))
+    return found
+
+
+def is_viewing(item: Placed, strided: Collection[str]) -> bool:
+    """Whether an op returns a view of its only operand."""
+    return len(item.op.operands) == 1 and is_view(item.rule, must_copy(item.op, strided))
+
+
+def recompute_inputs(
+    placed: Sequence[Placed], saved: Mapping[str, Sequence[Saved]], cheap: Mapping[str, Cheap]
+) -> set[tuple[str, int]]:
+    """Uses (op, operand) of tensors that the backward pass of a region, whose ops are `placed`, needs to recompute its
+    cheap ops. For a view it is the viewed tensor.
+
+    `saved` are the saved tensors of each op, `cheap` says whether it is recomputed.
+    """
+    found: set[tuple[str, int]] = set()
+    views = {item.op.results[0] for item in placed if is_view(item.rule, False)}
+    # Recomputed tensors, and views of them, are not needed before.
+    passed = views | {item.op.results[0] for item in placed if cheap[item.op.key] is Cheap.ALWAYS}
+    wanted: set[str] = set()
+    for item in reversed(placed):
+        op, kept = item.op, saved[item.op.key]
+        may_run = cheap[op.key] is not Cheap.NEVER
+        recomputes = may_run and any(each.result or each.copy for each in kept)
+        if recomputes or ((may_run or op.results[0] in views) and not wanted.isdisjoint(op.results)):
+            wanted.update(op.operands)
+            found.update((op.key, slot) for slot, name in enumerate(op.operands) if name not in passed)
+        wanted.update(op.operands[each.index] for each in kept if not each.result)
+    return found
 
 
 @dataclass(frozen=True)
@@ -29,8 +183,8 @@ class Analysis:
     `placed` are its ops in order, `blocks` the names of the blocks that contain them. `parameters` and `constant`
     (buffers and constants) are by the names that ops use, so those of regions are among them; `names` maps the names of
     a region's parameters and buffers to their names in the program (of the first copy), `exported` those of tensors
-    that are used outside of a region to their names inside. `depends`, `strided` and `passed_on` are names of tensors
-    (`dependents`, `strided` and `passed_on` say which). By keys of ops: their contexts (`contexts`), their saved
+    that are used outside of a region to their names inside. `depends` and `strided` are names of tensors
+    (`dependents` and `strided` say which). By keys of ops: their contexts (`contexts`), their saved
     tensors (`saved`), and whether they are `cheap` to recompute. `second` are the keys of the products that recompute
     of "ops" recomputes, `fused` ops that are compiled together with others, by their first result.
     """
@@ -44,7 +198,6 @@ class Analysis:
     exported: Mapping[str, str]
     depends: Set[str]
     strided: Set[str]
-    passed_on: Set[str]
     contexts: Mapping[str, OpContext]
     saved: Mapping[str, Sequence[Saved]]
     cheap: Mapping[str, Cheap]
@@ -83,7 +236,6 @@ def analyze(folded: Folded) -> Analysis:
         },
         depends=dependents(folded),
         strided=moved,
-        passed_on=given,
         contexts=contexts,
         saved={key: saved_tensors(context) for key, context in contexts.items()},
         cheap={
@@ -114,3 +266,97 @@ def _owned(folded: Folded) -> tuple[dict[str, Training], set[str]]:
             else:
                 constant.add(own)
     return parameters, constant
+
+
+def is_negligible(context: OpContext, depends: Set[str], device: Device) -> bool:
+    """Whether an op on positions or masks takes no longer than a kernel launch when it is not split, so that splitting
+    gains nothing. `depends` are the tensors that depend on the batch or on a parameter."""
+    if context.flows or any(name in depends for name in context.op.operands):
+        return False
+    touched = sum(type.bytes for type in (*context.operands, *context.results))
+    return touched / device.bandwidth <= device.launch
+
+
+@dataclass(frozen=True)
+class OpCosts:
+    """Costs of one run of an op under each of its `strategies`: `seconds`, bytes of `results`, of the `copies` that
+    autograd saves, and of the workspace of the backward pass (`transient`). They depend on the `context`, the `saved`
+    tensors, and those that are `fused`."""
+
+    context: OpContext
+    saved: Sequence[Saved]
+    fused: Fused | None
+    strategies: Mapping[Strategy, Choices]
+    seconds: Sequence[OpSeconds]
+    results: Sequence[float]
+    copies: Sequence[float]
+    transient: Sequence[float]
+
+    def are_of(self, analysis: Analysis, placed: Placed) -> bool:
+        """Whether these are the costs of `placed` too, an op that does the same in an equal layer."""
+        context = replace(self.context, op=placed.op)
+        return (context, self.saved, self.fused) == _basis(analysis, placed)
+
+
+def op_costs(
+    analysis: Analysis, placed: Placed, strategies: Mapping[Strategy, Choices], sizes: Sizes, cluster: Cluster
+) -> OpCosts:
+    """The costs of an op with the given `strategies` and their choices on every axis."""
+    op = placed.op
+    context, saved, fused = _basis(analysis, placed)
+    prices = OpPrices(context, cluster, sizes.mesh, fused)
+    needs = [
+        workspace(context, choices, strategy, sizes.mesh, cluster.device.type)
+        for strategy, choices in strategies.items()
+    ]
+    copied = [item.index for item in saved if item.copy]
+    copies = [sizes.total(op.operands, strategy.operands, copied) for strategy in strategies]
+    return OpCosts(
+        context,
+        saved,
+        fused,
+        strategies,
+        [prices.seconds(choices, strategy) for strategy, choices in strategies.items()],
+        [sizes.total(op.results, strategy.results) for strategy in strategies],
+        [size + kept for size, (kept, _) in zip(copies, needs, strict=True)],
+        [backward for _, backward in needs],
+    )
+
+
+def _basis(analysis: Analysis, placed: Placed) -> tuple[OpContext, Sequence[Saved], Fused | None]:
+    """All that the costs of an op depend on: its context, its saved tensors, and those that are fused."""
+    key = placed.op.key
+    return analysis.contexts[key], analysis.saved[key], analysis.fused.get(placed.op.results[0])
+
+
+def op_node(analysis: Analysis, placed: Placed, costs: OpCosts) -> Node:
+    """The node of an op with these costs."""
+    op, count = placed.op, placed.count
+    forms = [tuple(choice.form for choice in choices) for choices in costs.strategies.values()]
+    return Node(
+        op.key,
+        "op",
+        op.results[0],
+        count,
+        placed.block,
+        tuple(costs.strategies),
+        tuple(count * sum(each) for each in costs.seconds),
+        tuple(StrategyBytes(transient=backward) for backward in costs.transient),
+        any(item.result for item in costs.saved),
+        tuple(count * size for size in costs.results),
+        tuple(count * size for size in costs.copies),
+        tuple(count * (each.forward + each.forward_communication) for each in costs.seconds),
+        _light(analysis, placed, forms),
+        analysis.cheap[op.key] is not Cheap.NEVER,
+        op.key in analysis.second,
+        is_viewing(placed, analysis.strided),
+    )
+
+
+def _light(analysis: Analysis, placed: Placed, forms: Sequence[tuple[str, ...]]) -> tuple[bool, ...]:
+    """Whether selective recompute recomputes an op, for each of its strategies, by the local forms that it runs."""
+    op = placed.op
+    if analysis.cheap[op.key] is Cheap.NEVER:
+        return (False,) * len(forms)
+    is_light = cache(partial(is_cheap, op, placed.rule, analysis.contexts[op.key].copies))
+    return tuple(is_light(each) for each in forms)

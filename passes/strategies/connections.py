@@ -8,9 +8,8 @@ import torch
 
 from passes.ir.choices import Edge, EdgeGroup, Node
 from passes.rules.cheap import Cheap
-from passes.strategies.analysis import Analysis
-from passes.strategies.saved import recompute_inputs, uses_viewed
-from passes.strategies.tensors import carry_key
+from passes.strategies.analysis import Analysis, recompute_inputs, uses_viewed
+from passes.strategies.nodes import carry_key
 
 
 def connect(

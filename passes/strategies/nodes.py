@@ -1,26 +1,360 @@
-"""The nodes of the planning problem: inputs, buffers, carries, ops, parameters and outputs."""
+"""The nodes of the planning problem: inputs, buffers, carries, ops, parameters and outputs.
 
-from collections.abc import Iterator, Sequence
+Their strategies come from splits that are propagated through the program, and meet the constraints; errors say which
+constraint no strategy meets. Every layout of a tensor has its cost and memory."""
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, product
+from math import prod
 
-from passes.ir.choices import Node
+from passes.cost.price import update_seconds
+from passes.ir.choices import Node, Strategy, StrategyBytes
 from passes.ir.constraints import Constraint, PlacedConstraints
 from passes.ir.errors import ConstraintError
-from passes.ir.layout import I, Layout, Placement, R, is_dtensor
-from passes.ir.program import references
-from passes.rules.rule import replicated
-from passes.rules.strategies import combine, op_strategies
-from passes.strategies.analysis import Analysis
-from passes.strategies.constrained import meeting, refuse_unfollowed
-from passes.strategies.operations import OpCosts, is_negligible, op_costs, op_node
-from passes.strategies.parameters import blocks_of_parameters, parameter_node
-from passes.strategies.places import Placed
-from passes.strategies.setting import Setting
-from passes.strategies.sizes import Sizes
-from passes.strategies.splits import Splits
-from passes.strategies.stored import storage
-from passes.strategies.tensors import buffer_node, carry_key, carry_node, input_node, output_node
+from passes.ir.figures import as_float
+from passes.ir.layout import I, Layout, Placement, R, S, Shape, digits, fits, is_dtensor, is_storable, local_shape
+from passes.ir.mesh import Mesh
+from passes.ir.program import Carry, Op, Region, TensorType, references
+from passes.rules.propagation import propagate
+from passes.rules.strategies import (
+    AllowedMethods,
+    Digit,
+    OpContext,
+    combine,
+    op_strategies,
+    placement_token,
+    replicated,
+)
+from passes.strategies.analysis import Analysis, OpCosts, Placed, Setting, Sizes, is_negligible, op_costs, op_node
+
+
+def indivisible(placement: Placement | None, shape: Shape, mesh: Mesh, axis: int) -> str:
+    """The reason why a tensor of `shape` cannot be split as `placement` says on `axis`; "" if it can."""
+    if placement is None or placement.kind != "S":
+        return ""
+    if placement.dim >= len(shape):
+        return f"it has no dim {placement.dim}"
+    parts = placement.major * mesh.sizes[axis]
+    if shape[placement.dim] % parts == 0:
+        return ""
+    ways = f"{mesh.sizes[axis]} devices" if placement.major == 1 else f"{placement.major} x {mesh.sizes[axis]} parts"
+    return f"its dim {placement.dim} of size {shape[placement.dim]} is not divisible into {ways}"
+
+
+def _missing(context: OpContext, demand: Constraint, available: Collection[str], mesh: Mesh) -> str:
+    """The reason why the method of a constraint is not among the `available` ones of an op; "" if it is."""
+    if demand.method in available:
+        return ""
+    size = mesh.sizes[demand.axis]
+    rule = context.rule
+    method = None if rule is None else rule.method(demand.method.partition("@")[0])
+    if rule is not None and method is not None:
+        extents = ((factor, rule.factors[factor].size) for factor in method.factors)
+        for factor, extent in extents:
+            if extent % size:
+                return f"{factor} of size {extent} is not divisible into {size} devices"
+    return f"it has no such method; its methods on this axis are {', '.join(sorted(available))}"
+
+
+def demanded_splits(
+    ops: Sequence[Op], demands: PlacedConstraints, names: Mapping[str, str], mesh: Mesh, size: int
+) -> dict[str, list[Placement]]:
+    """The splits of the tensors of `ops` that constraints require, by name, on axes of `size`. `names` maps names in a
+    region to names in the program."""
+    found: dict[str, list[Placement]] = {}
+
+    def add(name: str, wanted: Mapping[int, Constraint]) -> None:
+        for axis, demand in wanted.items():
+            placement = demand.placement
+            if placement is not None and placement.kind == "S" and mesh.sizes[axis] == size:
+                found.setdefault(name, []).append(placement)
+
+    for op in ops:
+        first = op.results[0]
+        for slot, name in enumerate(op.operands):
+            add(name, demands.at("in", first, str(slot)))
+            add(name, demands.at("used", names.get(name, name)))
+        for number, name in enumerate(op.results):
+            add(name, demands.at("out", first, str(number)))
+    return found
+
+
+def meeting(
+    context: OpContext,
+    strategies: list[Strategy],
+    demands: PlacedConstraints,
+    names: Mapping[str, str],
+    mesh: Mesh,
+    followed: dict[Constraint, set[str]],
+) -> list[Strategy]:
+    """The strategies that meet the constraints on an op and on the parameters it uses.
+
+    `names` maps names in a region to names in the program. A method that is required of a whole module applies to the
+    ops that have it; `followed` records the methods that ops of the module have.
+    Raises ConstraintError if no strategy is left.
+    """
+    op, first = context.op, context.op.results[0]
+
+    def keep(demand: Constraint, met: Iterable[bool], reason: str) -> list[Strategy]:
+        kept = [strategy for strategy, good in zip(strategies, met, strict=True) if good]
+        if not kept:
+            raise ConstraintError(
+                f"constraint {demand.pattern!r}, {demand.what} {demand.method} on axis {mesh.names[demand.axis]!r} "
+                f"cannot be met at {op.key}: "
+                f"{reason or 'no strategy has it together with the other constraints'}"
+            )
+        return kept
+
+    def at(demand: Constraint, type: TensorType, name: str) -> str:
+        reason = indivisible(demand.placement, type.shape, mesh, demand.axis)
+        return reason and f"{name} of shape {list(type.shape)} cannot be split so, because {reason}"
+
+    available = [{strategy.methods[axis] for strategy in strategies} for axis in mesh.dimensions]
+    for axis, demand in demands.at("method", first).items():
+        met = [strategy.methods[axis] == demand.method for strategy in strategies]
+        strategies = keep(demand, met, _missing(context, demand, available[axis], mesh))
+    for axis, demand in demands.at("method within", first).items():
+        followed.setdefault(demand, set()).update(strategy.methods[axis] for strategy in strategies)
+        strategies = [strategy for strategy in strategies if strategy.methods[axis] == demand.method] or strategies
+    for slot, name in enumerate(op.operands):
+        wanted = {**demands.at("used", names.get(name, name)), **demands.at("in", first, str(slot))}
+        for axis, demand in wanted.items():
+            flows = context.flowing_operands[slot]
+            met = [demand.is_met(strategy.operands[slot][axis], flows) for strategy in strategies]
+            strategies = keep(demand, met, at(demand, context.operands[slot], names.get(name, name)))
+    for number in range(len(op.results)):
+        for axis, demand in demands.at("out", first, str(number)).items():
+            flows = context.flowing_results[number]
+            met = [demand.is_met(strategy.results[number][axis], flows) for strategy in strategies]
+            strategies = keep(demand, met, at(demand, context.results[number], "its result"))
+    return strategies
+
+
+def refuse_unfollowed(followed: Mapping[Constraint, Set[str]], mesh: Mesh) -> None:
+    """Raise ConstraintError if no op of a module has the method that a constraint requires of it."""
+    for demand, methods in followed.items():
+        if demand.method not in methods:
+            raise ConstraintError(
+                f"constraint {demand.pattern!r}, method {demand.method} on axis {mesh.names[demand.axis]!r} cannot be "
+                f"met: no op of the module has that method; they have {', '.join(sorted(methods))}"
+            )
+
+
+@dataclass(frozen=True)
+class Splits:
+    """The splits that axes of `mesh` can make: for every size of axis except 1 the `digits` of each op by its key, and
+    the `placements` of each tensor by its name."""
+
+    mesh: Mesh
+    digits: Mapping[int, Mapping[str, Sequence[Digit]]]
+    placements: Mapping[int, Mapping[str, Set[Placement]]]
+
+    def layouts(
+        self, name: str, shape: Shape, others: Sequence[Placement], allowed: AllowedMethods | None
+    ) -> list[Layout]:
+        """The layouts of a tensor of `shape` from `others` and its propagated splits, of those that divide and are
+        among the `allowed` (None: all). An axis of size 1 has the first of `others`."""
+        sizes = self.mesh.sizes
+        options = [
+            [*others, *sorted(self.placements[size].get(name, ()))] if size != 1 else list(others[:1]) for size in sizes
+        ]
+        options = [
+            [placement for placement in placements if names is None or placement_token(placement) in names]
+            for placements, names in zip(options, allowed or (None,) * len(sizes), strict=True)
+        ]
+        return [layout for layout in product(*options) if fits(shape, layout, self.mesh)]
+
+
+def find_splits(analysis: Analysis, demands: PlacedConstraints, mesh: Mesh) -> Splits:
+    """All splits that ops have or constraints require, propagated. Tensors that a region carries or exports have the
+    same splits inside and outside, and those of equal layers have the same."""
+    same: list[tuple[str, ...]] = []
+    for region in analysis.folded.regions:
+        same += [(carry.argument, carry.initial, carry.next) for carry in region.carries]
+        same += [(export.value, *(name for name in export.names if name)) for export in region.exports]
+    alike = analysis.folded.alike
+    first = {placed.op.key: placed for placed in analysis.placed if placed.op.key not in alike}
+    ops = [placed.op for placed in analysis.placed]
+    for op in (op for op in ops if op.key in alike):
+        other = first[alike[op.key]].op
+        same += zip((*other.operands, *other.results), (*op.operands, *op.results), strict=True)
+    digits: dict[int, dict[str, list[Digit]]] = {}
+    placements: dict[int, dict[str, set[Placement]]] = {}
+    for size in set(mesh.sizes) - {1}:
+        required = demanded_splits(ops, demands, analysis.names, mesh, size)
+        found, placements[size] = propagate([(item.op, item.rule) for item in first.values()], same, required, size)
+        own = dict(zip(first, found, strict=True))
+        digits[size] = {op.key: own[alike.get(op.key, op.key)] for op in ops}
+    return Splits(mesh, digits, placements)
+
+
+def source(
+    name: str,
+    kind: str,
+    layouts: Sequence[Layout],
+    seconds: tuple[float, ...],
+    memory: tuple[StrategyBytes, ...],
+    block: int = 0,
+    count: int = 1,
+) -> Node:
+    """The node of a tensor that exists from the start, with its cost in each of `layouts`."""
+    strategies = tuple(Strategy(_methods(layout), (), (layout,)) for layout in layouts)
+    return Node(name, kind, name, count, block, strategies, seconds, memory)
+
+
+def input_node(name: str, layouts: Sequence[Layout], whole: Placement, sizes: Sizes, host: float) -> Node:
+    """The node of an input, of which each device loads its part at `host` bytes per second. An axis that does not split
+    it has the placement `whole`."""
+    seconds = tuple(sizes.bytes(name, layout) / host for layout in layouts)
+    # The caller holds the whole batch, in addition to this rank's part of it.
+    batch, split = sizes.whole(name), [set(layout) - {whole} for layout in layouts]
+    memory = tuple(
+        StrategyBytes(held=batch + (sizes.bytes(name, layout) if parts else 0.0))
+        for layout, parts in zip(layouts, split, strict=True)
+    )
+    return source(name, "input", layouts, seconds, memory)
+
+
+def buffer_node(name: str, sizes: Sizes) -> Node:
+    """The node of a buffer or constant, which is replicated."""
+    layout = (R,) * len(sizes.mesh.sizes)
+    return source(name, "buffer", [layout], (0.0,), (StrategyBytes(held=sizes.whole(name)),))
+
+
+def carry_key(region: Region, carry: Carry) -> str:
+    """The key in plans of a tensor that copies of a region hand on."""
+    return f"{region.name}/carry" + (f".{carry.argument[7:]}" if len(region.carries) > 1 else "")
+
+
+def carry_node(region: Region, carry: Carry, block: int, layouts: Sequence[Layout], sizes: Sizes) -> Node:
+    """The node of a tensor that copies of a region hand on, which has the same layout between all of them."""
+    return Node(
+        carry_key(region, carry),
+        "carry",
+        carry.argument,
+        region.count,
+        block,
+        tuple(Strategy(_methods(layout), (layout,), (layout,)) for layout in layouts),
+        (0.0,) * len(layouts),
+        (StrategyBytes(),) * len(layouts),
+        results=tuple(region.count * sizes.bytes(carry.argument, layout) for layout in layouts),
+    )
+
+
+def output_node(key: str, name: str, layouts: Sequence[Layout], count: int, block: int, sizes: Sizes) -> Node:
+    """The node of a tensor that leaves the program `count` times."""
+    strategies = tuple(Strategy(_methods(layout), (layout,), ()) for layout in layouts)
+    memory = tuple(StrategyBytes(held=count * sizes.bytes(name, layout)) for layout in layouts)
+    return Node(key, "output", name, count, block, strategies, (0.0,) * len(layouts), memory)
+
+
+def _methods(layout: Layout) -> tuple[str, ...]:
+    return tuple(map(str, layout))
+
+
+def storage(name: str, shape: Shape, trainable: bool, demanded: Mapping[int, Constraint], mesh: Mesh) -> list[Layout]:
+    """The layouts in which the parameter `name` can be stored: all that torch stores exactly and that meet the
+    constraints `demanded` on axes.
+
+    Ops can use it in other layouts, for example a part of each of several fused projections (`S(0, 3)`), after a
+    redistribution.
+
+    Raises ConstraintError if no layout is left.
+    """
+    whole = I if trainable else R
+    wanted = {axis: _wanted(demand, whole) for axis, demand in demanded.items()}
+    # An axis of one rank splits only what constraints require.
+    base = tuple(wanted.get(axis, whole) if size == 1 else whole for axis, size in enumerate(mesh.sizes))
+    found: dict[Layout, None] = {}
+    if fits(shape, base, mesh):
+        _split_further(base, shape, mesh, found)
+    layouts = [
+        layout
+        for layout in found
+        if is_storable(layout, mesh) and all(layout[axis] == placement for axis, placement in wanted.items())
+    ]
+    if not layouts:
+        raise _unmet(name, shape, demanded, base, mesh)
+    return layouts
+
+
+def _wanted(demand: Constraint, whole: Placement) -> Placement:
+    """The stored placement that a constraint requires: R and I both mean replicated."""
+    assert demand.placement is not None, "only demands of a method have no placement"
+    return demand.placement if demand.placement.kind == "S" else whole
+
+
+def _split_further(base: Layout, shape: Shape, mesh: Mesh, found: dict[Layout, None]) -> None:
+    """Add to `found` the layout `base`, and its refinements in which further axes split the least significant part of
+    some dim."""
+    if base in found:
+        return
+    found[base] = None
+    for axis, placement in enumerate(base):
+        if placement.kind == "S" or mesh.sizes[axis] == 1:
+            continue
+        for dim in range(len(shape)):
+            taken = digits(base, dim, mesh)
+            major = taken[-1][0] * taken[-1][1] if taken else 1
+            layout = (*base[:axis], S(dim, major), *base[axis + 1 :])
+            if fits(shape, layout, mesh):
+                _split_further(layout, shape, mesh, found)
+
+
+def _unmet(name: str, shape: Shape, demanded: Mapping[int, Constraint], base: Layout, mesh: Mesh) -> ConstraintError:
+    """The error for constraints that no storable layout of the parameter meets."""
+    reasons = {demand: indivisible(demand.placement, shape, mesh, demand.axis) for demand in demanded.values()}
+    for demand in demanded.values():
+        placement, axis = demand.placement, demand.axis
+        if placement is not None and placement.kind == "S" and placement.major > 1 and not reasons[demand]:
+            reasons[demand] = (
+                _strided(placement) if fits(shape, (*base[:axis], placement, *base[axis + 1 :]), mesh) else ""
+            )
+    demand = next((item for item, reason in reasons.items() if reason), next(iter(reasons)))
+    return ConstraintError(
+        f"constraint {demand.pattern!r}, stored {demand.method} on axis {mesh.names[demand.axis]!r} cannot be "
+        f"met for {name} of shape {list(shape)}: {reasons[demand] or 'the split collides with another'}"
+    )
+
+
+def _strided(placement: Placement) -> str:
+    """The reason why a parameter is not stored in a split that begins in the middle of a dim."""
+    return (
+        f"a rank's part would be {placement.major} blocks of the whole, and torch.distributed.checkpoint saves and "
+        f"loads one; demand 'used' {placement} instead, or let other axes split dim {placement.dim} into "
+        f"{placement.major} parts first"
+    )
+
+
+def blocks_of_parameters(analysis: Analysis) -> dict[str, int]:
+    """The block of the first op that reads each parameter; unused parameters are absent."""
+    found: dict[str, int] = {}
+    for placed in analysis.placed:
+        for name in placed.op.operands:
+            if name in analysis.parameters:
+                found.setdefault(name, placed.block)
+    return found
+
+
+def parameter_node(
+    analysis: Analysis, name: str, layouts: Sequence[Layout], block: int | None, setting: Setting
+) -> Node:
+    """The node of a parameter with the stored `layouts`, first read in `block` (None: never); the optimizer updates
+    parameters that train and are read."""
+    type, training = analysis.folded.types[name], analysis.parameters[name]
+    count, states = training.count, setting.optimizer_states
+    itemsize = (setting.master or type.dtype).itemsize
+    sizes = [prod(local_shape(type.shape, layout, setting.mesh)) * itemsize for layout in layouts]
+    if not training.trainable or block is None:
+        seconds = (0.0,) * len(sizes)
+        memory = tuple(StrategyBytes(held=as_float(count * size)) for size in sizes)
+    else:
+        seconds = tuple(count * update_seconds(size, states, setting.cluster) for size in sizes)
+        memory = tuple(
+            StrategyBytes(held=as_float(count * size * (1 + states)), gradient=as_float(count * size)) for size in sizes
+        )
+    return source(name, "parameter", layouts, seconds, memory, block or 0, count)
 
 
 @dataclass(frozen=True)
@@ -90,7 +424,8 @@ class Nodes:
             like.are_of(analysis, placed) and setting.allowed.get(like.context.op.key) == allowed
         ):
             like = None
-        found = like.strategies if like else op_strategies(context, self.splits.of_op(key), mesh, allowed)
+        digits = {size: splits[key] for size, splits in self.splits.digits.items()}
+        found = like.strategies if like else op_strategies(context, digits, mesh, allowed)
         met = meeting(context, list(found), self.demands, analysis.names, mesh, followed)
         if like is not None and len(met) == len(found):
             return like

@@ -27,9 +27,8 @@ from passes.normalize import normalize
 from passes.search.best_first import OnMesh, Progress, close, explore
 from passes.search.configurations import micro_batch_counts
 from passes.search.meshes import finer, shapes
-from passes.search.programs import MicroBatchPrograms
 from passes.search.refinement import best_choice
-from passes.search.subproblems import Choice, Subproblems
+from passes.search.subproblems import Choice, MicroBatchPrograms, Subproblems
 from passes.solve.gap import PROVEN
 from tests.autopar.comparing import TOLERANCE, exact
 from tests.models import Stack, llama, tokens

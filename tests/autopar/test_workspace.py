@@ -1,4 +1,4 @@
-"""Sizes of saved tensors and temporaries, by rules and `passes.cost.workspace`, equal what is allocated, on tensors
+"""Sizes of saved tensors and temporaries, by rules and `passes.cost.price`, equal what is allocated, on tensors
 without values: for all local forms, for attention by the kernels of both devices, and for the ops of the table."""
 
 import pytest
@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from autopar.plans.probing import FakeProber
-from passes.cost.liveness.profile import Event, EventKind, Form, StorageOrigin, Task
-from passes.cost.workspace import REPEATED, TEMPORARIES, workspace
+from passes.cost.liveness.graph import Event, EventKind, Form, StorageOrigin, Task
+from passes.cost.price import REPEATED, TEMPORARIES, workspace
 from passes.ir.layout import local_shape
 from passes.rules.local_forms import LOCAL_FORMS
 from passes.rules.strategies import combine, named_choices

@@ -1,20 +1,20 @@
 """The memory simulator: peak memory of a pipeline stage, by simulating the allocation and release of every tensor."""
 
-from passes.cost.liveness.ledger import KINDS, Peak
-from passes.cost.liveness.profile import (
+from passes.cost.liveness.graph import (
+    KINDS,
     BackwardProfile,
     Event,
     EventKind,
     Form,
     ForwardProfile,
     OperandGradient,
+    Peak,
     Prober,
     ResultStorage,
     StorageRef,
     Task,
 )
-from passes.cost.liveness.step import MicroBatchInputs
-from passes.cost.liveness.walk import MACHINES, Machine, MemoryPeak, Stored, peak_memory
+from passes.cost.liveness.step import MACHINES, Machine, MemoryPeak, MicroBatchInputs, Stored, peak_memory
 
 __all__ = [
     "KINDS",

@@ -2,9 +2,26 @@
 
 from collections.abc import Callable, Sequence
 
-from passes.cost.liveness.graph import AutogradNode, Boundary, Edge, Gradient, GraphNode, Leaf, Skip, Value, fetch
-from passes.cost.liveness.ledger import GRADIENTS, TRANSIENT, Ledger, Storage
-from passes.cost.liveness.profile import EventKind, Form, Prober, StorageOrigin, StorageRef
+from passes.cost.liveness.graph import (
+    GRADIENTS,
+    TRANSIENT,
+    AutogradNode,
+    Boundary,
+    Edge,
+    EventKind,
+    Form,
+    Gradient,
+    GraphNode,
+    Leaf,
+    Ledger,
+    Prober,
+    Skip,
+    Storage,
+    StorageOrigin,
+    StorageRef,
+    Value,
+    fetch,
+)
 
 
 def run_backward(roots: Sequence[Value], ledger: Ledger, prober: Prober, end: Callable[[], None]) -> None:

@@ -7,23 +7,39 @@ from functools import partial
 
 from passes.cost.liveness.fsdp_units import FSDPSimulation
 from passes.cost.liveness.graph import (
+    COMMUNICATION,
+    TRANSIENT,
     AutogradNode,
     Copy,
+    Event,
+    EventKind,
+    ForwardProfile,
+    Ledger,
     Noted,
+    Prober,
     Recomputed,
     SavedTensor,
     Skip,
+    Storage,
+    Task,
     Value,
     fetch,
     place_of,
     play,
     settle,
 )
-from passes.cost.liveness.ledger import COMMUNICATION, TRANSIENT, Ledger, Storage
-from passes.cost.liveness.profile import Event, EventKind, ForwardProfile, Prober, Task
-from passes.ir.lowered import Body, Compute, Loop, Redistribution, Stage, after
+from passes.ir.lowered import (
+    Body,
+    Compute,
+    FunctionVariables,
+    Loop,
+    LoopVariables,
+    Redistribution,
+    Stage,
+    Variables,
+    after,
+)
 from passes.ir.program import TensorType
-from passes.ir.variables import FunctionVariables, LoopVariables, Variables
 
 # Of more copies than this only the first and the last ones are run: three at the beginning, two at the end.
 BEGINNING, END = 3, 2

@@ -18,9 +18,18 @@ from math import prod
 
 import torch
 
-from passes.cost.liveness.graph import Boundary, Leaf, Value
-from passes.cost.liveness.ledger import COMMUNICATION, GATHERED, GRADIENTS, TRANSIENT, Ledger, Storage
-from passes.cost.liveness.profile import Form
+from passes.cost.liveness.graph import (
+    COMMUNICATION,
+    GATHERED,
+    GRADIENTS,
+    TRANSIENT,
+    Boundary,
+    Form,
+    Leaf,
+    Ledger,
+    Storage,
+    Value,
+)
 from passes.ir.exchanges import BATCH_BYTES, Batching, batches
 from passes.ir.layout import local_shape
 from passes.ir.lowered import BEFORE, FSDPUnit, Stage
@@ -140,7 +149,7 @@ class FSDPSimulation:
         self._turned: list[Storage] = []
         self.parameters: dict[str, Value] = {}
         types = {parameter.name: parameter.type for parameter in stage.program.parameters}
-        self._runs: list[_Run | None] = []
+        self._runs: dict[int, _Run] = {}
         # Parameters that go to other layouts: over these axes, in this dtype, so many bytes.
         self._exchanged: list[tuple[tuple[tuple[int, ...], torch.dtype], int]] = []
         self._turning: Batching[_Reduced] = Batching()
@@ -155,7 +164,8 @@ class FSDPSimulation:
             dtype = stored[next(iter(unit.parameters))].form.dtype
             run = _Run(number, unit, members, ranks, dtype)
             run.await_gradients()
-            self._runs.append(run if members else None)
+            if members:
+                self._runs[number] = run
         ledger.block = BEFORE
         self._exchange()
 
@@ -211,7 +221,7 @@ class FSDPSimulation:
         ends when these have their gradients. `number_next` numbers new nodes."""
         values = list(inputs)
         for number in reversed(numbers):
-            run = self._run(number)
+            run = self._runs[number]
             self._ledger.moment = f"gather of {run.name}"
             self._gather(run, forward=True)
             self._copy_out(run, forward=True)
@@ -234,7 +244,7 @@ class FSDPSimulation:
         self._prefetched.update((inner, (outer,)) for inner, outer in pairwise(numbers))
         self._prefetched[numbers[-1]], self._before = self._before, numbers
         for number in numbers:
-            run = self._run(number)
+            run = self._runs[number]
             if run.plan.regathered:
                 self._empty(run)
             for value in results:
@@ -255,7 +265,7 @@ class FSDPSimulation:
         self._gather(run, forward=False)
         self._copy_out(run, forward=False)
         for number in self._prefetched.get(run.number, ()):
-            self._gather(self._run(number), forward=False)
+            self._gather(self._runs[number], forward=False)
 
     def _end(self, run: _Run) -> None:
         """All gradients of a unit are computed: reduce them, or add them to those of earlier micro-batches."""
@@ -361,7 +371,7 @@ class FSDPSimulation:
 
     def _accumulated(self, number: int) -> None:
         """A gradient of a unit that gathers nothing is computed."""
-        run = self._run(number)
+        run = self._runs[number]
         run.missing -= 1
         if not run.missing and not self.holds:
             self._send(run)
@@ -386,8 +396,7 @@ class FSDPSimulation:
 
     def end_backward(self) -> None:
         """End the backward pass: reduce and redistribute the remaining gradients."""
-        runs = [run for run in self._runs if run is not None]
-        for run in runs:
+        for run in self._runs.values():
             if run.plan.gathers:
                 if run.state is not _State.AFTER_BACKWARD:
                     self._end(run)
@@ -399,22 +408,17 @@ class FSDPSimulation:
         for batch in self._turning.rest():
             self._ledger.moment = "all-to-all of gradients"
             self._turn(batch)
-        for run in runs:
+        for run in self._runs.values():
             if not run.plan.gathers:
                 self._receive(run)
 
     def drop(self) -> None:
         """Reshard all parameters."""
-        for run in self._runs:
-            if run is not None and run.plan.gathers:
+        for run in self._runs.values():
+            if run.plan.gathers:
                 self._empty(run)
 
     # --- parameters ---
-
-    def _run(self, number: int) -> _Run:
-        run = self._runs[number]
-        assert run is not None
-        return run
 
     def _gather(self, run: _Run, *, forward: bool) -> None:
         """Gather a unit; replicated parameters are not sent."""

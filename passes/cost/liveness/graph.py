@@ -1,11 +1,237 @@
-"""The autograd graph of a simulation: values, the nodes that computed them, and the tensors that the nodes save."""
+"""The data of a simulation: the memory profile of one statement, the ledger of live bytes by kind and their peak, and
+the autograd graph: values, the nodes that computed them, and the tensors that the nodes save.
 
+A profile has the statement's allocations and frees in order, and its saved tensors. Indices of storages number the
+statement's own allocations in order. A statement that cannot be probed because it reads values has a
+worst-case profile.
+"""
+
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
+from math import prod
+from typing import Protocol
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
-from passes.cost.liveness.ledger import ACTIVATIONS, COMMUNICATION, STAYING, TRANSIENT, Ledger, Storage
-from passes.cost.liveness.profile import Event, EventKind, Form, Prober, StorageOrigin, StorageRef, Task
+import torch
+
+from passes.ir.lowered import Compute
+from passes.ir.program import TensorType
+from passes.ir.redistribution import RedistributionStep
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """Local shape, strides (in elements) and dtype of a tensor."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of a tensor of this shape without overlapping elements."""
+        return prod(self.shape) * self.dtype.itemsize
+
+    @classmethod
+    def contiguous(cls, shape: tuple[int, ...], dtype: torch.dtype) -> "Form":
+        """The form of a new tensor."""
+        stride, step = [], 1
+        for size in reversed(shape):
+            stride.append(step)
+            step *= max(size, 1)
+        return cls(shape, tuple(reversed(stride)), dtype)
+
+    @property
+    def spread(self) -> bool:
+        """Whether elements overlap in memory, as in an expanded tensor."""
+        return any(step == 0 and size > 1 for size, step in zip(self.shape, self.stride, strict=True))
+
+
+class StorageOrigin(Enum):
+    """The origin of a storage."""
+
+    OWN = "own"  # allocated by the statement
+    OPERAND = "operand"
+    GRADIENT = "gradient"  # of a result, as it comes in
+
+
+@dataclass(frozen=True, slots=True)
+class StorageRef:
+    """A reference to a storage in a statement: its own allocation, an operand's, or that of a result's gradient."""
+
+    origin: StorageOrigin
+    index: int
+
+
+class EventKind(Enum):
+    """Memory events of the forward or backward pass of a statement."""
+
+    ALLOCATE = "allocate"  # own storage
+    FREE = "free"  # own storage
+    TAKEN = "taken"  # the last read of the gradient of a result
+    KEEP = "keep"  # autograd saves a tensor
+    USE = "use"  # a saved tensor is read
+    DONE = "done"  # the reader of a saved tensor releases it
+    RELEASE = "release"  # autograd releases it
+    GIVE = "give"  # an operand's gradient is computed
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """An event of a storage, a gradient of a result, a saved tensor or an operand's gradient, by index. `bytes` are
+    those allocated."""
+
+    what: EventKind
+    index: int
+    bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ResultStorage:
+    """A result: its storage, its form, and whether a gradient flows through it."""
+
+    place: StorageRef
+    form: Form
+    flows: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardProfile:
+    """The forward pass of a statement. `saved` are the tensors that autograd saves; None for one without a storage (a
+    number). `attached` are held by a function itself and live as long as the graph."""
+
+    events: tuple[Event, ...]
+    results: tuple[ResultStorage, ...]
+    saved: tuple[StorageRef | None, ...]
+    attached: tuple[StorageRef, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class OperandGradient:
+    """The gradient of an operand: its storage and form."""
+
+    place: StorageRef
+    form: Form
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardProfile:
+    """The backward pass of a statement; `given` has the gradients of the operands that get one."""
+
+    events: tuple[Event, ...]
+    given: Mapping[int, OperandGradient]
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A statement to profile: `text` is its expression, in which `x0`, `x1`, … are the operands; `results` the number
+    of its results; `flows` the operands that have a gradient."""
+
+    text: str
+    operands: tuple[Form, ...]
+    flows: tuple[bool, ...]
+    results: int
+
+
+class Prober(Protocol):
+    """Profiles the memory of statements."""
+
+    def compute(self, statement: Compute, types: Mapping[str, TensorType], copied: frozenset[str]) -> str:
+        """The expression of an op; operands in `copied` are read as copies."""
+
+    def change(self, step: RedistributionStep, dtypes: tuple[torch.dtype | None, torch.dtype | None]) -> str:
+        """The expression of a step of a redistribution; `dtypes` as those of a `Redistribution`."""
+
+    def forward(self, task: Task) -> ForwardProfile:
+        """The profile of the forward pass of a task."""
+
+    def backward(self, task: Task, gradients: tuple[Form | None, ...]) -> BackwardProfile:
+        """The profile of its backward pass, given the forms of the gradients of its results."""
+
+
+PARAMETERS = "parameters"
+GRADIENTS = "gradients"
+OPTIMIZER = "optimizer states"
+BUFFERS = "buffers"
+INPUTS = "inputs"
+OUTPUTS = "outputs"
+ACTIVATIONS = "activations"
+GATHERED = "gathered parameters"
+COMMUNICATION = "communication buffers"
+TRANSIENT = "transient tensors"
+
+KINDS = (PARAMETERS, OPTIMIZER, BUFFERS, INPUTS, OUTPUTS, GRADIENTS, ACTIVATIONS, GATHERED, COMMUNICATION, TRANSIENT)
+# Kinds that can be live across micro-batches.
+STAYING = (GRADIENTS, GATHERED)
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The largest number of live bytes, by kind and by block, and the statement that ran then."""
+
+    kinds: dict[str, int]
+    moment: str
+    blocks: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass
+class Ledger:
+    """Live bytes by kind, and by the block of the program that allocates them. Every storage takes a multiple of `unit`
+    bytes. `moment` is the statement that runs now, `block` the block that it is in."""
+
+    unit: int = 1
+    moment: str = ""
+    block: str = ""
+    live_by_block: Counter[str] = field(default_factory=Counter)
+    live: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
+    total: int = 0
+    peak_total: int = -1
+    peak: Peak = field(default_factory=lambda: Peak(dict.fromkeys(KINDS, 0), ""))
+
+    def add(self, kind: str, block: str, size: int) -> None:
+        """Add `size` live bytes (negative: release)."""
+        self.live[kind] += size
+        self.live_by_block[block] += size
+        self.total += size
+        if self.total > self.peak_total:
+            self.peak_total = self.total
+            self.peak = Peak(dict(self.live), self.moment, dict(self.live_by_block))
+
+    def turn(self, old: str, new: str, size: int) -> None:
+        """Move bytes from one kind to another."""
+        self.live[old] -= size
+        self.live[new] += size
+
+
+class Storage:
+    """Bytes on the device, live from its creation until nothing refers to it: Python counts its references as it does
+    those of a tensor."""
+
+    __slots__ = ("__weakref__", "_ledger", "block", "bytes", "kind")
+
+    def __init__(self, ledger: Ledger, size: int, kind: str) -> None:
+        self._ledger = ledger
+        self.bytes = -(-size // ledger.unit) * ledger.unit
+        self.kind = kind
+        self.block = ledger.block
+        ledger.add(kind, self.block, self.bytes)
+
+    def turn(self, kind: str) -> None:
+        """Change the kind of the storage."""
+        self._ledger.turn(self.kind, kind, self.bytes)
+        self.kind = kind
+
+    def resize(self, size: int) -> None:
+        """Free the memory and allocate another size, as the same storage."""
+        change = -(-size // self._ledger.unit) * self._ledger.unit - self.bytes
+        self.bytes += change
+        if change:
+            self._ledger.add(self.kind, self.block, change)
+
+    def __del__(self) -> None:
+        self._ledger.add(self.kind, self.block, -self.bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,3 +447,32 @@ def settle(storages: Sequence[Storage]) -> None:
     for storage in storages:
         if storage.kind == TRANSIENT:
             storage.turn(ACTIVATIONS)
+
+
+def assumed_forward(task: Task, results: Sequence[Form]) -> ForwardProfile:
+    """Every result is a new tensor, and autograd saves all operands and results."""
+    events = tuple(Event(EventKind.ALLOCATE, index, form.bytes) for index, form in enumerate(results))
+    trained = any(task.flows)
+    made = tuple(
+        ResultStorage(StorageRef(StorageOrigin.OWN, index), form, trained and form.dtype.is_floating_point)
+        for index, form in enumerate(results)
+    )
+    operands = tuple(StorageRef(StorageOrigin.OPERAND, index) for index in range(len(task.operands)))
+    return ForwardProfile(events, made, (*operands, *(result.place for result in made)) if trained else ())
+
+
+def assumed_backward(task: Task, gradients: Sequence[Form | None], forward: ForwardProfile) -> BackwardProfile:
+    """All saved tensors are read, and every operand gets a new gradient, before anything is freed."""
+    count = len(gradients)
+    saved = range(len(forward.saved))
+    given = {
+        slot: OperandGradient(StorageRef(StorageOrigin.OWN, count + slot), Form.contiguous(form.shape, form.dtype))
+        for slot, (form, flows) in enumerate(zip(task.operands, task.flows, strict=True))
+        if flows
+    }
+    events = [Event(EventKind.USE, index) for index in saved]
+    events += [Event(EventKind.ALLOCATE, item.place.index, item.form.bytes) for item in given.values()]
+    events += [Event(EventKind.TAKEN, slot) for slot, form in enumerate(gradients) if form is not None]
+    events += [Event(EventKind.RELEASE, index) for index in saved]
+    events += [Event(EventKind.GIVE, slot) for slot in given]
+    return BackwardProfile(tuple(events), given)

@@ -1,17 +1,36 @@
-"""One simulated step: the batch runs through the program micro-batch by micro-batch."""
+"""Peak memory of one step, or of one evaluation, on one device: the batch runs through the program micro-batch by
+micro-batch."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
+
+import torch
 
 from passes.cost.liveness.backward import run_backward
 from passes.cost.liveness.forward import Forward, Frame
 from passes.cost.liveness.fsdp_units import FSDPSimulation
-from passes.cost.liveness.graph import Value
-from passes.cost.liveness.ledger import BUFFERS, GATHERED, INPUTS, OUTPUTS, PARAMETERS, Ledger, Storage
-from passes.cost.liveness.profile import Prober
-from passes.ir.lowered import BEFORE, Stage
-from passes.ir.program import references
-from passes.ir.variables import Variables
+from passes.cost.liveness.graph import (
+    ACTIVATIONS,
+    BUFFERS,
+    GATHERED,
+    INPUTS,
+    OPTIMIZER,
+    OUTPUTS,
+    PARAMETERS,
+    TRANSIENT,
+    Form,
+    Leaf,
+    Ledger,
+    Prober,
+    Storage,
+    Value,
+)
+from passes.cost.optimizers import NO_OPTIMIZER, OPTIMIZERS
+from passes.ir.layout import Layout, local_shape
+from passes.ir.lowered import BEFORE, Compute, Loop, Stage, Variables, after
+from passes.ir.mesh import Mesh
+from passes.ir.program import TensorType, references
 
 
 @dataclass(frozen=True)
@@ -136,3 +155,150 @@ def _roots(outputs: Mapping[str, Value], sent: Sequence[Value]) -> list[Value]:
         return [flowing["loss"]]
     scalars = [value for value in flowing.values() if not value.form.shape]
     return scalars if len(scalars) == 1 else list(flowing.values())
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Memory behaviour of torch on a kind of `device`: storages take multiples of `unit` bytes; an optimizer updates
+    all parameters `together` (multi-tensor implementations, the default on CUDA) or one after the other."""
+
+    device: str = "cpu"
+    unit: int = 1
+    together: bool = False
+
+
+# Behaviour of torch's allocator and optimizers. (https://docs.pytorch.org/docs/stable/notes/cuda.html: blocks of 512
+# bytes; torch/optim: multi-tensor forms where all parameters are on CUDA.)
+MACHINES = {"cpu": Machine(), "cuda": Machine("cuda", unit=512, together=True)}
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Tensors that outlive a step: the dtype that floating-point parameters are stored in (None: that of the program),
+    the dtypes of inputs as they are given, and the optimizer (None: nothing is trained)."""
+
+    master: torch.dtype | None
+    given: Mapping[str, torch.dtype]
+    optimizer: str | None
+
+
+@dataclass(frozen=True)
+class MemoryPeak:
+    """Bytes on the busiest device at the peak of a step, by kind and by block of the program, and the moment of the
+    peak."""
+
+    bytes_by_kind: Mapping[str, int]
+    moment: str
+    bytes_by_block: Mapping[str, int]
+
+    @property
+    def peak(self) -> int:
+        """The sum over all kinds."""
+        return sum(self.bytes_by_kind.values())
+
+    def kinds(self) -> dict[str, float]:
+        """The bytes by kind, under names for printing."""
+        return {kind: float(size) for kind, size in self.bytes_by_kind.items()}
+
+
+def peak_memory(
+    stage: Stage,
+    variables: Variables,
+    stored: Stored,
+    machine: Machine,
+    prober: Prober,
+    mesh: Mesh,
+    batches: MicroBatchInputs = WHOLE,
+) -> MemoryPeak:
+    """The peak memory on one device during a step that is not the first (or an evaluation): the batch and the outputs
+    of the model are live until the step ends."""
+    ledger, blocks = Ledger(machine.unit), _blocks(stage)
+    program = stage.program
+    training = stored.optimizer is not None
+    read = {name for op in program.ops for name in op.operands}
+    resident: dict[str, Value] = {}
+    leaves: list[Leaf] = []
+    states: list[Storage] = []
+    update = OPTIMIZERS[stored.optimizer] if stored.optimizer is not None else NO_OPTIMIZER
+    for parameter in program.parameters:
+        dtype = parameter.type.dtype
+        if dtype.is_floating_point and stored.master is not None:
+            dtype = stored.master
+        form = _local(parameter.type, stage.parameters[parameter.name], mesh, dtype)
+        leaf = Leaf(form) if parameter.trainable and training else None
+        ledger.block = blocks.get(parameter.name, BEFORE)
+        resident[parameter.name] = Value(Storage(ledger, form.bytes, PARAMETERS), form, leaf)
+        if leaf is not None and parameter.name in read:
+            leaves.append(leaf)
+            states += [Storage(ledger, form.bytes, OPTIMIZER) for _ in range(update.states)]
+            states += [Storage(ledger, 4, OPTIMIZER) for _ in range(update.counting)]
+    ledger.block = BEFORE
+    for buffer in program.buffers:
+        form = Form.contiguous(buffer.type.shape, buffer.type.dtype)
+        resident[buffer.name] = Value(Storage(ledger, form.bytes, BUFFERS), form)
+    for name, constant in program.constants.items():
+        form = Form.contiguous(tuple(constant.shape), constant.dtype)
+        resident[name] = Value(Storage(ledger, form.bytes, BUFFERS), form)
+    fsdp = FSDPSimulation(stage, resident, mesh, ledger, keeps=batches.gathered_once)
+    step = StepSimulation(stage, variables, batches, resident, fsdp, ledger, prober, training)
+    batch, local = _inputs(stage, stored, batches, ledger, mesh)
+    returned = step.run(local)
+    if training:
+        ledger.moment = ledger.block = "optimizer step"
+        sizes = [leaf.form.bytes for leaf in leaves if leaf.gradient is not None]
+        # The last tensor made for one parameter stays until that for the next one is there.
+        before = [0, *sizes] if update.per_parameter else [0] * len(sizes)
+        each = [update.per_parameter * size + last for size, last in zip(sizes, before, strict=False)]
+        more = update.for_all * sum(sizes) if machine.together else max(each, default=0)
+        Storage(ledger, more, TRANSIENT)
+    del batch, states, returned
+    return MemoryPeak(ledger.peak.kinds, ledger.peak.moment, ledger.peak.blocks)
+
+
+def _blocks(stage: Stage) -> dict[str, str]:
+    """The block that each parameter is in: the region that owns it, or else the first block that reads it."""
+    found: dict[str, str] = {}
+    block = BEFORE
+    for statement in stage.body.statements:
+        if isinstance(statement, Loop):
+            owned = (name for names in statement.owned.values() for name in names)
+            found.update(dict.fromkeys(owned, statement.region.name))
+            block = after(statement.region.name)
+        else:
+            read = statement.op.operands if isinstance(statement, Compute) else (statement.source,)
+            for name in read:
+                found.setdefault(name, block)
+    return found
+
+
+def _local(type: TensorType, layout: Layout, mesh: Mesh, dtype: torch.dtype) -> Form:
+    return Form.contiguous(local_shape(type.shape, layout, mesh), dtype)
+
+
+def _inputs(
+    stage: Stage, stored: Stored, batches: MicroBatchInputs, ledger: Ledger, mesh: Mesh
+) -> tuple[list[Storage], dict[str, Value]]:
+    """The whole batch as it is given, and this rank's part of every input in the dtype of computation and of every
+    tensor received. Of an input in micro-batches the rank's part is live throughout, as are its micro-batches unless
+    they are views of it."""
+    batch: list[Storage] = []
+    local: dict[str, Value] = {}
+    for item in stage.program.inputs:
+        dtype = stored.given.get(item.name, item.type.dtype)
+        count = batches.count if item.name in batches.inputs else 1
+        storage = Storage(ledger, count * prod(item.type.shape) * dtype.itemsize, INPUTS)
+        batch.append(storage)
+        form = _local(item.type, stage.inputs[item.name], mesh, item.type.dtype)
+        if dtype != item.type.dtype or form.shape != item.type.shape:
+            storage = Storage(ledger, count * form.bytes, INPUTS)
+        if batches.count > 1:
+            batch.append(storage)
+        if item.name in batches.copied:
+            copies = [Storage(ledger, form.bytes, INPUTS) for _ in range(count)]
+            batch += copies
+            storage = copies[-1]
+        local[item.name] = Value(storage, form, Leaf(form) if item.trainable else None)
+    for item in stage.received:
+        form = _local(item.type, stage.body.layouts[item.name], mesh, item.type.dtype)
+        local[item.name] = Value(Storage(ledger, form.bytes, ACTIVATIONS), form, Leaf(form) if item.trainable else None)
+    return batch, local

@@ -1,13 +1,18 @@
 """Lagrangian relaxation: limits on bytes and overlap terms become costs, and the rest is a problem without limits.
 
 At given multipliers each tensor is saved after its redistribution, or its source is saved and backward reruns the
-redistribution, whichever is cheaper. `pareto` and `integer_program` impose the limits as constraints.
-"""
+redistribution, whichever is cheaper. `pareto` imposes the limits as constraints.
 
-from collections.abc import Iterable, Sequence, Set
+Multipliers are found by cutting planes (Kelley 1960). With one per byte at each program point, and one between 0 and 1
+per overlap term, the optimum of the relaxation is a lower bound on every choice that fits. Each such optimum is a cut:
+it bounds the lower bounds at all other multipliers. The next multipliers are those at which the bound of all cuts is
+highest."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
 import numpy as np
+from ortools.math_opt.python import mathopt
 
 from passes.cost.memory import GroupBytes, MemoryModel
 from passes.ir.arrays import Flags, Floats
@@ -110,13 +115,8 @@ class Repeats:
     open: Flags
 
 
-@dataclass(frozen=True)
-class Slack:
-    """The most seconds by which a choice is better than some aim, for each strategy of a node, and for each pair of
-    strategies of two nodes; below zero where none is."""
-
-    nodes: dict[int, Floats]
-    pairs: dict[tuple[int, int], Floats]
+# The most seconds by which a choice is better than some aim, for each strategy of a node; below zero where none is.
+Slack = Mapping[int, Floats]
 
 
 def decide_repeats(
@@ -156,9 +156,70 @@ def decided_reruns(
 
 def _left(slack: Slack, group: GroupArrays, edge: EdgeArrays) -> Floats:
     """The slack of each pair of strategies at both ends of a use."""
-    if (group.producer, edge.consumer) in slack.pairs:
-        return slack.pairs[group.producer, edge.consumer]
-    if (edge.consumer, group.producer) in slack.pairs:
-        return slack.pairs[edge.consumer, group.producer].T
-    here = slack.nodes.get(group.producer, np.full(len(group.made), np.inf))
-    return np.minimum(here[:, None], slack.nodes.get(edge.consumer, np.full(len(edge.wanted), np.inf)))
+    here = slack.get(group.producer, np.full(len(group.made), np.inf))
+    return np.minimum(here[:, None], slack.get(edge.consumer, np.full(len(edge.wanted), np.inf)))
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The best choice at some multipliers: its seconds without exposed traffic, its bytes over the limit at each point,
+    the weighted seconds by which traffic exceeds computation in each overlap term, and the lower bound on every choice
+    that fits."""
+
+    picks: tuple[int, ...]
+    rerun: frozenset[tuple[int, Layout]]
+    seconds: float
+    over: list[float]
+    excess: Sequence[float]
+    bound: float
+    multipliers: Multipliers
+
+
+@dataclass
+class CuttingPlanes:
+    """The choice of the next multipliers; per byte they are at most `highest` times `unit`."""
+
+    overlaps: int
+    unit: float
+    highest: float = 1 / 16
+
+    def start(self) -> Multipliers:
+        """Multipliers at which bytes cost nothing and all traffic is hidden."""
+        return Multipliers(1.0, [], [0.0] * self.overlaps)
+
+    def next(self, found: Sequence[Cut]) -> tuple[Multipliers, float, list[float]]:
+        """The multipliers at which the cuts in `found` allow the highest bound, that bound (seconds), and the mixture
+        of their choices that costs as much: the part of each."""
+        model = mathopt.Model()
+        best = model.add_variable()
+        points = len(found[0].over)
+        breaking = [index for index in range(points) if any(item.over[index] > 0 for item in found)]
+        variables = {index: model.add_variable(lb=0.0, ub=self.highest) for index in breaking}
+        parts = [model.add_variable(lb=0.0, ub=1.0) for _ in range(self.overlaps)]
+        scale = max(abs(item.seconds) for item in found)
+        cuts = []
+        for item in found:
+            # Multipliers are relative to one at which the bytes of the limit cost as much as the whole step.
+            bytes_part = mathopt.LinearSum(
+                variables[index] * (item.over[index] * self.unit / scale) for index in breaking
+            )
+            excess_part = mathopt.LinearSum(
+                part * (size / scale) for part, size in zip(parts, item.excess, strict=True)
+            )
+            cuts.append(model.add_linear_constraint(best <= item.seconds / scale + bytes_part + excess_part))
+        model.maximize(best)
+        result = mathopt.solve(model, mathopt.SolverType.GLOP)
+        values = result.variable_values()
+        per_byte = [values[variables[index]] * self.unit if index in variables else 0.0 for index in range(points)]
+        multipliers = Multipliers(1.0, per_byte, [values[part] for part in parts])
+        duals = result.dual_values()
+        return multipliers, result.objective_value() * scale, [duals[cut] for cut in cuts]
+
+    def at_the_end(self, multipliers: Multipliers) -> bool:
+        """Whether a multiplier is at the upper end of its range."""
+        return max(multipliers.bytes, default=0.0) >= 0.999 * self.highest * self.unit
+
+
+def interior(numbers: Sequence[float]) -> Iterator[int]:
+    """Positions of numbers that are neither 0 nor 1."""
+    return (index for index, number in enumerate(numbers) if 1e-9 < number < 1 - 1e-9)

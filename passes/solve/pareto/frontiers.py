@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from passes.ir.arrays import Flags, Floats, Integers
-from passes.solve.elimination.buckets import Buckets, find_order, local_costs
-from passes.solve.limited_network import Choice, LimitedNetwork
+from passes.solve.active_constraints import Choice, LimitedNetwork
+from passes.solve.elimination.network import Buckets, find_order, local_costs
 
 # Amounts that differ by less than this, relative to the largest, are equal.
 ROUNDING = 1e-12

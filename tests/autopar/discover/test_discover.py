@@ -9,9 +9,8 @@ import autopar
 from autopar.discover import discover
 from autopar.testing import compare_on_mesh, run_ranks
 from passes.ir.layout import I, P, R, S
-from passes.ir.program import Op, Ref, TensorType, find_overload, freeze
-from passes.ir.rule import Role, Rule
-from passes.rules.rule import split
+from passes.ir.program import Op, Ref, Role, Rule, TensorType, find_overload, freeze
+from passes.rules.strategies import split
 
 
 @torch.library.custom_op("autopar_tests::running_product", mutates_args=())

@@ -3,7 +3,7 @@
 import torch
 
 from autopar.plans.probing import FakeProber
-from passes.cost.liveness.profile import EventKind, Form, Task
+from passes.cost.liveness.graph import EventKind, Form, Task
 from passes.ir.mesh import Mesh
 
 

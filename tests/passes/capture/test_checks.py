@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from passes.capture.checks import passing_value
+from passes.capture.values import passing_value
 
 
 class Value:

@@ -14,7 +14,7 @@ from torch import nn
 
 from passes._torch import TRACE_LOGGERS, FakeTensorMode, GuardOnDataDependentSymNode, ShapeEnv
 from passes.capture import Tracing, capture
-from passes.capture.per_thread import replaced
+from passes.capture.source import replaced
 
 T = TypeVar("T")
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from passes.capture.loops import Loops
+from passes.capture.source import Loops
 from passes.capture.values import MOST, Read, Values, is_readable
 
 

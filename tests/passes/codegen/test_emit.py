@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import autopar.runtime
-from passes.codegen.forms import WRITERS
+from passes.codegen.expressions import WRITERS
 from passes.ir import vocabulary
 from passes.ir.configuration import Configuration
 from passes.ir.lowered import Stage

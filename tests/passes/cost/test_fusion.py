@@ -14,8 +14,7 @@ from passes.ir.choices import Strategy
 from passes.ir.layout import R
 from passes.ir.program import Folded
 from passes.rules import written_rule
-from passes.rules.rule import replicated
-from passes.rules.strategies import op_context
+from passes.rules.strategies import op_context, replicated
 from tests.passes.helpers import mesh_of
 from tests.passes.planning import planning
 

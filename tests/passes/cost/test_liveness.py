@@ -20,10 +20,8 @@ from passes.cost.liveness import (
     Task,
     forward,
 )
-from passes.cost.liveness.graph import Noted, rerun
+from passes.cost.liveness.graph import ACTIVATIONS, GRADIENTS, TRANSIENT, Ledger, Noted, Storage, StorageOrigin, rerun
 from passes.cost.liveness.graph import Recomputable as MadeAgain
-from passes.cost.liveness.ledger import ACTIVATIONS, GRADIENTS, TRANSIENT, Ledger, Storage
-from passes.cost.liveness.profile import StorageOrigin
 from passes.ir.plan import ProgramPlan
 
 

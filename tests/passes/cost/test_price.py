@@ -144,7 +144,7 @@ def test_collectives_inside_a_form_are_communication(monkeypatch: pytest.MonkeyP
     assert (found.forward_communication, found.backward_communication) == pytest.approx((2 * each, each))
     assert found.forward == 2 * 8 * 4 * 4 / 2
     form = LOCAL_FORMS["softmax"]
-    monkeypatch.setattr("passes.cost.forms.LOCAL_FORMS", {"softmax": replace(form, overlap=0.5)})
+    monkeypatch.setattr("passes.cost.price.LOCAL_FORMS", {"softmax": replace(form, overlap=0.5)})
     for overlaps, exposed in ((True, 0.5), (False, 1.0)):
         cluster = replace(CLUSTER, device=replace(DEVICE, overlaps=overlaps))
         found = op_seconds(context, choices, combine(context, choices), cluster, MESH)

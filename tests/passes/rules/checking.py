@@ -7,7 +7,7 @@ import torch
 
 from passes.ir.choices import Strategy
 from passes.ir.mesh import Mesh
-from passes.rules.rule import split, starts
+from passes.rules.strategies import split, starts
 from tests.passes.helpers import mesh_of
 from tests.passes.rules.database import spread_over
 from tests.passes.rules.one_op import Case, OneOp, check, communicates, make_case, run_here, run_on_ranks

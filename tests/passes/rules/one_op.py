@@ -14,21 +14,19 @@ from torch.utils import _pytree as pytree
 from autopar.runtime import Axis
 from autopar.runtime.state import axes_of
 from passes._torch import TorchDispatchMode
-from passes.cost.forms import form_contexts
+from passes.cost.price import form_contexts
 from passes.ir.choices import Cover, Edge, EdgeGroup, Node, Problem, Solution, Strategy, StrategyBytes
 from passes.ir.configuration import Configuration
 from passes.ir.layout import Layout, gradient
 from passes.ir.lowered import Compute, Stage
 from passes.ir.mesh import Mesh
-from passes.ir.program import Argument, Folded, Input, Op, Program, Ref, TensorType, find_overload, has_gradient
+from passes.ir.program import Argument, Folded, Input, Op, Program, Ref, Rule, TensorType, find_overload, has_gradient
 from passes.ir.redistribution import RedistributionStep
-from passes.ir.rule import Rule
 from passes.lower.straight import Casts, straight_code
 from passes.regions import fold
 from passes.rules import written_rule
 from passes.rules.local_forms import LOCAL_FORMS
-from passes.rules.rule import split, starts
-from passes.rules.strategies import Choices, Digit, OpContext, named_choices, op_context, op_strategies
+from passes.rules.strategies import Choices, Digit, OpContext, named_choices, op_context, op_strategies, split, starts
 from tests.passes.helpers import Coordinate, Values, part, source_of, spread, summed
 from tests.passes.rules.ranks import ranks
 from tests.passes.rules.samples import Sample

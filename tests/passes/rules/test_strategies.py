@@ -8,13 +8,19 @@ from torch import Tensor, nn
 
 from passes.ir.layout import I, Layout, P, R, S, fits
 from passes.ir.mesh import Mesh
-from passes.ir.program import Op
-from passes.ir.rule import Method, Role, Rule
+from passes.ir.program import Method, Op, Role, Rule
 from passes.regions import fold
 from passes.rules.propagation import propagate
-from passes.rules.rule import Choice, parse_choice, split
-from passes.rules.strategies import combine, named_choices, op_context, op_strategies
-from passes.rules.strides import strided
+from passes.rules.strategies import (
+    Choice,
+    combine,
+    named_choices,
+    op_context,
+    op_strategies,
+    parse_choice,
+    split,
+    strided,
+)
 from tests.passes.helpers import Apply, mesh_of, normalized
 from tests.passes.planning import planning
 from tests.passes.rules.one_op import digits_of, one_op

@@ -20,8 +20,7 @@ from passes.ir.program import Program
 from passes.normalize import normalize
 from passes.search import Space, choose, search
 from passes.search.best_first import Progress, Unbounded, explore
-from passes.search.programs import MicroBatchPrograms
-from passes.search.subproblems import Subproblems
+from passes.search.subproblems import MicroBatchPrograms, Subproblems
 from tests.models import llama, tokens
 
 

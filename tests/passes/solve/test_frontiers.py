@@ -5,8 +5,8 @@ from itertools import product
 import numpy as np
 import pytest
 
+from passes.solve.active_constraints import LimitedNetwork, SharedAmounts
 from passes.solve.elimination.network import Network
-from passes.solve.limited_network import LimitedNetwork, SharedAmounts
 from passes.solve.optimum import network_of
 from passes.solve.pareto.frontiers import ParetoFrontiers, Surrogate, TooManyError, undominated_rows
 from tests.passes.solve.test_optimum import random_arrays

@@ -9,9 +9,8 @@ import torch
 from passes.ir.choices import EdgeGroup
 from passes.ir.program import TensorType
 from passes.solve.arrays import Arrays, EdgeArrays, GroupArrays
-from passes.solve.elimination.variables import eliminate, restore
-from passes.solve.message_passing import MessagePassing
-from passes.solve.optimum import network_of, optimum
+from passes.solve.elimination.network import eliminate, restore
+from passes.solve.optimum import MessagePassing, network_of, optimum
 
 GROUP = EdgeGroup("x", TensorType((1,), torch.float32), 1, 0, True, 4, False, False)
 

@@ -7,9 +7,8 @@ from torch import Tensor, nn
 
 from passes.constrain import Constraints
 from passes.ir.configuration import Configuration
-from passes.ir.lowered import Body, Compute, Loop, Redistribution, Stage
+from passes.ir.lowered import Body, Compute, FunctionVariables, Loop, LoopVariables, Redistribution, Stage
 from passes.ir.mesh import Mesh
-from passes.ir.variables import FunctionVariables, LoopVariables
 from passes.lower.recompute import recompute
 from passes.lower.units import fsdp_units
 from passes.solve import solve

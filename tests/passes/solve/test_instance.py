@@ -8,7 +8,7 @@ import pytest
 from passes.cost.memory import memory_model
 from passes.cost.redistributions import RedistributionCosts
 from passes.solve.arrays import arrays, find_uses
-from passes.solve.dominance import undominated
+from passes.solve.instance import undominated
 from tests.passes.planning import Planning, random_planning
 
 

@@ -14,9 +14,8 @@ from passes.cost.redistributions import RedistributionCosts
 from passes.ir.choices import Solution
 from passes.ir.mesh import Mesh
 from passes.solve import solve
-from passes.solve.arrays import arrays, find_uses
+from passes.solve.arrays import SharedDecisions, arrays, find_uses, shared_decisions
 from passes.solve.limits import Limits
-from passes.solve.shared_decisions import SharedDecisions, shared_decisions
 from tests.autopar.comparing import marked
 from tests.passes.planning import STATES, Planning, planning
 

@@ -1,1 +1,0 @@
-"""The optimum within limits as a mixed integer program for HiGHS."""
