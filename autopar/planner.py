@@ -34,7 +34,7 @@ from passes.ir.configuration import Configuration
 from passes.ir.decisions import Decided, Decisions
 from passes.ir.layout import Layout
 from passes.ir.leaves import input_leaves
-from passes.ir.lowered import FSDPUnit, Lowered, only_stage
+from passes.ir.lowered import FSDPUnit, Lowered, Variables, only_stage
 from passes.ir.plan import Plan, ProgramPlan
 from passes.ir.program import Program
 from passes.ir.work import IdleAxes
