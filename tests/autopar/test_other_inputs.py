@@ -56,7 +56,8 @@ def off(dist_model: nn.Module, model: nn.Module, batches: Sequence[Batch], train
 
 
 def _optional(mesh: DeviceMesh) -> list[dict[int, float]]:
-    """A llama that is planned with labels, in both modes, with what people add and leave out; other sizes, too."""
+    """A llama that is planned with labels, with what people add and leave out; other sizes, too. Some inputs in
+    training, others in evaluation, some in both."""
     model, planned = llama().double(), tokens(8)
     dist_model = autopar.parallelize(model, mesh, planned, cluster="ideal")
     padded, smaller = tokens(8, padding=True), tokens(6, 12, padding=True)
@@ -69,7 +70,7 @@ def _optional(mesh: DeviceMesh) -> list[dict[int, float]]:
         {**positions(without(smaller, "labels")), "output_hidden_states": True, "logits_to_keep": 3},
         {**planned, "attention_mask": None},
     ]
-    return [off(dist_model, model, batches, training) for training in (True, False)]
+    return [off(dist_model, model, batches[:5], True), off(dist_model, model, batches[2:], False)]
 
 
 def _modes(mesh: DeviceMesh) -> list[dict[int, float]]:
