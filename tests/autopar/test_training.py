@@ -300,10 +300,12 @@ def _held(sizes: tuple[int, ...], options: Mapping[str, Any]) -> tuple[dict[str,
 IN_THE_MIDDLE = pytest.param(
     (2, 2),
     {"dp": "S(0)"},
-    marks=pytest.mark.skipif(
-        TorchVersion(torch.__version__) < "2.13",
-        reason="DTensor.full_tensor() raises for such a split",
-    ),
+    marks=[
+        pytest.mark.slow,
+        pytest.mark.skipif(
+            TorchVersion(torch.__version__) < "2.13", reason="DTensor.full_tensor() raises for such a split"
+        ),
+    ],
 )
 
 

@@ -8,12 +8,12 @@ from tests.autopar.comparing import exact, marked
 from tests.models import MODELS, llama, tokens
 
 
-@pytest.mark.parametrize("name", marked(MODELS, {"gpt2"}))
+@pytest.mark.parametrize("name", marked(MODELS, {"llama"}))
 def test_one_axis_of_two(name):
     exact(MODELS[name](), "2", tokens(batch=8))
 
 
-@pytest.mark.parametrize("name", marked(MODELS, {"gemma2"}))
+@pytest.mark.parametrize("name", marked(MODELS, {"gpt2"}))
 def test_one_axis_of_four(name):
     exact(MODELS[name](), "4", tokens(batch=8))
 
@@ -24,7 +24,7 @@ def test_three_axes(name):
     exact(MODELS[name](), "2x2x2", tokens(batch=8))
 
 
-@pytest.mark.parametrize("objective", marked(["train", "infer"], {"train"}))
+@pytest.mark.parametrize("objective", marked(["train", "infer"], {"infer"}))
 def test_padding_mask_on_three_axes(objective):
     exact(llama(), "2x2x2", tokens(batch=8, padding=True, labels=objective == "train"), objective=objective)
 
