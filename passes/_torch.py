@@ -133,7 +133,7 @@ def operator_name(target: object) -> str:
 
 
 def version_of(tensor: Tensor) -> int:
-    """How often a tensor was changed in place, which autograd compares; C++ alone has a public way to ask."""
+    """The number of changes of a tensor in place, which autograd compares; C++ alone has a public way to ask."""
     return tensor._version
 
 

@@ -90,7 +90,8 @@ class Edge:
     """A use of a tensor: result `result` of node `producer` as operand `operand` of node `consumer`, `count` times.
 
     Edges of one `group` are in the same block of the program: they share one redistribution to each layout. `saved`
-    says that autograd saves the operand, `remade` at which levels of recompute saved tensors are recomputed from it.
+    says that autograd saves the operand, `remade` at which levels of recompute saved tensors are recomputed from it,
+    `passed` at which they are and it is recomputed itself: only what a redistribution makes of it is saved.
     """
 
     producer: int
@@ -100,6 +101,7 @@ class Edge:
     group: int
     saved: bool
     remade: frozenset[str] = frozenset()
+    passed: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)

@@ -53,12 +53,12 @@ class PlacedConstraints:
 
     def places(self, op: Op) -> list[ConstraintTarget]:
         """The places of an op that constraints can apply to."""
-        found: list[ConstraintTarget] = [("method", op.results[0]), ("method within", op.results[0])]
-        found += [("in", op.results[0], str(slot)) for slot in range(len(op.operands))]
-        found += [("out", op.results[0], str(index)) for index in range(len(op.results))]
-        for name in op.operands:
-            found += [("stored", name), ("used", name)]
-        return found
+        return [
+            *((what, op.results[0]) for what in ("method", "method within")),
+            *(("in", op.results[0], str(slot)) for slot in range(len(op.operands))),
+            *(("out", op.results[0], str(index)) for index in range(len(op.results))),
+            *((what, name) for name in op.operands for what in ("stored", "used")),
+        ]
 
     def label(self, op: Op) -> Hashable:
         """A key that is equal for ops with the same constraints."""

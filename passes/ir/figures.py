@@ -29,26 +29,26 @@ class Figure:
         self.expression = expression
 
     def __add__(self, other: object) -> "Figure":
-        return Figure(self.value + _value(other), self.expression + _expression(other))
+        return Figure(self.value + _value(other), self.expression + formula(other))
 
     __radd__ = __add__
 
     def __sub__(self, other: object) -> "Figure":
-        return Figure(self.value - _value(other), self.expression - _expression(other))
+        return Figure(self.value - _value(other), self.expression - formula(other))
 
     def __rsub__(self, other: object) -> "Figure":
-        return Figure(_value(other) - self.value, _expression(other) - self.expression)
+        return Figure(_value(other) - self.value, formula(other) - self.expression)
 
     def __mul__(self, other: object) -> "Figure":
-        return Figure(self.value * _value(other), self.expression * _expression(other))
+        return Figure(self.value * _value(other), self.expression * formula(other))
 
     __rmul__ = __mul__
 
     def __truediv__(self, other: object) -> "Figure":
-        return Figure(self.value / _value(other), self.expression / _expression(other))
+        return Figure(self.value / _value(other), self.expression / formula(other))
 
     def __rtruediv__(self, other: object) -> "Figure":
-        return Figure(_value(other) / self.value, _expression(other) / self.expression)
+        return Figure(_value(other) / self.value, formula(other) / self.expression)
 
     def __floordiv__(self, other: object) -> "Figure":
         return _quotient(self, other)
@@ -84,8 +84,7 @@ class Figure:
     def __int__(self) -> int:
         return int(self.value)
 
-    def __index__(self) -> int:
-        return int(self.value)
+    __index__ = __int__
 
     def __str__(self) -> str:
         return str(self.value)
@@ -99,9 +98,11 @@ def size_of(number: int, expression: sympy.Expr) -> int:
     return cast(int, Figure(number, expression))
 
 
-def formula(number: Number) -> sympy.Expr:
+def formula(number: object) -> sympy.Expr:
     """The formula of a figure; of a plain number the number."""
-    return _expression(number)
+    if isinstance(number, Figure):
+        return number.expression
+    return sympy.sympify(int(number) if isinstance(number, bool) else number)
 
 
 def largest(*numbers: Number) -> Number:
@@ -116,7 +117,7 @@ def largest_sum(weights: NDArray[np.float64], numbers: Sequence[Number]) -> Numb
     if not any(isinstance(number, Figure) for number in numbers):
         return found
     terms: dict[sympy.Expr, int] = {}
-    expanded = [sympy.expand(_expression(number)).as_coefficients_dict() for number in numbers]
+    expanded = [sympy.expand(formula(number)).as_coefficients_dict() for number in numbers]
     for term in (term for each in expanded for term in each):
         terms.setdefault(term, len(terms))
     factors = np.zeros((len(numbers), len(terms)))
@@ -168,7 +169,7 @@ def _extreme(numbers: Sequence[Number], found: Number, written: type[sympy.Max] 
     if not any(isinstance(number, Figure) for number in numbers):
         return found
     kept: list[sympy.Expr] = []
-    for expression in _flat(map(_expression, numbers), written):
+    for expression in _flat(map(formula, numbers), written):
         if any(_is_above(other, expression, sign) for other in kept):
             continue
         kept = [other for other in kept if not _is_above(expression, other, sign)]
@@ -210,15 +211,9 @@ def _is_product(term: sympy.Expr) -> bool:
 def _quotient(one: object, other: object) -> Figure:
     """The quotient by a number of parts: its formula is the exact quotient, which holds where the division is exact."""
     above, below = _value(one), _value(other)
-    exact = _expression(one) / _expression(other)
+    exact = formula(one) / formula(other)
     return Figure(above // below, exact if above % below == 0 else sympy.floor(exact))
 
 
 def _value(number: object) -> Number:
     return number.value if isinstance(number, Figure) else cast(Number, number)
-
-
-def _expression(number: object) -> sympy.Expr:
-    if isinstance(number, Figure):
-        return number.expression
-    return sympy.sympify(int(number) if isinstance(number, bool) else number)

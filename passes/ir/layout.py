@@ -94,12 +94,11 @@ def gradient(layout: Layout) -> Layout:
 
 def digits(layout: Layout, dim: int, mesh: Mesh) -> list[tuple[int, int, int]]:
     """The digits that split `dim`, most significant first, as (major, size, axis)."""
-    found = [
+    return sorted(
         (placement.major, mesh.sizes[axis], axis)
         for axis, placement in enumerate(layout)
         if placement.kind == "S" and placement.dim == dim
-    ]
-    return sorted(found)
+    )
 
 
 def fits(shape: Shape, layout: Layout, mesh: Mesh) -> bool:

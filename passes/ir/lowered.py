@@ -1,7 +1,7 @@
 """A lowered program: the statements that a rank of each pipeline stage runs, and the variables of the generated code,
 by the values that they hold. The cost model, the memory simulator, the plan's table and code generation read them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise, takewhile
 from typing import TypeVar
@@ -27,7 +27,7 @@ def after(region: str) -> str:
 
 @dataclass(frozen=True)
 class Split:
-    """A factor that is split over axes, for a local form: its global size, (axis, major) of every digit, the dim of the
+    """A factor that is split over axes, for a local form: its global size, (span, major) of every digit, the dim of the
     first operand that it is a part of, and its halo on both sides."""
 
     size: int
@@ -244,11 +244,8 @@ class FSDPUnits:
         The innermost unit of a place is gathered first. When all units of a place are there, those of the place before
         it follow.
         """
-        found: dict[int, tuple[int, ...]] = {}
-        for place in self.call_order:
-            found.update((inner, (outer,)) for inner, outer in pairwise(place))
-        found.update((after[-1], before) for before, after in pairwise(self.call_order))
-        return found
+        inside = {inner: (outer,) for place in self.call_order for inner, outer in pairwise(place)}
+        return inside | {after[-1]: before for before, after in pairwise(self.call_order)}
 
 
 @dataclass(frozen=True)
@@ -280,14 +277,32 @@ class Stage:
     @property
     def reruns(self) -> bool:
         """Whether the backward pass runs an op or a redistribution of the generated code again."""
-        bodies = [self.body, *(loop.body for loop in self.loops)]
-        statements: list[Statement | None] = [item for body in bodies for item in body.statements]
-        statements += [change for loop in self.loops for change in loop.between]
         return any(
             (isinstance(item, Compute) and item.recomputed)
             or (isinstance(item, Redistribution) and item.regathered and len(item.steps) > item.unit_steps)
-            for item in statements
+            for item in self.statements
         )
+
+    @property
+    def joint_spans(self) -> frozenset[int]:
+        """The spans of several axes that the generated code has collectives over (see `Mesh.spans`)."""
+        spans, axes = set[int](), set[int]()
+        for item in self.statements:
+            if isinstance(item, Redistribution):
+                spans.update(step.span for step in item.steps[item.unit_steps :])
+                axes.add(len(item.before))
+            elif isinstance(item, Compute):
+                spans.update(span for split in item.splits.values() for span, _ in split.digits)
+                axes.add(len(item.strategy.methods))
+        return frozenset(span for span in spans if span >= max(axes))
+
+    @property
+    def statements(self) -> Iterator[Statement]:
+        """All statements, those of loops and between their copies among them."""
+        yield from self.body.statements
+        for loop in self.loops:
+            yield from loop.body.statements
+            yield from (change for change in loop.between if change is not None)
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,12 @@
 """The device mesh in passes: named axes and their sizes, without devices."""
 
 import keyword
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
+from functools import lru_cache
+from itertools import combinations, pairwise, product
 from math import prod
+from operator import itemgetter
 
 from passes.ir.errors import MeshError
 from passes.ir.figures import Figure
@@ -55,9 +57,46 @@ class Mesh:
         """Positions of the axes: `range(number of axes)`."""
         return range(len(self.sizes))
 
-    def stride(self, axis: int) -> int:
-        """Distance in ranks between neighbours on `axis`."""
-        return prod(self.sizes[axis + 1 :])
+    @property
+    def spans(self) -> tuple[tuple[int, ...], ...]:
+        """The axes that one collective may run over: every axis alone, at its position, then adjacent axes together.
+
+        Adjacent axes together have their ranks in row-major order, as one axis of the product of their sizes.
+        """
+        return _spans(len(self.sizes))
+
+    def partitions(self, span: int) -> tuple[tuple[int, ...], ...]:
+        """The ways to cut the span with this number into spans, as their numbers, outermost first: uncut, then cut into
+        two, and so on."""
+        return _partitions(len(self.sizes), span)
+
+    def ways(self, span: int) -> int:
+        """The number of ranks along the span with this number."""
+        return prod(self.sizes[axis] for axis in self.spans[span])
+
+    def label(self, span: int) -> str:
+        """The names of the axes of the span with this number: "dp", or "dp * tp"."""
+        return " * ".join(self.names[axis] for axis in self.spans[span])
+
+    def joined(self, digits: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+        """The digits of one dim or factor, as (axis, major), with those of adjacent axes that follow each other as one:
+        as (span, major), in the order of majors."""
+        if len(digits) == 1:
+            return tuple(digits)
+        runs: list[tuple[list[int], int]] = []
+        for axis, major in sorted(digits):
+            if runs:
+                axes, first = runs[-1]
+                if axis == axes[-1] + 1 and major == first * prod(self.sizes[other] for other in axes):
+                    axes.append(axis)
+                    continue
+            runs.append(([axis], major))
+        found = ((self.spans.index(tuple(axes)), major) for axes, major in runs)
+        return tuple(sorted(found, key=itemgetter(1)))
+
+    def stride(self, span: int) -> int:
+        """Distance in ranks between neighbours along the span with this number."""
+        return prod(self.sizes[self.spans[span][-1] + 1 :])
 
     def index(self, name: str) -> int:
         """Position of the axis called `name`."""
@@ -71,3 +110,19 @@ class Mesh:
 
     def __str__(self) -> str:
         return " x ".join(f"{name} {size}" for name, size in zip(self.names, self.sizes, strict=True))
+
+
+@lru_cache(maxsize=64)
+def _spans(axes: int) -> tuple[tuple[int, ...], ...]:
+    return tuple(
+        tuple(range(first, first + length)) for length in range(1, axes + 1) for first in range(axes - length + 1)
+    )
+
+
+@lru_cache(maxsize=256)
+def _partitions(axes: int, span: int) -> tuple[tuple[int, ...], ...]:
+    spans, members = _spans(axes), _spans(axes)[span]
+    cuts = (cut for count in range(len(members)) for cut in combinations(range(1, len(members)), count))
+    return tuple(
+        tuple(spans.index(members[start:end]) for start, end in pairwise((0, *cut, len(members)))) for cut in cuts
+    )

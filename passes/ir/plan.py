@@ -1,11 +1,10 @@
 """The plan: all decisions as data. It can be saved, loaded, compared, printed and replayed."""
 
-import dataclasses
 import json
 import os
 from bisect import bisect_right
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from functools import partial
 from types import UnionType
 from typing import TypeVar, get_args, get_origin, get_type_hints
@@ -28,7 +27,7 @@ def decode(kind: object, value: object, place: str) -> object:
     Raises ValueError, which names the field by `place`, for a missing or unknown field and for a value of another type.
     """
     origin, arguments = get_origin(kind), get_args(kind)
-    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+    if isinstance(kind, type) and is_dataclass(kind):
         return _decode_dataclass(kind, value, place)
     if origin is UnionType:
         return None if value is None else decode(arguments[0], value, place)
@@ -54,7 +53,7 @@ def _decode_dataclass(kind: type, value: object, place: str) -> object:
     if not isinstance(value, dict):
         raise ValueError(f"{place} is {_short(value)}, which is no object")
     hints = get_type_hints(kind)
-    names = [item.name for item in dataclasses.fields(kind)]
+    names = [item.name for item in fields(kind)]
     missing = [name for name in names if name not in value]
     if missing:
         raise ValueError(f"{place}.{missing[0]} is missing")
@@ -409,7 +408,7 @@ class Plan:
 
     def to_json(self) -> str:
         """The plan as JSON; equal plans give equal text."""
-        return json.dumps(dataclasses.asdict(self), indent=1) + "\n"
+        return json.dumps(asdict(self), indent=1) + "\n"
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan to a file as JSON, atomically. Raises OSError if it cannot be written; an earlier file then

@@ -44,8 +44,7 @@ def _check(plan: Plan) -> None:
     mesh = _mesh(plan.mesh)
     for name, text in vars(plan.precision).items():
         if text is not None:
-            dtype = _dtype(text, f"plan.precision.{name}")
-            _require(dtype.is_floating_point, f"plan.precision.{name}", text)
+            _require(_dtype(text, f"plan.precision.{name}").is_floating_point, f"plan.precision.{name}", text)
     tensors: list[tuple[str, Mapping[str, InputPlan | ParameterPlan]]]
     tensors = [("inputs", {**plan.inputs}), ("parameters", {**plan.parameters})]
     for field, items in tensors:

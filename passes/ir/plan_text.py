@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
+from math import prod
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -36,9 +37,7 @@ def _wrapped(line: str) -> list[str]:
 
 def _lines(plan: Plan, width: int | None) -> list[str]:
     """The lines of a plan, with rows of at most `width` columns; None leaves them as they are."""
-    devices = 1
-    for size in plan.mesh.values():
-        devices *= size
+    devices = prod(plan.mesh.values())
     axes = " x ".join(f"{name} {size}" for name, size in plan.mesh.items())
     lines = [f"{plan.model}: {axes} on {plan.cluster} ({devices} device{'s' if devices > 1 else ''})"]
     if plan.compiled:
@@ -47,10 +46,11 @@ def _lines(plan: Plan, width: int | None) -> list[str]:
         lines.append("  with a loss outside of the model")
     if plan.outputs == "full":
         lines.append("  outputs are whole on every rank")
-    for name, item in plan.inputs.items():
-        lines.append(f"  input {name}: {item.dtype}{list(item.shape)}, {layout_text(item.layout)}")
-    for name, value in plan.constants.items():
-        lines.append(f"  constant {name}: {value}")
+    lines += [
+        f"  input {name}: {item.dtype}{list(item.shape)}, {layout_text(item.layout)}"
+        for name, item in plan.inputs.items()
+    ]
+    lines += [f"  constant {name}: {value}" for name, value in plan.constants.items()]
     for name, program in plan.programs.items():
         lines += ["", *_program(name, program, plan, width)]
     lines += ["", "parameters", *_columns(_parameters(plan.parameters), width)]

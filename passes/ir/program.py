@@ -61,15 +61,22 @@ class Part:
 Dims = tuple[tuple[Part, ...], ...]
 
 
+def parts_of(*tensors: Dims) -> Iterator[Part]:
+    """The parts of all dims of these tensors, in order."""
+    return (part for dims in tensors for parts in dims for part in parts)
+
+
 @dataclass(frozen=True, slots=True)
 class Method:
     """A way to split an op on one axis: its `factors` are split at once, into equally many parts. No tensor has two of
-    them. `form` is the local form that runs on a shard, "" if the op itself does. `role` is that
-    of the method; None: that of its first factor. Set it where that is WHOLE."""
+    them. `form` is the local form that runs on a shard, "" if the op itself does. `role` is that of the method; None:
+    that of its first factor. Set it where that is WHOLE. `in_stripes` says that ranks have equal work only where each
+    has every n-th entry, so that such splits may be offered too."""
 
     factors: tuple[str, ...]
     form: str = ""
     role: Role | None = None
+    in_stripes: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,12 +257,11 @@ class Input:
 
 
 @dataclass(frozen=True)
-class Parameter:
-    """A parameter under all the names it has; `trainable` is its `requires_grad`."""
+class ModelTensor:
+    """A tensor that the model holds, under all the names it has."""
 
     names: tuple[str, ...]
     type: TensorType
-    trainable: bool
 
     @property
     def name(self) -> str:
@@ -264,17 +270,15 @@ class Parameter:
 
 
 @dataclass(frozen=True)
-class Buffer:
+class Buffer(ModelTensor):
     """A buffer under all the names it has."""
 
-    names: tuple[str, ...]
-    type: TensorType
-    persistent: bool = True
 
-    @property
-    def name(self) -> str:
-        """The first of its names, by which ops refer to it."""
-        return self.names[0]
+@dataclass(frozen=True)
+class Parameter(ModelTensor):
+    """A parameter under all the names it has; `trainable` is its `requires_grad`."""
+
+    trainable: bool
 
 
 @dataclass(frozen=True)
@@ -325,20 +329,31 @@ class Program:
     compiled: bool = False
     rules: Rules = field(default_factory=dict)
 
+    @property
+    def returned(self) -> frozenset[str]:
+        """The tensors that leave the program: in its outputs, and as new values of buffers."""
+        names = (name for value in self.outputs for name in references(value))
+        return frozenset({*names, *(update.value for update in self.updates)})
+
+    @property
+    def updated(self) -> tuple[Parameter, ...]:
+        """The parameters that the optimizer updates: those that train, and that an op reads."""
+        read = {name for op in self.ops for name in op.operands}
+        return tuple(item for item in self.parameters if item.trainable and item.name in read)
+
     def __str__(self) -> str:
-        lines = [f"input {item.name}: {item.type}" for item in self.inputs]
-        lines += [f"parameter {' = '.join(item.names)}: {item.type}" for item in self.parameters]
-        lines += [f"buffer {' = '.join(item.names)}: {item.type}" for item in self.buffers]
-        lines += [f"constant {name}: {self.types[name]}" for name in self.constants]
-        lines += [str(change) for change in self.changes]
-        for op in self.ops:
-            types = ", ".join(str(self.types[name]) for name in op.results)
-            lines.append(f"{op}  # {types}" + (f"  {op.module}" if op.module else ""))
-        lines += [f"update {update.buffer}: {update.value}" for update in self.updates]
-        lines += [
-            f"output {name}: {format_argument(value)}"
-            for name, value in zip(self.output_names, self.outputs, strict=True)
-        ]
+        types = [", ".join(str(self.types[name]) for name in op.results) for op in self.ops]
+        outputs = zip(self.output_names, self.outputs, strict=True)
+        lines = (
+            *(f"input {item.name}: {item.type}" for item in self.inputs),
+            *(f"parameter {' = '.join(item.names)}: {item.type}" for item in self.parameters),
+            *(f"buffer {' = '.join(item.names)}: {item.type}" for item in self.buffers),
+            *(f"constant {name}: {self.types[name]}" for name in self.constants),
+            *map(str, self.changes),
+            *(f"{op}  # {made}" + f"  {op.module}" * bool(op.module) for op, made in zip(self.ops, types, strict=True)),
+            *(f"update {update.buffer}: {update.value}" for update in self.updates),
+            *(f"output {name}: {format_argument(value)}" for name, value in outputs),
+        )
         return "\n".join(lines)
 
 
@@ -357,12 +372,11 @@ class Symbolic:
     conditions: tuple[object, ...]
 
     def __str__(self) -> str:
-        lines = [
+        sizes = [
             f"size {name}: " + (f"at least {least}" if most is None else f"{least} to {most}")
             for name, (least, most) in self.ranges.items()
         ]
-        lines += [f"condition {condition}" for condition in self.conditions]
-        return "\n".join([*lines, str(self.program)])
+        return "\n".join([*sizes, *(f"condition {condition}" for condition in self.conditions), str(self.program)])
 
 
 @dataclass(frozen=True)
@@ -404,6 +418,21 @@ class Region:
         """The number of copies."""
         return len(self.copies)
 
+    @property
+    def results(self) -> tuple[str, ...]:
+        """The values of a copy that the next copy or the rest of the program reads."""
+        return tuple(dict.fromkeys((*(item.next for item in self.carries), *(item.value for item in self.exports))))
+
+    def __str__(self) -> str:
+        lines = (
+            f"region {self.name} x {self.count}",
+            *(f"  carry {carry.argument}: {carry.initial}, then {carry.next}" for carry in self.carries),
+            *(f"  own {name}: {names[0]}, ..., {names[-1]}" for name, names in self.owned.items()),
+            *(f"  {op}" for op in self.ops),
+            *(f"  export {export.value}: {export.names[-1]}" for export in self.exports),
+        )
+        return "\n".join(lines)
+
 
 @dataclass(frozen=True)
 class Folded:
@@ -428,20 +457,19 @@ class Folded:
     @property
     def ops(self) -> tuple[Op, ...]:
         """All ops, those of the regions' bodies once."""
-        return tuple(op for item in self.items for op in (item.ops if isinstance(item, Region) else (item,)))
+        return tuple(op for op, _ in self.runs)
+
+    @property
+    def runs(self) -> Iterator[tuple[Op, int]]:
+        """All ops, each with its number of copies."""
+        yield from (
+            (op, item.count if isinstance(item, Region) else 1)
+            for item in self.items
+            for op in (item.ops if isinstance(item, Region) else (item,))
+        )
 
     def __str__(self) -> str:
-        lines = []
-        for item in self.items:
-            if isinstance(item, Op):
-                lines.append(str(item))
-                continue
-            lines.append(f"region {item.name} x {item.count}")
-            lines += [f"  carry {carry.argument}: {carry.initial}, then {carry.next}" for carry in item.carries]
-            lines += [f"  own {name}: {names[0]}, ..., {names[-1]}" for name, names in item.owned.items()]
-            lines += [f"  {op}" for op in item.ops]
-            lines += [f"  export {export.value}: {export.names[-1]}" for export in item.exports]
-        return "\n".join(lines)
+        return "\n".join(map(str, self.items))
 
 
 def has_gradient(dtype: torch.dtype) -> bool:
@@ -517,6 +545,18 @@ def references(argument: Argument) -> Iterator[str]:
             yield from references(item)
 
 
+def integer(argument: Argument) -> int:
+    """An argument that is an integer."""
+    assert isinstance(argument, int)
+    return argument
+
+
+def listed(argument: Argument) -> tuple[Argument, ...]:
+    """An argument that is a list."""
+    assert isinstance(argument, tuple)
+    return argument
+
+
 def rename(argument: Argument, names: Callable[[str], Argument]) -> Argument:
     """`argument` with its references replaced."""
     if isinstance(argument, Ref):
@@ -552,8 +592,7 @@ def format_argument(argument: Argument) -> str:
 
 def without_unused(program: Program) -> Program:
     """Drop ops whose results are never read, and the types of the dropped tensors."""
-    used = {name for value in program.outputs for name in references(value)}
-    used.update(update.value for update in program.updates)
+    used = set(program.returned)
     kept: list[Op] = []
     for op in reversed(program.ops):
         if any(name in used for name in op.results):

@@ -1,7 +1,7 @@
 """Redistributions: the steps that change the layout of a tensor. What is priced and what runs is this one list.
 
-Forward / backward of a change on one axis ("convert" is local: nothing, zeros on all ranks but the first, a slice, or
-a pad with zeros):
+Forward / backward of a change on one axis, or on adjacent ones that change together ("convert" is local: nothing, zeros
+on all ranks but the first, a slice, or a pad with zeros):
 
 =========== ================================== ==================== ======================= ====================
 from \\ to   R                                  I                    S                       P
@@ -19,11 +19,13 @@ The backward of a -> b is the forward of gradient(b) -> gradient(a), so the forw
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 from math import prod
+from operator import mul
 
 import numpy as np
 
-from passes.ir.layout import Layout, Placement, R, Shape, local_major, local_shape
+from passes.ir.layout import Layout, Placement, R, Shape, local_major, local_shape, whole_shape
 from passes.ir.mesh import Mesh
 from passes.ir.redistributions import KINDS, Pairs, Steps, all_steps
 
@@ -46,15 +48,15 @@ COLLECTIVES = {
 
 @dataclass(frozen=True, slots=True)
 class RedistributionStep:
-    """One change of placement on one axis, as the ranks see it.
+    """One change of placement on one axis, or on several adjacent ones together, as the ranks see it.
 
-    `source` and `target` hold local majors (see `layout.local_major`); `before` and `after` are local shapes. `cut`
-    says that the parts of `target` do not lie one after the other in memory, so that they are copied before they are
-    sent; `join` the same of `source` and what is received. Both are told by the layouts that the whole change begins
-    and ends with.
+    `span` is their number in `Mesh.spans`, whose ranks count as those of one axis. `source` and `target` hold local
+    majors (see `layout.local_major`); `before` and `after` are local shapes. `cut` says that the parts of `target` do
+    not lie one after the other in memory, so that they are copied before they are sent; `join` the same of `source` and
+    what is received. Both are told by the layouts that the whole change begins and ends with.
     """
 
-    axis: int
+    span: int
     source: Placement
     target: Placement
     before: Shape
@@ -76,7 +78,7 @@ class RedistributionStep:
     def backward(self) -> "RedistributionStep":
         """The step of the backward pass: from the gradient of the target to the gradient of the source."""
         return RedistributionStep(
-            self.axis, self.target.gradient, self.source.gradient, self.after, self.before, self.join, self.cut
+            self.span, self.target.gradient, self.source.gradient, self.after, self.before, self.join, self.cut
         )
 
 
@@ -98,15 +100,16 @@ def _redistribution(
 ) -> tuple[RedistributionStep, ...]:
     current, found = source, []
     for steps in all_steps([Pairs((source,), (target,), shape, strided)], mesh):
-        axis = int(steps.axis[0])
+        span = int(steps.span[0])
+        axes = mesh.spans[span]
         # If digits wait for each other, one goes through R.
-        placement = target[axis] if target[axis].kind == KINDS[steps.target[0]] else R
-        changed = (*current[:axis], placement, *current[axis + 1 :])
+        new = target if target[axes[0]].kind == KINDS[steps.target[0]] else (R,) * len(target)
+        changed = (*current[: axes[0]], *new[axes[0] : axes[-1] + 1], *current[axes[-1] + 1 :])
         found.append(
             RedistributionStep(
-                axis,
-                _local(current[axis], changed, mesh),
-                _local(placement, current, mesh),
+                span,
+                _local(current[axes[0]], changed, mesh),
+                _local(new[axes[0]], current, mesh),
                 local_shape(shape, current, mesh),
                 local_shape(shape, changed, mesh),
                 bool(steps.cut[0]),
@@ -117,11 +120,46 @@ def _redistribution(
     return tuple(found)
 
 
+@lru_cache(maxsize=1 << 12)
+def step_in_parts(step: RedistributionStep, parts: tuple[int, ...], mesh: Mesh) -> tuple[RedistributionStep, ...]:
+    """A step over a span as steps over spans that it consists of, in the order of `in_parts`."""
+    if parts == (step.span,):
+        return (step,)
+    # What a rank has is as a tensor of a mesh of these parts alone.
+    own = Mesh(tuple(f"part_{number}" for number in range(len(parts))), tuple(mesh.ways(part) for part in parts))
+    current, target = _in_row(step.source, own), _in_row(step.target, own)
+    shape = whole_shape(step.before, current, own) if step.source.kind == "S" else whole_shape(step.after, target, own)
+    found = []
+    for axis in reversed(own.dimensions) if step.target.kind == "S" else own.dimensions:
+        changed = (*current[:axis], target[axis], *current[axis + 1 :])
+        found.append(
+            RedistributionStep(
+                parts[axis],
+                _local(current[axis], changed, own),
+                _local(target[axis], current, own),
+                local_shape(shape, current, own),
+                local_shape(shape, changed, own),
+                step.cut,
+                step.join,
+            )
+        )
+        current = changed
+    return tuple(found)
+
+
+def _in_row(placement: Placement, mesh: Mesh) -> Layout:
+    """The layout that places a tensor on all axes together as `placement` does on one."""
+    if placement.kind != "S":
+        return (placement,) * len(mesh.sizes)
+    before = accumulate(mesh.sizes[:-1], mul, initial=placement.major)
+    return tuple(placement._replace(major=major) for major in before)
+
+
 def as_steps(steps: Sequence[RedistributionStep]) -> Steps:
     """`steps` as arrays, each the step of a pair of its own."""
     return Steps(
         np.arange(len(steps)),
-        np.array([step.axis for step in steps]),
+        np.array([step.span for step in steps]),
         np.array([KINDS.index(step.source.kind) for step in steps]),
         np.array([KINDS.index(step.target.kind) for step in steps]),
         np.array([prod(step.before) for step in steps]),

@@ -1,14 +1,18 @@
 """The order of the steps of redistributions, for all pairs of layouts of many tensors at once.
 
-Axes change one at a time, shrinking steps first. Among gathers the outermost axis goes first, while the tensor is
-small, because it has the slowest link; among reduce-scatters it goes last. A digit that conflicts with one still in
-place waits; if all wait for each other, the axis that blocks the first goes through R.
+Adjacent axes that make the same change together change in one step, as the one axis of their ranks would: both source
+and target have one kind of placement on them, and digits that follow each other. Such a span has one collective.
+
+Spans change one at a time, shrinking steps first. Among gathers the outermost goes first, while the tensor is small,
+because it has the slowest link; among reduce-scatters it goes last. A digit that conflicts with one still in place
+waits; if all wait for each other, the span that blocks the first goes through R.
 
 Arrays have one entry per pair. Sets of axes, such as those that a pair still has to change, are bit masks.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from math import prod
 
 import numpy as np
 from numpy.typing import NDArray
@@ -56,12 +60,13 @@ class Steps:
     """One step each of some pairs: flat arrays of one length.
 
     `pair` is the number of a pair: those of one tensor come after those of the other, and row by row where sources are
-    rows. `axis` is what changes, between kinds `source` and `target` (places in `KINDS`). `before` and `after` are the
-    elements that a rank holds, which may be figures; `cut` and `join` are those of `RedistributionStep`.
+    rows. `span` is what changes (see `Mesh.spans`), between kinds `source` and `target` (places in `KINDS`). `before`
+    and `after` are the elements that a rank holds, which may be figures; `cut` and `join` are those of
+    `RedistributionStep`.
     """
 
     pair: Integers
-    axis: Integers
+    span: Integers
     source: Integers
     target: Integers
     before: Integers
@@ -73,11 +78,26 @@ class Steps:
     def backward(self) -> "Steps":
         """The steps of the backward pass: from the gradients of the targets to those of the sources."""
         source, target = _GRADIENTS.take(self.target), _GRADIENTS.take(self.source)
-        return Steps(self.pair, self.axis, source, target, self.after, self.before, self.join, self.cut)
+        return Steps(self.pair, self.span, source, target, self.after, self.before, self.join, self.cut)
 
     def take(self, numbers: Integers) -> "Steps":
         """The steps with these numbers."""
         return Steps(*(getattr(self, item.name).take(numbers) for item in fields(self)))
+
+
+def in_parts(steps: Steps, parts: Sequence[int], mesh: Mesh) -> Iterator[Steps]:
+    """Steps over one span as steps over spans that it consists of: outermost first, or innermost first where `steps`
+    end in a split, which all or none of them do."""
+    ordered = parts[::-1] if (steps.target == _SPLIT).any() else parts
+    grows, shrinks = steps.after > steps.before, steps.after < steps.before
+    before = steps.before
+    for number, part in enumerate(ordered):
+        done, left = (
+            prod(mesh.ways(other) for other in some) for some in (ordered[: number + 1], ordered[number + 1 :])
+        )
+        after = np.where(grows, steps.before * done, np.where(shrinks, steps.after * left, steps.after))
+        yield replace(steps, span=np.full(len(steps.span), part), before=before, after=after)
+        before = after
 
 
 class _Placements:
@@ -119,6 +139,20 @@ class _Sizes:
         self.places = sources * split.shape[-1] + digits.sum(axis=0)
 
 
+class _Tables:
+    """Tables of placements and of the mesh that all pairs share: `ranks`, `conflicts` and `in_row` (see `_ranks`,
+    `_conflicts` and `_rows_of_digits`); of every span its axes as `bits` and the `first` of them, and its number by its
+    first and last axis."""
+
+    def __init__(self, ranks: NDArray[np.int16], conflicts: Flags, in_row: Flags, spans: Sequence[Sequence[int]]):
+        self.ranks, self.conflicts, self.in_row = ranks, conflicts, in_row
+        self.bits = np.array([sum(1 << axis for axis in axes) for axes in spans])
+        self.first = np.array([axes[0] for axes in spans])
+        self.number = np.zeros((len(ranks), len(ranks)), dtype=np.int64)
+        for number, axes in enumerate(spans):
+            self.number[axes[0], axes[-1]] = number
+
+
 def all_steps(tensors: Sequence[Pairs], mesh: Mesh) -> Iterator[Steps]:
     """The steps of all pairs of these tensors: of some pairs the first ones, then their second ones, and so on, then
     those of others."""
@@ -126,11 +160,13 @@ def all_steps(tensors: Sequence[Pairs], mesh: Mesh) -> Iterator[Steps]:
         return
     placements = _Placements(tensors)
     sizes = _Sizes(tensors, placements, mesh)
-    ranks, conflicts = _ranks(placements, mesh), _conflicts(placements, mesh)
+    told = _Tables(
+        _ranks(placements, mesh), _conflicts(placements, mesh), _rows_of_digits(placements, mesh), mesh.spans
+    )
     row, column = _rows_and_columns(tensors)
     for start in range(0, len(row), _BLOCK):
         pair = np.arange(start, min(start + _BLOCK, len(row)))
-        yield from _steps(pair, row[pair], column[pair], placements, sizes, ranks, conflicts)
+        yield from _steps(pair, row[pair], column[pair], placements, sizes, told)
 
 
 def _rows_and_columns(tensors: Sequence[Pairs]) -> tuple[Integers, Integers]:
@@ -152,18 +188,21 @@ def _steps(
     column: Integers,
     placements: _Placements,
     sizes: _Sizes,
-    ranks: NDArray[np.int16],
-    conflicts: Flags,
+    told: "_Tables",
 ) -> Iterator[Steps]:
-    """The first steps of some pairs, then their second ones, and so on; `ranks` and `conflicts` are those of
-    placements."""
+    """The first steps of some pairs, then their second ones, and so on."""
     here, there = placements.sources, placements.targets
     axes, layouts_here, layouts_there = len(here), here.shape[1], there.shape[1]
     # [axis, pair]: when an axis comes, and which are in its way while they hold what they do.
-    rank = np.stack([ranks[axis][here[axis].take(row), there[axis].take(column)] for axis in range(axes)])
-    blockers = _blockers(conflicts, here.take(row, axis=1), there.take(column, axis=1))
+    held_first, wanted = here.take(row, axis=1), there.take(column, axis=1)
+    rank = np.stack([told.ranks[axis][held_first[axis], wanted[axis]] for axis in range(axes)])
+    blockers = _blockers(told.conflicts, held_first, wanted)
     # Axes that are still to change, and hold what they did at first.
     held = ((rank < _NEVER) << np.arange(axes)[:, None]).sum(axis=0)
+    # [axis, pair]: the span that an axis changes with, of whose axes the first has the rank.
+    span = _spans(told, rank, blockers, held_first, wanted)
+    rank[told.first.take(span) != np.arange(axes)[:, None]] = _NEVER
+    weights = (told.bits[:, None] >> np.arange(axes) & 1) @ sizes.weights
     place = sizes.places.take(row)
     while True:
         left = np.flatnonzero(rank.min(axis=0) < _NEVER)
@@ -171,26 +210,28 @@ def _steps(
             return
         if len(left) < len(pair):
             row, column, pair, held, place = (known.take(left) for known in (row, column, pair, held, place))
-            rank, blockers = rank.take(left, axis=1), blockers.take(left, axis=1)
+            rank, blockers, span = (known.take(left, axis=1) for known in (rank, blockers, span))
         first = np.where(blockers & held, _NEVER, rank).min(axis=0)
         axis = (first % axes).astype(np.int64)
         # Where all wait for each other, the first that is in the way of the first goes through R.
         stuck = np.flatnonzero(first == _NEVER)
         if len(stuck):
             waiting = (rank[:, stuck] < _NEVER).argmax(axis=0)
-            axis[stuck] = _lowest_bit(blockers[waiting, stuck] & held[stuck], axes)
+            blocking = _lowest_bit(blockers[waiting, stuck] & held[stuck], axes)
+            axis[stuck] = told.first[span[blocking, stuck]]
+        changed = span[axis, np.arange(len(pair))]
         # Where to look in what is told by axis and layout.
         at_source, at_target = axis * layouts_here + row, axis * layouts_there + column
         old = np.where(held >> axis & 1, here.take(at_source), _THROUGH)
         new = there.take(at_target)
         rank[axis, np.arange(len(pair))] = _NEVER
         if len(stuck):
-            rank[axis[stuck], stuck] = ranks[axis[stuck], _THROUGH, new[stuck]]
+            rank[axis[stuck], stuck] = told.ranks[axis[stuck], _THROUGH, new[stuck]]
             new[stuck] = _THROUGH
-        moved = place + (placements.dim.take(new) - placements.dim.take(old)) * sizes.weights.take(axis)
+        moved = place + (placements.dim.take(new) - placements.dim.take(old)) * weights.take(changed)
         yield Steps(
             pair,
-            axis,
+            changed,
             placements.kind.take(old),
             placements.kind.take(new),
             sizes.elements.take(place),
@@ -198,8 +239,30 @@ def _steps(
             sizes.cut.take(at_target),
             sizes.join.take(at_source),
         )
-        held = held & ~(1 << axis)
+        held = held & ~told.bits.take(changed)
         place = moved
+
+
+def _spans(told: _Tables, rank: NDArray[np.int16], blockers: Integers, held: Integers, wanted: Integers) -> Integers:
+    """[axis, pair]: the number of the span that an axis changes with; what is in the way of any of its axes is then in
+    the way of the first. Axes that wait for each other, or for one that waits for them, change alone."""
+    axes = len(rank)
+    first = np.broadcast_to(np.arange(axes)[:, None], rank.shape).copy()
+    last = first.copy()
+    for axis in range(axes - 1):
+        both, own = blockers[axis] | blockers[axis + 1], 3 << axis
+        together = (rank[axis : axis + 2] < _NEVER).all(axis=0) & (both & own == 0)
+        for other in {*range(axes)} - {axis, axis + 1}:
+            together &= (both >> other & 1 == 0) | (blockers[other] & own == 0)
+        for placed in (held, wanted):
+            together &= told.in_row[axis][placed[axis], placed[axis + 1]]
+        first[axis + 1] = np.where(together, first[axis], axis + 1)
+    for axis in reversed(range(axes - 1)):
+        goes_on = first[axis + 1] == first[axis]
+        last[axis] = np.where(goes_on, last[axis + 1], axis)
+        blockers[axis] |= goes_on * blockers[axis + 1]
+    found: Integers = told.number[first, last]
+    return found
 
 
 def _ranks(placements: _Placements, mesh: Mesh) -> NDArray[np.int16]:
@@ -233,6 +296,16 @@ def _conflicts(placements: _Placements, mesh: Mesh) -> Flags:
     held, wanted = placements.major[:, None, None, None], placements.major[:, None, None]
     apart = (wanted % ends[:, None, :, None] == 0) | (held % ends[:, None, :] == 0)
     found: Flags = together[:, :, None, None] & ~apart
+    return found
+
+
+def _rows_of_digits(placements: _Placements, mesh: Mesh) -> Flags:
+    """[axis, placement on it, placement on the next one]: whether they are one placement on both axes together: of one
+    kind, and digits of which the second follows the first."""
+    sizes = np.array(mesh.sizes)[:-1, None, None]
+    alike = (placements.kind[:, None] == placements.kind) & (placements.dim[:, None] == placements.dim)
+    follows = placements.major[:, None] * sizes == placements.major
+    found: Flags = alike & ((placements.kind != _SPLIT) | follows)
     return found
 
 

@@ -32,6 +32,12 @@ class UnitAxes:
     replicated: tuple[int, ...]
     layout: Layout
 
+    @property
+    def gathered(self) -> Layout:
+        """The layout of the gathered parameter."""
+        given = {*self.sharded, *self.replicated}
+        return tuple(R if axis in given else placement for axis, placement in enumerate(self.layout))
+
 
 def unit_axes(stored: Layout, used: Sequence[Layout], shape: Shape, trainable: bool, mesh: Mesh) -> UnitAxes | None:
     """The axes of a unit for a parameter of global `shape` that is stored as `stored` and used in the layouts `used`;
@@ -39,7 +45,7 @@ def unit_axes(stored: Layout, used: Sequence[Layout], shape: Shape, trainable: b
     changes = [redistribution(stored, layout, shape, mesh) for layout in used]
     if any(prod(step.after) < prod(step.before) for steps in changes for step in steps):
         return None
-    firsts = [{step.axis for step in takewhile(_exchanges, steps)} for steps in changes]
+    firsts = [{axis for step in takewhile(_exchanges, steps) for axis in mesh.spans[step.span]} for steps in changes]
     copies = {
         tuple(
             target if axis in first else source
@@ -51,16 +57,21 @@ def unit_axes(stored: Layout, used: Sequence[Layout], shape: Shape, trainable: b
         return None
     (layout,) = copies
     later = [
-        [step for step in dropwhile(_exchanges, steps) if mesh.sizes[step.axis] > 1 and step.source.kind in "IS"]
+        [
+            (axis, step)
+            for step in dropwhile(_exchanges, steps)
+            for axis in mesh.spans[step.span]
+            if mesh.sizes[axis] > 1 and step.source.kind in "IS"
+        ]
         for steps in changes
     ]
     # A frozen parameter has no gradient to be reduced, and a replicated one need not be gathered.
-    whole = [{step.axis for step in steps if step.source.kind == "I" and step.target == R} for steps in later]
+    whole = [{axis for axis, step in steps if step.source.kind == "I" and step.target == R} for steps in later]
     replicated = tuple(sorted(set.intersection(*whole))) if trainable else ()
     sharded: tuple[int, ...] = ()
-    for gathers in zip(*([step for step in steps if step.source.kind == "S"] for steps in later), strict=False):
-        further = (*sharded, *{step.axis for step in gathers})
-        if any(step.target != R for step in gathers) or not is_leading(further, layout, mesh):
+    for gathers in zip(*([each for each in steps if each[1].source.kind == "S"] for steps in later), strict=False):
+        further = (*sharded, *{axis for axis, _ in gathers})
+        if any(step.target != R for _, step in gathers) or not is_leading(further, layout, mesh):
             break
         sharded = further
     return UnitAxes(sharded, replicated, layout) if sharded or replicated else None

@@ -2,10 +2,12 @@
 
 import re
 from collections.abc import Callable
+from itertools import chain, count
 
 COLLECTIVES = ("all_gather", "all_reduce", "all_to_all", "convert", "reduce_scatter")
 FORMS = (
-    "causal_attention",
+    "blockwise_attention",
+    "ring_attention",
     "split_batch_norm",
     "split_cumsum",
     "split_group_norm",
@@ -43,10 +45,7 @@ def plain(name: str) -> str:
     return re.sub(r"_\d+$", "", name)
 
 
-def numbered(base: str, taken: Callable[[str], bool]) -> str:
+def numbered(base: str, taken: Callable[[str], bool], separator: str = "_") -> str:
     """`base`, or the first of "base_2", "base_3", … that is not taken."""
-    name, count = base, 1
-    while taken(name):
-        count += 1
-        name = f"{base}_{count}"
-    return name
+    others = (f"{base}{separator}{number}" for number in count(2))
+    return next(name for name in chain([base], others) if not taken(name))

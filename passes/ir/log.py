@@ -1,0 +1,5 @@
+"""The log of autopar."""
+
+import logging
+
+logger = logging.getLogger("autopar")
