@@ -1,6 +1,14 @@
-"""Operators that capture writes into a graph; the runtime imports this module, so that generated code can call them.
+"""Operators that capture and normalize write into programs; the runtime imports this module, so that generated code can
+call them.
 
 They are defined in the compiler because a trace runs them, and a pass imports nothing of the runtime.
+
+`autopar::routed_mm` multiplies each row with the matrix of its group, in the order in which the rows are given (see
+`passes/normalize/routing.py`).
+
+`autopar::scaled_dot_product_attention` also takes a window, and documents. Masks have one row for all queries, and may
+be given together with `is_causal`. Here it makes a mask of queries by keys; generated code calls a function of the
+runtime that does not.
 
 `autopar::autograd_function` is a call of a custom `torch.autograd.Function`, of which a trace alone would keep only the
 forward. The function goes in by its path ("package.module:Name"), its arguments as text in which tensors are x0, x1, …
@@ -21,9 +29,13 @@ from functools import cache, reduce
 
 import torch
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
+from torch.nn.functional import scaled_dot_product_attention
 
 from passes._torch import OpOverload
+from passes.ir.bands import band_of
 from passes.ir.errors import CaptureError
+from passes.ir.program import find_overload
 
 Function = type[torch.autograd.Function]
 
@@ -205,3 +217,86 @@ def overload_for(results: int, *, drawn: bool) -> OpOverload:
     name = ("one" if results == 1 else "several") + "_drawn" * drawn
     found: OpOverload = getattr(getattr(torch.ops.autopar, AUTOGRAD_FUNCTION), name)
     return found
+
+
+class _Permuted(torch.autograd.Function):
+    """Rows in another order. The backward pass reads gradients in the `inverse` order, so both passes are gathers."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse)
+        return rows[order]
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None, None]:
+        (inverse,) = ctx.saved_tensors  # type: ignore[attr-defined]
+        return grad[inverse], None, None
+
+
+def _permuted(rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+    found: Tensor = _Permuted.apply(rows, order, inverse)  # type: ignore[no-untyped-call]
+    return found
+
+
+_GROUPED = "aten._grouped_mm.default"
+
+
+def _routed_mm(rows: Tensor, weight: Tensor, groups: Tensor, product: str = _GROUPED) -> Tensor:
+    """Row n of the result is row n of `rows` times `weight[groups[n]]`: rows are sorted by group for one grouped
+    `product` (an operator), and its result is put back into their order."""
+    by_group, order = torch.sort(groups)
+    inverse = torch.empty_like(order)
+    inverse[order] = torch.arange(order.shape[0], device=order.device)
+    numbers = torch.arange(weight.shape[0], device=groups.device, dtype=groups.dtype)
+    ends = torch.searchsorted(by_group, numbers, right=True, out_int32=True)
+    made = find_overload(product)(_permuted(rows, order, inverse), weight, ends)
+    return _permuted(made, inverse, order)
+
+
+_library.define(  # type: ignore[no-untyped-call]
+    f'routed_mm(Tensor rows, Tensor weight, Tensor groups, *, str product="{_GROUPED}") -> Tensor',
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_library.impl("routed_mm", _routed_mm, "CompositeImplicitAutograd")  # type: ignore[no-untyped-call]
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    window: Sequence[int] | None = None,
+    query_documents: Tensor | None = None,
+    key_documents: Tensor | None = None,
+) -> Tensor:
+    """Attention to the keys that `attn_mask` shows, in a `window` of so many before and after the query's place, and of
+    the query's document: numbers of [..., queries, 1] and [..., 1, keys]."""
+    band = band_of(is_causal, window)
+    after = torch.arange(key.shape[-2], device=key.device) - torch.arange(query.shape[-2], device=key.device)[:, None]
+    seen = torch.ones_like(after, dtype=torch.bool)
+    if band.before is not None:
+        seen = seen & (after >= -band.before)
+    if band.after is not None:
+        seen = seen & (after <= band.after)
+    if attn_mask is not None:
+        seen = seen & attn_mask
+    if query_documents is not None and key_documents is not None:
+        seen = seen & (query_documents == key_documents)
+    return scaled_dot_product_attention(query, key, value, seen, dropout_p, scale=scale, enable_gqa=enable_gqa)
+
+
+ATTENTION = "autopar.scaled_dot_product_attention.default"
+_library.define(  # type: ignore[no-untyped-call]
+    "scaled_dot_product_attention(Tensor query, Tensor key, Tensor value, Tensor? attn_mask=None, float dropout_p=0.0, "
+    "bool is_causal=False, *, float? scale=None, bool enable_gqa=False, int[]? window=None, "
+    "Tensor? query_documents=None, Tensor? key_documents=None) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_library.impl(  # type: ignore[no-untyped-call]
+    "scaled_dot_product_attention", _attention, "CompositeImplicitAutograd"
+)
