@@ -6,9 +6,8 @@ The program is the training IR: `linear`, `scaled_dot_product_attention`, `layer
 whole, and the backward is left to autograd. The module is left as it was, and other threads meet nothing of a trace.
 """
 
-import contextlib
 from collections.abc import Set
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 
 import torch
@@ -16,9 +15,11 @@ from torch import nn
 
 from passes.capture.exporting import Exported, export, possible_constants
 from passes.capture.program import Symbols, program_of
-from passes.capture.setting import autograd_functions_written, example_of, mode_of, parameters_as, tensors_on
+from passes.capture.setting import autograd_functions_written, device_of, example_of, mode_of, parameters_as, tensors_on
 from passes.ir.leaves import Inputs
 from passes.ir.program import Program, Symbolic
+
+__all__ = ["CPU", "Tracing", "capture", "capture_symbolic", "device_of"]
 
 CPU = torch.device("cpu")
 
@@ -67,7 +68,7 @@ def _traced(
     module: nn.Module, inputs: Inputs, tracing: Tracing, varying: Set[tuple[str, int]]
 ) -> tuple[Exported, Inputs]:
     """The module exported by `torch.export`, and the inputs that it was traced with."""
-    stack = contextlib.ExitStack()
+    stack = ExitStack()
     with stack:
         stack.enter_context(mode_of(module, tracing.training))
         stack.enter_context(autograd_functions_written(tracing.gradients))

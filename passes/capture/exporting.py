@@ -4,7 +4,6 @@ Reads of tensor values by the model are answered where values are known (`values
 a tensor. If a module cannot be traced like this, other ways are tried before it is refused.
 """
 
-import contextlib
 import functools
 import io
 import logging
@@ -12,7 +11,7 @@ import re
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Set
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import cast
 from unittest import mock
@@ -35,11 +34,10 @@ from passes._torch import (
     schema_of,
 )
 from passes.capture.source import Line, Loops, UnrolledError, construct, line_of_node, line_of_traceback, replaced
-from passes.capture.values import MOST, Read, Rewording, Values, checks_pass
+from passes.capture.values import MOST, SYMBOLIC, Read, Rewording, Values, checks_pass
 from passes.ir.errors import CaptureError
 from passes.ir.leaves import Inputs, input_leaves
-
-logger = logging.getLogger("autopar")
+from passes.ir.log import logger
 
 OFFER = (
     "what can be traced can be parallelized part by part, and data parallelism needs no trace "
@@ -49,7 +47,6 @@ OFFER = (
 _ITEM = torch.ops.aten.item.default
 _STRIDED = torch.ops.aten.as_strided.default
 _UNKNOWN = GuardOnDataDependentSymNode, DynamicOutputShapeException, DataDependentOutputException
-_SYMBOLIC = torch.SymInt, torch.SymFloat, torch.SymBool
 _ASSERTIONS = ("_assert_scalar", "sym_constrain_range", "sym_constrain_range_for_size")
 
 
@@ -175,17 +172,14 @@ def _exported(
         leaves = dict(zip([name for name, _ in input_leaves(example)], pytree.tree_leaves(arguments), strict=True))
         given = [(name, cast(Tensor, leaves[name]), value) for name, value in values.items()]
         answers = Values(given, constants, read, Loops(lengths, __file__))
-        stack = contextlib.ExitStack()
+        stack = ExitStack()
         contexts: tuple[AbstractContextManager[object], ...] = (answers, checks_pass(answers), Rewording(), *more)
         for context in contexts:
             stack.enter_context(context)
         return stack
 
-    def eagerly(arguments: object) -> AbstractContextManager[object]:
-        return follow(arguments, eager())
-
     first: Exception | None = None
-    for within, strict in ((follow, False), (eagerly, False), (None, True)):
+    for within, strict in ((follow, False), (lambda arguments: follow(arguments, eager()), False), (None, True)):
         if strict and varying:
             break
         surrounding = _without_functions() if within is None else _within_forward(module, within)
@@ -236,7 +230,7 @@ def _export(
         raise
 
 
-@contextlib.contextmanager
+@contextmanager
 def _quiet() -> Iterator[None]:
     """Without torch's own words on what it cannot trace: it raises them too."""
     thread = threading.get_ident()
@@ -254,7 +248,7 @@ def _quiet() -> Iterator[None]:
             item.removeFilter(is_other)
 
 
-@contextlib.contextmanager
+@contextmanager
 def _within_forward(module: nn.Module, within: Callable[[object], AbstractContextManager[object]]) -> Iterator[None]:
     """Run `module.forward` inside of what `within` makes of its arguments."""
     original = module.forward
@@ -268,7 +262,7 @@ def _within_forward(module: nn.Module, within: Callable[[object], AbstractContex
         yield
 
 
-@contextlib.contextmanager
+@contextmanager
 def _without_functions() -> Iterator[None]:
     """Refuse custom autograd functions: `torch.export` with strict=True keeps only their forward."""
 
@@ -317,8 +311,7 @@ def _drop_checks(graph: torch.fx.Graph) -> None:
     for node in reversed(list(graph.nodes)):
         if node.op != "call_function" or node.users:
             continue
-        name = operator_name(node.target)
-        if name in _ASSERTIONS:
+        if operator_name(node.target) in _ASSERTIONS:
             useless = any(_unknown(item) for item in node.all_input_nodes)
         else:
             writes = isinstance(node.target, OpOverload) and schema_of(node.target).is_mutable
@@ -331,7 +324,7 @@ def _unknown(node: torch.fx.Node) -> set[sympy.Symbol]:
     """The symbols in the result of a node that stand for values of tensors."""
     found: set[sympy.Symbol] = set()
     for leaf in pytree.tree_leaves(node.meta.get("val")):
-        if isinstance(leaf, _SYMBOLIC):
+        if isinstance(leaf, SYMBOLIC):
             found |= free_unbacked_symbols(leaf)
         elif isinstance(leaf, Tensor):
             found |= set().union(
@@ -404,5 +397,5 @@ def _refuse_unknown(node: torch.fx.Node) -> None:
     symbols = _unknown(node)
     if symbols:
         line = line_of_node(node)
-        number = isinstance(node.meta["val"], _SYMBOLIC)
+        number = isinstance(node.meta["val"], SYMBOLIC)
         raise _NeedsValues(symbols, line, (construct(line) if line else "") or ("number" if number else "size"))

@@ -59,8 +59,7 @@ def properties_of(
     """
     # Without the modes of the caller.
     with without_modes(), without_function_modes(), torch.enable_grad():
-        properties = _followed(function, arguments, operands, sizes)
-        return _tried(function, arguments, operands, sizes, properties)
+        return _tried(function, arguments, operands, sizes, _followed(function, arguments, operands, sizes))
 
 
 # --- following operators ---------------------------------------------------------------------------------------------
@@ -220,8 +219,7 @@ def _followed(function: str, arguments: str, operands: tuple[TensorType, ...], s
 def _symbolic(type: TensorType, mode: FakeTensorMode) -> Tensor:
     """A tensor without values whose sizes, but for those that are 1, are symbols."""
     real = torch.empty(type.shape, dtype=type.dtype, device="meta")
-    dims = [DimDynamic.DUCK] * len(type.shape)
-    context: SymbolicContext = StatelessSymbolicContext(dynamic_sizes=dims)
+    context: SymbolicContext = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DUCK] * len(type.shape))
     fake: Tensor = mode.from_tensor(real, symbolic_context=context)
     with mode:
         return torch.empty_like(fake, device="cpu", requires_grad=has_gradient(type.dtype))

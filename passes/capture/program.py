@@ -4,7 +4,7 @@ constants, the ops of its graph and of the graphs inside it, and the names of it
 import operator
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import cast
 
 import sympy
@@ -18,6 +18,7 @@ from passes.capture.exporting import Exported, refusal
 from passes.capture.functions import properties_of
 from passes.capture.source import line_of_node, lines_of_node
 from passes.ir.errors import CaptureError
+from passes.ir.grouping import grouped
 from passes.ir.leaves import Inputs, given_name, input_leaves
 from passes.ir.program import (
     Argument,
@@ -74,8 +75,7 @@ class Symbols:
         found = {}
         for symbol, name in self.named.items():
             allowed = exported.range_constraints[symbol]
-            most = int(allowed.upper) if allowed.upper.is_Integer else None
-            found[str(name)] = (int(allowed.lower), most)
+            found[str(name)] = int(allowed.lower), int(allowed.upper) if allowed.upper.is_Integer else None
         return found
 
     def conditions(self, program: Program) -> tuple[object, ...]:
@@ -160,13 +160,10 @@ class GraphWriter:
         value = node.meta.get("val")
         values = list(value) if isinstance(value, (list, tuple)) else [value]
         results = []
-        for item in values:
-            if isinstance(item, torch.Tensor):
-                name = self.name(schema_of(target).name.split("::")[1])
-                self.types[name] = self.type(item)
-                results.append(name)
-            else:
-                assert item is None, "a trace has no numbers that depend on data"
+        for item in (item for item in values if item is not None):
+            assert isinstance(item, torch.Tensor), "a trace has no numbers that depend on data"
+            results.append(self.name(schema_of(target).name.split("::")[1]))
+            self.types[results[-1]] = self.type(item)
         if _copies(target, node):
             self.copied.update(results)
         else:
@@ -222,28 +219,22 @@ class GraphWriter:
 
     def higher_order(self, node: torch.fx.Node, args: tuple[object, ...]) -> object:
         """Write the graph inside `torch.no_grad()` in place; what it returns has no gradient."""
-        if str(node.target) == "wrap_with_autocast" and args[2] is False:
-            # There is no autocast around the model that it could switch off.
-            inside, given = args[4], args[5:]
-            assert isinstance(inside, torch.fx.GraphModule)
-            places = [item for item in inside.graph.nodes if item.op == "placeholder"]
-            return self.graph(inside, dict(zip(places, given, strict=True)))
-        if str(node.target) == "wrap_with_autocast":
-            inside = args[4]
-            assert isinstance(inside, torch.fx.GraphModule)
-            lines = [item for item in inside.graph.nodes if line_of_node(item) is not None]
+        is_autocast = str(node.target) == "wrap_with_autocast"
+        if not is_autocast and str(node.target) != "wrap_with_set_grad_enabled":
+            raise self.refusal(node, f"{node.target} takes functions of tensors, for which there is no plan")
+        inner, *operands = args[4:] if is_autocast else args[1:]
+        assert isinstance(inner, torch.fx.GraphModule)
+        # There is no autocast around the model that the model could switch off.
+        if is_autocast and args[2] is not False:
+            lines = [item for item in inner.graph.nodes if line_of_node(item) is not None]
             reason = "it enters autocast, which a plan does not keep (leave it out, and pass precision=)"
             raise self.refusal(lines[0] if lines else node, reason)
-        if str(node.target) != "wrap_with_set_grad_enabled":
-            raise self.refusal(node, f"{node.target} takes functions of tensors, for which there is no plan")
-        enabled, inner, *operands = args
-        assert isinstance(inner, torch.fx.GraphModule)
         placeholders = [item for item in inner.graph.nodes if item.op == "placeholder"]
-        if not enabled:
-            self.refuse_changes(inner, dict(zip(placeholders, operands, strict=True)))
-        outputs = self.graph(inner, dict(zip(placeholders, operands, strict=True)))
-        if enabled:
-            return outputs
+        known = dict(zip(placeholders, operands, strict=True))
+        if is_autocast or args[0]:
+            return self.graph(inner, known)
+        self.refuse_changes(inner, known)
+        outputs = self.graph(inner, known)
         detach = torch.ops.aten.detach.default
 
         def detached(value: object) -> object:
@@ -376,7 +367,6 @@ class _Owned:
 def _owned(module: nn.Module, exported: torch.export.ExportedProgram, gradients: bool) -> _Owned:
     parameter_names = _aliases(module.named_parameters(remove_duplicate=False))
     buffer_names = _aliases(module.named_buffers(remove_duplicate=False))
-    persistent = set(module.state_dict(keep_vars=True))
     parameters = {
         # In the dtype that it was traced in.
         name: Parameter(
@@ -384,9 +374,7 @@ def _owned(module: nn.Module, exported: torch.export.ExportedProgram, gradients:
         )
         for name, item in module.named_parameters()
     }
-    buffers = {
-        name: Buffer(buffer_names[name], _type(buffer), name in persistent) for name, buffer in module.named_buffers()
-    }
+    buffers = {name: Buffer(buffer_names[name], _type(buffer)) for name, buffer in module.named_buffers()}
     return _Owned(parameters, buffers, parameter_names, buffer_names)
 
 
@@ -406,21 +394,19 @@ def _given_tensors(exported: torch.export.ExportedProgram, example: Inputs) -> l
     ]
 
 
+@dataclass
 class _Placeholders:
     """Reads the placeholders of a graph. `known` has what each stands for in the program; `inputs` and `constants` are
     those of the program."""
 
-    def __init__(
-        self, module: nn.Module, traced: Exported, owned: _Owned, builder: GraphWriter, gradients: bool
-    ) -> None:
-        self.module = module
-        self.traced = traced
-        self.owned = owned
-        self.builder = builder
-        self.gradients = gradients
-        self.known: dict[torch.fx.Node, object] = {}
-        self.inputs: list[Input] = []
-        self.constants: dict[str, torch.Tensor] = {}
+    module: nn.Module
+    traced: Exported
+    owned: _Owned
+    builder: GraphWriter
+    gradients: bool
+    known: dict[torch.fx.Node, object] = field(default_factory=dict)
+    inputs: list[Input] = field(default_factory=list)
+    constants: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def read(self, node: torch.fx.Node, spec: InputSpec, leaves: Iterator[tuple[str, object]]) -> None:
         """Read one placeholder; `leaves` are the inputs by name, from the next one on.
@@ -472,9 +458,7 @@ def _type(tensor: torch.Tensor) -> TensorType:
 
 def _aliases(named: Iterator[tuple[str, torch.Tensor]]) -> dict[str, tuple[str, ...]]:
     """For every name all the names of the same tensor, in the module's order."""
-    by_identity: dict[int, list[str]] = {}
-    for name, tensor in named:
-        by_identity.setdefault(id(tensor), []).append(name)
+    by_identity = grouped((id(tensor), name) for name, tensor in named)
     return {name: tuple(names) for names in by_identity.values() for name in names}
 
 

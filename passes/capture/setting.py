@@ -1,10 +1,9 @@
 """State of a module while it is traced: mode, parameters, inputs, autograd functions. It is restored afterwards."""
 
-import contextlib
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from typing import cast
 
 import torch
@@ -20,7 +19,7 @@ from passes.ir.leaves import Inputs
 _Table = dict[str, nn.Parameter | None] | dict[str, torch.Tensor | None]
 
 
-@contextlib.contextmanager
+@contextmanager
 def mode_of(module: nn.Module, training: bool) -> Iterator[None]:
     """Put every part of `module` into one mode, without gradient checkpointing; afterwards as it was."""
     modes = [(part, part.training) for part in module.modules()]
@@ -37,7 +36,7 @@ def mode_of(module: nn.Module, training: bool) -> Iterator[None]:
             part.gradient_checkpointing = True  # type: ignore[assignment]
 
 
-@contextlib.contextmanager
+@contextmanager
 def autograd_functions_written(gradients: bool) -> Iterator[None]:
     """Calls of custom `autograd.Function`s become operators. `torch.export` itself would keep only their forward: with
     `gradients` their gradients would be silently wrong."""
@@ -108,7 +107,7 @@ def parameters_as(module: nn.Module, dtype: torch.dtype) -> AbstractContextManag
     return _replaced_tensors(module, empty)
 
 
-@contextlib.contextmanager
+@contextmanager
 def _replaced_tensors(module: nn.Module, replacement: Callable[[torch.Tensor], torch.Tensor | None]) -> Iterator[None]:
     """Replace parameters and buffers by their `replacement`, unless that is None; afterwards they are as before."""
     made: dict[int, torch.Tensor | None] = {}
@@ -128,20 +127,19 @@ def _replaced_tensors(module: nn.Module, replacement: Callable[[torch.Tensor], t
             table[name] = tensor  # type: ignore[assignment]
 
 
-def _device(module: nn.Module) -> torch.device:
-    tensors = [*module.parameters(), *module.buffers()]
-    return tensors[0].device if tensors else torch.device("cpu")
+def device_of(module: nn.Module) -> torch.device:
+    """The device of the first parameter or buffer of `module`; the CPU where it has none."""
+    return next((item.device for item in (*module.parameters(), *module.buffers())), torch.device("cpu"))
 
 
 def example_of(module: nn.Module, inputs: Inputs, dtype: torch.dtype | None) -> Inputs:
     """Fresh tensors like `inputs`, on the module's device: two inputs that are one tensor stay two inputs."""
-    device = _device(module)
+    device = device_of(module)
 
     def fresh(leaf: object) -> object:
         if not isinstance(leaf, torch.Tensor):
             return leaf
-        floating = leaf.is_floating_point() and dtype is not None
-        kept = dtype if floating else leaf.dtype
+        kept = dtype if dtype is not None and leaf.is_floating_point() else leaf.dtype
         return torch.empty(leaf.shape, dtype=kept, device=device, requires_grad=leaf.requires_grad)
 
     example: Inputs = pytree.tree_map(fresh, dict(inputs))

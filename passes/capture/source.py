@@ -112,12 +112,8 @@ def syntax_tree(file: str) -> ast.Module:
 
 @cache
 def _constructs(file: str) -> tuple[tuple[range, str], ...]:
-    found = []
-    for node in ast.walk(syntax_tree(file)):
-        for part, kind in _deciding(node):
-            assert part.end_lineno is not None
-            found.append((range(part.lineno, part.end_lineno + 1), kind))
-    return tuple(found)
+    deciding = (found for node in ast.walk(syntax_tree(file)) for found in _deciding(node))
+    return tuple((range(part.lineno, (part.end_lineno or part.lineno) + 1), kind) for part, kind in deciding)
 
 
 def _deciding(node: ast.AST) -> Iterator[tuple[ast.expr, str]]:

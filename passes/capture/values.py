@@ -12,13 +12,12 @@ error may be a way to go."""
 
 import ast
 import dis
-import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence, Set
 from contextlib import contextmanager
 from contextvars import ContextVar, Token
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, reduce
 from itertools import islice
 from types import CodeType, FrameType
 from typing import cast
@@ -136,7 +135,7 @@ def _contains(outer: _Range, inner: _Range) -> bool:
 # Elements that a tensor may have whose values are computed.
 MOST = 2**20
 
-_SYMBOLIC = torch.SymInt, torch.SymFloat, torch.SymBool
+SYMBOLIC = torch.SymInt, torch.SymFloat, torch.SymBool
 # Operators whose results have arbitrary values.
 _OPEN = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided", "resize_", "set_"}
 # Files of torch that models call: they do not count as internal to an operator.
@@ -244,7 +243,12 @@ class Values(TorchDispatchMode):
             if computed is not None:
                 self._note_read(inputs)
                 device = next(leaf.device for leaf in leaves if isinstance(leaf, Tensor))
-                result = pytree.tree_map_only(Tensor, lambda own: _without_values(own, device), computed)
+                # Fake tensors of the trace with the types of the computed ones.
+                result = pytree.tree_map_only(
+                    Tensor,
+                    lambda own: torch.empty_strided(own.shape, own.stride(), dtype=own.dtype, device=device),
+                    computed,
+                )
                 self._note(result, computed, values, inputs)
                 return result
         result = function(*args, **kwargs)
@@ -271,7 +275,7 @@ class Values(TorchDispatchMode):
         """The values of all operands; None where those of one are not known, or those of the results still open."""
         values = []
         for leaf in leaves:
-            if isinstance(leaf, _SYMBOLIC):
+            if isinstance(leaf, SYMBOLIC):
                 return None
             if isinstance(leaf, Tensor):
                 value = self._value(leaf)
@@ -340,7 +344,7 @@ class Values(TorchDispatchMode):
     def _note_symbols(self, numbers: Iterable[object], inputs: frozenset[str]) -> None:
         """Note which inputs symbols come from that a trace has in place of numbers."""
         for number in numbers:
-            if isinstance(number, _SYMBOLIC) and not inputs <= self.constants:
+            if isinstance(number, SYMBOLIC) and not inputs <= self.constants:
                 self.read.wanted.update(dict.fromkeys(free_unbacked_symbols(number), inputs - self.constants))
 
 
@@ -378,7 +382,7 @@ class Rewording(TorchFunctionMode):
             leaves, tree = pytree.tree_flatten(args[0])
             tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
             if tensors and len(tensors) == len(leaves) and all(leaf.numel() == 1 for leaf in tensors):
-                options.setdefault("dtype", functools.reduce(torch.promote_types, (leaf.dtype for leaf in tensors)))
+                options.setdefault("dtype", reduce(torch.promote_types, (leaf.dtype for leaf in tensors)))
                 args = (pytree.tree_unflatten([leaf.item() for leaf in tensors], tree), *args[1:])
         return function(*args, **options)  # type: ignore[operator]
 
@@ -403,11 +407,6 @@ def _computed(function: OpOverload, leaves: Sequence[object], tree: pytree.TreeS
         # The trace itself raises the error of the call.
         return None
     return computed
-
-
-def _without_values(own: Tensor, device: torch.device) -> Tensor:
-    """A fake tensor of the trace with the type of a computed one."""
-    return torch.empty_strided(own.shape, own.stride(), dtype=own.dtype, device=device)
 
 
 def _is_small(tensor: Tensor) -> bool:

@@ -2,8 +2,8 @@
 
 Normal form: no assertions, no in-place ops, no ops that do nothing, no op that only repacks another one's results;
 every size is written out, views are `reshape`, casts are `to.dtype`, splits are slices, a mean loss is a sum and a
-count. Ops without a sharding rule are decomposed into ops with one, where possible. Unused ops are removed. Every op
-has its key.
+count. Rows of experts stay in the order in which they come. Ops without a sharding rule are decomposed into ops with
+one, where possible. Nothing is computed twice. Unused ops are removed. Every op has its key.
 """
 
 from dataclasses import replace
@@ -12,6 +12,8 @@ from passes.ir.program import Program, without_unused
 from passes.normalize.decompositions import decomposed
 from passes.normalize.forms import canonical
 from passes.normalize.in_place import functional
+from passes.normalize.routing import without_sorting
+from passes.normalize.simplified import simplified
 
 
 def normalize(program: Program) -> Program:
@@ -20,11 +22,9 @@ def normalize(program: Program) -> Program:
     Raises CaptureError for changes of the model's inputs and parameters, for in-place changes that cannot be applied to
     all views, and for ops that a generated program cannot run.
     """
-    program = functional(program)
-    program = canonical(program)
-    program = decomposed(program)
-    program = without_unused(program)
-    return with_keys(program)
+    for rewrite in (functional, canonical, without_sorting, decomposed, simplified, without_unused, with_keys):
+        program = rewrite(program)
+    return program
 
 
 def with_keys(program: Program) -> Program:

@@ -1,8 +1,7 @@
 """Decompositions of ops without a sharding rule into ops with one, by torch's own decompositions."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from functools import cache
 from typing import cast
 
 import torch
@@ -28,7 +27,7 @@ def decomposed(program: Program) -> Program:
         if op.operands and written_rule(op, rewriter.types) is None:
             parts = _parts(op, rewriter.types)
         if parts is None:
-            rewriter.keep(op)
+            rewriter.ops.append(op)
             continue
         names: dict[str, Argument] = {item.name: Ref(item.argument) for item in parts.inputs}
         for part in parts.ops:
@@ -36,7 +35,7 @@ def decomposed(program: Program) -> Program:
             names.update(zip(part.results, map(Ref, results), strict=True))
             rewriter.types.update((new, parts.types[name]) for new, name in zip(results, part.results, strict=True))
             arguments = {key: _under(value, names) for key, value in part.arguments.items()}
-            rewriter.keep(replace(op, target=part.target, arguments=arguments, results=results))
+            rewriter.ops.append(replace(op, target=part.target, arguments=arguments, results=results))
         rewriter.replaced.update((name, _under(value, names))
                                  for name, value in zip(op.results, parts.outputs, strict=True))  # fmt: skip
     return rewriter.finish()
@@ -58,7 +57,7 @@ def _parts(op: Op, types: Mapping[str, TensorType]) -> Program | None:
         for number, part in enumerate(whole.ops):
             current = rewriter.current(part)
             if written_rule(current, rewriter.types) is not None or not current.operands:
-                rewriter.keep(current)
+                rewriter.ops.append(current)
                 continue
             traced = _traced(current, rewriter.types, f"{len(whole.ops)}_{number}")
             if traced is None:
@@ -75,12 +74,10 @@ def _parts(op: Op, types: Mapping[str, TensorType]) -> Program | None:
 
 def _program(op: Op, types: Mapping[str, TensorType]) -> Program:
     """`op` alone, as a program."""
-    operands = dict.fromkeys(op.operands)
-    inputs = tuple(Input(f"operand {name}", name, types[name]) for name in operands)
+    inputs = tuple(Input(f"operand {name}", name, types[name]) for name in dict.fromkeys(op.operands))
     names: dict[str, Argument] = {item.argument: Ref(item.name) for item in inputs}
     arguments = {key: _under(value, names) for key, value in op.arguments.items()}
-    own = {item.name: item.type for item in inputs}
-    own.update({name: types[name] for name in op.results})
+    own = {item.name: item.type for item in inputs} | {name: types[name] for name in op.results}
     outputs = tuple(Ref(name) for name in op.results)
     tree = pytree.tree_structure(list(op.results))
     return Program(inputs, (), (), {}, (replace(op, arguments=arguments),), outputs, op.results, tree, own)
@@ -100,11 +97,13 @@ def _traced(op: Op, types: Mapping[str, TensorType], prefix: str) -> _Traced | N
         positional = [arguments[item.name] for item in schema if not item.kwarg_only]
         return op.overload(*positional, **{item.name: arguments[item.name] for item in schema if item.kwarg_only})
 
+    # Operators made of others come apart by themselves.
+    table = {op.overload: decomposition_table[op.overload]} if op.overload in decomposition_table else {}
     with FakeTensorMode():
         fakes = [torch.empty(types[name].shape, dtype=types[name].dtype) for name in names]
         try:
             with torch.no_grad():
-                graph = make_fx(run, decomposition_table=_table(op.overload))(*fakes)
+                graph = make_fx(run, decomposition_table=table)(*fakes)
         except Exception:
             # Whatever it is that keeps torch from taking it apart: it stays whole.
             return None
@@ -144,9 +143,3 @@ def _traced(op: Op, types: Mapping[str, TensorType], prefix: str) -> _Traced | N
                           op.module_class, op.line))  # fmt: skip
             known[node] = results if isinstance(value, (list, tuple)) else results[0]
     return None
-
-
-@cache
-def _table(overload: OpOverload) -> dict[OpOverload, Callable[..., object]]:
-    """The decomposition of one operator, if torch has one; operators made of others come apart by themselves."""
-    return {overload: decomposition_table[overload]} if overload in decomposition_table else {}

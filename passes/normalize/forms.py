@@ -1,51 +1,19 @@
 """Canonical forms: every op in one form, and no op without effect.
 
 A mean of a loss is a sum by a count, exact however the batch is spread; elementwise losses are reduced by sum or mean.
-Their `reduction` is 0 for none, 1 for mean, 2 for sum. Explicit causal masks become `is_causal`, and masks that hide
-nothing are removed."""
+Their `reduction` is 0 for none, 1 for mean, 2 for sum. Masks of attention become `is_causal`, windows, rows and
+documents."""
 
 from math import prod
 from typing import cast
 
 import torch
 
-from passes.ir.program import Argument, Op, Program, Ref, TensorType, differentiable
-from passes.normalize.rewriter import KEEP, Rewrite, Rewriter, constant
+from passes.ir.program import Argument, Op, Program, Ref, TensorType, differentiable, listed
+from passes.normalize.masks import attention
+from passes.normalize.rewriter import KEEP, Rewrite, Rewriter
 from passes.normalize.views import VIEWS, expanded, integers, only, reshaped
 from passes.rules.pointwise import ELEMENTWISE_LOSSES
-
-# Larger masks are not computed here.
-_LARGEST = 2**28
-
-
-def attention(rewriter: Rewriter, op: Op) -> Argument:
-    """A mask that is the same for every batch: dropped if it hides nothing, `is_causal` if it hides just what follows.
-
-    Masks of numbers that are added are known by zeros and by the least number of their dtype, which softmax makes
-    exactly zero.
-    """
-    mask = op.arguments["attn_mask"]
-    if not isinstance(mask, Ref) or op.arguments["is_causal"]:
-        return KEEP
-    type = rewriter.type(mask)
-    queries, keys = (rewriter.type(op.arguments[name]).shape[-2] for name in ("query", "key"))
-    if len(type.shape) < 2 or type.shape[-2:] != (queries, keys) or prod(type.shape) > _LARGEST:
-        return KEEP
-    values = constant(rewriter, mask.name)
-    if values is None:
-        return KEEP
-    allowed = values if values.dtype == torch.bool else values == 0
-    hidden = ~allowed
-    if values.dtype != torch.bool and not bool((values[hidden] <= torch.finfo(values.dtype).min).all()):
-        return KEEP
-    if bool(allowed.all()):
-        known: dict[str, Argument] = {"attn_mask": None}
-    elif queries == keys and bool((allowed == torch.ones(queries, keys, dtype=torch.bool).tril()).all()):
-        known = {"attn_mask": None, "is_causal": True}
-    else:
-        return KEEP
-    return rewriter.write(op, op.target, rewriter.types[op.results[0]], **{**op.arguments, **known})
-
 
 _NONE, _MEAN, _SUM = 0, 1, 2
 # Stands for the device that the program runs on.
@@ -64,8 +32,7 @@ def _labelled(rewriter: Rewriter, op: Op) -> Argument:
     if labels.dtype.is_floating_point:
         classes = logits.shape[1] if len(logits.shape) > 1 else logits.shape[0]
         return rewriter.write(op, "aten.div.Scalar", loss, summed, prod(logits.shape) // classes)
-    flag = TensorType(labels.shape, torch.bool)
-    counted = rewriter.write(op, "aten.ne.Scalar", flag, target, ignored)
+    counted = rewriter.write(op, "aten.ne.Scalar", TensorType(labels.shape, torch.bool), target, ignored)
     if weight is None:
         count = rewriter.write(op, "aten.sum.default", TensorType((), torch.int64), counted)
         return rewriter.write(op, "aten.div.Tensor", loss, summed, count)
@@ -115,12 +82,11 @@ def canonical(program: Program) -> Program:
         rewrite = _REWRITES.get(op.kind)
         value = rewrite(rewriter, op) if rewrite else KEEP
         if value is KEEP:
-            rewriter.keep(op)
+            rewriter.ops.append(op)
         elif len(op.results) == 1:
             rewriter.replaced[op.results[0]] = value
         else:
-            assert isinstance(value, tuple)
-            rewriter.replaced.update(zip(op.results, value, strict=True))
+            rewriter.replaced.update(zip(op.results, listed(value), strict=True))
     return rewriter.finish()
 
 
@@ -147,8 +113,8 @@ def _padded_convolution(rewriter: Rewriter, op: Op) -> Argument:
         )
         source = rewriter.write(op, "aten.pad.default", TensorType(wide, rewriter.type(source).dtype), source, around)
     changed = {"input": source, "padding": tuple(total // 2 for total in totals)}
-    target = f"aten.{op.kind}.default"
-    return rewriter.write(op, target, rewriter.types[op.results[0]], **{**op.arguments, **changed})
+    type = rewriter.types[op.results[0]]
+    return rewriter.write(op, f"aten.{op.kind}.default", type, **{**op.arguments, **changed})
 
 
 def _unbatched(rewriter: Rewriter, op: Op) -> Argument:
@@ -205,8 +171,8 @@ def _masked_scatter(rewriter: Rewriter, op: Op) -> Argument:
 
 def _masked_put(rewriter: Rewriter, op: Op) -> Argument:
     """index_put of one value by a mask: a `where` between two tensors."""
-    source, indices, values = (op.arguments[name] for name in ("self", "indices", "values"))
-    assert isinstance(indices, tuple)
+    source, values = op.arguments["self"], op.arguments["values"]
+    indices = listed(op.arguments["indices"])
     type, given = rewriter.type(source), rewriter.type(values)
     if len(indices) != 1 or op.arguments["accumulate"]:
         return KEEP
@@ -230,8 +196,7 @@ def _adaptive_mean(rewriter: Rewriter, op: Op) -> Argument:
         return KEEP
     blocks = tuple(part for size, made in zip(before, after, strict=True) for part in (made, size // made))
     inner = tuple(len(free) + 2 * place + 1 for place in range(rank))
-    apart = reshaped(rewriter, op, source, (*free, *blocks))
-    return rewriter.write(op, "aten.mean.dim", type, apart, inner)
+    return rewriter.write(op, "aten.mean.dim", type, reshaped(rewriter, op, source, (*free, *blocks)), inner)
 
 
 def _instance_norm(rewriter: Rewriter, op: Op) -> Argument:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from passes._torch import schema_of
 from passes.ir.errors import CaptureError
-from passes.ir.program import Argument, Op, Program, Ref, TensorType, Update, find_overload, references
+from passes.ir.program import Argument, Op, Program, Ref, TensorType, Update, find_overload, integer, references
 from passes.normalize.rewriter import Rewriter
 from passes.rules.parts import dim_argument, dims_argument
 
@@ -70,7 +70,7 @@ class _Functional:
             target = next(references(original.arguments[written[0]]))
             self.change(position, op, original, self.same.get(target, target))
             return
-        self.rewriter.keep(op)
+        self.rewriter.ops.append(op)
         for item in schema:
             if item.alias_info is not None:
                 for name in references(original.arguments[item.name]):
@@ -144,7 +144,7 @@ class _Functional:
         self.rewriter.count += 1
         for new, result in zip(names, view.op.results, strict=True):
             self.rewriter.types[new] = self.rewriter.types[result]
-        self.rewriter.keep(replace(self.rewriter.current(view.op), results=names))
+        self.rewriter.ops.append(replace(self.rewriter.current(view.op), results=names))
         self.replace(name, Ref(names[view.index]))
 
     def batch_norm(self, op: Op, original: Op) -> None:
@@ -157,7 +157,9 @@ class _Functional:
             rewriter.types[name] = channels
         names = ("input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps")
         target = "aten._native_batch_norm_legit_functional.default"
-        rewriter.keep(replace(op, target=target, arguments={name: arguments[name] for name in names}, results=results))
+        rewriter.ops.append(
+            replace(op, target=target, arguments={name: arguments[name] for name in names}, results=results)
+        )
         for position, statistic in enumerate(("running_mean", "running_var"), start=3):
             buffer = next(references(original.arguments[statistic]))
             self.changed[buffer] = results[position]
@@ -208,9 +210,7 @@ def _scattered(target: str, *names: str) -> _Writer:
 
 
 def _narrowed(rewriter: Rewriter, view: Op, index: int, base: Ref, value: Ref) -> Ref:
-    type, dim, length = rewriter.type(base), view.arguments["dim"], view.arguments["length"]
-    assert isinstance(dim, int)
-    assert isinstance(length, int)
+    type, dim, length = rewriter.type(base), integer(view.arguments["dim"]), integer(view.arguments["length"])
     start = dim_argument(view.arguments["start"], type.shape[dim])
     return rewriter.write(view, "aten.slice_scatter.default", type, base, value, dim, start, start + length)
 
@@ -222,9 +222,7 @@ def _unbound(rewriter: Rewriter, view: Op, index: int, base: Ref, value: Ref) ->
 
 def _divided(rewriter: Rewriter, view: Op, index: int, base: Ref, value: Ref) -> Ref:
     """Part `index` of split, chunk, split_with_sizes or tensor_split."""
-    type = rewriter.type(base)
-    dim = view.arguments["dim"]
-    assert isinstance(dim, int)
+    type, dim = rewriter.type(base), integer(view.arguments["dim"])
     sizes = [rewriter.types[name].shape[dim] for name in view.results]
     start = sum(sizes[:index])
     return rewriter.write(view, "aten.slice_scatter.default", type, base, value, dim, start, start + sizes[index])

@@ -30,6 +30,17 @@ class Rewriter:
         self.ops: list[Op] = []
         self.replaced: dict[str, Argument] = {}
         self.count = 0
+        self._makers: dict[str, Op] = {}
+        self._noted = 0
+        # What a rewrite found out about tensors, for other ops that read them.
+        self.meanings: dict[str, object] = {}
+
+    def maker(self, name: str) -> Op | None:
+        """The op written so far that makes a tensor; None for inputs, parameters and buffers."""
+        for op in self.ops[self._noted :]:
+            self._makers.update(dict.fromkeys(op.results, op))
+        self._noted = len(self.ops)
+        return self._makers.get(name)
 
     def follow(self, argument: Argument) -> Argument:
         """`argument` with the replacements made so far."""
@@ -43,10 +54,6 @@ class Rewriter:
         """The type of a referred tensor."""
         assert isinstance(argument, Ref)
         return self.types[argument.name]
-
-    def keep(self, op: Op) -> None:
-        """Write `op` as it is."""
-        self.ops.append(op)
 
     def fresh(self, prefix: str) -> str:
         """A name that no other tensor has, those that an earlier rewriter made among them."""

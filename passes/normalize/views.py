@@ -6,7 +6,7 @@ from typing import cast
 
 import torch
 
-from passes.ir.program import Argument, Op, Ref, TensorType
+from passes.ir.program import Argument, Op, Ref, TensorType, integer, listed
 from passes.normalize.in_place import moved_dims
 from passes.normalize.rewriter import KEEP, Rewrite, Rewriter, constant
 from passes.rules.parts import dim_argument
@@ -17,21 +17,9 @@ def only(op: Op) -> Argument:
     return op.arguments.get("self", op.arguments.get("input"))
 
 
-def integer(value: Argument) -> int:
-    """An argument that is an integer."""
-    assert isinstance(value, int)
-    return value
-
-
 def integers(value: Argument) -> tuple[int, ...]:
     """An argument that is a list of integers."""
-    assert isinstance(value, tuple)
-    return tuple(integer(item) for item in value)
-
-
-def same(rewriter: Rewriter, op: Op) -> Argument:
-    """The op does nothing."""
-    return only(op)
+    return tuple(map(integer, listed(value)))
 
 
 def cast_(rewriter: Rewriter, op: Op) -> Argument:
@@ -59,12 +47,35 @@ def expanded(rewriter: Rewriter, op: Op, source: Argument, shape: tuple[int, ...
 
 
 def taken(rewriter: Rewriter, op: Op, source: Argument, dim: int, start: int, stop: int) -> Ref:
-    """The part [start, stop) of `source` along `dim`."""
+    """The part [start, stop) of `source` along `dim`. A part of one of the tensors that `source` was joined from is
+    taken from that one, so that the others, memory that is still to be filled among them, need not be there."""
     type = rewriter.type(source)
     if (start, stop) == (0, type.shape[dim]):
         return cast(Ref, source)
+    parts = _parts(rewriter, source, dim, start, stop)
+    if len(parts) == 1 and parts[0][0] != source:
+        return taken(rewriter, op, parts[0][0], dim, *parts[0][1:])
     shape = (*type.shape[:dim], stop - start, *type.shape[dim + 1 :])
     return rewriter.write(op, "aten.slice.Tensor", TensorType(shape, type.dtype), source, dim, start, stop, 1)
+
+
+def _parts(rewriter: Rewriter, source: Argument, dim: int, start: int, stop: int) -> list[tuple[Ref, int, int]]:
+    """The tensors, and the part of each along `dim`, that make up [start, stop) of `source`: several where it was
+    joined along `dim` from several."""
+    own, type = cast(Ref, source), rewriter.type(source)
+    op = rewriter.maker(own.name)
+    if op is None or op.kind != "cat" or dim_argument(op.arguments["dim"], len(type.shape)) != dim:
+        return [(own, start, stop)]
+    found, at = [], 0
+    for part in listed(op.arguments["tensors"]):
+        given = rewriter.type(part)
+        if len(given.shape) != len(type.shape) or given.dtype != type.dtype:
+            return [(own, start, stop)]
+        size = given.shape[dim]
+        if max(start, at) < min(stop, at + size):
+            found.append((cast(Ref, part), max(start - at, 0), min(stop - at, size)))
+        at += size
+    return found
 
 
 def permuted(rewriter: Rewriter, op: Op, source: Argument, order: list[int]) -> Ref:
@@ -151,9 +162,8 @@ def _move(rewriter: Rewriter, op: Op) -> Argument:
 
 def _index(rewriter: Rewriter, op: Op) -> Argument:
     """Indexing with the whole range of every dim, in order, is a reshape (so masks read their padding)."""
-    indices = op.arguments["indices"]
+    indices = listed(op.arguments["indices"])
     source = rewriter.type(op.arguments["self"])
-    assert isinstance(indices, tuple)
     if len(indices) != len(source.shape):
         return KEEP
     last = -1
@@ -174,8 +184,7 @@ def _index(rewriter: Rewriter, op: Op) -> Argument:
 
 def _cat(rewriter: Rewriter, op: Op) -> Argument:
     """cat without empty tensors, as a cache holds before the first tokens."""
-    tensors = op.arguments["tensors"]
-    assert isinstance(tensors, tuple)
+    tensors = listed(op.arguments["tensors"])
     full = tuple(tensor for tensor in tensors if 0 not in rewriter.type(tensor).shape)
     type = rewriter.types[op.results[0]]
     if len(full) == 1 and rewriter.type(full[0]) == type:
@@ -221,9 +230,10 @@ def _replaced(rewriter: Rewriter, op: Op, part: Ref, dim: int, start: int, stop:
     """The part of the operand before [start, stop) along `dim`, the new `part`, and the part after it."""
     source = op.arguments["self"]
     size = rewriter.type(source).shape[dim]
-    before = [taken(rewriter, op, source, dim, 0, start)] if start else []
-    after = [taken(rewriter, op, source, dim, stop, size)] if stop < size else []
-    return joined(rewriter, op, [*before, part, *after], dim)
+    before = _parts(rewriter, source, dim, 0, start) if start else []
+    after = _parts(rewriter, source, dim, stop, size) if stop < size else []
+    kept, left = ([taken(rewriter, op, own, dim, *span) for own, *span in each] for each in (before, after))
+    return joined(rewriter, op, [*kept, part, *left], dim)
 
 
 def _filled(name: str) -> Rewrite:
@@ -252,14 +262,14 @@ def _filling(rewriter: Rewriter, op: Op) -> Argument:
 
 def _view_dtype(rewriter: Rewriter, op: Op) -> Argument:
     """view to another dtype keeps the bytes: it is no reshape."""
-    if rewriter.type(only(op)).dtype != rewriter.types[op.results[0]].dtype:
-        return KEEP
-    return _reshape(rewriter, op)
+    is_same = rewriter.type(only(op)).dtype == rewriter.types[op.results[0]].dtype
+    return _reshape(rewriter, op) if is_same else KEEP
 
 
 VIEWS: dict[str, Callable[[Rewriter, Op], Argument]] = {
     **dict.fromkeys(
-        ("alias", "clone", "contiguous", "lift_fresh_copy", "lift_fresh", "positive", "resolve_conj"), same
+        ("alias", "clone", "contiguous", "lift_fresh_copy", "lift_fresh", "positive", "resolve_conj"),
+        lambda _, op: only(op),
     ),
     **dict.fromkeys(("to", "type_as", "_to_copy"), cast_),
     **dict.fromkeys(("_unsafe_view", "reshape", "flatten", "unflatten", "view_as", "reshape_as", "ravel"), _reshape),

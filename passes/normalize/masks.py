@@ -1,0 +1,345 @@
+"""Masks of attention: what they say, in place of flags of queries by keys.
+
+A mask is a conjunction. Each of its terms compares a tensor of queries, [..., queries, 1], with one of keys, [..., 1,
+keys], or has one row of flags for all queries. A comparison of places bounds how far before and after its place a query
+attends to keys: causal attention, and windows. That of other numbers for equality says that both are in one document;
+models compare numbers that count restarts of positions, and positions within a document as if these were places.
+Other masks of the same value for all batches are known by this value, and all others stay as they are.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import reduce
+from math import prod
+
+import torch
+
+from passes.ir.bands import Band
+from passes.ir.layout import Shape
+from passes.ir.program import Argument, Op, Ref, TensorType
+from passes.normalize.rewriter import KEEP, Rewriter, constant
+from passes.normalize.views import reshaped
+from passes.ops import ATTENTION
+
+# Larger masks are not computed here.
+_LARGEST = 2**28
+
+
+_EVERYWHERE = Band()
+
+
+@dataclass(frozen=True)
+class _Order:
+    """Positions of queries and keys are compared: `tensor` has them for both. A query attends to the keys of which they
+    are in this band around its own."""
+
+    tensor: str
+    band: Band
+
+
+@dataclass(frozen=True)
+class _Meaning:
+    """What a mask shows: keys in `band`, the keys of all of `rows`, those of the same document, where `documents` are
+    pairs of numbers of queries and keys, and those in `orders`."""
+
+    band: Band = _EVERYWHERE
+    rows: tuple[str, ...] = ()
+    documents: tuple[tuple[str, str], ...] = ()
+    orders: tuple[_Order, ...] = ()
+
+
+def attention(rewriter: Rewriter, op: Op) -> Argument:
+    """An op with a mask of queries by keys: the same with `is_causal`, a window, a row of flags, and documents.
+
+    Masks of numbers that are added are known by zeros and by the least number of their dtype, which softmax makes
+    exactly zero.
+    """
+    mask = op.arguments["attn_mask"]
+    if not isinstance(mask, Ref) or op.arguments["is_causal"]:
+        return KEEP
+    queries, keys = (rewriter.type(op.arguments[name]).shape[-2] for name in ("query", "key"))
+    if rewriter.type(mask).shape[-2:] != (queries, keys) or queries == 1:
+        return KEEP
+    if mask.name not in rewriter.meanings:
+        rewriter.meanings[mask.name] = _Reader(rewriter, queries, keys).meaning(mask.name)
+    meaning = rewriter.meanings[mask.name]
+    return _written(rewriter, op, meaning) if isinstance(meaning, _Meaning) else KEEP
+
+
+def _written(rewriter: Rewriter, op: Op, meaning: _Meaning) -> Argument:
+    band, result = meaning.band, rewriter.types[op.results[0]]
+    queries, keys = (rewriter.type(op.arguments[name]).shape[-2] for name in ("query", "key"))
+    causal = band.after == 0
+    if queries != keys and not band.is_full:
+        return KEEP
+    known: dict[str, Argument] = {"attn_mask": _row(rewriter, op, meaning.rows), "is_causal": causal}
+    if band.before is None and not meaning.documents and not (causal and meaning.rows):
+        return rewriter.write(op, op.target, result, **{**op.arguments, **known})
+    query = rewriter.type(op.arguments["query"]).shape
+    if len(query) != 4 or op.arguments["dropout_p"]:
+        return KEEP
+    if band.before is not None:
+        known["window"] = band.before, band.after
+    if meaning.documents:
+        ((own, other),) = meaning.documents
+        known["query_documents"], known["key_documents"] = _whole(rewriter, op, own), _whole(rewriter, op, other)
+    return rewriter.write(op, ATTENTION, result, **{**op.arguments, **known, **_ungrouped(rewriter, op)})
+
+
+def _row(rewriter: Rewriter, op: Op, rows: Sequence[str]) -> Argument:
+    """The conjunction of `rows`."""
+    refs = [_whole(rewriter, op, name) for name in rows]
+
+    def both(one: Ref, other: Ref) -> Ref:
+        shapes = rewriter.type(one).shape, rewriter.type(other).shape
+        shape = tuple(torch.broadcast_shapes(*shapes))  # type: ignore[no-untyped-call]
+        return rewriter.write(op, "aten.__and__.Tensor", TensorType(shape, torch.bool), one, other)
+
+    return reduce(both, refs) if refs else None
+
+
+def _whole(rewriter: Rewriter, op: Op, name: str) -> Ref:
+    """A tensor with the four dims of scores."""
+    shape = rewriter.types[name].shape
+    return reshaped(rewriter, op, Ref(name), (1,) * (4 - len(shape)) + shape)
+
+
+def _ungrouped(rewriter: Rewriter, op: Op) -> Mapping[str, Argument]:
+    """Keys and values without their repetition for each query head of a group, where both are repeated."""
+    makers = {name: made for made in rewriter.ops for name in made.results}
+    found: dict[str, Argument] = {}
+    for name in ("key", "value"):
+        source = op.arguments[name]
+        assert isinstance(source, Ref)
+        chain = [makers.get(source.name)]
+        for _ in range(2):
+            chain.append(makers.get(chain[-1].operands[0]) if chain[-1] is not None and chain[-1].operands else None)
+        if [made.kind if made else "" for made in chain] != ["reshape", "expand", "reshape"]:
+            return {}
+        first, last = chain[-1], rewriter.types[source.name].shape
+        assert first is not None
+        own = rewriter.types[first.operands[0]].shape
+        batch, heads, *rest = own if len(own) == 4 else (0, 1)
+        repeated = [rewriter.types[made.results[0]].shape for made in chain[1:] if made]
+        if repeated != [(batch, heads, last[1] // heads, *rest), (batch, heads, 1, *rest)]:
+            return {}
+        found[name] = Ref(first.operands[0])
+    return {**found, "enable_gqa": True}
+
+
+class _Reader:
+    """Reads masks of `queries` by `keys` from the ops that make them."""
+
+    def __init__(self, rewriter: Rewriter, queries: int, keys: int) -> None:
+        self.rewriter = rewriter
+        self.queries, self.keys = queries, keys
+        self.makers = {name: op for op in rewriter.ops for name in op.results}
+
+    def meaning(self, name: str) -> _Meaning | None:
+        """What a mask shows; None: this is not known."""
+        found = self._terms(name)
+        if found is None:
+            return None
+        band = found.band
+        for order in found.orders:
+            if not any(self._counts_restarts(own, order.tensor) for own, _ in found.documents):
+                return None
+            band = _narrower(band, order.band)
+        sides = (0 if side is None else side for side in (band.before, band.after))
+        if len(found.documents) > 1 or min(sides) < 0 or (band.before is not None and band.after is None):
+            return None
+        if band.before is None and band.after:
+            return None
+        return replace(found, band=band, orders=())
+
+    def _shape(self, name: str) -> Shape:
+        return self.rewriter.types[name].shape
+
+    def _maker(self, name: str) -> Op | None:
+        return self.makers.get(name)
+
+    def _terms(self, name: str) -> _Meaning | None:
+        """What a tensor shows that is, or broadcasts to, flags of queries by keys."""
+        op, shape = self._maker(name), self._shape(name)
+        if self.rewriter.types[name].dtype == torch.bool and op is not None:
+            if op.kind in _CONJUNCTIONS and len(op.operands) == 2:
+                return _both(*(self._terms(operand) for operand in op.operands))
+            if op.kind in ("expand", "reshape") and _leading(self._shape(op.operands[0])) == _leading(shape):
+                return self._terms(op.operands[0])
+            if op.kind == "expand" and len(self._shape(op.operands[0])) == len(shape):
+                return self._terms(op.operands[0])
+        if prod(shape[-2:]) == self.queries * self.keys and len(shape) > 1:
+            compared = self._compared(op) if op is not None else None
+            return self._by_value(name) if compared is None else compared
+        values = constant(self.rewriter, name)
+        if values is not None and values.dtype == torch.bool and bool(values.all()):
+            return _Meaning()
+        is_row = shape[-1:] == (self.keys,) and (len(shape) == 1 or shape[-2] == 1)
+        return _Meaning(rows=(name,)) if is_row and self.rewriter.types[name].dtype == torch.bool else None
+
+    def _by_value(self, name: str) -> _Meaning | None:
+        """What a mask shows that is the same for every batch."""
+        if prod(self._shape(name)) > _LARGEST:
+            return None
+        values = constant(self.rewriter, name)
+        if values is None:
+            return None
+        allowed = values if values.dtype == torch.bool else values == 0
+        if values.dtype != torch.bool and not bool((values[~allowed] <= torch.finfo(values.dtype).min).all()):
+            return None
+        if bool(allowed.all()):
+            return _Meaning()
+        # Flags of places before and after are true up to the last of the first query, and from the first of the last.
+        one = allowed.reshape(-1, self.queries, self.keys)[0]
+        after = int(one[0].sum()) - 1
+        before = self.queries - 1 - int(one[-1].long().argmax())
+        band = torch.ones(self.queries, self.keys, dtype=torch.bool).tril(after).triu(-before)
+        if after < 0 or before < 0 or not bool((allowed == band).all()):
+            return None
+        return _Meaning(Band(None if before >= self.queries - 1 else before, after))
+
+    def _compared(self, op: Op) -> _Meaning | None:
+        """A comparison of queries with keys, or of the distance between them with a number."""
+        left, right = op.arguments.get("self"), op.arguments.get("other")
+        if op.kind not in _COMPARISONS or not isinstance(left, Ref):
+            return None
+        if not isinstance(right, Ref):
+            return self._distance(op.kind, left.name, right)
+        own, other, kind = left.name, right.name, op.kind
+        if self._is_of_keys(own):
+            own, other, kind = other, own, _MIRRORED[kind]
+        if not self._is_of_queries(own) or not self._is_of_keys(other):
+            return None
+        if kind == "eq":
+            return self._same(own, other)
+        apart = self._apart(own, other)
+        if apart is not None:
+            return _Meaning(_SIDES[kind](apart))
+        (base, more), (same, less) = self._origin(own), self._origin(other)
+        return _Meaning(orders=(_Order(base, _SIDES[kind](more - less)),)) if base == same else None
+
+    def _is_of_queries(self, name: str) -> bool:
+        return self._shape(name)[-2:] == (self.queries, 1)
+
+    def _is_of_keys(self, name: str) -> bool:
+        shape = self._shape(name)
+        return shape[-1:] == (self.keys,) and (len(shape) == 1 or shape[-2] == 1)
+
+    def _same(self, own: str, other: str) -> _Meaning | None:
+        """Documents of queries and keys, where there may be several."""
+        if self.rewriter.types[own].dtype not in _WHOLE or self.rewriter.types[other].dtype not in _WHOLE:
+            return None
+        values = [constant(self.rewriter, name) for name in (own, other)]
+        numbers = {int(side) for value in values if value is not None for side in (value.min(), value.max())}
+        if len(numbers) == 1 and all(value is not None for value in values):
+            return _Meaning()
+        return _Meaning(documents=((own, other),))
+
+    def _distance(self, kind: str, name: str, number: Argument) -> _Meaning | None:
+        """A comparison of the distance from keys to queries, or of its absolute value, with a number."""
+        op = self._maker(name)
+        absolute = op is not None and op.kind == "abs"
+        if op is not None and absolute:
+            op = self._maker(op.operands[0])
+        if op is None or op.kind != "sub" or len(op.operands) != 2 or op.arguments["alpha"] != 1:
+            return None
+        own, other = op.operands
+        turned = self._is_of_keys(own)
+        own, other = (other, own) if turned else (own, other)
+        if type(number) is not int or not self._is_of_queries(own) or not self._is_of_keys(other):
+            return None
+        apart = self._apart(own, other)
+        if apart is None or kind == "eq":
+            return None
+        # query - key + apart, compared with the number
+        if absolute:
+            most = number - (kind == "lt")
+            return _Meaning(Band(most - apart, most + apart)) if kind in ("lt", "le") else None
+        if turned:
+            kind, number = _MIRRORED[kind], -number
+        return _Meaning(_SIDES[kind](apart - number))
+
+    def _has_rows_of(self, op: Op) -> bool:
+        """Whether an op repeats the rows of its operand, or gives it other dims around them."""
+        if op.kind not in ("expand", "reshape"):
+            return False
+        before, after = self._shape(op.operands[0])[::-1], self._shape(op.results[0])[::-1]
+        return _leading(before)[:1] == _leading(after)[:1] and (op.kind == "reshape" or before[:1] == after[:1])
+
+    def _apart(self, own: str, other: str) -> int | None:
+        """The number of the first query minus that of the first key, where both are constant and count up by one."""
+        firsts = []
+        for name, size in ((own, self.queries), (other, self.keys)):
+            values = constant(self.rewriter, name)
+            if values is None or values.dtype not in _WHOLE:
+                return None
+            first = int(values.flatten()[0])
+            if not bool((values.reshape(-1, size) == torch.arange(first, first + size)).all()):
+                return None
+            firsts.append(first)
+        return firsts[0] - firsts[1]
+
+    def _origin(self, name: str) -> tuple[str, int]:
+        """The tensor that has the rows of another one, maybe once for all samples, and the number that was added."""
+        added = 0
+        while (op := self._maker(name)) is not None:
+            number = op.arguments.get("other")
+            if op.kind in ("add", "sub") and type(number) is int and op.arguments["alpha"] == 1:
+                added += number if op.kind == "add" else -number
+            elif not self._has_rows_of(op):
+                break
+            name = op.operands[0]
+        return name, added
+
+    def _counts_restarts(self, documents: str, positions: str) -> bool:
+        """Whether documents begin wherever a position is not the one before plus one: then the distance of positions
+        in a document is that of places."""
+        op = self._maker(self._origin(documents)[0])
+        if op is None or op.kind != "cumsum" or self._origin(documents)[1]:
+            return False
+        rank = len(self._shape(op.results[0]))
+        unequal = self._maker(op.operands[0])
+        if op.arguments["dim"] not in (-1, rank - 1) or unequal is None or unequal.kind != "ne":
+            return False
+        steps = self._maker(unequal.operands[0])
+        if unequal.arguments["other"] != 1 or steps is None or steps.kind != "diff":
+            return False
+        given = steps.arguments
+        is_last = given["n"] == 1 and given["dim"] in (-1, rank - 1) and given["append"] is None
+        return is_last and self._origin(steps.operands[0]) == (positions, 0)
+
+
+_WHOLE = (torch.int32, torch.int64)
+_CONJUNCTIONS = ("__and__", "bitwise_and", "logical_and", "mul")
+_COMPARISONS = ("lt", "le", "gt", "ge", "eq")
+_MIRRORED = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le", "eq": "eq"}
+# The band in which query + apart compares so with key.
+_SIDES = {
+    "ge": lambda apart: Band(None, apart),
+    "gt": lambda apart: Band(None, apart - 1),
+    "le": lambda apart: Band(-apart, None),
+    "lt": lambda apart: Band(-apart - 1, None),
+}
+
+
+def _leading(shape: Shape) -> Shape:
+    """`shape` without the dims of size 1 that it begins with."""
+    start = next((dim for dim, size in enumerate(shape) if size != 1), len(shape))
+    return shape[start:]
+
+
+def _narrower(one: Band, other: Band) -> Band:
+    """The keys that are in both bands."""
+
+    def least(*sides: int | None) -> int | None:
+        return min((side for side in sides if side is not None), default=None)
+
+    return Band(least(one.before, other.before), least(one.after, other.after))
+
+
+def _both(one: _Meaning | None, other: _Meaning | None) -> _Meaning | None:
+    if one is None or other is None:
+        return None
+    documents = tuple(dict.fromkeys((*one.documents, *other.documents)))
+    rows = tuple(dict.fromkeys((*one.rows, *other.rows)))
+    return _Meaning(_narrower(one.band, other.band), rows, documents, (*one.orders, *other.orders))

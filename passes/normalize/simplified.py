@@ -1,0 +1,66 @@
+"""Fewer ops for the same: padding by nothing, reshapes of reshapes, and ops that compute what another one did.
+
+Only ops of one entry of a module list are put together: layers that repeat stay equal to each other.
+"""
+
+from dataclasses import replace
+
+from passes.ir.program import Argument, Op, Program, Ref, draws
+from passes.normalize.rewriter import Rewriter
+from passes.normalize.views import integers
+
+
+def simplified(program: Program) -> Program:
+    """The program without ops that do nothing, and without those that repeat an earlier one."""
+    rewriter, returned = Rewriter(program), set(program.returned)
+    entries: dict[str, str] = {}
+    earlier: dict[object, Op] = {}
+    for original in program.ops:
+        op = _of_whole(rewriter, entries, rewriter.current(original))
+        entry = _entry(op.module)
+        entries.update(dict.fromkeys(op.results, entry))
+        if _does_nothing(rewriter, op):
+            rewriter.replaced[op.results[0]] = op.arguments["self"]
+            continue
+        if _is_pure(op) and returned.isdisjoint(op.results):
+            first = earlier.setdefault((entry, op.target, _typed(tuple(op.arguments.items()))), op)
+            if first is not op:
+                rewriter.replaced.update(zip(op.results, map(Ref, first.results), strict=True))
+                continue
+        rewriter.ops.append(op)
+    return rewriter.finish()
+
+
+def _entry(module: str) -> str:
+    """The entry of the innermost module list that a module stands in; "" for none."""
+    parts = module.split(".")
+    depth = max((number for number, part in enumerate(parts, 1) if part.isdigit()), default=0)
+    return ".".join(parts[:depth])
+
+
+def _of_whole(rewriter: Rewriter, entries: dict[str, str], op: Op) -> Op:
+    """A reshape of a reshape as one of the tensor below."""
+    source = op.arguments.get("self")
+    if op.kind != "reshape" or not isinstance(source, Ref) or entries.get(source.name) != _entry(op.module):
+        return op
+    made = rewriter.maker(source.name)
+    if made is None or made.kind != "reshape":
+        return op
+    return replace(op, arguments={**op.arguments, "self": made.arguments["self"]})
+
+
+def _does_nothing(rewriter: Rewriter, op: Op) -> bool:
+    source = op.arguments.get("self")
+    if op.kind == "pad":
+        return not any(integers(op.arguments["pad"]))
+    return op.kind == "reshape" and rewriter.type(source) == rewriter.types[op.results[0]]
+
+
+def _is_pure(op: Op) -> bool:
+    """Whether an op gives the same again. Calls of a user's function are left as they are."""
+    return op.target.startswith("aten.") and not draws(op)
+
+
+def _typed(argument: Argument) -> object:
+    """A key that is equal for equal arguments: for Python 1, 1.0 and True are equal, too."""
+    return tuple(map(_typed, argument)) if isinstance(argument, tuple) else (type(argument), argument)
