@@ -1,12 +1,21 @@
 """Scaled dot-product attention."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from math import prod
+from typing import cast
 
-from passes.ir.program import Dims, Op, Part, Role, Rule, Saved, TensorType
-from passes.rules.parts import factors, is_tensor, one, rule_for
+import torch
 
-_WHOLE = dict.fromkeys(("keys", "width"), Role.WHOLE)
+from passes.ir.bands import Band, band_of
+from passes.ir.figures import least
+from passes.ir.program import Dims, Factor, Method, Op, Part, Role, Rule, Saved, TensorType
+from passes.rules.local_forms import runs_in_blocks
+from passes.rules.parts import factors, one, rule_for
+
+_WHOLE = dict.fromkeys(("keys", "width", "mask_keys"), Role.WHOLE)
+# Operands besides query, key and value; each is of [..., queries or 1, keys or 1].
+_MASKS = ("attn_mask", "query_documents", "key_documents")
 
 
 @rule_for("scaled_dot_product_attention")
@@ -15,7 +24,9 @@ def attention(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
 
     There may be no heads, no batch, or several of it. With fewer key heads than query heads, a query head is (heads,
     groups) and keys and values have no groups. Split queries attend to all keys; where attention is causal the local
-    form knows which queries it has.
+    form knows which queries it has, and so where it has a window. It takes as many keys as queries, and no dropout. The
+    method "ring" splits queries and keys at once, where there is no dropout and no mask of queries by keys; attention
+    to all keys takes any number of both. Rows of masks, and the documents of keys, are whole on every rank.
     """
     query, key, value = (types[name].shape for name in op.operands[:3])
     if len(query) < 2 or len({len(query), len(key), len(value)}) > 1 or prod(query) == 0:
@@ -39,26 +50,63 @@ def attention(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
     result: Dims = (*above, queries, value_width)
     operands: list[Dims] = [(*above, queries, width), (*below, keys, width), (*below, keys, value_width)]
     causal = bool(op.arguments["is_causal"])
-    if is_tensor(op, "attn_mask"):
-        scores = (*above, queries, keys)
-        mask = types[op.operands[3]].shape
-        offset = len(scores) - len(mask)
-        operands.append(tuple(scores[offset + dim] if size != 1 else () for dim, size in enumerate(mask)))
+    band = band_of(causal, cast("Sequence[int] | None", op.arguments.get("window")))
+    masks = [types[name] for name in op.operands[3:]]
+    for mask in masks:
+        last = one("mask_keys", key[-2]) if _is_row(mask, key[-2]) else keys
+        scores, offset = (*above, queries, last), len(above) + 2 - len(mask.shape)
+        operands.append(tuple(scores[offset + dim] if size != 1 else () for dim, size in enumerate(mask.shape)))
     roles = dict(_WHOLE)
-    if causal and len(query) != 4:
+    has_form = len(query) == 4 and not op.arguments["dropout_p"] and (band.is_full or query[-2] == key[-2])
+    in_blocks = causal or runs_in_blocks(op)
+    if in_blocks and not has_form:
         roles["queries"] = Role.WHOLE
+    goes_round = has_form and min(query[-2], key[-2]) > 1
+    goes_round = goes_round and all(_is_row(mask, key[-2]) or mask.shape[-1] == 1 for mask in masks)
+    in_stripes = causal and band.before is None
+    ring = {"ring": Method(("queries", "keys"), "ring_attention", Role.FREE, in_stripes)} if goes_round else {}
     # Of the products of the forward pass one is over the width and makes scores, the other reads them; of the backward
     # pass, in which fused kernels make the scores again, three and two.
     inner, outer = query[-1], value[-1]
     forward, back = inner + outer, 3 * inner + 2 * outer
     return Rule(
-        factors(*operands, result, roles=roles),
+        _reaching(factors(*operands, result, roles=roles), band),
         tuple(operands),
         (result,),
         linear=(frozenset({2}),),
-        forms={"queries": "causal_attention"} if causal and len(query) == 4 else {},
-        multiplications=2.0 * prod(query[:-1]) * key[-2] * forward / (2 if causal else 1),
+        forms={"queries": "blockwise_attention"} if in_blocks and has_form else {},
+        joint=ring,
+        multiplications=2.0 * prod(query[:-2]) * _scores(query[-2], key[-2], band) * forward,
         backward=(back / forward / 3,) * 3 + (0.0,) * (len(operands) - 3),
         divided={"value_width": (outer / forward, 2 * outer / back)},
-        saved=(Saved(0), Saved(1), Saved(2), Saved(0, result=True)),
+        saved=(*(Saved(slot) for slot in _saved(op)), Saved(0, result=True)),
     )
+
+
+def _is_row(mask: TensorType, keys: int) -> bool:
+    """Whether a mask of flags, or the documents of keys, are the same for all queries."""
+    is_of_keys = len(mask.shape) == 4 and mask.shape[2:] == (1, keys)
+    return is_of_keys and mask.dtype in (torch.bool, torch.int32, torch.int64)
+
+
+def _saved(op: Op) -> Sequence[int]:
+    """The operands that are saved; a kernel of the op itself saves masks as numbers."""
+    return range(len(op.operands) if runs_in_blocks(op) else 3)
+
+
+def _scores(queries: int, keys: int, band: Band) -> float:
+    """The number of scores of a head that are computed; of causal attention half."""
+    if band.before is None and not band.after:
+        return queries * keys / (1 if band.is_full else 2)
+    before = queries if band.before is None else least((band.before + 1, queries))
+    after = band.after or 0
+    return queries * (before + after) - (before**2 + after**2) / 2
+
+
+def _reaching(found: dict[str, Factor], band: Band) -> dict[str, Factor]:
+    """`found` with the keys before and after its place that a query attends to, where it does not to all."""
+    if band.is_full or "queries" not in found:
+        return found
+    queries = found["queries"]
+    before = queries.size - 1 if band.before is None else band.before
+    return {**found, "queries": replace(queries, reach=(before, band.after or 0))}

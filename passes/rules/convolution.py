@@ -6,7 +6,7 @@ from math import prod
 
 from passes.ir.layout import Shape
 from passes.ir.program import Dims, Factor, Op, Part, Role, Rule, Saved, TensorType
-from passes.rules.parts import factors, is_tensor, named, one, per_dim, rule_for, shapes
+from passes.rules.parts import factors, is_tensor, linear_in, named, one, per_dim, rule_for, shapes
 
 
 @dataclass(frozen=True)
@@ -94,12 +94,11 @@ def _transposed_space(op: Op, operand: Shape, kernel: Shape, result: Shape) -> _
 
 def _haloed(found: dict[str, Factor], halos: Mapping[str, Window]) -> dict[str, Factor]:
     """Factors that need a halo are split in the order of ranks, with a minimum local size of the halo."""
-    changed = dict(found)
-    for name, window in halos.items():
-        if name in found:
-            least = -(-max(window.reach) // window.stride)
-            changed[name] = replace(found[name], ordered=True, reach=window.reach, least=least)
-    return changed
+    return found | {
+        name: replace(found[name], ordered=True, reach=window.reach, least=-(-max(window.reach) // window.stride))
+        for name, window in halos.items()
+        if name in found
+    }
 
 
 @rule_for(*(f"conv{kind}{rank}d" for kind in ("", "_transpose") for rank in (1, 2, 3)))
@@ -158,7 +157,7 @@ def pool(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
         _haloed(factors(before, after, roles=space.roles), space.halos),
         (before,),
         (after,),
-        linear=(frozenset({0}),) if mean and types[op.results[0]].dtype.is_floating_point else (),
+        linear=linear_in(op, types, 0) if mean else (),
         forms=dict.fromkeys(space.halos, "haloed"),
         saved=(Saved(0), Saved(0, result=True)),
     )
@@ -180,14 +179,12 @@ def whole_space(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
     """Samples and channels are free, space stays whole."""
     operand = types[op.operands[0]].shape
     count = {**_WHOLE_SPACE, **_NEAREST}[op.kind]
-    free = tuple(one(f"d{dim}", size) for dim, size in enumerate(operand[:-count]))
-    before = (*free, *(one(f"from{dim}", size) for dim, size in enumerate(operand[-count:])))
-    made = types[op.results[0]].shape[-count:]
-    after = (*free, *(one(f"to{dim}", size) for dim, size in enumerate(made)))
+    free = named(operand[:-count])
+    before = (*free, *named(operand[-count:], "from"))
+    after = (*free, *named(types[op.results[0]].shape[-count:], "to"))
     roles = dict.fromkeys((f"{side}{dim}" for side in ("from", "to") for dim in range(count)), Role.WHOLE)
     results = (after,) * len(op.results)
-    summed = "max" not in op.kind and types[op.results[0]].dtype.is_floating_point
-    linear = (frozenset({0}),) if summed else ()
+    linear = linear_in(op, types, 0) if "max" not in op.kind else ()
     saved = (Saved(0), Saved(0, result=True)) + ((Saved(1, result=True),) if len(results) > 1 else ())
     return Rule(factors(before, after, roles=roles), (before,), results, linear=linear, saved=saved)
 
@@ -218,11 +215,10 @@ def pixels(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
         deep, wide = wide, deep
     if len(deep) < 3 or 0 in deep:
         return None
-    batch = tuple(one(f"d{dim}", size) for dim, size in enumerate(deep[:-3]))
+    batch = named(deep[:-3])
     channels, rows, columns = one("channels", wide[-3]), one("rows", deep[-2]), one("columns", deep[-1])
     down, right = one("down", wide[-2] // deep[-2]), one("right", wide[-1] // deep[-1])
     dims = (*batch, (*channels, *down, *right), rows, columns), (*batch, channels, (*rows, *down), (*columns, *right))
     before, after = dims if op.kind == "pixel_shuffle" else dims[::-1]
     found = factors(before, after, roles=dict.fromkeys(("down", "right"), Role.WHOLE))
-    linear = (frozenset({0}),) if types[op.results[0]].dtype.is_floating_point else ()
-    return Rule(found, (before,), (after,), linear=linear)
+    return Rule(found, (before,), (after,), linear=linear_in(op, types, 0))

@@ -6,15 +6,10 @@ from dataclasses import dataclass
 import torch
 
 from passes.ir.layout import Shape
-from passes.ir.program import Dims, Op, Part, Ref, Role, Rule, Saved, TensorType
-from passes.rules.parts import broadcast, dim_argument, dims_argument, factors, named, one, rule_for, without
+from passes.ir.program import Dims, Op, Part, Ref, Role, Rule, Saved, TensorType, integer, listed
+from passes.rules.parts import broadcast, dim_argument, dims_argument, factors, linear_in, named, one, rule_for, without
 
 _FIRST = (frozenset({0}),)
-
-
-def _linear(op: Op, types: Mapping[str, TensorType], *together: int) -> tuple[frozenset[int], ...]:
-    """The operands `together`, in which an op of floating numbers is linear; none for others."""
-    return (frozenset(together),) if types[op.results[0]].dtype.is_floating_point else ()
 
 
 @rule_for("gather")
@@ -32,7 +27,7 @@ def gather(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
         factors(dims, picked, roles={**roles, **more}),
         (dims, picked),
         (picked,),
-        linear=_linear(op, types, 0),
+        linear=linear_in(op, types, 0),
         saved=(Saved(0), Saved(1)),
     )
 
@@ -61,7 +56,7 @@ def scatter(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
         roles["rows"] = Role.SUM
     summed = frozenset({0}) if "rows" in roles else frozenset[int]()
     added = op.kind == "scatter_add" or (op.kind == "scatter" and "reduce" not in op.arguments and len(shapes) == 3)
-    linear = _linear(op, types, 0, 2) if added else ()
+    linear = linear_in(op, types, 0, 2) if added else ()
     saved = [Saved(1)]
     if op.kind == "scatter_reduce":
         saved += [Saved(0), Saved(2), Saved(0, result=True)]
@@ -82,8 +77,7 @@ class _Indexed:
 
 
 def _indexed(op: Op, types: Mapping[str, TensorType]) -> _Indexed | None:
-    indices = op.arguments["indices"]
-    assert isinstance(indices, tuple)
+    indices = listed(op.arguments["indices"])
     places = [dim for dim, index in enumerate(indices) if isinstance(index, Ref)]
     picked = [types[index.name] for index in indices if isinstance(index, Ref)]
     if not places or any(type.dtype.itemsize == 1 for type in picked):
@@ -104,13 +98,12 @@ def index(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
     if given is None:
         return None
     operands = [given.dims, *(broadcast(types[name].shape, given.shape, "pick") for name in op.operands[1:])]
-    saved = tuple(Saved(slot) for slot in range(1, len(operands)))
     return Rule(
         factors(*operands, given.picked, roles=given.roles),
         tuple(operands),
         (given.picked,),
-        linear=_linear(op, types, 0),
-        saved=saved,
+        linear=linear_in(op, types, 0),
+        saved=tuple(Saved(slot) for slot in range(1, len(operands))),
     )
 
 
@@ -121,22 +114,20 @@ def index_put(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
     if given is None:
         return None
     *indices, last = op.operands[1:]
-    summed = bool(op.arguments["accumulate"] and _linear(op, types, 0))
+    summed = bool(op.arguments["accumulate"] and linear_in(op, types, 0))
     role = Role.SUM if summed else Role.WHOLE
     roles = {**given.roles, **{f"pick{dim}": role for dim in range(len(given.shape))}}
     shape = types[last].shape
     front = len(given.picked) - len(shape)
     values = tuple(parts if size != 1 else () for parts, size in zip(given.picked[front:], shape, strict=True))
     operands = (given.dims, *(broadcast(types[name].shape, given.shape, "pick") for name in indices), values)
-    saved = tuple(Saved(slot) for slot in range(1, len(operands) - 1))
-    added = frozenset({0}) if summed else frozenset[int]()
     return Rule(
         factors(*operands, roles=roles),
         operands,
         (given.dims,),
-        added,
-        _linear(op, types, 0, len(operands) - 1),
-        saved=saved,
+        frozenset({0} if summed else ()),
+        linear_in(op, types, 0, len(operands) - 1),
+        saved=tuple(Saved(slot) for slot in range(1, len(operands) - 1)),
     )
 
 
@@ -151,7 +142,11 @@ def index_select(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
     picks = one("picks", index[0])
     result = (*dims[:dim], picks, *dims[dim + 1 :])
     return Rule(
-        factors(dims, result, roles=roles), (dims, (picks,)), (result,), linear=_linear(op, types, 0), saved=(Saved(1),)
+        factors(dims, result, roles=roles),
+        (dims, (picks,)),
+        (result,),
+        linear=linear_in(op, types, 0),
+        saved=(Saved(1),),
     )
 
 
@@ -175,9 +170,9 @@ def index_add(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
         if source and len(source) != len(shape):
             return None
         operands.append((*dims[:dim], one("rows", source[dim]), *dims[dim + 1 :]) if source else ())
-        linear = _linear(op, types, 0, 2) if op.kind != "index_fill" else ()
+        linear = linear_in(op, types, 0, 2) if op.kind != "index_fill" else ()
     saved = (Saved(1), Saved(2)) if len(operands) == 3 else (Saved(1),)
-    added = frozenset({0}) if summed else frozenset[int]()
+    added = frozenset({0} if summed else ())
     return Rule(factors(*operands, roles=roles), tuple(operands), (dims,), added=added, linear=linear, saved=saved)
 
 
@@ -213,7 +208,7 @@ def positioned(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
     given = op.arguments.get("dims", (-2, -1))
     whole = () if given == () and op.kind == "flip" else dims_argument(given, len(shape))
     dims, roles = without(named(shape), whole)
-    return Rule(factors(dims, roles=roles), (dims,), (dims,), linear=_linear(op, types, 0))
+    return Rule(factors(dims, roles=roles), (dims,), (dims,), linear=linear_in(op, types, 0))
 
 
 @rule_for("diagonal")
@@ -228,7 +223,7 @@ def diagonal(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
         factors(dims, result, roles={**roles, "diagonal": Role.WHOLE}),
         (dims,),
         (result,),
-        linear=_linear(op, types, 0),
+        linear=linear_in(op, types, 0),
         moves=False,
     )
 
@@ -240,8 +235,7 @@ def unfold(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
     if not shape:
         return None
     dim = dim_argument(op.arguments["dimension"], len(shape))
-    step = op.arguments["step"]
-    assert isinstance(step, int)
+    step = integer(op.arguments["step"])
     dims, roles = without(named(shape), [dim])
     if made[-1] <= step and made[dim] * step == shape[dim]:
         dims = (*dims[:dim], (*one("windows", made[dim]), *one("each", step)), *dims[dim + 1 :])
@@ -253,7 +247,7 @@ def unfold(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
         factors(dims, result, roles={**roles, "window": Role.WHOLE}),
         (dims,),
         (result,),
-        linear=_linear(op, types, 0),
+        linear=linear_in(op, types, 0),
         moves=False,
     )
 

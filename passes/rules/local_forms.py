@@ -14,8 +14,10 @@ from typing import NamedTuple
 
 import torch
 
+from passes.ir.bands import TILE
+from passes.ir.figures import least
 from passes.ir.layout import I, P, Placement, R, S, Shape
-from passes.ir.program import Op
+from passes.ir.program import Factor, Op
 from passes.ir.redistribution import RedistributionStep
 
 
@@ -47,8 +49,7 @@ def attention_kernel(
         return Kernel.FLASH if equal and not dropout else Kernel.MATH
     if dtype in _HALF and equal and not masked and query[3] <= _WIDEST:
         return Kernel.FLASH
-    fits = query[1] == key[1] and dtype in (*_HALF, torch.float32)
-    return Kernel.EFFICIENT if fits else Kernel.MATH
+    return Kernel.EFFICIENT if query[1] == key[1] and dtype in (*_HALF, torch.float32) else Kernel.MATH
 
 
 def attention_workspace(
@@ -88,26 +89,29 @@ class FormStep(NamedTuple):
 
 @dataclass(frozen=True)
 class FormContext:
-    """A local form of `op` on one axis.
+    """A local form of `op` on one axis, or on several that split a factor one after the other.
 
-    - `axis`, `ways`: the axis and its size.
+    - `span`, `ways`: the axes, by their number in `Mesh.spans`, and the product of their sizes.
     - `operands`: the local shapes of the operands; `dtype` and `wide` the dtype of the first, and of the statistics.
     - `rows`: the number of local elements of the first operand for each combination of dims that are not reduced.
-    - `dim`, `before`: the dim of the first operand that is split, and the number of its parts that other axes have
-      gathered before this one.
+    - `dim`, `before`, `after`: the dim of the first operand that is split, and the number of its parts that other axes
+      have gathered before this one, and that they gather after it.
     - `reach`: the numbers of elements that the form needs of the ranks before and after.
+    - `in_order`: whether the ranks of all these axes hold parts that follow each other.
     - `device`: the type of the device, "cpu" or "cuda".
     """
 
     op: Op
-    axis: int
+    span: int
     ways: int
     operands: tuple[Shape, ...]
     dtype: torch.dtype
     rows: int
     dim: int = 0
     before: int = 1
+    after: int = 1
     reach: tuple[int, int] = (0, 0)
+    in_order: bool = True
     device: str = "cuda"
 
     @property
@@ -122,18 +126,41 @@ class FormContext:
 
 
 Steps = tuple[FormStep, ...]
+# Numbers of shifts, and the bytes that each rank sends in each of them.
+Shifts = tuple[tuple[float, float], ...]
 # Bytes that autograd saves besides what the rule says, and bytes of the temporaries of the backward pass.
 Workspace = tuple[float, float]
+
+
+def runs_in_blocks(op: Op) -> bool:
+    """Whether an op of attention runs in blocks also where its queries are not split."""
+    return op.target == "autopar.scaled_dot_product_attention.default"
 
 
 def _even(splits: Sequence[Split]) -> float:
     return 1 / prod(split.ways for split in splits)
 
 
-def _causal(splits: Sequence[Split]) -> float:
-    """The rank with the last queries: the mean number of keys of one of these, relative to that of all queries, times
-    its part of the queries."""
-    return (1 + sum((split.ways - 1) / (split.ways * split.major) for split in splits)) * _even(splits)
+def _share(splits: Sequence[Split], factor: Factor) -> float:
+    return _even(splits)
+
+
+def _banded(splits: Sequence[Split], factor: Factor) -> float:
+    """The rank whose queries have most keys, of queries that reach some keys before and after their place.
+
+    Of causal attention it is the one with the last queries: the mean number of keys of one of these, relative to that
+    of all queries, times its part of the queries. In a window the first queries alone have fewer keys than others.
+    """
+    even, (before, after), size = _even(splits), factor.reach, factor.size
+    uneven = sum((split.ways - 1) / (split.ways * split.major) for split in splits)
+    if not before + after:
+        return even
+    if before >= size - 1:
+        return (1 + uneven) * even
+    whole = size * (before + after + 1)
+    scores = whole - ((before + 1) ** 2 + after**2) / 2
+    most = even * whole / scores
+    return most if after else least((most, even * (1 + uneven * whole / 2 / scores)))
 
 
 def _none(context: FormContext) -> Steps:
@@ -149,19 +176,9 @@ def _statistics(target: Placement, *flows: bool) -> Callable[[FormContext], Step
 
     def inside(context: FormContext) -> Steps:
         rows = (context.rows,)
-        return tuple(FormStep(RedistributionStep(context.axis, P, target, rows, rows), each) for each in flows)
+        return tuple(FormStep(RedistributionStep(context.span, P, target, rows, rows), each) for each in flows)
 
     return inside
-
-
-def _edges(context: FormContext) -> Steps:
-    """Both edges of every rank's block."""
-    return _gathered(context, sum(context.reach))
-
-
-def _totals(context: FormContext) -> Steps:
-    """The sum of each rank's part."""
-    return _gathered(context, 1)
 
 
 def _gathered(context: FormContext, count: int) -> Steps:
@@ -169,7 +186,7 @@ def _gathered(context: FormContext, count: int) -> Steps:
     shape, dim = context.operands[0], context.dim
     part = (*shape[:dim], count * context.before, *shape[dim + 1 :])
     whole = (*shape[:dim], count * context.before * context.ways, *shape[dim + 1 :])
-    return (FormStep(RedistributionStep(context.axis, S(dim), R, part, whole)),)
+    return (FormStep(RedistributionStep(context.span, S(dim), R, part, whole)),)
 
 
 def _multiples(
@@ -191,7 +208,7 @@ def _norm(context: FormContext) -> Workspace:
 
 
 def _embedding(context: FormContext) -> Workspace:
-    """Which ids have their row here; the gradient of the result, masked."""
+    """A flag for each id that has its row here; the gradient of the result, masked."""
     rows, ids = context.operands[0], prod(context.operands[1])
     return ids, ids * rows[1] * context.dtype.itemsize
 
@@ -203,16 +220,114 @@ def _halo(context: FormContext) -> Workspace:
     return edges, context.size + edges
 
 
-def _masked_attention(context: FormContext) -> Workspace:
-    """Queries see keys through a mask, and grouped heads are repeated."""
+def block_attention(operands: Sequence[Shape], keys: int) -> tuple[Shape, Shape, Shape]:
+    """The shapes of query, key and value that the kernels of attention in blocks read together: padded to the same
+    width, and with all `keys`, also those that arrive from other ranks. A kernel without grouped heads runs once for
+    each head of a group."""
+    query, key, value = operands[:3]
+    wide = max(query[3], value[3])
+    return (*query[:3], wide), (key[0], query[1], keys, wide), (value[0], query[1], keys, wide)
+
+
+def _attention(context: FormContext) -> Workspace:
+    """Attention in blocks saves a log-sum-exp per query and the padding of its operands; gradients are padded, too."""
     query, key, value = context.operands[:3]
-    groups = query[1] // key[1]
-    repeated = (query, *((shape[0], query[1], *shape[2:]) for shape in (key, value)))
-    dropout = bool(context.op.arguments["dropout_p"])
-    kernel = attention_kernel(context.device, context.dtype, repeated, masked=True, dropout=dropout)
-    saved, backward = attention_workspace(kernel, context.dtype, repeated, mask=query[2] * key[2], dropout=dropout)
-    copies = (groups - 1) * (prod(key) + prod(value)) * context.dtype.itemsize
-    return saved + copies, backward + copies
+    wide, rows, itemsize = max(query[3], value[3]), prod(query[:3]), context.dtype.itemsize
+    padded = sum(prod(shape[:3]) * (wide - shape[3]) for shape in (query, key, value))
+    saved = rows * _single(context) + (padded + rows * (wide - value[3])) * itemsize
+    # Of a narrow value also the gradient of the result is padded.
+    return saved, (padded + (rows * wide if value[3] < wide else 0)) * itemsize
+
+
+def _single(context: FormContext) -> int:
+    """Bytes of an element in single precision, or that of the operands if that is higher."""
+    return max(torch.float32.itemsize, context.dtype.itemsize)
+
+
+def _blocks(context: FormContext) -> Workspace:
+    """In the backward pass the gradients of the largest block: of the keys before this rank's queries, or of as many as
+    there are of these; and what the block takes in."""
+    query, key, value = context.operands[:3]
+    saved, padded = _attention(context)
+    (before, after), width = context.reach, max(query[3], value[3])
+    queries, keys = query[2], key[2]
+    if before + after:
+        # Figures of sizes are compared by their numbers alone.
+        keys = max(key[2] - query[2] if before >= key[2] - query[2] else before + 1, query[2])
+    if _has_documents(context):
+        queries, keys = min(queries, TILE), min(keys, TILE)
+    block = (prod(query[:2]) * queries + 2 * prod(key[:2]) * keys) * width * context.dtype.itemsize
+    return saved, padded + max(block + _hidden(context, queries, keys, block), _flipped(context))
+
+
+def _has_documents(context: FormContext) -> bool:
+    return context.op.arguments.get("query_documents") is not None
+
+
+def _hidden(context: FormContext, queries: int, keys: int, gradients: float) -> float:
+    """Bytes of what is added to the scores of a block, which documents make of queries by keys; more where the flags
+    that it is made of are larger than the `gradients` of the block."""
+    if not _has_documents(context):
+        return 0.0
+    tile = context.operands[0][0] * queries * keys
+    return tile * context.dtype.itemsize + max(2 * tile - gradients, 0.0)
+
+
+def _flipped(context: FormContext) -> float:
+    """Bytes of the block of the keys where a window begins, which the kernel takes in the other order: query, key and
+    value, the result, its gradient and its log-sum-exps, and the gradients."""
+    query, key, value = context.operands[:3]
+    if context.op.arguments.get("window") is None:
+        return 0.0
+    rows, held = prod(query[:3]), 2 * prod(key[:2]) * query[2]
+    wide, itemsize = max(query[3], value[3]), context.dtype.itemsize
+    return (4 * rows + 2 * held) * wide * itemsize + rows * _single(context)
+
+
+def _ring_blocks(context: FormContext) -> Workspace:
+    """In the backward pass keys and values are held and received while the first block has gradients, and from three
+    ranks on those of others are sent and received meanwhile, which of two are at the second block. Or at the end
+    gradients are sent, received and added."""
+    query, key, value = context.operands[:3]
+    saved, padded = _attention(context)
+    wide, itemsize, single = max(query[3], value[3]), context.dtype.itemsize, _single(context)
+    rows, held = prod(query[:3]) * wide, 2 * prod(key[:3]) * wide
+    gradients = (rows + held) * itemsize
+    hidden = _hidden(context, min(query[2], TILE), min(key[2], TILE), gradients)
+    meanwhile = 3 if prod(_visited(context)) * context.before > 2 else 1
+    first = 2 * held * itemsize + (rows + meanwhile * held) * single + max(hidden, _flipped(context) - gradients)
+    second = held * itemsize + (rows + 2 * held) * single + hidden
+    return saved, padded + max(first, second, (rows + 3 * held) * single - rows * itemsize)
+
+
+def _ring_shifts(context: FormContext) -> tuple[Shifts, Shifts]:
+    """Keys and values go around the axis, once for each rank of the axes outside, as far as windows reach; backward
+    once more, and with them their gradients in at least single precision, which then return to their ranks."""
+    _, key, value = context.operands[:3]
+    held = 2 * prod(key[:3]) * max(key[3], value[3])
+    ranks, rounds = _visited(context)
+    around = rounds * (ranks - 1)
+    home = 1 if around % context.ways else 0
+    forward = around, held * context.dtype.itemsize
+    return (forward,), (forward, (around + home, held * _single(context)))
+
+
+def _visited(context: FormContext) -> tuple[float, float]:
+    """The ranks of the axis whose keys come around, and how often they do. In order, keys before the window do not
+    travel along the outermost axis."""
+    before, after = context.reach
+    if not before or after or not context.in_order:
+        return context.ways, context.after
+    ranks = -(-before // context.operands[0][2])
+    if context.after == 1:
+        return least((context.ways, 1 - (-ranks // context.before))), 1
+    return context.ways, least((context.after, 1 - (-ranks // (context.before * context.ways))))
+
+
+def _all_but_one(context: FormContext) -> float:
+    """Of as many blocks as ranks the last one has no shift beside it."""
+    blocks = prod(_visited(context)) * context.before
+    return (blocks - 1) / blocks
 
 
 @dataclass(frozen=True)
@@ -221,23 +336,25 @@ class LocalForm:
 
     - `forward`: the collectives inside its forward pass on one axis, in order.
     - `backward`: those of its backward pass; None: the conjugates of those that a gradient flows through, in reverse.
-    - `share`: the part of the op's work that the busiest rank has.
-    - `overlap`: the part of the collectives' time that its own computation hides, a constant.
+    - `shifts`: those to the next rank on one axis, forward and backward.
+    - `share`: the part of the op's work that the busiest rank has, by the splits of a factor.
+    - `overlap`: the part of its own computation beside which its collectives run.
     - `workspace`: what it saves and its temporaries.
     - `is_wide`: whether statistics of half precision are in single.
     """
 
     forward: Callable[[FormContext], Steps] = _none
     backward: Callable[[FormContext], tuple[RedistributionStep, ...]] | None = None
-    share: Callable[[Sequence[Split]], float] = _even
-    overlap: float = 0.0
+    shifts: Callable[[FormContext], tuple[Shifts, Shifts]] | None = None
+    share: Callable[[Sequence[Split], Factor], float] = _share
+    overlap: Callable[[FormContext], float] | None = None
     workspace: Callable[[FormContext], Workspace] = _nothing
     is_wide: bool = False
 
     @property
     def communicates(self) -> bool:
         """Whether there are collectives inside."""
-        return self.forward is not _none or self.backward is not None
+        return self.forward is not _none or self.shifts is not None
 
     def steps(self, context: FormContext) -> tuple[RedistributionStep, ...]:
         """The collectives of the forward pass."""
@@ -263,8 +380,10 @@ LOCAL_FORMS: Mapping[str, LocalForm] = {
     # The largest logit, the sum of exponentials and the logit of the label. It saves differences and their
     # exponentials, of which the rule counts one.
     "vocabulary_cross_entropy": LocalForm(_statistics(I, False, True, True), workspace=_multiples(1, 1)),
-    "causal_attention": LocalForm(share=_causal, workspace=_masked_attention),
-    "haloed": LocalForm(_edges, workspace=_halo),
+    "blockwise_attention": LocalForm(share=_banded, workspace=_blocks),
+    "ring_attention": LocalForm(shifts=_ring_shifts, share=_banded, overlap=_all_but_one, workspace=_ring_blocks),
+    # Both edges of every rank's block.
+    "haloed": LocalForm(lambda context: _gathered(context, sum(context.reach)), workspace=_halo),
     "layer_norm": _MOMENTS,
     "rms_norm": LocalForm(_statistics(R, True), workspace=_norm, is_wide=True),
     "softmax": LocalForm(_SOFTMAX, workspace=_multiples(1, 3, 2, 6), is_wide=True),
@@ -272,5 +391,6 @@ LOCAL_FORMS: Mapping[str, LocalForm] = {
     "logsumexp": LocalForm(_statistics(I, False, True), workspace=_multiples(0, 0, 1, 1), is_wide=True),
     "group_norm": _MOMENTS,
     "batch_norm": _MOMENTS,
-    "cumsum": LocalForm(_totals, workspace=_multiples(0, 3)),
+    # The sum of each rank's part.
+    "cumsum": LocalForm(lambda context: _gathered(context, 1), workspace=_multiples(0, 3)),
 }

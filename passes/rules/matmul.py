@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from math import prod
 
-from passes.ir.program import Dims, Op, Part, Role, Rule, Saved, TensorType
+from passes.ir.program import Dims, Op, Part, Role, Rule, Saved, TensorType, parts_of
 from passes.rules.parts import broadcast, factors, is_tensor, named, one, rule_for
 
 _SUMMED = {"in": Role.SUM}
@@ -79,18 +79,12 @@ def einsum(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
     if "." in left or len(terms) != len(shapes):
         return None
     if not arrow:
-        placements = sorted(set(left) - {","})
-        right = "".join(placement for placement in placements if left.count(placement) == 1)
+        right = "".join(placement for placement in sorted(set(left) - {","}) if left.count(placement) == 1)
     operands = tuple(
         tuple(one(placement, size) for placement, size in zip(term, shape, strict=True))
         for term, shape in zip(terms, shapes, strict=True)
     )
-    sizes = {
-        placement: size
-        for term, shape in zip(terms, shapes, strict=True)
-        for placement, size in zip(term, shape, strict=True)
-    }
-    sizes.update({part.factor: part.size for dims in operands for parts in dims for part in parts})
+    sizes = {**dict.fromkeys("".join(terms), 1), **{part.factor: part.size for part in parts_of(*operands)}}
     result = tuple(one(placement, sizes[placement]) for placement in right)
     roles = {placement: Role.SUM for placement in sizes if placement not in right}
     # Twice in one operand is its diagonal; a placement of size 1 in one operand and not in another is repeated.
@@ -110,23 +104,50 @@ def einsum(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
     )
 
 
+# Rows of the operands of a grouped product begin at multiples of so many bytes.
+_ALIGNMENT = 16
+
+
+def _aligned(name: str, type: TensorType, dim: int) -> tuple[Part, ...]:
+    """A dim of a grouped product: a factor of units that begin at multiples of 16 bytes, and what a unit holds."""
+    size, unit = type.shape[dim], _ALIGNMENT // type.dtype.itemsize
+    return one(name, size) if size % unit else (*one(name, size // unit), *one(f"{name}_unit", unit))
+
+
+def _grouped(op: Op, types: Mapping[str, TensorType], last: Dims, rows: Role, saved: tuple[Saved, ...]) -> Rule | None:
+    """rows in, groups in out, and a third operand of dims `last` -> rows out."""
+    left, right = (types[name] for name in op.operands[:2])
+    if len(left.shape) != 2 or len(right.shape) != 3 or len(op.operands) != 3:
+        return None
+    inner, outer = _aligned("in", right, 1), _aligned("out", right, 2)
+    operands: tuple[Dims, ...] = ((one("rows", left.shape[0]), inner), (one("groups", right.shape[0]), inner, outer))
+    result: Dims = (one("rows", left.shape[0]), outer)
+    roles = {"in": Role.SUM, "rows": rows, **dict.fromkeys(("groups", "in_unit", "out_unit"), Role.WHOLE)}
+    return Rule(
+        factors(*operands, last, result, roles=roles),
+        (*operands, last),
+        (result,),
+        linear=(frozenset({0}), frozenset({1})),
+        multiplications=2.0 * prod(left.shape) * right.shape[2],
+        backward=(1.0, 1.0, 0.0),
+        saved=saved,
+    )
+
+
 @rule_for("_grouped_mm", "grouped_mm_fallback")
 def grouped(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
     """rows in, groups in out, groups -> rows out: rows are sorted by group, and stay whole."""
-    left, right = (types[name].shape for name in op.operands[:2])
-    if len(left) != 2 or len(right) != 3 or len(op.operands) != 3:
-        return None
-    rows, inner, outer = one("rows", left[0]), one("in", left[1]), one("out", right[2])
-    groups = one("groups", right[0])
-    operands: tuple[Dims, ...] = ((rows, inner), (groups, inner, outer), (groups,))
-    result: Dims = (rows, outer)
-    roles = {"in": Role.SUM, "rows": Role.WHOLE, "groups": Role.WHOLE}
-    return Rule(
-        factors(*operands, result, roles=roles),
-        operands,
-        (result,),
-        linear=(frozenset({0}), frozenset({1})),
-        multiplications=2.0 * left[0] * left[1] * right[2],
-        backward=(1.0, 1.0, 0.0),
-        saved=(Saved(0, needed_by=(1,)), Saved(1, needed_by=(0,)), Saved(2)),
-    )
+    last: Dims = (one("groups", types[op.operands[1]].shape[0]),)
+    saved = (Saved(0, needed_by=(1,)), Saved(1, needed_by=(0,)), Saved(2))
+    return _grouped(op, types, last, Role.WHOLE, saved)
+
+
+@rule_for("routed_mm")
+def routed(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
+    """rows in, groups in out, rows -> rows out: each row is multiplied with the matrix of its own group.
+
+    The rows are saved in the order of their groups, with that order and its inverse.
+    """
+    last: Dims = (one("rows", types[op.operands[0]].shape[0]),)
+    saved = (Saved(0, needed_by=(1,), copy=True), Saved(1, needed_by=(0,)), Saved(2, copy=True), Saved(2, copy=True))
+    return _grouped(op, types, last, Role.FREE, saved)

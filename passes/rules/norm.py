@@ -3,7 +3,7 @@ form."""
 
 from collections.abc import Mapping
 
-from passes.ir.program import Dims, Op, Role, Rule, Saved, TensorType
+from passes.ir.program import Dims, Op, Role, Rule, Saved, TensorType, listed
 from passes.rules.parts import dim_argument, factors, named, one, rule_for
 
 
@@ -11,16 +11,13 @@ from passes.rules.parts import dim_argument, factors, named, one, rule_for
 def norm(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
     """rows inner, inner, inner -> rows inner. The inner dims are normalized over."""
     shape = types[op.operands[0]].shape
-    normalized = op.arguments["normalized_shape"]
-    assert isinstance(normalized, tuple)
-    first = len(shape) - len(normalized)
+    first = len(shape) - len(listed(op.arguments["normalized_shape"]))
     inner = tuple(one(f"inner{dim}", shape[dim]) for dim in range(first, len(shape)))
     dims = (*named(shape[:first]), *inner)
     names = [f"inner{dim}" for dim in range(first, len(shape)) if shape[dim] != 1]
-    operands = (dims, *((inner,) * (len(op.operands) - 1)))
     return Rule(
         factors(dims, roles=dict.fromkeys(names, Role.INSIDE)),
-        operands,
+        (dims, *((inner,) * (len(op.operands) - 1))),
         (dims,),
         forms=dict.fromkeys(names, op.kind),
         saved=(Saved(0),),
@@ -50,8 +47,8 @@ def softmax(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
         if dims:
             result[dim] = ()
             result = result if op.arguments["keepdim"] else result[:dim] + result[dim + 1 :]
-    form = op.kind.lstrip("_")
-    return Rule(found, (tuple(dims),), (tuple(result),), forms=dict.fromkeys(names, form), saved=saved)
+    forms = dict.fromkeys(names, op.kind.lstrip("_"))
+    return Rule(found, (tuple(dims),), (tuple(result),), forms=forms, saved=saved)
 
 
 @rule_for("group_norm")
@@ -83,11 +80,9 @@ def batch_norm(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
     names = ["batch", "channels", *(f"space{dim}" for dim in range(len(shape) - 2))]
     dims = tuple(one(name, size) for name, size in zip(names, shape, strict=True))
     channels: Dims = (one("channels", shape[1]),)
-    training = bool(op.arguments["training"])
-    inner = [name for name in names if name != "channels"] if training else []
+    inner = [name for name in names if name != "channels"] if op.arguments["training"] else []
     found = factors(dims, roles=dict.fromkeys(inner, Role.INSIDE))
     operands = (dims, *((channels,) * (len(op.operands) - 1)))
     results = (dims, *((channels,) * (len(op.results) - 1)))
     forms = {name: "batch_norm" for name in inner if name in found}
-    saved: tuple[Saved, ...] = (Saved(0),)
-    return Rule(found, operands, results, forms=forms, saved=saved)
+    return Rule(found, operands, results, forms=forms, saved=(Saved(0),))

@@ -5,7 +5,21 @@ from collections.abc import Callable, Hashable, Iterable, Mapping
 from math import prod
 
 from passes.ir.layout import Shape
-from passes.ir.program import Argument, Dims, Factor, Op, Part, Ref, Role, Rule, Rules, TensorType
+from passes.ir.program import (
+    Argument,
+    Dims,
+    Factor,
+    Op,
+    Part,
+    Ref,
+    Role,
+    Rule,
+    Rules,
+    TensorType,
+    integer,
+    listed,
+    parts_of,
+)
 
 RuleFunction = Callable[[Op, Mapping[str, TensorType]], Rule | None]
 
@@ -72,11 +86,9 @@ def factors(*tensors: Dims, roles: Mapping[str, Role] | None = None) -> dict[str
     """The factors that stand in `tensors`; those in `roles` have that role, the others are free."""
     roles = roles or {}
     found: dict[str, Factor] = {}
-    for dims in tensors:
-        for parts in dims:
-            for part in parts:
-                size = max(part.start * part.size, found[part.factor].size if part.factor in found else 1)
-                found[part.factor] = Factor(size, roles.get(part.factor, Role.FREE))
+    for part in parts_of(*tensors):
+        size = max(part.start * part.size, found[part.factor].size if part.factor in found else 1)
+        found[part.factor] = Factor(size, roles.get(part.factor, Role.FREE))
     return found
 
 
@@ -87,23 +99,25 @@ def shapes(names: Iterable[str], types: Mapping[str, TensorType]) -> list[Shape]
 
 def dim_argument(value: Argument, rank: int) -> int:
     """A dim given as an argument, counted from the front."""
-    assert isinstance(value, int)
-    return value % max(rank, 1)
+    return integer(value) % max(rank, 1)
 
 
 def dims_argument(value: Argument, rank: int) -> tuple[int, ...]:
     """Dims given as an argument, counted from the front; None means all of them."""
     if value is None or value == ():
         return tuple(range(rank))
-    if isinstance(value, int):
-        return (value % max(rank, 1),)
-    assert isinstance(value, tuple)
-    return tuple(dim_argument(item, rank) for item in value)
+    given = (value,) if isinstance(value, int) else listed(value)
+    return tuple(dim_argument(item, rank) for item in given)
 
 
 def unit_parts(size: int, unit: int, whole: str, name: str) -> tuple[Part, ...]:
     """A dim of `size` as whole units: an unsplittable count of them, then the unit itself."""
     return (*one(whole, size // unit), *one(name, unit))
+
+
+def linear_in(op: Op, types: Mapping[str, TensorType], *together: int) -> tuple[frozenset[int], ...]:
+    """The operands `together`, in which an op of floating numbers is linear; none for others."""
+    return (frozenset(together),) if types[op.results[0]].dtype.is_floating_point else ()
 
 
 def is_tensor(op: Op, argument: str) -> bool:
@@ -113,10 +127,7 @@ def is_tensor(op: Op, argument: str) -> bool:
 
 def per_dim(value: Argument, count: int) -> tuple[int, ...]:
     """An argument with one number per spatial dim, or one for all."""
-    if isinstance(value, int):
-        return (value,) * count
-    assert isinstance(value, tuple)
-    numbers = tuple(item for item in value if isinstance(item, int))
+    numbers = (value,) if isinstance(value, int) else tuple(map(integer, listed(value)))
     return numbers * count if len(numbers) == 1 else numbers
 
 

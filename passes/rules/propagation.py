@@ -3,10 +3,12 @@ redistribution."""
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 
+from passes.ir.grouping import grouped, representatives
 from passes.ir.layout import Placement
 from passes.ir.program import Op, Rule
-from passes.rules.strategies import Digit, digit, split, starts
+from passes.rules.strategies import Digit, digit, split, starts, stripes
 
 _MOST = 16
 
@@ -16,21 +18,24 @@ def propagate(
     same: Iterable[tuple[str, ...]],
     required: Mapping[str, Iterable[Placement]],
     size: int,
+    *,
+    in_stripes: bool = False,
 ) -> tuple[list[list[Digit]], dict[str, set[Placement]]]:
     """The digits at which each op can be split on an axis of `size`, and the splits of each tensor.
 
     Propagation starts from the first digit of each factor of every op. A split of one tensor becomes a digit of the ops
     that compute or read it, and so a split of their other tensors, until a fixed point. Tensors in a tuple of `same`
-    share their splits; `required` are additional splits to start from. An op has at most 16 digits of its factors, and
-    as many of its joint methods.
+    share their splits; `required` are additional splits to start from, with `in_stripes` also stripes. An op has at
+    most 16 digits of its factors, and as many of its joint methods.
     """
-    alias = _representatives(same)
+    alias = representatives(same)
     placements: dict[str, set[Placement]] = {}
-    touching: dict[str, list[int]] = {}
-    for position, (op, rule) in enumerate(ops):
-        if rule is not None:
-            for name in {alias.get(name, name) for name in (*op.operands, *op.results)}:
-                touching.setdefault(name, []).append(position)
+    touching = grouped(
+        (name, position)
+        for position, (op, rule) in enumerate(ops)
+        if rule is not None
+        for name in {alias.get(name, name) for name in (*op.operands, *op.results)}
+    )
     found: list[dict[Digit, None]] = [{} for _ in ops]
     waiting = deque(range(len(ops)))
     queued = set(waiting)
@@ -55,10 +60,8 @@ def propagate(
         if rule is None:
             continue
         tensors = [*zip(op.operands, rule.operands, strict=True), *zip(op.results, rule.results, strict=True)]
-        new: list[Digit] = []
-        if position in first:
-            first.discard(position)
-            new += starts(rule)
+        new = _first_digits(rule, size, in_stripes) if position in first else []
+        first.discard(position)
         for name, dims in tensors:
             for placement in sorted(placements.get(alias.get(name, name), ())):
                 arrived = digit(dims, placement, size)
@@ -75,23 +78,10 @@ def propagate(
             for (name, _), placement in zip(tensors, (*choice.operands, *choice.results), strict=True):
                 if placement.kind == "S":
                     add(name, placement)
-    spread = {
-        name: placements.get(alias.get(name, name), set()) for op, _ in ops for name in (*op.operands, *op.results)
-    }
-    spread.update({name: placements.get(alias[name], set()) for name in alias})
+    names = chain((name for op, _ in ops for name in (*op.operands, *op.results)), alias)
+    spread = {name: placements.get(alias.get(name, name), set()) for name in names}
     return [list(digits) for digits in found], spread
 
 
-def _representatives(same: Iterable[tuple[str, ...]]) -> dict[str, str]:
-    """For every name in `same` the representative of all names that are linked to it."""
-    parent: dict[str, str] = {}
-
-    def find(name: str) -> str:
-        while parent.setdefault(name, name) != name:
-            name = parent[name]
-        return name
-
-    for names in same:
-        for name in names[1:]:
-            parent[find(name)] = find(names[0])
-    return {name: find(name) for name in parent}
+def _first_digits(rule: Rule, size: int, in_stripes: bool) -> list[Digit]:
+    return [*starts(rule), *(stripes(rule, size) if in_stripes else ())]

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from passes.ir.program import Dims, Op, Ref, Role, Rule, Saved, TensorType
+from passes.ir.program import Dims, Op, Role, Rule, Saved, TensorType
 from passes.rules.parts import factors, one, rule_for
 
 
@@ -14,7 +14,6 @@ def recurrent(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
     first = bool(op.arguments["batch_first"])
     states = op.arguments["hx"]
     count = len(states) if isinstance(states, tuple) else 1
-    assert isinstance(op.arguments["input"], Ref)
     shape = types[op.operands[0]].shape
     if len(shape) != 3:
         return None
@@ -28,19 +27,21 @@ def recurrent(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
             roles[f"{prefix}{dim}"] = Role.WHOLE
         return tuple(found)
 
-    operands = [dims(op.operands[0], "input", 0 if first else 1)]
-    operands += [dims(name, f"state{slot}_", 1) for slot, name in enumerate(op.operands[1 : 1 + count])]
-    operands += [dims(name, f"weight{slot}_", None) for slot, name in enumerate(op.operands[1 + count :])]
-    results = [dims(op.results[0], "result", 0 if first else 1)]
-    results += [dims(name, f"last{slot}_", 1) for slot, name in enumerate(op.results[1:])]
+    operands = (
+        dims(op.operands[0], "input", 0 if first else 1),
+        *(dims(name, f"state{slot}_", 1) for slot, name in enumerate(op.operands[1 : 1 + count])),
+        *(dims(name, f"weight{slot}_", None) for slot, name in enumerate(op.operands[1 + count :])),
+    )
+    lasts = (dims(name, f"last{slot}_", 1) for slot, name in enumerate(op.results[1:]))
+    results = (dims(op.results[0], "result", 0 if first else 1), *lasts)
     multiplications = 2.0 * types[op.operands[0]].size // shape[2] * sum(
         types[name].size for name in op.operands[1 + count :] if len(types[name].shape) == 2
     )  # fmt: skip
     saved = (Saved(0), Saved(0, result=True), *(Saved(slot) for slot in range(1 + count, len(operands))))
     return Rule(
         factors(*operands, *results, roles=roles),
-        tuple(operands),
-        tuple(results),
+        operands,
+        results,
         multiplications=multiplications,
         backward=(1.0,) * len(operands),
         saved=saved,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from passes.ir.program import Factor, Op, Part, Role, Rule, Saved, TensorType
-from passes.rules.parts import broadcast, dim_argument, dims_argument, factors, named, one, rule_for
+from passes.rules.parts import broadcast, dim_argument, dims_argument, factors, linear_in, named, one, rule_for
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,7 @@ def reduction(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
     spec = TABLE[op.kind]
     operand = types[op.operands[0]].shape
     reduced = dims_argument(op.arguments.get("dim"), len(operand)) if operand else ()
-    dims = list(named(operand))
-    for dim in reduced:
-        dims[dim] = (Part(f"in{dim}", operand[dim]),) if operand[dim] != 1 else ()
+    dims = [one(f"in{dim}" if dim in reduced else f"d{dim}", size) for dim, size in enumerate(operand)]
     kept = [() if dim in reduced else parts for dim, parts in enumerate(dims)]
     if not op.arguments.get("keepdim"):
         kept = [parts for dim, parts in enumerate(kept) if dim not in reduced]
@@ -97,5 +95,4 @@ def cumsum(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
     if "along" in found:
         found["along"] = Factor(shape[dim], ordered=True)
         forms["along"] = "cumsum"
-    linear = _FIRST if types[op.results[0]].dtype.is_floating_point else ()
-    return Rule(found, (tuple(dims),), (tuple(dims),), linear=linear, forms=forms)
+    return Rule(found, (tuple(dims),), (tuple(dims),), linear=linear_in(op, types, 0), forms=forms)

@@ -15,7 +15,19 @@ from operator import contains
 from passes.ir.choices import Strategy
 from passes.ir.layout import I, Layout, P, Placement, R, S, fits, local_shape, parse_placement, split_ways
 from passes.ir.mesh import Mesh
-from passes.ir.program import Argument, Dims, Folded, Op, Region, Role, Rule, TensorType, has_linear_gradients
+from passes.ir.program import (
+    Argument,
+    Dims,
+    Folded,
+    Op,
+    Region,
+    Role,
+    Rule,
+    TensorType,
+    has_linear_gradients,
+    integer,
+    parts_of,
+)
 from passes.rules.pointwise import TABLE
 
 _MOVES_DIMS = {"transpose", "permute"}
@@ -95,23 +107,19 @@ def split(rule: Rule, name: str, major: int, ways: int) -> Choice | None:
     role = method.role or factors[0].role
     if role is Role.WHOLE or any(factor.size // (major * ways) < factor.least for factor in factors):
         return None
-    operands: list[Placement] = []
-    for slot, dims in enumerate(rule.operands):
+    placements: list[Placement] = []
+    for slot, dims in enumerate((*rule.operands, *rule.results)):
         placement = _placement_of_any(dims, method.factors, major, ways)
-        if placement is None:
+        is_result = slot >= len(rule.operands)
+        if placement is None or (placement == _LACKS and is_result and role is Role.FREE):
             return None
-        missing = P if role is Role.SUM and slot in rule.added else R
-        operands.append(missing if placement == _LACKS else placement)
-    results: list[Placement] = []
-    for dims in rule.results:
-        placement = _placement_of_any(dims, method.factors, major, ways)
-        if placement is None:
-            return None
-        results.append((I if role is Role.INSIDE else P) if placement == _LACKS else placement)
-        if placement == _LACKS and role is Role.FREE:
-            return None
-    written = name if major == 1 else f"{name}@{major}"
-    return Choice(written, tuple(operands), tuple(results), method.factors, major, method.form)
+        if placement == _LACKS and is_result:
+            placement = I if role is Role.INSIDE else P
+        elif placement == _LACKS:
+            placement = P if role is Role.SUM and slot in rule.added else R
+        placements.append(placement)
+    written, count = name if major == 1 else f"{name}@{major}", len(rule.operands)
+    return Choice(written, tuple(placements[:count]), tuple(placements[count:]), method.factors, major, method.form)
 
 
 def on_part(rule: Rule, factors: Collection[str], ways: int) -> Rule:
@@ -170,16 +178,27 @@ def digit(dims: Dims, placement: Placement, ways: int) -> tuple[str, int] | None
     return None
 
 
+def stripes(rule: Rule, size: int) -> Iterator[tuple[str, int]]:
+    """The splits of an op in stripes on an axis of `size`, as method and major."""
+    for name, method in rule.joint.items():
+        if method.in_stripes:
+            yield name, rule.factors[method.factors[0]].size // size
+
+
+def is_uneven(rule: Rule, methods: Iterable[str]) -> bool:
+    """Whether stripes would even out the work of ranks under these methods: they split a factor of a method in
+    stripes, in order."""
+    factors = {factor for method in rule.joint.values() if method.in_stripes for factor in method.factors}
+    methods_in_order = (rule.method(name) for name in methods if "@" not in name)
+    return any(method is not None and not factors.isdisjoint(method.factors) for method in methods_in_order)
+
+
 def starts(rule: Rule) -> Iterator[tuple[str, int]]:
     """The initial splits of an op, as method and major: the first digit of every part of a factor that can be split."""
-    seen = set()
-    for dims in (*rule.operands, *rule.results):
-        for parts in dims:
-            for part in parts:
-                place = (part.factor, part.start)
-                if place not in seen and rule.factors[part.factor].role is not Role.WHOLE:
-                    seen.add(place)
-                    yield place
+    parts = (
+        part for part in parts_of(*rule.operands, *rule.results) if rule.factors[part.factor].role is not Role.WHOLE
+    )
+    yield from dict.fromkeys((part.factor, part.start) for part in parts)
     yield from ((name, 1) for name in rule.joint)
 
 
@@ -244,7 +263,8 @@ def op_context(
     )
 
 
-# The allowed methods of an op on an axis: "I", "R", the name of a passed sum, or a factor to split; None for all.
+# The allowed methods of an op on an axis: "I", "R", the name of a passed sum, a factor to split, or that and where its
+# digits begin ("rows@4"); None for all.
 AllowedMethods = Sequence[Set[str] | None]
 
 
@@ -257,6 +277,20 @@ def method_token(method: str, is_op: bool) -> str:
     """The name of the method of a strategy on one axis, among allowed methods: of a split op without its major, and the
     placement for all others."""
     return method.partition("@")[0] if is_op else placement_token(parse_placement(method))
+
+
+def begun_tokens(methods: Sequence[str], sizes: Sequence[int]) -> list[frozenset[str]]:
+    """The names of the methods of an op's strategy among allowed methods, for each axis, with the majors that digits
+    may begin at: axes that split a factor one after the other begin at one major."""
+    taken: dict[Digit, int] = {}
+    found = []
+    for method, size in zip(methods, sizes, strict=True):
+        name, _, text = method.partition("@")
+        major = int(text or "1")
+        begun = next((key for key, ways in taken.items() if key[0] == name and key[1] * ways == major), (name, major))
+        taken[begun] = taken.get(begun, 1) * size
+        found.append(frozenset({f"{name}@{begun[1]}", f"{name}@{major}"}))
+    return found
 
 
 def op_strategies(
@@ -296,17 +330,11 @@ def combine(context: OpContext, choices: Sequence[Choice]) -> Strategy:
 def named_choices(context: OpContext, methods: Sequence[str], mesh: Mesh) -> Choices | None:
     """The choices called `methods`, one per axis; None if the op has no method of such a name,
     or would run two local forms."""
-    choices = []
-    for axis, name in enumerate(methods):
-        choice = parse_choice(name, context.rule, len(context.operands), len(context.results), mesh.sizes[axis])
-        if choice is None:
-            return None
-        choices.append(choice)
-    return None if len({choice.form for choice in choices if choice.form}) > 1 else tuple(choices)
-
-
-def _plain(placement: Placement, flows: bool) -> Placement:
-    return R if placement == I and not flows else placement
+    counts = len(context.operands), len(context.results)
+    named = [parse_choice(name, context.rule, *counts, ways) for name, ways in zip(methods, mesh.sizes, strict=True)]
+    choices = tuple(choice for choice in named if choice is not None)
+    several = len({choice.form for choice in choices if choice.form}) > 1
+    return None if several or len(choices) < len(named) else choices
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,7 +349,8 @@ class _Option:
 
 def _option(context: OpContext, choice: Choice, begun: Digit | None = None) -> _Option:
     flowing = (*context.flowing_operands, *context.flowing_results)
-    return _Option(choice, tuple(map(_plain, (*choice.operands, *choice.results), flowing)), begun)
+    pairs = zip((*choice.operands, *choice.results), flowing, strict=True)
+    return _Option(choice, tuple(R if placement == I and not flows else placement for placement, flows in pairs), begun)
 
 
 def _combinations(
@@ -342,9 +371,7 @@ def _combinations(
 
     found: list[tuple[_Option, ...]] = [()]
     for size, names in zip(mesh.sizes, allowed, strict=True):
-        whole = [
-            _option(context, choice) for choice in _unsplit(context, size) if names is None or choice.name in names
-        ]
+        whole = [_option(context, choice) for choice in _unsplit(context, size) if _is_allowed(names, choice.name)]
         begins = [] if rule is None or size == 1 else _begins(rule, digits.get(size, ()), names)
         longer: list[tuple[_Option, ...]] = []
         for chosen in found:
@@ -368,8 +395,13 @@ def _begins(rule: Rule, digits: Iterable[Digit], allowed: Set[str] | None) -> li
     return [
         (name, major)
         for name, major in digits
-        if (major == 1 or not _is_ordered(rule, name)) and (allowed is None or name in allowed)
+        if (major == 1 or not _is_ordered(rule, name)) and _is_allowed(allowed, name, major)
     ]
+
+
+def _is_allowed(allowed: Set[str] | None, name: str, major: int = 1) -> bool:
+    """Whether a method whose digits begin at `major` is among the allowed ones."""
+    return allowed is None or name in allowed or f"{name}@{major}" in allowed
 
 
 def _is_ordered(rule: Rule, name: str) -> bool:
@@ -418,12 +450,7 @@ def local_arguments(
         ways = prod(size for size, choice in zip(mesh.sizes, choices, strict=True) if "groups" in choice.factors)
         divided = (_GROUPS[op.kind],)
     elif op.kind == "slice":
-        dim, rank = arguments["dim"], len(types[op.operands[0]].shape)
-        assert isinstance(dim, int)
-        ways = split_ways(strategy.operands[0], dim % rank, mesh)
+        rank = len(types[op.operands[0]].shape)
+        ways = split_ways(strategy.operands[0], integer(arguments["dim"]) % rank, mesh)
         divided = _BOUNDS
-    for name in divided:
-        number = local[name]
-        assert isinstance(number, int)
-        local[name] = number // ways
-    return local
+    return local | {name: integer(local[name]) // ways for name in divided}

@@ -4,8 +4,18 @@ from collections.abc import Mapping
 from math import gcd, prod
 
 from passes.ir.layout import Shape
-from passes.ir.program import Dims, Op, Part, Role, Rule, Saved, TensorType, has_gradient
-from passes.rules.parts import dim_argument, dims_argument, factors, named, rule_for, shapes, unit_parts, without
+from passes.ir.program import Dims, Op, Part, Role, Rule, Saved, TensorType, has_gradient, listed
+from passes.rules.parts import (
+    dim_argument,
+    dims_argument,
+    factors,
+    linear_in,
+    named,
+    rule_for,
+    shapes,
+    unit_parts,
+    without,
+)
 
 _LINEAR = (frozenset({0}),)
 _WHOLE = {"whole": Role.WHOLE}
@@ -98,8 +108,7 @@ def cat(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
         dims[dim] = unit_parts(shape[dim], unit, f"whole{number}", f"d{dim}")
         tensors.append(tuple(dims))
     roles = {f"whole{number}": Role.WHOLE for number in range(len(tensors))}
-    every = frozenset(range(len(operands)))
-    linear = (every,) if types[op.results[0]].dtype.is_floating_point else ()
+    linear = linear_in(op, types, *range(len(operands)))
     return Rule(factors(*tensors, roles=roles), tuple(tensors[:-1]), (tensors[-1],), linear=linear)
 
 
@@ -112,7 +121,7 @@ def stack(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
     dims[dim] = (Part("whole", result[dim]),)
     operand = tuple(dims[:dim] + dims[dim + 1 :])
     count = len(op.operands)
-    linear = (frozenset(range(count)),) if types[op.results[0]].dtype.is_floating_point else ()
+    linear = linear_in(op, types, *range(count))
     return Rule(factors(tuple(dims), roles=_WHOLE), (operand,) * count, (tuple(dims),), linear=linear)
 
 
@@ -120,8 +129,7 @@ def stack(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
 def pad(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
     """Padded dims stay whole; a pending sum passes if zeros are added, or elements of the operand."""
     operand, result = shapes((op.operands[0], op.results[0]), types)
-    amounts = op.arguments["pad"]
-    assert isinstance(amounts, tuple)
+    amounts = listed(op.arguments["pad"])
     last = len(operand) - 1
     padded = [dim for dim in range(len(operand)) if any(amounts[2 * (last - dim) : 2 * (last - dim) + 2])]
     before, roles = without(named(operand), padded, "from")
