@@ -16,7 +16,6 @@ from passes.cost.fusion import joined
 from passes.cost.hardware import Device
 from passes.cost.price import update_seconds, work_alone
 from passes.cost.walk import Optimizer
-from passes.cost.work import counted
 from passes.ir.program import Folded
 
 
@@ -25,19 +24,15 @@ def least_step_s(folded: Folded, cluster: Cluster, optimizer: Optimizer, devices
     program = folded.program
     total = sum(least_by_op(folded, cluster, devices).values())
     total += sum(item.type.size * item.type.dtype.itemsize for item in program.inputs) / cluster.host / devices
-    read = {name for op in program.ops for name in op.operands}
-    for parameter in program.parameters:
-        if parameter.trainable and parameter.name in read:
-            size = parameter.type.size * (optimizer.dtype or parameter.type.dtype).itemsize
-            total += update_seconds(size / devices, optimizer.states, cluster)
-    return total
+    updated = (item.type.size * (optimizer.dtype or item.type.dtype).itemsize for item in program.updated)
+    return sum((update_seconds(size / devices, optimizer.states, cluster) for size in updated), total)
 
 
 def least_by_op(folded: Folded, cluster: Cluster, devices: int) -> dict[str, float]:
     """A lower bound on the seconds of each op, forward and backward, in all copies of its region, by key."""
     found: dict[str, float] = {}
     fused = joined(folded)
-    for op, count in counted(folded):
+    for op, count in folded.runs:
         own = fused.get(op.results[0]) if op.results else None
         work = work_alone(op, folded.types, folded.flowing, folded.program.rules, cluster, own)
         if work is not None:

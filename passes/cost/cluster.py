@@ -34,14 +34,14 @@ class Route:
     inside: Link
     between: Link
 
-    @property
-    def bandwidth(self) -> float:
-        """Bytes/s of a ring: across nodes it uses the network cards of all devices of the group in a node."""
-        inside = self.inside.among(self.together)
+    def ring(self, inside: float = 1.0, between: float = 1.0) -> float:
+        """Bytes/s of a ring with these efficiencies of the links: across nodes it uses the network cards of all devices
+        of the group in a node."""
+        within = self.inside.among(self.together) * inside
         if self.nodes == 1:
-            return inside
-        cards = self.together * self.between.bandwidth
-        return min(inside, cards) if self.together > 1 else cards
+            return within
+        cards = self.together * self.between.bandwidth * between
+        return min(within, cards) if self.together > 1 else cards
 
 
 @dataclass(frozen=True)
@@ -75,10 +75,10 @@ class Cluster:
                 "make the mesh smaller, or say how many there are with Cluster(devices=...)"
             )
 
-    def route(self, mesh: Mesh, axis: int) -> Route:
-        """The route of the groups of `axis`; if they differ in placement, that of the slowest."""
-        ways = mesh.sizes[axis]
-        nodes, together = _placed(mesh.size, mesh.stride(axis), ways, self.node_size)
+    def route(self, mesh: Mesh, span: int) -> Route:
+        """The route of the groups of a span of `mesh`; if they differ in placement, that of the slowest."""
+        ways = mesh.ways(span)
+        nodes, together = _placed(mesh.size, mesh.stride(span), ways, self.node_size)
         return Route(ways, nodes, together, self.inside, self.between)
 
     def link(self, mesh: Mesh, axis: int) -> Link:
@@ -89,8 +89,8 @@ class Cluster:
         """
         route = self.route(mesh, axis)
         if route.nodes == 1:
-            return self.inside if self.inside.pair is None else replace(self.inside, bandwidth=route.bandwidth)
-        return replace(self.between, bandwidth=route.bandwidth)
+            return self.inside if self.inside.pair is None else replace(self.inside, bandwidth=route.ring())
+        return replace(self.between, bandwidth=route.ring())
 
     @property
     def usable_memory(self) -> float:
@@ -107,37 +107,34 @@ class Cluster:
 
         Raises ClusterError if the file is missing or malformed, or if a figure is out of range.
         """
-        return _loaded(Path(path))
+        path = Path(path)
+        try:
+            read = json.loads(path.read_text())
+        except OSError as error:
+            raise ClusterError(
+                f"the cluster file {str(path)!r} cannot be read ({error.strerror}): write one with `autopar profile "
+                f"--output {path}`"
+            ) from None
+        except ValueError as error:
+            raise ClusterError(f"the cluster file {str(path)!r} is no JSON: {error}") from None
+        if not isinstance(read, dict) or read.pop("autopar cluster", None) != _FORMAT:
+            raise ClusterError(
+                f"{str(path)!r} is no cluster file of this version of autopar: write one with `autopar profile`"
+            )
+        try:
+            links = []
+            for where in ("inside", "between"):
+                figures = read.pop(where)
+                protocols = tuple(Protocol(**item) for item in figures.pop("protocols"))
+                links.append(Link(**figures, protocols=protocols))
+            inside, between = links
+            return cls(device=Device(**read.pop("device")), inside=inside, between=between, **read)
+        except (AttributeError, KeyError, TypeError) as error:
+            raise ClusterError(f"the cluster file {str(path)!r} lacks a figure or has one too many: {error}") from None
 
 
 # Version of the files that `save` writes.
 _FORMAT = 1
-
-
-def _loaded(path: Path) -> Cluster:
-    try:
-        read = json.loads(path.read_text())
-    except OSError as error:
-        raise ClusterError(
-            f"the cluster file {str(path)!r} cannot be read ({error.strerror}): write one with `autopar profile "
-            f"--output {path}`"
-        ) from None
-    except ValueError as error:
-        raise ClusterError(f"the cluster file {str(path)!r} is no JSON: {error}") from None
-    if not isinstance(read, dict) or read.pop("autopar cluster", None) != _FORMAT:
-        raise ClusterError(
-            f"{str(path)!r} is no cluster file of this version of autopar: write one with `autopar profile`"
-        )
-    try:
-        links = []
-        for where in ("inside", "between"):
-            figures = read.pop(where)
-            protocols = tuple(Protocol(**item) for item in figures.pop("protocols"))
-            links.append(Link(**figures, protocols=protocols))
-        inside, between = links
-        return Cluster(device=Device(**read.pop("device")), inside=inside, between=between, **read)
-    except (AttributeError, KeyError, TypeError) as error:
-        raise ClusterError(f"the cluster file {str(path)!r} lacks a figure or has one too many: {error}") from None
 
 
 @lru_cache(maxsize=4096)
@@ -155,8 +152,7 @@ def _placed(size: int, stride: int, ways: int, node_size: int) -> tuple[int, int
         together = max(1, node_size // stride)
         return ways // together, together
     blocks = ceil(min(size, lcm(block, node_size)) / block)
-    ranks = np.arange(blocks * block).reshape(blocks, ways, stride)
-    nodes = np.moveaxis(ranks, 1, 2).reshape(-1, ways) // node_size
+    nodes = np.moveaxis(np.arange(blocks * block).reshape(blocks, ways, stride), 1, 2).reshape(-1, ways) // node_size
     starts = np.ones_like(nodes, dtype=bool)
     starts[:, 1:] = nodes[:, 1:] != nodes[:, :-1]
     counts = starts.sum(axis=1)

@@ -12,6 +12,8 @@ and a time per byte:
   With 0.68 of NVLink 4 the bus bandwidth on 4 to 8 H200 is 367, 408, 437, 459, 476 GB/s (measured with nccl-tests: 363,
   414, 436, 460, 473), with 0.61 of NVLink 5 on 4 and 8 B200 it is 659 and 854 GB/s (measured: 673, 838). Across nodes
   each device then has S/together to reduce over its own network card, by a tree or again in switches.
+- shift: each device sends its S to the next one, a = one hop. Of a group in several nodes one device of each sends to
+  another node, over its own network card.
 - all-to-all: a device sends (n - 1)/n of its part; what goes to other nodes goes over its own network card, meanwhile
   the rest over the link inside.
 
@@ -20,9 +22,11 @@ LL128).
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from math import ceil, log2
+from operator import attrgetter
 
-from passes.cost.cluster import Route
+from passes.cost.cluster import Link, Route
 
 # Seconds of one algorithm: its latency, and the seconds per byte.
 Line = tuple[float, float]
@@ -34,7 +38,8 @@ _FREE: tuple[Line, ...] = ((0.0, 0.0),)
 def collective_lines(collective: str, route: Route) -> tuple[Line, ...]:
     """Seconds of a collective over `route`, by algorithm: its latency, and the seconds per byte of S.
 
-    `collective` is "all_gather", "reduce_scatter", "all_reduce", "all_to_all" or "convert", which sends nothing.
+    `collective` is "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "shift" or "convert", which sends
+    nothing.
     """
     return tuple(_ALGORITHMS[collective](route)) if route.ways > 1 and collective != "convert" else _FREE
 
@@ -42,20 +47,11 @@ def collective_lines(collective: str, route: Route) -> tuple[Line, ...]:
 # --- algorithms ---
 
 
-def _gather(route: Route) -> Iterator[Line]:
-    """An all-gather: a ring once around."""
-    return _once(route, _ring(route, route.inside.gather_efficiency, route.between.gather_efficiency))
-
-
-def _scatter(route: Route) -> Iterator[Line]:
-    """A reduce-scatter: a ring once around."""
-    return _once(route, _ring(route, route.inside.scatter_efficiency, route.between.scatter_efficiency))
-
-
-def _once(route: Route, bandwidth: float) -> Iterator[Line]:
-    """One pass around a ring with bandwidth `bandwidth`."""
+def _once(efficiency: Callable[[Link], float], route: Route) -> Iterator[Line]:
+    """An all-gather or a reduce-scatter, whose links have this `efficiency`: a ring once around."""
     across = route.nodes - 1
     share = (route.ways - 1) / route.ways
+    bandwidth = route.ring(efficiency(route.inside), efficiency(route.between))
     yield from _protocols(route, route.ways - 1 - across, across, share / bandwidth)
 
 
@@ -63,7 +59,7 @@ def _reduction(route: Route) -> Iterator[Line]:
     """An all-reduce: a ring twice around, a tree across nodes, or in the switches."""
     across = route.nodes - 1
     share = (route.ways - 1) / route.ways
-    bandwidth = _ring(route, route.inside.efficiency, route.between.efficiency)
+    bandwidth = route.ring(route.inside.efficiency, route.between.efficiency)
     yield from _protocols(route, 2 * (route.ways - 1 - across), 2 * across, 2 * share / bandwidth)
     if across:
         yield from _protocols(route, 2 * (route.together - 1), 2 * _levels(route), 2 / bandwidth)
@@ -100,11 +96,22 @@ def _exchange(route: Route) -> Iterator[Line]:
     yield from _protocols(route, together - 1, others, each)
 
 
+def _shift(route: Route) -> Iterator[Line]:
+    """Every device to the next one."""
+    inside, between = route.inside, route.between
+    each = 1 / (inside.among(route.together) * inside.efficiency) if route.together > 1 else 0.0
+    if route.nodes == 1:
+        yield from _protocols(route, 1, 0, each)
+    else:
+        yield from _protocols(route, 0, 1, max(each, 1 / (between.bandwidth * between.efficiency)))
+
+
 _ALGORITHMS: dict[str, Callable[[Route], Iterator[Line]]] = {
-    "all_gather": _gather,
-    "reduce_scatter": _scatter,
+    "all_gather": partial(_once, attrgetter("gather_efficiency")),
+    "reduce_scatter": partial(_once, attrgetter("scatter_efficiency")),
     "all_reduce": _reduction,
     "all_to_all": _exchange,
+    "shift": _shift,
 }
 
 
@@ -127,12 +134,3 @@ def _start(route: Route) -> float:
 def _levels(route: Route) -> int:
     """Hops from the leaves of a tree over the nodes to its root."""
     return ceil(log2(route.nodes))
-
-
-def _ring(route: Route, inside: float, between: float) -> float:
-    """Bytes/s of a ring with these efficiencies of the links: across nodes it uses the network cards of all devices of
-    the group in a node."""
-    if route.nodes == 1:
-        return route.inside.among(route.ways) * inside
-    cards = route.together * route.between.bandwidth * between
-    return min(route.inside.among(route.together) * inside, cards) if route.together > 1 else cards

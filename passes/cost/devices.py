@@ -101,23 +101,35 @@ TRAINING: Mapping[str, tuple[float, float]] = {
     "b200": (0.647, 0.277),
     "b200-limited": (0.479, 0.535),
 }
-# Devices of the same chip share a fit.
-_SAME_CHIP = {"a100-40gb": "a100", "h200": "h100"}
-# Products on devices without published runs lose the same fraction as on the H100.
-_SUSTAINED = 0.83
+# The device that was fitted to runs, for others of its architecture.
+_SAME_ARCHITECTURE = {
+    **dict.fromkeys(("a100-40gb", "a100-pcie", "a100-pcie-40gb"), "a100"),
+    **dict.fromkeys(("b300", "gb200"), "b200"),
+}
 
 
-def _trained(name: str, device: Device) -> Device:
-    """The device with its figures under a training load."""
-    fitted = TRAINING.get(_SAME_CHIP.get(name, name))
-    if fitted is None:
-        return replace(device, efficiency=device.efficiency * _SUSTAINED)
-    return replace(device, efficiency=fitted[0], attention=fitted[1])
+def derated(device: Device, like: str) -> Device:
+    """A `device` with rates alone, as it is in training: products and attention lose as much as those of the device
+    called `like`.
+
+    Devices without runs lose what the fitted one of their architecture does, and those of architectures without runs
+    what the H100 does. CPUs lose nothing.
+    """
+    names = [name for name, each in ALONE.items() if each.name == like]
+    if not names:
+        return device
+    fitted = names[0] if names[0] in TRAINING else _SAME_ARCHITECTURE.get(names[0], "h100")
+    products, attention = TRAINING[fitted]
+    return replace(
+        device,
+        efficiency=device.efficiency * products / ALONE[fitted].efficiency,
+        attention=device.attention * attention / ALONE[fitted].attention,
+    )
 
 
 # Of the CPU, rates were measured on two cores.
 DEVICES: Mapping[str, Device] = {
-    **{name: _trained(name, device) for name, device in ALONE.items()},
+    **{name: derated(device, device.name) for name, device in ALONE.items()},
     "cpu": Device(
         "CPU core",
         {"float32": 60e9, "float64": 30e9, "bfloat16": 15e9, "float16": 15e9},

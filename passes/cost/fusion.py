@@ -14,7 +14,8 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-from passes.ir.program import Folded, Op, Region, Rule, references
+from passes.ir.grouping import grouped, representatives
+from passes.ir.program import Folded, Op, Region, Rule
 from passes.rules import find_rule
 from passes.rules.pointwise import TABLE
 from passes.rules.strategies import strided
@@ -79,19 +80,16 @@ def _bodies(folded: Folded) -> Iterator[Sequence[Op]]:
 def _handed_on(folded: Folded) -> set[str]:
     """The results of regions that their next copy or the program outside reads, and the outputs and buffers of the
     program."""
-    names = {name for value in folded.program.outputs for name in references(value)}
-    names.update(update.value for update in folded.program.updates)
+    names = set(folded.program.returned)
     for region in folded.regions:
-        names.update(carry.initial for carry in region.carries)
-        names.update(carry.next for carry in region.carries)
-        names.update(export.value for export in region.exports)
+        names.update(region.results, (carry.initial for carry in region.carries))
     return names
 
 
 @dataclass(frozen=True)
 class _Link:
-    """An op in a chain: its first op, the op's rule and operands (what views are of), and which of them it takes from
-    the ops before it in the chain."""
+    """An op in a chain: the number of an op that stands for the chain, the op's rule and operands (what views are of),
+    and which of them it takes from the ops before it in the chain."""
 
     chain: int
     op: Op
@@ -104,9 +102,8 @@ def _chains(ops: Sequence[Op], folded: Folded, copied: Set[str], outside: Set[st
     """The ops of one body that are in chains."""
     links, written = _links(ops, folded, copied, outside)
     found: dict[str, Fused] = {}
-    chains = sorted({link.chain for link in links})
-    for chain in chains:
-        found |= _chain([link for link in links if link.chain == chain], written, folded.flowing)
+    for chain in grouped((link.chain, link) for link in links).values():
+        found |= _chain(chain, written, folded.flowing)
     return found
 
 
@@ -121,7 +118,7 @@ def _links(ops: Sequence[Op], folded: Folded, copied: Set[str], outside: Set[str
     makers: dict[str, int] = {}
     depths: list[int] = []
     joined: list[bool] = []
-    chains = list(range(len(ops)))
+    together: list[tuple[int, int]] = []
     links: list[_Link] = []
     written: set[str] = set()
     for place, op in enumerate(ops):
@@ -142,12 +139,13 @@ def _links(ops: Sequence[Op], folded: Folded, copied: Set[str], outside: Set[str
             maker = makers.get(name)
             if joins and maker is not None and joined[maker] and depths[maker] == depths[place]:
                 inner.add(slot)
-                _join(chains, maker, place)
+                together.append((maker, place))
             else:
                 written.add(name)
         if joins and rule is not None:
             links.append(_Link(place, op, rule, operands, frozenset(inner)))
-    return [replace(link, chain=_first(chains, link.chain)) for link in links], written
+    chains = representatives(together)
+    return [replace(link, chain=chains.get(link.chain, link.chain)) for link in links], written
 
 
 def _chain(links: Sequence[_Link], written: Set[str], flowing: Set[str]) -> dict[str, Fused]:
@@ -188,16 +186,3 @@ def _saved(link: _Link, flowing: Set[str]) -> Iterator[str]:
     for item in link.rule.saved:
         if not item.needed_by or any(link.op.operands[slot] in flowing for slot in item.needed_by):
             yield link.op.results[item.index] if item.result else link.operands[item.index]
-
-
-def _first(chains: list[int], place: int) -> int:
-    """The first op of the chain that an op is in."""
-    while chains[place] != place:
-        chains[place] = chains[chains[place]]
-        place = chains[place]
-    return place
-
-
-def _join(chains: list[int], one: int, other: int) -> None:
-    one, other = _first(chains, one), _first(chains, other)
-    chains[max(one, other)] = min(one, other)

@@ -19,6 +19,7 @@ from passes.ir.arrays import Floats, Integers
 from passes.ir.choices import Edge, EdgeGroup, Node, Problem
 from passes.ir.configuration import Configuration
 from passes.ir.figures import as_float
+from passes.ir.grouping import grouped
 from passes.ir.layout import Layout, local_shape
 from passes.ir.mesh import Mesh
 
@@ -211,11 +212,10 @@ class NodeAllocation:
 
 @dataclass(frozen=True)
 class EdgeAllocation:
-    """Bytes in proportion to the operand of one use: `times` its size."""
+    """Bytes of a sum of gradients and of its new addend: twice the size of the operand of one use."""
 
     edge: int
     range: LiveRange
-    times: float
 
 
 @dataclass(frozen=True)
@@ -238,16 +238,14 @@ class GroupRanges:
 
     Of saved tensors: `sources` before a redistribution, for strategies of the producer that are not recomputed and for
     those that are (None: resident anyway); `target` after it, and `rerun` if the backward pass repeats the
-    redistribution. Of gradients: `flow` without a redistribution, else `before` it and `after` it (None: there are
-    none). `gathered` is for parameters that have gradients.
+    redistribution. Of gradients (None: there are none): `flow`, without a redistribution, before it and after it.
+    `gathered` is for parameters that have gradients.
     """
 
     sources: tuple[LiveRange, LiveRange] | None
     target: tuple[LiveRange, ...]
     rerun: tuple[LiveRange, ...]
-    flow: LiveRange | None
-    before: LiveRange | None
-    after: LiveRange | None
+    flow: tuple[LiveRange, LiveRange, LiveRange] | None
     gathered: GradientRanges | None
 
 
@@ -265,9 +263,7 @@ class LiveRanges:
         yield from (item.range for items in self.nodes for item in items)
         yield from (item.range for item in self.edges)
         for group in self.groups:
-            several = (*(group.sources or ()), *group.target, *group.rerun)
-            single = (group.flow, group.before, group.after)
-            yield from (*several, *(item for item in single if item is not None))
+            yield from (*(group.sources or ()), *group.target, *group.rerun, *(group.flow or ()))
             if group.gathered is not None:
                 found = group.gathered
                 yield from (found.whole, found.alone, found.sent, found.second)
@@ -303,10 +299,18 @@ def is_resident(problem: Problem, configuration: Configuration, producer: Node) 
     return producer.kind in ("parameter", "input", "buffer") or producer.saves_result or producer.views
 
 
-def is_saved(problem: Problem, configuration: Configuration, edge: Edge) -> bool:
-    """Whether the operand of a use is a saved tensor."""
-    group = problem.groups[edge.group]
-    return edge.saved or recompute_of(problem, configuration, group.block) in edge.remade
+def saved_edges(problem: Problem, configuration: Configuration, edges: Sequence[Edge]) -> list[Edge]:
+    """The uses of one group whose operand is a saved tensor. Where there is none, those that are saved if they are
+    redistributed."""
+    level = recompute_of(problem, configuration, problem.groups[edges[0].group].block)
+    saved = [edge for edge in edges if edge.saved or level in edge.remade]
+    return saved or [edge for edge in edges if level in edge.passed]
+
+
+def _is_source_saved(problem: Problem, configuration: Configuration, edges: Sequence[Edge]) -> bool:
+    """Whether the operand of the saved uses of a group is saved also where it is not redistributed."""
+    level = recompute_of(problem, configuration, problem.groups[edges[0].group].block)
+    return any(edge.saved or level in edge.remade for edge in edges)
 
 
 def unsharded_bytes(group: EdgeGroup, layout: Layout, configuration: Configuration) -> float:
@@ -319,12 +323,8 @@ def unsharded_bytes(group: EdgeGroup, layout: Layout, configuration: Configurati
 
 def live_ranges(problem: Problem, configuration: Configuration) -> LiveRanges:
     """The live ranges of everything that a step of `problem` allocates."""
-    uses: dict[int, list[int]] = {}
-    for index, edge in enumerate(problem.edges):
-        uses.setdefault(edge.group, []).append(index)
-    readers: dict[int, list[Edge]] = {}
-    for edge in problem.edges:
-        readers.setdefault(edge.producer, []).append(edge)
+    uses = grouped((edge.group, index) for index, edge in enumerate(problem.edges))
+    readers = grouped((edge.producer, edge) for edge in problem.edges)
     made_first = _made_first(problem, configuration, readers)
     nodes = [
         _node(problem, configuration, index, readers.get(index, []), made_first) for index in range(len(problem.nodes))
@@ -379,14 +379,13 @@ def _node(
 
 def _each_way(node: Node, places: tuple[LiveRange, LiveRange], sizes: Sequence[float]) -> list[NodeAllocation]:
     """Saved bytes of a node: of strategies that are not recomputed in the first range, of the others in the second."""
-    ways = zip(places, (False, True), strict=True)
     return [
         NodeAllocation(
             "saved",
             place,
             [size if is_recomputed(node, pick) is recomputed else 0.0 for pick, size in enumerate(sizes)],
         )
-        for place, recomputed in ways
+        for place, recomputed in zip(places, (False, True), strict=True)
     ]
 
 
@@ -416,7 +415,8 @@ def _group(
     group, producer = problem.groups[number], edges[0].producer
     node, block = problem.nodes[producer], group.block
     positions = [_position(problem, edge.consumer) for edge in edges]
-    kept = [_position(problem, edge.consumer) for edge in edges if is_saved(problem, configuration, edge)] or positions
+    saved = saved_edges(problem, configuration, edges)
+    kept = [_position(problem, edge.consumer) for edge in saved] or positions
     first, last = min(kept), max(kept)
     running = LiveRange(Phase.COPY, block, first, last)
     repeated = problem.counts[block] > 1
@@ -437,19 +437,18 @@ def _group(
         rerun = there
         if group.gradient:
             gathered = _reduced(problem, block, positions[0])
-    flow = before = after = None
+    flow = None
     if group.gradient and not group.parameter:
         made = _position(problem, producer) if node.block == block else START
         end = max(positions)
         if edges[0].consumer <= producer and problem.nodes[edges[0].consumer].kind == "carry":
             # The carry of the next copy.
-            end = END
-            positions = [END]
-        flow = LiveRange(Phase.COPY, block, made, end)
-        before = LiveRange(Phase.COPY, block, made, min(positions))
-        after = LiveRange(Phase.COPY, block, min(positions), end)
-    resident = is_resident(problem, configuration, node)
-    return GroupRanges(None if resident else sources, targets, rerun, flow, before, after, gathered)
+            end, positions = END, [END]
+        spans = ((made, end), (made, min(positions)), (min(positions), end))
+        whole, before, after = (LiveRange(Phase.COPY, block, *span) for span in spans)
+        flow = whole, before, after
+    counted = _is_source_saved(problem, configuration, edges) and not is_resident(problem, configuration, node)
+    return GroupRanges(sources if counted else None, targets, rerun, flow, gathered)
 
 
 def _reduced(problem: Problem, block: int, op: int) -> GradientRanges:
@@ -476,7 +475,7 @@ def _sums(problem: Problem, own: Sequence[int]) -> list[EdgeAllocation]:
         return []
     order = sorted(own, key=lambda index: problem.edges[index].consumer)
     return [
-        EdgeAllocation(index, LiveRange(Phase.COPY, group.block, *(problem.edges[index].consumer,) * 2), 2.0)
+        EdgeAllocation(index, LiveRange(Phase.COPY, group.block, *(problem.edges[index].consumer,) * 2))
         for index in order[:-1]
         if problem.nodes[problem.edges[index].consumer].kind == "op"
     ]

@@ -20,16 +20,17 @@ from passes.cost.live_ranges import (
     Phase,
     ProgramPoint,
     is_recomputed,
-    is_saved,
     layout_bytes,
     live_ranges,
     program_points,
+    saved_edges,
     unsharded_bytes,
 )
 from passes.ir.arrays import Flags, Floats, Integers
 from passes.ir.choices import Edge, EdgeGroup, Problem, Solution
 from passes.ir.configuration import Configuration
-from passes.ir.figures import Figure, Number
+from passes.ir.figures import Figure, Number, as_float
+from passes.ir.grouping import grouped
 from passes.ir.layout import I, Layout, Placement, R
 from passes.ir.mesh import Mesh
 
@@ -61,9 +62,7 @@ class TensorUses:
 
 def find_tensor_uses(problem: Problem, mesh: Mesh) -> list[TensorUses]:
     """The uses of every tensor, in the order of the groups of `problem`."""
-    by_group: dict[int, list[Edge]] = {}
-    for edge in problem.edges:
-        by_group.setdefault(edge.group, []).append(edge)
+    by_group = grouped((edge.group, edge) for edge in problem.edges)
     numbers: dict[Placement, int] = {R: 0, I: _WHOLE}
     return [_uses(problem, problem.groups[group], edges, mesh, numbers) for group, edges in sorted(by_group.items())]
 
@@ -116,8 +115,8 @@ def _numbered(layout: Layout, numbers: dict[Placement, int]) -> list[int]:
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """Bytes on the busiest device, by kind, at the program point of the peak, whose name is `moment`. All ranks
-    have the same program."""
+    """Bytes on the busiest device, by kind, at the peak of a step, whose program point or statement is `moment`. All
+    ranks have the same program."""
 
     bytes_by_kind: Mapping[str, float]
     moment: str
@@ -129,7 +128,7 @@ class MemoryUse:
 
     def kinds(self) -> dict[str, float]:
         """The bytes by kind, under names for printing."""
-        return dict(self.bytes_by_kind)
+        return {kind: as_float(size) for kind, size in self.bytes_by_kind.items()}
 
 
 # Kinds of allocations -> their names for printing.
@@ -303,13 +302,13 @@ def memory_model(
     numbers: dict[LiveRange, int] = {}
     for item in found.all():
         numbers.setdefault(item, len(numbers))
-    saved = [[use for use, edge in enumerate(own.edges) if is_saved(problem, configuration, edge)] for own in uses]
+    saved = [[own.edges.index(edge) for edge in saved_edges(problem, configuration, own.edges)] for own in uses]
     operands = {id(edge): (own, row) for own in uses for edge, row in zip(own.edges, own.wanted, strict=True)}
     sums: dict[int, list[tuple[LiveRange, Floats]]] = {}
     for extra in found.edges:
         edge = problem.edges[extra.edge]
         own, row = operands[id(edge)]
-        sums.setdefault(edge.consumer, []).append((extra.range, extra.times * own.target_bytes[row]))
+        sums.setdefault(edge.consumer, []).append((extra.range, 2 * own.target_bytes[row]))
     nodes = [
         _node_bytes(items, sums.get(index, []), len(problem.nodes[index].strategies), numbers)
         for index, items in enumerate(found.nodes)
@@ -336,11 +335,11 @@ def _group_bytes(
     uses: TensorUses, item: GroupRanges, numbers: dict[LiveRange, int], configuration: Configuration
 ) -> GroupBytes:
     found = list(_parameter_bytes(uses, item.gathered, configuration)) if uses.group.parameter else []
-    if item.flow is not None and item.before is not None and item.after is not None:
+    if item.flow is not None:
         source = np.broadcast_to(uses.source_bytes[:, None], uses.same.shape)
-        found.append(("transient", item.flow, np.where(uses.same, source, 0.0)))
-        found.append(("transient", item.before, np.where(uses.same, 0.0, source)))
-        found.append(("transient", item.after, np.where(uses.same, 0.0, uses.target_bytes)))
+        target = np.where(uses.same, 0.0, uses.target_bytes)
+        sizes = (np.where(uses.same, source, 0.0), np.where(uses.same, 0.0, source), target)
+        found += [("transient", range, size) for range, size in zip(item.flow, sizes, strict=True)]
     found = [(kind, range, sizes) for kind, range, sizes in found if sizes.any()]
     sources = None
     if item.sources is not None:
@@ -402,5 +401,7 @@ def memory_use(problem: Problem, solution: Solution, states: int) -> MemoryUse:
 
 
 def largest_terms(use: MemoryUse, count: int = 3) -> list[tuple[str, float]]:
-    """The kinds with the most bytes, largest first."""
-    return sorted(use.kinds().items(), key=lambda item: -item[1])[:count]
+    """The kinds with the most bytes, largest first, and the sum of the others, if there are any."""
+    terms = sorted(use.kinds().items(), key=lambda item: -item[1])
+    others = sum(size for _, size in terms[count:])
+    return [*terms[:count], *([("others", others)] if others else [])]

@@ -7,7 +7,9 @@ test compares all of it with them."""
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from functools import cached_property
+from itertools import accumulate
 from math import prod
+from operator import mul
 from typing import NamedTuple
 
 import torch
@@ -33,6 +35,8 @@ from passes.rules.local_forms import (
     Workspace,
     attention_kernel,
     attention_workspace,
+    block_attention,
+    runs_in_blocks,
 )
 from passes.rules.strategies import Choice, OpContext, op_context, replicated
 
@@ -49,7 +53,7 @@ def shares(rule: Rule | None, choices: Sequence[Choice], sizes: Sequence[int]) -
         if choice.factors:
             splits.setdefault((choice.form, *choice.factors), []).append(Split(size, choice.major))
     for (form, *factors), each in splits.items():
-        share = (LOCAL_FORMS[form] if form else _PLAIN).share(each)
+        share = (LOCAL_FORMS[form] if form else _PLAIN).share(each, rule.factors[factors[0]])
         parts = rule.divided.get(factors[0], (1.0, 1.0))
         forward, backward = (
             whole * (1 - part + part * share) for whole, part in zip((forward, backward), parts, strict=True)
@@ -60,7 +64,8 @@ def shares(rule: Rule | None, choices: Sequence[Choice], sizes: Sequence[int]) -
 def form_contexts(
     context: OpContext, choices: Sequence[Choice], strategy: Strategy, mesh: Mesh, device: str
 ) -> Iterator[tuple[LocalForm, FormContext]]:
-    """The local forms that run, and their contexts: one for each axis that splits a factor of one."""
+    """The local forms that run, and their contexts: one for each axis that splits a factor of one, or for adjacent ones
+    that split it one after the other."""
     rule = context.rule
     if rule is None or not any(choice.form for choice in choices):
         return
@@ -71,15 +76,24 @@ def form_contexts(
     splits = [(choice, size) for choice, size in zip(choices, mesh.sizes, strict=True) if choice.form]
     inside = prod(size for choice, size in splits if rule.factors[choice.factors[0]].role is Role.INSIDE)
     rows = prod(shapes[0]) * inside // reduced
+    digits: dict[tuple[str, tuple[str, ...]], list[tuple[int, int]]] = {}
     for axis, choice in enumerate(choices):
         if choice.form:
-            later = (size for other, size in splits if other.factors == choice.factors and other.major > choice.major)
-            dim, reach = strategy.operands[0][axis].dim, rule.factors[choice.factors[0]].reach
-            dtype = context.operands[0].dtype
+            digits.setdefault((choice.form, choice.factors), []).append((axis, choice.major))
+    for (form, factors), own in digits.items():
+        dtype, reach = context.operands[0].dtype, rule.factors[factors[0]].reach
+        earlier, later = prod(mesh.sizes[axis] for axis, _ in own), 1
+        spans = mesh.joined(own)
+        gathered = accumulate((mesh.ways(span) for span, _ in spans), mul, initial=1)
+        in_order = all(major == before for (_, major), before in zip(spans, gathered, strict=False))
+        for span, _ in reversed(spans):
+            ways, dim = mesh.ways(span), strategy.operands[0][mesh.spans[span][0]].dim
+            earlier //= ways
             yield (
-                LOCAL_FORMS[choice.form],
-                FormContext(context.op, axis, mesh.sizes[axis], shapes, dtype, rows, dim, prod(later), reach, device),
+                LOCAL_FORMS[form],
+                FormContext(context.op, span, ways, shapes, dtype, rows, dim, later, earlier, reach, in_order, device),
             )
+            later *= ways
 
 
 # Passes over scores without a fused kernel: the first product writes them, the softmax reads and writes, the second
@@ -106,19 +120,11 @@ def local_attention(
         for type, layout in zip(context.operands[:3], strategy.operands[:3], strict=True)
     )
     masked = len(context.operands) > 3
-    split = any(choice.form for choice in choices)
-    if split:
-        # The local form repeats grouped heads.
-        query, keys = shapes[0], shapes[1:]
-        shapes = (query, *((each[0], query[1], *each[2:]) for each in keys))
-    kernel = attention_kernel(
-        device,
-        context.operands[0].dtype,
-        shapes,
-        masked=masked or split,
-        dropout=bool(context.op.arguments["dropout_p"]),
-    )
-    return Attention(kernel, shapes, masked or split or bool(context.op.arguments["is_causal"]))
+    if runs_in_blocks(context.op) or any(choice.form for choice in choices):
+        shapes = block_attention(shapes, context.operands[1].shape[-2])
+    dropout = bool(context.op.arguments["dropout_p"])
+    kernel = attention_kernel(device, context.operands[0].dtype, shapes, masked=masked, dropout=dropout)
+    return Attention(kernel, shapes, masked or bool(context.op.arguments["is_causal"]))
 
 
 def attention_work(work: Work, attention: Attention) -> Work:
@@ -168,6 +174,8 @@ def workspace(context: OpContext, choices: Sequence[Choice], strategy: Strategy,
     ]
     attention = local_attention(context, choices, strategy, mesh, device)
     if attention is not None:
+        if runs_in_blocks(context.op):
+            return _alone_in_blocks(context, tuple(shapes), device)
         masks = zip(context.operands[3:], shapes[3:], strict=True)
         converted = sum(prod(shape) for type, shape in masks if type.dtype is torch.bool)
         dropout = bool(context.op.arguments["dropout_p"])
@@ -182,6 +190,15 @@ def workspace(context: OpContext, choices: Sequence[Choice], strategy: Strategy,
     return 0.0, backward
 
 
+def _alone_in_blocks(context: OpContext, shapes: tuple[Shape, ...], device: str) -> Workspace:
+    """The workspace of attention that runs in blocks, and of which neither queries nor keys are split."""
+    rule, dtype = context.rule, context.operands[0].dtype
+    queries = None if rule is None else rule.factors.get("queries")
+    reach = (0, 0) if queries is None else queries.reach
+    about = FormContext(context.op, 0, 1, shapes, dtype, prod(shapes[0]), reach=reach, device=device)
+    return LOCAL_FORMS["blockwise_attention"].workspace(about)
+
+
 _KINDS = frozenset((*TEMPORARIES, *REPEATED, "scaled_dot_product_attention"))
 
 
@@ -192,6 +209,15 @@ class OpSeconds(NamedTuple):
     backward: float
     forward_communication: float = 0.0
     backward_communication: float = 0.0
+
+
+class Inside(NamedTuple):
+    """Seconds of the collectives inside a local form, forward and backward, and the part of its computation that they
+    run beside."""
+
+    forward: float
+    backward: float
+    overlap: float
 
 
 class Parts(NamedTuple):
@@ -230,23 +256,29 @@ class OpPrices:
         """Seconds on the busiest rank."""
         inside = self._inside(choices, strategy)
         if self.is_free:
-            return OpSeconds(0.0, 0.0, *inside)
+            return OpSeconds(0.0, 0.0, inside.forward, inside.backward)
         parts = self.parts(choices, strategy)
         if parts not in self.computed:
             self.computed[parts] = compute_seconds(self.work(parts), self.cluster.device)
-        return OpSeconds(*self.computed[parts], *inside)
+        forward, backward = self.computed[parts]
+        part = inside.overlap * self.cluster.device.overlaps
+        exposed = max(0.0, inside.forward - part * forward), max(0.0, inside.backward - part * backward)
+        return OpSeconds(forward, backward, *exposed)
 
-    def _inside(self, choices: Sequence[Choice], strategy: Strategy) -> tuple[float, float]:
-        """Exposed seconds of the collectives inside local forms, forward and backward."""
-        forward = backward = 0.0
-        device = self.cluster.device
-        for form, about in form_contexts(self.context, choices, strategy, self.mesh, device.type):
+    def _inside(self, choices: Sequence[Choice], strategy: Strategy) -> Inside:
+        """Seconds of the collectives inside local forms."""
+        forward = backward = overlap = 0.0
+        for form, about in form_contexts(self.context, choices, strategy, self.mesh, self.cluster.device.type):
             if form.communicates:
-                exposed, itemsize = 1 - form.overlap * device.overlaps, form.itemsize(about)
-                forward += exposed * self.steps.total(form.steps(about), itemsize)
+                itemsize = form.itemsize(about)
+                there, back = form.shifts(about) if form.shifts else ((), ())
+                forward += self.steps.total(form.steps(about), itemsize)
+                forward += sum(count * self.steps.shift_seconds(about.span, size) for count, size in there)
                 if self.context.flows:
-                    backward += exposed * self.steps.total(form.backward_steps(about), itemsize)
-        return forward, backward
+                    backward += self.steps.total(form.backward_steps(about), itemsize)
+                    backward += sum(count * self.steps.shift_seconds(about.span, size) for count, size in back)
+                overlap = form.overlap(about) if form.overlap else 0.0
+        return Inside(forward, backward, overlap)
 
     def parts(self, choices: Sequence[Choice], strategy: Strategy) -> Parts:
         """The part of the op on the busiest rank."""

@@ -10,7 +10,7 @@ from itertools import product
 import numpy as np
 
 from passes.cost.cluster import Cluster
-from passes.cost.step_costs import StepCosts
+from passes.cost.step_costs import Sent, StepCosts
 from passes.ir.arrays import Flags, Floats, Integers
 from passes.ir.choices import EdgeGroup
 from passes.ir.layout import Layout
@@ -81,64 +81,47 @@ class RedistributionCosts:
         counts = [len(each.sources) * len(each.targets) for each in tensors]
         price = self._parameters if parameter else self._activations
         # The part after the last end is empty.
-        split = (np.split(each, np.cumsum(counts)) for each in price(tensors, _Elements.of(tensors, counts), gradient))
+        split = (np.split(each, np.cumsum(counts)) for each in price(tensors, _sent(tensors, counts, gradient)))
         for each, *own in zip(tensors, *split, strict=False):
             yield RedistributionSeconds(*(part.reshape(len(each.sources), len(each.targets)) for part in own))
 
-    def _activations(
-        self, tensors: Sequence[TensorLayouts], elements: "_Elements", gradient: bool
-    ) -> tuple[Floats, Floats, Floats, Flags]:
+    def _activations(self, tensors: Sequence[TensorLayouts], sent: Sent) -> tuple[Floats, Floats, Floats, Flags]:
         """The fields of `RedistributionSeconds`, for all pairs of tensors that are no parameters."""
-        found = np.zeros((2, len(elements.joined)))
+        found = np.zeros((2, len(sent.joined)))
         for steps in _steps(tensors, self.mesh):
-            found[:, steps.pair] += self._step_seconds(steps, elements, gradient)
-        none = np.zeros(len(elements.joined))
+            found[:, steps.pair] += self.steps.cheapest(steps, sent.take(steps.pair))[0]
+        none = np.zeros(len(sent.joined))
         return found[0], found[1], none, none > 0
 
-    def _parameters(
-        self, tensors: Sequence[TensorLayouts], elements: "_Elements", gradient: bool
-    ) -> tuple[Floats, Floats, Floats, Flags]:
+    def _parameters(self, tensors: Sequence[TensorLayouts], sent: Sent) -> tuple[Floats, Floats, Floats, Flags]:
         """The fields of `RedistributionSeconds`, for all pairs of parameters."""
-        # Forward and backward: all but the all-to-alls that come first, and these one by one and with others.
-        later, alone, joint = np.zeros((3, 2, len(elements.joined)))
-        parts = _UnitParts(tensors, gradient, self.mesh)
+        # Forward and backward: all but the all-to-alls that come first, where a unit takes its steps as they are and
+        # where none does; and the all-to-alls, one by one and with others.
+        in_unit, later, alone, joint = np.zeros((4, 2, len(sent.joined)))
+        parts = _UnitParts(tensors, sent.flows, self.mesh)
         for steps in _steps(tensors, self.mesh):
             pair = steps.pair
-            is_first, _ = parts.follow(steps)
-            seconds = self._step_seconds(steps, elements, gradient)
+            own = sent.take(pair)
+            is_first, is_unit = parts.follow(steps)
+            seconds, chosen = self.steps.cheapest(steps, own)
             later[:, pair] += ~is_first * seconds
             alone[:, pair] += is_first * seconds
-            for way, sizes in enumerate((elements.size, elements.gradient_size)):
-                joint[way, pair] += is_first * self.steps.joint_seconds(steps, sizes[pair])
+            whole = self.steps.both_ways(steps, own) if (chosen > 0).any() else seconds
+            in_unit[:, pair] += ~is_first * np.where(is_unit, whole, seconds)
+            for way, sizes in enumerate((own.size, own.gradient_size)):
+                joint[way, pair] += is_first * self.steps.joint_seconds(steps, sizes)
         exchanges, taken = parts.exchanged > 0, parts.taken()
-        forward = later[0] + alone[0] * ~taken
-        backward = later[1] + np.where(taken, joint[1] * gradient, alone[1])
+        forward = np.where(taken, in_unit[0], later[0] + alone[0])
+        backward = np.where(taken, in_unit[1] + joint[1] * sent.flows, later[1] + alone[1])
         return forward, backward, joint[0] * taken, exchanges & ~taken
 
-    def _step_seconds(self, steps: Steps, elements: "_Elements", gradient: bool) -> Floats:
-        """The seconds of each step, forward and backward."""
-        pair = steps.pair
-        seconds = np.zeros((2, len(pair)))
-        seconds[0] = self.steps.seconds(steps, elements.size[pair], elements.joined[pair])
-        if gradient:
-            seconds[1] = self.steps.seconds(steps.backward, elements.gradient_size[pair], elements.joined[pair])
-        return seconds
 
-
-@dataclass(frozen=True)
-class _Elements:
-    """By pair of layouts: bytes of an element and of its gradient, and how many tensors share a collective."""
-
-    size: Integers
-    gradient_size: Integers
-    joined: Integers
-
-    @classmethod
-    def of(cls, tensors: Sequence[TensorLayouts], counts: Sequence[int]) -> "_Elements":
-        """Those of tensors with so many pairs of layouts each."""
-        groups = [each.group for each in tensors]
-        fields = [(group.type.dtype.itemsize, group.gradient_itemsize, group.joined) for group in groups]
-        return cls(*np.repeat(np.array(fields, dtype=np.int64).reshape(-1, 3), counts, axis=0).T)
+def _sent(tensors: Sequence[TensorLayouts], counts: Sequence[int], flows: bool) -> Sent:
+    """The sizes that each pair of layouts sends: tensor i has `counts[i]` pairs."""
+    groups = [each.group for each in tensors]
+    fields = [(group.type.dtype.itemsize, group.gradient_itemsize, group.joined) for group in groups]
+    size, gradient_size, joined = np.repeat(np.array(fields, dtype=np.int64).reshape(-1, 3).T, counts, axis=1)
+    return Sent(size, gradient_size, joined, flows)
 
 
 def _steps(tensors: Sequence[TensorLayouts], mesh: Mesh) -> Iterator[Steps]:
@@ -163,6 +146,8 @@ class _UnitParts:
         self.tensor = np.repeat(np.arange(len(tensors)), counts)
         self.first = np.cumsum([0, *counts])
         self.phase, self.exchanged, self.sharded, self.replicated = np.zeros((4, sum(counts)), dtype=np.int64)
+        self.bits = np.array([sum(1 << axis for axis in axes) for axes in mesh.spans])
+        self.is_wide = np.array([mesh.ways(span) > 1 for span in range(len(mesh.spans))])
         self.shrinks = np.zeros(sum(counts), dtype=np.bool_)
         self.layouts: dict[Layout, int] = {}
         rows = [[self.layouts.setdefault(source, len(self.layouts)) for source in each.sources] for each in tensors]
@@ -174,20 +159,20 @@ class _UnitParts:
     def follow(self, steps: Steps) -> tuple[Flags, Flags]:
         """Whether each of the next steps of some pairs is an all-to-all that comes first, and whether it is one that a
         unit takes, if there is one."""
-        pair, bit = steps.pair, 1 << steps.axis
+        pair, bits = steps.pair, self.bits.take(steps.span)
         self.shrinks[pair] |= steps.after < steps.before
         splits = steps.source == _SPLIT
         is_first = (self.phase[pair] == _EXCHANGES) & splits & (steps.target == _SPLIT)
-        self.exchanged[pair] |= is_first * bit
+        self.exchanged[pair] |= is_first * bits
         begins = pair[(self.phase[pair] == _EXCHANGES) & ~is_first]
         self.phase[begins] = _UNIT
         self._make_copies(begins[self.exchanged[begins] > 0])
-        is_wide = (np.array(self.mesh.sizes) > 1).take(steps.axis)
+        is_wide = self.is_wide.take(steps.span)
         becomes_whole = is_wide & (steps.target == _WHOLE)
         converts = becomes_whole & (steps.source == _EQUAL) & self.trainable
-        self.replicated[pair] |= converts * bit
-        gathers = (self.phase[pair] == _UNIT) & splits & becomes_whole & self._are_leading(pair, bit)
-        self.sharded[pair] |= gathers * bit
+        self.replicated[pair] |= converts * bits
+        gathers = (self.phase[pair] == _UNIT) & splits & becomes_whole & self._are_leading(pair, bits)
+        self.sharded[pair] |= gathers * bits
         self.phase[pair[(self.phase[pair] == _UNIT) & splits & is_wide & ~gathers]] = _OTHERS
         return is_first, converts | gathers
 
@@ -202,8 +187,8 @@ class _UnitParts:
             copy = tuple(after if bits >> axis & 1 else before for axis, (before, after) in enumerate(placements))
             self.layout[pair] = self.layouts.setdefault(copy, len(self.layouts))
 
-    def _are_leading(self, pair: Integers, bit: Integers) -> Flags:
-        """Whether a unit can gather some pairs over a further axis (a bit), besides those that it gathers over."""
+    def _are_leading(self, pair: Integers, bits: Integers) -> Flags:
+        """Whether a unit can gather some pairs over further axes (as bits), besides those that it gathers over."""
         known = len(self.leading)
         if known < len(self.layouts):
             sets = [
@@ -213,7 +198,7 @@ class _UnitParts:
             more = [[_leads(axes, layout, self.mesh) for axes in sets] for layout in [*self.layouts][known:]]
             self.leading = np.concatenate([self.leading, np.array(more, dtype=np.bool_)])
         before = self.sharded[pair]
-        found: Flags = self.leading[self.layout[pair], before | bit] & (before < bit)
+        found: Flags = self.leading[self.layout[pair], before | bits] & (before < bits)
         return found
 
     def taken(self) -> Flags:

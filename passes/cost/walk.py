@@ -12,10 +12,10 @@ from passes.cost.price import cover, op_seconds, update_seconds
 from passes.cost.step import BlockSeconds, Seconds, compose
 from passes.cost.step_costs import StepCosts
 from passes.ir.configuration import Configuration
-from passes.ir.layout import local_shape
+from passes.ir.layout import Layout, local_shape
 from passes.ir.lowered import Body, Compute, Loop, Redistribution, Stage
 from passes.ir.mesh import Mesh
-from passes.ir.program import Folded
+from passes.ir.program import Folded, TensorType
 from passes.rules import find_rule
 from passes.rules.strategies import named_choices, op_context
 
@@ -30,17 +30,16 @@ class Optimizer:
 
 def walk(stage: Stage, folded: Folded, cluster: Cluster, optimizer: Optimizer, configuration: Configuration) -> Seconds:
     """Seconds of one step in which `stage`, lowered from `folded`, runs each micro-batch."""
-    inputs = update = 0.0
     mesh = configuration.mesh
-    for item in stage.program.inputs:
-        size = prod(local_shape(item.type.shape, stage.inputs[item.name], mesh)) * item.type.dtype.itemsize
-        inputs += size / cluster.host
-    read = {name for op in stage.program.ops for name in op.operands}
-    for parameter in stage.program.parameters:
-        if parameter.trainable and parameter.name in read:
-            shape = local_shape(parameter.type.shape, stage.parameters[parameter.name], mesh)
-            itemsize = (optimizer.dtype or parameter.type.dtype).itemsize
-            update += update_seconds(prod(shape) * itemsize, optimizer.states, cluster)
+
+    def size(type: TensorType, layout: Layout, dtype: torch.dtype | None = None) -> float:
+        """Bytes of this rank's part of a tensor, in another dtype if one is given."""
+        return prod(local_shape(type.shape, layout, mesh)) * (dtype or type.dtype).itemsize
+
+    loaded = (size(item.type, stage.inputs[item.name]) for item in stage.program.inputs)
+    updated = (size(item.type, stage.parameters[item.name], optimizer.dtype) for item in stage.program.updated)
+    inputs = sum((bytes / cluster.host for bytes in loaded), 0.0)
+    update = sum((update_seconds(bytes, optimizer.states, cluster) for bytes in updated), 0.0)
     parts = stage_parts(stage, folded, cluster, mesh)
     return compose(parts, configuration, configuration.micro_batches * inputs, update)
 

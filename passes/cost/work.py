@@ -4,7 +4,6 @@ Model FLOPs are those of Chowdhery et al. 2022 (PaLM, appendix B), counted op by
 plan computes again.
 """
 
-from collections.abc import Iterator
 from math import prod
 
 import torch
@@ -13,7 +12,7 @@ from passes.cost.cluster import Cluster
 from passes.cost.fusion import joined
 from passes.cost.price import seconds_alone
 from passes.ir.configuration import Configuration
-from passes.ir.program import Folded, Op, Program, Region
+from passes.ir.program import Folded, Op, Program
 from passes.ir.work import Work
 from passes.rules import find_rule
 
@@ -27,7 +26,7 @@ def seconds_by_op(folded: Folded, cluster: Cluster) -> dict[str, float]:
     """Seconds that one device computes each op, forward and backward, in all copies of its region, by key."""
     found: dict[str, float] = {}
     fused = joined(folded)
-    for op, count in counted(folded):
+    for op, count in folded.runs:
         own = fused.get(op.results[0]) if op.results else None
         seconds = sum(seconds_alone(op, folded.types, folded.flowing, folded.program.rules, cluster, own))
         found[op.key] = found.get(op.key, 0.0) + count * seconds
@@ -40,7 +39,7 @@ def work_of(program: Program, folded: Folded, samples: int, configuration: Confi
     Tokens are the elements of the input `input_ids`, or else of the first input of whole numbers with two dims.
     """
     flops = peak_s = 0.0
-    for op, count in counted(folded):
+    for op, count in folded.runs:
         own = configuration.micro_batches * count * _flops(op, folded)
         flops += own
         if own:
@@ -49,17 +48,7 @@ def work_of(program: Program, folded: Folded, samples: int, configuration: Confi
         item.name: item.type for item in program.inputs if len(item.type.shape) == 2 and item.type.dtype in _TOKENS
     }
     ids = next((type for name, type in whole.items() if name == "input_ids"), next(iter(whole.values()), None))
-    tokens = prod(ids.shape) if ids is not None else 0
-    return Work(samples, tokens, flops, peak_s, configuration.mesh.size)
-
-
-def counted(folded: Folded) -> Iterator[tuple[Op, int]]:
-    """Every op with its number of copies."""
-    for item in folded.items:
-        if isinstance(item, Region):
-            yield from ((op, item.count) for op in item.ops)
-        else:
-            yield item, 1
+    return Work(samples, prod(ids.shape) if ids is not None else 0, flops, peak_s, configuration.mesh.size)
 
 
 def _flops(op: Op, folded: Folded) -> float:

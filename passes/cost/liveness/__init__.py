@@ -7,14 +7,14 @@ from passes.cost.liveness.graph import (
     EventKind,
     Form,
     ForwardProfile,
+    MemoryPeak,
     OperandGradient,
-    Peak,
     Prober,
     ResultStorage,
     StorageRef,
     Task,
 )
-from passes.cost.liveness.step import MACHINES, Machine, MemoryPeak, MicroBatchInputs, Stored, peak_memory
+from passes.cost.liveness.step import MACHINES, Machine, MicroBatchInputs, Stored, peak_memory
 
 __all__ = [
     "KINDS",
@@ -28,7 +28,6 @@ __all__ = [
     "MemoryPeak",
     "MicroBatchInputs",
     "OperandGradient",
-    "Peak",
     "Prober",
     "ResultStorage",
     "StorageRef",

@@ -143,7 +143,7 @@ class Forward:
             del entered
         for name in op.operands:
             if name in frame.later:
-                values[name] = self.change(frame.later[name], frame.gathered[frame.later[name].source], _ignore)
+                values[name] = self.change(frame.later[name], frame.gathered[frame.later[name].source], lambda _: None)
         operands = [values[name] for name in dict.fromkeys(op.operands)]
         del values
         text, recomputed = self._texts[id(statement)], statement.recomputed
@@ -166,7 +166,7 @@ class Forward:
             (result,) = self.run(name, text, [value], 1, COMMUNICATION)
             if result.storage is not value.storage:
                 if self.noted is not None and statement.regathered:
-                    self.noted.note(result.storage, Task(text, (value.form,), (False,), 1), [value.storage])
+                    self.noted.note(result.storage, Task(text, (value.form,), (False,)), [value.storage])
                 if not statement.parameter:
                     result.storage.turn(TRANSIENT)
                     settle([result.storage])
@@ -180,7 +180,7 @@ class Forward:
         """Run an expression: its allocations and saved tensors; with `recomputed` its result is recomputed instead of
         saved."""
         self.ledger.moment = f"{self.phase} of {name}"
-        task = Task(text, tuple(item.form for item in operands), tuple(item.flows for item in operands), results)
+        task = Task(text, tuple(item.form for item in operands), tuple(item.flows for item in operands))
         profile = self.prober.forward(task)
         own: dict[int, Storage] = {}
         events = profile.events if self.running is None else self.running.events(profile)
@@ -188,7 +188,7 @@ class Forward:
         storages = [item.storage for item in operands]
         node: AutogradNode | None = None
         if recomputed and self.noted is not None:
-            remade = Task(text, task.operands, (False,) * len(operands), results)
+            remade = Task(text, task.operands, (False,) * len(operands))
             self.noted.note(place_of(profile.results[0].place, own, storages), remade, storages)
         if any(task.flows):
             found = [None if place is None else place_of(place, own, storages) for place in profile.saved]
@@ -311,10 +311,6 @@ class Forward:
             return second.found
 
         return Copy(list(inputs), run, nodes)
-
-
-def _ignore(value: Value) -> None:
-    """Hold nothing."""
 
 
 class _EnoughError(Exception):

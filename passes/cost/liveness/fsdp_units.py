@@ -4,7 +4,7 @@ Read from torch 2.13, torch/distributed/fsdp/_fully_shard (`_fsdp_param_group.py
 gathered into one flat buffer and copied out into its parameters, whose storages are freed and reallocated while the
 tensors stay the same; gradients are copied into one flat buffer that is reduced, and the reduced gradients are views of
 the output. Streams are taken to run in the order of the program. Gradients of a unit that gathers nothing are
-reduced in place when all are computed (by NCCL; gloo copies them in a thread of its own, which is not counted).
+reduced when all are computed: in place by NCCL, for gloo in one tensor, of which they are views from then on.
 """
 
 from collections import Counter
@@ -124,8 +124,8 @@ class _Run:
 
 class FSDPSimulation:
     """The FSDP units of a program in one step. `stored` are the parameters as they are stored. With `keeps` units that
-    were gathered for a backward pass stay gathered after it; while `holds` is set, gradients accumulate and are not
-    reduced."""
+    were gathered for a backward pass stay gathered after it, `joins` is that of the machine; while `holds` is set,
+    gradients accumulate and are not reduced."""
 
     def __init__(
         self,
@@ -135,9 +135,11 @@ class FSDPSimulation:
         ledger: Ledger,
         *,
         keeps: bool = False,
+        joins: bool = False,
     ) -> None:
         self.holds = False
         self._keeps = keeps
+        self._joins = joins
         self._ledger = ledger
         self.units = stage.units
         # What the backward pass gathers ahead, by the unit that it has just gathered. Copies that are counted and not
@@ -161,8 +163,7 @@ class FSDPSimulation:
             members = tuple(add(unit, name, types[name], stored[name]) for name in names)
             self.parameters.update(zip(names, (member.whole for member in members), strict=True))
             ranks = prod(mesh.sizes[axis] for axis in unit.sharded)
-            dtype = stored[next(iter(unit.parameters))].form.dtype
-            run = _Run(number, unit, members, ranks, dtype)
+            run = _Run(number, unit, members, ranks, stored[next(iter(unit.parameters))].form.dtype)
             run.await_gradients()
             if members:
                 self._runs[number] = run
@@ -377,22 +378,26 @@ class FSDPSimulation:
             self._send(run)
 
     def _send(self, run: _Run) -> None:
-        """Begin to reduce the gradients that are computed, in place."""
+        """Begin to reduce the gradients that are computed."""
         self._ledger.moment = f"reduction of gradients of {run.name}"
-        for member in run.members:
-            gradient = _take(member)
-            if gradient is not None:
-                run.sent.append((member, gradient))
+        found = [(member, gradient) for member in run.members if (gradient := _take(member)) is not None]
+        if self._joins and len(found) > 1:
+            joined = Storage(self._ledger, sum(gradient.bytes for _, gradient in found), GRADIENTS)
+            found = [(member, joined) for member, _ in found]
+        run.sent += found
 
-    def _receive(self, run: _Run) -> None:
-        """Accumulate reduced gradients into those of the stored parameters."""
-        if not self.holds:
-            self._send(run)
-        for member, reduced in run.sent:
+    def _receive(self, runs: Sequence[_Run]) -> None:
+        """Accumulate reduced gradients into those of the stored parameters, when all are there."""
+        for run in runs:
+            if not self.holds:
+                self._send(run)
+        received = [pair for run in runs for pair in run.sent]
+        for member, reduced in received:
             if member.stored is not None and member.stored.gradient is None:
                 member.stored.gradient = reduced
-        run.sent.clear()
-        run.await_gradients()
+        for run in runs:
+            run.sent.clear()
+            run.await_gradients()
 
     def end_backward(self) -> None:
         """End the backward pass: reduce and redistribute the remaining gradients."""
@@ -408,9 +413,7 @@ class FSDPSimulation:
         for batch in self._turning.rest():
             self._ledger.moment = "all-to-all of gradients"
             self._turn(batch)
-        for run in self._runs.values():
-            if not run.plan.gathers:
-                self._receive(run)
+        self._receive([run for run in self._runs.values() if not run.plan.gathers])
 
     def drop(self) -> None:
         """Reshard all parameters."""

@@ -16,6 +16,7 @@ from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
 
+from passes.cost.memory import MemoryUse
 from passes.ir.lowered import Compute
 from passes.ir.program import TensorType
 from passes.ir.redistribution import RedistributionStep
@@ -37,11 +38,8 @@ class Form:
     @classmethod
     def contiguous(cls, shape: tuple[int, ...], dtype: torch.dtype) -> "Form":
         """The form of a new tensor."""
-        stride, step = [], 1
-        for size in reversed(shape):
-            stride.append(step)
-            step *= max(size, 1)
-        return cls(shape, tuple(reversed(stride)), dtype)
+        stride = (prod(max(size, 1) for size in shape[dim + 1 :]) for dim in range(len(shape)))
+        return cls(shape, tuple(stride), dtype)
 
     @property
     def spread(self) -> bool:
@@ -126,13 +124,12 @@ class BackwardProfile:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A statement to profile: `text` is its expression, in which `x0`, `x1`, … are the operands; `results` the number
-    of its results; `flows` the operands that have a gradient."""
+    """A statement to profile: `text` is its expression, in which `x0`, `x1`, … are the operands; `flows` the
+    operands that have a gradient."""
 
     text: str
     operands: tuple[Form, ...]
     flows: tuple[bool, ...]
-    results: int
 
 
 class Prober(Protocol):
@@ -168,12 +165,11 @@ STAYING = (GRADIENTS, GATHERED)
 
 
 @dataclass(frozen=True)
-class Peak:
-    """The largest number of live bytes, by kind and by block, and the statement that ran then."""
+class MemoryPeak(MemoryUse):
+    """Bytes on the busiest device at the peak of a step, by kind and by block of the program, and the statement that
+    ran then."""
 
-    kinds: dict[str, int]
-    moment: str
-    blocks: Mapping[str, int] = field(default_factory=dict)
+    bytes_by_block: Mapping[str, int]
 
 
 @dataclass
@@ -188,7 +184,7 @@ class Ledger:
     live: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
     total: int = 0
     peak_total: int = -1
-    peak: Peak = field(default_factory=lambda: Peak(dict.fromkeys(KINDS, 0), ""))
+    peak: MemoryPeak = field(default_factory=lambda: MemoryPeak(dict.fromkeys(KINDS, 0), "", {}))
 
     def add(self, kind: str, block: str, size: int) -> None:
         """Add `size` live bytes (negative: release)."""
@@ -197,12 +193,7 @@ class Ledger:
         self.total += size
         if self.total > self.peak_total:
             self.peak_total = self.total
-            self.peak = Peak(dict(self.live), self.moment, dict(self.live_by_block))
-
-    def turn(self, old: str, new: str, size: int) -> None:
-        """Move bytes from one kind to another."""
-        self.live[old] -= size
-        self.live[new] += size
+            self.peak = MemoryPeak(dict(self.live), self.moment, dict(self.live_by_block))
 
 
 class Storage:
@@ -220,7 +211,8 @@ class Storage:
 
     def turn(self, kind: str) -> None:
         """Change the kind of the storage."""
-        self._ledger.turn(self.kind, kind, self.bytes)
+        self._ledger.live[self.kind] -= self.bytes
+        self._ledger.live[kind] += self.bytes
         self.kind = kind
 
     def resize(self, size: int) -> None:
@@ -470,9 +462,11 @@ def assumed_backward(task: Task, gradients: Sequence[Form | None], forward: Forw
         for slot, (form, flows) in enumerate(zip(task.operands, task.flows, strict=True))
         if flows
     }
-    events = [Event(EventKind.USE, index) for index in saved]
-    events += [Event(EventKind.ALLOCATE, item.place.index, item.form.bytes) for item in given.values()]
-    events += [Event(EventKind.TAKEN, slot) for slot, form in enumerate(gradients) if form is not None]
-    events += [Event(EventKind.RELEASE, index) for index in saved]
-    events += [Event(EventKind.GIVE, slot) for slot in given]
-    return BackwardProfile(tuple(events), given)
+    events = (
+        *(Event(EventKind.USE, index) for index in saved),
+        *(Event(EventKind.ALLOCATE, item.place.index, item.form.bytes) for item in given.values()),
+        *(Event(EventKind.TAKEN, slot) for slot, form in enumerate(gradients) if form is not None),
+        *(Event(EventKind.RELEASE, index) for index in saved),
+        *(Event(EventKind.GIVE, slot) for slot in given),
+    )
+    return BackwardProfile(events, given)

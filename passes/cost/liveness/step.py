@@ -22,6 +22,7 @@ from passes.cost.liveness.graph import (
     Form,
     Leaf,
     Ledger,
+    MemoryPeak,
     Prober,
     Storage,
     Value,
@@ -130,9 +131,8 @@ class StepSimulation:
     def _put_together(self, returned: dict[str, Value]) -> None:
         """Concatenate the outputs of all micro-batches, while the parts are live."""
         self.ledger.moment = "outputs of micro-batches"
-        count = self.batches.count
         joined = {
-            name: Value(Storage(self.ledger, value.form.bytes * count, OUTPUTS), value.form)
+            name: Value(Storage(self.ledger, value.form.bytes * self.batches.count, OUTPUTS), value.form)
             for name, value in returned.items()
             if name in self.batches.outputs
         }
@@ -160,16 +160,18 @@ def _roots(outputs: Mapping[str, Value], sent: Sequence[Value]) -> list[Value]:
 @dataclass(frozen=True)
 class Machine:
     """Memory behaviour of torch on a kind of `device`: storages take multiples of `unit` bytes; an optimizer updates
-    all parameters `together` (multi-tensor implementations, the default on CUDA) or one after the other."""
+    all parameters `together` (multi-tensor implementations, the default on CUDA) or one after the other. Gradients
+    that are reduced together are put into one tensor if it `joins` them; otherwise they are reduced in place."""
 
     device: str = "cpu"
     unit: int = 1
     together: bool = False
+    joins: bool = True
 
 
 # Behaviour of torch's allocator and optimizers. (https://docs.pytorch.org/docs/stable/notes/cuda.html: blocks of 512
-# bytes; torch/optim: multi-tensor forms where all parameters are on CUDA.)
-MACHINES = {"cpu": Machine(), "cuda": Machine("cuda", unit=512, together=True)}
+# bytes; torch/optim: multi-tensor forms where all parameters are on CUDA. The runtime joins gradients for gloo.)
+MACHINES = {"cpu": Machine(), "cuda": Machine("cuda", unit=512, together=True, joins=False)}
 
 
 @dataclass(frozen=True)
@@ -180,25 +182,6 @@ class Stored:
     master: torch.dtype | None
     given: Mapping[str, torch.dtype]
     optimizer: str | None
-
-
-@dataclass(frozen=True)
-class MemoryPeak:
-    """Bytes on the busiest device at the peak of a step, by kind and by block of the program, and the moment of the
-    peak."""
-
-    bytes_by_kind: Mapping[str, int]
-    moment: str
-    bytes_by_block: Mapping[str, int]
-
-    @property
-    def peak(self) -> int:
-        """The sum over all kinds."""
-        return sum(self.bytes_by_kind.values())
-
-    def kinds(self) -> dict[str, float]:
-        """The bytes by kind, under names for printing."""
-        return {kind: float(size) for kind, size in self.bytes_by_kind.items()}
 
 
 def peak_memory(
@@ -215,7 +198,7 @@ def peak_memory(
     ledger, blocks = Ledger(machine.unit), _blocks(stage)
     program = stage.program
     training = stored.optimizer is not None
-    read = {name for op in program.ops for name in op.operands}
+    updated = {parameter.name for parameter in program.updated}
     resident: dict[str, Value] = {}
     leaves: list[Leaf] = []
     states: list[Storage] = []
@@ -228,18 +211,15 @@ def peak_memory(
         leaf = Leaf(form) if parameter.trainable and training else None
         ledger.block = blocks.get(parameter.name, BEFORE)
         resident[parameter.name] = Value(Storage(ledger, form.bytes, PARAMETERS), form, leaf)
-        if leaf is not None and parameter.name in read:
+        if leaf is not None and parameter.name in updated:
             leaves.append(leaf)
             states += [Storage(ledger, form.bytes, OPTIMIZER) for _ in range(update.states)]
             states += [Storage(ledger, 4, OPTIMIZER) for _ in range(update.counting)]
     ledger.block = BEFORE
-    for buffer in program.buffers:
-        form = Form.contiguous(buffer.type.shape, buffer.type.dtype)
-        resident[buffer.name] = Value(Storage(ledger, form.bytes, BUFFERS), form)
-    for name, constant in program.constants.items():
-        form = Form.contiguous(tuple(constant.shape), constant.dtype)
+    for name in (*(buffer.name for buffer in program.buffers), *program.constants):
+        form = Form.contiguous(program.types[name].shape, program.types[name].dtype)
         resident[name] = Value(Storage(ledger, form.bytes, BUFFERS), form)
-    fsdp = FSDPSimulation(stage, resident, mesh, ledger, keeps=batches.gathered_once)
+    fsdp = FSDPSimulation(stage, resident, mesh, ledger, keeps=batches.gathered_once, joins=machine.joins)
     step = StepSimulation(stage, variables, batches, resident, fsdp, ledger, prober, training)
     batch, local = _inputs(stage, stored, batches, ledger, mesh)
     returned = step.run(local)
@@ -252,7 +232,7 @@ def peak_memory(
         more = update.for_all * sum(sizes) if machine.together else max(each, default=0)
         Storage(ledger, more, TRANSIENT)
     del batch, states, returned
-    return MemoryPeak(ledger.peak.kinds, ledger.peak.moment, ledger.peak.blocks)
+    return ledger.peak
 
 
 def _blocks(stage: Stage) -> dict[str, str]:
