@@ -14,6 +14,7 @@ from fnmatch import fnmatchcase
 
 from passes.ir.constraints import Constraint, ConstraintTarget, PlacedConstraints
 from passes.ir.errors import ConstraintError
+from passes.ir.grouping import grouped
 from passes.ir.layout import WHOLE, Layout, R, parse_placement
 from passes.ir.mesh import Mesh
 from passes.ir.program import Op, Program, references
@@ -57,16 +58,8 @@ def constrain(program: Program, constraints: Constraints, mesh: Mesh) -> PlacedC
     demands = parse(constraints, mesh)
     if not demands:
         return PlacedConstraints({})
-    matched: dict[Constraint, list[ConstraintTarget]] = {demand: [] for demand in demands}
     names = _names(program)
-    for demand in demands:
-        if demand.what in ("stored", "used"):
-            for parameter in program.parameters:
-                if any(_matches(name, demand.pattern) for name in parameter.names):
-                    matched[demand].append((demand.what, parameter.name))
-        else:
-            for op in program.ops:
-                matched[demand] += _op_places(op, demand, names)
+    matched = {demand: _places(program, demand, names) for demand in demands}
     for demand, places in matched.items():
         if not places:
             raise _without_match(demand, program)
@@ -133,18 +126,25 @@ class _Names:
 
 def _names(program: Program) -> _Names:
     made = {name: op.module for op in program.ops for name in op.results}
-    read: dict[str, list[str]] = {}
-    for op in program.ops:
-        for name in op.operands:
-            read.setdefault(name, []).append(op.module)
-    for name in (name for value in program.outputs for name in references(value)):
-        read.setdefault(name, []).append("")
+    inside = [(name, op.module) for op in program.ops for name in op.operands]
+    read = grouped([*inside, *((name, "") for value in program.outputs for name in references(value))])
     parameters = {item.name for item in program.parameters}
     data = parameters | {item.name for item in program.inputs}
     for op in program.ops:
         if any(name in data for name in op.operands):
             data.update(name for name in op.results if program.types[name].dtype.is_floating_point)
     return _Names(made, read, frozenset(data - parameters))
+
+
+def _places(program: Program, demand: Constraint, names: _Names) -> list[ConstraintTarget]:
+    """The places that a constraint applies to."""
+    if demand.what not in ("stored", "used"):
+        return [place for op in program.ops for place in _op_places(op, demand, names)]
+    return [
+        (demand.what, parameter.name)
+        for parameter in program.parameters
+        if any(_matches(name, demand.pattern) for name in parameter.names)
+    ]
 
 
 def _op_places(op: Op, demand: Constraint, names: _Names) -> Iterator[ConstraintTarget]:

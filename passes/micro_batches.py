@@ -25,6 +25,7 @@ from passes.ir.layout import P, Placement, R, S, Shape, fits, local_shape
 from passes.ir.mesh import Mesh
 from passes.ir.program import (
     Argument,
+    Dims,
     Input,
     Op,
     Program,
@@ -98,10 +99,7 @@ class Batch:
 
     def cut(self, count: int) -> MicroBatches:
         """Split it into `count` parts; see `micro_batches`."""
-        if self.size % count:
-            raise MicroBatchError(
-                f"a batch of {self.size} cannot be cut into {count} micro-batches: choose a number that divides it"
-            )
+        check_divides(self.size, count)
         if count == 1:
             raise MicroBatchError("one micro-batch is the whole batch: nothing is cut")
         # The assignment of samples to micro-batches must not matter.
@@ -114,6 +112,14 @@ class Batch:
                 f"over the samples: {found}; use one micro-batch"
             )
         return found
+
+
+def check_divides(batch: int, count: int) -> None:
+    """Raise MicroBatchError for a number of micro-batches that does not divide a batch."""
+    if batch % count:
+        raise MicroBatchError(
+            f"a batch of {batch} cannot be cut into {count} micro-batches: choose a number that divides it"
+        )
 
 
 def batch_size(shapes: Iterable[Shape]) -> int:
@@ -160,11 +166,8 @@ class _Calls:
 
     def __init__(self, program: Program) -> None:
         self.alike = {op.results[0]: signature(op, program.types) for op in program.ops}
-        found: dict[Hashable, Rule | None] = {}
-        for op in program.ops:
-            key = self.alike[op.results[0]]
-            if key not in found:
-                found[key] = find_rule(op, program.types, program.rules)
+        first = {self.alike[op.results[0]]: op for op in program.ops}
+        found = {key: find_rule(op, program.types, program.rules) for key, op in first.items()}
         self.rules = {name: found[key] for name, key in self.alike.items()}
         self.makers = {name: op for op in program.ops for name in op.results}
         self.flowing = differentiable(program)
@@ -258,17 +261,20 @@ class _Cutter:
         """The choices for operands that are split or pending sums: propagate the split, pass the sum, or use both as
         they are in the whole batch."""
         rule = self.rules[op.results[0]]
-        found: dict[Choice, None] = {}
+        found: list[Choice | None] = []
         if rule is not None:
-            for slot, name in enumerate(op.operands):
-                placement = self.placements[name]
-                place = digit(rule.operands[slot], placement, self.ways) if placement.kind == "S" else None
-                choice = split(rule, *place, self.ways) if place is not None else None
-                if choice is not None:
-                    found[choice] = None
-            found.update(dict.fromkeys(passing(rule, index) for index in range(len(rule.linear))))
-        found[Choice("R", (R,) * len(op.operands), (R,) * len(op.results))] = None
-        return list(found)
+            found += [
+                self._split(rule, part, self.placements[name])
+                for part, name in zip(rule.operands, op.operands, strict=True)
+            ]
+            found += [passing(rule, index) for index in range(len(rule.linear))]
+        found.append(Choice("R", (R,) * len(op.operands), (R,) * len(op.results)))
+        return list(dict.fromkeys(choice for choice in found if choice is not None))
+
+    def _split(self, rule: Rule, dims: Dims, placement: Placement) -> Choice | None:
+        """The choice that splits an operand or a result with these `dims` in the rule of its op as `placement` does."""
+        place = digit(dims, placement, self.ways) if placement.kind == "S" else None
+        return None if place is None else split(rule, *place, self.ways)
 
     def _is_alone(self, op: Op, choice: Choice) -> bool:
         """Whether a micro-batch can run it without the others."""
@@ -344,8 +350,9 @@ class _Cutter:
             self.ops[op.results[0]].append(part)
         else:
             rule = self.rules[op.results[0]]
-            place = digit(rule.results[0], placement, self.ways) if rule is not None and len(op.results) == 1 else None
-            choice = split(rule, *place, self.ways) if rule is not None and place is not None else None
+            choice = (
+                self._split(rule, rule.results[0], placement) if rule is not None and len(op.results) == 1 else None
+            )
             if choice is None or not self._is_alone(op, choice):
                 return None
             names = [self._as(own, wanted, False) for own, wanted in zip(op.operands, choice.operands, strict=True)]
@@ -398,8 +405,7 @@ class _Cutter:
 
     def _joined(self, value: Argument) -> Placement:
         """The placement of a leaf of the output."""
-        names = list(references(value))
-        return self.placements[names[0]] if names else R
+        return next((self.placements[name] for name in references(value)), R)
 
     def _loss(self) -> int:
         """The place of the loss among the leaves: what is called so, or else the only scalar."""

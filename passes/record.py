@@ -162,12 +162,9 @@ def _blocks(body: Body, mesh: Mesh) -> Iterator[Block]:
             rows.append(_row(statement, body, mesh, makers))
             continue
         yield Block(last, 1, tuple(rows))
-        inner = dict(makers)
-        inner.update({carry.argument: f"{statement.region.name}/carry" for carry in statement.region.carries})
-        region_rows = [
-            _row(item, statement.body, mesh, inner) for item in statement.body.statements if not isinstance(item, Loop)
-        ]
-        region_rows += [_row(change, statement.body, mesh, inner) for change in statement.between if change is not None]
+        inner = makers | {carry.argument: f"{statement.region.name}/carry" for carry in statement.region.carries}
+        inside = (item for item in (*statement.body.statements, *statement.between) if item is not None)
+        region_rows = [_row(item, statement.body, mesh, inner) for item in inside if not isinstance(item, Loop)]
         yield Block(statement.region.name, len(statement.copies), tuple(region_rows))
         for value, names in statement.exports:
             makers.update({name: inner[value.partition("~")[0]] for name in names if name})
@@ -180,7 +177,7 @@ def _row(statement: Compute | Redistribution, body: Body, mesh: Mesh, makers: di
     if isinstance(statement, Redistribution):
         name = makers.get(statement.source.partition("~")[0], statement.source)
         makers[statement.result] = name
-        how = ", ".join(f"{step.collective} {mesh.names[step.axis]}" for step in statement.steps)
+        how = ", ".join(f"{step.collective} {mesh.label(step.span)}" for step in statement.steps)
         before, after = (format_layout(layout, mesh) for layout in (statement.before, statement.after))
         return Row("change", name, how, (before,), (after,), str(statement.type), statement.regathered)
     op = statement.op

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
+from passes.ir.grouping import grouped
 from passes.ir.program import (
     Argument,
     Carry,
@@ -22,7 +23,6 @@ from passes.ir.program import (
     Region,
     TensorType,
     flow,
-    references,
     rename,
 )
 
@@ -80,15 +80,10 @@ class _Folder:
             name: (position, index) for position, op in enumerate(program.ops) for index, name in enumerate(op.results)
         }
         self.parameters = {item.name for item in program.parameters}
-        self.states = {item.name: item.trainable for item in program.parameters}
-        self.states.update({item.name: False for item in program.buffers})
-        self.users: dict[str, list[int]] = {}
-        for position, op in enumerate(program.ops):
-            for name in op.operands:
-                self.users.setdefault(name, []).append(position)
-        outside = [*program.outputs, *(Ref(update.value) for update in program.updates)]
-        for name in (name for value in outside for name in references(value)):
-            self.users.setdefault(name, []).append(len(program.ops))
+        trainable = {item.name for item in program.parameters if item.trainable}
+        self.states = {item.name: item.name in trainable for item in (*program.parameters, *program.buffers)}
+        uses = [(name, position) for position, op in enumerate(program.ops) for name in op.operands]
+        self.users = grouped([*uses, *((name, len(program.ops)) for name in program.returned)])
         self.signatures: dict[Hashable, int] = {}
         self.operands: dict[tuple[int, int], tuple[list[str], list[Hashable]]] = {}
         self.count = 0
@@ -131,8 +126,7 @@ class _Folder:
         """Let an entry that is written as `ops` decide as the first one of its list that does the same."""
         states = (name for op in ops for name in op.operands if name in self.states or name in owned)
         names = [*(op.key for op in ops), *states]
-        first = self.first.setdefault((segment.owner, signature), names)
-        pairs = zip(names, first, strict=True)
+        pairs = zip(names, self.first.setdefault((segment.owner, signature), names), strict=True)
         self.alike.update((own, self.alike.get(other, other)) for own, other in pairs if own != other)
 
     def segments(self, start: int, stop: int, depth: int) -> list[_Segment]:

@@ -76,8 +76,9 @@ def fitted(what: str, points: Sequence[Sizes], values: Sequence[int]) -> int:
     """
     if len(set(values)) == 1:
         return values[0]
-    terms = _terms(list(points[0]))
-    rows = [[_monomial(term, sizes) for term in terms] for sizes in points]
+    # All products of different sizes.
+    terms = [chosen for count in range(len(points[0]) + 1) for chosen in combinations(points[0], count)]
+    rows = [[prod(sizes[name] for name in term) for term in terms] for sizes in points]
     known = len(terms)
     factors = sympy.Matrix(rows[:known]).LUsolve(sympy.Matrix(values[:known]))
     for row, value, sizes in zip(rows, values, points, strict=True):
@@ -87,12 +88,3 @@ def fitted(what: str, points: Sequence[Sizes], values: Sequence[int]) -> int:
             )
     products = [sympy.Mul(*map(sympy.Symbol, term)) for term in terms]
     return size_of(values[0], sympy.Add(*(factor * product for factor, product in zip(factors, products, strict=True))))
-
-
-def _terms(names: Sequence[str]) -> list[tuple[str, ...]]:
-    """All products of different sizes."""
-    return [chosen for count in range(len(names) + 1) for chosen in combinations(names, count)]
-
-
-def _monomial(term: tuple[str, ...], sizes: Sizes) -> int:
-    return prod(sizes[name] for name in term)

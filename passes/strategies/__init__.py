@@ -23,7 +23,7 @@ def planning_problem(folded: Folded, demands: PlacedConstraints, setting: Settin
     none of its allowed methods.
     """
     analysis = analyze(folded)
-    splits = find_splits(analysis, demands, setting.mesh)
+    splits = find_splits(analysis, demands, setting.mesh, in_stripes=setting.in_stripes)
     nodes = list(Nodes(analysis, demands, setting, splits, Sizes(folded.types, setting.mesh)).all())
     index = {node.key: number for number, node in enumerate(nodes)}
     edges, groups = connect(analysis, nodes, index, setting.reduce, setting.cluster.device.overlaps)

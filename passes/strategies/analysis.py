@@ -29,7 +29,7 @@ class Setting:
     `optimizer_states` is the number of tensors of its size that the optimizer keeps per parameter; `master` the dtype
     that parameters are stored in (None: as they are), `reduce` the one that their gradients are reduced in. `allowed`
     are the allowed methods of nodes on each axis, by key; nodes without an entry are unrestricted. With `full_outputs`
-    outputs are replicated, and used the same way on every rank.
+    outputs are replicated, and used the same way on every rank. With `in_stripes` methods are offered in stripes too.
     """
 
     mesh: Mesh
@@ -39,6 +39,7 @@ class Setting:
     reduce: torch.dtype | None = None
     allowed: Mapping[str, AllowedMethods] = field(default_factory=dict)
     full_outputs: bool = False
+    in_stripes: bool = False
 
 
 @dataclass(frozen=True)
@@ -100,8 +101,7 @@ def saved_tensors(context: OpContext) -> list[Saved]:
     if not context.flows:
         return []
     if context.rule is None:
-        every = [Saved(slot) for slot in range(len(context.operands))]
-        return [*every, Saved(0, result=True)]
+        return [*map(Saved, range(len(context.operands))), Saved(0, result=True)]
     return [
         item
         for item in context.rule.saved
@@ -112,8 +112,7 @@ def saved_tensors(context: OpContext) -> list[Saved]:
 def passed_on(folded: Folded, placed: Sequence[Placed], strided: Collection[str]) -> set[str]:
     """The results of copies of regions, and the tensors that they view: were these not saved, the last copy would be
     recomputed from the first. Reshapes copy tensors that are `strided`."""
-    given = {carry.next for region in folded.regions for carry in region.carries}
-    given |= {export.value for region in folded.regions for export in region.exports}
+    given = {name for region in folded.regions for name in region.results}
     views = (
         (item.op.results, item.op.operands)
         for item in reversed(placed)
@@ -145,26 +144,28 @@ def is_viewing(item: Placed, strided: Collection[str]) -> bool:
 
 def recompute_inputs(
     placed: Sequence[Placed], saved: Mapping[str, Sequence[Saved]], cheap: Mapping[str, Cheap]
-) -> set[tuple[str, int]]:
+) -> tuple[set[tuple[str, int]], set[tuple[str, int]]]:
     """Uses (op, operand) of tensors that the backward pass of a region, whose ops are `placed`, needs to recompute its
-    cheap ops. For a view it is the viewed tensor.
+    cheap ops: those that it keeps, and those that it recomputes, too. For a view it is the viewed tensor.
 
     `saved` are the saved tensors of each op, `cheap` says whether it is recomputed.
     """
-    found: set[tuple[str, int]] = set()
+    kept: set[tuple[str, int]] = set()
+    recomputed: set[tuple[str, int]] = set()
     views = {item.op.results[0] for item in placed if is_view(item.rule, False)}
     # Recomputed tensors, and views of them, are not needed before.
     passed = views | {item.op.results[0] for item in placed if cheap[item.op.key] is Cheap.ALWAYS}
     wanted: set[str] = set()
     for item in reversed(placed):
-        op, kept = item.op, saved[item.op.key]
+        op, own = item.op, saved[item.op.key]
         may_run = cheap[op.key] is not Cheap.NEVER
-        recomputes = may_run and any(each.result or each.copy for each in kept)
+        recomputes = may_run and any(each.result or each.copy for each in own)
         if recomputes or ((may_run or op.results[0] in views) and not wanted.isdisjoint(op.results)):
             wanted.update(op.operands)
-            found.update((op.key, slot) for slot, name in enumerate(op.operands) if name not in passed)
-        wanted.update(op.operands[each.index] for each in kept if not each.result)
-    return found
+            for slot, name in enumerate(op.operands):
+                (recomputed if name in passed else kept).add((op.key, slot))
+        wanted.update(op.operands[each.index] for each in own if not each.result)
+    return kept, recomputed
 
 
 @dataclass(frozen=True)
@@ -294,8 +295,7 @@ class OpCosts:
 
     def are_of(self, analysis: Analysis, placed: Placed) -> bool:
         """Whether these are the costs of `placed` too, an op that does the same in an equal layer."""
-        context = replace(self.context, op=placed.op)
-        return (context, self.saved, self.fused) == _basis(analysis, placed)
+        return (replace(self.context, op=placed.op), self.saved, self.fused) == _basis(analysis, placed)
 
 
 def op_costs(
@@ -324,7 +324,7 @@ def op_costs(
 
 
 def _basis(analysis: Analysis, placed: Placed) -> tuple[OpContext, Sequence[Saved], Fused | None]:
-    """All that the costs of an op depend on: its context, its saved tensors, and those that are fused."""
+    """The context of an op, its saved tensors and those that are fused, on which its costs depend."""
     key = placed.op.key
     return analysis.contexts[key], analysis.saved[key], analysis.fused.get(placed.op.results[0])
 

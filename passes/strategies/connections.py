@@ -60,21 +60,21 @@ class _Connections:
             )
         }
         again = {**analysis.cheap, **dict.fromkeys(analysis.second, Cheap.ALWAYS)}
-        recomputed = {
-            level: {
-                use
-                for region in analysis.folded.regions
-                for use in recompute_inputs(
-                    [placed for placed in analysis.placed if placed.region is region], analysis.saved, cheap
-                )
-            }
-            for level, cheap in (("selective", analysis.cheap), ("ops", again))
+        levels = (("selective", analysis.cheap), ("ops", again))
+        regions = [
+            [placed for placed in analysis.placed if placed.region is region] for region in analysis.folded.regions
+        ]
+        inputs = {
+            level: [recompute_inputs(placed, analysis.saved, cheap) for placed in regions] for level, cheap in levels
         }
+        kept, passed = (
+            {level: set().union(*(uses[way] for uses in found)) for level, found in inputs.items()} for way in range(2)
+        )
         viewed = uses_viewed(analysis.placed, analysis.saved, analysis.strided)
         for placed in analysis.placed:
             key, block = placed.op.key, placed.block
             consumer = self.index[key]
-            kept = {item.index for item in analysis.saved[key] if not item.result and not item.copy}
+            own = {item.index for item in analysis.saved[key] if not item.result and not item.copy}
             for slot, name in enumerate(placed.op.operands):
                 if name in analysis.parameters:
                     within = placed.region is not None
@@ -83,9 +83,11 @@ class _Connections:
                     group = self._group(("inside", name), name, placed.count, block, True)
                 else:
                     group = self._group(("outside", name), name, 1, block)
-                stays = slot in kept or (key, slot) in viewed
-                remade = frozenset(level for level, uses in recomputed.items() if (key, slot) in uses)
-                self._edge(name, consumer, slot, group, stays, remade)
+                stays = slot in own or (key, slot) in viewed
+                needed = (
+                    frozenset(level for level, uses in way.items() if (key, slot) in uses) for way in (kept, passed)
+                )
+                self._edge(name, consumer, slot, group, stays, *needed)
 
     def carries(self) -> None:
         """The edges to carried tensors: the initial value for the first copy of a region, and the result of the
@@ -121,7 +123,14 @@ class _Connections:
         return self.group_index[key]
 
     def _edge(
-        self, name: str, consumer: int, slot: int, group: int, saved: bool, remade: frozenset[str] = frozenset()
+        self,
+        name: str,
+        consumer: int,
+        slot: int,
+        group: int,
+        saved: bool,
+        remade: frozenset[str] = frozenset(),
+        passed: frozenset[str] = frozenset(),
     ) -> None:
         producer, result = self.producers[self.analysis.inside(name)]
-        self.edges.append(Edge(producer, result, consumer, slot, group, saved, remade))
+        self.edges.append(Edge(producer, result, consumer, slot, group, saved, remade, passed))

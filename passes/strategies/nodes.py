@@ -13,9 +13,10 @@ from passes.ir.choices import Node, Strategy, StrategyBytes
 from passes.ir.constraints import Constraint, PlacedConstraints
 from passes.ir.errors import ConstraintError
 from passes.ir.figures import as_float
+from passes.ir.grouping import grouped
 from passes.ir.layout import I, Layout, Placement, R, S, Shape, digits, fits, is_dtensor, is_storable, local_shape
 from passes.ir.mesh import Mesh
-from passes.ir.program import Carry, Op, Region, TensorType, references
+from passes.ir.program import Carry, Region, TensorType, references
 from passes.rules.propagation import propagate
 from passes.rules.strategies import (
     AllowedMethods,
@@ -23,6 +24,7 @@ from passes.rules.strategies import (
     OpContext,
     combine,
     op_strategies,
+    parse_choice,
     placement_token,
     replicated,
 )
@@ -58,26 +60,28 @@ def _missing(context: OpContext, demand: Constraint, available: Collection[str],
 
 
 def demanded_splits(
-    ops: Sequence[Op], demands: PlacedConstraints, names: Mapping[str, str], mesh: Mesh, size: int
+    placed: Sequence[Placed], demands: PlacedConstraints, names: Mapping[str, str], mesh: Mesh, size: int
 ) -> dict[str, list[Placement]]:
-    """The splits of the tensors of `ops` that constraints require, by name, on axes of `size`. `names` maps names in a
-    region to names in the program."""
-    found: dict[str, list[Placement]] = {}
-
-    def add(name: str, wanted: Mapping[int, Constraint]) -> None:
-        for axis, demand in wanted.items():
-            placement = demand.placement
-            if placement is not None and placement.kind == "S" and mesh.sizes[axis] == size:
-                found.setdefault(name, []).append(placement)
-
-    for op in ops:
+    """The splits of the tensors of ops that constraints require, by name, on axes of `size`, those of a method
+    included. `names` maps names in a region to names in the program."""
+    wanted: list[tuple[str, Mapping[int, Constraint]]] = []
+    chosen: list[tuple[str, Placement]] = []
+    for op, rule in ((item.op, item.rule) for item in placed):
         first = op.results[0]
+        for axis, demand in demands.at("method", first).items():
+            choice = parse_choice(demand.method, rule, len(op.operands), len(op.results), size)
+            if choice is not None and mesh.sizes[axis] == size:
+                chosen += zip((*op.operands, *op.results), (*choice.operands, *choice.results), strict=True)
         for slot, name in enumerate(op.operands):
-            add(name, demands.at("in", first, str(slot)))
-            add(name, demands.at("used", names.get(name, name)))
-        for number, name in enumerate(op.results):
-            add(name, demands.at("out", first, str(number)))
-    return found
+            wanted += [(name, demands.at("in", first, str(slot))), (name, demands.at("used", names.get(name, name)))]
+        wanted += [(name, demands.at("out", first, str(number))) for number, name in enumerate(op.results)]
+    chosen += (
+        (name, demand.placement)
+        for name, by_axis in wanted
+        for axis, demand in by_axis.items()
+        if demand.placement is not None and mesh.sizes[axis] == size
+    )
+    return grouped((name, placement) for name, placement in chosen if placement.kind == "S")
 
 
 def meeting(
@@ -154,7 +158,8 @@ class Splits:
         self, name: str, shape: Shape, others: Sequence[Placement], allowed: AllowedMethods | None
     ) -> list[Layout]:
         """The layouts of a tensor of `shape` from `others` and its propagated splits, of those that divide and are
-        among the `allowed` (None: all). An axis of size 1 has the first of `others`."""
+        among the `allowed` (None: all). Axes with the same split take its digits in mesh order, as those of ops do. An
+        axis of size 1 has the first of `others`."""
         sizes = self.mesh.sizes
         options = [
             [*others, *sorted(self.placements[size].get(name, ()))] if size != 1 else list(others[:1]) for size in sizes
@@ -163,10 +168,22 @@ class Splits:
             [placement for placement in placements if names is None or placement_token(placement) in names]
             for placements, names in zip(options, allowed or (None,) * len(sizes), strict=True)
         ]
-        return [layout for layout in product(*options) if fits(shape, layout, self.mesh)]
+        layouts = dict.fromkeys(_in_mesh_order(layout, self.mesh) for layout in product(*options))
+        return [layout for layout in layouts if fits(shape, layout, self.mesh)]
 
 
-def find_splits(analysis: Analysis, demands: PlacedConstraints, mesh: Mesh) -> Splits:
+def _in_mesh_order(layout: Layout, mesh: Mesh) -> Layout:
+    """`layout` with the digits that follow each other in place of a split that several axes make."""
+    taken: dict[Placement, int] = {}
+    found = []
+    for placement, size in zip(layout, mesh.sizes, strict=True):
+        before = taken.get(placement, 1)
+        found.append(placement._replace(major=placement.major * before) if placement.kind == "S" else placement)
+        taken[placement] = before * size
+    return tuple(found)
+
+
+def find_splits(analysis: Analysis, demands: PlacedConstraints, mesh: Mesh, *, in_stripes: bool) -> Splits:
     """All splits that ops have or constraints require, propagated. Tensors that a region carries or exports have the
     same splits inside and outside, and those of equal layers have the same."""
     same: list[tuple[str, ...]] = []
@@ -182,8 +199,10 @@ def find_splits(analysis: Analysis, demands: PlacedConstraints, mesh: Mesh) -> S
     digits: dict[int, dict[str, list[Digit]]] = {}
     placements: dict[int, dict[str, set[Placement]]] = {}
     for size in set(mesh.sizes) - {1}:
-        required = demanded_splits(ops, demands, analysis.names, mesh, size)
-        found, placements[size] = propagate([(item.op, item.rule) for item in first.values()], same, required, size)
+        required = demanded_splits(analysis.placed, demands, analysis.names, mesh, size)
+        found, placements[size] = propagate(
+            [(item.op, item.rule) for item in first.values()], same, required, size, in_stripes=in_stripes
+        )
         own = dict(zip(first, found, strict=True))
         digits[size] = {op.key: own[alike.get(op.key, op.key)] for op in ops}
     return Splits(mesh, digits, placements)
@@ -329,12 +348,8 @@ def _strided(placement: Placement) -> str:
 
 def blocks_of_parameters(analysis: Analysis) -> dict[str, int]:
     """The block of the first op that reads each parameter; unused parameters are absent."""
-    found: dict[str, int] = {}
-    for placed in analysis.placed:
-        for name in placed.op.operands:
-            if name in analysis.parameters:
-                found.setdefault(name, placed.block)
-    return found
+    reads = ((name, placed.block) for placed in reversed(analysis.placed) for name in placed.op.operands)
+    return {name: block for name, block in reads if name in analysis.parameters}
 
 
 def parameter_node(
@@ -447,10 +462,8 @@ class Nodes:
     def outputs(self) -> Iterator[Node]:
         """The outputs of the program, and the new values of buffers, which are replicated."""
         program, last = self.analysis.folded.program, len(self.analysis.blocks) - 1
-        wanted: dict[str, list[str]] = {}
-        for label, value in zip(program.output_names, program.outputs, strict=True):
-            for name in references(value):
-                wanted.setdefault(self.analysis.inside(name), []).append(label)
+        leaves = zip(program.output_names, program.outputs, strict=True)
+        wanted = grouped((self.analysis.inside(name), label) for label, value in leaves for name in references(value))
         for name, labels in wanted.items():
             key = f"output {labels[0]}"
             layouts = [self._same(name)] if self.setting.full_outputs else self._expressible(name, key)

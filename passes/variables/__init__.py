@@ -9,6 +9,7 @@ That decides how long tensors live, so the memory simulator reads the same varia
 import keyword
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
+from passes.ir.grouping import grouped
 from passes.ir.lowered import Body, Compute, FunctionVariables, Loop, LoopVariables, Redistribution, Stage, Variables
 from passes.ir.mesh import Mesh
 from passes.ir.program import Op, Ref, references
@@ -24,17 +25,16 @@ def hints(body: Body, returned: Mapping[str, str]) -> dict[str, str]:
     A value that leaves its module is named after the module ("q_proj"), one that the model returns after the field
     ("loss"), values that layers pass on "hidden". `returned` maps values to the fields that return them.
     """
-    found: dict[str, str] = {}
-    leaving: dict[str, set[str]] = {}
     readers = _reading_modules(body)
-    for statement in body.statements:
-        if isinstance(statement, Compute):
-            module = statement.op.module
-            for value in statement.op.results:
-                if not all(_within(reader, module) for reader in readers.get(value, ())):
-                    leaving.setdefault(module, set()).add(value)
-        elif isinstance(statement, Loop):
-            found.update({_origin(initial): "hidden" for initial in statement.initial[:1]})
+    loops = (item for item in body.statements if isinstance(item, Loop))
+    found = {_origin(initial): "hidden" for loop in loops for initial in loop.initial[:1]}
+    leaving = grouped(
+        (item.op.module, value)
+        for item in body.statements
+        if isinstance(item, Compute)
+        for value in item.op.results
+        if not all(_within(reader, item.op.module) for reader in readers.get(value, ()))
+    )
     for module, values in leaving.items():
         leaf = module.rsplit(".", 1)[-1].partition("[")[0]
         for value in values:
@@ -57,15 +57,14 @@ def _within(module: str, owner: str) -> bool:
 
 def _reading_modules(body: Body) -> dict[str, list[str]]:
     """The modules that read each value."""
-    found: dict[str, list[str]] = {}
-    for statement in body.statements:
-        # A redistribution passes on what its own readers read.
-        for value in () if isinstance(statement, Redistribution) else statement.reads:
-            module = statement.op.module if isinstance(statement, Compute) else _NO_MODULE
-            found.setdefault(_origin(value), []).append(module)
-    for value in body.results:
-        found.setdefault(_origin(value), []).append(_NO_MODULE)
-    return found
+    # A redistribution passes on what its own readers read.
+    reads = [
+        (_origin(value), statement.op.module if isinstance(statement, Compute) else _NO_MODULE)
+        for statement in body.statements
+        if not isinstance(statement, Redistribution)
+        for value in statement.reads
+    ]
+    return grouped([*reads, *((_origin(value), _NO_MODULE) for value in body.results)])
 
 
 # Names of results of operators whose own name shadows a builtin or says little.
@@ -269,8 +268,7 @@ class Function:
             return
         base = identifier("_".join(change.source.split(".")[-2:]))
         if not change.parameter:
-            suffix = _SUFFIXES[change.steps[-1].collective]
-            base = f"{identifier(self.names.text(change.source) or base)}_{suffix}"
+            base = f"{identifier(self.names.text(change.source) or base)}_{_SUFFIXES[change.steps[-1].collective]}"
         self.names.assign(self.names.fresh(base), change.result)
 
     def _loop(self, loop: Loop) -> None:
