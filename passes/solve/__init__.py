@@ -3,8 +3,8 @@
 The best choice without limits (`solve/optimum`) is the answer where it fits the memory and all traffic of parameters
 is hidden. Otherwise a Lagrangian relaxation (`solve/lagrangian`) gives a lower bound and choices that fit, and the
 gap is closed exactly (`solve/solver`): by Pareto frontiers over increasing intervals above the bound
-(`solve/pareto`), and by branch and bound where that is too much. The search drives a `solve.solver.Solver` step by
-step.
+(`solve/pareto`), by branch and bound where that is too much, and by integer programs (`solve/integer_program`) on small
+branches. The search drives a `solve.solver.Solver` step by step.
 """
 
 from passes.cost.cluster import Cluster

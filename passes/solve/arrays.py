@@ -13,7 +13,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from passes.cost.live_ranges import is_made_again, is_saved, recompute_of
+from passes.cost.live_ranges import is_made_again, recompute_of, saved_edges
 from passes.cost.memory import GroupBytes, MemoryModel, NodeBytes, TensorUses, find_tensor_uses
 from passes.cost.redistributions import RedistributionCosts, RedistributionSeconds, TensorLayouts
 from passes.cost.step import exchanges, uncovered, windows
@@ -155,6 +155,11 @@ def arrays(problem: Problem, uses: Sequence[Uses], configuration: Configuration)
     return Arrays(costs, tie_break, groups, _overlaps(problem, configuration, groups))
 
 
+def least_seconds(problem: Problem, configuration: Configuration) -> float:
+    """A lower bound on the step time of all choices: every node is as fast as it can be, and nothing is sent."""
+    return sum(float(_seconds(problem, node, configuration).min()) for node in problem.nodes)
+
+
 def _seconds(problem: Problem, node: Node, configuration: Configuration) -> Floats:
     """Seconds of each strategy in a step: recompute runs in every micro-batch, the optimizer once."""
     times = 1 if node.kind == "parameter" else configuration.micro_batches
@@ -188,8 +193,8 @@ def _overlaps(problem: Problem, configuration: Configuration, groups: Sequence[G
 
 @lru_cache(maxsize=1 << 14)
 def _tie_break(methods: tuple[str, ...]) -> int:
-    """Pending sums that pass through, and splits that do not begin at the front."""
-    return sum(method.startswith("P(") or "@" in method for method in methods)
+    """Pending sums that pass through, splits that do not begin at the front, and rings."""
+    return sum(method.startswith(("P(", "ring")) or "@" in method for method in methods)
 
 
 def find_uses(problem: Problem, costs: RedistributionCosts) -> list[Uses]:
@@ -214,8 +219,9 @@ def find_uses(problem: Problem, costs: RedistributionCosts) -> list[Uses]:
 def _group(problem: Problem, uses: Uses, configuration: Configuration) -> GroupArrays:
     tensor, forward, backward = uses.tensor, uses.seconds.forward, uses.seconds.backward
     group = tensor.group
+    saved = saved_edges(problem, configuration, tensor.edges)
     edges = [
-        EdgeArrays(edge.consumer, wanted, is_saved(problem, configuration, edge))
+        EdgeArrays(edge.consumer, wanted, edge in saved)
         for edge, wanted in zip(tensor.edges, tensor.wanted, strict=True)
     ]
     again = is_made_again(problem, configuration, group)

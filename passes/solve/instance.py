@@ -303,10 +303,11 @@ class Branch:
 
 def split(instance: Instance, branch: Branch) -> tuple[Alive, Alive] | None:
     """The strategies of two child branches: a node uses on an axis the method of one choice in the mixture, or any
-    other method. None where the choices do not differ in a relevant method."""
+    other method. Where the choices do not differ in a relevant method, the node with most strategies has half of them
+    in each. None where every node has one strategy."""
     parts = [(found, part) for found, part in branch.mixture if part > NOTHING]
     if len(parts) < 2:
-        return None
+        return _halves(branch.alive)
     most = (False, 0.0)
     best: tuple[int, int, str] | None = None
     shares = np.array([part for _, part in parts])
@@ -326,11 +327,17 @@ def split(instance: Instance, branch: Branch) -> tuple[Alive, Alive] | None:
                 if score > 0 and (is_op, score) > most:
                     most, best = (is_op, score), (node, axis, method)
     if best is None:
-        return None
+        return _halves(branch.alive)
     node, axis, method = best
     strategies = instance.problem.nodes[instance.shared.nodes[node][0]].strategies
     does: Flags = np.array([strategies[label].methods[axis] == method for label in branch.alive[node]])
     return {**branch.alive, node: branch.alive[node][does]}, {**branch.alive, node: branch.alive[node][~does]}
+
+
+def _halves(alive: Alive) -> tuple[Alive, Alive] | None:
+    node = max(alive, key=lambda each: len(alive[each]))
+    middle = len(alive[node]) // 2
+    return ({**alive, node: alive[node][:middle]}, {**alive, node: alive[node][middle:]}) if middle else None
 
 
 def _needs(instance: Instance, multipliers: Multipliers, found: Cut) -> list[float]:

@@ -49,12 +49,15 @@ class Limits:
 
 
 def infeasible(limits: Limits, use: MemoryUse, at_least: str = "") -> InfeasibleError:
-    """The error for a problem whose smallest plan takes `use`."""
-    terms = ", ".join(f"{name} {_gib(size)}" for name, size in largest_terms(use))
+    """The error for a problem whose smallest plan takes `use`. Its terms add up to the limit and what is missing."""
+    terms = largest_terms(use)
+    if limits.asked is not None:
+        terms.append(("set aside", limits.asked - limits.memory))
+    listed = ", ".join(f"{name} {_gib(size)}" for name, size in terms)
     missing = use.peak - limits.memory
     return InfeasibleError(
         f"no plan fits the memory limit of {limits} per device: {at_least}{_gib(missing)} are missing "
-        f"({use.moment}: {terms})",
+        f"({use.moment}: {listed})",
         missing,
     )
 

@@ -43,7 +43,7 @@ class MessagePassing:
         self.own = {node: costs.copy() for node, costs in network.costs.items()}
         self.alive: dict[int, Flags] = {node: np.ones(len(costs), dtype=bool) for node, costs in self.own.items()}
         self.links: list[_Link] = []
-        self.shares: list[list[tuple[int, Integers]]] = []
+        self.shares: list[list[tuple[int, Integers | slice]]] = []
         self.around: dict[int, list[int]] = {node: [] for node in self.own}
         for (first, second), costs in sorted(network.pairs.items()):
             made, wanted = (np.arange(size) for size in costs.shape)
@@ -56,7 +56,9 @@ class MessagePassing:
             for consumer, wanted in sharing.consumers:
                 columns, inverse = np.unique(wanted, return_inverse=True)
                 costs = sharing.costs[:, columns] / wanting[columns]
-                share.append((self._link(sharing.producer, consumer, sharing.made, inverse, costs), columns))
+                # Most consumers want all layouts: a slice copies nothing.
+                some = slice(None) if len(columns) == len(wanting) else columns
+                share.append((self._link(sharing.producer, consumer, sharing.made, inverse, costs), some))
             self.shares.append(share)
         self.least = {node: float(costs.min()) for node, costs in self.own.items()}
         self.rest = [float(link.rest.min()) for link in self.links]
@@ -220,15 +222,20 @@ class MessagePassing:
             needs = []
             for index, columns in share:
                 link = self.links[index]
-                needs.append(np.maximum(0.0, link.to_producer[:, None] + link.to_consumer))
-                needed[:, columns] += needs[-1]
+                need = link.to_producer[:, None] + link.to_consumer
+                needs.append(np.maximum(need, 0.0, out=need))
+                needed[:, columns] += need
                 wanting[columns] += 1
-            left = np.maximum(sharing.costs - needed, 0.0)
+            left = np.subtract(sharing.costs, needed, out=needed)
+            np.maximum(left, 0.0, out=left)
+            left /= np.maximum(wanting, 1.0)
             for (index, columns), need in zip(share, needs, strict=True):
                 link = self.links[index]
-                costs = need + left[:, columns] / wanting[columns]
-                link.rest = costs - link.to_producer[:, None] - link.to_consumer
-                self.rest[index] = float(link.rest.min())
+                need += left[:, columns]
+                need -= link.to_producer[:, None]
+                need -= link.to_consumer
+                link.rest = need
+                self.rest[index] = float(need.min())
 
 
 def _above_least(costs: Floats, layouts: Integers, size: int, none: float) -> Floats:

@@ -1,7 +1,8 @@
 """The solver of one problem in one configuration, step by step.
 
 Dual iterations find multipliers by cutting planes, at which the relaxation raises the bound of a branch. The gap is
-closed exactly: by Pareto frontiers in increasing intervals above the bound, then by branch and bound."""
+closed exactly: by Pareto frontiers in increasing intervals above the bound, then by branch and bound, and on small
+branches by integer programs."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -26,6 +27,7 @@ from passes.solve.active_constraints import (
 from passes.solve.arrays import Uses, arrays, find_uses, shared_decisions
 from passes.solve.gap import Gap
 from passes.solve.instance import NOTHING, Branch, Instance, refuse_if_hopeless, refuse_if_impossible, smallest, split
+from passes.solve.integer_program import best_by_program
 from passes.solve.lagrangian.relaxation import ROUNDING, Cut, CuttingPlanes, Multipliers
 from passes.solve.limits import Effort, InfeasibleProgramError, Limits, OutOfEffortError, infeasible, out_of_effort
 from passes.solve.optimum import a_little_more
@@ -102,8 +104,12 @@ NEAR = 0.05
 CLOSE = 0.2
 # Bounds of branches are raised until the gain is below this part of their gap.
 ENOUGH = 0.05
+# Part of the effort for closing a gap that mixing choices may take.
+MIXING = 0.2
 # Number of the last multipliers that prune frontiers.
 SURROGATES = 20
+# A branch with fewer strategies is not split further.
+SMALL = 300
 
 
 # Units of effort for closing a gap (`solve/limits`: about 30 s); what is not proven then is the gap of the plan.
@@ -221,7 +227,8 @@ class Solver:
         return replace(best, bound=min(best.seconds, self.gap.bound))
 
     def _close(self) -> None:
-        """Close the gap by Pareto frontiers in increasing intervals above the bound, then by branch and bound.
+        """Close the gap by Pareto frontiers in increasing intervals above the bound, then by branch and bound, from the
+        best mixture of the choices that were found.
 
         Raises OutOfEffortError when so much effort is spent as is `allowed`.
         """
@@ -238,12 +245,14 @@ class Solver:
                 step = open_part
             aim = min(self.gap.least, root.bound + step * unit)
             try:
-                self._exactly(root, aim)
+                self._exactly(root, aim, at_any_rate=False)
             except TooManyError:
                 most = step
             else:
                 done = step
                 self.gap.bound = max(self.gap.bound, min(aim, self.gap.least))
+        if self.gap.is_open(self.gap.bound):
+            self._among_found()
         waiting = [root]
         while waiting and self.gap.is_open(self.gap.bound):
             branch = min(waiting, key=lambda item: item.bound)
@@ -252,10 +261,19 @@ class Solver:
             least = min((item.bound for item in waiting), default=np.inf)
             self.gap.bound = max(self.gap.bound, min(least, self.gap.least))
 
+    def _among_found(self) -> None:
+        """Consider the best choice that takes each strategy from a choice that was found while the bound was raised."""
+        root, allowed = self.root, self.allowed
+        mixed = {node: np.unique([found.picks[node] for found in root.found]) for node in root.alive}
+        self.allowed = self.effort.spent + MIXING * (allowed - self.effort.spent)
+        with suppress(TooManyError, OutOfEffortError):
+            self._exactly(Branch(mixed, [], root.bound, root.multipliers, []), self.gap.least, at_any_rate=True)
+        self.allowed = allowed
+
     def _grow(self, branch: Branch) -> list[Branch]:
         """The parts of a branch that may have a better choice; none if it was searched exactly.
 
-        Raises OutOfEffortError where the effort is spent, or where frontiers are too large and nothing to branch on.
+        Raises OutOfEffortError where the effort is spent.
         """
         if not self.gap.is_open(branch.bound):
             return []
@@ -263,12 +281,12 @@ class Solver:
             branch.alive = self.instance.restricted(branch.multipliers, branch.alive, self.gap.least)
         except InfeasibleProgramError:
             return []
-        with suppress(TooManyError):
-            self._exactly(branch, self.gap.least)
-            return []
         parts = split(self.instance, branch)
-        if parts is None:
-            raise OutOfEffortError
+        is_small = sum(len(labels) for labels in branch.alive.values()) < SMALL
+        with suppress(TooManyError):
+            self._exactly(branch, self.gap.least, at_any_rate=is_small or parts is None)
+            return []
+        assert parts is not None
         found = []
         for alive in parts:
             if self.effort.spent >= self.allowed:
@@ -284,8 +302,9 @@ class Solver:
                     found.append(part)
         return found
 
-    def _exactly(self, branch: Branch, aim: float) -> None:
-        """Consider the best choice of a branch, if it takes less than `aim` seconds, by Pareto frontiers.
+    def _exactly(self, branch: Branch, aim: float, at_any_rate: bool) -> None:
+        """Consider the best choice of a branch, if it takes less than `aim` seconds: by Pareto frontiers, and where
+        these get too large, `at_any_rate` by an integer program.
 
         Only active constraints are imposed; those that the result violates come in, and it is solved again. Raises
         TooManyError.
@@ -296,7 +315,12 @@ class Solver:
                 raise OutOfEffortError
             try:
                 choices = remaining_choices(self.instance, active, branch.multipliers, branch.alive, aim)
-                solution = _best_by_frontiers(self.instance, active, choices, self.dual.tried[-SURROGATES:], aim)
+                try:
+                    solution = _best_by_frontiers(self.instance, active, choices, self.dual.tried[-SURROGATES:], aim)
+                except TooManyError:
+                    if not at_any_rate:
+                        raise
+                    solution = best_by_program(self.instance, active, choices, abs(self.root.bound) or 1.0)
             except InfeasibleProgramError:
                 return
             self.gap.consider(solution)
