@@ -2,16 +2,19 @@
 
 There is one pipeline stage. It is straight code first (`straight`): every op on its shard, every redistribution as its
 steps. Two passes then mark the tensors that the backward pass recomputes (`recompute`) and the parameters that FSDP
-units gather in place of the code (`units`). The cost model, the memory simulator and the code generator all read the
-result.
+units gather in place of the code (`units`). A last one says how the other steps over several axes run (`collectives`).
+The cost model, the memory simulator and the code generator all read the result.
 """
 
 from collections.abc import Sequence
 
 from passes.clock import Clock
+from passes.cost.cluster import Cluster
+from passes.cost.step_costs import StepCosts
 from passes.ir.choices import Problem, Solution
 from passes.ir.lowered import FSDPUnit, Lowered
 from passes.ir.program import Folded
+from passes.lower.collectives import fastest_collectives
 from passes.lower.recompute import recompute
 from passes.lower.straight import Casts, straight_code
 from passes.lower.units import fsdp_units
@@ -24,6 +27,7 @@ def lower(
     problem: Problem,
     solution: Solution,
     casts: Casts,
+    cluster: Cluster,
     clock: Clock,
     units: Sequence[FSDPUnit] | None = None,
 ) -> Lowered:
@@ -36,4 +40,6 @@ def lower(
         stage = recompute(stage, configuration.recompute)
     with clock("fsdp_units"):
         stage = fsdp_units(stage, configuration.mesh, units, configuration.gather_once)
+    with clock("collectives"):
+        stage = fastest_collectives(stage, StepCosts(cluster, configuration.mesh))
     return Lowered(folded.program, (stage,))

@@ -5,12 +5,12 @@ and shared by the later uses in its block. Sizes among the arguments become loca
 """
 
 from dataclasses import dataclass, field, replace
-from operator import itemgetter
 
 import torch
 
-from passes.cost.live_ranges import is_saved
+from passes.cost.live_ranges import saved_edges
 from passes.ir.choices import Problem, Solution, Strategy
+from passes.ir.grouping import grouped
 from passes.ir.layout import Layout
 from passes.ir.lowered import Body, Compute, Loop, Redistribution, Returned, Split, Stage, Statement
 from passes.ir.mesh import Mesh
@@ -54,23 +54,18 @@ class _Lowering:
         self.problem = problem
         self.solution = solution
         self.mesh = mesh
-        self.groups: dict[tuple[int, int], list[int]] = {}
-        for edge in problem.edges:
-            self.groups.setdefault((edge.consumer, edge.operand), []).append(edge.group)
-        self.parameters = {
-            node.name: solution.strategy(problem, index).results[0]
-            for index, node in enumerate(problem.nodes)
-            if node.kind == "parameter"
-        }
+        self.groups = grouped(((edge.consumer, edge.operand), edge.group) for edge in problem.edges)
         self.sources = {
             node.name: solution.strategy(problem, index).results[0]
             for index, node in enumerate(problem.nodes)
             if node.kind in ("input", "buffer", "parameter")
         }
+        self.parameters = {node.name: self.sources[node.name] for node in problem.nodes if node.kind == "parameter"}
         self.carries = {node.name: index for index, node in enumerate(problem.nodes) if node.kind == "carry"}
         self.outputs = {node.name: node.key for node in problem.nodes if node.key.startswith("output ")}
         self.strided = strided(folded)
-        self.saved = {edge.group for edge in problem.edges if is_saved(problem, solution.configuration, edge)}
+        edges = grouped((edge.group, edge) for edge in problem.edges)
+        self.saved = {group for group, own in edges.items() if saved_edges(problem, solution.configuration, own)}
         self.count = 0
 
     def run(self) -> Stage:
@@ -101,11 +96,8 @@ class _Lowering:
 
     def _stored(self) -> dict[str, Layout]:
         """The layout of every parameter of the program."""
-        stored = {}
         owned = {own: names for region in self.folded.regions for own, names in region.owned.items()}
-        for name, layout in self.parameters.items():
-            stored.update(dict.fromkeys(owned.get(name, (name,)), layout))
-        return stored
+        return {own: layout for name, layout in self.parameters.items() for own in owned.get(name, (name,))}
 
     def _define(self, scope: _Scope, name: str, layout: Layout, type: TensorType | None = None) -> None:
         scope.layouts[name] = layout
@@ -131,17 +123,13 @@ class _Lowering:
         context = op_context(op, rule, self.folded.types, self.folded.flowing, self.parameters.keys(), self.strided)
         choices = named_choices(context, strategy.methods, self.mesh)
         assert choices is not None
-        body = ""
-        digits: dict[str, list[tuple[int, int]]] = {}
-        for axis, choice in enumerate(choices):
-            if choice.form:
-                body = choice.form
-                for factor in choice.factors:
-                    digits.setdefault(factor, []).append((axis, choice.major))
+        forms = [(axis, choice) for axis, choice in enumerate(choices) if choice.form]
+        body = forms[0][1].form if forms else ""
+        digits = grouped((factor, (axis, choice.major)) for axis, choice in forms for factor in choice.factors)
         splits = {
             factor: Split(
                 rule.factors[factor].size,
-                tuple(sorted(found, key=itemgetter(1))),
+                self.mesh.joined(found),
                 strategy.operands[0][found[0][0]].dim,
                 rule.factors[factor].reach,
             )
@@ -230,11 +218,10 @@ class _Lowering:
         for export in region.exports:
             for name in filter(None, export.names):
                 self._define(scope, name, body_scope.layouts[export.value])
-        results = [*(carry.next for carry in region.carries), *(export.value for export in region.exports)]
         body = Body(
             (*(carry.argument for carry in region.carries), *body_scope.shared.values()),
             tuple(body_scope.statements),
-            tuple(dict.fromkeys(results)),
+            region.results,
             body_scope.layouts,
             body_scope.types,
         )

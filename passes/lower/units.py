@@ -7,7 +7,9 @@ Where all-to-alls on other axes are planned before the gather, because less is s
 that these produce (`FSDPUnit.turned`), once in each forward pass, for all parameters before the first is gathered.
 
 Parameters that the backward pass reads are in a unit that is regathered for it or in one that is not, as the solver
-decided for each. The others, such as biases, join the former where there is one; the price does not count them again.
+decided for each. Those of which it reads a copy that generated code makes of the gathered parameter are in a unit of
+their own, which is freed after use. The others, such as biases, join a unit that is regathered where there is one; the
+price does not count them again.
 
 Parameters that are read as they are stored are not gathered (`FSDPUnit.gathers`): the unit only reduces their
 gradients, and nothing is called around the code that reads them.
@@ -19,11 +21,12 @@ it gathered between them.
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from math import prod
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import torch
 
 from passes._torch import schema_of
+from passes.ir.grouping import grouped
 from passes.ir.layout import Layout, R
 from passes.ir.lowered import Body, Compute, FSDPUnit, FSDPUnits, Loop, Redistribution, Stage, Statement
 from passes.ir.mesh import Mesh
@@ -38,6 +41,9 @@ T = TypeVar("T")
 _Place = tuple[int, int] | str | None
 # The common properties of the parameters of one unit.
 _Signature = tuple[_Place, tuple[int, ...], tuple[int, ...], torch.dtype, tuple[torch.dtype | None, torch.dtype | None]]
+
+# The tensor that the backward pass reads: the parameter of a unit, gathered again or kept; a copy of it; or none.
+_Reading = Literal["regathered", "kept", "copied", "unread"]
 
 # Ops whose backward pass reads no parameter, only where its gradient goes.
 _TABLES = {"embedding"}
@@ -69,7 +75,7 @@ def fsdp_units(stage: Stage, mesh: Mesh, units: Sequence[FSDPUnit] | None = None
 def _uses(stage: Stage) -> dict[str, list[_Use]]:
     """All uses of every parameter, by its own name."""
     found: dict[str, list[_Use]] = {name: [] for name in stage.parameters}
-    readers = dict(_readers(stage.body))
+    readers = _readers(stage.body)
     for name, statement in _reads(stage.body):
         if name in found:
             change = statement if isinstance(statement, Redistribution) else None
@@ -90,14 +96,13 @@ def _reads(body: Body) -> Iterator[tuple[str, Statement | None]]:
     yield from ((name, None) for name in body.results)
 
 
-def _readers(body: Body) -> Iterator[tuple[str, str | None]]:
+def _readers(body: Body) -> dict[str, str | None]:
     """The op that reads a value, by the value; None if another statement does, or several ops do."""
-    found: dict[str, set[str | None]] = {}
-    for name, statement in _reads(body):
-        reader = statement.op.key if isinstance(statement, Compute) and _may_be_surrounded(statement) else None
-        found.setdefault(name, set()).add(reader)
-    for name, readers in found.items():
-        yield name, readers.pop() if len(readers) == 1 else None
+    found = grouped(
+        (name, statement.op.key if isinstance(statement, Compute) and _may_be_surrounded(statement) else None)
+        for name, statement in _reads(body)
+    )
+    return {name: readers[0] if len(set(readers)) == 1 else None for name, readers in found.items()}
 
 
 def _may_be_surrounded(statement: Compute) -> bool:
@@ -117,43 +122,55 @@ def _place(uses: Sequence[_Use]) -> _Place:
 
 
 def _formed(stage: Stage, uses: Mapping[str, Sequence[_Use]], mesh: Mesh, gather_once: bool) -> list[FSDPUnit]:
-    """One unit for the parameters that are read in one place, take the same steps on the same axes, and are regathered
-    or not. Those of recomputed copies are regathered."""
-    members: dict[_Signature, dict[bool | None, list[tuple[str, UnitAxes]]]] = {}
+    """One unit for the parameters that are read in one place, take the same steps on the same axes, and are read alike
+    by the backward pass. Those of recomputed copies are regathered."""
+    members: dict[_Signature, dict[_Reading, list[tuple[str, UnitAxes]]]] = {}
     for parameter in stage.program.parameters:
         own = uses[parameter.name]
         place, axes = _place(own), _axes(parameter, stage.parameters[parameter.name], own, mesh)
         if axes is not None and place is not None:
             changes = [use.change for use in own if use.change is not None]
             signature = (place, axes.sharded, axes.replicated, parameter.type.dtype, changes[0].dtypes)
-            again = any(change.regathered for change in changes)
-            # None: the backward pass does not read it.
-            way = again if again or any(change.saved for change in changes) else None
-            members.setdefault(signature, {}).setdefault(way, []).append((parameter.name, axes))
+            reading = _reading(changes, axes, mesh, gather_once)
+            members.setdefault(signature, {}).setdefault(reading, []).append((parameter.name, axes))
     recomputed = {number for number, loop in enumerate(stage.loops) if loop.recompute == "full" and not gather_once}
     tables = {item.op.key for item in stage.body.statements if isinstance(item, Compute) and item.op.kind in _TABLES}
     units = []
-    for (place, sharded, replicated, _, dtypes), ways in members.items():
-        saved = place not in tables
+    for (place, sharded, replicated, _, dtypes), readings in members.items():
+        is_read = place not in tables
         # Replicated parameters are copied for use, not sent: they need not stay gathered.
-        always = not sharded or not saved or (isinstance(place, tuple) and place[0] in recomputed)
-        for regathered, found in _by_way(ways, always=always):
+        always = not sharded or not is_read or (isinstance(place, tuple) and place[0] in recomputed)
+        for reading, found in _by_reading(readings, always=always):
             dims = {name: axes.layout[sharded[0]].dim if sharded else 0 for name, axes in found}
             turned = {name: axes.layout for name, axes in found if axes.layout != stage.parameters[name]}
+            regathered = reading in ("regathered", "copied")
+            saved = is_read and reading != "copied"
             units.append(FSDPUnit(dims, sharded, replicated, saved, regathered, dtypes, turned))
     return units
 
 
-def _by_way(ways: Mapping[bool | None, Sequence[T]], *, always: bool) -> Iterator[tuple[bool, Sequence[T]]]:
-    """The members of units that are regathered and of those that are not; what is None goes to the former, if there
-    are any, or else to the latter."""
-    if always or len(ways) == 1:
-        yield always or True in ways, [member for own in ways.values() for member in own]
+def _reading(changes: Sequence[Redistribution], axes: UnitAxes, mesh: Mesh, gather_once: bool) -> _Reading:
+    """The way in which the backward pass reads a parameter that `changes` redistribute. One that is gathered once for
+    all micro-batches is kept."""
+    if any(change.regathered for change in changes):
+        return "regathered"
+    saved = [change for change in changes if change.saved]
+    if not saved:
+        return "unread"
+    steps = (step for each in saved for step in redistribution(axes.gathered, each.after, each.type.shape, mesh))
+    return "copied" if not gather_once and any(step.moves for step in steps) else "kept"
+
+
+def _by_reading(readings: Mapping[_Reading, Sequence[T]], *, always: bool) -> Iterator[tuple[_Reading, Sequence[T]]]:
+    """The members of units by how the backward pass reads them: `always` all from one that is regathered. What it does
+    not read goes to that one if there is any, or else to the others."""
+    if always:
+        yield "regathered", [member for own in readings.values() for member in own]
         return
-    joined = next(way for way in (True, False) if way in ways)
-    for way, own in ways.items():
-        if way is not None:
-            yield way, [*own, *(ways.get(None, ()) if way == joined else ())]
+    joined = next(reading for reading in ("regathered", "kept", "copied", "unread") if reading in readings)
+    for reading, own in readings.items():
+        if reading != "unread" or joined == "unread":
+            yield reading, [*own, *(readings.get("unread", ()) if reading == joined != "unread" else ())]
 
 
 def _axes(parameter: Parameter, stored: Layout, uses: Sequence[_Use], mesh: Mesh) -> UnitAxes | None:
@@ -191,10 +208,12 @@ def _placed(stage: Stage, uses: Mapping[str, Sequence[_Use]], units: Sequence[FS
     bodies = [own for loop in stage.loops for own in loop.owned.values() if own[0] in stage.parameters]
     while torn := [own for own in bodies if gathered.intersection(own) and not _alike(own, gathered, ways)]:
         gathered.difference_update(*torn)
-    around: dict[_Place, tuple[int, ...]] = {}
-    for number, unit in enumerate(units):
-        for place in {_place(uses[name]) for name in gathered.intersection(unit.parameters) if unit.gathers}:
-            around[place] = (*around.get(place, ()), number)
+    called = grouped(
+        (place, number)
+        for number, unit in enumerate(units)
+        for place in {_place(uses[name]) for name in gathered.intersection(unit.parameters) if unit.gathers}
+    )
+    around = {place: tuple(numbers) for place, numbers in called.items()}
     copies = tuple(
         tuple(around.get((number, copy), ()) for copy in range(len(loop.copies)))
         for number, loop in enumerate(stage.loops)
@@ -223,13 +242,12 @@ def _alike(own: Sequence[str], gathered: Set[str], ways: Mapping[str, object]) -
 def _fits(name: str, stage: Stage, uses: Mapping[str, Sequence[_Use]], unit: FSDPUnit, mesh: Mesh) -> bool:
     """Whether all redistributions of a parameter in a stage can begin with those of a unit."""
     used = unit.gathered_layout(unit.copy_layout(name, stage.parameters[name]))
-    changes = [use.change for use in uses[name]]
     return all(
         change is not None
         and change.dtypes[0] == unit.dtypes[0]
         and _grows(used, change, mesh)
         and all(change.after[axis] == R for axis in (*unit.sharded, *unit.replicated))
-        for change in changes
+        for change in (use.change for use in uses[name])
     )
 
 
@@ -254,7 +272,9 @@ def _by_unit(name: str, change: Redistribution, unit: FSDPUnit, mesh: Mesh) -> R
     layout, shape = unit.copy_layout(name, change.before), change.type.shape
     used, steps = unit.gathered_layout(layout), change.steps
     taken = {axis for axis in mesh.dimensions if used[axis] != change.before[axis]}
-    if {step.axis for step in steps[: len(taken)]} == taken:
-        return replace(change, unit_steps=len(taken))
+    changed = [set(mesh.spans[step.span]) for step in steps]
+    for count in range(len(steps) + 1):
+        if set().union(*changed[:count]) == taken:
+            return replace(change, unit_steps=count)
     first = (*redistribution(change.before, layout, shape, mesh), *redistribution(layout, used, shape, mesh))
     return replace(change, steps=(*first, *redistribution(used, change.after, shape, mesh)), unit_steps=len(first))
