@@ -11,7 +11,6 @@ Raises ConstraintError, MicroBatchError, InfeasibleError (see `with_hint`), and 
 not fit the program.
 """
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -26,28 +25,32 @@ from passes.cost.walk import walk
 from passes.ir.choices import Problem, Solution
 from passes.ir.configuration import Configuration
 from passes.ir.errors import ConstraintError, InfeasibleError, MeshError, MicroBatchError, PlanMismatchError
+from passes.ir.log import logger
 from passes.ir.lowered import Lowered, Variables, only_stage
 from passes.ir.mesh import Mesh
 from passes.ir.program import Folded, Program
 from passes.lower import lower
 from passes.lower.recompute import check_patterns
 from passes.micro_batches import MicroBatches
-from passes.search.best_first import Progress, Unbounded, explore
+from passes.rules.parts import find_rule
+from passes.rules.strategies import is_uneven
+from passes.search.best_first import Progress, Unbounded, close, explore
 from passes.search.configurations import configuration_text
 from passes.search.refinement import best_choice, covers_all
 from passes.search.restrict import gathered_again, planned_methods, planned_solution, regathered, restricted
 from passes.search.space import Space
-from passes.search.subproblems import Choice, MicroBatchProgram, MicroBatchPrograms, Subproblems, levels_key
+from passes.search.subproblems import Choice, Memo, MicroBatchProgram, MicroBatchPrograms, Subproblems, levels_key
 from passes.solve import solve
 from passes.solve.gap import PROVEN
 from passes.variables import name_variables
 
 __all__ = ["Found", "MemorySimulator", "Space", "best_step_s", "search"]
 
-logger = logging.getLogger("autopar")
-
 # Searches at most, each with as much memory set aside as the choice before took more than the solver had counted.
 _ATTEMPTS = 12
+# A choice that the simulator's count leaves is taken without a search of all others if it is slower than their bound by
+# this part at most; the gap of the plan says so.
+_NEAR = 1e-2
 
 # Bytes on one device of each stage at the peak of a step. It runs operators of torch to see what they allocate, so it
 # is passed in.
@@ -93,7 +96,19 @@ def search(program: Program, space: Space, simulate: MemorySimulator, clock: Clo
     subproblems = Subproblems(MicroBatchPrograms(program, space, clock), space, clock, space.memory_limit)
     if space.decisions.configuration is not None:
         return _decided(subproblems, space.decisions.configuration, simulate)
-    return _fitting(subproblems, choose(subproblems), simulate)
+    return _fitting(*choose(subproblems), simulate)
+
+
+def _is_uneven(choice: Choice) -> bool:
+    """Whether some op of a choice splits in order what stripes would split evenly."""
+    folded, problem = choice.subproblem.program.folded, choice.subproblem.problem
+    for op in folded.ops:
+        rule = find_rule(op, folded.types, folded.program.rules)
+        if rule is not None and rule.joint:
+            index = problem.index[folded.alike.get(op.key, op.key)]
+            if is_uneven(rule, choice.solution.strategy(problem, index).methods):
+                return True
+    return False
 
 
 def _fitting(subproblems: Subproblems, first: Choice, simulate: MemorySimulator) -> Found:
@@ -117,7 +132,7 @@ def _fitting(subproblems: Subproblems, first: Choice, simulate: MemorySimulator)
         key = levels_key(choice.solution.configuration)
         reserves = {**subproblems.reserves, key: max(reserve, subproblems.reserves.get(key, 0.0))}
         subproblems = replace(subproblems, reserves=reserves)
-        choice = _next(subproblems, choice)
+        choice = _next(subproblems, choice, bound)
     missing = peak - space.memory_limit
     raise InfeasibleError(
         f"no plan was found that fits the memory limit of {space.memory_limit / GIB:.3g} GiB per device, though one "
@@ -131,7 +146,8 @@ def best_step_s(program: Program, space: Space, simulate: MemorySimulator, clock
     fit."""
     other = replace(space, mesh=Mesh(space.mesh.names, (devices,)))
     subproblems = Subproblems(MicroBatchPrograms(program, other, clock), other, clock, other.memory_limit)
-    choice = best_choice(subproblems, Progress()).best
+    subproblems, progress = _searched(subproblems)
+    choice = progress.best
     with suppress(InfeasibleError):
         return None if choice is None else _fitting(subproblems, choice, simulate).seconds.total
     return None
@@ -144,8 +160,7 @@ def _decided(subproblems: Subproblems, configuration: Configuration, simulate: M
     """
     methods = subproblems.space.decisions.methods
     try:
-        program = subproblems.programs.of(configuration.micro_batches, is_given=True)
-        assert program is not None
+        program = subproblems.programs.given(configuration.micro_batches)
         if methods is None:
             chosen = _carried_over(subproblems, program, configuration)
         else:
@@ -166,8 +181,7 @@ def _carried_over(
     with subproblems.clock("solve"):
         solution = solve(problem, space.cluster, subproblems.limits(configuration), configuration)
     if decisions.regathered is not None:
-        uses = regathered(problem, solution.picks, decisions.regathered)
-        solution = replace(solution, regathered=uses)
+        solution = replace(solution, regathered=regathered(problem, solution.picks, decisions.regathered))
     return problem, solution
 
 
@@ -193,30 +207,41 @@ def _replayed(
     return problem, found
 
 
-def choose(subproblems: Subproblems) -> Choice:
-    """The best choice of the space, as the solver counts memory.
+def choose(subproblems: Subproblems) -> tuple[Subproblems, Choice]:
+    """The best choice of the space, as the solver counts memory, and the subproblems that it is the best of.
 
-    Raises InfeasibleError where none fits, which says what would.
+    Raises InfeasibleError where nothing fits, which says what would.
     """
     _check_recompute(subproblems)
-    return _best(subproblems, best_choice(subproblems, Progress()))
-
-
-def _next(subproblems: Subproblems, choice: Choice) -> Choice | None:
-    """The best choice in less memory than `choice` was found with: first under its configuration, then under all. None
-    where there is none."""
-    node = Unbounded(0.0, partial(subproblems.limited, choice.subproblem, choice.subproblem.configuration))
-    return best_choice(subproblems, explore([node], subproblems, Progress())).best
-
-
-def _best(subproblems: Subproblems, progress: Progress) -> Choice:
+    subproblems, progress = _searched(subproblems)
     best = progress.best
     if best is None:
         raise with_hint(subproblems, min(progress.errors, key=lambda error: error.missing))
     seconds, bound = best.solution.seconds, best.solution.bound
     if bound < seconds * (1 - PROVEN):
         logger.warning("the plan may be up to %.2g%% slower than the best", 100 * (1 - bound / seconds))
-    return best
+    return subproblems, best
+
+
+def _searched(subproblems: Subproblems) -> tuple[Subproblems, Progress]:
+    """The search of all subproblems, and these. Stripes are one layout more for most ops, which only uneven work pays
+    for: where the best choice without them has that, all is searched with them, too."""
+    progress = best_choice(subproblems, Progress())
+    if progress.incumbent is not None and _is_uneven(progress.incumbent):
+        wider = replace(subproblems.space, in_stripes=True)
+        subproblems = replace(subproblems, space=wider, memo=Memo(costs=subproblems.memo.costs))
+        progress = best_choice(subproblems, Progress(progress.incumbent))
+    return subproblems, progress
+
+
+def _next(subproblems: Subproblems, choice: Choice, bound: float) -> Choice | None:
+    """The best choice in less memory than `choice` was found with: under its configuration where that is near `bound`,
+    a lower bound on the step time of all choices, else under all. None where there is none."""
+    node = Unbounded(0.0, partial(subproblems.limited, choice.subproblem, choice.subproblem.configuration))
+    progress = close(subproblems, explore([node], subproblems, Progress()))
+    if progress.cutoff <= bound * (1 + _NEAR):
+        return progress.best
+    return best_choice(subproblems, progress).best
 
 
 def _lowered(
@@ -233,7 +258,7 @@ def _lowered(
     configuration = solution.configuration
     if configuration.zero == 3:
         solution = replace(solution, regathered=solution.regathered | gathered_again(problem, solution))
-    lowered = lower(folded, problem, solution, space.casts, clock, space.decisions.units)
+    lowered = lower(folded, problem, solution, space.casts, space.cluster, clock, space.decisions.units)
     # The step of several stages takes what their schedule takes.
     seconds = walk(only_stage(lowered.stages), folded, space.cluster, space.optimizer, configuration)
     with clock("variables"):
@@ -258,10 +283,9 @@ def _check_recompute(subproblems: Subproblems) -> None:
     asked = subproblems.space.recompute
     if asked is None:
         return
-    program = subproblems.programs.of(1, is_given=True)
-    assert program is not None
-    check_patterns(program.folded.regions, asked)
-    if not program.folded.regions and set(asked.values()) != {"none"}:
+    regions = subproblems.programs.given(1).folded.regions
+    check_patterns(regions, asked)
+    if not regions and set(asked.values()) != {"none"}:
         logger.warning("no layers repeat in the model, so nothing is computed again in the backward pass")
 
 

@@ -8,15 +8,17 @@ the solvers behind subproblems have a state: how far their bounds were raised.
 
 import heapq
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 
+from passes.ir.configuration import Configuration
 from passes.ir.errors import InfeasibleError
 from passes.ir.mesh import Mesh
 from passes.search.configurations import is_monotone_in_micro_batches, limited_configurations
-from passes.search.subproblems import Choice, Subproblem, Subproblems
+from passes.search.recomputing import recompute_bounds
+from passes.search.subproblems import Choice, Subproblem, Subproblems, levels_key
 from passes.solve.gap import PROVEN
 
 # Units of effort for closing gaps (`passes/solve/limits`): in all, and for each subproblem at least.
@@ -50,8 +52,7 @@ class Progress:
         if self.incumbent is None:
             return None
         solution = self.incumbent.solution
-        bound = min(self.closed_bound, solution.seconds)
-        return replace(self.incumbent, solution=replace(solution, bound=bound))
+        return replace(self.incumbent, solution=replace(solution, bound=min(self.closed_bound, solution.seconds)))
 
     def may_improve(self, bound: float) -> bool:
         """Whether a choice of at least `bound` seconds may be better than the incumbent."""
@@ -94,16 +95,20 @@ class OnMesh(SearchNode):
     counts: tuple[int, ...]
 
     def expand(self, subproblems: Subproblems, progress: Progress) -> tuple[Sequence[SearchNode], Progress]:
-        """Bound those of the first number without memory limit, and with it its multiples; others keep their bound."""
+        """Bound those of the first number without memory limit, and with it its multiples; others keep their bound.
+        First by the computation alone, which may be enough."""
         if not self.counts:
             return (), progress
         first, *rest = self.counts
+        multiples = tuple(each for each in rest if each % first == 0)
+        others = OnMesh(self.bound, self.mesh, tuple(each for each in rest if each % first))
+        least = subproblems.least_s(self.mesh, first) if is_monotone_in_micro_batches() else 0.0
+        if least > self.bound:
+            return (OnMesh(least, self.mesh, (first, *multiples)), others), progress
         relaxed = subproblems.relaxed(self.mesh, first)
         if relaxed is None:
             return (), progress
         progress = _begin(relaxed, subproblems, progress)
-        multiples = tuple(each for each in rest if each % first == 0)
-        others = OnMesh(self.bound, self.mesh, tuple(each for each in rest if each % first))
         return (Relaxation(max(self.bound, relaxed.bound), relaxed, multiples), others), progress
 
 
@@ -142,6 +147,7 @@ class Unbounded(SearchNode):
         """Begin to bound them."""
         subproblem = self.make()
         progress = _begin(subproblem, subproblems, progress)
+        subproblem.solver.gap.bound = max(self.bound, subproblem.bound)
         node = Bounding(subproblem.bound, subproblem)
         node.remember(subproblems)
         return (node,), progress
@@ -162,27 +168,50 @@ class Bounding(SearchNode):
         return (), progress.opening(self.subproblem, subproblems)
 
     def remember(self, subproblems: Subproblems) -> None:
-        """Keep the bound for searches of other spaces."""
-        if self.subproblem.has_all_strategies and self.subproblem.bound < float("inf"):
+        """Keep the bound for searches of other spaces: infinite where nothing fits."""
+        if self.subproblem.has_all_strategies:
             subproblems.memo.bounds[self.subproblem.configuration.key] = self.subproblem.bound
+
+
+@dataclass(frozen=True)
+class ByStage(SearchNode):
+    """All choices of `relaxed` under configurations that differ in their ZeRO stages alone, the one that takes least
+    memory first."""
+
+    relaxed: Subproblem
+    configurations: tuple[Configuration, ...]
+
+    def expand(self, subproblems: Subproblems, progress: Progress) -> tuple[Sequence[SearchNode], Progress]:
+        """Begin with the first: where no choice fits under it, none does under the others."""
+        first, *others = (
+            Unbounded(self.bound, partial(subproblems.limited, self.relaxed, each)) for each in self.configurations
+        )
+        following, progress = first.expand(subproblems, progress)
+        if all(node.bound == float("inf") for node in following):
+            bounds = subproblems.memo.bounds
+            bounds.update((each.key, float("inf")) for each in self.configurations)
+            return (), progress
+        return (*following, *others), progress
 
 
 def within_limit(
     relaxed: Subproblem, bound: float, subproblems: Subproblems, progress: Progress
-) -> tuple[Unbounded, ...]:
+) -> tuple[SearchNode, ...]:
     """Nodes for all configurations of as many micro-batches within the memory limit, but for those that are open."""
     folded, count = relaxed.program.folded, relaxed.configuration.micro_batches
-    is_open = {item.configuration.key for item in progress.open}
-    keys = {
-        each.key: each
-        for each in limited_configurations(subproblems.space, relaxed.mesh, count, folded)
-        if each.key not in is_open
-    }
-    bounds = subproblems.memo.bounds
-    return tuple(
-        Unbounded(max(bound, bounds.get(key, 0.0)), partial(subproblems.limited, relaxed, each))
-        for key, each in keys.items()
-    )
+    least, known = recompute_bounds(relaxed.solver), subproblems.memo.bounds
+    seen = {item.configuration.key for item in progress.open}
+    found: list[SearchNode] = []
+    unknown: dict[Hashable, list[Configuration]] = {}
+    for each in limited_configurations(subproblems.space, relaxed.mesh, count, folded):
+        own = max(bound, least.of(each), known.get(each.key, 0.0))
+        if each.key in known and each.key not in seen:
+            found.append(Unbounded(own, partial(subproblems.limited, relaxed, each)))
+        elif each.key not in seen:
+            unknown.setdefault((each.pipeline, levels_key(each)), []).append(each)
+        seen.add(each.key)
+    found += [ByStage(max(bound, least.of(each[0])), relaxed, tuple(each)) for each in unknown.values()]
+    return tuple(found)
 
 
 def explore(nodes: Iterable[SearchNode], subproblems: Subproblems, progress: Progress) -> Progress:
@@ -197,7 +226,9 @@ def explore(nodes: Iterable[SearchNode], subproblems: Subproblems, progress: Pro
             break
         following, progress = node.expand(subproblems, progress)
         for each in following:
-            heapq.heappush(queue, (each.bound, next(numbers), each))
+            # Nodes with nothing better would keep the arrays of their solvers.
+            if progress.may_improve(each.bound):
+                heapq.heappush(queue, (each.bound, next(numbers), each))
     return progress
 
 

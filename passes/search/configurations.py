@@ -15,6 +15,8 @@ PIPELINES = (Pipeline(),)
 
 # Different regions whose levels of recompute are chosen one by one; where there are more, all get the same level.
 _CHOSEN_APART = 2
+# Regions with a smaller part of the ops of all regions than this get the level of the largest region.
+_SMALL = 0.1
 
 
 def micro_batch_counts(space: Space, program: Program) -> Iterator[int]:
@@ -66,7 +68,7 @@ def configuration_text(configuration: Configuration) -> str:
 
 def chooses_recompute_apart(space: Space, folded: Folded) -> bool:
     """Whether all combinations of levels of recompute that `space` offers are among the configurations."""
-    return _is_recompute_given(space) or len(set(_repeated(folded).values())) <= _CHOSEN_APART
+    return _is_recompute_given(space) or _sharing(folded) == _repeated(folded)
 
 
 def _is_recompute_given(space: Space) -> bool:
@@ -83,14 +85,26 @@ def _repeated(folded: Folded) -> dict[str, str]:
     return found
 
 
+def _sharing(folded: Folded) -> dict[str, str]:
+    """The name of each region, and of the region whose level of recompute it shares."""
+    names = _repeated(folded)
+    sizes = dict.fromkeys(names.values(), 0)
+    for region in folded.regions:
+        sizes[names[region.name]] += region.count * len(region.ops)
+    large = {name for name, size in sizes.items() if size >= _SMALL * sum(sizes.values())}
+    if not names:
+        return names
+    largest = max(sizes, key=lambda name: sizes[name])
+    apart = large if len(large) <= _CHOSEN_APART else set()
+    return {name: first if first in apart else largest for name, first in names.items()}
+
+
 def _recompute_levels(space: Space, folded: Folded) -> Iterator[Mapping[str, str]]:
     """The level of recompute of each region, those that take least memory first."""
     if _is_recompute_given(space):
         yield levels([region.name for region in folded.regions], space.recompute or {})
         return
-    names = _repeated(folded)
-    if not chooses_recompute_apart(space, folded):
-        names = dict.fromkeys(names, "")
+    names = _sharing(folded)
     apart = list(dict.fromkeys(names.values()))
     for each in product(RECOMPUTE[::-1], repeat=len(apart)):
         own = dict(zip(apart, each, strict=True))

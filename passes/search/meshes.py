@@ -1,8 +1,9 @@
 """Shapes that a mesh of so many devices can have."""
 
 from collections.abc import Iterator, Sequence
-from itertools import combinations, pairwise
+from itertools import accumulate, combinations, pairwise
 from math import gcd, prod
+from operator import mul
 
 from passes.ir.mesh import Mesh
 
@@ -80,12 +81,8 @@ def fewer_devices(devices: int, busy: int) -> int:
 
 def mesh_of(sizes: Sequence[int], node_size: int) -> Mesh:
     """A mesh with axes named by where they lie: "intra" within a node, "inter" between nodes, outermost first."""
-    names = []
-    stride = 1
-    for size in reversed(sizes):
-        stride *= size
-        names.append("intra" if stride <= node_size else "inter")
-    names.reverse()
+    strides = accumulate(reversed(sizes), mul)
+    names = ["intra" if stride <= node_size else "inter" for stride in strides][::-1]
     numbered = [
         name if names.count(name) == 1 else f"{name}{names[:position].count(name)}"
         for position, name in enumerate(names)
@@ -100,8 +97,7 @@ Axes = tuple[int, ...]
 def partitions(axes: int, count: int) -> Iterator[tuple[Axes, ...]]:
     """All ways to put so many axes into `count` groups of neighbours."""
     for cuts in combinations(range(1, axes), count - 1):
-        bounds = (0, *cuts, axes)
-        yield tuple(tuple(range(start, end)) for start, end in pairwise(bounds))
+        yield tuple(tuple(range(start, end)) for start, end in pairwise((0, *cuts, axes)))
 
 
 def merged(mesh: Mesh, groups: Sequence[Axes]) -> Mesh:

@@ -26,10 +26,16 @@ logger = logging.getLogger("autopar")
 # Nodes near to a choice, by their configuration and the axes that are free.
 Nodes = dict[Hashable, Unbounded]
 
+# Pairs of strategies, over all edges, of the subproblems that wait to be closed while more are made.
+_MOST_OPEN = 1e7
+
 # Most axes of a searched mesh.
 _AXES = 4
 # Most axes on which all strategies are searched; on more only those near the best choice.
 _SEARCHED_WHOLLY = 3
+# What is next to a choice helps where it makes the step faster by more than this part of it. As collectives over
+# adjacent axes run as one, a finer mesh is never slower than a coarser one, and mostly a very little faster.
+_HELPS = 5e-3
 # Units of effort for closing the gap to what is near, each time, at least.
 _BRIEFLY = 700.0
 
@@ -71,83 +77,89 @@ def _search(subproblems: Subproblems, meshes: Sequence[Mesh], progress: Progress
 
 def _search_shapes(subproblems: Subproblems, devices: int, progress: Progress) -> Progress:
     """Search shapes of up to two axes, then what is next to the best choice as long as that helps."""
-    progress = _search(subproblems, shapes(devices, subproblems.space.cluster.node_size), progress)
+    meshes = shapes(devices, subproblems.space.cluster.node_size)
+    # Meshes of two axes offer what that of one does. It is searched in no time, and its best choice excludes much.
+    for some in ([mesh for mesh in meshes if len(mesh.sizes) == count] for count in (1, 2)):
+        progress = _search(subproblems, some, progress)
     seen: set[Hashable] = set()
     while True:
         progress = _climb(subproblems, progress, seen)
-        parent = progress.incumbent
+        before = progress.cutoff
         progress = close(subproblems, progress)
-        if progress.incumbent is parent:
+        if not _is_faster(progress, before):
             return progress
 
 
 def _climb(subproblems: Subproblems, progress: Progress, seen: set[Hashable]) -> Progress:
-    """Search what is next to the best choice and was not `seen`, the smallest changes first, until none helps."""
-    changes = iter(_CHANGES)
-    parent = progress.incumbent
-    while parent is not None:
+    """Search what is next to the best choice and was not `seen`, the smallest changes first, until none helps. Nodes
+    that share arrays are explored together, and then others, so that few arrays are held."""
+    changes, before = iter(_CHANGES), progress.cutoff
+    while progress.incumbent is not None:
         change = next(changes, None)
         if change is None:
             break
-        near = {key: node for key, node in change(subproblems, parent).items() if key not in seen}
-        seen.update(near)
-        progress = explore(near.values(), subproblems, progress)
-        if progress.incumbent is not parent:
-            parent, changes = progress.incumbent, iter(_CHANGES)
+        for nodes in change(subproblems, progress.incumbent):
+            near = {key: node for key, node in nodes.items() if key not in seen}
+            seen.update(near)
+            progress = explore(near.values(), subproblems, progress)
+            if sum(each.pairs for each in progress.open) > _MOST_OPEN:
+                progress = close(subproblems, progress, _BRIEFLY)
+        if _is_faster(progress, before):
+            changes, before = iter(_CHANGES), progress.cutoff
     return progress
 
 
-def _on_other_meshes(subproblems: Subproblems, parent: Choice) -> Nodes:
+def _is_faster(progress: Progress, before: float) -> bool:
+    """Whether the step of the incumbent takes so much less than `before` (seconds) that it helps."""
+    return progress.cutoff < before * (1 - _HELPS)
+
+
+def _on_other_meshes(subproblems: Subproblems, parent: Choice) -> Iterator[Nodes]:
     """Meshes with one axis cut in two, or with a factor shifted from one axis to the next."""
     mesh, node_size = parent.subproblem.mesh, subproblems.space.cluster.node_size
-    return _near(subproblems, parent, [*finer(mesh, node_size, _AXES), *shifted(mesh, node_size)])
+    near, searched = [*finer(mesh, node_size, _AXES), *shifted(mesh, node_size)], shapes(mesh.size, node_size)
+    yield from _near(subproblems, parent, [(other, origins) for other, origins in near if other not in searched])
 
 
-def _in_other_configurations(subproblems: Subproblems, parent: Choice) -> Nodes:
+def _in_other_configurations(subproblems: Subproblems, parent: Choice) -> Iterator[Nodes]:
     """Other levels of recompute and ZeRO stages, with the layouts that `parent` was chosen from."""
     before = parent.subproblem
     if before.has_all_strategies:
-        return {}
-    return {
+        return
+    yield {
         (each.key, ()): Unbounded(0.0, partial(subproblems.limited, before, each))
         for each in _other_configurations(subproblems, parent, before.configuration.micro_batches)
     }
 
 
-def _on_free_axes(subproblems: Subproblems, parent: Choice) -> Nodes:
+def _on_free_axes(subproblems: Subproblems, parent: Choice) -> Iterator[Nodes]:
     """Anything on two of the axes."""
-    if parent.subproblem.has_all_strategies:
-        return {}
-    mesh = parent.subproblem.mesh
-    return _near(subproblems, parent, [(mesh, each) for each in _pairs_free(mesh)])
+    if not parent.subproblem.has_all_strategies:
+        mesh = parent.subproblem.mesh
+        yield from _near(subproblems, parent, [(mesh, each) for each in _pairs_free(mesh)])
 
 
-def _on_free_axes_in_other_configurations(subproblems: Subproblems, parent: Choice) -> Nodes:
+def _on_free_axes_in_other_configurations(subproblems: Subproblems, parent: Choice) -> Iterator[Nodes]:
     """Other levels of recompute and ZeRO stages, with anything on two of the axes; and the next fewer and the next more
     micro-batches."""
     before = parent.subproblem
     if before.has_all_strategies:
-        return {}
+        return
     own = before.configuration
-    found: dict[Hashable, Unbounded] = {}
     others = list(_other_configurations(subproblems, parent, own.micro_batches))
     for origins in _pairs_free(own.mesh):
-        refined = cache(partial(subproblems.refined, parent, own, origins))
-        for each in others:
-            found[each.key, _free(origins)] = Unbounded(0.0, partial(_limited, subproblems, refined, each))
+        yield _all_limited(subproblems, partial(subproblems.refined, parent, own, origins), others, _free(origins))
     counts = list(micro_batch_counts(subproblems.space, subproblems.programs.program))
     at = counts.index(own.micro_batches)
     for count in {*counts[max(0, at - 1) : at + 2]} - {own.micro_batches}:
         every = list(_other_configurations(subproblems, parent, count))
         if every:
-            refined = cache(partial(subproblems.refined, parent, every[0], tuple(own.mesh.dimensions)))
-        for each in every:
-            found[each.key, ()] = Unbounded(0.0, partial(_limited, subproblems, refined, each))
-    return found
+            make = partial(subproblems.refined, parent, every[0], tuple(own.mesh.dimensions))
+            yield _all_limited(subproblems, make, every, ())
 
 
 # The changes of a choice that are searched, those with the fewest choices first.
-_CHANGES: tuple[Callable[[Subproblems, Choice], Nodes], ...] = (
+_CHANGES: tuple[Callable[[Subproblems, Choice], Iterator[Nodes]], ...] = (
     _in_other_configurations,
     _on_free_axes,
     _on_other_meshes,
@@ -155,14 +167,22 @@ _CHANGES: tuple[Callable[[Subproblems, Choice], Nodes], ...] = (
 )
 
 
-def _near(subproblems: Subproblems, parent: Choice, meshes: Iterable[tuple[Mesh, Sequence[int | None]]]) -> Nodes:
+def _near(
+    subproblems: Subproblems, parent: Choice, meshes: Iterable[tuple[Mesh, Sequence[int | None]]]
+) -> Iterator[Nodes]:
     """Nodes for choices near to `parent` on `meshes`, whose axes have origins in that of the parent or are free."""
-    found: dict[Hashable, Unbounded] = {}
     for mesh, origins in meshes:
         configuration = replace(parent.subproblem.configuration, mesh=mesh)
         make = partial(subproblems.refined, parent, configuration, tuple(origins))
-        found[configuration.key, _free(origins)] = Unbounded(0.0, make)
-    return found
+        yield {(configuration.key, _free(origins)): Unbounded(0.0, make)}
+
+
+def _all_limited(
+    subproblems: Subproblems, make: Callable[[], Subproblem], configurations: Iterable[Configuration], free: Axes
+) -> Nodes:
+    """Nodes for the choices of the subproblem that `make` gives, under each of the configurations."""
+    made = cache(make)
+    return {(each.key, free): Unbounded(0.0, partial(_limited, subproblems, made, each)) for each in configurations}
 
 
 def _free(origins: Sequence[int | None]) -> tuple[int, ...]:

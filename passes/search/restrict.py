@@ -40,10 +40,10 @@ def planned_solution(problem: Problem, decisions: Decisions) -> Solution | str:
     picks = []
     for node in problem.nodes:
         wanted = methods.get(node.key)
-        found = [index for index, strategy in enumerate(node.strategies) if strategy.methods == wanted]
-        if not found:
+        pick = next((index for index, strategy in enumerate(node.strategies) if strategy.methods == wanted), None)
+        if pick is None:
             return node.key
-        picks.append(found[0])
+        picks.append(pick)
     unknown = set(methods) - set(problem.index)
     if unknown:
         return min(unknown)
@@ -87,11 +87,8 @@ def gathered_again(problem: Problem, solution: Solution) -> frozenset[tuple[int,
 def decided(folded: Folded, problem: Problem, solution: Solution) -> Mapping[str, Decided]:
     """The strategies that `solution` has, by the key of the node."""
     shapes = _shapes(folded)
-    found = {}
-    for index, node in enumerate(problem.nodes):
-        strategy = solution.strategy(problem, index)
-        found[node.key] = Decided(strategy, *shapes(node))
-    return found
+    nodes = enumerate(problem.nodes)
+    return {node.key: Decided(solution.strategy(problem, index), *shapes(node)) for index, node in nodes}
 
 
 def restricted(folded: Folded, problem: Problem, decisions: Mapping[str, Decided]) -> Problem:

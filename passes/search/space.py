@@ -12,7 +12,6 @@ from passes.ir.mesh import Mesh
 from passes.ir.program import Program
 from passes.lower import Casts
 from passes.rules.strategies import AllowedMethods
-from passes.solve.limits import Limits
 from passes.strategies import Setting
 
 
@@ -28,6 +27,7 @@ class Space:
     - `casts`: the dtypes that parameters are stored in and gradients are reduced in.
     - `full_outputs`: outputs are whole on every rank.
     - `decisions`: what is decided already.
+    - `in_stripes`: whether methods are offered in stripes too; where something is decided, they are in any case.
     """
 
     mesh: Mesh
@@ -43,11 +43,7 @@ class Space:
     full_outputs: bool = False
     decisions: Decisions = field(default_factory=Decisions)
     zero: int | None = None
-
-    @property
-    def limits(self) -> Limits:
-        """The memory limit as the solver takes it."""
-        return Limits(self.memory_limit, self.optimizer_states)
+    in_stripes: bool = False
 
     @property
     def optimizer(self) -> Optimizer:
@@ -63,4 +59,7 @@ class Space:
     def setting(self, mesh: Mesh, allowed: Mapping[str, AllowedMethods] | None = None) -> Setting:
         """The setting in which strategies are made on `mesh`; nodes in `allowed` have only these methods."""
         master, reduce = self.casts.master, self.casts.reduce
-        return Setting(mesh, self.cluster, self.optimizer_states, master, reduce, allowed or {}, self.full_outputs)
+        in_stripes = self.in_stripes or self.decisions.configuration is not None
+        return Setting(
+            mesh, self.cluster, self.optimizer_states, master, reduce, allowed or {}, self.full_outputs, in_stripes
+        )

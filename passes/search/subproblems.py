@@ -17,9 +17,10 @@ from passes.ir.mesh import Mesh
 from passes.ir.program import Folded, Program
 from passes.micro_batches import Batch, MicroBatches
 from passes.regions import fold
-from passes.rules.strategies import AllowedMethods, method_token
+from passes.rules.strategies import AllowedMethods, begun_tokens, method_token
 from passes.search.configurations import relaxed_configuration
 from passes.search.space import Space
+from passes.solve.arrays import least_seconds
 from passes.solve.limits import Limits
 from passes.solve.solver import Solver
 from passes.strategies import planning_problem
@@ -48,24 +49,11 @@ class MicroBatchPrograms:
     refused: str = ""
     made: dict[int, MicroBatchProgram] = field(default_factory=dict)
 
-    def of(self, count: int, *, is_given: bool) -> MicroBatchProgram | None:
-        """The program of one of `count` micro-batches; None where the batch cannot be split.
-
-        Raises MicroBatchError instead where the number `is_given` by the user.
-        """
-        if self.refused and count > 1 and not is_given:
-            return None
+    def given(self, count: int) -> MicroBatchProgram:
+        """The program of one of `count` micro-batches. Raises MicroBatchError where the batch cannot be split."""
         if count not in self.made:
-            micro = None
-            if count > 1:
-                try:
-                    with self.clock("micro-batches"):
-                        micro = self._batch.cut(count)
-                except MicroBatchError as error:
-                    if is_given:
-                        raise
-                    self.refused = str(error)
-                    return None
+            with self.clock("micro-batches"):
+                micro = self._batch.cut(count) if count > 1 else None
             program = self.program if micro is None else micro.program
             with self.clock("constrain"):
                 constraints = self.space.placed_constraints(program, self.space.mesh)
@@ -73,6 +61,21 @@ class MicroBatchPrograms:
                 folded = fold(program, constraints.label)
             self.made[count] = MicroBatchProgram(micro, program, folded)
         return self.made[count]
+
+    def of(self, count: int, *, is_given: bool) -> MicroBatchProgram | None:
+        """The program of one of `count` micro-batches; None where the batch cannot be split.
+
+        Raises MicroBatchError instead where the number `is_given` by the user.
+        """
+        if self.refused and count > 1 and not is_given:
+            return None
+        try:
+            return self.given(count)
+        except MicroBatchError as error:
+            if is_given:
+                raise
+            self.refused = str(error)
+            return None
 
     @cached_property
     def _batch(self) -> Batch:
@@ -115,6 +118,14 @@ class Subproblem:
         """The nodes with the strategies that they may take."""
         return self.solver.instance.problem
 
+    @property
+    def pairs(self) -> int:
+        """The number of pairs of strategies over all edges, in which the size of the solver's arrays is linear."""
+        nodes = self.problem.nodes
+        return sum(
+            len(nodes[edge.producer].strategies) * len(nodes[edge.consumer].strategies) for edge in self.problem.edges
+        )
+
 
 @dataclass(frozen=True)
 class Choice:
@@ -131,11 +142,12 @@ class Choice:
 
 @dataclass(frozen=True)
 class Memo:
-    """Results that hold for all spaces over one program: costs of redistributions by mesh, subproblems without memory
-    limit by mesh, number of micro-batches and pipeline, and lower bounds by the key of their configuration. A bound
-    found within a memory limit holds within any smaller one."""
+    """Results that hold for all spaces over one program: costs of redistributions by mesh, problems by mesh and number
+    of micro-batches, subproblems without memory limit by these and pipeline, and lower bounds by the key of their
+    configuration. A bound found within a memory limit holds within any smaller one."""
 
     costs: dict[Mesh, RedistributionCosts] = field(default_factory=dict)
+    problems: dict[tuple[Mesh, int], Problem] = field(default_factory=dict)
     relaxed: dict[tuple[Mesh, int, Pipeline], Subproblem] = field(default_factory=dict)
     bounds: dict[Hashable, float] = field(default_factory=dict)
 
@@ -143,6 +155,11 @@ class Memo:
 def levels_key(configuration: Configuration) -> Hashable:
     """A key that is equal for configurations with the same levels of recompute."""
     return tuple(sorted(configuration.recompute.items()))
+
+
+def _tokens(methods: Sequence[str], sizes: Sequence[int], is_op: bool) -> list[frozenset[str]]:
+    """The names of a strategy's methods among allowed methods, for each axis of a mesh of these sizes."""
+    return begun_tokens(methods, sizes) if is_op else [frozenset({method_token(each, False)}) for each in methods]
 
 
 @dataclass(frozen=True)
@@ -184,12 +201,20 @@ class Subproblems:
         limits = Limits(float("inf"), self.space.optimizer_states)
         key = mesh, count, configuration.pipeline
         if key not in self.memo.relaxed:
-            solver = self._solver(self.problem(mesh, program), limits, configuration)
+            solver = self._solver(self._whole(mesh, count, program), limits, configuration)
             self.memo.relaxed[key] = Subproblem(program, solver)
         found = self.memo.relaxed[key]
         if found.configuration != configuration:
             found = replace(found, solver=found.solver.other(limits, configuration))
         return found
+
+    def least_s(self, mesh: Mesh, count: int) -> float:
+        """A lower bound on the step time with `count` micro-batches on `mesh` (seconds): that of computation alone."""
+        program = self.programs.of(count, is_given=self.space.micro_batches is not None)
+        if program is None:
+            return 0.0
+        configuration = relaxed_configuration(self.space, mesh, count, program.folded)
+        return least_seconds(self._whole(mesh, count, program), configuration)
 
     def limited(self, subproblem: Subproblem, configuration: Configuration) -> Subproblem:
         """The same choices of layouts within the memory limit, under `configuration`."""
@@ -203,8 +228,7 @@ class Subproblems:
         Raises ConstraintError where the constraints leave nothing of that.
         """
         before, mesh = parent.subproblem, configuration.mesh
-        program = self.programs.of(configuration.micro_batches, is_given=True)
-        assert program is not None
+        program = self.programs.given(configuration.micro_batches)
         constraints = self.space.placed_constraints(program.program, mesh)
         ops = {op.key: op for op in program.folded.ops}
         mixed = [parent.solution.picks, *before.solver.mixed]
@@ -215,14 +239,13 @@ class Subproblems:
             if is_op and node.key not in ops:
                 # Another number of micro-batches has other ops; nodes that are not here may do anything.
                 continue
-            done = [node.strategies[pick].methods for pick in {picks[index] for picks in mixed}]
+            picks = {picks[index] for picks in mixed}
+            done = [_tokens(node.strategies[pick].methods, before.mesh.sizes, is_op) for pick in picks]
             constrained = constraints.axes(*(constraints.places(ops[node.key]) if is_op else [("stored", node.name)]))
             # A constraint on one axis, or another size, may leave nothing of what was done on another.
             others = _WHOLE if constrained or is_other_size else frozenset()
             allowed[node.key] = [
-                None
-                if origin is None or axis in constrained
-                else others.union(method_token(methods[origin], is_op) for methods in done)
+                None if origin is None or axis in constrained else others.union(*(tokens[origin] for tokens in done))
                 for axis, origin in enumerate(origins)
             ]
         solver = self._solver(self.problem(mesh, program, allowed), self.limits(configuration), configuration)
@@ -230,9 +253,7 @@ class Subproblems:
 
     def least_step_s(self, devices: int) -> float:
         """A lower bound on the seconds of a step on so many devices, whatever the mesh and the configuration."""
-        program = self.programs.of(1, is_given=True)
-        assert program is not None
-        return least_step_s(program.folded, self.space.cluster, self.space.optimizer, devices)
+        return least_step_s(self.programs.given(1).folded, self.space.cluster, self.space.optimizer, devices)
 
     def fits(self, subproblem: Subproblem) -> bool:
         """Whether the best choice that the solver has found keeps the memory limit."""
@@ -241,6 +262,12 @@ class Subproblems:
             return False
         use = memory_use(subproblem.problem, best, self.space.optimizer_states)
         return use.peak <= self.limits(subproblem.configuration).memory
+
+    def _whole(self, mesh: Mesh, count: int, program: MicroBatchProgram) -> Problem:
+        """The problem of `count` micro-batches on `mesh` with all strategies."""
+        if (mesh, count) not in self.memo.problems:
+            self.memo.problems[mesh, count] = self.problem(mesh, program)
+        return self.memo.problems[mesh, count]
 
     def _solver(self, problem: Problem, limits: Limits, configuration: Configuration) -> Solver:
         """A solver that shares the costs of redistributions with all others for the same mesh."""
