@@ -3,17 +3,17 @@ name of the operator.
 """
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from string import Formatter
-from typing import Protocol
 
 import torch
 
 from passes._torch import schema_of
 from passes.ir.lowered import Compute, Split
-from passes.ir.program import Argument, Op, Ref, TensorType, freeze
+from passes.ir.program import Argument, Op, Ref, TensorType, freeze, integer, listed
 
 
 class Text(str):
@@ -40,24 +40,30 @@ def tuple_text(items: Sequence[str]) -> str:
     return f"({items[0]},)" if len(items) == 1 else f"({', '.join(items)})"
 
 
-class Scope(Protocol):
-    """A function body that is being written."""
+class Scope(ABC):
+    """A function body, or a statement, that is being written; `types` are the global types of its values."""
 
-    @property
-    def types(self) -> Mapping[str, TensorType]:
-        """The global type of every value."""
+    types: Mapping[str, TensorType]
+
+    @abstractmethod
+    def read(self, value: str) -> str:
+        """The expression that reads a value."""
+
+    @abstractmethod
+    def span(self, number: int) -> str:
+        """The expression of the axes that a collective runs over (see `Mesh.spans`)."""
 
     def value(self, argument: Argument) -> str:
         """An argument as an expression."""
+        return value_text(argument, self.read)
 
     def use(self, name: str) -> str:
         """A name of the runtime, to be imported."""
+        return name
 
     def function(self, name: str) -> str:
         """A function of torch.nn.functional."""
-
-    def axis(self, index: int) -> str:
-        """The variable that holds an axis of the mesh."""
+        return f"F.{name}"
 
 
 Writer = Callable[[Scope, Mapping[str, Argument]], str | None]
@@ -104,9 +110,8 @@ def _method(name: str, *given: str) -> Writer:
 
 def _sized(name: str, argument: str) -> Writer:
     def write(code: Scope, arguments: Mapping[str, Argument]) -> str | None:
-        sizes = arguments[argument]
-        assert isinstance(sizes, tuple)
-        return f"{code.value(arguments['self'])}.{name}({', '.join(map(str, sizes)) or '()'})"
+        sizes = ", ".join(map(str, listed(arguments[argument])))
+        return f"{code.value(arguments['self'])}.{name}({sizes or '()'})"
 
     return write
 
@@ -204,6 +209,45 @@ def _where(code: Scope, arguments: Mapping[str, Argument]) -> str | None:
     return f"torch.where({', '.join(code.value(value) for value in arguments.values())})"
 
 
+def _called(code: Scope, name: str, given: list[Argument], **named: Argument) -> str:
+    """A call of a function of the runtime with values."""
+    shown = [*map(code.value, given), *(f"{key}={code.value(value)}" for key, value in named.items())]
+    return f"{code.use(name)}({', '.join(shown)})"
+
+
+_FUSED_ATTENTION = _functional(
+    "scaled_dot_product_attention",
+    "query",
+    "key",
+    "value",
+    attn_mask=("attn_mask", None),
+    dropout_p=("dropout_p", 0.0),
+    is_causal=("is_causal", False),
+    scale=("scale", None),
+    enable_gqa=("enable_gqa", False),
+)
+# The arguments of attention in blocks, by those of the op, where they are not the default.
+_BLOCKWISE: Mapping[str, str] = {"is_causal": "causal", "window": "window", "attn_mask": "mask", "scale": "scale"}
+
+
+def _attention(code: Scope, arguments: Mapping[str, Argument]) -> str | None:
+    if "window" in arguments:
+        return _in_blocks(code, "blockwise_attention", arguments)
+    return _FUSED_ATTENTION(code, arguments)
+
+
+def _in_blocks(code: Scope, name: str, arguments: Mapping[str, Argument], **more: Argument) -> str:
+    """Attention in blocks; `more` are arguments besides those of the op."""
+    options = {
+        written: arguments[own]
+        for own, written in _BLOCKWISE.items()
+        if arguments.get(own) is not None and arguments[own] is not False
+    }
+    if arguments.get("query_documents") is not None:
+        options["documents"] = arguments["query_documents"], arguments["key_documents"]
+    return _called(code, name, [arguments[own] for own in ("query", "key", "value")], **more, **options)
+
+
 _WRITERS: dict[str, Writer] = {
     "add": _sign("+"),
     "sub": _sign("-"),
@@ -260,29 +304,19 @@ _WRITERS: dict[str, Writer] = {
     "silu": _functional("silu", "self"),
     "gelu": _functional("gelu", "self", approximate=("approximate", "none")),
     "relu": _functional("relu", "self"),
-    "scaled_dot_product_attention": _functional(
-        "scaled_dot_product_attention",
-        "query",
-        "key",
-        "value",
-        attn_mask=("attn_mask", None),
-        dropout_p=("dropout_p", 0.0),
-        is_causal=("is_causal", False),
-        scale=("scale", None),
-        enable_gqa=("enable_gqa", False),
-    ),
+    "scaled_dot_product_attention": _attention,
     **{name: _method(name) for name in ("rsqrt", "sqrt", "tanh", "exp", "cos", "sin", "sigmoid", "abs", "log", "erf")},
 }
 
 
-def form(code: Scope, statement: Compute) -> str:
-    """The call of a local form."""
-    return WRITERS[statement.body](code, statement)
+def computed(code: Scope, statement: Compute) -> str:
+    """An op or the call of a local form as an expression."""
+    return WRITERS[statement.body](code, statement) if statement.body else expression(code, statement.op)
 
 
 def _digits(code: Scope, split: Split) -> Text:
     """The axes that split the factor, each with its major: "((tp, 1),)"."""
-    inner = ", ".join(f"({code.axis(axis)}, {major})" for axis, major in split.digits)
+    inner = ", ".join(f"({code.span(span)}, {major})" for span, major in split.digits)
     return Text(f"({inner},)")
 
 
@@ -314,7 +348,7 @@ def _embedding_form(code: Scope, statement: Compute) -> str:
     arguments = statement.op.arguments
     padding = {"padding_idx": arguments["padding_idx"]} if arguments["padding_idx"] != -1 else {}
     given = [arguments["indices"], arguments["weight"]]
-    return _call(code, "vocabulary_embedding", given, **_split(code, statement), **padding)
+    return _called(code, "vocabulary_embedding", given, **_split(code, statement), **padding)
 
 
 def _loss_form(code: Scope, statement: Compute) -> str:
@@ -323,49 +357,42 @@ def _loss_form(code: Scope, statement: Compute) -> str:
     if arguments["reduction"] == 0:
         options["summed"] = False
     given = [arguments["self"], arguments["target"]]
-    return _call(code, "vocabulary_cross_entropy", given, **_split(code, statement), **options)
+    return _called(code, "vocabulary_cross_entropy", given, **_split(code, statement), **options)
 
 
 def _attention_form(code: Scope, statement: Compute) -> str:
-    arguments = statement.op.arguments
-    defaults: dict[str, Argument] = {"scale": None, "enable_gqa": False, "dropout_p": 0.0}
-    options = {name: arguments[name] for name, default in defaults.items() if arguments[name] != default}
-    given = [arguments[name] for name in ("query", "key", "value")]
-    return _call(code, "causal_attention", given, digits=_digits(code, _one(statement)), **options)
+    digits = _digits(code, _one(statement))
+    return _in_blocks(code, "blockwise_attention", statement.op.arguments, digits=digits)
+
+
+def _ring_form(code: Scope, statement: Compute) -> str:
+    digits = _digits(code, statement.splits["queries"])
+    return _in_blocks(code, "ring_attention", statement.op.arguments, digits=digits)
 
 
 def _axes(code: Scope, statement: Compute) -> Text:
     """The axes of everything that is split: "(dp, tp)"."""
     digits = sorted(digit for split in statement.splits.values() for digit in split.digits)
-    return Text(tuple_text([code.axis(axis) for axis, _ in digits]))
-
-
-def _call(code: Scope, name: str, given: list[Argument], **named: Argument) -> str:
-    """A call with values."""
-    shown = [*map(code.value, given), *(f"{key}={code.value(value)}" for key, value in named.items())]
-    return f"{code.use(name)}({', '.join(shown)})"
+    return Text(tuple_text([code.span(span) for span, _ in digits]))
 
 
 def _layer_norm_form(code: Scope, statement: Compute) -> str:
     arguments = statement.whole.arguments
-    sizes = arguments["normalized_shape"]
-    assert isinstance(sizes, tuple)
-    size = prod(extent for extent in sizes if isinstance(extent, int))
+    sizes = listed(arguments["normalized_shape"])
+    size = prod(map(integer, sizes))
     names = ("input", "weight", "bias")[: 3 if statement.body == "layer_norm" else 2]
     given = [statement.op.arguments[name] for name in names]
     options = {"rank": len(sizes), "size": size, "eps": arguments["eps"], "axes": _axes(code, statement)}
-    return _call(code, f"split_{statement.body}", given, **options)
+    return _called(code, f"split_{statement.body}", given, **options)
 
 
 def _group_norm_form(code: Scope, statement: Compute) -> str:
     arguments = statement.op.arguments
     whole = code.types[statement.whole.operands[0]]
-    groups = statement.whole.arguments["num_groups"]
-    assert isinstance(groups, int)
-    size = whole.size // (whole.shape[0] * groups)
+    size = whole.size // (whole.shape[0] * integer(statement.whole.arguments["num_groups"]))
     given = [arguments[name] for name in ("input", "weight", "bias")]
     options = {"groups": arguments["num_groups"], "size": size, "eps": arguments["eps"]}
-    return _call(code, "split_group_norm", given, **options, axes=_axes(code, statement))
+    return _called(code, "split_group_norm", given, **options, axes=_axes(code, statement))
 
 
 def _batch_norm_form(code: Scope, statement: Compute) -> str:
@@ -375,9 +402,9 @@ def _batch_norm_form(code: Scope, statement: Compute) -> str:
     given = [arguments[name] for name in ("input", "weight", "bias")]
     options = {"size": size, "eps": arguments["eps"], "axes": _axes(code, statement)}
     if len(statement.op.results) == 1:
-        return f"{_call(code, 'split_batch_norm', given, **options)}[0]"
+        return f"{_called(code, 'split_batch_norm', given, **options)}[0]"
     given += [arguments["running_mean"], arguments["running_var"]]
-    return _call(code, "split_updating_batch_norm", given, momentum=arguments["momentum"], **options)
+    return _called(code, "split_updating_batch_norm", given, momentum=arguments["momentum"], **options)
 
 
 def _softmax_form(code: Scope, statement: Compute) -> str:
@@ -385,14 +412,14 @@ def _softmax_form(code: Scope, statement: Compute) -> str:
     dim = arguments["dim"]
     dim = dim[0] if isinstance(dim, tuple) else dim
     options = {name: arguments[name] for name in ("dtype", "keepdim") if arguments.get(name)}
-    return _call(code, f"split_{statement.body}", [arguments["self"], dim], axes=_axes(code, statement), **options)
+    return _called(code, f"split_{statement.body}", [arguments["self"], dim], axes=_axes(code, statement), **options)
 
 
 def _cumsum_form(code: Scope, statement: Compute) -> str:
     arguments = statement.op.arguments
     dtype = {"dtype": arguments["dtype"]} if arguments["dtype"] is not None else {}
     split = _one(statement)
-    return _call(code, "split_cumsum", [arguments["self"], split.dim], digits=_digits(code, split), **dtype)
+    return _called(code, "split_cumsum", [arguments["self"], split.dim], digits=_digits(code, split), **dtype)
 
 
 def _haloed_form(code: Scope, statement: Compute) -> str:
@@ -419,7 +446,8 @@ WRITERS: dict[str, Callable[[Scope, Compute], str]] = {
     "mean": _mean_form,
     "vocabulary_embedding": _embedding_form,
     "vocabulary_cross_entropy": _loss_form,
-    "causal_attention": _attention_form,
+    "blockwise_attention": _attention_form,
+    "ring_attention": _ring_form,
     "haloed": _haloed_form,
     "layer_norm": _layer_norm_form,
     "rms_norm": _layer_norm_form,

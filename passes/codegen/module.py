@@ -5,14 +5,14 @@ import keyword
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
-from passes.codegen.expressions import expression, form, value_text
+from passes.codegen.expressions import Scope, computed, value_text
 from passes.codegen.lines import WIDTH, broken, signature, statement
 from passes.ir.layout import Placement, format_layout
 from passes.ir.lowered import Body, Compute, FunctionVariables, Loop, LoopVariables, Redistribution, Stage, Variables
 from passes.ir.mesh import Mesh
-from passes.ir.program import Argument, Buffer, Op, Parameter, Ref, TensorType
+from passes.ir.program import Argument, Op, Ref
 from passes.ir.redistribution import RedistributionStep
-from passes.ir.vocabulary import identifier, import_order
+from passes.ir.vocabulary import identifier, import_order, numbered
 
 # Names that generated classes define themselves.
 _ATTRIBUTES = {
@@ -40,20 +40,14 @@ def class_name(loop: Loop, taken: set[str]) -> str:
     base = owners[0] if owners else "".join(part.title() for part in loop.region.name.split(".") if part.isidentifier())
     if len(loop.region.copies[0]) > 1:
         base += f"Group{len(loop.region.copies[0])}"
-    name, count = base or "Layer", 1
-    while name in taken:
-        count += 1
-        name = f"{base}{count}"
-    return name
+    return numbered(base or "Layer", taken.__contains__, separator="")
 
 
 def loop_name(index: int, loops: Sequence[Loop]) -> str:
     """The name of a loop's copies: that of the module list that contains them."""
-    owner = _owner(loops[index])
-    name = identifier(owner or "copies")
-    same = [identifier(_owner(loop)) for loop in loops]
-    alone = same.count(name) == 1 and name not in _ATTRIBUTES
-    return name if alone else f"{name}_{index}"
+    name = identifier(_owner(loops[index]) or "copies")
+    is_alone = [identifier(_owner(loop)) for loop in loops].count(name) == 1
+    return name if is_alone and name not in _ATTRIBUTES else f"{name}_{index}"
 
 
 def copy_path(own: str, region: str, entries: int) -> str:
@@ -101,7 +95,7 @@ class Shared:
     functional: bool = False
 
 
-class Code:
+class Code(Scope):
     """The body of one forward function: `lines` of statements, and what they read.
 
     `variables` are the function's; `paths` are the expressions that reach parameters, buffers and constants, of which
@@ -122,6 +116,7 @@ class Code:
         self.shared = shared
         self.mesh = shared.mesh
         self.body = body
+        self.types = body.types
         self.paths = paths
         self.paths_used: set[str] = set()
         self.updated = updated
@@ -131,11 +126,6 @@ class Code:
         self.place = ""
         self.gathered_around: dict[str, str] = {}
         self.lambda_names: Mapping[str, str] = {}
-
-    @property
-    def types(self) -> Mapping[str, TensorType]:
-        """The global type of every value."""
-        return self.body.types
 
     def prologue(self) -> list[str]:
         """The first lines of the function: the axes, if it uses them."""
@@ -149,12 +139,17 @@ class Code:
     def function(self, name: str) -> str:
         """A function of torch.nn.functional."""
         self.shared.functional = True
-        return f"F.{name}"
+        return super().function(name)
 
     def axis(self, index: int) -> str:
         """The variable that holds an axis."""
         self.axes_used = True
         return self.mesh.names[index]
+
+    def span(self, number: int) -> str:
+        """The expression of the axes that a collective runs over."""
+        self.axes_used = True
+        return self.mesh.label(number)
 
     def read(self, value: str) -> str:
         """The expression that reads a value: in a lambda its parameter, and for a parameter of the model that is
@@ -185,10 +180,6 @@ class Code:
         for step in item.steps[item.unit_steps :]:
             right = self.step(step, right, item.regathered, dtypes)
         return right
-
-    def value(self, argument: Argument) -> str:
-        """An argument as an expression."""
-        return value_text(argument, self.read)
 
     def leaf(self, value: Argument, copy: str | None) -> str:
         """The expression of a returned value; a buffer that changes before the return is copied to variable `copy`
@@ -223,7 +214,7 @@ class Code:
         """Write an op or a local form."""
         op = item.op
         self.where(op)
-        right = self.in_lambda(item) if op.results[0] in self.variables.lambdas else self.computed(item)
+        right = self.in_lambda(item) if op.results[0] in self.variables.lambdas else computed(self, item)
         left = ", ".join(self.variables.names[value] for value in op.results)
         source = f"  {op.line}" if op.line else ""
         indent = INDENT
@@ -233,16 +224,12 @@ class Code:
             indent += "    "
         self.lines += statement(indent, left, right, f"{self.note(op.results[0])}{source}")
 
-    def computed(self, item: Compute) -> str:
-        """An op or a local form as an expression."""
-        return form(self, item) if item.body else expression(self, item.op)
-
     def in_lambda(self, item: Compute) -> str:
         """A call of the runtime that runs an op, given as a lambda, with the operands that the lambda takes."""
         names = self.variables.lambdas[item.op.results[0]]
         given = [self.read(value) for value in names]
         self.lambda_names = names
-        right, self.lambda_names = self.computed(item), {}
+        right, self.lambda_names = computed(self, item), {}
         parameters = ", ".join(names.values())
         if item.recomputed:
             return f"{self.use('recomputed')}(lambda {parameters}: {right}, {', '.join(given)})"
@@ -277,7 +264,7 @@ class Code:
         """One step as a call."""
         extra = (", keep=False" if rerun else "") + dtypes
         source, target = self.placement(step.source), self.placement(step.target)
-        return f"{self.use(step.collective)}({operand}, {self.axis(step.axis)}, src={source}, dst={target}{extra})"
+        return f"{self.use(step.collective)}({operand}, {self.span(step.span)}, src={source}, dst={target}{extra})"
 
     def placement(self, placement: Placement) -> str:
         """A placement of a layout as an expression."""
@@ -303,8 +290,7 @@ class Code:
             carried = next(names[carry.argument] for carry in region.carries if carry.next == change.source)
             right = assigned.last[change.source]
             for step in change.steps:
-                call = self.step(step, right, change.regathered)
-                self.lines += statement(f"{INDENT}        ", carried, call)
+                self.lines += statement(f"{INDENT}        ", carried, self.step(step, right, change.regathered))
                 right = carried
         left = ", ".join(assigned.last[value] for value in loop.body.results)
         given = ", ".join([*(names[carry.argument] for carry in region.carries), *map(self.read, loop.shared)])
@@ -331,7 +317,7 @@ class ModuleWriter:
         self.naming = naming
         self.loops = stage.loops
         self.shared = Shared(stage, mesh, variables.loops)
-        stored: tuple[Parameter | Buffer, ...] = (*stage.program.parameters, *stage.program.buffers)
+        stored = (*stage.program.parameters, *stage.program.buffers)
         self.paths = {item.name: f"self.root{attribute(item.name.split('.'))}" for item in stored}
         self.updated = {buffer for buffer, _ in stage.updates}
 
@@ -379,8 +365,7 @@ class ModuleWriter:
         """The class of the whole program."""
         self.shared.used.add("Generated")
         stage, variables = self.stage, self.variables
-        paths = dict(self.paths)
-        paths.update({name: f'self.constants["{name}"]' for name in stage.program.constants})
+        paths = self.paths | {name: f'self.constants["{name}"]' for name in stage.program.constants}
         code = Code(self.shared, stage.body, variables.whole, paths, self.updated, inner=False)
         code.statements()
         leaves = [code.read(value) for value in stage.sent]
