@@ -5,10 +5,11 @@ Every function says what it is for and why no public name serves. All were read 
 their own, `autopar/runtime/fsdp/_torch.py`.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from copy import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives
 from torch import Tensor, nn
 from torch._C._distributed_c10d import Store
+from torch._ops import OpOverload
 from torch.autograd.graph import Node
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed.tensor import DTensor
@@ -31,6 +33,10 @@ from torch.distributed.tensor.placement_types import _StridedShard as StridedSha
 # StridedShard: a part of a dim that another axis of the mesh splits first; `Shard` alone cannot say it.
 # local_shape_and_offset: the shape and the offset of a rank's part, as `torch.distributed.checkpoint` computes them.
 __all__ = [
+    "CPU_ATTENTION",
+    "CPU_ATTENTION_BACKWARD",
+    "EFFICIENT_ATTENTION_BACKWARD",
+    "FLASH_ATTENTION_BACKWARD",
     "PRELOADED",
     "REGISTRY_KEY",
     "STATE_KEY",
@@ -38,14 +44,18 @@ __all__ = [
     "Store",
     "StridedShard",
     "as_distributed",
+    "backend_name",
     "call_hooks",
     "collectives",
     "default_store",
     "group_timeout",
+    "has_hooks",
     "is_computed_in_backward",
     "local_shape_and_offset",
     "local_tensor",
+    "named_group",
     "parts_of",
+    "parts_of_flat",
     "pickled_state",
     "post_accumulate_hooks",
     "set_group_timeout",
@@ -54,6 +64,13 @@ __all__ = [
     "tensor_hooks",
     "without_subclasses",
 ]
+
+# The fused kernel of attention of a CPU, and the backward passes of those of both devices: attention that is computed
+# in blocks needs the log-sum-exp of each row, which `scaled_dot_product_attention` does not return.
+CPU_ATTENTION: OpOverload = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+CPU_ATTENTION_BACKWARD: OpOverload = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+FLASH_ATTENTION_BACKWARD: OpOverload = torch.ops.aten._scaled_dot_product_flash_attention_backward.default
+EFFICIENT_ATTENTION_BACKWARD: OpOverload = torch.ops.aten._scaled_dot_product_efficient_attention_backward.default
 
 # Methods that torch calls by these names, which autopar overrides where they stand.
 OVERRIDDEN = {
@@ -86,21 +103,28 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 
 def spec_of(tensor: Tensor) -> DTensorSpec:
-    """A copy of the shape and layout of a `DTensor`."""
+    """The shape and layout of a `DTensor`. torch replaces specs and never changes them: `fully_shard` gives parameters
+    and their gradients one object too."""
     assert isinstance(tensor, DTensor)
-    return copy(tensor._spec)
+    return tensor._spec
 
 
 def as_distributed(local: Tensor, spec: DTensorSpec) -> DTensor:
     """A `DTensor` without autograd that holds `local`, which has the dtype and strides that `spec` implies.
 
-    The class is public, its constructor is not; `fully_shard` calls it so. `DTensor.from_local` goes through autograd,
-    which takes ten times as long.
+    The class is public, its constructor is not; `fully_shard` calls it. `DTensor.from_local` goes through autograd,
+    which takes ten times as long. `__init__` does nothing but step out of graphs that are being traced, in twice the
+    time of `__new__`.
     """
-    return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
+    return DTensor.__new__(DTensor, local, spec, requires_grad=False)
 
 
 # --- process groups --------------------------------------------------------------------------------------------------
+
+
+def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
+    """The name of the backend that runs the collectives of `group` on `device`; `get_backend` knows one per group."""
+    return str(group._get_backend(device).name())
 
 
 def group_timeout(group: dist.ProcessGroup) -> timedelta | None:
@@ -118,10 +142,32 @@ def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
     dist.distributed_c10d._set_pg_timeout(timeout, group)
 
 
+@contextmanager
+def named_group(name: str) -> Iterator[None]:
+    """Let the group that `torch.distributed.new_group` makes of its members alone have this name.
+
+    It takes no name. The one that it makes up depends on the number of groups that the rank has made before, and ranks
+    under different names wait for each other until they time out.
+    """
+    with mock.patch.object(dist.distributed_c10d, "_process_group_name", return_value=name):
+        yield
+
+
 def default_store() -> Store:
     """The key-value store of the default process group, where `init_process_group` was not given one to keep."""
     store: Store = dist.distributed_c10d._get_default_store()
     return store
+
+
+# --- tensors ---------------------------------------------------------------------------------------------------------
+
+
+def parts_of_flat(flat: Tensor, like: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Views of parts of `flat`, of one dim, one after the other: of the shapes of the tensors `like`.
+
+    `DistributedDataParallel` uses it; `split` and `view` take several times as long for many small tensors.
+    """
+    return tuple(torch._C._nn.unflatten_dense_tensors(flat, list(like)))
 
 
 # --- autograd --------------------------------------------------------------------------------------------------------
@@ -135,6 +181,11 @@ def tensor_hooks(parameter: nn.Parameter) -> Sequence[Callable[[Tensor], Tensor 
 def post_accumulate_hooks(parameter: nn.Parameter) -> Sequence[Callable[[Tensor], None]]:
     """The hooks that were registered with `register_post_accumulate_grad_hook`, in their order."""
     return tuple((getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values())
+
+
+def has_hooks(parameter: nn.Parameter) -> bool:
+    """Whether a parameter has hooks that autograd would call with its gradient."""
+    return bool(parameter._backward_hooks) or bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
 def is_computed_in_backward(node: Node) -> bool:

@@ -2,6 +2,7 @@
 
 import passes.ops  # noqa: F401  (operators that capture writes into programs)
 from autopar.runtime.calls.inputs import named_arguments
+from autopar.runtime.generated.attention import blockwise_attention
 from autopar.runtime.generated.bases import (
     Container,
     Generated,
@@ -16,7 +17,6 @@ from autopar.runtime.generated.bases import (
 )
 from autopar.runtime.generated.collectives import all_gather, all_reduce, all_to_all, convert, reduce_scatter
 from autopar.runtime.generated.forms import (
-    causal_attention,
     split_batch_norm,
     split_cumsum,
     split_group_norm,
@@ -30,6 +30,7 @@ from autopar.runtime.generated.forms import (
     vocabulary_embedding,
     with_halo,
 )
+from autopar.runtime.generated.ring_attention import ring_attention
 from autopar.runtime.generated.saving import recomputed
 from autopar.runtime.module import DistributedModule
 from autopar.runtime.state import Axis
@@ -53,13 +54,14 @@ __all__ = [
     "all_gather",
     "all_reduce",
     "all_to_all",
-    "causal_attention",
+    "blockwise_attention",
     "convert",
     "gathered",
     "local",
     "named_arguments",
     "recomputed",
     "reduce_scatter",
+    "ring_attention",
     "split_batch_norm",
     "split_cumsum",
     "split_group_norm",

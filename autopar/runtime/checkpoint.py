@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor
 from autopar._torch import local_shape_and_offset
 from passes._torch import buffers_of, parameters_of
 from passes.ir.errors import CheckpointError
+from passes.ir.grouping import grouped
 
 
 class Loadable(nn.Module):
@@ -108,10 +109,7 @@ def _placed_like(current: Tensor, value: Tensor, assign: bool) -> Tensor:
 
 def _tie_again(module: nn.Module, before: Mapping[str, Tensor]) -> None:
     """Restore ties: parameters and buffers that were one tensor `before`, under several names, become one again."""
-    names: dict[int, list[str]] = {}
-    for name, item in before.items():
-        names.setdefault(id(item), []).append(name)
-    for first, *others in names.values():
+    for first, *others in grouped((id(item), name) for name, item in before.items()).values():
         path, _, last = first.rpartition(".")
         for other in others:
             owner, _, name = other.rpartition(".")

@@ -82,7 +82,7 @@ class DistributedModule(Loadable, CalledPart):
         self._model_class: type[nn.Module] | None = None
         # The parts of the model are this module's own: the container is none of them.
         object.__setattr__(self, "_root", root)
-        self._programs = Programs(root, self._axes, device, self._random, fsdp_manager, programs, loaded.other_sizes)
+        self._programs = Programs(root, mesh, device, self._random, fsdp_manager, programs, loaded.other_sizes)
         self._watch = ParameterWatch(root, plan.parameters if plan.objective == "train" else {})
         agreement = Agreement(mesh)
         self._comparison = self._compared(agreement)
@@ -281,7 +281,7 @@ class DistributedModule(Loadable, CalledPart):
         leaves = forward_backward(
             batching,
             inputs,
-            self._axes,
+            self._mesh,
             None if totals is None else lambda parts: totals.forward(*parts),
             lambda parts: self._run(serving, parts),
             self._fsdp_manager,

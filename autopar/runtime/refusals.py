@@ -34,9 +34,8 @@ class _NoFurtherApis(dict[Any, Any]):
 
     def setdefault(self, api: object, default: object = None) -> NoReturn:
         """Refuse an API: a function or its name."""
-        name = getattr(api, "__name__", api)
         raise UnsupportedError(
-            f"{name} cannot be applied to a distributed module, which is parallel already: "
+            f"{getattr(api, '__name__', api)} cannot be applied to a distributed module, which is parallel already: "
             "constrain the plan instead, or apply it to the model without parallelize"
         )
 
@@ -51,14 +50,11 @@ class DistributedPart(nn.Module):
 
     # --- copies ---
 
-    _copy = _refusal(
+    __deepcopy__ = __copy__ = __reduce_ex__ = _refusal(
         "a distributed module cannot be copied or pickled",
         "save dist_model.state_dict() with torch.distributed.checkpoint, or parallelize a second model; for an average "
         "of weights, keep [p.detach().clone() for p in dist_model.parameters()] and call lerp_ on these",
     )
-    __deepcopy__ = _copy
-    __copy__ = _copy
-    __reduce_ex__ = _copy
     share_memory = _refusal("a distributed module cannot be shared between processes", "parallelize in each process")
 
     # --- other wrappers ---
@@ -101,8 +97,7 @@ class DistributedPart(nn.Module):
 
     # --- other parameters and parts ---
 
-    add_module = _refusal("no part can be added to a distributed module", _BEFORE)
-    register_module = _refusal("no part can be added to a distributed module", _BEFORE)
+    add_module = register_module = _refusal("no part can be added to a distributed module", _BEFORE)
     set_submodule = _refusal("no part of a distributed module can be replaced", _BEFORE)
 
     # The first attribute that torch.nn.utils.parametrize asks for.
@@ -152,11 +147,8 @@ _uncalled = _refusal(
 class HoldingPart(DistributedPart):
     """A submodule of a distributed module that only holds parameters and is never called."""
 
-    register_forward_pre_hook = _uncalled
-    register_forward_hook = _uncalled
-    register_full_backward_pre_hook = _uncalled
-    register_full_backward_hook = _uncalled
-    register_backward_hook = _uncalled
+    register_forward_pre_hook = register_forward_hook = _uncalled
+    register_full_backward_pre_hook = register_full_backward_hook = register_backward_hook = _uncalled
     forward = _refusal(
         "a part of a distributed module cannot be called on its own", "call the whole module, or parallelize the part"
     )

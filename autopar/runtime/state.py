@@ -1,7 +1,8 @@
 """A device mesh as running code sees it, and conversion between layouts and placements, whole tensors and shards."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
 from math import prod
 
 import torch
@@ -11,11 +12,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from autopar._torch import StridedShard
+from autopar.runtime.ranks.groups import span_group
 from passes._torch import storage_id
 from passes.ir.layout import Layout, digits
 from passes.ir.mesh import Mesh
 
 
+@cache
 def placements(layout: Layout, mesh: Mesh) -> tuple[Placement, ...]:
     """`layout` as placements. R and I are both `Replicate`; `layout` must satisfy `passes.ir.layout.is_dtensor`."""
     found: list[Placement] = []
@@ -48,10 +51,16 @@ def from_local(
     local: Tensor, layout: Layout, shape: torch.Size | Sequence[int], device_mesh: DeviceMesh, mesh: Mesh
 ) -> DTensor:
     """The whole tensor of global `shape` whose part on this rank is `local`."""
-    stride = torch.empty(tuple(shape), device="meta").stride()
+    size = torch.Size(shape)
     return DTensor.from_local(
-        local, device_mesh, placements(layout, mesh), run_check=False, shape=torch.Size(shape), stride=stride
+        local, device_mesh, placements(layout, mesh), run_check=False, shape=size, stride=_strides(size)
     )
+
+
+@cache
+def _strides(shape: torch.Size) -> tuple[int, ...]:
+    """The strides of a contiguous tensor."""
+    return torch.empty(shape, device="meta").stride()
 
 
 def mesh_of(device_mesh: DeviceMesh) -> Mesh:
@@ -63,12 +72,20 @@ def mesh_of(device_mesh: DeviceMesh) -> Mesh:
 
 @dataclass(frozen=True)
 class Axis:
-    """One mesh axis: its name, its size, the coordinate of this rank, and the name of its process group."""
+    """Mesh axes that a collective runs over: their name, the number of ranks along them, the number of this rank among
+    those, and the name of their process group. `with_next` is this axis and the next one of the mesh as one, where a
+    program runs collectives over both; generated code writes it as `dp * tp`."""
 
     name: str
     size: int
     rank: int
     group: str
+    with_next: "Axis | None" = None
+
+    def __mul__(self, other: "Axis") -> "Axis":
+        """This axis and `other`, the next one of the mesh, as one."""
+        assert self.with_next is not None, f"no collective runs over {self.name} and {other.name}"
+        return self.with_next
 
 
 def rank_along(axes: Sequence[Axis]) -> tuple[int, int]:
@@ -79,11 +96,50 @@ def rank_along(axes: Sequence[Axis]) -> tuple[int, int]:
     return number, count
 
 
-def axes_of(mesh: DeviceMesh) -> tuple[Axis, ...]:
-    """The axes of `mesh`, outermost first, as this rank sees them."""
-    names = mesh_of(mesh).names
-    groups = [mesh.get_group(name) for name in names]
-    return tuple(
+def axes_of(mesh: DeviceMesh, spans: Collection[int] = ()) -> tuple[Axis, ...]:
+    """The axes of `mesh`, outermost first, as this rank sees them.
+
+    `spans` are the numbers of those of several axes that collectives run over (see `Mesh.spans`). Collective over the
+    mesh where there are any.
+    """
+    shape = mesh_of(mesh)
+    groups = [mesh.get_group(name) for name in shape.names]
+    found = tuple(
         Axis(name, group.size(), dist.get_rank(group), group.group_name)
-        for name, group in zip(names, groups, strict=True)
+        for name, group in zip(shape.names, groups, strict=True)
     )
+    if not spans:
+        return found
+    return spanning(found, {shape.spans[span] for span in spans}, lambda axes: span_group(mesh, axes).group_name)
+
+
+def axis_along(mesh: DeviceMesh, span: int) -> Axis:
+    """The span of `mesh` with this number as one axis. Collective over the mesh for a span of several axes."""
+    axes = axes_of(mesh, (span,))
+    return product_of([axes[member] for member in mesh_of(mesh).spans[span]])
+
+
+def product_of(axes: Sequence[Axis]) -> Axis:
+    """Adjacent axes as one."""
+    found, *others = axes
+    for axis in others:
+        found *= axis
+    return found
+
+
+def spanning(
+    axes: Sequence[Axis], spans: Collection[tuple[int, ...]], group: Callable[[tuple[int, ...]], str]
+) -> tuple[Axis, ...]:
+    """`axes` with their products over `spans`, whose groups are called as `group` says."""
+
+    def along(members: tuple[int, ...]) -> Axis:
+        own, further = [axes[member] for member in members], (*members, members[-1] + 1)
+        found = own[0]
+        if len(own) > 1:
+            rank, size = rank_along(own)
+            # What only longer products begin with has no group.
+            found = Axis(" * ".join(axis.name for axis in own), size, rank, group(members) if members in spans else "")
+        goes_on = any(span[: len(further)] == further for span in spans)
+        return replace(found, with_next=along(further)) if goes_on else found
+
+    return tuple(along((axis,)) for axis in range(len(axes)))

@@ -95,6 +95,16 @@ def bound_call(
     return BoundCall(arguments, tensors, values, settings, as_planned)
 
 
+def usual_call(planned: GeneratedProgram, tensors: Mapping[str, Tensor]) -> BoundCall:
+    """`bound_call` of a call whose arguments are the inputs of `planned` by name, as those of an earlier one.
+
+    Raises InputError for a tensor of another dtype or number of dims than planned.
+    """
+    for item in planned.inputs:
+        _planned_tensor(tensors[item.name], item)
+    return BoundCall(tensors, tensors, {}, {}, True)
+
+
 def _check_known(
     signature: inspect.Signature,
     arguments: Mapping[str, object],
@@ -228,8 +238,7 @@ class RowLoader:
         """
         names = self._shape.names
         asked = (axes,) if isinstance(axes, str) else tuple(axes)
-        unknown = [axis for axis in asked if axis not in names]
-        if unknown or not asked or len(set(asked)) < len(asked):
+        if not asked or not set(asked) <= set(names) or len(set(asked)) < len(asked):
             raise InputError(
                 f"axes is {axes!r}: it must name axes of the mesh ({', '.join(names)}), each once, the outermost first"
             )
@@ -292,7 +301,7 @@ class RowLoader:
             Leaf(name, tensor, frozenset(() if dim is None else numbers))
             for name, (tensor, dim) in sorted(tensors.items())
         ]
-        self._values.compare(self._number, leaves)
+        self._values.compare(self._number, lambda: leaves)
         return map_leaves(
             batch,
             lambda name, leaf: self._whole(*tensors[name], numbers, own) if name in tensors else leaf,

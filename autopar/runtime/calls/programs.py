@@ -4,10 +4,9 @@
 """
 
 import inspect
-import logging
 import sys
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from autopar.runtime.calls.inputs import BoundCall, bound_call, tensors_among
+from autopar.runtime.calls.inputs import BoundCall, bound_call, tensors_among, usual_call
 from autopar.runtime.fsdp.local_parameters import LocalParameters, ReadParameters
 from autopar.runtime.fsdp.manager import FSDPManager
 from autopar.runtime.generated.bases import Generated, GeneratedProgram, LoadedProgram, OtherSizes, PlannedInput, Wanted
@@ -23,15 +22,14 @@ from autopar.runtime.generated.collectives import convert
 from autopar.runtime.generated.random import Randomness
 from autopar.runtime.parameters import ParameterWatch
 from autopar.runtime.ranks.comparing import CallComparison, Surroundings
-from autopar.runtime.state import Axis, local_part, mesh_of, placements
+from autopar.runtime.state import Axis, axes_of, axis_along, local_part, mesh_of, placements
 from passes.ir.errors import InputError
 from passes.ir.layout import I
 from passes.ir.leaves import given_name
+from passes.ir.log import logger
 from passes.ir.plan import Plan
 from passes.ir.program import dtype_name
 from passes.ir.redistribution import redistribution
-
-logger = logging.getLogger("autopar")
 
 # Maximum number of programs kept for inputs other than planned.
 KEPT = 32
@@ -65,7 +63,7 @@ class Programs:
     def __init__(
         self,
         root: nn.Module,
-        axes: tuple[Axis, ...],
+        mesh: DeviceMesh,
         device: torch.device,
         random: Randomness,
         fsdp_manager: FSDPManager,
@@ -74,7 +72,7 @@ class Programs:
     ) -> None:
         self._root = root
         self._parameters = LocalParameters(root)
-        self._axes = axes
+        self._mesh = mesh
         self._device = device
         self._random = random
         self._fsdp_manager = fsdp_manager
@@ -118,7 +116,7 @@ class Programs:
         _, oldest = self._others.popitem(last=False)
         # The module of its source is of no use without it.
         sys.modules.pop(type(oldest.instance).__module__, None)
-        if not self._warned and not any(axis.rank for axis in self._axes):
+        if not self._warned and not any(axis.rank for axis in axes_of(self._mesh)):
             logger.warning(
                 "this module was called with more than %d different sizes or sets of inputs: the program that was not "
                 "used for longest is dropped, and made again when it is needed; pad batches to a few sizes, or sort "
@@ -134,7 +132,8 @@ class Programs:
         view = self._fsdp_manager.view(self._root, held)
         parameters = self._parameters.read(view, program.parameters - held.gathered)
         groups, around = self._fsdp_manager.groups(held), self._fsdp_manager.around_copies(held)
-        instance = loaded.kind(view, self._axes, self._device, tensors, self._random, groups, around)
+        axes = axes_of(self._mesh, sorted(program.spans))
+        instance = loaded.kind(view, axes, self._device, tensors, self._random, groups, around)
         if loaded.totals is not None:
             instance.totals = self._instance(loaded.totals).instance
         return RunnableProgram(program, instance, parameters)
@@ -186,6 +185,8 @@ class CallPath:
         self._shape = mesh_of(mesh)
         self._axes = axes
         self._device = device
+        # Of programs that were called with their inputs by name and nothing else: these names.
+        self._usual: dict[str, Set[str]] = {}
 
     def prepared(
         self, name: str, surroundings: Surroundings, args: Sequence[object], kwargs: Mapping[str, object]
@@ -199,13 +200,24 @@ class CallPath:
         """
         with self._comparison.telling():
             flags = self._parameters.flags()
-            call = bound_call(self._signature, self._programs.planned(name).program, args, kwargs)
+            call = self._bound(name, args, kwargs)
             for leaf, tensor in call.tensors.items():
                 if isinstance(tensor, DTensor) and tensor.device_mesh != self._mesh:
                     raise InputError(f"{leaf} is a DTensor on another mesh than the model: make it with from_local()")
         self._comparison.compare(call, surroundings, flags, self._parameters)
         serving = self._programs.serving(name, surroundings.training, surroundings.micro_batches, call)
         return serving, [self._local_input(item, call) for item in serving.program.inputs]
+
+    def _bound(self, name: str, args: Sequence[object], kwargs: Mapping[str, object]) -> BoundCall:
+        """The arguments of a call of the program called `name`."""
+        planned = self._programs.planned(name).program
+        given = {key: value for key, value in kwargs.items() if isinstance(value, Tensor)}
+        if not args and len(given) == len(kwargs) and kwargs.keys() == self._usual.get(name):
+            return usual_call(planned, given)
+        call = bound_call(self._signature, planned, args, kwargs)
+        if call.as_planned and not args and given.keys() == kwargs.keys() == call.tensors.keys():
+            self._usual[name] = given.keys()
+        return call
 
     def _local_input(self, item: PlannedInput, call: BoundCall) -> Tensor:
         leaf = call.tensors[item.name]
@@ -224,11 +236,8 @@ class CallPath:
             leaf = leaf.full_tensor()
         if differentiable:
             # The whole is the same on every rank, and so is its gradient.
-            part = leaf
             for step in redistribution((I,) * len(self._axes), item.layout, item.type.shape, self._shape):
-                part = convert(part, self._axes[step.axis], src=step.source, dst=step.target)
+                leaf = convert(leaf, axis_along(self._mesh, step.span), src=step.source, dst=step.target)
         elif any(placement.kind == "S" for placement in item.layout):
-            part = local_part(leaf, item.layout, [axis.rank for axis in self._axes], self._shape)
-        else:
-            part = leaf
-        return part.to(self._device, item.dtype)
+            leaf = local_part(leaf, item.layout, [axis.rank for axis in self._axes], self._shape)
+        return leaf.to(self._device, item.dtype)

@@ -16,7 +16,7 @@ from autopar._torch import without_subclasses
 from autopar.runtime.fsdp.manager import FSDPManager
 from autopar.runtime.generated.bases import Cut, GeneratedProgram, MicroBatching, PlannedOutput
 from autopar.runtime.generated.collectives import run_change
-from autopar.runtime.state import Axis, from_local, mesh_of
+from autopar.runtime.state import axis_along, from_local, mesh_of
 from passes._torch import pytree
 from passes.ir.errors import InputError
 from passes.ir.mesh import Mesh
@@ -29,7 +29,7 @@ Run = Callable[[Sequence[Tensor]], Sequence[object]]
 def forward_backward(
     batching: MicroBatching,
     inputs: Sequence[Tensor],
-    axes: Sequence[Axis],
+    mesh: DeviceMesh,
     totals: Run | None,
     program: Run,
     fsdp_manager: FSDPManager,
@@ -37,7 +37,7 @@ def forward_backward(
     """Run `program` on every micro-batch, and backward from its part of the loss; returns the leaves for the batch.
 
     `inputs` are this rank's parts of the inputs for the whole batch. `totals` runs on all micro-batches first;
-    `program` takes the sums of its results after its inputs. `axes` are those of the mesh; `fsdp_manager` gathers
+    `program` takes the sums of its results after its inputs. `mesh` is that of the module; `fsdp_manager` gathers
     parameters and reduces gradients. Gradients are added to `.grad`; the leaves are without gradient.
     """
     cut = [
@@ -49,7 +49,7 @@ def forward_backward(
     if totals is not None:
         with torch.no_grad():
             found = [
-                totals([_relaid(batch[place], steps, axes) for place, steps in batching.reads]) for batch in batches
+                totals([_relaid(batch[place], steps, mesh) for place, steps in batching.reads]) for batch in batches
             ]
         sums = [_sum(leaves) for leaves in zip(*found, strict=True)]
         del found
@@ -81,10 +81,10 @@ def together(tensors: Sequence[Tensor], where: Cut) -> Tensor:
     return torch.cat(groups, where.dim + 1).flatten(where.dim, where.dim + 1)
 
 
-def _relaid(tensor: Tensor, steps: Sequence[RedistributionStep], axes: Sequence[Axis]) -> Tensor:
+def _relaid(tensor: Tensor, steps: Sequence[RedistributionStep], mesh: DeviceMesh) -> Tensor:
     """Redistribute this rank's part of an input to another layout."""
     for step in steps:
-        axis = axes[step.axis]
+        axis = axis_along(mesh, step.span)
         tensor = run_change(tensor, axis.group, axis.size, axis.rank, step.source, step.target)
     return tensor
 

@@ -11,7 +11,7 @@ that users see:
 """
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -98,7 +98,8 @@ class UnitGradients:
         self._mesh = mesh
         self._shape = mesh_of(mesh)
         self.parameters: list[UnitParameter] = []
-        self._owners: list[tuple[nn.Module, str]] = []
+        # The parameters that users see: a table of a module's parameters, and a name in it.
+        self._places: list[tuple[Mapping[str, nn.Parameter | None], str]] = []
         self._versions: list[int] = []
         # Whether `.grad` of some parameter may be a gradient that is not reduced.
         self._pending = False
@@ -123,23 +124,29 @@ class UnitGradients:
     def bind(self, root: nn.Module) -> None:
         """Find in `root` the parameters that users see."""
         paths = (item.path.rpartition(".") for item in self.parameters)
-        self._owners = [(root.get_submodule(path), name) for path, _, name in paths]
+        self._places = [(parameters_of(root.get_submodule(path)), name) for path, _, name in paths]
         self._versions = [0] * len(self.parameters)
 
     def seen(self, number: int) -> nn.Parameter:
         """The parameter that users see now: they may put another one in its place."""
-        owner, name = self._owners[number]
-        found = parameters_of(owner)[name]
+        table, name = self._places[number]
+        found = table[name]
         assert found is not None
         return found
 
+    def all_seen(self) -> list[nn.Parameter]:
+        """All parameters that users see now, by number."""
+        return [found for table, name in self._places if (found := table[name]) is not None]
+
     def take_versions(self) -> None:
         """Bump the version counters of parameters changed in place: graphs that saved them are invalid."""
-        for number, item in enumerate(self.parameters):
-            version = version_of(self.seen(number))
-            if version != self._versions[number]:
-                self._versions[number] = version
+        versions = [version_of(seen) for seen in self.all_seen()]
+        if versions == self._versions:
+            return
+        for item, version, before in zip(self.parameters, versions, self._versions, strict=True):
+            if version != before:
                 item.unreduced.note_change()
+        self._versions = versions
 
     def begin_backward(self, holding: bool) -> bool:
         """Move gradients that are not reduced from `.grad` into the units; returns whether there were any.

@@ -14,7 +14,6 @@ that the parameters have, so that autograd adds to these in place, and ends by h
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from autopar._torch import (
     DTensorSpec,
     as_distributed,
+    has_hooks,
     is_computed_in_backward,
     local_tensor,
     post_accumulate_hooks,
@@ -74,7 +74,8 @@ class _Leaf:
                     vars(view)[attribute] = self.tensor
         if found is not self.parameter:
             self.parameter, self.version = found, version_of(found)
-        self.take_version()
+        elif version_of(found) != self.version:
+            self.take_version()
         if self.tensor.requires_grad is not found.requires_grad:
             self.tensor.requires_grad_(found.requires_grad)
 
@@ -85,30 +86,31 @@ class _Leaf:
             self.version = version
             increment_version(self.tensor)
 
-    @property
-    def has_hooks(self) -> bool:
-        """Whether the parameter has hooks that autograd would call."""
-        return bool(tensor_hooks(self.parameter) or post_accumulate_hooks(self.parameter))
-
     def begin_backward(self) -> None:
         """Give the leaf the gradient of the parameter, so that autograd adds to it."""
-        self.take_version()
-        gradient = self.parameter.grad
+        parameter, tensor = self.parameter, self.tensor
+        if version_of(parameter) != self.version:
+            self.take_version()
+        gradient = parameter.grad
         if isinstance(gradient, DTensor) and gradient.placements != self.spec.placements:
             raise InputError(
                 f"the gradient of the parameter {self.path!r} has the placements {gradient.placements}, but the "
                 f"parameter {self.spec.placements}: reduce gradients that are held back before other backward passes"
             )
-        self.tensor.grad = None if gradient is None else local_tensor(gradient)
-        self.remove_hooks()
-        if tensor_hooks(self.parameter):
-            self.handles.append(self.tensor.register_hook(self._after_hooks))  # type: ignore[no-untyped-call]
-        if post_accumulate_hooks(self.parameter):
-            self.handles.append(self.tensor.register_post_accumulate_grad_hook(self._accumulated))  # type: ignore[no-untyped-call]
+        tensor.grad = None if gradient is None else local_tensor(gradient)
+        if self.handles:
+            self.remove_hooks()
+        if not has_hooks(parameter):
+            return
+        if tensor_hooks(parameter):
+            self.handles.append(tensor.register_hook(self._after_hooks))  # type: ignore[no-untyped-call]
+        if post_accumulate_hooks(parameter):
+            self.handles.append(tensor.register_post_accumulate_grad_hook(self._accumulated))  # type: ignore[no-untyped-call]
 
     def end_backward(self) -> None:
         """Give the gradient to the parameter."""
-        self.remove_hooks()
+        if self.handles:
+            self.remove_hooks()
         gradient, self.tensor.grad = self.tensor.grad, None
         earlier = self.parameter.grad
         if gradient is None or (earlier is not None and local_tensor(earlier) is gradient):
@@ -198,11 +200,72 @@ class LocalParameters:
 
 
 @dataclass(frozen=True)
+class _Asked:
+    """Gradients that a backward pass is for, by the numbers of their parameters; `task` is the pass."""
+
+    task: int
+    gradients: dict[int, Tensor]
+
+
+class _Edges:
+    """Edges from the results of a program to the parameters that users see: one node of autograd, which all results
+    lead to. Forward passes share it, because a node with many edges takes long to make.
+
+    `trained` are the leaves that require a gradient, `linked` those of them that edges lead to.
+    """
+
+    def __init__(self, trained: Sequence[_Leaf], linked: Sequence[_Leaf]) -> None:
+        self.trained, self.linked = trained, linked
+        self._parameters = [leaf.parameter for leaf in linked]
+        self._asked = [_Asked(fsdp.NO_BACKWARD, {})]
+        self.hub: Tensor | None = None
+        self.nodes: list[Node | None] = []
+        if linked:
+            self.hub = _Hub.apply(self._asked, *self._parameters)  # type: ignore[no-untyped-call]
+            assert self.hub is not None
+            self.nodes = [node for node, _ in get_gradient_edge(self.hub).node.next_functions]
+
+    def serve(self, trained: Sequence[_Leaf], linked: Sequence[_Leaf]) -> bool:
+        """Whether these are the edges for `trained` and `linked`."""
+        same = trained == self.trained and linked == self.linked
+        return same and all(leaf.parameter is other for leaf, other in zip(linked, self._parameters, strict=True))
+
+    def give(self, found: Mapping[int, Tensor]) -> None:
+        """Let the node give gradients to parameters, by their numbers in `linked`, in the backward pass that runs."""
+        task = fsdp.current_backward()
+        if self._asked[0].task != task:
+            self._asked[0] = _Asked(task, {})
+        given = self._asked[0].gradients
+        for number, gradient in found.items():
+            given[number] = gradient + given[number] if number in given else gradient
+
+
+class _Hub(torch.autograd.Function):
+    """The node that leads to all parameters."""
+
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, asked: list[_Asked], *parameters: Tensor) -> Tensor:
+        ctx.hub = asked, len(parameters)  # type: ignore[attr-defined]
+        ctx.set_materialize_grads(False)
+        return torch.empty(())
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, _: Tensor | None) -> tuple[Tensor | None, ...]:
+        saved: tuple[list[_Asked], int] = ctx.hub  # type: ignore[attr-defined]
+        asked, count = saved
+        given, asked[0] = asked[0], _Asked(fsdp.NO_BACKWARD, {})
+        if given.task != fsdp.current_backward():
+            return (None,) * (1 + count)
+        return (None, *(given.gradients.get(number) for number in range(count)))
+
+
 class ReadParameters:
     """The leaves that one program reads."""
 
-    _all: LocalParameters
-    _leaves: tuple[_Leaf, ...]
+    def __init__(self, every: LocalParameters, leaves: Sequence[_Leaf]) -> None:
+        self._all = every
+        self._leaves = leaves
+        self._edges: _Edges | None = None
 
     def follow(self) -> None:
         """Take over what users have assigned since the last call."""
@@ -213,10 +276,13 @@ class ReadParameters:
         """The results of the program, whose backward pass hands gradients over to the parameters."""
         trained = [leaf for leaf in self._leaves if leaf.tensor.requires_grad]
         # An edge would call the hooks of a parameter without a gradient.
-        linked = [leaf for leaf in trained if not leaf.has_hooks]
-        edges = [self._all.always, *(leaf.parameter for leaf in linked)]
+        linked = [leaf for leaf in trained if not has_hooks(leaf.parameter)]
+        if self._edges is None or not self._edges.serve(trained, linked):
+            self._edges = _Edges(trained, linked)
+        given = self._all, self._edges
+        inputs = (self._all.always, self._edges.hub)
         return tuple(
-            _Link.apply(self._all, trained, linked, item, *edges)  # type: ignore[no-untyped-call]
+            _Link.apply(*given, item, *inputs)  # type: ignore[no-untyped-call]
             if isinstance(item, Tensor) and item.requires_grad
             else item
             for item in results
@@ -230,43 +296,40 @@ class _Link(torch.autograd.Function):
     def forward(
         ctx: torch.autograd.function.FunctionCtx,
         parameters: LocalParameters,
-        leaves: Sequence[_Leaf],
-        linked: Sequence[_Leaf],
+        edges: _Edges,
         output: Tensor,
-        *_: Tensor,
+        *_: Tensor | None,
     ) -> Tensor:
-        ctx.link = parameters, leaves, linked, output  # type: ignore[attr-defined]
+        ctx.link = parameters, edges, output  # type: ignore[attr-defined]
         ctx.set_materialize_grads(False)
         return output.view_as(output)
 
     @staticmethod
     def backward(ctx: torch.autograd.function.FunctionCtx, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
-        parameters, leaves, linked, output = ctx.link  # type: ignore[attr-defined]
-        found: list[Tensor | None] = [None] * len(linked)
-        if gradient is not None and not parameters.begin_backward(leaves):
-            nodes = [node for node, _ in cast(Node, ctx).next_functions[2:]]
-            found = _asked_for(linked, nodes, output, gradient)
-        for leaf in linked:
-            if leaf.has_hooks:
+        parameters, edges, output = ctx.link  # type: ignore[attr-defined]
+        if gradient is not None and not parameters.begin_backward(edges.trained):
+            edges.give(_asked_for(edges, output, gradient))
+        for leaf in edges.linked:
+            if has_hooks(leaf.parameter):
                 raise InputError(
                     f"a hook of the parameter {leaf.path!r} was registered between forward and backward: register it "
                     "before the forward pass"
                 )
-        return (None, None, None, gradient, None, *found)
+        return (None, None, gradient, None, None)
 
 
-def _asked_for(
-    leaves: Sequence[_Leaf], nodes: Sequence[Node | None], output: Tensor, gradient: Tensor
-) -> list[Tensor | None]:
+def _asked_for(edges: _Edges, output: Tensor, gradient: Tensor) -> dict[int, Tensor]:
     """Gradients of those parameters that a backward pass is for, by a backward pass of their leaves."""
-    asked = [number for number, node in enumerate(nodes) if node is not None and is_computed_in_backward(node)]
-    found: list[Tensor | None] = [None] * len(leaves)
+    leaves = edges.linked
+    asked = [number for number, node in enumerate(edges.nodes) if node is not None and is_computed_in_backward(node)]
     if not asked:
-        return found
+        return {}
     if torch.is_grad_enabled():
         raise InputError("second derivatives with respect to parameters are not supported: leave out create_graph")
     tensors = [leaves[number].tensor for number in asked]
     results = torch.autograd.grad(output, tensors, gradient, retain_graph=True, allow_unused=True)
-    for number, result in zip(asked, results, strict=True):
-        found[number] = None if result is None else as_distributed(result, leaves[number].spec)
-    return found
+    return {
+        number: as_distributed(result, leaves[number].spec)
+        for number, result in zip(asked, results, strict=True)
+        if result is not None
+    }

@@ -24,7 +24,7 @@ from autopar.runtime.fsdp.reductions import BackwardPasses, Reductions
 from autopar.runtime.fsdp.turns import Transfer, Turn, Way, transfer_all
 from autopar.runtime.fsdp.units import ParameterGroup, PartView
 from autopar.runtime.ranks.groups import axes_group, data_mesh
-from autopar.runtime.state import axes_of, mesh_of
+from autopar.runtime.state import axis_along, mesh_of
 from passes.ir.layout import Layout, Shape, whole_shape
 from passes.ir.lowered import FSDPUnit, FSDPUnits
 from passes.ir.redistribution import redistribution
@@ -140,8 +140,8 @@ class FSDPManager:
 
     def _way(self, source: Layout, target: Layout, shape: Shape, dtype: torch.dtype | None) -> Way:
         """The way of a part from one layout to another."""
-        axes, steps = axes_of(self._mesh), redistribution(source, target, shape, self._shape)
-        return Way(tuple((axes[step.axis], step.source, step.target) for step in steps), dtype)
+        steps = redistribution(source, target, shape, self._shape)
+        return Way(tuple((axis_along(self._mesh, step.span), step.source, step.target) for step in steps), dtype)
 
     def bind(self, root: nn.Module) -> None:
         """Find in `root` the parameters that users see, which take the gradients and provide the values."""
@@ -294,8 +294,7 @@ class FSDPManager:
         """Follow the parameters that users see: values in other memory, as `load_state_dict(..., assign=True)` brings
         them, and parameters that are frozen."""
         copies = []
-        for number, item in enumerate(self._gradients.parameters):
-            seen = self._gradients.seen(number)
+        for item, seen in zip(self._gradients.parameters, self._gradients.all_seen(), strict=True):
             if item.turn.forth.steps:
                 copies.append(Transfer(item.turn.forth, part_of(seen), part_of(item.kept)))
             elif address_of(seen) != address_of(item.kept):

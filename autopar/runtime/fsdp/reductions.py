@@ -5,17 +5,21 @@ Nothing of these parameters is gathered or cast, so generated code reads them as
 of one unit are reduced together, as soon as the last of their gradients is there. The backward pass goes on meanwhile,
 and ends by waiting for all reductions. `fully_shard` would copy such parameters for every use and, on CPUs, wait for
 each reduction.
+
+NCCL reduces several tensors in one launch, in place. gloo would copy them into one tensor, and out of it again; so they
+are put together here, and reduced gradients are views of the tensor that was sent.
 """
 
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from autopar._torch import collectives
+from autopar._torch import backend_name, collectives, parts_of_flat
 from autopar.runtime.fsdp import _torch as fsdp
 from autopar.runtime.fsdp.gradients import LeafParameter, UnitGradients, without_keeping
 from autopar.runtime.ranks.failures import naming_collectives
@@ -37,6 +41,21 @@ class _Unit:
     missing: set[int] = field(default_factory=set)
 
 
+@dataclass(frozen=True)
+class _Begun:
+    """A reduction that has begun: of the gradients of the parameters `numbers`, for which `leaves` are read. Either
+    each is sent, or one tensor with all of them."""
+
+    numbers: Sequence[int]
+    leaves: Sequence[Tensor]
+    sent: Sequence[Tensor]
+
+    def finished(self) -> Sequence[Tensor]:
+        """Wait for the reduction; the reduced gradients."""
+        waited = [collectives.wait_tensor(tensor) for tensor in self.sent]
+        return waited if len(waited) == len(self.numbers) else parts_of_flat(waited[0], self.leaves)
+
+
 class Reductions:
     """The reductions of all units of a model. `hand_over(number, gradient)` is called for each gradient that has been
     reduced, at the end of the backward pass."""
@@ -44,8 +63,7 @@ class Reductions:
     def __init__(self, hand_over: Callable[[int, Tensor], None]) -> None:
         self._hand_over = hand_over
         self._units: list[_Unit] = []
-        # The gradients that are being reduced in place, by the numbers of their parameters.
-        self._begun: list[tuple[int, Tensor]] = []
+        self._begun: list[_Begun] = []
         self._holding = False
 
     def add(self, group: dist.ProcessGroup, first: int, parameters: Sequence[nn.Parameter]) -> list[LeafParameter]:
@@ -67,9 +85,10 @@ class Reductions:
     def accumulated(self, number: int, place: int, _: Tensor) -> None:
         """Count the gradient of a parameter of a unit, and begin the reduction after the last one."""
         unit = self._units[number]
-        was_missing = place in unit.missing
+        if place not in unit.missing:
+            return
         unit.missing.discard(place)
-        if was_missing and not unit.missing and not self._holding:
+        if not unit.missing and not self._holding:
             self._begin(unit)
 
     def end_backward(self) -> None:
@@ -91,7 +110,7 @@ class Reductions:
 
     def _begin(self, unit: _Unit) -> None:
         """Begin the all-reduce of the gradients that a unit has."""
-        gradients: dict[int, Tensor] = {}
+        numbers, leaves, gradients = [], [], []
         for number, leaf in enumerate(unit.leaves, unit.first):
             gradient = leaf.take_gradient()
             if gradient is not None:
@@ -100,18 +119,31 @@ class Reductions:
                         "the gradient of a parameter has a graph: second derivatives with respect to parameters are "
                         "not supported, call backward without create_graph"
                     )
-                # Nobody else has it, so it is reduced in place.
-                gradients[number] = gradient.contiguous()
+                numbers.append(number)
+                leaves.append(leaf.parameter)
+                gradients.append(gradient)
+        # Nobody else has them, so they are reduced in place.
+        if len(gradients) > 1 and joins(unit.group, gradients[0]):
+            sent = [torch.cat([gradient.reshape(-1) for gradient in gradients])]
+        else:
+            sent = [gradient.contiguous() for gradient in gradients]
         with naming_collectives(_REDUCING):
-            # NCCL reduces them in one launch, without a copy. gloo copies them to one tensor in a thread of its own.
-            collectives.all_reduce_coalesced_(list(gradients.values()), "sum", unit.group.group_name)
-        self._begun += gradients.items()
+            if len(sent) == 1:
+                collectives.all_reduce_(sent[0], "sum", unit.group.group_name)
+            else:
+                collectives.all_reduce_coalesced_(sent, "sum", unit.group.group_name)
+        self._begun.append(_Begun(numbers, leaves, sent))
 
     def _finished(self) -> list[tuple[int, Tensor]]:
         """Wait for all reductions that have begun; the reduced gradients, with the numbers of their parameters."""
         begun, self._begun = self._begun, []
         with naming_collectives(_REDUCING):
-            return [(number, collectives.wait_tensor(gradient)) for number, gradient in begun]
+            return [pair for each in begun for pair in zip(each.numbers, each.finished(), strict=True)]
+
+
+def joins(group: dist.ProcessGroup, tensor: Tensor) -> bool:
+    """Whether collectives over `group` of several tensors like `tensor` copy them into one, as those of gloo do."""
+    return backend_name(group, tensor.device) == "gloo"
 
 
 # --- begin, end and failure of backward passes -----------------------------------------------------------------------

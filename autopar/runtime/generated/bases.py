@@ -238,7 +238,7 @@ class GeneratedProgram:
     `assumed` are those that take a default. `tensors` are constant tensors of the model, `parameters` the parameters
     that the program uses, `changes` are applied to parameters before it runs, `held` describes the FSDP units. Inputs
     and outputs are those of the whole batch; with `micro_batches` the program runs on one micro-batch at a time. With
-    `compiled`, torch compiles the regions.
+    `compiled`, torch compiles the regions. `spans` are those of several axes that its collectives run over.
     """
 
     source: str
@@ -256,6 +256,7 @@ class GeneratedProgram:
     micro_batches: MicroBatching | None = None
     held: FSDPUnits = field(default_factory=FSDPUnits)
     compiled: bool = False
+    spans: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)

@@ -98,6 +98,21 @@ def exchange(tensors: Sequence[Exchanged], group: str, size: int, dtype: torch.d
         parts.copy_(own.view(parts.shape))
 
 
+def start_shift(tensor: Tensor, axis: Axis, distance: int) -> Callable[[], Tensor]:
+    """Send `tensor`, of one dim, `distance` ranks along `axis`. Returns a function that waits for what comes from as
+    many ranks before, of the same size."""
+    sent, received = [0] * axis.size, [0] * axis.size
+    sent[(axis.rank + distance) % axis.size] = received[(axis.rank - distance) % axis.size] = len(tensor)
+    with naming_collectives("a shift along the ring of attention"):
+        pending = collectives.all_to_all_single(tensor, received, sent, axis.group)
+
+    def wait() -> Tensor:
+        with naming_collectives("a shift along the ring of attention"):
+            return _wait(pending)
+
+    return wait
+
+
 def _run_change(tensor: Tensor, group: str, size: int, rank: int, source: Placement, target: Placement) -> Tensor:
     kinds = source.kind, target.kind
     collective = COLLECTIVES[kinds]
@@ -143,8 +158,7 @@ class _Redistribution(torch.autograd.Function):
     ) -> Tensor:
         compute, reduce = dtypes
         ctx.change = (place, placements, reduce, tensor.dtype)  # type: ignore[attr-defined]
-        source = tensor if compute is None else tensor.to(compute)
-        return run_change(source, *place, *placements)
+        return run_change(tensor if compute is None else tensor.to(compute), *place, *placements)
 
     @staticmethod
     def backward(ctx: torch.autograd.function.FunctionCtx, gradient: Tensor) -> tuple[Tensor, None, None, None]:

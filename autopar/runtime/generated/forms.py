@@ -1,50 +1,19 @@
 """Local forms: functions that generated code calls on a shard where the op itself would give a wrong result.
 
-`digits` describes the split of a dim: for every axis that splits it the axis and its major, in the order of majors.
+`digits` describes the split of a dim (see `digits.py`).
 Normalization and softmax reduce their statistics over `axes`, those that split what is reduced.
 """
 
 from collections.abc import Sequence
-from math import prod
-from typing import TypeVar
 
 import torch
 from torch import Tensor
-from torch.nn.functional import embedding, scaled_dot_product_attention
+from torch.nn.functional import embedding
 
 from autopar.runtime.generated.collectives import all_gather, reduce_largest, reduce_sum
+from autopar.runtime.generated.digits import Digits, to_local
 from autopar.runtime.state import Axis, rank_along
 from passes.ir.layout import I, Placement, R, S
-
-Digits = Sequence[tuple[Axis, int]]
-Index = TypeVar("Index", int, Tensor)
-
-
-def _units(size: int, digits: Digits) -> list[tuple[Axis, int]]:
-    """For each axis that splits a dim of `size`, the number of consecutive entries that one of its ranks takes."""
-    units = []
-    taken = 1
-    for axis, major in digits:
-        units.append((axis, size // (major // taken * axis.size)))
-        size //= axis.size
-        taken *= axis.size
-    return units
-
-
-def _to_local(index: Tensor, size: int, digits: Digits) -> tuple[Tensor, Tensor]:
-    """Indices into a whole dim of `size` as indices into this rank's part, and which of them lie in it."""
-    mine = torch.ones_like(index, dtype=torch.bool)
-    for axis, unit in _units(size, digits):
-        mine &= (index // unit) % axis.size == axis.rank
-        index = index // (unit * axis.size) * unit + index % unit
-    return torch.where(mine, index, 0), mine
-
-
-def _to_whole(index: Index, size: int, digits: Digits) -> Index:
-    """Indices into this rank's part of a whole dim of `size` as indices into the whole; the inverse of `_to_local`."""
-    for axis, unit in reversed(_units(size, digits)):
-        index = index // unit * (unit * axis.size) + axis.rank * unit + index % unit
-    return index
 
 
 def _everywhere(x: Tensor, dim: int, digits: Digits) -> Tensor:
@@ -60,8 +29,7 @@ def with_halo(x: Tensor, dim: int, *, before: int, after: int, digits: Digits, v
     x: [..., block, ...]; result: [..., before + block + after, ...]. At both ends of the whole stands `value`.
     """
     rank, count = rank_along([axis for axis, _ in digits])
-    size = x.shape[dim]
-    edges = torch.cat([x.narrow(dim, 0, after), x.narrow(dim, size - before, before)], dim)
+    edges = torch.cat([x.narrow(dim, 0, after), x.narrow(dim, x.shape[dim] - before, before)], dim)
     every = _everywhere(edges, dim, digits)
     width = before + after
 
@@ -86,7 +54,7 @@ def vocabulary_embedding(ids: Tensor, weight: Tensor, *, size: int, digits: Digi
 
     ids: [...], the same on every rank of the axes; weight: [rows of this rank, features]; result: [..., features].
     """
-    rows, mine = _to_local(ids, size, digits)
+    rows, mine = to_local(ids, size, digits)
     found = embedding(rows, weight)
     if padding_idx != -1:
         found = torch.where((ids == padding_idx).unsqueeze(-1), found.detach(), found)
@@ -102,43 +70,14 @@ def vocabulary_cross_entropy(
     of exponentials and the logit of the label are then reduced over the axes (Megatron-LM, arXiv 1909.08053, 3).
     """
     axes = [axis for axis, _ in digits]
-    largest = reduce_largest(logits.detach().amax(-1), axes)
-    shifted = logits - largest.unsqueeze(-1)
+    shifted = logits - reduce_largest(logits.detach().amax(-1), axes).unsqueeze(-1)
     counted = target != ignore_index
-    classes, mine = _to_local(torch.where(counted, target, 0), size, digits)
+    classes, mine = to_local(torch.where(counted, target, 0), size, digits)
     total = shifted.exp().sum(-1)
     picked = torch.where(mine, shifted.gather(-1, classes.unsqueeze(-1)).squeeze(-1), 0.0)
     total, picked = reduce_sum(total, axes, I), reduce_sum(picked, axes, I)
     each = torch.where(counted, total.log() - picked, 0.0)
     return each.sum() if summed else each
-
-
-def causal_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    digits: Digits,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    dropout_p: float = 0.0,
-) -> Tensor:
-    """Causal attention for a part of the queries and all keys.
-
-    query: [batch, heads, queries of this rank, width]; key, value: [batch, heads, keys, width]. A query attends to the
-    keys up to its place in the whole sequence; keys after the last of them are left out. Grouped heads are repeated,
-    because on CUDA no fused kernel takes both them and a mask.
-    """
-    count = query.shape[2]
-    size = count * prod(axis.size for axis, _ in digits)
-    places = _to_whole(torch.arange(count, device=query.device), size, digits)
-    # As a number, so that the device is not waited for.
-    last = min(_to_whole(count - 1, size, digits) + 1, key.shape[2])
-    allowed = torch.arange(last, device=query.device) <= places.unsqueeze(-1)
-    # Copies, also where all keys are needed: aliasing must be the same on all ranks.
-    groups = query.shape[1] // key.shape[1] if enable_gqa else 1
-    key, value = (each[:, :, :last].repeat_interleave(groups, dim=1) for each in (key, value))
-    return scaled_dot_product_attention(query, key, value, attn_mask=allowed, dropout_p=dropout_p, scale=scale)
 
 
 # --- normalization and softmax ---------------------------------------------------------------------------------------

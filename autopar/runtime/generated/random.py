@@ -1,8 +1,8 @@
 """Random numbers, equal on ranks that compute the same and different where ranks have different parts; one seed."""
 
-import contextlib
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from hashlib import blake2b, sha256
 
 import torch
@@ -47,14 +47,14 @@ class Randomness:
 
         The latter may be entered as often as the backward pass is.
         """
-        return contextlib.nullcontext(), _Recomputation(self, self._number)
+        return nullcontext(), _Recomputation(self, self._number)
 
     def exchange_number(self, number: int) -> int:
         """Draw from now on the numbers of the pass with `number`; returns the number of the current pass."""
         now, self._number = self._number, number
         return now
 
-    @contextlib.contextmanager
+    @contextmanager
     def drawn(self, key: str, axes: Sequence[Axis], device: torch.device) -> Iterator[None]:
         """Context in which the op called `key` draws its numbers; afterwards the process's generators go on as before.
 
@@ -77,15 +77,15 @@ class Randomness:
                 generator.set_state(state)
 
 
+@dataclass
 class _Recomputation:
     """Context that draws the numbers of an earlier pass; it can be entered any number of times."""
 
-    def __init__(self, source: Randomness, number: int) -> None:
-        self._source = source
-        self._number = number
+    source: Randomness
+    number: int
 
     def __enter__(self) -> None:
-        self._number = self._source.exchange_number(self._number)
+        self.number = self.source.exchange_number(self.number)
 
     def __exit__(self, *_: object) -> None:
-        self._number = self._source.exchange_number(self._number)
+        self.number = self.source.exchange_number(self.number)

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from autopar._torch import group_timeout
+from autopar._torch import collectives, group_timeout
 from autopar.runtime.ranks.failures import naming_collectives
 from autopar.runtime.ranks.groups import cpu_group, ranks_of
 from passes.ir.errors import AutoparError, InputError, RankFailedError
@@ -28,6 +28,9 @@ from passes.ir.errors import AutoparError, InputError, RankFailedError
 T = TypeVar("T")
 
 _PHASE = "comparing calls between ranks"
+
+# Maximum number of ranks that gather numbers in one collective.
+FEW_RANKS = 8
 
 # The numbers of 8 bytes of a digest. All messages have the same length, whatever they are about.
 _DIGEST = 3
@@ -57,8 +60,7 @@ class Difference:
     @property
     def name(self) -> str:
         """The first name under which they differ."""
-        names = (*self.ours, *self.theirs)
-        return next(name for name in names if self.ours.get(name) != self.theirs.get(name))
+        return next(name for name in (*self.ours, *self.theirs) if self.ours.get(name) != self.theirs.get(name))
 
     def __str__(self) -> str:
         theirs, ours = self.theirs.get(self.name, "left out"), self.ours.get(self.name, "left out")
@@ -130,17 +132,28 @@ class Agreement:
     def numbers(self, own: Sequence[int]) -> list[list[int]]:
         """The numbers of every rank, equally many, in the order of the mesh.
 
-        The number of messages grows with the logarithm of the number of ranks (gloo's collectives go around a ring).
+        gloo's all-gather goes around a ring, so among many ranks messages are sent whose number grows with the
+        logarithm of theirs. Among few it is faster: where ranks that share a core send to each other at the same time,
+        gloo waits for locks without pausing.
         """
         size = len(self._order)
-        # Bruck's algorithm: this rank's numbers, then those of the ranks after it.
         known = torch.tensor([list(own)], dtype=torch.int64)
         with naming_collectives(_PHASE):
-            while len(known) < size:
-                distance = len(known)
-                known = torch.cat([known, self._shifted(known[: size - distance], distance, size)])
-        in_group = known.roll(self._rank, 0).tolist()
+            if size <= FEW_RANKS:
+                gathered = collectives.all_gather_into_tensor(known, size, self._group.group_name)
+                in_group = collectives.wait_tensor(gathered).tolist()
+            else:
+                in_group = self._by_messages(known, size)
         return [in_group[place] for place in self._order]
+
+    def _by_messages(self, known: Tensor, size: int) -> list[list[int]]:
+        """Gather rows in the order of the group by Bruck's algorithm: `known` has this rank's row, then those of the
+        ranks after it."""
+        while len(known) < size:
+            distance = len(known)
+            known = torch.cat([known, self._shifted(known[: size - distance], distance, size)])
+        found: list[list[int]] = known.roll(self._rank, 0).tolist()
+        return found
 
     def gathered(self, item: T, phase: str = _PHASE) -> list[T]:
         """The items of every rank, in the order of the mesh. `phase` is what the ranks are doing, for messages."""

@@ -7,6 +7,7 @@ batch out of pieces of several. So every call compares a digest, and some calls 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -86,14 +87,17 @@ class CallComparison:
                 f"ranks are called differently in {self._where}: {said}; {advice.format(axis=self._batch_axis)}"
             )
         self._number += 1
+        self._comparison.compare(self._number, partial(self._leaves, call))
+
+    def _leaves(self, call: BoundCall) -> list[Leaf]:
+        """The tensors of a call whose values are compared."""
         with torch.no_grad():
             # Computed tensors may differ by rounding.
-            leaves = [
+            return [
                 Leaf(name, (leaf.to_local() if isinstance(leaf, DTensor) else leaf).detach(), _split_on(leaf))
                 for name, leaf in sorted(call.tensors.items())
                 if leaf.grad_fn is None and (self.compares_floats or not leaf.is_floating_point())
             ]
-            self._comparison.compare(self._number, leaves)
 
     @property
     def _where(self) -> str:
@@ -110,14 +114,14 @@ def _split_on(leaf: Tensor) -> frozenset[int]:
 def _description(call: BoundCall, surroundings: Surroundings, flags: bytes) -> Mapping[str, object]:
     """The description of a call on this rank, with the names of `_ADVICE`."""
     arguments = {name: _tensor_text(tensor) for name, tensor in call.tensors.items()}
-    arguments.update((name, constant_text(value)) for name, value in (*call.values.items(), *call.settings.items()))
+    constants = {name: constant_text(value) for name, value in (*call.values.items(), *call.settings.items())}
     if torch.is_inference_mode_enabled():
         gradients = "inference mode"
     else:
         gradients = "gradients" if torch.is_grad_enabled() else "no gradients"
     kind = surroundings.device_type
     return {
-        "arguments": dict(sorted(arguments.items())),
+        "arguments": dict(sorted((*arguments.items(), *constants.items()))),
         "mode": "training mode" if surroundings.training else "evaluation mode",
         "gradients": gradients,
         "autocast": str(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else "no autocast",

@@ -1,11 +1,14 @@
 """Process groups over several axes of a mesh, and CPU groups of whole meshes.
 
 A group is made at the first request and cached: connections and NCCL communicators are expensive, and two models on one
-mesh share them. The functions that make groups are collective: every rank of the mesh calls them in the same order.
+mesh share them. The functions that make groups are collective: every rank of the mesh calls them in the same order. The
+names of groups say what they are for and of which ranks: ranks that have made other groups before find each other.
 """
 
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
+from hashlib import sha1
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
@@ -13,10 +16,11 @@ from torch import Tensor
 from torch.distributed.constants import default_pg_nccl_timeout, default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
 
-from autopar._torch import Store, default_store, group_timeout, set_group_timeout
+from autopar._torch import Store, default_store, group_timeout, named_group, set_group_timeout
 
 # Ranks, backend and purpose: requests for the same get one group.
 _Key = tuple[tuple[int, ...], str | None, str]
+_Axes = tuple[int, ...]
 
 # Timeouts of groups that were made without one: of gloo, and of NCCL.
 _DEFAULT_TIMEOUTS = frozenset(
@@ -26,6 +30,10 @@ _DEFAULT_TIMEOUTS = frozenset(
 # Groups belong to the job, not to a module, so the cache is that of the process. Its keys are default process groups,
 # weakly: after destroy_process_group() the groups are gone; the next default group gets its own.
 _made: WeakKeyDictionary[dist.ProcessGroup, dict[_Key, dist.ProcessGroup]] = WeakKeyDictionary()
+# The same by mesh and axes. A mesh holds its groups, which may be the default group, so it is a weak key too.
+_of_spans: WeakKeyDictionary[dist.ProcessGroup, WeakKeyDictionary[DeviceMesh, dict[_Axes, dist.ProcessGroup]]] = (
+    WeakKeyDictionary()
+)
 
 
 def cpu_group(mesh: DeviceMesh) -> dist.ProcessGroup:
@@ -48,6 +56,19 @@ def axes_group(mesh: DeviceMesh, axes: Sequence[int]) -> tuple[dist.ProcessGroup
     if len(axes) == 1:
         return mesh.get_group(axes[0]), ranks
     return _group(tuple(sorted(ranks.tolist())), None, "axes"), ranks
+
+
+def span_group(mesh: DeviceMesh, axes: Sequence[int]) -> dist.ProcessGroup:
+    """The group of the ranks that differ from this one on adjacent `axes` alone, in row-major order of their numbers in
+    the groups of the axes, of which each is sorted. Collective over the mesh, once for these axes."""
+    known = _of_spans.setdefault(_default_group(), WeakKeyDictionary()).setdefault(mesh, {})
+    key = tuple(axes)
+    if key not in known:
+        ranks = axes_ranks(mesh, axes)
+        for axis in range(ranks.ndim):
+            ranks = ranks.sort(axis).values
+        known[key] = _group(tuple(ranks.flatten().tolist()), None, "axes")
+    return known[key]
 
 
 def axes_ranks(mesh: DeviceMesh, axes: Sequence[int]) -> Tensor:
@@ -110,12 +131,16 @@ def _group(ranks: tuple[int, ...], backend: str | None, purpose: str) -> dist.Pr
     known = _made.setdefault(_default_group(), {})
     key = ranks, backend, purpose
     if key not in known:
-        known[key] = dist.new_group(
-            list(ranks),
-            timeout=job_timeout(),
-            backend=backend,
-            # Only its members take part: the mesh may be a part of all ranks.
-            use_local_synchronization=True,
-            group_desc=f"autopar_{purpose}",
-        )
+        # Asked for where it matters: not every version of torch has it.
+        in_order = ranks == tuple(sorted(ranks))
+        new_group = dist.new_group if in_order else partial(dist.new_group, sort_ranks=False)
+        with named_group(f"autopar_{purpose}_{sha1(repr(key).encode(), usedforsecurity=False).hexdigest()}"):
+            known[key] = new_group(
+                list(ranks),
+                timeout=job_timeout(),
+                backend=backend,
+                # Only its members take part: the mesh may be a part of all ranks.
+                use_local_synchronization=True,
+                group_desc=f"autopar_{purpose}",
+            )
     return known[key]

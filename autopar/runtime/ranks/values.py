@@ -91,8 +91,9 @@ class ValueComparison:
         self._advice = advice
         self._pending: Callable[[], None] | None = None
 
-    def compare(self, number: int, leaves: Sequence[Leaf]) -> None:
-        """Compare the values of an earlier call, and take those of this one, the `number`-th from 1, where it is due.
+    def compare(self, number: int, taken: Callable[[], Sequence[Leaf]]) -> None:
+        """Compare the values of an earlier call, and where it is due those of this one, the `number`-th from 1: what
+        `taken` returns.
 
         Collective over the mesh; all ranks give the same names. Raises InputError on all ranks.
         """
@@ -101,6 +102,7 @@ class ValueComparison:
             pending()
         if self._agreement.alone or (number > 2 and number % EVERY):
             return
+        leaves = taken()
         read = partial(self._read, number, leaves, Checksums([leaf.part for leaf in leaves]))
         if number == 1:
             read()
