@@ -173,10 +173,9 @@ class _Pickling:
             parametrizations = {name: list(found) for name, found in cast(Any, item.parametrizations).items()}
             weights = {name: nn.Parameter(getattr(item, name).detach()) for name in parametrizations}
             parts = {name: part for name, part in item.named_children() if name != "parametrizations"}
-            state = pickled_state(item, parts, weights)
             return _parametrized, (
                 parametrize.type_before_parametrizations(item),
-                state,
+                pickled_state(item, parts, weights),
                 parametrizations,
                 item.state_dict(),
             )
@@ -368,8 +367,7 @@ def _gradient_errors(distributed: nn.Module, model: nn.Module) -> Iterator[tuple
     for name, parameter in expected.items():
         mine, other = own[name].grad, parameter.grad
         if mine is None or other is None:
-            same = mine is other or not parameter.numel()
-            yield f"gradient of {name}", 0.0 if same else float("inf")
+            yield f"gradient of {name}", 0.0 if mine is other or not parameter.numel() else float("inf")
         else:
             yield f"gradient of {name}", _error(_whole(mine), other, _FLOOR.get(other.dtype, 1e-3) * largest)
 

@@ -35,6 +35,11 @@ _PRELOADED = [
 # Seconds that the other ranks get to say something once one has failed, and to leave once all are done.
 _PARTING = 5.0
 
+# Seconds that ranks get to connect, and that the others get once one cannot; how often ranks are started in all.
+_CONNECTING = 120.0
+_RETRYING = 0.5
+_ATTEMPTS = 3
+
 
 class RankError(RuntimeError):
     """A rank raised, died or did not finish in time; the message contains the error of each."""
@@ -43,41 +48,71 @@ class RankError(RuntimeError):
 def run_ranks(function: Callable[..., T], ranks: int, *args: object, timeout: float = 300.0) -> list[T]:
     """Call `function(*args)` on `ranks` processes that form a gloo process group; returns their results in rank order.
 
-    Function, arguments and results must pickle. Processes come from a fork server that has torch loaded.
+    Function, arguments and results must pickle. Processes come from a fork server that has torch loaded. The function
+    is called once all ranks are connected; ranks that cannot connect (gloo refuses a connection now and then on a busy
+    machine) are started again, at most twice.
 
     Raises RankError if a rank raises or dies, or if they have not all finished after `timeout` seconds; none is left
     running.
     """
+    results: list[T] = run_connected(connect, ranks, pickle.dumps((function, args)), timeout)
+    return results
+
+
+def run_connected(connect: Callable[[int, int, str], None], ranks: int, payload: bytes, timeout: float) -> list[Any]:
+    """`run_ranks` for a pickled call, with the function by which each rank joins the others."""
+    for attempt in range(_ATTEMPTS):
+        with _started(connect, ranks) as (pipes, processes):
+            try:
+                _results(pipes, processes, _CONNECTING, _RETRYING)
+            except RankError:
+                if attempt == _ATTEMPTS - 1:
+                    raise
+                continue
+            for pipe in pipes:
+                with contextlib.suppress(OSError):
+                    pipe.send_bytes(payload)
+            results = _results(pipes, processes, timeout)
+            for pipe in pipes:
+                pipe.close()
+            for process in processes:
+                process.join(_PARTING)
+            return results
+    raise AssertionError("the last attempt returns or raises")
+
+
+@contextlib.contextmanager
+def _started(
+    connect: Callable[[int, int, str], None], ranks: int
+) -> Iterator[tuple[list[Connection], list[ForkServerProcess]]]:
+    """Processes that connect to each other, with a pipe to each; none is left running at the end."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
+    pipes: list[Connection] = []
+    processes: list[ForkServerProcess] = []
     with tempfile.TemporaryDirectory(prefix="autopar-ranks-") as folder:
-        payload = pickle.dumps((function, args))
-        pipes: list[Connection] = []
-        processes: list[ForkServerProcess] = []
-        for rank in range(ranks):
-            receiver, sender = context.Pipe()
-            process = context.Process(target=_rank, args=(rank, ranks, folder, payload, sender), daemon=True)
-            process.start()
-            sender.close()
-            pipes.append(receiver)
-            processes.append(process)
-        succeeded = False
         try:
-            results: list[T] = _results(pipes, processes, timeout)
-            succeeded = True
-            return results
+            for rank in range(ranks):
+                receiver, sender = context.Pipe()
+                process = context.Process(target=_rank, args=(connect, rank, ranks, folder, sender), daemon=True)
+                process.start()
+                sender.close()
+                pipes.append(receiver)
+                processes.append(process)
+            yield pipes, processes
         finally:
             for pipe in pipes:
                 pipe.close()
             for process in processes:
-                process.join(_PARTING if succeeded else 0)
                 if process.is_alive():
                     process.kill()
-                    process.join()
+                process.join()
 
 
-def _results(pipes: Sequence[Connection], processes: Sequence[ForkServerProcess], timeout: float) -> list[T]:
-    """The results of the ranks; as soon as one fails, the others get a grace period to report their errors."""
+def _results(
+    pipes: Sequence[Connection], processes: Sequence[ForkServerProcess], timeout: float, parting: float = _PARTING
+) -> list[Any]:
+    """The results of the ranks; as soon as one fails, the others get `parting` seconds to report their errors."""
     # Of each rank whether it succeeded, and its result or its error.
     outcomes: dict[int, tuple[bool, Any]] = {}
     deadline = time.monotonic() + timeout
@@ -93,7 +128,7 @@ def _results(pipes: Sequence[Connection], processes: Sequence[ForkServerProcess]
                 processes[rank].join(_PARTING)
                 outcomes[rank] = False, f"died with exit code {processes[rank].exitcode}"
             if not outcomes[rank][0]:
-                deadline = min(deadline, time.monotonic() + _PARTING)
+                deadline = min(deadline, time.monotonic() + parting)
     if len(outcomes) < len(pipes) or not all(succeeded for succeeded, _ in outcomes.values()):
         raise RankError("\n".join(_errors(outcomes, len(pipes))))
     return [outcomes[rank][1] for rank in range(len(pipes))]
@@ -110,21 +145,35 @@ def _errors(outcomes: Mapping[int, tuple[bool, Any]], ranks: int) -> Iterator[st
     yield from (f"rank {rank} did not finish" for rank in range(ranks) if rank not in outcomes)
 
 
-def _rank(rank: int, ranks: int, folder: str, payload: bytes, pipe: Connection) -> None:
+def _rank(connect: Callable[[int, int, str], None], rank: int, ranks: int, folder: str, pipe: Connection) -> None:
     import torch
-    import torch.distributed as dist
 
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank))
-    try:
-        dist.init_process_group("gloo", rank=rank, world_size=ranks, init_method=f"file://{folder}/store")
-        function, args = pickle.loads(payload)
-        message = pickle.dumps((True, function(*args)))
-    except BaseException:
-        message = pickle.dumps((False, traceback.format_exc()))
     # A rank stays until all have reported: gloo takes one that leaves early for a crash. Nor is the group closed
     # properly, which would wait for ranks that failed.
     with contextlib.suppress(OSError, EOFError):
-        pipe.send_bytes(message)
+        pipe.send_bytes(_outcome(lambda: connect(rank, ranks, folder)))
+        payload = pipe.recv_bytes()
+        pipe.send_bytes(_outcome(lambda: _call(*pickle.loads(payload))))
         pipe.recv_bytes()
     os._exit(0)
+
+
+def connect(rank: int, ranks: int, folder: str) -> None:
+    """Join the process group of `ranks` ranks that meet over a file in `folder`."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", rank=rank, world_size=ranks, init_method=f"file://{folder}/store")
+
+
+def _call(function: Callable[..., T], args: Sequence[object]) -> T:
+    return function(*args)
+
+
+def _outcome(call: Callable[[], object]) -> bytes:
+    """Whether the call succeeded, and its result or its error, pickled."""
+    try:
+        return pickle.dumps((True, call()))
+    except BaseException:
+        return pickle.dumps((False, traceback.format_exc()))

@@ -1,0 +1,40 @@
+"""Ranks that cannot connect are started again."""
+
+import pickle
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from autopar.testing.ranks import RankError, connect, run_connected
+
+
+def _sum(value: float) -> float:
+    total = torch.tensor(value + dist.get_rank())
+    dist.all_reduce(total)
+    return float(total)
+
+
+def _connect_late(fails: int, notes: str, rank: int, ranks: int, folder: str) -> None:
+    """`connect`, which fails on rank 1 in the first `fails` attempts; each of its attempts leaves a file."""
+    if rank == 1:
+        attempt = len(list(Path(notes).iterdir()))
+        (Path(notes) / str(attempt)).touch()
+        if attempt < fails:
+            raise RuntimeError("connection closed by peer")
+    connect(rank, ranks, folder)
+
+
+def test_ranks_that_cannot_connect_are_started_again(tmp_path: Path) -> None:
+    payload = pickle.dumps((_sum, (2.0,)))
+    assert run_connected(partial(_connect_late, 2, str(tmp_path)), 3, payload, 60.0) == [9.0, 9.0, 9.0]
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_ranks_that_never_connect_are_an_error(tmp_path: Path) -> None:
+    payload = pickle.dumps((_sum, (2.0,)))
+    with pytest.raises(RankError, match=r"rank 1: (.|\n)*closed by peer"):
+        run_connected(partial(_connect_late, 9, str(tmp_path)), 2, payload, 60.0)
+    assert len(list(tmp_path.iterdir())) == 3
