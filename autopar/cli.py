@@ -14,8 +14,7 @@ from passes.ir.errors import AutoparError
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run `autopar ARGUMENTS`; returns the exit status."""
     parser = argparse.ArgumentParser(prog="autopar", description="Parallelizes PyTorch models by itself.")
-    commands = parser.add_subparsers(dest="command", required=True)
-    command = commands.add_parser(
+    command = parser.add_subparsers(dest="command", required=True).add_parser(
         "profile",
         help="measure this machine and write a cluster file",
         description="Measures matrix products, memory and, under torchrun, collectives on the machine at hand, and "

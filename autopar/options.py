@@ -165,8 +165,7 @@ def _planned(plan: Plan) -> Settings:
         raise PlanMismatchError(
             f"the plan is damaged: plan.optimizer is {plan.optimizer!r}, which is none of {', '.join(OPTIMIZERS)}"
         )
-    dtypes = vars(plan.precision).values()
-    precision = Precision(*(None if name is None else getattr(torch, name) for name in dtypes))
+    precision = Precision(*(None if name is None else getattr(torch, name) for name in vars(plan.precision).values()))
     return Settings(
         plan.objective,
         plan.memory_limit,

@@ -2,7 +2,6 @@
 
 import contextlib
 import gc
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -34,6 +33,7 @@ from passes.ir.configuration import Configuration
 from passes.ir.decisions import Decided, Decisions
 from passes.ir.layout import Layout
 from passes.ir.leaves import input_leaves
+from passes.ir.log import logger
 from passes.ir.lowered import FSDPUnit, Lowered, Variables, only_stage
 from passes.ir.plan import Plan, ProgramPlan
 from passes.ir.program import Program
@@ -43,8 +43,6 @@ from passes.record import idle_axes, record, record_stage
 from passes.search import Found, best_step_s, search
 from passes.search.meshes import fewer_devices
 from passes.search.restrict import decided
-
-logger = logging.getLogger("autopar")
 
 
 @contextlib.contextmanager
@@ -121,15 +119,13 @@ def plan_captured(captured: CapturedModel, request: Request, clock: Clock) -> Pl
     if captured.sizes is not None:
         with clock("expressions"):
             plan = replace(plan, expressions=expressions(captured.sizes, info, request, first))
-    sources = {name: item.source for name, item in programs.items()}
-    decisions = {name: item.decided for name, item in programs.items()}
     return PlannedModel(
         plan,
-        sources,
+        {name: item.source for name, item in programs.items()},
         first.lowered.parameters,
         clock.times,
         torch.initial_seed(),
-        decisions,
+        {name: item.decided for name, item in programs.items()},
         refused,
         first.lowered.units,
     )

@@ -9,7 +9,6 @@ splits only (no local forms, no collectives inside, no splits inside a dim), and
 call; `passes/micro_batches.py` derives those for a micro-batch from them.
 """
 
-import logging
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, product
@@ -19,10 +18,9 @@ import torch
 from torch import Tensor
 
 from autopar.discover.calls import Drawn, draws_of, gradients_of, run_with
-from passes.ir.program import Dims, Factor, Op, Part, Program, Role, Rule, Saved, TensorType, has_gradient
+from passes.ir.log import logger
+from passes.ir.program import Dims, Factor, Op, Part, Program, Role, Rule, Saved, TensorType, has_gradient, parts_of
 from passes.rules import signature, written_rule
-
-logger = logging.getLogger("autopar")
 
 MOST_OPERANDS = 6
 _MOST_WAYS = 400
@@ -193,10 +191,8 @@ def _same(
             # A sum of flags is no flag.
             if len(given) > 1 or not torch.equal(given[0], expected):
                 return False
-        elif expected.numel():
-            error = float((torch.stack(given).sum(0) - expected).abs().max())
-            if not error <= allowed:
-                return False
+        elif expected.numel() and not float((torch.stack(given).sum(0) - expected).abs().max()) <= allowed:
+            return False
     return True
 
 
@@ -313,9 +309,9 @@ def _rule(
         for slot, dim in places:
             rest = every[slot][dim] // size
             tensors[slot][dim] = [Part(name, size), *([Part(f"rest{slot}_{dim}", rest)] if rest != 1 else [])]
-    for part in (part for dims in tensors for parts in dims for part in parts):
-        factors.setdefault(part.factor, Factor(part.size, Role.WHOLE))
     made: list[Dims] = [tuple(map(tuple, dims)) for dims in tensors]
+    for part in parts_of(*made):
+        factors.setdefault(part.factor, Factor(part.size, Role.WHOLE))
     added = frozenset(slot for split in splits if split.sums for slot in split.pending)
     return Rule(factors, tuple(made[:count]), tuple(made[count:]), added=added, linear=linear, saved=saved)
 

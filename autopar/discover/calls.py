@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from passes._torch import pytree, schema_of
+from passes.ir.grouping import grouped
 from passes.ir.program import Op, Ref, TensorType, find_overload, has_gradient
 
 Shapes = tuple[tuple[int, ...], ...]
@@ -31,8 +32,7 @@ class Call:
     @property
     def tensors(self) -> list[Tensor]:
         """The tensors among the arguments, in the order of the schema."""
-        leaves = pytree.tree_leaves((self.arguments, self.options))
-        return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        return [leaf for leaf in pytree.tree_leaves((self.arguments, self.options)) if isinstance(leaf, Tensor)]
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> "Call":
         """The call with `tensors` in place of the tensors among its arguments."""
@@ -79,9 +79,7 @@ class Sizes:
         leaves = list(self.leaves)
         for place, value in zip(self.integers, values[len(self.dims) :], strict=True):
             leaves[place] = value
-        shapes: dict[int, list[int]] = {}
-        for (place, _), value in zip(self.dims, values, strict=False):
-            shapes.setdefault(place, []).append(value)
+        shapes = grouped((place, value) for (place, _), value in zip(self.dims, values, strict=False))
         for place, shape in shapes.items():
             if shape != list(leaves[place].shape):
                 leaves[place] = remade(leaves[place], shape)

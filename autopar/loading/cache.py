@@ -7,7 +7,6 @@ Where it cannot be used, a new private folder for temporary files takes its plac
 """
 
 import contextlib
-import logging
 import os
 import secrets
 import stat
@@ -18,8 +17,7 @@ from functools import cache
 from pathlib import Path
 
 from passes.ir.errors import CacheError
-
-logger = logging.getLogger("autopar")
+from passes.ir.log import logger
 
 # Files that nobody has asked for in so many days make room, once there are so many.
 _OLD_S = 30 * 24 * 3600.0
@@ -124,8 +122,7 @@ def _content(folder: int, name: str) -> bytes | None:
 def _replace(folder: int, name: str, content: bytes) -> None:
     """Replace `name` in `folder` by a new file; of a link, the link is replaced, not its target."""
     scratch = f".{name[-100:]}.{secrets.token_hex(8)}"
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
-    descriptor = os.open(scratch, flags, 0o600, dir_fd=folder)
+    descriptor = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600, dir_fd=folder)
     try:
         with open(descriptor, "wb") as file:
             file.write(content)

@@ -137,19 +137,17 @@ def _reached(function: object) -> Iterator[tuple[str, object]]:
     def visit(value: object, path: str) -> Iterator[tuple[str, object]]:
         if isinstance(value, Tensor):
             yield path, value
-            return
-        if isinstance(value, _PLAIN):
+        elif isinstance(value, _PLAIN):
             yield path, f"{type(value).__name__} {value!r}"
-            return
-        if id(value) in seen:
+        elif id(value) in seen:
             yield path, f"as {seen[id(value)][0]}"
-            return
-        seen[id(value)] = path, value
-        yield path, _kind(value)
-        for name, inner in _inside(value):
-            yield from visit(inner, f"{path}{name}")
+        else:
+            seen[id(value)] = path, value
+            yield path, _kind(value)
+            for name, inner in _inside(value):
+                yield from visit(inner, f"{path}{name}")
 
-    yield from visit(function, "")
+    return visit(function, "")
 
 
 def _kind(value: object) -> str:

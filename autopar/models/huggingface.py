@@ -7,7 +7,6 @@ the trace is then slower at run time, but still exact.
 import contextlib
 import importlib
 import inspect
-import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Protocol, cast
@@ -18,8 +17,7 @@ from torch import nn
 from passes.capture.source import replaced
 from passes.capture.values import is_readable
 from passes.ir.errors import InputError
-
-logger = logging.getLogger("autopar")
+from passes.ir.log import logger
 
 # Sequences that inputs are made with are at most this long.
 _LONGEST = 2048
@@ -61,8 +59,7 @@ def made_inputs(model: nn.Module, objective: str, batch: int) -> dict[str, objec
     pretrained = cast(Pretrained, model)
     config = pretrained.config
     main = getattr(model, "main_input_name", "input_ids")
-    longest = getattr(config, "max_position_embeddings", None) or _LONGEST
-    length = min(int(longest), _LONGEST)
+    length = min(int(getattr(config, "max_position_embeddings", None) or _LONGEST), _LONGEST)
     inputs: dict[str, object] = {}
     if main == "input_ids":
         inputs[main] = torch.empty(batch, length, dtype=torch.int64, device="meta")

@@ -21,12 +21,12 @@ from autopar.request import Request
 from autopar.runtime import named_arguments
 from passes.capture import CPU, Tracing, capture, capture_symbolic
 from passes.clock import Clock
-from passes.ir.errors import CaptureError, ExpressionError, InputError, MicroBatchError, PlanMismatchError
+from passes.ir.errors import CaptureError, ExpressionError, InputError, PlanMismatchError
 from passes.ir.leaves import Inputs, input_leaves
 from passes.ir.plan import BATCH, SEQUENCE, Plan
-from passes.ir.program import Program, Symbolic
+from passes.ir.program import Program, Symbolic, has_gradient
 from passes.lower import Casts
-from passes.micro_batches import batch_size
+from passes.micro_batches import batch_size, check_divides
 from passes.normalize import normalize
 
 ExampleInputs = Mapping[str, object] | tuple[object, ...]
@@ -89,11 +89,7 @@ def read_model(model: nn.Module, example_inputs: ExampleInputs | None, request: 
             raise InputError(f"the plan was made for a certain {', '.join(unknown)}: pass example_inputs too")
     if request.micro_batches is not None:
         batch = batch_size(tuple(leaf.shape) for _, leaf in input_leaves(inputs) if isinstance(leaf, torch.Tensor))
-        if batch % request.micro_batches:
-            raise MicroBatchError(
-                f"a batch of {batch} cannot be cut into {request.micro_batches} micro-batches: choose a number that "
-                "divides it"
-            )
+        check_divides(batch, request.micro_batches)
     return ModelInfo(
         type(model).__name__,
         signature,
@@ -232,7 +228,7 @@ def named_sizes(inputs: Inputs, arguments: frozenset[str]) -> dict[str, NamedSiz
     given = [(name, leaf) for name, leaf in input_leaves(inputs) if name in arguments]
     tensors = [(name, leaf) for name, leaf in given if isinstance(leaf, torch.Tensor)]
     # Those of numbers first: what features are given of has the same length.
-    tensors.sort(key=lambda item: _has_features(item[1]))
+    tensors.sort(key=lambda item: has_gradient(item[1].dtype))
     batch = batch_size(tuple(tensor.shape) for _, tensor in tensors)
     found: dict[str, NamedSize] = {}
     for dim, common in ((0, BATCH), (1, SEQUENCE)):
@@ -241,12 +237,8 @@ def named_sizes(inputs: Inputs, arguments: frozenset[str]) -> dict[str, NamedSiz
                 continue
             size = tensor.shape[dim]
             same = size == batch if common == BATCH else common not in found or found[common][0] == size
-            if dim and _has_features(tensor) and (common not in found or not same or tensor.dim() != 3):
+            if dim and has_gradient(tensor.dtype) and (common not in found or not same or tensor.dim() != 3):
                 continue
             name = common if same else f"{argument}_{dim}".replace(".", "_")
             found.setdefault(name, (size, []))[1].append((argument, dim))
     return found
-
-
-def _has_features(tensor: torch.Tensor) -> bool:
-    return tensor.dtype.is_floating_point or tensor.dtype.is_complex

@@ -41,12 +41,16 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Attention by the kernel of CUDA; a fused one of the CPU stands for it where there is one."""
-    shapes = tuple(tuple(each.shape) for each in (query, key, value))
-    about = query.dtype, shapes
+    """Attention by the kernel of CUDA; a fused one of the CPU stands for it where there is one.
+
+    Those of the CPU give masks no gradients, so there one that has a gradient is attended to without a fused kernel.
+    """
+    about = query.dtype, tuple(tuple(each.shape) for each in (query, key, value))
     masked, dropout = attn_mask is not None, dropout_p > 0
     kernel = attention_kernel("cuda", *about, masked=masked, dropout=dropout)
     on_cpu = attention_kernel("cpu", *about, masked=masked, dropout=dropout)
+    if attn_mask is not None and attn_mask.requires_grad:
+        on_cpu = Kernel.MATH
     alike = (kernel is Kernel.MATH) == (on_cpu is Kernel.MATH)
     if alike or kernel is Kernel.MATH:
         with nullcontext() if alike else sdpa_kernel(SDPBackend.MATH):

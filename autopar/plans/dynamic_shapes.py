@@ -1,7 +1,6 @@
 """Programs for inputs of sizes other than planned: the model is retraced with dynamic shapes, and the decisions of the
 plan are applied. Where values of inputs are constants, there is one trace for each."""
 
-import logging
 import time
 from collections import OrderedDict, deque
 from collections.abc import Mapping
@@ -20,7 +19,7 @@ from autopar.runtime import GeneratedProgram, LoadedProgram
 from autopar.runtime.calls.inputs import tensors_among
 from autopar.runtime.generated.bases import Wanted
 from autopar.runtime.ranks.agreement import from_first, together
-from passes.capture import capture, capture_symbolic
+from passes.capture import capture, capture_symbolic, device_of
 from passes.clock import Clock
 from passes.cost.cluster import GIB
 from passes.dynamic_shapes.specialize import specialize
@@ -28,10 +27,9 @@ from passes.ir.decisions import Decisions
 from passes.ir.errors import AutoparError, CaptureError, InputError
 from passes.ir.layout import I, Shape
 from passes.ir.leaves import Inputs, input_leaves, map_leaves
+from passes.ir.log import logger
 from passes.ir.program import Program, Symbolic
 from passes.normalize import normalize
-
-logger = logging.getLogger("autopar")
 
 # So many sets of inputs have traces, and each has so many traces for several sizes.
 _TRACES = 8
@@ -84,7 +82,7 @@ class _Traces:
 
 class _Planner:
     def __init__(self, model: nn.Module, info: ModelInfo, planned: PlannedModel, request: Request) -> None:
-        self.device = next((item.device for item in (*model.parameters(), *model.buffers())), torch.device("cpu"))
+        self.device = device_of(model)
         self.planned = planned
         constants = [tensors_among(program.constants).items() for program in planned.programs.values()]
         values = {name: value for items in constants for name, value in items}
@@ -177,8 +175,7 @@ class _Planner:
         key: tuple[object, ...] = (wanted.name,)
         first = {item.name: item.type.shape for item in self.planned.programs[wanted.name].inputs}
         if wanted.arguments is not None:
-            leaves = input_leaves(info.inputs)
-            key = (wanted.name, wanted.training, *(_kind(name, leaf) for name, leaf in leaves))
+            key = (wanted.name, wanted.training, *(_kind(name, leaf) for name, leaf in input_leaves(info.inputs)))
             first = dict(wanted.shapes)
         found = self.traces.setdefault(key, _Traces(first))
         self.traces.move_to_end(key)
@@ -201,8 +198,7 @@ class _Planner:
             stored={item.name: planned.stored.get(item.name, whole) for item in program.parameters},
             units=planned.units,
         )
-        unlimited = replace(request, memory_limit=float("inf"))
-        found = plan_program(program, info, unlimited, name, decisions, Clock())
+        found = plan_program(program, info, replace(request, memory_limit=float("inf")), name, decisions, Clock())
         memory = sum(found.record.memory.values())
         if memory > request.memory_limit:
             logger.warning(

@@ -5,7 +5,6 @@ The model is retraced with symbolic sizes, and the passes run at a few sizes. Th
 with these figures under the plan's decisions, so the formulas cannot differ from the planned costs.
 """
 
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -34,6 +33,7 @@ from passes.ir.figures import Figure, formula, largest_sum, size_of
 from passes.ir.formulas import write_formula
 from passes.ir.layout import Shape, digits
 from passes.ir.leaves import input_leaves
+from passes.ir.log import logger
 from passes.ir.lowered import only_stage
 from passes.ir.mesh import Mesh
 from passes.ir.plan import BATCH, Expressions, ProgramPlan
@@ -46,8 +46,6 @@ from passes.regions import fold
 from passes.search import Space
 from passes.search.restrict import planned_methods, planned_solution
 from passes.strategies import planning_problem
-
-logger = logging.getLogger("autopar")
 
 # How tight plans and formulas agree: they are sums of the same figures in another order.
 _TOLERANCE = 1e-9
@@ -77,7 +75,7 @@ def expressions(sizes: TracedSizes, info: ModelInfo, request: Request, planned: 
     # How groups lie in nodes has no formula.
     in_one_node = request.mesh.size <= request.cluster.node_size
     timed, chosen = (problem, solution) if in_one_node else problem_on(request.mesh)
-    stage = only_stage(lower(folded, timed, chosen, space.casts, Clock()).stages)
+    stage = only_stage(lower(folded, timed, chosen, space.casts, space.cluster, Clock()).stages)
     seconds = walk(stage, folded, space.cluster, space.optimizer, chosen.configuration).total
     value = float(seconds.value if isinstance(seconds, Figure) else seconds)
     expected = sum(planned.record.seconds.values())

@@ -20,8 +20,9 @@ from autopar import runtime
 from autopar._torch import collectives
 from autopar.plans.cuda_attention import CudaAttention
 from autopar.runtime import Axis
+from autopar.runtime.state import spanning
 from passes._torch import FakeTensorMode, TorchDispatchMode, pytree, storage_id, storage_number
-from passes.codegen.expressions import expression, form, value_text
+from passes.codegen.expressions import Scope, computed
 from passes.cost.liveness import (
     BackwardProfile,
     Event,
@@ -37,7 +38,7 @@ from passes.cost.liveness.graph import StorageOrigin, assumed_backward, assumed_
 from passes.ir.layout import local_shape
 from passes.ir.lowered import Compute
 from passes.ir.mesh import Mesh
-from passes.ir.program import Argument, TensorType
+from passes.ir.program import TensorType
 from passes.ir.redistribution import RedistributionStep
 
 T = TypeVar("T")
@@ -72,12 +73,12 @@ class FakeProber:
         self._mesh = mesh
         self._on_meta = _SAME_EVERYWHERE | _AS_ON_CUDA if device == "cuda" else _SAME_EVERYWHERE
         self._axes = tuple(f"axis_{index}" for index in range(len(mesh.sizes)))
-        axes = zip(self._axes, mesh.sizes, strict=True)
+        axes = [Axis(name, size, size - 1, "0") for name, size in zip(self._axes, mesh.sizes, strict=True)]
         self._names: dict[str, object] = {
             "torch": torch,
             "F": functional,
             **vars(runtime),
-            **{name: Axis(name, size, size - 1, "0") for name, size in axes},
+            **dict(zip(self._axes, spanning(axes, mesh.spans, lambda _: "0"), strict=True)),
         }
         self._fake = FakeTensorMode()
         self._kernels = CudaAttention() if device == "cuda" else nullcontext()
@@ -92,8 +93,7 @@ class FakeProber:
         """The expression of an op; operands in `copied` are read as copies of what they are called."""
         operands = {name: f"x{index}" for index, name in enumerate(dict.fromkeys(statement.op.operands))}
         texts = {name: f"{text}.clone()" if name in copied else text for name, text in operands.items()}
-        scope = _Text(types, texts, self._axes)
-        text = form(scope, statement) if statement.body else expression(scope, statement.op)
+        text = computed(_Text(types, texts, self._span), statement)
         if statement.op.kind not in self._on_meta or statement.body not in _SAME_FORMS:
             self._by_device.add(text)
         self._results[text] = tuple(
@@ -102,6 +102,10 @@ class FakeProber:
         )
         return text
 
+    def _span(self, number: int) -> str:
+        """The expression of the axes that a collective runs over."""
+        return " * ".join(self._axes[axis] for axis in self._mesh.spans[number])
+
     def change(self, step: RedistributionStep, dtypes: tuple[torch.dtype | None, torch.dtype | None]) -> str:
         """The expression of a step of a redistribution; `dtypes` as those of a `Change`."""
         extra = "".join(
@@ -109,7 +113,7 @@ class FakeProber:
             for name, dtype in zip(("dtype", "grad_dtype"), dtypes, strict=True)
             if dtype is not None
         )
-        return f"{step.collective}(x0, {self._axes[step.axis]}, src={step.source}, dst={step.target}{extra})"
+        return f"{step.collective}(x0, {self._span(step.span)}, src={step.source}, dst={step.target}{extra})"
 
     def forward(self, task: Task) -> ForwardProfile:
         """The memory events of a task's forward pass."""
@@ -156,28 +160,20 @@ class FakeProber:
 
 
 @dataclass(frozen=True)
-class _Text:
-    """The scope of a statement that stands alone."""
+class _Text(Scope):
+    """The scope of a statement that stands alone: the expressions of its operands, and the variables of axes."""
 
     types: Mapping[str, TensorType]
     texts: Mapping[str, str]
-    axes: Sequence[str]
+    axes: Callable[[int], str]
 
-    def value(self, argument: Argument) -> str:
-        """An argument as an expression."""
-        return value_text(argument, self.texts.__getitem__)
+    def span(self, number: int) -> str:
+        """The expression of the axes that a collective runs over."""
+        return self.axes(number)
 
-    def use(self, name: str) -> str:
-        """A name of the runtime."""
-        return name
-
-    def function(self, name: str) -> str:
-        """A function of torch.nn.functional."""
-        return f"F.{name}"
-
-    def axis(self, index: int) -> str:
-        """The variable that holds an axis."""
-        return self.axes[index]
+    def read(self, value: str) -> str:
+        """The expression that reads an operand."""
+        return self.texts[value]
 
 
 class _Run:
@@ -268,8 +264,7 @@ class _Run:
     def see(self, tensor: Tensor) -> None:
         """Record the storage of a tensor, and when it is freed."""
         storage = tensor.untyped_storage()
-        address = storage_number(storage)
-        if address in self.places:
+        if storage_number(storage) in self.places:
             return
         if self.reading is not None:
             # What is read lies where that does which autograd keeps, and dies when whoever reads lets go.
@@ -385,8 +380,6 @@ def _new(wanted: Form, device: torch.device) -> Tensor:
 
 def _form(tensor: Tensor) -> Form:
     """The form of a tensor; how far apart the elements of a dim of size 1 are says nothing."""
-    stride, inner = [], 1
-    for size, step in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
-        stride.append(inner if size == 1 else step)
-        inner *= max(size, 1)
-    return Form(tuple(tensor.shape), tuple(reversed(stride)), tensor.dtype)
+    plain = Form.contiguous(tuple(tensor.shape), tensor.dtype)
+    steps = zip(plain.shape, plain.stride, tensor.stride(), strict=True)
+    return Form(plain.shape, tuple(inner if size == 1 else step for size, inner, step in steps), plain.dtype)

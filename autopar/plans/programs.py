@@ -91,14 +91,17 @@ def generated_program(lowered: Lowered, source: str, class_name: str, info: Mode
         any(item.trainable for item in sources),
         held=stage.units,
         compiled=program.compiled,
+        spans=stage.joint_spans,
     )
 
 
 def _used_parameters(program: Program) -> frozenset[str]:
     """Names of the parameters that are read or changed, all names of each."""
-    read = {name for op in program.ops for name in op.operands}
-    read.update(name for output in program.outputs for name in references(output))
-    read.update(change.parameter for change in program.changes)
+    read = {
+        *(name for op in program.ops for name in op.operands),
+        *(name for output in program.outputs for name in references(output)),
+        *(change.parameter for change in program.changes),
+    }
     return frozenset(name for item in program.parameters if item.name in read for name in item.names)
 
 
@@ -175,10 +178,9 @@ def micro_batch_inputs(
 ) -> MicroBatchInputs:
     """The inputs and outputs of micro-batches that stay in memory from one micro-batch to the next."""
     made, _ = batching(micro, lowered, outputs, None, configuration)
-    given = zip(_given(micro, lowered), made.inputs, strict=True)
     shapes = [
         (item, where, local_shape(item.type.shape, lowered.inputs[item.name], configuration.mesh))
-        for item, where in given
+        for item, where in zip(_given(micro, lowered), made.inputs, strict=True)
     ]
     # Of what is in one piece the parts are views.
     copied = frozenset(

@@ -83,8 +83,9 @@ def _check_plan(plan: Plan, info: ModelInfo, request: Request) -> None:
     if request.objective not in plan.programs:
         raise PlanMismatchError(f"the plan has no program for objective={request.objective!r}: plan anew")
     leaves = {name: leaf for name, leaf in input_leaves(info.inputs) if isinstance(leaf, torch.Tensor)}
-    given = {name: leaf for name, leaf in leaves.items() if name not in plan.constants}
-    shapes = {name: (tuple(leaf.shape), dtype_name(leaf.dtype)) for name, leaf in given.items()}
+    shapes = {
+        name: (tuple(leaf.shape), dtype_name(leaf.dtype)) for name, leaf in leaves.items() if name not in plan.constants
+    }
     planned = {name: (item.shape, item.dtype) for name, item in plan.inputs.items()}
     if shapes != planned:
         raise PlanMismatchError(f"the plan was made for the inputs {planned}, these are {shapes}: plan anew")

@@ -3,10 +3,10 @@
 On each rank: matrix products of several shapes in each dtype, fused attention, reading and writing memory, starting
 kernels, and copies from the host. Under torchrun also collectives, among the ranks of a node and between nodes. What
 was not measured (links of a single process, or between nodes where there is one) is taken from the known figures of
-the device. Of ranks that differ, the slowest counts.
+the device. Of ranks that differ, the slowest counts. In training, clocks fall and memory is shared: rates of products
+and attention are lowered as those of known devices are.
 """
 
-import logging
 import os
 import platform
 import statistics
@@ -24,11 +24,10 @@ from autopar._torch import collectives
 from autopar.profile.fitting import Shape, fit_attention, fit_line, fit_link, fit_products
 from autopar.runtime.ranks.groups import job_timeout
 from passes.cost.cluster import CLUSTERS, Cluster, Device, Link, cluster_of_device
-from passes.cost.devices import LINKS
+from passes.cost.devices import LINKS, derated
 from passes.ir.errors import ClusterError, MeshError
+from passes.ir.log import logger
 from passes.ir.program import dtype_name
-
-logger = logging.getLogger("autopar")
 
 # Starts a collective on a tensor and one of its parts.
 Collective = Callable[[Tensor, Tensor], Tensor]
@@ -156,7 +155,7 @@ class _Bench:
         bandwidth = 2 * self.what.streamed / self._stream()
         one = torch.zeros(1, device=self.device_type)
         launch = self._seconds(lambda: one.add_(1.0))
-        device = self._device(name, bandwidth, launch, local)
+        device = derated(self._device(name, bandwidth, launch, local), known.device.name)
         inside, between = known.inside, known.between
         if local > 1:
             inside = self._link([list(range(first, first + local)) for first in range(0, world, local)], "inside")
