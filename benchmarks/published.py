@@ -9,9 +9,11 @@ listed with a reason. Needs no accelerator and no weights.
 import argparse
 import json
 import logging
+import os
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,24 +47,50 @@ class Predictions:
         return len(self.scored[Knowledge.ALL]) + len(self.unscored) + len(self.left)
 
 
-def predict_all(records: Sequence[Mapping[str, object]]) -> Predictions:
-    """Predict all records that can be."""
+def predict_all(records: Sequence[Mapping[str, object]], processes: int = 1) -> Predictions:
+    """Predict all records that can be, in as many processes; records of one model share its trace."""
+    groups: dict[str, list[int]] = {}
+    for number, record in enumerate(records):
+        groups.setdefault(json.dumps(record.get("model"), sort_keys=True), []).append(number)
+    tasks = [[(number, records[number]) for number in group] for group in groups.values()]
+    if processes > 1:
+        with ProcessPoolExecutor(processes, initializer=_quiet) as pool:
+            results = [pair for pairs in pool.map(_predicted, tasks) for pair in pairs]
+    else:
+        results = [pair for task in tasks for pair in _predicted(task)]
     scored: dict[Knowledge, list[Replayed]] = {knowledge: [] for knowledge in Knowledge}
     unscored: list[Replayed] = []
     left: list[tuple[str, SkippedError]] = []
-    for number, record in enumerate(records):
-        name = identity(record, number)
-        try:
-            if is_planned(read_run(record, name)):
-                for knowledge, item in predict(record, name).items():
-                    scored[knowledge].append(item)
-            else:
-                unscored.append(replay(record, name))
-        except SkippedError as error:
-            left.append((name, error))
-        except (AutoparError, ArithmeticError) as error:
-            left.append((name, SkippedError(Reason.TRACE, str(error))))
+    for number, result in sorted(results, key=lambda pair: pair[0]):
+        if isinstance(result, Mapping):
+            for knowledge, item in result.items():
+                scored[knowledge].append(item)
+        elif isinstance(result, Replayed):
+            unscored.append(result)
+        else:
+            left.append((identity(records[number], number), SkippedError(*result)))
     return Predictions(scored, unscored, left)
+
+
+# The prediction of a record by the product, or by formulas, or why there is none.
+Result = Mapping[Knowledge, Replayed] | Replayed | tuple[Reason, str]
+
+
+def _quiet() -> None:
+    logging.disable(logging.ERROR)
+
+
+def _predicted(task: Sequence[tuple[int, Mapping[str, object]]]) -> list[tuple[int, Result]]:
+    return [(number, _result(record, identity(record, number))) for number, record in task]
+
+
+def _result(record: Mapping[str, object], name: str) -> Result:
+    try:
+        return predict(record, name) if is_planned(read_run(record, name)) else replay(record, name)
+    except SkippedError as error:
+        return error.reason, error.detail
+    except (AutoparError, ArithmeticError) as error:
+        return Reason.TRACE, str(error)
 
 
 def plan_all(found: Sequence[Replayed]) -> list[Planned]:
@@ -199,12 +227,12 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print data instead of tables")
     parser.add_argument("--free", action="store_true", help="also plan freely for the same models and devices")
     arguments = parser.parse_args()
-    logging.disable(logging.ERROR)
+    _quiet()
     try:
         records = read_records(arguments.data)
     except RecordsError as error:
         raise SystemExit(f"RecordsError: {error}") from None
-    found = predict_all(records)
+    found = predict_all(records, processes=os.cpu_count() or 1)
     if arguments.json:
         print(json.dumps(as_json(found), indent=1))
     else:

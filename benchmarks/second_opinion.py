@@ -23,7 +23,6 @@ from ortools.math_opt.python import mathopt
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks.integer_program import MixedIntegerModel
 from passes.cost.memory import MemoryModel, memory_model
 from passes.cost.redistributions import RedistributionCosts
 from passes.ir.arrays import Floats, Integers
@@ -34,14 +33,13 @@ from passes.ir.layout import Layout
 from passes.ir.mesh import Mesh
 from passes.solve import solve
 from passes.solve.arrays import Arrays, GroupArrays, arrays, find_uses
+from passes.solve.integer_program import SCALE, MixedIntegerModel
 from passes.solve.limits import Limits
 from tests.passes.planning import Planning, planning
 
 # Both are equal up to this, relative to the step.
 EQUAL = 1e-6
 STATES = 2
-# The objective is in parts of the step time that `passes/solve` found, bytes are in parts of the limit.
-SCALE = 1e4
 
 
 @dataclass(frozen=True)
@@ -146,14 +144,14 @@ class WholeProgram:
         kept = saved[0] if len(saved) == 1 else self._most(saved, np.zeros_like(costs))
         rerun = np.full(costs.shape, -1)
         rerun[~group.same] = self.model.add_columns(group.rerun[~group.same] * self.scale, integer=True)
-        self.model.at_least(kept[~group.same], rerun[~group.same])
+        self.model.at_least(kept[~group.same][:, None], rerun[~group.same])
         return Columns(paid, kept, rerun)
 
     def _most(self, flows: Sequence[Integers], costs: Floats) -> Integers:
         """Columns that are at least each of several flows."""
         most = self.model.add_columns(costs)
         for own in flows:
-            self.model.at_least(most.ravel(), own.ravel())
+            self.model.at_least(most.reshape(-1, 1), own.ravel())
         return most
 
     def _marginals(self, flows: Integers, layouts: Integers, labels: Integers) -> None:
@@ -209,10 +207,14 @@ class WholeProgram:
 
 @dataclass(frozen=True)
 class Opinions:
-    """What both solvers found: seconds of the step and lower bounds on it; None where HiGHS found no choice."""
+    """The results of both solvers for one problem, in seconds of the step.
+
+    `passes/solve` found a choice of `own_s` in `own_planning_s`. HiGHS found the lower bound `bound_s` and a choice of
+    `incumbent_s` (None: none) in `planning_s`, and `finished` says whether it proved that choice optimal. Its program
+    has so many `columns`.
+    """
 
     own_s: float
-    own_bound_s: float
     own_planning_s: float
     bound_s: float
     incumbent_s: float | None
@@ -262,14 +264,14 @@ def opinions(found: Planning, configuration: Configuration, limit: float | None,
     own_planning_s = time.perf_counter() - began
     began = time.perf_counter()
     second = _second(found, configuration, bytes, own.seconds, seconds)
-    return Opinions(own.seconds, own.bound, own_planning_s, *second, time.perf_counter() - began)
+    return Opinions(own.seconds, own_planning_s, *second, time.perf_counter() - began)
 
 
 def _second(
     found: Planning, configuration: Configuration, limit: float, about_s: float, seconds: float
 ) -> tuple[float, float | None, bool, int]:
-    """What HiGHS finds in so many seconds: a bound, the best choice that fits (None: none), whether it is the optimum,
-    and the columns of the program. `about_s` scales the step.
+    """Solve the problem by HiGHS in so many seconds. Returns a bound, the best choice that fits (None: none), whether
+    it is the optimum, and the columns of the program. `about_s` scales the step.
 
     Rows are added for the point with most bytes in each block, as long as a choice does not fit there: without the
     others the optimum is a bound, and where it fits it is the optimum with them.

@@ -74,6 +74,8 @@ _VIT = {"hidden_size": 1280, "intermediate_size": 5120, "num_hidden_layers": 32,
         "patch_size": 14, "image_size": 224}  # fmt: skip
 _FALCON = {"hidden_size": 8192, "num_hidden_layers": 60, "num_attention_heads": 128, "num_kv_heads": 8,
            "new_decoder_architecture": True, "vocab_size": 65024}  # fmt: skip
+_MAMBA2 = {"hidden_size": 2560, "num_hidden_layers": 64, "vocab_size": 50288, "state_size": 128, "expand": 2,
+           "head_dim": 64, "num_heads": 80, "n_groups": 1}  # fmt: skip
 
 ROWS = (
     Row("llama-2-7b", "Llama", _decoder(4096, 11008, 32, 32, 32, 32000), 32, 128, 4096),
@@ -108,6 +110,7 @@ ROWS = (
     Row("deepseek-v2-lite", "DeepseekV2", _decoder(2048, 10944, 27, 16, 16, 102400, **_DEEPSEEK_V2_LITE), 64, 256,
         4096),
     Row("deepseek-v3", "DeepseekV3", GROUPED, 2048, 2048, 4096),
+    Row("mamba2-2.7b", "Mamba2", _MAMBA2, 64, 64, 2048),
     Row("granite-3.1-8b", "Granite", _decoder(4096, 12800, 40, 32, 8, 49152), 64, 256, 4096),
     Row("starcoder2-15b", "Starcoder2", _decoder(6144, 24576, 40, 48, 4, 49152, sliding_window=None), 64, 256, 4096),
     Row("command-r-35b", "Cohere", _decoder(8192, 22528, 40, 64, 64, 256000), 128, 256, 4096),

@@ -153,7 +153,7 @@ def _change(statement: Redistribution, forced: Forced, cluster: Cluster) -> Laye
     size, gradient = statement.type.dtype.itemsize, statement.gradient_itemsize
     # What the copies of a parameter exchange over the context axis is counted with the data axis.
     context = forced.mesh.index(CONTEXT)
-    steps = tuple(step for step in statement.steps if not (statement.parameter and step.axis == context))
+    steps = tuple(step for step in statement.steps if not (statement.parameter and step.span == context))
     costs = StepCosts(cluster, forced.mesh)
     forward = costs.total(steps, size)
     backward = costs.total([step.backward for step in steps], gradient) if statement.gradient else 0.0

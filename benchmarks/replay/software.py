@@ -6,7 +6,7 @@ from enum import Enum
 
 
 class Knowledge(Enum):
-    """How much of the software of a run a prediction is told.
+    """The part of the software of a run that a prediction is told.
 
     `NOTHING`: it runs as the product does. `SOURCED`: all facts that have a source of their own. `ALL`: those too that
     were chosen in a range that a source gives, or that have none (`UNSOURCED`).
