@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from autopar.runtime import Axis
+from autopar.runtime.state import spanning
 from passes.ir.mesh import Mesh
 
 T = TypeVar("T")
@@ -140,20 +141,31 @@ class Threads:
         return torch.stack(given).sum(0).chunk(size)[self._place(group)].clone()
 
     def all_to_all_single(self, tensor: Tensor, received: Sequence[int], sent: Sequence[int], group: str) -> Tensor:
-        """The part for this rank, along the first dim, of what each has; all parts are alike."""
-        given = self._meet(group, tensor, "all_to_all", tuple(received), tuple(sent))
-        size, place = len(given), self._place(group)
-        return torch.cat([item.chunk(size)[place] for item in given])
+        """The parts for this rank, along the first dim, of what each has."""
+        every = self._meet(group, torch.tensor(sent), "the sizes of an all_to_all")
+        given = self._meet(group, tensor, "all_to_all")
+        place = self._place(group)
+        parts = [item.split(sizes.tolist())[place] for item, sizes in zip(given, every, strict=True)]
+        assert [len(part) for part in parts] == list(received), "ranks expect other sizes than are sent"
+        return torch.cat(parts)
 
     def _place(self, group: str) -> int:
         return group.split().index(str(self._own.rank))
 
 
 def axes_at(coordinate: Coordinate, mesh: Mesh) -> tuple[Axis, ...]:
-    """The axes as the rank at `coordinate` sees them; groups are called as `Threads` wants them."""
-    ranks = {place: rank for rank, place in enumerate(mesh.coordinates())}
-    axes = []
-    for axis, (name, size) in enumerate(zip(mesh.names, mesh.sizes, strict=True)):
-        members = [ranks[(*coordinate[:axis], place, *coordinate[axis + 1 :])] for place in range(size)]
-        axes.append(Axis(name, size, coordinate[axis], " ".join(map(str, members))))
-    return tuple(axes)
+    """The axes, and all spans of adjacent ones, as the rank at `coordinate` sees them; groups are called as `Threads`
+    wants them."""
+
+    def group(axes: tuple[int, ...]) -> str:
+        own = [place if axis not in axes else None for axis, place in enumerate(coordinate)]
+        members = [
+            rank
+            for rank, other in enumerate(mesh.coordinates())
+            if all(place is None or place == there for place, there in zip(own, other, strict=True))
+        ]
+        return " ".join(map(str, members))
+
+    single = zip(mesh.names, mesh.sizes, coordinate, strict=True)
+    axes = [Axis(name, size, place, group((axis,))) for axis, (name, size, place) in enumerate(single)]
+    return spanning(axes, mesh.spans, group)

@@ -29,7 +29,9 @@ from autopar.planner import PlannedModel, plan_model
 from autopar.request import Request, make_request
 from autopar.runtime import DistributedModule
 from autopar.runtime.calls.programs import LoadedModel
+from autopar.runtime.fsdp import reductions
 from autopar.runtime.fsdp.manager import FSDPManager
+from autopar.runtime.state import axes_of
 from passes.cost.liveness import MACHINES
 
 OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
@@ -69,6 +71,8 @@ def measure(model: nn.Module, planned: PlannedModel, request: Request, inputs: M
     with _world(prod(sizes), rank), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         mesh = init_device_mesh("cpu", sizes, mesh_dim_names=request.mesh.names)
+        # Groups are made once, of ranks that have values.
+        axes_of(mesh, range(len(sizes), len(request.mesh.spans)))
         with FakeTensorMode(allow_non_fake_inputs=True):
             module = _module(model, planned, request, mesh)
             batch = pytree.tree_map_only(
@@ -105,8 +109,13 @@ def _steps(module: DistributedModule, batch: dict[str, object], request: Request
             optimizer.zero_grad()
         del output
 
+    def joins(*_: object) -> bool:
+        """Replaces `joins`; a mock would record its calls, and so hold gradients."""
+        return MACHINES[request.cluster.device.type].joins
+
     # An optimizer asks how many steps it has made; the module draws where its random numbers begin.
-    with mock.patch("torch.Tensor.item", return_value=1.0), mock.patch.object(module.random, "advance"):
+    random, joined = mock.patch.object(module.random, "advance"), mock.patch.object(reductions, "joins", joins)
+    with mock.patch("torch.Tensor.item", return_value=1.0), random, joined:
         step()
         tracker = MemTracker()
         # It cannot tell how much is each module's when one is called several times; only the sum is of interest here.

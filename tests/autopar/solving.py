@@ -18,7 +18,7 @@ def solved_by(solver: Solve, *, gather_once: bool = False, reduce_once: bool = F
     """Plans take the strategies that `solver` gives for a problem, on the given mesh, with the micro-batches and the
     recompute that are asked for; parameters are gathered and gradients reduced as given here."""
 
-    def choose(subproblems: Subproblems) -> Choice:
+    def choose(subproblems: Subproblems) -> tuple[Subproblems, Choice]:
         space, mesh = subproblems.space, subproblems.space.mesh
         program = subproblems.programs.of(space.micro_batches or 1, is_given=True)
         assert program is not None
@@ -27,7 +27,7 @@ def solved_by(solver: Solve, *, gather_once: bool = False, reduce_once: bool = F
         configuration = Configuration(mesh, space.micro_batches or 1, recompute, gather_once, reduce_once)
         own = Solver(problem, space.cluster, subproblems.limits(configuration), configuration)
         solution = solver(problem, space.cluster, subproblems.limits(configuration), configuration)
-        return Choice(Subproblem(program, own), solution)
+        return subproblems, Choice(Subproblem(program, own), solution)
 
     with mock.patch("passes.search.choose", choose), mock.patch("passes.search.solve", solver):
         yield

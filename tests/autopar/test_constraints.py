@@ -16,6 +16,7 @@ import autopar
 from autopar import testing
 from autopar.testing import compare_on_mesh, run_ranks
 from passes.constrain import Constraints
+from passes.ir.redistribution import COLLECTIVES
 from tests.autopar.comparing import marked
 from tests.models import MODELS, llama, tokens
 
@@ -67,16 +68,63 @@ def _exact(model_name: str, sizes: tuple[int, ...], cases: Mapping[object, Const
     return [autopar.Plan.from_json(plan) for _, _, plan in results[0]]
 
 
-@pytest.mark.parametrize("name", marked(MODELS, {"llama"}))
-def test_every_change_of_layout(name):
-    """Each entry of the table of redistributions, forced between two ops of a layer."""
+# One change of each collective.
+ONE_OF_EACH = list({COLLECTIVES[before[0], after[0]]: (before, after) for before, after in CHANGES}.values())
+FAST_AND_ALL = pytest.mark.parametrize(
+    ("name", "changes"),
+    [("llama", ONE_OF_EACH), *(pytest.param(name, CHANGES, marks=pytest.mark.slow) for name in MODELS)],
+    ids=lambda value: value if isinstance(value, str) else f"{len(value)} changes",
+)
+
+
+@FAST_AND_ALL
+def test_every_change_of_layout(name, changes):
+    """Each entry of the table of redistributions, forced between two ops of a layer; of each collective one is fast."""
     producer, consumer = EDGES[name]
     cases = {
         (before, after): {producer: {"out": {"tp": before}}, consumer: {"in": {"tp": after}}}
-        for before, after in CHANGES
+        for before, after in changes
     }
     for (before, after), plan in zip(cases, _exact(name, (2,), cases), strict=True):
         assert _changes(plan, before, after), f"the plan has no change from {before} to {after}"
+
+
+@FAST_AND_ALL
+def test_changes_of_adjacent_axes_are_one(name, changes):
+    """Each entry of the table on two axes that split a dim one after the other: one collective over both. Of each
+    collective one change is fast."""
+    producer, consumer = EDGES[name]
+    cases = {
+        (before, after): {producer: {"out": _on_both(before)}, consumer: {"in": _on_both(after)}}
+        for before, after in changes
+    }
+    for (before, after), plan in zip(cases, _exact(name, (2, 2), cases), strict=True):
+        rows = [row for block in plan.programs["train"].stages[0].blocks for row in block.rows]
+        collective = COLLECTIVES[before[0], after[0]]
+        assert any(row.how == f"{collective} dp * tp" for row in rows if row.kind == "change"), (before, after)
+
+
+class _Two(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(torch.relu(x))
+
+
+@pytest.mark.parametrize(("rows", "how"), [(1 << 8, "all_gather dp, all_gather tp"), (1 << 18, "all_gather dp * tp")])
+def test_bytes_decide_how_adjacent_axes_change(rows: int, how: str) -> None:
+    """The printed step equals the objective: few bytes are gathered axis by axis, many at once."""
+    inputs = {"x": torch.empty(rows, 1024, device="meta")}
+    split = {"/relu": {"out": {"dp": "S(0)", "tp": "S(0, 8)"}}, "/tanh": {"in": {"dp": "R", "tp": "R"}}}
+    mesh = {"dp": 8, "tp": 8}
+    plan = autopar.plan(_Two(), mesh, inputs, objective="infer", cluster="h100", constraints=split)
+    program = plan.programs["infer"]
+    (change,) = (row for block in program.stages[0].blocks for row in block.rows if row.kind == "change")
+    assert change.how == how
+    assert program.gap == 0
+    assert program.bound_s == pytest.approx(program.step_s, rel=1e-9)
+
+
+def _on_both(placement: str) -> dict[str, str]:
+    return {"dp": placement, "tp": placement.replace(")", ", 2)")}
 
 
 def _changes(plan: autopar.Plan, before: str, after: str) -> bool:

@@ -3,6 +3,7 @@
 import inspect
 import json
 import logging
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -293,6 +294,8 @@ def test_a_memory_limit_that_cannot_be_met():
     assert "GiB are missing" in message
     assert "parameters" in message or "optimizer states" in message
     assert "nor does any fit with up to 256 devices" in message
+    limit, missing, *terms = map(float, re.findall(r"(\S+) GiB", message.partition(")")[0]))
+    assert sum(terms) == pytest.approx(limit + missing, rel=1e-2)
     with pytest.raises(autopar.InfeasibleError, match=r"; it would fit on \d+ devices \(dp \d+ x tp 2\)"):
         autopar.plan(Stack(), MESH, stack_inputs(8), cluster="h100", memory_limit=9000)
 

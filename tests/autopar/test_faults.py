@@ -282,7 +282,7 @@ MORE_CALLS = {
         _backward,
         "ddp",
         ValueError("in backward"),
-        "^reducing the gradients of an FSDP unit failed, because another rank raised, died",
+        "^reducing the gradients of parameters failed, because another rank raised, died",
     ),
     "backward, tp": (_backward, "tp", ValueError("in backward"), CALLS["backward"][3]),
     "hook, dp": (_hook, "dp", ValueError("in a hook"), CALLS["hook"][3]),

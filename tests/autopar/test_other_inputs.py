@@ -122,6 +122,7 @@ def test_optional_inputs() -> None:
     assert on_ranks(_every) == [[{}] * 5] * 4
 
 
+@pytest.mark.slow
 def test_optional_inputs_in_micro_batches() -> None:
     assert all(max(found) <= TOLERANCE for found in on_ranks(_micro_batches))
 

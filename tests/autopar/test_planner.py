@@ -230,7 +230,9 @@ def test_large_parameters_are_stored_in_parts(large: Plan) -> None:
     assert all(layout["tp"].startswith("S(") for layout in matrices.values())
     whole = {name.rsplit(".", 2)[1] for name, layout in matrices.items() if not layout["dp"].startswith("S(")}
     assert 0 < len(whole) < 4
-    assert sum(program_of(large).memory.values()) > 0.99 * 60e9, "the room is used"
+    # With its optimizer states, of which there are two.
+    smallest = 3 * 80 * 8192**2 * 2 / 8 * (1 - 1 / 8)
+    assert 60e9 - sum(program_of(large).memory.values()) < smallest, "none of q, o and the ffn would fit whole on dp"
 
 
 # --- against plans that people write ---
@@ -270,43 +272,43 @@ def test_recipes_are_what_they_are_called(plans: dict[str, Plan]) -> None:
 
 
 def test_against_ddp_gradients_cost_less(plans: dict[str, Plan]) -> None:
-    """DDP all-reduces whole gradients on both axes, which is twice a reduce-scatter, and updates every parameter on
+    """DDP all-reduces whole gradients over both axes, which is twice a reduce-scatter, and updates every parameter on
     every device: backward communication and the optimizer are where it loses."""
     free, fsdp, ddp = (program_of(plans[name]).seconds for name in ("free", "FSDP", "DDP"))
 
     def backward(spent: Mapping[str, float]) -> float:
         return spent["backward communication"] + spent["exposed reductions"]
 
-    assert backward(ddp) > 10 * backward(free)
+    assert backward(ddp) > 2 * backward(free)
     assert ddp["optimizer"] == pytest.approx(64 * fsdp["optimizer"], rel=0.01), "of 64 times as many parameters"
     assert ddp["optimizer"] > 10 * free["optimizer"], "of 8 or 64 times as many parameters, but for norms"
     assert not [row for row in rows(plans["DDP"], "change", ".weight") if "all_gather" in row.how]
 
 
 def test_against_fsdp_layers_compute_while_parameters_travel(plans: dict[str, Plan]) -> None:
-    """FSDP's gathers take longer than what hides them. The free plan stores parameters in as many parts as can be
-    hidden: its traffic shows less, by far more than the optimizer takes longer."""
+    """FSDP's gathers, over both axes at once, take longer than what hides them. The free plan stores parameters in as
+    many parts as can be hidden: its traffic shows less, by far more than the optimizer takes longer."""
     free, fsdp = plans["free"], plans["FSDP"]
     saved = parameter_traffic(fsdp) - parameter_traffic(free)
     longer = program_of(free).seconds["optimizer"] - program_of(fsdp).seconds["optimizer"]
     assert saved > 10 * longer > 0
-    assert communication(free) < 0.6 * communication(fsdp)
+    assert communication(free) < 2 / 3 * communication(fsdp)
 
 
 def test_against_fsdp_weights_of_the_ffn_are_not_gathered_on_tp() -> None:
-    """A device has 2,048 tokens: gathering these costs less than gathering the weights of the ffn, so where no other
+    """A device has 1,024 tokens: gathering these costs less than gathering the weights of the ffn, so where no other
     layer computes meanwhile the free plan splits features on tp there, and gathers their weights over dp only. All it
     saves is communication."""
     model = llama("8B", num_hidden_layers=1)
     free, fsdp = (
-        autopar.plan(model, MESH, batch_of(64, 2048), cluster="h100", memory_limit=PLENTY, constraints=RECIPES[name])
+        autopar.plan(model, MESH, batch_of(64, 1024), cluster="h100", memory_limit=PLENTY, constraints=RECIPES[name])
         for name in ("free", "FSDP")
     )
     for name in ("gate_proj", "up_proj", "down_proj"):
         (ours,) = rows(free, "change", f".mlp.{name}.weight")
         (theirs,) = rows(fsdp, "change", f".mlp.{name}.weight")
         assert ours.how == "all_gather dp"
-        assert theirs.how == "all_gather dp, all_gather tp"
+        assert theirs.how == "all_gather dp * tp"
     assert communication(free) < 0.6 * communication(fsdp)
 
 
@@ -374,14 +376,13 @@ def test_links_too_slow_are_not_used(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_memory_decides_what_is_gathered_again(large: Plan) -> None:
-    """Without a limit nothing is made again; with one keys, values and gathered weights are gathered again for the
-    backward pass, although that costs communication."""
+    """Without a limit nothing is made again; with one gathered weights are gathered again for the backward pass,
+    although computation does not hide all of that."""
     plenty = autopar.plan(llama("70B", num_hidden_layers=2), MESH, batch_of(8), cluster="h100", memory_limit=PLENTY)
     assert program_of(plenty).stages[0].regathered == ()
-    again = {row.name.split("/")[0].split(".")[-1] for row in rows(large, "change", "/linear") if row.rerun}
-    assert again >= {"v_proj"}
-    spent = program_of(large).seconds
-    assert spent["backward communication"] > 1.02 * spent["forward communication"]
+    again = {row.name.split(".")[-2] for row in rows(large, "change", ".weight") if row.rerun}
+    assert again >= {"q_proj", "o_proj"}
+    assert parameter_traffic(large) > 0
 
 
 def test_memory_decides_how_parameters_are_stored(two_layers: LlamaForCausalLM) -> None:

@@ -9,11 +9,8 @@ from _pytest.mark import ParameterSet
 
 from tests.autopar.relations import LARGE, RELATIONS, SMALL, Scope, clean_traces, outcome, pair, violation
 
-# Relations that do not hold yet, with the reason.
-BROKEN = {"finer_mesh": "collectives over adjacent axes are not offered as one, and two take longer"}
-
 # Cases that plan for half a minute and more.
-LONG = {("free_recompute", 2)}
+LONG = {("finer_mesh", 1), ("free_recompute", 2)}
 
 
 def _cases(relations: Sequence[str], first: int, count: int) -> list[ParameterSet]:
@@ -23,8 +20,7 @@ def _cases(relations: Sequence[str], first: int, count: int) -> list[ParameterSe
 
 
 def _marks(name: str, seed: int) -> list[pytest.MarkDecorator]:
-    broken = [pytest.mark.xfail(reason=BROKEN[name])] if name in BROKEN else []
-    return [*broken, pytest.mark.slow] if (name, seed) in LONG else broken
+    return [pytest.mark.slow] if (name, seed) in LONG else []
 
 
 def _check(name: str, seed: int, scope: Scope) -> None:
@@ -36,9 +32,7 @@ def _check(name: str, seed: int, scope: Scope) -> None:
     assert not broken, f"{name}, seed {seed}: {broken}\n{restricted}\n  {first}\n{relaxed}\n  {second}"
 
 
-@pytest.mark.parametrize(
-    ("name", "seed"), _cases([name for name in RELATIONS if name not in BROKEN], 1, 20 + len(LONG))
-)
+@pytest.mark.parametrize(("name", "seed"), _cases(list(RELATIONS), 1, 20 + len(LONG)))
 def test_relation_holds(name: str, seed: int) -> None:
     """On small meshes."""
     _check(name, seed, SMALL)

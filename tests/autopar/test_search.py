@@ -272,7 +272,7 @@ def test_a_batch_that_may_not_be_cut_is_said_to_be() -> None:
 
 # --- what does not fit ---
 
-TERMS = r"\d\S* GiB are missing \(.*: \w+.* \d\S* GiB, .* GiB, .* GiB\)"
+TERMS = r"\d\S* GiB are missing \(.*: \w+.* \d\S* GiB, .* GiB, .* GiB, others .* GiB\)"
 
 
 def test_what_was_forbidden_would_fit() -> None:

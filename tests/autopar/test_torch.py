@@ -23,6 +23,15 @@ def test_hooks_of_parameters():
     def of_parameter(parameter):
         return None
 
+    assert not _torch.has_hooks(parameter)
+    for register, hook in (
+        (parameter.register_hook, of_gradient),
+        (parameter.register_post_accumulate_grad_hook, of_parameter),
+    ):
+        handle = register(hook)
+        assert _torch.has_hooks(parameter)
+        handle.remove()
+        assert not _torch.has_hooks(parameter)
     parameter.register_hook(of_gradient)
     parameter.register_post_accumulate_grad_hook(of_parameter)
     assert _torch.tensor_hooks(parameter) == (of_gradient,)
@@ -68,6 +77,15 @@ def test_state_of_a_module_with_parametrizations():
     assert "parametrizations" not in dict(plain.named_children())
 
 
+def test_parts_of_a_flat_tensor():
+    flat, like = torch.arange(11.0), [torch.empty(2, 3), torch.empty(()), torch.empty(4)]
+    parts = _torch.parts_of_flat(flat, like)
+    assert [part.shape for part in parts] == [tensor.shape for tensor in like]
+    assert torch.equal(torch.cat([part.reshape(-1) for part in parts]), flat)
+    parts[2].zero_()
+    assert not flat[7:].any()
+
+
 def _run_on_a_rank() -> None:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
     whole = torch.arange(6.0).reshape(3, 2)
@@ -92,11 +110,14 @@ def _run_on_a_rank() -> None:
     group = mesh.get_group(0)
     _torch.set_group_timeout(group, timedelta(seconds=77))
     assert _torch.group_timeout(group) == timedelta(seconds=77)
+    assert _torch.backend_name(group, torch.device("cpu")) == "gloo"
     store = _torch.default_store()
     assert isinstance(store, _torch.Store)
     store.set(f"key {dist.get_rank()}", "value")
     summed = _torch.collectives.all_reduce(local.new_ones(1), "sum", group.group_name)
     assert _torch.collectives.wait_tensor(summed).item() == 2
+    with _torch.named_group("by_name"):
+        assert dist.new_group([0, 1], use_local_synchronization=True).group_name == "by_name"
 
     unit = fully_shard(nn.Linear(2, 2), mesh=mesh)
     assert _torch.STATE_KEY in vars(unit)

@@ -378,6 +378,7 @@ def _exceptions_while_holding(stored: Mapping[str, str]) -> tuple[dict[str, floa
     both.step()
     # Of a failed backward pass all that it added to is lost.
     caught = []
+    both.each("zero", ZEROING["module, none"])
     with hold():
         count = _counted(both.dist_model(**both.data[1])["loss"].backward)
     for at in (count // 2, count * 4 // 5):

@@ -80,7 +80,7 @@ def test_best_plans(name, sizes):
     report = _run(model, compiled)
     assert len(report.proved) > 90
     # What the checker cannot say: gpt2's fused projections, and a mask that is expanded to a part of the batch.
-    assert len(report.told) <= {"gpt2": 10, "gemma2": 2, "mistral": 1}.get(name, 0), report.told
+    assert len(report.told) <= {"gpt2": 10, "gemma2": 2}.get(name, 0), report.told
     assert set(report.gradients) == {name for name, _ in model.named_parameters()}
     assert None not in report.gradients.values()
 
@@ -318,12 +318,12 @@ _REGISTERED = {
     "cross_entropy": (typed.cross_entropy(reduction="sum"), [_normal(4, 6), _whole_numbers(6, 4)], ["S(0) S(0)"]),
     "causal attention": (
         typed.attention(_causal, rows=False), [_normal(4, 12, 8, 10), _normal(4, 6, 8, 10), _normal(4, 6, 8, 14)],
-        ["S(0) S(0) S(0)", "R R P"],
+        ["S(0) S(0) S(0)", "R R S(3)", "R R P"],
     ),
     "masked attention": (
         typed.attention(_masked, rows=True),
         [_normal(4, 6, 8, 10), _normal(4, 6, 12, 10), _normal(4, 6, 12, 14), _normal(4, 1, 8, 12)],
-        ["S(0) S(0) S(0) S(0)", "S(1) S(1) S(1) R", "S(2) R R S(2)", "R R P R"],
+        ["S(0) S(0) S(0) S(0)", "S(1) S(1) S(1) R", "S(2) R R S(2)", "R R S(3) R", "R R P R"],
     ),
     "to": (typed.cast(torch.float64), [_normal(4, 6)], ["S(0)", "S(1)", "P"]),
     "pad": (typed.pad((0, 1)), [_normal(4, 6)], ["S(0)"]),

@@ -1,6 +1,8 @@
 """Sizes of saved tensors and temporaries, by rules and `passes.cost.price`, equal what is allocated, on tensors
 without values: for all local forms, for attention by the kernels of both devices, and for the ops of the table."""
 
+import re
+
 import pytest
 import torch
 from torch import Tensor
@@ -35,6 +37,12 @@ _NORM = "aten.layer_norm.default"
 _LONG, _KEYS, _VALUES = _wide(1, 4, 512, 16), _wide(1, 2, 512, 16), _wide(1, 4, 512, 8)
 _QKV = (_LONG, _LONG, _LONG)
 _CAUSAL = (None, 0.0, True)
+_HIDING = "autopar.scaled_dot_product_attention.default"
+_SHORT, _LONG_ROW = torch.ones(1, 1, 1, 512, dtype=torch.bool), _ids(2, 1, 1, 512)
+_LONGER = _wide(1, 2, 8192, 8)
+_SAMPLES = (_wide(2, 4, 512, 16),) * 3
+_PADDED = (_SHORT, 0.0, True)
+_DOCUMENTS = (_ids(2, 1, 512, 1), _LONG_ROW)
 # By the local form, or a name: the operator, its arguments, and the method.
 CASES: dict[str, tuple[str, tuple[object, ...], str]] = {
     "mean": ("aten.mean.dim", (_wide(), [1]), "in1"),
@@ -44,7 +52,9 @@ CASES: dict[str, tuple[str, tuple[object, ...], str]] = {
         (_wide(), _ids(ROWS), None, 2),
         "classes",
     ),
-    "causal_attention": (_ATTENTION, (*_QKV, *_CAUSAL), "queries"),
+    "blockwise_attention": (_ATTENTION, (*_QKV, *_CAUSAL), "queries"),
+    "ring_attention": (_ATTENTION, _QKV, "ring"),
+    "ring_attention, causal": (_ATTENTION, (*_QKV, *_CAUSAL), "ring"),
     "haloed": ("aten.conv2d.default", (_SPACE, _wide(16, 16, 3, 3), None, [1, 1], [1, 1]), "space0"),
     "layer_norm": (_NORM, (_wide(), [WIDTH], _wide(WIDTH), _wide(WIDTH)), "inner1"),
     "rms_norm": ("aten.rms_norm.default", (_wide(), [WIDTH], _wide(WIDTH), 1e-5), "inner1"),
@@ -60,8 +70,20 @@ CASES: dict[str, tuple[str, tuple[object, ...], str]] = {
     "cumsum": ("aten.cumsum.default", (_wide(), 1), "along"),
     "layer_norm without weight": (_NORM, (_wide(), [WIDTH]), "inner1"),
     "rms_norm without weight": ("aten.rms_norm.default", (_wide(), [WIDTH], None, 1e-5), "inner1"),
-    "causal_attention of groups": (_ATTENTION, (_LONG, _KEYS, _KEYS, *_CAUSAL), "queries"),
-    "causal_attention of unequal widths": (_ATTENTION, (_LONG, _LONG, _VALUES, *_CAUSAL), "queries"),
+    "blockwise_attention of groups": (_ATTENTION, (_LONG, _KEYS, _KEYS, *_CAUSAL), "queries"),
+    "blockwise_attention of unequal widths": (_ATTENTION, (_LONG, _LONG, _VALUES, *_CAUSAL), "queries"),
+    "ring_attention of groups": (_ATTENTION, (_LONG, _KEYS, _KEYS), "ring"),
+    "ring_attention of unequal widths, causal": (_ATTENTION, (_LONG, _LONG, _VALUES, *_CAUSAL), "ring"),
+    "blockwise_attention in a window": (_HIDING, (*_QKV, *_CAUSAL, (63, 0)), "queries"),
+    "blockwise_attention of samples in a window": (_HIDING, (*_SAMPLES, *_CAUSAL, (63, 0)), "queries"),
+    "blockwise_attention with padding": (_HIDING, (*_QKV, *_PADDED), "queries"),
+    "blockwise_attention of documents": (_HIDING, (*_SAMPLES, *_CAUSAL, None, *_DOCUMENTS), "queries"),
+    "ring_attention in a window": (_HIDING, (*(_LONGER,) * 3, *_CAUSAL, (63, 0)), "ring"),
+    "ring_attention with padding": (_HIDING, (*_QKV, *_PADDED), "ring"),
+    "ring_attention of documents": (_HIDING, (*_SAMPLES, *_CAUSAL, None, *_DOCUMENTS), "ring"),
+    "attention in a window": (_HIDING, (*(_LONGER,) * 3, *_CAUSAL, (63, 0)), "heads"),
+    "attention with padding": (_HIDING, (*_QKV, *_PADDED), "heads"),
+    "attention of documents": (_HIDING, (*_SAMPLES, *_CAUSAL, None, *_DOCUMENTS), "heads"),
     "attention": (_ATTENTION, (*_QKV, *_CAUSAL), "heads"),
     "attention of groups": (_ATTENTION, (_LONG, _KEYS, _KEYS, *_CAUSAL), "heads"),
     "attention, a part of the width": (_ATTENTION, (*_QKV, *_CAUSAL), "value_width"),
@@ -85,6 +107,12 @@ CASES: dict[str, tuple[str, tuple[object, ...], str]] = {
 }
 
 
+def _form(name: str) -> str:
+    """The local form that a case is called after."""
+    first = re.split("[ ,]", name)[0]
+    return first if first in LOCAL_FORMS else ""
+
+
 def _most(events: tuple[Event, ...], kept: dict[int, int]) -> int:
     """The most bytes that are live of what a statement allocates, and what is `kept`."""
     there = dict(kept)
@@ -101,8 +129,11 @@ def _most(events: tuple[Event, ...], kept: dict[int, int]) -> int:
 def _case(name: str, dtype: torch.dtype) -> tuple[OneOp, str]:
     target, arguments, method = CASES[name]
     given = [item.to(dtype) if isinstance(item, Tensor) and item.dtype is torch.float32 else item for item in arguments]
-    options = {"enable_gqa": True} if "groups" in name else {}
-    return one_op(Sample(target, tuple(given), options)), method
+    # The last arguments of attention in blocks are keywords: the window, and the documents of queries and keys.
+    given, named = (given[:6], given[6:]) if target == _HIDING else (given, [])
+    options = dict(zip(("window", "query_documents", "key_documents"), named, strict=False))
+    groups = {"enable_gqa": True} if "groups" in name else {}
+    return one_op(Sample(target, tuple(given), {**options, **groups})), method
 
 
 def test_every_form_is_compared() -> None:
@@ -121,14 +152,14 @@ def test_workspace(name: str, dtype: torch.dtype, device: str) -> None:
     assert choices is not None
     strategy = combine(context, choices)
     statement = statement_of(lowered_one(one, strategy, MESH))
-    assert statement.body == (name.partition(" ")[0] if name.partition(" ")[0] in LOCAL_FORMS else "")
+    assert statement.body == (_form(name))
     prober = FakeProber(MESH, device)
     text = prober.compute(statement, one.folded.types, frozenset())
     operands = tuple(
         Form.contiguous(local_shape(type.shape, layout, MESH), type.dtype)
         for type, layout in zip(context.operands, strategy.operands, strict=True)
     )
-    task = Task(text, operands, context.flowing_operands, len(context.results))
+    task = Task(text, operands, context.flowing_operands)
     forward = prober.forward(task)
     sizes = {event.index: event.bytes for event in forward.events if event.what is EventKind.ALLOCATE}
     places = {place for place in forward.saved if place}

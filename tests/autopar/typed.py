@@ -140,11 +140,47 @@ def collectives(mesh: Mesh, without_gradient: set[int]) -> dict[str, Callable[..
             assert grad_dtype is None, "plans of mixed precision are not typed"
             if not x.requires_grad:
                 without_gradient.add(sys._getframe(1).f_lineno)
-            return _change(name, x, mesh.names.index(axis.name), src, dst, mesh)
+            return _joint_change(name, x, [mesh.names.index(own) for own in axis.name.split(" * ")], src, dst, mesh)
 
         return change
 
     return {name: typed(name) for name in ("all_gather", "all_reduce", "all_to_all", "convert", "reduce_scatter")}
+
+
+def _joint_change(name: str, x: Tensor, axes: Sequence[int], src: Placement, dst: Placement, mesh: Mesh) -> Tensor:
+    """One step of a redistribution over adjacent axes: for the checker, one axis after the other."""
+    if len(axes) == 1:
+        return _change(name, x, axes[0], src, dst, mesh)
+    before, (first, *_, last) = layout_of(x, mesh), axes
+    # The mesh and the layout in which they are one axis.
+    ways = prod(mesh.sizes[axis] for axis in axes)
+    one = Mesh(
+        (*mesh.names[:first], "joint", *mesh.names[last + 1 :]), (*mesh.sizes[:first], ways, *mesh.sizes[last + 1 :])
+    )
+    joint = (*before[: first + 1], *before[last + 1 :])
+    target = whole_placement(dst, joint, one, first)
+    if src.kind == "S":
+        seen = _seen(before[first], (*joint[:first], target, *joint[first + 1 :]), one)
+        if seen != src or [before[axis] for axis in axes] != _in_row(before[first], axes, mesh):
+            raise SpmdTypeError(f"{name} on {one.names[first]} of what is {before}, not {src}")
+    for axis, placement in zip(axes, _in_row(target, axes, mesh), strict=True):
+        now = layout_of(x, mesh)
+        after = (*now[:axis], placement, *now[axis + 1 :])
+        own = _seen(now[axis], after, mesh) if src.kind == "S" else src
+        x = _change(name, x, axis, own, _seen(placement, now, mesh), mesh)
+    return x
+
+
+def _in_row(placement: Placement, axes: Sequence[int], mesh: Mesh) -> list[Placement]:
+    """A placement on adjacent axes together as one on each."""
+    if placement.kind != "S":
+        return [placement] * len(axes)
+    return [placement._replace(major=placement.major * prod(mesh.sizes[axes[0] : axis])) for axis in axes]
+
+
+def _seen(placement: Placement, others: Layout, mesh: Mesh) -> Placement:
+    """A placement with the major that ranks see while the other splits are those of `others`."""
+    return placement if placement.kind != "S" else placement._replace(major=local_major(placement, others, mesh))
 
 
 def _change(name: str, x: Tensor, axis: int, src: Placement, dst: Placement, mesh: Mesh) -> Tensor:
@@ -345,14 +381,14 @@ def attention(compute: Callable[..., Tensor], *, rows: bool) -> Call:
     def rule(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> object:
         queries = f"bh{'q' if rows else '_'}_"
         operands: list[Typing] = [query, key, value]
-        terms = [queries, "bh__", "bh__"]
+        terms = [queries, "bh__", "bh_w"]
         if mask is not None:
             sizes = tuple(mask.shape)
             terms.append(
                 "".join("_" if size == 1 else placement for size, placement in zip(sizes, queries, strict=True))
             )
             operands.append(_beside(mask, query))
-        return rules.einsum(f"{','.join(terms)}->{queries}", *operands, linear_in=(2,))
+        return rules.einsum(f"{','.join(terms)}->{queries[:3]}w", *operands, linear_in=(2,))
 
     return Call("attention", compute, rule)
 
@@ -541,9 +577,9 @@ def vocabulary_cross_entropy(
 
     def rule(logits: Tensor, target: Tensor) -> object:
         result = rules.einsum("tv,t->t", logits, _beside(target, logits))
-        for axis, _ in digits:
-            pending = spmd.get_axis_local_type(result, axis.name)
-            result = rules.all_reduce(result, axis.name, src=pending, dst=spmd.I)
+        for name in (name for axis, _ in digits for name in axis.name.split(" * ")):
+            pending = spmd.get_axis_local_type(result, name)
+            result = rules.all_reduce(result, name, src=pending, dst=spmd.I)
         return rules.einsum("t->", result, linear_in=(0,)) if summed else result
 
     def compute(logits: Tensor, target: Tensor) -> Tensor:
@@ -552,18 +588,24 @@ def vocabulary_cross_entropy(
     return _located(Call("vocabulary_cross_entropy", compute, rule), logits, target)
 
 
-def causal_attention(
-    query: Tensor, key: Tensor, value: Tensor, *, digits: Sequence[tuple[Axis, int]], **options: object
+def blockwise_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    digits: Sequence[tuple[Axis, int]] = (),
+    mask: Tensor | None = None,
+    **options: object,
 ) -> Tensor:
-    """Attention of which the queries are split; the form knows which they are."""
+    """Attention of which the queries may be split; the form knows which they are."""
 
-    def compute(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def compute(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
         if query.is_meta:
             # How many keys the queries of a rank need, the form reads from a tensor.
-            return functional.scaled_dot_product_attention(query, key, value, **options)
-        return runtime.causal_attention(query, key, value, digits=digits, **options)
+            return functional.scaled_dot_product_attention(query, key, value, enable_gqa=True)
+        return runtime.blockwise_attention(query, key, value, digits=digits, mask=mask, **options)
 
-    return _located(attention(compute, rows=True), query, key, value)
+    return _located(attention(compute, rows=True), query, key, value, *(() if mask is None else (mask,)))
 
 
 def split_layer_norm(
@@ -600,8 +642,34 @@ def _located(call: Call, *tensors: Tensor) -> Tensor:
         return call(*tensors)
 
 
+def ring_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    digits: Sequence[tuple[Axis, int]],
+    mask: Tensor | None = None,
+    **options: object,
+) -> Tensor:
+    """Attention of which queries and keys are split alike: what comes around, the checker cannot see."""
+
+    def rule(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> object:
+        rows = ",b___" if mask is not None and len(mask) > 1 else ",____"
+        masks = () if mask is None else (_beside(mask, query),)
+        return rules.einsum(f"bhq_,bhq_,bhq_{rows if masks else ''}->bhq_", query, key, value, *masks)
+
+    def compute(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
+        if query.is_meta:
+            return functional.scaled_dot_product_attention(query, key, value, enable_gqa=True)
+        return runtime.ring_attention(query, key, value, digits=digits, mask=mask, **options)
+
+    given = query, key, value, *(() if mask is None else (mask,))
+    return _located(Call("ring_attention", compute, rule), *given)
+
+
 _FORMS = {
-    "causal_attention": causal_attention,
+    "blockwise_attention": blockwise_attention,
+    "ring_attention": ring_attention,
     "split_layer_norm": split_layer_norm,
     "split_softmax": split_softmax,
     "vocabulary_cross_entropy": vocabulary_cross_entropy,
@@ -733,7 +801,7 @@ def run_typed(
         whole = (R,) * len(mesh.names)
         constants = {name: annotate(value.to(device), whole, mesh) for name, value in program.tensors.items()}
         kind = namespace[program.class_name]
-        axes = axes_of(device_mesh)
+        axes = axes_of(device_mesh, range(len(mesh.sizes), len(mesh.spans)))
         steps = collectives(mesh, report.alike)
         seen = step_by_step(model, root, program.held, compiled.stored, mesh, axes, steps)
         generated = kind(seen, axes, device, constants)  # type: ignore[operator]

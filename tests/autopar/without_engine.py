@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from autopar.runtime import Axis
 from autopar.runtime.fsdp.units import PartView
+from autopar.runtime.state import product_of
 from passes.ir.layout import Layout
 from passes.ir.lowered import FSDPUnit, FSDPUnits, Stage
 from passes.ir.mesh import Mesh
@@ -49,7 +50,8 @@ class StepByStep:
         used = self.group.gathered_layout(kept)
         for step in (*redistribution(layout, kept, shape, self.mesh), *redistribution(kept, used, shape, self.mesh)):
             change = self.collectives[step.collective]
-            tensor = change(tensor, self.axes[step.axis], src=step.source, dst=step.target)
+            axis = product_of([self.axes[member] for member in self.mesh.spans[step.span]])
+            tensor = change(tensor, axis, src=step.source, dst=step.target)
         return tensor
 
 

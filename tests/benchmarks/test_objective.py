@@ -31,7 +31,9 @@ def _is_planned(case: Case) -> bool:
         *(pytest.param(case, id=case.name, marks=pytest.mark.slow) for case in CASES if _is_planned(case)),
     ],
 )
-def test_what_is_minimized_is_printed_and_walked(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_minimized_is_printed_and_walked(
+    case: Case, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """The objective of the choice, the walk over its statements and the plan's step agree to 1e-6."""
     found: list[Found] = []
 
@@ -40,7 +42,7 @@ def test_what_is_minimized_is_printed_and_walked(case: Case, monkeypatch: pytest
         return found[-1]
 
     monkeypatch.setattr("autopar.planner.search", noted)
-    logging.getLogger("autopar").setLevel(logging.ERROR)
+    caplog.set_level(logging.ERROR, logger="autopar")
     plan = autopar.plan(case.model(), case.mesh, case.inputs(), **case.options)
     objective, walked = found[0].solution.seconds, found[0].seconds.total
     assert walked == pytest.approx(objective, rel=1e-6)

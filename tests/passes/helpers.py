@@ -133,12 +133,19 @@ def pairing(values: Values, gradients: Values, layout: Layout, mesh: Mesh) -> fl
     return total
 
 
+def line_along(coordinate: Coordinate, span: int, mesh: Mesh) -> list[Coordinate]:
+    """The ranks that lie with `coordinate` along a span of axes, in their order."""
+    axes = mesh.spans[span]
+    places = product(*(range(mesh.sizes[axis]) for axis in axes))
+    return [(*coordinate[: axes[0]], *place, *coordinate[axes[-1] + 1 :]) for place in places]
+
+
 def run_step(step: RedistributionStep, values: Values, mesh: Mesh) -> Values:
     """Run one step on all ranks; local shapes must be those that the step says."""
     result = {}
     for coordinate in values:
-        given = [values[other] for other in line(coordinate, step.axis, mesh)]
-        result[coordinate] = _run(step, given, coordinate[step.axis])
+        others = line_along(coordinate, step.span, mesh)
+        result[coordinate] = _run(step, [values[other] for other in others], others.index(coordinate))
         assert tuple(values[coordinate].shape) == step.before, step
         assert tuple(result[coordinate].shape) == step.after, step
     return result

@@ -13,11 +13,12 @@ from torch import Tensor, nn
 from passes.capture import Tracing, capture
 from passes.constrain import Constraints, constrain
 from passes.cost.cluster import CLUSTERS, Cluster
-from passes.cost.live_ranges import is_saved
+from passes.cost.live_ranges import saved_edges
 from passes.cost.memory import memory_use
 from passes.cost.walk import Optimizer, walk
 from passes.ir.choices import Problem, Solution
 from passes.ir.configuration import RECOMPUTE, Configuration
+from passes.ir.grouping import grouped
 from passes.ir.layout import I, Layout, R
 from passes.ir.lowered import Stage
 from passes.ir.mesh import Mesh
@@ -79,11 +80,12 @@ class Planning:
         made again instead."""
         chosen = Solution(picks, frozenset(), 0.0, 0.0, self.configuration)
         found: dict[tuple[int, Layout], None] = {}
-        for edge in self.problem.edges:
-            before = chosen.strategy(self.problem, edge.producer).results[edge.result]
-            after = chosen.strategy(self.problem, edge.consumer).operands[edge.operand]
-            if is_saved(self.problem, configuration or self.configuration, edge) and not same_tensor(before, after):
-                found[edge.group, after] = None
+        for own in grouped((edge.group, edge) for edge in self.problem.edges).values():
+            for edge in saved_edges(self.problem, configuration or self.configuration, own):
+                before = chosen.strategy(self.problem, edge.producer).results[edge.result]
+                after = chosen.strategy(self.problem, edge.consumer).operands[edge.operand]
+                if not same_tensor(before, after):
+                    found[edge.group, after] = None
         return list(found)
 
     def choices(self, again: bool, configuration: Configuration | None = None) -> Iterator[Solution]:

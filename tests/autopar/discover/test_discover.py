@@ -191,6 +191,7 @@ def _compared() -> list[tuple[float, tuple[str, ...]]]:
     return found
 
 
+@pytest.mark.slow
 def test_it_computes_the_same() -> None:
     """On four ranks, with all its gradients, in one micro-batch and in two."""
     for found in run_ranks(_compared, 4):

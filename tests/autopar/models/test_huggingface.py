@@ -85,10 +85,13 @@ def program_of(model: nn.Module, inputs: Mapping[str, object]) -> Program:
 
 
 def masks(model: nn.Module, inputs: Mapping[str, object]) -> set[str]:
-    """How attention is masked: "causal", "mask" or "none"."""
-    kinds = {True: "causal", False: "none"}
+    """How attention is masked: "documents", "window", "mask", "causal" or "none"."""
+    hides = {"query_documents": "documents", "window": "window", "attn_mask": "mask"}
     return {
-        "mask" if op.arguments["attn_mask"] is not None else kinds[op.arguments["is_causal"] is True]
+        next(
+            (kind for name, kind in hides.items() if op.arguments.get(name) is not None),
+            "causal" if op.arguments["is_causal"] else "none",
+        )
         for op in program_of(model, inputs).ops
         if op.kind == "scaled_dot_product_attention"
     }
@@ -103,7 +106,7 @@ SHAPE = tuple(IDS["input_ids"].shape)
     [
         ({}, "causal"),
         ({"attention_mask": torch.ones(SHAPE, dtype=torch.int64)}, "mask"),
-        ({"position_ids": torch.arange(SHAPE[1]).expand(SHAPE)}, "mask"),
+        ({"position_ids": torch.arange(SHAPE[1]).expand(SHAPE)}, "documents"),
     ],
     ids=["ids alone", "mask", "positions"],
 )
@@ -112,9 +115,9 @@ def test_causal_masks(inputs, expected):
     assert masks(llama(), {**IDS, **inputs}) == {expected}
 
 
-def test_sliding_windows_stay():
-    """Attention does not know of them."""
-    assert masks(mistral(), IDS) == {"mask"}
+def test_sliding_windows():
+    """They are left to attention."""
+    assert masks(mistral(), IDS) == {"window"}
 
 
 def test_positions_in_three_dims_pack_nothing():

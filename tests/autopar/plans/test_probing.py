@@ -11,7 +11,7 @@ def test_what_was_read_is_let_go_before_gradients_are_summed() -> None:
     """Of a bias that was broadcast, autograd sums the gradient when the op's backward pass is over: what that read is
     held by the graph alone then, which holds nothing that was made again."""
     bias, rows = (Form.contiguous(shape, torch.float32) for shape in ((32,), (16, 32)))
-    task = Task("torch.addmm(x0, x1, x2)", (bias, rows, Form.contiguous((32, 32), torch.float32)), (True,) * 3, 1)
+    task = Task("torch.addmm(x0, x1, x2)", (bias, rows, Form.contiguous((32, 32), torch.float32)), (True,) * 3)
     prober = FakeProber(Mesh.of({"a": 2}))
     saved = range(len(prober.forward(task).saved))
     events = prober.backward(task, (rows,)).events

@@ -54,14 +54,15 @@ def test_forms_are_bodies() -> None:
 
 
 def test_attention_keeps_its_dropout() -> None:
-    """Causal or not, and in the local form of split queries."""
+    """Causal or not. Split queries of causal attention have a local form that takes none, so they are not split."""
     query = torch.ones(2, 4, 8, 4)
-    for causal, methods in ((False, "queries"), (True, "heads"), (True, "queries")):
+    for causal, methods in ((False, "queries"), (True, "heads")):
         attention = Sample("aten.scaled_dot_product_attention.default", (query, query, query, None, 0.25, causal), {})
         one, mesh = one_op(attention), mesh_of(a=2)
         choices = named_choices(one.context, (methods,), mesh)
         assert choices is not None
         assert "dropout_p=0.25" in source_of(lowered_one(one, combine(one.context, choices), mesh), mesh)
+    assert named_choices(one.context, ("queries",), mesh) is None
 
 
 class Layer(nn.Module):

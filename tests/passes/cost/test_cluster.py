@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from passes.cost.cluster import CLUSTERS, Cluster, Device, Link, cluster_of_device, find_cluster
+from passes.cost.devices import ALONE, DEVICES, derated
 from passes.ir.errors import ClusterError, MeshError
 from passes.ir.mesh import Mesh
 
@@ -160,6 +161,16 @@ def test_groups_lie_in_nodes_as_ranks_do(sizes: tuple[int, ...], node_size: int)
         assert route.ways == sizes[axis]
 
 
+def test_adjacent_axes_lie_as_one_axis_does() -> None:
+    """The route of several axes is that of one axis of all their ranks."""
+    mesh = Mesh(("a", "b", "c"), (3, 4, 2))
+    for span, axes in enumerate(mesh.spans):
+        sizes = [mesh.sizes[: axes[0]], [mesh.ways(span)], mesh.sizes[axes[-1] + 1 :]]
+        merged = [size for some in sizes for size in some]
+        one = Mesh(tuple("abc"[: len(merged)]), tuple(merged))
+        assert CLUSTER.route(mesh, span) == CLUSTER.route(one, axes[0])
+
+
 def test_groups_of_an_axis_share_the_cards_of_a_node() -> None:
     """Two axes of four lie in nodes of eight: one crosses nodes, and each of its four groups has two of the eight
     cards; together all groups have the eight."""
@@ -262,3 +273,19 @@ def test_figures_of_devices_are_those_of_their_vendors() -> None:
         assert (cluster.device.memory, cluster.device.bandwidth) == (memory * 1e9, bandwidth * 1e12), name
         assert (cluster.inside.bandwidth, cluster.between.bandwidth) == (inside * 1e9, between * 1e9), name
         assert cluster.usable_memory > 0.85 * cluster.device.memory, name
+
+
+def test_devices_of_an_architecture_lose_alike_in_training() -> None:
+    """Those without runs lose of their rates alone what the fitted one does, so more clocks are more rate."""
+    lost = {
+        name: (DEVICES[name].efficiency / alone.efficiency, DEVICES[name].attention / alone.attention)
+        for name, alone in ALONE.items()
+    }
+    for fitted, *others in (("a100", "a100-pcie"), ("h100", "h100-pcie", "h200", "h20", "l40s"), ("b200", "gb200")):
+        for name in others:
+            assert lost[name] == pytest.approx(lost[fitted])
+            assert all(part < 1 for part in lost[name])
+    rates = {name: DEVICES[name].attention * DEVICES[name].peak(torch.bfloat16) for name in ALONE}
+    assert rates["h100-pcie"] < rates["h100"]
+    assert rates["gb200"] / rates["b200"] == pytest.approx(2500 / 2250)
+    assert derated(DEVICES["cpu"], "CPU core") == DEVICES["cpu"]

@@ -130,6 +130,15 @@ def test_switches_inside_and_trees_between() -> None:
     assert collective_seconds("all_reduce", size, route(32, 4, between=sharp)) <= fixed + size * lines[-1][1]
 
 
+def test_a_shift_is_one_hop() -> None:
+    """Of a group in several nodes one device of each sends over its own network card."""
+    size = 1e9
+    inside, between = CLUSTER.inside, replace(CLUSTER.between, bandwidth=10e9)
+    near, far = (replace(CLUSTER, between=between).route(mesh_of(a=ways), 0) for ways in (8, 16))
+    assert collective_seconds("shift", size, near) == pytest.approx(2e-6 + size / inside.bandwidth / inside.efficiency)
+    assert collective_seconds("shift", size, far) == pytest.approx(2e-6 + size / 10e9 / between.efficiency)
+
+
 def test_all_to_all_across_nodes_goes_over_each_card() -> None:
     """Of 16 devices in two nodes: half of a device's part goes to the other node, over one card."""
     size = 1e9

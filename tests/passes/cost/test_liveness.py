@@ -194,7 +194,7 @@ def test_what_is_made_again_stays_until_its_last_use() -> None:
     shard = Storage(ledger, 40, ACTIVATIONS)
     result = Storage(ledger, 80, ACTIVATIONS)
     noted = Noted()
-    noted.note(result, Task("all_gather(x0)", (Form.contiguous((10,), torch.float32),), (False,), 1), [shard])
+    noted.note(result, Task("all_gather(x0)", (Form.contiguous((10,), torch.float32),), (False,)), [shard])
     first, second, other = noted.keep(result), noted.keep(result), noted.keep(shard)
     assert isinstance(first, MadeAgain)
     assert first is second
@@ -224,6 +224,9 @@ def test_ledger_takes_whole_units_and_remembers_the_peak() -> None:
     del second
     Storage(ledger, 100, TRANSIENT)
     assert ledger.peak.moment == "a"
-    assert {kind: size for kind, size in ledger.peak.kinds.items() if size} == {TRANSIENT: 512, ACTIVATIONS: 1024}
+    assert {kind: size for kind, size in ledger.peak.bytes_by_kind.items() if size} == {
+        TRANSIENT: 512,
+        ACTIVATIONS: 1024,
+    }
     assert {kind: size for kind, size in ledger.live.items() if size} == {GRADIENTS: 512}
     assert set(ledger.live) == set(KINDS)

@@ -10,11 +10,12 @@ import torch
 from passes.cost.cluster import CLUSTERS, Cluster
 from passes.cost.communication import collective_lines
 from passes.cost.redistributions import RedistributionCosts, TensorLayouts
+from passes.cost.step_costs import StepCosts
 from passes.ir.choices import EdgeGroup
 from passes.ir.layout import I, Layout, P, R, S, Shape
 from passes.ir.mesh import Mesh
 from passes.ir.program import TensorType
-from passes.ir.redistribution import RedistributionStep, redistribution
+from passes.ir.redistribution import RedistributionStep, redistribution, step_in_parts
 from tests.passes.helpers import layouts_on, mesh_of, some_layouts
 
 MESHES = [mesh_of(a=2), mesh_of(a=2, b=2), mesh_of(a=2, b=3)]
@@ -28,7 +29,7 @@ def _seconds(steps: Iterable[RedistributionStep], itemsize: int, joined: int, cl
         source, target = step.source.kind, step.target.kind
         before, after = prod(step.before) * itemsize, prod(step.after) * itemsize
         if step.moves:
-            lines = collective_lines(step.collective, cluster.route(mesh, step.axis))
+            lines = collective_lines(step.collective, cluster.route(mesh, step.span))
             total += min(fixed / joined + each * max(before, after) for fixed, each in lines)
             copies = [before] * (step.cut and target == "S") + [after] * (step.join and source == "S")
             kernels = [2 * size for size in copies]
@@ -40,22 +41,38 @@ def _seconds(steps: Iterable[RedistributionStep], itemsize: int, joined: int, cl
     return total
 
 
+def _in_cheapest_parts(
+    step: RedistributionStep, group: EdgeGroup, cluster: Cluster, mesh: Mesh
+) -> tuple[tuple[float, float], tuple[RedistributionStep, ...]]:
+    """The seconds of a step forward and backward, and the steps that it runs as: over its axes together, or cut."""
+    found = []
+    for parts in mesh.partitions(step.span):
+        own = step_in_parts(step, parts, mesh)
+        forward = _seconds(own, group.type.dtype.itemsize, group.joined, cluster, mesh)
+        back = [part.backward for part in own] if group.gradient else []
+        found.append(((forward, _seconds(back, group.gradient_itemsize, group.joined, cluster, mesh)), own))
+    return min(found, key=lambda each: sum(each[0]))
+
+
 def _assert_costs(
     costs: RedistributionCosts, cluster: Cluster, group: EdgeGroup, sources: list[Layout], targets: list[Layout]
 ) -> None:
-    """Each entry is the sum of the steps of its pair."""
+    """Each entry is the sum of the steps of its pair, which `cheapest_steps` gives too."""
     seconds = costs.seconds([TensorLayouts(group, sources, targets)])[0]
     found = np.array([seconds.forward, seconds.backward])
     expected = np.zeros_like(found)
     itemsize, shape, mesh = group.type.dtype.itemsize, group.type.shape, costs.mesh
+    gradient_itemsize = group.gradient_itemsize if group.gradient else None
+    several: list[tuple[RedistributionStep, tuple[RedistributionStep, ...]]] = []
     for row, source in enumerate(sources):
         for column, target in enumerate(targets):
             steps = redistribution(source, target, shape, mesh, strided=group.strided)
-            expected[0, row, column] = _seconds(steps, itemsize, group.joined, cluster, mesh)
-            if group.gradient:
-                back = [step.backward for step in steps]
-                expected[1, row, column] = _seconds(back, group.gradient_itemsize, group.joined, cluster, mesh)
+            each = [_in_cheapest_parts(step, group, cluster, mesh) for step in steps]
+            expected[:, row, column] = np.sum([seconds for seconds, _ in each], axis=0) if each else 0
+            several += [(step, own) for step, (_, own) in zip(steps, each, strict=True) if step.span >= len(mesh.sizes)]
     np.testing.assert_allclose(found, expected, rtol=1e-12, atol=0.0)
+    run = costs.steps.cheapest_steps([step for step, _ in several], itemsize, gradient_itemsize, group.joined)
+    assert run == tuple(part for _, own in several for part in own)
 
 
 def _group(
@@ -67,7 +84,7 @@ def _group(
 
 @pytest.mark.parametrize("strided", [False, True])
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-@pytest.mark.parametrize("cluster", ["cpu", "h100"])
+@pytest.mark.parametrize("cluster", [pytest.param("cpu", marks=pytest.mark.slow), "h100"])
 def test_every_pair_costs_what_its_steps_do(mesh: Mesh, cluster: str, strided: bool) -> None:
     """All layouts; one price object for tensors of several shapes and sizes."""
     costs = RedistributionCosts(CLUSTERS[cluster], mesh)
@@ -107,6 +124,23 @@ def test_random_layouts_cost_what_their_steps_do(mesh: Mesh, whole: Shape, shape
     for number, shape in enumerate(shapes):
         group = _group(shape, torch.bfloat16, gradient=True, gradient_itemsize=4, strided=number == 1)
         _assert_costs(costs, CLUSTERS[cluster], group, sources, targets)
+
+
+def test_bytes_decide_between_one_collective_and_several() -> None:
+    """Of few bytes hops take longest, and over eight nodes there are fewer axis by axis; many bytes are sent at once
+    over the cards of all devices of a node. The outer axis, whose link is slower, gathers first and scatters last."""
+    mesh = mesh_of(dp=8, tp=8)
+    costs = StepCosts(CLUSTERS["h100"], mesh)
+    for source, target, order in (((S(0), S(0, 8)), (R, R), (0, 1)), ((P, P), (S(0), S(0, 8)), (1, 0))):
+        for rows, spans in ((64, order), (1 << 20, (2,))):
+            (step,) = redistribution(source, target, (rows, 64), mesh)
+            assert mesh.spans[step.span] == (0, 1)
+            run = costs.cheapest_steps([step], 2, 2, 1)
+            assert tuple(part.span for part in run) == spans
+            cheapest = sum(costs.total([way.backward, way], 2) for way in run)
+            for parts in mesh.partitions(step.span):
+                others = step_in_parts(step, parts, mesh)
+                assert cheapest <= sum(costs.total([way.backward, way], 2) for way in others)
 
 
 def test_what_was_asked_is_remembered() -> None:

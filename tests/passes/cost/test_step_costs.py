@@ -87,7 +87,7 @@ def test_links_of_the_axis_count() -> None:
     cluster = replace(CLUSTER, between=Link(10e9, 20e-6))
     (outer,) = redistribution((P, R), (R, R), (64, 64), mesh)
     (inner,) = redistribution((R, P), (R, R), (64, 64), mesh)
-    assert outer.axis == 0
+    assert outer.span == 0
     size = 64 * 64 * 4
     assert StepCosts(cluster, mesh).total([outer], 4) == pytest.approx(2 * (20e-6 + size / 2 / 10e9))
     assert StepCosts(cluster, mesh).total([inner], 4) == pytest.approx(2 * (7 * 2e-6 + size * 7 / 8 / 100e9))

@@ -26,27 +26,36 @@ def plain_redistribution(
 
     `strided` says that it does not lie in memory in the order of its dims, so that parts are always copied.
 
-    Axes change one at a time, shrinking steps first. Among gathers the outermost axis goes first, while the tensor is
-    small, because it has the slowest link; among reduce-scatters it goes last. A digit that collides with one that is
-    still held waits; where all wait for each other, what blocks the first goes through R.
+    Adjacent axes that are as one axis before and after change together. Spans change one at a time, shrinking steps
+    first. Among gathers the outermost one goes first, while the tensor is small, because it has the slowest link; among
+    reduce-scatters it goes last. A digit that collides with one that is still held waits; where all wait for each
+    other, what blocks the first goes through R.
     """
     current = source
     steps: list[RedistributionStep] = []
+    spans = _spans(source, target, mesh)
     while pending := [axis for axis in mesh.dimensions if current[axis] != target[axis]]:
         blocks = {
             axis: [other for other in pending if _conflict(current[other], target[axis], other, axis, mesh)]
             for axis in pending
         }
+        for axes in spans:
+            # A span waits for what any of its axes waits for.
+            every = sorted({other for axis in axes for other in blocks.get(axis, ())})
+            blocks.update(dict.fromkeys(set(axes) & set(pending), every))
         ready = [axis for axis in pending if not blocks[axis]]
         if ready:
             axis = min(ready, key=lambda axis: _priority(current[axis], target[axis], axis))
-            placement = target[axis]
+            new = target
         else:
-            axis, placement = blocks[pending[0]][0], R
-        changed = (*current[:axis], placement, *current[axis + 1 :])
+            axis, new = blocks[pending[0]][0], (R,) * len(target)
+        axes = next(axes for axes in spans if axis in axes)
+        axis = axes[0]
+        placement = new[axis]
+        changed = tuple(new[other] if other in axes else current[other] for other in mesh.dimensions)
         steps.append(
             RedistributionStep(
-                axis,
+                mesh.spans.index(axes),
                 _local(current[axis], changed, mesh),
                 _local(placement, current, mesh),
                 local_shape(shape, current, mesh),
@@ -57,6 +66,36 @@ def plain_redistribution(
         )
         current = changed
     return tuple(steps)
+
+
+def _spans(source: Layout, target: Layout, mesh: Mesh) -> list[tuple[int, ...]]:
+    """The axes that change together."""
+    changing = [axis for axis in mesh.dimensions if source[axis] != target[axis]]
+    blocks = {
+        axis: [other for other in changing if _conflict(source[other], target[axis], other, axis, mesh)]
+        for axis in changing
+    }
+    found: list[tuple[int, ...]] = []
+    for axis in mesh.dimensions:
+        before = axis - 1
+        if (
+            before in changing
+            and axis in changing
+            and not {before, axis} & {*blocks[before], *blocks[axis]}
+            and not any({before, axis} & set(blocks[other]) for other in (*blocks[before], *blocks[axis]))
+            and all(_are_one(layout[before], layout[axis], mesh.sizes[before]) for layout in (source, target))
+        ):
+            found[-1] = (*found[-1], axis)
+        else:
+            found.append((axis,))
+    return found
+
+
+def _are_one(outer: Placement, inner: Placement, size: int) -> bool:
+    """Whether placements on two adjacent axes, the outer one of this size, are one on an axis of all their ranks."""
+    return (outer.kind, outer.dim) == (inner.kind, inner.dim) and (
+        outer.kind != "S" or inner.major == outer.major * size
+    )
 
 
 def is_scattered(placement: Placement, layout: Layout, shape: Shape, mesh: Mesh) -> bool:

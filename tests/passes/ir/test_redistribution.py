@@ -1,6 +1,7 @@
 """Redistributions, run on all ranks of a simulated mesh."""
 
 import random
+from collections.abc import Sequence
 from itertools import pairwise, product
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 
 from passes.ir.layout import I, Layout, P, Placement, R, S, fits, gradient, local_shape
 from passes.ir.mesh import Mesh
-from passes.ir.redistribution import RedistributionStep, redistribution
+from passes.ir.redistribution import RedistributionStep, redistribution, step_in_parts
 from tests.passes.helpers import (
     assert_lies,
     axes_with,
@@ -46,10 +47,23 @@ def whole_tensor(shape: tuple[int, ...], seed: int = 0) -> torch.Tensor:
 
 
 def check(source: Layout, target: Layout, shape: tuple[int, ...], mesh: Mesh) -> tuple[RedistributionStep, ...]:
-    """Assert that the steps bring a tensor from `source` to `target`, and its gradient back."""
+    """Assert that the steps bring a tensor from `source` to `target`, and its gradient back, also where those over
+    several axes are cut."""
+    steps = redistribution(source, target, shape, mesh)
+    ways = [mesh.partitions(step.span) for step in steps]
+    for number in range(max(map(len, ways), default=1)):
+        parts = [own[min(number, len(own) - 1)] for own in ways]
+        cut = [part for step, own in zip(steps, parts, strict=True) for part in step_in_parts(step, own, mesh)]
+        assert number or tuple(cut) == steps
+        _check_steps(cut, source, target, shape, mesh)
+    return steps
+
+
+def _check_steps(
+    steps: Sequence[RedistributionStep], source: Layout, target: Layout, shape: tuple[int, ...], mesh: Mesh
+) -> None:
     generator = torch.Generator().manual_seed(1)
     whole, cotangent = whole_tensor(shape), whole_tensor(shape, 1)
-    steps = redistribution(source, target, shape, mesh)
     values = spread(whole, source, mesh, generator)
     arrived = run_steps(steps, values, mesh)
     assert_lies(arrived, whole, target, mesh)
@@ -59,7 +73,6 @@ def check(source: Layout, target: Layout, shape: tuple[int, ...], mesh: Mesh) ->
     product_of_wholes = float((whole * cotangent).sum())
     assert pairing(arrived, gradients, target, mesh) == pytest.approx(product_of_wholes, rel=1e-12, abs=1e-6)
     assert pairing(values, returned, source, mesh) == pytest.approx(product_of_wholes, rel=1e-12, abs=1e-6)
-    return steps
 
 
 @pytest.mark.parametrize("ways", [2, 3])
@@ -117,8 +130,8 @@ def test_digits_that_change_places_go_through_r() -> None:
 def test_shrinking_steps_come_first_and_growing_ones_last() -> None:
     """Steps that make a tensor smaller run before steps that make it larger, so that fewer bytes travel."""
     mesh = mesh_of(a=2, b=2)
-    assert [step.axis for step in redistribution((S(0), R), (R, S(1)), (8, 8), mesh)] == [1, 0]
-    assert [step.axis for step in redistribution((R, S(1)), (S(0), R), (8, 8), mesh)] == [0, 1]
+    assert [step.span for step in redistribution((S(0), R), (R, S(1)), (8, 8), mesh)] == [1, 0]
+    assert [step.span for step in redistribution((R, S(1)), (S(0), R), (8, 8), mesh)] == [0, 1]
 
 
 def test_outer_axis_gathers_first_and_scatters_last() -> None:
@@ -126,8 +139,8 @@ def test_outer_axis_gathers_first_and_scatters_last() -> None:
     mesh = mesh_of(a=2, b=2)
     gathers = redistribution((S(0), S(1)), (R, R), (8, 8), mesh)
     scatters = redistribution((P, P), (S(0), S(1)), (8, 8), mesh)
-    assert [step.axis for step in gathers] == [0, 1]
-    assert [step.axis for step in scatters] == [1, 0]
+    assert [step.span for step in gathers] == [0, 1]
+    assert [step.span for step in scatters] == [1, 0]
 
 
 @pytest.mark.parametrize(("source", "target", "forward", "backward"), TABLE, ids=lambda item: str(item))

@@ -1,17 +1,18 @@
 """The steps of all pairs of layouts at once, and of one pair, against steps written plainly."""
 
+from dataclasses import replace
 from math import prod
 
 import pytest
 
-from passes.ir.layout import I, P, R, S, Shape
+from passes.ir.layout import I, Layout, P, R, S, Shape
 from passes.ir.mesh import Mesh
 from passes.ir.redistribution import redistribution
 from passes.ir.redistributions import KINDS, Pairs, all_steps
 from tests.passes.helpers import layouts_on, mesh_of, some_layouts
 from tests.passes.ir.plain_redistribution import plain_redistribution
 
-# (axis, kind before, kind after, elements before, elements after, cut, join)
+# (span, kind before, kind after, elements before, elements after, cut, join)
 Row = tuple[int, str, str, int, int, bool, bool]
 
 # Mesh, what all digits divide, and shapes: some that divide, some that do not, some without dims or elements.
@@ -29,10 +30,10 @@ def _rows(tensors: list[Pairs], mesh: Mesh) -> list[list[Row]]:
     """The steps of every pair, in order."""
     found: list[list[Row]] = [[] for pairs in tensors for _ in range(len(pairs.sources) * len(pairs.targets))]
     for steps in all_steps(tensors, mesh):
-        parts = (steps.axis, steps.source, steps.target, steps.before, steps.after, steps.cut, steps.join)
+        parts = (steps.span, steps.source, steps.target, steps.before, steps.after, steps.cut, steps.join)
         columns = [part.tolist() for part in parts]
-        for pair, axis, source, target, *rest in zip(steps.pair.tolist(), *columns, strict=True):
-            found[pair].append((axis, KINDS[source], KINDS[target], *rest))
+        for pair, span, source, target, *rest in zip(steps.pair.tolist(), *columns, strict=True):
+            found[pair].append((span, KINDS[source], KINDS[target], *rest))
     return found
 
 
@@ -53,7 +54,7 @@ def test_every_pair_takes_the_steps_of_its_redistribution(
             expected = plain_redistribution(sources[row], targets[column], shape, mesh, strided=strided)
             assert redistribution(sources[row], targets[column], shape, mesh, strided=strided) == expected
             assert steps == [
-                (s.axis, s.source.kind, s.target.kind, prod(s.before), prod(s.after), s.cut, s.join) for s in expected
+                (s.span, s.source.kind, s.target.kind, prod(s.before), prod(s.after), s.cut, s.join) for s in expected
             ], (sources[row], targets[column], shape)
             longest = max(longest, len(steps) - sum(a != b for a, b in zip(sources[row], targets[column], strict=True)))
     # Without digits that all wait for each other nothing would be asked of what goes through R.
@@ -77,6 +78,33 @@ def test_tensors_together_take_the_steps_of_each() -> None:
     assert _rows(tensors, mesh) == alone
 
 
+@pytest.mark.parametrize("cut", [(0, 2, 3), (1, 3, 2)])
+def test_a_finer_mesh_takes_the_steps_of_the_coarser_one(cut: tuple[int, int, int]) -> None:
+    """An axis cut in two changes in one step over both parts, of the same kind and sizes."""
+    axis, outer, inner = cut
+    sizes = [4, 4]
+    sizes[axis] = outer * inner
+    coarse = Mesh(("a", "b"), tuple(sizes))
+    fine = Mesh(("a", "b", "c"), (*sizes[:axis], outer, inner, *sizes[axis + 1 :]))
+
+    def spread(layout: Layout) -> Layout:
+        first = layout[axis]
+        second = first._replace(major=first.major * outer) if first.kind == "S" else first
+        return (*layout[:axis], first, second, *layout[axis + 1 :])
+
+    whole, several = (48, 96), 0
+    for source in some_layouts(whole, coarse, 25, seed=8):
+        for target in some_layouts(whole, coarse, 25, seed=9):
+            expected = redistribution(source, target, whole, coarse)
+            if len(expected) > sum(a != b for a, b in zip(source, target, strict=True)):
+                # Digits of smaller axes may not be in each other's way where those of larger ones are.
+                continue
+            steps = redistribution(spread(source), spread(target), whole, fine)
+            assert [replace(step, span=0) for step in steps] == [replace(step, span=0) for step in expected]
+            several += sum(len(fine.spans[step.span]) > 1 for step in steps)
+    assert several > 50
+
+
 def test_tensors_without_dims() -> None:
     """A number changes between R, I and P alone."""
     mesh = mesh_of(a=2, b=2)
@@ -85,7 +113,7 @@ def test_tensors_without_dims() -> None:
     for pair, steps in enumerate(found):
         row, column = divmod(pair, len(layouts))
         expected = redistribution(layouts[row], layouts[column], (), mesh)
-        assert [row[:5] for row in steps] == [(s.axis, s.source.kind, s.target.kind, 1, 1) for s in expected]
+        assert [row[:5] for row in steps] == [(s.span, s.source.kind, s.target.kind, 1, 1) for s in expected]
 
 
 def test_a_digit_that_is_in_its_own_way_goes_through_replication() -> None:

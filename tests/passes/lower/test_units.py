@@ -216,7 +216,10 @@ def test_one_gather_of_consecutive_parts(stored: Layout, sharded: tuple[int, ...
     }
     after = fsdp_units(stored_otherwise(before(case(mesh, constraints)), stored, mesh), mesh)
     assert {group.sharded for group in after.units.units if group.sharded} == ({sharded} if sharded else set())
-    left = [[step.axis for step in change.steps[change.unit_steps :]] for change in parameter_changes(after)]
+    left = [
+        [axis for step in change.steps[change.unit_steps :] for axis in mesh.spans[step.span]]
+        for change in parameter_changes(after)
+    ]
     taken = {axis for group in after.units.units for axis in (*group.sharded, *group.replicated)}
     assert [set(axes) for axes in left] == [{0, 1} - taken] * 2
     shown = "gathered(layer.proj.weight)" if taken else "local(layer.proj.weight)"
@@ -233,6 +236,11 @@ def test_other_axes_follow() -> None:
     }
     after = fsdp_units(before(case(mesh, constraints)), mesh)
     assert written(after, mesh) == ["all_gather(gathered(layer.proj.weight), tp, src=S(0), dst=I)", HEAD]
+    # The backward pass reads the copy that the code makes: the gathered parameter is freed, and not gathered again.
+    read = {name: (unit.saved, unit.regathered) for unit in after.units.units for name in unit.parameters}
+    assert read == {**dict.fromkeys(LAYERS, (False, True)), "head.weight": (True, False)}
+    once = fsdp_units(before(case(mesh, constraints)), mesh, gather_once=True)
+    assert {(unit.saved, unit.regathered) for unit in once.units.units} == {(True, False)}
 
 
 def test_what_no_unit_gathers_after_all_to_alls_is_not_hidden() -> None:

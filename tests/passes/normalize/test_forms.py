@@ -106,6 +106,20 @@ def _put(x: Tensor) -> Tensor:
     return y
 
 
+def _filled_by_parts(x: Tensor) -> Tensor:
+    y = x.new_empty(4, 12)
+    y[:, :6] = x * 2
+    y[:, 6:] = x.flip(0)
+    y[1:3, 3:9] = x[:2] * 5
+    return y * y
+
+
+def _slice_of_joined(x: Tensor) -> Tensor:
+    both = torch.cat([x * 2, x.int(), x * 3], 1)
+    same = torch.cat([x * 2, x * 3], 1)
+    return both[:, 7:16] * same[:, 2:11] * same[:, 7:9].sum()
+
+
 def _steps(x: Tensor) -> Tensor:
     return x[:, 1::2] * x[:, ::2]
 
@@ -137,6 +151,8 @@ FORMS: dict[str, tuple[Function, Tensor, set[str]]] = {
     ),
     "a change of a copy": (_copied, X, {"mul"}),
     "assignment by index": (_put, X, {"slice", "mul", "index_put"}),
+    "memory that is filled part by part": (_filled_by_parts, X, {"mul", "slice", "cat", "flip"}),
+    "slices of joined tensors": (_slice_of_joined, X, {"mul", "to", "slice", "cat", "sum"}),
     "steps": (_steps, X, {"reshape", "select", "mul"}),
     "repeat": (lambda x: x.repeat(2, 3, 2), X, {"reshape", "expand"}),
     "tile": (lambda x: x.tile(3), X, {"reshape", "expand"}),

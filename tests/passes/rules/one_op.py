@@ -7,12 +7,13 @@ from functools import cache, lru_cache
 from math import prod
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
 from autopar.runtime import Axis
-from autopar.runtime.state import axes_of
+from autopar.runtime.state import axes_of, spanning
 from passes._torch import TorchDispatchMode
 from passes.cost.price import form_contexts
 from passes.ir.choices import Cover, Edge, EdgeGroup, Node, Problem, Solution, Strategy, StrategyBytes
@@ -252,7 +253,7 @@ def run_here(case: Case, mesh: Mesh) -> None:
             for name, size, index in zip(mesh.names, mesh.sizes, coordinate, strict=True)
         )
         _, source, *given = _given(case, coordinate)
-        case.outcomes[coordinate] = run_source(source, axes, *given)
+        case.outcomes[coordinate] = run_source(source, spanning(axes, mesh.spans, lambda _: "no group"), *given)
 
 
 def communicates(case: Case) -> bool:
@@ -273,17 +274,27 @@ def _device_mesh(mesh: Mesh) -> DeviceMesh:
     return DeviceMesh("cpu", torch.arange(mesh.size).reshape(mesh.sizes), mesh_dim_names=mesh.names)
 
 
+@cache
+def _whole_group(mesh: Mesh) -> str:
+    """The group of both axes of a mesh; every rank makes it, those that are not of the mesh as well."""
+    assert len(mesh.sizes) <= 2
+    group = dist.new_group(list(range(mesh.size)))
+    return group.group_name if isinstance(group, dist.ProcessGroup) else ""
+
+
 def _on_rank(meshes: _Cases) -> list[list[Outcome]]:
     """Run the cases of each mesh on its first ranks."""
     found = []
     for mesh, cases in meshes:
         device_mesh = _device_mesh(mesh)
         coordinate = device_mesh.get_coordinate()
+        group = _whole_group(mesh)
+        axes = () if coordinate is None else spanning(axes_of(device_mesh), mesh.spans, lambda _, name=group: name)
         outcomes = []
         for case in cases if coordinate is not None else ():
             name, source, *given = case[tuple(coordinate or ())]
             try:
-                outcomes.append(run_source(source, axes_of(device_mesh), *given))
+                outcomes.append(run_source(source, axes, *given))
             except Exception as error:
                 error.add_note(name)
                 raise
@@ -351,6 +362,9 @@ def check_sent(one: OneOp, case: Case, mesh: Mesh) -> None:
     for form, about in form_contexts(context, choices, case.strategy, mesh, "cpu"):
         forward += _priced(form.steps(about), form.itemsize(about))
         backward += _priced(form.backward_steps(about), form.itemsize(about))
+        there, back = form.shifts(about) if form.shifts else ((), ())
+        forward += [("all_to_all", int(size)) for count, size in there for _ in range(int(count))]
+        backward += [("all_to_all", int(size)) for count, size in back for _ in range(int(count))]
     for _, _, (sent, sent_backward) in case.outcomes.values():
         assert sorted(map(_named, sent)) == sorted(forward), case.name
         found = Counter(map(_named, sent_backward))

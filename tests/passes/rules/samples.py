@@ -136,6 +136,8 @@ def _products(make: Maker, call: Make) -> Iterator[Sample]:
     rows, experts = make.normal(12, 48), make.normal(4, 48, 96)
     yield call("aten._grouped_mm.default", rows.float(), experts.float(), ends)
     yield call("transformers.grouped_mm_fallback.default", rows, experts, ends)
+    product = "transformers.grouped_mm_fallback.default"
+    yield call("autopar.routed_mm.default", rows, experts, make.integers(12, high=4), product=product)
 
 
 def _views(make: Maker, call: Make) -> Iterator[Sample]:
@@ -186,8 +188,19 @@ def _attention(make: Maker, call: Make) -> Iterator[Sample]:
 
     yield call(target, heads(6, 12, 8), heads(6, 24, 8), heads(6, 24, 8), is_causal=True, scale=0.3)
     yield call(target, heads(12, 6, 8), heads(2, 6, 8), heads(2, 6, 8), is_causal=True, enable_gqa=True)
+    yield call(target, heads(6, 12, 8), heads(2, 24, 8), heads(2, 24, 8), enable_gqa=True)
     yield call(target, heads(6, 12, 8), heads(6, 24, 8), heads(6, 24, 8), make.normal(4, 1, 12, 24))
     yield call(target, heads(6, 12, 8), heads(6, 24, 8), heads(6, 24, 8), make.flags(1, 6, 1, 24))
+    yield call(target, heads(6, 12, 8), heads(6, 24, 8), heads(6, 24, 8), make.flags(4, 1, 1, 24))
+    target = "autopar.scaled_dot_product_attention.default"
+    given = heads(6, 24, 8), heads(2, 24, 8), heads(2, 24, 8)
+    row, numbers = make.flags(4, 1, 1, 24), make.integers(4, 24, high=3).sort(-1).values
+    documents = {"query_documents": numbers[:, None, :, None], "key_documents": numbers[:, None, None]}
+    yield call(target, *given, is_causal=True, enable_gqa=True, window=(6, 0), scale=0.3)
+    yield call(target, *given, enable_gqa=True, window=(5, 3))
+    yield call(target, *given, row, is_causal=True, enable_gqa=True)
+    yield call(target, *given, row, is_causal=True, enable_gqa=True, window=(9, 0), **documents)
+    yield call(target, *given, enable_gqa=True, **documents)
 
 
 def _recurrent(make: Maker, call: Make) -> Iterator[Sample]:

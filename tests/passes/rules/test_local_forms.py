@@ -8,27 +8,54 @@ import pytest
 import torch
 
 from passes.ir.layout import P, R
-from passes.ir.program import Op
+from passes.ir.program import Factor, Op
 from passes.ir.redistribution import RedistributionStep
 from passes.rules.local_forms import LOCAL_FORMS, FormContext, FormStep, LocalForm, Split
 
 
+@pytest.mark.parametrize("reach", [(511, 0), (63, 0), (7, 0), (7, 7), (0, 0)])
 @pytest.mark.parametrize(
     "splits", [(Split(2, 1),), (Split(8, 1),), (Split(2, 1), Split(2, 2)), (Split(4, 1), Split(8, 4)), (Split(2, 8),)]
 )
-def test_the_busiest_rank_of_causal_attention(splits: tuple[Split, ...]) -> None:
-    """The rank with most of all scores up to the diagonal, counted position by position."""
+def test_the_busiest_rank_of_attention(splits: tuple[Split, ...], reach: tuple[int, int]) -> None:
+    """The rank with most of all scores, counted position by position, of causal attention, windows, and full
+    attention."""
     length = 512
     places = torch.arange(length)
+    before, after = reach if any(reach) else (length, length)
+    scores = places.clamp(max=before) + (length - 1 - places).clamp(max=after) + 1
     most = 0
     for ranks in product(*(range(split.ways) for split in splits)):
         own = torch.ones(length, dtype=torch.bool)
         for split, rank in zip(splits, ranks, strict=True):
             own &= places // (length // (split.major * split.ways)) % split.ways == rank
-        most = max(most, int((places[own] + 1).sum()))
-    exact = most / int((places + 1).sum())
-    assert LOCAL_FORMS["causal_attention"].share(splits) == pytest.approx(exact, rel=0.01)
-    assert LOCAL_FORMS["mean"].share(splits) == 1 / prod(split.ways for split in splits)
+        most = max(most, int(scores[own].sum()))
+    factor = Factor(length, reach=reach)
+    assert LOCAL_FORMS["ring_attention"].share(splits, factor) == pytest.approx(most / int(scores.sum()), rel=0.02)
+    assert LOCAL_FORMS["mean"].share(splits, factor) == 1 / prod(split.ways for split in splits)
+
+
+def test_shifts_end_where_windows_do() -> None:
+    """Of eight ranks in order with 16 keys each, and of those on two axes; in stripes all come around."""
+
+    def count(reach: int, **axes: int | bool) -> tuple[float, float]:
+        shape = (1, 2, 16, 8)
+        given = {"span": 0, "ways": 8, **axes}
+        about = FormContext(
+            Op("op", "", {}, ("y",)), operands=(shape,) * 3, dtype=torch.float32, rows=0, reach=(reach, 0), **given
+        )
+        shifts = LOCAL_FORMS["ring_attention"].shifts
+        assert shifts is not None
+        forward, backward = shifts(about)
+        return sum(count for count, _ in forward), sum(count for count, _ in backward)
+
+    assert [count(reach) for reach in (1, 16, 17, 127)] == [(1, 3), (1, 3), (2, 5), (7, 15)]
+    assert count(17, in_order=False) == (7, 15)
+    # The outer axis of two, then the inner one.
+    assert [count(reach, ways=2, before=4) for reach in (16, 127)] == [(1, 3), (1, 3)]
+    assert count(16, ways=4, before=4) == (1, 3)
+    assert [count(reach, ways=4, after=2) for reach in (16, 127)] == [(6, 13), (6, 13)]
+    assert count(16, ways=2, after=4) == (2, 4)
 
 
 def test_the_backward_pass_of_a_form() -> None:

@@ -13,7 +13,9 @@ from passes.regions import fold
 from passes.rules.propagation import propagate
 from passes.rules.strategies import (
     Choice,
+    begun_tokens,
     combine,
+    is_uneven,
     named_choices,
     op_context,
     op_strategies,
@@ -50,6 +52,28 @@ def test_linear_has_all_the_known_splits() -> None:
     assert {name.partition("@")[0] for name in found} == set(expected)
 
 
+def test_allowed_methods_keep_where_digits_begin() -> None:
+    """Of each strategy the tokens allow itself, however many axes take the digits of one factor, and of the splits of
+    that factor only those that begin where its own do. A token without a major allows all."""
+    one, mesh = one_op(LINEAR), mesh_of(a=2, b=3, c=2)
+    digits = {2: [("in", 1), ("in", 6), ("out", 1)], 3: [("in", 1), ("in", 2), ("out", 1)]}
+    context = op_context(one.op, one.rule, one.folded.types, one.folded.flowing, {"x1", "x2"}, set())
+    every = op_strategies(context, digits, mesh)
+    assert begun_tokens(("in", "in@2", "in@6"), mesh.sizes) == [{"in@1"}, {"in@1", "in@2"}, {"in@1", "in@6"}]
+    for strategy in every:
+        tokens = begun_tokens(strategy.methods, mesh.sizes)
+        allowed = op_strategies(context, digits, mesh, tokens)
+        assert strategy in allowed
+        free = op_strategies(context, digits, mesh, [None, tokens[1], tokens[2]])
+        assert (
+            {each.operands for each in allowed} <= {each.operands for each in free} < {each.operands for each in every}
+        )
+    anywhere = op_strategies(context, digits, mesh, [{"in"}, {"R"}, {"I"}])
+    assert {strategy.methods[0] for strategy in anywhere} == {"in", "in@6"}
+    front = op_strategies(context, digits, mesh, [{"in@1"}, {"R"}, {"I"}])
+    assert {strategy.methods[0] for strategy in front} == {"in"}
+
+
 def test_parameters_are_no_pending_sums() -> None:
     """A parameter is never a pending sum by itself, although its product would pass one."""
     one = one_op(LINEAR)
@@ -72,7 +96,7 @@ def _attention_with_a_ring() -> tuple[Op, Rule]:
     """Attention whose rule has one method more, which splits queries and keys at once."""
     one = one_op(Sample("aten.scaled_dot_product_attention.default", ATTENTION, {"is_causal": True}))
     assert one.rule is not None
-    return one.op, replace(one.rule, joint={"ring": Method(("queries", "keys"), "causal_attention", Role.FREE)})
+    return one.op, replace(one.rule, joint={"ring": Method(("queries", "keys"), "blockwise_attention", Role.FREE)})
 
 
 def test_a_method_splits_several_factors_at_once() -> None:
@@ -80,7 +104,7 @@ def test_a_method_splits_several_factors_at_once() -> None:
     _, rule = _attention_with_a_ring()
     assert split(rule, "keys", 1, 2) is None
     choice = split(rule, "ring", 1, 2)
-    assert choice == Choice("ring", (S(2), S(2), S(2)), (S(2),), ("queries", "keys"), 1, "causal_attention")
+    assert choice == Choice("ring", (S(2), S(2), S(2)), (S(2),), ("queries", "keys"), 1, "blockwise_attention")
     assert split(rule, "ring", 1, 16) is None, "fewer keys than parts"
     both = replace(rule, joint={"odd": Method(("queries", "width"), "", Role.FREE)})
     assert split(both, "odd", 1, 2) is None, "a tensor carries two of the factors"
@@ -94,6 +118,18 @@ def test_methods_of_several_factors_travel() -> None:
     assert S(2) in placements[op.operands[1]]
     (digits,), _ = propagate([(op, rule)], [], {op.operands[0]: [S(2, 2)]}, 2)
     assert ("ring", 2) in digits
+
+
+def test_stripes_are_offered_where_that_is_asked_for() -> None:
+    """Of methods in stripes, to all ops that they reach; work is uneven where such a factor is split in order."""
+    op, rule = _attention_with_a_ring()
+    striped = replace(rule, joint={"ring": replace(rule.joint["ring"], in_stripes=True)})
+    for own, asked, offered in ((striped, True, True), (striped, False, False), (rule, True, False)):
+        (digits,), placements = propagate([(op, own)], [], {}, 2, in_stripes=asked)
+        assert (("ring", 4) in digits) == offered
+        assert (S(2, 4) in placements[op.operands[0]]) == offered
+    assert [is_uneven(striped, [name]) for name in ("queries", "ring", "ring@4", "heads", "R")] == [1, 1, 0, 0, 0]
+    assert not is_uneven(rule, ["queries"])
 
 
 def test_joint_methods_do_not_take_the_place_of_digits() -> None:

@@ -10,7 +10,7 @@ from autopar.options import Options
 from autopar.request import make_request
 from passes.capture import capture
 from passes.cost.cluster import CLUSTERS
-from passes.ir.configuration import Configuration, Pipeline
+from passes.ir.configuration import RECOMPUTE, Configuration, Pipeline
 from passes.ir.decisions import Decisions
 from passes.ir.mesh import Mesh
 from passes.ir.program import Folded, Program
@@ -18,6 +18,7 @@ from passes.normalize import normalize
 from passes.regions import fold
 from passes.search import Space
 from passes.search.configurations import (
+    chooses_recompute_apart,
     configuration_text,
     is_monotone_in_micro_batches,
     limited_configurations,
@@ -136,3 +137,20 @@ def test_configurations_for_people() -> None:
         configuration_text(Configuration(mesh, 4, {"a.*": "full", "b.*": "none"}))
         == "4 micro-batches, full recompute of a.*"
     )
+
+
+def test_small_regions_share_the_level_of_the_largest(asked: tuple[Space, Program, Folded]) -> None:
+    """Levels of two regions are chosen one by one unless one of them has next to none of the ops."""
+    space, _, folded = asked
+    (region,) = folded.regions
+    ops = tuple(replace(op, key=f"first/{op.key}") for op in region.ops)
+
+    def levels(copies: int) -> set[tuple[str, ...]]:
+        first = replace(region, name="first", ops=ops, copies=region.copies[:1] * copies)
+        second = replace(region, copies=region.copies[:1] * 20)
+        both = replace(folded, items=(first, second))
+        assert chooses_recompute_apart(space, both) is (copies > 2)
+        return {tuple(each.recompute.values()) for each in limited_configurations(space, space.mesh, 1, both)}
+
+    assert levels(2) == {(level, level) for level in RECOMPUTE}
+    assert levels(3) == {(one, other) for one in RECOMPUTE for other in RECOMPUTE}

@@ -70,7 +70,7 @@ def test_bounds_on_few_choices_are_not_remembered(asked: tuple[Space, Program]) 
     """On a refined mesh nodes keep their choices of the coarser one, so its bound holds for nothing else."""
     space, program = asked
     subproblems = Subproblems(MicroBatchPrograms(program, space, Clock()), space, Clock(), space.memory_limit)
-    parent = choose(subproblems)
+    _, parent = choose(subproblems)
     before = dict(subproblems.memo.bounds)
     finer = Unbounded(0.0, partial(subproblems.refined, parent, Configuration(Mesh(("a", "b"), (2, 1))), (None, None)))
     whole = Unbounded(0.0, partial(subproblems.limited, parent.subproblem, parent.subproblem.configuration))

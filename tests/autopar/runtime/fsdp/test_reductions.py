@@ -41,8 +41,8 @@ class Issued(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Mapping[str, object] | None = None
     ) -> object:
-        if func._opname == "all_reduce_coalesced_":
-            self.events.append(sum(tensor.numel() for tensor in args[0]))
+        if func._opname == "all_reduce_":
+            self.events.append(args[0].numel())
         elif func._opname in ("mm", "addmm"):
             self.events.append(0)
         return func(*args, **(kwargs or {}))
@@ -104,6 +104,44 @@ def _reduced() -> dict[str, object]:
     model(**batch)["loss"].backward()
     found["after create_graph"] = _error(dist_model, model)
     return found
+
+
+def _interrupted() -> dict[str, object]:
+    """Gradients after a backward pass that an exception has ended, with some gradients of a unit computed and others
+    not; and the all-reduces of the backward pass after it."""
+    model, batch = Optional().double(), {"x": torch.randn(8, 16, generator=torch.Generator().manual_seed(0)).double()}
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    options: dict[str, Any] = {"cluster": "ideal", "memory_limit": 1e12}
+    dist_model = autopar.parallelize(model, mesh, batch, constraints=storage(dp="I"), **options)
+    found: dict[str, object] = {}
+    unit = next(iter(dist_model._fsdp_manager._reductions._units))
+    assert len(unit.leaves) > 1
+
+    def fail(_: Tensor) -> None:
+        raise ValueError("out of memory")
+
+    for place, leaf in enumerate(unit.leaves):
+        loss = dist_model(**batch)["loss"]
+        handle = leaf.parameter.register_hook(fail)  # type: ignore[no-untyped-call]
+        with pytest.raises(ValueError, match="out of memory"):
+            loss.backward()
+        handle.remove()
+        for item in (model, dist_model):
+            item.zero_grad()
+        output = dist_model(**batch)
+        with Issued() as backward:
+            output["loss"].backward()
+        model(**batch)["loss"].backward()
+        found[f"place {place}"] = _error(dist_model, model), sum(event > 0 for event in backward.events)
+    return found
+
+
+def test_a_unit_recovers_with_some_of_its_gradients() -> None:
+    """An exception comes before, between and after the gradients of a unit; the next pass reduces each unit once."""
+    for found in run_ranks(_interrupted, 2):
+        for error, reductions in found.values():
+            assert error <= 1e-12
+            assert reductions == 9
 
 
 def test_units_are_reduced_while_the_backward_pass_goes_on() -> None:

@@ -1,12 +1,13 @@
 """Each collective means the same tensor before and after, and so does its backward pass."""
 
 import time
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from autopar import runtime
@@ -16,7 +17,7 @@ from autopar.testing import run_ranks
 from passes.ir.layout import I, P, Placement, R, S
 from passes.ir.redistribution import COLLECTIVES
 
-SHAPE = (6, 12)
+SHAPE = (12, 24)
 SPLITS = {"first": S(0), "second": S(1), "inner": S(1, 2)}
 PLACEMENTS = [R, I, P, *SPLITS.values()]
 
@@ -64,9 +65,16 @@ def _axis(ranks: int) -> Axis:
     return axis
 
 
-def _run(ranks: int) -> list[tuple[Tensor, Tensor]]:
+def _product(ranks: Sequence[Sequence[int]]) -> Axis:
+    """Both axes of the mesh of these ranks as one."""
+    first, second = axes_of(DeviceMesh("cpu", ranks, mesh_dim_names=("dp", "tp")), (2,))
+    return first * second
+
+
+def _run(axis_of: Callable[[], Axis]) -> list[tuple[Tensor, Tensor]]:
     """On each rank: result and gradient of every change."""
-    axis, (value, gradient) = _axis(ranks), _tensors()
+    axis, (value, gradient) = axis_of(), _tensors()
+    ranks = axis.size
     found = []
     for source, target in _changes():
         operand = _parts(value, source, ranks)[axis.rank].requires_grad_()
@@ -81,8 +89,19 @@ def _run(ranks: int) -> list[tuple[Tensor, Tensor]]:
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_changes_keep_the_meaning(ranks):
     """For every pair of placements, values forward and gradients backward."""
+    _check(run_ranks(_run, ranks, partial(_axis, ranks)))
+
+
+@pytest.mark.parametrize("ranks", [[[0, 1], [2, 3]], [[0, 2], [1, 3]], [[0, 1, 2], [3, 4, 5]]], ids=str)
+def test_changes_over_two_axes(ranks):
+    """Two axes of a mesh are as one whose ranks are numbered row by row, whatever the ranks are called."""
+    results = run_ranks(_run, sum(map(len, ranks)), partial(_product, ranks))
+    _check([results[rank] for row in ranks for rank in row])
+
+
+def _check(results: Sequence[list[tuple[Tensor, Tensor]]]) -> None:
+    """The results of `_run` on all ranks of an axis, in its order, are the tensors of all changes."""
     value, gradient = _tensors()
-    results = run_ranks(_run, ranks, ranks)
     for index, (source, target) in enumerate(_changes()):
         results_of = [result[index][0] for result in results]
         gradients_of = [result[index][1] for result in results]

@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import autopar
+from autopar._torch import collectives
 from autopar.runtime.ranks import values
 from autopar.testing import run_ranks
 from tests.models import Stack
@@ -172,20 +173,22 @@ class _Waits(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
-class _Scalars(TorchDispatchMode):
-    """Counts numbers that are read of tensors, from wherever."""
+class _Ops(TorchDispatchMode):
+    """Counts numbers that are read of tensors, from wherever, and all-gathers."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen = 0
+        self.scalars = self.gathers = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.seen += function is torch.ops.aten._local_scalar_dense.default
+        self.scalars += function is torch.ops.aten._local_scalar_dense.default
+        self.gathers += function is collectives.all_gather_into_tensor.default
         return function(*args, **(kwargs or {}))
 
 
 def _counted() -> tuple[list[tuple[dict[str, int], int, int, int]], str, str]:
-    """For each call the reads, scalars, messages and collectives before the program runs; errors of later calls."""
+    """For each call the reads, scalars, all-gathers and other messages before the program runs; errors of later
+    calls."""
     dist_model, _, mesh = parallel_stack()
     prepare = dist_model._calls.prepared
     found = []
@@ -193,12 +196,12 @@ def _counted() -> tuple[list[tuple[dict[str, int], int, int, int]], str, str]:
     def counted(*args: object) -> object:
         with (
             _Waits() as waits,
-            _Scalars() as scalars,
+            _Ops() as ops,
             mock.patch.object(dist, "isend", wraps=dist.isend) as sends,
             mock.patch.object(dist, "all_gather_object", wraps=dist.all_gather_object) as gathers,
         ):
             result = prepare(*args)
-        found.append((dict(waits.seen), scalars.seen, sends.call_count, gathers.call_count))
+        found.append((dict(waits.seen), ops.scalars, ops.gathers, sends.call_count + gathers.call_count))
         return result
 
     with mock.patch.object(dist_model._calls, "prepared", counted), mock.patch.object(values, "EVERY", 6):
@@ -217,14 +220,14 @@ def _counted() -> tuple[list[tuple[dict[str, int], int, int, int]], str, str]:
 
 
 def test_comparing_does_not_wait() -> None:
-    """One reading of 32 bytes that the CPU sent, in two messages on four ranks; the values of calls 1, 2 and every
+    """One reading of 32 bytes that the CPU sent, in one all-gather; the values of calls 1, 2 and every
     n-th are read once more, at the next call but for the first, and the error names the call that differed."""
     every = run_ranks(_counted, 4)
     assert all(found == every[0] for found in every)
     counts, later, last = every[0]
     # The state of random numbers lies on the CPU, as do the bytes that are compared.
-    plain = ({"numpy": 1, "tolist": 1}, 0, 2, 0)
-    reading = ({"numpy": 1, "tolist": 2, "__int__": 2}, 2, 4, 0)
+    plain = ({"numpy": 1, "tolist": 1}, 0, 1, 0)
+    reading = ({"numpy": 1, "tolist": 2, "__int__": 2}, 2, 2, 0)
     assert counts == [reading, plain, reading, plain, plain, plain, reading, plain]
     assert later.startswith("target had other values on rank 2 of the mesh than on rank 0 in call 2 of this module")
     assert last.startswith("target had other values on rank 1 of the mesh than on rank 0 in call 5 of this module")

@@ -10,8 +10,11 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from autopar._torch import group_timeout
 from autopar.runtime.fsdp.manager import FSDPManager
+from autopar.runtime.generated.collectives import all_reduce
 from autopar.runtime.ranks.groups import axes_group, cpu_group, job_timeout, ranks_of
+from autopar.runtime.state import axes_of, axis_along
 from autopar.testing import run_ranks
+from passes.ir.layout import I, P
 
 _TIMEOUT = timedelta(seconds=77)
 
@@ -76,3 +79,31 @@ def _on_some_ranks() -> list[int]:
     items: list[int] = [0, 0]
     dist.all_gather_object(items, dist.get_rank(), group=cpu_group(part))
     return items
+
+
+def test_ranks_that_made_other_groups_before_find_each_other(tmp_path: object) -> None:
+    """Ranks that have made different numbers of groups would have different names from torch for their common ones."""
+    total, row, column = float(0 + 1 + 2 + 3), [1.0, 1.0, 5.0, 5.0], [2.0, 4.0, 2.0, 4.0]
+    expected = [[total, row[rank], column[rank], total] for rank in range(4)]
+    assert run_ranks(_after_others, 4, f"file://{tmp_path}/store") == expected
+
+
+def _after_others(store: str) -> list[float]:
+    rank = dist.get_rank()
+    dist.destroy_process_group()
+    # Ranks that do not find each other wait for no longer than this.
+    limit = timedelta(seconds=20)
+    dist.init_process_group("gloo", rank=rank, world_size=4, init_method=store, timeout=limit)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    for members in ([0, 1], [0, 1], [2, 3]):
+        dist.new_group(members, timeout=limit, use_local_synchronization=True)
+    dp, tp = axes_of(mesh, (2,))
+    found = []
+    for axis in (dp * tp, tp, dp):
+        assert axis.size == (4 if axis.name == "dp * tp" else 2)
+        value = torch.tensor(float(rank))
+        found.append(all_reduce(value, axis, src=P, dst=I).item())
+    assert axis_along(mesh, 2) == dp * tp
+    assert (dp * tp).group == axes_group(mesh, (0, 1))[0].group_name
+    value = torch.tensor(float(rank))
+    return [*found, all_reduce(value, axis_along(mesh, 2), src=P, dst=I).item()]

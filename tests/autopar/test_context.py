@@ -1,0 +1,247 @@
+"""Stock models with the sequence of attention split, against one device in float64."""
+
+from collections.abc import Callable, Mapping
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    ModernBertConfig,
+    ModernBertForMaskedLM,
+    WhisperConfig,
+    WhisperForConditionalGeneration,
+)
+
+import autopar
+from tests.autopar.comparing import exact
+from tests.autopar.plans.test_dynamic_shapes import on_ranks
+from tests.autopar.test_other_inputs import off
+from tests.models import MODELS, llama, mistral, tokens
+
+ATTENTION = "@scaled_dot_product_attention"
+
+
+def _queries(**axes: str) -> dict[str, dict[str, dict[str, str]]]:
+    return {ATTENTION: {"out": axes}}
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh", "axes"),
+    [
+        ("llama", "2", {"dp": "S(2)"}),
+        pytest.param("llama", "2", {"dp": "S(2, 8)"}, marks=pytest.mark.slow),
+        ("gpt2", "2x2", {"dp": "S(2)", "tp": "S(2, 2)"}),
+        pytest.param("llama", "4", {"tp": "S(2)"}, marks=pytest.mark.slow),
+        pytest.param("qwen3", "4", {"tp": "S(2, 4)"}, marks=pytest.mark.slow),
+        pytest.param("llama", "2x2", {"dp": "S(2)", "tp": "S(1)"}, marks=pytest.mark.slow),
+        pytest.param("qwen3", "2x2", {"dp": "S(2, 4)", "tp": "S(2, 8)"}, marks=pytest.mark.slow),
+        pytest.param("gpt2", "2x2x2", {"dp": "S(0)", "cp": "S(2)", "tp": "S(1)"}, marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.parametrize("recompute", ["none", pytest.param("full", marks=pytest.mark.slow)])
+def test_split_queries(name: str, mesh: str, axes: dict[str, str], recompute: str) -> None:
+    """In order and in stripes, on one axis and on two, beside split heads and samples."""
+    exact(MODELS[name]().double(), mesh, tokens(), constraints=_queries(**axes), recompute=recompute)
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh", "methods"),
+    [
+        pytest.param("llama", "2", {"dp": "ring"}, marks=pytest.mark.slow),
+        pytest.param("gpt2", "4", {"tp": "ring@4"}, marks=pytest.mark.slow),
+        ("qwen3", "2x2", {"dp": "ring", "tp": "ring@2"}),
+        ("llama", "2", {"dp": "ring@8"}),
+        pytest.param("llama", "2x2", {"dp": "ring@4", "tp": "ring@8"}, marks=pytest.mark.slow),
+        pytest.param("qwen3", "2x2", {"dp": "ring", "tp": "heads"}, marks=pytest.mark.slow),
+        pytest.param("gpt2", "2x2x2", {"dp": "batch", "cp": "ring", "tp": "heads"}, marks=pytest.mark.slow),
+        pytest.param("llama", "2x2x2", {"dp": "batch", "cp": "ring@4", "tp": "ring@8"}, marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.parametrize("recompute", ["none", pytest.param("full", marks=pytest.mark.slow)])
+def test_rings(name: str, mesh: str, methods: dict[str, str], recompute: str) -> None:
+    """In order and in stripes, on one axis and on two, beside split heads and samples."""
+    exact(MODELS[name]().double(), mesh, tokens(), constraints={ATTENTION: {"method": methods}}, recompute=recompute)
+
+
+_SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 64,
+    "max_position_embeddings": 32,
+}
+
+
+def _gemma3() -> nn.Module:
+    """Layers that alternate between a window and all keys before."""
+    sizes = {**_SIZES, "num_key_value_heads": 2, "head_dim": 8, "sliding_window": 4}
+    kinds = ["sliding_attention", "full_attention"]
+    return Gemma3ForCausalLM(Gemma3TextConfig(**sizes, layer_types=kinds, bos_token_id=0, eos_token_id=1))
+
+
+def _bert() -> nn.Module:
+    return BertForMaskedLM(BertConfig(**_SIZES, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0))
+
+
+def _modernbert() -> nn.Module:
+    """Layers that alternate between a window on both sides and all keys."""
+    ids = {"pad_token_id": 2, "bos_token_id": 0, "cls_token_id": 0, "eos_token_id": 1, "sep_token_id": 1}
+    return ModernBertForMaskedLM(ModernBertConfig(**_SIZES, **ids, local_attention=8))
+
+
+def _whisper() -> nn.Module:
+    """An encoder of 16 places, and a decoder that attends to it."""
+    shared = {"decoder_start_token_id": 0, "pad_token_id": 2, "bos_token_id": 0, "eos_token_id": 1, "dropout": 0.0}
+    sizes = {f"{part}_{name}": size for part in ("encoder", "decoder") for name, size in _PART.items()}
+    lengths = {"max_source_positions": 16, "max_target_positions": 32}
+    config = WhisperConfig(vocab_size=64, d_model=32, num_mel_bins=8, **sizes, **lengths, **shared)
+    return WhisperForConditionalGeneration(config)
+
+
+_PART = {"layers": 1, "attention_heads": 4, "ffn_dim": 64}
+
+
+def _packed() -> dict[str, Tensor]:
+    """Two documents in a sample."""
+    return {**tokens(), "position_ids": torch.cat([torch.arange(10), torch.arange(6)]).repeat(4, 1)}
+
+
+def _left() -> dict[str, Tensor]:
+    """Padding on the left: queries without keys."""
+    found = tokens(padding=True)
+    return {**found, "attention_mask": found["attention_mask"].flip(1)}
+
+
+def _sound() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    features = torch.randn(4, 8, 32, generator=generator, dtype=torch.float64)
+    return {"input_features": features, "labels": torch.randint(0, 64, (4, 8), generator=generator)}
+
+
+Inputs = Callable[[], Mapping[str, Tensor]]
+# A model that hides keys, and inputs. Shards of two ranks are of 8 tokens.
+HIDING: Mapping[str, tuple[Callable[[], nn.Module], Inputs]] = {
+    "a window shorter than shards": (lambda: mistral(sliding_window=5), tokens),
+    "a window longer than shards": (lambda: mistral(sliding_window=11), tokens),
+    "windows in turns": (_gemma3, tokens),
+    "windows on both sides and padding": (_modernbert, lambda: tokens(padding=True)),
+    "causal padding": (llama, lambda: tokens(padding=True)),
+    "padding on the left": (llama, _left),
+    "padding": (_bert, lambda: tokens(padding=True)),
+    "documents": (llama, _packed),
+    "a window of documents": (mistral, _packed),
+    "a window and padding": (mistral, lambda: tokens(padding=True)),
+    "other keys": (_whisper, _sound),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh", "methods", "recompute"),
+    [
+        ("a window shorter than shards", "4", {"tp": "ring"}, "none"),
+        ("windows in turns", "2x2", {"dp": "ring", "tp": "ring@2"}, "full"),
+        ("windows on both sides and padding", "2", {"dp": "ring"}, "none"),
+        ("causal padding", "2x2", {"dp": "ring@4", "tp": "ring@8"}, "none"),
+        ("padding on the left", "2", {"dp": "queries@8"}, "none"),
+        ("padding", "4", {"tp": "ring"}, "none"),
+        ("a window of documents", "2x2", {"dp": "queries", "tp": "heads"}, "full"),
+        ("other keys", "2", {"dp": "ring"}, "none"),
+        *(
+            pytest.param(name, mesh, methods, recompute, marks=pytest.mark.slow)
+            for name in HIDING
+            for mesh, methods in (
+                ("2", {"dp": "queries"}),
+                ("2", {"dp": "ring"}),
+                ("4", {"tp": "ring"}),
+                ("2x2", {"dp": "queries", "tp": "queries@2"}),
+                ("2x2", {"dp": "ring", "tp": "ring@2"}),
+                ("2x2", {"dp": "ring", "tp": "heads"}),
+                ("2x2x2", {"dp": "batch", "cp": "ring", "tp": "heads"}),
+            )
+            for recompute in ("none", "full")
+        ),
+    ],
+)
+def test_hidden_keys(name: str, mesh: str, methods: dict[str, str], recompute: str) -> None:
+    """In windows, padding and documents, and keys of another sequence."""
+    build, inputs = HIDING[name]
+    torch.manual_seed(0)
+    exact(build().double(), mesh, inputs(), constraints={ATTENTION: {"method": methods}}, recompute=recompute)
+
+
+@pytest.mark.parametrize("method", ["queries", pytest.param("ring", marks=pytest.mark.slow)])
+def test_windows_at_other_sizes(method: str) -> None:
+    """A plan for one length serves others, longer and shorter than the window, and other masks."""
+    found = on_ranks(_other_sizes, method, mesh="2")
+    assert all(not wrong for wrong in found), found
+
+
+def _other_sizes(mesh: DeviceMesh, method: str) -> dict[int, float]:
+    model = mistral(max_position_embeddings=64).double()
+    constraints = {ATTENTION: {"method": {"dp": method}}}
+    dist_model = autopar.parallelize(model, mesh, tokens(), cluster="ideal", constraints=constraints)
+    packed = {**tokens(4, 24), "position_ids": torch.arange(24).remainder(9).repeat(4, 1)}
+    return off(dist_model, model, [tokens(), tokens(4, 32), tokens(4, 6), tokens(4, 24, padding=True), packed], True)
+
+
+@pytest.mark.parametrize("method", ["ring", pytest.param("queries", marks=pytest.mark.slow)])
+def test_formulas_of_windows(method: str) -> None:
+    """They have the seconds of the plan at its sizes, and of one that is made for others."""
+
+    def planned(length: int, **options: object) -> autopar.Plan:
+        constraints = {ATTENTION: {"method": {"cp": method}}}
+        return autopar.plan(mistral(max_position_embeddings=512, sliding_window=32), {"cp": 2}, tokens(2, length),
+                            cluster="h100", constraints=constraints, **options)  # fmt: skip
+
+    plan = planned(128, symbolic=True)
+    assert plan.expressions is not None
+    for length in (128, 256):
+        at = {**plan.expressions.sizes, "sequence": length}
+        seconds = sum(planned(length).programs["train"].seconds.values())
+        assert float(plan.step_time_expression().subs(at)) == pytest.approx(seconds, rel=1e-6)
+
+
+def _padded(length: int) -> dict[str, Tensor]:
+    return tokens(1, length, padding=True)
+
+
+def _restarting(length: int) -> dict[str, Tensor]:
+    return {**tokens(1, length), "position_ids": torch.arange(length)[None] % 1000}
+
+
+@pytest.mark.parametrize("method", ["queries", "ring", "heads"])
+@pytest.mark.parametrize(
+    ("build", "inputs"),
+    [
+        (llama, lambda length: tokens(1, length)),
+        (lambda **config: mistral(sliding_window=256, **config), lambda length: tokens(1, length)),
+        (llama, _padded),
+        (llama, _restarting),
+    ],
+    ids=["causal", "a window", "padding", "documents"],
+)
+def test_no_mask_is_made(
+    build: Callable[..., nn.Module],
+    inputs: Callable[[int], dict[str, Tensor]],
+    method: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The program has no tensor of queries by keys, whose memory would show: it grows with the sequence."""
+    for name in ("autopar.runtime.generated.masks.TILE", "passes.rules.local_forms.TILE"):
+        monkeypatch.setattr(name, 256)
+
+    def peak(length: int) -> float:
+        model = build(max_position_embeddings=length)
+        constraints = {ATTENTION: {"method": {"cp": method}}}
+        plan = autopar.plan(model, {"cp": 4 if method != "heads" else 2}, inputs(length), cluster="ideal",
+                            constraints=constraints)  # fmt: skip
+        return sum(plan.programs["train"].memory.values()) - plan.programs["train"].memory["parameters"]
+
+    short, long = peak(1024), peak(4096)
+    assert long < 4.2 * short
