@@ -40,7 +40,7 @@ class Sent:
     flows: bool
 
     def take(self, numbers: Integers) -> "Sent":
-        """That of the steps with these numbers."""
+        """The same of the steps with these numbers."""
         return Sent(self.size.take(numbers), self.gradient_size.take(numbers), self.joined.take(numbers), self.flows)
 
 

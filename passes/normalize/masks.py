@@ -1,4 +1,4 @@
-"""Masks of attention: what they say, in place of flags of queries by keys.
+"""Masks of attention, read as bands, rows and documents in place of flags of queries by keys.
 
 A mask is a conjunction. Each of its terms compares a tensor of queries, [..., queries, 1], with one of keys, [..., 1,
 keys], or has one row of flags for all queries. A comparison of places bounds how far before and after its place a query
@@ -39,8 +39,8 @@ class _Order:
 
 @dataclass(frozen=True)
 class _Meaning:
-    """What a mask shows: keys in `band`, the keys of all of `rows`, those of the same document, where `documents` are
-    pairs of numbers of queries and keys, and those in `orders`."""
+    """The keys that a mask shows: those in `band`, of all of `rows`, of the same document, where `documents` are pairs
+    of numbers of queries and keys, and in `orders`."""
 
     band: Band = _EVERYWHERE
     rows: tuple[str, ...] = ()
@@ -136,7 +136,7 @@ class _Reader:
         self.makers = {name: op for op in rewriter.ops for name in op.results}
 
     def meaning(self, name: str) -> _Meaning | None:
-        """What a mask shows; None: this is not known."""
+        """The meaning of a mask; None if it is not known."""
         found = self._terms(name)
         if found is None:
             return None
@@ -159,7 +159,7 @@ class _Reader:
         return self.makers.get(name)
 
     def _terms(self, name: str) -> _Meaning | None:
-        """What a tensor shows that is, or broadcasts to, flags of queries by keys."""
+        """The meaning of a tensor that is, or broadcasts to, flags of queries by keys."""
         op, shape = self._maker(name), self._shape(name)
         if self.rewriter.types[name].dtype == torch.bool and op is not None:
             if op.kind in _CONJUNCTIONS and len(op.operands) == 2:
@@ -178,7 +178,7 @@ class _Reader:
         return _Meaning(rows=(name,)) if is_row and self.rewriter.types[name].dtype == torch.bool else None
 
     def _by_value(self, name: str) -> _Meaning | None:
-        """What a mask shows that is the same for every batch."""
+        """The meaning of a mask that is the same for every batch."""
         if prod(self._shape(name)) > _LARGEST:
             return None
         values = constant(self.rewriter, name)

@@ -32,7 +32,7 @@ class Rewriter:
         self.count = 0
         self._makers: dict[str, Op] = {}
         self._noted = 0
-        # What a rewrite found out about tensors, for other ops that read them.
+        # Meanings of tensors that a rewrite found, for other ops that read them.
         self.meanings: dict[str, object] = {}
 
     def maker(self, name: str) -> Op | None:

@@ -113,7 +113,7 @@ def _efficient_backward(given: Three, rows: Three, scores: Scores) -> Three:
 
 
 def _biases(query: Tensor, key: Tensor, scores: Scores) -> Sequence[Tensor | None]:
-    """What is added to the scores of each query head of a group, of their size; repeated in place where it can be."""
+    """The masks of numbers for the scores of each query head of a group, of their size; views where they can be."""
     groups = query.shape[1] // key.shape[1]
     if scores.added is None:
         return [None] * groups

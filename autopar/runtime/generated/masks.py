@@ -1,4 +1,4 @@
-"""What queries attend to besides places: rows of keys that are hidden, and documents, without scores of all keys.
+"""Masks that do not depend on places: rows of hidden keys, and documents, without scores of all keys.
 
 A block adds minus infinity to the scores of hidden keys: one row for all of its queries, or with documents a tile of
 queries by keys. Tiles without a document of both are left out.
@@ -50,14 +50,14 @@ def part_of(tensor: Tensor, where: slice, block: Block) -> Tensor:
 
 
 def back(part: Tensor, block: Block) -> Tensor:
-    """What a kernel returns for a block in the shape of `spread`."""
+    """The result of a kernel for a block, in the shape of `spread`."""
     part = part.flip(2) if block.flipped else part
     return torch.unflatten(part, 0, (-1, block.pieces)).transpose(1, 2)
 
 
 def hidden(block: Block, masks: Masks, query: Tensor) -> tuple[Tensor, Tensor]:
-    """What is added to the scores of a block of a `query` tensor, and flags of the rows that see no key of it,
-    [batch * pieces, heads or 1, queries or 1]."""
+    """The mask of numbers that is added to the scores of a block of a `query` tensor, and flags of the rows that see no
+    key of it, [batch * pieces, heads or 1, queries or 1]."""
 
     def keys_of(row: Tensor) -> Tensor:
         every = row.expand(query.shape[0], -1, -1, -1).transpose(2, 3)

@@ -69,8 +69,8 @@ class _Layers(nn.Module):
 
 
 def test_layers_stay_alike() -> None:
-    """What all layers compute of one tensor each computes by itself, and a layer does not read what another one
-    reshaped, so that they are still copies of one region."""
+    """Each layer computes by itself a value that all of them compute of one tensor, and does not read a view that
+    another one made, so that they are still copies of one region."""
     folded = fold(normalized(_Layers(), x=X))
     (region,) = (item for item in folded.items if isinstance(item, Region))
     assert region.count == 3
