@@ -14,7 +14,7 @@ from torch import nn
 
 from autopar.models import huggingface
 from autopar.models.fingerprint import structure_fingerprint
-from autopar.models.huggingface import is_huggingface, made_inputs, settings
+from autopar.models.huggingface import completed, is_huggingface, made_inputs, settings
 from autopar.models.losses import joined_loss
 from autopar.options import Precision
 from autopar.request import Request
@@ -67,7 +67,7 @@ def read_model(model: nn.Module, example_inputs: ExampleInputs | None, request: 
         _check_loss(plan, loss)
     signature = inspect.signature(model.forward)
     if example_inputs is not None:
-        inputs = _given_inputs(type(model).__name__, signature, example_inputs)
+        inputs = completed(model, _given_inputs(type(model).__name__, signature, example_inputs))
     elif plan is not None:
         if any("[" in name for name in plan.inputs):
             raise InputError("the plan has inputs inside lists or dicts: pass example_inputs too")

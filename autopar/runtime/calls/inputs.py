@@ -91,6 +91,8 @@ def bound_call(
                 f"additional argument {name} is {type(leaf).__name__}: only tensors, numbers, flags and texts can be "
                 f"added to the inputs that the plan was made for, {', '.join(inputs)} (plan again with it)"
             )
+    if any(tensor is not leaves[name] for name, tensor in tensors.items()):
+        arguments = map_leaves(arguments, lambda name, leaf: tensors.get(name, leaf))
     as_planned = set(tensors) == set(inputs) and set(values) == set(counting) and not settings
     return BoundCall(arguments, tensors, values, settings, as_planned)
 
@@ -154,6 +156,10 @@ def _check_left_out(signature: inspect.Signature, given: Sequence[str], planned:
 
 
 def _planned_tensor(leaf: object, item: PlannedInput) -> Tensor:
+    """An argument as the tensor that was planned; a number is one without dims."""
+    dtype = item.type.dtype
+    if not item.type.shape and (type(leaf) is int or (type(leaf) is float and dtype.is_floating_point)):
+        return torch.tensor(leaf, dtype=dtype)
     if not isinstance(leaf, Tensor):
         raise InputError(f"{item.name} must be a tensor, got {type(leaf).__name__}")
     if not is_like(leaf, item.type):
