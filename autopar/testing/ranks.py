@@ -52,8 +52,8 @@ def run_ranks(function: Callable[..., T], ranks: int, *args: object, timeout: fl
     is called once all ranks are connected; ranks that cannot connect (gloo refuses a connection now and then on a busy
     machine) are started again, at most twice.
 
-    Raises RankError if a rank raises or dies, or if they have not all finished after `timeout` seconds; none is left
-    running.
+    Raises RankError if a rank raises or dies, or if they have not all connected and finished after `timeout` seconds;
+    none is left running.
     """
     results: list[T] = run_connected(connect, ranks, pickle.dumps((function, args)), timeout)
     return results
@@ -61,10 +61,11 @@ def run_ranks(function: Callable[..., T], ranks: int, *args: object, timeout: fl
 
 def run_connected(connect: Callable[[int, int, str], None], ranks: int, payload: bytes, timeout: float) -> list[Any]:
     """`run_ranks` for a pickled call, with the function by which each rank joins the others."""
+    deadline = time.monotonic() + timeout
     for attempt in range(_ATTEMPTS):
         with _started(connect, ranks) as (pipes, processes):
             try:
-                _results(pipes, processes, _CONNECTING, _RETRYING)
+                _results(pipes, processes, min(deadline, time.monotonic() + _CONNECTING), _RETRYING)
             except RankError:
                 if attempt == _ATTEMPTS - 1:
                     raise
@@ -72,7 +73,7 @@ def run_connected(connect: Callable[[int, int, str], None], ranks: int, payload:
             for pipe in pipes:
                 with contextlib.suppress(OSError):
                     pipe.send_bytes(payload)
-            results = _results(pipes, processes, timeout)
+            results = _results(pipes, processes, deadline)
             for pipe in pipes:
                 pipe.close()
             for process in processes:
@@ -110,12 +111,12 @@ def _started(
 
 
 def _results(
-    pipes: Sequence[Connection], processes: Sequence[ForkServerProcess], timeout: float, parting: float = _PARTING
+    pipes: Sequence[Connection], processes: Sequence[ForkServerProcess], deadline: float, parting: float = _PARTING
 ) -> list[Any]:
-    """The results of the ranks; as soon as one fails, the others get `parting` seconds to report their errors."""
+    """The results of the ranks until `deadline`; as soon as one fails, the others get `parting` seconds to report their
+    errors."""
     # Of each rank whether it succeeded, and its result or its error.
     outcomes: dict[int, tuple[bool, Any]] = {}
-    deadline = time.monotonic() + timeout
     while len(outcomes) < len(pipes):
         waiting = [pipe for rank, pipe in enumerate(pipes) if rank not in outcomes]
         ready = wait(waiting, timeout=max(deadline - time.monotonic(), 0.0))

@@ -35,6 +35,7 @@ class _Order:
 
     tensor: str
     band: Band
+    batch: Shape
 
 
 @dataclass(frozen=True)
@@ -99,9 +100,9 @@ def _row(rewriter: Rewriter, op: Op, rows: Sequence[str]) -> Argument:
 
 
 def _whole(rewriter: Rewriter, op: Op, name: str) -> Ref:
-    """A tensor with the four dims of scores."""
-    shape = rewriter.types[name].shape
-    return reshaped(rewriter, op, Ref(name), (1,) * (4 - len(shape)) + shape)
+    """A tensor with as many dims as scores have."""
+    shape, rank = rewriter.types[name].shape, len(rewriter.type(op.arguments["query"]).shape)
+    return reshaped(rewriter, op, Ref(name), (1,) * (rank - len(shape)) + shape)
 
 
 def _ungrouped(rewriter: Rewriter, op: Op) -> Mapping[str, Argument]:
@@ -142,7 +143,7 @@ class _Reader:
             return None
         band = found.band
         for order in found.orders:
-            if not any(self._counts_restarts(own, order.tensor) for own, _ in found.documents):
+            if not any(self._count_restarts(own, other, order) for own, other in found.documents):
                 return None
             band = _narrower(band, order.band)
         sides = (0 if side is None else side for side in (band.before, band.after))
@@ -182,7 +183,7 @@ class _Reader:
         if prod(self._shape(name)) > _LARGEST:
             return None
         values = constant(self.rewriter, name)
-        if values is None:
+        if values is None or not (values.dtype == torch.bool or values.dtype.is_floating_point):
             return None
         allowed = values if values.dtype == torch.bool else values == 0
         if values.dtype != torch.bool and not bool((values[~allowed] <= torch.finfo(values.dtype).min).all()):
@@ -216,7 +217,10 @@ class _Reader:
         if apart is not None:
             return _Meaning(_SIDES[kind](apart))
         (base, more), (same, less) = self._origin(own), self._origin(other)
-        return _Meaning(orders=(_Order(base, _SIDES[kind](more - less)),)) if base == same else None
+        batch = self._shape(own)[:-2]
+        if base != same or self._shape(other)[:-2] != batch:
+            return None
+        return _Meaning(orders=(_Order(base, _SIDES[kind](more - less), batch),))
 
     def _is_of_queries(self, name: str) -> bool:
         return self._shape(name)[-2:] == (self.queries, 1)
@@ -291,11 +295,14 @@ class _Reader:
             name = op.operands[0]
         return name, added
 
-    def _counts_restarts(self, documents: str, positions: str) -> bool:
-        """Whether documents begin wherever a position is not the one before plus one: then the distance of positions
-        in a document is that of places."""
-        op = self._maker(self._origin(documents)[0])
-        if op is None or op.kind != "cumsum" or self._origin(documents)[1]:
+    def _count_restarts(self, own: str, other: str, order: _Order) -> bool:
+        """Whether documents of queries and keys, which are the same ones, begin wherever a position is not the one
+        before plus one: then the distance of positions in a document is that of places."""
+        base, added = self._origin(own)
+        op = self._maker(base)
+        if op is None or op.kind != "cumsum" or added or self._origin(other) != (base, 0):
+            return False
+        if not self._shape(own)[:-2] == self._shape(other)[:-2] == order.batch:
             return False
         rank = len(self._shape(op.results[0]))
         unequal = self._maker(op.operands[0])
@@ -306,7 +313,7 @@ class _Reader:
             return False
         given = steps.arguments
         is_last = given["n"] == 1 and given["dim"] in (-1, rank - 1) and given["append"] is None
-        return is_last and self._origin(steps.operands[0]) == (positions, 0)
+        return is_last and self._origin(steps.operands[0]) == (order.tensor, 0)
 
 
 _WHOLE = (torch.int32, torch.int64)

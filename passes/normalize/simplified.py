@@ -62,5 +62,7 @@ def _is_pure(op: Op) -> bool:
 
 
 def _typed(argument: Argument) -> object:
-    """A key that is equal for equal arguments: for Python 1, 1.0 and True are equal, too."""
-    return tuple(map(_typed, argument)) if isinstance(argument, tuple) else (type(argument), argument)
+    """A key that is equal for equal arguments: for Python 1, 1.0 and True are equal, too, and so are 0.0 and -0.0."""
+    if isinstance(argument, tuple):
+        return tuple(map(_typed, argument))
+    return type(argument), repr(argument) if isinstance(argument, float) else argument

@@ -99,7 +99,7 @@ def _scores(queries: int, keys: int, band: Band) -> float:
     if band.before is None and not band.after:
         return queries * keys / (1 if band.is_full else 2)
     before = queries if band.before is None else least((band.before + 1, queries))
-    after = band.after or 0
+    after = least((band.after or 0, queries - 1))
     return queries * (before + after) - (before**2 + after**2) / 2
 
 
@@ -108,5 +108,6 @@ def _reaching(found: dict[str, Factor], band: Band) -> dict[str, Factor]:
     if band.is_full or "queries" not in found:
         return found
     queries = found["queries"]
-    before = queries.size - 1 if band.before is None else band.before
-    return {**found, "queries": replace(queries, reach=(before, band.after or 0))}
+    most = queries.size - 1
+    before = most if band.before is None else least((band.before, most))
+    return {**found, "queries": replace(queries, reach=(before, least((band.after or 0, most))))}

@@ -57,8 +57,9 @@ class _Watching(TorchDispatchMode):
         A thread of gloo lets go of what it sent a moment after the rank has waited for it, so this counts until the
         bytes have not changed for a while.
         """
-        counts = [-1]
+        counts: list[int] = []
         while len(counts) < _ALIKE or len(set(counts[-_ALIKE:])) > 1:
+            assert len(counts) < 50 * _ALIKE, counts
             counts.append(sum(size for storage, size in self.made.values() if not storage.expired()))
             time.sleep(_PAUSE_S)
         return counts[-1]

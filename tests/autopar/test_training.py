@@ -553,6 +553,25 @@ def test_freezing_a_part_of_a_unit() -> None:
 # --- lifetime ---------------------------------------------------------------------------------------------------------
 
 
+def _batches_alive() -> list[bool]:
+    data, model = batches(1)[0], Stack().double()
+    dist_model = made(model, (2,), data)
+    left = []
+    for _ in range(3):
+        batch = {name: tensor.clone() for name, tensor in data.items()}
+        watched = [weakref.ref(tensor) for tensor in batch.values()]
+        dist_model(**batch)["loss"].backward()
+        del batch
+        gc.collect()
+        left += [reference() is not None for reference in watched]
+    return left
+
+
+def test_batches_are_freed() -> None:
+    """The first, by which later calls are known to be as usual, too."""
+    assert not any(map(any, run_ranks(_batches_alive, 2)))
+
+
 def _lifetime() -> tuple[list[str], list[int]]:
     data, model = batches(2), Stack().double()
     groups, left = [], []

@@ -41,6 +41,7 @@ _HIDING = "autopar.scaled_dot_product_attention.default"
 _SHORT, _LONG_ROW = torch.ones(1, 1, 1, 512, dtype=torch.bool), _ids(2, 1, 1, 512)
 _LONGER = _wide(1, 2, 8192, 8)
 _SAMPLES = (_wide(2, 4, 512, 16),) * 3
+_HALF = tuple(each.bfloat16() for each in _QKV)
 _PADDED = (_SHORT, 0.0, True)
 _DOCUMENTS = (_ids(2, 1, 512, 1), _LONG_ROW)
 # By the local form, or a name: the operator, its arguments, and the method.
@@ -81,6 +82,9 @@ CASES: dict[str, tuple[str, tuple[object, ...], str]] = {
     "ring_attention in a window": (_HIDING, (*(_LONGER,) * 3, *_CAUSAL, (63, 0)), "ring"),
     "ring_attention with padding": (_HIDING, (*_QKV, *_PADDED), "ring"),
     "ring_attention of documents": (_HIDING, (*_SAMPLES, *_CAUSAL, None, *_DOCUMENTS), "ring"),
+    "blockwise_attention in half precision": (_ATTENTION, (*_HALF, *_CAUSAL), "queries"),
+    "blockwise_attention in a window in half precision": (_HIDING, (*_HALF, *_CAUSAL, (63, 0)), "queries"),
+    "attention in half precision": (_HIDING, (*_HALF, *_PADDED), "heads"),
     "attention in a window": (_HIDING, (*(_LONGER,) * 3, *_CAUSAL, (63, 0)), "heads"),
     "attention with padding": (_HIDING, (*_QKV, *_PADDED), "heads"),
     "attention of documents": (_HIDING, (*_SAMPLES, *_CAUSAL, None, *_DOCUMENTS), "heads"),

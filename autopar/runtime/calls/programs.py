@@ -216,7 +216,7 @@ class CallPath:
             return usual_call(planned, given)
         call = bound_call(self._signature, planned, args, kwargs)
         if call.as_planned and not args and given.keys() == kwargs.keys() == call.tensors.keys():
-            self._usual[name] = given.keys()
+            self._usual[name] = frozenset(given)
         return call
 
     def _local_input(self, item: PlannedInput, call: BoundCall) -> Tensor:

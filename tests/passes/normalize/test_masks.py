@@ -12,6 +12,7 @@ from passes.ops import ATTENTION
 from passes.rules.local_forms import runs_in_blocks
 from tests.models import llama, mistral, tokens
 from tests.passes.helpers import Apply, normalized
+from tests.passes.normalize.running import run
 
 X = torch.ones(2, 3, 8, 4)
 LENGTH = 8
@@ -226,3 +227,80 @@ def test_stock_models_make_no_squares(windowed: bool, packed: bool, padding: boo
     blocks = windowed or padding or documents is not None
     assert _op(program) == (blocks, True, (7, 0) if windowed else None, row, documents)
     assert _no_squares(program, 20)
+
+
+SAMPLES = 3
+Y = torch.randn(SAMPLES, SAMPLES, LENGTH, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+LENGTHS = torch.tensor([8, 5, 1])
+POSITIONS = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3], [0, 1, 0, 1, 2, 3, 4, 5], [4, 5, 6, 0, 1, 2, 0, 1]])
+NUMBERS = torch.tensor([[1] * 3 + [2] * 5, [3] * 8, [1] * 7 + [0]])
+
+
+def _documents(positions: Tensor) -> Tensor:
+    return (torch.diff(positions, prepend=positions[:, :1] - 1) != 1).cumsum(-1)
+
+
+def _same(own: Tensor, other: Tensor) -> Tensor:
+    return own[:, None, :, None] == other[:, None, None, :]
+
+
+def _before(own: Tensor, other: Tensor) -> Tensor:
+    return own[:, None, :, None] >= other[:, None, None, :]
+
+
+# By the lengths, numbers and positions of samples.
+Masking = Callable[[Tensor, Tensor, Tensor], Tensor]
+MASKS: dict[str, Masking] = {
+    "documents": lambda lengths, numbers, positions: _same(numbers, numbers),
+    "documents before": lambda lengths, numbers, positions: _same(numbers, numbers) & _flags(),
+    "documents of others": lambda lengths, numbers, positions: _same(numbers, positions),
+    "restarts": lambda lengths, numbers, positions: (
+        _same(_documents(positions), _documents(positions)) & _before(positions, positions)
+    ),
+    "restarts and a window": lambda lengths, numbers, positions: (
+        _same(_documents(positions), _documents(positions))
+        & _before(positions, positions)
+        & ~_before(positions - 2, positions)
+    ),
+    "restarts of queries alone": lambda lengths, numbers, positions: (
+        _same(_documents(positions), numbers) & _before(positions, positions)
+    ),
+    "shifted restarts": lambda lengths, numbers, positions: (
+        _same(_documents(positions), _documents(positions) - 1) & _before(positions, positions)
+    ),
+    "samples in place of heads": lambda lengths, numbers, positions: (
+        _same(_documents(positions), _documents(positions))
+        & (positions[:, None, :, None] >= positions.reshape(1, SAMPLES, LENGTH)[:, :, None, :])
+    ),
+    "restarts in place of heads": lambda lengths, numbers, positions: (
+        (_documents(positions)[:, None, :, None] == _documents(positions).reshape(1, SAMPLES, 1, LENGTH))
+        & (positions[:, None, :, None] >= positions.reshape(1, SAMPLES, 1, LENGTH))
+    ),
+    "any of two": lambda lengths, numbers, positions: _same(numbers, numbers) | _flags(),
+    "not unlike": lambda lengths, numbers, positions: ~(numbers[:, None, :, None] != numbers[:, None, None, :]),
+    "padding": lambda lengths, numbers, positions: (torch.arange(LENGTH) < lengths[:, None])[:, None, None] & _flags(),
+    "padding on the left": lambda lengths, numbers, positions: (
+        (torch.arange(LENGTH) >= lengths[:, None])[:, None, None] & _flags()
+    ),
+    "numbers as flags": lambda lengths, numbers, positions: torch.logical_and(
+        torch.ones(LENGTH, LENGTH, dtype=torch.int64).tril(), positions[:, None, None, :]
+    ),
+    "numbers that are added as flags": lambda lengths, numbers, positions: torch.logical_and(
+        torch.where(_flags(), 0.0, float("-inf")), positions[:, None, None, :]
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("rank", [4, 3])
+def test_masks_hide_the_same(name: str, rank: int) -> None:
+    """The program in normal form computes what the function does, however its mask was read; with heads and without."""
+
+    def function(x: Tensor, **given: Tensor) -> Tensor:
+        mask = MASKS[name](*given.values())
+        return F.scaled_dot_product_attention(x, x, x, attn_mask=mask if rank == 4 else mask[:, 0])
+
+    x = Y if rank == 4 else Y[0]
+    given = {"lengths": LENGTHS, "numbers": NUMBERS, "positions": POSITIONS}
+    (found,) = run(normalized(Apply(function), x=x, **given), {"x": x, **given})[0].values()
+    torch.testing.assert_close(found, function(x, **given), rtol=1e-12, atol=1e-12)

@@ -68,6 +68,13 @@ class _Layers(nn.Module):
         return x
 
 
+def test_zeros_of_both_signs_are_two() -> None:
+    """Python takes them for equal; ops do not."""
+    ops = normalized(Apply(lambda x: (torch.copysign(x, 0.0), torch.copysign(x, -0.0))), x=X).ops
+    assert [op.arguments["other"] for op in ops] == [0.0, -0.0]
+    assert str(ops[1].arguments["other"]) == "-0.0"
+
+
 def test_layers_stay_alike() -> None:
     """Each layer computes by itself a value that all of them compute of one tensor, and does not read a view that
     another one made, so that they are still copies of one region."""

@@ -10,7 +10,10 @@ import torch
 from passes.ir.layout import P, R
 from passes.ir.program import Factor, Op
 from passes.ir.redistribution import RedistributionStep
+from passes.ops import ATTENTION
 from passes.rules.local_forms import LOCAL_FORMS, FormContext, FormStep, LocalForm, Split
+from tests.passes.rules.one_op import one_op
+from tests.passes.rules.samples import Sample
 
 
 @pytest.mark.parametrize("reach", [(511, 0), (63, 0), (7, 0), (7, 7), (0, 0)])
@@ -33,6 +36,25 @@ def test_the_busiest_rank_of_attention(splits: tuple[Split, ...], reach: tuple[i
     factor = Factor(length, reach=reach)
     assert LOCAL_FORMS["ring_attention"].share(splits, factor) == pytest.approx(most / int(scores.sum()), rel=0.02)
     assert LOCAL_FORMS["mean"].share(splits, factor) == 1 / prod(split.ways for split in splits)
+
+
+@pytest.mark.parametrize("sides", [(1, 0), (1, 1)])
+def test_longer_windows_cost_no_more(sides: tuple[int, int]) -> None:
+    """Those that reach beyond the sequence are as full attention is, or causal."""
+    length = 16
+
+    def cost(reach: int) -> tuple[float, float]:
+        x = torch.ones(2, 4, length, 8)
+        window = [side * reach for side in sides]
+        one = one_op(Sample(ATTENTION, (x, x, x), {"is_causal": sides[1] == 0, "window": window}))
+        assert one.rule is not None
+        share = LOCAL_FORMS["blockwise_attention"].share([Split(2, 1)], one.rule.factors["queries"])
+        return one.rule.multiplications, share
+
+    costs = [cost(reach) for reach in (1, 5, length - 1, length, 60, 10_000)]
+    assert costs[2:] == [costs[2]] * 4
+    assert 0 < costs[0][0] < costs[1][0] < costs[2][0]
+    assert all(0.5 <= share <= 1 for _, share in costs)
 
 
 def test_shifts_end_where_windows_do() -> None:

@@ -9,14 +9,14 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from autopar.runtime.generated.attention import blockwise_attention
-from autopar.runtime.generated.attention_kernels import CPU, EFFICIENT, FLASH, PLAIN, Kernel, Scores
+from autopar.runtime.generated.attention_kernels import CPU, EFFICIENT, FLASH, PLAIN, Kernel, Scores, kernel_of
 from autopar.runtime.generated.blocks import blocks_of
 from autopar.runtime.generated.digits import places
 from autopar.runtime.generated.masks import Masks, visible
 from autopar.runtime.generated.ring_attention import held_blocks, ring_attention, rounds_of, shifts
 from autopar.runtime.state import Axis
-from passes._torch import TorchDispatchMode
-from passes.ir.bands import Band
+from passes._torch import FakeTensorMode, TorchDispatchMode
+from passes.ir.bands import Band, kernel_width
 from tests.autopar.in_process import Threads, axes_at
 from tests.autopar.runtime.generated.splits import SIZE, SPLITS, ranks
 from tests.passes.helpers import mesh_of
@@ -112,6 +112,27 @@ def test_tiles_equal_the_whole(name: str, monkeypatch: pytest.MonkeyPatch) -> No
         _equal_in_parts(split, name, (4, 2), (8, 8))
 
 
+def test_gradients_of_many_blocks_are_as_exact_as_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In half precision, relative to those of one kernel, against double precision."""
+    monkeypatch.setattr("autopar.runtime.generated.masks.TILE", 8)
+    generator = torch.Generator().manual_seed(0)
+    drawn = [torch.randn(1, 1, 512, 16, generator=generator).bfloat16() for _ in range(4)]
+    *given, cotangent = [each + 1 for each in drawn]
+    one = torch.zeros(1, 1, 512, dtype=torch.int64)
+
+    def gradients(dtype: torch.dtype, attend: Callable[..., Tensor], **options: object) -> Sequence[Tensor]:
+        inputs = [each.to(dtype).requires_grad_() for each in given]
+        return torch.autograd.grad(attend(*inputs, **options), inputs, cotangent.to(dtype))
+
+    expected = gradients(torch.float64, scaled_dot_product_attention, is_causal=True)
+    fused = gradients(torch.bfloat16, scaled_dot_product_attention, is_causal=True)
+    documents = one[..., None], one[:, :, None]
+    blocks = gradients(torch.bfloat16, blockwise_attention, causal=True, documents=documents)
+    for exact, own, other in zip(expected, blocks, fused, strict=True):
+        found, least = ((each - exact).norm() / exact.norm() for each in (own.double(), other.double()))
+        assert found <= 1.5 * least, (found, least)
+
+
 class _Largest(TorchDispatchMode):
     """Notes the bytes of the largest tensor that is made."""
 
@@ -170,6 +191,15 @@ def test_plain_products_equal_the_kernel(heads: tuple[int, int], causal: bool, a
     rows = gradient, result * 0.9, statistics + 0.1
     expected, found = (kernel.backward(given, rows, scores) for kernel in (CPU, PLAIN))
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_widths_are_those_that_kernels_take() -> None:
+    """Multiples of 8 on CUDA, where flash attention takes up to 256; any on the CPU."""
+    assert [kernel_width(*widths, "cuda") for widths in ((64, 64), (20, 20), (96, 100), (1, 3))] == [64, 24, 104, 8]
+    assert kernel_width(20, 12, "cpu") == 20
+    for width, kernel in ((256, FLASH), (264, EFFICIENT)):
+        with FakeTensorMode():
+            assert kernel_of(torch.empty(1, 1, 8, width, dtype=torch.bfloat16, device="cuda")) is kernel
 
 
 @pytest.mark.parametrize(
