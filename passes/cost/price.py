@@ -121,7 +121,7 @@ def local_attention(
     )
     masked = len(context.operands) > 3
     if runs_in_blocks(context.op) or any(choice.form for choice in choices):
-        shapes = block_attention(shapes, context.operands[1].shape[-2])
+        shapes = block_attention(shapes, context.operands[1].shape[-2], device)
     dropout = bool(context.op.arguments["dropout_p"])
     kernel = attention_kernel(device, context.operands[0].dtype, shapes, masked=masked, dropout=dropout)
     return Attention(kernel, shapes, masked or bool(context.op.arguments["is_causal"]))

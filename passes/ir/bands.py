@@ -6,6 +6,9 @@ from dataclasses import dataclass
 # The most queries, and keys, of a block of which documents hide keys.
 TILE = 1024
 
+# Kernels of CUDA take widths that are multiples of this, to which torch's own attention pads operands.
+_ALIGNED = 8
+
 
 @dataclass(frozen=True, slots=True)
 class Band:
@@ -18,6 +21,12 @@ class Band:
     def is_full(self) -> bool:
         """Whether every query attends to every key."""
         return self.before is None and self.after is None
+
+
+def kernel_width(query: int, value: int, device: str) -> int:
+    """The one width that kernels of attention take on a type of `device`, for a `query` and a `value` of these."""
+    wide = max(query, value)
+    return -(-wide // _ALIGNED) * _ALIGNED if device == "cuda" else wide
 
 
 def band_of(causal: bool, window: Sequence[int] | None) -> Band:

@@ -164,6 +164,8 @@ class _Reader:
         op, shape = self._maker(name), self._shape(name)
         if self.rewriter.types[name].dtype == torch.bool and op is not None:
             if op.kind in _CONJUNCTIONS and len(op.operands) == 2:
+                if any(self.rewriter.types[operand].dtype != torch.bool for operand in op.operands):
+                    return None
                 return _both(*(self._terms(operand) for operand in op.operands))
             if op.kind in ("expand", "reshape") and _leading(self._shape(op.operands[0])) == _leading(shape):
                 return self._terms(op.operands[0])

@@ -109,5 +109,5 @@ def _reaching(found: dict[str, Factor], band: Band) -> dict[str, Factor]:
         return found
     queries = found["queries"]
     most = queries.size - 1
-    before = most if band.before is None else least((band.before, most))
-    return {**found, "queries": replace(queries, reach=(before, least((band.after or 0, most))))}
+    before, after = (most if side is None else cast(int, least((side, most))) for side in (band.before, band.after))
+    return {**found, "queries": replace(queries, reach=(before, after))}

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from passes.ir.bands import TILE
+from passes.ir.bands import TILE, kernel_width
 from passes.ir.figures import least
 from passes.ir.layout import I, P, Placement, R, S, Shape
 from passes.ir.program import Factor, Op
@@ -220,19 +220,19 @@ def _halo(context: FormContext) -> Workspace:
     return edges, context.size + edges
 
 
-def block_attention(operands: Sequence[Shape], keys: int) -> tuple[Shape, Shape, Shape]:
+def block_attention(operands: Sequence[Shape], keys: int, device: str) -> tuple[Shape, Shape, Shape]:
     """The shapes of query, key and value that the kernels of attention in blocks read together: padded to the same
     width, and with all `keys`, also those that arrive from other ranks. A kernel without grouped heads runs once for
     each head of a group."""
     query, key, value = operands[:3]
-    wide = max(query[3], value[3])
+    wide = kernel_width(query[3], value[3], device)
     return (*query[:3], wide), (key[0], query[1], keys, wide), (value[0], query[1], keys, wide)
 
 
 def _attention(context: FormContext) -> Workspace:
     """Attention in blocks saves a log-sum-exp per query and the padding of its operands; gradients are padded, too."""
     query, key, value = context.operands[:3]
-    wide, rows, itemsize = max(query[3], value[3]), prod(query[:3]), context.dtype.itemsize
+    wide, rows, itemsize = kernel_width(query[3], value[3], context.device), prod(query[:3]), context.dtype.itemsize
     padded = sum(prod(shape[:3]) * (wide - shape[3]) for shape in (query, key, value))
     saved = rows * _single(context) + (padded + rows * (wide - value[3])) * itemsize
     # Of a narrow value also the gradient of the result is padded.
@@ -246,18 +246,25 @@ def _single(context: FormContext) -> int:
 
 def _blocks(context: FormContext) -> Workspace:
     """In the backward pass the gradients of the largest block: of the keys before this rank's queries, or of as many as
-    there are of these; and what the block takes in."""
+    there are of these; and what the block takes in. Those of half precision are added up in single precision, where
+    there are several blocks."""
     query, key, value = context.operands[:3]
     saved, padded = _attention(context)
-    (before, after), width = context.reach, max(query[3], value[3])
+    (before, after), width = context.reach, kernel_width(query[3], value[3], context.device)
     queries, keys = query[2], key[2]
     if before + after:
         # Figures of sizes are compared by their numbers alone.
         keys = max(key[2] - query[2] if before >= key[2] - query[2] else before + 1, query[2])
     if _has_documents(context):
         queries, keys = min(queries, TILE), min(keys, TILE)
-    block = (prod(query[:2]) * queries + 2 * prod(key[:2]) * keys) * width * context.dtype.itemsize
-    return saved, padded + max(block + _hidden(context, queries, keys, block), _flipped(context))
+    itemsize, single = context.dtype.itemsize, _single(context)
+    block = (prod(query[:2]) * queries + 2 * prod(key[:2]) * keys) * width * itemsize
+    most = max(block + _hidden(context, queries, keys, block), _flipped(context))
+    several = before + after and (query[2] != key[2] or context.op.arguments.get("window") is not None)
+    if single > itemsize and (several or queries < query[2] or keys < key[2]):
+        every = (prod(query[:3]) + 2 * prod(key[:3])) * width
+        most = max(most + every * (single - itemsize), every * single)
+    return saved, padded + most
 
 
 def _has_documents(context: FormContext) -> bool:
@@ -280,7 +287,7 @@ def _flipped(context: FormContext) -> float:
     if context.op.arguments.get("window") is None:
         return 0.0
     rows, held = prod(query[:3]), 2 * prod(key[:2]) * query[2]
-    wide, itemsize = max(query[3], value[3]), context.dtype.itemsize
+    wide, itemsize = kernel_width(query[3], value[3], context.device), context.dtype.itemsize
     return (4 * rows + 2 * held) * wide * itemsize + rows * _single(context)
 
 
@@ -290,7 +297,7 @@ def _ring_blocks(context: FormContext) -> Workspace:
     gradients are sent, received and added."""
     query, key, value = context.operands[:3]
     saved, padded = _attention(context)
-    wide, itemsize, single = max(query[3], value[3]), context.dtype.itemsize, _single(context)
+    wide, itemsize, single = kernel_width(query[3], value[3], context.device), context.dtype.itemsize, _single(context)
     rows, held = prod(query[:3]) * wide, 2 * prod(key[:3]) * wide
     gradients = (rows + held) * itemsize
     hidden = _hidden(context, min(query[2], TILE), min(key[2], TILE), gradients)

@@ -19,7 +19,7 @@ from autopar.runtime.generated.attention_kernels import Scores, Three, kernel_of
 from autopar.runtime.generated.blocks import Block, blocks_of
 from autopar.runtime.generated.digits import Digits, places
 from autopar.runtime.generated.masks import Masks, back, hidden, part_of, spread, visible
-from passes.ir.bands import Band, band_of
+from passes.ir.bands import Band, band_of, kernel_width
 
 Documents = tuple[Tensor, Tensor]
 
@@ -67,7 +67,7 @@ def _blocks(count: int, size: int, digits: Digits, band: Band) -> tuple[Block, .
 def same_width(query: Tensor, key: Tensor, value: Tensor) -> Three:
     """Query, key and value as kernels take them, of equal widths. Zeros add nothing to scores, and make columns of the
     result that are not read."""
-    wide = max(query.shape[-1], value.shape[-1])
+    wide = kernel_width(query.shape[-1], value.shape[-1], query.device.type)
     return padded(query, wide), padded(key, wide), padded(value, wide)
 
 
@@ -137,10 +137,12 @@ class _BlockAttention(torch.autograd.Function):
         """The gradients of query, key and value."""
         *whole, row, queries, keys, result, statistics = ctx.saved_tensors
         blocks, scale = ctx.about
-        found = [torch.zeros_like(each) for each in whole]
+        # Rounding errors of many blocks would add up in half precision.
+        wide = torch.promote_types(result.dtype, torch.float32) if len(blocks) > 1 else result.dtype
+        found = [torch.zeros_like(each, dtype=wide) for each in whole]
         every = padded(gradient, gradient.shape[-1]), result, statistics
         add_gradients(found, whole, Masks(row, queries, keys), every, blocks, scale)
-        return (*found, *[None] * 5)
+        return (*(each.to(result.dtype) for each in found), *[None] * 5)
 
 
 def block_result(block: Block, whole: Sequence[Tensor], masks: Masks, scale: float) -> tuple[Tensor, Tensor]:

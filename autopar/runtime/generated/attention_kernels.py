@@ -28,6 +28,10 @@ from passes._torch import EFFICIENT_ATTENTION, FLASH_ATTENTION
 Three = tuple[Tensor, Tensor, Tensor]
 
 
+# The largest width of the flash kernel.
+_WIDEST = 256
+
+
 class Scores(NamedTuple):
     """Scores of a block: their scale, whether they are causal, and what is added to them, in the dtype of the query,
     [batch or 1, heads or 1, queries or 1, keys]."""
@@ -49,7 +53,7 @@ def kernel_of(query: Tensor, *, adds: bool = False) -> Kernel:
     if query.device.type != "cuda":
         return CPU
     if query.dtype in (torch.float16, torch.bfloat16):
-        return EFFICIENT if adds else FLASH
+        return EFFICIENT if adds or query.shape[-1] > _WIDEST else FLASH
     return EFFICIENT if query.dtype is torch.float32 else PLAIN
 
 
