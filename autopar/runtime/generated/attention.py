@@ -47,7 +47,8 @@ def blockwise_attention(
     blocks = _blocks(query.shape[2], key.shape[2], tuple(digits), band_of(causal, window))
     masks = masks_of(mask, documents)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    result: Tensor = _BlockAttention.apply(*given, *masks, visible(blocks, masks), scale)  # type: ignore[no-untyped-call]
+    (seen,) = visible([(blocks, masks)])
+    result: Tensor = _BlockAttention.apply(*given, *masks, seen, scale)  # type: ignore[no-untyped-call]
     return result if value.shape[-1] == result.shape[-1] else result[..., : value.shape[-1]]
 
 

@@ -77,19 +77,24 @@ def hidden(block: Block, masks: Masks, query: Tensor) -> tuple[Tensor, Tensor]:
     return added, ~seen.tril().any(-1)
 
 
-def visible(blocks: Sequence[Block], masks: Masks) -> Sequence[Block]:
-    """`blocks`, or with documents tiles of them, without those that no query and key of one document are in."""
-    if masks.queries is None or masks.keys is None:
-        return blocks
-    tiles = [tile for block in blocks for tile in _tiles(block)]
-    queries, keys = masks.queries.squeeze(3), masks.keys.squeeze(2)
-    flags = [_apart(queries[..., tile.queries], keys[..., tile.keys]) for tile in tiles]
+def visible(parts: Sequence[tuple[Sequence[Block], Masks]]) -> Sequence[Sequence[Block]]:
+    """Of each part the blocks, or with documents tiles of them, without those that no query and key of one document are
+    in. Values are read once for all parts: with documents the host waits for the device."""
+    if not any(masks.queries is not None for _, masks in parts):
+        return [blocks for blocks, _ in parts]
+    tiles = [[tile for block in blocks for tile in _tiles(block)] for blocks, _ in parts]
+    flags = [
+        _apart(masks.queries.squeeze(3)[..., tile.queries], masks.keys.squeeze(2)[..., tile.keys])
+        for own, (_, masks) in zip(tiles, parts, strict=True)
+        if masks.queries is not None and masks.keys is not None
+        for tile in own
+    ]
     try:
-        apart = torch.stack(flags).tolist() if flags else []
+        apart = iter(torch.stack(flags).tolist() if flags else ())
     except DataDependentOutputException:
         # Tensors without values: all are computed.
         return tiles
-    return [tile for tile, skipped in zip(tiles, apart, strict=True) if not skipped]
+    return [[tile for tile in own if not next(apart)] for own in tiles]
 
 
 def _apart(queries: Tensor, keys: Tensor) -> Tensor:

@@ -97,30 +97,35 @@ def held_blocks(count: int, keys: int, digits: Digits, source: Digits, band: Ban
 
 
 class _Ring:
-    """Goes around the ranks of `digits`, as far as queries attend to their keys."""
+    """Goes around the ranks of `digits`, as far as queries attend to their keys.
+
+    `parts` are the blocks of what is held and its masks, one rank's after the other's.
+    """
 
     def __init__(self, query: Tensor, key: Tensor, masks: Masks, digits: Digits, band: Band) -> None:
-        self.counts = query.shape[2], key.shape[2]
-        self.digits, self.band, self.masks, self.device = digits, band, masks, query.device
-        self.axes = [axis for axis, _ in digits]
-        self.majors = [major for _, major in digits]
+        self.digits, self.axes = digits, [axis for axis, _ in digits]
         self.shifts, self.home = shifts([axis.size for axis in self.axes], rounds_of(query.shape[2], digits, band))
-
-    def sources(self) -> Iterator[tuple[Sequence[Block], Masks, Shift | None]]:
-        """The blocks of what is held, one rank's after the other's, its masks, and the shift to the next one's."""
-        ranks = [axis.rank for axis in self.axes]
-        for shift in (*self.shifts, None):
-            held = (replace(axis, rank=rank) for axis, rank in zip(self.axes, ranks, strict=True))
-            source = tuple(zip(held, self.majors, strict=True))
-            blocks, masks = held_blocks(*self.counts, self.digits, source, self.band), self.masks
+        counts = query.shape[2], key.shape[2]
+        self.parts: list[tuple[Sequence[Block], Masks]] = []
+        for source in self._sources():
+            own = masks
             if masks.hides:
-                size = self.counts[1] * prod(axis.size for axis in self.axes)
-                there = torch.from_numpy(places(self.counts[1], size, source))
-                masks = masks.with_keys(there.to(self.device))
-            yield visible(blocks, masks), masks, shift
-            if shift is not None:
-                place, by = shift
-                ranks[place] = (ranks[place] - by) % self.axes[place].size
+                there = torch.from_numpy(places(counts[1], counts[1] * prod(axis.size for axis in self.axes), source))
+                own = masks.with_keys(there.to(query.device))
+            self.parts.append((held_blocks(*counts, digits, source, band), own))
+
+    def _sources(self) -> Iterator[Digits]:
+        """The digits of the ranks that keys come from."""
+        ranks = [axis.rank for axis in self.axes]
+        for place, by in ((0, 0), *self.shifts):
+            ranks[place] = (ranks[place] - by) % self.axes[place].size
+            held = (replace(axis, rank=rank) for axis, rank in zip(self.axes, ranks, strict=True))
+            yield tuple(zip(held, (major for _, major in self.digits), strict=True))
+
+    def around(self, blocks: Sequence[Sequence[Block]]) -> Iterator[tuple[Sequence[Block], Masks, Shift | None]]:
+        """The `blocks` of what is held, its masks, and the shift to the next rank's."""
+        for own, (_, masks), shift in zip(blocks, self.parts, (*self.shifts, None), strict=True):
+            yield own, masks, shift
 
     def start(self, tensor: Tensor, shift: Shift) -> Callable[[], Tensor]:
         """Begin to send a tensor on."""
@@ -136,7 +141,8 @@ class _RingAttention(torch.autograd.Function):
         """The result, in the dtype of the query; `given` are query, key and value, masks, digits, band, and scale."""
         (query, key, value), masks, (digits, band, scale) = given[:3], Masks(*given[3:6]), given[6:]
         ring, merged, held = _Ring(query, key, masks, digits, band), Merged(query), _packed(key, value)
-        for blocks, own, shift in ring.sources():
+        seen = visible(ring.parts)
+        for blocks, own, shift in ring.around(seen):
             coming = ring.start(held, shift) if shift else None
             whole = query, *_unpacked(held, key, value)
             for block in blocks:
@@ -144,7 +150,7 @@ class _RingAttention(torch.autograd.Function):
             held = coming() if coming else held
         result, statistics = merged.finished()
         ctx.save_for_backward(query, key, value, *masks, result, statistics)
-        ctx.about = digits, band, scale
+        ctx.about = digits, band, scale, seen
         return result
 
     @staticmethod
@@ -152,14 +158,14 @@ class _RingAttention(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         """The gradients of query, key and value."""
         query, key, value, row, queries, keys, result, statistics = ctx.saved_tensors
-        digits, band, scale = ctx.about
+        digits, band, scale, seen = ctx.about
         ring, held = _Ring(query, key, Masks(row, queries, keys), digits, band), _packed(key, value)
         every = padded(gradient, gradient.shape[-1]), result, statistics
         wide = torch.promote_types(query.dtype, torch.float32)
         of_query = torch.zeros_like(query, dtype=wide)
         # The gradients of what is held, on their way with it.
         arriving: Callable[[], Tensor] | None = None
-        for blocks, masks, shift in ring.sources():
+        for blocks, masks, shift in ring.around(seen):
             coming = ring.start(held, shift) if shift else None
             of_held = torch.zeros_like(held, dtype=wide)
             found = of_query, *_unpacked(of_held, key, value)

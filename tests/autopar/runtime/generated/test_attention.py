@@ -169,7 +169,7 @@ def test_tiles_between_documents_are_left_out(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("autopar.runtime.generated.masks.TILE", 6)
     numbers = torch.arange(SIZE) // 6
     masks = Masks(None, numbers[None, None, :, None], numbers[None, None, None])
-    tiles = visible(blocks_of(np.arange(SIZE), np.arange(SIZE), Band(None, 0)), masks)
+    (tiles,) = visible([(blocks_of(np.arange(SIZE), np.arange(SIZE), Band(None, 0)), masks)])
     assert [(tile.queries, tile.causal) for tile in tiles] == [
         (slice(start, start + 6, 1), True) for start in range(0, SIZE, 6)
     ]
