@@ -379,13 +379,13 @@ def _node(
 
 def _each_way(node: Node, places: tuple[LiveRange, LiveRange], sizes: Sequence[float]) -> list[NodeAllocation]:
     """Saved bytes of a node: of strategies that are not recomputed in the first range, of the others in the second."""
+    kept, again = places
+    if kept == again or not (node.second or any(node.light)):
+        return [NodeAllocation("saved", kept, sizes)]
+    recomputed = [is_recomputed(node, pick) for pick in range(len(sizes))]
     return [
-        NodeAllocation(
-            "saved",
-            place,
-            [size if is_recomputed(node, pick) is recomputed else 0.0 for pick, size in enumerate(sizes)],
-        )
-        for place, recomputed in zip(places, (False, True), strict=True)
+        NodeAllocation("saved", kept, [0.0 if flag else size for size, flag in zip(sizes, recomputed, strict=True)]),
+        NodeAllocation("saved", again, [size if flag else 0.0 for size, flag in zip(sizes, recomputed, strict=True)]),
     ]
 
 

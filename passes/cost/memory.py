@@ -6,8 +6,8 @@ fraction is live at each point. The solver reads the arrays of all strategies; o
 problem with one strategy per node.
 """
 
-from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -63,21 +63,49 @@ class TensorUses:
 def find_tensor_uses(problem: Problem, mesh: Mesh) -> list[TensorUses]:
     """The uses of every tensor, in the order of the groups of `problem`."""
     by_group = grouped((edge.group, edge) for edge in problem.edges)
-    numbers: dict[Placement, int] = {R: 0, I: _WHOLE}
-    return [_uses(problem, problem.groups[group], edges, mesh, numbers) for group, edges in sorted(by_group.items())]
+    known = _Known(mesh)
+    return [_uses(problem, problem.groups[group], edges, known) for group, edges in sorted(by_group.items())]
 
 
 # R and I have the lowest numbers, up to this one.
 _WHOLE = 1
 
 
-def _uses(
-    problem: Problem, group: EdgeGroup, edges: Sequence[Edge], mesh: Mesh, numbers: dict[Placement, int]
-) -> TensorUses:
+@dataclass(frozen=True)
+class _Known:
+    """Layouts on one mesh as numbers of their placements, and their bytes by shape: many tensors have the same."""
+
+    mesh: Mesh
+    placements: dict[Placement, int] = field(default_factory=lambda: {R: 0, I: _WHOLE})
+    numbers: dict[Layout, list[int]] = field(default_factory=dict)
+    sizes: dict[Hashable, dict[Layout, float]] = field(default_factory=dict)
+
+    def numbered(self, layouts: Iterable[Layout]) -> Integers:
+        """The numbers of the placements of some layouts: `[layout, axis]`."""
+        found = []
+        for layout in layouts:
+            own = self.numbers.get(layout)
+            if own is None:
+                own = [self.placements.setdefault(placement, len(self.placements)) for placement in layout]
+                self.numbers[layout] = own
+            found.append(own)
+        return np.array(found)
+
+    def bytes(self, group: EdgeGroup, layouts: Collection[Layout]) -> Floats:
+        """The bytes of a group's tensor in some layouts."""
+        sizes = self.sizes.setdefault((group.type.shape, group.type.dtype, group.count), {})
+        for layout in layouts:
+            if layout not in sizes:
+                sizes[layout] = layout_bytes(group, layout, self.mesh)
+        return np.array([sizes[layout] for layout in layouts])
+
+
+def _uses(problem: Problem, group: EdgeGroup, edges: Sequence[Edge], known: _Known) -> TensorUses:
     producer = edges[0].producer
     sources: dict[tuple[Layout, bool], int] = {}
     node = problem.nodes[producer]
-    made = [(item.results[edges[0].result], is_recomputed(node, pick)) for pick, item in enumerate(node.strategies)]
+    result, again = edges[0].result, node.second or any(node.light)
+    made = [(item.results[result], again and is_recomputed(node, pick)) for pick, item in enumerate(node.strategies)]
     rows = np.array([sources.setdefault(each, len(sources)) for each in made])
     targets: dict[Layout, int] = {}
     wanted = [
@@ -91,8 +119,7 @@ def _uses(
     ]
     layouts = [layout for layout, _ in sources]
     # [source, axis, target]
-    here = np.array([_numbered(layout, numbers) for layout in layouts])[:, :, None]
-    there = np.array([_numbered(layout, numbers) for layout in targets]).T[None]
+    here, there = known.numbered(layouts)[:, :, None], known.numbered(targets).T[None]
     return TensorUses(
         group,
         producer,
@@ -104,13 +131,9 @@ def _uses(
         wanted,
         (np.maximum(here, _WHOLE) == np.maximum(there, _WHOLE)).all(axis=1),
         (here != there).sum(axis=1),
-        np.array([layout_bytes(group, layout, mesh) for layout in layouts]),
-        np.array([layout_bytes(group, layout, mesh) for layout in targets]),
+        known.bytes(group, layouts),
+        known.bytes(group, targets),
     )
-
-
-def _numbered(layout: Layout, numbers: dict[Placement, int]) -> list[int]:
-    return [numbers.setdefault(placement, len(numbers)) for placement in layout]
 
 
 @dataclass(frozen=True)

@@ -188,10 +188,30 @@ class ByStage(SearchNode):
         )
         following, progress = first.expand(subproblems, progress)
         if all(node.bound == float("inf") for node in following):
-            bounds = subproblems.memo.bounds
-            bounds.update((each.key, float("inf")) for each in self.configurations)
+            if self.relaxed.has_all_strategies:
+                bounds = subproblems.memo.bounds
+                bounds.update((each.key, float("inf")) for each in self.configurations)
             return (), progress
         return (*following, *others), progress
+
+
+@dataclass(frozen=True)
+class Unlimited(SearchNode):
+    """All choices of the subproblem that `make` gives under each of `configurations`, of as many micro-batches, those
+    that take least memory first."""
+
+    make: Callable[[], Subproblem]
+    configurations: tuple[Configuration, ...]
+
+    def expand(self, subproblems: Subproblems, progress: Progress) -> tuple[Sequence[SearchNode], Progress]:
+        """Bound them without memory limit, and with it where that leaves anything."""
+        relaxed = subproblems.unlimited(self.make())
+        progress = _begin(relaxed, subproblems, progress)
+        bound, least = max(self.bound, relaxed.bound), recompute_bounds(relaxed.solver)
+        alike: dict[Hashable, list[Configuration]] = {}
+        for each in self.configurations:
+            alike.setdefault((each.pipeline, levels_key(each)), []).append(each)
+        return [ByStage(max(bound, least.of(some[0])), relaxed, tuple(some)) for some in alike.values()], progress
 
 
 def within_limit(
@@ -229,7 +249,7 @@ def explore(nodes: Iterable[SearchNode], subproblems: Subproblems, progress: Pro
             # Nodes with nothing better would keep the arrays of their solvers.
             if progress.may_improve(each.bound):
                 heapq.heappush(queue, (each.bound, next(numbers), each))
-    return progress
+    return replace(progress, open=tuple(each for each in progress.open if progress.may_improve(each.bound)))
 
 
 def close(subproblems: Subproblems, progress: Progress, at_least: float = LEAST_ALLOWANCE) -> Progress:

@@ -6,16 +6,16 @@ shapes of two axes.
 """
 
 import logging
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from dataclasses import replace
-from functools import cache, partial
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import combinations
 
 from passes.ir.configuration import Configuration
 from passes.ir.errors import ConstraintError
 from passes.ir.mesh import Mesh
 from passes.ir.program import Folded
-from passes.search.best_first import OnMesh, Progress, Unbounded, close, explore
+from passes.search.best_first import OnMesh, Progress, SearchNode, Unbounded, Unlimited, close, explore
 from passes.search.configurations import chooses_recompute_apart, limited_configurations, micro_batch_counts
 from passes.search.meshes import Axes, cut_one, finer, is_searched_wholly, merged, partitions, shapes, shifted
 from passes.search.space import Space
@@ -23,8 +23,6 @@ from passes.search.subproblems import Choice, Subproblem, Subproblems
 
 logger = logging.getLogger("autopar")
 
-# Nodes near to a choice, by their configuration and the axes that are free.
-Nodes = dict[Hashable, Unbounded]
 
 # Pairs of strategies, over all edges, of the subproblems that wait to be closed while more are made.
 _MOST_OPEN = 1e7
@@ -98,10 +96,10 @@ def _climb(subproblems: Subproblems, progress: Progress, seen: set[Hashable]) ->
         change = next(changes, None)
         if change is None:
             break
-        for nodes in change(subproblems, progress.incumbent):
-            near = {key: node for key, node in nodes.items() if key not in seen}
-            seen.update(near)
-            progress = explore(near.values(), subproblems, progress)
+        for near in change(subproblems, progress.incumbent):
+            new = near.without(seen)
+            seen.update(new.keys)
+            progress = explore(new.nodes(subproblems), subproblems, progress)
             if sum(each.pairs for each in progress.open) > _MOST_OPEN:
                 progress = close(subproblems, progress, _BRIEFLY)
         if _is_faster(progress, before):
@@ -114,52 +112,82 @@ def _is_faster(progress: Progress, before: float) -> bool:
     return progress.cutoff < before * (1 - _HELPS)
 
 
-def _on_other_meshes(subproblems: Subproblems, parent: Choice) -> Iterator[Nodes]:
+@dataclass(frozen=True)
+class Near:
+    """The choices of layouts of the subproblem that `make` gives, which are near to a choice, under each of some
+    `configurations`. The axes `free` may differ from those of that choice."""
+
+    make: Callable[[], Subproblem]
+    configurations: tuple[Configuration, ...]
+    free: Axes
+
+    @property
+    def keys(self) -> set[Hashable]:
+        """A key of what is searched under each configuration."""
+        return {(each.key, self.free) for each in self.configurations}
+
+    def without(self, seen: Container[Hashable]) -> "Near":
+        """Those that were not `seen`, by their keys."""
+        new = tuple(each for each in self.configurations if (each.key, self.free) not in seen)
+        return replace(self, configurations=new)
+
+    def nodes(self, subproblems: Subproblems) -> Iterator[SearchNode]:
+        """What searches them: one configuration as it is, several from a bound on all of them."""
+        if len(self.configurations) == 1:
+            yield Unbounded(0.0, partial(_under, self.make, self.configurations[0], subproblems))
+        elif self.configurations:
+            yield Unlimited(0.0, self.make, self.configurations)
+
+
+def _under(make: Callable[[], Subproblem], configuration: Configuration, subproblems: Subproblems) -> Subproblem:
+    """The subproblem that `make` gives, under `configuration`."""
+    made = make()
+    return made if made.configuration == configuration else subproblems.limited(made, configuration)
+
+
+def _on_other_meshes(subproblems: Subproblems, parent: Choice) -> Iterator[Near]:
     """Meshes with one axis cut in two, or with a factor shifted from one axis to the next."""
     mesh, node_size = parent.subproblem.mesh, subproblems.space.cluster.node_size
     near, searched = [*finer(mesh, node_size, _AXES), *shifted(mesh, node_size)], shapes(mesh.size, node_size)
     yield from _near(subproblems, parent, [(other, origins) for other, origins in near if other not in searched])
 
 
-def _in_other_configurations(subproblems: Subproblems, parent: Choice) -> Iterator[Nodes]:
+def _in_other_configurations(subproblems: Subproblems, parent: Choice) -> Iterator[Near]:
     """Other levels of recompute and ZeRO stages, with the layouts that `parent` was chosen from."""
     before = parent.subproblem
     if before.has_all_strategies:
         return
-    yield {
-        (each.key, ()): Unbounded(0.0, partial(subproblems.limited, before, each))
-        for each in _other_configurations(subproblems, parent, before.configuration.micro_batches)
-    }
+    others = _other_configurations(subproblems, parent, before.configuration.micro_batches)
+    yield Near(lambda: before, tuple(others), ())
 
 
-def _on_free_axes(subproblems: Subproblems, parent: Choice) -> Iterator[Nodes]:
+def _on_free_axes(subproblems: Subproblems, parent: Choice) -> Iterator[Near]:
     """Anything on two of the axes."""
     if not parent.subproblem.has_all_strategies:
         mesh = parent.subproblem.mesh
         yield from _near(subproblems, parent, [(mesh, each) for each in _pairs_free(mesh)])
 
 
-def _on_free_axes_in_other_configurations(subproblems: Subproblems, parent: Choice) -> Iterator[Nodes]:
+def _on_free_axes_in_other_configurations(subproblems: Subproblems, parent: Choice) -> Iterator[Near]:
     """Other levels of recompute and ZeRO stages, with anything on two of the axes; and the next fewer and the next more
     micro-batches."""
     before = parent.subproblem
     if before.has_all_strategies:
         return
     own = before.configuration
-    others = list(_other_configurations(subproblems, parent, own.micro_batches))
+    others = tuple(_other_configurations(subproblems, parent, own.micro_batches))
     for origins in _pairs_free(own.mesh):
-        yield _all_limited(subproblems, partial(subproblems.refined, parent, own, origins), others, _free(origins))
+        yield Near(partial(subproblems.refined, parent, own, origins), others, _free(origins))
     counts = list(micro_batch_counts(subproblems.space, subproblems.programs.program))
     at = counts.index(own.micro_batches)
     for count in {*counts[max(0, at - 1) : at + 2]} - {own.micro_batches}:
-        every = list(_other_configurations(subproblems, parent, count))
+        every = tuple(_other_configurations(subproblems, parent, count))
         if every:
-            make = partial(subproblems.refined, parent, every[0], tuple(own.mesh.dimensions))
-            yield _all_limited(subproblems, make, every, ())
+            yield Near(partial(subproblems.refined, parent, every[0], tuple(own.mesh.dimensions)), every, ())
 
 
 # The changes of a choice that are searched, those with the fewest choices first.
-_CHANGES: tuple[Callable[[Subproblems, Choice], Iterator[Nodes]], ...] = (
+_CHANGES: tuple[Callable[[Subproblems, Choice], Iterator[Near]], ...] = (
     _in_other_configurations,
     _on_free_axes,
     _on_other_meshes,
@@ -169,28 +197,16 @@ _CHANGES: tuple[Callable[[Subproblems, Choice], Iterator[Nodes]], ...] = (
 
 def _near(
     subproblems: Subproblems, parent: Choice, meshes: Iterable[tuple[Mesh, Sequence[int | None]]]
-) -> Iterator[Nodes]:
-    """Nodes for choices near to `parent` on `meshes`, whose axes have origins in that of the parent or are free."""
+) -> Iterator[Near]:
+    """The choices near to `parent` on `meshes`, whose axes have origins in that of the parent or are free."""
     for mesh, origins in meshes:
         configuration = replace(parent.subproblem.configuration, mesh=mesh)
         make = partial(subproblems.refined, parent, configuration, tuple(origins))
-        yield {(configuration.key, _free(origins)): Unbounded(0.0, make)}
-
-
-def _all_limited(
-    subproblems: Subproblems, make: Callable[[], Subproblem], configurations: Iterable[Configuration], free: Axes
-) -> Nodes:
-    """Nodes for the choices of the subproblem that `make` gives, under each of the configurations."""
-    made = cache(make)
-    return {(each.key, free): Unbounded(0.0, partial(_limited, subproblems, made, each)) for each in configurations}
+        yield Near(make, (configuration,), _free(origins))
 
 
 def _free(origins: Sequence[int | None]) -> tuple[int, ...]:
     return tuple(axis for axis, origin in enumerate(origins) if origin is None)
-
-
-def _limited(subproblems: Subproblems, make: Callable[[], Subproblem], configuration: Configuration) -> Subproblem:
-    return subproblems.limited(make(), configuration)
 
 
 def _other_configurations(subproblems: Subproblems, parent: Choice, count: int) -> Iterator[Configuration]:

@@ -23,7 +23,7 @@ from passes.search.space import Space
 from passes.solve.arrays import least_seconds
 from passes.solve.limits import Limits
 from passes.solve.solver import Solver
-from passes.strategies import planning_problem
+from passes.strategies import Analysis, analyze, planning_problem
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,11 @@ class MicroBatchProgram:
     micro: MicroBatches | None
     program: Program
     folded: Folded
+
+    @cached_property
+    def analysis(self) -> Analysis:
+        """The properties of the folded program that its strategies depend on, whatever the mesh."""
+        return analyze(self.folded)
 
 
 @dataclass
@@ -190,7 +195,7 @@ class Subproblems:
         with self.clock("constrain"):
             constraints = self.space.placed_constraints(program.program, mesh)
         with self.clock("strategies"):
-            return planning_problem(program.folded, constraints, self.space.setting(mesh, allowed))
+            return planning_problem(program.folded, constraints, self.space.setting(mesh, allowed), program.analysis)
 
     def relaxed(self, mesh: Mesh, count: int) -> Subproblem | None:
         """The subproblem of `count` micro-batches without memory limit; None where the batch cannot be split so."""
@@ -219,6 +224,13 @@ class Subproblems:
     def limited(self, subproblem: Subproblem, configuration: Configuration) -> Subproblem:
         """The same choices of layouts within the memory limit, under `configuration`."""
         return replace(subproblem, solver=subproblem.solver.other(self.limits(configuration), configuration))
+
+    def unlimited(self, subproblem: Subproblem) -> Subproblem:
+        """The same choices of layouts without memory limit, under the configuration that is fastest then."""
+        count, folded = subproblem.configuration.micro_batches, subproblem.program.folded
+        configuration = relaxed_configuration(self.space, subproblem.mesh, count, folded)
+        limits = Limits(float("inf"), self.space.optimizer_states)
+        return replace(subproblem, solver=subproblem.solver.other(limits, configuration))
 
     def refined(self, parent: Choice, configuration: Configuration, origins: Sequence[int | None]) -> Subproblem:
         """The choices under `configuration` that are near to `parent`: on an axis with an origin, which is an axis of

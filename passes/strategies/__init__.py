@@ -12,17 +12,19 @@ from passes.strategies.analysis import Analysis, Setting, Sizes, analyze
 from passes.strategies.connections import connect
 from passes.strategies.nodes import Nodes, find_splits
 
-__all__ = ["Setting", "candidates"]
+__all__ = ["Analysis", "Setting", "analyze", "planning_problem"]
 
 
-def planning_problem(folded: Folded, demands: PlacedConstraints, setting: Setting) -> Problem:
-    """The planning problem of `folded`.
+def planning_problem(
+    folded: Folded, demands: PlacedConstraints, setting: Setting, analysis: Analysis | None = None
+) -> Problem:
+    """The planning problem of `folded`, whose `analysis` is made if it is not given.
 
     Every node has a strategy; every strategy of an op computes the same as on one device. The arguments are not
     modified. Raises ConstraintError if a constraint leaves an op or parameter without any strategy, or if a node has
     none of its allowed methods.
     """
-    analysis = analyze(folded)
+    analysis = analysis or analyze(folded)
     splits = find_splits(analysis, demands, setting.mesh, in_stripes=setting.in_stripes)
     nodes = list(Nodes(analysis, demands, setting, splits, Sizes(folded.types, setting.mesh)).all())
     index = {node.key: number for number, node in enumerate(nodes)}
