@@ -6,8 +6,8 @@ fraction is live at each point. The solver reads the arrays of all strategies; o
 problem with one strategy per node.
 """
 
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -27,7 +27,7 @@ from passes.cost.live_ranges import (
     unsharded_bytes,
 )
 from passes.ir.arrays import Flags, Floats, Integers
-from passes.ir.choices import Edge, EdgeGroup, Problem, Solution
+from passes.ir.choices import Edge, EdgeGroup, Node, Problem, Solution
 from passes.ir.configuration import Configuration
 from passes.ir.figures import Figure, Number, as_float
 from passes.ir.grouping import grouped
@@ -63,8 +63,8 @@ class TensorUses:
 def find_tensor_uses(problem: Problem, mesh: Mesh) -> list[TensorUses]:
     """The uses of every tensor, in the order of the groups of `problem`."""
     by_group = grouped((edge.group, edge) for edge in problem.edges)
-    known = _Known(mesh)
-    return [_uses(problem, problem.groups[group], edges, known) for group, edges in sorted(by_group.items())]
+    known = _Known(problem, mesh)
+    return [_uses(problem.groups[group], edges, known) for group, edges in sorted(by_group.items())]
 
 
 # R and I have the lowest numbers, up to this one.
@@ -72,16 +72,63 @@ _WHOLE = 1
 
 
 @dataclass(frozen=True)
+class _Layouts:
+    """The fields of `TensorUses` that equal layers share."""
+
+    sources: Sequence[Layout]
+    rerun: Flags
+    made: Integers
+    targets: Sequence[Layout]
+    wanted: Sequence[Integers]
+    same: Flags
+    changes: Integers
+
+
 class _Known:
-    """Layouts on one mesh as numbers of their placements, and their bytes by shape: many tensors have the same."""
+    """What is known of the layouts of a problem: equal layers have the same ones, and many tensors have one shape."""
 
-    mesh: Mesh
-    placements: dict[Placement, int] = field(default_factory=lambda: {R: 0, I: _WHOLE})
-    numbers: dict[Layout, list[int]] = field(default_factory=dict)
-    sizes: dict[Hashable, dict[Layout, float]] = field(default_factory=dict)
+    def __init__(self, problem: Problem, mesh: Mesh) -> None:
+        self.nodes = problem.nodes
+        self.mesh = mesh
+        self.alike = _alike(problem)
+        self.placements: dict[Placement, int] = {R: 0, I: _WHOLE}
+        self.numbers: dict[Layout, list[int]] = {}
+        self.found: dict[Hashable, _Layouts] = {}
+        self.sizes: dict[Hashable, dict[Layout, float]] = {}
 
-    def numbered(self, layouts: Iterable[Layout]) -> Integers:
-        """The numbers of the placements of some layouts: `[layout, axis]`."""
+    def layouts(self, edges: Sequence[Edge]) -> _Layouts:
+        """The layouts of the tensor of these uses."""
+        producer = edges[0].producer
+        node, result = self.nodes[producer], edges[0].result
+        uses = tuple((self.alike[edge.consumer], edge.operand) for edge in edges)
+        key = self.alike[producer], result, uses, node.second, node.light
+        if key not in self.found:
+            self.found[key] = self._layouts(node, result, edges)
+        return self.found[key]
+
+    def _layouts(self, node: Node, result: int, edges: Sequence[Edge]) -> _Layouts:
+        sources: dict[tuple[Layout, bool], int] = {}
+        made = [(item.results[result], is_recomputed(node, pick)) for pick, item in enumerate(node.strategies)]
+        rows = np.array([sources.setdefault(each, len(sources)) for each in made])
+        targets: dict[Layout, int] = {}
+        wanted = [
+            np.array(
+                [
+                    targets.setdefault(item.operands[edge.operand], len(targets))
+                    for item in self.nodes[edge.consumer].strategies
+                ]
+            )
+            for edge in edges
+        ]
+        layouts = [layout for layout, _ in sources]
+        # [source, axis, target]
+        here, there = self._numbered(layouts)[:, :, None], self._numbered(targets).T[None]
+        same = (np.maximum(here, _WHOLE) == np.maximum(there, _WHOLE)).all(axis=1)
+        rerun = np.array([rerun for _, rerun in sources])
+        return _Layouts(layouts, rerun, rows, tuple(targets), wanted, same, (here != there).sum(axis=1))
+
+    def _numbered(self, layouts: Iterable[Layout]) -> Integers:
+        """The placements of some layouts as numbers: `[layout, axis]`."""
         found = []
         for layout in layouts:
             own = self.numbers.get(layout)
@@ -91,48 +138,46 @@ class _Known:
             found.append(own)
         return np.array(found)
 
-    def bytes(self, group: EdgeGroup, layouts: Collection[Layout]) -> Floats:
+    def bytes(self, group: EdgeGroup, layouts: Sequence[Layout]) -> Floats:
         """The bytes of a group's tensor in some layouts."""
-        sizes = self.sizes.setdefault((group.type.shape, group.type.dtype, group.count), {})
+        key = group.type.shape, group.type.dtype, group.count
+        # Figures with the same number may have different formulas.
+        is_symbolic = any(isinstance(size, Figure) for size in (*group.type.shape, group.count))
+        sizes = {} if is_symbolic else self.sizes.setdefault(key, {})
         for layout in layouts:
             if layout not in sizes:
                 sizes[layout] = layout_bytes(group, layout, self.mesh)
         return np.array([sizes[layout] for layout in layouts])
 
 
-def _uses(problem: Problem, group: EdgeGroup, edges: Sequence[Edge], known: _Known) -> TensorUses:
-    producer = edges[0].producer
-    sources: dict[tuple[Layout, bool], int] = {}
-    node = problem.nodes[producer]
-    result, again = edges[0].result, node.second or any(node.light)
-    made = [(item.results[result], again and is_recomputed(node, pick)) for pick, item in enumerate(node.strategies)]
-    rows = np.array([sources.setdefault(each, len(sources)) for each in made])
-    targets: dict[Layout, int] = {}
-    wanted = [
-        np.array(
-            [
-                targets.setdefault(item.operands[edge.operand], len(targets))
-                for item in problem.nodes[edge.consumer].strategies
-            ]
-        )
-        for edge in edges
-    ]
-    layouts = [layout for layout, _ in sources]
-    # [source, axis, target]
-    here, there = known.numbered(layouts)[:, :, None], known.numbered(targets).T[None]
+def _alike(problem: Problem) -> list[int]:
+    """For each node the first one that is alike and has the same strategies."""
+    first: dict[str, list[int]] = {}
+    found = []
+    for number, node in enumerate(problem.nodes):
+        alike = first.setdefault(problem.alike.get(node.key, node.key), [])
+        same = next((each for each in alike if problem.nodes[each].strategies == node.strategies), None)
+        if same is None:
+            alike.append(number)
+        found.append(number if same is None else same)
+    return found
+
+
+def _uses(group: EdgeGroup, edges: Sequence[Edge], known: _Known) -> TensorUses:
+    found = known.layouts(edges)
     return TensorUses(
         group,
-        producer,
+        edges[0].producer,
         edges,
-        layouts,
-        np.array([rerun for _, rerun in sources]),
-        rows,
-        tuple(targets),
-        wanted,
-        (np.maximum(here, _WHOLE) == np.maximum(there, _WHOLE)).all(axis=1),
-        (here != there).sum(axis=1),
-        known.bytes(group, layouts),
-        known.bytes(group, targets),
+        found.sources,
+        found.rerun,
+        found.made,
+        found.targets,
+        found.wanted,
+        found.same,
+        found.changes,
+        known.bytes(group, found.sources),
+        known.bytes(group, found.targets),
     )
 
 

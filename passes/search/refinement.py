@@ -96,7 +96,12 @@ def _climb(subproblems: Subproblems, progress: Progress, seen: set[Hashable]) ->
         change = next(changes, None)
         if change is None:
             break
-        for near in change(subproblems, progress.incumbent):
+        if change is _CHANGES[-1]:
+            # These are the most choices by far: the better the best one is, the fewer of them are searched.
+            progress = close(subproblems, progress)
+        parent = progress.incumbent
+        assert parent is not None
+        for near in () if _is_faster(progress, before) else change(subproblems, parent):
             new = near.without(seen)
             seen.update(new.keys)
             progress = explore(new.nodes(subproblems), subproblems, progress)
