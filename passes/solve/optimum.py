@@ -36,7 +36,7 @@ class _Link:
 
 class MessagePassing:
     """Reparametrized costs of a network. `alive[n]` flags the labels of node n that may be in a choice that is good
-    enough."""
+    enough. `rest` are the least remaining costs of links; those of `stale` ones are not known."""
 
     def __init__(self, network: Network) -> None:
         self.network = network
@@ -61,7 +61,8 @@ class MessagePassing:
                 share.append((self._link(sharing.producer, consumer, sharing.made, inverse, costs), some))
             self.shares.append(share)
         self.least = {node: float(costs.min()) for node, costs in self.own.items()}
-        self.rest = [float(link.rest.min()) for link in self.links]
+        self.stale = set(range(len(self.links)))
+        self.rest = [0.0] * len(self.links)
         self.large = sum(float(costs.max()) for costs in self.own.values())
         self.large += sum(float(link.rest.max()) for link in self.links)
         self.order = self._order()
@@ -98,6 +99,9 @@ class MessagePassing:
     @property
     def bound(self) -> float:
         """A lower bound on the cost of every choice."""
+        for index in self.stale:
+            self.rest[index] = float(np.minimum.reduce(self.links[index].rest, axis=None))
+        self.stale.clear()
         return self.network.constant + sum(self.least.values()) + sum(self.rest)
 
     def living(self) -> dict[int, int]:
@@ -152,17 +156,18 @@ class MessagePassing:
         for index in self.around[node]:
             link = self.links[index]
             if link.producer == node:
-                moved = link.rest.min(axis=1)
+                moved = np.minimum.reduce(link.rest, axis=1)
                 link.rest -= moved[:, None]
                 link.to_producer += moved
                 own += moved[link.made]
             else:
-                moved = link.rest.min(axis=0)
+                moved = np.minimum.reduce(link.rest, axis=0)
                 link.rest -= moved
                 link.to_consumer += moved
                 own += moved[link.wanted]
             self.rest[index] = 0.0
-        self.least[node] = float(own.min())
+            self.stale.discard(index)
+        self.least[node] = float(np.minimum.reduce(own))
 
     def _prune(self, node: int, bound: float, enough: float) -> None:
         if enough == np.inf:
@@ -205,7 +210,7 @@ class MessagePassing:
         else:
             link.rest += moved
             link.to_consumer -= moved
-        self.rest[index] = float(link.rest.min())
+        self.stale.add(index)
 
     def _divide_anew(self) -> None:
         """Redistribute the cost of every group: consumers keep the part that they need, and share the rest equally."""
@@ -235,7 +240,7 @@ class MessagePassing:
                 need -= link.to_producer[:, None]
                 need -= link.to_consumer
                 link.rest = need
-                self.rest[index] = float(need.min())
+                self.stale.add(index)
 
 
 def _above_least(costs: Floats, layouts: Integers, size: int, none: float) -> Floats:

@@ -232,7 +232,7 @@ def find_order(network: Network, sizes: Mapping[int, int]) -> EliminationOrder:
     met: list[set[int]] = []
     total = 0
     while cells:
-        node = min(cells, key=lambda item: (cells[item], item))
+        _, node = min(zip(cells.values(), cells, strict=True))
         total += cells.pop(node)
         near = around.pop(node)
         order.append(node)

@@ -247,14 +247,18 @@ def _join(rows: _Rows, part: int, frontier: _Frontier, keys: Integers) -> None:
 def undominated_rows(keys: Integers, amounts: Floats) -> Integers:
     """Rows in the order of their keys, without most of those that another row of the same key dominates."""
     order = np.lexsort((*amounts.T[::-1], keys))
-    scale = ROUNDING * np.abs(amounts).max(axis=0, initial=0.0)
+    # Of the rows of a key those before have no more of the first amount. The others are compared column by column.
+    columns = [np.ascontiguousarray(column) for column in amounts.T[1:]]
+    scale = [ROUNDING * np.abs(column).max(initial=0.0) for column in columns]
     while True:
-        own, key = amounts[order], keys[order]
+        key = keys[order]
+        own = [column[order] for column in columns]
+        most = [column + rounding for column, rounding in zip(own, scale, strict=True)]
         beaten = np.zeros(len(order), dtype=bool)
         for shift in range(1, min(NEAR, len(order))):
             better = key[shift:] == key[:-shift]
-            for amount, most in zip(own.T, scale, strict=True):
-                better &= amount[:-shift] <= amount[shift:] + most
+            for amount, limit in zip(own, most, strict=True):
+                better &= amount[:-shift] <= limit[shift:]
             beaten[shift:] |= better
         order = order[~beaten]
         if beaten.sum() * 20 <= len(beaten):
