@@ -20,6 +20,7 @@ from passes.ir.program import Program
 from passes.normalize import normalize
 from passes.search import Space, choose, search
 from passes.search.best_first import Progress, Unbounded, explore
+from passes.search.refinement import best_choice
 from passes.search.subproblems import MicroBatchPrograms, Subproblems
 from tests.models import llama, tokens
 
@@ -78,3 +79,30 @@ def test_bounds_on_few_choices_are_not_remembered(asked: tuple[Space, Program]) 
     assert subproblems.memo.bounds == before
     explore([whole], subproblems, Progress())
     assert parent.subproblem.configuration.key in subproblems.memo.bounds
+
+
+def test_the_next_choice_is_taken_where_it_is_near(
+    asked: tuple[Space, Program], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A choice that takes little more than the bound ends the search; where it takes more, all are searched again. The
+    gap is the one to the bound of the first search either way."""
+    space, program = asked
+    space = replace(space, memory_limit=1e6)
+    searches: list[Progress] = []
+
+    def counted(subproblems: Subproblems, progress: Progress) -> Progress:
+        searches.append(progress)
+        return best_choice(subproblems, progress)
+
+    monkeypatch.setattr("passes.search.best_choice", counted)
+    first = search(program, space, Simulator(1e6, 0), Clock())
+    before, bound = len(searches), first.solution.bound
+    distance = search(program, space, Simulator(1e6, 2), Clock()).solution.seconds / bound - 1
+    assert distance > 0
+    for near, again in ((distance * 1.001, 0), (distance * 0.999, 1)):
+        monkeypatch.setattr("passes.search._NEAR", near)
+        searches.clear()
+        found = search(program, space, Simulator(1e6, 2), Clock())
+        assert len(searches) == before + again
+        assert found.solution.seconds == pytest.approx(bound * (1 + distance), rel=1e-9)
+        assert found.gap == pytest.approx((found.solution.seconds - bound) / found.seconds.total, rel=1e-6)

@@ -1,0 +1,98 @@
+"""What is searched near to a choice, and what is held meanwhile."""
+
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import suppress
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+import torch
+
+from autopar.models.info import read_model, tracing
+from autopar.options import Options
+from autopar.request import make_request
+from passes.capture import capture
+from passes.clock import Clock
+from passes.cost.cluster import CLUSTERS
+from passes.ir.choices import Solution
+from passes.ir.configuration import Configuration
+from passes.ir.decisions import Decisions
+from passes.ir.errors import InfeasibleError
+from passes.ir.mesh import Mesh
+from passes.normalize import normalize
+from passes.search import refinement
+from passes.search.best_first import ByStage, Progress, Unlimited, close, explore
+from passes.search.configurations import limited_configurations
+from passes.search.refinement import Near, _climb, best_choice
+from passes.search.subproblems import Choice, MicroBatchPrograms, Subproblem, Subproblems
+from passes.solve import solve
+from tests.models import llama, tokens
+
+# Four devices, two in a node: shapes differ in what they cost.
+NODES = replace(CLUSTERS["h100"], name="pairs", node_size=2)
+
+
+def _asked(mesh: int | dict[str, int], limit: float, **options: object) -> Subproblems:
+    """The subproblems of a tiny llama within a limit of memory (bytes)."""
+    with torch.device("meta"):
+        model = llama()
+    request = make_request(mesh, Options(cluster=NODES, micro_batches=1, **options))  # type: ignore[arg-type]
+    info = read_model(model, tokens(batch=8), request)
+    program = normalize(capture(model, info.inputs, tracing(model, info, request, "train")))
+    space = replace(request.space(info.casts(request.precision), Decisions()), memory_limit=limit)
+    return Subproblems(MicroBatchPrograms(program, space, Clock()), space, Clock(), limit)
+
+
+def test_the_bound_without_limit_holds_for_every_configuration() -> None:
+    """No choice near to another one is faster than its configuration was bounded before it was begun, and what is found
+    from the bounds is as good as what is found one by one."""
+    subproblems = _asked({"dp": 2}, 4e5)
+    best = best_choice(subproblems, Progress()).best
+    assert best is not None
+    before = dict(subproblems.memo.bounds)
+    near = subproblems.refined(best, best.solution.configuration, (0,))
+    every = tuple(limited_configurations(subproblems.space, near.mesh, 1, near.program.folded))
+    nodes, _ = Unlimited(0.0, lambda: near, every).expand(subproblems, Progress())
+    least, seconds = dict[Hashable, float](), list[float]()
+    for node in nodes:
+        assert isinstance(node, ByStage)
+        least.update((each.key, node.bound) for each in node.configurations)
+    assert least.keys() == {each.key for each in every}
+    for configuration in every:
+        with suppress(InfeasibleError):
+            limits = subproblems.limits(configuration)
+            seconds.append(solve(near.problem, subproblems.space.cluster, limits, configuration).seconds)
+            assert least[configuration.key] <= seconds[-1] * (1 + 1e-9)
+    assert len(seconds) > 0
+    found = close(subproblems, explore([Unlimited(0.0, lambda: near, every)], subproblems, Progress()))
+    assert found.cutoff == pytest.approx(min(seconds), rel=1e-6)
+    # Bounds on these few choices hold for no others.
+    assert subproblems.memo.bounds == before
+
+
+def test_what_is_open_is_closed_before_it_is_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where what is open has more pairs of strategies than are held at once, it is closed briefly before anything else
+    is made; and all before the largest change."""
+    held = refinement._MOST_OPEN
+    subproblem = cast("Subproblem", SimpleNamespace(pairs=0.6 * held))
+    solution = Solution((), frozenset(), 1.0, 1.0, Configuration(Mesh(("dp",), (2,))))
+    closed = list[tuple[int, tuple[float, ...]]]()
+
+    def opening(_: object, __: object, progress: Progress) -> Progress:
+        assert len(progress.open) < 2
+        return replace(progress, open=(*progress.open, subproblem))
+
+    def closing(_: object, progress: Progress, *given: float) -> Progress:
+        closed.append((len(progress.open), given))
+        return replace(progress, open=())
+
+    def near(count: int) -> Callable[..., Iterator[Near]]:
+        return lambda *_: (Near(lambda: subproblem, (), (axis,)) for axis in range(count))
+
+    monkeypatch.setattr(refinement, "explore", opening)
+    monkeypatch.setattr(refinement, "close", closing)
+    monkeypatch.setattr(refinement, "_CHANGES", (near(5), near(1)))
+    progress = _climb(cast("Subproblems", None), Progress(Choice(subproblem, solution)), set())
+    assert closed == [(2, (refinement._BRIEFLY,)), (2, (refinement._BRIEFLY,)), (1, ())]
+    assert len(progress.open) == 1
