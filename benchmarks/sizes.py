@@ -1,8 +1,8 @@
 """Plans of models at the sizes that people train: `python benchmarks/sizes.py [--rows NAME,NAME] [--json]`.
 
 Each row is a published configuration, from its model card, planned from `meta` on H100s with a searched mesh. It says
-whether the plan fits, the seconds of planning (tracing included), the peak memory of the process, and of the plan its
-step, gap, memory and tokens/s per device. Every row runs in a process of its own, which may take `--seconds` and
+whether the plan fits, the CPU seconds of planning (tracing included), the peak memory of the process, and of the plan
+its step, gap, memory and tokens/s per device. Every row runs in a process of its own, which may take `--seconds` and
 `--gib`. Needs no accelerator and no weights.
 """
 
@@ -142,7 +142,7 @@ def batch_of(row: Row) -> dict[str, object]:
 
 def measure(row: Row) -> dict[str, object]:
     """Plan a row in this process."""
-    start = time.perf_counter()
+    start, cpu = time.perf_counter(), time.process_time()
     found: dict[str, object]
     try:
         plan = autopar.plan(model_of(row), row.devices, batch_of(row), cluster="h100")
@@ -162,7 +162,8 @@ def measure(row: Row) -> dict[str, object]:
             "mfu": program.mfu,
         }
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB
-    return {**found, "seconds": time.perf_counter() - start, "peak_gib": peak}
+    seconds = {"seconds": time.perf_counter() - start, "cpu_seconds": time.process_time() - cpu}
+    return {**found, **seconds, "peak_gib": peak}
 
 
 def apart(row: Row, seconds: float, gib: float) -> dict[str, object]:
@@ -194,7 +195,7 @@ def apart(row: Row, seconds: float, gib: float) -> dict[str, object]:
 def line(found: Mapping[str, Any]) -> str:
     """A row as a line of a table."""
     head = f"| {found['model']} | {found['devices']:,} | {found['batch']} | {found['dtype']} "
-    spent = f"| {found['seconds']:.0f} s | {found['peak_gib']:.1f} GiB " if "seconds" in found else "| | "
+    spent = f"| {found['cpu_seconds']:.0f} s | {found['peak_gib']:.1f} GiB " if "cpu_seconds" in found else "| | "
     if not found["fits"]:
         return f"{head}| {'no' if found['fits'] is False else '?'} {spent}| {found['error'].splitlines()[0]} | | | | |"
     rate = f"{found['tokens_per_second_per_device']:,.0f} tokens"
