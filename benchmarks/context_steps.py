@@ -41,6 +41,7 @@ SIZES = {
     "num_key_value_heads": 4,
     "vocab_size": 512,
 }
+ALONE = "one device"
 ATTENTION = "@scaled_dot_product_attention"
 
 
@@ -92,8 +93,7 @@ def _measured(steps: Mapping[str, Callable[[], Tensor]], models: Mapping[str, nn
             for model in models.values():
                 model.zero_grad()
             gc.collect()
-            if dist.get_world_size() > 1:
-                dist.barrier()
+            dist.barrier()
             _forget_peak()
             before, began, began_cpu = _resident("VmRSS"), time.perf_counter(), time.process_time()
             losses[name] = float(step())
@@ -133,12 +133,11 @@ def _on_ranks(tokens: int) -> dict[str, Measured]:
         name: parallelize(_model(tokens), mesh, batch, cluster="ideal", constraints=constraints)
         for name, constraints in methods(tokens).items()
     }
-    return _measured({name: partial(_step, model, batch) for name, model in models.items()}, models)
-
-
-def _alone(tokens: int) -> dict[str, Measured]:
-    model, batch = _model(tokens), {**_batch(tokens), "use_cache": False}
-    return _measured({"one device": partial(_step, model, batch)}, {"one device": model})
+    steps = {name: partial(_step, model, batch) for name, model in models.items()}
+    # The stock model runs on the first rank while the others wait.
+    stock = _model(tokens) if dist.get_rank() == 0 else nn.Module()
+    alone = partial(_step, stock, {**batch, "use_cache": False}) if dist.get_rank() == 0 else partial(torch.zeros, ())
+    return _measured({ALONE: alone, **steps}, {ALONE: stock, **models})
 
 
 def _model(tokens: int) -> nn.Module:
@@ -151,10 +150,10 @@ def _off(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
 
 def table(tokens: int) -> Iterator[str]:
     """The lines for a sequence of so many tokens."""
-    alone = run_ranks(_alone, 1, tokens, timeout=3600)[0]["one device"]
+    ranks = run_ranks(_on_ranks, RANKS, tokens, timeout=3600)
+    alone = ranks[0][ALONE]
     yield f"one device: {alone.wall_s:.2f} s, {alone.peak_bytes / 2**20:.0f} MiB at the peak of a step"
     yield "| method | wall | CPU of all ranks | memory of a rank | loss | worst gradient |\n|---|---|---|---|---|---|"
-    ranks = run_ranks(_on_ranks, RANKS, tokens, timeout=3600)
     for name in methods(tokens):
         found = [rank[name] for rank in ranks]
         wall, cpu = max(each.wall_s for each in found), sum(each.cpu_s for each in found)

@@ -382,7 +382,8 @@ def test_memory_decides_what_is_gathered_again(large: Plan) -> None:
     assert program_of(plenty).stages[0].regathered == ()
     again = {row.name.split(".")[-2] for row in rows(large, "change", ".weight") if row.rerun}
     assert again >= {"q_proj", "o_proj"}
-    assert parameter_traffic(large) / 80 > 1.5 * parameter_traffic(plenty) / 2, "of each layer"
+    exposed, once = (program_of(plan).seconds["exposed gathers"] for plan in (large, plenty))
+    assert exposed > 1.05 * once, "of what is gathered once, as much is exposed whatever the number of layers"
 
 
 def test_memory_decides_how_parameters_are_stored(two_layers: LlamaForCausalLM) -> None:
