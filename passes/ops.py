@@ -10,6 +10,11 @@ They are defined in the compiler because a trace runs them, and a pass imports n
 be given together with `is_causal`. Here it makes a mask of queries by keys; generated code calls a function of the
 runtime that does not.
 
+`autopar::chunked_attention` is attention as models write it out: it also takes a bias that is added to scores, a soft
+cap of scores before that, and a sink, a score of every query that no value belongs to. The softmax is in `dtype`.
+Scores of hidden keys are the least number, so that a query without any keys attends to all alike. Of such a query alone
+`fills` says what passes no gradients on: "" (nothing), "bias" (the mask fills it), or "scores" (the mask fills these).
+
 `autopar::autograd_function` is a call of a custom `torch.autograd.Function`, of which a trace alone would keep only the
 forward. The function goes in by its path ("package.module:Name"), its arguments as text in which tensors are x0, x1, …
 and sizes n0, n1, …: a program that was pickled runs wherever the function can be imported. What runs is the function
@@ -33,7 +38,7 @@ from torch.autograd.function import FunctionCtx
 from torch.nn.functional import scaled_dot_product_attention
 
 from passes._torch import OpOverload
-from passes.ir.bands import band_of
+from passes.ir.bands import Band, band_of
 from passes.ir.errors import CaptureError
 from passes.ir.program import find_overload
 
@@ -276,18 +281,24 @@ def _attention(
 ) -> Tensor:
     """Attention to the keys that `attn_mask` shows, in a `window` of so many before and after the query's place, and of
     the query's document: numbers of [..., queries, 1] and [..., 1, keys]."""
-    band = band_of(is_causal, window)
+    seen = _seen(query, key, band_of(is_causal, window), attn_mask, (query_documents, key_documents))
+    return scaled_dot_product_attention(query, key, value, seen, dropout_p, scale=scale, enable_gqa=enable_gqa)
+
+
+def _seen(
+    query: Tensor, key: Tensor, band: Band, mask: Tensor | None, documents: tuple[Tensor | None, Tensor | None]
+) -> Tensor:
+    """Flags of queries by keys: in the band, shown by the mask, and of the same document."""
     after = torch.arange(key.shape[-2], device=key.device) - torch.arange(query.shape[-2], device=key.device)[:, None]
     seen = torch.ones_like(after, dtype=torch.bool)
     if band.before is not None:
         seen = seen & (after >= -band.before)
     if band.after is not None:
         seen = seen & (after <= band.after)
-    if attn_mask is not None:
-        seen = seen & attn_mask
-    if query_documents is not None and key_documents is not None:
-        seen = seen & (query_documents == key_documents)
-    return scaled_dot_product_attention(query, key, value, seen, dropout_p, scale=scale, enable_gqa=enable_gqa)
+    if mask is not None:
+        seen = seen & mask
+    own, other = documents
+    return seen if own is None or other is None else seen & (own == other)
 
 
 ATTENTION = "autopar.scaled_dot_product_attention.default"
@@ -300,3 +311,53 @@ _library.define(  # type: ignore[no-untyped-call]
 _library.impl(  # type: ignore[no-untyped-call]
     "scaled_dot_product_attention", _attention, "CompositeImplicitAutograd"
 )
+
+
+def _chunked_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None = None,
+    sink: Tensor | None = None,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    soft_cap: float | None = None,
+    dtype: torch.dtype | None = None,
+    fills: str = "",
+    enable_gqa: bool = False,
+    window: Sequence[int] | None = None,
+    query_documents: Tensor | None = None,
+    key_documents: Tensor | None = None,
+) -> Tensor:
+    """query: [batch, heads, queries, width]; bias: [batch or 1, heads or 1, queries or 1, keys or 1]; sink: [batch or
+    1, heads or 1, 1, 1]; masks and documents as above."""
+    seen = _seen(query, key, band_of(is_causal, window), attn_mask, (query_documents, key_documents))
+    groups = query.shape[1] // key.shape[1]
+    key, value = (each.repeat_interleave(groups, 1) for each in (key, value))
+    scores = query @ key.mT * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if soft_cap is not None:
+        scores = torch.tanh(scores / soft_cap) * soft_cap
+    least = torch.finfo(scores.dtype).min
+    added = torch.zeros_like(seen, dtype=scores.dtype).masked_fill(~seen, least)
+    if bias is not None and fills:
+        bias = bias.masked_fill(~seen, 0.0)
+    scores = scores + (added if bias is None else bias + added)
+    if fills == "scores":
+        scores = scores.masked_fill(~seen, least)
+    if sink is not None:
+        scores = torch.cat([scores, sink.expand(*scores.shape[:-1], 1)], -1)
+    weights = scores.softmax(-1, dtype).to(value.dtype)
+    return weights[..., : key.shape[-2]] @ value
+
+
+CHUNKED_ATTENTION = "autopar.chunked_attention.default"
+_library.define(  # type: ignore[no-untyped-call]
+    "chunked_attention(Tensor query, Tensor key, Tensor value, Tensor? bias=None, Tensor? sink=None, "
+    "Tensor? attn_mask=None, bool is_causal=False, *, float? scale=None, float? soft_cap=None, ScalarType? dtype=None, "
+    'str fills="", bool enable_gqa=False, int[]? window=None, Tensor? query_documents=None, '
+    "Tensor? key_documents=None) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_library.impl("chunked_attention", _chunked_attention, "CompositeImplicitAutograd")  # type: ignore[no-untyped-call]

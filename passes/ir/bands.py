@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 # The most queries, and keys, of a block of which documents hide keys.
 TILE = 1024
+# The most queries of which scores are whole at a time, where no kernel computes them.
+CHUNK = 128
 
 # Kernels of CUDA take widths that are multiples of this, to which torch's own attention pads operands.
 _ALIGNED = 8

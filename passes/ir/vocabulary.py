@@ -7,6 +7,7 @@ from itertools import chain, count
 COLLECTIVES = ("all_gather", "all_reduce", "all_to_all", "convert", "reduce_scatter")
 FORMS = (
     "blockwise_attention",
+    "chunked_attention",
     "ring_attention",
     "split_batch_norm",
     "split_cumsum",
