@@ -15,6 +15,7 @@ from autopar.runtime.generated.bases import (
     gathered,
     local,
 )
+from autopar.runtime.generated.chunked_attention import chunked_attention
 from autopar.runtime.generated.collectives import all_gather, all_reduce, all_to_all, convert, reduce_scatter
 from autopar.runtime.generated.forms import (
     split_batch_norm,
@@ -55,6 +56,7 @@ __all__ = [
     "all_reduce",
     "all_to_all",
     "blockwise_attention",
+    "chunked_attention",
     "convert",
     "gathered",
     "local",

@@ -24,6 +24,7 @@ from passes.ir.bands import Band, band_of, kernel_width
 Documents = tuple[Tensor, Tensor]
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def blockwise_attention(
     query: Tensor,
     key: Tensor,

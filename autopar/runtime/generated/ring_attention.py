@@ -32,6 +32,7 @@ from autopar.runtime.generated.masks import Masks, visible
 from passes.ir.bands import Band, band_of
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def ring_attention(
     query: Tensor,
     key: Tensor,

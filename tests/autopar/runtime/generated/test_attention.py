@@ -15,9 +15,10 @@ from autopar.runtime.generated.digits import places
 from autopar.runtime.generated.masks import Masks, visible
 from autopar.runtime.generated.ring_attention import held_blocks, ring_attention, rounds_of, shifts
 from autopar.runtime.state import Axis
-from passes._torch import FakeTensorMode, TorchDispatchMode
+from passes._torch import FakeTensorMode
 from passes.ir.bands import Band, kernel_width
 from tests.autopar.in_process import Threads, axes_at
+from tests.autopar.runtime.generated.largest import Largest
 from tests.autopar.runtime.generated.splits import SIZE, SPLITS, ranks
 from tests.passes.helpers import mesh_of
 
@@ -133,20 +134,6 @@ def test_gradients_of_many_blocks_are_as_exact_as_of_one(monkeypatch: pytest.Mon
         assert found <= 1.5 * least, (found, least)
 
 
-class _Largest(TorchDispatchMode):
-    """Notes the bytes of the largest tensor that is made."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bytes = 0
-
-    def __torch_dispatch__(self, func: object, types: object, args: object = (), kwargs: object = None) -> object:
-        made = func(*args, **(kwargs or {}))
-        for item in made if isinstance(made, tuple) else (made,):
-            self.bytes = max(self.bytes, item.untyped_storage().nbytes() if isinstance(item, Tensor) else 0)
-        return made
-
-
 @pytest.mark.parametrize("name", ATTENDED)
 def test_no_scores_are_made(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of many queries nothing is as large as flags of queries by keys would be, forward and backward."""
@@ -159,7 +146,7 @@ def test_no_scores_are_made(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         "mask": torch.arange(length)[None, None, None] < 1900 if padded else None,
         "documents": (numbers[None, None, :, None], numbers[None, None, None]) if packed else None,
     }
-    with _Largest() as largest:
+    with Largest() as largest:
         blockwise_attention(query, query, query, causal=causal, window=window, **masks).sum().backward()
     assert 0 < largest.bytes < length * length // 8
 
