@@ -10,15 +10,13 @@ import torch
 from passes.ir.bands import Band, band_of
 from passes.ir.figures import least
 from passes.ir.program import Dims, Factor, Method, Op, Part, Role, Rule, Saved, TensorType
-from passes.rules.local_forms import runs_in_blocks
+from passes.rules.local_forms import runs_in_blocks, runs_in_chunks
 from passes.rules.parts import factors, one, rule_for
 
 _WHOLE = dict.fromkeys(("keys", "width", "mask_keys"), Role.WHOLE)
-# Operands besides query, key and value; each is of [..., queries or 1, keys or 1].
-_MASKS = ("attn_mask", "query_documents", "key_documents")
 
 
-@rule_for("scaled_dot_product_attention")
+@rule_for("scaled_dot_product_attention", "chunked_attention")
 def attention(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
     """batch heads queries width, batch heads keys width, batch heads keys value_width.
 
@@ -26,7 +24,8 @@ def attention(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
     groups) and keys and values have no groups. Split queries attend to all keys; where attention is causal the local
     form knows which queries it has, and so where it has a window. It takes as many keys as queries, and no dropout. The
     method "ring" splits queries and keys at once, where there is no dropout and no mask of queries by keys; attention
-    to all keys takes any number of both. Rows of masks, and the documents of keys, are whole on every rank.
+    to all keys takes any number of both. Rows of masks, and the documents of keys, are whole on every rank. Other
+    operands are of [..., queries or 1, keys or 1]; attention in chunks has no ring.
     """
     query, key, value = (types[name].shape for name in op.operands[:3])
     if len(query) < 2 or len({len(query), len(key), len(value)}) > 1 or prod(query) == 0:
@@ -57,11 +56,11 @@ def attention(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
         scores, offset = (*above, queries, last), len(above) + 2 - len(mask.shape)
         operands.append(tuple(scores[offset + dim] if size != 1 else () for dim, size in enumerate(mask.shape)))
     roles = dict(_WHOLE)
-    has_form = len(query) == 4 and not op.arguments["dropout_p"] and (band.is_full or query[-2] == key[-2])
+    has_form = len(query) == 4 and not op.arguments.get("dropout_p") and (band.is_full or query[-2] == key[-2])
     in_blocks = causal or runs_in_blocks(op)
     if in_blocks and not has_form:
         roles["queries"] = Role.WHOLE
-    goes_round = has_form and min(query[-2], key[-2]) > 1
+    goes_round = has_form and min(query[-2], key[-2]) > 1 and not runs_in_chunks(op)
     goes_round = goes_round and all(_is_row(mask, key[-2]) or mask.shape[-1] == 1 for mask in masks)
     in_stripes = causal and band.before is None
     ring = {"ring": Method(("queries", "keys"), "ring_attention", Role.FREE, in_stripes)} if goes_round else {}
@@ -74,13 +73,18 @@ def attention(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
         tuple(operands),
         (result,),
         linear=(frozenset({2}),),
-        forms={"queries": "blockwise_attention"} if in_blocks and has_form else {},
+        forms={"queries": _form(op)} if in_blocks and has_form else {},
         joint=ring,
         multiplications=2.0 * prod(query[:-2]) * _scores(query[-2], key[-2], band) * forward,
         backward=(back / forward / 3,) * 3 + (0.0,) * (len(operands) - 3),
         divided={"value_width": (outer / forward, 2 * outer / back)},
-        saved=(*(Saved(slot) for slot in _saved(op)), Saved(0, result=True)),
+        saved=(*(Saved(slot) for slot in _saved(op)), *(() if runs_in_chunks(op) else (Saved(0, result=True),))),
     )
+
+
+def _form(op: Op) -> str:
+    """The local form of attention of which queries are split."""
+    return "chunked_attention" if runs_in_chunks(op) else "blockwise_attention"
 
 
 def _is_row(mask: TensorType, keys: int) -> bool:

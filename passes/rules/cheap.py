@@ -6,7 +6,7 @@ from enum import Enum
 from passes.ir.program import Op, Rule, draws
 from passes.rules.local_forms import LOCAL_FORMS
 
-_ATTENTION = "scaled_dot_product_attention"
+_ATTENTION = ("scaled_dot_product_attention", "chunked_attention")
 
 
 def is_view(rule: Rule | None, copies: bool) -> bool:
@@ -62,4 +62,6 @@ def second_products(ops: Iterable[tuple[Op, Rule | None]]) -> set[str]:
 
 def _is_product(op: Op, rule: Rule) -> bool:
     sends = any(LOCAL_FORMS[form].communicates for form in rule.local_forms if form)
-    return bool(rule.multiplications) and op.kind != _ATTENTION and len(op.results) == 1 and not (sends or draws(op))
+    return (
+        bool(rule.multiplications) and op.kind not in _ATTENTION and len(op.results) == 1 and not (sends or draws(op))
+    )

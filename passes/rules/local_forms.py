@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from passes.ir.bands import TILE, kernel_width
+from passes.ir.bands import CHUNK, TILE, kernel_width
 from passes.ir.figures import least
 from passes.ir.layout import I, P, Placement, R, S, Shape
 from passes.ir.program import Factor, Op
@@ -22,11 +22,13 @@ from passes.ir.redistribution import RedistributionStep
 
 
 class Kernel(Enum):
-    """A kernel of attention. `MATH` makes the scores of all heads, and autograd saves them."""
+    """A kernel of attention. `MATH` makes the scores of all heads, and autograd saves them; `CHUNKS` makes those of a
+    chunk of queries, and makes them again in the backward pass."""
 
     FLASH = "flash"
     EFFICIENT = "efficient"
     MATH = "math"
+    CHUNKS = "chunks"
 
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -134,7 +136,12 @@ Workspace = tuple[float, float]
 
 def runs_in_blocks(op: Op) -> bool:
     """Whether an op of attention runs in blocks also where its queries are not split."""
-    return op.target == "autopar.scaled_dot_product_attention.default"
+    return op.target == "autopar.scaled_dot_product_attention.default" or runs_in_chunks(op)
+
+
+def runs_in_chunks(op: Op) -> bool:
+    """Whether an op of attention makes scores, of a chunk of queries at a time."""
+    return op.kind == "chunked_attention"
 
 
 def _even(splits: Sequence[Split]) -> float:
@@ -291,6 +298,25 @@ def _flipped(context: FormContext) -> float:
     return (4 * rows + 2 * held) * wide * itemsize + rows * _single(context)
 
 
+def _chunks(context: FormContext) -> Workspace:
+    """In the backward pass the weights of a chunk and their gradients, in the dtype of the softmax, with a soft cap its
+    tangents, and with a sink the weights with its own; flags of hidden keys. Gradients that all chunks add to are at
+    least in single precision, at the end beside the gradients themselves."""
+    query, key, value = context.operands[:3]
+    given, itemsize = context.op.arguments, context.dtype.itemsize
+    (before, after), queries = context.reach, least((CHUNK, query[2]))
+    keys = least((before + after + queries, key[2])) if before + after else key[2]
+    scores = prod(query[:2]) * queries * keys
+    wide = given["dtype"].itemsize if isinstance(given["dtype"], torch.dtype) else itemsize
+    held = (2 * wide if given["sink"] is None else 3 * wide) + (itemsize if given["soft_cap"] is not None else 0)
+    others = sum(given[name] is not None for name in ("bias", "sink"))
+    masks = [prod(shape[:2]) for shape in context.operands[3 + others :]]
+    flags = max(masks, default=1) * queries * keys if masks or before + after else 0
+    sums = prod(key) + prod(value)
+    chunk = scores * held + flags
+    return 0.0, max(chunk + sums * (_single(context) - itemsize), sums * _single(context) * context.is_half)
+
+
 def _ring_blocks(context: FormContext) -> Workspace:
     """In the backward pass keys and values are held and received while the first block has gradients, and from three
     ranks on those of others are sent and received meanwhile, which of two are at the second block. Or at the end
@@ -388,6 +414,7 @@ LOCAL_FORMS: Mapping[str, LocalForm] = {
     # exponentials, of which the rule counts one.
     "vocabulary_cross_entropy": LocalForm(_statistics(I, False, True, True), workspace=_multiples(1, 1)),
     "blockwise_attention": LocalForm(share=_banded, workspace=_blocks),
+    "chunked_attention": LocalForm(share=_banded, workspace=_chunks),
     "ring_attention": LocalForm(shifts=_ring_shifts, share=_banded, overlap=_all_but_one, workspace=_ring_blocks),
     # Both edges of every rank's block.
     "haloed": LocalForm(lambda context: _gathered(context, sum(context.reach)), workspace=_halo),

@@ -201,6 +201,12 @@ def _attention(make: Maker, call: Make) -> Iterator[Sample]:
     yield call(target, *given, row, is_causal=True, enable_gqa=True)
     yield call(target, *given, row, is_causal=True, enable_gqa=True, window=(9, 0), **documents)
     yield call(target, *given, enable_gqa=True, **documents)
+    target = "autopar.chunked_attention.default"
+    bias, sink = make.normal(1, 6, 24, 24), make.normal(1, 6, 1, 1)
+    yield call(target, *given, bias, is_causal=True, enable_gqa=True, window=(6, 0), scale=0.3)
+    yield call(target, *given, None, sink, row, is_causal=True, enable_gqa=True, soft_cap=2.0)
+    yield call(target, *given, make.normal(4, 1, 1, 24), enable_gqa=True, soft_cap=3.0, **documents)
+    yield call(target, heads(6, 12, 8), heads(6, 24, 8), heads(6, 24, 6), make.normal(1, 6, 12, 24), fills="bias")
 
 
 def _recurrent(make: Maker, call: Make) -> Iterator[Sample]:
