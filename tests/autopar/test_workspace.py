@@ -38,12 +38,18 @@ _LONG, _KEYS, _VALUES = _wide(1, 4, 512, 16), _wide(1, 2, 512, 16), _wide(1, 4, 
 _QKV = (_LONG, _LONG, _LONG)
 _CAUSAL = (None, 0.0, True)
 _HIDING = "autopar.scaled_dot_product_attention.default"
+_CHUNKED = "autopar.chunked_attention.default"
 _SHORT, _LONG_ROW = torch.ones(1, 1, 1, 512, dtype=torch.bool), _ids(2, 1, 1, 512)
 _LONGER = _wide(1, 2, 8192, 8)
 _SAMPLES = (_wide(2, 4, 512, 16),) * 3
 _HALF = tuple(each.bfloat16() for each in _QKV)
 _PADDED = (_SHORT, 0.0, True)
 _DOCUMENTS = (_ids(2, 1, 512, 1), _LONG_ROW)
+# The number of arguments that are no keywords, and keywords.
+_KEYWORDS = {
+    _HIDING: (6, ("window", "query_documents", "key_documents")),
+    _CHUNKED: (7, ("soft_cap", "window")),
+}
 # By the local form, or a name: the operator, its arguments, and the method.
 CASES: dict[str, tuple[str, tuple[object, ...], str]] = {
     "mean": ("aten.mean.dim", (_wide(), [1]), "in1"),
@@ -88,6 +94,12 @@ CASES: dict[str, tuple[str, tuple[object, ...], str]] = {
     "attention in a window": (_HIDING, (*(_LONGER,) * 3, *_CAUSAL, (63, 0)), "heads"),
     "attention with padding": (_HIDING, (*_QKV, *_PADDED), "heads"),
     "attention of documents": (_HIDING, (*_SAMPLES, *_CAUSAL, None, *_DOCUMENTS), "heads"),
+    "chunked_attention": (_CHUNKED, (*_QKV, None, None, None, True), "queries"),
+    "chunked_attention with a soft cap": (_CHUNKED, (*_QKV, None, None, None, True, 2.0), "queries"),
+    "chunked_attention of groups with a sink": (_CHUNKED, (_LONG, _KEYS, _KEYS, None, _wide(1, 4, 1, 1)), "queries"),
+    "chunked_attention with a bias": (_CHUNKED, (*_SAMPLES, _wide(1, 4, 512, 512)), "queries"),
+    "chunked_attention in a window": (_CHUNKED, (*(_LONGER,) * 3, None, None, None, True, None, (63, 0)), "queries"),
+    "attention in chunks": (_CHUNKED, (*_QKV, None, None, _SHORT, True, 2.0), "heads"),
     "attention": (_ATTENTION, (*_QKV, *_CAUSAL), "heads"),
     "attention of groups": (_ATTENTION, (_LONG, _KEYS, _KEYS, *_CAUSAL), "heads"),
     "attention, a part of the width": (_ATTENTION, (*_QKV, *_CAUSAL), "value_width"),
@@ -133,9 +145,10 @@ def _most(events: tuple[Event, ...], kept: dict[int, int]) -> int:
 def _case(name: str, dtype: torch.dtype) -> tuple[OneOp, str]:
     target, arguments, method = CASES[name]
     given = [item.to(dtype) if isinstance(item, Tensor) and item.dtype is torch.float32 else item for item in arguments]
-    # The last arguments of attention in blocks are keywords: the window, and the documents of queries and keys.
-    given, named = (given[:6], given[6:]) if target == _HIDING else (given, [])
-    options = dict(zip(("window", "query_documents", "key_documents"), named, strict=False))
+    # The last arguments of attention in blocks and in chunks are keywords.
+    count, names = _KEYWORDS.get(target, (len(given), ()))
+    given, named = given[:count], given[count:]
+    options = dict(zip(names, named, strict=False))
     groups = {"enable_gqa": True} if "groups" in name else {}
     return one_op(Sample(target, tuple(given), {**options, **groups})), method
 
