@@ -248,6 +248,13 @@ def _in_blocks(code: Scope, name: str, arguments: Mapping[str, Argument], **more
     return _called(code, name, [arguments[own] for own in ("query", "key", "value")], **more, **options)
 
 
+def _in_chunks(code: Scope, arguments: Mapping[str, Argument], **more: Argument) -> str:
+    """Attention in chunks; `more` are arguments besides those of the op."""
+    added = {name: arguments[name] for name in ("bias", "sink", "soft_cap", "dtype") if arguments[name] is not None}
+    fills = {"fills": arguments["fills"]} if arguments["fills"] else {}
+    return _in_blocks(code, "chunked_attention", arguments, **added, **fills, **more)
+
+
 _WRITERS: dict[str, Writer] = {
     "add": _sign("+"),
     "sub": _sign("-"),
@@ -305,6 +312,7 @@ _WRITERS: dict[str, Writer] = {
     "gelu": _functional("gelu", "self", approximate=("approximate", "none")),
     "relu": _functional("relu", "self"),
     "scaled_dot_product_attention": _attention,
+    "chunked_attention": _in_chunks,
     **{name: _method(name) for name in ("rsqrt", "sqrt", "tanh", "exp", "cos", "sin", "sigmoid", "abs", "log", "erf")},
 }
 
@@ -363,6 +371,10 @@ def _loss_form(code: Scope, statement: Compute) -> str:
 def _attention_form(code: Scope, statement: Compute) -> str:
     digits = _digits(code, _one(statement))
     return _in_blocks(code, "blockwise_attention", statement.op.arguments, digits=digits)
+
+
+def _chunks_form(code: Scope, statement: Compute) -> str:
+    return _in_chunks(code, statement.op.arguments, digits=_digits(code, _one(statement)))
 
 
 def _ring_form(code: Scope, statement: Compute) -> str:
@@ -447,6 +459,7 @@ WRITERS: dict[str, Callable[[Scope, Compute], str]] = {
     "vocabulary_embedding": _embedding_form,
     "vocabulary_cross_entropy": _loss_form,
     "blockwise_attention": _attention_form,
+    "chunked_attention": _chunks_form,
     "ring_attention": _ring_form,
     "haloed": _haloed_form,
     "layer_norm": _layer_norm_form,

@@ -73,6 +73,7 @@ _KINDS = {
     "all": "every",
     "any": "some",
     "cross_entropy_loss": "loss",
+    "chunked_attention": "attention",
     "eq": "mask",
     "ge": "mask",
     "gt": "mask",
@@ -88,7 +89,7 @@ _KINDS = {
 }
 
 # Operators whose result never takes over the variable of an operand.
-_OWN = {"cos", "cross_entropy_loss", "scaled_dot_product_attention", "sin", "softmax"}
+_OWN = {"chunked_attention", "cos", "cross_entropy_loss", "scaled_dot_product_attention", "sin", "softmax"}
 
 # Suffixes for views of a value that is still read later.
 _VIEWS = {

@@ -608,6 +608,38 @@ def blockwise_attention(
     return _located(attention(compute, rows=True), query, key, value, *(() if mask is None else (mask,)))
 
 
+def chunked_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    digits: Sequence[tuple[Axis, int]] = (),
+    documents: tuple[Tensor, Tensor] | None = None,
+    **options: object,
+) -> Tensor:
+    """Attention of which the queries may be split: a bias and masks have the dims of scores, or have them once."""
+    own, other = documents or (None, None)
+    others = {name: options.pop(name, None) for name in ("bias", "sink", "mask")} | {"own": own, "other": other}
+    names = [name for name, each in others.items() if each is not None]
+
+    def compute(query: Tensor, key: Tensor, value: Tensor, *given: Tensor) -> Tensor:
+        if query.is_meta:
+            # How many keys the queries of a rank need, the form reads from a tensor.
+            return functional.scaled_dot_product_attention(query, key, value, enable_gqa=True)
+        found = dict(zip(names, given, strict=True))
+        numbered = (found.pop("own"), found.pop("other")) if "own" in found else None
+        return runtime.chunked_attention(query, key, value, digits=digits, documents=numbered, **found, **options)
+
+    def rule(query: Tensor, key: Tensor, value: Tensor, *given: Tensor) -> object:
+        dims = [zip(each.shape, "bhq_", strict=True) for each in given]
+        terms = ["".join("_" if size == 1 else dim for size, dim in own) for own in dims]
+        operands = [_beside(each, query) for each in given]
+        return rules.einsum(f"{','.join(['bhq_', 'bh__', 'bh_w', *terms])}->bhqw", query, key, value, *operands,
+                            linear_in=(2,))  # fmt: skip
+
+    return _located(Call("chunked_attention", compute, rule), query, key, value, *(others[name] for name in names))
+
+
 def split_layer_norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None = None, *, rank: int, **options: object
 ) -> Tensor:
@@ -669,6 +701,7 @@ def ring_attention(
 
 _FORMS = {
     "blockwise_attention": blockwise_attention,
+    "chunked_attention": chunked_attention,
     "ring_attention": ring_attention,
     "split_layer_norm": split_layer_norm,
     "split_softmax": split_softmax,
