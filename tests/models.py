@@ -5,10 +5,14 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import nn
 from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -17,6 +21,8 @@ from transformers import (
     Phi3ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
 )
 
 _SIZES = {
@@ -56,6 +62,32 @@ def gemma2(**config: object) -> nn.Module:
     torch.manual_seed(0)
     sizes = {**_SIZES, "num_hidden_layers": 4, "head_dim": 8, "sliding_window": 8}
     return Gemma2ForCausalLM(Gemma2Config(**{**sizes, **config}))
+
+
+def gpt_oss(**config: object) -> nn.Module:
+    """Two layers with sinks, of which the first has a sliding window; experts in any dtype."""
+    torch.manual_seed(0)
+    sizes = {**_SIZES, "head_dim": 8, "sliding_window": 8, "num_local_experts": 4, "num_experts_per_tok": 2}
+    rope = {"rope_type": "default", "rope_theta": 10000.0}
+    model = GptOssForCausalLM(GptOssConfig(**{**sizes, "rope_parameters": rope, **config}))
+    model.set_experts_implementation("batched_mm")
+    return model
+
+
+def t5(**config: object) -> nn.Module:
+    """An encoder and a decoder of two layers, with learned biases; no dropout."""
+    torch.manual_seed(0)
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "vocab_size": 64}
+    quiet = {"dropout_rate": 0.0, "decoder_start_token_id": 0, "pad_token_id": 2}
+    return T5ForConditionalGeneration(T5Config(**{**sizes, **quiet, **config}))
+
+
+def bloom(**config: object) -> nn.Module:
+    """Two layers, with scores that fall with distance."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "n_layer": 2, "n_head": 4, "vocab_size": 64}
+    quiet = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
+    return BloomForCausalLM(BloomConfig(**{**sizes, **quiet, **config}))
 
 
 def gpt2(**config: object) -> nn.Module:

@@ -39,7 +39,7 @@ class _Order:
 
 
 @dataclass(frozen=True)
-class _Meaning:
+class Meaning:
     """The keys that a mask shows: those in `band`, of all of `rows`, of the same document, where `documents` are pairs
     of numbers of queries and keys, and in `orders`."""
 
@@ -62,59 +62,68 @@ def attention(rewriter: Rewriter, op: Op) -> Argument:
     if rewriter.type(mask).shape[-2:] != (queries, keys) or queries == 1:
         return KEEP
     if mask.name not in rewriter.meanings:
-        rewriter.meanings[mask.name] = _Reader(rewriter, queries, keys).meaning(mask.name)
+        rewriter.meanings[mask.name] = Reader(rewriter, queries, keys).meaning(mask.name)
     meaning = rewriter.meanings[mask.name]
-    return _written(rewriter, op, meaning) if isinstance(meaning, _Meaning) else KEEP
+    return with_meaning(rewriter, op, meaning) if isinstance(meaning, Meaning) else KEEP
 
 
-def _written(rewriter: Rewriter, op: Op, meaning: _Meaning) -> Argument:
+def with_meaning(rewriter: Rewriter, op: Op, meaning: Meaning) -> Argument:
+    """An op of attention that shows what a mask does; KEEP where it cannot."""
     band, result = meaning.band, rewriter.types[op.results[0]]
     queries, keys = (rewriter.type(op.arguments[name]).shape[-2] for name in ("query", "key"))
     causal = band.after == 0
     if queries != keys and not band.is_full:
         return KEEP
-    known: dict[str, Argument] = {"attn_mask": _row(rewriter, op, meaning.rows), "is_causal": causal}
+    known = arguments_of(rewriter, op, meaning, len(rewriter.type(op.arguments["query"]).shape))
     if band.before is None and not meaning.documents and not (causal and meaning.rows):
         return rewriter.write(op, op.target, result, **{**op.arguments, **known})
     query = rewriter.type(op.arguments["query"]).shape
     if len(query) != 4 or op.arguments["dropout_p"]:
         return KEEP
+    given = ungrouped(rewriter, *(op.arguments[name] for name in ("key", "value")))
+    return rewriter.write(op, ATTENTION, result, **{**op.arguments, **known, **given})
+
+
+def arguments_of(rewriter: Rewriter, op: Op, meaning: Meaning, rank: int = 4) -> dict[str, Argument]:
+    """What a mask shows as arguments of attention, of scores with so many dims; those that say nothing are left out but
+    for `attn_mask` and `is_causal`."""
+    band, rows = meaning.band, [whole(rewriter, op, name, rank) for name in meaning.rows]
+    known: dict[str, Argument] = {"attn_mask": _row(rewriter, op, rows), "is_causal": band.after == 0}
     if band.before is not None:
         known["window"] = band.before, band.after
     if meaning.documents:
         ((own, other),) = meaning.documents
-        known["query_documents"], known["key_documents"] = _whole(rewriter, op, own), _whole(rewriter, op, other)
-    return rewriter.write(op, ATTENTION, result, **{**op.arguments, **known, **_ungrouped(rewriter, op)})
+        known["query_documents"], known["key_documents"] = (whole(rewriter, op, each, rank) for each in (own, other))
+    return known
 
 
-def _row(rewriter: Rewriter, op: Op, rows: Sequence[str]) -> Argument:
+def _row(rewriter: Rewriter, op: Op, rows: Sequence[Ref]) -> Argument:
     """The conjunction of `rows`."""
-    refs = [_whole(rewriter, op, name) for name in rows]
 
     def both(one: Ref, other: Ref) -> Ref:
         shapes = rewriter.type(one).shape, rewriter.type(other).shape
         shape = tuple(torch.broadcast_shapes(*shapes))  # type: ignore[no-untyped-call]
         return rewriter.write(op, "aten.__and__.Tensor", TensorType(shape, torch.bool), one, other)
 
-    return reduce(both, refs) if refs else None
+    return reduce(both, rows) if rows else None
 
 
-def _whole(rewriter: Rewriter, op: Op, name: str) -> Ref:
+def whole(rewriter: Rewriter, op: Op, name: str, rank: int = 4) -> Ref:
     """A tensor with as many dims as scores have."""
-    shape, rank = rewriter.types[name].shape, len(rewriter.type(op.arguments["query"]).shape)
+    shape = rewriter.types[name].shape
     return reshaped(rewriter, op, Ref(name), (1,) * (rank - len(shape)) + shape)
 
 
-def _ungrouped(rewriter: Rewriter, op: Op) -> Mapping[str, Argument]:
+def ungrouped(rewriter: Rewriter, key: Argument, value: Argument) -> Mapping[str, Argument]:
     """Keys and values without their repetition for each query head of a group, where both are repeated."""
-    makers = {name: made for made in rewriter.ops for name in made.results}
     found: dict[str, Argument] = {}
-    for name in ("key", "value"):
-        source = op.arguments[name]
+    for name, source in (("key", key), ("value", value)):
         assert isinstance(source, Ref)
-        chain = [makers.get(source.name)]
+        chain = [rewriter.maker(source.name)]
         for _ in range(2):
-            chain.append(makers.get(chain[-1].operands[0]) if chain[-1] is not None and chain[-1].operands else None)
+            last_made = chain[-1]
+            given = last_made is not None and last_made.operands
+            chain.append(rewriter.maker(given[0]) if given else None)
         if [made.kind if made else "" for made in chain] != ["reshape", "expand", "reshape"]:
             return {}
         first, last = chain[-1], rewriter.types[source.name].shape
@@ -128,17 +137,18 @@ def _ungrouped(rewriter: Rewriter, op: Op) -> Mapping[str, Argument]:
     return {**found, "enable_gqa": True}
 
 
-class _Reader:
+class Reader:
     """Reads masks of `queries` by `keys` from the ops that make them."""
 
     def __init__(self, rewriter: Rewriter, queries: int, keys: int) -> None:
         self.rewriter = rewriter
         self.queries, self.keys = queries, keys
-        self.makers = {name: op for op in rewriter.ops for name in op.results}
 
-    def meaning(self, name: str) -> _Meaning | None:
-        """The meaning of a mask; None if it is not known."""
-        found = self._terms(name)
+    def meaning(self, *names: str) -> Meaning | None:
+        """The meaning of all of these masks; None if it is not known."""
+        found: Meaning | None = Meaning()
+        for name in names:
+            found = _both(found, self._terms(name))
         if found is None:
             return None
         band = found.band
@@ -153,13 +163,36 @@ class _Reader:
             return None
         return replace(found, band=band, orders=())
 
+    def sees_itself(self, meaning: Meaning) -> bool:
+        """Whether each query is in the document of the key at its place."""
+        pairs = meaning.documents
+        return not pairs or (self.queries == self.keys and all(self._same_rows(own, other) for own, other in pairs))
+
+    def _same_rows(self, one: str, other: str) -> bool:
+        """Whether two tensors, of queries and of keys, have the same numbers in order."""
+        (first, added), (second, more) = self._origin(one), self._origin(other)
+        if added != more or self._shape(one)[:-2] != self._shape(other)[:-2]:
+            return False
+        if first == second:
+            return True
+        own, others = self._maker(first), self._maker(second)
+        if own is None or others is None or own.target != others.target:
+            return False
+        pairs = zip(own.arguments.values(), others.arguments.values(), strict=True)
+        return all(
+            self._same_rows(left.name, right.name)
+            if isinstance(left, Ref) and isinstance(right, Ref)
+            else left == right
+            for left, right in pairs
+        )
+
     def _shape(self, name: str) -> Shape:
         return self.rewriter.types[name].shape
 
     def _maker(self, name: str) -> Op | None:
-        return self.makers.get(name)
+        return self.rewriter.maker(name)
 
-    def _terms(self, name: str) -> _Meaning | None:
+    def _terms(self, name: str) -> Meaning | None:
         """The meaning of a tensor that is, or broadcasts to, flags of queries by keys."""
         op, shape = self._maker(name), self._shape(name)
         if self.rewriter.types[name].dtype == torch.bool and op is not None:
@@ -176,11 +209,11 @@ class _Reader:
             return self._by_value(name) if compared is None else compared
         values = constant(self.rewriter, name)
         if values is not None and values.dtype == torch.bool and bool(values.all()):
-            return _Meaning()
+            return Meaning()
         is_row = shape[-1:] == (self.keys,) and (len(shape) == 1 or shape[-2] == 1)
-        return _Meaning(rows=(name,)) if is_row and self.rewriter.types[name].dtype == torch.bool else None
+        return Meaning(rows=(name,)) if is_row and self.rewriter.types[name].dtype == torch.bool else None
 
-    def _by_value(self, name: str) -> _Meaning | None:
+    def _by_value(self, name: str) -> Meaning | None:
         """The meaning of a mask that is the same for every batch."""
         if prod(self._shape(name)) > _LARGEST:
             return None
@@ -191,7 +224,7 @@ class _Reader:
         if values.dtype != torch.bool and not bool((values[~allowed] <= torch.finfo(values.dtype).min).all()):
             return None
         if bool(allowed.all()):
-            return _Meaning()
+            return Meaning()
         # Flags of places before and after are true up to the last of the first query, and from the first of the last.
         one = allowed.reshape(-1, self.queries, self.keys)[0]
         after = int(one[0].sum()) - 1
@@ -199,9 +232,9 @@ class _Reader:
         band = torch.ones(self.queries, self.keys, dtype=torch.bool).tril(after).triu(-before)
         if after < 0 or before < 0 or not bool((allowed == band).all()):
             return None
-        return _Meaning(Band(None if before >= self.queries - 1 else before, after))
+        return Meaning(Band(None if before >= self.queries - 1 else before, after))
 
-    def _compared(self, op: Op) -> _Meaning | None:
+    def _compared(self, op: Op) -> Meaning | None:
         """A comparison of queries with keys, or of the distance between them with a number."""
         left, right = op.arguments.get("self"), op.arguments.get("other")
         if op.kind not in _COMPARISONS or not isinstance(left, Ref):
@@ -217,12 +250,12 @@ class _Reader:
             return self._same(own, other)
         apart = self._apart(own, other)
         if apart is not None:
-            return _Meaning(_SIDES[kind](apart))
+            return Meaning(_SIDES[kind](apart))
         (base, more), (same, less) = self._origin(own), self._origin(other)
         batch = self._shape(own)[:-2]
         if base != same or self._shape(other)[:-2] != batch:
             return None
-        return _Meaning(orders=(_Order(base, _SIDES[kind](more - less), batch),))
+        return Meaning(orders=(_Order(base, _SIDES[kind](more - less), batch),))
 
     def _is_of_queries(self, name: str) -> bool:
         return self._shape(name)[-2:] == (self.queries, 1)
@@ -231,17 +264,17 @@ class _Reader:
         shape = self._shape(name)
         return shape[-1:] == (self.keys,) and (len(shape) == 1 or shape[-2] == 1)
 
-    def _same(self, own: str, other: str) -> _Meaning | None:
+    def _same(self, own: str, other: str) -> Meaning | None:
         """Documents of queries and keys, where there may be several."""
         if self.rewriter.types[own].dtype not in _WHOLE or self.rewriter.types[other].dtype not in _WHOLE:
             return None
         values = [constant(self.rewriter, name) for name in (own, other)]
         numbers = {int(side) for value in values if value is not None for side in (value.min(), value.max())}
         if len(numbers) == 1 and all(value is not None for value in values):
-            return _Meaning()
-        return _Meaning(documents=((own, other),))
+            return Meaning()
+        return Meaning(documents=((own, other),))
 
-    def _distance(self, kind: str, name: str, number: Argument) -> _Meaning | None:
+    def _distance(self, kind: str, name: str, number: Argument) -> Meaning | None:
         """A comparison of the distance from keys to queries, or of its absolute value, with a number."""
         op = self._maker(name)
         absolute = op is not None and op.kind == "abs"
@@ -260,10 +293,10 @@ class _Reader:
         # query - key + apart, compared with the number
         if absolute:
             most = number - (kind == "lt")
-            return _Meaning(Band(most - apart, most + apart)) if kind in ("lt", "le") else None
+            return Meaning(Band(most - apart, most + apart)) if kind in ("lt", "le") else None
         if turned:
             kind, number = _MIRRORED[kind], -number
-        return _Meaning(_SIDES[kind](apart - number))
+        return Meaning(_SIDES[kind](apart - number))
 
     def _has_rows_of(self, op: Op) -> bool:
         """Whether an op repeats the rows of its operand, or gives it other dims around them."""
@@ -311,11 +344,28 @@ class _Reader:
         if op.arguments["dim"] not in (-1, rank - 1) or unequal is None or unequal.kind != "ne":
             return False
         steps = self._maker(unequal.operands[0])
-        if unequal.arguments["other"] != 1 or steps is None or steps.kind != "diff":
+        if unequal.arguments["other"] != 1 or steps is None:
             return False
-        given = steps.arguments
-        is_last = given["n"] == 1 and given["dim"] in (-1, rank - 1) and given["append"] is None
-        return is_last and self._origin(steps.operands[0]) == (order.tensor, 0)
+        return self._steps_of(steps, rank) == (order.tensor, 0)
+
+    def _steps_of(self, op: Op, rank: int) -> tuple[str, int] | None:
+        """The origin of the numbers of which `op` gives each minus the one before, along the last dim; None where it
+        does not. It may be decomposed."""
+        given, last = op.arguments, (-1, rank - 1)
+        if op.kind == "diff":
+            is_last = given["n"] == 1 and given["dim"] in last and given["append"] is None
+            return self._origin(op.operands[0]) if is_last else None
+        if op.kind != "sub" or len(op.operands) != 2 or given["alpha"] != 1:
+            return None
+        own, before = op.operands
+        part = self._maker(before)
+        if part is None or part.kind != "slice" or part.arguments["start"] != 0 or part.arguments["dim"] not in last:
+            return None
+        joined = self._maker(part.operands[0])
+        if joined is None or joined.kind != "cat" or joined.arguments["dim"] not in last:
+            return None
+        is_shifted = joined.operands[1:] == (own,) and self._shape(joined.operands[0])[-1] == 1
+        return self._origin(own) if is_shifted else None
 
 
 _WHOLE = (torch.int32, torch.int64)
@@ -346,9 +396,9 @@ def _narrower(one: Band, other: Band) -> Band:
     return Band(least(one.before, other.before), least(one.after, other.after))
 
 
-def _both(one: _Meaning | None, other: _Meaning | None) -> _Meaning | None:
+def _both(one: Meaning | None, other: Meaning | None) -> Meaning | None:
     if one is None or other is None:
         return None
     documents = tuple(dict.fromkeys((*one.documents, *other.documents)))
     rows = tuple(dict.fromkeys((*one.rows, *other.rows)))
-    return _Meaning(_narrower(one.band, other.band), rows, documents, (*one.orders, *other.orders))
+    return Meaning(_narrower(one.band, other.band), rows, documents, (*one.orders, *other.orders))
