@@ -21,7 +21,7 @@ import autopar
 from tests.autopar.comparing import exact
 from tests.autopar.plans.test_dynamic_shapes import on_ranks
 from tests.autopar.test_other_inputs import off
-from tests.models import MODELS, llama, mistral, tokens
+from tests.models import MODELS, bloom, gemma2, gpt_oss, llama, mistral, t5, tokens
 
 ATTENTION = "@scaled_dot_product_attention"
 
@@ -175,6 +175,38 @@ def test_hidden_keys(name: str, mesh: str, methods: dict[str, str], recompute: s
     exact(build().double(), mesh, inputs(), constraints={ATTENTION: {"method": methods}}, recompute=recompute)
 
 
+# Models that write attention out, and the op that it becomes.
+WRITTEN: Mapping[str, tuple[Callable[[], nn.Module], Inputs, str]] = {
+    "gemma2": (gemma2, tokens, "@chunked_attention"),
+    "gemma2, padded on the left": (gemma2, _left, "@chunked_attention"),
+    "gpt_oss": (gpt_oss, tokens, "@chunked_attention"),
+    "t5, padded": (t5, lambda: tokens(padding=True), "@chunked_attention"),
+    "bloom": (bloom, tokens, "@chunked_attention"),
+    "llama": (lambda: llama(attn_implementation="eager"), tokens, ATTENTION),
+    "llama, padded on the left": (lambda: llama(attn_implementation="eager"), _left, "@chunked_attention"),
+}
+_AXES = {"2": {"dp": "queries"}, "2x2": {"dp": "queries", "tp": "heads"}}
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh", "objective"),
+    [
+        ("gemma2, padded on the left", "2x2", "train"),
+        ("t5, padded", "2", "train"),
+        *(
+            pytest.param(name, mesh, objective, marks=pytest.mark.slow)
+            for name in WRITTEN
+            for mesh in _AXES
+            for objective in ("train", "infer")
+        ),
+    ],
+)
+def test_attention_that_is_written_out(name: str, mesh: str, objective: str) -> None:
+    """In training and inference, with queries split on an axis, and beside split heads."""
+    build, inputs, op = WRITTEN[name]
+    exact(build(), mesh, inputs(), constraints={op: {"method": _AXES[mesh]}}, objective=objective)
+
+
 @pytest.mark.parametrize("method", ["queries", pytest.param("ring", marks=pytest.mark.slow)])
 def test_windows_at_other_sizes(method: str) -> None:
     """A plan for one length serves others, longer and shorter than the window, and other masks."""
@@ -241,6 +273,20 @@ def test_no_mask_is_made(
         constraints = {ATTENTION: {"method": {"cp": method}}}
         plan = autopar.plan(model, {"cp": 4 if method != "heads" else 2}, inputs(length), cluster="ideal",
                             constraints=constraints)  # fmt: skip
+        return sum(plan.programs["train"].memory.values()) - plan.programs["train"].memory["parameters"]
+
+    short, long = peak(1024), peak(4096)
+    assert long < 4.2 * short
+
+
+@pytest.mark.parametrize("method", ["queries", pytest.param("heads", marks=pytest.mark.slow)])
+def test_no_scores_are_made(method: str) -> None:
+    """Attention in chunks has scores of a chunk alone, of which one is there at a time."""
+
+    def peak(length: int) -> float:
+        model = gemma2(max_position_embeddings=length, sliding_window=256)
+        constraints = {"@chunked_attention": {"method": {"cp": method}}}
+        plan = autopar.plan(model, {"cp": 2}, tokens(1, length), cluster="ideal", constraints=constraints)
         return sum(plan.programs["train"].memory.values()) - plan.programs["train"].memory["parameters"]
 
     short, long = peak(1024), peak(4096)
