@@ -17,6 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from passes.capture.source import replaced
 from passes.ir.errors import InputError
+from passes.ir.log import logger
 
 # From a mapping of implementations and a name to the function.
 Interface = Callable[[object, str], Callable[..., object]]
@@ -26,9 +27,14 @@ Interface = Callable[[object, str], Callable[..., object]]
 def without_kernels(inputs: Mapping[str, object]) -> Iterator[None]:
     """Enter around a trace: flash attention is written with masks. A model without `position_ids` among its `inputs`
     has one document in each sample."""
-    masks = importlib.import_module("transformers.masking_utils")
-    interfaces = importlib.import_module("transformers.utils.generic").GeneralInterface
-    attention = importlib.import_module("transformers.integrations.flash_attention")
+    try:
+        masks = importlib.import_module("transformers.masking_utils")
+        interfaces = importlib.import_module("transformers.utils.generic").GeneralInterface
+        attention = importlib.import_module("transformers.integrations.flash_attention")
+    except (ImportError, AttributeError):
+        logger.info("this version of transformers runs flash attention otherwise: models that do cannot be traced")
+        yield
+        return
     packed = inputs.get("position_ids") is not None
 
     def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: object) -> Tensor:

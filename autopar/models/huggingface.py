@@ -83,7 +83,7 @@ def made_inputs(model: nn.Module, objective: str, batch: int) -> dict[str, objec
 def completed(model: nn.Module, inputs: Mapping[str, object]) -> dict[str, object]:
     """`inputs` with tensors in place of numbers that differ from batch to batch: those that kernels of flash attention
     take beside cumulative lengths. Other numbers are constants of a plan."""
-    if not is_huggingface(model) or not _runs_flash_attention(model):
+    if not is_huggingface(model):
         return dict(inputs)
     numbers = {name: value for name in LONGEST if isinstance(value := inputs.get(name), int)}
     return {**inputs, **{name: torch.tensor(value) for name, value in numbers.items()}}
@@ -120,15 +120,8 @@ def tracing(model: nn.Module, inputs: Mapping[str, object]) -> Iterator[None]:
                 stack.enter_context(replaced(masks, name, replacement))
             else:
                 logger.warning("transformers has no masking_utils.%s: causal masks will be built in full", name)
-        if _runs_flash_attention(model):
-            stack.enter_context(without_kernels(inputs))
+        stack.enter_context(without_kernels(inputs))
         yield
-
-
-def _runs_flash_attention(model: nn.Module) -> bool:
-    """Whether a part of the model asks for kernels of flash attention."""
-    configs = (getattr(part, "config", None) for part in model.modules())
-    return any("flash" in str(getattr(config, "_attn_implementation", None)) for config in configs)
 
 
 def register_caches(model: nn.Module) -> None:
