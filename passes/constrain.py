@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
+from passes.ir.arguments import references
 from passes.ir.constraints import Constraint, ConstraintTarget, PlacedConstraints
 from passes.ir.errors import ConstraintError
 from passes.ir.grouping import grouped
 from passes.ir.layout import WHOLE, Layout, R, parse_placement
 from passes.ir.mesh import Mesh
-from passes.ir.program import Op, Program, references
+from passes.ir.program import Op, Program
 
 Constraints = Mapping[str, Mapping[str, Mapping[str, str]]]
 

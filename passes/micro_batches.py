@@ -19,27 +19,22 @@ from itertools import chain
 from math import prod
 
 from passes._torch import pytree
+from passes.ir.arguments import Argument, Ref, references, rename
 from passes.ir.choices import Strategy
 from passes.ir.errors import MicroBatchError
 from passes.ir.layout import P, Placement, R, S, Shape, fits, local_shape
 from passes.ir.mesh import Mesh
 from passes.ir.program import (
-    Argument,
-    Dims,
     Input,
     Op,
     Program,
-    Ref,
-    Role,
-    Rule,
     TensorType,
     differentiable,
     draws,
     has_linear_gradients,
-    references,
-    rename,
     without_unused,
 )
+from passes.ir.rule import Dims, Role, Rule
 from passes.rules import find_rule, signature
 from passes.rules.strategies import Choice, digit, local_arguments, on_part, passing, split
 

@@ -38,9 +38,9 @@ from torch.autograd.function import FunctionCtx
 from torch.nn.functional import scaled_dot_product_attention
 
 from passes._torch import OpOverload
+from passes.ir.arguments import find_overload
 from passes.ir.bands import Band, band_of
 from passes.ir.errors import CaptureError
-from passes.ir.program import find_overload
 
 Function = type[torch.autograd.Function]
 

@@ -8,11 +8,11 @@ from passes.cost.liveness import MemoryPeak
 from passes.cost.step import Seconds
 from passes.ir.choices import Problem, Solution
 from passes.ir.decisions import Decisions
+from passes.ir.folded import Folded, dependents
 from passes.ir.layout import Layout, S, format_layout
 from passes.ir.lowered import BEFORE, Body, Compute, Loop, Redistribution, Stage, after, only_stage
 from passes.ir.mesh import Mesh
 from passes.ir.plan import Block, ProgramPlan, Row, StagePlan
-from passes.ir.program import Folded, dependents
 from passes.ir.work import IdleAxes, Work
 from passes.rules import find_rule, written_rule
 

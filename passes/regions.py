@@ -9,22 +9,10 @@ from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
+from passes.ir.arguments import Argument, Ref, rename
+from passes.ir.folded import Carry, Export, Folded, Region
 from passes.ir.grouping import grouped
-from passes.ir.program import (
-    Argument,
-    Carry,
-    Export,
-    Folded,
-    Input,
-    Op,
-    Parameter,
-    Program,
-    Ref,
-    Region,
-    TensorType,
-    flow,
-    rename,
-)
+from passes.ir.program import Input, Op, Parameter, Program, TensorType, flow
 
 _LONGEST_PERIOD = 8
 

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from autopar.discover.calls import Drawn, draws_of, gradients_of, run_with
 from passes.ir.log import logger
-from passes.ir.program import Dims, Factor, Op, Part, Program, Role, Rule, Saved, TensorType, has_gradient, parts_of
+from passes.ir.program import Op, Program, TensorType, has_gradient
+from passes.ir.rule import Dims, Factor, Part, Role, Rule, Saved, parts_of
 from passes.rules import signature, written_rule
 
 MOST_OPERANDS = 6

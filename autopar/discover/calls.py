@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from passes._torch import pytree, schema_of
+from passes.ir.arguments import Ref, find_overload
 from passes.ir.grouping import grouped
-from passes.ir.program import Op, Ref, TensorType, find_overload, has_gradient
+from passes.ir.program import Op, TensorType, has_gradient
 
 Shapes = tuple[tuple[int, ...], ...]
 

@@ -30,6 +30,7 @@ from passes.ir.constraints import PlacedConstraints
 from passes.ir.decisions import Decisions
 from passes.ir.errors import AutoparError, ExpressionError
 from passes.ir.figures import Figure, formula, largest_sum, size_of
+from passes.ir.folded import Folded
 from passes.ir.formulas import write_formula
 from passes.ir.layout import Shape, digits
 from passes.ir.leaves import input_leaves
@@ -37,7 +38,6 @@ from passes.ir.log import logger
 from passes.ir.lowered import only_stage
 from passes.ir.mesh import Mesh
 from passes.ir.plan import BATCH, Expressions, ProgramPlan
-from passes.ir.program import Folded
 from passes.lower import lower
 from passes.micro_batches import micro_batches
 from passes.normalize import normalize

@@ -10,15 +10,17 @@ from autopar.models.info import ModelInfo
 from autopar.runtime import GeneratedProgram, PlannedInput, PlannedOutput
 from autopar.runtime.generated.bases import Cut, MicroBatching
 from passes.cost.liveness import MicroBatchInputs
+from passes.ir.arguments import references
 from passes.ir.configuration import Configuration
 from passes.ir.decisions import Decided
 from passes.ir.errors import MicroBatchError
+from passes.ir.folded import Folded
 from passes.ir.layout import Layout, Placement, digits, is_dtensor, local_shape
 from passes.ir.leaves import Inputs, input_leaves
 from passes.ir.lowered import Lowered, only_stage
 from passes.ir.mesh import Mesh
 from passes.ir.plan import ProgramPlan
-from passes.ir.program import Folded, Input, Parameter, Program, TensorType, references
+from passes.ir.program import Input, Parameter, Program, TensorType
 from passes.ir.redistribution import RedistributionStep, redistribution
 from passes.micro_batches import MicroBatches, batch_dims
 

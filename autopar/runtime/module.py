@@ -24,10 +24,11 @@ from autopar.runtime.ranks.failures import FailureReports
 from autopar.runtime.refusals import CalledPart, missing_method, put, refuse_export, refuse_module_hooks
 from autopar.runtime.state import axes_of, mesh_of
 from passes._torch import buffers_of, parameters_of, schema_of
+from passes.ir.arguments import find_overload
 from passes.ir.errors import CaptureError, InputError
 from passes.ir.layout import S
 from passes.ir.plan import Plan
-from passes.ir.program import StateChange, find_overload
+from passes.ir.program import StateChange
 
 # Attributes of the module below.
 _OWN = (

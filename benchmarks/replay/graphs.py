@@ -15,9 +15,10 @@ from passes.cost.cluster import CLUSTERS
 from passes.ir.choices import Problem, Solution
 from passes.ir.configuration import Configuration
 from passes.ir.errors import AutoparError, ConstraintError
+from passes.ir.folded import Folded, Region
 from passes.ir.lowered import Stage
 from passes.ir.mesh import Mesh
-from passes.ir.program import Folded, Program, Region
+from passes.ir.program import Program
 from passes.lower.straight import Casts, straight_code
 from passes.normalize import normalize
 from passes.regions import fold

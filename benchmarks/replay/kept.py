@@ -15,7 +15,7 @@ import networkx as nx
 from benchmarks.replay.graphs import Forced
 from passes.ir.layout import local_shape
 from passes.ir.lowered import Body, Compute, Loop, Redistribution
-from passes.ir.program import Saved
+from passes.ir.rule import Saved
 from passes.rules import written_rule
 
 # Ops whose results are not computed again: they cost too much, or draw.

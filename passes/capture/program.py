@@ -17,24 +17,11 @@ from passes._torch import HigherOrderOperator, OpOverload, ShapeEnv, pytree, sch
 from passes.capture.exporting import Exported, refusal
 from passes.capture.functions import properties_of
 from passes.capture.source import line_of_node, lines_of_node
+from passes.ir.arguments import Argument, Ref, bound_arguments, freeze, references
 from passes.ir.errors import CaptureError
 from passes.ir.grouping import grouped
 from passes.ir.leaves import Inputs, given_name, input_leaves
-from passes.ir.program import (
-    Argument,
-    Buffer,
-    Input,
-    Op,
-    Parameter,
-    Program,
-    Ref,
-    StateChange,
-    TensorType,
-    bound_arguments,
-    freeze,
-    has_gradient,
-    references,
-)
+from passes.ir.program import Buffer, Input, Op, Parameter, Program, StateChange, TensorType, has_gradient
 from passes.ir.sizes import as_number
 
 _SymbolicNumber = torch.SymInt | torch.SymFloat | torch.SymBool

@@ -12,8 +12,9 @@ from string import Formatter
 import torch
 
 from passes._torch import schema_of
+from passes.ir.arguments import Argument, Ref, freeze, integer, listed
 from passes.ir.lowered import Compute, Split
-from passes.ir.program import Argument, Op, Ref, TensorType, freeze, integer, listed
+from passes.ir.program import Op, TensorType
 
 
 class Text(str):

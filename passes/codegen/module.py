@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 
 from passes.codegen.expressions import Scope, computed, value_text
 from passes.codegen.lines import WIDTH, broken, signature, statement
+from passes.ir.arguments import Argument, Ref
 from passes.ir.layout import Placement, format_layout
 from passes.ir.lowered import Body, Compute, FunctionVariables, Loop, LoopVariables, Redistribution, Stage, Variables
 from passes.ir.mesh import Mesh
-from passes.ir.program import Argument, Op, Ref
+from passes.ir.program import Op
 from passes.ir.redistribution import RedistributionStep
 from passes.ir.vocabulary import identifier, import_order, numbered
 

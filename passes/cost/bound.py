@@ -16,7 +16,7 @@ from passes.cost.fusion import joined
 from passes.cost.hardware import Device
 from passes.cost.price import update_seconds, work_alone
 from passes.cost.walk import Optimizer
-from passes.ir.program import Folded
+from passes.ir.folded import Folded
 
 
 def least_step_s(folded: Folded, cluster: Cluster, optimizer: Optimizer, devices: int) -> float:

@@ -14,8 +14,10 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import groupby
 
+from passes.ir.folded import Folded, Region
 from passes.ir.grouping import grouped, representatives
-from passes.ir.program import Folded, Op, Region, Rule
+from passes.ir.program import Op
+from passes.ir.rule import Rule
 from passes.rules import find_rule
 from passes.rules.pointwise import TABLE
 from passes.rules.strategies import strided

@@ -23,7 +23,8 @@ from passes.ir.choices import Cover, Strategy
 from passes.ir.figures import least
 from passes.ir.layout import Layout, R, Shape, local_shape
 from passes.ir.mesh import Mesh
-from passes.ir.program import Op, Role, Rule, Rules, TensorType
+from passes.ir.program import Op, TensorType
+from passes.ir.rule import Role, Rule, Rules
 from passes.rules import find_rule
 from passes.rules.cheap import is_cheap, second_products
 from passes.rules.local_forms import (

@@ -12,10 +12,11 @@ from passes.cost.price import cover, op_seconds, update_seconds
 from passes.cost.step import BlockSeconds, Seconds, compose
 from passes.cost.step_costs import StepCosts
 from passes.ir.configuration import Configuration
+from passes.ir.folded import Folded
 from passes.ir.layout import Layout, local_shape
 from passes.ir.lowered import Body, Compute, Loop, Redistribution, Stage
 from passes.ir.mesh import Mesh
-from passes.ir.program import Folded, TensorType
+from passes.ir.program import TensorType
 from passes.rules import find_rule
 from passes.rules.strategies import named_choices, op_context
 

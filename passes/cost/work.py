@@ -12,7 +12,8 @@ from passes.cost.cluster import Cluster
 from passes.cost.fusion import joined
 from passes.cost.price import seconds_alone
 from passes.ir.configuration import Configuration
-from passes.ir.program import Folded, Op, Program
+from passes.ir.folded import Folded
+from passes.ir.program import Op, Program
 from passes.ir.work import Work
 from passes.rules import find_rule
 

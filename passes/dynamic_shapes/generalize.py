@@ -14,7 +14,8 @@ import sympy
 
 from passes.ir.errors import ExpressionError
 from passes.ir.figures import size_of
-from passes.ir.program import Folded, Op, Region, TensorType
+from passes.ir.folded import Folded, Region
+from passes.ir.program import Op, TensorType
 
 Sizes = Mapping[str, int]
 

@@ -5,9 +5,10 @@ from dataclasses import replace
 from functools import cache
 from typing import cast
 
+from passes.ir.arguments import Argument
 from passes.ir.errors import InputError
 from passes.ir.layout import Shape
-from passes.ir.program import Argument, Op, Program, Symbolic, TensorType
+from passes.ir.program import Op, Program, Symbolic, TensorType
 from passes.ir.sizes import is_expression, substituted
 
 

@@ -8,10 +8,12 @@ from typing import TypeVar
 
 import torch
 
+from passes.ir.arguments import Argument
 from passes.ir.choices import Strategy
 from passes.ir.errors import PlanMismatchError
+from passes.ir.folded import Region
 from passes.ir.layout import Layout, P, R
-from passes.ir.program import Argument, Input, Op, Program, Region, TensorType
+from passes.ir.program import Input, Op, Program, TensorType
 from passes.ir.redistribution import RedistributionStep
 
 T = TypeVar("T")

@@ -1,9 +1,5 @@
 """The program: a traced model as plain, immutable data. Passes read programs and return new ones.
 
-The sharding rule of an op names its factors, as in einsum: `linear` is "b s k, n k -> b s n". Each dim of each operand
-and result is a list of parts, most significant first; a part is a whole factor or a range of its digits.
-`passes/rules/strategies.py` derives from that how each tensor is split.
-
 A program prints as text, one op per line:
 
     input input_ids: int64[2, 16]
@@ -12,135 +8,17 @@ A program prints as text, one op per line:
     output logits: %linear
 """
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from enum import Enum
-from functools import cache, cached_property
+from functools import cached_property
 from math import prod
 
 import torch
 
 from passes._torch import OpOverload, pytree, schema_of
+from passes.ir.arguments import Argument, Ref, find_overload, format_argument, freeze, references
 from passes.ir.layout import Shape
-
-
-class Role(Enum):
-    """The role of a factor: how it may be split."""
-
-    FREE = "free"  # results carry it
-    SUM = "sum"  # summed over: results without it are pending sums
-    INSIDE = "inside"  # reduced inside the op's local form: results without it are the same on every rank
-    WHOLE = "whole"  # not to be split
-
-
-@dataclass(frozen=True, slots=True)
-class Factor:
-    """A named index of an op and its extent.
-
-    `ordered` says that ranks must have consecutive parts in rank order, because the local form communicates with
-    neighbouring ranks. `reach` is the number of elements of the operand that it needs from the neighbours on both
-    sides, and `least` the minimum local size of the factor for that.
-    """
-
-    size: int
-    role: Role = Role.FREE
-    ordered: bool = False
-    reach: tuple[int, int] = (0, 0)
-    least: int = 1
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """A dim, or a part of one: the digits of `factor` from `start` (exclusive product of those before) of `size`."""
-
-    factor: str
-    size: int
-    start: int = 1
-
-
-Dims = tuple[tuple[Part, ...], ...]
-
-
-def parts_of(*tensors: Dims) -> Iterator[Part]:
-    """The parts of all dims of these tensors, in order."""
-    return (part for dims in tensors for parts in dims for part in parts)
-
-
-@dataclass(frozen=True, slots=True)
-class Method:
-    """A way to split an op on one axis: its `factors` are split at once, into equally many parts. No tensor has two of
-    them. `form` is the local form that runs on a shard, "" if the op itself does. `role` is that of the method; None:
-    that of its first factor. Set it where that is WHOLE. `in_stripes` says that ranks have equal work only where each
-    has every n-th entry, so that such splits may be offered too."""
-
-    factors: tuple[str, ...]
-    form: str = ""
-    role: Role | None = None
-    in_stripes: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Saved:
-    """A saved tensor: operand or result `index`.
-
-    `needed_by` are the operands one of which must have a gradient; empty means any. `copy` says that autograd saves a
-    new tensor of the same size instead.
-    """
-
-    index: int
-    result: bool = False
-    needed_by: tuple[int, ...] = ()
-    copy: bool = False
-
-
-@dataclass(frozen=True)
-class Rule:
-    """The sharding rule of one op.
-
-    - `operands`, `results`: the parts of every dim of every tensor, operands in the order of `Op.operands`.
-    - `added`: operands that are added to a sum; they are pending sums where it is split (the bias of `linear`).
-    - `linear`: sets of operands in which the op is exactly linear together, so that pending sums pass through.
-    - `forms`: for a factor, the local form that runs on a shard where the op itself would be incorrect.
-    - `joint`: by name, methods that split several factors at once. Each factor alone is a method of its own name.
-    - `multiplications`: of the forward pass on one device, a multiply-add counted as two.
-    - `backward`: for each operand, the multiplications of its gradient relative to those of the forward pass.
-    - `divided`: by factor, the parts of the multiplications of both passes that have it; other factors are in all.
-    - `saved`: the tensors that autograd saves.
-    - `moves`: whether it reads or writes memory (a view does not).
-    """
-
-    factors: Mapping[str, Factor]
-    operands: tuple[Dims, ...]
-    results: tuple[Dims, ...]
-    added: frozenset[int] = frozenset()
-    linear: tuple[frozenset[int], ...] = ()
-    forms: Mapping[str, str] = field(default_factory=dict)
-    joint: Mapping[str, Method] = field(default_factory=dict)
-    multiplications: float = 0.0
-    backward: tuple[float, ...] = ()
-    divided: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-    saved: tuple[Saved, ...] = ()
-    moves: bool = True
-
-    @property
-    def local_forms(self) -> tuple[str, ...]:
-        """The local forms of all methods."""
-        return (*self.forms.values(), *(method.form for method in self.joint.values()))
-
-    def method(self, name: str) -> Method | None:
-        """The method called `name`; None where there is none."""
-        if name in self.joint:
-            return self.joint[name]
-        return Method((name,), self.forms.get(name, "")) if name in self.factors else None
-
-    def methods_with(self, factor: str) -> Iterator[str]:
-        """The names of the methods that split `factor`."""
-        yield factor
-        yield from (name for name, method in self.joint.items() if factor in method.factors)
-
-
-# Rules that were found by running ops, by the signature of a call (`passes.rules.signature`).
-Rules = Mapping[Hashable, Rule]
+from passes.ir.rule import Rules
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -167,32 +45,6 @@ class TensorType:
 
     def __str__(self) -> str:
         return f"{dtype_name(self.dtype)}{list(self.shape)}"
-
-
-@dataclass(frozen=True, slots=True)
-class Ref:
-    """A use of a tensor: an input, a parameter, a buffer or constant by its name, or a result as "%name"."""
-
-    name: str
-
-    def __str__(self) -> str:
-        return self.name
-
-
-Argument = (
-    None
-    | bool
-    | int
-    | float
-    | complex
-    | str
-    | torch.dtype
-    | torch.device
-    | torch.layout
-    | torch.memory_format
-    | Ref
-    | tuple["Argument", ...]
-)
 
 
 @dataclass(frozen=True)
@@ -379,99 +231,6 @@ class Symbolic:
         return "\n".join([*sizes, *(f"condition {condition}" for condition in self.conditions), str(self.program)])
 
 
-@dataclass(frozen=True)
-class Carry:
-    """A tensor that every copy of a region takes from the copy before: the first takes `initial`."""
-
-    argument: str
-    initial: str
-    next: str
-
-
-@dataclass(frozen=True)
-class Export:
-    """A tensor of a region's body that is used outside: for each copy its name there, or None if that copy's is not
-    used."""
-
-    value: str
-    names: tuple[str | None, ...]
-
-
-@dataclass(frozen=True)
-class Region:
-    """A repeated sequence of ops, stored once.
-
-    `ops` is the body. Its operands are the arguments of the carries, the region's own names for tensors that differ
-    between copies (`owned`: a parameter or buffer of the body -> its name in each copy), and names from outside that
-    all copies share. `copies` are the module paths that each copy stands for.
-    """
-
-    name: str
-    copies: tuple[tuple[str, ...], ...]
-    ops: tuple[Op, ...]
-    carries: tuple[Carry, ...]
-    owned: Mapping[str, tuple[str, ...]]
-    exports: tuple[Export, ...]
-
-    @property
-    def count(self) -> int:
-        """The number of copies."""
-        return len(self.copies)
-
-    @property
-    def results(self) -> tuple[str, ...]:
-        """The values of a copy that the next copy or the rest of the program reads."""
-        return tuple(dict.fromkeys((*(item.next for item in self.carries), *(item.value for item in self.exports))))
-
-    def __str__(self) -> str:
-        lines = (
-            f"region {self.name} x {self.count}",
-            *(f"  carry {carry.argument}: {carry.initial}, then {carry.next}" for carry in self.carries),
-            *(f"  own {name}: {names[0]}, ..., {names[-1]}" for name, names in self.owned.items()),
-            *(f"  {op}" for op in self.ops),
-            *(f"  export {export.value}: {export.names[-1]}" for export in self.exports),
-        )
-        return "\n".join(lines)
-
-
-@dataclass(frozen=True)
-class Folded:
-    """A program whose repeated runs are folded into regions: `items` are ops and regions in order.
-
-    `types` has the type of every tensor in `items`, those of the regions' bodies included; `flowing` are the names of
-    those that a gradient flows through. Equal layers that are written several times share their decisions: `alike` maps
-    the keys of their ops, and the names of their parameters and buffers, to those of the first one.
-    """
-
-    program: Program
-    items: tuple[Op | Region, ...]
-    types: Mapping[str, TensorType]
-    flowing: frozenset[str]
-    alike: Mapping[str, str] = field(default_factory=dict)
-
-    @property
-    def regions(self) -> tuple[Region, ...]:
-        """The regions, in order."""
-        return tuple(item for item in self.items if isinstance(item, Region))
-
-    @property
-    def ops(self) -> tuple[Op, ...]:
-        """All ops, those of the regions' bodies once."""
-        return tuple(op for op, _ in self.runs)
-
-    @property
-    def runs(self) -> Iterator[tuple[Op, int]]:
-        """All ops, each with its number of copies."""
-        yield from (
-            (op, item.count if isinstance(item, Region) else 1)
-            for item in self.items
-            for op in (item.ops if isinstance(item, Region) else (item,))
-        )
-
-    def __str__(self) -> str:
-        return "\n".join(map(str, self.items))
-
-
 def has_gradient(dtype: torch.dtype) -> bool:
     """Whether tensors of a dtype can have a gradient."""
     return dtype.is_floating_point or dtype.is_complex
@@ -492,25 +251,6 @@ def differentiable(program: Program) -> set[str]:
     return flowing
 
 
-def dependents(folded: Folded) -> frozenset[str]:
-    """Tensors that depend on the batch or on a parameter; the others are the same for every batch."""
-    depends = {item.name for item in folded.program.inputs} | {item.name for item in folded.program.parameters}
-    for region in folded.regions:
-        depends.update(own for own, names in region.owned.items() if names[0] in depends)
-    for _ in range(2):
-        for item in folded.items:
-            if isinstance(item, Region):
-                depends.update(carry.argument for carry in item.carries if {carry.initial, carry.next} & depends)
-            for op in item.ops if isinstance(item, Region) else (item,):
-                if any(name in depends for name in op.operands):
-                    depends.update(op.results)
-            if isinstance(item, Region):
-                depends.update(
-                    name for export in item.exports if export.value in depends for name in export.names if name
-                )
-    return frozenset(depends)
-
-
 def draws(op: Op) -> bool:
     """Whether an op draws random numbers."""
     if any(op.arguments.get(name, 1.0) == 0.0 for name in ("p", "dropout", "dropout_p")):
@@ -525,69 +265,6 @@ def has_linear_gradients(op: Op) -> bool:
     linear in them. The backward of a custom autograd function may be nonlinear (gradient clipping); capture determines
     which."""
     return op.kind != "autograd_function" or op.arguments["linear"] is True
-
-
-@cache
-def find_overload(target: str) -> OpOverload:
-    """The operator called `target`, such as "aten.linear.default"."""
-    namespace, name, overload = target.split(".")
-    found = getattr(getattr(getattr(torch.ops, namespace), name), overload)
-    assert isinstance(found, OpOverload)
-    return found
-
-
-def references(argument: Argument) -> Iterator[str]:
-    """The names that an argument refers to, in order."""
-    if isinstance(argument, Ref):
-        yield argument.name
-    elif isinstance(argument, tuple):
-        for item in argument:
-            yield from references(item)
-
-
-def integer(argument: Argument) -> int:
-    """An argument that is an integer."""
-    assert isinstance(argument, int)
-    return argument
-
-
-def listed(argument: Argument) -> tuple[Argument, ...]:
-    """An argument that is a list."""
-    assert isinstance(argument, tuple)
-    return argument
-
-
-def rename(argument: Argument, names: Callable[[str], Argument]) -> Argument:
-    """`argument` with its references replaced."""
-    if isinstance(argument, Ref):
-        return names(argument.name)
-    if isinstance(argument, tuple):
-        return tuple(rename(item, names) for item in argument)
-    return argument
-
-
-def freeze(value: object) -> Argument:
-    """A value of an operator's schema as an argument: lists become tuples."""
-    if isinstance(value, (list, tuple)):
-        return tuple(freeze(item) for item in value)
-    return value  # type: ignore[return-value]
-
-
-def bound_arguments(overload: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]) -> dict[str, Argument]:
-    """The arguments of a call by the names of the schema, in its order, defaults included."""
-    return {
-        item.name: freeze(args[place] if place < len(args) else kwargs.get(item.name, item.default_value))
-        for place, item in enumerate(schema_of(overload).arguments)
-    }
-
-
-def format_argument(argument: Argument) -> str:
-    """An argument as text."""
-    if isinstance(argument, tuple):
-        return "[" + ", ".join(format_argument(item) for item in argument) + "]"
-    if isinstance(argument, float):
-        return repr(argument)
-    return str(argument)
 
 
 def without_unused(program: Program) -> Program:

@@ -12,8 +12,8 @@ from passes.clock import Clock
 from passes.cost.cluster import Cluster
 from passes.cost.step_costs import StepCosts
 from passes.ir.choices import Problem, Solution
+from passes.ir.folded import Folded
 from passes.ir.lowered import FSDPUnit, Lowered
-from passes.ir.program import Folded
 from passes.lower.collectives import fastest_collectives
 from passes.lower.recompute import recompute
 from passes.lower.straight import Casts, straight_code

@@ -13,8 +13,9 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 
 from passes.ir.errors import ConstraintError
+from passes.ir.folded import Region
 from passes.ir.lowered import Body, Compute, Loop, Redistribution, Stage
-from passes.ir.program import Region, Rules
+from passes.ir.rule import Rules
 from passes.rules import find_rule
 from passes.rules.cheap import is_cheap, is_view, second_products, with_viewed
 

@@ -9,12 +9,14 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from passes.cost.live_ranges import saved_edges
+from passes.ir.arguments import Argument, Ref, references, rename
 from passes.ir.choices import Problem, Solution, Strategy
+from passes.ir.folded import Carry, Folded, Region
 from passes.ir.grouping import grouped
 from passes.ir.layout import Layout
 from passes.ir.lowered import Body, Compute, Loop, Redistribution, Returned, Split, Stage, Statement
 from passes.ir.mesh import Mesh
-from passes.ir.program import Argument, Carry, Folded, Op, Ref, Region, TensorType, draws, references, rename
+from passes.ir.program import Op, TensorType, draws
 from passes.ir.redistribution import redistribution
 from passes.rules import find_rule
 from passes.rules.strategies import local_arguments, named_choices, op_context, strided

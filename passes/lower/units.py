@@ -26,11 +26,12 @@ from typing import Literal, TypeVar
 import torch
 
 from passes._torch import schema_of
+from passes.ir.arguments import find_overload
 from passes.ir.grouping import grouped
 from passes.ir.layout import Layout, R
 from passes.ir.lowered import Body, Compute, FSDPUnit, FSDPUnits, Loop, Redistribution, Stage, Statement
 from passes.ir.mesh import Mesh
-from passes.ir.program import Parameter, find_overload
+from passes.ir.program import Parameter
 from passes.ir.redistribution import redistribution
 from passes.ir.unit_axes import UnitAxes, unit_axes
 

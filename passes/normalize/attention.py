@@ -13,16 +13,8 @@ from math import prod
 
 import torch
 
-from passes.ir.program import (
-    Argument,
-    Op,
-    Program,
-    Ref,
-    TensorType,
-    bound_arguments,
-    differentiable,
-    find_overload,
-)
+from passes.ir.arguments import Argument, Ref, bound_arguments, find_overload
+from passes.ir.program import Op, Program, TensorType, differentiable
 from passes.normalize.masks import Meaning, Reader, arguments_of, ungrouped, whole, with_meaning
 from passes.normalize.products import weighted
 from passes.normalize.rewriter import KEEP, Rewriter

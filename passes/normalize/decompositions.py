@@ -7,7 +7,8 @@ from typing import cast
 import torch
 
 from passes._torch import FakeTensorMode, OpOverload, decomposition_table, make_fx, pytree, schema_of
-from passes.ir.program import Argument, Input, Op, Program, Ref, TensorType, bound_arguments, rename
+from passes.ir.arguments import Argument, Ref, bound_arguments, rename
+from passes.ir.program import Input, Op, Program, TensorType
 from passes.normalize.forms import canonical
 from passes.normalize.rewriter import Rewriter, concrete
 from passes.rules import written_rule

@@ -9,7 +9,8 @@ from typing import cast
 
 import torch
 
-from passes.ir.program import Argument, Op, Program, Ref, TensorType, differentiable, listed
+from passes.ir.arguments import Argument, Ref, listed
+from passes.ir.program import Op, Program, TensorType, differentiable
 from passes.normalize.masks import attention
 from passes.normalize.rewriter import KEEP, Rewrite, Rewriter
 from passes.normalize.views import VIEWS, expanded, integers, only, reshaped

@@ -9,8 +9,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from passes._torch import schema_of
+from passes.ir.arguments import Argument, Ref, find_overload, integer, references
 from passes.ir.errors import CaptureError
-from passes.ir.program import Argument, Op, Program, Ref, TensorType, Update, find_overload, integer, references
+from passes.ir.program import Op, Program, TensorType, Update
 from passes.normalize.rewriter import Rewriter
 from passes.rules.parts import dim_argument, dims_argument
 

@@ -14,9 +14,10 @@ from math import prod
 
 import torch
 
+from passes.ir.arguments import Argument, Ref
 from passes.ir.bands import Band
 from passes.ir.layout import Shape
-from passes.ir.program import Argument, Op, Ref, TensorType
+from passes.ir.program import Op, TensorType
 from passes.normalize.rewriter import KEEP, Rewriter, constant
 from passes.normalize.views import reshaped
 from passes.ops import ATTENTION

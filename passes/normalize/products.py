@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from passes.ir.program import Op, Ref, listed
+from passes.ir.arguments import Ref, listed
+from passes.ir.program import Op
 from passes.normalize.rewriter import Rewriter
 from passes.normalize.views import permuted
 

@@ -7,18 +7,8 @@ from dataclasses import replace
 
 import torch
 
-from passes.ir.program import (
-    Argument,
-    Op,
-    Program,
-    Ref,
-    TensorType,
-    Update,
-    bound_arguments,
-    find_overload,
-    references,
-    rename,
-)
+from passes.ir.arguments import Argument, Ref, bound_arguments, find_overload, references, rename
+from passes.ir.program import Op, Program, TensorType, Update
 
 
 class Rewriter:

@@ -14,7 +14,9 @@ inverse of the order ends it. Where anything else reads a sorted tensor, the sor
 from collections.abc import Set
 from dataclasses import dataclass, replace
 
-from passes.ir.program import Op, Program, Ref, Role, Rule, draws, references, rename, without_unused
+from passes.ir.arguments import Ref, references, rename
+from passes.ir.program import Op, Program, draws, without_unused
+from passes.ir.rule import Role, Rule
 from passes.normalize.rewriter import Rewriter
 from passes.normalize.views import expanded, reshaped
 from passes.rules import find_rule

@@ -11,8 +11,9 @@ from math import prod
 
 import torch
 
+from passes.ir.arguments import Argument, Ref, listed
 from passes.ir.layout import Shape
-from passes.ir.program import Argument, Op, Program, Ref, TensorType, listed
+from passes.ir.program import Op, Program, TensorType
 from passes.normalize.masks import Meaning, Reader
 from passes.normalize.products import scored
 from passes.normalize.rewriter import Rewriter, constant

@@ -5,7 +5,8 @@ Only ops of one entry of a module list are put together: layers that repeat stay
 
 from dataclasses import replace
 
-from passes.ir.program import Argument, Op, Program, Ref, draws
+from passes.ir.arguments import Argument, Ref
+from passes.ir.program import Op, Program, draws
 from passes.normalize.rewriter import Rewriter
 from passes.normalize.views import integers
 

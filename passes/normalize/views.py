@@ -6,7 +6,8 @@ from typing import cast
 
 import torch
 
-from passes.ir.program import Argument, Op, Ref, TensorType, integer, listed
+from passes.ir.arguments import Argument, Ref, integer, listed
+from passes.ir.program import Op, TensorType
 from passes.normalize.in_place import moved_dims
 from passes.normalize.rewriter import KEEP, Rewrite, Rewriter, constant
 from passes.rules.parts import dim_argument

@@ -9,7 +9,8 @@ import torch
 
 from passes.ir.bands import Band, band_of
 from passes.ir.figures import least
-from passes.ir.program import Dims, Factor, Method, Op, Part, Role, Rule, Saved, TensorType
+from passes.ir.program import Op, TensorType
+from passes.ir.rule import Dims, Factor, Method, Part, Role, Rule, Saved
 from passes.rules.local_forms import runs_in_blocks, runs_in_chunks
 from passes.rules.parts import factors, one, rule_for
 

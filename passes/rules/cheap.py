@@ -3,7 +3,8 @@
 from collections.abc import Collection, Iterable
 from enum import Enum
 
-from passes.ir.program import Op, Rule, draws
+from passes.ir.program import Op, draws
+from passes.ir.rule import Rule
 from passes.rules.local_forms import LOCAL_FORMS
 
 _ATTENTION = ("scaled_dot_product_attention", "chunked_attention")

@@ -5,7 +5,8 @@ from dataclasses import dataclass, field, replace
 from math import prod
 
 from passes.ir.layout import Shape
-from passes.ir.program import Dims, Factor, Op, Part, Role, Rule, Saved, TensorType
+from passes.ir.program import Op, TensorType
+from passes.ir.rule import Dims, Factor, Part, Role, Rule, Saved
 from passes.rules.parts import factors, is_tensor, linear_in, named, one, per_dim, rule_for, shapes
 
 

@@ -5,8 +5,10 @@ from dataclasses import dataclass
 
 import torch
 
+from passes.ir.arguments import Ref, integer, listed
 from passes.ir.layout import Shape
-from passes.ir.program import Dims, Op, Part, Ref, Role, Rule, Saved, TensorType, integer, listed
+from passes.ir.program import Op, TensorType
+from passes.ir.rule import Dims, Part, Role, Rule, Saved
 from passes.rules.parts import broadcast, dim_argument, dims_argument, factors, linear_in, named, one, rule_for, without
 
 _FIRST = (frozenset({0}),)

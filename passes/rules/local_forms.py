@@ -17,8 +17,9 @@ import torch
 from passes.ir.bands import CHUNK, TILE, kernel_width
 from passes.ir.figures import least
 from passes.ir.layout import I, P, Placement, R, S, Shape
-from passes.ir.program import Factor, Op
+from passes.ir.program import Op
 from passes.ir.redistribution import RedistributionStep
+from passes.ir.rule import Factor
 
 
 class Kernel(Enum):

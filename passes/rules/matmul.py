@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from math import prod
 
-from passes.ir.program import Dims, Op, Part, Role, Rule, Saved, TensorType, parts_of
+from passes.ir.program import Op, TensorType
+from passes.ir.rule import Dims, Part, Role, Rule, Saved, parts_of
 from passes.rules.parts import broadcast, factors, is_tensor, named, one, rule_for
 
 _SUMMED = {"in": Role.SUM}

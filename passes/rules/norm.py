@@ -3,7 +3,9 @@ form."""
 
 from collections.abc import Mapping
 
-from passes.ir.program import Dims, Op, Role, Rule, Saved, TensorType, listed
+from passes.ir.arguments import listed
+from passes.ir.program import Op, TensorType
+from passes.ir.rule import Dims, Role, Rule, Saved
 from passes.rules.parts import dim_argument, factors, named, one, rule_for
 
 

@@ -4,22 +4,10 @@ which the families write their dims."""
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from math import prod
 
+from passes.ir.arguments import Argument, Ref, integer, listed
 from passes.ir.layout import Shape
-from passes.ir.program import (
-    Argument,
-    Dims,
-    Factor,
-    Op,
-    Part,
-    Ref,
-    Role,
-    Rule,
-    Rules,
-    TensorType,
-    integer,
-    listed,
-    parts_of,
-)
+from passes.ir.program import Op, TensorType
+from passes.ir.rule import Dims, Factor, Part, Role, Rule, Rules, parts_of
 
 RuleFunction = Callable[[Op, Mapping[str, TensorType]], Rule | None]
 

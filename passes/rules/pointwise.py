@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from passes._torch import schema_of
-from passes.ir.program import Op, Ref, Rule, Saved, TensorType, has_gradient
+from passes.ir.arguments import Ref
+from passes.ir.program import Op, TensorType, has_gradient
+from passes.ir.rule import Rule, Saved
 from passes.rules.parts import broadcast, factors, named, rule_for
 
 NONE: tuple[Saved, ...] = ()

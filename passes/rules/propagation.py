@@ -7,7 +7,8 @@ from itertools import chain
 
 from passes.ir.grouping import grouped, representatives
 from passes.ir.layout import Placement
-from passes.ir.program import Op, Rule
+from passes.ir.program import Op
+from passes.ir.rule import Rule
 from passes.rules.strategies import Digit, digit, split, starts, stripes
 
 _MOST = 16

@@ -2,7 +2,8 @@
 
 from collections.abc import Mapping
 
-from passes.ir.program import Dims, Op, Role, Rule, Saved, TensorType
+from passes.ir.program import Op, TensorType
+from passes.ir.rule import Dims, Role, Rule, Saved
 from passes.rules.parts import factors, one, rule_for
 
 

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 import torch
 
-from passes.ir.program import Factor, Op, Part, Role, Rule, Saved, TensorType
+from passes.ir.program import Op, TensorType
+from passes.ir.rule import Factor, Part, Role, Rule, Saved
 from passes.rules.parts import broadcast, dim_argument, dims_argument, factors, linear_in, named, one, rule_for
 
 

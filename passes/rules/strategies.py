@@ -12,22 +12,13 @@ from functools import cache
 from math import prod
 from operator import contains
 
+from passes.ir.arguments import Argument, integer
 from passes.ir.choices import Strategy
+from passes.ir.folded import Folded, Region
 from passes.ir.layout import I, Layout, P, Placement, R, S, fits, local_shape, parse_placement, split_ways
 from passes.ir.mesh import Mesh
-from passes.ir.program import (
-    Argument,
-    Dims,
-    Folded,
-    Op,
-    Region,
-    Role,
-    Rule,
-    TensorType,
-    has_linear_gradients,
-    integer,
-    parts_of,
-)
+from passes.ir.program import Op, TensorType, has_linear_gradients
+from passes.ir.rule import Dims, Role, Rule, parts_of
 from passes.rules.pointwise import TABLE
 
 _MOVES_DIMS = {"transpose", "permute"}

@@ -2,7 +2,8 @@
 
 from collections.abc import Mapping
 
-from passes.ir.program import Op, Role, Rule, Saved, TensorType
+from passes.ir.program import Op, TensorType
+from passes.ir.rule import Role, Rule, Saved
 from passes.rules.parts import dims_argument, factors, named, one, rule_for, without
 
 

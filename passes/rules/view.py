@@ -3,8 +3,10 @@
 from collections.abc import Mapping
 from math import gcd, prod
 
+from passes.ir.arguments import listed
 from passes.ir.layout import Shape
-from passes.ir.program import Dims, Op, Part, Role, Rule, Saved, TensorType, has_gradient, listed
+from passes.ir.program import Op, TensorType, has_gradient
+from passes.ir.rule import Dims, Part, Role, Rule, Saved
 from passes.rules.parts import (
     dim_argument,
     dims_argument,

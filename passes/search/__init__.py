@@ -25,10 +25,11 @@ from passes.cost.walk import walk
 from passes.ir.choices import Problem, Solution
 from passes.ir.configuration import Configuration
 from passes.ir.errors import ConstraintError, InfeasibleError, MeshError, MicroBatchError, PlanMismatchError
+from passes.ir.folded import Folded
 from passes.ir.log import logger
 from passes.ir.lowered import Lowered, Variables, only_stage
 from passes.ir.mesh import Mesh
-from passes.ir.program import Folded, Program
+from passes.ir.program import Program
 from passes.lower import lower
 from passes.lower.recompute import check_patterns
 from passes.micro_batches import MicroBatches

@@ -4,8 +4,9 @@ from collections.abc import Iterator, Mapping
 from itertools import product
 
 from passes.ir.configuration import RECOMPUTE, ZERO_STAGES, Configuration, Pipeline, zero_timing
+from passes.ir.folded import Folded
 from passes.ir.mesh import Mesh
-from passes.ir.program import Folded, Program
+from passes.ir.program import Program
 from passes.lower.recompute import levels
 from passes.micro_batches import batch_size
 from passes.search.space import Space

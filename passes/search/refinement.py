@@ -13,8 +13,8 @@ from itertools import combinations
 
 from passes.ir.configuration import Configuration
 from passes.ir.errors import ConstraintError
+from passes.ir.folded import Folded
 from passes.ir.mesh import Mesh
-from passes.ir.program import Folded
 from passes.search.best_first import OnMesh, Progress, SearchNode, Unbounded, Unlimited, close, explore
 from passes.search.configurations import chooses_recompute_apart, limited_configurations, micro_batch_counts
 from passes.search.meshes import Axes, cut_one, finer, is_searched_wholly, merged, partitions, shapes, shifted

@@ -7,8 +7,8 @@ from itertools import combinations
 from passes.ir.choices import Node, Problem, Solution
 from passes.ir.decisions import Decided, Decisions
 from passes.ir.errors import PlanMismatchError
+from passes.ir.folded import Folded
 from passes.ir.layout import Layout, Placement, Shape
-from passes.ir.program import Folded
 from passes.rules.strategies import AllowedMethods, method_token
 
 # --- the methods of a plan -------------------------------------------------------------------------------------------

@@ -13,8 +13,9 @@ from passes.cost.redistributions import RedistributionCosts
 from passes.ir.choices import Problem, Solution
 from passes.ir.configuration import Configuration, Pipeline
 from passes.ir.errors import MicroBatchError
+from passes.ir.folded import Folded
 from passes.ir.mesh import Mesh
-from passes.ir.program import Folded, Program
+from passes.ir.program import Program
 from passes.micro_batches import Batch, MicroBatches
 from passes.regions import fold
 from passes.rules.strategies import AllowedMethods, begun_tokens, method_token

@@ -7,7 +7,7 @@ outputs their possible layouts; and the edges between producers and consumers.
 from passes.cost.price import cover
 from passes.ir.choices import Cover, Problem
 from passes.ir.constraints import PlacedConstraints
-from passes.ir.program import Folded
+from passes.ir.folded import Folded
 from passes.strategies.analysis import Analysis, Setting, Sizes, analyze
 from passes.strategies.connections import connect
 from passes.strategies.nodes import Nodes, find_splits

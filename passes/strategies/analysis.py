@@ -14,9 +14,11 @@ from passes.cost.fusion import Fused, joined
 from passes.cost.price import OpPrices, OpSeconds, workspace
 from passes.ir.choices import Node, Strategy, StrategyBytes
 from passes.ir.figures import as_float
+from passes.ir.folded import Folded, Region, dependents
 from passes.ir.layout import Layout, local_shape
 from passes.ir.mesh import Mesh
-from passes.ir.program import Folded, Op, Region, Rule, Saved, TensorType, dependents
+from passes.ir.program import Op, TensorType
+from passes.ir.rule import Rule, Saved
 from passes.rules import find_rule
 from passes.rules.cheap import Cheap, how_cheap, is_cheap, is_view, second_products, with_viewed
 from passes.rules.strategies import AllowedMethods, Choices, OpContext, must_copy, op_context, strided

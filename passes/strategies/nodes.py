@@ -9,14 +9,16 @@ from itertools import chain, product
 from math import prod
 
 from passes.cost.price import update_seconds
+from passes.ir.arguments import references
 from passes.ir.choices import Node, Strategy, StrategyBytes
 from passes.ir.constraints import Constraint, PlacedConstraints
 from passes.ir.errors import ConstraintError
 from passes.ir.figures import as_float
+from passes.ir.folded import Carry, Region
 from passes.ir.grouping import grouped
 from passes.ir.layout import I, Layout, Placement, R, S, Shape, digits, fits, is_dtensor, is_storable, local_shape
 from passes.ir.mesh import Mesh
-from passes.ir.program import Carry, Region, TensorType, references
+from passes.ir.program import TensorType
 from passes.rules.propagation import propagate
 from passes.rules.strategies import (
     AllowedMethods,

@@ -9,10 +9,11 @@ That decides how long tensors live, so the memory simulator reads the same varia
 import keyword
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
+from passes.ir.arguments import Ref, references
 from passes.ir.grouping import grouped
 from passes.ir.lowered import Body, Compute, FunctionVariables, Loop, LoopVariables, Redistribution, Stage, Variables
 from passes.ir.mesh import Mesh
-from passes.ir.program import Op, Ref, references
+from passes.ir.program import Op
 from passes.ir.vocabulary import RESERVED, identifier, numbered, plain
 
 # Stands for a reader that is not a module: a loop, or the function's return.

@@ -18,11 +18,11 @@ from passes.cost.memory import memory_use
 from passes.cost.walk import Optimizer, walk
 from passes.ir.choices import Problem, Solution
 from passes.ir.configuration import RECOMPUTE, Configuration
+from passes.ir.folded import Folded
 from passes.ir.grouping import grouped
 from passes.ir.layout import I, Layout, R
 from passes.ir.lowered import Stage
 from passes.ir.mesh import Mesh
-from passes.ir.program import Folded
 from passes.lower.recompute import recompute
 from passes.lower.straight import Casts, straight_code
 from passes.lower.units import fsdp_units

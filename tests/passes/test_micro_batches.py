@@ -249,7 +249,7 @@ def test_micro_batches_add_up() -> None:
 
 def _run(program: Program, given: dict[str, Tensor]) -> list[Tensor]:
     """The outputs of a program, op by op."""
-    from passes.ir.program import Argument, Ref
+    from passes.ir.arguments import Argument, Ref
 
     values = dict(given)
 

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from passes.ir.program import Folded, Op, Region
+from passes.ir.folded import Folded, Region
+from passes.ir.program import Op
 from passes.regions import fold
 from tests.passes.helpers import normalized, op_lines
 

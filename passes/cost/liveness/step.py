@@ -28,10 +28,11 @@ from passes.cost.liveness.graph import (
     Value,
 )
 from passes.cost.optimizers import NO_OPTIMIZER, OPTIMIZERS
+from passes.ir.arguments import references
 from passes.ir.layout import Layout, local_shape
 from passes.ir.lowered import BEFORE, Compute, Loop, Stage, Variables, after
 from passes.ir.mesh import Mesh
-from passes.ir.program import TensorType, references
+from passes.ir.program import TensorType
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,10 @@ from torch.distributed.device_mesh import init_device_mesh
 import autopar
 from autopar.discover import discover
 from autopar.testing import compare_on_mesh, run_ranks
+from passes.ir.arguments import Ref, find_overload, freeze
 from passes.ir.layout import I, P, R, S
-from passes.ir.program import Op, Ref, Role, Rule, TensorType, find_overload, freeze
+from passes.ir.program import Op, TensorType
+from passes.ir.rule import Role, Rule
 from passes.rules.strategies import split
 
 

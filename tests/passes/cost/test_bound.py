@@ -9,8 +9,8 @@ from passes.cost.bound import least_by_op, least_step_s
 from passes.cost.cluster import CLUSTERS
 from passes.cost.walk import Optimizer
 from passes.ir.configuration import Configuration
+from passes.ir.folded import Folded
 from passes.ir.mesh import Mesh
-from passes.ir.program import Folded
 from passes.normalize import normalize
 from passes.regions import fold
 from passes.solve import solve

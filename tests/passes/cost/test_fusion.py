@@ -11,8 +11,8 @@ from passes.cost.cluster import CLUSTERS, Cluster, Device, Link
 from passes.cost.fusion import Fused, fusion, joined
 from passes.cost.price import op_seconds
 from passes.ir.choices import Strategy
+from passes.ir.folded import Folded
 from passes.ir.layout import R
-from passes.ir.program import Folded
 from passes.rules import written_rule
 from passes.rules.strategies import op_context, replicated
 from tests.passes.helpers import mesh_of

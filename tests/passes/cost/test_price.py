@@ -12,9 +12,9 @@ from passes.cost.cluster import CLUSTERS, Cluster, Device, Link
 from passes.cost.price import cover, op_seconds, seconds_alone, update_seconds
 from passes.cost.step_costs import StepCosts
 from passes.ir.choices import Cover
+from passes.ir.folded import Folded
 from passes.ir.layout import P, R
 from passes.ir.mesh import Mesh
-from passes.ir.program import Folded
 from passes.ir.redistribution import RedistributionStep
 from passes.rules import written_rule
 from passes.rules.local_forms import LOCAL_FORMS

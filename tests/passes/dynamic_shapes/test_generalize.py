@@ -12,7 +12,7 @@ from passes.capture import Tracing, capture
 from passes.dynamic_shapes.generalize import alike, corners, generalize
 from passes.ir.errors import ExpressionError
 from passes.ir.figures import formula
-from passes.ir.program import Folded
+from passes.ir.folded import Folded
 from passes.normalize import normalize
 from passes.regions import fold
 

@@ -3,8 +3,10 @@
 import torch
 from torch import nn
 
+from passes.ir.arguments import Ref, find_overload, freeze, references, rename
+from passes.ir.folded import dependents
 from passes.ir.layout import I
-from passes.ir.program import Op, Ref, TensorType, dependents, find_overload, freeze, references, rename
+from passes.ir.program import Op, TensorType
 from passes.regions import fold
 from tests.passes.helpers import Apply, captured, normalized, printed
 

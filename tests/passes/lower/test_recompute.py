@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from passes.ir.configuration import Configuration
 from passes.ir.errors import ConstraintError
+from passes.ir.folded import Region
 from passes.ir.lowered import Compute, Loop, Stage
-from passes.ir.program import Region
 from passes.lower.recompute import check_patterns, levels, recompute
 from passes.solve import solve
 from passes.solve.limits import Limits

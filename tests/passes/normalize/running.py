@@ -4,7 +4,8 @@ from typing import Any
 
 from torch import Tensor
 
-from passes.ir.program import Argument, Op, Program, Ref, TensorType
+from passes.ir.arguments import Argument, Ref
+from passes.ir.program import Op, Program, TensorType
 
 
 def run(program: Program, tensors: dict[str, Tensor]) -> tuple[dict[str, object], dict[str, Tensor]]:

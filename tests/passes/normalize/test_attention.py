@@ -9,7 +9,8 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from transformers import FalconConfig, FalconForCausalLM, MptConfig, MptForCausalLM
 
-from passes.ir.program import Program, Ref
+from passes.ir.arguments import Ref
+from passes.ir.program import Program
 from tests.models import bloom, gemma2, gpt_oss, llama, t5, tokens
 from tests.passes.helpers import Apply, normalized, op_lines
 from tests.passes.normalize.running import run

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from passes.ir.program import Region
+from passes.ir.folded import Region
 from passes.regions import fold
 from tests.passes.helpers import Apply, normalized, op_lines
 

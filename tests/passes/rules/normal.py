@@ -9,8 +9,9 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
+from passes.ir.arguments import Ref, freeze
 from passes.ir.errors import CaptureError
-from passes.ir.program import Input, Op, Program, Ref, TensorType, freeze
+from passes.ir.program import Input, Op, Program, TensorType
 from passes.normalize.forms import canonical
 from passes.normalize.in_place import functional
 from tests.passes.rules.one_op import one_op

@@ -16,13 +16,16 @@ from autopar.runtime import Axis
 from autopar.runtime.state import axes_of, spanning
 from passes._torch import TorchDispatchMode
 from passes.cost.price import form_contexts
+from passes.ir.arguments import Argument, Ref, find_overload
 from passes.ir.choices import Cover, Edge, EdgeGroup, Node, Problem, Solution, Strategy, StrategyBytes
 from passes.ir.configuration import Configuration
+from passes.ir.folded import Folded
 from passes.ir.layout import Layout, gradient
 from passes.ir.lowered import Compute, Stage
 from passes.ir.mesh import Mesh
-from passes.ir.program import Argument, Folded, Input, Op, Program, Ref, Rule, TensorType, find_overload, has_gradient
+from passes.ir.program import Input, Op, Program, TensorType, has_gradient
 from passes.ir.redistribution import RedistributionStep
+from passes.ir.rule import Rule
 from passes.lower.straight import Casts, straight_code
 from passes.regions import fold
 from passes.rules import written_rule

@@ -14,7 +14,7 @@ from autopar.discover.calls import call_of, draws, taken
 from autopar.testing.ranks import RankError, run_ranks
 from passes.ir.layout import I, P, Placement, R
 from passes.ir.mesh import Mesh
-from passes.ir.program import Rule
+from passes.ir.rule import Rule
 from passes.rules import registered
 from passes.rules.strategies import op_context, op_strategies
 from tests.passes.rules.database import FAST, Effort, forms

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from passes.ir.layout import P, R
-from passes.ir.program import Factor, Op
+from passes.ir.program import Op
 from passes.ir.redistribution import RedistributionStep
+from passes.ir.rule import Factor
 from passes.ops import ATTENTION
 from passes.rules.local_forms import LOCAL_FORMS, FormContext, FormStep, LocalForm, Split
 from tests.passes.rules.one_op import one_op

@@ -3,7 +3,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from passes.ir.program import Factor, Part, Program, Rule
+from passes.ir.program import Program
+from passes.ir.rule import Factor, Part, Rule
 from passes.regions import fold
 from passes.rules import find_rule, rule_for, signature, written_rule
 from passes.strategies.analysis import place

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from passes.ir.layout import I, Layout, P, R, S, fits
 from passes.ir.mesh import Mesh
-from passes.ir.program import Method, Op, Role, Rule
+from passes.ir.program import Op
+from passes.ir.rule import Method, Role, Rule
 from passes.regions import fold
 from passes.rules.propagation import propagate
 from passes.rules.strategies import (

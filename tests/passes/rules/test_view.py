@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from passes.ir.layout import Placement, R, S, Shape
-from passes.ir.program import Rule
+from passes.ir.rule import Rule
 from passes.rules.strategies import digit, split
 from tests.passes.helpers import mesh_of
 from tests.passes.rules.one_op import one_op

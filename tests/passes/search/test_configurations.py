@@ -12,8 +12,9 @@ from passes.capture import capture
 from passes.cost.cluster import CLUSTERS
 from passes.ir.configuration import RECOMPUTE, Configuration, Pipeline
 from passes.ir.decisions import Decisions
+from passes.ir.folded import Folded
 from passes.ir.mesh import Mesh
-from passes.ir.program import Folded, Program
+from passes.ir.program import Program
 from passes.normalize import normalize
 from passes.regions import fold
 from passes.search import Space

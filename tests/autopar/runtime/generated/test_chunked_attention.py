@@ -9,7 +9,7 @@ from torch import Tensor
 from autopar.runtime.generated.chunked_attention import chunked_attention, largest_chunk
 from autopar.runtime.generated.digits import places
 from passes._torch import FakeTensorMode
-from passes.ir.program import find_overload
+from passes.ir.arguments import find_overload
 from passes.ops import CHUNKED_ATTENTION
 from tests.autopar.comparing import marked
 from tests.autopar.runtime.generated.largest import Largest
