@@ -18,6 +18,7 @@ from passes.ir.arguments import Argument, Ref
 from passes.ir.bands import Band
 from passes.ir.layout import Shape
 from passes.ir.program import Op, TensorType
+from passes.normalize.diagonals import by_distance
 from passes.normalize.rewriter import KEEP, Rewriter, constant
 from passes.normalize.views import reshaped
 from passes.ops import ATTENTION
@@ -216,13 +217,16 @@ class Reader:
 
     def _by_value(self, name: str) -> Meaning | None:
         """The meaning of a mask that is the same for every batch."""
+        known = by_distance(self.rewriter, name)
+        if known is not None:
+            flags = _seen(known.values)
+            span = None if flags is None else known.span(flags)
+            return None if span is None else Meaning(self._band(*span))
         if prod(self._shape(name)) > _LARGEST:
             return None
         values = constant(self.rewriter, name)
-        if values is None or not (values.dtype == torch.bool or values.dtype.is_floating_point):
-            return None
-        allowed = values if values.dtype == torch.bool else values == 0
-        if values.dtype != torch.bool and not bool((values[~allowed] <= torch.finfo(values.dtype).min).all()):
+        allowed = None if values is None else _seen(values)
+        if allowed is None:
             return None
         if bool(allowed.all()):
             return Meaning()
@@ -234,6 +238,11 @@ class Reader:
         if after < 0 or before < 0 or not bool((allowed == band).all()):
             return None
         return Meaning(Band(None if before >= self.queries - 1 else before, after))
+
+    def _band(self, first: int | None, last: int | None) -> Band:
+        """The keys from the `first` to the `last` distance from a query; None, or further than any key: all."""
+        before = None if first is None or -first >= self.queries - 1 else -first
+        return Band(before, None if last is None or last >= self.keys - 1 else last)
 
     def _compared(self, op: Op) -> Meaning | None:
         """A comparison of queries with keys, or of the distance between them with a number."""
@@ -395,6 +404,16 @@ def _narrower(one: Band, other: Band) -> Band:
         return min((side for side in sides if side is not None), default=None)
 
     return Band(least(one.before, other.before), least(one.after, other.after))
+
+
+def _seen(mask: torch.Tensor) -> torch.Tensor | None:
+    """Flags of the keys that a mask shows, of flags or of numbers that are added; None where it does anything else."""
+    if mask.dtype == torch.bool:
+        return mask
+    if not mask.dtype.is_floating_point:
+        return None
+    seen = mask == 0
+    return seen if bool((mask[~seen] <= torch.finfo(mask.dtype).min).all()) else None
 
 
 def _both(one: Meaning | None, other: Meaning | None) -> Meaning | None:

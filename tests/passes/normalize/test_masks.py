@@ -16,6 +16,8 @@ from tests.passes.normalize.running import run
 
 X = torch.ones(2, 3, 8, 4)
 LENGTH = 8
+SAMPLES = 3
+Y = torch.randn(SAMPLES, SAMPLES, LENGTH, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 PLACES = torch.arange(LENGTH)
 
 
@@ -211,6 +213,43 @@ def test_a_long_window_makes_no_mask() -> None:
     assert _op(program) == (True, True, (4095, 0), None, None)
 
 
+def _triangle(length: int, dtype: torch.dtype = torch.bool) -> Tensor:
+    return torch.ones(length, length, dtype=dtype).tril()
+
+
+# By the window; None: all keys before.
+TRIANGLES: dict[str, tuple[Callable[[int], Tensor], tuple[int, int] | None]] = {
+    "flags": (_triangle, None),
+    "not those beyond": (lambda length: ~torch.ones(length, length, dtype=torch.bool).triu(1), None),
+    "minus infinity": (lambda length: torch.full((length, length), float("-inf")).triu(1), None),
+    "chosen": (lambda length: torch.where(_triangle(length), 0.0, torch.finfo(torch.float32).min), None),
+    "filled": (lambda length: torch.zeros(length, length).masked_fill(~_triangle(length), float("-inf")), None),
+    "compared": (lambda length: _triangle(length, torch.float32) == 1, None),
+    "one minus it": (lambda length: (1 - _triangle(length, torch.int64)) == 0, None),
+    "with leading dims": (lambda length: _triangle(length)[None, None], None),
+    "two triangles": (lambda length: _triangle(length).triu(-5), (5, 0)),
+    "one without another": (lambda length: _triangle(length) & ~_triangle(length).tril(-3), (2, 0)),
+    "beyond the first key": (lambda length: _triangle(length).triu(-3 * length), None),
+}
+
+
+@pytest.mark.parametrize("name", TRIANGLES)
+def test_triangles_are_known_at_any_length(name: str) -> None:
+    """As long as 2^18: they are not made. Short ones hide the same keys."""
+    mask, window = TRIANGLES[name]
+
+    def function(x: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(x, x, x, attn_mask=mask(x.shape[2]))
+
+    (op,) = normalized(Apply(function), x=torch.empty(1, 1, 2**18, 8, device="meta")).ops
+    assert op.arguments["is_causal"]
+    assert op.arguments["attn_mask"] is None
+    assert op.arguments.get("window") == window
+    x = Y[:1, :1]
+    (found,) = run(normalized(Apply(function), x=x), {"x": x})[0].values()
+    torch.testing.assert_close(found, function(x), rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("padding", [False, True])
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("windowed", [False, True])
@@ -229,8 +268,6 @@ def test_stock_models_make_no_squares(windowed: bool, packed: bool, padding: boo
     assert _no_squares(program, 20)
 
 
-SAMPLES = 3
-Y = torch.randn(SAMPLES, SAMPLES, LENGTH, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 LENGTHS = torch.tensor([8, 5, 1])
 POSITIONS = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3], [0, 1, 0, 1, 2, 3, 4, 5], [4, 5, 6, 0, 1, 2, 0, 1]])
 NUMBERS = torch.tensor([[1] * 3 + [2] * 5, [3] * 8, [1] * 7 + [0]])
