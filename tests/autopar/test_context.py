@@ -265,7 +265,7 @@ def test_no_mask_is_made(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The program has no tensor of queries by keys, whose memory would show: it grows with the sequence."""
-    for name in ("autopar.runtime.generated.masks.TILE", "passes.rules.local_forms.TILE"):
+    for name in ("autopar.runtime.generated.blocks.TILE", "passes.rules.local_forms.TILE"):
         monkeypatch.setattr(name, 256)
 
     def peak(length: int) -> float:

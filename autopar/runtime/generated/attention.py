@@ -16,9 +16,9 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
 from autopar.runtime.generated.attention_kernels import Scores, Three, kernel_of
-from autopar.runtime.generated.blocks import Block, blocks_of
+from autopar.runtime.generated.blocks import Block, back, blocks_of, part_of, spread
 from autopar.runtime.generated.digits import Digits, places
-from autopar.runtime.generated.masks import Masks, back, hidden, part_of, spread, visible
+from autopar.runtime.generated.masks import Masks, hidden, visible
 from passes.ir.bands import Band, band_of, kernel_width
 
 Documents = tuple[Tensor, Tensor]

@@ -11,9 +11,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from passes.ir.arrays import Integers
-from passes.ir.bands import Band
+from passes.ir.bands import TILE, Band
 
 
 class Block(NamedTuple):
@@ -126,3 +128,60 @@ def _of_window(count: int, length: int) -> Iterator[Block]:
         yield Block(slice(whole, count), slice(whole + rest - 1, whole + behind))
         if rest > 1:
             yield Block(slice(whole, count - 1), slice(whole, whole + rest - 1), causal=True, flipped=True)
+
+
+def tiles(block: Block) -> Iterator[Block]:
+    """A block as blocks of at most `TILE` queries and keys in a piece."""
+    queries, keys = _length(block.queries), _length(block.keys)
+    if max(queries, keys) // block.pieces <= TILE:
+        yield block
+        return
+    for piece in range(block.pieces):
+        rows, columns = _piece(block.queries, block, piece), _piece(block.keys, block, piece)
+        for row in _cuts(rows):
+            for column in _cuts(columns):
+                start, other = _offset(rows, row), _offset(columns, column)
+                if not block.causal:
+                    yield Block(row, column)
+                elif start == other:
+                    yield Block(row, column, causal=True, flipped=block.flipped)
+                elif (start < other) == block.flipped:
+                    yield Block(row, column)
+
+
+def _piece(where: slice, block: Block, piece: int) -> slice:
+    step = where.step or 1
+    length = _length(where) // block.pieces
+    start = where.start + piece * length * step
+    return slice(start, start + (length if block.size is None else block.size) * step, step)
+
+
+def _cuts(where: slice) -> Iterator[slice]:
+    step = where.step or 1
+    for start in range(where.start, where.stop, TILE * step):
+        yield slice(start, min(start + TILE * step, where.stop), step)
+
+
+def _offset(whole: slice, part: slice) -> int:
+    return _length(slice(whole.start, part.start, whole.step))
+
+
+def _length(where: slice) -> int:
+    return len(range(where.start, where.stop, where.step or 1))
+
+
+def spread(tensor: Tensor, where: slice, block: Block) -> Tensor:
+    """The entries of a block along the third dim of a tensor, as a view: [batch, heads, pieces, size, ...]."""
+    return torch.unflatten(tensor[:, :, where], 2, (block.pieces, -1))[:, :, :, : block.size]
+
+
+def part_of(tensor: Tensor, where: slice, block: Block) -> Tensor:
+    """Those entries as the kernel takes them, each piece as a sample: [batch * pieces, heads, size, ...]."""
+    found = spread(tensor, where, block).transpose(1, 2).flatten(0, 1)
+    return found.flip(2) if block.flipped else found
+
+
+def back(part: Tensor, block: Block) -> Tensor:
+    """The result of a kernel for a block, in the shape of `spread`."""
+    part = part.flip(2) if block.flipped else part
+    return torch.unflatten(part, 0, (-1, block.pieces)).transpose(1, 2)

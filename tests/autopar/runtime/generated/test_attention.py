@@ -108,14 +108,14 @@ def test_parts_of_unequal_widths_equal_the_whole(name: str, widths: tuple[int, i
 @pytest.mark.parametrize("name", ["documents", "causal documents", "a window of documents and padding"])
 def test_tiles_equal_the_whole(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles of documents that are smaller than blocks, of which those between documents are left out."""
-    monkeypatch.setattr("autopar.runtime.generated.masks.TILE", 3)
+    monkeypatch.setattr("autopar.runtime.generated.blocks.TILE", 3)
     for split in ("plain", "stripes of three", "blocks"):
         _equal_in_parts(split, name, (4, 2), (8, 8))
 
 
 def test_gradients_of_many_blocks_are_as_exact_as_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """In half precision, relative to those of one kernel, against double precision."""
-    monkeypatch.setattr("autopar.runtime.generated.masks.TILE", 8)
+    monkeypatch.setattr("autopar.runtime.generated.blocks.TILE", 8)
     generator = torch.Generator().manual_seed(0)
     drawn = [torch.randn(1, 1, 512, 16, generator=generator).bfloat16() for _ in range(4)]
     *given, cotangent = [each + 1 for each in drawn]
@@ -137,7 +137,7 @@ def test_gradients_of_many_blocks_are_as_exact_as_of_one(monkeypatch: pytest.Mon
 @pytest.mark.parametrize("name", ATTENDED)
 def test_no_scores_are_made(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of many queries nothing is as large as flags of queries by keys would be, forward and backward."""
-    monkeypatch.setattr("autopar.runtime.generated.masks.TILE", 64)
+    monkeypatch.setattr("autopar.runtime.generated.blocks.TILE", 64)
     causal, window, padded, packed = ATTENDED[name]
     length = 2048
     query = torch.randn(1, 1, length, 8, requires_grad=True)
@@ -153,7 +153,7 @@ def test_no_scores_are_made(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_tiles_between_documents_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of causal attention in four documents of six, the tiles on the diagonal are left."""
-    monkeypatch.setattr("autopar.runtime.generated.masks.TILE", 6)
+    monkeypatch.setattr("autopar.runtime.generated.blocks.TILE", 6)
     numbers = torch.arange(SIZE) // 6
     masks = Masks(None, numbers[None, None, :, None], numbers[None, None, None])
     (tiles,) = visible([(blocks_of(np.arange(SIZE), np.arange(SIZE), Band(None, 0)), masks)])
