@@ -88,6 +88,7 @@ class Rule:
     - `linear`: sets of operands in which the op is exactly linear together, so that pending sums pass through.
     - `forms`: for a factor, the local form that runs on a shard where the op itself would be incorrect.
     - `joint`: by name, methods that split several factors at once. Each factor alone is a method of its own name.
+    - `withheld`: by name, why ops of this kind do not have a method that others of it have.
     - `multiplications`: of the forward pass on one device, a multiply-add counted as two.
     - `backward`: for each operand, the multiplications of its gradient relative to those of the forward pass.
     - `divided`: by factor, the parts of the multiplications of both passes that have it; other factors are in all.
@@ -102,6 +103,7 @@ class Rule:
     linear: tuple[frozenset[int], ...] = ()
     forms: Mapping[str, str] = field(default_factory=dict)
     joint: Mapping[str, Method] = field(default_factory=dict)
+    withheld: Mapping[str, str] = field(default_factory=dict)
     multiplications: float = 0.0
     backward: tuple[float, ...] = ()
     divided: Mapping[str, tuple[float, float]] = field(default_factory=dict)

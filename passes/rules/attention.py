@@ -59,12 +59,13 @@ def attention(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
     roles = dict(_WHOLE)
     has_form = len(query) == 4 and not op.arguments.get("dropout_p") and (band.is_full or query[-2] == key[-2])
     in_blocks = causal or runs_in_blocks(op)
+    withheld = _withheld(op, types, band)
     if in_blocks and not has_form:
         roles["queries"] = Role.WHOLE
-    goes_round = has_form and min(query[-2], key[-2]) > 1 and not runs_in_chunks(op)
-    goes_round = goes_round and all(_is_row(mask, key[-2]) or mask.shape[-1] == 1 for mask in masks)
+    else:
+        withheld.pop("queries", None)
     in_stripes = causal and band.before is None
-    ring = {"ring": Method(("queries", "keys"), "ring_attention", Role.FREE, in_stripes)} if goes_round else {}
+    ring = {} if withheld else {"ring": Method(("queries", "keys"), "ring_attention", Role.FREE, in_stripes)}
     # Of the products of the forward pass one is over the width and makes scores, the other reads them; of the backward
     # pass, in which fused kernels make the scores again, three and two.
     inner, outer = query[-1], value[-1]
@@ -76,11 +77,32 @@ def attention(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
         linear=(frozenset({2}),),
         forms={"queries": _form(op)} if in_blocks and has_form else {},
         joint=ring,
+        withheld=withheld,
         multiplications=2.0 * prod(query[:-2]) * _scores(query[-2], key[-2], band) * forward,
         backward=(back / forward / 3,) * 3 + (0.0,) * (len(operands) - 3),
         divided={"value_width": (outer / forward, 2 * outer / back)},
         saved=(*(Saved(slot) for slot in _saved(op)), *(() if runs_in_chunks(op) else (Saved(0, result=True),))),
     )
+
+
+def _withheld(op: Op, types: Mapping[str, TensorType], band: Band) -> dict[str, str]:
+    """Why there is no local form of split queries, nor a ring."""
+    (*_, queries, _), (*_, keys, _) = (types[name].shape for name in op.operands[:2])
+    reason, masks = "", [types[name] for name in op.operands[3:]]
+    if op.arguments.get("dropout_p"):
+        reason = f"it has dropout of {op.arguments['dropout_p']}, which blocks cannot draw as the whole does"
+    elif not band.is_full and queries != keys:
+        reason = f"it is causal or in a window, with {queries} queries and {keys} keys"
+    elif len(types[op.operands[0]].shape) != 4:
+        reason = "its operands have other dims than samples, heads, places and width"
+    if reason:
+        return {"queries": reason, "ring": reason}
+    if runs_in_chunks(op):
+        return {"ring": "soft caps, sinks and biases need all keys of a query at once"}
+    squares = [mask.shape for mask in masks if not _is_row(mask, keys) and mask.shape[-1] != 1]
+    if squares:
+        return {"ring": f"its mask of shape {list(squares[0])} is for queries by keys"}
+    return {"ring": "it has a single query or key"} if min(queries, keys) == 1 else {}
 
 
 def _form(op: Op) -> str:

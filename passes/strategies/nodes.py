@@ -50,9 +50,11 @@ def _missing(context: OpContext, demand: Constraint, available: Collection[str],
     """The reason why the method of a constraint is not among the `available` ones of an op; "" if it is."""
     if demand.method in available:
         return ""
-    size = mesh.sizes[demand.axis]
+    size, name = mesh.sizes[demand.axis], demand.method.partition("@")[0]
     rule = context.rule
-    method = None if rule is None else rule.method(demand.method.partition("@")[0])
+    if rule is not None and name in rule.withheld:
+        return rule.withheld[name]
+    method = None if rule is None else rule.method(name)
     if rule is not None and method is not None:
         extents = ((factor, rule.factors[factor].size) for factor in method.factors)
         for factor, extent in extents:

@@ -1,5 +1,6 @@
 """Stock models with the sequence of attention split, against one device in float64."""
 
+import re
 from collections.abc import Callable, Mapping
 
 import pytest
@@ -21,7 +22,7 @@ import autopar
 from tests.autopar.comparing import exact
 from tests.autopar.plans.test_dynamic_shapes import on_ranks
 from tests.autopar.test_other_inputs import off
-from tests.models import MODELS, bloom, gemma2, gpt_oss, llama, mistral, t5, tokens
+from tests.models import MODELS, bloom, gemma2, gpt2, gpt_oss, llama, mistral, t5, tokens
 
 ATTENTION = "@scaled_dot_product_attention"
 
@@ -205,6 +206,25 @@ def test_attention_that_is_written_out(name: str, mesh: str, objective: str) -> 
     """In training and inference, with queries split on an axis, and beside split heads."""
     build, inputs, op = WRITTEN[name]
     exact(build(), mesh, inputs(), constraints={op: {"method": _AXES[mesh]}}, objective=objective)
+
+
+@pytest.mark.parametrize(
+    ("op", "build", "inputs", "said"),
+    [
+        (ATTENTION, lambda: gpt2(attn_pdrop=0.25), tokens, "dropout of 0.25"),
+        ("@chunked_attention", gemma2, tokens, "all keys of a query at once"),
+        (ATTENTION, llama, lambda: {**tokens(), "attention_mask": _flags()}, "[4, 1, 16, 16] is for queries by keys"),
+    ],
+)
+def test_rings_that_cannot_be_are_refused(op: str, build: Callable[[], nn.Module], inputs: Inputs, said: str) -> None:
+    """In a sentence that says why the op has none."""
+    with pytest.raises(autopar.ConstraintError, match=re.escape(said)):
+        autopar.plan(build(), {"cp": 2}, inputs(), cluster="ideal", constraints={op: {"method": {"cp": "ring"}}})
+
+
+def _flags() -> Tensor:
+    """A mask of queries by keys that is given, so that nothing is known of it."""
+    return torch.ones(4, 1, 16, 16, dtype=torch.bool).tril()
 
 
 @pytest.mark.parametrize("method", ["queries", pytest.param("ring", marks=pytest.mark.slow)])
