@@ -1,6 +1,6 @@
 """One record at a time: the published figures against the predicted ones.
 
-Runs without pipeline and context axes are predicted by the product (`benchmarks.replay.product`), all others by
+Runs without a pipeline are predicted by the product (`benchmarks.replay.product`), all others by
 formulas on the product's prices (`benchmarks.replay.compose`, `benchmarks.replay.memory`).
 """
 
@@ -77,8 +77,8 @@ def is_alone(run: Run) -> bool:
 
 
 def is_planned(run: Run) -> bool:
-    """Whether the product has the axes of a run: neither pipeline nor context axes."""
-    return run.parallel.pipeline == run.parallel.context == 1
+    """Whether the product has the axes of a run: all but a pipeline."""
+    return run.parallel.pipeline == 1
 
 
 def waiting(run: Run, cluster: Cluster) -> Cluster:

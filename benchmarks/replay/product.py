@@ -19,8 +19,12 @@ from passes.clock import Clock
 from passes.cost.cluster import Cluster
 from passes.ir.plan import ProgramPlan
 
-# Axes: copies that hold the same states, copies that split them, and tensor parallelism; ranks fill nodes in order.
-OUTER, DATA, TENSOR = "outer", "data", "tensor"
+# Axes: copies that hold the same states, copies that split them, parts of the sequence, and tensor parallelism; ranks
+# fill nodes in order.
+OUTER, DATA_AXIS, CONTEXT, TENSOR = "outer", "data", "context", "tensor"
+ATTENTION = "@scaled_dot_product_attention"
+# Methods of attention, by the words of Megatron for how keys and values travel.
+METHODS = {"all-gather": "queries", "allgather": "queries", "p2p": "ring", "ring": "ring", "a2a": "heads"}
 # More bytes than any plan takes: a published run ran.
 UNLIMITED = 1e15
 Constraints = dict[str, dict[str, dict[str, str]]]
@@ -55,13 +59,14 @@ class Inputs:
 
 
 def inputs_of(run: Run, family: Family, cluster: Cluster) -> Inputs:
-    """The inputs of the product for a run without pipeline and context axes."""
+    """The inputs of the product for a run without a pipeline."""
     parallel, software = run.parallel, run.software
     # A layer alone is priced as one of several.
     dimensions = replace(run.dimensions, layers=max(2, run.dimensions.layers))
-    outer = parallel.data // max(1, parallel.shards)
-    sizes = {OUTER: outer, DATA: max(1, parallel.shards), TENSOR: parallel.tensor}
-    mesh = {axis: size for axis, size in sizes.items() if size > 1} or {DATA: 1}
+    # States are split over the ranks that have other tokens, those of the same samples among them.
+    shards = max(1, parallel.shards // parallel.context)
+    sizes = {OUTER: parallel.data // shards, DATA_AXIS: shards, CONTEXT: parallel.context, TENSOR: parallel.tensor}
+    mesh = {axis: size for axis, size in sizes.items() if size > 1} or {DATA_AXIS: 1}
     hides = software.prefetches if parallel.zero == 3 else software.overlaps
     device = replace(cluster.device, overlaps=hides, launch=cluster.device.launch + software.host)
     batch = run.micro_batch * run.micro_batches * parallel.data
@@ -87,17 +92,23 @@ def _precision(run: Run) -> Precision:
 
 def _constraints(run: Run, family: Family, mesh: Mapping[str, int]) -> Constraints:
     """The layouts of a run: samples split over the data axes from the embedding to the head, states whole on the outer
-    one; on the tensor axis weights by columns, then by rows, and between the blocks split over the sequence or
-    whole."""
+    one; tokens of a sequence split over the context axis, in stripes, as software gives its ranks equal work; on the
+    tensor axis weights by columns, then by rows, and between the blocks split over the sequence or whole."""
     found: Constraints = {}
     parallel = run.parallel
     samples: dict[str, str] = {}
     taken = 1
-    for axis in (OUTER, DATA):
+    for axis in (OUTER, DATA_AXIS):
         if mesh.get(axis, 1) > 1:
             samples[axis] = f"S(0, {taken})" if taken > 1 else "S(0)"
             taken *= mesh[axis]
-    whole = [axis for axis in (OUTER, DATA) if axis in mesh and (axis == OUTER or not parallel.zero)]
+    if CONTEXT in mesh:
+        parts = run.dimensions.sequence // mesh[CONTEXT]
+        samples[CONTEXT] = f"S(1, {parts})"
+        method = METHODS[parallel.context_method]
+        stripes = method if method == "heads" else f"{method}@{parts}"
+        found[ATTENTION] = {"method": {CONTEXT: stripes}}
+    whole = [axis for axis in (OUTER, DATA_AXIS) if axis in mesh and (axis == OUTER or not parallel.zero)]
     if whole:
         found["*"] = {"stored": dict.fromkeys(whole, "I")}
     between = dict(samples)
@@ -122,7 +133,7 @@ def _captured(model: Model) -> CapturedModel:
         for name, parameter in built.named_parameters():
             parameter.requires_grad_("norm" in name)
     ids = torch.empty(model.batch, model.dimensions.sequence, dtype=torch.long, device="meta")
-    request = make_request({DATA: 1}, Options(cluster="h100"))
+    request = make_request({DATA_AXIS: 1}, Options(cluster="h100"))
     info = read_model(built, {"input_ids": ids, "labels": ids}, request)
     return captured_model(built, info, request, Clock())
 
