@@ -24,6 +24,7 @@ DOCUMENT = Path(__file__).parent.parent / "docs" / "cost-model.md"
 BEGIN, END = "<!-- memory: begin -->", "<!-- memory: end -->"
 # The table in docs/cost-model.md is of gradients that are reduced in bfloat16, which is not the default.
 MIXED = {"precision": Precision(compute=torch.bfloat16, reduce=torch.bfloat16, master=torch.float32)}
+RING = {"@scaled_dot_product_attention": {"method": {"dp": "ring"}}}
 SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 8, "num_attention_heads": 4}
 HEAD = "| model | batch | mesh | options | peak at | planned | measured | planned / measured |"
 
@@ -66,6 +67,9 @@ MODELS = {
     "llama, 8 tiny layers": Model(transformers.LlamaForCausalLM, _llama(64, 128, 8, 4, 256, tied=False), _text(8, 32)),
     "llama 1B": Model(transformers.LlamaForCausalLM, _llama(2048, 8192, 16, 32, 128256, tied=True), _text(8, 2048)),
     "llama 8B": Model(transformers.LlamaForCausalLM, _llama(4096, 14336, 32, 32, 128256, tied=False), _text(8, 4096)),
+    "llama 8B, long": Model(
+        transformers.LlamaForCausalLM, _llama(4096, 14336, 32, 32, 128256, tied=False), _text(1, 131072)
+    ),
     "gpt2 124M": Model(transformers.GPT2LMHeadModel, transformers.GPT2Config, _text(8, 512)),
     "mixtral, tiny": Model(
         transformers.MixtralForCausalLM,
@@ -99,6 +103,7 @@ CASES = (
     Case("llama 8B", (8, 8), {"objective": "infer"}),
     Case("llama 8B", (8, 8), MIXED),
     Case("llama 8B", (4, 2), MIXED),
+    Case("llama 8B, long", (8,), {**MIXED, "constraints": RING}),
 )
 
 
@@ -123,7 +128,8 @@ def row(case: Case) -> str:
 
 
 def _shown(name: str, value: object) -> str:
-    return "bfloat16, float32 stored" if name == "precision" else f"{name} {value}"
+    shown = {"precision": "bfloat16, float32 stored", "constraints": "attention by a ring"}
+    return shown.get(name, f"{name} {value}")
 
 
 def _size(count: int) -> str:
