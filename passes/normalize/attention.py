@@ -2,14 +2,13 @@
 
 Where it is scaled dot-product attention it becomes that, with what its mask shows (see `masks`). A query whose keys are
 all hidden by the least number attends to all alike, but to none in a fused kernel: so where padding or other flags may
-hide all keys of a query, the mask stays a number that is added, and with causal attention the op is
-`autopar::chunked_attention`. So it is with soft caps, sinks, and biases that have gradients or come with masks of
-places. Weights that anything else reads, and dropout, leave attention as it is written.
+hide all keys of a query, the op is `autopar::chunked_attention`. So it is with soft caps, sinks, and biases. Weights
+that anything else reads, dropout, and masks that hide a key twice leave attention as it is written.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import prod
+from math import isinf, isnan, prod
 
 import torch
 
@@ -101,7 +100,9 @@ def _fits(rewriter: Rewriter, query: Ref, key: Ref, value: Ref, *, turned: bool)
     """Whether keys and values are of the same samples and heads, and heads of queries those of keys, repeated."""
     own, other, last = (rewriter.type(each).shape for each in (query, key, value))
     keys = other[3] if turned else other[2]
-    return own[0] == other[0] and other[:2] == last[:2] and own[1] % other[1] == 0 and keys == last[2]
+    width = other[2] if turned else other[3]
+    is_shared = own[0] == other[0] and other[:2] == last[:2] and own[1] % other[1] == 0
+    return is_shared and own[3] == width and keys == last[2]
 
 
 def _with_bias(reader: ScoreReader, op: Op, flowing: frozenset[str]) -> _Attention | None:
@@ -141,6 +142,8 @@ def _rewritten(rewriter: Rewriter, found: _Attention) -> Argument:
     op = found.op
     queries, keys = (rewriter.type(each).shape[2] for each in (found.query, found.key))
     meaning, unread = _meaning(rewriter, found, queries, keys)
+    if (unread or meaning.rows) and not _is_exact(found):
+        return KEEP
     made = _fused(rewriter, found, meaning, unread)
     if made is None:
         made = KEEP if _is_left(rewriter, found, unread) else _chunked(rewriter, found, meaning, unread)
@@ -150,6 +153,27 @@ def _rewritten(rewriter: Rewriter, found: _Attention) -> Argument:
     order = found.order or tuple(range(len(shape)))
     own = tuple(shape[order.index(dim)] for dim in range(len(shape)))
     return permuted(rewriter, op, reshaped(rewriter, op, made, own), list(order))
+
+
+def _is_exact(found: _Attention) -> bool:
+    """Whether attention in chunks is as it is written also for a query whose keys are all hidden.
+
+    There one number hides all that any flags hide. What is written may hide some keys twice, by the sum of two least
+    numbers, and pass gradients to what is added after the scores were filled. A kernel returns zero where the sum of
+    all is minus infinity.
+    """
+    first, several = found.flags[0], len(found.flags) > 1
+    if several and any((each.fills, each.least) != (first.fills, first.least) for each in found.flags):
+        return False
+    if isnan(first.least) and several:
+        return False
+    if found.op.target == _FUSED and isinf(first.least):
+        return False
+    if first.fills == "scores":
+        return not any(term.tensor in found.flowing for term in found.terms[first.before :])
+    if several:
+        return False
+    return first.fills == "" or all(term.filled for term in found.terms if term.tensor in found.flowing)
 
 
 def _is_left(rewriter: Rewriter, found: _Attention, unread: Sequence[Flags]) -> bool:
@@ -169,6 +193,10 @@ def _meaning(rewriter: Rewriter, found: _Attention, queries: int, keys: int) -> 
     kept: list[str] = []
     reader = Reader(rewriter, queries, keys)
     for flags in found.flags:
+        shape = rewriter.types[flags.tensor].shape
+        if len(flags.scores) == len(shape) == 3 and shape[0] != 1:
+            four = _shaped(rewriter, found, flags.tensor, flags.scores).name
+            flags = replace(flags, tensor=four, scores=(*found.lead, queries, keys))
         names = (*kept, flags.tensor)
         key = " ".join((*names, str(queries), str(keys)))
         if key not in rewriter.meanings:
@@ -188,6 +216,9 @@ def _fused(rewriter: Rewriter, found: _Attention, meaning: Meaning, unread: Sequ
     if found.cap is not None or found.sink is not None or len({type.dtype for type in types}) > 1:
         return None
     if any(term.tensor in found.flowing for term in found.terms):
+        return None
+    if found.op.target != _FUSED and (found.terms or unread or meaning.rows):
+        # The kernels' gradients are not those of a sum where the least number hides all keys of a query.
         return None
     op, query = found.op, types[0]
     type = TensorType((*query.shape[:3], types[2].shape[3]), query.dtype)

@@ -33,17 +33,22 @@ class Term:
 @dataclass(frozen=True)
 class Flags:
     """Flags of the keys that queries see, of scores of the shape `scores`. `fills` says what the least number is
-    written into: "" adds it to the scores, "bias" writes it into what is added to them, "scores" into these."""
+    written into: "" adds it to the scores, "bias" writes it into what is added to them, "scores" into these. `least` is
+    this number, times what scores are multiplied with later; nan: it is not known. `before` counts the terms that were
+    added before."""
 
     tensor: str
     scores: Shape
     fills: str
+    least: float = float("nan")
+    before: int = 0
 
 
 @dataclass(frozen=True)
 class Scores:
     """The scores that a softmax reads: query and key of the product, of which `turned` is that of keys by width, and
-    what is done to it. `divided` is the last number that it was divided by, which is not in `times` yet."""
+    what is done to it. `divided` is the last number that it was divided by, which is not in `times` yet; `shifted` says
+    that the largest score of a query was taken off."""
 
     query: str
     key: str
@@ -56,6 +61,7 @@ class Scores:
     flags: tuple[Flags, ...] = ()
     sink: str | None = None
     dtype: torch.dtype | None = None
+    shifted: bool = False
 
     @property
     def scale(self) -> float:
@@ -75,6 +81,7 @@ class ScoreReader:
 
     def __init__(self, rewriter: Rewriter, program: Program) -> None:
         self.rewriter = rewriter
+        self._leasts: dict[str, float] = {}
         self._hidings: dict[str, tuple[str, Argument] | None] = {}
         self.uses = Counter(name for op in program.ops for name in op.operands)
         self.uses.update(program.returned)
@@ -156,6 +163,8 @@ class ScoreReader:
         if not hides or not replace(found, flags=()).is_plain:
             return None
         terms = tuple(replace(term, times=term.times * times) for term in found.terms)
+        flags = tuple(replace(each, least=each.least * times) for each in found.flags)
+        found = replace(found, flags=flags)
         if found.cap is not None:
             return replace(found, cap=found.cap * times, terms=terms)
         if op.kind == "div":
@@ -165,7 +174,7 @@ class ScoreReader:
     def capped(self, op: Op) -> Scores | None:
         """The hyperbolic tangent, which is then multiplied with the cap."""
         found = self.scores(op.operands[0])
-        if found is None or found.cap is not None or found.terms or not found.is_plain:
+        if found is None or found.cap is not None or found.terms or found.shifted or not found.is_plain:
             return None
         return replace(found, cap=1.0)
 
@@ -191,18 +200,28 @@ class ScoreReader:
         dims = made.arguments.get("dim")
         dims = dims if isinstance(dims, tuple) else (dims,)
         keeps = made.arguments.get("keepdim") and dims in ((-1,), (len(self._shape(own)) - 1,))
-        return self.scores(own, uses=2) if keeps else None
+        found = self.scores(own, uses=2) if keeps else None
+        if found is None:
+            return None
+        flags = tuple(replace(each, least=float("nan")) for each in found.flags)
+        return replace(found, shifted=True, flags=flags)
 
     def with_terms(self, found: Scores, name: str, times: float, *, filled: bool = False) -> Scores | None:
         """The scores plus a tensor: its parts, those of which hide keys as flags."""
         op, shape = self.rewriter.maker(name), found.shapes[-1]
         if torch.broadcast_shapes(self._shape(name), shape) != shape:  # type: ignore[no-untyped-call]
             return None
+        own = self.rewriter.types[found.query].dtype
+        sum_dtype = torch.promote_types(self.rewriter.types[name].dtype, own)
+        if found.dtype is None and sum_dtype != own:
+            found = replace(found, dtype=sum_dtype)
         hiding = None if op is None else self._hiding(op)
         if hiding is not None:
             flags, rest = hiding
             plain = self._is_zero(rest)
-            found = replace(found, flags=(*found.flags, Flags(flags, shape, "" if plain else "bias")))
+            fills = "" if plain else "bias"
+            more = Flags(flags, shape, fills, self._leasts[name], len(found.terms))
+            found = replace(found, flags=(*found.flags, more))
             if plain:
                 return found
             return self.with_terms(found, rest.name, times, filled=True) if isinstance(rest, Ref) else None
@@ -244,6 +263,7 @@ class ScoreReader:
             return None
         if op.kind == "where":
             flag, own, other = (op.arguments[name] for name in ("condition", "self", "other"))
+            self._leasts[op.results[0]] = self.number(other if self.is_least(other, dtype) else own) or 0.0
             if isinstance(flag, Ref) and self.is_least(other, dtype):
                 return flag.name, own
             if isinstance(flag, Ref) and self.is_least(own, dtype):
@@ -251,6 +271,7 @@ class ScoreReader:
         if op.kind == "masked_fill" and self.is_least(op.arguments["value"], dtype):
             flag = op.arguments["mask"]
             assert isinstance(flag, Ref)
+            self._leasts[op.results[0]] = self.number(op.arguments["value"]) or 0.0
             return self.seen(op, flag.name), op.arguments["self"]
         return None
 
@@ -262,13 +283,16 @@ class ScoreReader:
         found = self.scores(hiding[1].name)
         if found is None or found.sink is not None or found.shapes[-1] != self._shape(op.results[0]):
             return None
-        return replace(found, flags=(*found.flags, Flags(hiding[0], found.shapes[-1], "scores")))
+        more = Flags(hiding[0], found.shapes[-1], "scores", self._leasts[op.results[0]], len(found.terms))
+        return replace(found, flags=(*found.flags, more))
 
     def seen(self, like: Op, hidden: str) -> str:
         """Flags of what `hidden` does not hide."""
         op = self.rewriter.maker(hidden)
         if op is not None and op.kind in ("logical_not", "bitwise_not"):
-            return op.operands[0]
+            shown = op.operands[0]
+            if self.rewriter.types[shown].dtype == torch.bool:
+                return shown
         masked = self._masked(op) if op is not None else None
         if masked is not None:
             return masked
@@ -303,7 +327,7 @@ class ScoreReader:
         while (made := self.rewriter.maker(sink)) is not None and made.kind == "expand":
             sink = made.operands[0]
         is_sink = len(self._shape(sink)) == 4 and self._shape(sink)[2:] == (1, 1)
-        if found is None or not is_sink or found.sink is not None or found.dtype is not None:
+        if found is None or not is_sink or found.sink is not None or found.shifted or found.dtype is not None:
             return None
         return replace(found, sink=sink)
 
@@ -320,6 +344,8 @@ class ScoreReader:
         found = self.scores(op.operands[0])
         shape = self._shape(op.results[0])
         if found is None or found.sink is not None or found.shapes[-1][-2:] != shape[-2:] or len(shape) not in (3, 4):
+            return None
+        if len(shape) == 4 and any(len(each) == 4 and each[:2] != shape[:2] for each in found.shapes):
             return None
         # Keys of several query heads would be repeated.
         return found if self._shape(found.key)[:-2] == found.shapes[0][:-2] else None

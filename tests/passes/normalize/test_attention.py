@@ -162,7 +162,7 @@ def test_other_products_stay(name: str) -> None:
 
 
 def test_a_padding_mask() -> None:
-    """Queries without keys attend to all alike: a row that is added, or with causal attention one of flags."""
+    """Queries without keys attend to all alike: in chunks, with a row of flags, forward and in gradients."""
 
     def function(x: Tensor, lengths: Tensor, causal: bool) -> Tensor:
         row = (torch.arange(LENGTH) >= lengths[:, None])[:, None, None]
@@ -170,13 +170,56 @@ def test_a_padding_mask() -> None:
         return _weighted(x @ x.mT + torch.where(seen, torch.zeros((), dtype=x.dtype), LEAST), x)
 
     lengths = torch.tensor([3, 0])
-    for causal, kind in ((False, "scaled_dot_product_attention"), (True, "chunked_attention")):
+    for causal in (False, True):
         program = normalized(Apply(function), x=X.requires_grad_(), lengths=lengths, causal=causal)
-        (op,) = [op for op in program.ops if op.kind == kind]
+        (op,) = [op for op in program.ops if op.kind == "chunked_attention"]
         assert program.types[str(op.arguments["attn_mask"])].shape == (2, 1, 1, LENGTH)
         assert not any(type.shape[-2:] == (LENGTH, LENGTH) for type in program.types.values())
-        found = run(program, {"x": X, "lengths": lengths})[0]
-        torch.testing.assert_close(next(iter(found.values())), function(X, lengths, causal), rtol=1e-12, atol=1e-12)
+        _equal(program, lambda x, lengths, causal=causal: function(x, lengths, causal), lengths=lengths)
+
+
+def _equal(program: Program, function: Callable[..., Tensor], **given: Tensor) -> None:
+    """Outputs and gradients of `x`, of the program and the function."""
+    results = []
+    for compute in (lambda x: next(iter(run(program, {"x": x, **given})[0].values())), lambda x: function(x, **given)):
+        x = X.detach().clone().requires_grad_()
+        found = compute(x)
+        weights = torch.linspace(-1, 1, found.numel(), dtype=found.dtype).view(found.shape)
+        results.append((found, *torch.autograd.grad((found * weights).sum(), x)))
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
+
+
+def _hidden(shown: Tensor) -> Tensor:
+    """The least number where a row of flags, or of whole numbers, shows no key."""
+    return torch.zeros(shown.shape, dtype=X.dtype).masked_fill(shown == 0, LEAST)
+
+
+# Of scores, the input, and rows of whole numbers that show keys; of one sample none.
+WITHOUT_KEYS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "not a whole number": lambda s, x, m: s.masked_fill(torch.logical_not(m), -torch.inf).nan_to_num(neginf=LEAST),
+    "chosen by not a whole number": lambda s, x, m: torch.where(torch.logical_not(m), LEAST, s),
+    "hidden twice": lambda s, x, m: torch.where(_causal(), s, LEAST) + _hidden(m),
+    "two sums": lambda s, x, m: s + _hidden(m) + _mask(),
+    "a bias after those that are filled": lambda s, x, m: s.masked_fill(m == 0, LEAST) + x.mean(),
+    "a bias beside a filled one": lambda s, x, m: s + (x[..., :1].mT * 2).masked_fill(m == 0, LEAST) + x[..., 1:2],
+    "the largest off, and a cap": lambda s, x, m: torch.tanh(s - s.amax(-1, keepdim=True)) * 2 + _hidden(m),
+    "scaled later": lambda s, x, m: (s + _hidden(m)) * 0.5,
+}
+
+
+@pytest.mark.parametrize("name", WITHOUT_KEYS)
+def test_queries_without_keys(name: str) -> None:
+    """Whatever becomes of it, outputs and gradients are the same."""
+
+    def function(x: Tensor, shown: Tensor) -> Tensor:
+        return _weighted(WITHOUT_KEYS[name](x @ x.mT, x, shown[:, None, None]), x)
+
+    shown = torch.ones(X.shape[0], LENGTH, dtype=torch.int64)
+    shown[0, 2:] = 0
+    shown[1] = 0
+    program = normalized(Apply(function), x=X.requires_grad_(), shown=shown)
+    _equal(program, function, shown=shown)
 
 
 def test_fused_attention_with_a_bias() -> None:
