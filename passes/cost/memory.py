@@ -85,7 +85,7 @@ class _Layouts:
 
 
 class _Known:
-    """What is known of the layouts of a problem: equal layers have the same ones, and many tensors have one shape."""
+    """The layouts of a problem, each found once: equal layers have the same ones, and many tensors have one shape."""
 
     def __init__(self, problem: Problem, mesh: Mesh) -> None:
         self.nodes = problem.nodes

@@ -188,7 +188,7 @@ def _is_left(rewriter: Rewriter, found: _Attention, unread: Sequence[Flags]) -> 
 
 
 def _meaning(rewriter: Rewriter, found: _Attention, queries: int, keys: int) -> tuple[Meaning, tuple[Flags, ...]]:
-    """What the flags show that can be read, and the other flags."""
+    """The meaning of the flags that can be read, and the other flags."""
     read, unread = Meaning(), []
     kept: list[str] = []
     reader = Reader(rewriter, queries, keys)
@@ -255,7 +255,7 @@ def _shared(types: Sequence[TensorType]) -> dict[str, Argument]:
 
 
 def _parts(rewriter: Rewriter, found: _Attention, dtype: torch.dtype) -> list[Ref]:
-    """All that is added to scores, the least number to those that are hidden."""
+    """The tensors that are added to scores; one of the least number for those that are hidden."""
     op, parts = found.op, [_term(rewriter, found, term) for term in found.terms]
     for flags in found.flags:
         seen = _flags(rewriter, found, flags)
@@ -277,7 +277,7 @@ def _flags(rewriter: Rewriter, found: _Attention, flags: Flags) -> Ref:
 
 
 def _term(rewriter: Rewriter, found: _Attention, term: Term) -> Ref:
-    """What a term adds to scores, with four dims."""
+    """The tensor that a term adds to scores, with four dims."""
     own = _shaped(rewriter, found, term.tensor, term.scores)
     if term.times == 1.0:
         return own
@@ -285,7 +285,7 @@ def _term(rewriter: Rewriter, found: _Attention, term: Term) -> Ref:
 
 
 def _shaped(rewriter: Rewriter, found: _Attention, name: str, scores: tuple[int, ...]) -> Ref:
-    """What is combined with scores of a shape, with four dims and without repetition."""
+    """A tensor that is combined with scores of a shape, with four dims and without repetition."""
     while (made := rewriter.maker(name)) is not None and made.kind == "expand":
         name = made.operands[0]
     shape = rewriter.types[name].shape

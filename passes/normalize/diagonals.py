@@ -60,7 +60,7 @@ def by_distance(rewriter: Rewriter, name: str) -> Diagonals | None:
 
 
 def _triangle(rewriter: Rewriter, op: Op) -> Diagonals | None:
-    """What is beyond, or before, a distance is zero."""
+    """A triangle: entries beyond, or before, a distance are zero."""
     found = by_distance(rewriter, op.operands[0])
     if found is None:
         return None

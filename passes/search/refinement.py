@@ -137,7 +137,7 @@ class Near:
         return replace(self, configurations=new)
 
     def nodes(self, subproblems: Subproblems) -> Iterator[SearchNode]:
-        """What searches them: one configuration as it is, several from a bound on all of them."""
+        """The nodes of the search for them: one configuration as it is, several from a bound on all of them."""
         if len(self.configurations) == 1:
             yield Unbounded(0.0, partial(_under, self.make, self.configurations[0], subproblems))
         elif self.configurations:

@@ -1,4 +1,4 @@
-"""What is searched near to a choice, and what is held meanwhile."""
+"""The search near to a choice, and the arrays that it holds meanwhile."""
 
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import suppress
@@ -72,7 +72,7 @@ def test_the_bound_without_limit_holds_for_every_configuration() -> None:
 
 
 def test_what_is_open_is_closed_before_it_is_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where what is open has more pairs of strategies than are held at once, it is closed briefly before anything else
+    """If the open nodes have more pairs of strategies than are held at once, it is closed briefly before anything else
     is made; and all before the largest change."""
     held = refinement._MOST_OPEN
     subproblem = cast("Subproblem", SimpleNamespace(pairs=0.6 * held))
