@@ -72,8 +72,8 @@ def test_the_bound_without_limit_holds_for_every_configuration() -> None:
 
 
 def test_what_is_open_is_closed_before_it_is_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If the open nodes have more pairs of strategies than are held at once, it is closed briefly before anything else
-    is made; and all before the largest change."""
+    """If the open nodes have more pairs of strategies than are held at once, they are closed briefly before anything
+    else is made; and all before the largest change."""
     held = refinement._MOST_OPEN
     subproblem = cast("Subproblem", SimpleNamespace(pairs=0.6 * held))
     solution = Solution((), frozenset(), 1.0, 1.0, Configuration(Mesh(("dp",), (2,))))
