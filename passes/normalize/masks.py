@@ -87,7 +87,7 @@ def with_meaning(rewriter: Rewriter, op: Op, meaning: Meaning) -> Argument:
 
 
 def arguments_of(rewriter: Rewriter, op: Op, meaning: Meaning, rank: int = 4) -> dict[str, Argument]:
-    """The arguments of attention that say what a mask shows, of scores with `rank` dims; those that say nothing are left
+    """The arguments of attention for the meaning of a mask of scores with `rank` dims; those that say nothing are left
     out but for `attn_mask` and `is_causal`."""
     band, rows = meaning.band, [whole(rewriter, op, name, rank) for name in meaning.rows]
     known: dict[str, Argument] = {"attn_mask": _row(rewriter, op, rows), "is_causal": band.after == 0}
