@@ -85,7 +85,7 @@ def flash_attention(
     `options` have the names that they have there. `attention_mask` has flags of keys, [batch, keys]. Windows are exact
     where padding is at the ends: they count it as distance.
 
-    Raises InputError for a paged cache.
+    Raises InputError for a paged cache, and for documents whose causal attention has more keys than queries.
     """
     if options.get("block_table") is not None:
         raise InputError("attention with a paged cache (block_table) is for serving: it is not traced")
@@ -97,6 +97,11 @@ def flash_attention(
     lengths = [options.get(name) for name in _LENGTHS]
     documents: tuple[Tensor, Tensor] | None = None
     if attention_mask is None and None not in [None if each is None else True for each in lengths]:
+        if scores.is_causal and query.shape[1] != key.shape[1]:
+            raise InputError(
+                "causal attention of documents by cumulative lengths takes as many keys as queries: there are "
+                f"{key.shape[1]} keys and {query.shape[1]} queries in a sample"
+            )
         # They go through all samples.
         query, key, value = (each.reshape(1, -1, *each.shape[2:]) for each in (query, key, value))
         documents = _counted(lengths[0], query), _counted(lengths[1], key)

@@ -158,8 +158,12 @@ def _check_left_out(signature: inspect.Signature, given: Sequence[str], planned:
 def _planned_tensor(leaf: object, item: PlannedInput) -> Tensor:
     """An argument as the tensor that was planned; a number is one without dims."""
     dtype = item.type.dtype
-    if not item.type.shape and (type(leaf) is int or (type(leaf) is float and dtype.is_floating_point)):
-        return torch.tensor(leaf, dtype=dtype)
+    is_number = type(leaf) is bool if dtype == torch.bool else type(leaf) in (int, float)
+    if not item.type.shape and is_number and (type(leaf) is not float or dtype.is_floating_point):
+        try:
+            return torch.tensor(leaf, dtype=dtype)
+        except (RuntimeError, OverflowError, ValueError):
+            raise InputError(f"{item.name} is {leaf}, more than {dtype_name(dtype)} holds") from None
     if not isinstance(leaf, Tensor):
         raise InputError(f"{item.name} must be a tensor, got {type(leaf).__name__}")
     if not is_like(leaf, item.type):

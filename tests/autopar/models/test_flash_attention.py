@@ -79,6 +79,13 @@ def test_paged_caches_are_refused() -> None:
         flash_attention(query, query, query, None, is_causal=True, block_table=torch.zeros(1, 1))
 
 
+def test_documents_with_more_keys_are_refused() -> None:
+    """Kernels count from the end of each document, a mask of places from that of all."""
+    query, key = torch.ones(1, 3, 1, 4), torch.ones(1, 5, 1, 4)
+    with pytest.raises(InputError, match="5 keys and 3 queries"):
+        flash_attention(query, key, key, None, is_causal=True, **LENGTHS)
+
+
 def _flash(model: nn.Module) -> nn.Module:
     """The model as if it was made with `attn_implementation="flash_attention_2"`, where that is installed."""
     model.config._attn_implementation = "flash_attention_2"
@@ -142,6 +149,8 @@ def _other_documents(mesh: DeviceMesh) -> list[float]:
         with with_kernels():
             expected = model(**batch).loss
         errors.append(float((dist_model(**batch)["loss"] - expected).abs()))
+    with pytest.raises(InputError, match=r"max_length_q is .* more than int64 holds"):
+        dist_model(**{**inputs, "max_length_q": 2**70})
     return errors
 
 
