@@ -142,7 +142,7 @@ def _rewritten(rewriter: Rewriter, found: _Attention) -> Argument:
     op = found.op
     queries, keys = (rewriter.type(each).shape[2] for each in (found.query, found.key))
     meaning, unread = _meaning(rewriter, found, queries, keys)
-    if (unread or meaning.rows) and not _is_exact(found):
+    if (unread or meaning.rows) and not _is_exact(found, found.dtype or rewriter.type(found.query).dtype):
         return KEEP
     made = _fused(rewriter, found, meaning, unread)
     if made is None:
@@ -155,17 +155,20 @@ def _rewritten(rewriter: Rewriter, found: _Attention) -> Argument:
     return permuted(rewriter, op, reshaped(rewriter, op, made, own), list(order))
 
 
-def _is_exact(found: _Attention) -> bool:
-    """Whether attention in chunks is as it is written also for a query whose keys are all hidden.
+def _is_exact(found: _Attention, dtype: torch.dtype) -> bool:
+    """Whether attention in chunks, with scores of `dtype`, is as it is written also for a query whose keys are all
+    hidden.
 
-    There one number hides all that any flags hide. What is written may hide some keys twice, by the sum of two least
-    numbers, and pass gradients to what is added after the scores were filled. A kernel returns zero where the sum of
-    all is minus infinity.
+    There one number hides all that any flags hide, the least of the dtype. The model may hide some keys twice, by the
+    sum of two least numbers; hide others by a bias, with another number; and pass gradients to biases that are added
+    after the scores were filled. A kernel returns zero where the sum of all is minus infinity.
     """
     first, several = found.flags[0], len(found.flags) > 1
     if several and any((each.fills, each.least) != (first.fills, first.least) for each in found.flags):
         return False
     if isnan(first.least) and several:
+        return False
+    if found.terms and first.least != torch.finfo(dtype).min:
         return False
     if found.op.target == _FUSED and isinf(first.least):
         return False

@@ -17,7 +17,7 @@ from tests.passes.normalize.running import run
 
 LENGTH, HEADS = 8, 4
 X = torch.linspace(-1, 1, 2 * HEADS * LENGTH * 6, dtype=torch.float64).reshape(2, HEADS, LENGTH, 6).sin()
-LEAST = torch.finfo(torch.float64).min
+LEAST, OTHER = torch.finfo(torch.float64).min, torch.finfo(torch.float32).min
 
 
 def _causal() -> Tensor:
@@ -204,6 +204,9 @@ WITHOUT_KEYS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "a bias after those that are filled": lambda s, x, m: s.masked_fill(m == 0, LEAST) + x.mean(),
     "a bias beside a filled one": lambda s, x, m: s + (x[..., :1].mT * 2).masked_fill(m == 0, LEAST) + x[..., 1:2],
     "the largest off, and a cap": lambda s, x, m: torch.tanh(s - s.amax(-1, keepdim=True)) * 2 + _hidden(m),
+    "other numbers": lambda s, x, m: (s + torch.full((LENGTH, LENGTH), OTHER, dtype=s.dtype).triu(1)).masked_fill(
+        m.flip(-1) == 0, OTHER
+    ),
     "scaled later": lambda s, x, m: (s + _hidden(m)) * 0.5,
 }
 
