@@ -15,7 +15,8 @@ from passes.ir.program import Program
 
 @contextmanager
 def traced_once() -> Iterator[None]:
-    """Within, models of one structure are traced once for inputs of the same types and one mode."""
+    """Within, models of one structure are traced once for inputs of the same types and one mode. Classes of one name
+    are taken to be one."""
     traces: dict[object, Program] = {}
 
     def traced(module: nn.Module, inputs: Inputs, tracing: Tracing) -> Program:
