@@ -187,7 +187,6 @@ def _exported(
         try:
             with surrounding:
                 program = _export(module, example, varying, strict)
-                program.graph.lint()
                 _settle(program.graph_module)
                 return program
         except (CaptureError, _NeedsValues, _Refused, UnrolledError) as error:
@@ -294,12 +293,13 @@ def _needed(error: BaseException) -> _NeedsValues | None:
 
 
 def _settle(graph_module: torch.fx.GraphModule) -> None:
-    """Remove checks of values from a graph, and keep numbers as tensors.
+    """Check that a graph is well formed, remove checks of values from it, and keep numbers as tensors.
 
     Raises _NeedsValues for what still depends on values.
     """
     for part in graph_module.modules():
         if isinstance(part, torch.fx.GraphModule):
+            part.graph.lint()
             _drop_checks(part.graph)
             for node in list(part.graph.nodes):
                 if node.target == _ITEM:
