@@ -29,6 +29,7 @@ from torch.fx.experimental.symbolic_shapes import (
     free_unbacked_symbols,
 )
 from torch.utils import _pytree as pytree
+from torch.utils import _traceback as tracebacks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as without_modes
 
@@ -44,6 +45,7 @@ from torch.utils._python_dispatch import _disable_current_modes as without_modes
 # ShapeEnv, DimDynamic, StatelessSymbolicContext, SymbolicContext, free_unbacked_symbols: the symbols of a trace. An
 #   exported program shows them, without a public way to ask for their ranges, or to make some without a trace.
 # make_fx: a graph of ATen operators from a function of tensors; `torch.export` takes modules alone, in a second each.
+# tracebacks: the module that makes the stack trace of a graph's node, which `torch.export` has no option for.
 # decomposition_table: operators written with others. `torch.export.default_decompositions` lacks those that ATen keeps.
 __all__ = [
     "AUTOGRAD_FUNCTION_APPLY",
@@ -51,6 +53,7 @@ __all__ = [
     "FLASH_ATTENTION",
     "NUMBER_OF_TENSOR",
     "PARAMETERS",
+    "SUMMARY_OF_FRAMES",
     "TABLES",
     "TRACE_LOGGERS",
     "DataDependentOutputException",
@@ -75,6 +78,7 @@ __all__ = [
     "schema_of",
     "storage_id",
     "storage_number",
+    "tracebacks",
     "version_of",
     "without_function_modes",
     "without_modes",
@@ -97,6 +101,10 @@ EFFICIENT_ATTENTION: OpOverload = torch.ops.aten._scaled_dot_product_efficient_a
 
 # The loggers that say at length why a trace fails, before they raise the same.
 TRACE_LOGGERS = ("torch._subclasses.fake_tensor", "torch.export._trace", "torch.fx.experimental.symbolic_shapes")
+
+# The function of `tracebacks` that is given the frames of a stack, as dicts, and how many to leave out; it makes a
+# `traceback.StackSummary` of them.
+SUMMARY_OF_FRAMES = "_extract_symbolized_tb"
 
 # A context without `TorchFunctionMode`s and without `__torch_function__` of subclasses; it has no public name.
 without_function_modes = torch._C.DisableTorchFunction

@@ -23,7 +23,7 @@ from autopar.models import huggingface
 from autopar.models.losses import Loss, with_loss
 from autopar.options import OBJECTIVES
 from autopar.testing.randomness import RandomOps, WithoutDropout
-from autopar.testing.ranks import RankError, run_ranks
+from autopar.testing.ranks import RankError, preload, run_ranks
 from passes._torch import pytree
 from passes.cost.cluster import Cluster
 from passes.ir.errors import UnsupportedError
@@ -36,6 +36,7 @@ __all__ = [
     "assert_equivalent",
     "compare",
     "compare_on_mesh",
+    "preload",
     "random_inputs",
     "run_ranks",
 ]

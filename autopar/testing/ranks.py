@@ -1,6 +1,7 @@
 """Run a function on several ranks of this machine, over gloo."""
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import pickle
@@ -16,8 +17,8 @@ from autopar._torch import PRELOADED
 
 T = TypeVar("T")
 
-# Modules that the fork server imports once, so that a rank starts in tenths of a second. Missing ones are skipped.
-_PRELOADED = [
+# Modules that the fork server imports once, so that a rank starts in tenths of a second.
+_preloaded = [
     "torch",
     *PRELOADED,
     "torch.distributed.tensor",
@@ -30,6 +31,15 @@ _PRELOADED = [
     "autopar",
     "autopar.testing",
 ]
+
+
+def preload(*modules: str) -> None:
+    """Let ranks start with `modules` imported: the fork server imports them once, where each rank would import again
+    what the module of its function does.
+
+    Called before ranks are started for the first time; later it changes nothing. Modules that are missing are skipped.
+    """
+    _preloaded.extend(modules)
 
 
 # Seconds that the other ranks get to say something once one has failed, and to leave once all are done.
@@ -88,7 +98,7 @@ def _started(
 ) -> Iterator[tuple[list[Connection], list[ForkServerProcess]]]:
     """Processes that connect to each other, with a pipe to each; none is left running at the end."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOADED)
+    context.set_forkserver_preload(_preloaded)
     pipes: list[Connection] = []
     processes: list[ForkServerProcess] = []
     with tempfile.TemporaryDirectory(prefix="autopar-ranks-") as folder:
@@ -149,6 +159,8 @@ def _errors(outcomes: Mapping[int, tuple[bool, Any]], ranks: int) -> Iterator[st
 def _rank(connect: Callable[[int, int, str], None], rank: int, ranks: int, folder: str, pipe: Connection) -> None:
     import torch
 
+    # What was preloaded lives as long as the rank: the garbage collector would only copy its pages.
+    gc.freeze()
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank))
     # A rank stays until all have reported: gloo takes one that leaves early for a crash. Nor is the group closed

@@ -11,7 +11,7 @@ import re
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Set
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import cast
 from unittest import mock
@@ -34,6 +34,7 @@ from passes._torch import (
     schema_of,
 )
 from passes.capture.source import Line, Loops, UnrolledError, construct, line_of_node, line_of_traceback, replaced
+from passes.capture.unread import nothing_unread
 from passes.capture.values import MOST, SYMBOLIC, Read, Rewording, Values, checks_pass
 from passes.ir.errors import CaptureError
 from passes.ir.leaves import Inputs, input_leaves
@@ -223,7 +224,9 @@ def _export(
             shapes[leaf] = dims
     dynamic = cast(dict[str, object], shapes) if varying else None
     try:
-        with replaced(sys, "stderr", output), replaced(sys, "stdout", output), _quiet():
+        # What strict=True runs are graph modules.
+        sparing = nullcontext() if strict else nothing_unread()
+        with replaced(sys, "stderr", output), replaced(sys, "stdout", output), _quiet(), sparing:
             return torch.export.export(module, (), dict(example), dynamic_shapes=dynamic, strict=strict)
     except Exception:
         logger.debug("torch.export printed:\n%s", output.getvalue())
@@ -290,12 +293,13 @@ def _needed(error: BaseException) -> _NeedsValues | None:
 
 
 def _settle(graph_module: torch.fx.GraphModule) -> None:
-    """Remove checks of values from a graph, and keep numbers as tensors.
+    """Check that a graph is well formed, remove checks of values from it, and keep numbers as tensors.
 
     Raises _NeedsValues for what still depends on values.
     """
     for part in graph_module.modules():
         if isinstance(part, torch.fx.GraphModule):
+            part.graph.lint()
             _drop_checks(part.graph)
             for node in list(part.graph.nodes):
                 if node.target == _ITEM:

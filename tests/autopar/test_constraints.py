@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 import autopar
@@ -18,7 +18,10 @@ from autopar.testing import compare_on_mesh, run_ranks
 from passes.constrain import Constraints
 from passes.ir.redistribution import COLLECTIVES
 from tests.autopar.comparing import marked
+from tests.autopar.traces import traced_once
 from tests.models import MODELS, llama, tokens
+
+pytestmark = pytest.mark.usefixtures("one_trace")
 
 TOLERANCE = 1e-9
 
@@ -44,20 +47,23 @@ def _each(model_name: str, sizes: tuple[int, ...], cases: Sequence[Constraints])
     """On each rank: the worst error of every case, all of them as text, and its plan."""
     names = ("dp", "tp")[-len(sizes) :]
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
-    found = []
-    for constraints in cases:
-        model = MODELS[model_name](num_hidden_layers=2).double()
+    with traced_once():
+        return [_one(model_name, mesh, constraints) for constraints in cases]
+
+
+def _one(model_name: str, mesh: DeviceMesh, constraints: Constraints) -> tuple[float, str, str]:
+    """The same of one case."""
+    model = MODELS[model_name](num_hidden_layers=2).double()
+    made: list[autopar.DistributedModule] = []
+
+    def parallelized(*args: Any, **given: Any) -> nn.Module:
+        made.append(autopar.parallelize(*args, **given))
+        return made[0]
+
+    with mock.patch.object(testing, "parallelize", parallelized):
         options = {"cluster": "ideal", "constraints": constraints}
-        made: list[autopar.DistributedModule] = []
-
-        def parallelized(*args: Any, made: list[autopar.DistributedModule] = made, **given: Any) -> nn.Module:
-            made.append(autopar.parallelize(*args, **given))
-            return made[0]
-
-        with mock.patch.object(testing, "parallelize", parallelized):
-            comparison = compare_on_mesh(model, mesh, tokens(length=8), torch.float64, **options)
-        found.append((comparison.worst[1], str(comparison), made[0].plan.to_json()))
-    return found
+        comparison = compare_on_mesh(model, mesh, tokens(length=8), torch.float64, **options)
+    return comparison.worst[1], str(comparison), made[0].plan.to_json()
 
 
 def _exact(model_name: str, sizes: tuple[int, ...], cases: Mapping[object, Constraints]) -> list[autopar.Plan]:

@@ -242,6 +242,7 @@ def _other_sizes(mesh: DeviceMesh, method: str) -> dict[int, float]:
     return off(dist_model, model, [tokens(), tokens(4, 32), tokens(4, 6), tokens(4, 24, padding=True), packed], True)
 
 
+@pytest.mark.usefixtures("one_trace")
 @pytest.mark.parametrize("method", ["ring", pytest.param("queries", marks=pytest.mark.slow)])
 def test_formulas_of_windows(method: str) -> None:
     """They have the seconds of the plan at its sizes, and of one that is made for others."""
@@ -267,24 +268,31 @@ def _restarting(length: int) -> dict[str, Tensor]:
     return {**tokens(1, length), "position_ids": torch.arange(length)[None] % 1000}
 
 
-@pytest.mark.parametrize("method", ["queries", "ring", "heads"])
+def _windows(**config: object) -> nn.Module:
+    return mistral(sliding_window=256, **config)
+
+
+# A model, its inputs for a length, and the methods that are fast: each hides keys in blocks of its own.
+MASKED: Mapping[str, tuple[Callable[..., nn.Module], Callable[[int], dict[str, Tensor]], tuple[str, ...]]] = {
+    "causal": (llama, lambda length: tokens(1, length), ("queries",)),
+    "a window": (_windows, lambda length: tokens(1, length), ("ring", "heads")),
+    "padding": (llama, _padded, ("queries", "ring")),
+    "documents": (llama, _restarting, ("queries", "ring")),
+}
+
+
+@pytest.mark.usefixtures("one_trace")
 @pytest.mark.parametrize(
-    ("build", "inputs"),
+    ("name", "method"),
     [
-        (llama, lambda length: tokens(1, length)),
-        (lambda **config: mistral(sliding_window=256, **config), lambda length: tokens(1, length)),
-        (llama, _padded),
-        (llama, _restarting),
+        pytest.param(name, method, marks=[] if method in fast else pytest.mark.slow)
+        for name, (*_, fast) in MASKED.items()
+        for method in ("queries", "ring", "heads")
     ],
-    ids=["causal", "a window", "padding", "documents"],
 )
-def test_no_mask_is_made(
-    build: Callable[..., nn.Module],
-    inputs: Callable[[int], dict[str, Tensor]],
-    method: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_no_mask_is_made(name: str, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The program has no tensor of queries by keys, whose memory would show: it grows with the sequence."""
+    build, inputs, _ = MASKED[name]
     for name in ("autopar.runtime.generated.blocks.TILE", "passes.rules.local_forms.TILE"):
         monkeypatch.setattr(name, 256)
 

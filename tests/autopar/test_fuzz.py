@@ -31,6 +31,7 @@ from tests.autopar.fuzzing import (
 from tests.autopar.in_process import StuckError, Threads, axes_at
 from tests.autopar.solving import solved_by
 from tests.autopar.steps import STEPS, Held
+from tests.autopar.traces import traced_once
 from tests.passes.helpers import mesh_of
 
 # Seeds of the programs that run every time, and of those that run every night.
@@ -163,10 +164,11 @@ ONCE: dict[str, Recipe] = {
 @pytest.mark.parametrize("name", ONCE)
 def test_what_failed_once(name: str) -> None:
     """Under several plans on two meshes."""
-    for seed in range(6):
-        for mesh in (mesh_of(a=2, b=2), mesh_of(a=3)):
-            trial = attempt(ONCE[name], mesh, _solver(seed))
-            assert not trial.fails, report(trial, trial)
+    with traced_once():
+        for seed in range(6):
+            for mesh in (mesh_of(a=2, b=2), mesh_of(a=3)):
+                trial = attempt(ONCE[name], mesh, _solver(seed))
+                assert not trial.fails, report(trial, trial)
 
 
 def _solver(seed: int) -> Solver:

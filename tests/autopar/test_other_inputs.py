@@ -65,19 +65,19 @@ def _optional(mesh: DeviceMesh) -> list[dict[int, float]]:
         without(planned, "labels"),
         padded,
         without(smaller, "labels", "attention_mask"),
-        without(tokens(3), "labels"),
         positions(planned),
+        without(tokens(3), "labels"),
         {**positions(without(smaller, "labels")), "output_hidden_states": True, "logits_to_keep": 3},
         {**planned, "attention_mask": None},
     ]
-    return [off(dist_model, model, batches[:5], True), off(dist_model, model, batches[2:], False)]
+    return [off(dist_model, model, batches[:4], True), off(dist_model, model, batches[3:], False)]
 
 
 def _modes(mesh: DeviceMesh) -> list[dict[int, float]]:
     """A model that drops in training, planned with a mask: evaluated without labels, without the mask and without
     both; and one that is planned without labels is trained with them."""
     padded, plain = tokens(8, padding=True), tokens(8)
-    model = gpt2(resid_pdrop=0.5).double()
+    model = gpt2(resid_pdrop=0.5, n_layer=1).double()
     dist_model = autopar.parallelize(model, mesh, padded, cluster="ideal")
     assert "infer" in dist_model.plan.programs
     batches = [without(padded, "labels"), plain, without(plain, "labels"), padded]
@@ -86,7 +86,7 @@ def _modes(mesh: DeviceMesh) -> list[dict[int, float]]:
     dist_model.train()
     first, second = (dist_model(**batches[2]).logits.full_tensor() for _ in range(2))
     assert not torch.equal(first, second)
-    model = gpt2().double()
+    model = gpt2(n_layer=1).double()
     dist_model = autopar.parallelize(model, mesh, without(plain, "labels"), cluster="ideal")
     return [*found, off(dist_model, model, [without(plain, "labels"), plain, padded], True)]
 
@@ -108,7 +108,7 @@ def _micro_batches(mesh: DeviceMesh) -> list[float]:
 
 
 def _inference(mesh: DeviceMesh) -> dict[int, float]:
-    model, batch = gpt2().double(), tokens(8, labels=False, padding=True)
+    model, batch = gpt2(n_layer=1).double(), tokens(8, labels=False, padding=True)
     dist_model = autopar.parallelize(model, mesh, without(batch, "attention_mask"), cluster="ideal", objective="infer")
     return off(dist_model, model, [{**batch, "use_cache": False}, {**tokens(8), "use_cache": False}], False)
 

@@ -28,11 +28,10 @@ from autopar.testing import LiftFloat32, run_ranks
 from passes.ir.layout import Layout, Placement, S, digits, fits, local_major, parse_placement
 from passes.ir.mesh import Mesh
 from passes.ir.redistribution import COLLECTIVES
-from tests.autopar import typed
 from tests.autopar.comparing import marked
 from tests.autopar.solving import solved_by
 from tests.autopar.test_random_plans import random_solution
-from tests.autopar.typed import Call, Report, SpmdTypeError, Typed, run_typed
+from tests.autopar.typed import Call, Report, SpmdTypeError, Typed, collectives, layouts, operators, run_typed
 from tests.autopar.without_engine import without_engine
 from tests.models import MODELS, tokens
 
@@ -295,40 +294,40 @@ def _reshaped(*dims: str) -> Call:
         a, b, c = x.shape
         return [eval(dim.replace("/", "//"), {"a": a, "b": b, "c": c}) for dim in dims]
 
-    return Call("reshape", lambda x: x.reshape(sizes(x)), lambda x: typed.reshape(*sizes(x)).rule(x))
+    return Call("reshape", lambda x: x.reshape(sizes(x)), lambda x: operators.reshape(*sizes(x)).rule(x))
 
 
 # Operators, global operands, and which of the enumerated placements are allowed besides all R and all I.
 _REGISTERED = {
     "linear": (
-        typed.linear(), [_normal(4, 6, 8), _normal(10, 8)],
+        operators.linear(), [_normal(4, 6, 8), _normal(10, 8)],
         ["S(0) R", "S(1) R", "S(2) S(1)", "R S(0)", "P R", "R P"],
     ),
     "linear with bias": (
-        typed.linear(), [_normal(4, 6, 8), _normal(10, 8), _normal(10)], ["S(0) R R", "S(1) R R", "R S(0) S(0)"],
+        operators.linear(), [_normal(4, 6, 8), _normal(10, 8), _normal(10)], ["S(0) R R", "S(1) R R", "R S(0) S(0)"],
     ),
-    "addmm": (typed.addmm(), [_normal(10), _normal(4, 8), _normal(8, 10)], ["R S(0) R", "S(0) R S(1)"]),
+    "addmm": (operators.addmm(), [_normal(10), _normal(4, 8), _normal(8, 10)], ["R S(0) R", "S(0) R S(1)"]),
     "matmul": (
-        typed.matmul(), [_normal(4, 1, 6, 8), _normal(4, 12, 8, 10)],
+        operators.matmul(), [_normal(4, 1, 6, 8), _normal(4, 12, 8, 10)],
         ["S(0) S(0)", "S(2) R", "S(3) S(2)", "R S(1)", "R S(3)", "P R", "R P"],
     ),
     "embedding": (
-        typed.embedding(), [_whole_numbers(6, 4, 8), _normal(6, 10)], ["S(0) R", "S(1) R", "R S(1)", "R P"],
+        operators.embedding(), [_whole_numbers(6, 4, 8), _normal(6, 10)], ["S(0) R", "S(1) R", "R S(1)", "R P"],
     ),
-    "cross_entropy": (typed.cross_entropy(reduction="sum"), [_normal(4, 6), _whole_numbers(6, 4)], ["S(0) S(0)"]),
+    "cross_entropy": (operators.cross_entropy(reduction="sum"), [_normal(4, 6), _whole_numbers(6, 4)], ["S(0) S(0)"]),
     "causal attention": (
-        typed.attention(_causal, rows=False), [_normal(4, 12, 8, 10), _normal(4, 6, 8, 10), _normal(4, 6, 8, 14)],
+        operators.attention(_causal, rows=False), [_normal(4, 12, 8, 10), _normal(4, 6, 8, 10), _normal(4, 6, 8, 14)],
         ["S(0) S(0) S(0)", "R R S(3)", "R R P"],
     ),
     "masked attention": (
-        typed.attention(_masked, rows=True),
+        operators.attention(_masked, rows=True),
         [_normal(4, 6, 8, 10), _normal(4, 6, 12, 10), _normal(4, 6, 12, 14), _normal(4, 1, 8, 12)],
         ["S(0) S(0) S(0) S(0)", "S(1) S(1) S(1) R", "S(2) R R S(2)", "R R S(3) R", "R R P R"],
     ),
-    "to": (typed.cast(torch.float64), [_normal(4, 6)], ["S(0)", "S(1)", "P"]),
-    "pad": (typed.pad((0, 1)), [_normal(4, 6)], ["S(0)"]),
-    "slice": (typed.index((slice(None), slice(1, 3))), [_normal(4, 6, 8)], ["S(0)", "S(2)", "P"]),
-    "select": (typed.index((slice(None), 2)), [_normal(4, 6, 8)], ["S(0)", "S(2)", "P"]),
+    "to": (operators.cast(torch.float64), [_normal(4, 6)], ["S(0)", "S(1)", "P"]),
+    "pad": (operators.pad((0, 1)), [_normal(4, 6)], ["S(0)"]),
+    "slice": (operators.index((slice(None), slice(1, 3))), [_normal(4, 6, 8)], ["S(0)", "S(2)", "P"]),
+    "select": (operators.index((slice(None), 2)), [_normal(4, 6, 8)], ["S(0)", "S(2)", "P"]),
     "reshape, flattened": (_reshaped("a * b", "c"), [_normal(4, 6, 8)], ["S(0)", "S(2)", "P"]),
     "reshape, parted": (_reshaped("a", "b", "c / 2", "2"), [_normal(4, 6, 8)], ["S(0)", "S(1)", "S(2)", "P"]),
     "reshape, flattened behind": (_reshaped("a", "b * c"), [_normal(4, 6, 8)], ["S(0)", "S(1)", "P"]),
@@ -348,7 +347,7 @@ def test_registered_rules(name):
     assert found == {*allowed, " ".join("R" * every), " ".join("I" * every)}
 
 
-@pytest.mark.parametrize("call", [typed.linear(), typed.addmm()])
+@pytest.mark.parametrize("call", [operators.linear(), operators.addmm()])
 def test_the_bias_of_a_split_sum_is_pending(call):
     split = {"first": {"tp": spmd.S(1)}, "second": {"tp": spmd.S(1)}, "third": {"tp": spmd.P}}
     operands = [_normal(4, 8), _normal(10, 8), _normal(10)]
@@ -369,7 +368,7 @@ def test_a_wrong_rule_is_found():
 
 
 def test_gradients_of_registered_operators():
-    call = typed.linear()
+    call = operators.linear()
     x, weight, bias = (_normal(*sizes).requires_grad_() for sizes in ((4, 8), (10, 8), (10,)))
     assert torch.autograd.gradcheck(lambda *operands: Typed.apply(call, *operands), (x, weight, bias))
 
@@ -391,9 +390,9 @@ def test_layouts_survive_the_checker():
         device_mesh = init_device_mesh("cpu", mesh.sizes, mesh_dim_names=mesh.names)
         with spmd.set_current_mesh(device_mesh):
             for layout in _layouts(mesh, (8, 16)):
-                tensor = typed.annotate(torch.empty(8, 16, device="meta"), layout, mesh)
-                assert typed.layout_of(tensor, mesh) == layout
-                assert typed.is_located(tensor) == (not _has_middle(layout, mesh))
+                tensor = layouts.annotate(torch.empty(8, 16, device="meta"), layout, mesh)
+                assert layouts.layout_of(tensor, mesh) == layout
+                assert layouts.is_located(tensor) == (not _has_middle(layout, mesh))
 
 
 def _has_middle(layout: Layout, mesh: Mesh) -> bool:
@@ -416,6 +415,6 @@ def test_majors_that_ranks_see_are_told_apart():
             if placement.kind == "S":
                 others = (*layout[:axis], parse_placement("R"), *layout[axis + 1 :])
                 seen = Placement("S", placement.dim, local_major(placement, others, mesh))
-                assert typed.whole_placement(seen, others, mesh, axis) == placement
+                assert collectives.whole_placement(seen, others, mesh, axis) == placement
                 tried += 1
     assert tried > 100

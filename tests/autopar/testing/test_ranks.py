@@ -1,6 +1,7 @@
-"""Ranks that cannot connect are started again."""
+"""Ranks start with modules that were preloaded, and are started again where they cannot connect."""
 
 import pickle
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from autopar.testing.ranks import RankError, connect, run_connected
+from autopar.testing.ranks import RankError, connect, run_connected, run_ranks
 
 
 def _sum(value: float) -> float:
@@ -38,3 +39,12 @@ def test_ranks_that_never_connect_are_an_error(tmp_path: Path) -> None:
     with pytest.raises(RankError, match=r"rank 1: (.|\n)*closed by peer"):
         run_connected(partial(_connect_late, 9, str(tmp_path)), 2, payload, 60.0)
     assert len(list(tmp_path.iterdir())) == 3
+
+
+def _is_imported(module: str) -> bool:
+    return module in sys.modules
+
+
+def test_what_is_preloaded_is_imported_when_a_rank_starts() -> None:
+    """`tests/conftest.py` names it; this module does not import it."""
+    assert run_ranks(_is_imported, 2, "tests.architectures") == [True, True]

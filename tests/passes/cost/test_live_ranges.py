@@ -6,7 +6,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
 
 from passes.cost.live_ranges import LiveRange, Phase, layout_bytes, saved_edges
 from passes.cost.memory import chosen_memory
@@ -17,6 +16,7 @@ from passes.ir.mesh import Mesh
 from passes.solve.instance import refuse_if_hopeless
 from passes.solve.limits import Limits
 from passes.solve.solver import Solver
+from tests.passes.cost.layers import LAYERS, ROWS, WIDTH, Between, Layers, batch
 from tests.passes.planning import (
     STATES,
     Planning,
@@ -26,41 +26,14 @@ from tests.passes.planning import (
     zero_configuration,
 )
 
-ROWS, WIDTH, LAYERS = 8, 16, 3
 MESH = Mesh.of({"tp": 2})
 TANH, SIGMOID = "layers.*/tanh", "layers.*/sigmoid"
-
-
-class _Layer(nn.Module):
-    """Two cheap functions between products: the second one reads what the first one gives."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.second = nn.Linear(WIDTH, WIDTH, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Apply the layer."""
-        result: Tensor = self.second(torch.sigmoid(torch.tanh(self.first(x))))
-        return result
-
-
-class _Layers(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(_Layer() for _ in range(LAYERS))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Apply all layers."""
-        for layer in self.layers:
-            x = layer(x)
-        return x.sum()
 
 
 @pytest.fixture(scope="module")
 def case() -> Planning:
     """The planning problem of the layers on two devices."""
-    return planning(_Layers(), {"x": torch.zeros(ROWS, WIDTH)}, MESH)
+    return planning(Layers(lambda: Between(torch.tanh, torch.sigmoid)), batch(), MESH)
 
 
 def _running(case: Planning, key: str, layout: Layout) -> int:

@@ -1,7 +1,6 @@
 """The memory model of the search: live ranges of tensors, and bytes under all strategies at once."""
 
 import random
-from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -17,23 +16,8 @@ from passes.ir.configuration import Configuration
 from passes.ir.mesh import Mesh
 from passes.solve import solve
 from passes.solve.limits import Limits
+from tests.passes.cost.layers import LAYERS, ROWS, WIDTH, Between, Layers, batch
 from tests.passes.planning import STATES, Planning, planning, random_configuration, random_planning, zero_configuration
-
-ROWS, WIDTH, LAYERS = 8, 16, 3
-
-
-class _Layer(nn.Module):
-    """A product, a cheap function of it, and a product of that."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.second = nn.Linear(WIDTH, WIDTH, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Apply the layer."""
-        result: Tensor = self.second(torch.tanh(self.first(x)))
-        return result
 
 
 class _Normed(nn.Module):
@@ -50,18 +34,6 @@ class _Normed(nn.Module):
         return result
 
 
-class _Layers(nn.Module):
-    def __init__(self, layer: Callable[[], nn.Module] = _Layer) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(layer() for _ in range(LAYERS))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Apply all layers."""
-        for layer in self.layers:
-            x = layer(x)
-        return x.sum()
-
-
 def _totals_alone(case: Planning, solution: Solution) -> NDArray[np.float64]:
     """Bytes at each point of a problem that offers the solution alone."""
     model, found = chosen_memory(case.problem, solution)
@@ -70,7 +42,7 @@ def _totals_alone(case: Planning, solution: Solution) -> NDArray[np.float64]:
 
 def test_what_is_made_again_is_made_of_something() -> None:
     """If tanh is computed again, the result of the product before it stays, and tanh's own result does not."""
-    case = planning(_Layers(), {"x": torch.zeros(ROWS, WIDTH)}, Mesh.of({"dp": 1}))
+    case = planning(Layers(lambda: Between(torch.tanh)), batch(), Mesh.of({"dp": 1}))
     remade = {case.problem.nodes[edge.producer].key for edge in case.problem.edges if edge.remade}
     assert remade == {"layers.*.first/linear"}
     (name,) = (region.name for region in case.folded.regions)
@@ -99,7 +71,7 @@ def test_what_sends_is_not_made_again() -> None:
     """A norm over a dim that is split sends, so it does not run again where recompute is selective: what it gives
     stays. Another strategy of the same norm runs again, and what it gives does not stay."""
     mesh = Mesh.of({"tp": 2})
-    case = planning(_Layers(_Normed), {"x": torch.zeros(ROWS, WIDTH)}, mesh)
+    case = planning(Layers(_Normed), batch(), mesh)
     (name,) = (region.name for region in case.folded.regions)
     configuration = Configuration(mesh, recompute={name: "selective"})
     solution = solve(case.problem, case.cluster, Limits(1e30, STATES), configuration)

@@ -19,6 +19,7 @@ from passes.ir.redistribution import RedistributionStep, redistribution, step_in
 from tests.passes.helpers import layouts_on, mesh_of, some_layouts
 
 MESHES = [mesh_of(a=2), mesh_of(a=2, b=2), mesh_of(a=2, b=3)]
+SLOW = pytest.mark.slow
 PLACEMENTS = [R, I, P, S(0), S(1), S(0, 2), S(0, 3), S(1, 2)]
 
 
@@ -82,9 +83,13 @@ def _group(
     return EdgeGroup("x", about, 3, 0, gradient, gradient_itemsize, False, strided, joined=joined)
 
 
-@pytest.mark.parametrize("strided", [False, True])
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
-@pytest.mark.parametrize("cluster", [pytest.param("cpu", marks=pytest.mark.slow), "h100"])
+# Each mesh, and both orders in memory; the other pairs of these are like them, and as long.
+FAST = [(MESHES[0], False), (MESHES[1], True), (MESHES[2], False)]
+REST = [(mesh, strided) for mesh in MESHES for strided in (False, True) if (mesh, strided) not in FAST]
+
+
+@pytest.mark.parametrize(("mesh", "strided"), [*FAST, *(pytest.param(*case, marks=SLOW) for case in REST)], ids=str)
+@pytest.mark.parametrize("cluster", [pytest.param("cpu", marks=SLOW), "h100"])
 def test_every_pair_costs_what_its_steps_do(mesh: Mesh, cluster: str, strided: bool) -> None:
     """All layouts; one price object for tensors of several shapes and sizes."""
     costs = RedistributionCosts(CLUSTERS[cluster], mesh)
@@ -112,9 +117,17 @@ RANDOM: list[tuple[Mesh, Shape, list[Shape]]] = [
 ]
 
 
-@pytest.mark.parametrize("cluster", ["cpu", "a100", "h200", "b200", "ideal"])
+RANDOM_CLUSTERS = ["cpu", "a100", "h200", "b200", "ideal"]
+
+
+# Every mesh and every cluster is fast once.
 @pytest.mark.parametrize(
-    ("mesh", "whole", "shapes"), RANDOM, ids=lambda case: str(case) if isinstance(case, Mesh) else ""
+    ("mesh", "whole", "shapes", "cluster"),
+    [
+        pytest.param(*case, cluster, marks=[] if number == place else SLOW, id=f"{case[0]}-{cluster}")
+        for number, case in enumerate(RANDOM)
+        for place, cluster in enumerate(RANDOM_CLUSTERS)
+    ],
 )
 def test_random_layouts_cost_what_their_steps_do(mesh: Mesh, whole: Shape, shapes: list[Shape], cluster: str) -> None:
     """Up to four axes, inside nodes and across; digits in each other's way; every algorithm is the least at some

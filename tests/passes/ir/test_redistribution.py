@@ -86,9 +86,10 @@ def test_one_axis_all_placements(ways: int) -> None:
         assert len(steps) == (source != target) or both_split_one_dim
 
 
-@pytest.mark.parametrize(("first", "second"), [(2, 2), (2, 3)])
+@pytest.mark.parametrize(("first", "second"), [(2, 2), pytest.param(2, 3, marks=pytest.mark.slow)])
 def test_two_axes_all_placements(first: int, second: int) -> None:
-    """Every change between layouts on two axes, with both on one dim in either order."""
+    """Every change between layouts on two axes, with both on one dim in either order. Axes of sizes 2 and 3 are fast
+    in the random layouts on three."""
     mesh = mesh_of(a=first, b=second)
     placements = [R, I, P, S(0), S(1), S(0, 2), S(0, 3)]
     layouts = list(layouts_on((12, 6), placements, mesh))
