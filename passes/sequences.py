@@ -52,17 +52,16 @@ def sequence_splits(folded: Folded, ways: int) -> SequenceSplits:
     The sequence is the second dim of inputs of whole numbers with two dims.
     """
     found: dict[str, frozenset[Placement]] = {}
-    for item in folded.program.inputs:
-        if len(item.type.shape) == 2 and not item.type.dtype.is_floating_point and item.type.shape[1] % ways == 0:
-            found[item.name] = frozenset({S(1)})
+    for given in folded.program.inputs:
+        shape = given.type.shape
+        if len(shape) == 2 and not given.type.dtype.is_floating_point and shape[1] % ways == 0:
+            found[given.name] = frozenset({S(1)})
     ends: list[SequenceEnd] = []
     for item in folded.items:
-        ops: Iterable[Op] = (item,)
         if isinstance(item, Region):
-            ops = item.ops
             for carry in item.carries:
                 found[carry.argument] = found.get(carry.initial, frozenset())
-        for op in ops:
+        for op in item.ops if isinstance(item, Region) else (item,):
             rule = find_rule(op, folded.types, folded.program.rules)
             if rule is not None:
                 ends += _follow(op, rule, folded, found, ways)

@@ -453,7 +453,7 @@ def _haloed_form(code: Scope, statement: Compute) -> str:
     count = len(code.types[op.operands[0]].shape)
     padding = op.arguments["padding"]
     spatial = int(op.kind[-2])
-    paddings = list(padding) if isinstance(padding, tuple) else [padding]
+    paddings: list[Argument] = list(padding) if isinstance(padding, tuple) else [padding]
     paddings = paddings * spatial if len(paddings) == 1 else paddings
     if op.kind == "padded_conv1d":
         # Its only dim is split, and the halo is all its padding.

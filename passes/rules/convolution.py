@@ -40,7 +40,8 @@ def windows(op: Op, types: Mapping[str, TensorType]) -> list[Window]:
         kernels = types[op.operands[1]].shape[2:]
     count = len(kernels)
     if op.kind == "padded_conv1d":
-        return [Window(*kernels, 1, per_dim(arguments["padding"], 2)[0], *per_dim(arguments["dilation"], 1))]
+        before, _ = per_dim(arguments["padding"], 2)
+        return [Window(kernels[0], 1, before, per_dim(arguments["dilation"], 1)[0])]
     stride = arguments["stride"]
     strides = kernels if stride == () else per_dim(stride, count)
     padding, dilation = per_dim(arguments["padding"], count), per_dim(arguments.get("dilation", 1), count)

@@ -22,7 +22,7 @@ from passes.ir.rule import Dims, Role, Rule, parts_of
 from passes.rules.pointwise import TABLE
 
 _MOVES_DIMS = {"transpose", "permute"}
-_MAKES = {"slice", "select", "expand", "scaled_dot_product_attention"}
+_MAKES = {"slice", "select", "expand", "padded_conv1d", "scaled_dot_product_attention"}
 _KEEPS = {*TABLE, "to"}
 
 
