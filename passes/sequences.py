@@ -47,7 +47,7 @@ class SequenceSplits:
 
 
 def sequence_splits(folded: Folded, ways: int) -> SequenceSplits:
-    """Follow the split of the sequence of `folded` into `ways`. Of the ends those are given that have gradients.
+    """Follow the split of the sequence of `folded` into `ways`. Of the ends those with floating results are given.
 
     The sequence is the second dim of inputs of whole numbers with two dims.
     """
@@ -94,7 +94,7 @@ def _follow(
         factors = [rule.factors[part.factor] for part in dims[placement.dim]] if placement.dim < len(dims) else []
         if stops is None and any(factor.role is Role.WHOLE for factor in factors):
             stops = SequenceEnd(op, placement.dim, folded.types[name].shape[placement.dim])
-    if not goes_on and stops is not None and any(name in folded.flowing for name in op.results):
+    if not goes_on and stops is not None and folded.types[op.results[0]].dtype.is_floating_point:
         yield stops
 
 
@@ -113,12 +113,12 @@ def unsplit_over_sequence(folded: Folded, decided: Mapping[str, Decided], mesh: 
 
 
 def _splits(folded: Folded, decided: Mapping[str, Decided], found: SequenceSplits, axis: int) -> bool:
-    """Whether some op has a result with gradients that is split over the sequence on `axis`."""
+    """Whether some op has a floating result that is split over the sequence on `axis`."""
     return any(
         strategy[axis] in found.placements.get(name, ())
         for op in folded.ops
         for name, strategy in zip(op.results, decided[op.key].strategy.results, strict=True)
-        if name in folded.flowing
+        if folded.types[name].dtype.is_floating_point
     )
 
 

@@ -70,11 +70,12 @@ def test_splits_end_where_an_op_needs_all_tokens(name: str) -> None:
     assert list(map(str, found.placements[embedded])) == ["S(1)"]
 
 
-def test_plans_name_what_is_not_split_over_the_sequence() -> None:
+@pytest.mark.parametrize("objective", ["train", "infer"])
+def test_plans_name_what_is_not_split_over_the_sequence(objective: str) -> None:
     """In one line for each axis that splits the sequence elsewhere, and none where nothing does."""
     split = {"embed/embedding": {"out": {"cp": "S(1)"}}, "head/linear": {"in": {"cp": "S(1)"}}}
     model, inputs = Mixer(_recurrence), {"ids": IDS}
-    plan = autopar.plan(model, {"cp": 2}, inputs, cluster="ideal", constraints=split)
+    plan = autopar.plan(model, {"cp": 2}, inputs, cluster="ideal", constraints=split, objective=objective)
     assert plan.unsplit_over_sequence == ("'cp': /select (4 ops) takes one place of dim 1 of size 16",)
     line = "not split over the sequence on 'cp': /select (4 ops) takes one place of dim 1 of size 16"
     assert line in str(plan).splitlines()
