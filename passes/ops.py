@@ -15,6 +15,9 @@ cap of scores before that, and a sink, a score of every query that no value belo
 Scores of hidden keys are the least number, so that a query without any keys attends to all alike. Of such a query alone
 `fills` says what passes no gradients on: "" (nothing), "bias" (the mask fills it), or "scores" (the mask fills these).
 
+`autopar::padded_conv1d` is a convolution of stride 1 with as many zeros before and after as its padding says of each,
+and a result as long as its operand.
+
 `autopar::autograd_function` is a call of a custom `torch.autograd.Function`, of which a trace alone would keep only the
 forward. The function goes in by its path ("package.module:Name"), its arguments as text in which tensors are x0, x1, …
 and sizes n0, n1, …: a program that was pickled runs wherever the function can be imported. What runs is the function
@@ -35,7 +38,7 @@ from functools import cache, reduce
 import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import conv1d, scaled_dot_product_attention
 
 from passes._torch import OpOverload
 from passes.ir.arguments import find_overload
@@ -361,3 +364,28 @@ _library.define(  # type: ignore[no-untyped-call]
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _library.impl("chunked_attention", _chunked_attention, "CompositeImplicitAutograd")  # type: ignore[no-untyped-call]
+
+
+def _padded_conv1d(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    padding: Sequence[int] = (0, 0),
+    dilation: Sequence[int] = (1,),
+    groups: int = 1,
+) -> Tensor:
+    """input: [batch, channels, length], with zeros before and after it, as many as `padding` says of either."""
+    before, after = padding
+    around = max(padding)
+    wide = conv1d(input, weight, bias, 1, around, list(dilation), groups)
+    return wide[..., around - before : wide.shape[-1] - (around - after)]
+
+
+PADDED_CONVOLUTION = "autopar.padded_conv1d.default"
+_library.define(  # type: ignore[no-untyped-call]
+    "padded_conv1d(Tensor input, Tensor weight, Tensor? bias=None, *, int[2] padding=[0, 0], int[1] dilation=1, "
+    "SymInt groups=1) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_library.impl("padded_conv1d", _padded_conv1d, "CompositeImplicitAutograd")  # type: ignore[no-untyped-call]

@@ -20,7 +20,7 @@ ARROWS: dict[str, set[str]] = {
     "capture": BASE | {"ops"},
     "normalize": BASE | {"ops"},
     "search": BASE | SEARCHED,
-    **dict.fromkeys(("dynamic_shapes", "codegen", "record", *SEARCHED), BASE),
+    **dict.fromkeys(("dynamic_shapes", "codegen", "record", "sequences", *SEARCHED), BASE),
 }
 # What users call takes all options by name.
 PUBLIC = {"autopar/api.py: plan", "autopar/api.py: parallelize"}

@@ -3,9 +3,10 @@ plan are applied. Where values of inputs are constants, there is one trace for e
 
 import time
 from collections import OrderedDict, deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import groupby
 
 import torch
 from torch import nn
@@ -14,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from autopar.loading import load
 from autopar.models.info import ModelInfo, frozen, structure_of, tracing
 from autopar.planner import PlannedModel, plan_program
+from autopar.plans.programs import PlannedProgram
 from autopar.request import Request
 from autopar.runtime import GeneratedProgram, LoadedProgram
 from autopar.runtime.calls.inputs import tensors_among
@@ -23,13 +25,14 @@ from passes.capture import capture, capture_symbolic, device_of
 from passes.clock import Clock
 from passes.cost.cluster import GIB
 from passes.dynamic_shapes.specialize import specialize
-from passes.ir.decisions import Decisions
+from passes.ir.decisions import Decided, Decisions
 from passes.ir.errors import AutoparError, CaptureError, InputError
 from passes.ir.layout import I, Shape
 from passes.ir.leaves import Inputs, input_leaves, map_leaves
 from passes.ir.log import logger
 from passes.ir.program import Program, Symbolic
 from passes.normalize import normalize
+from passes.search.restrict import unsplit
 
 # So many sets of inputs have traces, and each has so many traces for several sizes.
 _TRACES = 8
@@ -206,7 +209,24 @@ class _Planner:
                 memory / GIB,
                 request.memory_limit / GIB,
             )
+        for sentence in _whole(planned.decided[name], found):
+            logger.warning("at these sizes %s", sentence)
         return found.source
+
+
+def _whole(before: Mapping[str, Decided], found: PlannedProgram) -> Iterator[str]:
+    """For each axis that splits less than it was planned to, a sentence on the ops that every rank of it computes
+    whole."""
+    keys = [op.key for op in found.folded.ops]
+    lost = sorted(unsplit(before, found.decided, keys, found.mesh), key=lambda item: item.axis)
+    for axis, items in groupby(lost, key=lambda item: item.axis):
+        first, *others = items
+        ranks, also = found.mesh.sizes[axis], f" and {len(others)} other ops" if others else ""
+        yield (
+            f"every rank of axis {found.mesh.names[axis]!r} computes all of {first.key}{also}, which the plan splits, "
+            f"because {first.size} is not divisible into {ranks} devices: pad to {-(-first.size // ranks) * ranks} "
+            "(a sequence with labels of -100 and an attention mask)"
+        )
 
 
 def _kind(name: str, leaf: object) -> tuple[object, ...]:

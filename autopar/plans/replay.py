@@ -19,6 +19,7 @@ from passes.ir.plan import InputPlan, ParameterPlan, Plan, PrecisionPlan
 from passes.ir.program import Program, dtype_name
 from passes.lower.recompute import levels
 from passes.record import decisions_of, discovered_ops, layout_texts, whole_ops
+from passes.sequences import unsplit_over_sequence
 
 
 def written_plan(info: ModelInfo, request: Request, program: Program, programs: Mapping[str, PlannedProgram]) -> Plan:
@@ -61,6 +62,7 @@ def written_plan(info: ModelInfo, request: Request, program: Program, programs: 
         programs={**{name: item.record for name, item in programs.items()}, **totals},
         whole_ops=whole_ops(first.folded),
         discovered=discovered_ops(first.folded),
+        unsplit_over_sequence=unsplit_over_sequence(first.folded, first.decided, first.mesh),
         constraints=request.constraints,
         compiled=request.compiled,
         discover=request.discover,

@@ -256,6 +256,15 @@ def _in_chunks(code: Scope, arguments: Mapping[str, Argument], **more: Argument)
     return _in_blocks(code, "chunked_attention", arguments, **added, **fills, **more)
 
 
+def _padded_convolution(code: Scope, arguments: Mapping[str, Argument]) -> str | None:
+    """The convolution with the larger padding on both sides, of whose result the ends are cut off."""
+    before, after = map(integer, listed(arguments["padding"]))
+    around = max(before, after)
+    text = _WRITERS["conv1d"](code, {**arguments, "padding": (around,)})
+    cut = f"{around - before or ''}:{after - around or ''}"
+    return text if before == after else f"{text}[:, :, {cut}]"
+
+
 _WRITERS: dict[str, Writer] = {
     "add": _sign("+"),
     "sub": _sign("-"),
@@ -309,6 +318,7 @@ _WRITERS: dict[str, Writer] = {
         )
         for rank in (1, 2, 3)
     },
+    "padded_conv1d": _padded_convolution,
     "silu": _functional("silu", "self"),
     "gelu": _functional("gelu", "self", approximate=("approximate", "none")),
     "relu": _functional("relu", "self"),
@@ -443,8 +453,11 @@ def _haloed_form(code: Scope, statement: Compute) -> str:
     count = len(code.types[op.operands[0]].shape)
     padding = op.arguments["padding"]
     spatial = int(op.kind[-2])
-    paddings = list(padding) if isinstance(padding, tuple) else [padding]
+    paddings: list[Argument] = list(padding) if isinstance(padding, tuple) else [padding]
     paddings = paddings * spatial if len(paddings) == 1 else paddings
+    if op.kind == "padded_conv1d":
+        # Its only dim is split, and the halo is all its padding.
+        paddings = [0, 0]
     value = ', value=float("-inf")' if op.kind.startswith("max") else ""
     for split in statement.splits.values():
         before, after = split.reach

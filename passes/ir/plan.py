@@ -76,7 +76,7 @@ def _type_text(kind: object) -> str:
 
 T = TypeVar("T")
 
-FORMAT_VERSION = 12
+FORMAT_VERSION = 13
 
 # Symbols of the first and the second dim of inputs in formulas.
 BATCH, SEQUENCE = "batch", "sequence"
@@ -295,9 +295,10 @@ class Plan:
     """All decisions for one model, mesh and batch.
 
     `whole_ops` are the ops without a rule, `discovered` those whose rule was found by running them (see the argument
-    `discover`). `compiled` says that torch compiles the regions. `loss` is the fingerprint of a loss outside of the
-    model, or "". `outputs` is "planned" (in the plan's layout) or "full" (whole on every rank). `print` shows it in 120
-    columns, `table` in full; `save` and `load` keep it as JSON; `autopar.parallelize(..., plan=plan)` replays it.
+    `discover`). `unsplit_over_sequence` has a line for each axis that splits the sequence: the ops that need it whole.
+    `compiled` says that torch compiles the regions. `loss` is the fingerprint of a loss outside of the model, or "".
+    `outputs` is "planned" (in the plan's layout) or "full" (whole on every rank). `print` shows it in 120 columns,
+    `table` in full; `save` and `load` keep it as JSON; `autopar.parallelize(..., plan=plan)` replays it.
     """
 
     model: str
@@ -315,6 +316,7 @@ class Plan:
     whole_ops: tuple[str, ...]
     constraints: Mapping[str, Mapping[str, AxisText]]
     discovered: tuple[str, ...] = ()
+    unsplit_over_sequence: tuple[str, ...] = ()
     expressions: Expressions | None = None
     compiled: bool = False
     discover: bool = False

@@ -56,6 +56,8 @@ def _lines(plan: Plan, width: int | None) -> list[str]:
     lines += ["", "parameters", *_columns(_parameters(plan.parameters), width)]
     if plan.whole_ops:
         lines += ["", "computed whole on every device, for want of a sharding rule: " + ", ".join(plan.whole_ops)]
+    for line in plan.unsplit_over_sequence:
+        lines += ["", f"not split over the sequence on {line}"]
     if plan.discovered:
         lines += [
             "",

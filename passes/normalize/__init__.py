@@ -3,14 +3,15 @@
 Normal form: no assertions, no in-place ops, no ops that do nothing, no op that only repacks another one's results;
 every size is written out, views are `reshape`, casts are `to.dtype`, splits are slices, a mean loss is a sum and a
 count. Rows of experts stay in the order in which they come. Ops without a sharding rule are decomposed into ops with
-one, where possible. Attention that is written out is one op. Nothing is computed twice. Unused ops are removed. Every
-op has its key.
+one, where possible. Attention that is written out is one op, and so is a convolution with its padding. Nothing is
+computed twice. Unused ops are removed. Every op has its key.
 """
 
 from dataclasses import replace
 
 from passes.ir.program import Program, without_unused
 from passes.normalize.attention import with_attention
+from passes.normalize.convolution import with_padded_convolutions
 from passes.normalize.decompositions import decomposed
 from passes.normalize.forms import canonical
 from passes.normalize.in_place import functional
@@ -48,6 +49,7 @@ _REWRITES = (
     decomposed,
     without_unused,
     with_attention,
+    with_padded_convolutions,
     simplified,
     without_unused,
     with_keys,

@@ -39,6 +39,9 @@ def windows(op: Op, types: Mapping[str, TensorType]) -> list[Window]:
     else:
         kernels = types[op.operands[1]].shape[2:]
     count = len(kernels)
+    if op.kind == "padded_conv1d":
+        before, _ = per_dim(arguments["padding"], 2)
+        return [Window(kernels[0], 1, before, per_dim(arguments["dilation"], 1)[0])]
     stride = arguments["stride"]
     strides = kernels if stride == () else per_dim(stride, count)
     padding, dilation = per_dim(arguments["padding"], count), per_dim(arguments.get("dilation", 1), count)
@@ -102,7 +105,7 @@ def _haloed(found: dict[str, Factor], halos: Mapping[str, Window]) -> dict[str, 
     }
 
 
-@rule_for(*(f"conv{kind}{rank}d" for kind in ("", "_transpose") for rank in (1, 2, 3)))
+@rule_for("padded_conv1d", *(f"conv{kind}{rank}d" for kind in ("", "_transpose") for rank in (1, 2, 3)))
 def convolution(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
     """batch (groups in) space, (groups out) in kernel, (groups out) -> batch (groups out) space.
 

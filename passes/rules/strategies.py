@@ -22,7 +22,7 @@ from passes.ir.rule import Dims, Role, Rule, parts_of
 from passes.rules.pointwise import TABLE
 
 _MOVES_DIMS = {"transpose", "permute"}
-_MAKES = {"slice", "select", "expand", "scaled_dot_product_attention"}
+_MAKES = {"slice", "select", "expand", "padded_conv1d", "scaled_dot_product_attention"}
 _KEEPS = {*TABLE, "to"}
 
 
@@ -417,6 +417,7 @@ _SHAPES = {"reshape": "shape", "expand": "size"}
 # The arguments that are a number of groups, of which each rank has a part.
 _GROUPS = {
     "group_norm": "num_groups",
+    "padded_conv1d": "groups",
     **{f"conv{kind}{rank}d": "groups" for kind in ("", "_transpose") for rank in (1, 2, 3)},
 }
 # The arguments of a slice, which takes whole units; of each a rank has an equal part.

@@ -1,7 +1,7 @@
 """Decisions that were made before, applied to a planning problem."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import combinations
 
 from passes.ir.choices import Node, Problem, Solution
@@ -9,6 +9,7 @@ from passes.ir.decisions import Decided, Decisions
 from passes.ir.errors import PlanMismatchError
 from passes.ir.folded import Folded
 from passes.ir.layout import Layout, Placement, Shape
+from passes.ir.mesh import Mesh
 from passes.rules.strategies import AllowedMethods, method_token
 
 # --- the methods of a plan -------------------------------------------------------------------------------------------
@@ -79,6 +80,38 @@ def gathered_again(problem: Problem, solution: Solution) -> frozenset[tuple[int,
         if group.parameter and group.inside and not full and source != target:
             found.add((edge.group, target))
     return frozenset(found)
+
+
+@dataclass(frozen=True)
+class Unsplit:
+    """An op that other sizes leave whole on an axis of the mesh where it was split, and the `size` of a dim that does
+    not divide."""
+
+    axis: int
+    key: str
+    size: int
+
+
+def unsplit(
+    before: Mapping[str, Decided], after: Mapping[str, Decided], ops: Iterable[str], mesh: Mesh
+) -> Iterator[Unsplit]:
+    """The ops of the keys `ops` that are split on an axis of `mesh` in `before` and whole in `after`, because a dim
+    that was split does not divide any more."""
+    for key in ops:
+        if key not in before or key not in after:
+            continue
+        was, now = before[key], after[key]
+        layouts, shapes = (*was.strategy.operands, *was.strategy.results), (*now.operands, *now.results)
+        if list(map(len, (*was.operands, *was.results))) != list(map(len, shapes)):
+            continue
+        for axis, method in enumerate(now.strategy.methods):
+            if method not in ("R", "I"):
+                continue
+            split = ((layout[axis], shape) for layout, shape in zip(layouts, shapes, strict=True))
+            sizes = (shape[placement.dim] for placement, shape in split if placement.kind == "S")
+            size = next((size for size in sizes if size % mesh.sizes[axis]), None)
+            if size is not None:
+                yield Unsplit(axis, key, size)
 
 
 # --- the strategies of another program -------------------------------------------------------------------------------

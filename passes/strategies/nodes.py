@@ -3,7 +3,7 @@
 Their strategies come from splits that are propagated through the program, and meet the constraints; errors say which
 constraint no strategy meets. Every layout of a tensor has its cost and memory."""
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import chain, product
 from math import prod
@@ -31,36 +31,7 @@ from passes.rules.strategies import (
     replicated,
 )
 from passes.strategies.analysis import Analysis, OpCosts, Placed, Setting, Sizes, is_negligible, op_costs, op_node
-
-
-def indivisible(placement: Placement | None, shape: Shape, mesh: Mesh, axis: int) -> str:
-    """The reason why a tensor of `shape` cannot be split as `placement` says on `axis`; "" if it can."""
-    if placement is None or placement.kind != "S":
-        return ""
-    if placement.dim >= len(shape):
-        return f"it has no dim {placement.dim}"
-    parts = placement.major * mesh.sizes[axis]
-    if shape[placement.dim] % parts == 0:
-        return ""
-    ways = f"{mesh.sizes[axis]} devices" if placement.major == 1 else f"{placement.major} x {mesh.sizes[axis]} parts"
-    return f"its dim {placement.dim} of size {shape[placement.dim]} is not divisible into {ways}"
-
-
-def _missing(context: OpContext, demand: Constraint, available: Collection[str], mesh: Mesh) -> str:
-    """The reason why the method of a constraint is not among the `available` ones of an op; "" if it is."""
-    if demand.method in available:
-        return ""
-    size, name = mesh.sizes[demand.axis], demand.method.partition("@")[0]
-    rule = context.rule
-    if rule is not None and name in rule.withheld:
-        return rule.withheld[name]
-    method = None if rule is None else rule.method(name)
-    if rule is not None and method is not None:
-        extents = ((factor, rule.factors[factor].size) for factor in method.factors)
-        for factor, extent in extents:
-            if extent % size:
-                return f"{factor} of size {extent} is not divisible into {size} devices"
-    return f"it has no such method; its methods on this axis are {', '.join(sorted(available))}"
+from passes.strategies.reasons import indivisible, missing
 
 
 def demanded_splits(
@@ -121,7 +92,7 @@ def meeting(
     available = [{strategy.methods[axis] for strategy in strategies} for axis in mesh.dimensions]
     for axis, demand in demands.at("method", first).items():
         met = [strategy.methods[axis] == demand.method for strategy in strategies]
-        strategies = keep(demand, met, _missing(context, demand, available[axis], mesh))
+        strategies = keep(demand, met, missing(context, demand, available[axis], mesh))
     for axis, demand in demands.at("method within", first).items():
         followed.setdefault(demand, set()).update(strategy.methods[axis] for strategy in strategies)
         strategies = [strategy for strategy in strategies if strategy.methods[axis] == demand.method] or strategies

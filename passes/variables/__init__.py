@@ -84,6 +84,7 @@ _KINDS = {
     "min": "least",
     "ne": "mask",
     "neg": "negative",
+    "padded_conv1d": "convolved",
     "pow": "power",
     "scaled_dot_product_attention": "attention",
     "sum": "total",

@@ -46,7 +46,9 @@ _HALF = tuple(each.bfloat16() for each in _QKV)
 _PADDED = (_SHORT, 0.0, True)
 _DOCUMENTS = (_ids(2, 1, 512, 1), _LONG_ROW)
 # The number of arguments that are no keywords, and keywords.
+_CONVOLUTION = "autopar.padded_conv1d.default"
 _KEYWORDS = {
+    _CONVOLUTION: (3, ("padding", "groups")),
     _HIDING: (6, ("window", "query_documents", "key_documents")),
     _CHUNKED: (7, ("soft_cap", "window")),
 }
@@ -63,6 +65,11 @@ CASES: dict[str, tuple[str, tuple[object, ...], str]] = {
     "ring_attention": (_ATTENTION, _QKV, "ring"),
     "ring_attention, causal": (_ATTENTION, (*_QKV, *_CAUSAL), "ring"),
     "haloed": ("aten.conv2d.default", (_SPACE, _wide(16, 16, 3, 3), None, [1, 1], [1, 1]), "space0"),
+    "haloed, padded before": (
+        _CONVOLUTION,
+        (_wide(4, 64, 256), _wide(64, 1, 4), None, (3, 0), 64),
+        "space0",
+    ),
     "layer_norm": (_NORM, (_wide(), [WIDTH], _wide(WIDTH), _wide(WIDTH)), "inner1"),
     "rms_norm": ("aten.rms_norm.default", (_wide(), [WIDTH], _wide(WIDTH), 1e-5), "inner1"),
     "softmax": ("aten.softmax.int", (_wide(), 1), "along"),

@@ -92,6 +92,11 @@ def _pictures(make: Maker, call: Make) -> Iterator[Sample]:
         for rank in (1, 2, 3):
             picture = make.normal(12, 24, *(2, 3, 2)[:rank])
             yield call(f"aten.{kind}{rank}d.vec", picture, None, [2.0] * rank)
+    # A causal convolution of each channel by itself, one with holes, and one that is padded more after than before.
+    x, bias = make.normal(12, 12, 24), make.normal(12)
+    yield call("autopar.padded_conv1d.default", x, make.normal(12, 1, 4), bias, padding=[3, 0], groups=12)
+    yield call("autopar.padded_conv1d.default", x, make.normal(36, 12, 2), None, padding=[2, 0], dilation=[2])
+    yield call("autopar.padded_conv1d.default", x, make.normal(12, 6, 4), bias, padding=[1, 2], groups=2)
 
 
 def _pointwise(make: Maker, call: Make) -> Iterator[Sample]:
