@@ -389,8 +389,10 @@ def _chunks_form(code: Scope, statement: Compute) -> str:
 
 
 def _ring_form(code: Scope, statement: Compute) -> str:
-    digits = _digits(code, statement.splits["queries"])
-    return _in_blocks(code, "ring_attention", statement.op.arguments, digits=digits)
+    queries, keys = statement.splits["queries"], statement.splits["keys"]
+    further = {"queries": _digits(code, queries)} if queries.digits != keys.digits else {}
+    options = {"digits": _digits(code, keys), **further}
+    return _in_blocks(code, "ring_attention", statement.op.arguments, **options)
 
 
 def _axes(code: Scope, statement: Compute) -> Text:

@@ -37,6 +37,7 @@ from passes.rules.local_forms import (
     attention_kernel,
     attention_workspace,
     block_attention,
+    form_that_runs,
     runs_in_blocks,
     runs_in_chunks,
 )
@@ -50,13 +51,16 @@ def shares(rule: Rule | None, choices: Sequence[Choice], sizes: Sequence[int]) -
     forward = backward = 1.0
     if rule is None:
         return forward, backward
-    splits: dict[tuple[str, ...], list[Split]] = {}
+    # A form that includes another divides the work by the splits of both.
+    runs = form_that_runs(choice.form for choice in choices)
+    splits: dict[tuple[str, str], list[Split]] = {}
     for choice, size in zip(choices, sizes, strict=True):
         if choice.factors:
-            splits.setdefault((choice.form, *choice.factors), []).append(Split(size, choice.major))
-    for (form, *factors), each in splits.items():
-        share = (LOCAL_FORMS[form] if form else _PLAIN).share(each, rule.factors[factors[0]])
-        parts = rule.divided.get(factors[0], (1.0, 1.0))
+            form = runs if runs and choice.form else ""
+            splits.setdefault((form, choice.factors[0]), []).append(Split(size, choice.major))
+    for (form, factor), each in splits.items():
+        share = (LOCAL_FORMS[form] if form else _PLAIN).share(each, rule.factors[factor])
+        parts = rule.divided.get(factor, (1.0, 1.0))
         forward, backward = (
             whole * (1 - part + part * share) for whole, part in zip((forward, backward), parts, strict=True)
         )
@@ -67,7 +71,7 @@ def form_contexts(
     context: OpContext, choices: Sequence[Choice], strategy: Strategy, mesh: Mesh, device: str
 ) -> Iterator[tuple[LocalForm, FormContext]]:
     """The local forms that run, and their contexts: one for each axis that splits a factor of one, or for adjacent ones
-    that split it one after the other."""
+    that split it one after the other. Axes of a form that another includes have none: it sends nothing there."""
     rule = context.rule
     if rule is None or not any(choice.form for choice in choices):
         return
@@ -79,8 +83,9 @@ def form_contexts(
     inside = prod(size for choice, size in splits if rule.factors[choice.factors[0]].role is Role.INSIDE)
     rows = prod(shapes[0]) * inside // reduced
     digits: dict[tuple[str, tuple[str, ...]], list[tuple[int, int]]] = {}
+    runs = form_that_runs(choice.form for choice in choices)
     for axis, choice in enumerate(choices):
-        if choice.form:
+        if choice.form and choice.form == runs:
             digits.setdefault((choice.form, choice.factors), []).append((axis, choice.major))
     for (form, factors), own in digits.items():
         dtype, reach = context.operands[0].dtype, rule.factors[factors[0]].reach
@@ -88,14 +93,23 @@ def form_contexts(
         spans = mesh.joined(own)
         gathered = accumulate((mesh.ways(span) for span, _ in spans), mul, initial=1)
         in_order = all(major == before for (_, major), before in zip(spans, gathered, strict=False))
+        in_stripes = _in_stripes(rule, factors[0], choices, mesh)
         for span, _ in reversed(spans):
             ways, dim = mesh.ways(span), strategy.operands[0][mesh.spans[span][0]].dim
             earlier //= ways
-            yield (
-                LOCAL_FORMS[form],
-                FormContext(context.op, span, ways, shapes, dtype, rows, dim, later, earlier, reach, in_order, device),
+            about = FormContext(
+                context.op, span, ways, shapes, dtype, rows, dim, later, earlier, reach, in_order, in_stripes, device
             )
+            yield LOCAL_FORMS[form], about
             later *= ways
+
+
+def _in_stripes(rule: Rule, factor: str, choices: Sequence[Choice], mesh: Mesh) -> bool:
+    """Whether every rank has every n-th entry of a factor: the digits of axes reach without a gap to its last."""
+    splits = [
+        (choice.major, size) for choice, size in zip(choices, mesh.sizes, strict=True) if factor in choice.factors
+    ]
+    return min(splits)[0] * prod(size for _, size in splits) == rule.factors[factor].size
 
 
 # Passes over scores without a fused kernel: the first product writes them, the softmax reads and writes, the second

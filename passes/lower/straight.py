@@ -19,6 +19,7 @@ from passes.ir.mesh import Mesh
 from passes.ir.program import Op, TensorType, draws
 from passes.ir.redistribution import redistribution
 from passes.rules import find_rule
+from passes.rules.local_forms import form_that_runs
 from passes.rules.strategies import local_arguments, named_choices, op_context, strided
 
 
@@ -126,7 +127,8 @@ class _Lowering:
         choices = named_choices(context, strategy.methods, self.mesh)
         assert choices is not None
         forms = [(axis, choice) for axis, choice in enumerate(choices) if choice.form]
-        body = forms[0][1].form if forms else ""
+        body = form_that_runs(choice.form for choice in choices)
+        assert body is not None
         digits = grouped((factor, (axis, choice.major)) for axis, choice in forms for factor in choice.factors)
         splits = {
             factor: Split(

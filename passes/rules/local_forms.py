@@ -6,7 +6,7 @@ Scaled dot-product attention runs a fused kernel, or products and a softmax on w
 dtype, shapes and mask (`sdp_utils.cpp` of its CUDA and CPU kernels, versions 2.11 to 2.13).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from math import prod
@@ -101,6 +101,7 @@ class FormContext:
       have gathered before this one, and that they gather after it.
     - `reach`: the numbers of elements that the form needs of the ranks before and after.
     - `in_order`: whether the ranks of all these axes hold parts that follow each other.
+    - `in_stripes`: whether every rank has every n-th entry of the factor, n being all ranks that split it.
     - `device`: the type of the device, "cpu" or "cuda".
     """
 
@@ -115,6 +116,7 @@ class FormContext:
     after: int = 1
     reach: tuple[int, int] = (0, 0)
     in_order: bool = True
+    in_stripes: bool = False
     device: str = "cuda"
 
     @property
@@ -331,7 +333,10 @@ def _ring_blocks(context: FormContext) -> Workspace:
     meanwhile = 3 if prod(_visited(context)) * context.before > 2 else 1
     first = 2 * held * itemsize + (rows + meanwhile * held) * single + max(hidden, _flipped(context) - gradients)
     second = held * itemsize + (rows + 2 * held) * single + hidden
-    return saved, padded + max(first, second, (rows + 3 * held) * single - rows * itemsize)
+    # In stripes a block has as many keys as queries, which other axes may split further.
+    is_striped = context.in_stripes and any(context.reach) and context.op.arguments.get("window") is None
+    others = held // key[2] * (key[2] - query[2]) * itemsize if is_striped else 0
+    return saved, padded + max(max(first, second) - others, (rows + 3 * held) * single - rows * itemsize)
 
 
 def _ring_shifts(context: FormContext) -> tuple[Shifts, Shifts]:
@@ -352,7 +357,7 @@ def _visited(context: FormContext) -> tuple[float, float]:
     before, after = context.reach
     if not before or after or not context.in_order:
         return context.ways, context.after
-    ranks = -(-before // context.operands[0][2])
+    ranks = -(-before // context.operands[1][2])
     if context.after == 1:
         return least((context.ways, 1 - (-ranks // context.before))), 1
     return context.ways, least((context.after, 1 - (-ranks // (context.before * context.ways))))
@@ -375,6 +380,7 @@ class LocalForm:
     - `overlap`: the part of its own computation beside which its collectives run.
     - `workspace`: what it saves and its temporaries.
     - `is_wide`: whether statistics of half precision are in single.
+    - `includes`: the forms that it does, too, on other axes.
     """
 
     forward: Callable[[FormContext], Steps] = _none
@@ -384,6 +390,7 @@ class LocalForm:
     overlap: Callable[[FormContext], float] | None = None
     workspace: Callable[[FormContext], Workspace] = _nothing
     is_wide: bool = False
+    includes: frozenset[str] = frozenset()
 
     @property
     def communicates(self) -> bool:
@@ -416,7 +423,14 @@ LOCAL_FORMS: Mapping[str, LocalForm] = {
     "vocabulary_cross_entropy": LocalForm(_statistics(I, False, True, True), workspace=_multiples(1, 1)),
     "blockwise_attention": LocalForm(share=_banded, workspace=_blocks),
     "chunked_attention": LocalForm(share=_banded, workspace=_chunks),
-    "ring_attention": LocalForm(shifts=_ring_shifts, share=_banded, overlap=_all_but_one, workspace=_ring_blocks),
+    # Of a ring's queries each rank may have a part.
+    "ring_attention": LocalForm(
+        shifts=_ring_shifts,
+        share=_banded,
+        overlap=_all_but_one,
+        workspace=_ring_blocks,
+        includes=frozenset({"blockwise_attention"}),
+    ),
     # Both edges of every rank's block.
     "haloed": LocalForm(lambda context: _gathered(context, sum(context.reach)), workspace=_halo),
     "layer_norm": _MOMENTS,
@@ -429,3 +443,12 @@ LOCAL_FORMS: Mapping[str, LocalForm] = {
     # The sum of each rank's part.
     "cumsum": LocalForm(lambda context: _gathered(context, 1), workspace=_multiples(0, 3)),
 }
+
+
+def form_that_runs(forms: Iterable[str]) -> str | None:
+    """The local form of an op whose axes have these `forms`: the one, or that which includes the others. "" for the op
+    itself; None where no form does what all do."""
+    own = {form for form in forms if form}
+    if len(own) < 2:
+        return next(iter(own), "")
+    return next((form for form in sorted(own) if own - {form} <= LOCAL_FORMS[form].includes), None)

@@ -19,6 +19,8 @@ from passes.ir.layout import I, Layout, P, Placement, R, S, fits, local_shape, p
 from passes.ir.mesh import Mesh
 from passes.ir.program import Op, TensorType, has_linear_gradients
 from passes.ir.rule import Dims, Role, Rule, parts_of
+from passes.rules.following import share_factors
+from passes.rules.local_forms import form_that_runs
 from passes.rules.pointwise import TABLE
 
 _MOVES_DIMS = {"transpose", "permute"}
@@ -270,20 +272,6 @@ def method_token(method: str, is_op: bool) -> str:
     return method.partition("@")[0] if is_op else placement_token(parse_placement(method))
 
 
-def begun_tokens(methods: Sequence[str], sizes: Sequence[int]) -> list[frozenset[str]]:
-    """The names of the methods of an op's strategy among allowed methods, for each axis, with the majors that digits
-    may begin at: axes that split a factor one after the other begin at one major."""
-    taken: dict[Digit, int] = {}
-    found = []
-    for method, size in zip(methods, sizes, strict=True):
-        name, _, text = method.partition("@")
-        major = int(text or "1")
-        begun = next((key for key, ways in taken.items() if key[0] == name and key[1] * ways == major), (name, major))
-        taken[begun] = taken.get(begun, 1) * size
-        found.append(frozenset({f"{name}@{begun[1]}", f"{name}@{major}"}))
-    return found
-
-
 def op_strategies(
     context: OpContext, digits: Mapping[int, Sequence[Digit]], mesh: Mesh, allowed: AllowedMethods | None = None
 ) -> dict[Strategy, Choices]:
@@ -319,13 +307,13 @@ def combine(context: OpContext, choices: Sequence[Choice]) -> Strategy:
 
 
 def named_choices(context: OpContext, methods: Sequence[str], mesh: Mesh) -> Choices | None:
-    """The choices called `methods`, one per axis; None if the op has no method of such a name,
-    or would run two local forms."""
+    """The choices called `methods`, one per axis; None if the op has no method of such a name, or if none of its local
+    forms does what all do."""
     counts = len(context.operands), len(context.results)
     named = [parse_choice(name, context.rule, *counts, ways) for name, ways in zip(methods, mesh.sizes, strict=True)]
     choices = tuple(choice for choice in named if choice is not None)
-    several = len({choice.form for choice in choices if choice.form}) > 1
-    return None if several or len(choices) < len(named) else choices
+    runs = form_that_runs(choice.form for choice in choices) is not None
+    return choices if runs and len(choices) == len(named) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -349,10 +337,14 @@ def _combinations(
 ) -> list[tuple[_Option, ...]]:
     """All combinations of one option per axis.
 
-    Axes that split a factor at the same major take its digits in mesh order. Axes with different local forms are not
-    combined: an op runs one.
+    Axes that split a factor at the same major take its digits in mesh order, whatever their methods. Axes whose local
+    forms no form does together are not combined: an op runs one.
     """
     rule = context.rule
+
+    @cache
+    def follows(name: str, other: str) -> bool:
+        return share_factors(rule, name, other)
 
     @cache
     def split_further(begun: Digit, taken: int, ways: int) -> _Option | None:
@@ -368,7 +360,11 @@ def _combinations(
         for chosen in found:
             longer += [(*chosen, option) for option in whole]
             for begun in begins:
-                taken = prod(other for other, option in zip(mesh.sizes, chosen, strict=False) if option.begun == begun)
+                taken = prod(
+                    other
+                    for other, option in zip(mesh.sizes, chosen, strict=False)
+                    if option.begun and option.begun[1] == begun[1] and follows(option.begun[0], begun[0])
+                )
                 further = split_further(begun, taken, size)
                 if further is not None and _may_run(further.choice.form, chosen):
                     longer.append((*chosen, further))
@@ -377,8 +373,8 @@ def _combinations(
 
 
 def _may_run(form: str, chosen: Iterable[_Option]) -> bool:
-    """Whether an op whose other axes have the options `chosen` may run a local form: it runs one."""
-    return not form or all(option.choice.form in ("", form) for option in chosen)
+    """Whether an op whose other axes have the options `chosen` may run a local form: it runs one for all."""
+    return not form or form_that_runs((form, *(option.choice.form for option in chosen))) is not None
 
 
 def _begins(rule: Rule, digits: Iterable[Digit], allowed: Set[str] | None) -> list[Digit]:

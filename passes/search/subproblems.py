@@ -16,9 +16,11 @@ from passes.ir.errors import MicroBatchError
 from passes.ir.folded import Folded
 from passes.ir.mesh import Mesh
 from passes.ir.program import Program
+from passes.ir.rule import Rule
 from passes.micro_batches import Batch, MicroBatches
 from passes.regions import fold
-from passes.rules.strategies import AllowedMethods, begun_tokens, method_token
+from passes.rules.following import begun_tokens
+from passes.rules.strategies import AllowedMethods, method_token
 from passes.search.configurations import relaxed_configuration
 from passes.search.space import Space
 from passes.solve.arrays import least_seconds
@@ -163,9 +165,9 @@ def levels_key(configuration: Configuration) -> Hashable:
     return tuple(sorted(configuration.recompute.items()))
 
 
-def _tokens(methods: Sequence[str], sizes: Sequence[int], is_op: bool) -> list[frozenset[str]]:
+def _tokens(methods: Sequence[str], sizes: Sequence[int], is_op: bool, rule: Rule | None) -> list[frozenset[str]]:
     """The names of a strategy's methods among allowed methods, for each axis of a mesh of these sizes."""
-    return begun_tokens(methods, sizes) if is_op else [frozenset({method_token(each, False)}) for each in methods]
+    return begun_tokens(methods, sizes, rule) if is_op else [frozenset({method_token(each, False)}) for each in methods]
 
 
 @dataclass(frozen=True)
@@ -244,6 +246,7 @@ class Subproblems:
         program = self.programs.given(configuration.micro_batches)
         constraints = self.space.placed_constraints(program.program, mesh)
         ops = {op.key: op for op in program.folded.ops}
+        rules = {placed.op.key: placed.rule for placed in program.analysis.placed}
         mixed = [parent.solution.picks, *before.solver.mixed]
         is_other_size = configuration.micro_batches != before.configuration.micro_batches
         allowed = {}
@@ -253,7 +256,8 @@ class Subproblems:
                 # Another number of micro-batches has other ops; nodes that are not here may do anything.
                 continue
             picks = {picks[index] for picks in mixed}
-            done = [_tokens(node.strategies[pick].methods, before.mesh.sizes, is_op) for pick in picks]
+            rule = rules.get(node.key)
+            done = [_tokens(node.strategies[pick].methods, before.mesh.sizes, is_op, rule) for pick in picks]
             constrained = constraints.axes(*(constraints.places(ops[node.key]) if is_op else [("stored", node.name)]))
             # A constraint on one axis, or another size, may leave nothing of what was done on another.
             others = _WHOLE if constrained or is_other_size else frozenset()

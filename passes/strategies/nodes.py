@@ -19,6 +19,7 @@ from passes.ir.grouping import grouped
 from passes.ir.layout import I, Layout, Placement, R, S, Shape, digits, fits, is_dtensor, is_storable, local_shape
 from passes.ir.mesh import Mesh
 from passes.ir.program import TensorType
+from passes.rules.following import following
 from passes.rules.propagation import propagate
 from passes.rules.strategies import (
     AllowedMethods,
@@ -32,6 +33,12 @@ from passes.rules.strategies import (
 )
 from passes.strategies.analysis import Analysis, OpCosts, Placed, Setting, Sizes, is_negligible, op_costs, op_node
 from passes.strategies.reasons import indivisible, missing
+
+
+def _demanded_methods(context: OpContext, demanded: Mapping[int, Constraint], mesh: Mesh) -> dict[int, str]:
+    """The methods that constraints require by axis, in which axes that split a factor at one place take the digits that
+    follow each other there."""
+    return following(context.rule, {axis: demand.method for axis, demand in demanded.items()}, mesh.sizes)
 
 
 def demanded_splits(
@@ -90,12 +97,15 @@ def meeting(
         return reason and f"{name} of shape {list(type.shape)} cannot be split so, because {reason}"
 
     available = [{strategy.methods[axis] for strategy in strategies} for axis in mesh.dimensions]
+    methods = _demanded_methods(context, demands.at("method", first), mesh)
     for axis, demand in demands.at("method", first).items():
-        met = [strategy.methods[axis] == demand.method for strategy in strategies]
+        met = [strategy.methods[axis] == methods[axis] for strategy in strategies]
         strategies = keep(demand, met, missing(context, demand, available[axis], mesh))
+    methods = _demanded_methods(context, demands.at("method within", first), mesh)
     for axis, demand in demands.at("method within", first).items():
-        followed.setdefault(demand, set()).update(strategy.methods[axis] for strategy in strategies)
-        strategies = [strategy for strategy in strategies if strategy.methods[axis] == demand.method] or strategies
+        found = {strategy.methods[axis] for strategy in strategies}
+        followed.setdefault(demand, set()).update(found, {demand.method} if methods[axis] in found else ())
+        strategies = [strategy for strategy in strategies if strategy.methods[axis] == methods[axis]] or strategies
     for slot, name in enumerate(op.operands):
         wanted = {**demands.at("used", names.get(name, name)), **demands.at("in", first, str(slot))}
         for axis, demand in wanted.items():

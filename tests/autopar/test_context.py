@@ -59,13 +59,20 @@ def test_split_queries(name: str, mesh: str, axes: dict[str, str], recompute: st
         ("llama", "2", {"dp": "ring@8"}),
         pytest.param("llama", "2x2", {"dp": "ring@4", "tp": "ring@8"}, marks=pytest.mark.slow),
         pytest.param("qwen3", "2x2", {"dp": "ring", "tp": "heads"}, marks=pytest.mark.slow),
+        ("llama", "2x2", {"dp": "ring", "tp": "queries"}),
+        ("qwen3", "2x2", {"dp": "queries", "tp": "ring"}),
+        pytest.param("llama", "2x2", {"dp": "queries@4", "tp": "ring@4"}, marks=pytest.mark.slow),
+        pytest.param("llama", "2x2", {"dp": "ring@4", "tp": "queries@8"}, marks=pytest.mark.slow),
+        pytest.param("gpt2", "2x2x2", {"dp": "heads", "cp": "ring", "tp": "queries"}, marks=pytest.mark.slow),
+        pytest.param("qwen3", "2x2x2", {"dp": "queries", "cp": "groups", "tp": "ring"}, marks=pytest.mark.slow),
+        pytest.param("llama", "2x2x2", {"dp": "ring", "cp": "queries", "tp": "ring"}, marks=pytest.mark.slow),
         pytest.param("gpt2", "2x2x2", {"dp": "batch", "cp": "ring", "tp": "heads"}, marks=pytest.mark.slow),
         pytest.param("llama", "2x2x2", {"dp": "batch", "cp": "ring@4", "tp": "ring@8"}, marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.parametrize("recompute", ["none", pytest.param("full", marks=pytest.mark.slow)])
 def test_rings(name: str, mesh: str, methods: dict[str, str], recompute: str) -> None:
-    """In order and in stripes, on one axis and on two, beside split heads and samples."""
+    """In order and in stripes, on one axis and on two, beside split heads and samples, and queries on another axis."""
     exact(MODELS[name]().double(), mesh, tokens(), constraints={ATTENTION: {"method": methods}}, recompute=recompute)
 
 
@@ -152,6 +159,7 @@ HIDING: Mapping[str, tuple[Callable[[], nn.Module], Inputs]] = {
         ("padding on the left", "2", {"dp": "queries@8"}, "none"),
         ("padding", "4", {"tp": "ring"}, "none"),
         ("a window of documents", "2x2", {"dp": "queries", "tp": "heads"}, "full"),
+        ("a window and padding", "2x2", {"dp": "ring", "tp": "queries"}, "full"),
         ("other keys", "2", {"dp": "ring"}, "none"),
         *(
             pytest.param(name, mesh, methods, recompute, marks=pytest.mark.slow)
@@ -162,6 +170,8 @@ HIDING: Mapping[str, tuple[Callable[[], nn.Module], Inputs]] = {
                 ("4", {"tp": "ring"}),
                 ("2x2", {"dp": "queries", "tp": "queries@2"}),
                 ("2x2", {"dp": "ring", "tp": "ring@2"}),
+                ("2x2", {"dp": "ring", "tp": "queries"}),
+                ("2x2", {"dp": "queries", "tp": "ring"}),
                 ("2x2", {"dp": "ring", "tp": "heads"}),
                 ("2x2x2", {"dp": "batch", "cp": "ring", "tp": "heads"}),
             )

@@ -25,6 +25,7 @@ from autopar.planner import PlannedModel, plan_model
 from autopar.request import make_request
 from autopar.runtime.state import local_part
 from autopar.testing import LiftFloat32, run_ranks
+from passes.constrain import Constraints
 from passes.ir.layout import Layout, Placement, S, digits, fits, local_major, parse_placement
 from passes.ir.mesh import Mesh
 from passes.ir.redistribution import COLLECTIVES
@@ -47,12 +48,19 @@ def _mesh(sizes: Sequence[int]) -> dict[str, int]:
 
 
 def _compiled(
-    name: str, sizes: tuple[int, ...], seed: int | None = None, *, layers: int = 2, padding: bool = False
+    name: str,
+    sizes: tuple[int, ...],
+    seed: int | None = None,
+    *,
+    layers: int = 2,
+    padding: bool = False,
+    constraints: Constraints | None = None,
 ) -> tuple[nn.Module, dict[str, Tensor], PlannedModel]:
     """A model, its inputs and its program: under the best plan for free links, or under a random one."""
     model = MODELS[name](num_hidden_layers=layers, **_SIZES[name]).double()
     inputs = tokens(batch=8, length=8, padding=padding)
-    request = make_request(_mesh(sizes), Options(cluster="ideal", memory_limit=1e15))
+    options = Options(cluster="ideal", memory_limit=1e15, constraints=constraints)
+    request = make_request(_mesh(sizes), options)
     info = read_model(model, inputs, request)
     if seed is None:
         return model, inputs, plan_model(model, info, request)
@@ -81,6 +89,20 @@ def test_best_plans(name, sizes):
     # What the checker cannot say: gpt2's fused projections, and a mask that is expanded to a part of the batch.
     assert len(report.told) <= {"gpt2": 10, "gemma2": 2}.get(name, 0), report.told
     assert set(report.gradients) == {name for name, _ in model.named_parameters()}
+    assert None not in report.gradients.values()
+
+
+@pytest.mark.parametrize(
+    "methods", [{"dp": "ring", "tp": "queries"}, pytest.param({"dp": "queries", "tp": "ring"}, marks=pytest.mark.slow)]
+)
+def test_rings_beside_queries(methods):
+    """Keys are as if gathered over the ring's axis; the checker is told digits that are not the first ones."""
+    model, _, compiled = _compiled(
+        "llama", (2, 2), layers=1, constraints={"@scaled_dot_product_attention": {"method": methods}}
+    )
+    assert "queries=((" in compiled.programs["train"].source
+    report = _run(model, compiled)
+    assert len(report.told) <= 2, report.told
     assert None not in report.gradients.values()
 
 

@@ -18,7 +18,6 @@ from tests.passes.rules.one_op import OneOp, lowered_one, one_op, statement_of
 from tests.passes.rules.samples import Sample
 
 ROWS, WIDTH = 64, 1024
-MESH = mesh_of(a=2)
 
 
 def _wide(*shape: int) -> Tensor:
@@ -52,7 +51,7 @@ _KEYWORDS = {
     _HIDING: (6, ("window", "query_documents", "key_documents")),
     _CHUNKED: (7, ("soft_cap", "window")),
 }
-# By the local form, or a name: the operator, its arguments, and the method.
+# By the local form, or a name: the operator, its arguments, and the methods on axes of two.
 CASES: dict[str, tuple[str, tuple[object, ...], str]] = {
     "mean": ("aten.mean.dim", (_wide(), [1]), "in1"),
     "vocabulary_embedding": ("aten.embedding.default", (_wide(512, 64), _ids(256)), "vocab"),
@@ -94,6 +93,16 @@ CASES: dict[str, tuple[str, tuple[object, ...], str]] = {
     "blockwise_attention of documents": (_HIDING, (*_SAMPLES, *_CAUSAL, None, *_DOCUMENTS), "queries"),
     "ring_attention in a window": (_HIDING, (*(_LONGER,) * 3, *_CAUSAL, (63, 0)), "ring"),
     "ring_attention with padding": (_HIDING, (*_QKV, *_PADDED), "ring"),
+    "ring_attention of parts of queries": (_ATTENTION, (*_QKV, *_CAUSAL), "queries ring@2"),
+    "ring_attention, and parts of queries": (_ATTENTION, (_LONG, _LONG, _VALUES, *_CAUSAL), "ring queries@2"),
+    "ring_attention in stripes of parts of queries": (_ATTENTION, (*_QKV, *_CAUSAL), "queries@128 ring@256"),
+    "ring_attention of parts of queries in a window": (_HIDING, (*(_LONGER,) * 3, *_CAUSAL, (63, 0)), "ring queries@2"),
+    "ring_attention of parts of queries of documents": (
+        _HIDING,
+        (*_SAMPLES, *_CAUSAL, None, *_DOCUMENTS),
+        "queries ring@2",
+    ),
+    "ring_attention of parts of queries to all keys": (_ATTENTION, _QKV, "queries ring@2"),
     "ring_attention of documents": (_HIDING, (*_SAMPLES, *_CAUSAL, None, *_DOCUMENTS), "ring"),
     "blockwise_attention in half precision": (_ATTENTION, (*_HALF, *_CAUSAL), "queries"),
     "blockwise_attention in a window in half precision": (_HIDING, (*_HALF, *_CAUSAL, (63, 0)), "queries"),
@@ -149,15 +158,15 @@ def _most(events: tuple[Event, ...], kept: dict[int, int]) -> int:
     return most
 
 
-def _case(name: str, dtype: torch.dtype) -> tuple[OneOp, str]:
-    target, arguments, method = CASES[name]
+def _case(name: str, dtype: torch.dtype) -> tuple[OneOp, list[str]]:
+    target, arguments, methods = CASES[name]
     given = [item.to(dtype) if isinstance(item, Tensor) and item.dtype is torch.float32 else item for item in arguments]
     # The last arguments of attention in blocks and in chunks are keywords.
     count, names = _KEYWORDS.get(target, (len(given), ()))
     given, named = given[:count], given[count:]
     options = dict(zip(names, named, strict=False))
     groups = {"enable_gqa": True} if "groups" in name else {}
-    return one_op(Sample(target, tuple(given), {**options, **groups})), method
+    return one_op(Sample(target, tuple(given), {**options, **groups})), methods.split()
 
 
 def test_every_form_is_compared() -> None:
@@ -170,17 +179,17 @@ def test_every_form_is_compared() -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_workspace(name: str, dtype: torch.dtype, device: str) -> None:
     """Bytes that are saved in all, and bytes of the backward pass besides them and the gradients of operands."""
-    one, method = _case(name, dtype)
-    context = one.context
-    choices = named_choices(context, (method,), MESH)
+    one, methods = _case(name, dtype)
+    context, mesh = one.context, mesh_of(**dict.fromkeys("ab"[: len(methods)], 2))
+    choices = named_choices(context, methods, mesh)
     assert choices is not None
     strategy = combine(context, choices)
-    statement = statement_of(lowered_one(one, strategy, MESH))
+    statement = statement_of(lowered_one(one, strategy, mesh))
     assert statement.body == (_form(name))
-    prober = FakeProber(MESH, device)
+    prober = FakeProber(mesh, device)
     text = prober.compute(statement, one.folded.types, frozenset())
     operands = tuple(
-        Form.contiguous(local_shape(type.shape, layout, MESH), type.dtype)
+        Form.contiguous(local_shape(type.shape, layout, mesh), type.dtype)
         for type, layout in zip(context.operands, strategy.operands, strict=True)
     )
     task = Task(text, operands, context.flowing_operands)
@@ -193,7 +202,7 @@ def test_workspace(name: str, dtype: torch.dtype, device: str) -> None:
     given = sum(item.form.bytes for item in backward.given.values())
     temporaries = _most(backward.events, kept) - sum(kept.values()) - given
 
-    saved, said = workspace(context, choices, strategy, MESH, device)
+    saved, said = workspace(context, choices, strategy, mesh, device)
     assert one.rule is not None
     results = [result.form.bytes for result in forward.results]
     said_saved = saved + sum(

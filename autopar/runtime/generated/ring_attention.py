@@ -1,4 +1,4 @@
-"""Attention whose queries and keys are split alike: keys and values travel around the ranks.
+"""Attention whose keys are split as its queries are: keys and values travel around the ranks.
 
 Each rank attends to the keys that it holds while it sends them on and receives those of the rank before it (Liu et al.
 2023, arXiv 2310.01889). In the backward pass the gradients of keys and values travel with them, back to the rank that
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,13 +39,15 @@ def ring_attention(
     value: Tensor,
     *,
     digits: Digits,
+    queries: Digits = (),
     causal: bool = False,
     window: tuple[int, int] | None = None,
     mask: Tensor | None = None,
     documents: Documents | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """Attention of a part of the queries to all keys, which are split alike.
+    """Attention of a part of the queries to all keys, which are split alike on the axes of `digits`. Where other axes
+    split the queries, too, of which ranks have the same keys, `queries` are the digits of all.
 
     query: [batch, heads, queries of this rank, width]; key: [batch, key heads, keys of this rank, width]; value:
     [batch, key heads, keys of this rank, value width]; result: [batch, heads, queries of this rank, value width];
@@ -54,7 +56,8 @@ def ring_attention(
     on all ranks do not travel. Grouped heads travel once.
     """
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    given = *same_width(query, key, value), *masks_of(mask, documents), tuple(digits), band_of(causal, window), scale
+    route = _Route(tuple(digits), tuple(queries) or tuple(digits), band_of(causal, window))
+    given = *same_width(query, key, value), *masks_of(mask, documents), route, scale
     result: Tensor = _RingAttention.apply(*given)  # type: ignore[no-untyped-call]
     return result if value.shape[-1] == result.shape[-1] else result[..., : value.shape[-1]]
 
@@ -77,9 +80,10 @@ def shifts(sizes: Sequence[int], rounds: int | None = None) -> tuple[list[Shift]
 
 
 def rounds_of(count: int, digits: Digits, band: Band) -> int | None:
-    """The ranks of the first axis that have keys in the `band` of a rank's `count` queries; None: all, or not known.
+    """The ranks of the first axis that have keys in the `band` of a rank's queries, which are at places of its `count`
+    keys; None: all, or not known.
 
-    Ranks with queries in order attend to keys of those before them, as many as the band reaches.
+    Ranks with keys in order attend to keys of those before them, as many as the band reaches.
     """
     majors = [prod(axis.size for axis, _ in digits[:place]) for place in range(len(digits))]
     if band.before is None or band.after != 0 or majors != [major for _, major in digits]:
@@ -90,22 +94,31 @@ def rounds_of(count: int, digits: Digits, band: Band) -> int | None:
 
 @lru_cache(maxsize=512)
 def held_blocks(count: int, keys: int, digits: Digits, source: Digits, band: Band) -> tuple[Block, ...]:
-    """The blocks of `count` queries of one rank and `keys` of the rank at `source`."""
+    """The blocks of `count` queries of the rank at `digits` and `keys` of the rank at `source`."""
     if band.is_full:
         return (Block(slice(0, count), slice(0, keys)),)
     size = count * prod(axis.size for axis, _ in digits)
-    return blocks_of(places(count, size, digits), places(count, size, source), band)
+    return blocks_of(places(count, size, digits), places(keys, size, source), band)
+
+
+class _Route(NamedTuple):
+    """The axes that keys go around with the digits of these, the digits of the `queries`, and their band."""
+
+    digits: Digits
+    queries: Digits
+    band: Band
 
 
 class _Ring:
-    """Goes around the ranks of `digits`, as far as queries attend to their keys.
+    """Goes around the ranks of a route, as far as queries attend to their keys.
 
     `parts` are the blocks of what is held and its masks, one rank's after the other's.
     """
 
-    def __init__(self, query: Tensor, key: Tensor, masks: Masks, digits: Digits, band: Band) -> None:
+    def __init__(self, query: Tensor, key: Tensor, masks: Masks, route: _Route) -> None:
+        digits, queries, band = route
         self.digits, self.axes = digits, [axis for axis, _ in digits]
-        self.shifts, self.home = shifts([axis.size for axis in self.axes], rounds_of(query.shape[2], digits, band))
+        self.shifts, self.home = shifts([axis.size for axis in self.axes], rounds_of(key.shape[2], digits, band))
         counts = query.shape[2], key.shape[2]
         self.parts: list[tuple[Sequence[Block], Masks]] = []
         for source in self._sources():
@@ -113,7 +126,7 @@ class _Ring:
             if masks.hides:
                 there = torch.from_numpy(places(counts[1], counts[1] * prod(axis.size for axis in self.axes), source))
                 own = masks.with_keys(there.to(query.device))
-            self.parts.append((held_blocks(*counts, digits, source, band), own))
+            self.parts.append((held_blocks(*counts, queries, source, band), own))
 
     def _sources(self) -> Iterator[Digits]:
         """The digits of the ranks that keys come from."""
@@ -139,9 +152,9 @@ class _RingAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *given: Any) -> Tensor:
-        """The result, in the dtype of the query; `given` are query, key and value, masks, digits, band, and scale."""
-        (query, key, value), masks, (digits, band, scale) = given[:3], Masks(*given[3:6]), given[6:]
-        ring, merged, held = _Ring(query, key, masks, digits, band), Merged(query), _packed(key, value)
+        """The result, in the dtype of the query; `given` are query, key and value, masks, route, and scale."""
+        (query, key, value), masks, (route, scale) = given[:3], Masks(*given[3:6]), given[6:]
+        ring, merged, held = _Ring(query, key, masks, route), Merged(query), _packed(key, value)
         seen = visible(ring.parts)
         for blocks, own, shift in ring.around(seen):
             coming = ring.start(held, shift) if shift else None
@@ -151,7 +164,7 @@ class _RingAttention(torch.autograd.Function):
             held = coming() if coming else held
         result, statistics = merged.finished()
         ctx.save_for_backward(query, key, value, *masks, result, statistics)
-        ctx.about = digits, band, scale, seen
+        ctx.about = route, scale, seen
         return result
 
     @staticmethod
@@ -159,8 +172,8 @@ class _RingAttention(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         """The gradients of query, key and value."""
         query, key, value, row, queries, keys, result, statistics = ctx.saved_tensors
-        digits, band, scale, seen = ctx.about
-        ring, held = _Ring(query, key, Masks(row, queries, keys), digits, band), _packed(key, value)
+        route, scale, seen = ctx.about
+        ring, held = _Ring(query, key, Masks(row, queries, keys), route), _packed(key, value)
         every = padded(gradient, gradient.shape[-1]), result, statistics
         wide = torch.promote_types(query.dtype, torch.float32)
         of_query = torch.zeros_like(query, dtype=wide)
@@ -178,7 +191,7 @@ class _RingAttention(torch.autograd.Function):
         for shift in ring.home:
             of_held = ring.start(of_held, shift)()
         of_key, of_value = _unpacked(of_held, key, value)
-        return of_query.to(query.dtype), of_key.to(key.dtype), of_value.to(value.dtype), *[None] * 6
+        return of_query.to(query.dtype), of_key.to(key.dtype), of_value.to(value.dtype), *[None] * 5
 
 
 def _packed(key: Tensor, value: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from torch.nn import functional
 from autopar import runtime
 from autopar.runtime import Axis
 from tests.autopar.typed.layouts import is_located
-from tests.autopar.typed.operators import Call, attention, beside
+from tests.autopar.typed.operators import Call, Typing, attention, beside
 
 
 def vocabulary_embedding(ids: Tensor, weight: Tensor, **options: object) -> Tensor:
@@ -136,12 +136,19 @@ def ring_attention(
     value: Tensor,
     *,
     digits: Sequence[tuple[Axis, int]],
+    queries: Sequence[tuple[Axis, int]] = (),
     mask: Tensor | None = None,
     **options: object,
 ) -> Tensor:
-    """Attention of which queries and keys are split alike: what comes around, the checker cannot see."""
+    """Attention of which queries and keys are split alike: what comes around, the checker cannot see. Where `queries`
+    are split further, it is as if keys were gathered."""
 
     def rule(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> object:
+        if queries:
+            every: list[Typing] = [key, value]
+            for name in (name for axis, _ in reversed(digits) for name in reversed(axis.name.split(" * "))):
+                every = [rules.all_gather(each, name, src=spmd.S(2), dst=spmd.R) for each in every]
+            return attention(compute, rows=True).rule(query, *every, *(() if mask is None else (mask,)))
         rows = ",b___" if mask is not None and len(mask) > 1 else ",____"
         masks = () if mask is None else (beside(mask, query),)
         return rules.einsum(f"bhq_,bhq_,bhq_{rows if masks else ''}->bhq_", query, key, value, *masks)
@@ -149,7 +156,7 @@ def ring_attention(
     def compute(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
         if query.is_meta:
             return functional.scaled_dot_product_attention(query, key, value, enable_gqa=True)
-        return runtime.ring_attention(query, key, value, digits=digits, mask=mask, **options)
+        return runtime.ring_attention(query, key, value, digits=digits, queries=queries, mask=mask, **options)
 
     given = query, key, value, *(() if mask is None else (mask,))
     return _located(Call("ring_attention", compute, rule), *given)

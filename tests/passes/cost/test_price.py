@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from passes.cost.cluster import CLUSTERS, Cluster, Device, Link
-from passes.cost.price import cover, op_seconds, seconds_alone, update_seconds
+from passes.cost.price import cover, op_seconds, seconds_alone, shares, update_seconds
 from passes.cost.step_costs import StepCosts
 from passes.ir.choices import Cover
 from passes.ir.folded import Folded
@@ -152,6 +152,26 @@ def test_collectives_inside_a_form_are_communication(monkeypatch: pytest.MonkeyP
         found = op_seconds(context, choices, combine(context, choices), cluster, MESH)
         hidden = found.forward / MESH.sizes[0] if overlaps else 0.0
         assert found.forward_communication == pytest.approx(max(0.0, 2 * each - hidden))
+
+
+@pytest.mark.parametrize("methods", [("ring", "queries@2"), ("queries", "ring@2")])
+def test_a_ring_beside_queries(methods: tuple[str, str]) -> None:
+    """The busiest rank has the last quarter of the queries, whatever axis keys go around; these are halves, of which
+    one comes, and goes back with its gradients."""
+    inputs = {name: torch.ones(2, 4, 16, 8, requires_grad=True) for name in ("query", "key", "value")}
+    module = Apply(lambda query, key, value: functional.scaled_dot_product_attention(query, key, value, is_causal=True))
+    folded = folded_of(module, **inputs)
+    op = folded.ops[0]
+    context = op_context(op, written_rule(op, folded.types), folded.types, folded.flowing, set(), set())
+    choices, alone = (named_choices(context, each, MESH) for each in (methods, ("queries", "queries@2")))
+    assert choices is not None
+    assert alone is not None
+    assert shares(context.rule, choices, MESH.sizes) == shares(context.rule, alone, MESH.sizes) == (7 / 16, 7 / 16)
+    slow = replace(CLUSTER, device=replace(DEVICE, overlaps=False))
+    found = op_seconds(context, choices, combine(context, choices), slow, MESH)
+    axis, held = methods.index("ring" if "ring" in methods else "ring@2"), 2 * (2 * 4 * 8 * 8) * 4
+    each = StepCosts(slow, MESH).shift_seconds(axis, held)
+    assert (found.forward_communication, found.backward_communication) == pytest.approx((each, 3 * each))
 
 
 def test_a_lookup_reads_what_it_writes() -> None:

@@ -12,7 +12,7 @@ from passes.ir.program import Op
 from passes.ir.redistribution import RedistributionStep
 from passes.ir.rule import Factor
 from passes.ops import ATTENTION
-from passes.rules.local_forms import LOCAL_FORMS, FormContext, FormStep, LocalForm, Split
+from passes.rules.local_forms import LOCAL_FORMS, FormContext, FormStep, LocalForm, Split, form_that_runs
 from tests.passes.rules.one_op import one_op
 from tests.passes.rules.samples import Sample
 
@@ -79,6 +79,14 @@ def test_shifts_end_where_windows_do() -> None:
     assert count(16, ways=4, before=4) == (1, 3)
     assert [count(reach, ways=4, after=2) for reach in (16, 127)] == [(6, 13), (6, 13)]
     assert count(16, ways=2, after=4) == (2, 4)
+
+
+def test_the_form_that_runs() -> None:
+    """The one that axes have, or the one that does what others do, too."""
+    assert form_that_runs(["", ""]) == ""
+    assert form_that_runs(["blockwise_attention", "", "blockwise_attention"]) == "blockwise_attention"
+    assert form_that_runs(["blockwise_attention", "ring_attention"]) == "ring_attention"
+    assert form_that_runs(["ring_attention", "softmax"]) is None
 
 
 def test_the_backward_pass_of_a_form() -> None:

@@ -11,10 +11,10 @@ from passes.ir.mesh import Mesh
 from passes.ir.program import Op
 from passes.ir.rule import Method, Role, Rule
 from passes.regions import fold
+from passes.rules.following import begun_tokens, following
 from passes.rules.propagation import propagate
 from passes.rules.strategies import (
     Choice,
-    begun_tokens,
     combine,
     is_uneven,
     named_choices,
@@ -158,6 +158,36 @@ def test_axes_with_different_local_forms_are_not_combined() -> None:
     assert named_choices(context, ("ring", "other@2"), mesh) is None
     assert ("ring",) in {item.methods for item in op_strategies(context, digits, mesh_of(a=2))}
     assert ("other",) in {item.methods for item in op_strategies(context, digits, mesh_of(a=2))}, "equal layouts"
+
+
+def test_a_ring_runs_beside_queries() -> None:
+    """Both split queries, whose digits follow each other in mesh order; keys are whole on the axis of queries alone.
+    The tokens of such a strategy allow it."""
+    given = one_op(Sample("aten.scaled_dot_product_attention.default", ATTENTION, {"is_causal": True}))
+    mesh, rule = mesh_of(a=2, b=2), given.rule
+    found = {each.methods: each for each in op_strategies(given.context, {2: [("queries", 1), ("ring", 1)]}, mesh)}
+    split = S(2), S(2, 2)
+    assert found["ring", "queries@2"].operands == (split, (S(2), R), (S(2), R))
+    assert found["queries", "ring@2"].operands == (split, (R, S(2, 2)), (R, S(2, 2)))
+    assert found["queries", "ring@2"].results == (split,)
+    choices = named_choices(given.context, ("queries", "ring@2"), mesh)
+    assert choices is not None
+    assert [choice.form for choice in choices] == ["blockwise_attention", "ring_attention"]
+    assert begun_tokens(("queries", "ring@2"), mesh.sizes, rule) == [{"queries@1"}, {"ring@1", "ring@2"}]
+    assert begun_tokens(("queries", "ring@2"), mesh.sizes) == [{"queries@1"}, {"ring@2"}]
+
+
+def test_required_methods_take_the_digits_that_follow() -> None:
+    """Where axes split a factor at one place, as methods that are named without a place do."""
+    _, rule = _attention_with_a_ring()
+    sizes = (2, 3, 2)
+    assert following(rule, {0: "ring", 2: "queries"}, sizes) == {0: "ring", 2: "queries@2"}
+    assert following(rule, {0: "queries", 1: "ring", 2: "queries"}, sizes)[2] == "queries@6"
+    assert following(rule, {0: "ring@4", 2: "ring@4"}, sizes) == {0: "ring@4", 2: "ring@8"}
+    same: list[dict[int, str]] = [{0: "ring", 2: "queries@2"}, {0: "ring@4", 2: "ring@8"}, {0: "heads", 1: "ring"}]
+    assert [following(rule, each, sizes) for each in same] == same
+    assert following(rule, {0: "R", 1: "R"}, sizes) == {0: "R", 1: "R"}
+    assert following(None, {0: "I", 1: "I"}, sizes) == {0: "I", 1: "I"}
 
 
 def test_axes_take_digits_of_one_factor_in_mesh_order() -> None:

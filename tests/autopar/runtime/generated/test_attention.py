@@ -1,6 +1,8 @@
 """Attention of a part of the queries, and in a ring, against that of all, in float64, outputs and gradients."""
 
 from collections.abc import Callable, Sequence
+from math import prod
+from threading import Lock
 
 import numpy as np
 import pytest
@@ -204,35 +206,46 @@ def test_kernels_of_cuda_take_what_they_are_given(kernel: Kernel, dtype: torch.d
     assert [each.shape for each in found] == [query.shape, key.shape, value.shape]
 
 
-def _ring_of(split: str, name: str, given: Sequence[Tensor], cotangent: Tensor) -> list[Tensor]:
-    """The result of a ring and the gradients, put together."""
+def _ring_of(
+    split: str, name: str, given: Sequence[Tensor], cotangent: Tensor, around: Sequence[int] = (0, 1)
+) -> list[Tensor]:
+    """The result of a ring and the gradients, put together. The axes `around` are those that keys are split on; on
+    others they are whole."""
     mesh = mesh_of(**{f"axis{place}": ways for place, (ways, _) in enumerate(SPLITS[split])})
     coordinates = list(mesh.coordinates())
     found = [torch.zeros_like(each) for each in (cotangent, *given)]
     causal, window, *_ = ATTENDED[name]
     row, documents = _masks(name)
+    adding = Lock()
 
     def work(rank: int) -> None:
         axes = axes_at(coordinates[rank], mesh)
         digits = tuple((axis, major) for axis, (_, major) in zip(axes, SPLITS[split], strict=True))
+        ring = tuple(digit for place, digit in enumerate(digits) if place in around)
         there = torch.from_numpy(places(SIZE // len(coordinates), SIZE, digits))
-        own = [each.detach()[:, :, there].requires_grad_() for each in given]
+        keys = torch.from_numpy(places(SIZE // prod(axis.size for axis, _ in ring), SIZE, ring))
+        wheres = there, there, keys, keys
+        own = [each.detach()[:, :, where].requires_grad_() for each, where in zip(given, wheres[1:], strict=True)]
         numbers = None if documents is None else (documents[0][:, :, there], documents[1])
         options = {"causal": causal, "window": window, "mask": row, "documents": numbers, "scale": 0.3}
-        result = ring_attention(*own, digits=digits, **options)
+        further = {"queries": digits} if len(ring) < len(digits) else {}
+        result = ring_attention(*own, digits=ring, **further, **options)
         gradients = torch.autograd.grad(result, own, cotangent[:, :, there])
-        for whole, part in zip(found, (result, *gradients), strict=True):
-            whole[:, :, there] = part.detach()
+        with adding:
+            for whole, part, where in zip(found, (result, *gradients), wheres, strict=True):
+                whole[:, :, where] += part.detach()
 
     Threads(len(coordinates)).run(work)
     return found
 
 
-def _equal_in_rings(split: str, name: str, heads: tuple[int, int], widths: tuple[int, int]) -> None:
+def _equal_in_rings(
+    split: str, name: str, heads: tuple[int, int], widths: tuple[int, int], around: Sequence[int] = (0, 1)
+) -> None:
     given, cotangent = _given(heads, widths)
     whole = _attended(name, given)
     expected = [whole, *torch.autograd.grad(whole, given, cotangent)]
-    found = _ring_of(split, name, given, cotangent)
+    found = _ring_of(split, name, given, cotangent, around)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
@@ -247,6 +260,20 @@ def test_rings_equal_the_whole(split: str, name: str, heads: tuple[int, int]) ->
 @pytest.mark.parametrize("name", FEW)
 def test_rings_of_unequal_widths_equal_the_whole(name: str, widths: tuple[int, int]) -> None:
     _equal_in_rings("two axes", name, (4, 2), widths)
+
+
+@pytest.mark.parametrize("around", [0, 1])
+@pytest.mark.parametrize("name", ATTENDED)
+@pytest.mark.parametrize("split", [split for split in SPLITS if len(SPLITS[split]) == 2])
+def test_rings_of_parts_of_the_queries_equal_the_whole(split: str, name: str, around: int) -> None:
+    """Keys go around one axis, and are whole on the other, which splits queries alone."""
+    _equal_in_rings(split, name, (4, 2), (8, 8), (around,))
+
+
+@pytest.mark.parametrize("widths", [(8, 4), (4, 8)])
+@pytest.mark.parametrize("name", FEW)
+def test_rings_of_parts_of_the_queries_with_unequal_widths_equal_the_whole(name: str, widths: tuple[int, int]) -> None:
+    _equal_in_rings("two axes", name, (3, 1), widths, (1,))
 
 
 @pytest.mark.parametrize("before", [0, 1, 2, 3, 6, 7, 20])
