@@ -49,6 +49,10 @@ class MicroBatchError(AutoparError):
     """The batch cannot be split into micro-batches: sizes do not divide, or samples depend on each other."""
 
 
+class PipelineError(AutoparError):
+    """A pipeline cannot be built as requested: its stages, cuts, schedule or micro-batches do not fit the program."""
+
+
 class PlanMismatchError(AutoparError):
     """A plan belongs to another model, mesh or version, or the ranks hold different models."""
 

@@ -1,0 +1,25 @@
+"""Pipeline schedules: which rank holds which stage, the order of every rank's actions, and the time that they take.
+
+The orders are those that the classes of `torch.distributed.pipelining` run. `timeline` simulates them.
+"""
+
+from passes.cost.schedules.actions import Action, ActionGraph, action_graph, in_flight
+from passes.cost.schedules.kinds import SCHEDULES, ScheduleKind, check_schedule, rank_of_stage
+from passes.cost.schedules.orders import schedule_actions
+from passes.cost.schedules.timeline import StageSeconds, Timeline, simulate, step_bound
+
+__all__ = [
+    "SCHEDULES",
+    "Action",
+    "ActionGraph",
+    "ScheduleKind",
+    "StageSeconds",
+    "Timeline",
+    "action_graph",
+    "check_schedule",
+    "in_flight",
+    "rank_of_stage",
+    "schedule_actions",
+    "simulate",
+    "step_bound",
+]

@@ -1,0 +1,94 @@
+"""The pipeline schedules: what each one asks of ranks, stages and micro-batches, and where it puts the stages."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal
+
+from passes.ir.errors import PipelineError
+
+
+@dataclass(frozen=True)
+class ScheduleKind:
+    """What is known of a schedule before its sizes are.
+
+    `splits`: gradients of weights are computed apart from those of inputs. `placement`: "loop" puts stage s on rank
+    s % ranks, "v" puts stages r and 2 * ranks - 1 - r on rank r. A rank has `least` to `most` stages (None: any
+    number). `fills`: as many micro-batches as stages are needed. `rounds`: micro-batches come in max(1,
+    micro_batches // ranks) rounds of equal size.
+    """
+
+    splits: bool = False
+    placement: Literal["loop", "v"] = "loop"
+    least: int = 1
+    most: int | None = 1
+    fills: bool = False
+    rounds: bool = False
+
+
+SCHEDULES: Mapping[str, ScheduleKind] = MappingProxyType(
+    {
+        "gpipe": ScheduleKind(),
+        "1f1b": ScheduleKind(fills=True),
+        "interleaved_1f1b": ScheduleKind(least=2, most=None, rounds=True),
+        "zb_h1": ScheduleKind(splits=True, rounds=True),
+        "interleaved_zero_bubble": ScheduleKind(splits=True, least=2, most=None, rounds=True),
+        "zbv": ScheduleKind(splits=True, placement="v", least=2, most=2),
+        "dualpipev": ScheduleKind(splits=True, placement="v", least=2, most=2, fills=True),
+    }
+)
+
+
+def _kind(schedule: str) -> ScheduleKind:
+    if schedule not in SCHEDULES:
+        raise PipelineError(f"There is no pipeline schedule '{schedule}': use one of {', '.join(SCHEDULES)}.")
+    return SCHEDULES[schedule]
+
+
+def _check_stages(schedule: str, ranks: int, stages: int) -> None:
+    kind = _kind(schedule)
+    if ranks < 1:
+        raise PipelineError(f"A pipeline has at least 1 rank, but {ranks} are given.")
+    if kind.most is not None and stages != kind.most * ranks:
+        raise PipelineError(
+            f"The schedule {schedule} has {kind.most} stage(s) on each rank, so {kind.most * ranks} on {ranks} ranks, "
+            f"but {stages} are given."
+        )
+    if stages < kind.least * ranks or stages % ranks:
+        raise PipelineError(
+            f"The schedule {schedule} has the same number of stages on each rank, at least {kind.least}, but "
+            f"{stages} are given for {ranks} ranks: use a multiple of {ranks} from {kind.least * ranks} on."
+        )
+
+
+def rank_of_stage(schedule: str, ranks: int, stages: int) -> tuple[int, ...]:
+    """The rank that holds each stage. Raises PipelineError where the schedule does not suit ranks and stages."""
+    _check_stages(schedule, ranks, stages)
+    if SCHEDULES[schedule].placement == "loop":
+        return tuple(stage % ranks for stage in range(stages))
+    return tuple(min(stage, stages - 1 - stage) for stage in range(stages))
+
+
+def rounds_of(ranks: int, micro_batches: int) -> int:
+    """The number of rounds in which interleaved schedules run their micro-batches."""
+    return max(1, micro_batches // ranks)
+
+
+def check_schedule(schedule: str, ranks: int, stages: int, micro_batches: int) -> None:
+    """Raise PipelineError where the schedule does not suit ranks, stages and micro-batches."""
+    _check_stages(schedule, ranks, stages)
+    kind = SCHEDULES[schedule]
+    if micro_batches < 1:
+        raise PipelineError(f"A pipeline has at least 1 micro-batch, but {micro_batches} are given.")
+    if kind.fills and micro_batches < stages:
+        raise PipelineError(
+            f"The schedule {schedule} needs at least as many micro-batches as stages, but {micro_batches} are given "
+            f"for {stages} stages: use {stages} or more."
+        )
+    rounds = rounds_of(ranks, micro_batches)
+    if kind.rounds and micro_batches % rounds:
+        more = next(count for count in range(micro_batches + 1, 3 * (micro_batches + ranks)) if count % ranks == 0)
+        raise PipelineError(
+            f"The schedule {schedule} runs {micro_batches} micro-batches on {ranks} ranks in {rounds} rounds, which "
+            f"must be equally long: use {more} micro-batches, or another multiple of {ranks}."
+        )
