@@ -8,9 +8,10 @@ from passes.cost.liveness import MemoryPeak
 from passes.cost.step import Seconds
 from passes.ir.choices import Problem, Solution
 from passes.ir.decisions import Decisions
+from passes.ir.errors import PlanMismatchError
 from passes.ir.folded import Folded, dependents
 from passes.ir.layout import Layout, S, format_layout
-from passes.ir.lowered import BEFORE, Body, Compute, Loop, Redistribution, Stage, after, only_stage
+from passes.ir.lowered import BEFORE, Body, Compute, Loop, Redistribution, Stage, after
 from passes.ir.mesh import Mesh
 from passes.ir.plan import Block, ProgramPlan, Row, StagePlan
 from passes.ir.work import IdleAxes, Work
@@ -49,6 +50,8 @@ def record(
         work=work,
         complete=complete,
         bound_s=bound_s,
+        ranks=configuration.pipeline.ranks,
+        cuts=configuration.pipeline.cuts,
     )
 
 
@@ -78,13 +81,16 @@ def record_stage(
 def decisions_of(plan: ProgramPlan, mesh: Mesh) -> Decisions:
     """The decisions that replaying the plan of one program needs: the inverse of `record`.
 
-    Raises PlanMismatchError for a plan of several stages.
+    Raises PlanMismatchError where stages do not agree: all have the decisions of the program.
     """
-    stage = only_stage(plan.stages)
+    first = plan.stages[0]
+    for number, stage in enumerate(plan.stages):
+        if (stage.decisions, stage.regathered) != (first.decisions, first.regathered):
+            raise PlanMismatchError(f"the plan is damaged: stage {number} has other decisions than stage 0; plan anew")
     return Decisions(
         plan.configuration(mesh),
-        methods=stage.decisions,
-        regathered=stage.regathered,
+        methods=first.decisions,
+        regathered=first.regathered,
         gap=plan.gap,
         complete=plan.complete,
         bound_s=plan.bound_s,

@@ -1,21 +1,31 @@
 """Configurations: all decisions about a step but the layouts."""
 
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from passes.ir.mesh import Mesh
 
 RECOMPUTE = ("none", "selective", "ops", "full")
 ZERO_STAGES = (3, 2, 1)
+# The schedule of one forward pass through all stages.
+SEQUENTIAL = "sequential"
 
 
 @dataclass(frozen=True)
-class Pipeline:
+class Staging:
     """The split of a program into stages that run on different ranks, and the order in which these take the
-    micro-batches: "none" for one stage. Several are not offered yet; their schedules will be "gpipe", "1f1b", …"""
+    micro-batches: a name of `passes.cost.schedules`, "none" for one stage.
+
+    `ranks` is the size of the pipeline's axis: every rank of it has `stages / ranks` stages. `cuts` are the names of
+    the positions that each stage but the first begins with (see `passes.lower.stages`). `in_flight` is the number of
+    micro-batches whose saved tensors the solver counts at a time, before there are cuts.
+    """
 
     stages: int = 1
     schedule: str = "none"
+    ranks: int = 1
+    cuts: tuple[str, ...] = ()
+    in_flight: int = 1
 
 
 @dataclass(frozen=True)
@@ -44,7 +54,7 @@ class Configuration:
     recompute: Mapping[str, str] = field(default_factory=dict)
     gather_once: bool = False
     reduce_once: bool = False
-    pipeline: Pipeline = field(default_factory=Pipeline)
+    pipeline: Staging = field(default_factory=Staging)
     zero: int | None = None
 
     @property
@@ -55,9 +65,14 @@ class Configuration:
         return self.mesh, self.micro_batches, recompute, once, self.pipeline, self.zero
 
     def for_evaluation(self) -> "Configuration":
-        """The configuration of a program without a backward pass beside this one: the same mesh and pipeline, the whole
-        batch at once."""
-        return Configuration(self.mesh, pipeline=self.pipeline)
+        """The configuration of a program without a backward pass beside this one: the same mesh and stages, which run
+        one after the other, and the whole batch at once."""
+        return Configuration(self.mesh, pipeline=self.in_sequence().pipeline)
+
+    def in_sequence(self) -> "Configuration":
+        """This configuration with its stages one after the other."""
+        schedule = self.pipeline.schedule if self.pipeline.stages == 1 else SEQUENTIAL
+        return replace(self, pipeline=replace(self.pipeline, schedule=schedule))
 
 
 def zero_timing(stage: int, micro_batches: int) -> tuple[bool, bool]:

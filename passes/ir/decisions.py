@@ -30,7 +30,7 @@ class Decisions:
     - `regathered`: the uses (node key, operand) that the backward pass redistributes again instead of saving the
       result; None leaves that to the solver.
     - `stored`: the layouts of all parameters, by name, in place of the user's constraints.
-    - `units`: the FSDP units that hold the parameters already.
+    - `units`: the FSDP units that hold the parameters already, by stage.
     - `gap`: the relative optimality gap of the step time that was proven when `methods` were chosen; `complete`: over
       all plans that were offered, of which none takes less than `bound_s`.
     """
@@ -40,7 +40,7 @@ class Decisions:
     strategies: Mapping[str, Decided] = field(default_factory=dict)
     regathered: Sequence[tuple[str, int]] | None = None
     stored: Mapping[str, Layout] | None = None
-    units: tuple[FSDPUnit, ...] | None = None
+    units: tuple[tuple[FSDPUnit, ...], ...] | None = None
     gap: float = 0.0
     complete: bool = True
     bound_s: float = 0.0

@@ -326,9 +326,9 @@ class Lowered:
         return {name: layout for stage in self.stages for name, layout in stage.parameters.items()}
 
     @property
-    def units(self) -> tuple[FSDPUnit, ...]:
-        """The FSDP units of all stages."""
-        return tuple(unit for stage in self.stages for unit in stage.units.units)
+    def units(self) -> tuple[tuple[FSDPUnit, ...], ...]:
+        """The FSDP units of each stage."""
+        return tuple(stage.units.units for stage in self.stages)
 
     @property
     def outputs(self) -> tuple[Returned, ...]:
@@ -344,12 +344,12 @@ class Lowered:
 def only_stage(stages: Sequence[T]) -> T:
     """The stage of a program that has one.
 
-    Raises PlanMismatchError for several: they can be lowered, priced, simulated and written down, but nothing schedules
-    and runs them.
+    Raises PlanMismatchError for several, of whose costs there are no formulas.
     """
     if len(stages) != 1:
         raise PlanMismatchError(
-            f"the plan has {len(stages)} pipeline stages, and this autopar runs programs of one stage: plan again"
+            f"the program has {len(stages)} pipeline stages, and formulas of its costs are made for one: plan without "
+            "symbolic=True"
         )
     return stages[0]
 

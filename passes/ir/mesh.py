@@ -112,6 +112,17 @@ class Mesh:
         return " x ".join(f"{name} {size}" for name, size in zip(self.names, self.sizes, strict=True))
 
 
+# The only axis of a stage's mesh where all devices are on the pipeline's axis.
+_ALONE = "alone"
+
+
+def stage_mesh(mesh: Mesh, pipeline_axis: str) -> Mesh:
+    """The mesh of one pipeline stage: the axes of `mesh` but `pipeline_axis`, which is "" where there is none. A stage
+    of one rank has an axis of size 1."""
+    sizes = {name: size for name, size in mesh.by_name.items() if name != pipeline_axis}
+    return Mesh.of(sizes or {_ALONE: 1})
+
+
 @lru_cache(maxsize=64)
 def _spans(axes: int) -> tuple[tuple[int, ...], ...]:
     return tuple(

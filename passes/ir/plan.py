@@ -11,11 +11,11 @@ from typing import TypeVar, get_args, get_origin, get_type_hints
 
 import sympy
 
-from passes.ir.configuration import Configuration, Pipeline
+from passes.ir.configuration import Configuration, Staging
 from passes.ir.errors import ExpressionError, InfeasibleError, PlanMismatchError
 from passes.ir.files import write_atomically
 from passes.ir.formulas import formula_at, read_formula
-from passes.ir.mesh import Mesh
+from passes.ir.mesh import Mesh, stage_mesh
 from passes.ir.plan_contents import check_contents
 from passes.ir.plan_text import plan_table, plan_text
 from passes.ir.work import IdleAxes, Work
@@ -153,7 +153,9 @@ class StagePlan:
     `decisions` are the methods of every node by its key; `regathered` the uses (op, operand) that the backward pass
     redistributes again; `recompute` the level of each region that recomputes anything. These suffice for replay;
     `blocks` are for printing. `memory` is the predicted bytes per device by kind at the peak, which is at
-    `peak_moment`.
+    `peak_moment`. In a pipeline, `forward_s` and `backward_s` are the seconds of one micro-batch, of which `in_flight`
+    are between their forward and their backward pass at most; the stage has
+    so many `layers` (copies of regions count as many as they have) and elements of `parameters`.
     """
 
     decisions: Mapping[str, tuple[str, ...]]
@@ -162,6 +164,11 @@ class StagePlan:
     blocks: tuple[Block, ...]
     memory: Mapping[str, float]
     peak_moment: str
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    in_flight: int = 1
+    layers: int = 0
+    parameters: int = 0
 
     def splits(self, key: str) -> bool:
         """Whether the node called `key` is split, or a pending sum, on some axis."""
@@ -178,7 +185,8 @@ class ProgramPlan:
     lower bound on the step time of all plans that were offered. `hidden` are seconds of communication that overlap
     computation. `seconds_on_one` is the computation time of the step on one device. `whole_batch` is the reason why the
     batch cannot be split into micro-batches, if that was requested. `work` is what a step computes; `idle` are the axes
-    that split little of it, None where all do.
+    that split little of it, None where all do. The stages run on `ranks` ranks of the pipeline's axis, and begin, but
+    for the first, with the modules or ops `cuts`. `drawn` are the lines of a picture of the schedule.
     """
 
     stages: tuple[StagePlan, ...]
@@ -195,10 +203,13 @@ class ProgramPlan:
     idle: IdleAxes | None = None
     complete: bool = True
     bound_s: float = 0.0
+    ranks: int = 1
+    cuts: tuple[str, ...] = ()
+    drawn: tuple[str, ...] = ()
 
     def configuration(self, mesh: Mesh) -> Configuration:
         """The decisions about a step but its layouts."""
-        pipeline = Pipeline(len(self.stages), self.schedule)
+        pipeline = Staging(len(self.stages), self.schedule, self.ranks, self.cuts)
         return Configuration(mesh, self.micro_batches, self.recompute, self.gather_once, self.reduce_once, pipeline)
 
     @property
@@ -212,19 +223,21 @@ class ProgramPlan:
         return tuple(use for stage in self.stages for use in stage.regathered)
 
     @property
-    def fullest(self) -> StagePlan:
-        """The stage with the highest peak of memory."""
-        return max(self.stages, key=lambda stage: sum(stage.memory.values()))
+    def fullest(self) -> tuple[StagePlan, ...]:
+        """The stages of the rank with the highest peak of memory; those of a rank are counted at their own peaks."""
+        of_ranks = [self.stages[rank :: self.ranks] for rank in range(self.ranks)]
+        return max(of_ranks, key=lambda own: sum(sum(stage.memory.values()) for stage in own))
 
     @property
     def memory(self) -> Mapping[str, float]:
-        """The predicted bytes by kind at the peak, on a device of the stage where it is highest."""
-        return self.fullest.memory
+        """The predicted bytes by kind at the peak, on a device of the rank where it is highest."""
+        first, *others = (stage.memory for stage in self.fullest)
+        return {kind: size + sum(other.get(kind, 0.0) for other in others) for kind, size in first.items()}
 
     @property
     def peak_moment(self) -> str:
         """The moment of that peak."""
-        return self.fullest.peak_moment
+        return max(self.fullest, key=lambda stage: sum(stage.memory.values())).peak_moment
 
     @property
     def step_s(self) -> float:
@@ -297,8 +310,9 @@ class Plan:
     `whole_ops` are the ops without a rule, `discovered` those whose rule was found by running them (see the argument
     `discover`). `unsplit_over_sequence` has a line for each axis that splits the sequence: the ops that need it whole.
     `compiled` says that torch compiles the regions. `loss` is the fingerprint of a loss outside of the model, or "".
-    `outputs` is "planned" (in the plan's layout) or "full" (whole on every rank). `print` shows it in 120 columns,
-    `table` in full; `save` and `load` keep it as JSON; `autopar.parallelize(..., plan=plan)` replays it.
+    `pipeline_axis` is the axis of the mesh that pipeline stages run over, or "". `outputs` is "planned" (in the plan's
+    layout), "full" (whole on every rank) or "scalars" (no others). `print` shows it in 120 columns, `table` in full;
+    `save` and `load` keep it as JSON; `autopar.parallelize(..., plan=plan)` replays it.
     """
 
     model: str
@@ -322,10 +336,16 @@ class Plan:
     discover: bool = False
     loss: str = ""
     outputs: str = "planned"
+    pipeline_axis: str = ""
     format_version: int = FORMAT_VERSION
 
     def __str__(self) -> str:
         return plan_text(self)
+
+    @property
+    def stage_mesh(self) -> Mesh:
+        """The mesh of one pipeline stage: all axes but the pipeline's."""
+        return stage_mesh(Mesh.of(self.mesh), self.pipeline_axis)
 
     def table(self) -> str:
         """The plan as a table in full: the layouts of all operands and results of every statement. Lines have any

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _OBJECTIVES = ("train", "infer")
 _PROGRAMS = (*_OBJECTIVES, *(f"{name} totals" for name in _OBJECTIVES))
-_OUTPUTS = ("planned", "full")
+_OUTPUTS = ("planned", "full", "scalars")
 _ROWS = ("op", "change")
 # No tensor has as many elements.
 _TOO_MANY = 1 << 62
@@ -41,7 +41,9 @@ def _check(plan: Plan) -> None:
     _require(plan.objective in plan.programs, "plan.programs", sorted(plan.programs))
     _require(plan.outputs in _OUTPUTS, "plan.outputs", plan.outputs)
     _require(plan.memory_limit > 0, "plan.memory_limit", plan.memory_limit)
-    mesh = _mesh(plan.mesh)
+    _mesh(plan.mesh)
+    _require(plan.pipeline_axis in ("", *plan.mesh), "plan.pipeline_axis", plan.pipeline_axis)
+    mesh = plan.stage_mesh
     for name, text in vars(plan.precision).items():
         if text is not None:
             _require(_dtype(text, f"plan.precision.{name}").is_floating_point, f"plan.precision.{name}", text)
@@ -104,6 +106,8 @@ def _check_axes(layout: AxisText, place: str, mesh: Mesh) -> None:
 def _check_program(program: ProgramPlan, place: str, mesh: Mesh) -> None:
     _require(len(program.stages) >= 1, f"{place}.stages", "empty")
     _require((program.schedule == "none") == (len(program.stages) == 1), f"{place}.schedule", program.schedule)
+    _require(len(program.cuts) == len(program.stages) - 1, f"{place}.cuts", program.cuts)
+    _require(program.ranks >= 1 and len(program.stages) % program.ranks == 0, f"{place}.ranks", program.ranks)
     _require(1 <= program.micro_batches < _TOO_MANY, f"{place}.micro_batches", program.micro_batches)
     for name in ("gap", "hidden", "seconds_on_one", "bound_s"):
         _check_amount(getattr(program, name), f"{place}.{name}")

@@ -46,6 +46,8 @@ def _lines(plan: Plan, width: int | None) -> list[str]:
         lines.append("  with a loss outside of the model")
     if plan.outputs == "full":
         lines.append("  outputs are whole on every rank")
+    if plan.outputs == "scalars":
+        lines.append("  scalars are the only outputs")
     lines += [
         f"  input {name}: {item.dtype}{list(item.shape)}, {layout_text(item.layout)}"
         for name, item in plan.inputs.items()
@@ -118,6 +120,8 @@ def _program(name: str, program: ProgramPlan, plan: Plan, width: int | None) -> 
         )
     elif program.whole_batch:
         lines.append(f"  one micro-batch: {program.whole_batch}")
+    if len(program.stages) > 1:
+        lines += _pipeline(program, plan)
     for number, stage in enumerate(program.stages):
         if len(program.stages) > 1:
             memory = bytes_text(sum(stage.memory.values()))
@@ -125,9 +129,30 @@ def _program(name: str, program: ProgramPlan, plan: Plan, width: int | None) -> 
         for block in stage.blocks:
             if block.rows or block.bytes:
                 lines += ["", *_block(block, stage.recompute.get(block.name, "none"), width)]
-    rest = sum(program.memory.values()) - sum(block.bytes for block in program.fullest.blocks)
+    rest = sum(program.memory.values()) - sum(block.bytes for stage in program.fullest for block in stage.blocks)
     beside = sum(program.seconds.get(what, 0.0) for what in ("inputs", "optimizer"))
     return [*lines, "", f"inputs and optimizer step: {_costs(beside, rest)}"]
+
+
+def _pipeline(program: ProgramPlan, plan: Plan) -> Iterator[str]:
+    """The schedule and the stages of a pipeline, and a picture of the schedule."""
+    ranks = f"{plan.pipeline_axis} {program.ranks}" if plan.pipeline_axis else str(program.ranks)
+    yield f"  {len(program.stages)} pipeline stages on {ranks}, schedule {program.schedule}"
+    begins = (None, *program.cuts)
+    for number, (stage, begin) in enumerate(zip(program.stages, begins, strict=True)):
+        each = f"forward {seconds_text(stage.forward_s)}, backward {seconds_text(stage.backward_s)}"
+        start = f"from {begin}, " if begin is not None else ""
+        yield (
+            f"    stage {number}: {start}{stage.layers} layer{'' if stage.layers == 1 else 's'}, "
+            f"{_count_text(stage.parameters)} parameters, {each} a micro-batch, {stage.in_flight} in flight, "
+            f"{bytes_text(sum(stage.memory.values()))}"
+        )
+    yield from (f"    {line}" for line in program.drawn)
+
+
+def _count_text(count: float) -> str:
+    """A number with its unit: "1.23 G", "45.6 M", "789 K"."""
+    return _with_unit(count, ((1e9, "G"), (1e6, "M"), (1e3, "K"))) if count >= 1e3 else str(int(count))
 
 
 def _throughput(program: ProgramPlan) -> str:

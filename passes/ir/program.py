@@ -17,6 +17,7 @@ import torch
 
 from passes._torch import OpOverload, pytree, schema_of
 from passes.ir.arguments import Argument, Ref, find_overload, format_argument, freeze, references
+from passes.ir.errors import InputError
 from passes.ir.layout import Shape
 from passes.ir.rule import Rules
 
@@ -265,6 +266,20 @@ def has_linear_gradients(op: Op) -> bool:
     linear in them. The backward of a custom autograd function may be nonlinear (gradient clipping); capture determines
     which."""
     return op.kind != "autograd_function" or op.arguments["linear"] is True
+
+
+def with_scalars_alone(program: Program) -> Program:
+    """`program` with None for every output that is not a scalar, and without the ops that only these need.
+
+    Raises InputError where it has no scalar.
+    """
+    if not any(program.types[name].shape == () for value in program.outputs for name in references(value)):
+        raise InputError("outputs='scalars' is asked for, but the model returns no scalar: pass labels or a loss")
+    outputs = tuple(
+        value if all(program.types[name].shape == () for name in references(value)) else None
+        for value in program.outputs
+    )
+    return without_unused(replace(program, outputs=outputs))
 
 
 def without_unused(program: Program) -> Program:
