@@ -30,7 +30,6 @@ _ATTRIBUTES = {
     "random",
     "recomputed",
     "root",
-    "totals",
 }
 
 
@@ -307,6 +306,13 @@ class Naming:
     class_name: str
     title: str
 
+    def of_stages(self, count: int) -> "list[Naming]":
+        """The names of the modules of each pipeline stage."""
+        if count == 1:
+            return [self]
+        numbers = range(count)
+        return [Naming(f"{self.class_name}Stage{number}", f"Stage {number} of {self.title}") for number in numbers]
+
 
 class ModuleWriter:
     """Writes one generated module: its imports, a class for each region, and one for the whole program."""
@@ -380,7 +386,8 @@ class ModuleWriter:
             for index, (loop, name) in enumerate(zip(self.loops, classes, strict=True)):
                 lines.append(f"{INDENT}self.{loop_name(index, self.loops)} = self.copies({name}, [")
                 lines += [f"{INDENT}    {value_text(loop.region.copies[copy], str)}," for copy in loop.copies]
-                lines.append(f"{INDENT}])")
+                # Copies are counted through all stages.
+                lines.append(f"{INDENT}], first={loop.copies.start})" if loop.copies.start else f"{INDENT}])")
             lines.append("")
         arguments = (variables.whole.names[item.name] for item in (*stage.received, *stage.program.inputs))
         lines += signature("    ", "def forward", ["self", *arguments])

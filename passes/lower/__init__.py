@@ -1,25 +1,29 @@
 """lower: lowers a solution to the statements that a rank runs.
 
-There is one pipeline stage. It is straight code first (`straight`): every op on its shard, every redistribution as its
-steps. Two passes then mark the tensors that the backward pass recomputes (`recompute`) and the parameters that FSDP
-units gather in place of the code (`units`). A last one says how the other steps over several axes run (`collectives`).
-The cost model, the memory simulator and the code generator all read the result.
+It is straight code first (`straight`): every op on its shard, every redistribution as its steps. That is cut into the
+stages of the configuration's pipeline (`stages`). Of each stage, two passes mark the tensors that the backward pass
+recomputes (`recompute`) and the parameters that FSDP units gather in place of the code (`units`); a last one says how
+the other steps over several axes run (`collectives`). The cost model, the memory simulator and the code generator all
+read the result.
 """
 
 from collections.abc import Sequence
+from itertools import combinations
 
 from passes.clock import Clock
 from passes.cost.cluster import Cluster
 from passes.cost.step_costs import StepCosts
 from passes.ir.choices import Problem, Solution
+from passes.ir.configuration import Configuration, Staging
 from passes.ir.folded import Folded
-from passes.ir.lowered import FSDPUnit, Lowered
+from passes.ir.lowered import FSDPUnit, Lowered, Stage
 from passes.lower.collectives import fastest_collectives
 from passes.lower.recompute import recompute
+from passes.lower.stages import cut, in_order, named_starts
 from passes.lower.straight import Casts, straight_code
 from passes.lower.units import fsdp_units
 
-__all__ = ["Casts", "lower"]
+__all__ = ["Casts", "finished", "lower", "whole_code"]
 
 
 def lower(
@@ -29,17 +33,59 @@ def lower(
     casts: Casts,
     cluster: Cluster,
     clock: Clock,
-    units: Sequence[FSDPUnit] | None = None,
+    units: Sequence[Sequence[FSDPUnit]] | None = None,
 ) -> Lowered:
-    """The program under `solution`, in one pipeline stage. `units` are the existing FSDP units of the model's
-    parameters, if it is not the first program of its model."""
+    """The program under `solution`, in the stages of its pipeline. `units` are the existing FSDP units of the model's
+    parameters, by stage, if it is not the first program of its model.
+
+    Raises PipelineError for cuts that the program does not have.
+    """
     configuration = solution.configuration
+    mesh, cuts = configuration.mesh, configuration.pipeline.cuts
     with clock("lower"):
-        stage = straight_code(folded, problem, solution, configuration.mesh, casts)
+        whole = whole_code(folded, problem, solution, casts)
+        stages = cut(whole, named_starts(whole, cuts), folded.flowing, mesh) if cuts else (whole,)
+    existing = [None] * len(stages) if units is None else units
+    apart = _in_several_places(stages, configuration.pipeline)
+    return Lowered(
+        folded.program,
+        tuple(
+            finished(stage, own, configuration, cluster, clock, apart)
+            for stage, own in zip(stages, existing, strict=True)
+        ),
+    )
+
+
+def _in_several_places(stages: Sequence[Stage], pipeline: Staging) -> frozenset[str]:
+    """The parameters that several stages of one rank read: a unit would belong to one of them."""
+    if pipeline.stages == pipeline.ranks:
+        return frozenset()
+    found = (
+        set(stage.parameters) & set(other.parameters)
+        for (number, stage), (another, other) in combinations(enumerate(stages), 2)
+        if (another - number) % pipeline.ranks == 0
+    )
+    return frozenset[str]().union(*found)
+
+
+def whole_code(folded: Folded, problem: Problem, solution: Solution, casts: Casts) -> Stage:
+    """The program under `solution` in one stage that can be cut, without recompute and FSDP units."""
+    return in_order(straight_code(folded, problem, solution, solution.configuration.mesh, casts))
+
+
+def finished(
+    stage: Stage,
+    units: Sequence[FSDPUnit] | None,
+    configuration: Configuration,
+    cluster: Cluster,
+    clock: Clock,
+    apart: frozenset[str] = frozenset(),
+) -> Stage:
+    """`stage` with recompute, FSDP units and the ways of its collectives; its statements keep their places. Parameters
+    in `apart` are in no unit."""
     with clock("recompute"):
         stage = recompute(stage, configuration.recompute)
     with clock("fsdp_units"):
-        stage = fsdp_units(stage, configuration.mesh, units, configuration.gather_once)
+        stage = fsdp_units(stage, configuration.mesh, units, configuration.gather_once, apart)
     with clock("collectives"):
-        stage = fastest_collectives(stage, StepCosts(cluster, configuration.mesh))
-    return Lowered(folded.program, (stage,))
+        return fastest_collectives(stage, StepCosts(cluster, configuration.mesh))

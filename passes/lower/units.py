@@ -58,13 +58,19 @@ class _Use:
     change: Redistribution | None
 
 
-def fsdp_units(stage: Stage, mesh: Mesh, units: Sequence[FSDPUnit] | None = None, gather_once: bool = False) -> Stage:
+def fsdp_units(
+    stage: Stage,
+    mesh: Mesh,
+    units: Sequence[FSDPUnit] | None = None,
+    gather_once: bool = False,
+    apart: Set[str] = frozenset(),
+) -> Stage:
     """`stage` with its FSDP units, and the redistributions marked that they run.
 
     `units` are the existing units of the model's parameters, if any, which another program of the same model reuses
-    where they fit. With `gather_once` parameters stay gathered for all micro-batches.
+    where they fit. With `gather_once` parameters stay gathered for all micro-batches. Those in `apart` are in no unit.
     """
-    uses = _uses(stage)
+    uses = {name: [] if name in apart else own for name, own in _uses(stage).items()}
     if units is None:
         units = _formed(stage, uses, mesh, gather_once)
         gathered = _placed(stage, uses, units, mesh).gathered
@@ -128,6 +134,8 @@ def _formed(stage: Stage, uses: Mapping[str, Sequence[_Use]], mesh: Mesh, gather
     members: dict[_Signature, dict[_Reading, list[tuple[str, UnitAxes]]]] = {}
     for parameter in stage.program.parameters:
         own = uses[parameter.name]
+        if not own:
+            continue
         place, axes = _place(own), _axes(parameter, stage.parameters[parameter.name], own, mesh)
         if axes is not None and place is not None:
             changes = [use.change for use in own if use.change is not None]

@@ -132,6 +132,10 @@ class Names:
         """The expression that reads a value; None for a value without a variable."""
         return self.frozen().text(value)
 
+    def hint(self, value: str) -> str:
+        """The name that a received value should have."""
+        return self._hints.get(_origin(value)) or identifier(_origin(value))
+
     def is_reserved(self, name: str) -> bool:
         """Whether no variable may have this name."""
         return name in self._reserved or keyword.iskeyword(name)
@@ -327,7 +331,9 @@ def name_variables(stage: Stage, mesh: Mesh) -> Variables:
     names = Names(stage.body, hints(stage.body, returned), reserved)
     gathering = {key for key, groups in stage.units.around_ops.items() if groups}
     whole = Function(stage.body, names, stored | set(program.constants), inner=False, gathering=gathering)
-    for item in (*stage.received, *program.inputs):
+    for item in stage.received:
+        names.assign(names.fresh(names.hint(item.name)), item.name)
+    for item in program.inputs:
         names.assign(names.fresh(identifier(item.name)), item.name)
     whole.follow()
     regions = tuple(_region(loop, call, stored, reserved) for loop, call in zip(stage.loops, whole.calls, strict=True))

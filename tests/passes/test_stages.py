@@ -1,4 +1,4 @@
-"""Pipeline stages in the data that passes share: a program that is cut by hand between the copies of its region."""
+"""Pipeline stages in the data that passes share: a program that is cut between the copies of its region."""
 
 import json
 from dataclasses import replace
@@ -11,12 +11,12 @@ from autopar.plans.probing import FakeProber
 from passes.codegen import Naming, emit
 from passes.cost.liveness import MACHINES, MemoryPeak, Stored, peak_memory
 from passes.cost.walk import Optimizer, block_seconds, walk
-from passes.ir.configuration import Configuration, Pipeline
+from passes.ir.configuration import Configuration, Staging
 from passes.ir.errors import PlanMismatchError
 from passes.ir.lowered import Lowered, Stage, only_stage
 from passes.ir.plan import ParameterPlan, Plan
-from passes.ir.program import Input
 from passes.ir.work import Work
+from passes.lower.stages import cut, named_starts
 from passes.lower.units import fsdp_units
 from passes.record import decisions_of, layout_texts, record, record_stage
 from passes.solve import solve
@@ -28,6 +28,7 @@ from tests.passes.planning import STATES, Planning, planning
 
 MESH = mesh_of(dp=2)
 COUNT, CUT, WIDTH = 7, 3, 8
+STAGING = Staging(2, "1f1b", 2, (f"layers.{CUT}",))
 STORED = {"*.weight": {"stored": {"dp": "S(0)"}, "used": {"dp": "R"}}, "@linear": {"out": {"dp": "S(0)"}}}
 
 
@@ -61,52 +62,6 @@ class Model(nn.Module):
         return {"loss": self.head(hidden).sum()}
 
 
-def part(whole: Stage, first: int, last: int) -> Stage:
-    """The part of a stage with one loop that runs the copies from `first` to `last` (exclusive)."""
-    (loop,) = whole.loops
-    (carry,) = loop.region.carries
-    assert (loop.between, loop.shared) == ((None,), ())
-    (after,) = (names[-1] for value, names in loop.exports if value == carry.next)
-    is_first, is_last = first == 0, last == COUNT
-    position = whole.body.statements.index(loop)
-    export = after if is_last else "%boundary"
-    initial = loop.initial[0] if is_first else "%boundary"
-    own = replace(
-        loop,
-        copies=range(first, last),
-        initial=(initial,),
-        exports=((carry.next, (*(None,) * (last - first - 1), export)),),
-    )
-    before = whole.body.statements[:position] if is_first else ()
-    statements = (*before, own, *(whole.body.statements[position + 1 :] if is_last else ()))
-    type, layout = whole.body.types[after], whole.body.layouts[after]
-    body = replace(
-        whole.body,
-        arguments=() if is_first else ("%boundary",),
-        statements=statements,
-        results=whole.body.results if is_last else ("%boundary",),
-        types={**whole.body.types, "%boundary": type},
-        layouts={**whole.body.layouts, "%boundary": layout},
-    )
-    program = whole.program
-    held = {"table.weight", *(names[copy] for names in loop.region.owned.values() for copy in range(first, last))}
-    program = replace(
-        program,
-        inputs=program.inputs if is_first else (),
-        parameters=tuple(item for item in program.parameters if item.name in held),
-    )
-    return Stage(
-        program,
-        body,
-        whole.inputs if is_first else {},
-        {name: stored for name, stored in whole.parameters.items() if name in held},
-        whole.outputs if is_last else (),
-        (),
-        received=() if is_first else (Input("%boundary", "%boundary", type, trainable=True),),
-        sent=() if is_last else ("%boundary",),
-    )
-
-
 @pytest.fixture(scope="module")
 def case() -> Planning:
     return planning(Model(), {"x": torch.ones(64, WIDTH)}, MESH, "ideal", STORED)
@@ -124,9 +79,9 @@ def whole(case: Planning, configuration: Configuration) -> Stage:
 
 
 @pytest.fixture(scope="module")
-def lowered(whole: Stage) -> Lowered:
+def lowered(case: Planning, whole: Stage) -> Lowered:
     """The same in two stages: the region is cut after its first copies."""
-    stages = (part(whole, 0, CUT), part(whole, CUT, COUNT))
+    stages = cut(whole, named_starts(whole, [f"layers.{CUT}"]), case.folded.flowing, MESH)
     return Lowered(whole.program, tuple(fsdp_units(stage, MESH) for stage in stages))
 
 
@@ -187,7 +142,7 @@ def test_stages_have_sources(lowered: Lowered) -> None:
     for source in (first, second):
         compile(source, "generated", "exec")
     assert "def forward(self, x):" in first
-    assert "def forward(self, boundary):" in second
+    assert "def forward(self, hidden):" in second
     assert [f'("layers.{number}",)' in first for number in range(COUNT)] == [number < CUT for number in range(COUNT)]
     assert [f'("layers.{number}",)' in second for number in range(COUNT)] == [number >= CUT for number in range(COUNT)]
     assert "return last" not in first
@@ -197,7 +152,7 @@ def test_stages_have_sources(lowered: Lowered) -> None:
 def plan(case: Planning, configuration: Configuration, whole: Stage, lowered: Lowered) -> Plan:
     """A plan with the two stages."""
     solution = solve(case.problem, case.cluster, Limits(1e30, STATES), configuration)
-    solution = replace(solution, configuration=replace(configuration, pipeline=Pipeline(2, "1f1b")))
+    solution = replace(solution, configuration=replace(configuration, pipeline=STAGING))
     stages = [
         record_stage(case.problem, solution, stage, seconds_of(case, configuration, stage), simulated(stage))
         for stage in lowered.stages
@@ -221,25 +176,36 @@ def test_plans_have_stages(plan: Plan, configuration: Configuration, lowered: Lo
     """A plan of several stages is saved, loaded and printed; parameters say which stages hold them."""
     assert Plan.from_json(plan.to_json()) == plan
     written = plan.programs["train"].configuration(MESH)
-    assert written == replace(configuration, pipeline=Pipeline(2, "1f1b"))
-    assert written.for_evaluation() == Configuration(MESH, pipeline=written.pipeline)
+    assert written == replace(configuration, pipeline=STAGING)
+    in_sequence = replace(STAGING, schedule="sequential")
+    assert written.for_evaluation() == Configuration(MESH, pipeline=in_sequence)
     peaks = [simulated(stage).kinds() for stage in lowered.stages]
     assert plan.programs["train"].memory == max(peaks, key=lambda peak: sum(peak.values()))
     lines = [" ".join(line.split()) for line in str(plan).splitlines()]
     assert any(line.startswith(f"layers.* x {CUT}, recompute selective: ") for line in lines)
     assert any(line.startswith(f"layers.* x {COUNT - CUT}, recompute selective: ") for line in lines)
-    assert [line.split(" memory")[0] for line in lines if line.startswith("stage")] == ["stage 0:", "stage 1:"]
+    begun = [line for line in lines if line.startswith("stage")]
+    assert [line.split(",")[0] for line in begun[:2]] == ["stage 0: 0 layers", f"stage 1: from layers.{CUT}"]
+    assert [line.split(" memory")[0] for line in begun[2:]] == ["stage 0:", "stage 1:"]
     assert "table.weight float32[8, 8] stored dp S(0) on stage 0, 1" in lines
     assert f"layers.*.linear.weight x {COUNT - CUT} float32[8, 8] stored dp S(0) on stage 1" in lines
     assert plan.coverage.ops == len(lowered.program.ops)
 
 
-def test_several_stages_are_not_run(plan: Plan, lowered: Lowered) -> None:
-    """Running and replaying a program of several stages is refused in one sentence."""
-    message = "the plan has 2 pipeline stages, and this autopar runs programs of one stage: plan again"
-    with pytest.raises(PlanMismatchError, match=message):
-        decisions_of(plan.programs["train"], MESH)
-    with pytest.raises(PlanMismatchError, match=message):
+def test_stages_have_the_decisions_of_the_program(plan: Plan, configuration: Configuration) -> None:
+    """All stages of a plan are replayed by the same decisions; a plan whose stages differ is damaged."""
+    decisions = decisions_of(plan.programs["train"], MESH)
+    assert decisions.configuration == replace(configuration, pipeline=STAGING)
+    first, second = plan.programs["train"].stages
+    assert decisions.methods == first.decisions == second.decisions
+    other = replace(plan.programs["train"], stages=(first, replace(second, decisions={})))
+    with pytest.raises(PlanMismatchError, match="stage 1 has other decisions than stage 0"):
+        decisions_of(other, MESH)
+
+
+def test_formulas_are_of_one_stage(lowered: Lowered) -> None:
+    """Formulas of costs are refused in one sentence for a program of several stages."""
+    with pytest.raises(PlanMismatchError, match="the program has 2 pipeline stages, and formulas of its costs are"):
         only_stage(lowered.stages)
 
 

@@ -1,0 +1,386 @@
+"""stages: cuts the straight code of a program into pipeline stages.
+
+A program is a sequence of positions: the ops outside of regions, each with the redistributions before it, and the
+copies of regions. A stage is an interval of positions. What a stage reads of an earlier one it receives from the stage
+before it, so tensors that skip stages are handed on. Tensors that depend on inputs and buffers alone (masks, rotary
+tables, positions), and the redistributions of parameters, are computed again where they are read. A parameter that
+several stages read is held by each of them.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
+from math import prod
+
+from passes.ir.arguments import references
+from passes.ir.errors import PipelineError
+from passes.ir.layout import local_shape
+from passes.ir.lowered import Body, Compute, Loop, Redistribution, Returned, Stage, Statement
+from passes.ir.mesh import Mesh
+from passes.ir.program import Input, has_gradient
+
+
+@dataclass(frozen=True)
+class Position:
+    """A piece of a program that is not cut: the statements from `first` on, up to `last` (exclusive), and, if the last
+    of these is a loop, its copy `copy` alone. `name` is the module path of the copy, or the key of the op."""
+
+    name: str
+    first: int
+    last: int
+    copy: int | None = None
+
+
+def positions(stage: Stage) -> tuple[Position, ...]:
+    """The positions of a program that is lowered to one stage, in order."""
+    found: list[Position] = []
+    first = 0
+    statements = _ordered(stage)
+    read = {name for item in statements for name in item.reads}
+    for number, statement in enumerate(statements):
+        if isinstance(statement, Redistribution):
+            if found and first == number and statement.result not in read:
+                found[-1], first = replace(found[-1], last=number + 1), number + 1
+            continue
+        if isinstance(statement, Compute):
+            found.append(Position(statement.op.key, first, number + 1))
+        else:
+            for copy in statement.copies:
+                begin = first if copy == statement.copies.start else number
+                found.append(Position(statement.region.copies[copy][0], begin, number + 1, copy))
+        first = number + 1
+    if found and first < len(statements):
+        found[-1] = replace(found[-1], last=len(statements))
+    return tuple(found)
+
+
+def cut(stage: Stage, starts: Sequence[int], flowing: frozenset[str], mesh: Mesh) -> tuple[Stage, ...]:
+    """The stages of a program that is lowered to one; every stage but the first begins at the position of this number.
+    A gradient flows through the tensors `flowing`.
+
+    Raises PipelineError where the loss is not in the last stage.
+    """
+    return _Cutter(stage, tuple(starts), flowing, mesh).stages()
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """The tensors that are sent over the boundary before a position, by name, and their bytes on one rank; those with
+    gradients are in `flowing`."""
+
+    names: tuple[str, ...]
+    bytes: int
+    flowing: frozenset[str]
+    gradient_bytes: int
+
+
+def crossings(stage: Stage, flowing: frozenset[str], mesh: Mesh) -> tuple[Crossing, ...]:
+    """The tensors that cross each boundary between two positions; a gradient flows through the tensors `flowing`."""
+    pieces = positions(stage)
+    cutter = _Cutter(stage, tuple(range(1, len(pieces))), flowing, mesh)
+    found = []
+    for names in cutter.sent[:-1]:
+        sizes = {name: cutter.bytes_of(name) for name in names}
+        own = frozenset(filter(cutter.has_gradient, names))
+        found.append(Crossing(names, sum(sizes.values()), own, sum(sizes[name] for name in own)))
+    return tuple(found)
+
+
+def named_starts(stage: Stage, cuts: Sequence[str]) -> tuple[int, ...]:
+    """The numbers of the positions with the names `cuts`.
+
+    Raises PipelineError for a name that begins no position, and for names out of order.
+    """
+    names = [item.name for item in positions(stage)]
+    found: list[int] = []
+    for name in cuts:
+        within = (at for at, other in enumerate(names) if other.startswith((f"{name}/", f"{name}.")))
+        number = names.index(name) if name in names else next(within, None)
+        if not number:
+            known = list(dict.fromkeys(item.name for item in positions(stage)[1:] if item.copy is not None))
+            raise PipelineError(
+                f"the cut {name!r} names no module or op that a stage can begin with"
+                + (f": take one of {', '.join(known[:3])}, …" if known else "")
+            )
+        if found and number <= found[-1]:
+            raise PipelineError(f"the cut {name!r} does not come after {cuts[len(found) - 1]!r}: give cuts in order")
+        found.append(number)
+    return tuple(found)
+
+
+def _origin(name: str) -> str:
+    """The value before its redistributions and its copies."""
+    return name.partition("~")[0]
+
+
+def in_order(stage: Stage) -> Stage:
+    """`stage` with the statements that only lay out an output right after the one that makes its source."""
+    return replace(stage, body=replace(stage.body, statements=tuple(_ordered(stage))))
+
+
+def _ordered(stage: Stage) -> list[Statement]:
+    """The statements of a stage in the order of `in_order`."""
+    statements = list(stage.body.statements)
+    read = {name for item in statements for name in item.reads}
+    sinks = [item for item in statements if isinstance(item, Redistribution) and item.result not in read]
+    makers = {name: item for item in statements for name in _made(item)}
+    moved = [item for item in sinks if item.source in makers]
+    kept = [item for item in statements if not any(item is other for other in moved)]
+    found: list[Statement] = []
+    for item in kept:
+        found.append(item)
+        found += [other for other in moved if makers[other.source] is item]
+    return found
+
+
+def _made(statement: Statement) -> tuple[str, ...]:
+    """The values of the surrounding code that a statement makes."""
+    if isinstance(statement, Compute):
+        return statement.op.results
+    if isinstance(statement, Redistribution):
+        return (statement.result,)
+    return tuple(name for _, names in statement.exports for name in names if name is not None)
+
+
+def _part(loop: Loop, copies: range) -> Loop:
+    """The part of a loop that runs some of its copies, with what the next copy takes among its exports."""
+    start, stop = copies.start - loop.copies.start, copies.stop - loop.copies.start
+    exports = {value: list(names[start:stop]) for value, names in loop.exports}
+    initial = loop.initial
+    if copies.start != loop.copies.start:
+        initial = tuple(_entering(loop, place, copies.start) for place in range(len(loop.region.carries)))
+    if copies.stop != loop.copies.stop:
+        for place, carry in enumerate(loop.region.carries):
+            names = exports.setdefault(carry.next, [None] * len(copies))
+            names[-1] = names[-1] or _leaving(loop, place, copies.stop)
+    kept = tuple((value, tuple(names)) for value, names in exports.items())
+    return replace(loop, copies=copies, initial=initial, exports=kept)
+
+
+def _leaving(loop: Loop, place: int, copy: int) -> str:
+    """The name of the carried value number `place` as the copy before `copy` makes it."""
+    value = loop.region.carries[place].next
+    for other, names in loop.exports:
+        if other == value and (name := names[copy - 1 - loop.copies.start]) is not None:
+            return name
+    return f"{value}~before{copy}"
+
+
+def _entering(loop: Loop, place: int, copy: int) -> str:
+    """The name of the carried value number `place` as `copy` takes it."""
+    name = _leaving(loop, place, copy)
+    return name if loop.between[place] is None else f"{name}~carried"
+
+
+class _Cutter:
+    """Cuts one program: `stages` are the stages, `sent` the names of the tensors that each sends on."""
+
+    def __init__(self, stage: Stage, starts: tuple[int, ...], flowing: frozenset[str], mesh: Mesh) -> None:
+        self.whole = stage
+        self.flowing = flowing
+        self.mesh = mesh
+        self.statements = _ordered(stage)
+        self.types = dict(stage.body.types)
+        self.layouts = dict(stage.body.layouts)
+        stored = (*stage.program.parameters, *stage.program.buffers)
+        self.stored = {item.name for item in stored} | set(stage.program.constants)
+        self.inputs = {item.name for item in stage.program.inputs}
+        pieces = positions(stage)
+        bounds = (0, *starts, len(pieces))
+        self.code = [self._piece(pieces[first:last]) for first, last in pairwise(bounds)]
+        self.makers = {name: item for code in self.code for item in code for name in _made(item)}
+        self.home = {name: at for at, code in enumerate(self.code) for item in code for name in _made(item)}
+        self.code = [[*self._again(at, code), *code] for at, code in enumerate(self.code)]
+        self.outputs = [self._outputs(at) for at in range(len(self.code))]
+        self.updates = [
+            tuple((buffer, value) for buffer, value in stage.updates if self._home(value) == at)
+            for at in range(len(self.code))
+        ]
+
+    def _piece(self, pieces: Sequence[Position]) -> list[Statement]:
+        """The statements of some positions that follow each other, and those that lay out what they carry in and on."""
+        found: list[Statement] = []
+        at = 0
+        while at < len(pieces):
+            piece = pieces[at]
+            if piece.copy is None:
+                found += self.statements[piece.first : piece.last]
+                at += 1
+                continue
+            number = next(
+                number for number in range(piece.first, piece.last) if isinstance(self.statements[number], Loop)
+            )
+            loop = self.statements[number]
+            assert isinstance(loop, Loop)
+            run = [piece]
+            while at + len(run) < len(pieces) and self._same_loop(pieces[at + len(run)], number):
+                run.append(pieces[at + len(run)])
+            copies = range(piece.copy, piece.copy + len(run))
+            found += self.statements[piece.first : number]
+            found += self._carried(loop, copies.start, entering=True)
+            found.append(_part(loop, copies))
+            found += self._carried(loop, copies.stop, entering=False)
+            found += self.statements[number + 1 : run[-1].last] if copies.stop == loop.copies.stop else ()
+            at += len(run)
+        return found
+
+    def _same_loop(self, piece: Position, number: int) -> bool:
+        return piece.copy is not None and piece.first == number
+
+    def _carried(self, loop: Loop, copy: int, *, entering: bool) -> Iterator[Redistribution]:
+        """The redistributions of carried values between two stages, before `copy`: on the side where less is sent."""
+        if copy in (loop.copies.start, loop.copies.stop):
+            return
+        for place, (carry, change) in enumerate(zip(loop.region.carries, loop.between, strict=True)):
+            name, type = _leaving(loop, place, copy), loop.body.types[carry.next]
+            self.types[name], self.layouts[name] = type, loop.body.layouts[carry.next]
+            if change is None:
+                continue
+            after = f"{name}~carried"
+            self.types[after], self.layouts[after] = type, change.after
+            if entering != (self.bytes_of(after) <= self.bytes_of(name)):
+                yield replace(change, source=name, result=after)
+
+    def bytes_of(self, name: str) -> int:
+        """Bytes of a rank's part of a tensor."""
+        type = self.types[name]
+        return prod(local_shape(type.shape, self.layouts[name], self.mesh)) * type.dtype.itemsize
+
+    # --- what is computed again ---
+
+    @cached_property
+    def _given(self) -> frozenset[str]:
+        """The values that depend on inputs and buffers alone, or are parameters in another layout."""
+        trained = {item.name for item in self.whole.program.inputs if item.trainable}
+        held = {item.name for item in self.whole.program.parameters}
+        plain = {*self.inputs, *self.stored} - trained - held
+        found = set(plain)
+        for statement in (item for code in self.code for item in code):
+            if isinstance(statement, Compute):
+                if statement.draws is None and set(statement.reads) <= plain:
+                    plain.update(statement.op.results)
+                    found.update(statement.op.results)
+            elif isinstance(statement, Redistribution):
+                if statement.source in plain:
+                    plain.add(statement.result)
+                    found.add(statement.result)
+                elif statement.source in held:
+                    found.add(statement.result)
+        return frozenset(found)
+
+    def _again(self, at: int, code: Sequence[Statement]) -> list[Statement]:
+        """The statements of earlier stages that a stage runs again for what it reads."""
+        wanted = {name for item in code for name in item.reads if self._is_again(name, at)}
+        needed: dict[int, Statement] = {}
+        while wanted:
+            name = wanted.pop()
+            maker = self.makers[name]
+            if id(maker) not in needed:
+                needed[id(maker)] = maker
+                wanted.update(other for other in maker.reads if self._is_again(other, at))
+        return [item for code in self.code[:at] for item in code if id(item) in needed]
+
+    def _is_again(self, name: str, at: int) -> bool:
+        return name in self._given and name in self.home and self.home[name] < at
+
+    # --- what is sent ---
+
+    def _home(self, name: str) -> int:
+        """The number of the stage that makes a value; the last one for what the program is given."""
+        return self.home.get(name, len(self.code) - 1)
+
+    @cached_property
+    def sent(self) -> tuple[tuple[str, ...], ...]:
+        """The names of the tensors that each stage sends to the next."""
+        last_use: dict[str, int] = {}
+        for at, code in enumerate(self.code):
+            made = {name for item in code for name in _made(item)}
+            for name in (name for item in code for name in item.reads):
+                if name in self.home and name not in made:
+                    last_use[name] = at
+        return tuple(
+            tuple(name for name, home in self.home.items() if home <= at < last_use.get(name, -1))
+            for at in range(len(self.code))
+        )
+
+    def _outputs(self, at: int) -> tuple[Returned, ...]:
+        """The leaves of the output that stage `at` computes; plain values are the last one's."""
+        last = len(self.code) - 1
+        return tuple(
+            output
+            for output in self.whole.outputs
+            if max((self._home(name) for name in references(output.value)), default=last) == at
+        )
+
+    # --- stages ---
+
+    def stages(self) -> tuple[Stage, ...]:
+        """The stages."""
+        self._check_loss()
+        received: tuple[str, ...] = ()
+        found = []
+        for at in range(len(self.code)):
+            found.append(self._stage(at, received))
+            received = self.sent[at]
+        return tuple(found)
+
+    def _check_loss(self) -> None:
+        """Raise PipelineError where the last stage does not compute the loss."""
+        scalars = [item for item in self.whole.outputs if item.name == "loss"]
+        for output in scalars:
+            if output not in self.outputs[-1]:
+                raise PipelineError("the loss is not computed by the last stage: cut the model before its loss")
+
+    def _needed(self, at: int, results: Iterable[str]) -> list[Statement]:
+        """The statements of a stage but those that only others read from, which run them again."""
+        wanted, found = set(results), list[Statement]()
+        for item in reversed(self.code[at]):
+            made = _made(item)
+            if not made or any(name in wanted for name in made) or isinstance(item, Loop):
+                found.append(item)
+                wanted.update(_all_reads([item]))
+        return found[::-1]
+
+    def _stage(self, at: int, received: tuple[str, ...]) -> Stage:
+        whole, sent = self.whole, self.sent[at]
+        outputs, updates = self.outputs[at], self.updates[at]
+        leaves = [name for output in outputs for name in references(output.value)]
+        results = (*sent, *leaves, *(value for _, value in updates))
+        code = self._needed(at, results)
+        read = {*_all_reads(code), *results, *(buffer for buffer, _ in updates)}
+        program = replace(
+            whole.program,
+            inputs=tuple(item for item in whole.program.inputs if item.name in read),
+            parameters=tuple(item for item in whole.program.parameters if item.name in read),
+            buffers=tuple(item for item in whole.program.buffers if item.name in read),
+            constants={name: value for name, value in whole.program.constants.items() if name in read},
+        )
+        held = {item.name for item in program.parameters}
+        program = replace(program, changes=tuple(item for item in program.changes if item.parameter in held))
+        body = Body(received, tuple(code), results, self.layouts, self.types)
+        return Stage(
+            program,
+            body,
+            {item.name: whole.inputs[item.name] for item in program.inputs},
+            {name: layout for name, layout in whole.parameters.items() if name in held},
+            outputs,
+            updates,
+            received=tuple(Input(name, name, self.types[name], self.has_gradient(name)) for name in received),
+            sent=sent,
+        )
+
+    def has_gradient(self, name: str) -> bool:
+        """Whether a gradient flows through a value."""
+        return _origin(name) in self.flowing and has_gradient(self.types[name].dtype)
+
+
+def _all_reads(code: Iterable[Statement]) -> Iterator[str]:
+    """All names that statements read, those of the copies of loops among them."""
+    for item in code:
+        yield from item.reads
+        if isinstance(item, Loop):
+            owned: Mapping[str, tuple[str, ...]] = item.owned
+            for inner in item.body.statements:
+                for name in inner.reads:
+                    yield from owned.get(name, (name,))
