@@ -87,6 +87,8 @@ class LiveFractions:
         places = [(_OVER if point.block is None else point.block, point.op) for point in points]
         self.block, self.op = np.array(places, dtype=np.int64).T
         self.own, self.left, self.done = np.array([(point.own, point.left, point.done) for point in points]).T
+        # Saved tensors of the other micro-batches in flight are live at all points.
+        self.others = configuration.pipeline.in_flight - 1
 
     def __len__(self) -> int:
         return len(self.block)
@@ -109,7 +111,7 @@ class LiveFractions:
         # In the order of `Phase`.
         by_phase = (
             np.ones(1),
-            ~(here | later) + here * left + runs * (first <= op),
+            ~(here | later) + here * left + runs * (first <= op) + self.others,
             runs * ((first <= op) & (op <= last)),
             runs * (done > 0),
             runs * (left > 0),
@@ -136,6 +138,7 @@ class LiveFractions:
                 (Phase.FORWARD, self._by_first), (Phase.COPY, self._by_first), (Phase.COPY, self._by_last)
             )
         )  # fmt: skip
+        total += self.others * forward[-1]
         total += forward[start] + left * (forward[stop] - forward[start]) + own * (forward[reached] - forward[start])
         total += own * ((copy[reached] - copy[start]) - (copy_end[ended] - copy_end[start]))
         for phase, runs in ((Phase.PREVIOUS_COPY, done > 0), (Phase.NEXT_COPY, left > 0)):

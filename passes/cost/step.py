@@ -54,7 +54,8 @@ _SUMMED = tuple(item.name for item in fields(BlockSeconds) if item.name != "coun
 
 @dataclass(frozen=True)
 class Seconds:
-    """Seconds of a step by category; `hidden_communication` overlaps the others and is no part of `total`."""
+    """Seconds of a step by category, on the ranks that are busy longest; `bubble` is the time that these wait for other
+    pipeline stages. `hidden_communication` overlaps the others and is no part of `total`."""
 
     forward_compute: float = 0.0
     backward_compute: float = 0.0
@@ -65,7 +66,11 @@ class Seconds:
     exposed_reductions: float = 0.0
     inputs: float = 0.0
     optimizer: float = 0.0
+    bubble: float = 0.0
     hidden_communication: float = 0.0
+
+    def __add__(self, other: "Seconds") -> "Seconds":
+        return Seconds(*(getattr(self, item.name) + getattr(other, item.name) for item in fields(self)))
 
     @property
     def total(self) -> float:
@@ -159,5 +164,47 @@ def compose(
         reductions,
         inputs,
         optimizer,
+        0.0,
         largest(0.0, traffic - gathers - reductions),
     )
+
+
+@dataclass(frozen=True)
+class Phases:
+    """Seconds of one pipeline stage: of the forward and of the backward pass of one micro-batch, and of what a step
+    does once, before the first and after the last of them."""
+
+    forward: float = 0.0
+    backward: float = 0.0
+    before: float = 0.0
+    after: float = 0.0
+
+    def __add__(self, other: "Phases") -> "Phases":
+        return Phases(*(getattr(self, item.name) + getattr(other, item.name) for item in fields(self)))
+
+    def __mul__(self, times: float) -> "Phases":
+        return Phases(*(getattr(self, item.name) * times for item in fields(self)))
+
+
+def phases(
+    parts: Sequence[BlockSeconds], configuration: Configuration, inputs: float, optimizer: float, share: float = 0.0
+) -> Phases:
+    """The same seconds as `compose` adds up, by the phase of a step that they are spent in."""
+    times, found = configuration.micro_batches, Phases(before=inputs, after=optimizer)
+    for part in parts:
+        found += Phases(
+            part.forward_compute + part.forward_communication,
+            part.backward_compute + part.recompute + part.backward_communication,
+        )
+        exchange = part.exchange
+        found += Phases(before=exchange) if configuration.gather_once else Phases(forward=exchange)
+        for window in windows(configuration):
+            sent = window.gather * part.gather + window.regather * part.regather + window.reduce * part.reduce
+            cover = part.cover_backward if window.backward else part.cover
+            seconds = exposed(sent, cover, part.count, share)
+            if window.times == 1 and times > 1:
+                found += Phases(after=seconds) if window.backward else Phases(before=seconds)
+            else:
+                each = seconds * window.times / times
+                found += Phases(backward=each) if window.backward else Phases(forward=each)
+    return found

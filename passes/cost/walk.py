@@ -9,7 +9,7 @@ import torch
 from passes.cost.cluster import Cluster
 from passes.cost.fusion import Fused, joined
 from passes.cost.price import cover, op_seconds, update_seconds
-from passes.cost.step import BlockSeconds, Seconds, compose
+from passes.cost.step import BlockSeconds, Phases, Seconds, compose, phases
 from passes.cost.step_costs import StepCosts
 from passes.ir.configuration import Configuration
 from passes.ir.folded import Folded
@@ -31,6 +31,20 @@ class Optimizer:
 
 def walk(stage: Stage, folded: Folded, cluster: Cluster, optimizer: Optimizer, configuration: Configuration) -> Seconds:
     """Seconds of one step in which `stage`, lowered from `folded`, runs each micro-batch."""
+    parts = stage_parts(stage, folded, cluster, configuration.mesh)
+    return compose(parts, configuration, *_once(stage, cluster, optimizer, configuration))
+
+
+def stage_phases(
+    stage: Stage, folded: Folded, cluster: Cluster, optimizer: Optimizer, configuration: Configuration
+) -> Phases:
+    """The same seconds by the phase of the step that `stage` spends them in."""
+    parts = stage_parts(stage, folded, cluster, configuration.mesh)
+    return phases(parts, configuration, *_once(stage, cluster, optimizer, configuration))
+
+
+def _once(stage: Stage, cluster: Cluster, optimizer: Optimizer, configuration: Configuration) -> tuple[float, float]:
+    """Seconds of a step for loading the inputs, and for the optimizer."""
     mesh = configuration.mesh
 
     def size(type: TensorType, layout: Layout, dtype: torch.dtype | None = None) -> float:
@@ -41,8 +55,7 @@ def walk(stage: Stage, folded: Folded, cluster: Cluster, optimizer: Optimizer, c
     updated = (size(item.type, stage.parameters[item.name], optimizer.dtype) for item in stage.program.updated)
     inputs = sum((bytes / cluster.host for bytes in loaded), 0.0)
     update = sum((update_seconds(bytes, optimizer.states, cluster) for bytes in updated), 0.0)
-    parts = stage_parts(stage, folded, cluster, mesh)
-    return compose(parts, configuration, configuration.micro_batches * inputs, update)
+    return configuration.micro_batches * inputs, update
 
 
 def block_seconds(stage: Stage, folded: Folded, cluster: Cluster, configuration: Configuration) -> list[float]:
@@ -53,15 +66,25 @@ def block_seconds(stage: Stage, folded: Folded, cluster: Cluster, configuration:
 
 def stage_parts(stage: Stage, folded: Folded, cluster: Cluster, mesh: Mesh) -> tuple[BlockSeconds, ...]:
     """Seconds of the parts of a stage: each region, and the code before, between and after them."""
-    parts = []
-    outside, fused, costs = BlockSeconds(), joined(folded), StepCosts(cluster, mesh)
-    for statement in stage.body.statements:
+    parts, outside = [], BlockSeconds()
+    for statement, seconds in zip(stage.body.statements, statement_seconds(stage, folded, cluster, mesh), strict=True):
         if isinstance(statement, Loop):
-            parts += [outside, _loop(statement, folded, costs, fused)]
+            parts += [outside, seconds]
             outside = BlockSeconds()
         else:
-            outside += _statement(statement, stage.body, folded, costs, "none", fused)
+            outside += seconds
     return (*parts, outside)
+
+
+def statement_seconds(stage: Stage, folded: Folded, cluster: Cluster, mesh: Mesh) -> list[BlockSeconds]:
+    """Seconds of each statement of a stage; those of a loop are of all copies together."""
+    fused, costs = joined(folded), StepCosts(cluster, mesh)
+    return [
+        _loop(statement, folded, costs, fused)
+        if isinstance(statement, Loop)
+        else _statement(statement, stage.body, folded, costs, "none", fused)
+        for statement in stage.body.statements
+    ]
 
 
 def _statement(

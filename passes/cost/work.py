@@ -49,7 +49,8 @@ def work_of(program: Program, folded: Folded, samples: int, configuration: Confi
         item.name: item.type for item in program.inputs if len(item.type.shape) == 2 and item.type.dtype in _TOKENS
     }
     ids = next((type for name, type in whole.items() if name == "input_ids"), next(iter(whole.values()), None))
-    return Work(samples, prod(ids.shape) if ids is not None else 0, flops, peak_s, configuration.mesh.size)
+    devices = configuration.pipeline.ranks * configuration.mesh.size
+    return Work(samples, prod(ids.shape) if ids is not None else 0, flops, peak_s, devices)
 
 
 def _flops(op: Op, folded: Folded) -> float:

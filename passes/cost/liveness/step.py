@@ -40,7 +40,8 @@ class MicroBatchInputs:
     """A batch in `count` micro-batches: the `inputs` that are split, those whose parts are `copied`, and the `outputs`
     that are concatenated; other outputs are the same in all, or sums. With `gathered_once` the parameters that FSDP
     units gather for a backward pass stay gathered from the first micro-batch to the last; with `reduced_once` gradients
-    accumulate unsharded."""
+    accumulate unsharded. At most `in_flight` micro-batches have saved tensors at a time: more than one in a
+    pipeline."""
 
     count: int = 1
     inputs: frozenset[str] = frozenset()
@@ -48,6 +49,7 @@ class MicroBatchInputs:
     outputs: frozenset[str] = frozenset()
     gathered_once: bool = False
     reduced_once: bool = False
+    in_flight: int = 1
 
     def different(self) -> list[int]:
         """The micro-batches that differ in live memory: the first, the last, and the one before it if it does not
@@ -94,7 +96,9 @@ class StepSimulation:
                 returned.clear()
                 earlier += [Storage(self.ledger, size, OUTPUTS) for size in sizes for _ in range(done, number + 1)]
             self.fsdp.holds = self.batches.reduced_once and number < count - 1
+            pending = self._pending(given)
             returned = self._micro_batch(given)
+            del pending
             done = number + 1
             if count > 1:
                 # Outputs that stay have no gradient.
@@ -107,6 +111,37 @@ class StepSimulation:
 
     def _micro_batch(self, inputs: dict[str, Value]) -> dict[str, Value]:
         """Run one micro-batch; returns its outputs by name."""
+        outputs, sent = self._forward(inputs)
+        if self.training:
+            roots = _roots(outputs, sent)
+            del sent
+            run_backward(roots, self.ledger, self.prober, self.fsdp.end_backward)
+        return outputs
+
+    def _pending(self, inputs: Mapping[str, Value]) -> list[object]:
+        """What the other micro-batches in flight hold. Two of them are run; each further one holds as much as the
+        second."""
+        held: list[object] = []
+        for _ in range(min(self.batches.in_flight - 1, 2)):
+            before = dict(self.ledger.live)
+            held.append(self._forward(self._received_anew(inputs)))
+        further = self.batches.in_flight - 3
+        if further > 0:
+            each = {kind: size - before[kind] for kind, size in self.ledger.live.items()}
+            held += [Storage(self.ledger, size * further, kind) for kind, size in each.items() if size > 0]
+        return held
+
+    def _received_anew(self, inputs: Mapping[str, Value]) -> dict[str, Value]:
+        """Inputs of another micro-batch: it has received tensors of its own."""
+        return {
+            name: Value(Storage(self.ledger, value.form.bytes, ACTIVATIONS), value.form, Leaf(value.form))
+            if value.storage.kind == ACTIVATIONS
+            else value
+            for name, value in inputs.items()
+        }
+
+    def _forward(self, inputs: dict[str, Value]) -> tuple[dict[str, Value], list[Value]]:
+        """Run the forward pass of one micro-batch; returns its outputs by name, and the tensors that it sends."""
         self.ledger.block = BEFORE
         forward = Forward(
             self.stage, self.ledger, self.prober, self.variables, self.resident, self.fsdp, self.training, self.stays
@@ -125,9 +160,7 @@ class StepSimulation:
         for value in outputs.values():
             if value.storage.kind not in (PARAMETERS, BUFFERS, INPUTS):
                 value.storage.turn(OUTPUTS)
-        if self.training:
-            run_backward(_roots(outputs, sent), self.ledger, self.prober, self.fsdp.end_backward)
-        return outputs
+        return outputs, sent
 
     def _put_together(self, returned: dict[str, Value]) -> None:
         """Concatenate the outputs of all micro-batches, while the parts are live."""
