@@ -1,9 +1,10 @@
 """The configurations that may be chosen on one mesh: pipeline, micro-batches, recompute, and ZeRO stage."""
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from itertools import product
 
-from passes.ir.configuration import RECOMPUTE, ZERO_STAGES, Configuration, Pipeline, zero_timing
+from passes.ir.configuration import RECOMPUTE, ZERO_STAGES, Configuration, Staging, zero_timing
 from passes.ir.folded import Folded
 from passes.ir.mesh import Mesh
 from passes.ir.program import Program
@@ -12,7 +13,7 @@ from passes.micro_batches import batch_size
 from passes.search.space import Space
 
 # The pipelines that may be chosen.
-PIPELINES = (Pipeline(),)
+PIPELINES = (Staging(),)
 
 # Different regions whose levels of recompute are chosen one by one; where there are more, all get the same level.
 _CHOSEN_APART = 2
@@ -32,8 +33,9 @@ def micro_batch_counts(space: Space, program: Program) -> Iterator[int]:
 def limited_configurations(space: Space, mesh: Mesh, count: int, folded: Folded) -> Iterator[Configuration]:
     """All configurations of `count` micro-batches on `mesh`, those that take least memory first; ZeRO stage 3, 2, 1."""
     for pipeline, recompute in product(PIPELINES, _recompute_levels(space, folded)):
+        own = replace(pipeline, in_flight=space.in_flight)
         for stage in _zero_stages(space, count):
-            yield Configuration(mesh, count, recompute, *zero_timing(stage, count), pipeline, space.zero)
+            yield Configuration(mesh, count, recompute, *zero_timing(stage, count), own, space.zero)
 
 
 def relaxed_configuration(space: Space, mesh: Mesh, count: int, folded: Folded) -> Configuration:
@@ -42,7 +44,8 @@ def relaxed_configuration(space: Space, mesh: Mesh, count: int, folded: Folded) 
     bound on that of all `limited_configurations` of as many micro-batches, whatever their pipeline."""
     *_, recompute = _recompute_levels(space, folded)
     *_, stage = _zero_stages(space, count)
-    return Configuration(mesh, count, recompute, *zero_timing(stage, count), zero=space.zero)
+    staging = Staging(in_flight=space.in_flight)
+    return Configuration(mesh, count, recompute, *zero_timing(stage, count), staging, space.zero)
 
 
 def _zero_stages(space: Space, count: int) -> tuple[int, ...]:

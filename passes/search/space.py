@@ -16,6 +16,18 @@ from passes.strategies import Setting
 
 
 @dataclass(frozen=True)
+class PipelineChoices:
+    """The pipelines that may be chosen: over the axis called `axis`, of `ranks` ranks. `cuts` are the names of the
+    positions that stages begin with, `per_rank` the number of stages of a rank; None where that is to be chosen."""
+
+    axis: str
+    ranks: int
+    cuts: tuple[str, ...] | None = None
+    schedule: str | None = None
+    per_rank: int | None = None
+
+
+@dataclass(frozen=True)
 class Space:
     """Everything that may be chosen for one program, and the limits that the choice must keep.
 
@@ -27,6 +39,7 @@ class Space:
     - `casts`: the dtypes that parameters are stored in and gradients are reduced in.
     - `full_outputs`: outputs are whole on every rank.
     - `decisions`: what is decided already.
+    - `pipeline`: None for one stage. `in_flight` are the micro-batches whose saved tensors are counted at a time.
     - `in_stripes`: whether methods are offered in stripes too; where something is decided, they are in any case.
     """
 
@@ -44,6 +57,8 @@ class Space:
     decisions: Decisions = field(default_factory=Decisions)
     zero: int | None = None
     in_stripes: bool = False
+    pipeline: PipelineChoices | None = None
+    in_flight: int = 1
 
     @property
     def optimizer(self) -> Optimizer:

@@ -11,7 +11,7 @@ from passes.cost.bound import least_step_s
 from passes.cost.memory import memory_use
 from passes.cost.redistributions import RedistributionCosts
 from passes.ir.choices import Problem, Solution
-from passes.ir.configuration import Configuration, Pipeline
+from passes.ir.configuration import Configuration, Staging
 from passes.ir.errors import MicroBatchError
 from passes.ir.folded import Folded
 from passes.ir.mesh import Mesh
@@ -156,7 +156,7 @@ class Memo:
 
     costs: dict[Mesh, RedistributionCosts] = field(default_factory=dict)
     problems: dict[tuple[Mesh, int], Problem] = field(default_factory=dict)
-    relaxed: dict[tuple[Mesh, int, Pipeline], Subproblem] = field(default_factory=dict)
+    relaxed: dict[tuple[Mesh, int, Staging], Subproblem] = field(default_factory=dict)
     bounds: dict[Hashable, float] = field(default_factory=dict)
 
 

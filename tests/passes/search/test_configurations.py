@@ -10,7 +10,7 @@ from autopar.options import Options
 from autopar.request import make_request
 from passes.capture import capture
 from passes.cost.cluster import CLUSTERS
-from passes.ir.configuration import RECOMPUTE, Configuration, Pipeline
+from passes.ir.configuration import RECOMPUTE, Configuration, Staging
 from passes.ir.decisions import Decisions
 from passes.ir.folded import Folded
 from passes.ir.mesh import Mesh
@@ -125,7 +125,7 @@ def test_pipelines_of_several_stages_are_not_monotone(
     space, _, folded = asked
     assert is_monotone_in_micro_batches()
     count = len(list(limited_configurations(space, space.mesh, 4, folded)))
-    monkeypatch.setattr("passes.search.configurations.PIPELINES", (Pipeline(), Pipeline(2, "1f1b")))
+    monkeypatch.setattr("passes.search.configurations.PIPELINES", (Staging(), Staging(2, "1f1b")))
     assert not is_monotone_in_micro_batches()
     assert len({item.key for item in limited_configurations(space, space.mesh, 4, folded)}) == 2 * count
 

@@ -1,0 +1,104 @@
+"""The best choice of a space, as the solver counts seconds and bytes."""
+
+from dataclasses import replace
+
+from passes.ir.errors import ConstraintError, InfeasibleError
+from passes.ir.log import logger
+from passes.ir.mesh import Mesh
+from passes.lower.recompute import check_patterns
+from passes.rules.parts import find_rule
+from passes.rules.strategies import is_uneven
+from passes.search.best_first import Progress
+from passes.search.configurations import configuration_text
+from passes.search.refinement import best_choice
+from passes.search.space import Space
+from passes.search.subproblems import Choice, Memo, Subproblems
+from passes.solve.gap import PROVEN
+
+
+def choose(subproblems: Subproblems) -> tuple[Subproblems, Choice]:
+    """The best choice of the space, as the solver counts memory, and the subproblems that it is the best of.
+
+    Raises InfeasibleError where nothing fits, which says what would.
+    """
+    _check_recompute(subproblems)
+    subproblems, progress = searched(subproblems)
+    best = progress.best
+    if best is None:
+        raise with_hint(subproblems, min(progress.errors, key=lambda error: error.missing))
+    seconds, bound = best.solution.seconds, best.solution.bound
+    if bound < seconds * (1 - PROVEN):
+        logger.warning("the plan may be up to %.2g%% slower than the best", 100 * (1 - bound / seconds))
+    return subproblems, best
+
+
+def searched(subproblems: Subproblems) -> tuple[Subproblems, Progress]:
+    """The search of all subproblems, and these. Stripes are one layout more for most ops, which only uneven work pays
+    for: where the best choice without them has that, all is searched with them, too."""
+    progress = best_choice(subproblems, Progress())
+    if progress.incumbent is not None and _is_uneven(progress.incumbent):
+        wider = replace(subproblems.space, in_stripes=True)
+        subproblems = replace(subproblems, space=wider, memo=Memo(costs=subproblems.memo.costs))
+        progress = best_choice(subproblems, Progress(progress.incumbent))
+    return subproblems, progress
+
+
+def _is_uneven(choice: Choice) -> bool:
+    """Whether some op of a choice splits in order what stripes would split evenly."""
+    folded, problem = choice.subproblem.program.folded, choice.subproblem.problem
+    for op in folded.ops:
+        rule = find_rule(op, folded.types, folded.program.rules)
+        if rule is not None and rule.joint:
+            index = problem.index[folded.alike.get(op.key, op.key)]
+            if is_uneven(rule, choice.solution.strategy(problem, index).methods):
+                return True
+    return False
+
+
+def _check_recompute(subproblems: Subproblems) -> None:
+    """Raise ConstraintError for levels of recompute that name no region; warn where there is none."""
+    asked = subproblems.space.recompute
+    if asked is None:
+        return
+    regions = subproblems.programs.given(1).folded.regions
+    check_patterns(regions, asked)
+    if not regions and set(asked.values()) != {"none"}:
+        logger.warning("no layers repeat in the model, so nothing is computed again in the backward pass")
+
+
+# Factors of the number of devices that are tried where nothing fits.
+_MORE = (2, 4, 8, 16, 32, 64)
+
+
+def with_hint(subproblems: Subproblems, error: InfeasibleError) -> InfeasibleError:
+    """The error with the nearest thing that fits: another configuration on the same devices, or more devices."""
+    space = subproblems.space
+    free = replace(space, micro_batches=None, recompute=None)
+    if (space.micro_batches, space.recompute) != (None, None) and space.trains:
+        found = _choice_in(subproblems, free)
+        if found is not None:
+            how = configuration_text(found.solution.configuration) or "no recompute, and one micro-batch"
+            return InfeasibleError(f"{error}; it would fit with {how}", error.missing)
+    sizes = space.mesh.sizes
+    for factor in _MORE:
+        wider = replace(free, mesh=Mesh(space.mesh.names, (sizes[0] * factor, *sizes[1:])))
+        found = _choice_in(subproblems, wider)
+        if found is not None:
+            mesh, how = found.subproblem.mesh, configuration_text(found.solution.configuration)
+            return InfeasibleError(
+                f"{error}; it would fit on {mesh.size} devices ({mesh})" + (f" with {how}" if how else ""),
+                error.missing,
+            )
+    return InfeasibleError(
+        f"{error}; nor does any fit with up to {space.mesh.size * _MORE[-1]} devices: take a smaller batch, "
+        "shorter sequences, or a smaller model",
+        error.missing,
+    )
+
+
+def _choice_in(subproblems: Subproblems, space: Space) -> Choice | None:
+    try:
+        return best_choice(subproblems.over(space), Progress()).best
+    except ConstraintError:
+        # The user's constraints cannot be met there.
+        return None

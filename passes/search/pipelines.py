@@ -1,0 +1,306 @@
+"""Pipelines: for every number of micro-batches the best choice of layouts, recompute and ZeRO stage, cut into stages.
+
+All stages share the decisions of the program as a whole. It is solved with the memory of all ranks of the pipeline
+together as its limit, and saved tensors counted for the micro-batches in flight. Cuts are then searched exactly
+(`cuts`) by the seconds of positions, and the memory simulator says which stages fit, with as many micro-batches in
+flight as the schedule has. The plan's step is that of the stages as they are lowered, in the order of the schedule.
+"""
+
+from collections import Counter
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from passes.cost.cluster import GIB
+from passes.cost.pipeline import transfer_s
+from passes.cost.schedules import StageSeconds, check_schedule
+from passes.cost.step import Phases, phases
+from passes.cost.walk import statement_seconds
+from passes.ir.configuration import Configuration, Staging
+from passes.ir.errors import ConstraintError, InfeasibleError, MicroBatchError, PipelineError
+from passes.ir.lowered import Loop, Lowered
+from passes.lower import finished, whole_code
+from passes.lower.stages import Crossing, crossings, cut, positions
+from passes.search.choosing import choose
+from passes.search.configurations import micro_batch_counts
+from passes.search.cuts import Boundary, best_cuts
+from passes.search.cuts import Position as Piece
+from passes.search.found import Found, MemorySimulator, lowered_choice
+from passes.search.space import PipelineChoices, Space
+from passes.search.subproblems import Choice, MicroBatchPrograms, Subproblems
+from passes.variables import name_variables
+
+# Schedules that are tried where none is given, by whether ranks have several stages.
+_OFFERED = {False: ("1f1b",), True: ("interleaved_1f1b",)}
+# Stages of a rank that are tried where their number is not given.
+_PER_RANK = (1, 2)
+# Micro-batches that are tried are at most so many times the ranks of the pipeline.
+_MOST_MICRO_BATCHES = 16
+# Times that a program is solved again in less memory where no cuts fit, each with this part of the memory before.
+_ATTEMPTS, _LESS = 4, 0.8
+
+
+def best_pipeline(subproblems: Subproblems, asked: PipelineChoices, simulate: MemorySimulator) -> Found:
+    """The best choice that runs in a pipeline as `asked`.
+
+    Raises PipelineError where nothing can be cut so, InfeasibleError where nothing fits.
+    """
+    best: Found | None = None
+    errors: list[Exception] = []
+    for count in _counts(subproblems, asked):
+        try:
+            found = _best_of(subproblems, asked, simulate, count)
+        except (InfeasibleError, PipelineError, MicroBatchError, ConstraintError) as error:
+            errors.append(error)
+            continue
+        if best is None or found.seconds.total < best.seconds.total:
+            best = found
+    if best is None:
+        raise _refusal(errors)
+    return best
+
+
+def _refusal(errors: Sequence[Exception]) -> Exception:
+    """The error that is nearest to something that works: least memory is missing, or else the first one."""
+    missing = [error for error in errors if isinstance(error, InfeasibleError)]
+    return min(missing, key=lambda error: error.missing) if missing else errors[0]
+
+
+def _counts(subproblems: Subproblems, asked: PipelineChoices) -> list[int]:
+    """The numbers of micro-batches that are tried: as many as ranks or more, if the batch divides so."""
+    space = subproblems.space
+    if space.micro_batches is not None or not space.trains:
+        return [space.micro_batches or 1]
+    known = list(micro_batch_counts(space, subproblems.programs.program))
+    enough = [count for count in known if asked.ranks <= count <= _MOST_MICRO_BATCHES * asked.ranks]
+    return enough or known[-1:]
+
+
+def _pipelines(asked: PipelineChoices) -> Iterator[tuple[int, str]]:
+    """The numbers of stages of a rank, and the schedules, that are tried.
+
+    Raises PipelineError for cuts that make another number of stages than ranks can have.
+    """
+    counts = _PER_RANK if asked.per_rank is None else (asked.per_rank,)
+    if asked.cuts is not None:
+        stages = len(asked.cuts) + 1
+        if stages % asked.ranks or asked.per_rank not in (None, stages // asked.ranks):
+            wanted = asked.ranks * (asked.per_rank or 1)
+            raise PipelineError(
+                f"{len(asked.cuts)} cuts make {stages} stages, but {asked.ranks} ranks have the same number each"
+                + (f", {asked.per_rank}," if asked.per_rank else "")
+                + f": give {wanted - 1} cuts"
+            )
+        counts = (stages // asked.ranks,)
+    for per_rank in counts:
+        names = _OFFERED[per_rank > 1] if asked.schedule is None else (asked.schedule,)
+        for name in names:
+            yield per_rank, name
+
+
+def _best_of(subproblems: Subproblems, asked: PipelineChoices, simulate: MemorySimulator, count: int) -> Found:
+    """The best pipeline of `count` micro-batches.
+
+    Raises InfeasibleError where none fits, and PipelineError where the program cannot be cut so.
+    """
+    errors: list[Exception] = []
+    for in_flight, share in _memories(asked.ranks):
+        options: list[Found] = []
+        inner = replace(
+            subproblems.space,
+            pipeline=None,
+            micro_batches=count,
+            in_flight=in_flight,
+            memory_limit=subproblems.space.memory_limit * asked.ranks * share,
+        )
+        try:
+            own, choice = _chosen(subproblems, inner)
+        except InfeasibleError as error:
+            errors.append(error)
+            continue
+        for per_rank, schedule in _pipelines(asked):
+            pipeline = Staging(per_rank * asked.ranks, schedule, asked.ranks)
+            try:
+                options.append(_staged(own, choice, asked, pipeline, simulate))
+            except (PipelineError, InfeasibleError) as error:
+                errors.append(error)
+        if options:
+            return min(options, key=lambda found: found.seconds.total)
+    raise _refusal(errors)
+
+
+def _memories(ranks: int) -> Iterator[tuple[int, float]]:
+    """What the solver counts for a pipeline of so many ranks: micro-batches in flight, and the part of the memory of
+    all ranks. Of equal stages the first has most in flight; unequal ones have half as many on average. Where neither
+    can be cut so that it fits, less memory is tried."""
+    counts = dict.fromkeys((ranks, (ranks + 1) // 2))
+    yield from ((count, 1.0) for count in counts)
+    yield from ((ranks, _LESS**attempt) for attempt in range(1, _ATTEMPTS))
+
+
+def _chosen(subproblems: Subproblems, inner: Space) -> tuple[Subproblems, Choice]:
+    """The best choice of layouts for the program as a whole, and its subproblems, with the memory limit of one rank.
+
+    Raises InfeasibleError where nothing fits.
+    """
+    programs = MicroBatchPrograms(subproblems.programs.program, inner, subproblems.clock)
+    own, choice = choose(Subproblems(programs, inner, subproblems.clock, inner.memory_limit))
+    return replace(own, space=replace(own.space, memory_limit=subproblems.space.memory_limit)), choice
+
+
+def _staged(
+    subproblems: Subproblems, choice: Choice, asked: PipelineChoices, pipeline: Staging, simulate: MemorySimulator
+) -> Found:
+    """A choice in the best cuts, or those that are `asked` for, for `pipeline`.
+
+    Raises PipelineError where it cannot be cut so, and InfeasibleError where no cuts fit.
+    """
+    space, chosen = subproblems.space, choice.subproblem
+    configuration = replace(choice.solution.configuration, pipeline=pipeline)
+    check_schedule(pipeline.schedule, pipeline.ranks, pipeline.stages, configuration.micro_batches)
+    program = _Program(subproblems, choice, replace(configuration, pipeline=Staging()), simulate)
+    cuts = asked.cuts
+    if cuts is None:
+        cuts = program.cuts(pipeline)
+    solution = replace(choice.solution, configuration=replace(configuration, pipeline=replace(pipeline, cuts=cuts)))
+    found = lowered_choice(subproblems, chosen.program, chosen.problem, solution, simulate)
+    # A rank takes what its stages take at their own peaks, at most.
+    peaks = [memory.peak for memory in found.memory]
+    of_ranks = [sum(peaks[rank :: pipeline.ranks]) for rank in range(pipeline.ranks)]
+    over = max(of_ranks) - space.memory_limit
+    if over > 0:
+        rank = of_ranks.index(max(of_ranks))
+        stages = ", ".join(str(number) for number in range(rank, pipeline.stages, pipeline.ranks))
+        raise InfeasibleError(
+            f"stage {stages} of {pipeline.stages} exceeds the memory limit of {space.memory_limit / GIB:.3g} GiB per "
+            f"device by {over / GIB:.3g} GiB: cut elsewhere, recompute more, or take more stages",
+            over,
+        )
+    return found
+
+
+@dataclass(frozen=True)
+class _Size:
+    """The size of a stage: the micro-batches in flight, and its copies of each loop."""
+
+    in_flight: int
+    copies: Counter[tuple[int, int]]
+
+    def __le__(self, other: "_Size") -> bool:
+        return self.in_flight <= other.in_flight and self.copies <= other.copies
+
+
+class _Program:
+    """One choice as a whole, and its cuts: the seconds of its positions, what crosses their boundaries, and the memory
+    of its stages."""
+
+    def __init__(
+        self, subproblems: Subproblems, choice: Choice, configuration: Configuration, simulate: MemorySimulator
+    ) -> None:
+        chosen, space = choice.subproblem, subproblems.space
+        self.space, self.clock, self.simulate = space, subproblems.clock, simulate
+        self.configuration, self.mesh = configuration, configuration.mesh
+        self.folded, self.micro = chosen.program.folded, chosen.program.micro
+        self.whole = whole_code(self.folded, chosen.problem, choice.solution, space.casts)
+        self.positions = positions(self.whole)
+        self.least_missing = float("inf")
+        self._known: dict[Hashable, list[tuple[_Size, float]]] = {}
+
+    def cuts(self, pipeline: Staging) -> tuple[str, ...]:
+        """The names of the positions that the stages of the best cuts begin with.
+
+        Raises PipelineError where there are fewer boundaries than cuts, and InfeasibleError where no cuts fit.
+        """
+        boundaries = self._boundaries(pipeline.ranks)
+        offered = sum(boundary is not None for boundary in boundaries)
+        if offered < pipeline.stages - 1:
+            raise PipelineError(
+                f"{pipeline.stages} stages are asked for, but the model can be cut at {offered} places: take fewer "
+                "stages"
+            )
+        found = best_cuts(
+            self._pieces(),
+            boundaries,
+            pipeline.schedule,
+            pipeline.ranks,
+            pipeline.stages,
+            self.configuration.micro_batches,
+            self._fits,
+        )
+        if found is None:
+            raise InfeasibleError(
+                f"no cuts into {pipeline.stages} stages fit the memory limit of {self.space.memory_limit / GIB:.3g} "
+                f"GiB per device: {self.least_missing / GIB:.3g} GiB are missing at least",
+                self.least_missing,
+            )
+        return tuple(self.positions[start].name for start in found.starts)
+
+    def _pieces(self) -> list[Piece]:
+        """The seconds of each position in one micro-batch."""
+        priced = finished(self.whole, None, self.configuration, self.space.cluster, self.clock)
+        seconds = statement_seconds(priced, self.folded, self.space.cluster, self.mesh)
+        found = []
+        for position in self.positions:
+            total = Phases()
+            for number in range(position.first, position.last):
+                statement = self.whole.body.statements[number]
+                own = phases([seconds[number]], self.configuration, 0.0, 0.0)
+                total += own * (1 / len(statement.copies)) if isinstance(statement, Loop) else own
+            found.append(Piece(StageSeconds(total.forward, total.backward)))
+        return found
+
+    def _boundaries(self, ranks: int) -> list[Boundary | None]:
+        """What crosses the boundary before each position; None where no stage but the first may begin."""
+        found: list[Boundary | None] = [None]
+        sent = crossings(self.whole, self.folded.flowing, self.mesh)
+        for number, crossing in enumerate(sent, 1):
+            if not self._is_offered(number, crossing):
+                found.append(None)
+                continue
+            seconds = (
+                transfer_s(size, self.space.cluster, self.mesh, ranks)
+                for size in (crossing.bytes, crossing.gradient_bytes)
+            )
+            found.append(Boundary(*seconds))
+        return found
+
+    def _is_offered(self, number: int, crossing: Crossing) -> bool:
+        """Whether a stage may begin with a position: with a copy of a region, or with the first op of a module; and in
+        training only where a gradient comes back."""
+        before, position = self.positions[number - 1], self.positions[number]
+        module, earlier = (
+            item.name.rpartition("/")[0] if item.copy is None else item.name for item in (position, before)
+        )
+        begins = position.copy is not None or (bool(module) and module != earlier)
+        return begins and bool(crossing.flowing if self.space.trains else crossing.names)
+
+    def _fits(self, first: int, last: int, stage: int, in_flight: int) -> bool:
+        """Whether the stage of the positions from `first` to `last` (exclusive) fits with so many micro-batches in
+        flight: as it does where a larger stage fits, and not where a smaller one does not."""
+        own = self.positions[first:last]
+        loops = Counter((item.first, item.last) for item in own if item.copy is not None)
+        key = first == 0, last == len(self.positions), frozenset(item.name for item in own if item.copy is None)
+        size = _Size(in_flight, loops)
+        known = self._known.setdefault(key, [])
+        for other, over in known:
+            if (over <= 0 and size <= other) or (over > 0 and other <= size):
+                return over <= 0
+        over = self._peak(first, last, in_flight) - self.space.memory_limit
+        known.append((size, over))
+        if over > 0:
+            self.least_missing = min(self.least_missing, over)
+        return over <= 0
+
+    def _peak(self, first: int, last: int, in_flight: int) -> float:
+        """The peak memory of a stage (bytes)."""
+        starts = [start for start in (first, last) if 0 < start < len(self.positions)]
+        stages = cut(self.whole, starts, self.folded.flowing, self.mesh)
+        number = int(first > 0)
+        made = finished(stages[number], None, self.configuration, self.space.cluster, self.clock)
+        stages = tuple(made if at == number else other for at, other in enumerate(stages))
+        variables = [name_variables(made, self.mesh) if at == number else None for at in range(len(stages))]
+        counts = [in_flight] * len(stages)
+        with self.clock("memory"):
+            (memory,) = self.simulate(
+                Lowered(self.folded.program, stages), variables, self.micro, self.configuration, counts
+            )
+        return memory.peak
