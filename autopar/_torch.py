@@ -5,9 +5,12 @@ Every function says what it is for and why no public name serves. All were read 
 their own, `autopar/runtime/fsdp/_torch.py`.
 """
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
+from types import FrameType
 from typing import Any
 from unittest import mock
 
@@ -61,9 +64,12 @@ __all__ = [
     "set_group_timeout",
     "share_tables",
     "spec_of",
+    "state_asked",
     "tensor_hooks",
     "without_subclasses",
 ]
+
+_STATE_DICT_MODULE = "torch.distributed.checkpoint.state_dict"
 
 # The fused kernel of attention of a CPU, and the backward passes of those of both devices: attention that is computed
 # in blocks needs the log-sum-exp of each row, which `scaled_dot_product_attention` does not return.
@@ -181,6 +187,32 @@ def tensor_hooks(parameter: nn.Parameter) -> Sequence[Callable[[Tensor], Tensor 
 def post_accumulate_hooks(parameter: nn.Parameter) -> Sequence[Callable[[Tensor], None]]:
     """The hooks that were registered with `register_post_accumulate_grad_hook`, in their order."""
     return tuple((getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values())
+
+
+@dataclass(frozen=True)
+class StateAsked:
+    """What `torch.distributed.checkpoint.state_dict` is asked for: whole tensors; states of optimizers, nested."""
+
+    full: bool
+    nested: bool
+
+
+def state_asked() -> StateAsked | None:
+    """The state that `get_state_dict` of `torch.distributed.checkpoint`, or one of its kind, is asked for, where it
+    calls the caller's caller; None anywhere else. It asks a module for its parameters like anyone, and says nothing of
+    its options.
+    """
+    frame: FrameType | None = sys._getframe(3)
+    asked = None
+    while frame is not None and frame.f_globals.get("__name__") == _STATE_DICT_MODULE:
+        if frame.f_code.co_name == "_verify_options":
+            options = frame.f_locals.get("options")
+            nested = bool(frame.f_locals.get("optims")) and not getattr(options, "flatten_optimizer_state_dict", True)
+            asked = StateAsked(bool(getattr(options, "full_state_dict", False)), nested)
+        if frame.f_code.co_name.startswith("get_"):
+            return asked
+        frame = frame.f_back
+    return None
 
 
 def has_hooks(parameter: nn.Parameter) -> bool:

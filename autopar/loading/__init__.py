@@ -20,7 +20,11 @@ from autopar.request import Request
 from autopar.runtime import Container, DistributedModule, GeneratedProgram, LoadedProgram, OtherSizes, RegionCopy
 from autopar.runtime.calls.programs import LoadedModel
 from autopar.runtime.fsdp.manager import FSDPManager
-from autopar.runtime.generated.bases import place
+from autopar.runtime.fsdp.managers import FSDPManagers
+from autopar.runtime.generated.bases import Generated, place
+from autopar.runtime.pipeline.ranks import PipelineRanks, pipeline_ranks
+from autopar.runtime.pipeline.running import PipelineRunner
+from autopar.runtime.pipeline.shared import shared_groups, shared_parameters
 from autopar.runtime.ranks.groups import axes_group
 from autopar.runtime.state import from_local, local_part
 from passes.ir.errors import CaptureError, InputError
@@ -37,15 +41,40 @@ def refuse_meta(model: nn.Module) -> None:
             )
 
 
+def stage_ranks(planned: PlannedModel, mesh: DeviceMesh) -> PipelineRanks | None:
+    """The ranks of the pipeline of a plan on `mesh`, which has all its axes; None where there is none."""
+    axis, program = planned.plan.pipeline_axis, planned.plan.programs[planned.plan.objective]
+    if not axis:
+        return None
+    count = len(program.stages)
+    # Stages that run one after the other lie as those of any other schedule.
+    return pipeline_ranks(mesh, axis, [number % program.ranks for number in range(count)])
+
+
+def own_stages(planned: PlannedModel, mesh: DeviceMesh) -> tuple[int, ...]:
+    """The numbers of the stages that this rank runs; a program that is not cut is stage 0."""
+    ranks = stage_ranks(planned, mesh)
+    return (0,) if ranks is None else ranks.own
+
+
 def make_groups(planned: PlannedModel, mesh: DeviceMesh) -> None:
     """Make the process groups over several axes that `distribute` needs. Collective over the mesh.
 
     They are made before anything that one rank alone may fail in, so that no rank waits for another one here.
     """
-    for group in planned.units:
+    ranks = stage_ranks(planned, mesh)
+    inner, own = (mesh, (0,)) if ranks is None else (ranks.inner, ranks.own)
+    for group in (unit for number in own for unit in planned.units[number]):
         for axes in (group.sharded, group.replicated):
             if axes:
-                axes_group(mesh, axes)
+                axes_group(inner, axes)
+    if ranks is not None:
+        shared_groups(shared_holders(planned), ranks)
+
+
+def shared_holders(planned: PlannedModel) -> dict[str, tuple[int, ...]]:
+    """The parameters that several stages hold, by name, and these stages."""
+    return {name: item.stages for name, item in planned.plan.parameters.items() if len(item.stages) > 1}
 
 
 def distribute(
@@ -56,34 +85,63 @@ def distribute(
     mesh: DeviceMesh,
     other_sizes: OtherSizes,
 ) -> DistributedModule:
-    """The module of one rank: its part of every parameter, and the generated programs. `signature` is that of the
-    model's forward.
+    """The module of one rank: its part of every parameter of its stages, and the generated programs. `signature` is
+    that of the model's forward.
 
     Nothing is sent between ranks, apart from process groups that `make_groups` has not made.
     """
     register_caches(model)
     device = local_device(mesh.device_type)
-    manager = FSDPManager(mesh)
-    root = placed_parts(model, planned.stored, planned.units, request, mesh, device, manager)
-    loaded = {name: load(program, name) for name, program in planned.programs.items()}
-    loaded_model = LoadedModel(planned.plan, loaded, signature, planned.seed, other_sizes, planned.refused)
-    module = DistributedModule(root, mesh, device, loaded_model, manager)
+    ranks = stage_ranks(planned, mesh)
+    inner, own = (mesh, (0,)) if ranks is None else (ranks.inner, ranks.own)
+    managers = {number: FSDPManager(inner) for number in own}
+    units = {manager: planned.units[number] for number, manager in managers.items()}
+    root = placed_parts(model, planned.stored, units, request, inner, device, _held(model, planned, own))
+    loaded = {name: load(program, name, own) for name, program in planned.programs.items()}
+    held = root.state_dict(keep_vars=True)
+    elsewhere = {name: item.to("meta") for name, item in model.state_dict().items() if name not in held}
+    loaded_model = LoadedModel(planned.plan, loaded, signature, planned.seed, other_sizes, planned.refused, elsewhere)
+    runner = None
+    if ranks is not None:
+        schedule, shared = planned.plan.programs[planned.plan.objective].schedule, shared_holders(planned)
+        whole = planned.plan.outputs == "full"
+        runner = PipelineRunner(ranks, device, schedule, shared_parameters(root, shared, ranks), whole=whole)
+    module = DistributedModule(root, inner, device, loaded_model, FSDPManagers(managers), runner)
     module.take_from(model)
     return module
+
+
+def _held(model: nn.Module, planned: PlannedModel, own: Sequence[int]) -> Set[str] | None:
+    """The names of the parameters and buffers that the ranks of the stages `own` hold; None for all.
+
+    Those that no stage reads are held by the first.
+    """
+    stages = [stage for program in planned.programs.values() for stage in program.stages]
+    if not stages:
+        return None
+    read = {name for stage in stages for name in stage.holds}
+    held = {name for program in planned.programs.values() for number in own for name in program.stages[number].holds}
+    totals = [item.micro_batches.totals for item in planned.programs.values() if item.micro_batches is not None]
+    held |= {name for item in totals if item is not None for name in item.buffers}
+    if 0 in own:
+        tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+        held |= {name for name, _ in tensors if name not in read}
+    return held
 
 
 def placed_parts(
     model: nn.Module,
     stored: Mapping[str, Layout],
-    groups: Sequence[FSDPUnit],
+    units: Mapping[FSDPManager, Sequence[FSDPUnit]],
     request: Request,
     mesh: DeviceMesh,
     device: torch.device,
-    manager: FSDPManager,
+    held: Set[str] | None = None,
 ) -> Container:
     """Parameters as this rank's parts, and buffers, under the model's names; ties stay ties.
 
-    Parameters have the layouts `stored`; `manager` takes those in `groups`.
+    Parameters have the layouts `stored`; managers take those in their `units`. Only the tensors called as in `held` are
+    placed; None for all.
     """
     root = Container()
     coordinate = mesh.get_coordinate()
@@ -97,7 +155,7 @@ def placed_parts(
         found = local_part(whole, layout, coordinate, request.mesh)
         return found.to(device, dtype or whole.dtype, copy=True).contiguous()
 
-    for group in groups:
+    for manager, group in ((manager, group) for manager, own in units.items() for group in own):
         members = {name: model.get_parameter(name) for name in group.parameters}
         parts = {
             name: nn.Parameter(
@@ -108,6 +166,8 @@ def placed_parts(
         shown = manager.add(group, parts, stored)
         placed.update((id(parameter), shown[name]) for name, parameter in members.items())
     for name, parameter in model.named_parameters(remove_duplicate=False):
+        if held is not None and name not in held:
+            continue
         if id(parameter) not in placed:
             layout = stored.get(name, (I,) * len(request.mesh.sizes))
             distributed = from_local(part(parameter, layout), layout, parameter.shape, mesh, request.mesh)
@@ -115,19 +175,25 @@ def placed_parts(
         place(root, name, placed[id(parameter)])
     persistent = set(model.state_dict(keep_vars=True))
     for name, buffer in model.named_buffers(remove_duplicate=False):
+        if held is not None and name not in held:
+            continue
         if id(buffer) not in placed:
             placed[id(buffer)] = buffer.detach().clone().to(device)
         place(root, name, placed[id(buffer)], name in persistent)
     return root
 
 
-def load(program: GeneratedProgram, name: str) -> LoadedProgram:
-    """A program with its generated class."""
+def load(program: GeneratedProgram, name: str, stages: Sequence[int] = (0,)) -> LoadedProgram:
+    """A program with its generated class; of a program in a pipeline, those of `stages`."""
+    batches = program.micro_batches
+    totals = None if batches is None or batches.totals is None else load(batches.totals, f"{name}_totals")
+    if program.stages:
+        own = {number: load(program.stages[number].program, name) for number in stages}
+        first = next(iter(own.values()))
+        return LoadedProgram(program, first.path, Generated, totals, own)
     path, module = load_source(program.source, f"{program.class_name}_{name}")
     if program.compiled:
         compile_regions(module)
-    batches = program.micro_batches
-    totals = None if batches is None or batches.totals is None else load(batches.totals, f"{name}_totals")
     return LoadedProgram(program, path, getattr(module, program.class_name), totals)
 
 
@@ -159,9 +225,14 @@ def replace_part(model: nn.Module, name: str, part: DistributedModule) -> None:
     and methods of the submodule that it replaces. Children of that submodule that were not traced (an embedding, where
     the trace begins after it) are kept, with their own parameters.
 
-    Raises InputError where there is no such submodule, where `part` was made from another one, and where it shares a
-    parameter with the rest of the model.
+    Raises InputError where there is no such submodule, where `part` was made from another one, where it shares a
+    parameter with the rest of the model, and where it runs in pipeline stages.
     """
+    if part.plan.pipeline_axis:
+        raise InputError(
+            f"the part runs in stages along {part.plan.pipeline_axis}, and cannot hand gradients to the rest of the "
+            "model: parallelize it on a mesh without that axis"
+        )
     try:
         original = model.get_submodule(name)
     except AttributeError:

@@ -1,6 +1,7 @@
 """Loading of state dicts into distributed parameters: each rank copies its shard of a whole plain tensor."""
 
 from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor, nn
@@ -13,7 +14,12 @@ from passes.ir.grouping import grouped
 
 
 class Loadable(nn.Module):
-    """A module that takes state dicts of the stock model."""
+    """A module that takes state dicts of the stock model.
+
+    `_elsewhere` are, without values, the tensors of the model's state dict that only other pipeline stages hold.
+    """
+
+    _elsewhere: Mapping[str, Tensor] = MappingProxyType({})
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load parameters and buffers, as `torch.nn.Module.load_state_dict` does; every rank calls it alike.
@@ -22,16 +28,22 @@ class Loadable(nn.Module):
         parameter. It is converted to the dtype and device of the parameter. With `assign=True` parameters become new
         ones, with these properties all the same, and tied parameters stay tied.
 
+        In pipeline stages it takes the state dict of the whole model, of which each rank keeps what its stages hold, or
+        that of this rank's stages alone.
+
         Returns the names that are missing and additional, if `strict` is False; they are errors otherwise.
 
         Raises CheckpointError for these names, and for values of another shape, without data, on another mesh, or that
         are no tensors. Nothing is changed then.
         """
         own: dict[str, Tensor] = self.state_dict(keep_vars=True)
-        problems = [*(_differences(own, state_dict) if strict else ()), *_unfit(own, state_dict)]
+        # Who gives anything of other stages gives the whole model.
+        known = own if self._elsewhere.keys().isdisjoint(state_dict) else {**own, **self._elsewhere}
+        problems = [*(_differences(known, state_dict) if strict else ()), *_unfit(known, state_dict)]
         if problems:
             raise CheckpointError(f"the state dict does not fit the model: {'; '.join(problems)}")
-        keys = super().load_state_dict(state_dict, strict=False, assign=assign)
+        given = {name: value for name, value in state_dict.items() if name not in self._elsewhere}
+        keys = super().load_state_dict(given, strict=False, assign=assign)
         if assign:
             _tie_again(self, own)
         return keys

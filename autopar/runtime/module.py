@@ -1,7 +1,8 @@
 """The module that `parallelize` returns."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -10,37 +11,50 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar._torch import parts_of, share_tables
 from autopar.runtime.calls.inputs import RowLoader
-from autopar.runtime.calls.programs import CallPath, LoadedModel, Programs, RunnableProgram
+from autopar.runtime.calls.programs import CallPath, LoadedModel, Programs, RunnableProgram, RunnableStage
 from autopar.runtime.calls.steps import forward_backward, loss_of, output_of
 from autopar.runtime.checkpoint import Loadable
-from autopar.runtime.fsdp.manager import FSDPManager
+from autopar.runtime.fsdp.managers import FSDPManagers
 from autopar.runtime.generated.bases import Container, local
 from autopar.runtime.generated.random import Randomness
 from autopar.runtime.generated.saving import saving
 from autopar.runtime.parameters import ParameterWatch
+from autopar.runtime.pipeline.running import PipelineRunner
 from autopar.runtime.ranks.agreement import Agreement
 from autopar.runtime.ranks.comparing import CallComparison, Surroundings
 from autopar.runtime.ranks.failures import FailureReports
-from autopar.runtime.refusals import CalledPart, missing_method, put, refuse_export, refuse_module_hooks
+from autopar.runtime.refusals import (
+    CalledPart,
+    missing_method,
+    put,
+    refuse_export,
+    refuse_module_hooks,
+    refuse_parameter_hooks,
+    refuse_partial_state,
+)
 from autopar.runtime.state import axes_of, mesh_of
+from autopar.runtime.whole import GradientClipping, whole_state
 from passes._torch import buffers_of, parameters_of, schema_of
 from passes.ir.arguments import find_overload
-from passes.ir.errors import CaptureError, InputError
+from passes.ir.errors import CaptureError, InputError, UnsupportedError
 from passes.ir.layout import S
 from passes.ir.plan import Plan
-from passes.ir.program import StateChange
 
 # Attributes of the module below.
 _OWN = (
+    "_agreement",
     "_axes",
     "_calls",
+    "_clipping",
     "_comparison",
-    "_fsdp_manager",
+    "_elsewhere",
     "_failures",
     "_loader",
+    "_managers",
     "_mesh",
     "_model_class",
     "_original",
+    "_pipeline",
     "_plan",
     "_programs",
     "_random",
@@ -61,8 +75,15 @@ class DistributedModule(Loadable, CalledPart):
     _root: Container
 
     def __init__(
-        self, root: Container, mesh: DeviceMesh, device: torch.device, loaded: LoadedModel, fsdp_manager: FSDPManager
+        self,
+        root: Container,
+        mesh: DeviceMesh,
+        device: torch.device,
+        loaded: LoadedModel,
+        managers: FSDPManagers,
+        pipeline: PipelineRunner | None = None,
     ) -> None:
+        """`mesh` is that of this rank's stages where there is a `pipeline`."""
         super().__init__()
         plan, programs = loaded.plan, loaded.programs
         taken = sorted(set(_OWN) & {*parts_of(root), *parameters_of(root), *buffers_of(root)})
@@ -72,22 +93,26 @@ class DistributedModule(Loadable, CalledPart):
         # could hide a part. A parameter that is replaced in one is replaced in both.
         share_tables(self, root)
         self._axes = axes_of(mesh)
-        fsdp_manager.bind(root)
-        self._fsdp_manager = fsdp_manager
+        managers.bind(root)
+        self._managers = managers
         self._mesh = mesh
+        self._pipeline = pipeline
         self._plan = plan
         self._random = Randomness(loaded.seed)
         self._failures = FailureReports(plan.model)
         self._refused = loaded.refused
+        self._elsewhere = loaded.elsewhere
         self._original: nn.Module | None = None
         self._model_class: type[nn.Module] | None = None
         # The parts of the model are this module's own: the container is none of them.
         object.__setattr__(self, "_root", root)
-        self._programs = Programs(root, mesh, device, self._random, fsdp_manager, programs, loaded.other_sizes)
+        self._programs = Programs(root, mesh, device, self._random, managers.by_stage, programs, loaded.other_sizes)
         self._watch = ParameterWatch(root, plan.parameters if plan.objective == "train" else {})
-        agreement = Agreement(mesh)
+        agreement = Agreement(self.mesh)
+        self._agreement = agreement
+        self._clipping = GradientClipping(agreement, None if pipeline is None else pipeline.ranks)
         self._comparison = self._compared(agreement)
-        self._loader = RowLoader(mesh, device, agreement)
+        self._loader = RowLoader(mesh, device, agreement, mesh_of(self.mesh))
         self._calls = CallPath(
             loaded.signature, self._programs, self._watch, self._comparison, mesh, self._axes, device
         )
@@ -100,7 +125,7 @@ class DistributedModule(Loadable, CalledPart):
             axis for item in inputs for axis, placement in enumerate(item.layout) if placement == S(item.samples or 0)
         ]
         shape = mesh_of(self._mesh)
-        return CallComparison(agreement, shape, shape.names[min(split, default=0)])
+        return CallComparison(agreement, mesh_of(self.mesh), shape, shape.names[min(split, default=0)])
 
     def train(self, mode: bool = True) -> "DistributedModule":
         """Switch between training and evaluation; a module planned for inference only cannot train."""
@@ -155,7 +180,7 @@ class DistributedModule(Loadable, CalledPart):
     @property
     def mesh(self) -> DeviceMesh:
         """The device mesh that the module runs on."""
-        return self._mesh
+        return self._mesh if self._pipeline is None else self._pipeline.ranks.mesh
 
     @property
     def plan(self) -> Plan:
@@ -227,12 +252,25 @@ class DistributedModule(Loadable, CalledPart):
         planned, and for sizes that the model cannot be traced for.
         """
         refuse_export()
+        with self._comparison.telling():
+            if self._pipeline is not None and self.training and torch.is_grad_enabled():
+                raise UnsupportedError(
+                    "a module in pipeline stages computes gradients with the forward pass: call "
+                    "dist_model.forward_backward(...), or enter torch.no_grad() for the output alone"
+                )
         serving, inputs = self._calls.prepared(self._mode(), self._surroundings(1), args, kwargs)
-        self._change(serving.program.changes)
-        return self._output(serving, self._run(serving, inputs))
+        self._change(serving)
+        if self._pipeline is None:
+            return self._output(serving, self._run(serving.stages[0], inputs))
+        with torch.no_grad(), self._random.step():
+            return self._output(serving, self._pipeline.forward(serving, inputs, self._runs(serving)))
 
-    def _run(self, serving: RunnableProgram, local_inputs: Sequence[Tensor]) -> tuple[object, ...]:
-        """Run a program on this rank's parts of its inputs."""
+    def _runs(self, serving: RunnableProgram) -> dict[int, Callable[[Sequence[Tensor]], Sequence[object]]]:
+        """The functions that run the stages of this rank."""
+        return {number: partial(self._run, stage) for number, stage in serving.stages.items()}
+
+    def _run(self, serving: RunnableStage, local_inputs: Sequence[Tensor]) -> tuple[object, ...]:
+        """Run a program, or one of its stages, on this rank's parts of its inputs."""
         self._random.advance()
         serving.parameters.follow()
         program = serving.program
@@ -241,7 +279,7 @@ class DistributedModule(Loadable, CalledPart):
             torch.set_grad_enabled(differentiable),
             saving() if differentiable and program.regathers else nullcontext(),
         ):
-            results = self._fsdp_manager.run(program.held, serving.instance.forward, local_inputs)
+            results = serving.manager.run(program.held, serving.instance.forward, local_inputs)
         return serving.parameters.linked(results) if differentiable else results
 
     def _output(self, serving: RunnableProgram, leaves: Sequence[object]) -> object:
@@ -255,15 +293,26 @@ class DistributedModule(Loadable, CalledPart):
         The batch goes through the planned number of micro-batches, whose losses and gradients add up to those of the
         whole batch; then the output is without gradient. A batch of another size is cut into as many.
 
-        Raises InputError if the output has no loss, UnsupportedError for hooks on this module where there are
-        micro-batches, which run without them, and what a call raises.
+        In pipeline stages it is the only way to gradients. Then the output's tensors with dims are None on the ranks of
+        other stages than the one that computes them, unless the plan has `outputs="full"`; the loss is on all.
+
+        Raises InputError if the output has no loss, and within `torch.no_grad()`; UnsupportedError for hooks on this
+        module where there are micro-batches, which run without them, and in pipeline stages for hooks on its
+        parameters; and what a call raises.
         """
         return self._failures.run(self._forward_backward, *args, **kwargs)
 
     def _forward_backward(self, *args: object, **kwargs: object) -> object:
         batching = self._programs.planned(self._mode()).program.micro_batches
         if batching is not None:
-            refuse_module_hooks(self)
+            with self._comparison.telling():
+                refuse_module_hooks(self)
+                if self._pipeline is not None:
+                    refuse_parameter_hooks(self)
+                if not torch.is_grad_enabled():
+                    raise InputError(
+                        "forward_backward computes gradients: call it without torch.no_grad() and inference mode"
+                    )
             return self._in_micro_batches(
                 *self._calls.prepared(self._mode(), self._surroundings(batching.count), args, kwargs)
             )
@@ -276,18 +325,49 @@ class DistributedModule(Loadable, CalledPart):
 
     def _in_micro_batches(self, serving: RunnableProgram, inputs: Sequence[Tensor]) -> object:
         """Forward and backward of a batch in the micro-batches of the program that serves it."""
-        batching, totals = serving.program.micro_batches, serving.instance.totals
+        batching = serving.program.micro_batches
         assert batching is not None
-        self._change(serving.program.changes)
+        self._change(serving)
+        if self._pipeline is not None:
+            keeping = self._managers.keeping_parameters() if batching.gather_once else nullcontext()
+            with keeping, self._random.step():
+                leaves = self._pipeline.forward_backward(serving, inputs, self._runs(serving), batching)
+            return self._output(serving, leaves)
         leaves = forward_backward(
             batching,
             inputs,
             self._mesh,
-            None if totals is None else lambda parts: totals.forward(*parts),
-            lambda parts: self._run(serving, parts),
-            self._fsdp_manager,
+            serving.totals,
+            partial(self._run, serving.stages[0]),
+            self._managers,
         )
         return self._output(serving, leaves)
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """All parameters and buffers as whole plain tensors on the CPU, under the names of the stock model.
+
+        The first rank of the mesh has them, those of all pipeline stages; the other ranks get an empty dict. Every rank
+        calls it: `state = dist_model.full_state_dict()`. Then the first rank writes a folder that `from_pretrained`
+        loads, `stock_model.save_pretrained(folder, state_dict=state)`. Of torch's `get_model_state_dict` a rank gets
+        the parameters of its own stages alone.
+        """
+        ranks = None if self._pipeline is None else self._pipeline.ranks
+        state = {name: item for name, item in self.state_dict(keep_vars=True).items() if isinstance(item, Tensor)}
+        return self._failures.run(partial(whole_state, state, self.mesh, self._agreement, ranks))
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
+        """See `autopar.clip_grad_norm_`."""
+        elsewhere = frozenset[str]() if self._pipeline is None else self._pipeline.shared.counted_elsewhere
+        parameters = dict(self.named_parameters())
+        return self._failures.run(self._clipping.clip, parameters, elsewhere, (max_norm, norm_type), error_if_nonfinite)
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters of this rank by name: in pipeline stages those of its own."""
+        if self._pipeline is not None:
+            refuse_partial_state()
+        return super().named_parameters(prefix, recurse, remove_duplicate)
 
     def holding_gradients(self) -> AbstractContextManager[None]:
         """Context in which backward passes accumulate gradients of parameters on data axes without reducing them.
@@ -299,27 +379,26 @@ class DistributedModule(Loadable, CalledPart):
 
         The backward pass raises InputError for a parameter on data axes that has a tensor hook.
         """
-        return self._fsdp_manager.holding_gradients()
+        return self._managers.holding_gradients()
 
     def keeping_parameters(self) -> AbstractContextManager[None]:
         """Context in which parameters that stay gathered for backward also stay gathered after it.
 
         Enter it around all micro-batches of a step. Parameters must not change inside.
         """
-        return self._fsdp_manager.keeping_parameters()
+        return self._managers.keeping_parameters()
 
-    def _change(self, changes: Sequence[StateChange]) -> None:
+    def _change(self, serving: RunnableProgram) -> None:
         """Apply the changes to parameters that the model itself makes before it reads them."""
-        for change in changes:
+        changes = {change.parameter: change for stage in serving.stages.values() for change in stage.program.changes}
+        for change in changes.values():
             part = local(self._root.get_parameter(change.parameter).detach())
             first, *_ = schema_of(find_overload(change.target)).arguments
             with torch.no_grad():
                 find_overload(change.target)(**{first.name: part.data}, **change.arguments)
 
     def _surroundings(self, micro_batches: int) -> Surroundings:
-        return Surroundings(
-            self.training, micro_batches, self._random, self._fsdp_manager.within, self._mesh.device_type
-        )
+        return Surroundings(self.training, micro_batches, self._random, self._managers.within, self._mesh.device_type)
 
     def _mode(self) -> str:
         """The name of the program that runs: evaluation has its own only where it differs from training."""

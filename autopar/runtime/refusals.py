@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from autopar._torch import REGISTRY_KEY, STATE_KEY, call_hooks, parts_of
+from autopar._torch import REGISTRY_KEY, STATE_KEY, call_hooks, has_hooks, parts_of, state_asked
 from passes._torch import PARAMETERS, buffers_of, parameters_of
 from passes.ir.errors import UnsupportedAttributeError, UnsupportedError
 
@@ -168,8 +168,7 @@ class CalledPart(DistributedPart):
 # --- methods and attributes of the model -----------------------------------------------------------------------------
 
 _EXPORT = (
-    "collect the weights with torch.distributed.checkpoint.state_dict.get_model_state_dict(dist_model, "
-    "options=StateDictOptions(full_state_dict=True, cpu_offload=True)), and on rank 0 call the model's own "
+    "collect the weights with state = dist_model.full_state_dict() on all ranks, and on rank 0 call the model's own "
 )
 _CHECKPOINTING = (
     "recompute is decided when the model is planned: pass recompute= ('none', 'selective', "
@@ -178,8 +177,8 @@ _CHECKPOINTING = (
 _INSTEAD: Mapping[str, str] = {
     "generate": "a plan has no steps of decoding: save the weights, and generate with the model itself, or with an "
     "engine for inference",
-    "save_pretrained": f"{_EXPORT}save_pretrained(folder, state_dict=...)",
-    "push_to_hub": f"{_EXPORT}save_pretrained(folder, state_dict=...), then upload the folder",
+    "save_pretrained": f"{_EXPORT}save_pretrained(folder, state_dict=state)",
+    "push_to_hub": f"{_EXPORT}save_pretrained(folder, state_dict=state), then upload the folder",
     "gradient_checkpointing_enable": _CHECKPOINTING,
     "gradient_checkpointing_disable": _CHECKPOINTING,
     "resize_token_embeddings": "shapes of parameters are part of the plan: resize the model before "
@@ -207,12 +206,38 @@ def refuse_export() -> None:
         raise UnsupportedError("a distributed module cannot be exported: export the model without parallelize")
 
 
+def refuse_partial_state() -> None:
+    """Raise UnsupportedError where torch asks a module in pipeline stages for a state dict that would be wrong, because
+    it would have what one rank's stages hold alone."""
+    asked = state_asked()
+    if asked is not None and asked.full:
+        raise UnsupportedError(
+            "full_state_dict=True would collect the pipeline stages of one rank alone: call "
+            "dist_model.full_state_dict() for the whole model, and save optimizers with torch.distributed.checkpoint"
+        )
+    if asked is not None and asked.nested:
+        raise UnsupportedError(
+            "a checkpoint would list the parameters of one rank's pipeline stages alone in the optimizer's groups: ask "
+            "for options=StateDictOptions(flatten_optimizer_state_dict=True), here and where the checkpoint is loaded"
+        )
+
+
 def refuse_module_hooks(module: nn.Module) -> None:
     """Raise UnsupportedError for a module with hooks that calls of the module run."""
     if call_hooks(module):
         raise UnsupportedError(
             "hooks on a distributed module do not run in forward_backward with micro-batches, which run one by one: "
             "remove them, or plan with micro_batches=1"
+        )
+
+
+def refuse_parameter_hooks(module: nn.Module) -> None:
+    """Raise UnsupportedError for a module of which a parameter has hooks."""
+    name = next((name for name, parameter in module.named_parameters() if has_hooks(parameter)), None)
+    if name is not None:
+        raise UnsupportedError(
+            f"the parameter {name!r} has a hook, which would see gradients before those of all micro-batches and "
+            "pipeline stages are added up: remove it, and change .grad after forward_backward"
         )
 
 

@@ -21,6 +21,7 @@ from autopar.runtime.state import axes_of, from_local, mesh_of, rank_along
 from passes.ir.errors import InputError
 from passes.ir.layout import I, R, S, fits, local_shape, whole_shape
 from passes.ir.leaves import input_leaves, map_leaves
+from passes.ir.mesh import Mesh
 from passes.ir.program import TensorType, dtype_name
 
 # Values that are no tensors and may be given where nothing was planned: a program is made for each.
@@ -230,7 +231,10 @@ _WHAT = "from_local()"
 class RowLoader:
     """Gathers global batches from the rows of each rank, over the ranks of a mesh."""
 
-    def __init__(self, mesh: DeviceMesh, device: torch.device, agreement: Agreement) -> None:
+    def __init__(self, mesh: DeviceMesh, device: torch.device, agreement: Agreement, whole: Mesh) -> None:
+        """`mesh` is that of this rank's pipeline stages, the last axes of the `whole` mesh, whose ranks all agree."""
+        self._ranks = whole
+        self._outer = len(whole.sizes) - mesh.ndim
         self._mesh = mesh
         self._shape = mesh_of(mesh)
         self._axes = axes_of(mesh)
@@ -238,7 +242,7 @@ class RowLoader:
         self._agreement = agreement
         self._number = 0
         self._values = ValueComparison(
-            agreement, self._shape, _WHAT, "it has no samples to split, so it must be the same on every rank"
+            agreement, whole, _WHAT, "it has no samples to split, so it must be the same on every rank"
         )
 
     def _numbers(self, axes: Sequence[str]) -> tuple[int, ...]:
@@ -248,6 +252,12 @@ class RowLoader:
         """
         names = self._shape.names
         asked = (axes,) if isinstance(axes, str) else tuple(axes)
+        outer = next((name for name in self._ranks.names[: self._outer] if name in asked), None)
+        if outer is not None:
+            raise InputError(
+                f"axes is {axes!r}: pipeline stages run along {outer}, so ranks along it give the same rows; name "
+                f"other axes of the mesh ({', '.join(names)})"
+            )
         if not asked or not set(asked) <= set(names) or len(set(asked)) < len(asked):
             raise InputError(
                 f"axes is {axes!r}: it must name axes of the mesh ({', '.join(names)}), each once, the outermost first"
@@ -308,7 +318,7 @@ class RowLoader:
         own = self._checked_counts(self._agreed(described, count), numbers)
         self._number += 1
         leaves = [
-            Leaf(name, tensor, frozenset(() if dim is None else numbers))
+            Leaf(name, tensor, frozenset(() if dim is None else (number + self._outer for number in numbers)))
             for name, (tensor, dim) in sorted(tensors.items())
         ]
         self._values.compare(self._number, lambda: leaves)
@@ -327,9 +337,9 @@ class RowLoader:
     def _checked_counts(self, counts: Sequence[int], axes: Sequence[int]) -> list[int]:
         """The numbers of rows along `axes`, the first one outermost."""
         found: dict[tuple[int, ...], tuple[int, int]] = {}
-        coordinates = self._shape.coordinates() if len(counts) > 1 else [(0,) * len(self._shape.sizes)]
+        coordinates = self._ranks.coordinates() if len(counts) > 1 else [(0,) * len(self._ranks.sizes)]
         for rank, (coordinate, count) in enumerate(zip(coordinates, counts, strict=True)):
-            other, expected = found.setdefault(tuple(coordinate[axis] for axis in axes), (rank, count))
+            other, expected = found.setdefault(tuple(coordinate[axis + self._outer] for axis in axes), (rank, count))
             if count != expected:
                 names = ", ".join(self._shape.names[axis] for axis in axes)
                 raise InputError(

@@ -6,8 +6,8 @@
 import inspect
 import sys
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -31,23 +31,39 @@ from passes.ir.plan import Plan
 from passes.ir.program import dtype_name
 from passes.ir.redistribution import redistribution
 
+# Runs the program of totals on this rank's parts of its inputs.
+Totals = Callable[[Sequence[Tensor]], Sequence[object]]
+
 # Maximum number of programs kept for inputs other than planned.
 KEPT = 32
 
 
-@dataclass(frozen=True)
-class RunnableProgram:
-    """A program, the instance of its generated class that runs it, and the parameters that it reads."""
+@dataclass(frozen=True, eq=False)
+class RunnableStage:
+    """A pipeline stage of this rank, or a whole program that is not cut: the instance of its generated class, the
+    parameters that it reads, and the FSDP manager of these."""
 
     program: GeneratedProgram
     instance: Generated
     parameters: ReadParameters
+    manager: FSDPManager
+
+
+@dataclass(frozen=True, eq=False)
+class RunnableProgram:
+    """A program with its stages on this rank, by number, and the code of its totals; a program that is not cut is its
+    own stage 0."""
+
+    program: GeneratedProgram
+    stages: Mapping[int, RunnableStage]
+    totals: Totals | None
 
 
 @dataclass(frozen=True)
 class LoadedModel:
     """A plan, its programs by name, the signature of the model's forward, the seed of random numbers, the function that
-    makes programs for other sizes, and the reason why the model cannot be evaluated, if there is one."""
+    makes programs for other sizes, the reason why the model cannot be evaluated, if there is one, and those tensors of
+    its state dict that only other ranks' pipeline stages hold, on meta."""
 
     plan: Plan
     programs: Mapping[str, LoadedProgram]
@@ -55,6 +71,7 @@ class LoadedModel:
     seed: int
     other_sizes: OtherSizes
     refused: str = ""
+    elsewhere: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 class Programs:
@@ -66,7 +83,7 @@ class Programs:
         mesh: DeviceMesh,
         device: torch.device,
         random: Randomness,
-        fsdp_manager: FSDPManager,
+        managers: Mapping[int, FSDPManager],
         loaded: Mapping[str, LoadedProgram],
         other_sizes: OtherSizes,
     ) -> None:
@@ -75,7 +92,7 @@ class Programs:
         self._mesh = mesh
         self._device = device
         self._random = random
-        self._fsdp_manager = fsdp_manager
+        self._managers = managers
         self._other_sizes = other_sizes
         self.loaded = dict(loaded)
         self._planned = {name: self._instance(item) for name, item in loaded.items()}
@@ -114,8 +131,9 @@ class Programs:
         if len(self._others) <= KEPT:
             return
         _, oldest = self._others.popitem(last=False)
-        # The module of its source is of no use without it.
-        sys.modules.pop(type(oldest.instance).__module__, None)
+        # The modules of its source are of no use without it.
+        for stage in oldest.stages.values():
+            sys.modules.pop(type(stage.instance).__module__, None)
         if not self._warned and not any(axis.rank for axis in axes_of(self._mesh)):
             logger.warning(
                 "this module was called with more than %d different sizes or sets of inputs: the program that was not "
@@ -126,17 +144,26 @@ class Programs:
         self._warned = True
 
     def _instance(self, loaded: LoadedProgram) -> RunnableProgram:
+        stages = {number: self._stage(own, self._managers[number]) for number, own in loaded.stages.items()}
+        if not loaded.program.stages:
+            stages = {0: self._stage(loaded, self._managers[0])}
+        return RunnableProgram(loaded.program, stages, None if loaded.totals is None else self._totals(loaded.totals))
+
+    def _totals(self, loaded: LoadedProgram) -> Totals:
+        # They read no parameters.
+        instance = self._stage(loaded, next(iter(self._managers.values()))).instance
+        return lambda parts: instance.forward(*parts)
+
+    def _stage(self, loaded: LoadedProgram, manager: FSDPManager) -> RunnableStage:
         program, held = loaded.program, loaded.program.held
         given = {given_name(name): value.to(self._device) for name, value in tensors_among(program.constants).items()}
         tensors = {**program.tensors, **given}
-        view = self._fsdp_manager.view(self._root, held)
-        parameters = self._parameters.read(view, program.parameters - held.gathered)
-        groups, around = self._fsdp_manager.groups(held), self._fsdp_manager.around_copies(held)
+        view = manager.view(self._root, held)
+        parameters = self._parameters.read(view, program.local)
+        groups, around = manager.groups(held), manager.around_copies(held)
         axes = axes_of(self._mesh, sorted(program.spans))
         instance = loaded.kind(view, axes, self._device, tensors, self._random, groups, around)
-        if loaded.totals is not None:
-            instance.totals = self._instance(loaded.totals).instance
-        return RunnableProgram(program, instance, parameters)
+        return RunnableStage(program, instance, parameters, manager)
 
 
 def _serves(program: GeneratedProgram, call: BoundCall, count: int) -> bool:

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autopar._torch import without_subclasses
-from autopar.runtime.fsdp.manager import FSDPManager
+from autopar.runtime.fsdp.managers import FSDPManagers
 from autopar.runtime.generated.bases import Cut, GeneratedProgram, MicroBatching, PlannedOutput
 from autopar.runtime.generated.collectives import run_change
 from autopar.runtime.state import axis_along, from_local, mesh_of
@@ -32,33 +32,21 @@ def forward_backward(
     mesh: DeviceMesh,
     totals: Run | None,
     program: Run,
-    fsdp_manager: FSDPManager,
+    managers: FSDPManagers,
 ) -> list[object]:
     """Run `program` on every micro-batch, and backward from its part of the loss; returns the leaves for the batch.
 
     `inputs` are this rank's parts of the inputs for the whole batch. `totals` runs on all micro-batches first;
-    `program` takes the sums of its results after its inputs. `mesh` is that of the module; `fsdp_manager` gathers
-    parameters and reduces gradients. Gradients are added to `.grad`; the leaves are without gradient.
+    `program` takes the sums of its results after its inputs. `mesh` is that of the module; `managers` gather
+    parameters and reduce gradients. Gradients are added to `.grad`; the leaves are without gradient.
     """
-    cut = [
-        [tensor] * batching.count if where is None else parts(tensor, where, batching.count)
-        for tensor, where in zip(inputs, batching.inputs, strict=True)
-    ]
-    batches = list(zip(*cut, strict=True))
-    sums: list[Tensor] = []
-    if totals is not None:
-        with torch.no_grad():
-            found = [
-                totals([_relaid(batch[place], steps, mesh) for place, steps in batching.reads]) for batch in batches
-            ]
-        sums = [_sum(leaves) for leaves in zip(*found, strict=True)]
-        del found
+    batches = micro_batch_inputs(batching, inputs, mesh, totals)
     results: list[list[object]] = []
-    with fsdp_manager.keeping_parameters() if batching.gather_once else nullcontext():
+    with managers.keeping_parameters() if batching.gather_once else nullcontext():
         for number, batch in enumerate(batches):
             holds = batching.reduce_once and number < batching.count - 1
-            with fsdp_manager.holding_gradients() if holds else nullcontext():
-                leaves = program([*batch, *sums])
+            with managers.holding_gradients() if holds else nullcontext():
+                leaves = program(batch)
                 loss = leaves[batching.loss]
                 if not isinstance(loss, Tensor) or not loss.requires_grad:
                     raise InputError("the loss has no gradient to run backward from: call without torch.no_grad()")
@@ -66,7 +54,24 @@ def forward_backward(
             results.append([leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves])
             # Free the tensors of this backward pass before the next micro-batch begins.
             del leaves, loss
-    return [_joined(leaves, where) for leaves, where in zip(zip(*results, strict=True), batching.outputs, strict=True)]
+    return [joined(leaves, where) for leaves, where in zip(zip(*results, strict=True), batching.outputs, strict=True)]
+
+
+def micro_batch_inputs(
+    batching: MicroBatching, inputs: Sequence[Tensor], mesh: DeviceMesh, totals: Run | None
+) -> list[list[Tensor]]:
+    """This rank's parts of the inputs of every micro-batch, and the sums over the batch that `totals` computes."""
+    cut = [
+        [tensor] * batching.count if where is None else parts(tensor, where, batching.count)
+        for tensor, where in zip(inputs, batching.inputs, strict=True)
+    ]
+    batches = list(zip(*cut, strict=True))
+    if totals is None:
+        return [list(batch) for batch in batches]
+    with torch.no_grad():
+        found = [totals([_relaid(batch[place], steps, mesh) for place, steps in batching.reads]) for batch in batches]
+    sums = [_sum(leaves) for leaves in zip(*found, strict=True)]
+    return [[*batch, *sums] for batch in batches]
 
 
 def parts(tensor: Tensor, where: Cut, count: int) -> list[Tensor]:
@@ -89,7 +94,8 @@ def _relaid(tensor: Tensor, steps: Sequence[RedistributionStep], mesh: DeviceMes
     return tensor
 
 
-def _joined(leaves: Sequence[object], where: Cut | str) -> object:
+def joined(leaves: Sequence[object], where: Cut | str) -> object:
+    """A leaf of the output for the batch from those of its micro-batches."""
     if not isinstance(leaves[0], Tensor) or where == "R":
         return leaves[-1]
     if isinstance(where, Cut):

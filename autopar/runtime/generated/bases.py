@@ -91,11 +91,8 @@ class Generated:
     """A generated program; subclasses define `forward`, which takes local inputs and returns local outputs.
 
     `root` holds parameters and buffers under the model's names, `axes` are those of the mesh. `groups` are the FSDP
-    units by their first parameter, `copy_groups` those around each copy of each region. With micro-batches, `totals` is
-    the program that computes sums over the batch, which this program takes after its inputs.
+    units by their first parameter, `copy_groups` those around each copy of each region.
     """
-
-    totals: "Generated | None" = None
 
     def __init__(
         self,
@@ -119,11 +116,13 @@ class Generated:
     def build(self) -> None:
         """Make the copies of the regions; generated classes with regions define it."""
 
-    def copies(self, kind: type[RegionCopy], entries: Sequence[Sequence[str]]) -> tuple[RegionCopy, ...]:
-        """One `kind` for each of `entries`, which are paths in the model."""
+    def copies(
+        self, kind: type[RegionCopy], entries: Sequence[Sequence[str]], first: int = 0
+    ) -> tuple[RegionCopy, ...]:
+        """One `kind` for each of `entries`, which are paths in the model; they are numbered from `first` on."""
         groups = next(self.copy_groups, ((),) * len(entries))
         return tuple(
-            kind([_part(self.root, path) for path in paths], self, number, groups[number])
+            kind([_part(self.root, path) for path in paths], self, first + number, groups[number])
             for number, paths in enumerate(entries)
         )
 
@@ -192,11 +191,13 @@ class PlannedInput:
 
 @dataclass(frozen=True)
 class PlannedOutput:
-    """An output leaf; `layout` is None for a leaf that is not a tensor."""
+    """An output leaf; `layout` and `dtype` are None for a leaf that is not a tensor, which is `value`."""
 
     name: str
     layout: Layout | None
     shape: tuple[int, ...]
+    dtype: torch.dtype | None = None
+    value: object = None
 
 
 @dataclass(frozen=True)
@@ -236,9 +237,11 @@ class GeneratedProgram:
 
     `constants` are constant inputs by name: values that are not tensors, and tensors whose values the trace depends on;
     `assumed` are those that take a default. `tensors` are constant tensors of the model, `parameters` the parameters
-    that the program uses, `changes` are applied to parameters before it runs, `held` describes the FSDP units. Inputs
-    and outputs are those of the whole batch; with `micro_batches` the program runs on one micro-batch at a time. With
-    `compiled`, torch compiles the regions. `spans` are those of several axes that its collectives run over.
+    that the program uses, under all their names, `local` those that it reads as they are stored; `buffers` are those
+    that it reads. `changes` are applied to parameters before it runs, `held` describes the FSDP units. Inputs and
+    outputs are those of the whole batch; with `micro_batches` the program runs on one micro-batch at a time. With
+    `compiled`, torch compiles the regions. `spans` are those of several axes that its collectives run over. With
+    `stages` it runs in a pipeline, and has no code of its own.
     """
 
     source: str
@@ -257,16 +260,49 @@ class GeneratedProgram:
     held: FSDPUnits = field(default_factory=FSDPUnits)
     compiled: bool = False
     spans: frozenset[int] = frozenset()
+    local: frozenset[str] = frozenset()
+    buffers: frozenset[str] = frozenset()
+    stages: "tuple[GeneratedStage, ...]" = ()
+
+
+@dataclass(frozen=True)
+class Received:
+    """A tensor that a pipeline stage receives from the one before it: its name, the shape of a rank's part, its dtype,
+    and whether its gradient is sent back."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    differentiable: bool
+
+
+@dataclass(frozen=True)
+class GeneratedStage:
+    """One stage of a program in a pipeline: `program` is its own code, whose forward takes the tensors `received` and
+    then those inputs of the whole program, totals included, that have the numbers `reads`. It returns `sent` tensors
+    for the next stage, and then its part of the outputs."""
+
+    program: GeneratedProgram
+    received: tuple[Received, ...]
+    reads: tuple[int, ...]
+    sent: int
+
+    @property
+    def holds(self) -> frozenset[str]:
+        """The names of the parameters and buffers that a rank of the stage holds."""
+        return self.program.parameters | self.program.buffers
 
 
 @dataclass(frozen=True)
 class LoadedProgram:
-    """A generated program, the path of its source file, its class, and the program that computes its totals."""
+    """A generated program, the path of its source file, its class, the program that computes its totals, and the
+    pipeline stages that this rank runs, by number."""
 
     program: GeneratedProgram
     path: Path
     kind: type[Generated]
     totals: "LoadedProgram | None" = None
+    stages: "Mapping[int, LoadedProgram]" = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -15,11 +15,13 @@ class Randomness:
 
     Every pass through the model (`advance`) takes a new number from a generator of its own, which `seed` starts. The
     numbers of an op are determined by that number, the op, and this rank's place on the axes that split its result.
+    Copies of a region are numbered through all pipeline stages, so they draw different numbers.
     """
 
     def __init__(self, seed: int) -> None:
         self._generator = torch.Generator()
         self._number = 0
+        self._step: torch.Generator | None = None
         self.seed(seed)
 
     def seed(self, seed: int) -> None:
@@ -39,8 +41,18 @@ class Randomness:
         return blake2b(self._generator.get_state().numpy().tobytes(), digest_size=8).digest()
 
     def advance(self) -> None:
-        """Begin the next pass through the model."""
-        self._number = int(torch.randint(2**62, (), generator=self._generator))
+        """Begin the next pass through the model, or through a pipeline stage of it."""
+        self._number = int(torch.randint(2**62, (), generator=self._step or self._generator))
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Context of all passes of a call in pipeline stages: it takes one number, however many passes this rank makes
+        before something raises, so that ranks stay alike."""
+        self._step = torch.Generator().manual_seed(int(torch.randint(2**62, (), generator=self._generator)))
+        try:
+            yield
+        finally:
+            self._step = None
 
     def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         """Context managers for a part of the model: for this pass, and for recomputing the part in the backward pass.

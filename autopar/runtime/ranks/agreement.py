@@ -51,11 +51,13 @@ class Raised:
 
 @dataclass(frozen=True)
 class Difference:
-    """The descriptions of a call on the first rank where it differs from that on rank 0, and on rank 0."""
+    """The descriptions of a call on the first rank where it differs from that on rank 0, and on rank 0 (or on the rank
+    `other`)."""
 
     rank: int
     theirs: Mapping[str, object]
     ours: Mapping[str, object]
+    other: int = 0
 
     @property
     def name(self) -> str:
@@ -64,7 +66,42 @@ class Difference:
 
     def __str__(self) -> str:
         theirs, ours = self.theirs.get(self.name, "left out"), self.ours.get(self.name, "left out")
-        return f"rank {self.rank} of the mesh has {self.name} {theirs}, rank 0 has {self.name} {ours}"
+        return f"rank {self.rank} of the mesh has {self.name} {theirs}, rank {self.other} has {self.name} {ours}"
+
+
+class HeldComparison:
+    """Compares what ranks say of the parameters that they hold. In a pipeline these are not the same on all ranks:
+    each is compared between those that hold it."""
+
+    def __init__(self, agreement: "Agreement") -> None:
+        self._agreement = agreement
+        # What was said last, as text, and its number; and the numbers of all ranks that were found to agree.
+        self._said: tuple[Mapping[str, object], int] = ({}, 0)
+        self._agreed: list[int] = []
+
+    def number(self, mine: Mapping[str, object]) -> int:
+        """A number of what this rank says, for `Agreement.compared`."""
+        if mine != self._said[0]:
+            (number,) = struct.unpack("q", hashlib.blake2b(repr(mine).encode(), digest_size=8).digest())
+            self._said = dict(mine), number
+        return self._said[1]
+
+    def difference(self, numbers: list[int], mine: Mapping[str, object]) -> Difference | None:
+        """The first name of which ranks that hold it say different things, given the `numbers` of all ranks.
+
+        Collective over the mesh where the numbers have changed, and are not equal.
+        """
+        if len(set(numbers)) == 1 or numbers == self._agreed:
+            return None
+        every = self._agreement.gathered(dict(mine))
+        first: dict[str, int] = {}
+        for rank, own in enumerate(every):
+            for name, said in own.items():
+                other = first.setdefault(name, rank)
+                if every[other][name] != said:
+                    return Difference(rank, {name: said}, {name: every[other][name]}, other)
+        self._agreed = numbers
+        return None
 
 
 class Agreement:

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from autopar.runtime.calls.inputs import BoundCall, constant_text
 from autopar.runtime.generated.random import Randomness
 from autopar.runtime.parameters import ParameterWatch
-from autopar.runtime.ranks.agreement import Agreement, Difference
+from autopar.runtime.ranks.agreement import Agreement, Difference, HeldComparison
 from autopar.runtime.ranks.values import Leaf, ValueComparison
 from passes.ir.errors import InputError
 from passes.ir.mesh import Mesh
@@ -55,13 +55,18 @@ _ADVICE = {
 
 
 class CallComparison:
-    """Compares the calls of one module between the ranks of its mesh."""
+    """Compares the calls of one module between its ranks, those of all pipeline stages."""
 
-    def __init__(self, agreement: Agreement, mesh: Mesh, batch_axis: str) -> None:
-        """`batch_axis` is an axis of the mesh that samples are split on, for messages."""
+    def __init__(self, agreement: Agreement, mesh: Mesh, inner: Mesh, batch_axis: str) -> None:
+        """`mesh` has all ranks, and its last axes are those of `inner`, the mesh of one pipeline stage; `batch_axis` is
+        an axis of it that samples are split on, for messages."""
         self._agreement = agreement
+        self._held = HeldComparison(agreement)
+        self._outer = len(mesh.sizes) - len(inner.sizes)
         self._batch_axis = batch_axis
         self._number = 0
+        self._flags: tuple[list[str], bytes] = ([], b"")
+        self._by_name: Mapping[str, object] = {}
         self._comparison = ValueComparison(
             agreement,
             mesh,
@@ -80,39 +85,53 @@ class CallComparison:
 
         Only calls that all ranks make alike are counted, so that all have the same number.
         """
-        _, difference = self._agreement.compared(_WHAT, self._where, _description(call, surroundings, flags))
+        trainable = self._trainable(flags, parameters)
+        numbers, difference = self._agreement.compared(
+            _WHAT, self._where, _description(call, surroundings), self._held.number(trainable)
+        )
         if difference is not None:
-            said, advice = _difference_text(difference, parameters), _ADVICE[difference.name]
-            raise InputError(
-                f"ranks are called differently in {self._where}: {said}; {advice.format(axis=self._batch_axis)}"
-            )
+            raise self._error(_difference_text(difference), difference.name)
+        difference = self._held.difference(numbers, trainable)
+        if difference is not None:
+            raise self._error(_trainable_text(difference), "trainable")
         self._number += 1
         self._comparison.compare(self._number, partial(self._leaves, call))
+
+    def _trainable(self, flags: bytes, parameters: ParameterWatch) -> Mapping[str, object]:
+        """Whether each parameter that this rank holds requires a gradient."""
+        if (parameters.names, flags) != self._flags:
+            self._flags = parameters.names, flags
+            self._by_name = dict(zip(parameters.names, flags, strict=True))
+        return self._by_name
+
+    def _error(self, said: str, name: str) -> InputError:
+        advice = _ADVICE[name].format(axis=self._batch_axis)
+        return InputError(f"ranks are called differently in {self._where}: {said}; {advice}")
 
     def _leaves(self, call: BoundCall) -> list[Leaf]:
         """The tensors of a call whose values are compared."""
         with torch.no_grad():
             # Computed tensors may differ by rounding.
             return [
-                Leaf(name, (leaf.to_local() if isinstance(leaf, DTensor) else leaf).detach(), _split_on(leaf))
+                Leaf(name, (leaf.to_local() if isinstance(leaf, DTensor) else leaf).detach(), self._split_on(leaf))
                 for name, leaf in sorted(call.tensors.items())
                 if leaf.grad_fn is None and (self.compares_floats or not leaf.is_floating_point())
             ]
+
+    def _split_on(self, leaf: Tensor) -> frozenset[int]:
+        """The axes of the mesh on which ranks have different parts of a tensor."""
+        if not isinstance(leaf, DTensor):
+            return frozenset()
+        split = enumerate(leaf.placements, self._outer)
+        return frozenset(axis for axis, placement in split if not placement.is_replicate())
 
     @property
     def _where(self) -> str:
         return f"call {self._number + 1}"
 
 
-def _split_on(leaf: Tensor) -> frozenset[int]:
-    """The axes of the mesh on which ranks have different parts of a tensor."""
-    if not isinstance(leaf, DTensor):
-        return frozenset()
-    return frozenset(axis for axis, placement in enumerate(leaf.placements) if not placement.is_replicate())
-
-
-def _description(call: BoundCall, surroundings: Surroundings, flags: bytes) -> Mapping[str, object]:
-    """The description of a call on this rank, with the names of `_ADVICE`."""
+def _description(call: BoundCall, surroundings: Surroundings) -> Mapping[str, object]:
+    """The description of a call on this rank, with names of `_ADVICE`."""
     arguments = {name: _tensor_text(tensor) for name, tensor in call.tensors.items()}
     constants = {name: constant_text(value) for name, value in (*call.values.items(), *call.settings.items())}
     if torch.is_inference_mode_enabled():
@@ -126,7 +145,6 @@ def _description(call: BoundCall, surroundings: Surroundings, flags: bytes) -> M
         "gradients": gradients,
         "autocast": str(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else "no autocast",
         "micro_batches": surroundings.micro_batches,
-        "trainable": flags,
         "within": surroundings.within,
         "random": surroundings.random.digest().hex(),
     }
@@ -139,20 +157,22 @@ def _tensor_text(tensor: Tensor) -> str:
     return f"{text} with gradient" if tensor.requires_grad else text
 
 
-def _difference_text(difference: Difference, parameters: ParameterWatch) -> str:
+def _trainable_text(difference: Difference) -> str:
+    """The parameter that requires a gradient on one of two ranks alone, as the middle of a sentence."""
+    ranks = difference.rank, difference.other
+    with_gradient, without = ranks if difference.theirs[difference.name] else reversed(ranks)
+    return (
+        f"the parameter {difference.name!r} requires a gradient on rank {with_gradient} of the mesh, but not on rank "
+        f"{without}"
+    )
+
+
+def _difference_text(difference: Difference) -> str:
     """The difference between the call of a rank and that of rank 0, as the middle of a sentence."""
     name, rank = difference.name, difference.rank
     theirs, ours = difference.theirs[name], difference.ours[name]
     if isinstance(theirs, Mapping) and isinstance(ours, Mapping):
         return str(Difference(rank, theirs, ours))
-    if isinstance(theirs, bytes) and isinstance(ours, bytes):
-        pairs = zip(parameters.names, theirs, ours, strict=True)
-        parameter, there, _ = next(item for item in pairs if item[1] != item[2])
-        with_gradient, without = (rank, 0) if there else (0, rank)
-        return (
-            f"the parameter {parameter!r} requires a gradient on rank {with_gradient} of the mesh, but not on rank "
-            f"{without}"
-        )
     if name == "random":
         return f"rank {rank} of the mesh draws other random numbers than rank 0"
     said = {"mode": "is in", "within": "is in", "micro_batches": "has micro-batches:"}.get(name, "is called with")

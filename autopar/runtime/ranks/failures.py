@@ -6,7 +6,7 @@ collective fails. A rank that is killed leaves none.
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 import torch.distributed as dist
 
@@ -14,7 +14,15 @@ from autopar.runtime.ranks.groups import job_store, job_timeout
 from passes.ir.errors import RankFailedError
 
 # Parts of the messages that gloo and NCCL end a collective with; torch raises them as plain RuntimeErrors.
-_OF_COLLECTIVES = ("gloo/", "closed by peer", "reset by peer", "Timed out waiting", "NCCL error", "NCCL communicator")
+_OF_COLLECTIVES = (
+    "gloo/",
+    "closed by peer",
+    "reset by peer",
+    "Timed out waiting",
+    "pair closure",
+    "NCCL error",
+    "NCCL communicator",
+)
 # Keys of the store: how often ranks raised, and each report by its number, from 1.
 _COUNT = "autopar/raised"
 _LONGEST_REPORT = 2000
@@ -56,6 +64,9 @@ def naming_collectives(where: str) -> Iterator[None]:
         raise_named(error, where)
 
 
+T = TypeVar("T")
+
+
 class FailureReports:
     """Runs the calls of a module: tells the other ranks of what they raise, and names failures of others in them."""
 
@@ -65,7 +76,7 @@ class FailureReports:
         self._running = False
         self._key: str | None = None
 
-    def run(self, call: Callable[..., object], *args: object, **kwargs: object) -> object:
+    def run(self, call: Callable[..., T], *args: object, **kwargs: object) -> T:
         """`call(*args, **kwargs)`. Raises RankFailedError where a collective in it failed.
 
         A call within another one counts as a part of it.

@@ -71,6 +71,22 @@ def span_group(mesh: DeviceMesh, axes: Sequence[int]) -> dist.ProcessGroup:
     return known[key]
 
 
+def ranks_group(ranks: Sequence[int], purpose: str) -> dist.ProcessGroup:
+    """The group of these ranks for one purpose. Collective over them."""
+    return _group(tuple(sorted(ranks)), None, purpose)
+
+
+def line_group(mesh: DeviceMesh, axis: str) -> dist.ProcessGroup:
+    """The group of the ranks along one axis, in the order of the axis. Collective over the mesh.
+
+    It is made with the timeout of the job, which messages between two ranks take from nowhere else: the mesh's own
+    group may have torch's default, half an hour.
+    """
+    names = mesh.mesh_dim_names
+    assert names is not None
+    return _group(tuple(axes_ranks(mesh, (names.index(axis),)).flatten().tolist()), None, "line")
+
+
 def axes_ranks(mesh: DeviceMesh, axes: Sequence[int]) -> Tensor:
     """The ranks that differ from this one on `axes` alone, of the shape that the mesh has on these axes."""
     coordinate = mesh.get_coordinate()

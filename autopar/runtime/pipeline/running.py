@@ -1,0 +1,140 @@
+"""Calls of a module that runs in pipeline stages: training steps by a schedule, inference stage by stage."""
+
+from collections.abc import Mapping, Sequence
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from autopar.runtime.calls.programs import RunnableProgram
+from autopar.runtime.calls.steps import joined, micro_batch_inputs
+from autopar.runtime.generated.bases import GeneratedProgram, GeneratedStage, MicroBatching, PlannedOutput
+from autopar.runtime.pipeline.ranks import PipelineRanks, empty_like
+from autopar.runtime.pipeline.schedule import RunStage, ScheduledStages, StageRun
+from autopar.runtime.pipeline.shared import SharedParameters
+from autopar.runtime.state import mesh_of
+from passes.ir.layout import local_shape
+
+
+class PipelineRunner:
+    """Runs programs of several stages. Each rank runs its own; the leaves of outputs are on the ranks of the stage that
+    computes them, scalars on all, and with `whole` outputs all are."""
+
+    def __init__(
+        self, ranks: PipelineRanks, device: torch.device, schedule: str, shared: SharedParameters, *, whole: bool
+    ) -> None:
+        self.ranks = ranks
+        self._device = device
+        self._schedule = schedule
+        self.shared = shared
+        self._whole = whole
+        self._scheduled: WeakKeyDictionary[RunnableProgram, ScheduledStages] = WeakKeyDictionary()
+
+    def forward(self, serving: RunnableProgram, inputs: Sequence[Tensor], runs: Mapping[int, RunStage]) -> list[object]:
+        """The leaves of the output of one forward pass; `runs` are the stages of this rank by number."""
+        ranks, found = self.ranks, dict[int, list[object]]()
+        handed: list[Tensor] = []
+        for number, stage in enumerate(serving.program.stages):
+            if number not in runs:
+                continue
+            if number and ranks.places[number - 1] != ranks.rank:
+                handed = [empty_like(item.shape, item.dtype, self._device) for item in stage.received]
+                ranks.receive(handed, number - 1)
+            results = runs[number]([*handed, *(inputs[at] for at in stage.reads)])
+            handed = [item for item in results[: stage.sent] if isinstance(item, Tensor)]
+            found[number] = list(results[stage.sent :])
+            if number + 1 < len(ranks.places) and ranks.places[number + 1] != ranks.rank:
+                ranks.send(handed, number + 1)
+        return self._spread(serving.program, found)
+
+    def forward_backward(
+        self,
+        serving: RunnableProgram,
+        inputs: Sequence[Tensor],
+        runs: Mapping[int, RunStage],
+        batching: MicroBatching,
+    ) -> list[object]:
+        """The leaves of the output for a batch, without gradient; gradients are added to `.grad`."""
+        batches = micro_batch_inputs(batching, inputs, self.ranks.inner, serving.totals)
+        program = serving.program
+        stages = _stage_runs(serving, runs, batching)
+        if serving not in self._scheduled:
+            received = {number: on_meta(stage) for number, stage in enumerate(program.stages) if number}
+            self._scheduled[serving] = ScheduledStages(
+                self._schedule, stages, self.ranks, self._device, batching.count, received
+            )
+        try:
+            with self.shared.summed():
+                leaves = self._scheduled[serving].step(batches, stages)
+        except BaseException:
+            # It may have sent what nobody received.
+            del self._scheduled[serving]
+            raise
+        numbers = {item.name: at for at, item in enumerate(program.outputs)}
+        found = {
+            number: [
+                joined(each, batching.outputs[numbers[item.name]])
+                for each, item in zip(
+                    zip(*of_batches, strict=True), program.stages[number].program.outputs, strict=True
+                )
+            ]
+            for number, of_batches in leaves.items()
+        }
+        return self._spread(program, found)
+
+    def _spread(self, program: GeneratedProgram, found: Mapping[int, Sequence[object]]) -> list[object]:
+        """The leaves of the output in order, from those of this rank's stages; None for those of other ranks'."""
+        places = {
+            item.name: (number, at)
+            for number, stage in enumerate(program.stages)
+            for at, item in enumerate(stage.program.outputs)
+        }
+        leaves: list[object] = []
+        for item in program.outputs:
+            number, at = places[item.name]
+            leaf = found[number][at] if number in found else None
+            if item.layout is None:
+                leaves.append(item.value)
+            elif self._whole or not item.shape:
+                leaves.append(self._broadcast(item, leaf, number))
+            else:
+                leaves.append(leaf)
+        return leaves
+
+    def _broadcast(self, item: PlannedOutput, leaf: object, stage: int) -> Tensor:
+        """A leaf on all ranks of the pipeline's axis."""
+        assert item.layout is not None
+        assert item.dtype is not None
+        shape = local_shape(item.shape, item.layout, mesh_of(self.ranks.inner))
+        given = leaf.detach().contiguous() if isinstance(leaf, Tensor) else empty_like(shape, item.dtype, self._device)
+        return self.ranks.broadcast(given, stage)
+
+
+def _stage_runs(serving: RunnableProgram, runs: Mapping[int, RunStage], batching: MicroBatching) -> list[StageRun]:
+    """The stages of this rank as the schedule runs them."""
+    return [
+        StageRun(
+            number,
+            serving.program.stages[number],
+            run,
+            serving.stages[number].manager,
+            _loss_place(serving.program, number, batching.loss),
+            batching.reduce_once,
+        )
+        for number, run in runs.items()
+    ]
+
+
+def _loss_place(program: GeneratedProgram, number: int, loss: int) -> int | None:
+    """The place of the loss among the outputs of a stage."""
+    names = [item.name for item in program.stages[number].program.outputs]
+    name = program.outputs[loss].name
+    return names.index(name) if name in names else None
+
+
+def on_meta(stage: GeneratedStage) -> tuple[Tensor, ...]:
+    """The tensors that a stage receives, without values."""
+    return tuple(
+        torch.empty(item.shape, dtype=item.dtype, device="meta", requires_grad=item.differentiable)
+        for item in stage.received
+    )

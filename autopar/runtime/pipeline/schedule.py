@@ -1,0 +1,177 @@
+"""One step of a pipeline: `torch.distributed.pipelining` runs the schedule, and calls stages with micro-batches."""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+
+from autopar.runtime.fsdp.manager import FSDPManager
+from autopar.runtime.generated.bases import GeneratedStage
+from autopar.runtime.pipeline.ranks import PipelineRanks
+
+# Runs a stage on the tensors that it receives and on this rank's parts of its inputs, and returns what its code does.
+RunStage = Callable[[Sequence[Tensor]], Sequence[object]]
+
+# Schedules with one stage on each rank, and with several.
+_SINGLE = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
+_MULTIPLE = {"interleaved_1f1b": ScheduleInterleaved1F1B}
+
+
+@dataclass(frozen=True)
+class StageRun:
+    """A stage that this rank runs: its description, its code, its FSDP manager, and the place of the loss among the
+    leaves of its outputs (None: it has no loss). With `reduces_once`, gradients are reduced after the last
+    micro-batch."""
+
+    number: int
+    generated: GeneratedStage
+    run: RunStage
+    manager: FSDPManager
+    loss: int | None
+    reduces_once: bool
+
+
+@dataclass
+class Batches:
+    """The micro-batches of one step: the `inputs` of each, the `stages` that run on them by number, and, by stage, the
+    leaves that each has returned. `error` is the first exception of a stage's own code, which torch reports as another
+    one."""
+
+    inputs: Sequence[Sequence[Tensor]]
+    stages: Mapping[int, StageRun]
+    leaves: dict[int, dict[int, list[object]]] = field(default_factory=dict)
+    error: Exception | None = None
+
+
+_NONE = Batches((), {})
+
+
+class _StageModule(nn.Module):
+    """A stage as `PipelineStage` calls it: with received tensors, and the number of the micro-batch as a tensor.
+
+    It knows its code only while a step runs: torch's schedules have cycles, which would keep parameters alive.
+    """
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self._number = number
+        self.batches = _NONE
+
+    @property
+    def stage(self) -> StageRun:
+        """The stage that runs."""
+        return self.batches.stages[self._number]
+
+    def forward(self, *received: Tensor, number: Tensor) -> Tensor | tuple[Tensor, ...]:
+        """The tensors for the next stage; of the last stage the loss of the micro-batch."""
+        stage, batches, place = self.stage, self.batches, int(number)
+        try:
+            given = batches.inputs[place]
+            results = stage.run([*received, *(given[at] for at in stage.generated.reads)])
+        except Exception as error:
+            batches.error = batches.error or error
+            raise
+        sent, leaves = results[: stage.generated.sent], results[stage.generated.sent :]
+        batches.leaves.setdefault(stage.number, {})[place] = [
+            leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves
+        ]
+        if stage.loss is not None:
+            loss = leaves[stage.loss]
+            assert isinstance(loss, Tensor)
+            return loss
+        # What is handed on unchanged is a tensor of its own: its gradient is sent back.
+        return tuple(_own(item, received) for item in sent if isinstance(item, Tensor))
+
+
+def _own(tensor: Tensor, given: Sequence[Tensor]) -> Tensor:
+    return tensor.clone() if any(tensor is other for other in given) else tensor.contiguous()
+
+
+class _Stage(PipelineStage):
+    """A stage whose gradients are held until its last micro-batch, where they are reduced once."""
+
+    def __init__(self, stage: StageRun, ranks: PipelineRanks, device: torch.device, sent: Sequence[Tensor]) -> None:
+        received = tuple(
+            torch.empty(item.shape, dtype=item.dtype, device="meta", requires_grad=item.differentiable)
+            for item in stage.generated.received
+        )
+        self.module = _StageModule(stage.number)
+        super().__init__(
+            self.module,
+            stage.number,
+            len(ranks.places),
+            device,
+            input_args=received,
+            output_args=tuple(sent),
+            group=ranks.group,
+        )
+        self._left = 0
+
+    def begin(self, batches: Batches) -> None:
+        """Take the micro-batches of the next step."""
+        self.module.batches = batches
+        self._left = len(batches.inputs)
+
+    def backward_one_chunk(self, *args: Any, **kwargs: Any) -> None:
+        """The backward pass of one micro-batch, with the arguments of torch's version."""
+        self._left -= 1
+        stage = self.module.stage
+        holds = stage.reduces_once and self._left > 0
+        with stage.manager.holding_gradients() if holds else nullcontext():
+            super().backward_one_chunk(*args, **kwargs)
+
+
+class ScheduledStages:
+    """The stages of this rank in the order of a schedule, for steps of `count` micro-batches. `received` are by stage
+    the tensors that it receives, on meta. Collective over the pipeline's ranks at the first step."""
+
+    def __init__(
+        self,
+        schedule: str,
+        stages: Sequence[StageRun],
+        ranks: PipelineRanks,
+        device: torch.device,
+        count: int,
+        received: Mapping[int, Sequence[Tensor]],
+    ) -> None:
+        loss = torch.empty((), device="meta", requires_grad=True)
+        self._stages: list[_Stage] = [
+            _Stage(stage, ranks, device, received.get(stage.number + 1, (loss,))) for stage in stages
+        ]
+        self._numbers = torch.arange(count)
+        self._target = self._numbers if any(stage.loss is not None for stage in stages) else None
+        self._schedule = (
+            _SINGLE[schedule](self._stages[0], count, loss_fn=_loss, scale_grads=False)
+            if schedule in _SINGLE
+            else _MULTIPLE[schedule]([*self._stages], count, loss_fn=_loss, scale_grads=False)
+        )
+
+    def step(self, inputs: Sequence[Sequence[Tensor]], stages: Sequence[StageRun]) -> dict[int, list[list[object]]]:
+        """Forward and backward of all micro-batches, whose inputs are given, through the `stages` that this was made
+        for. Gradients are added to `.grad`.
+
+        Returns, by stage, the leaves of its outputs for each micro-batch, without gradient. Raises what a stage's code
+        raises.
+        """
+        batches = Batches(inputs, {stage.number: stage for stage in stages})
+        for stage in self._stages:
+            stage.begin(batches)
+        try:
+            self._schedule.step(number=self._numbers, target=self._target, return_outputs=False)
+        except RuntimeError as error:
+            if batches.error is not None:
+                raise batches.error from error
+            raise
+        finally:
+            for stage in self._stages:
+                stage.begin(_NONE)
+        return {number: [leaves[place] for place in range(len(inputs))] for number, leaves in batches.leaves.items()}
+
+
+def _loss(output: Tensor, _: Tensor) -> Tensor:
+    """The loss of a micro-batch: stages compute it themselves."""
+    return output
