@@ -1,9 +1,10 @@
 """autopar: parallelizes PyTorch models by itself."""
 
 from autopar.api import parallelize, plan
+from autopar.clipping import clip_grad_norm_
 from autopar.loading import replace_part
 from autopar.models.losses import LossOutput
-from autopar.options import Precision
+from autopar.options import Pipeline, Precision
 from autopar.runtime import DistributedModule
 from passes.cost.cluster import Cluster, Device, Link
 from passes.ir.errors import (
@@ -18,6 +19,7 @@ from passes.ir.errors import (
     InputError,
     MeshError,
     MicroBatchError,
+    PipelineError,
     PlanMismatchError,
     RankFailedError,
     UnsupportedAttributeError,
@@ -42,12 +44,15 @@ __all__ = [
     "LossOutput",
     "MeshError",
     "MicroBatchError",
+    "Pipeline",
+    "PipelineError",
     "Plan",
     "PlanMismatchError",
     "Precision",
     "RankFailedError",
     "UnsupportedAttributeError",
     "UnsupportedError",
+    "clip_grad_norm_",
     "parallelize",
     "plan",
     "replace_part",

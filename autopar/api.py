@@ -7,15 +7,16 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.launch.world import device_type_of, found_mesh, requested_ranks
-from autopar.loading import distribute, make_groups, refuse_meta
+from autopar.loading import distribute, make_groups, own_stages, refuse_meta
 from autopar.models.fingerprint import Fingerprint, refuse_different_models, values_fingerprint
 from autopar.models.info import ExampleInputs, ModelInfo, read_model
 from autopar.models.losses import Loss, with_loss
-from autopar.options import Constraints, Options, Precision, Recompute
+from autopar.options import Constraints, Options, Pipeline, Precision, Recompute
 from autopar.planner import PlannedModel, plan_model
 from autopar.plans.dynamic_shapes import AnySizes
 from autopar.request import MeshLike, make_request
 from autopar.runtime import DistributedModule
+from autopar.runtime.pipeline.ranks import whole_mesh
 from autopar.runtime.ranks.agreement import Agreement, from_first, together
 from autopar.runtime.ranks.failures import naming_collectives
 from passes.cost.cluster import Cluster
@@ -43,6 +44,7 @@ def plan(
     compiled: bool | None = None,
     outputs: str | None = None,
     loss: Loss | None = None,
+    pipeline: Pipeline | None = None,
 ) -> Plan:
     """Plan how `model` runs on `mesh`. Needs no process group, no GPU, and no parameter values (`meta` is enough).
 
@@ -75,6 +77,7 @@ def parallelize(
     compiled: bool | None = None,
     outputs: str | None = None,
     loss: Loss | None = None,
+    pipeline: Pipeline | None = None,
 ) -> DistributedModule:
     """A module that computes what `model` does, on all devices of `mesh`. `model` is left unchanged.
 
@@ -85,16 +88,14 @@ def parallelize(
       "intra" a node or "inter" nodes (`intra0`, `intra1`, … where there are several).
     - `example_inputs`: a dict of keyword arguments or a tuple of positional ones with the global batch (`meta` tensors
       are enough; values other than tensors are constants of the plan). A Hugging Face model needs none.
-    - `objective`: "train" or "infer": whether a backward pass is planned; None means "train".
+    - `objective`: "train" (None) or "infer": whether a backward pass is planned.
     - `cluster`: an `autopar.Cluster` or the name of one; None reads the devices of the mesh.
     - `memory_limit`: bytes per device; None takes the device's memory less a reserve.
-    - `optimizer`: the optimizer whose states count in memory ("adamw", "sgd", …); None means "adamw".
+    - `optimizer`: the optimizer whose states count in memory ("adamw" for None, "sgd", …).
     - `precision`: an `autopar.Precision`, or the dtype to compute in; None leaves dtypes as the model has them.
-    - `constraints`: `{pattern: {what: {axis: layout}}}`, which the plan must satisfy. A layout is text such as "S(0)",
-      or a placement of `torch.distributed.tensor`.
+    - `constraints`: `{pattern: {what: {axis: layout}}}`. A layout is text such as "S(0)", or a placement of torch.
     - `plan`: a plan to replay instead of planning. It has its own options and decisions; other arguments must agree.
-    - `discover`: whether ops without a sharding rule, which every device computes whole, are run on random shards, on
-      the CPU, to find a rule. Such rules are not proven; the plan names the ops.
+    - `discover`: whether ops without a sharding rule are run on random shards to find one, which is not proven.
     - `micro_batches`: the number of micro-batches of `forward_backward`; None lets the planner choose.
     - `recompute`: the ops that the backward pass recomputes instead of saving their results: "none", "selective" (all
       but matrix products, attention and communication), "ops" (also every second product) or "full", for all repeated
@@ -103,12 +104,13 @@ def parallelize(
       gradients (2), also parameters, which are gathered in each pass (3); None lets the planner choose.
     - `symbolic`: whether the plan contains formulas of its costs, for `plan.memory_expression()`,
       `plan.step_time_expression()` and `plan.max_batch()`. They cost another trace of the model.
-    - `compiled`: whether torch compiles regions, which fuses chains of cheap ops. Predicted memory leaves this out.
+    - `compiled`: whether torch compiles regions, fusing chains of cheap ops. Predicted memory leaves this out.
     - `outputs`: "full" returns whole plain tensors, the same on every rank, as a loss outside of the model needs them;
-      None and "planned" return each output as a `DTensor` in the plan's layout.
+      "scalars" the loss alone, so that no logits are kept; None and "planned" each as a `DTensor` in the plan's layout.
     - `loss`: a function of the model's output, called as `loss(output, **arguments)`, that returns a scalar. It is
       traced and planned with the model, so that a cross entropy runs on the split vocabulary. Forward and loss get the
       arguments in their signatures; calls return a named tuple `(loss, output)`. The loss may hold no parameters.
+    - `pipeline`: an `autopar.Pipeline` of stages on different ranks; None means one over an axis called "pp".
 
     Raises a subclass of `autopar.AutoparError`, on every rank alike.
     """
@@ -120,10 +122,10 @@ def parallelize(
         info = read_model(model, example_inputs, request)
     _compare_models(model, info, ranks)
     planned = from_first(ranks, lambda: plan_model(model, info, request, both_modes=True), "planning the model")
-    request = replace(request, mesh=Mesh.of(planned.plan.mesh), any_shape=False)
+    request = replace(request, mesh=planned.plan.stage_mesh, any_shape=False)
     ranks = _with_groups(planned, mesh, ranks)
     with together(ranks, "loading parameters and generated source"):
-        other_sizes = AnySizes(model, info, planned, request, ranks)
+        other_sizes = AnySizes(model, info, planned, request, ranks, own_stages(planned, ranks))
         return distribute(model, info.signature, planned, request, ranks, other_sizes)
 
 
@@ -132,6 +134,8 @@ def _with_groups(planned: PlannedModel, mesh: DeviceMesh | int | Cluster, ranks:
     with naming_collectives("making the process groups of the plan"):
         if not isinstance(mesh, DeviceMesh):
             ranks = found_mesh(Mesh.of(planned.plan.mesh), ranks.device_type)
+        if planned.plan.pipeline_axis:
+            ranks = whole_mesh(ranks, planned.plan.pipeline_axis)
         make_groups(planned, ranks)
     return ranks
 

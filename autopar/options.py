@@ -15,8 +15,14 @@ from passes.ir.plan import Plan
 
 OBJECTIVES = ("train", "infer")
 
-# How outputs are returned: in the plan's layout, or whole on every rank.
-OUTPUTS = ("planned", "full")
+# How outputs are returned: in the plan's layout, whole on every rank, or scalars alone.
+OUTPUTS = ("planned", "full", "scalars")
+
+# The schedules that are run; `passes.cost.schedules` knows more.
+RUN_SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b")
+
+# The axis of a mesh that pipeline stages run over where nothing else is said.
+PIPELINE_AXIS = "pp"
 
 # Constraints as users write them: a layout is text, or a placement of `torch.distributed.tensor`.
 Constraints = Mapping[str, Mapping[str, Mapping[str, str | Placement]]]
@@ -62,6 +68,34 @@ def read_precision(given: object) -> Precision:
 
 
 @dataclass(frozen=True)
+class Pipeline:
+    """A pipeline: stages of the model, each on its own ranks along an axis of the mesh. What is None the planner
+    chooses.
+
+    - `axis`: the axis of the mesh that the stages run over, its first; None takes that called "pp".
+    - `cuts`: the modules (or ops, as a printed plan names them) that each stage but the first begins with.
+    - `schedule`: the order in which stages take micro-batches: "gpipe", "1f1b" or "interleaved_1f1b".
+    - `virtual_stages`: the number of stages of each rank.
+    """
+
+    axis: str | None = None
+    cuts: tuple[str, ...] | None = None
+    schedule: str | None = None
+    virtual_stages: int | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.cuts, str) or (self.cuts is not None and not all(isinstance(cut, str) for cut in self.cuts)):
+            raise InputError(f"pipeline: cuts must be names of modules in order, got {self.cuts!r}")
+        if self.cuts is not None:
+            object.__setattr__(self, "cuts", tuple(self.cuts))
+        if self.schedule is not None and self.schedule not in RUN_SCHEDULES:
+            raise InputError(f"pipeline: schedule is {self.schedule!r}: it must be one of {', '.join(RUN_SCHEDULES)}")
+        count = self.virtual_stages
+        if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
+            raise InputError(f"pipeline: virtual_stages is {count!r}: it must be a whole number of at least 1")
+
+
+@dataclass(frozen=True)
 class Options:
     """The keyword arguments of `plan` and `parallelize`, as they were given; None where they were left out."""
 
@@ -79,6 +113,7 @@ class Options:
     symbolic: bool | None = None
     compiled: bool | None = None
     outputs: str | None = None
+    pipeline: Pipeline | None = None
 
     @classmethod
     def among(cls, arguments: Mapping[str, Any]) -> "Options":
@@ -132,7 +167,7 @@ def _given(options: Options) -> dict[str, Any]:
     for name, value, known, advice in (
         ("objective", options.objective, OBJECTIVES, "it must be 'train' or 'infer'"),
         ("optimizer", options.optimizer, OPTIMIZERS, f"its memory is known for {', '.join(OPTIMIZERS)}"),
-        ("outputs", options.outputs, OUTPUTS, "it must be 'planned' or 'full'"),
+        ("outputs", options.outputs, OUTPUTS, "it must be 'planned', 'full' or 'scalars'"),
     ):
         if value is not None and value not in known:
             raise InputError(f"{name} is {value!r}: {advice}")

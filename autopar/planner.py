@@ -20,6 +20,7 @@ from autopar.plans.programs import (
     micro_batch_inputs,
     planned_outputs,
     totals_name,
+    undivided,
 )
 from autopar.plans.replay import as_planned, check_replayed, planned_decisions, written_plan
 from autopar.request import Request
@@ -34,15 +35,18 @@ from passes.ir.decisions import Decided, Decisions
 from passes.ir.layout import Layout
 from passes.ir.leaves import input_leaves
 from passes.ir.log import logger
-from passes.ir.lowered import FSDPUnit, Lowered, Variables, only_stage
+from passes.ir.lowered import FSDPUnit, Lowered, Variables
 from passes.ir.plan import Plan, ProgramPlan
-from passes.ir.program import Program
+from passes.ir.program import Program, with_scalars_alone
 from passes.ir.work import IdleAxes
 from passes.micro_batches import MicroBatches, batch_size
 from passes.record import idle_axes, record, record_stage
 from passes.search import Found, best_step_s, search
 from passes.search.meshes import fewer_devices
 from passes.search.restrict import decided
+
+# Columns of the picture of a schedule.
+_COLUMNS = 110
 
 
 @contextlib.contextmanager
@@ -62,7 +66,7 @@ def no_collection() -> Iterator[None]:
 class PlannedModel:
     """A plan with all that is needed to run it: programs by name, layouts of stored parameters, seconds per pass, the
     random seed (that of torch on the first rank), the decisions for every node of each program, the reason why
-    evaluation could not be traced, and the FSDP units."""
+    evaluation could not be traced, and the FSDP units of each stage."""
 
     plan: Plan
     programs: Mapping[str, GeneratedProgram]
@@ -71,7 +75,7 @@ class PlannedModel:
     seed: int
     decided: Mapping[str, Mapping[str, Decided]]
     refused: str
-    units: tuple[FSDPUnit, ...]
+    units: tuple[tuple[FSDPUnit, ...], ...]
 
 
 @no_collection()
@@ -135,15 +139,22 @@ def plan_program(
     program: Program, info: ModelInfo, request: Request, name: str, decisions: Decisions, clock: Clock
 ) -> PlannedProgram:
     """Run the passes after normalize on the program called `name`. `decisions` restrict the search."""
+    if request.outputs == "scalars":
+        program = with_scalars_alone(program)
     program = replace(program, rules=rules_for(program) if request.discover else {}, compiled=request.compiled)
     space = request.space(info.casts(request.precision), decisions)
     simulate = partial(simulated_memory, info, request)
     found = search(program, space, simulate, clock)
     naming = Naming(info.name, f"{info.name} on {found.mesh}, for {'training' if name == 'train' else 'inference'}.")
     with clock("emit"):
-        source = emit(only_stage(found.lowered.stages), only_stage(found.variables), found.mesh, naming)
+        sources = [
+            emit(stage, variables, found.mesh, own)
+            for stage, variables, own in zip(
+                found.lowered.stages, found.variables, naming.of_stages(len(found.variables)), strict=True
+            )
+        ]
     recorded = _record(program, found, request)
-    if program.parameters:
+    if program.parameters and request.pipeline is None:
         step_s_on = partial(best_step_s, program, space, simulate, clock)
         recorded = replace(recorded, idle=_idle_axes(found, recorded, request, name, step_s_on))
     planned = PlannedProgram(
@@ -151,10 +162,12 @@ def plan_program(
         found.folded,
         found.lowered,
         recorded,
-        generated_program(found.lowered, source, naming.class_name, info),
+        generated_program(found.lowered, sources, naming, info, found.mesh),
         decided(found.folded, found.problem, found.solution),
     )
     if found.micro is None:
+        if planned.source.stages and request.objective == "train":
+            return replace(planned, source=replace(planned.source, micro_batches=undivided(planned.source)))
         return planned
     return _in_micro_batches(planned, found.micro, info, replace(request, mesh=found.mesh), name, clock)
 
@@ -184,7 +197,7 @@ def _in_micro_batches(
         if decisions.configuration is None:
             # Inputs have the layouts of the program itself.
             same = {item.name: planned.decided[item.name] for item in micro.totals.inputs}
-            decisions = Decisions(configuration.for_evaluation(), strategies=same)
+            decisions = Decisions(Configuration(planned.mesh), strategies=same)
         read = {item.argument for item in micro.totals.inputs} | set(planned.source.constants)
         leaves = {leaf: value for leaf, value in input_leaves(info.inputs) if leaf in read}
         summing = replace(request, objective="infer", micro_batches=None, recompute=None, zero=None, constraints={})
@@ -210,8 +223,23 @@ def _record(program: Program, found: Found, request: Request) -> ProgramPlan:
         )
         for stage, memory in zip(found.lowered.stages, found.memory, strict=True)
     ]
+    if len(stages) > 1:
+        own = zip(stages, found.lowered.stages, found.step.phases, found.step.in_flight, strict=True)
+        stages = [
+            replace(
+                written,
+                forward_s=phases.forward,
+                backward_s=phases.backward,
+                in_flight=count,
+                layers=sum(len(loop.copies) * len(loop.region.copies[0]) for loop in stage.loops),
+                parameters=sum(item.type.size for item in stage.program.parameters),
+            )
+            for written, stage, phases, count in own
+        ]
     written = record(stages, found.solution, found.seconds, on_one, found.gap, work, found.complete, found.bound_s)
-    return replace(written, whole_batch=found.refused)
+    timeline = found.step.timeline
+    drawn = () if timeline is None else tuple(timeline.drawn(_COLUMNS).splitlines())
+    return replace(written, whole_batch=found.refused, drawn=drawn)
 
 
 def _idle_axes(
@@ -242,12 +270,14 @@ def simulated_memory(
     info: ModelInfo,
     request: Request,
     lowered: Lowered,
-    variables: Sequence[Variables],
+    variables: Sequence[Variables | None],
     micro: MicroBatches | None,
     configuration: Configuration,
+    in_flight: Sequence[int],
 ) -> tuple[MemoryPeak, ...]:
     """Bytes on one device of each stage at the peak of a step of `lowered`; the stages' generated code has these
-    variables. `micro` is None where the batch is not split."""
+    variables, and those without are left out. `micro` is None where the batch is not split; of each stage, so many
+    micro-batches are `in_flight`."""
     leaves = dict(input_leaves(info.inputs))
     given = {
         item.name: leaf.dtype
@@ -265,6 +295,7 @@ def simulated_memory(
     machine, mesh = MACHINES[request.cluster.device.type], configuration.mesh
     prober = FakeProber(mesh, machine.device)
     return tuple(
-        peak_memory(stage, own, stored, machine, prober, mesh, batches)
-        for stage, own in zip(lowered.stages, variables, strict=True)
+        peak_memory(stage, own, stored, machine, prober, mesh, replace(batches, in_flight=count))
+        for stage, own, count in zip(lowered.stages, variables, in_flight, strict=True)
+        if own is not None
     )

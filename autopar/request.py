@@ -5,18 +5,19 @@ from dataclasses import dataclass, replace
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from autopar.options import Options, Settings, settings_of
+from autopar.options import PIPELINE_AXIS, Options, Pipeline, Settings, settings_of
 from autopar.profile import check_machine, known_cluster
 from passes.cost.cluster import CLUSTERS, Cluster, find_cluster
 from passes.cost.optimizers import OPTIMIZERS
 from passes.ir.configuration import RECOMPUTE, ZERO_STAGES
 from passes.ir.decisions import Decisions
-from passes.ir.errors import ConstraintError, InputError, MeshError, PlanMismatchError
-from passes.ir.mesh import Mesh
+from passes.ir.errors import ConstraintError, InputError, MeshError, PipelineError, PlanMismatchError
+from passes.ir.mesh import Mesh, stage_mesh
 from passes.ir.plan import Plan
 from passes.ir.plan_contents import check_contents
 from passes.lower import Casts
 from passes.search import Space
+from passes.search.space import PipelineChoices
 
 MeshLike = DeviceMesh | Mapping[str, int] | int | Cluster
 
@@ -26,6 +27,7 @@ class Request(Settings):
     """Everything that a plan depends on besides the model and its inputs: the settings, and the following.
 
     With `any_shape` the shape of the mesh is still to be found, and `mesh` says how many devices there are.
+    `mesh` is that of one pipeline stage; `whole_mesh` has the pipeline's axis, too, if there is a `pipeline`.
     `memory_limit` is in bytes per device. `plan` is a plan to replay. `micro_batches`, `recompute` (by pattern of
     regions) and `zero` are None where the planner is to choose.
     """
@@ -38,6 +40,8 @@ class Request(Settings):
     micro_batches: int | None
     recompute: Mapping[str, str] | None
     zero: int | None
+    whole_mesh: Mesh
+    pipeline: PipelineChoices | None
 
     def space(self, casts: Casts, decisions: Decisions) -> Space:
         """The search space; `decisions` are fixed, `casts` are the dtypes of stored parameters and reduced
@@ -56,6 +60,7 @@ class Request(Settings):
             self.outputs == "full",
             decisions,
             self.zero,
+            pipeline=self.pipeline,
         )
 
 
@@ -93,9 +98,12 @@ def make_request(mesh: MeshLike, options: Options, device_type: str | None = Non
         symbolic=chosen.symbolic and options.plan is None,
     )
     micro_batches, recompute, zero = _choices(options, chosen.objective)
+    pipeline = _pipeline(options, shape, any_shape=any_shape)
     return Request(
         **vars(chosen),
-        mesh=shape,
+        mesh=stage_mesh(shape, "" if pipeline is None else pipeline.axis),
+        whole_mesh=shape,
+        pipeline=pipeline,
         any_shape=any_shape,
         cluster=cluster,
         plan=options.plan,
@@ -129,6 +137,42 @@ def _choices(options: Options, objective: str) -> tuple[int | None, Mapping[str,
     if stage is not None and not trains:
         raise InputError(f"zero is {stage}, but only training has gradients and optimizer states: leave it out")
     return count, None if given is None else levels, stage
+
+
+def _pipeline(options: Options, mesh: Mesh, *, any_shape: bool) -> PipelineChoices | None:
+    """The pipelines that may be chosen; None for one stage.
+
+    Raises PipelineError for an axis that cannot be a pipeline's, and PlanMismatchError where a plan has another one.
+    """
+    asked, plan = options.pipeline, options.plan
+    if asked is not None and not isinstance(asked, Pipeline):
+        raise InputError(f"pipeline is {asked!r}: give an autopar.Pipeline, or None")
+    if plan is not None:
+        if asked is not None:
+            raise PlanMismatchError(
+                "pipeline= is given with a plan, which has its own: leave pipeline out, or plan anew"
+            )
+        axis = plan.pipeline_axis
+        return PipelineChoices(axis, mesh.by_name[axis]) if axis in mesh.names else None
+    if asked is None and (any_shape or PIPELINE_AXIS not in mesh.names):
+        return None
+    asked = asked or Pipeline()
+    axis = asked.axis or PIPELINE_AXIS
+    if any_shape or axis not in mesh.names:
+        axes = "only a number of devices" if any_shape else f"the axes {', '.join(mesh.names)}"
+        raise PipelineError(
+            f"a pipeline is asked for over the axis {axis!r}, but the mesh has {axes}: give a mesh whose first axis is "
+            f"{axis!r}, such as {{{axis!r}: 2, 'dp': 4}}"
+        )
+    if axis != mesh.names[0]:
+        raise PipelineError(
+            f"the pipeline's axis {axis!r} must be the first of the mesh, which has {', '.join(mesh.names)}: stages "
+            "send least, and neighbouring ranks share the fastest links"
+        )
+    ranks = mesh.by_name[axis]
+    if ranks == 1:
+        return None
+    return PipelineChoices(axis, ranks, asked.cuts, asked.schedule, asked.virtual_stages)
 
 
 def read_mesh(mesh: MeshLike) -> Mesh:

@@ -3,7 +3,7 @@ plan are applied. Where values of inputs are constants, there is one trace for e
 
 import time
 from collections import OrderedDict, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import groupby
@@ -45,11 +45,19 @@ class AnySizes:
     """
 
     def __init__(
-        self, model: nn.Module, info: ModelInfo, planned: PlannedModel, request: Request, mesh: DeviceMesh
+        self,
+        model: nn.Module,
+        info: ModelInfo,
+        planned: PlannedModel,
+        request: Request,
+        mesh: DeviceMesh,
+        stages: Sequence[int] = (0,),
     ) -> None:
+        """`mesh` has all ranks, of which this one runs the pipeline stages with the numbers `stages`."""
         coordinate = mesh.get_coordinate()
         assert coordinate is not None
         self._mesh = mesh
+        self._stages = stages
         self._planner = None if any(coordinate) else _Planner(model, info, planned, request)
 
     def __call__(self, wanted: Wanted) -> LoadedProgram:
@@ -60,7 +68,7 @@ class AnySizes:
         other = "other sizes of the inputs" if wanted.arguments is None else "other inputs"
         program = from_first(self._mesh, lambda: self._compiled(wanted), f"planning for {other}")
         with together(self._mesh, "loading generated source"):
-            return load(program, wanted.name)
+            return load(program, wanted.name, self._stages)
 
     def _compiled(self, wanted: Wanted) -> GeneratedProgram:
         assert self._planner is not None, "only the first rank plans"
@@ -194,8 +202,11 @@ class _Planner:
             program, request = frozen(program), replace(request, objective=name)
         # Parameters that no planned program reads are stored whole.
         whole = (I,) * len(request.mesh.sizes)
+        configuration = replace(record.configuration(request.mesh), micro_batches=wanted.count)
+        if wanted.count == 1:
+            configuration = configuration.in_sequence()
         decisions = Decisions(
-            replace(record.configuration(request.mesh), micro_batches=wanted.count),
+            configuration,
             strategies=planned.decided[name],
             regathered=record.regathered,
             stored={item.name: planned.stored.get(item.name, whole) for item in program.parameters},

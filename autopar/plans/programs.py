@@ -1,14 +1,15 @@
 """Conversion of one planned program from the output of the passes to the input of the runtime."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import lcm, prod
 
 import torch
 
 from autopar.models.info import ModelInfo
 from autopar.runtime import GeneratedProgram, PlannedInput, PlannedOutput
-from autopar.runtime.generated.bases import Cut, MicroBatching
+from autopar.runtime.generated.bases import Cut, GeneratedStage, MicroBatching, Received
+from passes.codegen import Naming
 from passes.cost.liveness import MicroBatchInputs
 from passes.ir.arguments import references
 from passes.ir.configuration import Configuration
@@ -17,7 +18,7 @@ from passes.ir.errors import MicroBatchError
 from passes.ir.folded import Folded
 from passes.ir.layout import Layout, Placement, digits, is_dtensor, local_shape
 from passes.ir.leaves import Inputs, input_leaves
-from passes.ir.lowered import Lowered, only_stage
+from passes.ir.lowered import Lowered, Stage
 from passes.ir.mesh import Mesh
 from passes.ir.plan import ProgramPlan
 from passes.ir.program import Input, Parameter, Program, TensorType
@@ -51,17 +52,61 @@ def planned_outputs(lowered: Lowered) -> tuple[PlannedOutput, ...]:
             output.name,
             output.layout,
             tuple(size for name in references(output.value) for size in types[name.partition("~")[0]].shape),
+            next((types[name.partition("~")[0]].dtype for name in references(output.value)), None),
+            None if output.layout is not None else output.value,
         )
         for output in lowered.outputs
     )
 
 
-def generated_program(lowered: Lowered, source: str, class_name: str, info: ModelInfo) -> GeneratedProgram:
-    """Combine `source`, which defines `class_name`, with the description that the runtime needs.
+def generated_program(
+    lowered: Lowered, sources: Sequence[str], naming: Naming, info: ModelInfo, mesh: Mesh
+) -> GeneratedProgram:
+    """Combine the sources of all stages, whose classes have names as `naming` says, with the description that the
+    runtime needs."""
+    whole = _described(lowered, naming.class_name, info)
+    names = [own.class_name for own in naming.of_stages(len(sources))]
+    code = [
+        _with_code(whole, stage, source, name)
+        for stage, source, name in zip(lowered.stages, sources, names, strict=True)
+    ]
+    if len(code) == 1:
+        return code[0]
+    numbers = {item.name: number for number, item in enumerate(lowered.program.inputs)}
+    stages = tuple(
+        GeneratedStage(
+            replace(
+                own, outputs=tuple(item for item in whole.outputs if item.name in {out.name for out in stage.outputs})
+            ),
+            tuple(_received(item, stage, mesh) for item in stage.received),
+            tuple(numbers[item.name] for item in stage.program.inputs),
+            len(stage.sent),
+        )
+        for own, stage in zip(code, lowered.stages, strict=True)
+    )
+    return replace(whole, stages=stages)
 
-    Raises PlanMismatchError for a program of several stages.
-    """
-    program, stage = lowered.program, only_stage(lowered.stages)
+
+def undivided(program: GeneratedProgram) -> MicroBatching | None:
+    """The batch in one piece, for a program in stages; None where its output has no loss."""
+    scalars = [number for number, item in enumerate(program.outputs) if item.layout is not None and not item.shape]
+    named = [number for number in scalars if program.outputs[number].name == "loss"]
+    if not named and len(scalars) != 1:
+        return None
+    return MicroBatching(
+        1, (None,) * len(program.inputs), ("R",) * len(program.outputs), (named or scalars)[0], None, ()
+    )
+
+
+def _received(item: Input, stage: Stage, mesh: Mesh) -> Received:
+    """A tensor that a stage receives, as a rank of it does."""
+    shape = tuple(local_shape(item.type.shape, stage.body.layouts[item.name], mesh))
+    return Received(item.name, shape, item.type.dtype, item.trainable)
+
+
+def _described(lowered: Lowered, class_name: str, info: ModelInfo) -> GeneratedProgram:
+    """The description of a program without code: what it takes and returns."""
+    program = lowered.program
     leaves = dict(input_leaves(info.inputs))
     # Nobody gives a total.
     given = [(item, leaf) for item in program.inputs if isinstance(leaf := leaves.get(item.argument), torch.Tensor)]
@@ -79,7 +124,7 @@ def generated_program(lowered: Lowered, source: str, class_name: str, info: Mode
     )
     sources: tuple[Parameter | Input, ...] = (*program.parameters, *program.inputs)
     return GeneratedProgram(
-        source,
+        "",
         class_name,
         inputs,
         _constants(info.inputs, program),
@@ -89,11 +134,27 @@ def generated_program(lowered: Lowered, source: str, class_name: str, info: Mode
         program.constants,
         _used_parameters(program),
         program.changes,
-        stage.reruns,
-        any(item.trainable for item in sources),
-        held=stage.units,
+        regathers=False,
+        differentiable=any(item.trainable for item in sources),
         compiled=program.compiled,
+    )
+
+
+def _with_code(whole: GeneratedProgram, stage: Stage, source: str, class_name: str) -> GeneratedProgram:
+    """`whole` with the code of one of its stages, and what this code needs."""
+    program = stage.program
+    return replace(
+        whole,
+        source=source,
+        class_name=class_name,
+        tensors=program.constants,
+        parameters=_used_parameters(program),
+        local=_used_parameters(program) - _names(program, stage.units.gathered),
+        changes=program.changes,
+        regathers=stage.reruns,
+        held=stage.units,
         spans=stage.joint_spans,
+        buffers=frozenset(name for item in program.buffers for name in item.names),
     )
 
 
@@ -105,6 +166,11 @@ def _used_parameters(program: Program) -> frozenset[str]:
         *(change.parameter for change in program.changes),
     }
     return frozenset(name for item in program.parameters if item.name in read for name in item.names)
+
+
+def _names(program: Program, parameters: Collection[str]) -> frozenset[str]:
+    """All names of these parameters."""
+    return frozenset(name for item in program.parameters if item.name in parameters for name in item.names)
 
 
 def _constants(inputs: Inputs, program: Program) -> dict[str, object]:
@@ -242,4 +308,4 @@ def _whole(item: PlannedOutput, placement: Placement, micro: MicroBatches, mesh:
     if not is_dtensor(layout, mesh):
         raise _no_output(_Samples(item.name, item.layout, placement.dim, placement.major))
     shape = tuple(size * micro.count if dim == placement.dim else size for dim, size in enumerate(item.shape))
-    return PlannedOutput(item.name, layout, shape)
+    return replace(item, layout=layout, shape=shape)

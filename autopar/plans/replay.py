@@ -14,7 +14,6 @@ from passes.ir.decisions import Decisions
 from passes.ir.errors import PlanMismatchError
 from passes.ir.layout import format_layout, is_storable, parse_placement
 from passes.ir.leaves import input_leaves
-from passes.ir.mesh import Mesh
 from passes.ir.plan import InputPlan, ParameterPlan, Plan, PrecisionPlan
 from passes.ir.program import Program, dtype_name
 from passes.lower.recompute import levels
@@ -24,7 +23,7 @@ from passes.sequences import unsplit_over_sequence
 
 def written_plan(info: ModelInfo, request: Request, program: Program, programs: Mapping[str, PlannedProgram]) -> Plan:
     """The plan of a model: `program` was traced for the objective, `programs` are those that were planned."""
-    mesh, precision = request.mesh, request.precision
+    mesh, precision, pipeline = request.mesh, request.precision, request.pipeline
     first = programs[request.objective]
 
     def stored_as(name: str) -> torch.dtype:
@@ -51,7 +50,8 @@ def written_plan(info: ModelInfo, request: Request, program: Program, programs: 
         model=info.name,
         fingerprint=info.structure,
         objective=request.objective,
-        mesh=mesh.by_name,
+        mesh=request.whole_mesh.by_name if pipeline is not None else mesh.by_name,
+        pipeline_axis="" if pipeline is None else pipeline.axis,
         cluster=request.cluster.name,
         memory_limit=request.memory_limit,
         optimizer=request.optimizer,
@@ -74,7 +74,7 @@ def written_plan(info: ModelInfo, request: Request, program: Program, programs: 
 def _check_plan(plan: Plan, info: ModelInfo, request: Request) -> None:
     """Raise PlanMismatchError where a plan was made for another model, mesh or request, and where it stores a parameter
     in a layout that torch does not store exactly."""
-    mesh = request.mesh.by_name
+    mesh = request.whole_mesh.by_name
     if plan.fingerprint != info.structure:
         raise PlanMismatchError(
             f"the plan was made for another {plan.model}: class, parameters or configuration differ; "
@@ -147,7 +147,7 @@ def planned_decisions(plan: Plan | None, name: str) -> Decisions:
     """The decisions of a plan for the program called `name`; none without a plan, or where it has no such program."""
     if plan is None or name not in plan.programs:
         return Decisions()
-    return decisions_of(plan.programs[name], Mesh.of(plan.mesh))
+    return decisions_of(plan.programs[name], plan.stage_mesh)
 
 
 def check_replayed(plan: Plan, replayed: Plan) -> None:

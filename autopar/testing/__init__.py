@@ -11,6 +11,7 @@ from math import prod
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -273,17 +274,35 @@ def compare_on_mesh(
     distributed.train(training)
     with _comparable(lifted), torch.set_grad_enabled(objective == "train"):
         expected = model(**inputs, **settings)
-    in_parts = training and distributed.plan.programs[objective].micro_batches > 1
+    in_stages = bool(distributed.plan.pipeline_axis)
+    in_parts = training and (in_stages or distributed.plan.programs[objective].micro_batches > 1)
     with _comparable(None):
         got = distributed.forward_backward(**inputs) if in_parts else distributed(**inputs)
-    errors = {**dict(_output_errors(got, expected)), **dict(_buffer_errors(distributed, model))}
+    errors = {**dict(_output_errors(got, expected, in_stages)), **dict(_buffer_errors(distributed, model, in_stages))}
     leaves = [leaf for leaf in pytree.tree_leaves(got) if isinstance(leaf, Tensor)]
     if training or (objective == "train" and any(leaf.requires_grad for leaf in leaves)):
         if not in_parts:
             _backward(got)
         _backward(expected)
-        errors.update(_gradient_errors(distributed, model))
-    return Comparison(errors)
+        errors.update(_gradient_errors(distributed, model, in_stages))
+    return Comparison(_of_all_ranks(errors, expected, model) if in_stages else errors)
+
+
+def _of_all_ranks(errors: Mapping[str, float], expected: object, model: nn.Module) -> dict[str, float]:
+    """The errors of all ranks, the largest of each tensor; infinite for what no rank has."""
+    found: list[Mapping[str, float]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(found, dict(errors))
+    merged: dict[str, float] = {}
+    for own in found:
+        for name, error in own.items():
+            worse = not error <= merged.get(name, 0.0)
+            merged[name] = error if worse else merged.get(name, 0.0)
+    leaves, _ = pytree.tree_flatten_with_path(expected)
+    wanted = [f"output {pytree.keystr(path)}" for path, _ in leaves]
+    wanted += [f"buffer {name}" for name, _ in model.named_buffers()]
+    if any(name.startswith("gradient of ") for name in merged):
+        wanted += [f"gradient of {name}" for name, _ in model.named_parameters()]
+    return {name: merged.get(name, float("inf")) for name in dict.fromkeys([*wanted, *merged])}
 
 
 def _settings(model: nn.Module, inputs: Mapping[str, object], objective: str) -> Mapping[str, object]:
@@ -316,10 +335,15 @@ def _comparable(lifted: torch.dtype | None) -> Iterator[None]:
         yield
 
 
-def _output_errors(got: object, expected: object) -> Iterator[tuple[str, float]]:
-    """The error of every leaf of the output; infinite where the leaves are not the same."""
+def _output_errors(got: object, expected: object, in_stages: bool) -> Iterator[tuple[str, float]]:
+    """The error of every leaf of the output; infinite where the leaves are not the same. A rank whose stage does not
+    compute a leaf has None."""
     theirs, _ = pytree.tree_flatten_with_path(expected)
     ours, _ = pytree.tree_flatten_with_path(got)
+    if in_stages:
+        ours = [(path, leaf) for path, leaf in ours if leaf is not None]
+        here = {pytree.keystr(path) for path, _ in ours}
+        theirs = [(path, leaf) for path, leaf in theirs if pytree.keystr(path) in here]
     if [pytree.keystr(path) for path, _ in ours] != [pytree.keystr(path) for path, _ in theirs]:
         yield "output structure", float("inf")
         return
@@ -331,10 +355,12 @@ def _output_errors(got: object, expected: object) -> Iterator[tuple[str, float]]
             yield name, 0.0 if mine == other else float("inf")
 
 
-def _buffer_errors(distributed: nn.Module, model: nn.Module) -> Iterator[tuple[str, float]]:
-    """Buffers after the call: some are updated by it."""
+def _buffer_errors(distributed: nn.Module, model: nn.Module, in_stages: bool) -> Iterator[tuple[str, float]]:
+    """Buffers after the call: some are updated by it. A rank has those of its stages."""
     own = dict(distributed.named_buffers())
     for name, buffer in model.named_buffers():
+        if in_stages and name not in own:
+            continue
         yield f"buffer {name}", _error(_whole(own[name]), buffer, 0.0)
 
 
@@ -357,13 +383,19 @@ def _backward(output: object) -> None:
         loss.backward()  # type: ignore[no-untyped-call]
 
 
-def _gradient_errors(distributed: nn.Module, model: nn.Module) -> Iterator[tuple[str, float]]:
-    own = dict(distributed.named_parameters())
+def _gradient_errors(distributed: nn.Module, model: nn.Module, in_stages: bool) -> Iterator[tuple[str, float]]:
+    """The error of every gradient. A rank has the parameters of its stages."""
+    own = dict(distributed.named_parameters(remove_duplicate=not in_stages))
     expected = dict(model.named_parameters())
-    if set(own) != set(expected):
+    if in_stages:
+        names = dict(model.named_parameters(remove_duplicate=False))
+        if set(own) - set(names):
+            yield "parameter names", float("inf")
+        expected = {name: parameter for name, parameter in expected.items() if name in own}
+    elif set(own) != set(expected):
         yield "parameter names", float("inf")
         return
-    grads = [item.grad for item in expected.values() if item.grad is not None and item.grad.numel()]
+    grads = [item.grad for item in model.parameters() if item.grad is not None and item.grad.numel()]
     largest = max((grad.abs().max().item() for grad in grads), default=0.0)
     for name, parameter in expected.items():
         mine, other = own[name].grad, parameter.grad
