@@ -98,9 +98,38 @@ def test_full_outputs_are_counted() -> None:
     assert planned.programs["train"].memory["outputs"] < full.programs["train"].memory["outputs"]
 
 
+def _scalars() -> None:
+    with LiftFloat32(torch.float64):
+        model, inputs = llama().double(), tokens()
+        options = {"cluster": "ideal", "outputs": "scalars", "micro_batches": 2}
+        dist_model = autopar.parallelize(model, mesh_of((2, 1)), inputs, **options)
+        output = dist_model.forward_backward(**inputs)
+        expected = model(**inputs, use_cache=False)
+        expected.loss.backward()
+        assert output.get("logits") is None
+        assert torch.allclose(output.loss, expected.loss, rtol=1e-12)
+        assert difference(dist_model, model) < 1e-9
+
+
+def test_scalars_alone() -> None:
+    """No logits are returned or kept; the loss and all gradients are those of the model."""
+    run_ranks(_scalars, 2)
+    plans = {
+        outputs: autopar.plan(llama(), {"dp": 2}, tokens(), cluster="cpu", outputs=outputs, micro_batches=2)
+        for outputs in ("planned", "scalars")
+    }
+    peaks = {outputs: sum(plan.programs["train"].memory.values()) for outputs, plan in plans.items()}
+    assert peaks["scalars"] < peaks["planned"]
+    assert plans["scalars"].programs["train"].memory["outputs"] < 64
+    assert "scalars are the only outputs" in str(plans["scalars"])
+    ids = {"input_ids": tokens()["input_ids"]}
+    with pytest.raises(autopar.InputError, match="the model returns no scalar"):
+        autopar.plan(llama(), {"dp": 2}, ids, cluster="cpu", outputs="scalars", objective="infer")
+
+
 def test_other_kinds_of_outputs_are_refused() -> None:
     """By the argument."""
-    with pytest.raises(autopar.InputError, match=r"^outputs is 'whole': it must be 'planned' or 'full'"):
+    with pytest.raises(autopar.InputError, match=r"^outputs is 'whole': it must be 'planned', 'full' or 'scalars'"):
         autopar.plan(llama(), {"dp": 2}, tokens(), cluster="ideal", outputs="whole")
 
 

@@ -22,7 +22,8 @@ def test_parts_add_up() -> None:
     is that of a formula: 6 FLOPs for each weight of a product and token, and attention."""
     plan = planned({"dp": 4, "tp": 2}, micro_batches=2, recompute="full")
     program = plan.programs["train"]
-    blocks = program.fullest.blocks
+    (stage,) = program.fullest
+    blocks = stage.blocks
     beside = program.seconds["inputs"] + program.seconds["optimizer"]
     assert sum(block.seconds for block in blocks) + beside == pytest.approx(program.step_s)
     assert program.peak_moment != "optimizer step"

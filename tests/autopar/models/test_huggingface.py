@@ -209,8 +209,8 @@ def _surface() -> dict[str, str]:
 
 INSTEAD = {
     "generate": "a plan has no steps of decoding",
-    "save_pretrained": "get_model_state_dict",
-    "push_to_hub": "get_model_state_dict",
+    "save_pretrained": "dist_model.full_state_dict()",
+    "push_to_hub": "dist_model.full_state_dict()",
     "gradient_checkpointing_enable": "pass recompute=",
     "gradient_checkpointing_disable": "pass recompute=",
     "resize_token_embeddings": "resize the model before autopar.parallelize",

@@ -1,0 +1,284 @@
+"""Stock models in pipeline stages on gloo ranks equal themselves on one device: outputs, loss and every gradient."""
+
+import re
+
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    AlbertConfig,
+    AlbertForMaskedLM,
+    BertConfig,
+    BertForMaskedLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    ViTConfig,
+    ViTForImageClassification,
+)
+
+import autopar
+from autopar import Pipeline
+from autopar.testing import compare
+from tests.autopar.comparing import TOLERANCE
+from tests.models import MODELS, gpt2, gpt_oss, llama, t5, tokens
+
+SIZES = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 64}
+BIDIRECTIONAL = {"vocab_size": 64, "max_position_embeddings": 32, "hidden_dropout_prob": 0.0}
+
+
+def bert() -> nn.Module:
+    """Three layers, bidirectional, with a tied head."""
+    torch.manual_seed(0)
+    sizes = {**SIZES, **BIDIRECTIONAL, "num_hidden_layers": 3, "attention_probs_dropout_prob": 0.0}
+    return BertForMaskedLM(BertConfig(**sizes))
+
+
+def albert() -> nn.Module:
+    """Four layers that share all parameters."""
+    torch.manual_seed(0)
+    sizes = {
+        **SIZES,
+        **BIDIRECTIONAL,
+        "num_hidden_layers": 4,
+        "embedding_size": 16,
+        "attention_probs_dropout_prob": 0.0,
+    }
+    return AlbertForMaskedLM(AlbertConfig(**sizes))
+
+
+def vit() -> nn.Module:
+    """Three layers over patches of an image."""
+    torch.manual_seed(0)
+    sizes = {**SIZES, "num_hidden_layers": 3, "image_size": 16, "patch_size": 4, "num_labels": 5}
+    return ViTForImageClassification(ViTConfig(**sizes, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0))
+
+
+def mixtral() -> nn.Module:
+    """Three layers of four experts, of which two are active."""
+    torch.manual_seed(0)
+    sizes = {**SIZES, "num_hidden_layers": 3, "num_key_value_heads": 2, "vocab_size": 64, "num_local_experts": 4}
+    model = MixtralForCausalLM(MixtralConfig(**sizes))
+    model.set_experts_implementation("batched_mm")
+    return model
+
+
+def gemma3() -> nn.Module:
+    """Five layers: windows but for the third."""
+    torch.manual_seed(0)
+    kinds = [*["sliding_attention"] * 2, "full_attention", *["sliding_attention"] * 2]
+    sizes = {**SIZES, "num_hidden_layers": 5, "num_key_value_heads": 2, "vocab_size": 64, "head_dim": 8}
+    return Gemma3ForCausalLM(Gemma3TextConfig(**sizes, sliding_window=8, layer_types=kinds))
+
+
+def sequences() -> dict[str, object]:
+    """Ids and labels of different lengths."""
+    torch.manual_seed(0)
+    return {"input_ids": torch.randint(3, 64, (4, 12)), "labels": torch.randint(3, 64, (4, 8))}
+
+
+def images() -> dict[str, object]:
+    """Four images of three channels."""
+    torch.manual_seed(0)
+    return {"pixel_values": torch.randn(4, 3, 16, 16), "labels": torch.randint(0, 5, (4,))}
+
+
+def deep() -> nn.Module:
+    """A llama of four layers."""
+    return llama(num_hidden_layers=4)
+
+
+CUTS = ("model.layers.1", "model.norm/pow")
+INTERLEAVED = Pipeline(schedule="interleaved_1f1b", virtual_stages=2)
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("make", "inputs", "mesh", "options"),
+    [
+        pytest.param(MODELS["llama"], tokens, {"pp": 2, "dp": 2}, {}, id="llama"),
+        pytest.param(gpt2, tokens, {"pp": 2, "tp": 2}, {"micro_batches": 2}, id="tied embeddings"),
+        pytest.param(deep, tokens, {"pp": 2}, {"pipeline": INTERLEAVED, "micro_batches": 4}, id="interleaved"),
+        pytest.param(t5, sequences, {"pp": 2}, {"micro_batches": 2}, id="encoder and decoder"),
+        pytest.param(
+            deep,
+            tokens,
+            {"pp": 3},
+            {"pipeline": Pipeline(cuts=CUTS, schedule="gpipe"), "micro_batches": 1},
+            id="forced cuts, one micro-batch",
+        ),
+        pytest.param(
+            deep, tokens, {"pp": 2, "dp": 2}, {"recompute": "full", "micro_batches": 2}, id="recompute", marks=SLOW
+        ),
+        pytest.param(
+            deep, tokens, {"pp": 2, "dp": 2}, {"zero": 3, "micro_batches": 2}, id="regathered for each", marks=SLOW
+        ),
+        pytest.param(deep, tokens, {"pp": 2, "dp": 2, "tp": 2}, {}, id="three axes", marks=SLOW),
+        pytest.param(MODELS["qwen3"], tokens, {"pp": 2, "tp": 2}, {}, id="qwen3", marks=SLOW),
+        pytest.param(MODELS["gemma2"], tokens, {"pp": 4}, {}, id="gemma2", marks=SLOW),
+        pytest.param(gemma3, tokens, {"pp": 2, "dp": 2}, {}, id="gemma3", marks=SLOW),
+        pytest.param(gpt_oss, tokens, {"pp": 2}, {"micro_batches": 2}, id="gpt_oss", marks=SLOW),
+        pytest.param(mixtral, tokens, {"pp": 2, "dp": 2}, {}, id="mixtral", marks=SLOW),
+        pytest.param(bert, tokens, {"pp": 4}, {}, id="bert", marks=SLOW),
+        pytest.param(vit, images, {"pp": 2, "dp": 2}, {}, id="vit", marks=SLOW),
+        pytest.param(albert, tokens, {"pp": 2, "dp": 2}, {}, id="shared layers", marks=SLOW),
+        pytest.param(
+            albert,
+            tokens,
+            {"pp": 2, "dp": 2},
+            {"pipeline": INTERLEAVED, "micro_batches": 4},
+            id="shared layers, interleaved",
+            marks=SLOW,
+        ),
+        pytest.param(t5, sequences, {"pp": 4}, {}, id="t5 on four stages", marks=SLOW),
+    ],
+)
+def test_stages_equal_one_device(make, inputs, mesh, options):
+    """Training in stages, gradients of all parameters among them."""
+    model = make()
+    comparison = compare(model, mesh, inputs(), **{"cluster": "ideal", **options})
+    assert comparison.worst[1] <= TOLERANCE, str(comparison)
+    gradients = [item for item in comparison.errors if item.startswith("gradient of ")]
+    assert len(gradients) == len(list(model.parameters()))
+
+
+@pytest.mark.parametrize(
+    "inputs",
+    [
+        pytest.param({**tokens(), "use_cache": False}, id="on the last stage"),
+        pytest.param({"input_ids": tokens()["input_ids"], "output_hidden_states": True}, id="on all", marks=SLOW),
+    ],
+)
+def test_inference_equals_one_device(inputs):
+    """Plain calls of a module planned for inference, with outputs of several stages whole on all ranks."""
+    outputs = "full" if "labels" not in inputs else "planned"
+    comparison = compare(deep().eval(), {"pp": 2}, inputs, cluster="ideal", objective="infer", outputs=outputs)
+    assert comparison.worst[1] <= TOLERANCE, str(comparison)
+
+
+# --- plans ------------------------------------------------------------------------------------------------------------
+
+
+def large(layers: int = 8) -> nn.Module:
+    """A llama without values whose layers take most of the time."""
+    sizes = {**SIZES, "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": layers, "vocab_size": 2048}
+    with torch.device("meta"):
+        return LlamaForCausalLM(LlamaConfig(**sizes))
+
+
+def batch(samples: int = 16, length: int = 256) -> dict[str, torch.Tensor]:
+    """Ids and labels without values."""
+    ids = torch.zeros(samples, length, dtype=torch.int64, device="meta")
+    return {"input_ids": ids, "labels": ids}
+
+
+def planned(mesh: dict[str, int], model: nn.Module | None = None, **options: object) -> autopar.Plan:
+    """The plan of a model on H100s."""
+    return autopar.plan(model or large(), mesh, batch(), **{"cluster": "h100", **options})
+
+
+@pytest.fixture(scope="module")
+def plan() -> autopar.Plan:
+    return planned({"pp": 4, "dp": 2}, micro_batches=8, pipeline=Pipeline(virtual_stages=1))
+
+
+def test_plans_are_balanced_and_printed(plan):
+    """Equal layers are cut into equal parts; the plan says what each stage has, and its step adds up."""
+    program = plan.programs["train"]
+    assert (len(program.stages), program.ranks, program.schedule) == (4, 4, "1f1b")
+    assert plan.mesh == {"pp": 4, "dp": 2}
+    assert sum(stage.layers for stage in program.stages) == 8
+    assert {stage.layers for stage in program.stages} <= {1, 2, 3}
+    assert [stage.in_flight for stage in program.stages] == [4, 3, 2, 1]
+    assert program.step_s == pytest.approx(sum(program.seconds.values()))
+    busy = max(8 * (stage.forward_s + stage.backward_s) for stage in program.stages)
+    assert busy < program.step_s < 1.8 * busy
+    assert program.seconds["bubble"] > 0
+    assert program.bound_s < program.step_s
+    text = str(plan)
+    assert "4 pipeline stages on pp 4, schedule 1f1b" in text
+    assert "stage 3: from " in text
+    assert re.search(r"rank 3 \.+F", text)
+    assert max(map(len, text.splitlines())) <= 120
+
+
+def test_plans_of_stages_are_saved_and_replayed(plan, tmp_path):
+    """A plan with its cuts is loaded and replayed as it is; contradicting arguments are refused."""
+    plan.save(tmp_path / "plan.json")
+    loaded = autopar.Plan.load(tmp_path / "plan.json")
+    assert loaded == plan
+    again = autopar.plan(large(), plan.mesh, batch(), cluster="h100", plan=loaded)
+    assert again.programs == plan.programs
+    with pytest.raises(autopar.PlanMismatchError, match="pipeline= is given with a plan"):
+        autopar.plan(large(), plan.mesh, batch(), cluster="h100", plan=loaded, pipeline=Pipeline())
+
+
+def test_stages_hold_what_they_run(plan):
+    """A stage has the parameters of its layers alone."""
+    numbers = [[int(number) for number in re.findall(r"layers\.(\d+)\.", name)] for name in plan.parameters]
+    layers = [(own[0], item.stages) for own, item in zip(numbers, plan.parameters.values(), strict=True) if own]
+    assert all(len(stages) == 1 for _, stages in layers)
+    assert [stages for _, stages in sorted(layers)] == sorted(stages for _, stages in layers)
+    assert plan.parameters["model.embed_tokens.weight"].stages == (0,)
+    assert plan.parameters["lm_head.weight"].stages == (3,)
+
+
+def test_memory_limits_cuts():
+    """Within a limit that the stages of the fastest pipeline exceed, more is recomputed or cut elsewhere; what fits in
+    no way is an error that says how much is missing."""
+    free = planned({"pp": 2, "dp": 2}, micro_batches=2, recompute="none")
+    peak = max(sum(stage.memory.values()) for stage in free.programs["train"].stages)
+    tight = planned({"pp": 2, "dp": 2}, micro_batches=2, memory_limit=0.8 * peak)
+    assert max(sum(stage.memory.values()) for stage in tight.programs["train"].stages) <= 0.8 * peak
+    assert tight.programs["train"].step_s >= free.programs["train"].step_s
+    with pytest.raises(autopar.InfeasibleError, match="GiB"):
+        planned({"pp": 2, "dp": 2}, micro_batches=2, memory_limit=0.1 * peak)
+
+
+def test_micro_batches_are_chosen():
+    """Where their number is free it is chosen by the step, and is never slower than a given one."""
+    free = planned({"pp": 2, "dp": 2}).programs["train"]
+    for count in (2, 4, 8):
+        given = planned({"pp": 2, "dp": 2}, micro_batches=count).programs["train"]
+        assert free.step_s <= given.step_s * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "options", "message"),
+    [
+        ({"dp": 2, "pp": 2}, {}, "the pipeline's axis 'pp' must be the first of the mesh, which has dp, pp"),
+        ({"pp": 2}, {"pipeline": Pipeline(axis="stage")}, "a pipeline is asked for over the axis 'stage'"),
+        ({"pp": 2}, {"pipeline": Pipeline(cuts=("model.layers.99",))}, "the cut 'model.layers.99' names no module"),
+        (
+            {"pp": 3},
+            {"pipeline": Pipeline(cuts=("model.layers.3", "model.layers.1"))},
+            "the cut 'model.layers.1' does not come after 'model.layers.3'",
+        ),
+        ({"pp": 3}, {"pipeline": Pipeline(cuts=("model.layers.3",))}, "1 cuts make 2 stages, but 3 ranks have"),
+        (
+            {"pp": 4},
+            {"micro_batches": 2, "pipeline": Pipeline(schedule="1f1b")},
+            "at least as many micro-batches as stages",
+        ),
+        ({"pp": 64}, {"pipeline": Pipeline(schedule="gpipe")}, "64 stages are asked for, but the model can be cut at"),
+        ({"pp": 2}, {"pipeline": Pipeline(schedule="1f1b", virtual_stages=2)}, "1f1b has 1 stage"),
+    ],
+)
+def test_pipelines_that_cannot_be(mesh, options, message):
+    """Each is one sentence that names what is wrong."""
+    with pytest.raises(autopar.PipelineError, match=re.escape(message)):
+        planned(mesh, large(4), **options)
+
+
+def test_options_are_checked():
+    with pytest.raises(autopar.InputError, match="schedule is 'fifo': it must be one of gpipe"):
+        Pipeline(schedule="fifo")
+    with pytest.raises(autopar.InputError, match="cuts must be names of modules in order"):
+        Pipeline(cuts="model.layers.1")
+    with pytest.raises(autopar.InputError, match="virtual_stages is 0"):
+        Pipeline(virtual_stages=0)
+    with pytest.raises(autopar.InputError, match=r"pipeline is 4: give an autopar\.Pipeline"):
+        autopar.plan(large(2), {"pp": 2}, batch(), cluster="h100", pipeline=4)
