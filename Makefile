@@ -6,10 +6,13 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test nightly bench overhead coverage lint types format clean
+.PHONY: demo demo-pipeline test nightly bench overhead coverage lint types format clean
 
 demo: $(STAMP)
 	OMP_NUM_THREADS=1 $(RUN) -m torch.distributed.run --standalone --nproc-per-node 4 examples/train_llama.py
+
+demo-pipeline: $(STAMP)
+	OMP_NUM_THREADS=1 $(RUN) -m torch.distributed.run --standalone --nproc-per-node 4 examples/pipeline.py
 
 test: $(STAMP)
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n 2 --dist worksteal --durations=15

@@ -20,8 +20,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
     get_state_dict,
     set_state_dict,
 )
@@ -178,8 +176,7 @@ def held_out_loader(settings: Settings, rank: int, size: int) -> DataLoader[Batc
 
 def export(dist_model: autopar.DistributedModule, folder: Path) -> None:
     """Write the model to a folder that `from_pretrained` loads."""
-    whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    state = get_model_state_dict(dist_model, options=whole)
+    state = dist_model.full_state_dict()
     if dist.get_rank() == 0:
         with torch.device("meta"):
             stock = LlamaForCausalLM(dist_model.config)
