@@ -36,6 +36,7 @@ from passes.ir.layout import Layout
 from passes.ir.leaves import input_leaves
 from passes.ir.log import logger
 from passes.ir.lowered import FSDPUnit, Lowered, Variables
+from passes.ir.mesh import Mesh
 from passes.ir.plan import Plan, ProgramPlan
 from passes.ir.program import Program, with_scalars_alone
 from passes.ir.work import IdleAxes
@@ -110,7 +111,7 @@ def plan_captured(captured: CapturedModel, request: Request, clock: Clock) -> Pl
     """
     info, program, objective = captured.info, captured.program, request.objective
     first = plan_program(program, info, request, objective, planned_decisions(request.plan, objective), clock)
-    request = replace(request, mesh=first.mesh, any_shape=False)
+    request = _with_mesh(request, first)
     programs, refused = {objective: first}, ""
     if isinstance(captured.evaluation, Program):
         programs["infer"] = _plan_evaluation(captured.evaluation, info, request, first, clock)
@@ -133,6 +134,20 @@ def plan_captured(captured: CapturedModel, request: Request, clock: Clock) -> Pl
         refused,
         first.lowered.units,
     )
+
+
+def _with_mesh(request: Request, planned: PlannedProgram) -> Request:
+    """`request` with the mesh that was found for a program, and the number of its pipeline's ranks."""
+    request = replace(request, mesh=planned.mesh, any_shape=False)
+    if request.pipeline is None:
+        return request
+    axis, ranks = request.pipeline.axis, planned.record.ranks
+    whole = (
+        Mesh((axis, *planned.mesh.names), (ranks, *planned.mesh.sizes))
+        if request.whole_mesh.names[0] != axis
+        else request.whole_mesh
+    )
+    return replace(request, whole_mesh=whole, pipeline=replace(request.pipeline, ranks=ranks))
 
 
 def plan_program(

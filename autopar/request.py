@@ -158,11 +158,12 @@ def _pipeline(options: Options, mesh: Mesh, *, any_shape: bool) -> PipelineChoic
         return None
     asked = asked or Pipeline()
     axis = asked.axis or PIPELINE_AXIS
-    if any_shape or axis not in mesh.names:
-        axes = "only a number of devices" if any_shape else f"the axes {', '.join(mesh.names)}"
+    if any_shape:
+        return PipelineChoices(axis, 1, asked.cuts, asked.schedule, asked.virtual_stages)
+    if axis not in mesh.names:
         raise PipelineError(
-            f"a pipeline is asked for over the axis {axis!r}, but the mesh has {axes}: give a mesh whose first axis is "
-            f"{axis!r}, such as {{{axis!r}: 2, 'dp': 4}}"
+            f"a pipeline is asked for over the axis {axis!r}, but the mesh has the axes {', '.join(mesh.names)}: give "
+            f"a mesh whose first axis is {axis!r}, such as {{{axis!r}: 2, 'dp': 4}}"
         )
     if axis != mesh.names[0]:
         raise PipelineError(

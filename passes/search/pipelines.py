@@ -18,6 +18,7 @@ from passes.cost.walk import statement_seconds
 from passes.ir.configuration import Configuration, Staging
 from passes.ir.errors import ConstraintError, InfeasibleError, MicroBatchError, PipelineError
 from passes.ir.lowered import Loop, Lowered
+from passes.ir.mesh import Mesh
 from passes.lower import finished, whole_code
 from passes.lower.stages import Crossing, crossings, cut, positions
 from passes.search.choosing import choose
@@ -31,8 +32,12 @@ from passes.variables import name_variables
 
 # Schedules that are tried where none is given, by whether ranks have several stages.
 _OFFERED = {False: ("1f1b",), True: ("interleaved_1f1b",)}
+# Those for fewer micro-batches than ranks, as of a batch that cannot be split, or of inference.
+_FEW = ("gpipe",)
 # Stages of a rank that are tried where their number is not given.
 _PER_RANK = (1, 2)
+# Ranks of a pipeline that are tried where their number is free.
+_MOST_RANKS = 16
 # Micro-batches that are tried are at most so many times the ranks of the pipeline.
 _MOST_MICRO_BATCHES = 16
 # Times that a program is solved again in less memory where no cuts fit, each with this part of the memory before.
@@ -40,10 +45,34 @@ _ATTEMPTS, _LESS = 4, 0.8
 
 
 def best_pipeline(subproblems: Subproblems, asked: PipelineChoices, simulate: MemorySimulator) -> Found:
-    """The best choice that runs in a pipeline as `asked`.
+    """The best choice that runs in a pipeline as `asked`. Where the shape of the mesh is free, the pipeline has up to
+    `_MOST_RANKS` ranks, and the other devices any shape.
 
     Raises PipelineError where nothing can be cut so, InfeasibleError where nothing fits.
     """
+    space = subproblems.space
+    if not space.any_shape:
+        return _best_over(subproblems, asked, simulate)
+    found: list[Found] = []
+    errors: list[Exception] = []
+    sizes = [ranks for ranks in range(2, _MOST_RANKS + 1) if space.mesh.size % ranks == 0]
+    if not sizes:
+        raise PipelineError(
+            f"{space.mesh.size} devices cannot be shared by stages of equally many: take another number"
+        )
+    for ranks in sizes:
+        own = replace(space, mesh=Mesh(space.mesh.names, (space.mesh.size // ranks,)))
+        try:
+            found.append(_best_over(subproblems.over(own), replace(asked, ranks=ranks), simulate))
+        except (InfeasibleError, PipelineError, MicroBatchError, ConstraintError) as error:
+            errors.append(error)
+    if not found:
+        raise _refusal(errors)
+    return min(found, key=lambda item: item.seconds.total)
+
+
+def _best_over(subproblems: Subproblems, asked: PipelineChoices, simulate: MemorySimulator) -> Found:
+    """The best choice for a number of ranks."""
     best: Found | None = None
     errors: list[Exception] = []
     for count in _counts(subproblems, asked):
@@ -66,17 +95,20 @@ def _refusal(errors: Sequence[Exception]) -> Exception:
 
 
 def _counts(subproblems: Subproblems, asked: PipelineChoices) -> list[int]:
-    """The numbers of micro-batches that are tried: as many as ranks or more, if the batch divides so."""
+    """The numbers of micro-batches that are tried: as many as ranks or more, if the batch divides so; one where it
+    cannot be split."""
     space = subproblems.space
     if space.micro_batches is not None or not space.trains:
         return [space.micro_batches or 1]
     known = list(micro_batch_counts(space, subproblems.programs.program))
+    if len(known) > 1 and subproblems.programs.of(known[1], is_given=False) is None:
+        return [1]
     enough = [count for count in known if asked.ranks <= count <= _MOST_MICRO_BATCHES * asked.ranks]
     return enough or known[-1:]
 
 
-def _pipelines(asked: PipelineChoices) -> Iterator[tuple[int, str]]:
-    """The numbers of stages of a rank, and the schedules, that are tried.
+def _pipelines(asked: PipelineChoices, count: int) -> Iterator[tuple[int, str]]:
+    """The numbers of stages of a rank, and the schedules, that are tried for `count` micro-batches.
 
     Raises PipelineError for cuts that make another number of stages than ranks can have.
     """
@@ -92,9 +124,9 @@ def _pipelines(asked: PipelineChoices) -> Iterator[tuple[int, str]]:
             )
         counts = (stages // asked.ranks,)
     for per_rank in counts:
-        names = _OFFERED[per_rank > 1] if asked.schedule is None else (asked.schedule,)
-        for name in names:
-            yield per_rank, name
+        few = per_rank == 1 and count < asked.ranks
+        names = (_FEW if few else _OFFERED[per_rank > 1]) if asked.schedule is None else (asked.schedule,)
+        yield from ((per_rank, name) for name in names)
 
 
 def _best_of(subproblems: Subproblems, asked: PipelineChoices, simulate: MemorySimulator, count: int) -> Found:
@@ -115,9 +147,9 @@ def _best_of(subproblems: Subproblems, asked: PipelineChoices, simulate: MemoryS
         try:
             own, choice = _chosen(subproblems, inner)
         except InfeasibleError as error:
-            errors.append(error)
+            errors.append(_lacking(error, subproblems.space, asked.ranks, in_flight))
             continue
-        for per_rank, schedule in _pipelines(asked):
+        for per_rank, schedule in _pipelines(asked, count):
             pipeline = Staging(per_rank * asked.ranks, schedule, asked.ranks)
             try:
                 options.append(_staged(own, choice, asked, pipeline, simulate))
@@ -126,6 +158,16 @@ def _best_of(subproblems: Subproblems, asked: PipelineChoices, simulate: MemoryS
         if options:
             return min(options, key=lambda found: found.seconds.total)
     raise _refusal(errors)
+
+
+def _lacking(error: InfeasibleError, space: Space, ranks: int, in_flight: int) -> InfeasibleError:
+    """The refusal of a program as a whole, in the memory of all ranks of a pipeline, in terms of one of them."""
+    return InfeasibleError(
+        f"no pipeline over {ranks} ranks fits the memory limit of {space.memory_limit / GIB:.3g} GiB per device: with "
+        f"{in_flight} micro-batches in flight these lack {error.missing / GIB:.3g} GiB together; take more devices, "
+        "smaller micro-batches, or raise the limit",
+        error.missing / ranks,
+    )
 
 
 def _memories(ranks: int) -> Iterator[tuple[int, float]]:

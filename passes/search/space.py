@@ -17,7 +17,8 @@ from passes.strategies import Setting
 
 @dataclass(frozen=True)
 class PipelineChoices:
-    """The pipelines that may be chosen: over the axis called `axis`, of `ranks` ranks. `cuts` are the names of the
+    """The pipelines that may be chosen: over the axis called `axis`, of `ranks` ranks; where the shape of
+    the mesh is to be found, their number is, too. `cuts` are the names of the
     positions that stages begin with, `per_rank` the number of stages of a rank; None where that is to be chosen."""
 
     axis: str
