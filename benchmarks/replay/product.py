@@ -8,20 +8,21 @@ from math import prod
 
 import torch
 
-from autopar import Precision
+from autopar import Pipeline, Precision
 from autopar.models.info import CapturedModel, read_model
 from autopar.options import Options
 from autopar.planner import captured_model, plan_captured
 from autopar.request import make_request
 from benchmarks.models import Dimensions, Family, build
+from benchmarks.replay.compose import stage_layers
 from benchmarks.replay.records import Run
 from passes.clock import Clock
 from passes.cost.cluster import Cluster
 from passes.ir.plan import ProgramPlan
 
-# Axes: copies that hold the same states, copies that split them, parts of the sequence, and tensor parallelism; ranks
-# fill nodes in order.
-OUTER, DATA_AXIS, CONTEXT, TENSOR = "outer", "data", "context", "tensor"
+# Axes: pipeline stages, copies that hold the same states, copies that split them, parts of the sequence, and tensor
+# parallelism; ranks fill nodes in order.
+STAGES, OUTER, DATA_AXIS, CONTEXT, TENSOR = "pp", "outer", "data", "context", "tensor"
 ATTENTION = "@scaled_dot_product_attention"
 # Methods of attention, by the words of Megatron for how keys and values travel.
 METHODS = {"all-gather": "queries", "allgather": "queries", "p2p": "ring", "ring": "ring", "a2a": "heads"}
@@ -56,16 +57,23 @@ class Inputs:
     compiled: bool
     constraints: Constraints = field(default_factory=dict)
     memory_limit: float = UNLIMITED
+    pipeline: Pipeline | None = None
 
 
 def inputs_of(run: Run, family: Family, cluster: Cluster) -> Inputs:
-    """The inputs of the product for a run without a pipeline."""
+    """The inputs of the product for a run."""
     parallel, software = run.parallel, run.software
     # A layer alone is priced as one of several.
     dimensions = replace(run.dimensions, layers=max(2, run.dimensions.layers))
     # States are split over the ranks that have other tokens, those of the same samples among them.
     shards = max(1, parallel.shards // parallel.context)
-    sizes = {OUTER: parallel.data // shards, DATA_AXIS: shards, CONTEXT: parallel.context, TENSOR: parallel.tensor}
+    sizes = {
+        STAGES: parallel.pipeline,
+        OUTER: parallel.data // shards,
+        DATA_AXIS: shards,
+        CONTEXT: parallel.context,
+        TENSOR: parallel.tensor,
+    }
     mesh = {axis: size for axis, size in sizes.items() if size > 1} or {DATA_AXIS: 1}
     hides = software.prefetches if parallel.zero == 3 else software.overlaps
     device = replace(cluster.device, overlaps=hides, launch=cluster.device.launch + software.host)
@@ -80,7 +88,22 @@ def inputs_of(run: Run, family: Family, cluster: Cluster) -> Inputs:
         run.recompute,
         software.compiled,
         _constraints(run, family, mesh),
+        pipeline=_pipeline(run, family),
     )
+
+
+def _pipeline(run: Run, family: Family) -> Pipeline | None:
+    """The stages of a run, with its numbers of layers; None where there is one. Where ranks have several stages, the
+    planner cuts them."""
+    parallel = run.parallel
+    if parallel.pipeline == 1:
+        return None
+    if parallel.chunks > 1:
+        return Pipeline(schedule="interleaved_1f1b", virtual_stages=parallel.chunks)
+    layers = stage_layers(run.dimensions.layers, parallel.pipeline, run.software.fills)
+    starts = [sum(layers[:stage]) for stage in range(1, parallel.pipeline)]
+    cuts = tuple(family.layer.replace("[0-9]", str(start)) for start in starts)
+    return Pipeline(cuts=cuts, schedule="gpipe" if "gpipe" in parallel.schedule.lower() else "1f1b")
 
 
 def _precision(run: Run) -> Precision:
@@ -152,6 +175,8 @@ def planned(inputs: Inputs, *, any_shape: bool = False) -> ProgramPlan:
         recompute=inputs.recompute,
         zero=inputs.zero,
         compiled=inputs.compiled,
+        pipeline=inputs.pipeline,
+        outputs=None if inputs.pipeline is None else "scalars",
     )
     request = make_request(prod(inputs.mesh.values()) if any_shape else inputs.mesh, options)
     return plan_captured(_captured(inputs.model), request, Clock()).plan.programs["train"]
