@@ -106,7 +106,7 @@ def outcome(case: Case) -> Outcome:
     def unchanged(_: Subproblems, error: InfeasibleError) -> InfeasibleError:
         return error
 
-    with mock.patch("autopar.models.info.capture", traced), mock.patch("passes.search.with_hint", unchanged):
+    with mock.patch("autopar.models.info.capture", traced), mock.patch("passes.search.choosing.with_hint", unchanged):
         try:
             found = autopar.plan(
                 case.model.make(),

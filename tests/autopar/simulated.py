@@ -31,6 +31,7 @@ from autopar.runtime import DistributedModule
 from autopar.runtime.calls.programs import LoadedModel
 from autopar.runtime.fsdp import reductions
 from autopar.runtime.fsdp.manager import FSDPManager
+from autopar.runtime.fsdp.managers import FSDPManagers
 from autopar.runtime.state import axes_of
 from passes.cost.liveness import MACHINES
 
@@ -84,14 +85,15 @@ def measure(model: nn.Module, planned: PlannedModel, request: Request, inputs: M
 def _module(model: nn.Module, planned: PlannedModel, request: Request, mesh: DeviceMesh) -> DistributedModule:
     """The module that `distribute` returns, without values."""
     engine = _Engine(mesh)
-    root = placed_parts(_like(model), planned.stored, planned.units, request, mesh, torch.device("cpu"), engine)
+    (units,) = planned.units
+    root = placed_parts(_like(model), planned.stored, {engine: units}, request, mesh, torch.device("cpu"))
     loaded = {name: load(program, name) for name, program in planned.programs.items()}
 
     def other_sizes(*_: object) -> object:
         raise AssertionError("the sizes are those of the plan")
 
     known = LoadedModel(planned.plan, loaded, inspect.signature(model.forward), 0, other_sizes)
-    return DistributedModule(root, mesh, torch.device("cpu"), known, engine)
+    return DistributedModule(root, mesh, torch.device("cpu"), known, FSDPManagers({0: engine}))
 
 
 def _steps(module: DistributedModule, batch: dict[str, object], request: Request) -> int:

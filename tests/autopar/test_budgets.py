@@ -114,7 +114,7 @@ def _quickly(name: str) -> Iterator[None]:
     with (
         mock.patch("autopar.models.info.capture", traced),
         mock.patch("passes.search.best_first.ALLOWANCE", _ALLOWANCE),
-        mock.patch("passes.search.with_hint", unchanged),
+        mock.patch("passes.search.choosing.with_hint", unchanged),
     ):
         yield
 

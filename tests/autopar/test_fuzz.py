@@ -202,6 +202,7 @@ def _own_sums(x: Tensor, dim: int, **_: object) -> Tensor:
     return x.cumsum(dim)
 
 
+@pytest.mark.slow
 def test_what_is_wrong_is_found_and_made_small() -> None:
     """With a local form that is wrong some program fails, and of that is left what it takes."""
     with mock.patch("autopar.runtime.split_cumsum", _own_sums):

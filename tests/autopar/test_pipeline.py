@@ -102,7 +102,7 @@ SLOW = pytest.mark.slow
         pytest.param(MODELS["llama"], tokens, {"pp": 2, "dp": 2}, {}, id="llama"),
         pytest.param(gpt2, tokens, {"pp": 2, "tp": 2}, {"micro_batches": 2}, id="tied embeddings"),
         pytest.param(deep, tokens, {"pp": 2}, {"pipeline": INTERLEAVED, "micro_batches": 4}, id="interleaved"),
-        pytest.param(t5, sequences, {"pp": 2}, {"micro_batches": 2}, id="encoder and decoder"),
+        pytest.param(t5, sequences, {"pp": 2}, {"micro_batches": 2}, id="encoder and decoder", marks=SLOW),
         pytest.param(
             deep,
             tokens,
@@ -175,7 +175,7 @@ def batch(samples: int = 16, length: int = 256) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": ids}
 
 
-def planned(mesh: dict[str, int], model: nn.Module | None = None, **options: object) -> autopar.Plan:
+def planned(mesh: dict[str, int] | int, model: nn.Module | None = None, **options: object) -> autopar.Plan:
     """The plan of a model on H100s."""
     return autopar.plan(model or large(), mesh, batch(), **{"cluster": "h100", **options})
 
@@ -229,15 +229,17 @@ def test_stages_hold_what_they_run(plan):
 def test_memory_limits_cuts():
     """Within a limit that the stages of the fastest pipeline exceed, more is recomputed or cut elsewhere; what fits in
     no way is an error that says how much is missing."""
-    free = planned({"pp": 2, "dp": 2}, micro_batches=2, recompute="none")
-    peak = max(sum(stage.memory.values()) for stage in free.programs["train"].stages)
-    tight = planned({"pp": 2, "dp": 2}, micro_batches=2, memory_limit=0.8 * peak)
-    assert max(sum(stage.memory.values()) for stage in tight.programs["train"].stages) <= 0.8 * peak
-    assert tight.programs["train"].step_s >= free.programs["train"].step_s
-    with pytest.raises(autopar.InfeasibleError, match="GiB"):
-        planned({"pp": 2, "dp": 2}, micro_batches=2, memory_limit=0.1 * peak)
+    model, mesh, asked = large(4), {"pp": 2, "dp": 2}, Pipeline(virtual_stages=1)
+    free = planned(mesh, model, micro_batches=2, recompute="none", pipeline=asked).programs["train"]
+    peak = sum(free.memory.values())
+    tight = planned(mesh, model, micro_batches=2, memory_limit=0.8 * peak, pipeline=asked).programs["train"]
+    assert sum(tight.memory.values()) <= 0.8 * peak
+    assert tight.step_s >= free.step_s
+    with pytest.raises(autopar.InfeasibleError, match="no pipeline over 2 ranks fits the memory limit of 0"):
+        planned(mesh, model, micro_batches=2, memory_limit=0.1 * peak, pipeline=asked)
 
 
+@SLOW
 def test_micro_batches_are_chosen():
     """Where their number is free it is chosen by the step, and is never slower than a given one."""
     free = planned({"pp": 2, "dp": 2}).programs["train"]
@@ -246,11 +248,26 @@ def test_micro_batches_are_chosen():
         assert free.step_s <= given.step_s * (1 + 1e-9)
 
 
+@SLOW
+def test_sizes_of_pipelines_are_chosen():
+    """With a number of devices, a pipeline that is asked for has the size that is fastest, and never one that a mesh
+    given by hand beats."""
+    found = planned(4, large(4), pipeline=Pipeline(virtual_stages=1), micro_batches=4)
+    assert next(iter(found.mesh)) == "pp"
+    assert torch.tensor(list(found.mesh.values())).prod() == 4
+    program = found.programs["train"]
+    assert program.ranks == len(program.stages) == found.mesh["pp"]
+    for mesh in ({"pp": 4}, {"pp": 2, "dp": 2}):
+        given = planned(mesh, large(4), pipeline=Pipeline(virtual_stages=1), micro_batches=4)
+        assert program.step_s <= given.programs["train"].step_s * (1 + 1e-9)
+
+
 @pytest.mark.parametrize(
     ("mesh", "options", "message"),
     [
         ({"dp": 2, "pp": 2}, {}, "the pipeline's axis 'pp' must be the first of the mesh, which has dp, pp"),
         ({"pp": 2}, {"pipeline": Pipeline(axis="stage")}, "a pipeline is asked for over the axis 'stage'"),
+        (17, {"pipeline": Pipeline()}, "17 devices cannot be shared by stages of equally many"),
         ({"pp": 2}, {"pipeline": Pipeline(cuts=("model.layers.99",))}, "the cut 'model.layers.99' names no module"),
         (
             {"pp": 3},

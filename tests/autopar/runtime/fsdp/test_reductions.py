@@ -114,7 +114,7 @@ def _interrupted() -> dict[str, object]:
     options: dict[str, Any] = {"cluster": "ideal", "memory_limit": 1e12}
     dist_model = autopar.parallelize(model, mesh, batch, constraints=storage(dp="I"), **options)
     found: dict[str, object] = {}
-    unit = next(iter(dist_model._fsdp_manager._reductions._units))
+    unit = next(iter(dist_model._managers.by_stage[0]._reductions._units))
     assert len(unit.leaves) > 1
 
     def fail(_: Tensor) -> None:
