@@ -12,7 +12,7 @@ demo: $(STAMP)
 	OMP_NUM_THREADS=1 $(RUN) -m torch.distributed.run --standalone --nproc-per-node 4 examples/train_llama.py
 
 demo-pipeline: $(STAMP)
-	OMP_NUM_THREADS=1 $(RUN) -m torch.distributed.run --standalone --nproc-per-node 4 examples/pipeline.py
+	OMP_NUM_THREADS=1 PYTHONPATH=. $(RUN) -m torch.distributed.run --standalone --nproc-per-node 4 examples/pipeline.py
 
 test: $(STAMP)
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n 2 --dist worksteal --durations=15
