@@ -246,7 +246,7 @@ def _record(program: Program, found: Found, request: Request) -> ProgramPlan:
                 forward_s=phases.forward,
                 backward_s=phases.backward,
                 in_flight=count,
-                layers=sum(len(loop.copies) * len(loop.region.copies[0]) for loop in stage.loops),
+                layers=sum(loop.layers for loop in stage.loops),
                 parameters=sum(item.type.size for item in stage.program.parameters),
             )
             for written, stage, phases, count in own

@@ -171,10 +171,10 @@ def _blocks(body: Body, mesh: Mesh) -> Iterator[Block]:
         inner = makers | {carry.argument: f"{statement.region.name}/carry" for carry in statement.region.carries}
         inside = (item for item in (*statement.body.statements, *statement.between) if item is not None)
         region_rows = [_row(item, statement.body, mesh, inner) for item in inside if not isinstance(item, Loop)]
-        yield Block(statement.region.name, len(statement.copies), tuple(region_rows))
+        yield Block(statement.block, len(statement.copies), tuple(region_rows), region=statement.region.name)
         for value, names in statement.exports:
             makers.update({name: inner[value.partition("~")[0]] for name in names if name})
-        last, rows = after(statement.region.name), []
+        last, rows = after(statement.block), []
     yield Block(last, 1, tuple(rows))
 
 

@@ -126,7 +126,7 @@ def as_planned(request: Request, info: ModelInfo) -> Request:
             f"micro_batches={planned.micro_batches}: leave micro_batches out, or plan anew"
         )
     recompute = {} if request.objective == "infer" else planned.recompute
-    repeated = [block.name for stage in planned.stages for block in stage.blocks if block.count > 1]
+    repeated = [block.region for stage in planned.stages for block in stage.blocks if block.region]
     asked = {name: level for name, level in levels(repeated, request.recompute or {}).items() if level != "none"}
     if request.recompute is not None and asked != dict(recompute):
         raise PlanMismatchError(

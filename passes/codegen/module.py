@@ -275,7 +275,7 @@ class Code(Scope):
         """Write the loop over the copies of a region."""
         region, names, assigned = loop.region, self.variables.names, self.shared.assigned[number]
         name = loop_name(number, self.shared.stage.loops)
-        self.lines.append(f"{INDENT}# {region.name} x {len(loop.copies)}")
+        self.lines.append(f"{INDENT}# {loop.block} x {len(loop.copies)}")
         self.place = ""
         for carry, initial in zip(region.carries, loop.initial, strict=True):
             if names.get(initial) != names[carry.argument]:
@@ -360,7 +360,8 @@ class ModuleWriter:
         results = ", ".join(code.read(result) for result in loop.body.results)
         lines = [f"class {name}(RegionCopy):"]
         units = units_text(self.stage, self.loops.index(loop), self.mesh)
-        lines += [f'    """{region.name}: {len(loop.copies)} copies.{units}"""', ""]
+        title = f"{loop.block}: {len(loop.copies)} copies" if loop.part is None else loop.block
+        lines += [f'    """{title}.{units}"""', ""]
         lines += signature("    ", "def forward", ["self", *(variables.names[item] for item in loop.body.arguments)])
         lines += code.prologue()
         if any(text.startswith("layer") for text in code.paths_used):

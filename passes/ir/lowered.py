@@ -123,6 +123,14 @@ class Redistribution:
 
 
 @dataclass(frozen=True)
+class PartOfCopy:
+    """A part of one copy of a region: its name in plans, and the number of layers that begin in it."""
+
+    name: str
+    layers: int
+
+
+@dataclass(frozen=True)
 class Loop:
     """Run copies of a region one after the other: those with the numbers `copies`. Several stages may run some each.
 
@@ -130,7 +138,7 @@ class Loop:
     body) to the arguments of the next. `shared` are the values that all copies read. `exports` are values of the body
     and their names outside, for each copy that runs. `recompute` says the part that the backward pass recomputes:
     nothing ("none"), the statements marked `recomputed` ("selective", "ops"), or every copy, of which only the inputs
-    are saved ("full").
+    are saved ("full"). A pipeline stage that begins or ends within a copy runs that `part` of it, in a loop of its own.
     """
 
     region: Region
@@ -141,6 +149,17 @@ class Loop:
     shared: tuple[str, ...]
     exports: tuple[tuple[str, tuple[str | None, ...]], ...]
     recompute: str = "none"
+    part: PartOfCopy | None = None
+
+    @property
+    def block(self) -> str:
+        """The name of its block."""
+        return self.region.name if self.part is None else self.part.name
+
+    @property
+    def layers(self) -> int:
+        """The number of layers that begin in its copies."""
+        return len(self.copies) * len(self.region.copies[0]) if self.part is None else self.part.layers
 
     @property
     def reads(self) -> tuple[str, ...]:

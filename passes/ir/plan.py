@@ -76,7 +76,7 @@ def _type_text(kind: object) -> str:
 
 T = TypeVar("T")
 
-FORMAT_VERSION = 13
+FORMAT_VERSION = 14
 
 # Symbols of the first and the second dim of inputs in formulas.
 BATCH, SEQUENCE = "batch", "sequence"
@@ -132,11 +132,11 @@ class Row:
 
 @dataclass(frozen=True)
 class Block:
-    """A sequence of statements that runs `count` times.
+    """A sequence of statements that runs `count` times: copies of a region or a part of one, or code outside of all.
 
     `seconds` are those of a step, all copies and micro-batches together: those of all blocks, of inputs and of the
     optimizer make the step. `bytes` are those that it has on one device at the peak of the step: parameters, optimizer
-    states and gradients, and what it has allocated.
+    states and gradients, and what it has allocated. `region` is the name of the region, empty outside of all.
     """
 
     name: str
@@ -144,6 +144,7 @@ class Block:
     rows: tuple[Row, ...]
     seconds: float = 0.0
     bytes: float = 0.0
+    region: str = ""
 
 
 @dataclass(frozen=True)

@@ -128,7 +128,7 @@ def _program(name: str, program: ProgramPlan, plan: Plan, width: int | None) -> 
             lines += ["", f"stage {number}: memory per device {memory} at its peak ({stage.peak_moment})"]
         for block in stage.blocks:
             if block.rows or block.bytes:
-                lines += ["", *_block(block, stage.recompute.get(block.name, "none"), width)]
+                lines += ["", *_block(block, stage.recompute.get(block.region, "none"), width)]
     rest = sum(program.memory.values()) - sum(block.bytes for stage in program.fullest for block in stage.blocks)
     beside = sum(program.seconds.get(what, 0.0) for what in ("inputs", "optimizer"))
     return [*lines, "", f"inputs and optimizer step: {_costs(beside, rest)}"]
@@ -189,8 +189,9 @@ def _block(block: Block, recompute: str, width: int | None) -> list[str]:
     times = f" x {block.count}" if block.count > 1 else ""
     times += f", recompute {recompute}" if recompute != "none" else ""
     rows: list[tuple[str, ...]] = []
+    owner = block.region or block.name
     for row in block.rows:
-        name = row.name if width is None else row.name.removeprefix(f"{block.name}.").removeprefix(block.name)
+        name = row.name if width is None else row.name.removeprefix(f"{owner}.").removeprefix(owner)
         shown = f"  {name}" if row.kind == "op" else f"    ~ {name}"
         rerun = "recomputed" if row.kind == "op" else "regathered"
         how = f"{row.how}, {rerun} in backward" if row.rerun else row.how

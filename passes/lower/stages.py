@@ -1,10 +1,10 @@
 """stages: cuts the straight code of a program into pipeline stages.
 
 A program is a sequence of positions: the ops outside of regions, each with the redistributions before it, and the
-copies of regions. A stage is an interval of positions. What a stage reads of an earlier one it receives from the stage
-before it, so tensors that skip stages are handed on. Tensors that depend on inputs and buffers alone (masks, rotary
-tables, positions), and the redistributions of parameters, are computed again where they are read. A parameter that
-several stages read is held by each of them.
+copies of regions, or the pieces that these can be cut into (`loops`). A stage is an interval of positions. What a stage
+reads of an earlier one it receives from the stage before it, so tensors that skip stages are handed on. Tensors that
+depend on inputs and buffers alone (masks, rotary tables, positions), and the redistributions of parameters, are
+computed again where they are read. A parameter that several stages read is held by each of them.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -15,21 +15,25 @@ from math import prod
 
 from passes.ir.arguments import references
 from passes.ir.errors import PipelineError
+from passes.ir.grouping import grouped
 from passes.ir.layout import local_shape
 from passes.ir.lowered import Body, Compute, Loop, Redistribution, Returned, Stage, Statement
 from passes.ir.mesh import Mesh
 from passes.ir.program import Input, has_gradient
+from passes.lower.loops import copy_pieces, leaving, part_of_copy, piece_name, some_copies
 
 
 @dataclass(frozen=True)
 class Position:
-    """A piece of a program that is not cut: the statements from `first` on, up to `last` (exclusive), and, if the last
-    of these is a loop, its copy `copy` alone. `name` is the module path of the copy, or the key of the op."""
+    """A piece of a program that is not cut: the statements from `first` on, up to `last` (exclusive). If the last of
+    these is a loop, only the statements `inside` of its copy `copy` are part of the piece. `name` is the module path of
+    the copy, or of the module in it that begins there, or the key of the op."""
 
     name: str
     first: int
     last: int
     copy: int | None = None
+    inside: range = range(0)
 
 
 def positions(stage: Stage) -> tuple[Position, ...]:
@@ -46,9 +50,12 @@ def positions(stage: Stage) -> tuple[Position, ...]:
         if isinstance(statement, Compute):
             found.append(Position(statement.op.key, first, number + 1))
         else:
+            inner = copy_pieces(statement)
             for copy in statement.copies:
-                begin = first if copy == statement.copies.start else number
-                found.append(Position(statement.region.copies[copy][0], begin, number + 1, copy))
+                for inside in inner:
+                    begin = first if copy == statement.copies.start and not inside.start else number
+                    name = piece_name(statement, copy, inside.start)
+                    found.append(Position(name, begin, number + 1, copy, inside))
         first = number + 1
     if found and first < len(statements):
         found[-1] = replace(found[-1], last=len(statements))
@@ -143,36 +150,6 @@ def _made(statement: Statement) -> tuple[str, ...]:
     return tuple(name for _, names in statement.exports for name in names if name is not None)
 
 
-def _part(loop: Loop, copies: range) -> Loop:
-    """The part of a loop that runs some of its copies, with what the next copy takes among its exports."""
-    start, stop = copies.start - loop.copies.start, copies.stop - loop.copies.start
-    exports = {value: list(names[start:stop]) for value, names in loop.exports}
-    initial = loop.initial
-    if copies.start != loop.copies.start:
-        initial = tuple(_entering(loop, place, copies.start) for place in range(len(loop.region.carries)))
-    if copies.stop != loop.copies.stop:
-        for place, carry in enumerate(loop.region.carries):
-            names = exports.setdefault(carry.next, [None] * len(copies))
-            names[-1] = names[-1] or _leaving(loop, place, copies.stop)
-    kept = tuple((value, tuple(names)) for value, names in exports.items())
-    return replace(loop, copies=copies, initial=initial, exports=kept)
-
-
-def _leaving(loop: Loop, place: int, copy: int) -> str:
-    """The name of the carried value number `place` as the copy before `copy` makes it."""
-    value = loop.region.carries[place].next
-    for other, names in loop.exports:
-        if other == value and (name := names[copy - 1 - loop.copies.start]) is not None:
-            return name
-    return f"{value}~before{copy}"
-
-
-def _entering(loop: Loop, place: int, copy: int) -> str:
-    """The name of the carried value number `place` as `copy` takes it."""
-    name = _leaving(loop, place, copy)
-    return name if loop.between[place] is None else f"{name}~carried"
-
-
 class _Cutter:
     """Cuts one program: `stages` are the stages, `sent` the names of the tensors that each sends on."""
 
@@ -216,30 +193,57 @@ class _Cutter:
             run = [piece]
             while at + len(run) < len(pieces) and self._same_loop(pieces[at + len(run)], number):
                 run.append(pieces[at + len(run)])
-            copies = range(piece.copy, piece.copy + len(run))
             found += self.statements[piece.first : number]
-            found += self._carried(loop, copies.start, entering=True)
-            found.append(_part(loop, copies))
-            found += self._carried(loop, copies.stop, entering=False)
-            found += self.statements[number + 1 : run[-1].last] if copies.stop == loop.copies.stop else ()
+            found += self._of_loop(loop, run)
+            ends = run[-1].copy == loop.copies[-1] and run[-1].inside.stop == len(loop.body.statements)
+            found += self.statements[number + 1 : run[-1].last] if ends else ()
             at += len(run)
         return found
 
     def _same_loop(self, piece: Position, number: int) -> bool:
         return piece.copy is not None and piece.first == number
 
-    def _carried(self, loop: Loop, copy: int, *, entering: bool) -> Iterator[Redistribution]:
-        """The redistributions of carried values between two stages, before `copy`: on the side where less is sent."""
+    def _of_loop(self, loop: Loop, run: Sequence[Position]) -> Iterator[Statement]:
+        """The statements of positions of one loop that follow each other: whole copies, and a part of the first and
+        the last one."""
+        size = len(loop.body.statements)
+        by_copy = grouped((piece.copy, piece.inside) for piece in run)
+        spans = [(copy, range(inner[0].start, inner[-1].stop)) for copy, inner in by_copy.items() if copy is not None]
+        whole = [copy for copy, inside in spans if inside == range(size)]
+        for number, (copy, inside) in enumerate(spans):
+            if inside == range(size):
+                if copy == whole[0]:
+                    yield from self._carried(loop, copy, entering=None if number else True)
+                    yield some_copies(loop, range(copy, whole[-1] + 1))
+                    yield from self._carried(loop, whole[-1] + 1, entering=False) if spans[-1][0] == whole[-1] else ()
+                continue
+            if not inside.start:
+                yield from self._carried(loop, copy, entering=None if number else True)
+            yield self._defined(part_of_copy(loop, copy, inside))
+            if inside.stop == size and number == len(spans) - 1:
+                yield from self._carried(loop, copy + 1, entering=False)
+
+    def _defined(self, loop: Loop) -> Loop:
+        """`loop`, the names of whose exports have types and layouts."""
+        for value, names in loop.exports:
+            for name in names:
+                if name is not None:
+                    self.types[name], self.layouts[name] = loop.body.types[value], loop.body.layouts[value]
+        return loop
+
+    def _carried(self, loop: Loop, copy: int, *, entering: bool | None) -> Iterator[Redistribution]:
+        """The redistributions of carried values before `copy`: between two stages on the side where less is sent, and
+        all of them where both copies are of one stage, but in different loops (`entering` is None)."""
         if copy in (loop.copies.start, loop.copies.stop):
             return
         for place, (carry, change) in enumerate(zip(loop.region.carries, loop.between, strict=True)):
-            name, type = _leaving(loop, place, copy), loop.body.types[carry.next]
+            name, type = leaving(loop, place, copy), loop.body.types[carry.next]
             self.types[name], self.layouts[name] = type, loop.body.layouts[carry.next]
             if change is None:
                 continue
             after = f"{name}~carried"
             self.types[after], self.layouts[after] = type, change.after
-            if entering != (self.bytes_of(after) <= self.bytes_of(name)):
+            if entering is None or entering != (self.bytes_of(after) <= self.bytes_of(name)):
                 yield replace(change, source=name, result=after)
 
     def bytes_of(self, name: str) -> int:

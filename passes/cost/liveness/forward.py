@@ -123,9 +123,9 @@ class Forward:
                     frame.weights.add(statement.result)
                 self.change(statement, frame.read(statement.source), partial(frame.assign, statement.result))
             else:
-                self.ledger.block = statement.region.name
+                self.ledger.block = statement.block
                 self.loop(statement, frame)
-                self.ledger.block = after(statement.region.name)
+                self.ledger.block = after(statement.block)
 
     def compute(
         self, statement: Compute, types: Mapping[str, TensorType], frame: Frame, copied: frozenset[str]

@@ -276,8 +276,8 @@ def _blocks(stage: Stage) -> dict[str, str]:
     for statement in stage.body.statements:
         if isinstance(statement, Loop):
             owned = (name for names in statement.owned.values() for name in names)
-            found.update(dict.fromkeys(owned, statement.region.name))
-            block = after(statement.region.name)
+            found.update(dict.fromkeys(owned, statement.block))
+            block = after(statement.block)
         else:
             read = statement.op.operands if isinstance(statement, Compute) else (statement.source,)
             for name in read:
