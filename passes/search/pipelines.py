@@ -17,9 +17,10 @@ from passes.cost.step import Phases, phases
 from passes.cost.walk import statement_seconds
 from passes.ir.configuration import Configuration, Staging
 from passes.ir.errors import ConstraintError, InfeasibleError, MicroBatchError, PipelineError
-from passes.ir.lowered import Loop, Lowered
+from passes.ir.lowered import Loop, Lowered, Stage
 from passes.ir.mesh import Mesh
 from passes.lower import finished, whole_code
+from passes.lower.loops import copy_pieces, part_of_copy
 from passes.lower.stages import Crossing, crossings, cut, positions
 from passes.search.choosing import choose
 from passes.search.configurations import micro_batch_counts
@@ -222,13 +223,13 @@ def _staged(
 
 @dataclass(frozen=True)
 class _Size:
-    """The size of a stage: the micro-batches in flight, and its copies of each loop."""
+    """The size of a stage: the micro-batches in flight, and its pieces of the copies of each loop."""
 
     in_flight: int
-    copies: Counter[tuple[int, int]]
+    pieces: Counter[tuple[int, range]]
 
     def __le__(self, other: "_Size") -> bool:
-        return self.in_flight <= other.in_flight and self.copies <= other.copies
+        return self.in_flight <= other.in_flight and self.pieces <= other.pieces
 
 
 class _Program:
@@ -280,14 +281,31 @@ class _Program:
         """The seconds of each position in one micro-batch."""
         priced = finished(self.whole, None, self.configuration, self.space.cluster, self.clock)
         seconds = statement_seconds(priced, self.folded, self.space.cluster, self.mesh)
+        shares = self._shares(priced)
         found = []
         for position in self.positions:
             total = Phases()
             for number in range(position.first, position.last):
-                statement = self.whole.body.statements[number]
                 own = phases([seconds[number]], self.configuration, 0.0, 0.0)
-                total += own * (1 / len(statement.copies)) if isinstance(statement, Loop) else own
+                total += own * shares.get((number, position.inside), 1.0)
             found.append(Piece(StageSeconds(total.forward, total.backward)))
+        return found
+
+    def _shares(self, priced: Stage) -> dict[tuple[int, range], float]:
+        """The share of a loop's seconds that each piece of one of its copies takes, by the number of the statement and
+        the statements of the piece."""
+        found: dict[tuple[int, range], float] = {}
+        for number, statement in enumerate(priced.body.statements):
+            if not isinstance(statement, Loop):
+                continue
+            inner = copy_pieces(statement)
+            parts = [part_of_copy(statement, statement.copies.start, inside) for inside in inner]
+            alone = replace(priced, body=replace(priced.body, statements=tuple(parts)))
+            each = statement_seconds(alone, self.folded, self.space.cluster, self.mesh)
+            spent = [phases([own], self.configuration, 0.0, 0.0) for own in each]
+            taken = [own.forward + own.backward for own in spent]
+            total = sum(taken) * len(statement.copies)
+            found |= {(number, inside): own / total for inside, own in zip(inner, taken, strict=True)}
         return found
 
     def _boundaries(self, ranks: int) -> list[Boundary | None]:
@@ -319,7 +337,7 @@ class _Program:
         """Whether the stage of the positions from `first` to `last` (exclusive) fits with so many micro-batches in
         flight: as it does where a larger stage fits, and not where a smaller one does not."""
         own = self.positions[first:last]
-        loops = Counter((item.first, item.last) for item in own if item.copy is not None)
+        loops = Counter((item.last, item.inside) for item in own if item.copy is not None)
         key = first == 0, last == len(self.positions), frozenset(item.name for item in own if item.copy is None)
         size = _Size(in_flight, loops)
         known = self._known.setdefault(key, [])

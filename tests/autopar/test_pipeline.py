@@ -92,6 +92,9 @@ def deep() -> nn.Module:
 
 
 CUTS = ("model.layers.1", "model.norm/pow")
+# Within layers: between attention and MLP.
+WITHIN = ("model.layers.0.post_attention_layernorm", "model.layers.2.post_attention_layernorm")
+ONE_LAYER = ("model.layers.1", "model.layers.1.post_attention_layernorm", "model.layers.2.post_attention_layernorm")
 INTERLEAVED = Pipeline(schedule="interleaved_1f1b", virtual_stages=2)
 SLOW = pytest.mark.slow
 
@@ -109,6 +112,37 @@ SLOW = pytest.mark.slow
             {"pp": 3},
             {"pipeline": Pipeline(cuts=CUTS, schedule="gpipe"), "micro_batches": 1},
             id="forced cuts, one micro-batch",
+        ),
+        pytest.param(
+            deep,
+            tokens,
+            {"pp": 3},
+            {"pipeline": Pipeline(cuts=WITHIN), "recompute": "full", "micro_batches": 4},
+            id="cuts within layers",
+        ),
+        pytest.param(
+            deep,
+            tokens,
+            {"pp": 2, "dp": 2},
+            {"pipeline": Pipeline(cuts=ONE_LAYER, schedule="interleaved_1f1b"), "micro_batches": 2, "zero": 3},
+            id="stages within a layer, interleaved",
+            marks=SLOW,
+        ),
+        pytest.param(
+            mixtral,
+            tokens,
+            {"pp": 2, "dp": 2},
+            {"pipeline": Pipeline(cuts=ONE_LAYER[1:2]), "recompute": "selective"},
+            id="mixtral, cut within a layer",
+            marks=SLOW,
+        ),
+        pytest.param(
+            bert,
+            tokens,
+            {"pp": 2, "tp": 2},
+            {"pipeline": Pipeline(cuts=("bert.encoder.layer.1.intermediate.dense",))},
+            id="bert, cut within a layer",
+            marks=SLOW,
         ),
         pytest.param(
             deep, tokens, {"pp": 2, "dp": 2}, {"recompute": "full", "micro_batches": 2}, id="recompute", marks=SLOW
@@ -203,6 +237,17 @@ def test_plans_are_balanced_and_printed(plan):
     assert "stage 3: from " in text
     assert re.search(r"rank 3 \.+F", text)
     assert max(map(len, text.splitlines())) <= 120
+
+
+def test_cuts_within_layers_balance():
+    """Where stages cannot have equally many layers, cuts within layers make them more even."""
+    model, mesh = large(4), {"pp": 3}
+    free = planned(mesh, model, micro_batches=8, pipeline=Pipeline(virtual_stages=1)).programs["train"]
+    assert any("post_attention_layernorm" in name for name in free.cuts)
+    assert sum(stage.layers for stage in free.stages) == 4
+    for cuts in (("model.layers.1", "model.layers.3"), ("model.layers.2", "model.layers.3")):
+        given = planned(mesh, model, micro_batches=8, pipeline=Pipeline(cuts=cuts)).programs["train"]
+        assert free.step_s < given.step_s
 
 
 def test_plans_of_stages_are_saved_and_replayed(plan, tmp_path):
