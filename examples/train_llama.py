@@ -59,9 +59,9 @@ def stock_model() -> LlamaForCausalLM:
 def main() -> None:
     """Train, compare, report."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--batch", type=int, default=8, help="samples of a step, of all devices together")
-    parser.add_argument("--length", type=int, default=128, help="tokens per sample")
+    parser.add_argument("--length", type=int, default=64, help="tokens per sample")
     parser.add_argument("--learning-rate", type=float, default=3e-4)
     arguments = parser.parse_args()
 
