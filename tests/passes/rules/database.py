@@ -6,17 +6,20 @@ keywords. `sizes.py` draws the sizes anew.
 """
 
 import warnings
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeVar
 
+import pytest
 import torch
+from _pytest.mark import ParameterSet
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from passes.ir.errors import CaptureError
 from passes.normalize import normalize
+from passes.rules import pointwise, reduce, registered
 from tests.passes.rules.normal import calls_in, traced
 from tests.passes.rules.samples import Sample
 from tests.passes.rules.sizes import alike, form, wide
@@ -46,8 +49,35 @@ SOURCES: Mapping[str, tuple[str, ...]] = {
     },
 }  # fmt: skip
 
+# Kinds whose rule is that of one with fewer dims, of the other interpolations, or of one that does the same.
+_ALIKE = {
+    "adaptive_avg_pool2d", "adaptive_avg_pool3d", "adaptive_max_pool2d", "adaptive_max_pool3d", "avg_pool3d",
+    "constant_pad_nd", "conv3d", "conv_transpose2d", "conv_transpose3d", "max_pool1d", "max_pool2d", "max_pool3d",
+    "max_pool3d_with_indices", "nll_loss_nd", "transpose", "upsample_bicubic2d", "upsample_bilinear2d",
+    "upsample_nearest2d", "upsample_nearest3d", "upsample_trilinear3d", "_upsample_nearest_exact1d",
+    "_upsample_nearest_exact2d", "_upsample_nearest_exact3d",
+}  # fmt: skip
+
 # Operators that read outside of their operands, rather than raise, when these do not fit together.
 UNSAFE = ("_native_batch_norm_legit_functional", "ctc_loss")
+
+
+def kinds(without: Container[str] = ()) -> list[ParameterSet]:
+    """Parameters of tests: the kinds that have a rule. Those are slow whose rule is that of another one: kinds that
+    have the same entry in a table of rules, but for the first."""
+    alike = set(_ALIKE)
+    for table in (pointwise.TABLE, reduce.TABLE):
+        entries: list[object] = []
+        for kind, entry in table.items():
+            if entry in entries:
+                alike.add(kind)
+            entries.append(entry)
+    return [
+        pytest.param(kind, marks=pytest.mark.slow if kind in alike else ())
+        for kind in registered()
+        if kind not in without
+    ]
+
 
 # --- calls ----------------------------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ import pytest
 from passes.normalize import normalize
 from passes.rules import registered, written_rule
 from tests.passes.rules.checking import MESHES, Checking, assert_all_is_tried, splits
-from tests.passes.rules.database import ALL, FAST, Effort, calls, forms
+from tests.passes.rules.database import ALL, FAST, Effort, calls, forms, kinds
 from tests.passes.rules.one_op import OneOp, one_op
 from tests.passes.rules.refused import REFUSED
 from tests.passes.rules.samples import Sample, samples
@@ -64,16 +64,7 @@ def check_kind(kind: str, effort: Effort) -> list[str]:
     return found + checking.finish()
 
 
-# Kinds whose rule is that of one with fewer dims, or of the other interpolations.
-LIKE_OTHERS = {
-    "conv_transpose2d", "conv_transpose3d", "max_pool3d", "max_pool3d_with_indices", "upsample_bicubic2d",
-    "upsample_bilinear2d", "upsample_nearest3d", "upsample_trilinear3d",
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=pytest.mark.slow) if kind in LIKE_OTHERS else kind for kind in registered()]
-)
+@pytest.mark.parametrize("kind", kinds())
 def test_rule_in_some_forms(kind: str) -> None:
     """A few forms of each kind, spread over overloads and ranks. A kind that the database lacks must have samples."""
     assert forms(kind, FAST) or any(sample.kind == kind for sample in samples()), f"nothing checks the rule of {kind}"

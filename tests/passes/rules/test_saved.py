@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from passes.rules import registered
-from tests.passes.rules.database import FAST, forms
+from tests.passes.rules.database import FAST, forms, kinds
 from tests.passes.rules.one_op import OneOp, one_op
 from tests.passes.rules.samples import Sample, samples
 from tests.passes.rules.sizes import redrawn, wide
@@ -52,7 +51,7 @@ def test_nothing_is_kept_that_the_rule_does_not_say(sample: Sample) -> None:
     assert _kept(one) <= said
 
 
-@pytest.mark.parametrize("kind", [kind for kind in registered() if kind not in ELSEWHERE])
+@pytest.mark.parametrize("kind", kinds(ELSEWHERE))
 def test_nothing_more_is_kept_in_forms_of_the_database(kind: str) -> None:
     """The same in some forms of the database, where weights of norms may be as large as what they scale."""
     for sample in forms(kind, FAST):
