@@ -21,8 +21,8 @@ from passes.ir.mesh import Mesh
 T = TypeVar("T")
 Coordinate = tuple[int, ...]
 
-# Seconds that a rank may compute between two collectives.
-_PATIENCE = 60.0
+# Seconds that all ranks may take.
+_PATIENCE = 300.0
 
 
 class StuckError(RuntimeError):

@@ -17,7 +17,6 @@ from autopar import testing
 from autopar.testing import compare_on_mesh, run_ranks
 from passes.constrain import Constraints
 from passes.ir.redistribution import COLLECTIVES
-from tests.autopar.comparing import marked
 from tests.autopar.traces import traced_once
 from tests.models import MODELS, llama, tokens
 
@@ -180,9 +179,10 @@ def _together(first: Constraints, second: Constraints) -> Constraints:
     return both
 
 
-@pytest.mark.parametrize("name", marked(MODELS, {"llama"}))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
 def test_splits_alone(name):
-    """Batch, sequence, heads, ffn, hidden and vocabulary."""
+    """Batch, sequence, heads, ffn, hidden and vocabulary; two at a time are fast."""
     _exact(name, (2,), _splits(name, "tp"))
 
 

@@ -19,6 +19,8 @@ from tests.architectures import ARCHITECTURES
 from tests.models import Stack, llama, tokens
 from tests.untraceable import REFUSED, Branches, Repeats, Selects
 
+pytestmark = pytest.mark.usefixtures("one_trace")
+
 MESH = {"dp": 2, "tp": 2}
 
 

@@ -24,7 +24,7 @@ from autopar.testing import RankError, run_ranks
 from tests.models import Stack
 
 RANKS = 2
-TIMEOUT_S = 2.0
+TIMEOUT_S = 4.0
 
 # Type and message of what a rank raised.
 Ended = tuple[str, str]
@@ -225,7 +225,9 @@ def new_job(folder: str, number: int) -> Iterator[None]:
 
 
 def shorten_timeouts() -> None:
-    """Give all process groups a short timeout; planning, which others wait for, has had the long one."""
+    """Give all process groups a short timeout, from here on, where all ranks are; planning, which others wait for, has
+    had the long one."""
+    dist.barrier()
     for group in dist.distributed_c10d._world.pg_map:
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=TIMEOUT_S), group)
 

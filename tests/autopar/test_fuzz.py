@@ -35,7 +35,7 @@ from tests.autopar.traces import traced_once
 from tests.passes.helpers import mesh_of
 
 # Seeds of the programs that run every time, and of those that run every night.
-FAST, FEW, NIGHTLY = range(40), range(40, 100), range(1000, 2200)
+FAST, FEW, NIGHTLY = range(20), range(20, 100), range(1000, 2200)
 
 
 def _run(seeds: range) -> list[Trial]:
@@ -55,7 +55,7 @@ def _chunks(seeds: range, size: int) -> list[range]:
     return [seeds[start : start + size] for start in range(0, len(seeds), size)]
 
 
-@pytest.mark.parametrize("seeds", [*_chunks(FAST, 20), pytest.param(FEW, marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("seeds", [FAST, pytest.param(FEW, marks=pytest.mark.slow)], ids=str)
 def test_random_programs(seeds: range) -> None:
     """Outputs, gradients of parameters and inputs, and buffers, on all ranks."""
     _run(seeds)
@@ -110,7 +110,7 @@ def _on_processes(seed: int) -> None:
     assert comparison.worst[1] <= TOLERANCE, f"seed {seed}: {comparison}\n{recipe}"
 
 
-@pytest.mark.parametrize("seed", [1, 2, 5])
+@pytest.mark.parametrize("seed", [1, 2, pytest.param(5, marks=pytest.mark.slow)])
 def test_programs_on_processes(seed: int) -> None:
     """On real ranks the same holds: what threads stand in for is no other."""
     _on_processes(seed)

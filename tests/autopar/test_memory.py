@@ -117,9 +117,9 @@ _Stored = tuple[str, int, str, dict[str, str], bool, dict[str, object]]
 _SPLIT: dict[str, str] = {"dp": "S(0)"}
 STORED: list[_Stored] = [
     ("llama", 3, "2", _SPLIT, True, {"precision": MIXED}),
-    ("llama", 3, "2x2", {"dp": "I"}, True, {"optimizer": "sgd"}),
 ]
 STORED_TOO: list[_Stored] = [
+    ("llama", 3, "2x2", {"dp": "I"}, True, {"optimizer": "sgd"}),
     *(("llama", 8, "dp4", _SPLIT, again, {"optimizer": "sgd"}) for again in (True, False)),
     ("llama", 8, "2", {"dp": "I"}, True, {"optimizer": "sgd", "precision": MIXED}),
     ("llama", 8, "2x2", {"dp": "I"}, True, {"optimizer": "sgd", "precision": MIXED}),
@@ -150,7 +150,7 @@ def test_data_axes(
 # (model, layers, mesh, how parameters are stored, ZeRO stage, micro-batches, whether they are gathered again, options)
 _Travel = tuple[str, int, str, dict[str, str], int, int, bool, dict[str, object]]
 TRAVELS: list[_Travel] = [
-    ("llama", 7, "2", _SPLIT, 1, 4, False, {"precision": MIXED}),
+    ("llama", 3, "2", _SPLIT, 1, 2, False, {"precision": MIXED}),
     ("llama", 3, "2x2", {"dp": "I"}, 2, 2, False, {}),
 ]
 TRAVELS_TOO: list[_Travel] = [

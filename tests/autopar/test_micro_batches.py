@@ -28,6 +28,8 @@ from tests.autopar.fuzzing import random_solution
 from tests.autopar.solving import solved_by
 from tests.models import MODELS, Stack, gpt2, llama, tokens
 
+pytestmark = pytest.mark.usefixtures("one_trace")
+
 _SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 
 

@@ -15,7 +15,10 @@ import autopar
 from autopar.testing import LiftFloat32, run_ranks
 from tests.models import gpt2, llama, tokens
 
-MODELS: Mapping[str, Callable[..., nn.Module]] = {"llama": llama, "tied llama": lambda: llama(tie_word_embeddings=True)}
+MODELS: Mapping[str, Callable[..., nn.Module]] = {
+    "llama": lambda: llama(num_hidden_layers=1),
+    "tied llama": lambda: llama(tie_word_embeddings=True),
+}
 
 
 def mesh_of(sizes: tuple[int, ...]) -> DeviceMesh:
@@ -77,7 +80,7 @@ def test_losses_outside_of_models() -> None:
 
 def _in_micro_batches() -> None:
     with LiftFloat32(torch.float64):
-        model, inputs = gpt2().double(), tokens()
+        model, inputs = gpt2(n_layer=1).double(), tokens()
         options = {"cluster": "ideal", "outputs": "full", "micro_batches": 2}
         dist_model = autopar.parallelize(model, mesh_of((2, 2)), inputs, **options)
         output = dist_model.forward_backward(**inputs)
@@ -100,7 +103,7 @@ def test_full_outputs_are_counted() -> None:
 
 def _scalars() -> None:
     with LiftFloat32(torch.float64):
-        model, inputs = llama().double(), tokens()
+        model, inputs = llama(num_hidden_layers=1).double(), tokens()
         options = {"cluster": "ideal", "outputs": "scalars", "micro_batches": 2}
         dist_model = autopar.parallelize(model, mesh_of((2, 1)), inputs, **options)
         output = dist_model.forward_backward(**inputs)
@@ -134,7 +137,7 @@ def test_other_kinds_of_outputs_are_refused() -> None:
 
 
 def _mixed() -> None:
-    model, ids = llama().double(), tokens(labels=False)["input_ids"]
+    model, ids = llama(num_hidden_layers=1).double(), tokens(labels=False)["input_ids"]
     with LiftFloat32(torch.float64):
         dist_model = autopar.parallelize(model, mesh_of((2, 2)), {"input_ids": ids}, cluster="ideal")
         expected = model(ids).logits

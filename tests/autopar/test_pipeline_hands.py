@@ -592,7 +592,7 @@ def test_options() -> None:
 
 # --- faults -----------------------------------------------------------------------------------------------------------
 
-TIMEOUT_S = 3.0
+TIMEOUT_S = 6.0
 
 
 def _fault(kind: str, folder: Path) -> list[Ended]:

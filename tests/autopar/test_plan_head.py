@@ -7,6 +7,8 @@ import autopar
 from passes.cost.cluster import CLUSTERS
 from tests.models import llama
 
+pytestmark = pytest.mark.usefixtures("one_trace")
+
 BATCH, LENGTH = 16, 128
 
 

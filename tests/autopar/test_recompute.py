@@ -192,7 +192,7 @@ def _pending(split: str) -> None:
         module(**_batch())["loss"].backward()
 
 
-@pytest.mark.parametrize("split", ["rows", "columns"])
+@pytest.mark.parametrize("split", ["rows", pytest.param("columns", marks=pytest.mark.slow)])
 def test_pending_backward_passes(split: str) -> None:
     """One graph can be gone through again, and not after the parameters have changed, as with autograd's own saving."""
     run_ranks(_pending, 2, split)

@@ -33,6 +33,8 @@ from passes.solve.gap import PROVEN
 from tests.autopar.comparing import TOLERANCE, exact
 from tests.models import Stack, llama, tokens
 
+pytestmark = pytest.mark.usefixtures("one_trace")
+
 # Four devices, two in a node: shapes differ in what they cost.
 NODES = replace(CLUSTERS["h100"], name="pairs", node_size=2)
 

@@ -81,7 +81,7 @@ def _run(model: nn.Module, compiled: PlannedModel, **options: object) -> Report:
 
 
 @pytest.mark.parametrize("sizes", [pytest.param((2,), marks=pytest.mark.slow), (2, 2)])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", marked(MODELS, {"llama", "gemma2", "gpt2"}))
 def test_best_plans(name, sizes):
     model, _, compiled = _compiled(name, sizes)
     report = _run(model, compiled)
@@ -112,7 +112,7 @@ def _check_random(name: str, sizes: tuple[int, ...], seed: int, padding: bool) -
     assert len(report.told) <= 0.15 * (len(report.told) + len(report.proved)), report.told
 
 
-@pytest.mark.parametrize("name", marked(MODELS, {"llama", "gemma2", "gpt2"}))
+@pytest.mark.parametrize("name", marked(MODELS, {"gemma2", "gpt2"}))
 def test_random_plans(name):
     _check_random(name, (2, 2), seed=0, padding=name != "gpt2")
 
@@ -263,8 +263,8 @@ def _placements(call: str) -> list[str]:
 
 
 def test_wrong_collectives_are_refused():
-    tried, passed = _survivors((2,), every=2, engine=False)
-    assert tried > 50
+    tried, passed = _survivors((2,), every=4, engine=False)
+    assert tried > 25
     assert passed == []
 
 

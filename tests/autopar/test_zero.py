@@ -7,6 +7,8 @@ from autopar import InputError, Plan, PlanMismatchError
 from tests.autopar.comparing import exact
 from tests.models import llama, tokens
 
+pytestmark = pytest.mark.usefixtures("one_trace")
+
 
 def _plan(**options: object) -> Plan:
     """The plan of a tiny llama whose batch is split over two devices, where no layer is recomputed."""
