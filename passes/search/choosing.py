@@ -16,16 +16,17 @@ from passes.search.subproblems import Choice, Memo, Subproblems
 from passes.solve.gap import PROVEN
 
 
-def choose(subproblems: Subproblems) -> tuple[Subproblems, Choice]:
+def choose(subproblems: Subproblems, *, hints: bool = True) -> tuple[Subproblems, Choice]:
     """The best choice of the space, as the solver counts memory, and the subproblems that it is the best of.
 
-    Raises InfeasibleError where nothing fits, which says what would.
+    Raises InfeasibleError where nothing fits, which with `hints` says what would: that is searched.
     """
     _check_recompute(subproblems)
     subproblems, progress = searched(subproblems)
     best = progress.best
     if best is None:
-        raise with_hint(subproblems, min(progress.errors, key=lambda error: error.missing))
+        nearest = min(progress.errors, key=lambda error: error.missing)
+        raise with_hint(subproblems, nearest) if hints else nearest
     seconds, bound = best.solution.seconds, best.solution.bound
     if bound < seconds * (1 - PROVEN):
         logger.warning("the plan may be up to %.2g%% slower than the best", 100 * (1 - bound / seconds))

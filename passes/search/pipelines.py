@@ -136,7 +136,11 @@ def _best_of(subproblems: Subproblems, asked: PipelineChoices, simulate: MemoryS
     Raises InfeasibleError where none fits, and PipelineError where the program cannot be cut so.
     """
     errors: list[Exception] = []
+    # The micro-batches in flight with which nothing fits, so that nothing fits less memory.
+    lacking: set[int] = set()
     for in_flight, share in _memories(asked.ranks):
+        if in_flight in lacking:
+            continue
         options: list[Found] = []
         inner = replace(
             subproblems.space,
@@ -149,6 +153,7 @@ def _best_of(subproblems: Subproblems, asked: PipelineChoices, simulate: MemoryS
             own, choice = _chosen(subproblems, inner)
         except InfeasibleError as error:
             errors.append(_lacking(error, subproblems.space, asked.ranks, in_flight))
+            lacking.add(in_flight)
             continue
         for per_rank, schedule in _pipelines(asked, count):
             pipeline = Staging(per_rank * asked.ranks, schedule, asked.ranks)
@@ -186,7 +191,7 @@ def _chosen(subproblems: Subproblems, inner: Space) -> tuple[Subproblems, Choice
     Raises InfeasibleError where nothing fits.
     """
     programs = MicroBatchPrograms(subproblems.programs.program, inner, subproblems.clock)
-    own, choice = choose(Subproblems(programs, inner, subproblems.clock, inner.memory_limit))
+    own, choice = choose(Subproblems(programs, inner, subproblems.clock, inner.memory_limit), hints=False)
     return replace(own, space=replace(own.space, memory_limit=subproblems.space.memory_limit)), choice
 
 
