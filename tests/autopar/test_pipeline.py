@@ -283,7 +283,7 @@ def test_memory_limits_cuts():
     assert sum(tight.memory.values()) <= 0.8 * peak
     assert tight.step_s >= free.step_s
     with pytest.raises(autopar.InfeasibleError, match="no pipeline over 2 ranks fits the memory limit of 0"):
-        planned(mesh, model, micro_batches=2, recompute="full", memory_limit=0.1 * peak, pipeline=asked)
+        planned(mesh, model, micro_batches=2, memory_limit=0.1 * peak, pipeline=asked)
 
 
 @SLOW
