@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from types import CodeType, FrameType, TracebackType
+from types import ClassMethodDescriptorType, CodeType, FrameType, TracebackType
 from typing import cast
 
 import torch
@@ -194,10 +194,11 @@ class _Attribute:
         self.owner = owner
         self.name = name
         found = inspect.getattr_static(owner, name)
-        self.is_of_class = isinstance(found, classmethod)
+        # `torch.autograd.Function.apply` is a method of C in torch 2.15.
+        self.is_of_class = isinstance(found, (classmethod, ClassMethodDescriptorType))
         self.found: object = found
         # The function that is called in place of the attribute, with the same arguments.
-        self.original: object = found.__func__ if self.is_of_class else found
+        self.original: object = _function_of_class(found) if self.is_of_class else found
         self.inherited = name not in vars(owner)
         self.users = 0
         self.own = threading.local()
@@ -235,6 +236,13 @@ class _Attribute:
             delattr(self.owner, self.name)
         else:
             setattr(self.owner, self.name, self.found)
+
+
+def _function_of_class(method: object) -> object:
+    """The function that a class method calls with the class first."""
+    if isinstance(method, ClassMethodDescriptorType):
+        return lambda cls, *args, **kwargs: method.__get__(None, cls)(*args, **kwargs)
+    return cast("classmethod[object, ..., object]", method).__func__
 
 
 class _Proxy:

@@ -70,6 +70,24 @@ def test_class_methods():
     assert isinstance(vars(Base)["kind"], classmethod)
 
 
+def test_class_methods_of_c():
+    """As `torch.autograd.Function.apply` is in newer versions of torch."""
+
+    class Table(dict):
+        fromkeys = vars(dict)["fromkeys"]
+
+    class Small(Table):
+        pass
+
+    with replaced(Table, "fromkeys", lambda cls, keys: f"other {cls.__name__}") as before:
+        assert Small.fromkeys("ab") == "other Small"
+        made = before(Small, "ab", 1)
+        assert (type(made), made) == (Small, {"a": 1, "b": 1})
+        assert _elsewhere(lambda: Small.fromkeys("a")) == {"a": None}
+    assert vars(Table)["fromkeys"] is vars(dict)["fromkeys"]
+    assert Small.fromkeys("a") == {"a": None}
+
+
 def test_inherited_attributes():
     with replaced(Derived, "name", lambda self: "other"):
         assert (Derived().name(), Base().name()) == ("other", "base")
