@@ -1,6 +1,6 @@
 """Private names of torch: the runtime uses them from here, and what the compiler needs too from `passes/_torch.py`.
 
-Every function says what it is for and why no public name serves. All were read and run with torch 2.11 and 2.13
+Every function says what it is for and why no public name serves. All were run with torch 2.11, 2.13 and 2.15
 (`tests/autopar/test_torch.py` holds each to what is expected of it). The internals of `fully_shard` have a door of
 their own, `autopar/runtime/fsdp/_torch.py`.
 """

@@ -1,6 +1,6 @@
 """Private names of torch: the compiler uses them from here alone.
 
-Every name says what it is for and why no public one serves. All were read and run with torch 2.11 and 2.13
+Every name says what it is for and why no public one serves. All were run with torch 2.11, 2.13 and 2.15
 (`tests/passes/test_torch.py` holds each to what is expected of it); where versions differ, that is said.
 
 The runtime has a door of its own, `autopar/_torch.py`, and one for the internals of `fully_shard`,

@@ -110,7 +110,7 @@ def _sum(leaves: Sequence[object]) -> Tensor:
 
 # --- outputs ---------------------------------------------------------------------------------------------------------
 
-# Part of the message of torch's RuntimeError, in all versions from 2.11 to 2.13.
+# Part of the message of torch's RuntimeError, in torch 2.11 to 2.15.
 _MIXED = "mixed torch.Tensor and DTensor"
 
 

@@ -1,6 +1,6 @@
 """The private parts of `fully_shard` that the FSDP manager needs: gradients of gathered parameters, and recovery.
 
-Read in torch 2.11 to 2.13 (torch/distributed/fsdp/_fully_shard). No other module touches these names.
+Read in torch 2.11 to 2.13 and 2.15 (torch/distributed/fsdp/_fully_shard). No other module touches these names.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -26,7 +26,8 @@ class _ShardedParameter(Protocol):
     """The part of torch's `FSDPParam` that is used here.
 
     `_unsharded_param` is there from the first gather on. It takes gradients from autograd; where they are reduced in
-    another dtype, those that are not reduced yet lie in `unsharded_accumulated_grad`.
+    another dtype, those that are not reduced yet lie in `unsharded_accumulated_grad`. From torch 2.15 on they are those
+    of `_unsharded_param`, in the dtype that they are accumulated in, and the other name is a property without a setter.
     """
 
     _unsharded_param: nn.Parameter
@@ -47,16 +48,23 @@ class GatheredParameter:
         gradient = self._sharded.unsharded_accumulated_grad
         if gradient is None:
             gradient = unsharded.grad
-        self._sharded.unsharded_accumulated_grad = unsharded.grad = None
+        unsharded.grad = None
+        if self._lies_apart:
+            self._sharded.unsharded_accumulated_grad = None
         return cast(Tensor | None, gradient)
 
     def give_gradient(self, gradient: Tensor) -> None:
         """Let the next backward pass add to a gradient that is not reduced."""
         unsharded = self._sharded._unsharded_param
-        if gradient.dtype == unsharded.dtype:
+        if gradient.dtype == unsharded.dtype or not self._lies_apart:
             unsharded.grad = gradient
         else:
             self._sharded.unsharded_accumulated_grad = gradient
+
+    @property
+    def _lies_apart(self) -> bool:
+        """Whether gradients of another dtype than the parameter's have a place of their own."""
+        return not isinstance(getattr(type(self._sharded), "unsharded_accumulated_grad", None), property)
 
     def note_change(self) -> None:
         """Bump the version counter: a regathered parameter has other values, which torch hides from autograd."""
@@ -74,7 +82,7 @@ class NamedParamGroup(FSDPParamGroup):
 
     A unit gets it in place of its own class (`name_failures`): `fully_shard` has no argument for that. Autograd calls
     the methods from hooks, and nothing of autopar is between these and a plain `loss.backward()`. Their names are those
-    of torch 2.11 to 2.13.
+    of torch 2.11 to 2.15.
     """
 
     @naming_collectives(_GATHERING)

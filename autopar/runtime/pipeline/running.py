@@ -60,6 +60,7 @@ class PipelineRunner:
         stages = _stage_runs(serving, runs, batching)
         if serving not in self._scheduled:
             received = {number: on_meta(stage) for number, stage in enumerate(program.stages) if number}
+            received[len(program.stages)] = (_loss_on_meta(program.outputs[batching.loss]),)
             self._scheduled[serving] = ScheduledStages(
                 self._schedule, stages, self.ranks, self._device, batching.count, received
             )
@@ -123,6 +124,11 @@ def _stage_runs(serving: RunnableProgram, runs: Mapping[int, RunStage], batching
         )
         for number, run in runs.items()
     ]
+
+
+def _loss_on_meta(loss: PlannedOutput) -> Tensor:
+    """The loss of a micro-batch without values."""
+    return torch.empty(loss.shape, dtype=loss.dtype, device="meta", requires_grad=True)
 
 
 def _loss_place(program: GeneratedProgram, number: int, loss: int) -> int | None:

@@ -127,7 +127,8 @@ class _Stage(PipelineStage):
 
 class ScheduledStages:
     """The stages of this rank in the order of a schedule, for steps of `count` micro-batches. `received` are by stage
-    the tensors that it receives, on meta. Collective over the pipeline's ranks at the first step."""
+    the tensors that it receives, on meta, and after the last stage the loss. Collective over the pipeline's ranks at
+    the first step."""
 
     def __init__(
         self,
@@ -138,10 +139,7 @@ class ScheduledStages:
         count: int,
         received: Mapping[int, Sequence[Tensor]],
     ) -> None:
-        loss = torch.empty((), device="meta", requires_grad=True)
-        self._stages: list[_Stage] = [
-            _Stage(stage, ranks, device, received.get(stage.number + 1, (loss,))) for stage in stages
-        ]
+        self._stages: list[_Stage] = [_Stage(stage, ranks, device, received[stage.number + 1]) for stage in stages]
         self._numbers = torch.arange(count)
         self._target = self._numbers if any(stage.loss is not None for stage in stages) else None
         self._schedule = (
