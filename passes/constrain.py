@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from functools import lru_cache
 
 from passes.ir.arguments import references
 from passes.ir.constraints import Constraint, ConstraintTarget, PlacedConstraints
@@ -152,7 +153,7 @@ def _op_places(op: Op, demand: Constraint, names: _Names) -> Iterator[Constraint
     """The places of `op` that a constraint on ops or modules applies to."""
     pattern = demand.pattern
     itself = pattern == f"@{op.kind}" or _matches(op.key, pattern)
-    around = [path for path in _paths(op.module) if _matches(path, pattern)]
+    around = _around(op.module, pattern)
     if not itself and not around:
         return
     if demand.what == "method":
@@ -168,9 +169,17 @@ def _op_places(op: Op, demand: Constraint, names: _Names) -> Iterator[Constraint
                 yield ("in", op.results[0], str(slot))
 
 
+# Modules have many ops, and programs of one model are constrained many times.
+@lru_cache(maxsize=1 << 16)
 def _matches(name: str, pattern: str) -> bool:
     """Whether a pattern matches a name, or the name as a plan prints it: "model.layers.*.mlp" for all layers."""
     return fnmatchcase(name, pattern) or fnmatchcase(_printed(name), pattern)
+
+
+@lru_cache(maxsize=1 << 16)
+def _around(module: str, pattern: str) -> tuple[str, ...]:
+    """The modules around an op of `module`, itself among them, that a pattern matches."""
+    return tuple(path for path in _paths(module) if _matches(path, pattern))
 
 
 def _paths(module: str) -> list[str]:

@@ -61,9 +61,9 @@ class PlacedConstraints:
         ]
 
     def label(self, op: Op) -> Hashable:
-        """A key that is equal for ops with the same constraints."""
+        """A key that is equal for ops with the same constraints, whichever patterns these were given by."""
         return tuple(
-            (number, tuple(sorted((axis, str(demand)) for axis, demand in self.placed[place].items())))
+            (number, tuple(sorted((axis, demand.method) for axis, demand in self.placed[place].items())))
             for number, place in enumerate(self.places(op))
             if place in self.placed
         )

@@ -235,6 +235,14 @@ def test_layers_under_different_demands_do_not_fold(program: Program) -> None:
     assert [region.count for region in fold(program, demands.label).regions] == [2]
 
 
+def test_layers_under_equal_demands_fold_whichever_patterns_say_so(program: Program) -> None:
+    """One pattern for each layer, as of numbers with one digit and with two."""
+    each = {f"layers.{number}.up.weight": {"stored": {"dp": "R"}} for number in range(2)}
+    assert [region.count for region in fold(program, constrain(program, each, MESH).label).regions] == [2]
+    each["layers.1.up.weight"] = {"stored": {"dp": "I"}}
+    assert [region.count for region in fold(program, constrain(program, each, MESH).label).regions] == []
+
+
 def test_stored_as_fixes_every_parameter(program: Program) -> None:
     """Each parameter has to be stored as given, on every axis."""
     layouts = {item.name: (S(0), I) for item in program.parameters}
