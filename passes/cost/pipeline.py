@@ -6,7 +6,14 @@ from math import prod
 
 from passes.cost.cluster import Cluster
 from passes.cost.communication import collective_lines
-from passes.cost.schedules import StageSeconds, Timeline, rank_of_stage, schedule_actions, simulate
+from passes.cost.schedules import (
+    StageSeconds,
+    Timeline,
+    in_flight_together,
+    rank_of_stage,
+    schedule_actions,
+    simulate,
+)
 from passes.cost.step import Phases, Seconds
 from passes.cost.walk import Optimizer, stage_phases, walk
 from passes.ir.configuration import SEQUENTIAL, Configuration
@@ -19,7 +26,8 @@ from passes.ir.mesh import Mesh
 @dataclass(frozen=True)
 class ScheduledStep:
     """A step of a program: its seconds on the ranks that are busy longest, and for each stage the seconds of its phases
-    and how many micro-batches are in flight at most. `timeline` is that of its schedule; None where there is none."""
+    and how many micro-batches are in flight when its rank holds most. `timeline` is that of its schedule; None where
+    there is none."""
 
     seconds: Seconds
     phases: tuple[Phases, ...]
@@ -48,7 +56,9 @@ def scheduled_step(
     ]
     busiest = max(of_rank, key=lambda own: own.total)
     seconds = busiest + Seconds(bubble=max(0.0, step_s - busiest.total))
-    return ScheduledStep(seconds, parts, timeline.in_flight, timeline)
+    # What a micro-batch leaves in a stage grows with what the stage computes.
+    in_flight = in_flight_together(timeline.actions, [part.forward for part in parts])
+    return ScheduledStep(seconds, parts, in_flight, timeline)
 
 
 def step_seconds(parts: Sequence[Phases], places: Sequence[int], timeline: Timeline) -> float:
@@ -66,12 +76,20 @@ def timeline_of(
     pipeline, mesh = configuration.pipeline, configuration.mesh
     actions = schedule_actions(pipeline.schedule, pipeline.ranks, pipeline.stages, configuration.micro_batches)
     places = rank_of_stage(pipeline.schedule, pipeline.ranks, pipeline.stages)
-    sizes = list(_sent(stages, mesh))
-    sends, back = (
-        [transfer_s(size, cluster, mesh, pipeline.ranks) for size in own] for own in zip(*sizes, strict=True)
-    )
+    sends, back = transfers_s(stages, cluster, mesh, pipeline.ranks)
     seconds = [StageSeconds(part.forward, part.backward) for part in parts]
     return simulate(actions, places, seconds, sends, back)
+
+
+def transfers_s(
+    stages: Sequence[Stage], cluster: Cluster, mesh: Mesh, ranks: int
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Seconds in which each stage but the last sends a micro-batch on, and gets its gradient back; all stages are on
+    `ranks` ranks of the pipeline's axis."""
+    there, back = zip(*_sent(stages, mesh), strict=True)
+    return tuple(transfer_s(size, cluster, mesh, ranks) for size in there), tuple(
+        transfer_s(size, cluster, mesh, ranks) for size in back
+    )
 
 
 def _sent(stages: Sequence[Stage], mesh: Mesh) -> Iterator[tuple[int, int]]:

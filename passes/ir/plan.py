@@ -155,7 +155,7 @@ class StagePlan:
     redistributes again; `recompute` the level of each region that recomputes anything. These suffice for replay;
     `blocks` are for printing. `memory` is the predicted bytes per device by kind at the peak, which is at
     `peak_moment`. In a pipeline, `forward_s` and `backward_s` are the seconds of one micro-batch, of which `in_flight`
-    are between their forward and their backward pass at most; the stage has
+    are between their forward and their backward pass when the rank holds most; the stage has
     so many `layers` (copies of regions count as many as they have) and elements of `parameters`.
     """
 

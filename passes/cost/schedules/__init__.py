@@ -3,7 +3,7 @@
 The orders are those that the classes of `torch.distributed.pipelining` run. `timeline` simulates them.
 """
 
-from passes.cost.schedules.actions import Action, ActionGraph, action_graph, in_flight
+from passes.cost.schedules.actions import Action, ActionGraph, action_graph, in_flight, in_flight_together
 from passes.cost.schedules.kinds import SCHEDULES, ScheduleKind, check_schedule, rank_of_stage
 from passes.cost.schedules.orders import schedule_actions
 from passes.cost.schedules.timeline import StageSeconds, Timeline, simulate, step_bound
@@ -18,6 +18,7 @@ __all__ = [
     "action_graph",
     "check_schedule",
     "in_flight",
+    "in_flight_together",
     "rank_of_stage",
     "schedule_actions",
     "simulate",

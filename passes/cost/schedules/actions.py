@@ -1,6 +1,7 @@
 """The actions of a pipeline, and what each one waits for."""
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -101,12 +102,35 @@ def in_flight(actions: Actions, stages: int) -> tuple[int, ...]:
     """
     most = [0] * stages
     for order in actions:
-        last = {(action.stage, action.micro_batch): action for action in order}
-        alive = [0] * stages
-        for action in order:
-            if action.kind == "F":
-                alive[action.stage] += 1
-                most[action.stage] = max(most[action.stage], alive[action.stage])
-            if last[action.stage, action.micro_batch] is action:
-                alive[action.stage] -= 1
+        for counts in _counts_in_flight(order):
+            for stage, count in counts.items():
+                most[stage] = max(most[stage], count)
     return tuple(most)
+
+
+def in_flight_together(actions: Actions, weights: Sequence[float]) -> tuple[int, ...]:
+    """For each stage, its micro-batches in flight at the moment when its rank holds most: the sum over the rank's
+    stages of their micro-batches in flight, weighed by stage with `weights`. Stages of one rank are not all fullest at
+    once."""
+    found = [0] * len(weights)
+    for order in actions:
+        fullest = max(
+            (dict(counts) for counts in _counts_in_flight(order)),
+            key=lambda counts: sum(weights[stage] * count for stage, count in counts.items()),
+            default={},
+        )
+        for stage, count in fullest.items():
+            found[stage] = count
+    return tuple(found)
+
+
+def _counts_in_flight(order: Sequence[Action]) -> Iterator[Mapping[int, int]]:
+    """By stage the micro-batches in flight, after each forward action of a rank."""
+    last = {(action.stage, action.micro_batch): action for action in order}
+    alive: Counter[int] = Counter()
+    for action in order:
+        if action.kind == "F":
+            alive[action.stage] += 1
+            yield alive
+        if last[action.stage, action.micro_batch] is action:
+            alive[action.stage] -= 1

@@ -13,6 +13,7 @@ from passes.cost.schedules import (
     action_graph,
     check_schedule,
     in_flight,
+    in_flight_together,
     rank_of_stage,
     schedule_actions,
 )
@@ -136,6 +137,20 @@ def test_every_order_is_complete_and_ends() -> None:
         assert all(("F", *place) in done for place in places)
         assert all((("B", *place) in done) != ({("I", *place), ("W", *place)} <= done) for place in places)
         assert all(stage_ranks[each.stage] == rank for rank, order in enumerate(actions) for each in order)
+
+
+def test_stages_of_a_rank_are_not_fullest_at_once() -> None:
+    """Of 4 ranks with 3 stages each, rank r goes forward 8 + 2 (3 - r) times before it first goes back."""
+    actions = schedule_actions("interleaved_1f1b", 4, 12, 12)
+    together, most = in_flight_together(actions, [1.0] * 12), in_flight(actions, 12)
+    assert [sum(together[rank::4]) for rank in range(4)] == [15, 13, 11, 9]
+    assert all(own <= other for own, other in zip(together, most, strict=True))
+    assert sum(together) < sum(most)
+    # The stage that leaves more counts more.
+    heavy = in_flight_together(actions, [1.0] * 4 + [0.0] * 8)
+    assert heavy[:4] == most[:4]
+    plain = schedule_actions("1f1b", 4, 4, 9)
+    assert in_flight_together(plain, [1.0] * 4) == in_flight(plain, 4)
 
 
 def test_micro_batches_in_flight() -> None:
