@@ -42,7 +42,7 @@ class Family:
 
     `gated` says that the MLP has three products. `rows` are the ops whose weights are split by rows, `layer` the module
     of a layer, `norm` the one at its beginning, `scores` the op of attention where it is one, `table` the module of
-    token embeddings.
+    token embeddings, `after` the one that follows the layers.
     """
 
     name: str
@@ -52,6 +52,7 @@ class Family:
     norm: str
     scores: str
     table: str
+    after: str
 
 
 _LLAMA_ROWS = ("*.self_attn.o_proj/linear", "*.mlp.down_proj/linear")
@@ -64,9 +65,19 @@ GPT = Family(
     norm="*.ln_1",
     scores="*.attn/scaled_dot_product_attention",
     table="transformer.wte",
+    after="transformer.ln_f",
 )
 LLAMA, MISTRAL, QWEN2, QWEN3 = (
-    Family(name, True, _LLAMA_ROWS, "model.layers.[0-9]", "*.input_layernorm", _LLAMA_SCORES, "model.embed_tokens")
+    Family(
+        name,
+        True,
+        _LLAMA_ROWS,
+        "model.layers.[0-9]",
+        "*.input_layernorm",
+        _LLAMA_SCORES,
+        "model.embed_tokens",
+        "model.norm",
+    )
     for name in ("llama", "mistral", "qwen2", "qwen3")
 )
 

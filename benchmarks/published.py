@@ -1,9 +1,8 @@
 """Published training runs against the product: `python benchmarks/published.py [--json] [--data FILE] [--free]`.
 
-Every run without pipeline and context axes is planned by the product at its full depth, its plan forced, and held
-against what was published: as it is, told what other software does differently, and told only what has a source of its
-own. The others are predicted by formulas on the product's prices, and not scored. Records that cannot be predicted are
-listed with a reason. Needs no accelerator and no weights.
+Every run is planned by the product at its full depth, its plan forced, and held against what was published: as it is,
+told what other software does differently, and told only what has a source of its own. Records that cannot be predicted
+are listed with a reason. Needs no accelerator and no weights.
 """
 
 import argparse
@@ -21,9 +20,9 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.replay.free import NOTABLE, Planned, plan_freely  # noqa: E402
-from benchmarks.replay.predict import Replayed, is_alone, is_planned, predict, replay  # noqa: E402
+from benchmarks.replay.predict import Known, Replayed, is_alone, predict  # noqa: E402
 from benchmarks.replay.reasons import Reason, SkippedError  # noqa: E402
-from benchmarks.replay.records import RecordsError, identity, read_records, read_run  # noqa: E402
+from benchmarks.replay.records import RecordsError, identity, read_records  # noqa: E402
 from benchmarks.replay.scores import repeated, score  # noqa: E402
 from benchmarks.replay.software import Knowledge  # noqa: E402
 from passes.ir.errors import AutoparError  # noqa: E402
@@ -34,17 +33,16 @@ GIB = 1024**3
 
 @dataclass(frozen=True)
 class Predictions:
-    """The records of a file: those that the product predicts, by what it is told; those that formulas predict; and
-    those that are left out, by name with the reason."""
+    """The records of a file: those that the product predicts, by what it is told; and those that are left out, by name
+    with the reason."""
 
     scored: Mapping[Knowledge, Sequence[Replayed]]
-    unscored: Sequence[Replayed]
     left: Sequence[tuple[str, SkippedError]]
 
     @property
     def count(self) -> int:
         """The number of records."""
-        return len(self.scored[Knowledge.ALL]) + len(self.unscored) + len(self.left)
+        return len(self.scored[Knowledge.ALL]) + len(self.left)
 
 
 def predict_all(records: Sequence[Mapping[str, object]], processes: int = 1) -> Predictions:
@@ -59,21 +57,18 @@ def predict_all(records: Sequence[Mapping[str, object]], processes: int = 1) -> 
     else:
         results = [pair for task in tasks for pair in _predicted(task)]
     scored: dict[Knowledge, list[Replayed]] = {knowledge: [] for knowledge in Knowledge}
-    unscored: list[Replayed] = []
     left: list[tuple[str, SkippedError]] = []
     for number, result in sorted(results, key=lambda pair: pair[0]):
         if isinstance(result, Mapping):
             for knowledge, item in result.items():
                 scored[knowledge].append(item)
-        elif isinstance(result, Replayed):
-            unscored.append(result)
         else:
             left.append((identity(records[number], number), SkippedError(*result)))
-    return Predictions(scored, unscored, left)
+    return Predictions(scored, left)
 
 
-# The prediction of a record by the product, or by formulas, or why there is none.
-Result = Mapping[Knowledge, Replayed] | Replayed | tuple[Reason, str]
+# The prediction of a record, or why there is none.
+Result = Mapping[Knowledge, Replayed] | tuple[Reason, str]
 
 
 def _quiet() -> None:
@@ -81,12 +76,13 @@ def _quiet() -> None:
 
 
 def _predicted(task: Sequence[tuple[int, Mapping[str, object]]]) -> list[tuple[int, Result]]:
-    return [(number, _result(record, identity(record, number))) for number, record in task]
+    known: list[Known] = []
+    return [(number, _result(record, identity(record, number), known)) for number, record in task]
 
 
-def _result(record: Mapping[str, object], name: str) -> Result:
+def _result(record: Mapping[str, object], name: str, known: list[Known]) -> Result:
     try:
-        return predict(record, name) if is_planned(read_run(record, name)) else replay(record, name)
+        return predict(record, name, known)
     except SkippedError as error:
         return error.reason, error.detail
     except (AutoparError, ArithmeticError) as error:
@@ -99,12 +95,13 @@ def plan_all(found: Sequence[Replayed]) -> list[Planned]:
 
 
 def as_json(found: Predictions) -> dict[str, object]:
-    """Everything, as the data that `--json` prints. Errors are fractions, times seconds, memory bytes."""
+    """Everything, as the data that `--json` prints. Errors are fractions, times seconds, memory bytes. No prediction is
+    left `unscored`."""
     return {
         **_scored(found, Knowledge.ALL),
         Knowledge.NOTHING.value: _scored(found, Knowledge.NOTHING),
         Knowledge.SOURCED.value: _scored(found, Knowledge.SOURCED),
-        "unscored": [_row(item) for item in found.unscored],
+        "unscored": [],
     }
 
 
@@ -144,8 +141,6 @@ def _print(found: Predictions) -> None:
     print(f"{'run':52}{'cluster':>13}{'step':>10}{'predicted':>10}{'error':>8}{'MFU':>6}{'pred.':>6}", end="")
     print(f"{'memory':>10}{'pred.':>10}{'error':>8}  step time")
     _rows(found.scored[Knowledge.ALL])
-    print("\npipeline or context axes, predicted by formulas on the product's prices, not scored:")
-    _rows(found.unscored)
     print("\nleft out:")
     for name, error in found.left:
         print(f"{name[:51]:52}{error}")
@@ -172,7 +167,7 @@ _TITLES = {
 
 def _summary(found: Predictions) -> None:
     predicted = len(found.scored[Knowledge.ALL])
-    print(f"\n{found.count} records, {predicted} predicted, {len(found.unscored)} unscored, {len(found.left)} left out")
+    print(f"\n{found.count} records, {predicted} predicted, {len(found.left)} left out")
     print(f"{'the product':44}{'steps':>7}{'median':>9}{'90%':>9}{'memories':>10}{'median':>9}")
     for knowledge, title in _TITLES.items():
         items = found.scored[knowledge]

@@ -1,4 +1,5 @@
-"""The seconds of a step from those of its blocks: recompute, parameter gathers, gradient reductions, pipeline."""
+"""What software does besides a plan, and the seconds of a step from those of its blocks, by which devices are
+calibrated: recompute, parameter gathers, gradient reductions, pipeline."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
@@ -6,6 +7,7 @@ from dataclasses import dataclass, fields, replace
 from benchmarks.replay.clusters import devices_per_card
 from benchmarks.replay.parts import LayerSeconds, Parts
 from benchmarks.replay.records import Parallel, Run
+from benchmarks.replay.stages import stage_layers
 from passes.cost import step
 from passes.cost.cluster import Cluster
 from passes.cost.step import compose
@@ -105,19 +107,6 @@ def _work(part: LayerSeconds, recompute: str) -> _Work:
     return _Work(part.forward, part.backward, again, part.send_forward, part.send_backward + send_again)
 
 
-def stage_layers(layers: int, stages: int, fills: bool = False) -> list[int]:
-    """The number of layers of each stage: equal, or one less in the first and last (beside the embedding and the head),
-    or as equal as possible; with `fills` every stage has the maximum and the last one the rest."""
-    if layers % stages and (layers + 2) % stages == 0 and stages > 1:
-        each = (layers + 2) // stages
-        return [each - 1, *[each] * (stages - 2), each - 1]
-    if fills:
-        each = -(-layers // stages)
-        return [max(0, min(each, layers - each * stage)) for stage in range(stages)]
-    each, more = divmod(layers, stages)
-    return [each + (1 if 0 < stage <= more or (stage == 0 and more == stages) else 0) for stage in range(stages)]
-
-
 @dataclass(frozen=True)
 class Stage:
     """The contents of one pipeline stage: blocks and the count of each. A single stage holds everything.
@@ -138,7 +127,7 @@ class Stage:
 def stages_of(run: Run, parts: Parts, cluster: Cluster, alone: bool) -> list[Stage]:
     """The stages of a run. With `alone` there are layers only, no embedding and no head."""
     layers = stage_layers(run.dimensions.layers, run.parallel.pipeline, run.software.fills)
-    exchange, last = _exchange(run, cluster), len(layers) - 1
+    exchange, last = exchange_s(run, cluster), len(layers) - 1
     found = []
     for number, count in enumerate(layers):
         blocks = [(parts.layer, run.recompute, count)]
@@ -171,7 +160,7 @@ def step_time(run: Run, parts: Parts, cluster: Cluster, alone: bool) -> StepTime
         seconds.forward_compute + seconds.backward_compute + seconds.recompute + besides(run, parts, cluster),
         seconds.forward_communication + seconds.backward_communication,
         seconds.exposed_gathers + seconds.exposed_reductions,
-        run.micro_batches * longest.exchange + _bubble(run, stages, longest, parts),
+        run.micro_batches * longest.exchange + _bubble(run, stages, longest),
         seconds.optimizer,
     )
     return found * (run.software.slower * run.repeats)
@@ -193,6 +182,17 @@ def update_bytes(run: Run, parameters: float) -> float:
     width = HALF if software.gradient_bytes == HALF else FLOAT
     times = run.micro_batches - (width == HALF)
     return update + times * kept * (HALF + 2 * width)
+
+
+def summing_s(run: Run, elements: float, cluster: Cluster) -> float:
+    """Seconds that a step takes longer where gradients of `elements` parameters are summed whole on every device, and
+    not in the parts that are stored."""
+    if not run.software.all_reduces or run.parallel.shards == 1:
+        return 0.0
+    inner, _ = axes_of(run.parallel, cluster)
+    itemsize = run.software.reduced_bytes
+    whole, part = (inner.seconds(name, elements, itemsize) for name in ("all_reduce", "reduce_scatter"))
+    return whole - part
 
 
 def besides(run: Run, parts: Parts, cluster: Cluster) -> float:
@@ -302,19 +302,13 @@ def _traffic(run: Run, part: LayerSeconds, cluster: Cluster) -> tuple[float, flo
     return gather, reduce + outer.seconds("all_reduce", part.parameters / parallel.shards, software.reduced_bytes)
 
 
-def _bubble(run: Run, stages: Sequence[Stage], longest: Stage, parts: Parts) -> float:
-    """The pipeline bubble of a schedule: seconds besides the work of the slowest stage."""
-    if len(stages) == 1:
-        return 0.0
-    schedule = run.parallel.schedule
-    if schedule.startswith("ZB"):
-        # Gradients of weights, about half of each backward pass, fill the wait; ZB-2p leaves none (Qi et al. 2024).
-        layer = next(block for block in longest.blocks if block[0] is parts.layer)
-        return 0.0 if "2p" in schedule else (len(stages) - 1) * layer[2] * (layer[0].forward + layer[0].send_forward)
+def _bubble(run: Run, stages: Sequence[Stage], longest: Stage) -> float:
+    """The bubble of 1F1B, interleaved where ranks have several stages (Narayanan et al. 2021, section 2.2): seconds
+    besides the work of the slowest stage."""
     return (sum(stage.seconds() for stage in stages) - longest.seconds()) / run.parallel.chunks
 
 
-def _exchange(run: Run, cluster: Cluster) -> float:
+def exchange_s(run: Run, cluster: Cluster) -> float:
     """Seconds in which two stages exchange the activations of one micro-batch and the gradients of another.
 
     Both ways at once, or one after the other. Where tensor-parallel ranks send a part each, who receives gathers it

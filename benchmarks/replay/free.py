@@ -1,9 +1,10 @@
-"""The planner's own plan for a run's model and devices: mesh, layouts, micro-batches, ZeRO stage and recompute are
-chosen freely, by the same product that predicts the published plan."""
+"""The planner's own plan for a run's model and devices: mesh, layouts, micro-batches, ZeRO stage and recompute, and the
+stages of a pipeline where the run has one, are chosen freely, by the same product that predicts the published plan."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from autopar import Pipeline
 from benchmarks.replay.predict import Replayed
 from benchmarks.replay.product import Inputs, planned
 from passes.ir.errors import InfeasibleError
@@ -46,9 +47,18 @@ def plan_freely(item: Replayed) -> Planned:
     assert own is not None
     published = Planned(item.run.id, own.step_s, own.step_s, sum(own.memory.values()), ())
     limit = inputs.cluster.usable_memory
-    free = replace(inputs, micro_batches=None, zero=None, recompute=None, constraints={}, memory_limit=limit)
+    pipeline = None if inputs.pipeline is None else Pipeline()
+    free = replace(
+        inputs,
+        micro_batches=None,
+        zero=None,
+        recompute=None,
+        constraints={},
+        memory_limit=limit,
+        pipeline=pipeline,
+    )
     try:
-        plan = planned(free, any_shape=True)
+        plan = planned(free, any_shape=True).plan
     except InfeasibleError:
         return published
     if plan.step_s >= own.step_s:

@@ -52,17 +52,18 @@ class Kept:
 
 
 @cache
-def kept_bytes(forced: Forced, fused: bool = True) -> Kept:
-    """The saved tensors of `forced` by block; without `fused`, those that autograd saves for each op alone."""
+def kept_bytes(forced: Forced, fused: bool = True, wide_masks: bool = False) -> Kept:
+    """The saved tensors of `forced` by block; without `fused`, those that autograd saves for each op alone. Masks of
+    dropout have a byte for each element, or with `wide_masks` as many as what they are of."""
     body = forced.stage.body
     number = next(place for place, item in enumerate(body.statements) if isinstance(item, Loop))
     loop = body.statements[number]
     assert isinstance(loop, Loop)
-    region = _Block(loop.body, forced, fused)
+    region = _Block(loop.body, forced, fused, wide_masks)
     carried = loop.body.arguments[: len(loop.region.carries)]
     entry = sum(region.size(name) for name in carried if loop.body.types[name].dtype.is_floating_point)
-    before = _Block(replace(body, statements=body.statements[:number]), forced, fused)
-    after = _Block(replace(body, statements=body.statements[number + 1 :]), forced, fused)
+    before = _Block(replace(body, statements=body.statements[:number]), forced, fused, wide_masks)
+    after = _Block(replace(body, statements=body.statements[number + 1 :]), forced, fused, wide_masks)
     scores = region.scores()
     selected = entry + region.selected()
     return Kept(region.kept(), entry, scores, selected, before.kept(), after.kept(), region.largest(), after.largest())
@@ -71,8 +72,8 @@ def kept_bytes(forced: Forced, fused: bool = True) -> Kept:
 class _Block:
     """Straight code: who makes each value, and what it takes in memory."""
 
-    def __init__(self, body: Body, forced: Forced, fused: bool) -> None:
-        self.body, self.forced, self.fused = body, forced, fused
+    def __init__(self, body: Body, forced: Forced, fused: bool, wide_masks: bool) -> None:
+        self.body, self.forced, self.fused, self.wide_masks = body, forced, fused, wide_masks
         self.parameters = {item.name for item in forced.stage.program.parameters}
         for region in forced.folded.regions:
             self.parameters.update(region.owned)
@@ -122,7 +123,7 @@ class _Block:
                 if len(self.body.types[name].shape) == 4 and self.body.types[name].shape[-1] == width:
                     found += self.size(name)
                     if statement.op.kind == "dropout":
-                        found += self.size(name) / self.body.types[name].dtype.itemsize
+                        found += self.mask(name)
         return found
 
     def selected(self) -> float:
@@ -151,7 +152,7 @@ class _Block:
             for item in self._saved(statement):
                 name = op.results[item.index] if item.result else op.operands[item.index]
                 if op.kind == "dropout":
-                    held[f"mask of {op.results[0]}"] = self.size(op.results[0]) / self._itemsize(op.results[0])
+                    held[f"mask of {op.results[0]}"] = self.mask(op.results[0])
                 elif item.copy:
                     held[f"copy in {op.results[0]}"] = self.size(name)
                 elif op.kind in _ANCHORS or not self.fused:
@@ -162,8 +163,10 @@ class _Block:
                     wanted.add(name)
         return sum(held.values()) + self._cut(wanted, set(held))
 
-    def _itemsize(self, name: str) -> int:
-        return self.body.types[name].dtype.itemsize // _MASK_BYTES
+    def mask(self, name: str) -> float:
+        """Bytes of the mask of dropout that makes a value."""
+        size = self.size(name)
+        return size if self.wide_masks else size / self.body.types[name].dtype.itemsize * _MASK_BYTES
 
     def _saved(self, statement: Compute) -> list[Saved]:
         op = statement.whole

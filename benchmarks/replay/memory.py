@@ -10,11 +10,11 @@ micro-batches as its schedule has in flight (section 2 of Korthikanti et al. 202
 
 from dataclasses import dataclass, replace
 
-from benchmarks.replay.compose import stage_layers
 from benchmarks.replay.graphs import Forced
 from benchmarks.replay.kept import Kept, kept_bytes
 from benchmarks.replay.parts import parameter_elements
 from benchmarks.replay.records import Run
+from benchmarks.replay.stages import stage_layers
 
 # Bytes per element: float32 master copy and two moments; the same of a run in pure bfloat16 (no master copy).
 _ADAM, _PURE_ADAM = 12.0, 4.0
@@ -51,7 +51,7 @@ def outside(run: Run, reserve: float) -> float:
 def peak_memory(run: Run, forced: Forced, reserve: float, *, cached: bool = True) -> Memory:
     """The peak of the fullest stage, with the `reserve` where it was measured, and where the source says so
     (nvidia-smi, or what torch has reserved) and they are to count, the allocator's cached blocks."""
-    kept = kept_bytes(forced, run.software.compiled)
+    kept = kept_bytes(forced, run.software.compiled, run.software.wide_masks)
     layers = stage_layers(run.dimensions.layers, run.parallel.pipeline, run.software.fills)
     stages = [_stage(run, forced, kept, number, layers, outside(run, reserve)) for number in range(len(layers))]
     most = max(stages, key=lambda stage: stage.total)
@@ -77,6 +77,9 @@ def _stage(run: Run, forced: Forced, kept: Kept, number: int, layers: list[int],
     if first:
         normed = _HALF * _entering(run) if run.software.norms_embeddings else 0.0
         held += in_flight(run, number) * (kept.before + normed)
+    if run.software.casts and run.recompute != "full" and run.parallel.data * run.parallel.context == 1:
+        # The first copy is counted with the states.
+        held += (in_flight(run, number) - 1) * _HALF * elements
     updating = Memory(_updating(run, elements), 0.0, 0.0, 0.0, reserve)
     if not run.software.standing and run.micro_batches == 1:
         # Where gradients come and go, the peak is before there are any, or when all of them are there.
@@ -121,6 +124,8 @@ def in_flight(run: Run, stage: int) -> float:
     if stages == 1:
         return 1.0
     least = float(run.micro_batches)
+    if "gpipe" in run.parallel.schedule.lower():
+        return least
     if chunks > 1:
         return min(least, stages + (stages - 1) / chunks - 2 * stage / chunks)
     return min(least, (2 * stages - 1 if "2p" in run.parallel.schedule else stages) - stage)

@@ -1,6 +1,6 @@
 """Seconds of one micro-batch, block by block, read from a lowered program."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from math import prod
@@ -8,8 +8,9 @@ from math import prod
 from benchmarks.replay.eager import Beyond, beyond, sums
 from benchmarks.replay.graphs import CONTEXT, Forced
 from passes.cost.cluster import Cluster
+from passes.cost.compute import Work, product_seconds
 from passes.cost.fusion import Fused, fusion
-from passes.cost.price import op_seconds
+from passes.cost.price import OpPrices
 from passes.cost.step_costs import StepCosts
 from passes.ir.layout import local_shape
 from passes.ir.lowered import Body, Compute, Loop, Redistribution
@@ -22,14 +23,15 @@ class LayerSeconds:
     """Seconds of a block on one rank, one copy of it, for one micro-batch.
 
     Forward seconds are told apart by what may be computed again: products with weights, the attention core, and all
-    else. `parameters` are the elements that one rank holds when they are gathered over the data axis, `tensors` how
-    many matrices they are in.
+    else. `weights` is the part of `backward` that makes the gradients of the parameters of products. `parameters` are
+    the elements that one rank holds when they are gathered over the data axis, `tensors` how many matrices they are in.
     """
 
     products: float = 0.0
     core: float = 0.0
     rest: float = 0.0
     backward: float = 0.0
+    weights: float = 0.0
     send_forward: float = 0.0
     send_backward: float = 0.0
     parameters: float = 0.0
@@ -132,10 +134,31 @@ def _compute(
     choices = named_choices(context, statement.strategy.methods, forced.mesh)
     assert choices is not None
     joined = fused.get(op.results[0].partition("~")[0])
-    found = op_seconds(context, choices, statement.strategy, cluster, forced.mesh, joined)
+    prices = OpPrices(context, cluster, forced.mesh, joined)
+    found = prices.seconds(choices, statement.strategy)
     forward, backward = found.forward + found.forward_communication, found.backward + found.backward_communication
     kind = "products" if op.kind in ("linear", "addmm") else "core" if _is_core(statement) else "rest"
-    return replace(LayerSeconds(backward=backward), **{kind: forward})
+    weights = _weights(prices.work(prices.parts(choices, statement.strategy)), op.operands, prices, forced)
+    return replace(LayerSeconds(backward=backward, weights=weights), **{kind: forward})
+
+
+def _weights(work: Work, operands: Sequence[str], prices: OpPrices, forced: Forced) -> float:
+    """Seconds of the products that make the gradients of an op's parameters."""
+    if not work.backward:
+        return 0.0
+    slots = [slot for slot, flows in enumerate(prices.context.flowing_operands) if flows]
+    return sum(
+        product_seconds(flops, elements, work.dtype, prices.cluster.device, work.unaligned, work.batched)
+        for slot, flops, elements in zip(slots, work.backward, work.gradients, strict=True)
+        if flops and operands[slot].partition("~")[0] in _owned(forced)
+    )
+
+
+@cache
+def _owned(forced: Forced) -> frozenset[str]:
+    """The names of all parameters: those outside of regions, and those of a region's copies as its ops read them."""
+    inside = {name for region in forced.folded.regions for name in region.owned}
+    return frozenset(inside | {item.name for item in forced.stage.program.parameters})
 
 
 _CORE = ("scaled_dot_product_attention", "matmul", "softmax", "dropout", "mul", "add", "where", "to", "div")

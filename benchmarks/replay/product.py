@@ -11,13 +11,15 @@ import torch
 from autopar import Pipeline, Precision
 from autopar.models.info import CapturedModel, read_model
 from autopar.options import Options
-from autopar.planner import captured_model, plan_captured
+from autopar.planner import captured_model, no_collection, plan_program
 from autopar.request import make_request
 from benchmarks.models import Dimensions, Family, build
-from benchmarks.replay.compose import stage_layers
 from benchmarks.replay.records import Run
+from benchmarks.replay.stages import Sent, cuts_of, planned_schedule
 from passes.clock import Clock
 from passes.cost.cluster import Cluster
+from passes.cost.pipeline import transfers_s
+from passes.ir.decisions import Decisions
 from passes.ir.plan import ProgramPlan
 
 # Axes: pipeline stages, copies that hold the same states, copies that split them, parts of the sequence, and tensor
@@ -93,17 +95,12 @@ def inputs_of(run: Run, family: Family, cluster: Cluster) -> Inputs:
 
 
 def _pipeline(run: Run, family: Family) -> Pipeline | None:
-    """The stages of a run, with its numbers of layers; None where there is one. Where ranks have several stages, the
-    planner cuts them."""
+    """The stages of a run; None where there is one."""
     parallel = run.parallel
     if parallel.pipeline == 1:
         return None
-    if parallel.chunks > 1:
-        return Pipeline(schedule="interleaved_1f1b", virtual_stages=parallel.chunks)
-    layers = stage_layers(run.dimensions.layers, parallel.pipeline, run.software.fills)
-    starts = [sum(layers[:stage]) for stage in range(1, parallel.pipeline)]
-    cuts = tuple(family.layer.replace("[0-9]", str(start)) for start in starts)
-    return Pipeline(cuts=cuts, schedule="gpipe" if "gpipe" in parallel.schedule.lower() else "1f1b")
+    stages = parallel.chunks if parallel.chunks > 1 else None
+    return Pipeline(cuts=cuts_of(run, family), schedule=planned_schedule(run), virtual_stages=stages)
 
 
 def _precision(run: Run) -> Precision:
@@ -114,9 +111,10 @@ def _precision(run: Run) -> Precision:
 
 
 def _constraints(run: Run, family: Family, mesh: Mapping[str, int]) -> Constraints:
-    """The layouts of a run: samples split over the data axes from the embedding to the head, states whole on the outer
-    one; tokens of a sequence split over the context axis, in stripes, as software gives its ranks equal work; on the
-    tensor axis weights by columns, then by rows, and between the blocks split over the sequence or whole."""
+    """The layouts of a run: on the data axes samples split from the embedding to the head, parameters whole where they
+    are used, states whole on the outer one; tokens of a sequence split over the context axis, in stripes, as software
+    gives its ranks equal work; on the tensor axis weights by columns, then by rows, and between the blocks split over
+    the sequence or whole."""
     found: Constraints = {}
     parallel = run.parallel
     samples: dict[str, str] = {}
@@ -131,9 +129,12 @@ def _constraints(run: Run, family: Family, mesh: Mapping[str, int]) -> Constrain
         method = METHODS[parallel.context_method]
         stripes = method if method == "heads" else f"{method}@{parts}"
         found[ATTENTION] = {"method": {CONTEXT: stripes}}
-    whole = [axis for axis in (OUTER, DATA_AXIS) if axis in mesh and (axis == OUTER or not parallel.zero)]
+    copies = [axis for axis in (OUTER, DATA_AXIS) if axis in mesh]
+    whole = [axis for axis in copies if axis == OUTER or not parallel.zero]
+    if copies:
+        found["*"] = {"used": dict.fromkeys(copies, "R")}
     if whole:
-        found["*"] = {"stored": dict.fromkeys(whole, "I")}
+        found["*"]["stored"] = dict.fromkeys(whole, "I")
     between = dict(samples)
     if TENSOR in mesh:
         between[TENSOR] = "S(1)" if parallel.sequence_parallel else "I"
@@ -149,7 +150,7 @@ def _constraints(run: Run, family: Family, mesh: Mapping[str, int]) -> Constrain
     return found
 
 
-@lru_cache(maxsize=3)
+@lru_cache(maxsize=4)
 def _captured(model: Model) -> CapturedModel:
     built = build(model.family, model.dimensions, model.dimensions.layers, model.flash, model.dropout)
     if model.frozen:
@@ -161,8 +162,17 @@ def _captured(model: Model) -> CapturedModel:
     return captured_model(built, info, request, Clock())
 
 
-def planned(inputs: Inputs, *, any_shape: bool = False) -> ProgramPlan:
-    """The product's plan. With `any_shape` only the number of devices of the mesh counts.
+@dataclass(frozen=True)
+class Made:
+    """The product's plan for a run, and the seconds in which its stages send to each other."""
+
+    plan: ProgramPlan
+    sent: Sent
+
+
+@no_collection()
+def planned(inputs: Inputs, *, any_shape: bool = False) -> Made:
+    """Plan the product's training step. With `any_shape` only the number of devices of the mesh counts.
 
     Raises a subclass of AutoparError.
     """
@@ -179,4 +189,9 @@ def planned(inputs: Inputs, *, any_shape: bool = False) -> ProgramPlan:
         outputs=None if inputs.pipeline is None else "scalars",
     )
     request = make_request(prod(inputs.mesh.values()) if any_shape else inputs.mesh, options)
-    return plan_captured(_captured(inputs.model), request, Clock()).plan.programs["train"]
+    captured = _captured(inputs.model)
+    found = plan_program(captured.program, captured.info, request, "train", Decisions(), Clock())
+    plan, stages = found.record, found.lowered.stages
+    if len(stages) == 1:
+        return Made(plan, Sent((), ()))
+    return Made(plan, Sent(*transfers_s(stages, inputs.cluster, found.mesh, plan.ranks)))

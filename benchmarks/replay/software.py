@@ -36,7 +36,12 @@ class Software:
       It is kept and shared by all layers; the head's goes when its backward pass is over.
     - `keeps_exchanged`: attention that exchanges heads for parts of the sequence keeps its results as they were before
       the exchange too.
+    - `waits`: a stage of a pipeline computes nothing while it exchanges with its neighbours.
     - `exchanges`: two stages of a pipeline send to each other at the same time, rather than one after the other.
+    - `steps_apart`: ranks of a pipeline update their parameters, and begin the next step, without waiting for others.
+    - `casts`: parameters are held in float32 alone; where no data axis gathers them, each micro-batch in flight has
+      them in two bytes.
+    - `wide_masks`: masks of dropout have the bytes of activations, rather than one.
     - `holds_outputs`: a pipeline stage keeps its part of what it has sent on until its backward pass.
     - `adds`: gradients of a micro-batch are added to those before by a kernel of their own, rather than by the product
       that makes them.
@@ -77,7 +82,11 @@ class Software:
     loss_copies: float = 2.5
     placeholders: bool = True
     keeps_exchanged: bool = True
+    waits: bool = True
     exchanges: bool = True
+    steps_apart: bool = False
+    casts: bool = False
+    wide_masks: bool = False
     holds_outputs: bool = False
     fills: bool = False
     host: float = 0.0
@@ -105,13 +114,22 @@ class Software:
 
 # The software that the product runs as: eager torch with its own attention, gradients that come and go in float32, and
 # a loss as torch's cross entropy makes it.
-PRODUCT = Software(standing=False, loss_copies=3.5, placeholders=False, keeps_exchanged=False, compiled=False)
+PRODUCT = Software(
+    standing=False,
+    loss_copies=3.5,
+    placeholders=False,
+    keeps_exchanged=False,
+    compiled=False,
+    waits=False,
+    casts=True,
+    wide_masks=True,
+)
 
 # Facts without a source of their own: the middles of two ranges, and copies that were counted by hand.
 UNSOURCED = ("slower", "host", "loss_copies")
 
 # What a record's plan and model say rather than its software.
-_PLANNED = ("sequence_parallel", "dropout", "recompute", "reduced_bytes")
+_PLANNED = ("sequence_parallel", "dropout", "recompute", "reduced_bytes", "fills")
 
 
 def as_known(software: Software, knowledge: Knowledge, compiled: bool) -> Software:
@@ -127,7 +145,7 @@ def as_known(software: Software, knowledge: Knowledge, compiled: bool) -> Softwa
 _UNFUSED = Software(
     flash=False, sequence_parallel=False, overlaps=False, dropout=0.1, placeholders=False, keeps_exchanged=False
 )
-_TORCH = replace(PRODUCT, adds=True)
+_TORCH = replace(PRODUCT, adds=True, casts=False, wide_masks=False)
 _TITAN = replace(_TORCH, recompute="ops", reserves=True, keeps_products=True)
 
 _BLOOM = replace(
@@ -168,6 +186,9 @@ _WRITTEN_OVER = 0.5
 # and are filled in order (78 layers on 12 stages lie 7 on each but the last, says the chronicle of BLOOM). DeepSpeed
 # reduces and gathers in buckets of 5e8 elements. Its ZeRO-3 gathered parameter by parameter until the summer of 2021,
 # and synchronized with each (microsoft/DeepSpeed#1188 and #1069). Megatron has products add gradients since 2022.
+# Stages of both wait until what they exchange is there (`_communicate` in megatron/p2p_communication.py waits for its
+# requests and synchronizes the device). Zero-bubble pipelines update parameters before they know whether the gradients
+# of all ranks are finite, and validate that later (Qi et al. 2024, section 4).
 #
 # BLOOM ran with CUDA_LAUNCH_BLOCKING=1 (its README and scripts): no kernel is started while another runs, so the device
 # waits for Python and the dispatcher, 5 to 25 us an op, of which the middle is taken. (The chronicle has three pairs of
@@ -189,7 +210,7 @@ _KNOWN: tuple[tuple[str, Software], ...] = (
         r"\b20(19|20|21)\b",
         replace(_UNFUSED, adds=True, reduced_bytes=2, gradient_bytes=2, prefetches=False, coalesces=False),
     ),
-    (r"Zero Bubble", _UNFUSED),
+    (r"Zero Bubble", replace(_UNFUSED, steps_apart=True)),
     (
         r"InternEvo",
         Software(

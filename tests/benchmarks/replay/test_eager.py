@@ -13,7 +13,7 @@ from benchmarks.replay.clusters import cluster_of
 from benchmarks.replay.compose import step_time
 from benchmarks.replay.eager import FORMULAS, Sizes
 from benchmarks.replay.parts import Parts, parts_of
-from benchmarks.replay.predict import forced_of, replay, waiting
+from benchmarks.replay.predict import forced_of, replayed, waiting
 from benchmarks.replay.records import Run, read_records, read_run
 from benchmarks.replay.software import Software
 
@@ -106,7 +106,8 @@ def test_what_torchtune_does_beside_the_stock_class_takes_its_time() -> None:
 
 def test_plans_of_torchtune_are_ranked() -> None:
     records = [record for record in read_records(DATA) if record["group"] == "torchtune"]
-    found = [replay(record, str(record["id"])) for record in records]
+    runs = [read_run(record, str(record["id"])) for record in records]
+    found = [replayed(run, *cluster_of(run), *forced_of(run, cluster_of(run)[0])) for run in runs]
     times = {item.run.id.removeprefix("torchtune-3.2-3b-"): item for item in found}
     assert all(abs(item.error) < 0.07 for item in found if item.error is not None)
     assert times["+packed"].predicted > times["+opt in bwd"].predicted
