@@ -28,6 +28,7 @@ from autopar.runtime import GeneratedProgram
 from passes.clock import Clock
 from passes.codegen import Naming, emit
 from passes.cost.liveness import MACHINES, MemoryPeak, MicroBatchInputs, Stored, peak_memory
+from passes.cost.schedules import Held
 from passes.cost.walk import block_seconds
 from passes.cost.work import seconds_by_op, work_of
 from passes.ir.configuration import Configuration
@@ -239,17 +240,19 @@ def _record(program: Program, found: Found, request: Request) -> ProgramPlan:
         for stage, memory in zip(found.lowered.stages, found.memory, strict=True)
     ]
     if len(stages) > 1:
-        own = zip(stages, found.lowered.stages, found.step.phases, found.step.in_flight, strict=True)
+        own = zip(stages, found.lowered.stages, found.step.phases, found.step.held, strict=True)
         stages = [
             replace(
                 written,
                 forward_s=phases.forward,
                 backward_s=phases.backward,
-                in_flight=count,
+                weight_s=phases.weight,
+                in_flight=max(each.saved for each in held),
+                weights_left=max(each.left for each in held),
                 layers=sum(loop.layers for loop in stage.loops),
                 parameters=sum(item.type.size for item in stage.program.parameters),
             )
-            for written, stage, phases, count in own
+            for written, stage, phases, held in own
         ]
     written = record(stages, found.solution, found.seconds, on_one, found.gap, work, found.complete, found.bound_s)
     timeline = found.step.timeline
@@ -288,11 +291,11 @@ def simulated_memory(
     variables: Sequence[Variables | None],
     micro: MicroBatches | None,
     configuration: Configuration,
-    in_flight: Sequence[int],
+    held: Sequence[Sequence[Held]],
 ) -> tuple[MemoryPeak, ...]:
     """Bytes on one device of each stage at the peak of a step of `lowered`; the stages' generated code has these
-    variables, and those without are left out. `micro` is None where the batch is not split; of each stage, so many
-    micro-batches are `in_flight`."""
+    variables, and those without are left out. `micro` is None where the batch is not split; `held` are the
+    micro-batches of each stage that hold tensors at a time."""
     leaves = dict(input_leaves(info.inputs))
     given = {
         item.name: leaf.dtype
@@ -305,12 +308,24 @@ def simulated_memory(
         request.optimizer if request.objective == "train" else None,
     )
     outputs = planned_outputs(lowered)
-    batches = MicroBatchInputs() if micro is None else micro_batch_inputs(micro, lowered, outputs, configuration)
+    batches = (
+        MicroBatchInputs(defers=configuration.pipeline.splits)
+        if micro is None
+        else micro_batch_inputs(micro, lowered, outputs, configuration)
+    )
     # The allocator and optimizers of the devices; those of unknown devices are taken to be CUDA's.
     machine, mesh = MACHINES[request.cluster.device.type], configuration.mesh
     prober = FakeProber(mesh, machine.device)
     return tuple(
-        peak_memory(stage, own, stored, machine, prober, mesh, replace(batches, in_flight=count))
-        for stage, own, count in zip(lowered.stages, variables, in_flight, strict=True)
+        max(
+            (
+                peak_memory(
+                    stage, own, stored, machine, prober, mesh, replace(batches, in_flight=each.saved, left=each.left)
+                )
+                for each in every
+            ),
+            key=lambda memory: memory.peak,
+        )
+        for stage, own, every in zip(lowered.stages, variables, held, strict=True)
         if own is not None
     )

@@ -7,7 +7,7 @@ made and dies. Nothing is computed and nothing is sent. Equal statements are run
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import TypeVar
 from weakref import ref
@@ -95,7 +95,8 @@ class FakeProber:
         """The expression of an op; operands in `copied` are read as copies of what they are called."""
         operands = {name: f"x{index}" for index, name in enumerate(dict.fromkeys(statement.op.operands))}
         texts = {name: f"{text}.clone()" if name in copied else text for name, text in operands.items()}
-        text = computed(_Text(types, texts, self._span), statement)
+        # Of a weight gradient that is computed apart, the step knows what waits for it.
+        text = computed(_Text(types, texts, self._span), replace(statement, deferred=()))
         if statement.op.kind not in self._on_meta or statement.body not in _SAME_FORMS:
             self._by_device.add(text)
         self._results[text] = tuple(

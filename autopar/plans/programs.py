@@ -259,7 +259,15 @@ def micro_batch_inputs(
     cut = frozenset(name for name, placement in micro.inputs.items() if placement.kind == "S")
     joined = zip(lowered.outputs, micro.outputs, strict=True)
     together = frozenset(output.name for output, placement in joined if placement.kind == "S")
-    return MicroBatchInputs(micro.count, cut, copied, together, configuration.gather_once, configuration.reduce_once)
+    return MicroBatchInputs(
+        micro.count,
+        cut,
+        copied,
+        together,
+        configuration.gather_once,
+        configuration.reduce_once,
+        defers=configuration.pipeline.splits,
+    )
 
 
 def _given(micro: MicroBatches, lowered: Lowered) -> list[Input]:

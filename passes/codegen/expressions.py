@@ -328,8 +328,22 @@ _WRITERS: dict[str, Writer] = {
 }
 
 
+# Products whose weight gradients are computed apart: the method of `DeferredGradients`, and its arguments.
+_DEFERRED: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "linear": ("linear", ("input", "weight", "bias")),
+    "addmm": ("addmm", ("self", "mat1", "mat2")),
+    "matmul": ("matmul", ("self", "other")),
+    "mm": ("matmul", ("self", "mat2")),
+    "bmm": ("matmul", ("self", "mat2")),
+}
+
+
 def computed(code: Scope, statement: Compute) -> str:
     """An op or the call of a local form as an expression."""
+    if statement.deferred:
+        name, operands = _DEFERRED[statement.op.kind]
+        given = [statement.op.arguments[item] for item in operands if statement.op.arguments.get(item) is not None]
+        return f"self.deferred.{name}({', '.join(map(code.value, given))})"
     return WRITERS[statement.body](code, statement) if statement.body else expression(code, statement.op)
 
 

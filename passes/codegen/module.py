@@ -22,6 +22,7 @@ _ATTRIBUTES = {
     "constants",
     "copies",
     "copy_groups",
+    "deferred",
     "device",
     "drawn",
     "forward",

@@ -6,17 +6,10 @@ from math import prod
 
 from passes.cost.cluster import Cluster
 from passes.cost.communication import collective_lines
-from passes.cost.schedules import (
-    StageSeconds,
-    Timeline,
-    in_flight_together,
-    rank_of_stage,
-    schedule_actions,
-    simulate,
-)
+from passes.cost.schedules import Held, StageSeconds, Timeline, held_together, schedule_actions, simulate
 from passes.cost.step import Phases, Seconds
 from passes.cost.walk import Optimizer, stage_phases, walk
-from passes.ir.configuration import SEQUENTIAL, Configuration
+from passes.ir.configuration import Configuration
 from passes.ir.folded import Folded
 from passes.ir.layout import local_shape
 from passes.ir.lowered import Lowered, Stage
@@ -26,12 +19,11 @@ from passes.ir.mesh import Mesh
 @dataclass(frozen=True)
 class ScheduledStep:
     """A step of a program: its seconds on the ranks that are busy longest, and for each stage the seconds of its phases
-    and how many micro-batches are in flight when its rank holds most. `timeline` is that of its schedule; None where
-    there is none."""
+    and the micro-batches that hold tensors at a time. `timeline` is that of its schedule; None where there is none."""
 
     seconds: Seconds
     phases: tuple[Phases, ...]
-    in_flight: tuple[int, ...]
+    held: tuple[tuple[Held, ...], ...]
     timeline: Timeline | None = None
 
 
@@ -43,12 +35,12 @@ def scheduled_step(
     parts = tuple(stage_phases(stage, folded, cluster, optimizer, configuration) for stage in lowered.stages)
     pipeline, mesh = configuration.pipeline, configuration.mesh
     if pipeline.stages == 1:
-        return ScheduledStep(each[0], parts, (1,))
-    if pipeline.schedule == SEQUENTIAL:
+        return ScheduledStep(each[0], parts, ((Held(1),),))
+    if pipeline.is_sequential:
         sent = sum(transfer_s(size, cluster, mesh, pipeline.ranks) for size, _ in _sent(lowered.stages, mesh))
-        return ScheduledStep(sum(each, Seconds(bubble=sent)), parts, (1,) * pipeline.stages)
+        return ScheduledStep(sum(each, Seconds(bubble=sent)), parts, ((Held(1),),) * pipeline.stages)
     timeline = timeline_of(lowered.stages, parts, cluster, configuration)
-    places = rank_of_stage(pipeline.schedule, pipeline.ranks, pipeline.stages)
+    places = pipeline.places
     step_s = step_seconds(parts, places, timeline)
     of_rank = [
         sum((own for own, place in zip(each, places, strict=True) if place == rank), Seconds())
@@ -57,8 +49,8 @@ def scheduled_step(
     busiest = max(of_rank, key=lambda own: own.total)
     seconds = busiest + Seconds(bubble=max(0.0, step_s - busiest.total))
     # What a micro-batch leaves in a stage grows with what the stage computes.
-    in_flight = in_flight_together(timeline.actions, [part.forward for part in parts])
-    return ScheduledStep(seconds, parts, in_flight, timeline)
+    held = held_together(timeline.actions, [part.forward for part in parts])
+    return ScheduledStep(seconds, parts, held, timeline)
 
 
 def step_seconds(parts: Sequence[Phases], places: Sequence[int], timeline: Timeline) -> float:
@@ -75,9 +67,9 @@ def timeline_of(
     """The schedule of the micro-batches of a step."""
     pipeline, mesh = configuration.pipeline, configuration.mesh
     actions = schedule_actions(pipeline.schedule, pipeline.ranks, pipeline.stages, configuration.micro_batches)
-    places = rank_of_stage(pipeline.schedule, pipeline.ranks, pipeline.stages)
+    places = pipeline.places
     sends, back = transfers_s(stages, cluster, mesh, pipeline.ranks)
-    seconds = [StageSeconds(part.forward, part.backward) for part in parts]
+    seconds = [StageSeconds(part.forward, part.backward, part.weight) for part in parts]
     return simulate(actions, places, seconds, sends, back)
 
 

@@ -26,7 +26,8 @@ class BlockSeconds:
     gathered. `gather` is the gathering of parameters in the forward pass, `regather` their regathering in the
     backward pass, `reduce` the reduction of their gradients. `recompute` is the computation of the forward pass that
     the backward pass repeats; repeated collectives count as communication of the backward pass. `cover` and
-    `cover_backward` are the computation that hides traffic, forward and backward.
+    `cover_backward` are the computation that hides traffic, forward and backward. `weight` is the part of
+    `backward_compute` for gradients of weights that are computed apart (see `passes.lower.deferred`).
     """
 
     count: int = 1
@@ -41,6 +42,7 @@ class BlockSeconds:
     reduce: float = 0.0
     cover: float = 0.0
     cover_backward: float = 0.0
+    weight: float = 0.0
 
     def __add__(self, other: "BlockSeconds") -> "BlockSeconds":
         return BlockSeconds(self.count, *(getattr(self, name) + getattr(other, name) for name in _SUMMED))
@@ -90,25 +92,33 @@ class Seconds:
 class Window:
     """Parameter communication of one pass over a block, `times` in a step: gathers of a forward pass (`gather`),
     gathers of a backward pass (`regather`) and reductions (`reduce`). Computation of the forward or of the `backward`
-    pass hides it."""
+    pass hides it, unless it runs `alone`, after the step."""
 
     times: int
     gather: bool = False
     regather: bool = False
     reduce: bool = False
+    alone: bool = False
 
     @property
     def backward(self) -> bool:
         """Whether it is sent in the backward pass."""
         return not self.gather
 
+    def cover(self, part: BlockSeconds) -> float:
+        """Seconds of computation of a block that hide it."""
+        return 0.0 if self.alone else part.cover_backward if self.backward else part.cover
+
 
 def windows(configuration: Configuration) -> tuple[Window, ...]:
     """All windows of a step: the first micro-batch gathers, the last reduces, the others do both as the configuration
-    says."""
+    says. Where gradients of weights are computed apart, all are reduced after the step."""
     times = configuration.micro_batches
     gathers, reductions = (1 if once else times for once in (configuration.gather_once, configuration.reduce_once))
     regather = not configuration.gather_once
+    if configuration.pipeline.splits:
+        after = Window(1, reduce=True, alone=True)
+        return Window(gathers, gather=True), *((Window(times, regather=True),) if regather else ()), after
     found = (
         Window(gathers, gather=True),
         Window(reductions, regather=regather, reduce=True),
@@ -147,8 +157,7 @@ def compose(
     for part in parts:
         for window in windows(configuration):
             sent = window.gather * part.gather + window.regather * part.regather + window.reduce * part.reduce
-            cover = part.cover_backward if window.backward else part.cover
-            seconds = window.times * exposed(sent, cover, part.count, share)
+            seconds = window.times * exposed(sent, window.cover(part), part.count, share)
             traffic += window.times * sent
             if window.backward:
                 reductions += seconds
@@ -171,11 +180,12 @@ def compose(
 
 @dataclass(frozen=True)
 class Phases:
-    """Seconds of one pipeline stage: of the forward and of the backward pass of one micro-batch, and of what a step
-    does once, before the first and after the last of them."""
+    """Seconds of one pipeline stage: of the forward and of the backward pass of one micro-batch, of its gradients of
+    weights that are computed apart, and of what a step does once, before the first and after the last of them."""
 
     forward: float = 0.0
     backward: float = 0.0
+    weight: float = 0.0
     before: float = 0.0
     after: float = 0.0
 
@@ -194,15 +204,15 @@ def phases(
     for part in parts:
         found += Phases(
             part.forward_compute + part.forward_communication,
-            part.backward_compute + part.recompute + part.backward_communication,
+            part.backward_compute - part.weight + part.recompute + part.backward_communication,
+            part.weight,
         )
         exchange = part.exchange
         found += Phases(before=exchange) if configuration.gather_once else Phases(forward=exchange)
         for window in windows(configuration):
             sent = window.gather * part.gather + window.regather * part.regather + window.reduce * part.reduce
-            cover = part.cover_backward if window.backward else part.cover
-            seconds = exposed(sent, cover, part.count, share)
-            if window.times == 1 and times > 1:
+            seconds = exposed(sent, window.cover(part), part.count, share)
+            if window.alone or (window.times == 1 and times > 1):
                 found += Phases(after=seconds) if window.backward else Phases(before=seconds)
             else:
                 each = seconds * window.times / times

@@ -1,6 +1,6 @@
 """Walk the statements of a pipeline stage and add up their costs: the step time that the plan predicts."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -18,7 +18,7 @@ from passes.ir.lowered import Body, Compute, Loop, Redistribution, Stage
 from passes.ir.mesh import Mesh
 from passes.ir.program import TensorType
 from passes.rules import find_rule
-from passes.rules.strategies import named_choices, op_context
+from passes.rules.strategies import Choice, OpContext, named_choices, op_context
 
 
 @dataclass(frozen=True)
@@ -106,6 +106,7 @@ def _statement(
     assert choices is not None
     own = fused.get(op.results[0].partition("~")[0]) if op.results else None
     found = op_seconds(context, choices, statement.strategy, costs.cluster, costs.mesh, own)
+    weight = found.backward * _weight_share(context, choices, statement, costs) if statement.deferred else 0.0
     repeated = float(recompute == "full" or statement.recomputed)
     return BlockSeconds(
         forward_compute=found.forward,
@@ -113,7 +114,25 @@ def _statement(
         forward_communication=found.forward_communication,
         backward_communication=found.backward_communication + repeated * found.forward_communication,
         recompute=repeated * found.forward,
+        weight=weight,
     )
+
+
+def _weight_share(context: OpContext, choices: Sequence[Choice], statement: Compute, costs: StepCosts) -> float:
+    """The part of the backward seconds of a product that go into the gradient of its weight, as each of its products
+    takes alone."""
+    is_weight = [name == statement.deferred[0] for name in statement.op.operands]
+    weight, other = (
+        op_seconds(
+            replace(context, flowing_operands=tuple(map(own.__eq__, is_weight))),
+            choices,
+            statement.strategy,
+            costs.cluster,
+            costs.mesh,
+        ).backward
+        for own in (True, False)
+    )
+    return weight / (weight + other)
 
 
 def _redistribution(statement: Redistribution, costs: StepCosts, recompute: str) -> BlockSeconds:
@@ -146,4 +165,8 @@ def _loop(loop: Loop, folded: Folded, costs: StepCosts, fused: Mapping[str, Fuse
     for change in loop.between:
         if change is not None:
             total += _redistribution(change, costs, "none") * (count - 1)
+    if total.weight:
+        # The backward pass has less computation to hide traffic with.
+        left = 1 - total.weight / (total.backward_compute + total.recompute)
+        total = replace(total, cover_backward=left * total.cover_backward)
     return total

@@ -7,8 +7,19 @@ from passes.ir.mesh import Mesh
 
 RECOMPUTE = ("none", "selective", "ops", "full")
 ZERO_STAGES = (3, 2, 1)
-# The schedule of one forward pass through all stages.
-SEQUENTIAL = "sequential"
+# The schedules of one forward pass through all stages: on rank s % ranks, and in a V.
+SEQUENTIAL, SEQUENTIAL_V = "sequential", "sequential_v"
+# Zero-bubble schedules: gradients of weights are computed apart from those of inputs, and later.
+SPLITTING = frozenset({"zb_h1", "interleaved_zero_bubble", "zbv", "dualpipev"})
+# Schedules with the stages r and 2 * ranks - 1 - r on rank r; others have stage s on rank s % ranks.
+IN_A_V = frozenset({"zbv", "dualpipev", SEQUENTIAL_V})
+
+
+def stage_places(schedule: str, ranks: int, stages: int) -> tuple[int, ...]:
+    """The rank of a pipeline's axis that runs each stage."""
+    if schedule in IN_A_V:
+        return tuple(min(stage, stages - 1 - stage) for stage in range(stages))
+    return tuple(stage % ranks for stage in range(stages))
 
 
 @dataclass(frozen=True)
@@ -26,6 +37,22 @@ class Staging:
     ranks: int = 1
     cuts: tuple[str, ...] = ()
     in_flight: int = 1
+
+    @property
+    def splits(self) -> bool:
+        """Whether gradients of weights are computed apart from the backward pass (see `passes.lower.deferred`). Then
+        gradients are reduced after the step."""
+        return self.schedule in SPLITTING
+
+    @property
+    def is_sequential(self) -> bool:
+        """Whether the stages run one after the other, once."""
+        return self.schedule in (SEQUENTIAL, SEQUENTIAL_V)
+
+    @property
+    def places(self) -> tuple[int, ...]:
+        """The rank of the pipeline's axis that runs each stage."""
+        return stage_places(self.schedule, self.ranks, self.stages)
 
 
 @dataclass(frozen=True)
@@ -71,7 +98,9 @@ class Configuration:
 
     def in_sequence(self) -> "Configuration":
         """This configuration with its stages one after the other."""
-        schedule = self.pipeline.schedule if self.pipeline.stages == 1 else SEQUENTIAL
+        schedule = self.pipeline.schedule
+        if self.pipeline.stages > 1:
+            schedule = SEQUENTIAL_V if schedule in IN_A_V else SEQUENTIAL
         return replace(self, pipeline=replace(self.pipeline, schedule=schedule))
 
 

@@ -45,7 +45,9 @@ class Compute:
     `op` has local sizes among its arguments, `whole` the global ones; both refer to lowered values by name. If `body`
     names a local form, that runs instead, over the factors `splits`. `copies` says that the op is a view that must
     copy. `draws` are the axes on whose ranks random numbers differ; None for an op that draws none. `recomputed` says
-    that the backward pass recomputes the result instead of saving it.
+    that the backward pass recomputes the result instead of saving it. `deferred` are an operand, a weight, whose
+    gradient is computed apart from the backward pass, and later, and the operand that it is multiplied with; () for
+    none.
     """
 
     op: Op
@@ -56,6 +58,7 @@ class Compute:
     copies: bool = False
     draws: tuple[int, ...] | None = None
     recomputed: bool = False
+    deferred: tuple[str, ...] = ()
 
     @property
     def reads(self) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from typing import TypeVar, get_args, get_origin, get_type_hints
 
 import sympy
 
-from passes.ir.configuration import Configuration, Staging
+from passes.ir.configuration import Configuration, Staging, stage_places
 from passes.ir.errors import ExpressionError, InfeasibleError, PlanMismatchError
 from passes.ir.files import write_atomically
 from passes.ir.formulas import formula_at, read_formula
@@ -76,7 +76,7 @@ def _type_text(kind: object) -> str:
 
 T = TypeVar("T")
 
-FORMAT_VERSION = 14
+FORMAT_VERSION = 15
 
 # Symbols of the first and the second dim of inputs in formulas.
 BATCH, SEQUENCE = "batch", "sequence"
@@ -154,9 +154,10 @@ class StagePlan:
     `decisions` are the methods of every node by its key; `regathered` the uses (op, operand) that the backward pass
     redistributes again; `recompute` the level of each region that recomputes anything. These suffice for replay;
     `blocks` are for printing. `memory` is the predicted bytes per device by kind at the peak, which is at
-    `peak_moment`. In a pipeline, `forward_s` and `backward_s` are the seconds of one micro-batch, of which `in_flight`
-    are between their forward and their backward pass when the rank holds most; the stage has
-    so many `layers` (copies of regions count as many as they have) and elements of `parameters`.
+    `peak_moment`. In a pipeline, `forward_s` and `backward_s` are the seconds of one micro-batch, and `weight_s` those
+    of its gradients of weights that are computed apart. At the peak, `in_flight` micro-batches are between their forward
+    and their backward pass, and `weights_left` have these gradients left to compute. The stage has so many `layers`
+    (copies of regions count as many as they have) and elements of `parameters`.
     """
 
     decisions: Mapping[str, tuple[str, ...]]
@@ -170,6 +171,8 @@ class StagePlan:
     in_flight: int = 1
     layers: int = 0
     parameters: int = 0
+    weight_s: float = 0.0
+    weights_left: int = 0
 
     def splits(self, key: str) -> bool:
         """Whether the node called `key` is split, or a pending sum, on some axis."""
@@ -224,9 +227,17 @@ class ProgramPlan:
         return tuple(use for stage in self.stages for use in stage.regathered)
 
     @property
+    def places(self) -> tuple[int, ...]:
+        """The rank of the pipeline's axis that runs each stage."""
+        return stage_places(self.schedule, self.ranks, len(self.stages))
+
+    @property
     def fullest(self) -> tuple[StagePlan, ...]:
         """The stages of the rank with the highest peak of memory; those of a rank are counted at their own peaks."""
-        of_ranks = [self.stages[rank :: self.ranks] for rank in range(self.ranks)]
+        of_ranks = [
+            tuple(stage for stage, place in zip(self.stages, self.places, strict=True) if place == rank)
+            for rank in range(self.ranks)
+        ]
         return max(of_ranks, key=lambda own: sum(sum(stage.memory.values()) for stage in own))
 
     @property

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from passes.ir.configuration import RECOMPUTE
+from passes.ir.configuration import IN_A_V, RECOMPUTE
 from passes.ir.errors import MeshError, PlanMismatchError
 from passes.ir.formulas import formula_at
 from passes.ir.layout import fits, parse_placement
@@ -108,6 +108,8 @@ def _check_program(program: ProgramPlan, place: str, mesh: Mesh) -> None:
     _require((program.schedule == "none") == (len(program.stages) == 1), f"{place}.schedule", program.schedule)
     _require(len(program.cuts) == len(program.stages) - 1, f"{place}.cuts", program.cuts)
     _require(program.ranks >= 1 and len(program.stages) % program.ranks == 0, f"{place}.ranks", program.ranks)
+    if program.schedule in IN_A_V:
+        _require(len(program.stages) == 2 * program.ranks, f"{place}.ranks", program.ranks)
     _require(1 <= program.micro_batches < _TOO_MANY, f"{place}.micro_batches", program.micro_batches)
     for name in ("gap", "hidden", "seconds_on_one", "bound_s"):
         _check_amount(getattr(program, name), f"{place}.{name}")

@@ -142,9 +142,11 @@ def _pipeline(program: ProgramPlan, plan: Plan) -> Iterator[str]:
     for number, (stage, begin) in enumerate(zip(program.stages, begins, strict=True)):
         each = f"forward {seconds_text(stage.forward_s)}, backward {seconds_text(stage.backward_s)}"
         start = f"from {begin}, " if begin is not None else ""
+        each += f", weights {seconds_text(stage.weight_s)}" if stage.weight_s else ""
+        left = f", weights of {stage.weights_left} left" if stage.weights_left else ""
         yield (
             f"    stage {number}: {start}{stage.layers} layer{'' if stage.layers == 1 else 's'}, "
-            f"{_count_text(stage.parameters)} parameters, {each} a micro-batch, {stage.in_flight} in flight, "
+            f"{_count_text(stage.parameters)} parameters, {each} a micro-batch, {stage.in_flight} in flight{left}, "
             f"{bytes_text(sum(stage.memory.values()))}"
         )
     yield from (f"    {line}" for line in program.drawn)

@@ -1,13 +1,14 @@
 """lower: lowers a solution to the statements that a rank runs.
 
 It is straight code first (`straight`): every op on its shard, every redistribution as its steps. That is cut into the
-stages of the configuration's pipeline (`stages`). Of each stage, two passes mark the tensors that the backward pass
-recomputes (`recompute`) and the parameters that FSDP units gather in place of the code (`units`); a last one says how
-the other steps over several axes run (`collectives`). The cost model, the memory simulator and the code generator all
+stages of the configuration's pipeline (`stages`). Of each stage, passes mark the tensors that the backward pass
+recomputes (`recompute`), the products whose weight gradients a schedule computes apart (`deferred`), and the parameters
+that FSDP units gather in place of the code (`units`); a last one says how the other steps over several axes run
+(`collectives`). The cost model, the memory simulator and the code generator all
 read the result.
 """
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from itertools import combinations
 
 from passes.clock import Clock
@@ -18,6 +19,7 @@ from passes.ir.configuration import Configuration, Staging
 from passes.ir.folded import Folded
 from passes.ir.lowered import FSDPUnit, Lowered, Stage
 from passes.lower.collectives import fastest_collectives
+from passes.lower.deferred import deferred
 from passes.lower.recompute import recompute
 from passes.lower.stages import cut, in_order, named_starts
 from passes.lower.straight import Casts, straight_code
@@ -50,7 +52,7 @@ def lower(
     return Lowered(
         folded.program,
         tuple(
-            finished(stage, own, configuration, cluster, clock, apart)
+            finished(stage, own, configuration, folded.flowing, cluster, clock, apart)
             for stage, own in zip(stages, existing, strict=True)
         ),
     )
@@ -58,12 +60,10 @@ def lower(
 
 def _in_several_places(stages: Sequence[Stage], pipeline: Staging) -> frozenset[str]:
     """The parameters that several stages of one rank read: a unit would belong to one of them."""
-    if pipeline.stages == pipeline.ranks:
-        return frozenset()
     found = (
         set(stage.parameters) & set(other.parameters)
-        for (number, stage), (another, other) in combinations(enumerate(stages), 2)
-        if (another - number) % pipeline.ranks == 0
+        for (stage, place), (other, another) in combinations(zip(stages, pipeline.places, strict=True), 2)
+        if place == another
     )
     return frozenset[str]().union(*found)
 
@@ -77,14 +77,17 @@ def finished(
     stage: Stage,
     units: Sequence[FSDPUnit] | None,
     configuration: Configuration,
+    flowing: Set[str],
     cluster: Cluster,
     clock: Clock,
     apart: frozenset[str] = frozenset(),
 ) -> Stage:
-    """`stage` with recompute, FSDP units and the ways of its collectives; its statements keep their places. Parameters
-    in `apart` are in no unit."""
+    """`stage` with recompute, FSDP units and the ways of its collectives; its statements keep their places. Values in
+    `flowing` take gradients. Parameters in `apart` are in no unit."""
     with clock("recompute"):
         stage = recompute(stage, configuration.recompute)
+    if configuration.pipeline.splits:
+        stage = deferred(stage, flowing)
     with clock("fsdp_units"):
         stage = fsdp_units(stage, configuration.mesh, units, configuration.gather_once, apart)
     with clock("collectives"):

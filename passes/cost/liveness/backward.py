@@ -1,6 +1,6 @@
 """The simulated backward pass, in autograd's order: nodes that were created later run first."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from passes.cost.liveness.graph import (
     GRADIENTS,
@@ -24,8 +24,11 @@ from passes.cost.liveness.graph import (
 )
 
 
-def run_backward(roots: Sequence[Value], ledger: Ledger, prober: Prober, end: Callable[[], None]) -> None:
-    """Run the backward pass from `roots`, whose gradients are new tensors of the same form, and then `end`."""
+def run_backward(roots: Sequence[Value], ledger: Ledger, prober: Prober, end: Callable[[], None]) -> Mapping[str, int]:
+    """Run the backward pass from `roots`, whose gradients are new tensors of the same form, and then `end`. Returns the
+    bytes by kind that are live before that: those that wait for gradients of weights which are computed apart among
+    them."""
+    waiting: list[Storage] = []
     nodes = _reached(roots)
     for node in nodes:
         for edge in node.edges:
@@ -54,13 +57,16 @@ def run_backward(roots: Sequence[Value], ledger: Ledger, prober: Prober, end: Ca
             _skip(node, ledger)
         elif isinstance(node, AutogradNode):
             ledger.moment, ledger.block = f"backward of {node.name}", node.block
-            _run(node, ledger, prober)
+            _run(node, ledger, prober, waiting)
         for edge in node.edges:
             if edge is not None and isinstance(edge[0], Leaf):
                 edge[0].remaining -= 1
                 if not edge[0].remaining:
                     _accumulate(edge[0], ledger)
+    live = dict(ledger.live)
+    waiting.clear()
     end()
+    return live
 
 
 def _reached(roots: Sequence[Value]) -> list[GraphNode]:
@@ -74,7 +80,8 @@ def _reached(roots: Sequence[Value]) -> list[GraphNode]:
     return list(found.values())
 
 
-def _run(node: AutogradNode, ledger: Ledger, prober: Prober) -> None:
+def _run(node: AutogradNode, ledger: Ledger, prober: Prober, waiting: list[Storage]) -> None:
+    """Run the backward pass of a node; what the gradient of a weight needs that is computed apart goes to `waiting`."""
     forms = tuple(node.gradients[slot].form if slot in node.gradients else None for slot in range(node.results))
     if not node.gradients:
         node.saved = [None] * len(node.saved)
@@ -84,6 +91,8 @@ def _run(node: AutogradNode, ledger: Ledger, prober: Prober) -> None:
     read: dict[int, Storage] = {}
     # A gradient may be a saved tensor itself.
     places = prober.forward(node.task).saved
+    if node.factor is not None:
+        waiting += [gradient.storage for gradient in node.gradients.values()]
     passed_on = {given.place for given in profile.given.values()} & set(places)
     lingering: dict[StorageRef, Storage] = {}
     for event in profile.events:
@@ -99,6 +108,8 @@ def _run(node: AutogradNode, ledger: Ledger, prober: Prober) -> None:
                 moment = ledger.moment
                 read[event.index] = fetch(saved, ledger, prober)
                 ledger.moment = moment
+            if node.factor is not None and places[event.index] == StorageRef(StorageOrigin.OPERAND, node.factor):
+                waiting.append(saved if isinstance(saved, Storage) else read[event.index])
             del saved
         elif event.what in (EventKind.DONE, EventKind.RELEASE):
             # A recomputed tensor is held by its reader alone, which may release it before the node does.

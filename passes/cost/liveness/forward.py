@@ -147,7 +147,10 @@ class Forward:
         operands = [values[name] for name in dict.fromkeys(op.operands)]
         del values
         text, recomputed = self._texts[id(statement)], statement.recomputed
-        results = self.run(op.key or op.kind, text, operands, len(op.results), TRANSIENT, recomputed=recomputed)
+        factor = list(dict.fromkeys(op.operands)).index(statement.deferred[1]) if statement.deferred else None
+        results = self.run(
+            op.key or op.kind, text, operands, len(op.results), TRANSIENT, recomputed=recomputed, factor=factor
+        )
         del operands
         self.fsdp.leave(groups, results)
         for name in op.results:
@@ -175,10 +178,18 @@ class Forward:
         return value
 
     def run(
-        self, name: str, text: str, operands: Sequence[Value], results: int, kind: str, *, recomputed: bool = False
+        self,
+        name: str,
+        text: str,
+        operands: Sequence[Value],
+        results: int,
+        kind: str,
+        *,
+        recomputed: bool = False,
+        factor: int | None = None,
     ) -> list[Value]:
         """Run an expression: its allocations and saved tensors; with `recomputed` its result is recomputed instead of
-        saved."""
+        saved. `factor` is that of its node."""
         self.ledger.moment = f"{self.phase} of {name}"
         task = Task(text, tuple(item.form for item in operands), tuple(item.flows for item in operands))
         profile = self.prober.forward(task)
@@ -195,6 +206,7 @@ class Forward:
             attached = [place_of(place, own, storages) for place in profile.attached]
             edges = [item.edge for item in operands]
             node = AutogradNode(self.next(), edges, name, self.ledger.block, task, self.keep(found), results, attached)
+            node.factor = factor
             del found
         if kind == TRANSIENT:
             settle(list(own.values()))

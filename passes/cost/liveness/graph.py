@@ -348,7 +348,8 @@ class GraphNode:
 
 @dataclass(eq=False, slots=True)
 class AutogradNode(GraphNode):
-    """A statement of a `block`. `saved` are its saved tensors, `attached` live as long as the node."""
+    """A statement of a `block`. `saved` are its saved tensors, `attached` live as long as the node. `factor` is the
+    number of the operand that the gradient of a weight is computed from apart; None for no such product."""
 
     name: str
     block: str
@@ -356,6 +357,7 @@ class AutogradNode(GraphNode):
     saved: list[SavedTensor | None]
     results: int
     attached: Sequence[Storage]
+    factor: int | None = None
 
 
 @dataclass(eq=False, slots=True)

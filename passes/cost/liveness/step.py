@@ -41,7 +41,8 @@ class MicroBatchInputs:
     that are concatenated; other outputs are the same in all, or sums. With `gathered_once` the parameters that FSDP
     units gather for a backward pass stay gathered from the first micro-batch to the last; with `reduced_once` gradients
     accumulate unsharded. At most `in_flight` micro-batches have saved tensors at a time: more than one in a
-    pipeline."""
+    pipeline. If it `defers` them, gradients of weights are computed after the backward pass, and reduced after the
+    step; then `left` more micro-batches have them left to compute."""
 
     count: int = 1
     inputs: frozenset[str] = frozenset()
@@ -50,6 +51,8 @@ class MicroBatchInputs:
     gathered_once: bool = False
     reduced_once: bool = False
     in_flight: int = 1
+    defers: bool = False
+    left: int = 0
 
     def different(self) -> list[int]:
         """The micro-batches that differ in live memory: the first, the last, and the one before it if it does not
@@ -79,6 +82,8 @@ class StepSimulation:
     prober: Prober
     training: bool
     stays: dict[str, Storage] = field(default_factory=dict)
+    # Bytes that a micro-batch holds from its backward pass until its gradients of weights are computed.
+    waiting: int = 0
 
     def run(self, inputs: dict[str, Value]) -> list[Value]:
         """Run the micro-batches that differ; returns the outputs. `inputs` are empty afterwards."""
@@ -95,7 +100,7 @@ class StepSimulation:
                 sizes = _sizes(returned)
                 returned.clear()
                 earlier += [Storage(self.ledger, size, OUTPUTS) for size in sizes for _ in range(done, number + 1)]
-            self.fsdp.holds = self.batches.reduced_once and number < count - 1
+            self.fsdp.holds = self.batches.defers or (self.batches.reduced_once and number < count - 1)
             pending = self._pending(given)
             returned = self._micro_batch(given)
             del pending
@@ -111,17 +116,20 @@ class StepSimulation:
 
     def _micro_batch(self, inputs: dict[str, Value]) -> dict[str, Value]:
         """Run one micro-batch; returns its outputs by name."""
+        before = {kind: self.ledger.live[kind] for kind in (ACTIVATIONS, TRANSIENT)}
         outputs, sent = self._forward(inputs)
         if self.training:
             roots = _roots(outputs, sent)
             del sent
-            run_backward(roots, self.ledger, self.prober, self.fsdp.end_backward)
+            after = run_backward(roots, self.ledger, self.prober, self.fsdp.end_backward)
+            if self.batches.defers:
+                self.waiting = max(0, sum(after[kind] - size for kind, size in before.items()))
         return outputs
 
     def _pending(self, inputs: Mapping[str, Value]) -> list[object]:
         """What the other micro-batches in flight hold. Two of them are run; each further one holds as much as the
         second."""
-        held: list[object] = []
+        held: list[object] = [Storage(self.ledger, self.batches.left * self.waiting, ACTIVATIONS)]
         for _ in range(min(self.batches.in_flight - 1, 2)):
             before = dict(self.ledger.live)
             held.append(self._forward(self._received_anew(inputs)))

@@ -3,7 +3,7 @@
 The orders are those that the classes of `torch.distributed.pipelining` run. `timeline` simulates them.
 """
 
-from passes.cost.schedules.actions import Action, ActionGraph, action_graph, in_flight, in_flight_together
+from passes.cost.schedules.actions import Action, ActionGraph, Held, action_graph, held_together, in_flight
 from passes.cost.schedules.kinds import SCHEDULES, ScheduleKind, check_schedule, rank_of_stage
 from passes.cost.schedules.orders import schedule_actions
 from passes.cost.schedules.timeline import StageSeconds, Timeline, simulate, step_bound
@@ -12,13 +12,14 @@ __all__ = [
     "SCHEDULES",
     "Action",
     "ActionGraph",
+    "Held",
     "ScheduleKind",
     "StageSeconds",
     "Timeline",
     "action_graph",
     "check_schedule",
+    "held_together",
     "in_flight",
-    "in_flight_together",
     "rank_of_stage",
     "schedule_actions",
     "simulate",

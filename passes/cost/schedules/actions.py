@@ -102,35 +102,65 @@ def in_flight(actions: Actions, stages: int) -> tuple[int, ...]:
     """
     most = [0] * stages
     for order in actions:
-        for counts in _counts_in_flight(order):
-            for stage, count in counts.items():
-                most[stage] = max(most[stage], count)
+        last = {(action.stage, action.micro_batch): action for action in order}
+        alive = [0] * stages
+        for action in order:
+            if action.kind == "F":
+                alive[action.stage] += 1
+                most[action.stage] = max(most[action.stage], alive[action.stage])
+            if last[action.stage, action.micro_batch] is action:
+                alive[action.stage] -= 1
     return tuple(most)
 
 
-def in_flight_together(actions: Actions, weights: Sequence[float]) -> tuple[int, ...]:
-    """For each stage, its micro-batches in flight at the moment when its rank holds most: the sum over the rank's
-    stages of their micro-batches in flight, weighed by stage with `weights`. Stages of one rank are not all fullest at
-    once."""
-    found = [0] * len(weights)
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Micro-batches of a stage that hold tensors at a time: those with tensors `saved` for their backward pass (the one
+    that runs among them), and those whose gradients of weights are `left` to compute."""
+
+    saved: int
+    left: int = 0
+
+    def __le__(self, other: "Held") -> bool:
+        return self.saved <= other.saved and self.left <= other.left
+
+
+def held_together(actions: Actions, weights: Sequence[float]) -> tuple[tuple[Held, ...], ...]:
+    """For each stage, the micro-batches that hold tensors while a forward or backward pass runs on its rank.
+
+    Of a rank's only stage these are all counts that no other is at least as large as in both respects. Stages of one
+    rank are not all fullest at once: of several, the counts are those of the moment when the rank holds most, by the
+    sum over its stages of their micro-batches times `weights`.
+    """
+    found: list[tuple[Held, ...]] = [()] * len(weights)
     for order in actions:
-        fullest = max(
-            (dict(counts) for counts in _counts_in_flight(order)),
-            key=lambda counts: sum(weights[stage] * count for stage, count in counts.items()),
-            default={},
-        )
-        for stage, count in fullest.items():
-            found[stage] = count
+        moments = list(_held(order))
+        stages = set().union(*moments)
+        if len(stages) == 1:
+            (stage,) = stages
+            found[stage] = tuple(_most([counts[stage] for counts in moments]))
+            continue
+        sums = [sum(weights[at] * (item.saved + item.left) for at, item in counts.items()) for counts in moments]
+        fullest = moments[sums.index(max(sums))]
+        for stage in stages:
+            found[stage] = (fullest.get(stage, Held(0)),)
     return tuple(found)
 
 
-def _counts_in_flight(order: Sequence[Action]) -> Iterator[Mapping[int, int]]:
-    """By stage the micro-batches in flight, after each forward action of a rank."""
-    last = {(action.stage, action.micro_batch): action for action in order}
-    alive: Counter[int] = Counter()
+def _held(order: Sequence[Action]) -> Iterator[Mapping[int, Held]]:
+    """By stage the micro-batches that hold tensors, for each forward and backward pass of a rank."""
+    saved, left = Counter[int](), Counter[int]()
     for action in order:
-        if action.kind == "F":
-            alive[action.stage] += 1
-            yield alive
-        if last[action.stage, action.micro_batch] is action:
-            alive[action.stage] -= 1
+        stage = action.stage
+        saved[stage] += action.kind == "F"
+        left[stage] -= action.kind == "W"
+        if action.kind != "W":
+            yield {at: Held(saved[at], left[at]) for at in saved}
+        saved[stage] -= action.kind in "BI"
+        left[stage] += action.kind == "I"
+
+
+def _most(every: Sequence[Held]) -> list[Held]:
+    """Those that no other is at least as many as."""
+    distinct = list(dict.fromkeys(every))
+    return [item for item in distinct if not any(item <= other and item != other for other in distinct)]

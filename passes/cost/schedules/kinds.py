@@ -1,10 +1,10 @@
-"""The pipeline schedules: what each one asks of ranks, stages and micro-batches, and where it puts the stages."""
+"""The pipeline schedules: what each one asks of ranks, stages and micro-batches."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Literal
 
+from passes.ir.configuration import SPLITTING, stage_places
 from passes.ir.errors import PipelineError
 
 
@@ -12,18 +12,18 @@ from passes.ir.errors import PipelineError
 class ScheduleKind:
     """What is known of a schedule before its sizes are.
 
-    `splits`: gradients of weights are computed apart from those of inputs. `placement`: "loop" puts stage s on rank
-    s % ranks, "v" puts stages r and 2 * ranks - 1 - r on rank r. A rank has `least` to `most` stages (None: any
-    number). `fills`: as many micro-batches as stages are needed. `rounds`: micro-batches come in max(1,
-    micro_batches // ranks) rounds of equal size.
+    A rank has `least` to `most` stages (None: any number). `fills`: as many micro-batches as stages are needed.
+    `rounds`: micro-batches come in max(1, micro_batches // ranks) rounds of equal size.
     """
 
-    splits: bool = False
-    placement: Literal["loop", "v"] = "loop"
     least: int = 1
     most: int | None = 1
     fills: bool = False
     rounds: bool = False
+
+    def has(self, per_rank: int) -> bool:
+        """Whether a rank may have so many stages."""
+        return self.least <= per_rank and (self.most is None or per_rank <= self.most)
 
 
 SCHEDULES: Mapping[str, ScheduleKind] = MappingProxyType(
@@ -31,12 +31,13 @@ SCHEDULES: Mapping[str, ScheduleKind] = MappingProxyType(
         "gpipe": ScheduleKind(),
         "1f1b": ScheduleKind(fills=True),
         "interleaved_1f1b": ScheduleKind(least=2, most=None, rounds=True),
-        "zb_h1": ScheduleKind(splits=True, rounds=True),
-        "interleaved_zero_bubble": ScheduleKind(splits=True, least=2, most=None, rounds=True),
-        "zbv": ScheduleKind(splits=True, placement="v", least=2, most=2),
-        "dualpipev": ScheduleKind(splits=True, placement="v", least=2, most=2, fills=True),
+        "zb_h1": ScheduleKind(rounds=True),
+        "interleaved_zero_bubble": ScheduleKind(least=2, most=None, rounds=True),
+        "zbv": ScheduleKind(least=2, most=2),
+        "dualpipev": ScheduleKind(least=2, most=2, fills=True),
     }
 )
+assert SCHEDULES.keys() >= SPLITTING
 
 
 def _kind(schedule: str) -> ScheduleKind:
@@ -64,9 +65,7 @@ def _check_stages(schedule: str, ranks: int, stages: int) -> None:
 def rank_of_stage(schedule: str, ranks: int, stages: int) -> tuple[int, ...]:
     """The rank that holds each stage. Raises PipelineError where the schedule does not suit ranks and stages."""
     _check_stages(schedule, ranks, stages)
-    if SCHEDULES[schedule].placement == "loop":
-        return tuple(stage % ranks for stage in range(stages))
-    return tuple(min(stage, stages - 1 - stage) for stage in range(stages))
+    return stage_places(schedule, ranks, stages)
 
 
 def rounds_of(ranks: int, micro_batches: int) -> int:

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from passes.cost.schedules.actions import PARTS, Action, ActionGraph, Actions, action_graph, in_flight
-from passes.cost.schedules.kinds import SCHEDULES, rank_of_stage
+from passes.cost.schedules.kinds import rank_of_stage
+from passes.ir.configuration import SPLITTING
 
 _COLUMNS = 120
 
@@ -135,7 +136,7 @@ def step_bound(schedule: str, ranks: int, seconds: Sequence[StageSeconds], micro
 
     Sends are left out, and a micro-batch's way through all stages and back is one more bound.
     """
-    if not SCHEDULES[schedule].splits:
+    if schedule not in SPLITTING:
         seconds = [StageSeconds(each.forward, each.backward + each.weight) for each in seconds]
     stage_ranks = rank_of_stage(schedule, ranks, len(seconds))
     bound = sum(each.forward + each.backward for each in seconds) + seconds[0].weight

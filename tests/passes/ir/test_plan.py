@@ -8,6 +8,7 @@ import pytest
 
 from passes.ir.errors import ExpressionError, InfeasibleError, PlanMismatchError
 from passes.ir.plan import (
+    FORMAT_VERSION,
     Block,
     Expressions,
     InputPlan,
@@ -103,7 +104,7 @@ def test_equal_plans_give_equal_text() -> None:
         ("not json", "this is no plan: not JSON"),
         ("[]", "it has no format_version"),
         ('{"model": "x"}', "it has no format_version"),
-        ('{"format_version": 99}', "format version 99, this autopar reads 13: plan again"),
+        ('{"format_version": 99}', f"format version 99, this autopar reads {FORMAT_VERSION}: plan again"),
     ],
 )
 def test_what_is_no_plan_is_refused(text: str, message: str) -> None:

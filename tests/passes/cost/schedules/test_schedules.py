@@ -10,10 +10,11 @@ from torch.distributed.pipelining import schedules as torch_schedules
 from passes.cost.schedules import (
     SCHEDULES,
     Action,
+    Held,
     action_graph,
     check_schedule,
+    held_together,
     in_flight,
-    in_flight_together,
     rank_of_stage,
     schedule_actions,
 )
@@ -139,18 +140,23 @@ def test_every_order_is_complete_and_ends() -> None:
         assert all(stage_ranks[each.stage] == rank for rank, order in enumerate(actions) for each in order)
 
 
+def saved_together(actions: Actions, weights: Sequence[float]) -> tuple[int, ...]:
+    """By stage the micro-batches with saved tensors, where each has one count."""
+    return tuple(item.saved for (item,) in held_together(actions, weights))
+
+
 def test_stages_of_a_rank_are_not_fullest_at_once() -> None:
     """Of 4 ranks with 3 stages each, rank r goes forward 8 + 2 (3 - r) times before it first goes back."""
     actions = schedule_actions("interleaved_1f1b", 4, 12, 12)
-    together, most = in_flight_together(actions, [1.0] * 12), in_flight(actions, 12)
+    together, most = saved_together(actions, [1.0] * 12), in_flight(actions, 12)
     assert [sum(together[rank::4]) for rank in range(4)] == [15, 13, 11, 9]
     assert all(own <= other for own, other in zip(together, most, strict=True))
     assert sum(together) < sum(most)
     # The stage that leaves more counts more.
-    heavy = in_flight_together(actions, [1.0] * 4 + [0.0] * 8)
+    heavy = saved_together(actions, [1.0] * 4 + [0.0] * 8)
     assert heavy[:4] == most[:4]
     plain = schedule_actions("1f1b", 4, 4, 9)
-    assert in_flight_together(plain, [1.0] * 4) == in_flight(plain, 4)
+    assert saved_together(plain, [1.0] * 4) == in_flight(plain, 4)
 
 
 def test_micro_batches_in_flight() -> None:
@@ -163,6 +169,18 @@ def test_micro_batches_in_flight() -> None:
     for stage, other in zip((8, 7, 6, 5), (1, 2, 3, 4), strict=True):
         counts = in_flight(schedule_actions("zbv", 4, 8, 12), 8)
         assert (counts[8 - stage], counts[8 - other]) == (stage, other)
+
+
+def test_micro_batches_that_hold_tensors() -> None:
+    """Those with saved tensors, and those whose gradients of weights are left, at the times of most of either."""
+    assert held_together(schedule_actions("gpipe", 2, 2, 3), [1.0] * 2) == ((Held(3),), (Held(3),))
+    # One micro-batch more waits on each further rank, and one less is saved.
+    assert held_together(schedule_actions("zb_h1", 3, 3, 6), [1.0] * 3) == ((Held(3),), (Held(2, 1),), (Held(1, 2),))
+    for size in ACCEPTED:
+        actions = schedule_actions(*size)
+        for most, every in zip(in_flight(actions, size[2]), held_together(actions, [1.0] * size[2]), strict=True):
+            assert max(each.saved + each.left for each in every) <= most
+            assert not any(one <= other for one in every for other in every if one != other)
 
 
 @pytest.mark.parametrize(
