@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 from passes.cost.liveness import MemoryPeak
 from passes.cost.pipeline import ScheduledStep, scheduled_step
+from passes.cost.schedules import Held
 from passes.cost.step import Seconds
 from passes.ir.choices import Problem, Solution
 from passes.ir.configuration import Configuration
@@ -18,10 +19,11 @@ from passes.search.restrict import gathered_again
 from passes.search.subproblems import MicroBatchProgram, Subproblems
 from passes.variables import name_variables
 
-# Bytes on one device of each stage that variables are given for, at the peak of a step in which so many micro-batches
-# of it are in flight. It runs operators of torch to see what they allocate, so it is passed in.
+# Bytes on one device of each stage that variables are given for, at the peak of a step in which these micro-batches
+# hold tensors at a time. It runs operators of torch to see what they allocate, so it is passed in.
 MemorySimulator = Callable[
-    [Lowered, Sequence[Variables | None], MicroBatches | None, Configuration, Sequence[int]], tuple[MemoryPeak, ...]
+    [Lowered, Sequence[Variables | None], MicroBatches | None, Configuration, Sequence[Sequence[Held]]],
+    tuple[MemoryPeak, ...],
 ]
 
 
@@ -84,7 +86,7 @@ def lowered_choice(
     step = scheduled_step(lowered, folded, space.cluster, space.optimizer, configuration)
     seconds = step.seconds
     with clock("memory"):
-        memory = simulate(lowered, variables, program.micro, configuration, step.in_flight)
+        memory = simulate(lowered, variables, program.micro, configuration, step.held)
     if space.decisions.methods is not None:
         gap, complete, bound_s = space.decisions.gap, space.decisions.complete, space.decisions.bound_s
     else:

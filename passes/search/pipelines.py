@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from passes.cost.cluster import GIB
 from passes.cost.pipeline import transfer_s
-from passes.cost.schedules import StageSeconds, check_schedule
+from passes.cost.schedules import SCHEDULES, Held, StageSeconds, check_schedule
 from passes.cost.step import Phases, phases
 from passes.cost.walk import statement_seconds
 from passes.ir.configuration import Configuration, Staging
@@ -35,6 +35,9 @@ from passes.variables import name_variables
 _OFFERED = {False: ("1f1b",), True: ("interleaved_1f1b",)}
 # Those for fewer micro-batches than ranks, as of a batch that cannot be split, or of inference.
 _FEW = ("gpipe",)
+# Zero-bubble schedules, which are tried for the best choice where none is given and ranks wait for this part of its
+# step or more.
+_ZERO_BUBBLE, _WAITING = ("zb_h1", "interleaved_zero_bubble", "zbv"), 0.01
 # Stages of a rank that are tried where their number is not given.
 _PER_RANK = (1, 2)
 # Ranks of a pipeline that are tried where their number is free.
@@ -53,7 +56,7 @@ def best_pipeline(subproblems: Subproblems, asked: PipelineChoices, simulate: Me
     """
     space = subproblems.space
     if not space.any_shape:
-        return _best_over(subproblems, asked, simulate)
+        return _with_less_bubble(subproblems, asked, simulate, _best_over(subproblems, asked, simulate))
     found: list[Found] = []
     errors: list[Exception] = []
     sizes = [ranks for ranks in range(2, _MOST_RANKS + 1) if space.mesh.size % ranks == 0]
@@ -69,7 +72,28 @@ def best_pipeline(subproblems: Subproblems, asked: PipelineChoices, simulate: Me
             errors.append(error)
     if not found:
         raise _refusal(errors)
-    return min(found, key=lambda item: item.seconds.total)
+    best = min(found, key=lambda item: item.seconds.total)
+    ranks = best.configuration.pipeline.ranks
+    own = replace(space, mesh=Mesh(space.mesh.names, (space.mesh.size // ranks,)))
+    return _with_less_bubble(subproblems.over(own), replace(asked, ranks=ranks), simulate, best)
+
+
+def _with_less_bubble(
+    subproblems: Subproblems, asked: PipelineChoices, simulate: MemorySimulator, best: Found
+) -> Found:
+    """The best choice, or one of as many micro-batches in a zero-bubble schedule if that takes less time. Only these
+    few are tried, so that planning takes little longer. torch cannot compile code that leaves gradients of weights."""
+    program, seconds = subproblems.programs.program, best.seconds
+    if asked.schedule is not None or program.compiled or seconds.bubble < _WAITING * seconds.total:
+        return best
+    options = [best]
+    for name in _ZERO_BUBBLE if subproblems.space.trains else ():
+        try:
+            count = best.configuration.micro_batches
+            options.append(_best_of(subproblems, replace(asked, schedule=name), simulate, count))
+        except (InfeasibleError, PipelineError, MicroBatchError, ConstraintError):
+            continue
+    return min(options, key=lambda item: item.seconds.total)
 
 
 def _best_over(subproblems: Subproblems, asked: PipelineChoices, simulate: MemorySimulator) -> Found:
@@ -113,7 +137,9 @@ def _pipelines(asked: PipelineChoices, count: int) -> Iterator[tuple[int, str]]:
 
     Raises PipelineError for cuts that make another number of stages than ranks can have.
     """
-    counts = _PER_RANK if asked.per_rank is None else (asked.per_rank,)
+    counts: tuple[int, ...] = _PER_RANK if asked.per_rank is None else (asked.per_rank,)
+    if asked.schedule is not None and asked.per_rank is None:
+        counts = tuple(count for count in counts if SCHEDULES[asked.schedule].has(count))
     if asked.cuts is not None:
         stages = len(asked.cuts) + 1
         if stages % asked.ranks or asked.per_rank not in (None, stages // asked.ranks):
@@ -204,8 +230,12 @@ def _staged(
     """
     space, chosen = subproblems.space, choice.subproblem
     configuration = replace(choice.solution.configuration, pipeline=pipeline)
+    if pipeline.splits:
+        configuration = replace(configuration, reduce_once=True)
     check_schedule(pipeline.schedule, pipeline.ranks, pipeline.stages, configuration.micro_batches)
-    program = _Program(subproblems, choice, replace(configuration, pipeline=Staging()), simulate)
+    program = _Program(
+        subproblems, choice, replace(configuration, pipeline=Staging(schedule=pipeline.schedule)), simulate
+    )
     cuts = asked.cuts
     if cuts is None:
         cuts = program.cuts(pipeline)
@@ -213,11 +243,12 @@ def _staged(
     found = lowered_choice(subproblems, chosen.program, chosen.problem, solution, simulate)
     # A rank takes what its stages take at their own peaks, at most.
     peaks = [memory.peak for memory in found.memory]
-    of_ranks = [sum(peaks[rank :: pipeline.ranks]) for rank in range(pipeline.ranks)]
+    places = pipeline.places
+    of_ranks = [sum(peaks[number] for number, place in enumerate(places) if place == rank) for rank in set(places)]
     over = max(of_ranks) - space.memory_limit
     if over > 0:
         rank = of_ranks.index(max(of_ranks))
-        stages = ", ".join(str(number) for number in range(rank, pipeline.stages, pipeline.ranks))
+        stages = ", ".join(str(number) for number, place in enumerate(places) if place == rank)
         raise InfeasibleError(
             f"stage {stages} of {pipeline.stages} exceeds the memory limit of {space.memory_limit / GIB:.3g} GiB per "
             f"device by {over / GIB:.3g} GiB: cut elsewhere, recompute more, or take more stages",
@@ -228,13 +259,13 @@ def _staged(
 
 @dataclass(frozen=True)
 class _Size:
-    """The size of a stage: the micro-batches in flight, and its pieces of the copies of each loop."""
+    """The size of a stage: the micro-batches that hold tensors at a time, and its pieces of the copies of each loop."""
 
-    in_flight: int
+    held: tuple[Held, ...]
     pieces: Counter[tuple[int, range]]
 
     def __le__(self, other: "_Size") -> bool:
-        return self.in_flight <= other.in_flight and self.pieces <= other.pieces
+        return self.pieces <= other.pieces and all(any(own <= more for more in other.held) for own in self.held)
 
 
 class _Program:
@@ -284,7 +315,7 @@ class _Program:
 
     def _pieces(self) -> list[Piece]:
         """The seconds of each position in one micro-batch."""
-        priced = finished(self.whole, None, self.configuration, self.space.cluster, self.clock)
+        priced = finished(self.whole, None, self.configuration, self.folded.flowing, self.space.cluster, self.clock)
         seconds = statement_seconds(priced, self.folded, self.space.cluster, self.mesh)
         shares = self._shares(priced)
         found = []
@@ -293,7 +324,7 @@ class _Program:
             for number in range(position.first, position.last):
                 own = phases([seconds[number]], self.configuration, 0.0, 0.0)
                 total += own * shares.get((number, position.inside), 1.0)
-            found.append(Piece(StageSeconds(total.forward, total.backward)))
+            found.append(Piece(StageSeconds(total.forward, total.backward, total.weight)))
         return found
 
     def _shares(self, priced: Stage) -> dict[tuple[int, range], float]:
@@ -308,7 +339,7 @@ class _Program:
             alone = replace(priced, body=replace(priced.body, statements=tuple(parts)))
             each = statement_seconds(alone, self.folded, self.space.cluster, self.mesh)
             spent = [phases([own], self.configuration, 0.0, 0.0) for own in each]
-            taken = [own.forward + own.backward for own in spent]
+            taken = [own.forward + own.backward + own.weight for own in spent]
             total = sum(taken) * len(statement.copies)
             found |= {(number, inside): own / total for inside, own in zip(inner, taken, strict=True)}
         return found
@@ -338,32 +369,32 @@ class _Program:
         begins = position.copy is not None or (bool(module) and module != earlier)
         return begins and bool(crossing.flowing if self.space.trains else crossing.names)
 
-    def _fits(self, first: int, last: int, stage: int, in_flight: int) -> bool:
-        """Whether the stage of the positions from `first` to `last` (exclusive) fits with so many micro-batches in
-        flight: as it does where a larger stage fits, and not where a smaller one does not."""
+    def _fits(self, first: int, last: int, stage: int, held: Sequence[Held]) -> bool:
+        """Whether the stage of the positions from `first` to `last` (exclusive) fits with these micro-batches: as it
+        does where a larger stage fits, and not where a smaller one does not."""
         own = self.positions[first:last]
         loops = Counter((item.last, item.inside) for item in own if item.copy is not None)
         key = first == 0, last == len(self.positions), frozenset(item.name for item in own if item.copy is None)
-        size = _Size(in_flight, loops)
+        size = _Size(tuple(held), loops)
         known = self._known.setdefault(key, [])
         for other, over in known:
             if (over <= 0 and size <= other) or (over > 0 and other <= size):
                 return over <= 0
-        over = self._peak(first, last, in_flight) - self.space.memory_limit
+        over = self._peak(first, last, held) - self.space.memory_limit
         known.append((size, over))
         if over > 0:
             self.least_missing = min(self.least_missing, over)
         return over <= 0
 
-    def _peak(self, first: int, last: int, in_flight: int) -> float:
+    def _peak(self, first: int, last: int, held: Sequence[Held]) -> float:
         """The peak memory of a stage (bytes)."""
         starts = [start for start in (first, last) if 0 < start < len(self.positions)]
         stages = cut(self.whole, starts, self.folded.flowing, self.mesh)
         number = int(first > 0)
-        made = finished(stages[number], None, self.configuration, self.space.cluster, self.clock)
+        made = finished(stages[number], None, self.configuration, self.folded.flowing, self.space.cluster, self.clock)
         stages = tuple(made if at == number else other for at, other in enumerate(stages))
         variables = [name_variables(made, self.mesh) if at == number else None for at in range(len(stages))]
-        counts = [in_flight] * len(stages)
+        counts = [held] * len(stages)
         with self.clock("memory"):
             (memory,) = self.simulate(
                 Lowered(self.folded.program, stages), variables, self.micro, self.configuration, counts

@@ -14,7 +14,7 @@ from itertools import count
 
 import numpy as np
 
-from passes.cost.schedules import StageSeconds, Timeline, in_flight, simulate
+from passes.cost.schedules import StageSeconds, Timeline, held_at_a_time, simulate
 from passes.ir.arrays import Integers
 from passes.search.cuts.fitting import Fitting
 from passes.search.cuts.means import best_mean
@@ -354,8 +354,9 @@ def best_cuts(
         boundaries: `boundaries[i]` is the place before position i, None where a cut is not allowed; that of index 0
             is not read.
         schedule, ranks, stages, micro_batches: the pipeline (`passes.cost.schedules`).
-        fits: whether positions `first` to `last` (exclusive) fit as stage `stage` with `in_flight` micro-batches in
-            flight. Where an interval fits, so does every interval within it as the same stage. It may be slow.
+        fits: whether positions `first` to `last` (exclusive) fit as stage `stage` with the micro-batches that it
+            holds tensors of. Where an interval fits, so does every interval within it as the same stage. It may be
+            slow.
         effort: how many actions may be simulated, or other work of the same kind done, before the best cuts so far
             are returned. About a second a million.
 
@@ -364,7 +365,7 @@ def best_cuts(
     pipeline = Pipeline(schedule, ranks, stages, micro_batches)
     if len(positions) < stages:
         return None
-    fitting = Fitting(fits, in_flight(pipeline.actions, stages))
+    fitting = Fitting(fits, held_at_a_time(pipeline.actions, stages))
     search = _Search(pieces_of(positions, boundaries), pipeline, fitting, effort)
     busy = _busy_paths(search)
     if not _start(search):

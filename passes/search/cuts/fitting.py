@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from itertools import pairwise
 
+from passes.cost.schedules import Held
 from passes.ir.arrays import Integers
 from passes.search.cuts.pieces import Fits
 
@@ -10,18 +11,18 @@ from passes.search.cuts.pieces import Fits
 class Fitting:
     """The answers of `fits` so far. What fits holds for all intervals within; what does not, for all around."""
 
-    def __init__(self, fits: Fits, in_flight: Sequence[int]) -> None:
-        self._fits, self._in_flight = fits, in_flight
-        self._yes: list[list[tuple[int, int]]] = [[] for _ in in_flight]
+    def __init__(self, fits: Fits, held: Sequence[Sequence[Held]]) -> None:
+        self._fits, self._held = fits, held
+        self._yes: list[list[tuple[int, int]]] = [[] for _ in held]
         # For each stage, intervals that do not fit.
-        self._no: list[list[tuple[int, int]]] = [[] for _ in in_flight]
+        self._no: list[list[tuple[int, int]]] = [[] for _ in held]
 
     def _ask(self, stage: int, first: int, last: int) -> bool:
         if any(low <= first and last <= high for low, high in self._yes[stage]):
             return True
         if any(first <= low and high <= last for low, high in self._no[stage]):
             return False
-        answer = self._fits(first, last, stage, self._in_flight[stage])
+        answer = self._fits(first, last, stage, self._held[stage])
         (self._yes if answer else self._no)[stage].append((first, last))
         return answer
 

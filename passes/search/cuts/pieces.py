@@ -13,6 +13,7 @@ import numpy as np
 from passes.cost.schedules import (
     Action,
     ActionGraph,
+    Held,
     StageSeconds,
     action_graph,
     rank_of_stage,
@@ -37,8 +38,8 @@ class Boundary:
     gradient_send_s: float
 
 
-# Whether positions first to last (exclusive) fit as a stage, with so many micro-batches in flight.
-Fits = Callable[[int, int, int, int], bool]
+# Whether positions first to last (exclusive) fit as a stage, with these micro-batches that hold tensors at a time.
+Fits = Callable[[int, int, int, Sequence[Held]], bool]
 # How often a path passes each stage: rows are forward, backward, weights, the send into it, the gradient's out of it.
 # Shape [5, stages].
 Path = Floats

@@ -1,6 +1,7 @@
 """Cuts into stages against brute force, against an integer program, and against samples."""
 
 import random
+from collections.abc import Sequence
 from itertools import combinations, pairwise
 
 import numpy as np
@@ -9,8 +10,9 @@ from ortools.math_opt.python import mathopt
 
 from passes.cost.schedules import (
     SCHEDULES,
+    Held,
     StageSeconds,
-    in_flight,
+    held_at_a_time,
     rank_of_stage,
     schedule_actions,
     simulate,
@@ -52,16 +54,23 @@ def _step_s(program: Program, schedule: str, ranks: int, micro_batches: int, sta
     return simulate(actions, rank_of_stage(schedule, ranks, stages), _stages(positions, starts), *sends).step_s
 
 
+def most_of(held: Sequence[Held]) -> float:
+    """The most micro-batches at a time, of which those whose weights are left count half."""
+    return max(each.saved + each.left / 2 for each in held)
+
+
 class _Limit:
-    """A limit on what is in flight: each position holds some bytes for each micro-batch, and some in any case."""
+    """A limit on what is held: each position holds some bytes for each micro-batch, of which half are left after its
+    backward pass, and some in any case."""
 
     def __init__(self, chance: random.Random, count: int, most: float) -> None:
         self.held = [chance.choice((1.0, 2.0)) for _ in range(count)]
         self.kept = [chance.choice((0.0, 3.0)) for _ in range(count)]
-        self.most, self.asked = most, list[tuple[int, int, int, int]]()
+        self.most, self.asked = most, list[tuple[int, int, int, tuple[Held, ...]]]()
 
-    def __call__(self, first: int, last: int, stage: int, flying: int) -> bool:
-        self.asked.append((first, last, stage, flying))
+    def __call__(self, first: int, last: int, stage: int, held: Sequence[Held]) -> bool:
+        self.asked.append((first, last, stage, tuple(held)))
+        flying = most_of(held)
         return sum(self.held[first:last]) * flying + sum(self.kept[first:last]) <= self.most
 
 
@@ -80,8 +89,8 @@ def test_cuts_are_the_best_of_all(schedule: str) -> None:
         micro_batches = ranks * chance.choice((2, 3))
         count = chance.choice((stages, stages + 2, stages + 4, stages + 5))
         program = _program(chance, count, number % 2 == 0)
-        counts = in_flight(schedule_actions(schedule, ranks, stages, micro_batches), stages)
-        share = 2.0 * count * counts[0] / stages
+        counts = held_at_a_time(schedule_actions(schedule, ranks, stages, micro_batches), stages)
+        share = 2.0 * count * most_of(counts[0]) / stages
         fits = _Limit(chance, count, chance.choice((1e9, share, 1.3 * share, 1.6 * share)) if number else 0.5)
         found = best_cuts(*program, schedule, ranks, stages, micro_batches, fits)
         choices = _all(program, stages)
