@@ -9,6 +9,7 @@ from torch.distributed.tensor.placement_types import Partial, Placement, Replica
 
 from passes.cost.cluster import Cluster
 from passes.cost.optimizers import OPTIMIZERS
+from passes.cost.schedules import SCHEDULES
 from passes.ir.errors import ConstraintError, InputError, PlanMismatchError
 from passes.ir.layout import WHOLE
 from passes.ir.plan import Plan
@@ -17,9 +18,6 @@ OBJECTIVES = ("train", "infer")
 
 # How outputs are returned: in the plan's layout, whole on every rank, or scalars alone.
 OUTPUTS = ("planned", "full", "scalars")
-
-# The schedules that are run; `passes.cost.schedules` knows more.
-RUN_SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b")
 
 # The axis of a mesh that pipeline stages run over where nothing else is said.
 PIPELINE_AXIS = "pp"
@@ -74,7 +72,8 @@ class Pipeline:
 
     - `axis`: the axis of the mesh that the stages run over, its first; None takes that called "pp".
     - `cuts`: the modules (or ops, as a printed plan names them) that each stage but the first begins with.
-    - `schedule`: the order in which stages take micro-batches: "gpipe", "1f1b" or "interleaved_1f1b".
+    - `schedule`: the order in which stages take micro-batches: "gpipe", "1f1b", "interleaved_1f1b", or one that
+      computes gradients of weights apart: "zb_h1", "interleaved_zero_bubble", "zbv" or "dualpipev".
     - `virtual_stages`: the number of stages of each rank.
     """
 
@@ -88,8 +87,8 @@ class Pipeline:
             raise InputError(f"pipeline: cuts must be names of modules in order, got {self.cuts!r}")
         if self.cuts is not None:
             object.__setattr__(self, "cuts", tuple(self.cuts))
-        if self.schedule is not None and self.schedule not in RUN_SCHEDULES:
-            raise InputError(f"pipeline: schedule is {self.schedule!r}: it must be one of {', '.join(RUN_SCHEDULES)}")
+        if self.schedule is not None and self.schedule not in SCHEDULES:
+            raise InputError(f"pipeline: schedule is {self.schedule!r}: it must be one of {', '.join(SCHEDULES)}")
         count = self.virtual_stages
         if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
             raise InputError(f"pipeline: virtual_stages is {count!r}: it must be a whole number of at least 1")

@@ -9,7 +9,7 @@ from autopar.options import PIPELINE_AXIS, Options, Pipeline, Settings, settings
 from autopar.profile import check_machine, known_cluster
 from passes.cost.cluster import CLUSTERS, Cluster, find_cluster
 from passes.cost.optimizers import OPTIMIZERS
-from passes.ir.configuration import RECOMPUTE, ZERO_STAGES
+from passes.ir.configuration import RECOMPUTE, SPLITTING, ZERO_STAGES
 from passes.ir.decisions import Decisions
 from passes.ir.errors import ConstraintError, InputError, MeshError, PipelineError, PlanMismatchError
 from passes.ir.mesh import Mesh, stage_mesh
@@ -99,6 +99,11 @@ def make_request(mesh: MeshLike, options: Options, device_type: str | None = Non
     )
     micro_batches, recompute, zero = _choices(options, chosen.objective)
     pipeline = _pipeline(options, shape, any_shape=any_shape)
+    if chosen.compiled and pipeline is not None and pipeline.schedule in SPLITTING:
+        raise PipelineError(
+            f"the schedule {pipeline.schedule} computes gradients of weights apart, which code compiled by torch "
+            "cannot leave: plan without compiled=True, or take another schedule"
+        )
     return Request(
         **vars(chosen),
         mesh=stage_mesh(shape, "" if pipeline is None else pipeline.axis),

@@ -46,9 +46,7 @@ def stage_ranks(planned: PlannedModel, mesh: DeviceMesh) -> PipelineRanks | None
     axis, program = planned.plan.pipeline_axis, planned.plan.programs[planned.plan.objective]
     if not axis:
         return None
-    count = len(program.stages)
-    # Stages that run one after the other lie as those of any other schedule.
-    return pipeline_ranks(mesh, axis, [number % program.ranks for number in range(count)])
+    return pipeline_ranks(mesh, axis, program.places)
 
 
 def own_stages(planned: PlannedModel, mesh: DeviceMesh) -> tuple[int, ...]:

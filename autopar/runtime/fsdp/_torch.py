@@ -33,6 +33,12 @@ class _ShardedParameter(Protocol):
     _unsharded_param: nn.Parameter
     unsharded_accumulated_grad: Tensor | None
 
+    def accumulate_unsharded_grad_if_needed(self) -> None:
+        """Add the gradient of `_unsharded_param` to `unsharded_accumulated_grad`, if that is there."""
+
+    def to_accumulated_grad_if_needed(self) -> None:
+        """Move it there, if gradients are reduced in another dtype."""
+
 
 @dataclass(frozen=True)
 class GatheredParameter:
@@ -60,6 +66,13 @@ class GatheredParameter:
             unsharded.grad = gradient
         else:
             self._sharded.unsharded_accumulated_grad = gradient
+
+    def settle(self) -> None:
+        """Add a gradient that autograd has accumulated outside of a backward pass of the unit to those in the dtype of
+        the reduction, as `fully_shard` does at the end of such a pass."""
+        if self._lies_apart and getattr(self._sharded, "_unsharded_param", None) is not None:
+            self._sharded.accumulate_unsharded_grad_if_needed()
+            self._sharded.to_accumulated_grad_if_needed()
 
     @property
     def _lies_apart(self) -> bool:
@@ -158,6 +171,14 @@ def _reset_by_hand(root: FSDPModule) -> None:
             group._to_sharded()  # type: ignore[no-untyped-call]
     context.iter_forward_root = None
     context.post_backward_final_callback_queued = False
+
+
+def reduce_gradients(root: FSDPModule) -> None:
+    """Reduce the gradients that the units of `root` have, outside of a backward pass, and wait for them.
+
+    At the end of a backward pass torch does so with units that the pass has not reached.
+    """
+    root._get_fsdp_state()._root_post_backward_final_callback()
 
 
 def is_in_backward(root: FSDPModule) -> bool:

@@ -62,6 +62,9 @@ class LeafParameter:
         """Let the next backward pass add to a gradient that is not reduced."""
         self.parameter.grad = gradient
 
+    def settle(self) -> None:
+        """Autograd has accumulated the gradient in its dtype."""
+
     def note_change(self) -> None:
         """Let autograd know that the values have changed, through memory that is shared."""
         increment_version(self.parameter)
@@ -172,6 +175,16 @@ class UnitGradients:
                 moved = True
         self._pending = False
         return moved
+
+    def settle(self) -> None:
+        """Take gradients that autograd has accumulated outside of a backward pass of the units."""
+        for item in self.parameters:
+            item.unreduced.settle()
+
+    def drop(self) -> None:
+        """Drop gradients that are not reduced, after an exception."""
+        for item in self.parameters:
+            item.unreduced.take_gradient()
 
     def end_held_backward(self) -> None:
         """Move unreduced gradients from the units to `.grad`."""

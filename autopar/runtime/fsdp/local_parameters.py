@@ -11,8 +11,9 @@ that the parameters have, so that autograd adds to these in place, and ends by h
 - `torch.autograd.grad` with respect to parameters, and `backward(inputs=...)`, reach them by an edge of every output.
 """
 
+import contextlib
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -271,6 +272,16 @@ class ReadParameters:
         """Take over what users have assigned since the last call."""
         for leaf in self._leaves:
             leaf.follow()
+
+    @contextlib.contextmanager
+    def adding_gradients(self) -> Iterator[None]:
+        """Context in which gradients of the leaves are accumulated outside of a backward pass of the program."""
+        begun = [leaf for leaf in self._leaves if leaf.tensor.requires_grad]
+        for leaf in begun:
+            leaf.begin_backward()
+        yield
+        for leaf in begun:
+            leaf.end_backward()
 
     def linked(self, results: Sequence[object]) -> tuple[object, ...]:
         """The results of the program, whose backward pass hands gradients over to the parameters."""

@@ -229,6 +229,31 @@ class FSDPManager:
                 root.set_requires_gradient_sync(not outer)
 
     @contextlib.contextmanager
+    def adding_gradients(self) -> Iterator[None]:
+        """Context in which gradients of parameters are accumulated outside of a backward pass of the program, and held
+        back."""
+        self._gradients.begin_backward(True)
+        self._reductions.begin_backward(True)
+        try:
+            yield
+        except BaseException:
+            # The next backward pass would add to what is there.
+            self._gradients.drop()
+            raise
+        self._gradients.settle()
+        self._gradients.end_held_backward()
+
+    def reduce_gradients(self) -> None:
+        """Reduce all gradients that are held back. All ranks of the mesh call it alike."""
+        root = self._whole()
+        self._gradients.begin_backward(False)
+        self._reductions.begin_backward(False)
+        if root is not None:
+            fsdp.reduce_gradients(root)
+        self._gradients.end_reduced_backward()
+        self._reductions.end_backward()
+
+    @contextlib.contextmanager
     def keeping_parameters(self) -> Iterator[None]:
         """Context in which parameters that stay gathered for backward also stay gathered after it."""
         if self._keeping:

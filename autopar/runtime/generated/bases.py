@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from autopar._torch import parts_of
 from autopar.runtime.checkpoint import Loadable
 from autopar.runtime.fsdp.units import ParameterGroup, PartView, within
+from autopar.runtime.generated.deferred import DeferredGradients
 from autopar.runtime.generated.random import Randomness
 from autopar.runtime.generated.saving import CHANGED
 from autopar.runtime.refusals import HoldingPart
@@ -55,6 +56,7 @@ class RegionCopy(nn.Module):
         self.groups = tuple(groups)
         self.number = number
         self.random = program.random
+        self.deferred = program.deferred
         self.axes = program.axes
         self.device = program.device
         # Not a part of this module, which has no parameters of its own.
@@ -108,6 +110,8 @@ class Generated:
         self.groups = groups or {}
         self.copy_groups = iter(copy_groups)
         self.random = random or Randomness(0)
+        # Of products whose weight gradients a schedule computes apart.
+        self.deferred = DeferredGradients()
         self.axes = axes
         self.device = device
         self.constants = constants

@@ -118,7 +118,7 @@ def _stage_runs(serving: RunnableProgram, runs: Mapping[int, RunStage], batching
             number,
             serving.program.stages[number],
             run,
-            serving.stages[number].manager,
+            serving.stages[number],
             _loss_place(serving.program, number, batching.loss),
             batching.reduce_once,
         )

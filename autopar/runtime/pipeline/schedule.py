@@ -1,38 +1,62 @@
 """One step of a pipeline: `torch.distributed.pipelining` runs the schedule, and calls stages with micro-batches."""
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleDualPipeV,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+)
 
-from autopar.runtime.fsdp.manager import FSDPManager
+from autopar.runtime.calls.programs import RunnableStage
 from autopar.runtime.generated.bases import GeneratedStage
+from autopar.runtime.generated.deferred import WeightGradient
 from autopar.runtime.pipeline.ranks import PipelineRanks
+from passes.ir.configuration import SPLITTING
 
 # Runs a stage on the tensors that it receives and on this rank's parts of its inputs, and returns what its code does.
 RunStage = Callable[[Sequence[Tensor]], Sequence[object]]
 
-# Schedules with one stage on each rank, and with several.
+# Schedules that take one stage of each rank, and those that take a list of them.
 _SINGLE = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
-_MULTIPLE = {"interleaved_1f1b": ScheduleInterleaved1F1B}
+_MULTIPLE = {
+    "interleaved_1f1b": ScheduleInterleaved1F1B,
+    "zb_h1": ScheduleInterleavedZeroBubble,
+    "interleaved_zero_bubble": ScheduleInterleavedZeroBubble,
+    "zbv": ScheduleZBVZeroBubble,
+    "dualpipev": ScheduleDualPipeV,
+}
 
 
 @dataclass(frozen=True)
 class StageRun:
-    """A stage that this rank runs: its description, its code, its FSDP manager, and the place of the loss among the
-    leaves of its outputs (None: it has no loss). With `reduces_once`, gradients are reduced after the last
+    """A stage that this rank runs: its description, its code, its instance and parameters, and the place of the loss
+    among the leaves of its outputs (None: it has no loss). With `reduces_once`, gradients are reduced after the last
     micro-batch."""
 
     number: int
     generated: GeneratedStage
     run: RunStage
-    manager: FSDPManager
+    runnable: RunnableStage
     loss: int | None
     reduces_once: bool
+
+    def accumulate(self, due: deque[WeightGradient]) -> None:
+        """Compute gradients of weights that backward passes have left, and drop what they are computed from."""
+        with self.runnable.manager.adding_gradients(), self.runnable.parameters.adding_gradients():
+            while due:
+                due.popleft().accumulate()
 
 
 @dataclass
@@ -92,9 +116,12 @@ def _own(tensor: Tensor, given: Sequence[Tensor]) -> Tensor:
 
 
 class _Stage(PipelineStage):
-    """A stage whose gradients are held until its last micro-batch, where they are reduced once."""
+    """A stage whose gradients are held until its last micro-batch, where they are reduced once. If the schedule
+    `splits`, gradients of weights are computed apart, and all are reduced after the step."""
 
-    def __init__(self, stage: StageRun, ranks: PipelineRanks, device: torch.device, sent: Sequence[Tensor]) -> None:
+    def __init__(
+        self, stage: StageRun, ranks: PipelineRanks, device: torch.device, sent: Sequence[Tensor], splits: bool
+    ) -> None:
         received = tuple(
             torch.empty(item.shape, dtype=item.dtype, device="meta", requires_grad=item.differentiable)
             for item in stage.generated.received
@@ -108,20 +135,38 @@ class _Stage(PipelineStage):
             input_args=received,
             output_args=tuple(sent),
             group=ranks.group,
+            dw_builder=self._weights_left if splits else None,
         )
+        self._splits = splits
         self._left = 0
 
     def begin(self, batches: Batches) -> None:
         """Take the micro-batches of the next step."""
         self.module.batches = batches
         self._left = len(batches.inputs)
+        if batches.stages:
+            # Of a step that ended with an exception.
+            self.module.stage.runnable.instance.deferred.take()
+
+    def end(self) -> None:
+        """Reduce gradients that are held back, after the last action of the schedule."""
+        stage = self.module.stage.runnable
+        if stage.instance.deferred.take():
+            raise RuntimeError(f"the schedule has left gradients of weights of pipeline stage {self.stage_index}")
+        if self._splits:
+            stage.manager.reduce_gradients()
+
+    def _weights_left(self) -> Callable[[], None]:
+        """A function that computes the gradients of weights which the backward pass before has left."""
+        stage = self.module.stage
+        return partial(stage.accumulate, stage.runnable.instance.deferred.take())
 
     def backward_one_chunk(self, *args: Any, **kwargs: Any) -> None:
         """The backward pass of one micro-batch, with the arguments of torch's version."""
         self._left -= 1
         stage = self.module.stage
-        holds = stage.reduces_once and self._left > 0
-        with stage.manager.holding_gradients() if holds else nullcontext():
+        holds = self._splits or (stage.reduces_once and self._left > 0)
+        with stage.runnable.manager.holding_gradients() if holds else nullcontext():
             super().backward_one_chunk(*args, **kwargs)
 
 
@@ -139,7 +184,9 @@ class ScheduledStages:
         count: int,
         received: Mapping[int, Sequence[Tensor]],
     ) -> None:
-        self._stages: list[_Stage] = [_Stage(stage, ranks, device, received[stage.number + 1]) for stage in stages]
+        self._stages: list[_Stage] = [
+            _Stage(stage, ranks, device, received[stage.number + 1], schedule in SPLITTING) for stage in stages
+        ]
         self._numbers = torch.arange(count)
         self._target = self._numbers if any(stage.loss is not None for stage in stages) else None
         self._schedule = (
@@ -160,6 +207,8 @@ class ScheduledStages:
             stage.begin(batches)
         try:
             self._schedule.step(number=self._numbers, target=self._target, return_outputs=False)
+            for stage in self._stages:
+                stage.end()
         except RuntimeError as error:
             if batches.error is not None:
                 raise batches.error from error
