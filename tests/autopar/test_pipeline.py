@@ -218,7 +218,7 @@ def planned(mesh: dict[str, int] | int, model: nn.Module | None = None, **option
 
 @pytest.fixture(scope="module")
 def plan() -> autopar.Plan:
-    return planned({"pp": 4, "dp": 2}, micro_batches=8, pipeline=Pipeline(virtual_stages=1))
+    return planned({"pp": 4, "dp": 2}, micro_batches=8, pipeline=Pipeline(schedule="1f1b"))
 
 
 def test_plans_are_balanced_and_printed(plan):

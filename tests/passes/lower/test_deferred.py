@@ -67,7 +67,7 @@ def test_products_of_weights_and_activations_are_marked(case: Planning, stage: S
     made = deferred(stage, case.folded.flowing)
     products = [item for item in made.statements if isinstance(item, Compute) and item.op.kind in ("linear", "matmul")]
     marked = {item.op.key: item.deferred for item in products if item.deferred}
-    assert [key.rpartition(".")[2] for key in marked] == ["up/linear", "*/matmul"] or len(marked) == 2
+    assert len(marked) == 2
     assert len(products) == 6
     linear, matmul = marked.values()
     assert "up.weight" in linear[0]
