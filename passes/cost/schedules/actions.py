@@ -130,7 +130,7 @@ def held_together(actions: Actions, weights: Sequence[float]) -> tuple[tuple[Hel
 
     Of a rank's only stage these are all counts that no other is at least as large as in both respects. Stages of one
     rank are not all fullest at once: of several, the counts are those of the moment when the rank holds most, by the
-    sum over its stages of their micro-batches times `weights`.
+    sum over its stages of their micro-batches times `weights`, and one for a stage that then holds none.
     """
     found: list[tuple[Held, ...]] = [()] * len(weights)
     for order in actions:
@@ -143,7 +143,8 @@ def held_together(actions: Actions, weights: Sequence[float]) -> tuple[tuple[Hel
         sums = [sum(weights[at] * (item.saved + item.left) for at, item in counts.items()) for counts in moments]
         fullest = moments[sums.index(max(sums))]
         for stage in stages:
-            found[stage] = (fullest.get(stage, Held(0)),)
+            counts = fullest.get(stage, Held(0))
+            found[stage] = (counts if counts.saved + counts.left else Held(1),)
     return tuple(found)
 
 

@@ -14,7 +14,7 @@ from itertools import count
 
 import numpy as np
 
-from passes.cost.schedules import StageSeconds, Timeline, held_at_a_time, simulate
+from passes.cost.schedules import StageSeconds, Timeline, held_together, simulate
 from passes.ir.arrays import Integers
 from passes.search.cuts.fitting import Fitting
 from passes.search.cuts.means import best_mean
@@ -365,7 +365,7 @@ def best_cuts(
     pipeline = Pipeline(schedule, ranks, stages, micro_batches)
     if len(positions) < stages:
         return None
-    fitting = Fitting(fits, held_at_a_time(pipeline.actions, stages))
+    fitting = Fitting(fits, held_together(pipeline.actions, [1.0] * stages))
     search = _Search(pieces_of(positions, boundaries), pipeline, fitting, effort)
     busy = _busy_paths(search)
     if not _start(search):

@@ -12,7 +12,7 @@ from passes.cost.schedules import (
     SCHEDULES,
     Held,
     StageSeconds,
-    held_at_a_time,
+    held_together,
     rank_of_stage,
     schedule_actions,
     simulate,
@@ -89,7 +89,7 @@ def test_cuts_are_the_best_of_all(schedule: str) -> None:
         micro_batches = ranks * chance.choice((2, 3))
         count = chance.choice((stages, stages + 2, stages + 4, stages + 5))
         program = _program(chance, count, number % 2 == 0)
-        counts = held_at_a_time(schedule_actions(schedule, ranks, stages, micro_batches), stages)
+        counts = held_together(schedule_actions(schedule, ranks, stages, micro_batches), [1.0] * stages)
         share = 2.0 * count * most_of(counts[0]) / stages
         fits = _Limit(chance, count, chance.choice((1e9, share, 1.3 * share, 1.6 * share)) if number else 0.5)
         found = best_cuts(*program, schedule, ranks, stages, micro_batches, fits)

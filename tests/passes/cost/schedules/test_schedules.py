@@ -1,5 +1,6 @@
 """Orders of actions against those of torch's schedules, and what a schedule asks for."""
 
+from collections.abc import Sequence
 from functools import cache
 from unittest import mock
 
@@ -18,6 +19,7 @@ from passes.cost.schedules import (
     rank_of_stage,
     schedule_actions,
 )
+from passes.cost.schedules.actions import Actions
 from passes.ir.errors import PipelineError
 
 CLASSES = {
