@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 import autopar
 from autopar import Pipeline
 from autopar.runtime.pipeline import schedule as running
-from autopar.testing import compare, run_ranks
+from autopar.testing import LiftFloat32, compare, run_ranks
 from passes.cost.schedules import SCHEDULES, Action, schedule_actions
 from passes.ir.configuration import SPLITTING
 from passes.ir.plan import ProgramPlan
@@ -156,8 +156,14 @@ def test_actions_run_in_the_simulated_order(schedule: str, micro_batches: int) -
 
 
 def _trained(schedule: str, zero: int | None, axes: Mapping[str, int]) -> float:
-    """The largest difference of this rank's parameters from those of one device after three steps with clipping."""
+    """The largest difference of this rank's parameters from those of one device after three steps with clipping; the
+    loss, which the model computes in float32, is lifted."""
     torch.set_default_dtype(torch.float64)
+    with LiftFloat32(torch.float64):
+        return _difference(schedule, zero, axes)
+
+
+def _difference(schedule: str, zero: int | None, axes: Mapping[str, int]) -> float:
     model = tied()
     mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
     options: dict[str, Any] = {"cluster": "ideal", "micro_batches": 4, "zero": zero}
