@@ -19,7 +19,7 @@ from passes.ir.grouping import grouped
 from passes.ir.layout import local_shape
 from passes.ir.lowered import Body, Compute, Loop, Redistribution, Returned, Stage, Statement
 from passes.ir.mesh import Mesh
-from passes.ir.program import Input, has_gradient
+from passes.ir.program import Buffer, Input, Parameter, Program, has_gradient
 from passes.lower.loops import copy_pieces, leaving, part_of_copy, piece_name, some_copies
 
 
@@ -101,9 +101,16 @@ def named_starts(stage: Stage, cuts: Sequence[str]) -> tuple[int, ...]:
     """
     names = [item.name for item in positions(stage)]
     found: list[int] = []
+    whole_means = set[int]()
     for name in cuts:
         within = (at for at, other in enumerate(names) if other.startswith((f"{name}/", f"{name}.")))
         number = names.index(name) if name in names else next(within, None)
+        if number is None and name.endswith(".sum") and name.removesuffix(".sum") in names:
+            # A mean over samples, which is a sum and a quotient in micro-batches, and one op in other programs.
+            number = names.index(name.removesuffix(".sum"))
+            whole_means.add(number)
+        elif number in whole_means:
+            number += 1
         if not number:
             known = list(dict.fromkeys(item.name for item in positions(stage)[1:] if item.copy is not None))
             raise PipelineError(
@@ -327,7 +334,23 @@ class _Cutter:
         for at in range(len(self.code)):
             found.append(self._stage(at, received))
             received = self.sent[at]
-        return tuple(found)
+        return self._with_unread(found)
+
+    def _with_unread(self, stages: Sequence[Stage]) -> tuple[Stage, ...]:
+        """The stages, of which the first also takes what none reads: inputs of totals alone, parameters, buffers."""
+        first, *others = stages
+        program, whole = first.program, self.whole.program
+        later = {item.name for stage in others for item in _taken(stage.program)}
+        mine = {item.name for item in _taken(program)}
+        program = replace(
+            program,
+            inputs=tuple(item for item in whole.inputs if item.name in mine or item.name not in later),
+            parameters=tuple(item for item in whole.parameters if item.name in mine or item.name not in later),
+            buffers=tuple(item for item in whole.buffers if item.name in mine or item.name not in later),
+        )
+        inputs = {item.name: self.whole.inputs[item.name] for item in program.inputs}
+        parameters = {item.name: self.whole.parameters[item.name] for item in program.parameters}
+        return replace(first, program=program, inputs=inputs, parameters=parameters), *others
 
     def _check_loss(self) -> None:
         """Raise PipelineError where the last stage does not compute the loss."""
@@ -377,6 +400,11 @@ class _Cutter:
     def has_gradient(self, name: str) -> bool:
         """Whether a gradient flows through a value."""
         return _origin(name) in self.flowing and has_gradient(self.types[name].dtype)
+
+
+def _taken(program: Program) -> tuple[Input | Parameter | Buffer, ...]:
+    """What a program is given, and what it holds."""
+    return (*program.inputs, *program.parameters, *program.buffers)
 
 
 def _all_reads(code: Iterable[Statement]) -> Iterator[str]:
