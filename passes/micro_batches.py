@@ -9,6 +9,9 @@ which runs before all others, and are inputs of the program of one micro-batch.
 
 So the loss is a sum over the samples (`P`), and the gradients of all micro-batches add up to those of the whole batch.
 Sizes that a trace has as numbers are those of the whole batch, so a mean divides by the size of the whole batch.
+
+A term of the loss that couples the samples (the balance of experts) is refused, or computed in each micro-batch for its
+own samples and averaged over them, where that is asked for (`micro_batch_draft`).
 """
 
 from collections import Counter
@@ -18,24 +21,21 @@ from functools import cached_property
 from itertools import chain
 from math import prod
 
-from passes._torch import pytree
 from passes.ir.arguments import Argument, Ref, references, rename
 from passes.ir.choices import Strategy
 from passes.ir.errors import MicroBatchError
 from passes.ir.layout import P, Placement, R, S, Shape, fits, local_shape
-from passes.ir.mesh import Mesh
 from passes.ir.program import (
     Input,
     Op,
     Program,
-    TensorType,
-    differentiable,
     draws,
     has_linear_gradients,
     without_unused,
 )
 from passes.ir.rule import Dims, Role, Rule
-from passes.rules import find_rule, signature
+from passes.micro_batch_draft import Calls, Draft, totals_program
+from passes.rules import signature
 from passes.rules.strategies import Choice, digit, local_arguments, on_part, passing, split
 
 # Ops that create a constant or random tensor, which can have any other size.
@@ -49,7 +49,8 @@ class MicroBatches:
     `program` is that of one micro-batch. Its last inputs are the totals, which the outputs of `totals` (of one
     micro-batch too) sum to; None where there are none. `inputs` are the placements of the others: `S(dim)`, or `R` for
     inputs that every micro-batch gets whole. `outputs` are those of the leaves: `S` concatenated, `P` summed, `R` equal
-    in all. `loss` is the leaf that is the loss.
+    in all. `loss` is the leaf that is the loss. `coupled` are the ops that couple samples, and are computed in each
+    micro-batch for its own: what depends on them is averaged over micro-batches.
     """
 
     count: int
@@ -59,27 +60,31 @@ class MicroBatches:
     inputs: Mapping[str, Placement]
     outputs: tuple[Placement, ...]
     loss: int
+    coupled: tuple[str, ...] = ()
 
 
-def micro_batches(program: Program, count: int) -> MicroBatches:
-    """Split the batch of `program`, which is in normal form, into `count` parts.
+def micro_batches(program: Program, count: int, *, couples: bool = False) -> MicroBatches:
+    """Split the batch of `program`, which is in normal form, into `count` parts. With `couples`, terms of the loss that
+    couple samples are computed in each micro-batch for its own, and averaged.
 
     Raises MicroBatchError if the batch does not divide, or if the rules do not show that the loss is a sum over the
     samples, given totals of the inputs: the message names the op that needs the whole batch.
     """
-    return Batch(program).cut(count)
+    return Batch(program, couples=couples).cut(count)
 
 
 class Batch:
-    """The batch of a program, to be split in several ways, with the properties that these share."""
+    """The batch of a program, to be split in several ways, with the properties that these share; `couples` as for
+    `micro_batches`."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program, *, couples: bool = False) -> None:
         self.program = program
+        self.couples = couples
         self.size = batch_size(item.type.shape for item in program.inputs)
 
     @cached_property
-    def _calls(self) -> "_Calls":
-        return _Calls(self.program)
+    def _calls(self) -> Calls:
+        return Calls(self.program)
 
     @cached_property
     def _samples(self) -> MicroBatches | str:
@@ -88,7 +93,7 @@ class Batch:
 
     def _ways(self, count: int) -> MicroBatches | str:
         try:
-            return _Cutter(self.program, self._calls, count).run()
+            return _Cutter(self.program, self._calls, count, couples=self.couples).run()
         except _WholeBatchError as error:
             return str(error)
 
@@ -151,50 +156,21 @@ class _Adapted:
     operands: tuple[str, ...]
 
 
-class _Calls:
-    """Properties of a program that do not depend on the number of micro-batches.
-
-    By first results of ops: `alike` are their signatures, which repeated layers share, `rules` their rules. `makers`
-    are the ops that make tensors, `flowing` the tensors that a gradient flows through, `weighed` those that depend on
-    parameters.
-    """
-
-    def __init__(self, program: Program) -> None:
-        self.alike = {op.results[0]: signature(op, program.types) for op in program.ops}
-        first = {self.alike[op.results[0]]: op for op in program.ops}
-        found = {key: find_rule(op, program.types, program.rules) for key, op in first.items()}
-        self.rules = {name: found[key] for name, key in self.alike.items()}
-        self.makers = {name: op for op in program.ops for name in op.results}
-        self.flowing = differentiable(program)
-        self.weighed = {item.name for item in program.parameters}
-        for op in program.ops:
-            if any(name in self.weighed for name in op.operands):
-                self.weighed.update(op.results)
-
-
-class _Cutter:
+class _Cutter(Draft):
     """Propagates placements on the axis of micro-batches, and writes the program of one of them."""
 
-    def __init__(self, program: Program, calls: _Calls, ways: int) -> None:
-        self.program = program
-        self.rules = calls.rules
-        self.alike = calls.alike
-        self.known: dict[Hashable, Choice] = {}
-        self.ways = ways
-        self.mesh = Mesh(("micro_batch",), (ways,))
+    def __init__(self, program: Program, calls: Calls, ways: int, *, couples: bool) -> None:
         dims = batch_dims({item.name: item.type.shape for item in program.inputs})
         self.inputs = {name: R if dim is None else S(dim) for name, dim in dims.items()}
-        # Types are those of the whole batch; those of the micro-batch follow from the placements.
-        self.types = dict(program.types)
-        self.placements: dict[str, Placement] = {name: self.inputs.get(name, R) for name in program.types}
-        self.makers = calls.makers
-        self.flowing = set(calls.flowing)
+        super().__init__(program, calls.makers, self.inputs, set(calls.flowing), ways)
+        self.rules = calls.rules
+        self.alike = calls.alike
         self.weighed = calls.weighed
-        # By first result, what each op becomes. Parts that a later op wants stand where the whole was made: between two
-        # ops of a layer they would set it apart from its like.
-        self.ops: dict[str, list[Op]] = {op.results[0]: [] for op in program.ops}
+        self.known: dict[Hashable, Choice] = {}
         self.parts: dict[tuple[str, Placement], str] = {}
         self.totals: dict[str, str] = {}
+        self.couples = couples
+        self.coupled: list[str] = []
         # Ops of the micro-batch with the rules that follow from discovered ones.
         self.discovered: list[tuple[Op, Rule]] = []
 
@@ -205,48 +181,70 @@ class _Cutter:
         for op in program.ops:
             self._op(op)
         loss = self._loss()
-        outputs = tuple(self._joined(value) for value in program.outputs)
+        returned = tuple(rename(value, self._returned) for value in program.outputs)
+        outputs = tuple(self._joined(value) for value in returned)
         totals = tuple(Input(name, f"{name} (total)", self.types[name]) for name in self.totals.values())
-        types = {name: self._local(name) for name in self.types}
+        types = {name: self.local(name) for name in self.types}
         inputs = tuple(replace(item, type=types[item.name]) for item in program.inputs)
         rules = {**program.rules, **{signature(op, types): rule for op, rule in self.discovered}}
-        whole = replace(program, inputs=inputs, ops=tuple(chain(*self.ops.values())), types=types, rules=rules)
+        ops = tuple(chain(*self.ops.values()))
+        whole = replace(program, inputs=inputs, ops=ops, outputs=returned, types=types, rules=rules)
         cut = without_unused(replace(whole, inputs=(*inputs, *totals)))
         samples = batch_size(item.type.shape for item in program.inputs) // self.ways
-        return MicroBatches(self.ways, samples, cut, self._totals(whole), self.inputs, outputs, loss)
-
-    def _local(self, name: str) -> TensorType:
-        type = self.types[name]
-        return replace(type, shape=local_shape(type.shape, (self.placements[name],), self.mesh))
+        totals_of = self._totals(whole)
+        return MicroBatches(self.ways, samples, cut, totals_of, self.inputs, outputs, loss, tuple(self.coupled))
 
     # --- ops ---
 
     def _op(self, op: Op) -> None:
-        if all(self.placements[name] == R for name in op.operands):
+        if all(self.placements[name] == R and name not in self.apart for name in op.operands):
             if not has_linear_gradients(op) and any(name in self.flowing for name in op.results):
                 raise _WholeBatchError(f"{op.key} may change its gradient in a way that micro-batches cannot add up")
             self.ops[op.results[0]].append(op)
+            if any(name in self.totaled for name in op.operands):
+                self.totaled.update(op.results)
             return
         adapted = self._adapted(op)
         if adapted is None:
-            raise _WholeBatchError(f"{op.key} needs the whole batch")
+            raise _WholeBatchError(self._reason(op))
         self._write(op, adapted, op.results, op.key)
+        known = {*self.totals.values(), *self.totaled}
+        if any(name in known for name in adapted.operands):
+            self.totaled.update(op.results)
+        if any(name in self.apart for name in adapted.operands) and P not in adapted.choice.results:
+            self.apart.update(op.results)
+            if all(name not in self.apart for name in op.operands):
+                self.coupled.append(op.key)
+
+    def _reason(self, op: Op) -> str:
+        """Why an op cannot run in one micro-batch."""
+        sums = [name for name in op.operands if self.placements[name] == P or name in self.apart]
+        if len(sums) < len(op.operands) or self.couples:
+            return f"{op.key} needs the whole batch"
+        return (
+            f"{op.key} needs the whole batch (if it belongs to an auxiliary loss, as the balance of experts, "
+            "aux_loss='micro_batch' computes that in each micro-batch and averages it)"
+        )
 
     def _adapted(self, op: Op) -> _Adapted | None:
         """The first choice that the placements of the operands allow, as they are or with a total in place."""
-        case = self.alike[op.results[0]], tuple(self.placements[name] for name in op.operands)
+        apart = tuple(name in self.apart for name in op.operands)
+        case = self.alike[op.results[0]], tuple(self.placements[name] for name in op.operands), apart
         if case in self.known:
             return _Adapted(self.known[case], op.operands)
         for totals in (False, True):
             for choice in self._choices(op):
                 if not self._is_alone(op, choice):
                     continue
+                alone = self.couples and totals and all(item == R for item in choice.operands)
                 names = [
-                    self._as(name, placement, totals)
+                    self._as(name, placement, totals=totals, alone=alone)
                     for name, placement in zip(op.operands, choice.operands, strict=True)
                 ]
                 found = tuple(name for name in names if name is not None)
-                if found == op.operands:
+                if any(item.kind == "S" for item in choice.operands) and any(name in self.apart for name in found):
+                    continue
+                if found == op.operands and choice.operands == case[1]:
                     self.known[case] = choice
                 if len(found) == len(names):
                     return _Adapted(choice, found)
@@ -282,15 +280,20 @@ class _Cutter:
         placements = zip((*op.operands, *op.results), (*choice.operands, *choice.results), strict=True)
         return all(fits(self.types[name].shape, (placement,), self.mesh) for name, placement in placements)
 
-    def _as(self, name: str, placement: Placement, totals: bool) -> str | None:
-        """The tensor `name` with another placement, if it can be computed without the other micro-batches."""
+    def _as(self, name: str, placement: Placement, *, totals: bool = False, alone: bool = False) -> str | None:
+        """The tensor `name` with another placement, if it can be computed without the other micro-batches, or from
+        `totals` of them; or what this one `alone` has in its place."""
         own = self.placements[name]
         if own == placement:
             return name
+        if own == R and name in self.apart:
+            return self.shared(name) if placement == P else None
+        if own == R and placement == P:
+            return name if self.is_zero(name) else None
         if own == R and placement.kind == "S":
             return self._part(name, placement)
         if own == P and placement == R and totals:
-            return self._total(name)
+            return self._total(name) or (self.alone(name) if alone else None)
         return None
 
     def _write(self, op: Op, adapted: _Adapted, results: tuple[str, ...], key: str) -> None:
@@ -315,18 +318,12 @@ class _Cutter:
                 self.discovered.append((ops[-1], on_part(rule, choice.factors, self.ways)))
             return
         (result,) = results
-        summed = self._named(f"{result}_summed", self.types[result], self.placements[result])
+        summed = self.named(f"{result}_summed", self.types[result], self.placements[result])
         target = "aten.sum.default" if op.target == "aten.mean.default" else "aten.sum.dim_IntList"
         ops.append(replace(op, target=target, arguments=arguments, results=(summed,), key=f"{key}.sum"))
         size = prod(self.types[op.operands[0]].shape) // max(prod(self.types[result].shape), 1)
         divided: dict[str, Argument] = {"self": Ref(summed), "other": size}
         ops.append(replace(op, target="aten.div.Scalar", arguments=divided, results=results, key=key))
-
-    def _named(self, name: str, type: TensorType, placement: Placement) -> str:
-        """A new tensor."""
-        assert name not in self.types, name
-        self.types[name], self.placements[name] = type, placement
-        return name
 
     # --- parts of what is the same in all micro-batches ---
 
@@ -339,7 +336,7 @@ class _Cutter:
             return None
         found = f"{name}_part" if placement.major == 1 else f"{name}_part_{placement.major}"
         if op.kind in _MADE and not op.operands:
-            self._named(found, self.types[name], placement)
+            self.named(found, self.types[name], placement)
             arguments = {**op.arguments, "size": local_shape(self.types[name].shape, (placement,), self.mesh)}
             part = replace(op, arguments=arguments, results=(found,), key=f"{op.key}.part")
             self.ops[op.results[0]].append(part)
@@ -350,7 +347,7 @@ class _Cutter:
             )
             if choice is None or not self._is_alone(op, choice):
                 return None
-            names = [self._as(own, wanted, False) for own, wanted in zip(op.operands, choice.operands, strict=True)]
+            names = [self._as(own, wanted) for own, wanted in zip(op.operands, choice.operands, strict=True)]
             operands = tuple(own for own in names if own is not None)
             if len(operands) != len(names):
                 return None
@@ -368,35 +365,29 @@ class _Cutter:
             chosen = "total"
             while chosen in self.types:
                 chosen = f"total_{len(self.totals)}" if chosen == "total" else f"{chosen}_"
-            self.totals[name] = self._named(chosen, self.types[name], R)
+            self.totals[name] = self.named(chosen, self.types[name], R)
         return self.totals[name]
 
     def _totals(self, whole: Program) -> Program | None:
         """The program of the totals, over those inputs that it reads."""
         if not self.totals:
             return None
-        outputs = tuple(Ref(name) for name in self.totals)
-        found = without_unused(replace(whole, outputs=outputs, changes=(), output_names=tuple(self.totals.values())))
-        read = {name for op in found.ops for name in op.operands}
+        found = totals_program(whole, self.totals)
         for op in found.ops:
             if draws(op):
                 raise _WholeBatchError(f"{op.key} draws random numbers that a sum over the whole batch depends on")
             if any(name in self.totals.values() for name in op.operands):
                 raise _WholeBatchError(f"{op.key} makes a sum over the batch from another one")
-        inputs = tuple(item for item in found.inputs if item.name in read)
-        kept = {item.name for item in inputs} | {name for op in found.ops for name in op.results}
-        buffers = tuple(item for item in found.buffers if item.name in read)
-        kept |= {item.name for item in buffers} | set(found.constants)
-        return replace(
-            found,
-            inputs=inputs,
-            parameters=(),
-            buffers=buffers,
-            output_tree=pytree.tree_structure(outputs),
-            types={name: type for name, type in found.types.items() if name in kept},
-        )
+        return found
 
     # --- outputs ---
+
+    def _returned(self, name: str) -> Ref:
+        """A tensor as it is returned: of one that micro-batches have apart its share of their mean."""
+        found = self.shared(name) if name in self.apart else name
+        if found is None:
+            raise _WholeBatchError(f"{name}, which is returned, is another in each micro-batch and has no mean")
+        return Ref(found)
 
     def _joined(self, value: Argument) -> Placement:
         """The placement of a leaf of the output."""
@@ -417,5 +408,9 @@ class _Cutter:
         value = program.outputs[place]
         assert isinstance(value, Ref)
         if self.placements[value.name] != P:
-            raise _WholeBatchError("the loss does not depend on the batch")
+            raise _WholeBatchError(
+                "the loss as a whole couples the samples, not a term of it"
+                if value.name in self.apart
+                else "the loss does not depend on the batch"
+            )
         return place

@@ -247,6 +247,63 @@ def test_micro_batches_add_up() -> None:
     torch.testing.assert_close(weight.grad, model.inner.weight.grad, rtol=1e-12, atol=1e-15)
 
 
+def _balanced(x: Tensor, y: Tensor) -> Tensor:
+    """A cross entropy, and a product of means over the samples, of which one counts those with a label alone."""
+    counted = (y != -100).to(x.dtype)[:, None]
+    share = (x.softmax(-1) * counted).sum(0) / (counted.sum() + 0.0)
+    return nn.functional.cross_entropy(x, y) + 0.5 * ((x > 0).to(x.dtype).mean(0) * share).sum().sqrt()
+
+
+def test_terms_that_couple_samples_are_averaged() -> None:
+    """They are those of each micro-batch by itself, and all else is that of the whole batch."""
+    torch.manual_seed(0)
+    model = _Model(_balanced).double()
+    x, y = torch.randn(8, 4, dtype=torch.float64), torch.tensor([0, -100, 2, 3, -100, -100, 3, 0])
+    program, parts = _program(model, x=x, y=y), [slice(0, 4), slice(4, 8)]
+    with pytest.raises(MicroBatchError, match=r"/mul.* needs the whole batch .*aux_loss='micro_batch'"):
+        micro_batches(program, 2)
+    count = (y != -100).sum()
+    entropy = nn.functional.cross_entropy(model.inner(x), y, reduction="sum") / count
+    inner = [model.inner(x[part]) for part in parts]
+    own = [nn.functional.cross_entropy(each, y[part]) for each, part in zip(inner, parts, strict=True)]
+    terms = [_balanced(each, y[part]) - mean for each, part, mean in zip(inner, parts, own, strict=True)]
+    expected = entropy + sum(terms) / 2
+    expected.backward()
+    found = micro_batches(program, 2, couples=True)
+    assert [name.rpartition("/")[2].partition(".")[0] for name in found.coupled] == ["mul", "sqrt"]
+    weight = model.inner.weight.detach().clone().requires_grad_()
+    given = [{"x": x[part], "y": y[part], "inner.weight": weight} for part in parts]
+    names = [item.name for item in found.program.inputs if item.name not in ("x", "y")]
+    assert found.totals is not None
+    totals = [sum(each) for each in zip(*(_run(found.totals, part) for part in given), strict=True)]
+    losses = [_run(found.program, {**part, **dict(zip(names, totals, strict=True))})[0] for part in given]
+    sum(losses).backward()
+    torch.testing.assert_close(sum(losses).detach(), expected.detach(), rtol=1e-12, atol=0)
+    torch.testing.assert_close(weight.grad, model.inner.weight.grad, rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (lambda x, y: (x - x.mean(0)).square().sum(), "/sub"),
+        (lambda x, y: (x.sum() * x.mean()).exp(), "the loss as a whole couples the samples"),
+        (lambda x, y: (x @ x.t()).sum(), "/matmul"),
+    ],
+)
+def test_samples_that_depend_on_others_are_refused(loss: object, message: str) -> None:
+    """Only terms of the loss may couple samples, and only by sums over them."""
+    with pytest.raises(MicroBatchError, match=message):
+        micro_batches(_traced(loss), 2, couples=True)
+
+
+def test_zeros_are_a_sum_of_zeros() -> None:
+    """What is added up from zeros on is a sum; what begins with ones is not."""
+    assert micro_batches(_traced(lambda x, y: (torch.zeros(4) + x.sum(0)).sum()), 2).outputs == (P,)
+    for loss in (lambda x, y: (torch.ones(4) + (torch.zeros(4) + x.sum(0))).sum(),):
+        with pytest.raises(MicroBatchError, match="/add"):
+            micro_batches(_traced(loss), 2)
+
+
 def _run(program: Program, given: dict[str, Tensor]) -> list[Tensor]:
     """The outputs of a program, op by op."""
     from passes.ir.arguments import Argument, Ref
