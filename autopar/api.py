@@ -43,6 +43,7 @@ def plan(
     symbolic: bool | None = None,
     compiled: bool | None = None,
     outputs: str | None = None,
+    aux_loss: str | None = None,
     loss: Loss | None = None,
     pipeline: Pipeline | None = None,
 ) -> Plan:
@@ -76,6 +77,7 @@ def parallelize(
     symbolic: bool | None = None,
     compiled: bool | None = None,
     outputs: str | None = None,
+    aux_loss: str | None = None,
     loss: Loss | None = None,
     pipeline: Pipeline | None = None,
 ) -> DistributedModule:
@@ -107,6 +109,10 @@ def parallelize(
     - `compiled`: whether torch compiles regions, fusing chains of cheap ops. Predicted memory leaves this out.
     - `outputs`: "full" returns whole plain tensors, the same on every rank, as a loss outside of the model needs them;
       "scalars" the loss alone, so that no logits are kept; None and "planned" each as a `DTensor` in the plan's layout.
+    - `aux_loss`: what micro-batches do with a term of the loss that couples samples, such as the balance of experts
+      that `output_router_logits=True` adds: "micro_batch" computes it in each for its own samples and averages it over
+      them, as software that accumulates gradients does; "batch" (None) computes it over the batch, which then is not
+      cut.
     - `loss`: a function of the model's output, called as `loss(output, **arguments)`, that returns a scalar. It is
       traced and planned with the model, so that a cross entropy runs on the split vocabulary. Forward and loss get the
       arguments in their signatures; calls return a named tuple `(loss, output)`. The loss may hold no parameters.

@@ -19,6 +19,9 @@ OBJECTIVES = ("train", "infer")
 # How outputs are returned: in the plan's layout, whole on every rank, or scalars alone.
 OUTPUTS = ("planned", "full", "scalars")
 
+# Terms of the loss that couple samples: refused in micro-batches, or computed in each and averaged.
+AUX_LOSSES = ("batch", "micro_batch")
+
 # The axis of a mesh that pipeline stages run over where nothing else is said.
 PIPELINE_AXIS = "pp"
 
@@ -83,7 +86,11 @@ class Pipeline:
     virtual_stages: int | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.cuts, str) or (self.cuts is not None and not all(isinstance(cut, str) for cut in self.cuts)):
+        if self.axis is not None and not isinstance(self.axis, str):
+            raise InputError(f"pipeline: axis must be the name of an axis of the mesh, got {self.axis!r}")
+        if self.cuts is not None and (
+            not isinstance(self.cuts, (tuple, list)) or not all(isinstance(cut, str) for cut in self.cuts)
+        ):
             raise InputError(f"pipeline: cuts must be names of modules in order, got {self.cuts!r}")
         if self.cuts is not None:
             object.__setattr__(self, "cuts", tuple(self.cuts))
@@ -112,6 +119,7 @@ class Options:
     symbolic: bool | None = None
     compiled: bool | None = None
     outputs: str | None = None
+    aux_loss: str | None = None
     pipeline: Pipeline | None = None
 
     @classmethod
@@ -133,10 +141,20 @@ class Settings:
     symbolic: bool
     compiled: bool
     outputs: str
+    aux_loss: str
 
 
 _DEFAULTS = Settings(
-    "train", None, "adamw", Precision(), {}, discover=False, symbolic=False, compiled=False, outputs="planned"
+    "train",
+    None,
+    "adamw",
+    Precision(),
+    {},
+    discover=False,
+    symbolic=False,
+    compiled=False,
+    outputs="planned",
+    aux_loss="batch",
 )
 
 
@@ -167,6 +185,7 @@ def _given(options: Options) -> dict[str, Any]:
         ("objective", options.objective, OBJECTIVES, "it must be 'train' or 'infer'"),
         ("optimizer", options.optimizer, OPTIMIZERS, f"its memory is known for {', '.join(OPTIMIZERS)}"),
         ("outputs", options.outputs, OUTPUTS, "it must be 'planned', 'full' or 'scalars'"),
+        ("aux_loss", options.aux_loss, AUX_LOSSES, "it must be 'batch' or 'micro_batch'"),
     ):
         if value is not None and value not in known:
             raise InputError(f"{name} is {value!r}: {advice}")
@@ -186,6 +205,7 @@ def _given(options: Options) -> dict[str, Any]:
         "symbolic": options.symbolic,
         "compiled": options.compiled,
         "outputs": options.outputs,
+        "aux_loss": options.aux_loss,
     }
     return {name: value for name, value in found.items() if value is not None}
 
@@ -210,6 +230,7 @@ def _planned(plan: Plan) -> Settings:
         plan.expressions is not None,
         plan.compiled,
         plan.outputs,
+        plan.aux_loss,
     )
 
 

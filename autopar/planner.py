@@ -256,8 +256,9 @@ def _record(program: Program, found: Found, request: Request) -> ProgramPlan:
         ]
     written = record(stages, found.solution, found.seconds, on_one, found.gap, work, found.complete, found.bound_s)
     timeline = found.step.timeline
+    coupled = () if found.micro is None else found.micro.coupled
     drawn = () if timeline is None else tuple(timeline.drawn(_COLUMNS).splitlines())
-    return replace(written, whole_batch=found.refused, drawn=drawn)
+    return replace(written, whole_batch=found.refused, coupled=coupled, drawn=drawn)
 
 
 def _idle_axes(

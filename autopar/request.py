@@ -61,6 +61,7 @@ class Request(Settings):
             decisions,
             self.zero,
             pipeline=self.pipeline,
+            couples=self.aux_loss == "micro_batch",
         )
 
 
@@ -104,6 +105,8 @@ def make_request(mesh: MeshLike, options: Options, device_type: str | None = Non
             f"the schedule {pipeline.schedule} computes gradients of weights apart, which code compiled by torch "
             "cannot leave: plan without compiled=True, or take another schedule"
         )
+    if pipeline is not None:
+        _refuse_axis(chosen.constraints, pipeline.axis)
     return Request(
         **vars(chosen),
         mesh=stage_mesh(shape, "" if pipeline is None else pipeline.axis),
@@ -177,8 +180,24 @@ def _pipeline(options: Options, mesh: Mesh, *, any_shape: bool) -> PipelineChoic
         )
     ranks = mesh.by_name[axis]
     if ranks == 1:
+        if asked.cuts is not None or asked.schedule is not None or asked.virtual_stages not in (None, 1):
+            raise PipelineError(
+                f"the pipeline's axis {axis!r} has one rank, which runs the whole model: leave out cuts, schedule and "
+                "virtual_stages, or give the axis more ranks"
+            )
         return None
     return PipelineChoices(axis, ranks, asked.cuts, asked.schedule, asked.virtual_stages)
+
+
+def _refuse_axis(constraints: Mapping[str, Mapping[str, Mapping[str, str]]], axis: str) -> None:
+    """Raise ConstraintError for a constraint on the pipeline's axis."""
+    for pattern, whats in constraints.items():
+        for what, layouts in whats.items():
+            if axis in layouts:
+                raise ConstraintError(
+                    f"constraint {pattern!r}, {what}: nothing is split over {axis!r}, the pipeline's axis: leave it "
+                    "out, and give stages by autopar.Pipeline(cuts=...)"
+                )
 
 
 def read_mesh(mesh: MeshLike) -> Mesh:

@@ -132,7 +132,11 @@ class _Samples:
         if own not in self.made:
             program = normalize(specialize(self.sizes.program, self._shapes(sizes)))
             if self.planned.record.micro_batches > 1:
-                program = micro_batches(program, self.planned.record.micro_batches).program
+                program = micro_batches(
+                    program,
+                    self.planned.record.micro_batches,
+                    couples=self.request.aux_loss == "micro_batch",
+                ).program
             self.made[own] = fold(program, constrain(program, self.request.constraints, self.request.mesh).label)
         return self.made[own]
 

@@ -67,6 +67,7 @@ def written_plan(info: ModelInfo, request: Request, program: Program, programs: 
         compiled=request.compiled,
         discover=request.discover,
         outputs=request.outputs,
+        aux_loss=request.aux_loss,
         loss=info.loss,
     )
 

@@ -188,7 +188,8 @@ class ProgramPlan:
     over all plans that were offered if the search was `complete`, else over those that it looked at. `bound_s` is a
     lower bound on the step time of all plans that were offered. `hidden` are seconds of communication that overlap
     computation. `seconds_on_one` is the computation time of the step on one device. `whole_batch` is the reason why the
-    batch cannot be split into micro-batches, if that was requested. `work` is what a step computes; `idle` are the axes
+    batch cannot be split into micro-batches, if that was requested; `coupled` are the ops that couple samples, which
+    each micro-batch runs for its own. `work` is what a step computes; `idle` are the axes
     that split little of it, None where all do. The stages run on `ranks` ranks of the pipeline's axis, and begin, but
     for the first, with the modules or ops `cuts`. `drawn` are the lines of a picture of the schedule.
     """
@@ -210,6 +211,7 @@ class ProgramPlan:
     ranks: int = 1
     cuts: tuple[str, ...] = ()
     drawn: tuple[str, ...] = ()
+    coupled: tuple[str, ...] = ()
 
     def configuration(self, mesh: Mesh) -> Configuration:
         """The decisions about a step but its layouts."""
@@ -323,7 +325,8 @@ class Plan:
     `discover`). `unsplit_over_sequence` has a line for each axis that splits the sequence: the ops that need it whole.
     `compiled` says that torch compiles the regions. `loss` is the fingerprint of a loss outside of the model, or "".
     `pipeline_axis` is the axis of the mesh that pipeline stages run over, or "". `outputs` is "planned" (in the plan's
-    layout), "full" (whole on every rank) or "scalars" (no others). `print` shows it in 120 columns, `table` in full;
+    layout), "full" (whole on every rank) or "scalars" (no others). `aux_loss` is "micro_batch" where terms of the loss
+    that couple samples are computed in each micro-batch, or "batch". `print` shows it in 120 columns, `table` in full;
     `save` and `load` keep it as JSON; `autopar.parallelize(..., plan=plan)` replays it.
     """
 
@@ -349,6 +352,7 @@ class Plan:
     loss: str = ""
     outputs: str = "planned"
     pipeline_axis: str = ""
+    aux_loss: str = "batch"
     format_version: int = FORMAT_VERSION
 
     def __str__(self) -> str:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 _OBJECTIVES = ("train", "infer")
 _PROGRAMS = (*_OBJECTIVES, *(f"{name} totals" for name in _OBJECTIVES))
 _OUTPUTS = ("planned", "full", "scalars")
+_AUX_LOSSES = ("batch", "micro_batch")
 _ROWS = ("op", "change")
 # No tensor has as many elements.
 _TOO_MANY = 1 << 62
@@ -40,6 +41,7 @@ def _check(plan: Plan) -> None:
     _require(plan.objective in _OBJECTIVES, "plan.objective", plan.objective)
     _require(plan.objective in plan.programs, "plan.programs", sorted(plan.programs))
     _require(plan.outputs in _OUTPUTS, "plan.outputs", plan.outputs)
+    _require(plan.aux_loss in _AUX_LOSSES, "plan.aux_loss", plan.aux_loss)
     _require(plan.memory_limit > 0, "plan.memory_limit", plan.memory_limit)
     _mesh(plan.mesh)
     _require(plan.pipeline_axis in ("", *plan.mesh), "plan.pipeline_axis", plan.pipeline_axis)

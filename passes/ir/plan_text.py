@@ -118,6 +118,8 @@ def _program(name: str, program: ProgramPlan, plan: Plan, width: int | None) -> 
         lines.append(
             f"  {program.micro_batches} micro-batches; parameters gathered {gathered}, gradients reduced {reduced}"
         )
+        if program.coupled:
+            lines.append(f"  computed for each micro-batch and averaged over them: {', '.join(program.coupled)}")
     elif program.whole_batch:
         lines.append(f"  one micro-batch: {program.whole_batch}")
     if len(program.stages) > 1:

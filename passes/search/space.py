@@ -41,6 +41,7 @@ class Space:
     - `full_outputs`: outputs are whole on every rank.
     - `decisions`: what is decided already.
     - `pipeline`: None for one stage. `in_flight` are the micro-batches whose saved tensors are counted at a time.
+    - `couples`: terms of the loss that couple samples are computed in each micro-batch for its own.
     - `in_stripes`: whether methods are offered in stripes too; where something is decided, they are in any case.
     """
 
@@ -60,6 +61,7 @@ class Space:
     in_stripes: bool = False
     pipeline: PipelineChoices | None = None
     in_flight: int = 1
+    couples: bool = False
 
     @property
     def optimizer(self) -> Optimizer:

@@ -87,7 +87,7 @@ class MicroBatchPrograms:
 
     @cached_property
     def _batch(self) -> Batch:
-        return Batch(self.program)
+        return Batch(self.program, couples=self.space.couples)
 
 
 # The methods of a node that splits nothing on an axis.

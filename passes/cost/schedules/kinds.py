@@ -53,7 +53,7 @@ def _check_stages(schedule: str, ranks: int, stages: int) -> None:
     if kind.most is not None and stages != kind.most * ranks:
         raise PipelineError(
             f"The schedule {schedule} has {kind.most} stage(s) on each rank, so {kind.most * ranks} on {ranks} ranks, "
-            f"but {stages} are given."
+            f"but {stages} are given: interleaved_1f1b has several on a rank."
         )
     if stages < kind.least * ranks or stages % ranks:
         raise PipelineError(
