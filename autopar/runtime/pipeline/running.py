@@ -1,6 +1,7 @@
 """Calls of a module that runs in pipeline stages: training steps by a schedule, inference stage by stage."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from weakref import WeakKeyDictionary
 
 import torch
@@ -12,6 +13,8 @@ from autopar.runtime.generated.bases import GeneratedProgram, GeneratedStage, Mi
 from autopar.runtime.pipeline.ranks import PipelineRanks, empty_like
 from autopar.runtime.pipeline.schedule import RunStage, ScheduledStages, StageRun
 from autopar.runtime.pipeline.shared import SharedParameters
+from autopar.runtime.ranks.agreement import Agreement, Raised
+from autopar.runtime.ranks.heartbeats import start_heartbeat
 from autopar.runtime.state import mesh_of
 from passes.ir.layout import local_shape
 
@@ -28,24 +31,47 @@ class PipelineRunner:
         self._schedule = schedule
         self.shared = shared
         self._whole = whole
+        self._agreement = Agreement(ranks.mesh)
+        start_heartbeat()
         self._scheduled: WeakKeyDictionary[RunnableProgram, ScheduledStages] = WeakKeyDictionary()
 
     def forward(self, serving: RunnableProgram, inputs: Sequence[Tensor], runs: Mapping[int, RunStage]) -> list[object]:
-        """The leaves of the output of one forward pass; `runs` are the stages of this rank by number."""
+        """The leaves of the output of one forward pass; `runs` are the stages of this rank by number.
+
+        Raises on all ranks where the code of a stage raises on one.
+        """
         ranks, found = self.ranks, dict[int, list[object]]()
         handed: list[Tensor] = []
+        error: Exception | None = None
         for number, stage in enumerate(serving.program.stages):
             if number not in runs:
                 continue
             if number and ranks.places[number - 1] != ranks.rank:
                 handed = [empty_like(item.shape, item.dtype, self._device) for item in stage.received]
                 ranks.receive(handed, number - 1)
-            results = runs[number]([*handed, *(inputs[at] for at in stage.reads)])
-            handed = [item for item in results[: stage.sent] if isinstance(item, Tensor)]
-            found[number] = list(results[stage.sent :])
+            try:
+                results = runs[number]([*handed, *(inputs[at] for at in stage.reads)]) if error is None else ()
+            except Exception as raised:
+                error = raised
+            if error is None:
+                handed = [item for item in results[: stage.sent] if isinstance(item, Tensor)]
+                found[number] = list(results[stage.sent :])
+            elif number + 1 < len(ranks.places):
+                # The other stages run on, and know afterwards.
+                later = serving.program.stages[number + 1].received
+                handed = [empty_like(item.shape, item.dtype, self._device).zero_() for item in later]
             if number + 1 < len(ranks.places) and ranks.places[number + 1] != ranks.rank:
                 ranks.send(handed, number + 1)
+        self._settle(error)
         return self._spread(serving.program, found)
+
+    def _settle(self, error: Exception | None) -> None:
+        """Raise the exception of a stage's code on this rank, or RankFailedError for that of another one. Collective
+        over the mesh."""
+        said: Mapping[str, object] | Raised = {} if error is None else replace(Raised.of(error), expected=False)
+        self._agreement.compared("a pass through pipeline stages", "its pipeline stages", said)
+        if error is not None:
+            raise error
 
     def forward_backward(
         self,
@@ -54,7 +80,10 @@ class PipelineRunner:
         runs: Mapping[int, RunStage],
         batching: MicroBatching,
     ) -> list[object]:
-        """The leaves of the output for a batch, without gradient; gradients are added to `.grad`."""
+        """The leaves of the output for a batch, without gradient; gradients are added to `.grad`.
+
+        Raises on all ranks where the code of a stage raises on one; then no parameter has a gradient.
+        """
         batches = micro_batch_inputs(batching, inputs, self.ranks.inner, serving.totals)
         program = serving.program
         stages = _stage_runs(serving, runs, batching)
@@ -66,10 +95,12 @@ class PipelineRunner:
             )
         try:
             with self.shared.summed():
-                leaves = self._scheduled[serving].step(batches, stages)
+                leaves, error = self._scheduled[serving].step(batches, stages)
+                self._settle(error)
         except BaseException:
-            # It may have sent what nobody received.
+            # It may have sent what nobody received, and gradients of zeros that stood for activations.
             del self._scheduled[serving]
+            self.shared.drop_gradients()
             raise
         numbers = {item.name: at for at, item in enumerate(program.outputs)}
         found = {

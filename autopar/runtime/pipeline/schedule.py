@@ -62,8 +62,11 @@ class StageRun:
 @dataclass
 class Batches:
     """The micro-batches of one step: the `inputs` of each, the `stages` that run on them by number, and, by stage, the
-    leaves that each has returned. `error` is the first exception of a stage's own code, which torch reports as another
-    one."""
+    leaves that each has returned.
+
+    `error` is the first exception of a stage's own code. The schedule goes on after it with zeros in place of tensors,
+    and without running stages of this rank, so that no other rank waits for messages.
+    """
 
     inputs: Sequence[Sequence[Tensor]]
     stages: Mapping[int, StageRun]
@@ -80,9 +83,10 @@ class _StageModule(nn.Module):
     It knows its code only while a step runs: torch's schedules have cycles, which would keep parameters alive.
     """
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, device: torch.device, sent: Sequence[Tensor]) -> None:
         super().__init__()
         self._number = number
+        self._device, self._sent = device, tuple(sent)
         self.batches = _NONE
 
     @property
@@ -91,14 +95,20 @@ class _StageModule(nn.Module):
         return self.batches.stages[self._number]
 
     def forward(self, *received: Tensor, number: Tensor) -> Tensor | tuple[Tensor, ...]:
-        """The tensors for the next stage; of the last stage the loss of the micro-batch."""
+        """The tensors for the next stage; of the last stage the loss of the micro-batch. Zeros after an exception."""
         stage, batches, place = self.stage, self.batches, int(number)
-        try:
-            given = batches.inputs[place]
-            results = stage.run([*received, *(given[at] for at in stage.generated.reads)])
-        except Exception as error:
-            batches.error = batches.error or error
-            raise
+        results: Sequence[object] | None = None
+        if batches.error is None:
+            try:
+                given = batches.inputs[place]
+                results = stage.run([*received, *(given[at] for at in stage.generated.reads)])
+            except Exception as error:
+                batches.error = error
+        if results is None:
+            zeros = tuple(torch.zeros_like(item, device=self._device) for item in self._sent)
+            for zero, item in zip(zeros, self._sent, strict=True):
+                zero.requires_grad_(item.requires_grad)
+            return zeros[0] if stage.loss is not None else zeros
         sent, leaves = results[: stage.generated.sent], results[stage.generated.sent :]
         batches.leaves.setdefault(stage.number, {})[place] = [
             leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves
@@ -126,7 +136,7 @@ class _Stage(PipelineStage):
             torch.empty(item.shape, dtype=item.dtype, device="meta", requires_grad=item.differentiable)
             for item in stage.generated.received
         )
-        self.module = _StageModule(stage.number)
+        self.module = _StageModule(stage.number, device, sent)
         super().__init__(
             self.module,
             stage.number,
@@ -158,8 +168,17 @@ class _Stage(PipelineStage):
 
     def _weights_left(self) -> Callable[[], None]:
         """A function that computes the gradients of weights which the backward pass before has left."""
-        stage = self.module.stage
-        return partial(stage.accumulate, stage.runnable.instance.deferred.take())
+        batches, stage = self.module.batches, self.module.stage
+        left = stage.runnable.instance.deferred.take()
+
+        def accumulate() -> None:
+            if batches.error is None:
+                try:
+                    stage.accumulate(left)
+                except Exception as error:
+                    batches.error = error
+
+        return accumulate
 
     def backward_one_chunk(self, *args: Any, **kwargs: Any) -> None:
         """The backward pass of one micro-batch, with the arguments of torch's version."""
@@ -168,6 +187,19 @@ class _Stage(PipelineStage):
         holds = self._splits or (stage.reduces_once and self._left > 0)
         with stage.runnable.manager.holding_gradients() if holds else nullcontext():
             super().backward_one_chunk(*args, **kwargs)
+
+    def backward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
+        """The gradients of a micro-batch, with the arguments of torch's version; after an exception zeros."""
+        batches = self.module.batches
+        if batches.error is None:
+            try:
+                return super().backward_maybe_with_nosync(*args, **kwargs)
+            except RuntimeError as error:
+                # torch raises its own, which lists all tensors, from what was raised.
+                batches.error = error.__cause__ if isinstance(error.__cause__, Exception) else error
+        _, given = args
+        zeros = (torch.zeros_like(item) if item.requires_grad else None for item in given["input_values"])
+        return tuple(zeros), None
 
 
 class ScheduledStages:
@@ -195,28 +227,30 @@ class ScheduledStages:
             else _MULTIPLE[schedule]([*self._stages], count, loss_fn=_loss, scale_grads=False)
         )
 
-    def step(self, inputs: Sequence[Sequence[Tensor]], stages: Sequence[StageRun]) -> dict[int, list[list[object]]]:
+    def step(
+        self, inputs: Sequence[Sequence[Tensor]], stages: Sequence[StageRun]
+    ) -> tuple[dict[int, list[list[object]]], Exception | None]:
         """Forward and backward of all micro-batches, whose inputs are given, through the `stages` that this was made
         for. Gradients are added to `.grad`.
 
-        Returns, by stage, the leaves of its outputs for each micro-batch, without gradient. Raises what a stage's code
-        raises.
+        Returns, by stage, the leaves of its outputs for each micro-batch, without gradient; and the exception that a
+        stage's code has raised, after which other ranks have got zeros.
         """
         batches = Batches(inputs, {stage.number: stage for stage in stages})
         for stage in self._stages:
             stage.begin(batches)
         try:
             self._schedule.step(number=self._numbers, target=self._target, return_outputs=False)
-            for stage in self._stages:
-                stage.end()
-        except RuntimeError as error:
-            if batches.error is not None:
-                raise batches.error from error
-            raise
+            if batches.error is None:
+                for stage in self._stages:
+                    stage.end()
         finally:
             for stage in self._stages:
                 stage.begin(_NONE)
-        return {number: [leaves[place] for place in range(len(inputs))] for number, leaves in batches.leaves.items()}
+        if batches.error is not None:
+            return {}, batches.error
+        found = {number: [leaves[place] for place in range(len(inputs))] for number, leaves in batches.leaves.items()}
+        return found, None
 
 
 def _loss(output: Tensor, _: Tensor) -> Tensor:

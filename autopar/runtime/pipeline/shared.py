@@ -52,9 +52,18 @@ class SharedParameters:
             if parameter.requires_grad:
                 self._add_up(item, parameter, earlier)
 
+    def drop_gradients(self) -> None:
+        """Leave no parameter of the module a gradient, as after a step that has ended with an exception."""
+        for parameter in self._root.parameters():
+            parameter.grad = None
+
     def _add_up(self, item: Shared, parameter: nn.Parameter, earlier: Tensor | None) -> None:
         if parameter.grad is None:
             parameter.grad = parameter.detach().clone().zero_()
+        gradient = parameter.grad
+        if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
+            # One that is held back is a sum still to be made, on this stage alone perhaps.
+            parameter.grad = gradient.redistribute(placements=parameter.placements)
         part = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
         with naming_collectives("adding up gradients of parameters that pipeline stages share"):
             dist.all_reduce(part, group=item.group)

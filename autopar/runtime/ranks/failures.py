@@ -11,6 +11,7 @@ from typing import NoReturn, TypeVar
 import torch.distributed as dist
 
 from autopar.runtime.ranks.groups import job_store, job_timeout
+from autopar.runtime.ranks.heartbeats import silent_ranks
 from passes.ir.errors import RankFailedError
 
 # Parts of the messages that gloo and NCCL end a collective with; torch raises them as plain RuntimeErrors.
@@ -41,9 +42,13 @@ def is_collective_failure(error: BaseException) -> bool:
 def rank_failure(error: BaseException, where: str) -> RankFailedError:
     """The RankFailedError for `error`, which a collective raised in `where` ("call 3 of LlamaForCausalLM")."""
     first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    cause = "; ".join(_reports()) or (
-        "another rank raised, died, runs another collective, or did not answer within the job's timeout of "
-        f"{_seconds()}: see the first error in the logs of the other ranks"
+    cause = (
+        "; ".join(_reports())
+        or _silence()
+        or (
+            "another rank raised, died, runs another collective, or did not answer within the job's timeout of "
+            f"{_seconds()}: see the first error in the logs of the other ranks"
+        )
     )
     return RankFailedError(f"{where} failed, because {cause} (the collective ended with: {first_line})")
 
@@ -118,6 +123,15 @@ class FailureReports:
         if key is not None and store is not None:
             with contextlib.suppress(RuntimeError):
                 store.set(key, "")
+
+
+def _silence() -> str:
+    """The ranks that do not live any more, as far as they have a heartbeat."""
+    ranks = silent_ranks()
+    if not ranks:
+        return ""
+    who = f"rank {ranks[0]} has" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} have"
+    return f"{who} died: there is no sign of life in the job's store"
 
 
 def _reports() -> list[str]:
