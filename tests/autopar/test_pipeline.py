@@ -170,6 +170,14 @@ SLOW = pytest.mark.slow
             marks=SLOW,
         ),
         pytest.param(t5, sequences, {"pp": 4}, {}, id="t5 on four stages", marks=SLOW),
+        pytest.param(
+            deep,
+            tokens,
+            {"pp": 2, "cp": 2},
+            {"constraints": {"@scaled_dot_product_attention": {"method": {"cp": "ring"}}}},
+            id="rings in stages",
+            marks=SLOW,
+        ),
     ],
 )
 def test_stages_equal_one_device(make, inputs, mesh, options):
@@ -335,6 +343,52 @@ def test_pipelines_that_cannot_be(mesh, options, message):
     """Each is one sentence that names what is wrong."""
     with pytest.raises(autopar.PipelineError, match=re.escape(message)):
         planned(mesh, large(4), **options)
+
+
+class Partly(nn.Module):
+    """Linear layers, of which the last is not used, with a mean over the samples that count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, counted: torch.Tensor) -> dict[str, torch.Tensor]:
+        """x: [batch, 8]; counted: [batch]."""
+        scale = counted.sum()
+        for layer in self.layers[:2]:
+            x = layer(x).tanh()
+        return {"loss": (x / scale).sum(1).mean()}
+
+
+def test_what_no_stage_reads_is_held_by_the_first():
+    """A parameter that nothing reads, and an input that totals alone read."""
+    inputs = {"x": torch.randn(4, 8), "counted": torch.ones(4)}
+    found = autopar.plan(Partly(), {"pp": 2}, inputs, cluster="ideal", micro_batches=2)
+    assert found.parameters["layers.2.weight"].stages == (0,)
+    assert {"x", "counted"} == set(found.inputs)
+
+
+def test_cuts_of_micro_batches_are_those_of_the_batch():
+    """A mean over samples is two ops in micro-batches; a cut at the first of them is found where it is one."""
+    inputs = {"x": torch.randn(4, 8), "counted": torch.ones(4)}
+    options = {"cluster": "ideal", "pipeline": Pipeline(cuts=("/mean.sum",))}
+    trained = autopar.plan(Partly(), {"pp": 2}, inputs, micro_batches=2, **options)
+    evaluated = autopar.plan(Partly(), {"pp": 2}, inputs, objective="infer", **options)
+    assert trained.programs["train"].cuts == evaluated.programs["infer"].cuts == ("/mean.sum",)
+
+
+def test_axes_are_checked():
+    """A pipeline of one rank takes no cuts, and constraints no axis of a pipeline."""
+    with pytest.raises(
+        autopar.PipelineError, match="the pipeline's axis 'pp' has one rank, which runs the whole model"
+    ):
+        planned({"pp": 1, "dp": 2}, large(2), pipeline=Pipeline(cuts=("model.layers.1",)))
+    with pytest.raises(autopar.ConstraintError, match="nothing is split over 'pp', the pipeline's axis"):
+        planned({"pp": 2, "dp": 2}, large(2), constraints={"lm_head.weight": {"stored": {"pp": "S(0)"}}})
+    with pytest.raises(autopar.InputError, match="axis must be the name of an axis of the mesh, got 3"):
+        Pipeline(axis=3)
+    with pytest.raises(autopar.InputError, match="cuts must be names of modules in order, got 3"):
+        Pipeline(cuts=3)
 
 
 def test_options_are_checked():
