@@ -20,7 +20,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import autopar
-from autopar.options import RUN_SCHEDULES
 from passes.cost.schedules import SCHEDULES, check_schedule
 from passes.ir.choices import Problem, Solution
 from passes.ir.configuration import RECOMPUTE
@@ -381,7 +380,7 @@ def _drawn(seed: int, choose: random.Random, ranks: int) -> Staged:
 def _schedule(choose: random.Random, ranks: int) -> tuple[str, int, int]:
     """A schedule that runs, the stages that each rank has, and a number of micro-batches that it takes."""
     while True:
-        schedule = choose.choice(RUN_SCHEDULES)
+        schedule = choose.choice(list(SCHEDULES))
         kind = SCHEDULES[schedule]
         per_rank = choose.randint(kind.least, kind.most or 3)
         count = choose.choice((1, 2, 3, 4, 6, 8))
