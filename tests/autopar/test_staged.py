@@ -6,6 +6,7 @@ from unittest import mock
 import pytest
 
 from autopar.testing import run_ranks
+from passes.cost.schedules import SCHEDULES
 from tests.autopar.staged import MESHES, STEPS, TOLERANCE, Outcome, make_staged, run_seeds
 
 # Seeds by number of ranks that run every time, and those that run every night, so many in one job.
@@ -52,9 +53,9 @@ def test_many_random_models_in_stages(ranks: int, start: int) -> None:
 
 def test_all_steps_are_drawn() -> None:
     """Every step of the table, schedule and mesh is among few models."""
-    drawn = [make_staged(seed, ranks) for ranks in MESHES for seed in range(8)]
+    drawn = [make_staged(seed, ranks) for ranks in MESHES for seed in range(16)]
     assert set().union(*(item.steps for item in drawn)) == set(STEPS)
-    assert {item.schedule for item in drawn} == {"gpipe", "1f1b", "interleaved_1f1b"}
+    assert {item.schedule for item in drawn} == set(SCHEDULES)
     assert {tuple(item.sizes.items()) for item in drawn} == {
         tuple(sizes.items()) for every in MESHES.values() for sizes in every
     }
