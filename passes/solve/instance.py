@@ -249,7 +249,7 @@ def _least_at_all(instance: Instance) -> Floats:
     found = np.zeros(len(fractions))
     for size in instance.bytes.nodes:
         if len(size.ranges):
-            found += (fractions.of(size.ranges) @ size.sizes).min(axis=1)
+            found += (fractions.of(size.ranges) @ _distinct(size.sizes)).min(axis=1)
     for group, saving in zip(instance.bytes.groups, instance.bytes.saved, strict=True):
         if saving and group.source is not None:
             # Few ranges hold the source in all its layouts: of each the smallest layout counts.
@@ -260,6 +260,12 @@ def _least_at_all(instance: Instance) -> Floats:
             target = fractions.of(group.target).sum(axis=1) * group.target_bytes.min()
             found += np.minimum((live * smallest).min(axis=1), target)
     return found
+
+
+def _distinct(sizes: Floats) -> Floats:
+    """The different columns of `sizes`: many strategies take the same bytes."""
+    ordered = sizes[:, np.lexsort(sizes)]
+    return ordered[:, np.append(True, (ordered[:, 1:] != ordered[:, :-1]).any(axis=0))]
 
 
 def _least(instance: Instance, point: int) -> MemoryUse:

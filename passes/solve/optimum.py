@@ -36,7 +36,8 @@ class _Link:
 
 class MessagePassing:
     """Reparametrized costs of a network. `alive[n]` flags the labels of node n that may be in a choice that is good
-    enough. `rest` are the least remaining costs of links; those of `stale` ones are not known."""
+    enough. `rest` are the least remaining costs of links; those of `stale` ones are not known. `settled` are links,
+    each with one of its ends, for each of whose layouts the least remaining costs are zero."""
 
     def __init__(self, network: Network) -> None:
         self.network = network
@@ -62,6 +63,7 @@ class MessagePassing:
             self.shares.append(share)
         self.least = {node: float(costs.min()) for node, costs in self.own.items()}
         self.stale = set(range(len(self.links)))
+        self.settled: set[tuple[int, int]] = set()
         self.rest = [0.0] * len(self.links)
         self.large = sum(float(costs.max()) for costs in self.own.values())
         self.large += sum(float(link.rest.max()) for link in self.links)
@@ -154,6 +156,10 @@ class MessagePassing:
         """Move the least costs of its links for each label to a node."""
         own = self.own[node]
         for index in self.around[node]:
+            # What moves to one end leaves the least costs for the other end at zero, if they are.
+            if (index, node) in self.settled:
+                continue
+            self.settled.add((index, node))
             link = self.links[index]
             if link.producer == node:
                 moved = np.minimum.reduce(link.rest, axis=1)
@@ -168,6 +174,13 @@ class MessagePassing:
             self.rest[index] = 0.0
             self.stale.discard(index)
         self.least[node] = float(np.minimum.reduce(own))
+
+    def _unsettle(self, index: int) -> None:
+        """Note that the remaining costs of a link have changed."""
+        link = self.links[index]
+        self.settled.discard((index, link.producer))
+        self.settled.discard((index, link.consumer))
+        self.stale.add(index)
 
     def _prune(self, node: int, bound: float, enough: float) -> None:
         if enough == np.inf:
@@ -210,7 +223,7 @@ class MessagePassing:
         else:
             link.rest += moved
             link.to_consumer -= moved
-        self.stale.add(index)
+        self._unsettle(index)
 
     def _divide_anew(self) -> None:
         """Redistribute the cost of every group: consumers keep the part that they need, and share the rest equally."""
@@ -240,7 +253,7 @@ class MessagePassing:
                 need -= link.to_producer[:, None]
                 need -= link.to_consumer
                 link.rest = need
-                self.stale.add(index)
+                self._unsettle(index)
 
 
 def _above_least(costs: Floats, layouts: Integers, size: int, none: float) -> Floats:

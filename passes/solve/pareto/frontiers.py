@@ -6,7 +6,7 @@ all other nodes, prune partial choices that cannot become good enough.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -38,18 +38,40 @@ class Surrogate:
 @dataclass
 class _Rows:
     """Rows of a bucket: the numbers of their `cells`, their amounts so far, the rows of earlier buckets (by position)
-    that they contain, and of open shared amounts (number, targets) flags for the rows that take the second."""
+    that they contain, and of open shared amounts (number, targets) flags for the rows that take the second.
+
+    `taken` are the rows that were kept, each time. Those of `parts` and `second` are as they were after the first so
+    many times, until `settle`: most rows are dropped before that.
+    """
 
     cells: Integers
     amounts: Floats
-    parts: dict[int, Integers]
-    second: list[tuple[int, Integers, Flags]]
+    parts: dict[int, tuple[int, Integers]] = field(default_factory=dict)
+    second: list[tuple[int, int, Integers, Flags]] = field(default_factory=list)
+    taken: list[Integers] = field(default_factory=list)
 
     def take(self, which: Integers) -> None:
         """Keep these rows, each as often as it is named."""
         self.cells, self.amounts = self.cells[which], self.amounts[which]
-        self.parts = {position: rows[which] for position, rows in self.parts.items()}
-        self.second = [(item, targets[which], flags[which]) for item, targets, flags in self.second]
+        self.taken.append(which)
+
+    def add_part(self, position: int, rows: Integers) -> None:
+        """Note the row of an earlier bucket that each row contains."""
+        self.parts[position] = len(self.taken), rows
+
+    def add_second(self, item: int, targets: Integers, flags: Flags) -> None:
+        """Note of open shared amounts which rows take the second."""
+        self.second.append((len(self.taken), item, targets, flags))
+
+    def settle(self) -> None:
+        """Bring `parts` and `second` up to date."""
+        own: list[Integers | slice] = [slice(None)]
+        for which in reversed(self.taken):
+            own.append(which[own[-1]])
+        own.reverse()
+        self.parts = {position: (0, rows[own[times]]) for position, (times, rows) in self.parts.items()}
+        self.second = [(0, item, targets[own[n]], flags[own[n]]) for n, item, targets, flags in self.second]
+        self.taken = []
 
 
 @dataclass(frozen=True)
@@ -106,6 +128,7 @@ class ParetoFrontiers:
         start = np.zeros((1, limited.count))
         start[0, 0] = limited.network.constant
         self.rows = self._joined((), np.zeros((1, 0), dtype=np.int64), start, [], self.waiting.get(None, []))
+        self.rows.settle()
 
     def choice(self, row: int) -> Choice:
         """The choice of a row."""
@@ -114,8 +137,8 @@ class ParetoFrontiers:
         waiting = [(self.rows, row)]
         while waiting:
             rows, number = waiting.pop()
-            second |= {(item, int(targets[number])) for item, targets, flags in rows.second if flags[number]}
-            for position, parts in rows.parts.items():
+            second |= {(item, int(targets[number])) for _, item, targets, flags in rows.second if flags[number]}
+            for position, (_, parts) in rows.parts.items():
                 frontier, part = self.frontiers[position], int(parts[number])
                 picks[self.order.nodes[position]] = int(frontier.labels[part])
                 waiting.append((frontier.rows, part))
@@ -141,6 +164,7 @@ class ParetoFrontiers:
         self.limited.network.effort.add(NEAR * rows.amounts.size, NEAR)
         kept = undominated_rows(keys, rows.amounts)
         rows.take(kept)
+        rows.settle()
         return _Frontier(keys[kept], labels[rows.cells, 0], rows)
 
     def _keys(self, nodes: Sequence[int], labels: Integers) -> Integers:
@@ -196,7 +220,7 @@ class ParetoFrontiers:
         coming += [
             [np.broadcast_to(buckets.least[part][at[part]], len(labels)) for buckets in self.buckets] for part in parts
         ]
-        rows = _Rows(np.arange(len(labels)), amounts, {}, [])
+        rows = _Rows(np.arange(len(labels)), amounts)
         for number, item in enumerate(items, 1):
             _take_both(rows, item)
             self._drop(rows, outside, coming[number:])
@@ -210,11 +234,19 @@ class ParetoFrontiers:
     def _drop(self, rows: _Rows, outside: Sequence[Floats], coming: Sequence[Sequence[Floats]]) -> None:
         """Drop rows that violate a surrogate together with the lower bound on all other nodes."""
         self.limited.network.effort.add(len(self.surrogates) * rows.amounts.size, 2 * len(self.surrogates))
-        good = np.ones(len(rows.cells), dtype=bool)
-        for number, surrogate in enumerate(self.surrogates):
+        cells, amounts = rows.cells, rows.amounts
+        kept: Integers | None = None
+        # The last multipliers are the best ones, so few rows are left for the others.
+        for number in reversed(range(len(self.surrogates))):
+            surrogate = self.surrogates[number]
             rest = sum((item[number] for item in coming), outside[number])
-            good &= rows.amounts @ surrogate.amounts + rest[rows.cells] <= surrogate.most
-        rows.take(np.flatnonzero(good))
+            good = amounts @ surrogate.amounts + rest[cells] <= surrogate.most
+            if not good.all():
+                which = np.flatnonzero(good)
+                cells, amounts = cells[which], amounts[which]
+                kept = which if kept is None else kept[which]
+        if kept is not None:
+            rows.take(kept)
 
 
 def _take_both(rows: _Rows, item: _Open) -> None:
@@ -227,7 +259,7 @@ def _take_both(rows: _Rows, item: _Open) -> None:
     second = np.arange(len(rows.cells)) >= len(here)
     taken = np.where(second[:, None], item.second[rows.cells], item.first[rows.cells])
     rows.amounts = rows.amounts + np.where(item.is_open[rows.cells][:, None], taken, 0.0)
-    rows.second.append((item.shared, item.targets[rows.cells], second))
+    rows.add_second(item.shared, item.targets[rows.cells], second)
 
 
 def _join(rows: _Rows, part: int, frontier: _Frontier, keys: Integers) -> None:
@@ -241,12 +273,12 @@ def _join(rows: _Rows, part: int, frontier: _Frontier, keys: Integers) -> None:
     rows.take(which)
     own = first[rows.cells] + np.arange(len(which)) - starts[which]
     rows.amounts = rows.amounts + frontier.rows.amounts[own]
-    rows.parts[part] = own
+    rows.add_part(part, own)
 
 
 def undominated_rows(keys: Integers, amounts: Floats) -> Integers:
     """Rows in the order of their keys, without most of those that another row of the same key dominates."""
-    order = np.lexsort((*amounts.T[::-1], keys))
+    order = _ordered(keys, amounts)
     # Of the rows of a key those before have no more of the first amount. The others are compared column by column.
     columns = [np.ascontiguousarray(column) for column in amounts.T[1:]]
     scale = [ROUNDING * np.abs(column).max(initial=0.0) for column in columns]
@@ -263,3 +295,15 @@ def undominated_rows(keys: Integers, amounts: Floats) -> Integers:
         order = order[~beaten]
         if beaten.sum() * 20 <= len(beaten):
             return order
+
+
+def _ordered(keys: Integers, amounts: Floats) -> Integers:
+    """The rows in the order of their keys, then of the first amount, and so on. Few rows are equal in both, so that the
+    others need not be sorted by further amounts."""
+    order: Integers = np.lexsort((amounts[:, 0], keys))
+    key, first = keys[order], amounts[order, 0]
+    same = (key[1:] == key[:-1]) & (first[1:] == first[:-1])
+    tied = np.flatnonzero(np.append(same, False) | np.append(False, same))
+    rows = order[tied]
+    order[tied] = rows[np.lexsort((*amounts[rows].T[::-1], keys[rows]))]
+    return order
