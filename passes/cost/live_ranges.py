@@ -41,6 +41,9 @@ class Phase(Enum):
     ACCUMULATED = "the same, and from one micro-batch to the next"
 
 
+_PHASES = tuple(Phase)
+
+
 @dataclass(frozen=True)
 class LiveRange:
     """A phase of the step, of one block; `first` and `last` are ops of the block, as numbers of nodes."""
@@ -76,9 +79,8 @@ class LiveFractions:
     def __init__(
         self, points: Sequence[ProgramPoint], ranges: Sequence[LiveRange], configuration: Configuration
     ) -> None:
-        phases = list(Phase)
         always = {Phase.STEP} | ({Phase.ACCUMULATED} if configuration.micro_batches > 1 else set())
-        self.phase = np.array([phases.index(Phase.STEP if item.phase in always else item.phase) for item in ranges])
+        self.phase = np.array([_PHASES.index(Phase.STEP if item.phase in always else item.phase) for item in ranges])
         spans = [(item.block, min(item.first, _LAST), min(item.last, _LAST)) for item in ranges]
         self.where, self.first, last = np.array(spans, dtype=np.int64).reshape(-1, 3).T
         # An empty range ends right before it begins.
@@ -102,23 +104,34 @@ class LiveFractions:
         return self._part(np.arange(len(self)), np.asarray(ranges, dtype=np.int64))
 
     def _part(self, points: Integers, ranges: Integers) -> Floats:
+        phases = self.phase[ranges]
+        found = np.empty((len(points), len(ranges)))
+        for number in set(phases.tolist()):
+            columns = np.flatnonzero(phases == number)
+            found[:, columns] = self._of_phase(_PHASES[number], points, ranges[columns])
+        return found
+
+    def _of_phase(self, phase: Phase, points: Integers, ranges: Integers) -> Floats:
+        """The fractions of some ranges of one phase at some points: `[point, range]`, or a broadcast of it."""
+        if phase is Phase.STEP:
+            return np.ones(1)
+        found: Floats
         where, first, last = self.where[ranges], self.first[ranges], self.last[ranges]
         block, op = self.block[points, None], self.op[points, None]
         own, left, done = (share[points, None] for share in (self.own, self.left, self.done))
-        here, later = where == block, where > block
-        runs = here * own
-        gradient = later + here * done + runs * (op <= first)
-        # In the order of `Phase`.
-        by_phase = (
-            np.ones(1),
-            ~(here | later) + here * left + runs * (first <= op) + self.others,
-            runs * ((first <= op) & (op <= last)),
-            runs * (done > 0),
-            runs * (left > 0),
-            gradient,
-            gradient,
-        )
-        found: Floats = np.choose(self.phase[ranges], by_phase)
+        here = where == block
+        runs: Floats = here * own
+        match phase:
+            case Phase.FORWARD:
+                found = ~(here | (where > block)) + here * left + runs * (first <= op) + self.others
+            case Phase.COPY:
+                found = runs * ((first <= op) & (op <= last))
+            case Phase.PREVIOUS_COPY:
+                found = runs * (done > 0)
+            case Phase.NEXT_COPY:
+                found = runs * (left > 0)
+            case _:
+                found = (where > block) + here * done + runs * (op <= first)
         return found
 
     def totals(self, sizes: Floats) -> Floats:
@@ -128,7 +141,7 @@ class LiveFractions:
 
         def sums(phase: Phase, order: Integers) -> Floats:
             """The bytes of the first ranges in `order`, by their number."""
-            of_phase = np.where(self.phase == list(Phase).index(phase), sizes, 0.0)
+            of_phase = np.where(self.phase == _PHASES.index(phase), sizes, 0.0)
             return np.concatenate([np.zeros(1), np.cumsum(of_phase[order])])
 
         total = np.full(len(self), sums(Phase.STEP, self._by_first)[-1])

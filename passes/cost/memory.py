@@ -8,6 +8,7 @@ problem with one strategy per node.
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -58,6 +59,13 @@ class TensorUses:
     changes: Integers
     source_bytes: Floats
     target_bytes: Floats
+
+    @cached_property
+    def on_the_way(self) -> tuple[Floats, Floats, Floats]:
+        """The bytes for all pairs: of the tensor where source and target are one, and of both where they are not."""
+        source = np.broadcast_to(self.source_bytes[:, None], self.same.shape)
+        apart = ~self.same
+        return np.where(apart, 0.0, source), np.where(apart, source, 0.0), np.where(apart, self.target_bytes, 0.0)
 
 
 def find_tensor_uses(problem: Problem, mesh: Mesh) -> list[TensorUses]:
@@ -404,10 +412,7 @@ def _group_bytes(
 ) -> GroupBytes:
     found = list(_parameter_bytes(uses, item.gathered, configuration)) if uses.group.parameter else []
     if item.flow is not None:
-        source = np.broadcast_to(uses.source_bytes[:, None], uses.same.shape)
-        target = np.where(uses.same, 0.0, uses.target_bytes)
-        sizes = (np.where(uses.same, source, 0.0), np.where(uses.same, 0.0, source), target)
-        found += [("transient", range, size) for range, size in zip(item.flow, sizes, strict=True)]
+        found += [("transient", range, size) for range, size in zip(item.flow, uses.on_the_way, strict=True)]
     found = [(kind, range, sizes) for kind, range, sizes in found if sizes.any()]
     sources = None
     if item.sources is not None:
