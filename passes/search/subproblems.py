@@ -90,6 +90,9 @@ class MicroBatchPrograms:
         return Batch(self.program, couples=self.space.couples)
 
 
+# Bytes that differ by less than this part are counted in one order of their terms.
+_ROUNDING = 1e-9
+
 # The methods of a node that splits nothing on an axis.
 _WHOLE = frozenset({"I", "R"})
 
@@ -274,11 +277,14 @@ class Subproblems:
 
     def fits(self, subproblem: Subproblem) -> bool:
         """Whether the best choice that the solver has found keeps the memory limit."""
-        best = subproblem.solver.gap.best
+        solver, limit = subproblem.solver, self.limits(subproblem.configuration).memory
+        best = solver.gap.best
         if best is None:
             return False
-        use = memory_use(subproblem.problem, best, self.space.optimizer_states)
-        return use.peak <= self.limits(subproblem.configuration).memory
+        most = float(solver.instance.totals(best.picks, best.regathered).max())
+        if abs(most - limit) > _ROUNDING * most:
+            return most <= limit
+        return memory_use(subproblem.problem, best, self.space.optimizer_states).peak <= limit
 
     def _whole(self, mesh: Mesh, count: int, program: MicroBatchProgram) -> Problem:
         """The problem of `count` micro-batches on `mesh` with all strategies."""
