@@ -15,6 +15,8 @@ cap of scores before that, and a sink, a score of every query that no value belo
 Scores of hidden keys are the least number, so that a query without any keys attends to all alike. Of such a query alone
 `fills` says what passes no gradients on: "" (nothing), "bias" (the mask fills it), or "scores" (the mask fills these).
 
+`autopar::delta_scan` is in `passes/scans.py`.
+
 `autopar::padded_conv1d` is a convolution of stride 1 with as many zeros before and after as its padding says of each,
 and a result as long as its operand.
 
@@ -40,6 +42,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 from torch.nn.functional import conv1d, scaled_dot_product_attention
 
+import passes.scans  # noqa: F401  (registers an operator)
 from passes._torch import OpOverload
 from passes.ir.arguments import find_overload
 from passes.ir.bands import Band, band_of

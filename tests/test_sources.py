@@ -14,7 +14,8 @@ SEARCHED = {"micro_batches", "constrain", "regions", "strategies", "solve", "low
 # The other rooms of the compiler that a room may import, beside `_torch` and `clock`.
 ARROWS: dict[str, set[str]] = {
     "ir": set(),
-    "ops": {"ir"},
+    "scans": set(),
+    "ops": {"ir", "scans"},
     "rules": {"ir"},
     "cost": {"ir", "rules"},
     "capture": BASE | {"ops"},

@@ -341,6 +341,8 @@ class OpPrices:
         flowing = [slot for slot, flows in enumerate(context.flowing_operands) if flows] if context.flows else []
         gradients = sum(reads[slot] for slot in flowing)
         kernels = 1, len(flowing)
+        if rule is not None and rule.kernels is not None:
+            kernels = rule.kernels[0], rule.kernels[1] if flowing else 0
         if context.op.kind in _LOOKUPS and reads:
             reads[0] = least((reads[0], sum(writes)))
         if fused is not None:

@@ -92,6 +92,8 @@ class Rule:
     - `multiplications`: of the forward pass on one device, a multiply-add counted as two.
     - `backward`: for each operand, the multiplications of its gradient relative to those of the forward pass.
     - `divided`: by factor, the parts of the multiplications of both passes that have it; other factors are in all.
+    - `kernels`: the number of kernels that the forward and the backward pass launch; None: one, and one for each
+      gradient.
     - `saved`: the tensors that autograd saves.
     - `moves`: whether it reads or writes memory (a view does not).
     """
@@ -107,6 +109,7 @@ class Rule:
     multiplications: float = 0.0
     backward: tuple[float, ...] = ()
     divided: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    kernels: tuple[int, int] | None = None
     saved: tuple[Saved, ...] = ()
     moves: bool = True
 

@@ -1,10 +1,11 @@
-"""Recurrent layers: only samples are split."""
+"""Recurrent layers, of which only samples are split, and the scan of linear attention."""
 
 from collections.abc import Mapping
+from math import prod
 
 from passes.ir.program import Op, TensorType
 from passes.ir.rule import Dims, Role, Rule, Saved
-from passes.rules.parts import factors, one, rule_for
+from passes.rules.parts import factors, is_tensor, one, rule_for
 
 
 @rule_for("lstm", "gru", "rnn_tanh", "rnn_relu")
@@ -46,4 +47,45 @@ def recurrent(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
         multiplications=multiplications,
         backward=(1.0,) * len(operands),
         saved=saved,
+    )
+
+
+# Kernels of `delta_scan` for each chunk, forward and backward (see `passes/scans.py`).
+_SCAN_KERNELS = (9, 20)
+
+
+@rule_for("delta_scan")
+def delta_scan(op: Op, types: Mapping[str, TensorType]) -> Rule:
+    """batch heads chunks places width, the same, batch heads chunks places out, … -> batch heads chunks places out,
+    batch heads chunks width out, batch heads width out: one chunk after the other."""
+    query, _, values = (types[name].shape for name in op.operands[:3])
+    batch, heads, chunks, places, width = (
+        one(name, size) for name, size in zip(("batch", "heads", "chunks", "places", "width"), query, strict=True)
+    )
+    out, others = one("out", values[-1]), one("others", query[3])
+    above = (batch, heads, chunks)
+    state: Dims = (batch, heads, width, out)
+    operands: tuple[Dims, ...] = (
+        *((*above, places, width),) * 2,
+        (*above, places, out),
+        (*above, places, width),
+        (*above, places, others),
+        above,
+        *((state,) if is_tensor(op, "state") else ()),
+    )
+    results: tuple[Dims, ...] = ((*above, places, out), (*above, width, out), state)
+    # The products of a chunk with a state, and those of its places with each other: three and one forward.
+    count = 2.0 * prod(query[:4]) * values[-1]
+    with_state, within = count * query[4], count * query[3]
+    forward = 3 * with_state + within
+    # The gradient of the state takes two more, which are counted with those of the decay.
+    backward = (with_state, with_state, with_state + within, with_state, with_state + within, 2 * with_state, 0.0)
+    return Rule(
+        factors(*operands, *results, roles=dict.fromkeys(("chunks", "places", "width", "others"), Role.WHOLE)),
+        operands,
+        results,
+        multiplications=forward,
+        backward=tuple(each / forward for each in backward[: len(operands)]),
+        saved=(*(Saved(slot) for slot in range(6)), Saved(1, result=True)),
+        kernels=(_SCAN_KERNELS[0] * query[2], _SCAN_KERNELS[1] * query[2]),
     )

@@ -85,6 +85,12 @@ def _few_dims(count: int) -> Callable[[Sample], bool]:
     return lambda sample: sample.tensors[0].dim() <= count
 
 
+def _one_column(sample: Sample) -> bool:
+    """Whether one system of equations is solved for one column, or row."""
+    right = sample.tensors[1]
+    return prod(right.shape[:-2]) == 1 == right.shape[-1 if sample.options.get("left", True) else -2]
+
+
 _WINDOWED = ("conv3d", *(f"conv_transpose{rank}d" for rank in (1, 2, 3)), "avg_pool3d")
 # fmt: off
 _WHOLE = (
@@ -111,5 +117,6 @@ REFUSED = (
     Refused(("scatter_add",), _partial_flags, "the same; and a sum of flags is no flag"),
     Refused(("nll_loss_nd",), _few_dims(1), "there is one sample"),
     Refused(("scaled_dot_product_attention",), _few_dims(3), "a query without heads for keys with heads"),
+    Refused(("linalg_solve_triangular",), _one_column, "a system is solved for whole columns"),
     Refused(_WINDOWED, _one_channel, "windows that parts do not divide into, of one sample and one channel"),
 )

@@ -143,6 +143,19 @@ def _products(make: Maker, call: Make) -> Iterator[Sample]:
     yield call("transformers.grouped_mm_fallback.default", rows, experts, ends)
     product = "transformers.grouped_mm_fallback.default"
     yield call("autopar.routed_mm.default", rows, experts, make.integers(12, high=4), product=product)
+    # On its diagonal are ones, whatever is there.
+    system = make.normal(4, 6, 8, 8)
+    yield call(
+        "aten.linalg_solve_triangular.default", system, make.normal(4, 6, 8, 12), upper=False, unitriangular=True
+    )
+    yield call(
+        "aten.linalg_solve_triangular.default",
+        system[:, :1] / 8,
+        make.normal(6, 12, 8),
+        upper=True,
+        left=False,
+        unitriangular=True,
+    )
 
 
 def _views(make: Maker, call: Make) -> Iterator[Sample]:
@@ -227,6 +240,11 @@ def _recurrent(make: Maker, call: Make) -> Iterator[Sample]:
             state = make.normal(1, 12, 3)
             given = [state, make.normal(1, 12, 3)] if kind == "lstm" else state
             yield call(f"aten.{kind}.input", batch, given, weights, True, 1, 0.0, True, False, first)
+    places = make.normal(12, 6, 2, 3, 8)
+    scanned = (places, make.normal(12, 6, 2, 3, 8), make.normal(12, 6, 2, 3, 24), make.normal(12, 6, 2, 3, 8))
+    within = (make.normal(12, 6, 2, 3, 3), make.positive(12, 6, 2))
+    yield call("autopar.delta_scan.default", *scanned, *within, None)
+    yield call("autopar.delta_scan.default", *scanned, *within, make.normal(12, 6, 8, 24))
 
 
 def _random(make: Maker, call: Make) -> Iterator[Sample]:

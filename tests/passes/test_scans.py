@@ -1,0 +1,36 @@
+"""The scan of linear attention: its gradients, and what it saves."""
+
+import torch
+from torch import Tensor
+from torch.autograd import gradcheck
+
+from passes.scans import delta_scan
+
+
+def _operands(*, state: bool) -> list[Tensor | None]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(1, 2, 3, 4, 3), (1, 2, 3, 4, 3), (1, 2, 3, 4, 5), (1, 2, 3, 4, 3), (1, 2, 3, 4, 4), (1, 2, 3)]
+    drawn = [
+        torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True)
+        for shape in [*shapes, (1, 2, 3, 5)]
+    ]
+    return [*drawn[:6], drawn[6] if state else None]
+
+
+def test_gradients() -> None:
+    """Of the results and the last state, of each alone, and without a state at first."""
+    for state in (True, False):
+        operands = _operands(state=state)
+        for results in (slice(0, 3, 2), slice(0, 1), slice(2, 3)):
+            assert gradcheck(lambda *given, own=results: delta_scan(*given)[own], operands, fast_mode=True)
+
+
+def test_chunks_follow_each_other() -> None:
+    """Two halves, the second from the last state of the first, give what the whole does."""
+    *operands, state = _operands(state=True)
+    whole = delta_scan(*operands, state)
+    first = delta_scan(*(each[:, :, :1] for each in operands if each is not None), state)
+    second = delta_scan(*(each[:, :, 1:] for each in operands if each is not None), first[2])
+    for one, parts in zip(whole[:2], zip(first[:2], second[:2], strict=True), strict=True):
+        torch.testing.assert_close(torch.cat(parts, 2), one)
+    torch.testing.assert_close(second[2], whole[2])
