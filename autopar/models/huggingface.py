@@ -14,6 +14,7 @@ from typing import Protocol, cast
 import torch
 from torch import nn
 
+from autopar.models.delta_rule import without_loops
 from autopar.models.flash_attention import LONGEST, without_kernels
 from passes.capture.source import replaced
 from passes.capture.values import is_readable
@@ -99,7 +100,7 @@ def settings(forward: inspect.Signature, inputs: Mapping[str, object], objective
 @contextlib.contextmanager
 def tracing(model: nn.Module, inputs: Mapping[str, object]) -> Iterator[None]:
     """Enter around a trace: causal masks that the model would build are left to attention, and so are masks that it
-    makes itself and that mask nothing. Caches may be returned.
+    makes itself and that mask nothing. The delta rule runs without loops. Caches may be returned.
 
     Masks stay where the model is given one, and where it is given positions that may pack several sequences into one.
     """
@@ -121,6 +122,7 @@ def tracing(model: nn.Module, inputs: Mapping[str, object]) -> Iterator[None]:
             else:
                 logger.warning("transformers has no masking_utils.%s: causal masks will be built in full", name)
         stack.enter_context(without_kernels(inputs))
+        stack.enter_context(without_loops(model))
         yield
 
 

@@ -1,0 +1,114 @@
+"""Models with the gated delta rule are traced without its loops, and compute the same."""
+
+import importlib
+import logging
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
+
+import autopar
+from autopar.models.delta_rule import gated_delta_rule, without_loops
+from autopar.testing import LiftFloat32
+from passes.ir.program import Program
+from tests.autopar.comparing import MESHES, exact
+from tests.models import tokens
+from tests.passes.helpers import normalized
+
+MODELING = "transformers.models.qwen3_next.modeling_qwen3_next"
+FAMILIES = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid")
+
+
+def _qwen3_next() -> nn.Module:
+    """A layer of linear attention and one of attention, without experts."""
+    torch.manual_seed(0)
+    config = Qwen3NextConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        layer_types=["linear_attention", "full_attention"],
+        mlp_only_layers=[0, 1],
+        linear_key_head_dim=4,
+        linear_value_head_dim=8,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+    )
+    return Qwen3NextForCausalLM(config)
+
+
+def _given(length: int, *, state: bool) -> dict[str, Tensor]:
+    """Two heads of queries and keys, four of values."""
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(shape, dtype=torch.float64, requires_grad=True)
+
+    found = {"query": drawn(2, length, 2, 3), "key": drawn(2, length, 2, 3), "value": drawn(2, length, 4, 5)}
+    found |= {"g": -drawn(2, length, 4).exp().detach().requires_grad_(), "beta": drawn(2, length, 4)}
+    return {**found, "initial_state": drawn(2, 4, 3, 5)} if state else found
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("length", "state"), [(11, False), (16, True)])
+def test_the_rule_of_transformers(family: str, length: int, state: bool) -> None:
+    """Results, the last state and all gradients, also where the last chunk is not full."""
+    original = importlib.import_module(f"transformers.models.{family}.modeling_{family}").torch_chunk_gated_delta_rule
+    torch.manual_seed(0)
+    given = _given(length, state=state)
+    made = []
+    for function in (original, gated_delta_rule):
+        with LiftFloat32(torch.float64):
+            result, last = function(**given, chunk_size=4, output_final_state=state, use_qk_l2norm_in_kernel=not state)
+        loss = result.square().sum() + (last.square().sum() if state else 0.0)
+        made.append([result, *torch.autograd.grad(loss, list(given.values()))])
+        assert (last is not None) == state
+    for own, theirs in zip(*made, strict=True):
+        torch.testing.assert_close(own, theirs, rtol=1e-11, atol=1e-11)
+
+
+def _program(model: nn.Module, length: int) -> Program:
+    with without_loops(model):
+        return normalized(model, **tokens(2, length), use_cache=False)
+
+
+def test_programs_do_not_grow_with_the_sequence() -> None:
+    """One op for all chunks, and no loop over their places."""
+    model = _qwen3_next()
+    short, long = (_program(model, length) for length in (64, 256))
+    assert [op.kind for op in long.ops].count("delta_scan") == 1
+    assert [op.kind for op in short.ops] == [op.kind for op in long.ops]
+
+
+def test_documents_are_refused_as_ever() -> None:
+    """What only kernels can do is left to transformers, which says so."""
+    model = _qwen3_next()
+    with without_loops(model), pytest.raises(ValueError, match="packed sequences"):
+        importlib.import_module(MODELING).torch_chunk_gated_delta_rule(
+            **_given(8, state=False), cu_seqlens=torch.tensor([0, 4, 8])
+        )
+
+
+def test_another_rule_is_traced_as_it_is(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """A version whose function has other arguments keeps its own."""
+
+    def other(query: Tensor, speed: float) -> Tensor:
+        return query * speed
+
+    module = importlib.import_module(MODELING)
+    monkeypatch.setattr(module, "torch_chunk_gated_delta_rule", other)
+    with caplog.at_level(logging.INFO, logger="autopar"), without_loops(_qwen3_next()):
+        assert module.torch_chunk_gated_delta_rule is other
+    assert "another delta rule" in caplog.text
+
+
+@pytest.mark.parametrize("mesh", ["2", *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in ("4", "2x2"))])
+def test_heads_are_split(mesh: str) -> None:
+    """Samples over dp, heads over tp: of linear attention, and of its scan."""
+    constraints = {"@delta_scan": {"method": {axis: "batch" if axis == "dp" else "heads" for axis in MESHES[mesh]}}}
+    plan = autopar.plan(_qwen3_next(), MESHES[mesh], tokens(4, 24), cluster="ideal", constraints=constraints)
+    assert not plan.whole_ops
+    exact(_qwen3_next().double(), mesh, tokens(4, 24), constraints=constraints)
