@@ -111,6 +111,7 @@ ROWS = (
         4096),
     Row("deepseek-v3", "DeepseekV3", GROUPED, 2048, 2048, 4096),
     Row("mamba2-2.7b", "Mamba2", _MAMBA2, 64, 64, 2048),
+    Row("qwen3-next-80b", "Qwen3Next", GROUPED, 256, 512, 4096),
     Row("granite-3.1-8b", "Granite", _decoder(4096, 12800, 40, 32, 8, 49152), 64, 256, 4096),
     Row("starcoder2-15b", "Starcoder2", _decoder(6144, 24576, 40, 48, 4, 49152, sliding_window=None), 64, 256, 4096),
     Row("command-r-35b", "Cohere", _decoder(8192, 22528, 40, 64, 64, 256000), 128, 256, 4096),
