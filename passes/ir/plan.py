@@ -155,9 +155,9 @@ class StagePlan:
     redistributes again; `recompute` the level of each region that recomputes anything. These suffice for replay;
     `blocks` are for printing. `memory` is the predicted bytes per device by kind at the peak, which is at
     `peak_moment`. In a pipeline, `forward_s` and `backward_s` are the seconds of one micro-batch, and `weight_s` those
-    of its gradients of weights that are computed apart. At the peak, `in_flight` micro-batches are between their forward
-    and their backward pass, and `weights_left` have these gradients left to compute. The stage has so many `layers`
-    (copies of regions count as many as they have) and elements of `parameters`.
+    of its gradients of weights that are computed apart. At the peak, `in_flight` micro-batches are between their
+    forward and their backward pass, and `weights_left` have these gradients left to compute. The stage has so many
+    `layers` (copies of regions count as many as they have) and elements of `parameters`.
     """
 
     decisions: Mapping[str, tuple[str, ...]]
