@@ -3,9 +3,14 @@
 Every op is split evenly over all devices, and nothing is communicated. On a mesh of n devices the busiest rank has at
 least 1/n of an op's multiplications, and 1/n of each of its operands and results; a step of several micro-batches
 repeats the smaller kernels, and recompute adds to them. Parameters and inputs are split as well.
+
+This holds for pipelines, too. Of n devices in p stages' ranks, n/p share each op: m micro-batches take m times the
+seconds of one on n/p devices, of which the busiest rank has 1/p. For m >= p that is m/p >= 1 times as many kernels, and
+the same bytes and multiplications with results that are no larger; for m < p one micro-batch passes all stages.
 """
 
-from dataclasses import replace
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from math import sqrt
 
 import torch
@@ -19,42 +24,78 @@ from passes.cost.walk import Optimizer
 from passes.ir.folded import Folded
 
 
+@dataclass(frozen=True)
+class LeastWork:
+    """Lower bounds on the seconds of one pass of a program on the busiest of so many devices: of all ops forward and
+    backward, and both of the longest op."""
+
+    forward_s: float
+    backward_s: float
+    longest_s: float
+
+
+def least_work(folded: Folded, cluster: Cluster, devices: int) -> LeastWork:
+    """Lower bounds on the work of one pass of `folded` on so many devices."""
+    by_op = _least_phases(folded, cluster, devices)
+    runs = [(count, *by_op[op.key]) for op, count in folded.runs if op.key in by_op]
+    return LeastWork(
+        sum(count * forward for count, forward, _ in runs),
+        sum(count * backward for count, _, backward in runs),
+        max((forward + backward for _, forward, backward in runs), default=0.0),
+    )
+
+
+def least_once_s(folded: Folded, cluster: Cluster, optimizer: Optimizer, devices: int) -> float:
+    """A lower bound on the seconds of a step of the program `folded`, of the whole batch, that its inputs and the
+    optimizer take on the busiest of so many devices."""
+    program = folded.program
+    inputs = sum(item.type.size * item.type.dtype.itemsize for item in program.inputs) / cluster.host / devices
+    updated = (item.type.size * (optimizer.dtype or item.type.dtype).itemsize for item in program.updated)
+    return sum((update_seconds(size / devices, optimizer.states, cluster) for size in updated), inputs)
+
+
 def least_step_s(folded: Folded, cluster: Cluster, optimizer: Optimizer, devices: int) -> float:
     """A lower bound on the seconds of every step of the program `folded`, of the whole batch, on so many devices."""
-    program = folded.program
-    total = sum(least_by_op(folded, cluster, devices).values())
-    total += sum(item.type.size * item.type.dtype.itemsize for item in program.inputs) / cluster.host / devices
-    updated = (item.type.size * (optimizer.dtype or item.type.dtype).itemsize for item in program.updated)
-    return sum((update_seconds(size / devices, optimizer.states, cluster) for size in updated), total)
+    computing = sum(least_by_op(folded, cluster, devices).values())
+    return computing + least_once_s(folded, cluster, optimizer, devices)
 
 
 def least_by_op(folded: Folded, cluster: Cluster, devices: int) -> dict[str, float]:
     """A lower bound on the seconds of each op, forward and backward, in all copies of its region, by key."""
     found: dict[str, float] = {}
-    fused = joined(folded)
+    by_op = _least_phases(folded, cluster, devices)
     for op, count in folded.runs:
+        if op.key in by_op:
+            found[op.key] = found.get(op.key, 0.0) + count * sum(by_op[op.key])
+    return found
+
+
+def _least_phases(folded: Folded, cluster: Cluster, devices: int) -> dict[str, tuple[float, float]]:
+    """A lower bound on the seconds of each op in one copy of its region, forward and backward, by key."""
+    found: dict[str, tuple[float, float]] = {}
+    fused = joined(folded)
+    for op in folded.ops:
         own = fused.get(op.results[0]) if op.results else None
         work = work_alone(op, folded.types, folded.flowing, folded.program.rules, cluster, own)
         if work is not None:
             if op.kind == "scaled_dot_product_attention":
                 query, _, value = (folded.types[name].shape for name in op.operands[:3])
                 work = replace(work, width=(query[-1] + value[-1]) / 2)
-            found[op.key] = found.get(op.key, 0.0) + count * _least_seconds(work, cluster.device, devices)
+            found[op.key] = _least_seconds(work, cluster.device, devices)
     return found
 
 
-def _least_seconds(work: Work, device: Device, devices: int) -> float:
+def _least_seconds(work: Work, device: Device, devices: int) -> tuple[float, float]:
     """A lower bound on the seconds of an op, forward and backward, on the busiest of so many devices; `work` is that of
     one alone."""
     backward = zip(work.backward, work.gradients, strict=True)
-    least = 0.0
-    for touched, products, kernels in (
-        (work.reads + work.writes, [(work.forward, work.elements)], work.kernels[0]),
-        (work.back, list(backward), work.kernels[1]),
-    ):
+    forward = [(work.forward, work.elements)]
+
+    def least(touched: float, products: Iterable[tuple[float, float]], kernels: int) -> float:
         multiplied = sum(_multiplying(*product, work, device, devices) for product in products)
-        least += kernels * device.launch + max(touched / devices / device.stream, multiplied)
-    return least
+        return kernels * device.launch + max(touched / devices / device.stream, multiplied)
+
+    return least(work.reads + work.writes, forward, work.kernels[0]), least(work.back, backward, work.kernels[1])
 
 
 def _multiplying(flops: float, elements: float, work: Work, device: Device, devices: int) -> float:
