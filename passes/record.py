@@ -94,6 +94,7 @@ def decisions_of(plan: ProgramPlan, mesh: Mesh) -> Decisions:
         gap=plan.gap,
         complete=plan.complete,
         bound_s=plan.bound_s,
+        single_s=plan.single_s,
     )
 
 

@@ -33,6 +33,7 @@ class Decisions:
     - `units`: the FSDP units that hold the parameters already, by stage.
     - `gap`: the relative optimality gap of the step time that was proven when `methods` were chosen; `complete`: over
       all plans that were offered, of which none takes less than `bound_s`.
+    - `single_s`: that of a `ProgramPlan`.
     """
 
     configuration: Configuration | None = None
@@ -44,3 +45,4 @@ class Decisions:
     gap: float = 0.0
     complete: bool = True
     bound_s: float = 0.0
+    single_s: float | None = None

@@ -191,7 +191,8 @@ class ProgramPlan:
     batch cannot be split into micro-batches, if that was requested; `coupled` are the ops that couple samples, which
     each micro-batch runs for its own. `work` is what a step computes; `idle` are the axes
     that split little of it, None where all do. The stages run on `ranks` ranks of the pipeline's axis, and begin, but
-    for the first, with the modules or ops `cuts`. `drawn` are the lines of a picture of the schedule.
+    for the first, with the modules or ops `cuts`. `drawn` are the lines of a picture of the schedule. Where the planner
+    decided that there is a pipeline, `single_s` is the step of the best plan without one; None where that does not fit.
     """
 
     stages: tuple[StagePlan, ...]
@@ -212,6 +213,7 @@ class ProgramPlan:
     cuts: tuple[str, ...] = ()
     drawn: tuple[str, ...] = ()
     coupled: tuple[str, ...] = ()
+    single_s: float | None = None
 
     def configuration(self, mesh: Mesh) -> Configuration:
         """The decisions about a step but its layouts."""

@@ -115,6 +115,7 @@ def _check_program(program: ProgramPlan, place: str, mesh: Mesh) -> None:
     _require(1 <= program.micro_batches < _TOO_MANY, f"{place}.micro_batches", program.micro_batches)
     for name in ("gap", "hidden", "seconds_on_one", "bound_s"):
         _check_amount(getattr(program, name), f"{place}.{name}")
+    _check_amount(program.single_s or 0.0, f"{place}.single_s")
     _require(program.gap <= 1, f"{place}.gap", program.gap)
     _check_amounts(program.seconds, f"{place}.seconds")
     for number, stage in enumerate(program.stages):

@@ -139,7 +139,8 @@ def _program(name: str, program: ProgramPlan, plan: Plan, width: int | None) -> 
 def _pipeline(program: ProgramPlan, plan: Plan) -> Iterator[str]:
     """The schedule and the stages of a pipeline, and a picture of the schedule."""
     ranks = f"{plan.pipeline_axis} {program.ranks}" if plan.pipeline_axis else str(program.ranks)
-    yield f"  {len(program.stages)} pipeline stages on {ranks}, schedule {program.schedule}"
+    alone = "" if program.single_s is None else f"; without a pipeline a step takes {seconds_text(program.single_s)}"
+    yield f"  {len(program.stages)} pipeline stages on {ranks}, schedule {program.schedule}{alone}"
     begins = (None, *program.cuts)
     for number, (stage, begin) in enumerate(zip(program.stages, begins, strict=True)):
         each = f"forward {seconds_text(stage.forward_s)}, backward {seconds_text(stage.backward_s)}"

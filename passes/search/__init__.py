@@ -21,16 +21,23 @@ from passes.cost.cluster import GIB
 from passes.cost.memory import memory_use
 from passes.ir.choices import Problem, Solution
 from passes.ir.configuration import Configuration
-from passes.ir.errors import ConstraintError, InfeasibleError, MeshError, MicroBatchError, PlanMismatchError
+from passes.ir.errors import (
+    ConstraintError,
+    InfeasibleError,
+    MeshError,
+    MicroBatchError,
+    PipelineError,
+    PlanMismatchError,
+)
 from passes.ir.mesh import Mesh
 from passes.ir.program import Program
 from passes.search.best_first import Progress, Unbounded, close, explore
-from passes.search.choosing import choose, searched
+from passes.search.choosing import check_recompute, choose, searched, with_hint
 from passes.search.found import Found, MemorySimulator, lowered_choice
-from passes.search.pipelines import best_pipeline
+from passes.search.pipeline_search import best_pipeline
 from passes.search.refinement import best_choice
 from passes.search.restrict import planned_methods, planned_solution, regathered, restricted
-from passes.search.space import Space
+from passes.search.space import PipelineChoices, Space
 from passes.search.subproblems import Choice, MicroBatchProgram, MicroBatchPrograms, Subproblems, levels_key
 from passes.solve import solve
 
@@ -38,6 +45,8 @@ __all__ = ["Found", "MemorySimulator", "Space", "best_step_s", "search"]
 
 # Searches at most, each with as much memory set aside as the choice before took more than the solver had counted.
 _ATTEMPTS = 12
+# A pipeline that was not asked for is taken where it is faster by this part or more: it needs `forward_backward`.
+_WORTH = 0.05
 # A choice that the simulator's count leaves is taken without a search of all others if it is slower than their bound by
 # this part at most; the gap of the plan says so.
 _NEAR = 1e-2
@@ -48,9 +57,47 @@ def search(program: Program, space: Space, simulate: MemorySimulator, clock: Clo
     subproblems = Subproblems(MicroBatchPrograms(program, space, clock), space, clock, space.memory_limit)
     if space.decisions.configuration is not None:
         return _decided(subproblems, space.decisions.configuration, simulate)
-    if space.pipeline is not None:
-        return best_pipeline(subproblems, space.pipeline, simulate)
-    return _fitting(*choose(subproblems), simulate)
+    if space.pipeline is None:
+        return _fitting(*choose(subproblems), simulate)
+    if space.pipeline.required:
+        check_recompute(subproblems)
+        found = best_pipeline(subproblems, space.pipeline, simulate)
+        assert found is not None, "without a limit there is one, or an error"
+        return found
+    return _either(subproblems, space.pipeline, simulate)
+
+
+def _either(subproblems: Subproblems, asked: PipelineChoices, simulate: MemorySimulator) -> Found:
+    """The best choice with a pipeline or without. One with a pipeline is taken where it is faster by `_WORTH` or more,
+    or where nothing else fits.
+
+    Raises InfeasibleError where nothing fits, which says what would without a pipeline.
+    """
+    alone = replace(subproblems, space=replace(subproblems.space, pipeline=None))
+    single: Found | None = None
+    refused: InfeasibleError | None = None
+    try:
+        single = _fitting(*choose(alone, hints=False), simulate)
+    except InfeasibleError as error:
+        refused = error
+    step_s = float("inf") if single is None else single.seconds.total
+    staged: Found | None = None
+    with suppress(InfeasibleError, PipelineError, MicroBatchError, ConstraintError):
+        staged = best_pipeline(subproblems, asked, simulate, step_s * (1 - _WORTH))
+    if staged is not None:
+        return replace(staged, single_s=None if single is None else step_s)
+    if single is not None:
+        return _among_pipelines(single, subproblems)
+    assert refused is not None
+    raise with_hint(alone, refused)
+
+
+def _among_pipelines(found: Found, subproblems: Subproblems) -> Found:
+    """A choice without a pipeline, with what is proven of it where pipelines are offered, too."""
+    if not found.complete:
+        return found
+    least_s = subproblems.least_step_s(subproblems.space.mesh.size)
+    return found if least_s >= found.bound_s else replace(found, complete=False, bound_s=least_s)
 
 
 def _fitting(subproblems: Subproblems, first: Choice, simulate: MemorySimulator) -> Found:

@@ -30,12 +30,14 @@ LEAST_ALLOWANCE = 2500.0
 class Progress:
     """The state of a search between two expansions.
 
-    `incumbent` is the best choice so far that fits; `open` are the subproblems whose bound is below it and whose gap is
-    not closed; `closed_bound` is a lower bound (seconds) on all that were closed. `effort` was spent on closing gaps.
+    `incumbent` is the best choice so far that fits; choices of `limit_s` seconds or more are of no interest. `open` are
+    the subproblems whose bound is below that and whose gap is not closed; `closed_bound` is a lower bound (seconds) on
+    all that were closed. `effort` was spent on closing gaps.
     `errors` say why subproblems have no choice that fits.
     """
 
     incumbent: Choice | None = None
+    limit_s: float = float("inf")
     open: tuple[Subproblem, ...] = ()
     closed_bound: float = float("inf")
     effort: float = 0.0
@@ -43,8 +45,8 @@ class Progress:
 
     @property
     def cutoff(self) -> float:
-        """Step time of the incumbent (seconds)."""
-        return float("inf") if self.incumbent is None else self.incumbent.seconds
+        """Step time of the incumbent, or the limit (seconds)."""
+        return self.limit_s if self.incumbent is None else min(self.limit_s, self.incumbent.seconds)
 
     @property
     def best(self) -> Choice | None:
@@ -258,7 +260,7 @@ def close(subproblems: Subproblems, progress: Progress, at_least: float = LEAST_
     while progress.open:
         subproblem = min(progress.open, key=lambda item: item.bound)
         progress = replace(progress, open=tuple(item for item in progress.open if item is not subproblem))
-        if progress.may_improve(subproblem.bound) or progress.incumbent is None:
+        if progress.may_improve(subproblem.bound) or progress.cutoff == float("inf"):
             progress = _close(subproblem, subproblems, progress, max(at_least, ALLOWANCE - progress.effort))
             has_limit = subproblem.solver.limits == subproblems.limits(subproblem.configuration)
             if not has_limit and not subproblems.fits(subproblem):

@@ -21,7 +21,7 @@ def choose(subproblems: Subproblems, *, hints: bool = True) -> tuple[Subproblems
 
     Raises InfeasibleError where nothing fits, which with `hints` says what would: that is searched.
     """
-    _check_recompute(subproblems)
+    check_recompute(subproblems)
     subproblems, progress = searched(subproblems)
     best = progress.best
     if best is None:
@@ -33,14 +33,15 @@ def choose(subproblems: Subproblems, *, hints: bool = True) -> tuple[Subproblems
     return subproblems, best
 
 
-def searched(subproblems: Subproblems) -> tuple[Subproblems, Progress]:
-    """The search of all subproblems, and these. Stripes are one layout more for most ops, which only uneven work pays
-    for: where the best choice without them has that, all is searched with them, too."""
-    progress = best_choice(subproblems, Progress())
+def searched(subproblems: Subproblems, limit_s: float = float("inf")) -> tuple[Subproblems, Progress]:
+    """The search of all subproblems for choices of less than `limit_s` seconds, and these. Stripes are one layout more
+    for most ops, which only uneven work pays for: where the best choice without them has that, all is searched with
+    them, too."""
+    progress = best_choice(subproblems, Progress(limit_s=limit_s))
     if progress.incumbent is not None and _is_uneven(progress.incumbent):
         wider = replace(subproblems.space, in_stripes=True)
         subproblems = replace(subproblems, space=wider, memo=Memo(costs=subproblems.memo.costs))
-        progress = best_choice(subproblems, Progress(progress.incumbent))
+        progress = best_choice(subproblems, Progress(progress.incumbent, limit_s))
     return subproblems, progress
 
 
@@ -56,7 +57,7 @@ def _is_uneven(choice: Choice) -> bool:
     return False
 
 
-def _check_recompute(subproblems: Subproblems) -> None:
+def check_recompute(subproblems: Subproblems) -> None:
     """Raise ConstraintError for levels of recompute that name no region; warn where there is none."""
     asked = subproblems.space.recompute
     if asked is None:

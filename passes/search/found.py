@@ -34,7 +34,8 @@ class Found:
     `micro` is None where the batch is not split, and `refused` says why it cannot be, if that was asked. `variables`
     and `memory` are those of each stage. `gap` is how much shorter the step could be at most, relative to it:
     `complete` says that this holds over everything that the space offers, not only over what was searched. `bound_s`
-    is a lower bound (seconds) on the step of everything that the space offers.
+    is a lower bound (seconds) on the step of everything that the space offers. Where a pipeline was chosen that was
+    not asked for, `single_s` is the step of the best choice without one; None if that does not fit.
     """
 
     micro: MicroBatches | None
@@ -49,6 +50,7 @@ class Found:
     complete: bool
     bound_s: float
     refused: str
+    single_s: float | None = None
 
     @property
     def seconds(self) -> Seconds:
@@ -100,5 +102,17 @@ def lowered_choice(
         bound_s = (1 - gap) * seconds.total if complete else subproblems.least_step_s(devices)
     refused = subproblems.programs.refused
     return Found(
-        program.micro, folded, problem, solution, lowered, variables, step, memory, gap, complete, bound_s, refused
+        program.micro,
+        folded,
+        problem,
+        solution,
+        lowered,
+        variables,
+        step,
+        memory,
+        gap,
+        complete,
+        bound_s,
+        refused,
+        space.decisions.single_s,
     )

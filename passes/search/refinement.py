@@ -74,11 +74,14 @@ def _search(subproblems: Subproblems, meshes: Sequence[Mesh], progress: Progress
 
 
 def _search_shapes(subproblems: Subproblems, devices: int, progress: Progress) -> Progress:
-    """Search shapes of up to two axes, then what is next to the best choice as long as that helps."""
+    """Search shapes of up to two axes, then, if the space says so, what is next to the best choice as long as that
+    helps."""
     meshes = shapes(devices, subproblems.space.cluster.node_size)
     # Meshes of two axes offer what that of one does. It is searched in no time, and its best choice excludes much.
     for some in ([mesh for mesh in meshes if len(mesh.sizes) == count] for count in (1, 2)):
         progress = _search(subproblems, some, progress)
+    if not subproblems.space.near:
+        return close(subproblems, progress)
     seen: set[Hashable] = set()
     while True:
         progress = _climb(subproblems, progress, seen)

@@ -19,13 +19,15 @@ from passes.strategies import Setting
 class PipelineChoices:
     """The pipelines that may be chosen: over the axis called `axis`, of `ranks` ranks; where the shape of
     the mesh is to be found, their number is, too. `cuts` are the names of the
-    positions that stages begin with, `per_rank` the number of stages of a rank; None where that is to be chosen."""
+    positions that stages begin with, `per_rank` the number of stages of a rank; None where that is to be chosen.
+    Where it is not `required`, there may be none."""
 
     axis: str
     ranks: int
     cuts: tuple[str, ...] | None = None
     schedule: str | None = None
     per_rank: int | None = None
+    required: bool = True
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,7 @@ class Space:
     - `decisions`: what is decided already.
     - `pipeline`: None for one stage. `in_flight` are the micro-batches whose saved tensors are counted at a time.
     - `couples`: terms of the loss that couple samples are computed in each micro-batch for its own.
+    - `near`: with a free shape, whether meshes of more than two axes near the best choice are searched.
     - `in_stripes`: whether methods are offered in stripes too; where something is decided, they are in any case.
     """
 
@@ -62,6 +65,7 @@ class Space:
     pipeline: PipelineChoices | None = None
     in_flight: int = 1
     couples: bool = False
+    near: bool = True
 
     @property
     def optimizer(self) -> Optimizer:

@@ -11,7 +11,7 @@ from passes.cost.bound import least_step_s
 from passes.cost.memory import memory_use
 from passes.cost.redistributions import RedistributionCosts
 from passes.ir.choices import Problem, Solution
-from passes.ir.configuration import Configuration, Staging
+from passes.ir.configuration import Configuration
 from passes.ir.errors import MicroBatchError
 from passes.ir.folded import Folded
 from passes.ir.mesh import Mesh
@@ -154,12 +154,12 @@ class Choice:
 @dataclass(frozen=True)
 class Memo:
     """Results that hold for all spaces over one program: costs of redistributions by mesh, problems by mesh and number
-    of micro-batches, subproblems without memory limit by these and pipeline, and lower bounds by the key of their
+    of micro-batches, subproblems without memory limit by these, and lower bounds by the key of their
     configuration. A bound found within a memory limit holds within any smaller one."""
 
     costs: dict[Mesh, RedistributionCosts] = field(default_factory=dict)
     problems: dict[tuple[Mesh, int], Problem] = field(default_factory=dict)
-    relaxed: dict[tuple[Mesh, int, Staging], Subproblem] = field(default_factory=dict)
+    relaxed: dict[tuple[Mesh, int], Subproblem] = field(default_factory=dict)
     bounds: dict[Hashable, float] = field(default_factory=dict)
 
 
@@ -210,7 +210,7 @@ class Subproblems:
             return None
         configuration = relaxed_configuration(self.space, mesh, count, program.folded)
         limits = Limits(float("inf"), self.space.optimizer_states)
-        key = mesh, count, configuration.pipeline
+        key = mesh, count
         if key not in self.memo.relaxed:
             solver = self._solver(self._whole(mesh, count, program), limits, configuration)
             self.memo.relaxed[key] = Subproblem(program, solver)

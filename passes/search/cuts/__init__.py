@@ -16,12 +16,22 @@ import numpy as np
 
 from passes.cost.schedules import StageSeconds, Timeline, held_together, simulate
 from passes.ir.arrays import Integers
+from passes.search.cuts.continuous import LeastStep, least_step, simple_least_step
 from passes.search.cuts.fitting import Fitting
 from passes.search.cuts.means import best_mean
 from passes.search.cuts.pieces import Boundary, Fits, Path, Pieces, Pipeline, Position, pieces_of
 from passes.search.cuts.table import Sweep, Table, all_cuts
 
-__all__ = ["Boundary", "Cuts", "Position", "best_cuts"]
+__all__ = [
+    "Boundary",
+    "Cuts",
+    "LeastStep",
+    "NotBetterError",
+    "Position",
+    "best_cuts",
+    "least_step",
+    "simple_least_step",
+]
 
 # Cuts are proven best when no others take less by more than this, relative to them.
 _PROVEN = 1e-9
@@ -52,22 +62,22 @@ class Cuts:
     complete: bool
 
 
-class _Search:
-    """The search for the best cuts: the incumbent `best`, which takes `step_s`, and the paths found so far."""
+class NotBetterError(Exception):
+    """Nothing takes less time than what is known already."""
 
-    def __init__(self, pieces: Pieces, pipeline: Pipeline, fitting: Fitting, effort: int) -> None:
+
+class _Search:
+    """The search for the best cuts: the incumbent `best`, which takes `step_s`, and the paths found so far. Before
+    there is one, `step_s` are the seconds that cuts must take less than."""
+
+    def __init__(self, pieces: Pieces, pipeline: Pipeline, fitting: Fitting, effort: int, below_s: float) -> None:
         self.pieces, self.pipeline, self.fitting, self.effort = pieces, pipeline, fitting, effort
         self.all = all_cuts(pieces, pipeline.stages)
         self.best: Integers | None = None
-        self.step_s = np.inf
+        self.step_s = below_s
         self.spent = 0.0
         self.paths: dict[bytes, Path] = {}
         self.values: dict[bytes, tuple[float, Path]] = {}
-
-    @property
-    def incumbent(self) -> Integers:
-        assert self.best is not None
-        return self.best
 
     @property
     def limit(self) -> float:
@@ -327,8 +337,10 @@ def _branch_and_bound(search: _Search, bound: float, path: Path) -> float:
 
 
 def _result(search: _Search, bound: float) -> Cuts:
-    """The incumbent, with a bound on all cuts."""
-    best = search.incumbent
+    """The incumbent, with a bound on all cuts. Raises NotBetterError where there is none."""
+    if search.best is None:
+        raise NotBetterError
+    best = search.best
     seconds, sends = search.pieces.stages(best)
     forward, gradient = sends[:, 1:].tolist()
     stages = [StageSeconds(*each) for each in seconds.T.tolist()]
@@ -346,6 +358,7 @@ def best_cuts(
     micro_batches: int,
     fits: Fits,
     effort: int = _EFFORT,
+    below_s: float = float("inf"),
 ) -> Cuts | None:
     """The cuts of a program into the stages of a pipeline with the shortest step; None where nothing fits.
 
@@ -359,14 +372,16 @@ def best_cuts(
             slow.
         effort: how many actions may be simulated, or other work of the same kind done, before the best cuts so far
             are returned. About a second a million.
+        below_s: cuts that take so many seconds or more are of no interest.
 
-    Raises PipelineError where the schedule does not suit the sizes.
+    Raises PipelineError where the schedule does not suit the sizes, NotBetterError where some cuts fit, and none that
+    were found take less than `below_s`.
     """
     pipeline = Pipeline(schedule, ranks, stages, micro_batches)
     if len(positions) < stages:
         return None
     fitting = Fitting(fits, held_together(pipeline.actions, [1.0] * stages))
-    search = _Search(pieces_of(positions, boundaries), pipeline, fitting, effort)
+    search = _Search(pieces_of(positions, boundaries), pipeline, fitting, effort, below_s)
     busy = _busy_paths(search)
     if not _start(search):
         return None

@@ -18,7 +18,7 @@ from passes.cost.schedules import (
     simulate,
     step_bound,
 )
-from passes.search.cuts import Boundary, Position, best_cuts
+from passes.search.cuts import Boundary, NotBetterError, Position, best_cuts
 from passes.solve.integer_program import MixedIntegerModel
 
 PER_RANK = {name: kind.least for name, kind in SCHEDULES.items()}
@@ -232,6 +232,20 @@ def test_what_fits_is_asked_seldom_and_once() -> None:
     free = best_cuts(*program, "1f1b", 6, 6, 24, lambda *_: True)
     assert free is not None
     assert free.timeline.step_s < found.timeline.step_s
+
+
+def test_cuts_are_better_than_what_is_known() -> None:
+    """With a step to beat the best cuts are found if they beat it; else that is an error, and not that none fit."""
+    program = _program(random.Random(1), 30, False)
+    best = best_cuts(*program, "1f1b", 4, 4, 12, lambda *_: True)
+    assert best is not None
+    step_s = best.timeline.step_s
+    found = best_cuts(*program, "1f1b", 4, 4, 12, lambda *_: True, below_s=1.01 * step_s)
+    assert found is not None
+    assert found.timeline.step_s == pytest.approx(step_s)
+    with pytest.raises(NotBetterError):
+        best_cuts(*program, "1f1b", 4, 4, 12, lambda *_: True, below_s=step_s)
+    assert best_cuts(*program, "1f1b", 4, 4, 12, lambda *_: False, below_s=step_s) is None
 
 
 def test_fewer_positions_than_stages_do_not_fit() -> None:

@@ -1,0 +1,92 @@
+"""Lower bounds on the steps of pipelines, before anything is solved for them.
+
+A rank computes, and waits. Its computation is at least that of the whole program without communication, shared by all
+ranks (`cost.bound`); a step of so many seconds in all stages takes at least as long as if the program could be cut
+anywhere (`cuts.continuous`); and the rank with the longest op runs that in every micro-batch.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from passes.cost.bound import LeastWork, least_once_s, least_work
+from passes.cost.schedules import check_schedule
+from passes.ir.configuration import Staging
+from passes.search.cuts import LeastStep, least_step, simple_least_step
+from passes.search.subproblems import Subproblems
+
+
+@dataclass
+class PipelineBounds:
+    """Bounds on the pipelines over the program of `subproblems`, whose mesh is that of one stage. What was found is
+    kept: of one micro-batch by their number, of the whole batch by the ranks, and by pipeline and number."""
+
+    subproblems: Subproblems
+    work: dict[int, LeastWork] = field(default_factory=dict)
+    whole: dict[int, LeastWork] = field(default_factory=dict)
+    steps: dict[tuple[Staging, int], LeastStep] = field(default_factory=dict)
+
+    def step_s(self, pipeline: Staging, count: int, limit_s: float) -> float:
+        """A lower bound on the step of a pipeline with so many micro-batches (seconds), the best one unless a simpler
+        one shows that it takes `limit_s` or more.
+
+        Raises MicroBatchError where the batch cannot be split so, PipelineError where the schedule does not suit.
+        """
+        check_schedule(pipeline.schedule, pipeline.ranks, pipeline.stages, count)
+        once_s = self._once_s(pipeline.ranks)
+        simple = simple_least_step(pipeline.schedule, pipeline.ranks, pipeline.stages, count)
+        if count >= pipeline.ranks:
+            # All micro-batches take at least as long as the whole batch at once, on all devices (`cost.bound`).
+            whole = self._whole(pipeline.ranks)
+            bound = simple.of(whole.forward_s, whole.backward_s) * pipeline.ranks / count + once_s
+            if bound >= limit_s:
+                return bound
+        work = self._work(count)
+        bound = max(simple.of(work.forward_s, work.backward_s), count * work.longest_s) + once_s
+        if bound >= limit_s:
+            return bound
+        return max(bound, self._least_step(pipeline, count).of(work.forward_s, work.backward_s) + once_s)
+
+    def staged_s(self, pipeline: Staging, count: int, forward_s: float, backward_s: float) -> float:
+        """A lower bound on the seconds of the schedule alone, where a micro-batch takes so many in all stages."""
+        return self._least_step(pipeline, count).of(forward_s, backward_s)
+
+    def whole_s(self, pipelines: Iterable[Staging], count: int, limit_s: float) -> float:
+        """The seconds that the program as a whole must take less than on the mesh of one stage, for one of `pipelines`
+        to take less than `limit_s`.
+
+        Of a program that takes T, each of p ranks has T/p on average, and waits at least as long as in the bound: that
+        counts as far as the bound has every pass more often than m/p times, for m micro-batches.
+        """
+        return max(pipeline.ranks * (limit_s - self._waiting_s(pipeline, count)) for pipeline in pipelines)
+
+    def _waiting_s(self, pipeline: Staging, count: int) -> float:
+        least, work, share = self._least_step(pipeline, count), self._work(count), count / pipeline.ranks
+        if min(least.forward, least.backward) < share:
+            return 0.0
+        return (least.forward - share) * work.forward_s + (least.backward - share) * work.backward_s
+
+    def _least_step(self, pipeline: Staging, count: int) -> LeastStep:
+        if (pipeline, count) not in self.steps:
+            work = self._work(count)
+            part = work.forward_s / ((work.forward_s + work.backward_s) or 1.0)
+            sizes = pipeline.ranks, pipeline.stages, count
+            self.steps[pipeline, count] = least_step(pipeline.schedule, *sizes, part)
+        return self.steps[pipeline, count]
+
+    def _work(self, count: int) -> LeastWork:
+        if count not in self.work:
+            folded, space = self.subproblems.programs.given(count).folded, self.subproblems.space
+            self.work[count] = least_work(folded, space.cluster, space.mesh.size)
+        return self.work[count]
+
+    def _whole(self, ranks: int) -> LeastWork:
+        """That of the whole batch on all devices."""
+        if ranks not in self.whole:
+            folded, space = self.subproblems.programs.given(1).folded, self.subproblems.space
+            self.whole[ranks] = least_work(folded, space.cluster, ranks * space.mesh.size)
+        return self.whole[ranks]
+
+    def _once_s(self, ranks: int) -> float:
+        """Seconds of a step for inputs and the optimizer, on the busiest rank of all devices."""
+        folded, space = self.subproblems.programs.given(1).folded, self.subproblems.space
+        return least_once_s(folded, space.cluster, space.optimizer, ranks * space.mesh.size)

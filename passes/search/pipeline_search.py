@@ -1,0 +1,253 @@
+"""The best pipeline: over its ranks and the numbers of micro-batches, those with the lowest bound first.
+
+All stages share the decisions of the program as a whole. For each number of micro-batches it is solved once, on the
+mesh of one stage, with the memory of all ranks together as its limit, and saved tensors counted for the micro-batches
+in flight. All schedules and numbers of stages cut that choice (`pipelines`). What cannot beat the best pipeline so far
+by its bound (`pipeline_bounds`) is not solved, and solutions that could not are pruned.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from passes.cost.cluster import GIB
+from passes.ir.configuration import Staging
+from passes.ir.errors import ConstraintError, InfeasibleError, MicroBatchError, PipelineError
+from passes.ir.mesh import Mesh
+from passes.search.choosing import searched
+from passes.search.configurations import micro_batch_counts
+from passes.search.cuts import NotBetterError
+from passes.search.found import Found, MemorySimulator
+from passes.search.pipeline_bounds import PipelineBounds
+from passes.search.pipelines import ZERO_BUBBLE, StagedProgram, offered_pipelines, staged
+from passes.search.space import PipelineChoices, Space
+from passes.search.subproblems import Choice, Memo, Subproblems
+
+# Ranks of a pipeline that are tried where their number is free.
+_MOST_RANKS = 16
+# Micro-batches that are tried are at most so many times the ranks of the pipeline.
+_MOST_MICRO_BATCHES = 16
+# Zero-bubble schedules are tried where ranks wait for this part of the best step or more.
+_WAITING = 0.01
+# Times that a program is solved again in less memory where no cuts fit, each with this part of the memory before.
+_ATTEMPTS, _LESS = 4, 0.8
+
+
+def best_pipeline(
+    subproblems: Subproblems, asked: PipelineChoices, simulate: MemorySimulator, limit_s: float = float("inf")
+) -> Found | None:
+    """The best choice that runs in a pipeline as `asked`; None where none was found that takes less than `limit_s`.
+    Where the shape of the mesh is free, the pipeline has up to `_MOST_RANKS` ranks, and the other devices any shape.
+
+    Raises PipelineError where nothing can be cut so, InfeasibleError where nothing fits.
+    """
+    search = _Search(simulate, limit_s)
+    space = subproblems.space
+    if subproblems.least_step_s(asked.ranks * space.mesh.size) >= limit_s:
+        return None
+    candidates = sorted(_candidates(subproblems, asked, search), key=lambda item: -item.bound_s)
+    while candidates:
+        search.consider(candidates.pop())
+    if search.best is not None and subproblems.space.any_shape:
+        search.consider(replace(search.best[0], near=True))
+    if search.best is not None:
+        for candidate in _with_less_bubble(search, *search.best):
+            search.consider(candidate)
+        return search.best[1]
+    if limit_s < float("inf"):
+        return None
+    raise _refusal(search.errors or search.unsuited)
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """Pipelines of `count` micro-batches over as many ranks, each with a lower bound on its step (seconds). The space
+    of `subproblems` is that of one stage; `near` says whether meshes near the best one are searched."""
+
+    subproblems: Subproblems
+    asked: PipelineChoices
+    count: int
+    bounds: PipelineBounds
+    pipelines: tuple[tuple[float, Staging], ...]
+    near: bool = False
+
+    @property
+    def bound_s(self) -> float:
+        """A lower bound on the steps of all."""
+        return min(bound for bound, _ in self.pipelines)
+
+
+def _candidates(subproblems: Subproblems, asked: PipelineChoices, search: "_Search") -> Iterator[_Candidate]:
+    """All pipelines that are tried and may take less than the limit, by ranks and micro-batches; `search` takes the
+    errors of others."""
+    space = subproblems.space
+    sizes = [asked.ranks]
+    if space.any_shape:
+        sizes = [ranks for ranks in range(2, _MOST_RANKS + 1) if space.mesh.size % ranks == 0]
+        if not sizes:
+            error = f"{space.mesh.size} devices cannot be shared by stages of equally many: take another number"
+            search.unsuited.append(PipelineError(error))
+    for ranks in sizes:
+        own = replace(asked, ranks=ranks)
+        mesh = Mesh(space.mesh.names, (space.mesh.size // ranks,)) if space.any_shape else space.mesh
+        staged = replace(subproblems.over(replace(space, mesh=mesh)), memo=Memo())
+        bounds = PipelineBounds(staged)
+        for count in _counts(staged, own):
+            if count == 1 and not asked.required:
+                # What cannot be split has no loss, or nothing to gain.
+                continue
+            try:
+                offered = list(offered_pipelines(own, count))
+            except PipelineError as error:
+                search.unsuited.append(error)
+                break
+            bounded = ((search.bound_s(bounds, pipeline, count), pipeline) for pipeline in offered)
+            pipelines = [(bound, pipeline) for bound, pipeline in bounded if bound < search.limit_s]
+            if pipelines:
+                # Its problems are its own, so that they are given up with it.
+                alone = replace(staged, memo=Memo(costs=staged.memo.costs))
+                yield _Candidate(alone, own, count, bounds, tuple(sorted(pipelines, key=lambda item: item[0])))
+
+
+def _with_less_bubble(search: "_Search", best: _Candidate, found: Found) -> Iterator[_Candidate]:
+    """The best candidate in zero-bubble schedules, where none is asked for and ranks wait. Only these few are tried, so
+    that planning takes little longer. torch cannot compile code that leaves gradients of weights."""
+    programs, space, seconds = best.subproblems.programs, best.subproblems.space, found.seconds
+    waits = seconds.bubble >= _WAITING * seconds.total
+    if best.asked.schedule is not None or programs.program.compiled or not space.trains or not waits:
+        return
+    pipelines: list[tuple[float, Staging]] = []
+    for name in ZERO_BUBBLE:
+        try:
+            offered = list(offered_pipelines(replace(best.asked, schedule=name), best.count))
+        except PipelineError:
+            continue
+        pipelines += [(search.bound_s(best.bounds, pipeline, best.count), pipeline) for pipeline in offered]
+    bounded = sorted((item for item in pipelines if item[0] < search.limit_s), key=lambda item: item[0])
+    if bounded:
+        yield replace(best, pipelines=tuple(bounded))
+
+
+class _Search:
+    """The search for the best pipeline: the incumbent `best`; better ones take less than `limit_s`. `errors` say why
+    others were not found, `unsuited` why some cannot be, whatever is chosen."""
+
+    def __init__(self, simulate: MemorySimulator, limit_s: float) -> None:
+        self.simulate, self.limit_s = simulate, limit_s
+        self.best: tuple[_Candidate, Found] | None = None
+        self.errors: list[Exception] = []
+        self.unsuited: list[Exception] = []
+
+    def bound_s(self, bounds: PipelineBounds, pipeline: Staging, count: int) -> float:
+        """A lower bound on the step of a pipeline (seconds); infinite where there is none."""
+        try:
+            return bounds.step_s(pipeline, count, self.limit_s)
+        except (PipelineError, MicroBatchError, ConstraintError) as error:
+            self.unsuited.append(error)
+            return float("inf")
+
+    def consider(self, candidate: _Candidate) -> None:
+        """Take the best pipeline of a candidate as the incumbent, if it is better."""
+        hopeless: set[int] = set()
+        for in_flight, share in _memories(candidate.asked.ranks):
+            pipelines = [pipeline for bound, pipeline in candidate.pipelines if bound < self.limit_s]
+            if not pipelines:
+                return
+            if in_flight in hopeless:
+                # There is less in less memory.
+                continue
+            try:
+                if self._consider(candidate, pipelines, in_flight, share):
+                    return
+            except (InfeasibleError, MicroBatchError, ConstraintError) as error:
+                self.errors.append(error)
+                hopeless.add(in_flight)
+
+    def _consider(self, candidate: _Candidate, pipelines: Sequence[Staging], in_flight: int, share: float) -> bool:
+        """Look for better ones among `pipelines`, with so many micro-batches in flight and this share of the memory of
+        all ranks. Whether nothing is left to look for with other ones.
+
+        Raises InfeasibleError where the program as a whole does not fit.
+        """
+        asked, space = candidate.asked, candidate.subproblems.space
+        inner = replace(
+            space,
+            pipeline=None,
+            micro_batches=candidate.count,
+            in_flight=in_flight,
+            memory_limit=space.memory_limit * asked.ranks * share,
+            near=candidate.near,
+        )
+        limit_s = candidate.bounds.whole_s(pipelines, candidate.count, self.limit_s)
+        try:
+            chosen = _chosen(candidate.subproblems, inner, limit_s)
+        except InfeasibleError as error:
+            raise _lacking(error, space, asked.ranks, in_flight) from None
+        if chosen is None:
+            return True
+        program = StagedProgram(*chosen, asked, candidate.bounds, self.simulate)
+        fits = False
+        for pipeline in pipelines:
+            try:
+                found = staged(program, pipeline, self.limit_s)
+            except (PipelineError, InfeasibleError) as error:
+                self.errors.append(error)
+                continue
+            except NotBetterError:
+                fits = True
+                continue
+            fits, self.best = True, (candidate, found)
+            self.limit_s = found.seconds.total
+        return fits
+
+
+def _counts(subproblems: Subproblems, asked: PipelineChoices) -> list[int]:
+    """The numbers of micro-batches that are tried: as many as ranks or more, if the batch divides so; one where it
+    cannot be split."""
+    space = subproblems.space
+    if space.micro_batches is not None or not space.trains:
+        return [space.micro_batches or 1]
+    known = list(micro_batch_counts(space, subproblems.programs.program))
+    if len(known) > 1 and subproblems.programs.of(known[1], is_given=False) is None:
+        return [1]
+    enough = [count for count in known if asked.ranks <= count <= _MOST_MICRO_BATCHES * asked.ranks]
+    return enough or known[-1:]
+
+
+def _lacking(error: InfeasibleError, space: Space, ranks: int, in_flight: int) -> InfeasibleError:
+    """The refusal of a program as a whole, in the memory of all ranks of a pipeline, in terms of one of them."""
+    return InfeasibleError(
+        f"no pipeline over {ranks} ranks fits the memory limit of {space.memory_limit / GIB:.3g} GiB per device: with "
+        f"{in_flight} micro-batches in flight these lack {error.missing / GIB:.3g} GiB together; take more devices, "
+        "smaller micro-batches, or raise the limit",
+        error.missing / ranks,
+    )
+
+
+def _memories(ranks: int) -> Iterator[tuple[int, float]]:
+    """What the solver counts for a pipeline of so many ranks: micro-batches in flight, and the part of the memory of
+    all ranks. Of equal stages the first has most in flight; unequal ones have half as many on average. Where neither
+    can be cut so that it fits, less memory is tried."""
+    counts = dict.fromkeys((ranks, (ranks + 1) // 2))
+    yield from ((count, 1.0) for count in counts)
+    yield from ((ranks, _LESS**attempt) for attempt in range(1, _ATTEMPTS))
+
+
+def _chosen(subproblems: Subproblems, inner: Space, limit_s: float) -> tuple[Subproblems, Choice] | None:
+    """The best choice of layouts for the program as a whole, and its subproblems, with the memory limit of one rank;
+    None where none takes less than `limit_s`.
+
+    Raises InfeasibleError where nothing fits.
+    """
+    own, progress = searched(subproblems.over(inner), limit_s)
+    best = progress.best
+    if best is not None:
+        return replace(own, space=replace(own.space, memory_limit=subproblems.space.memory_limit)), best
+    if progress.errors:
+        raise min(progress.errors, key=lambda error: error.missing)
+    return None
+
+
+def _refusal(errors: Sequence[Exception]) -> Exception:
+    """The error that is nearest to something that works: least memory is missing, or else the first one."""
+    missing = [error for error in errors if isinstance(error, InfeasibleError)]
+    return min(missing, key=lambda error: error.missing) if missing else errors[0]
