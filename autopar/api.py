@@ -11,10 +11,10 @@ from autopar.loading import distribute, make_groups, own_stages, refuse_meta
 from autopar.models.fingerprint import Fingerprint, refuse_different_models, values_fingerprint
 from autopar.models.info import ExampleInputs, ModelInfo, read_model
 from autopar.models.losses import Loss, with_loss
-from autopar.options import Constraints, Options, Pipeline, Precision, Recompute
+from autopar.options import Constraints, Options, PipelineOption, Precision, Recompute
 from autopar.planner import PlannedModel, plan_model
 from autopar.plans.dynamic_shapes import AnySizes
-from autopar.request import MeshLike, make_request
+from autopar.request import MeshLike, is_number, make_request, with_mesh
 from autopar.runtime import DistributedModule
 from autopar.runtime.pipeline.ranks import whole_mesh
 from autopar.runtime.ranks.agreement import Agreement, from_first, together
@@ -45,14 +45,17 @@ def plan(
     outputs: str | None = None,
     aux_loss: str | None = None,
     loss: Loss | None = None,
-    pipeline: Pipeline | None = None,
+    pipeline: PipelineOption | None = None,
 ) -> Plan:
     """Plan how `model` runs on `mesh`. Needs no process group, no GPU, and no parameter values (`meta` is enough).
 
     See `parallelize` for the arguments; `mesh` may also be a dict of sizes by axis, outermost first. With a dict or a
-    number of devices `cluster` says for which.
+    number of devices `cluster` says for which. With a number of devices, `pipeline` is "auto" unless it is given
+    or formulas are asked for.
     """
     options = Options.among(locals())
+    if pipeline is None and options.plan is None and not symbolic and is_number(mesh):
+        options = replace(options, pipeline="auto")
     model = with_loss(model, loss)
     request = make_request(mesh, options)
     return plan_model(model, read_model(model, example_inputs, request), request).plan
@@ -79,7 +82,7 @@ def parallelize(
     outputs: str | None = None,
     aux_loss: str | None = None,
     loss: Loss | None = None,
-    pipeline: Pipeline | None = None,
+    pipeline: PipelineOption | None = None,
 ) -> DistributedModule:
     """A module that computes what `model` does, on all devices of `mesh`. `model` is left unchanged.
 
@@ -116,7 +119,10 @@ def parallelize(
     - `loss`: a function of the model's output, called as `loss(output, **arguments)`, that returns a scalar. It is
       traced and planned with the model, so that a cross entropy runs on the split vocabulary. Forward and loss get the
       arguments in their signatures; calls return a named tuple `(loss, output)`. The loss may hold no parameters.
-    - `pipeline`: an `autopar.Pipeline` of stages on different ranks; None means one over an axis called "pp".
+    - `pipeline`: an `autopar.Pipeline` of stages on different ranks; None means one over an axis called "pp", and none
+      with a number of devices; False means none at all. "auto" lets the planner decide with a number of devices: its
+      first axis is then "pp" if a pipeline is much faster, or nothing else fits. A module in a pipeline trains with
+      `forward_backward`, as its plain calls have no gradients.
 
     Raises a subclass of `autopar.AutoparError`, on every rank alike.
     """
@@ -128,7 +134,7 @@ def parallelize(
         info = read_model(model, example_inputs, request)
     _compare_models(model, info, ranks)
     planned = from_first(ranks, lambda: plan_model(model, info, request, both_modes=True), "planning the model")
-    request = replace(request, mesh=planned.plan.stage_mesh, any_shape=False)
+    request = with_mesh(request, Mesh.of(planned.plan.mesh), planned.plan.pipeline_axis)
     ranks = _with_groups(planned, mesh, ranks)
     with together(ranks, "loading parameters and generated source"):
         other_sizes = AnySizes(model, info, planned, request, ranks, own_stages(planned, ranks))

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
@@ -101,6 +101,10 @@ class Pipeline:
             raise InputError(f"pipeline: virtual_stages is {count!r}: it must be a whole number of at least 1")
 
 
+# What may be asked of pipelines: one, that the planner decides whether there is one, or none.
+PipelineOption = Pipeline | Literal["auto", False]
+
+
 @dataclass(frozen=True)
 class Options:
     """The keyword arguments of `plan` and `parallelize`, as they were given; None where they were left out."""
@@ -120,7 +124,7 @@ class Options:
     compiled: bool | None = None
     outputs: str | None = None
     aux_loss: str | None = None
-    pipeline: Pipeline | None = None
+    pipeline: PipelineOption | None = None
 
     @classmethod
     def among(cls, arguments: Mapping[str, Any]) -> "Options":

@@ -23,7 +23,7 @@ from autopar.plans.programs import (
     undivided,
 )
 from autopar.plans.replay import as_planned, check_replayed, planned_decisions, written_plan
-from autopar.request import Request
+from autopar.request import Request, with_mesh
 from autopar.runtime import GeneratedProgram
 from passes.clock import Clock
 from passes.codegen import Naming, emit
@@ -112,7 +112,7 @@ def plan_captured(captured: CapturedModel, request: Request, clock: Clock) -> Pl
     """
     info, program, objective = captured.info, captured.program, request.objective
     first = plan_program(program, info, request, objective, planned_decisions(request.plan, objective), clock)
-    request = _with_mesh(request, first)
+    request = _with_planned_mesh(request, first)
     programs, refused = {objective: first}, ""
     if isinstance(captured.evaluation, Program):
         programs["infer"] = _plan_evaluation(captured.evaluation, info, request, first, clock)
@@ -137,18 +137,13 @@ def plan_captured(captured: CapturedModel, request: Request, clock: Clock) -> Pl
     )
 
 
-def _with_mesh(request: Request, planned: PlannedProgram) -> Request:
-    """`request` with the mesh that was found for a program, and the number of its pipeline's ranks."""
-    request = replace(request, mesh=planned.mesh, any_shape=False)
-    if request.pipeline is None:
-        return request
-    axis, ranks = request.pipeline.axis, planned.record.ranks
-    whole = (
-        Mesh((axis, *planned.mesh.names), (ranks, *planned.mesh.sizes))
-        if request.whole_mesh.names[0] != axis
-        else request.whole_mesh
-    )
-    return replace(request, whole_mesh=whole, pipeline=replace(request.pipeline, ranks=ranks))
+def _with_planned_mesh(request: Request, planned: PlannedProgram) -> Request:
+    """`request` with the mesh that was found for a program, and its pipeline's ranks."""
+    ranks, mesh = planned.record.ranks, planned.mesh
+    axis = request.pipeline.axis if request.pipeline is not None and (request.pipeline.required or ranks > 1) else ""
+    if axis and axis == request.whole_mesh.names[0]:
+        return with_mesh(request, request.whole_mesh, axis)
+    return with_mesh(request, Mesh((axis, *mesh.names), (ranks, *mesh.sizes)) if axis else mesh, axis)
 
 
 def plan_program(
@@ -159,7 +154,7 @@ def plan_program(
         program = with_scalars_alone(program)
     program = replace(program, rules=rules_for(program) if request.discover else {}, compiled=request.compiled)
     space = request.space(info.casts(request.precision), decisions)
-    simulate = partial(simulated_memory, info, request)
+    simulate = StepMemory(info, request)
     found = search(program, space, simulate, clock)
     naming = Naming(info.name, f"{info.name} on {found.mesh}, for {'training' if name == 'train' else 'inference'}.")
     with clock("emit"):
@@ -170,7 +165,7 @@ def plan_program(
             )
         ]
     recorded = _record(program, found, request)
-    if program.parameters and request.pipeline is None:
+    if program.parameters and found.configuration.pipeline.ranks == 1:
         step_s_on = partial(best_step_s, program, space, simulate, clock)
         recorded = replace(recorded, idle=_idle_axes(found, recorded, request, name, step_s_on))
     planned = PlannedProgram(
@@ -258,7 +253,7 @@ def _record(program: Program, found: Found, request: Request) -> ProgramPlan:
     timeline = found.step.timeline
     coupled = () if found.micro is None else found.micro.coupled
     drawn = () if timeline is None else tuple(timeline.drawn(_COLUMNS).splitlines())
-    return replace(written, whole_batch=found.refused, coupled=coupled, drawn=drawn)
+    return replace(written, whole_batch=found.refused, coupled=coupled, drawn=drawn, single_s=found.single_s)
 
 
 def _idle_axes(
@@ -285,48 +280,61 @@ def _idle_axes(
     return replace(idle, fewer=fewer, fewer_s=step_s) if step_s is not None and step_s <= recorded.step_s else idle
 
 
-def simulated_memory(
-    info: ModelInfo,
-    request: Request,
-    lowered: Lowered,
-    variables: Sequence[Variables | None],
-    micro: MicroBatches | None,
-    configuration: Configuration,
-    held: Sequence[Sequence[Held]],
-) -> tuple[MemoryPeak, ...]:
-    """Bytes on one device of each stage at the peak of a step of `lowered`; the stages' generated code has these
-    variables, and those without are left out. `micro` is None where the batch is not split; `held` are the
-    micro-batches of each stage that hold tensors at a time."""
-    leaves = dict(input_leaves(info.inputs))
-    given = {
-        item.name: leaf.dtype
-        for item in lowered.program.inputs
-        if isinstance(leaf := leaves.get(item.argument), torch.Tensor)
-    }
-    stored = Stored(
-        info.casts(request.precision).master,
-        given,
-        request.optimizer if request.objective == "train" else None,
-    )
-    outputs = planned_outputs(lowered)
-    batches = (
-        MicroBatchInputs(defers=configuration.pipeline.splits)
-        if micro is None
-        else micro_batch_inputs(micro, lowered, outputs, configuration)
-    )
-    # The allocator and optimizers of the devices; those of unknown devices are taken to be CUDA's.
-    machine, mesh = MACHINES[request.cluster.device.type], configuration.mesh
-    prober = FakeProber(mesh, machine.device)
-    return tuple(
-        max(
-            (
-                peak_memory(
-                    stage, own, stored, machine, prober, mesh, replace(batches, in_flight=each.saved, left=each.left)
-                )
-                for each in every
-            ),
-            key=lambda memory: memory.peak,
+class StepMemory:
+    """The memory simulator of a search: a `passes.search.MemorySimulator`. What is found of a statement holds on a mesh
+    for all programs, so it is found once for each mesh."""
+
+    def __init__(self, info: ModelInfo, request: Request) -> None:
+        self._dtypes = {
+            argument: leaf.dtype for argument, leaf in input_leaves(info.inputs) if isinstance(leaf, torch.Tensor)
+        }
+        self._master = info.casts(request.precision).master
+        self._optimizer = request.optimizer if request.objective == "train" else None
+        # The allocator and optimizers of the devices; those of unknown devices are taken to be CUDA's.
+        self._machine = MACHINES[request.cluster.device.type]
+        self._probers: dict[Mesh, FakeProber] = {}
+
+    def __call__(
+        self,
+        lowered: Lowered,
+        variables: Sequence[Variables | None],
+        micro: MicroBatches | None,
+        configuration: Configuration,
+        held: Sequence[Sequence[Held]],
+    ) -> tuple[MemoryPeak, ...]:
+        """Bytes on one device of each stage at the peak of a step of `lowered`; the stages' generated code has these
+        variables, and those without are left out. `micro` is None where the batch is not split; `held` are the
+        micro-batches of each stage that hold tensors at a time."""
+        given = {
+            item.name: self._dtypes[item.argument] for item in lowered.program.inputs if item.argument in self._dtypes
+        }
+        stored = Stored(self._master, given, self._optimizer)
+        outputs = planned_outputs(lowered)
+        batches = (
+            MicroBatchInputs(defers=configuration.pipeline.splits)
+            if micro is None
+            else micro_batch_inputs(micro, lowered, outputs, configuration)
         )
-        for stage, own, every in zip(lowered.stages, variables, held, strict=True)
-        if own is not None
-    )
+        mesh, machine = configuration.mesh, self._machine
+        if mesh not in self._probers:
+            self._probers[mesh] = FakeProber(mesh, machine.device)
+        prober = self._probers[mesh]
+        return tuple(
+            max(
+                (
+                    peak_memory(
+                        stage,
+                        own,
+                        stored,
+                        machine,
+                        prober,
+                        mesh,
+                        replace(batches, in_flight=each.saved, left=each.left),
+                    )
+                    for each in every
+                ),
+                key=lambda memory: memory.peak,
+            )
+            for stage, own, every in zip(lowered.stages, variables, held, strict=True)
+            if own is not None
+        )

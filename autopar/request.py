@@ -65,6 +65,19 @@ class Request(Settings):
         )
 
 
+def is_number(mesh: object) -> bool:
+    """Whether a mesh says how many devices there are, and not their shape."""
+    return isinstance(mesh, (int, Cluster)) and not isinstance(mesh, bool)
+
+
+def with_mesh(request: Request, mesh: Mesh, pipeline_axis: str) -> Request:
+    """`request` with the mesh that was planned, which has the axis of the pipeline if there is one ("": none)."""
+    pipeline = request.pipeline if pipeline_axis else None
+    if pipeline is not None:
+        pipeline = replace(pipeline, ranks=mesh.by_name[pipeline_axis])
+    return replace(request, mesh=stage_mesh(mesh, pipeline_axis), whole_mesh=mesh, any_shape=False, pipeline=pipeline)
+
+
 def make_request(mesh: MeshLike, options: Options, device_type: str | None = None) -> Request:
     """Check the arguments and fill in omitted ones. `device_type` is the device type of this process if it will run the
     plan.
@@ -76,7 +89,7 @@ def make_request(mesh: MeshLike, options: Options, device_type: str | None = Non
         check_contents(options.plan)
     chosen = settings_of(options)
     shape = read_mesh(mesh)
-    any_shape = isinstance(mesh, (int, Cluster))
+    any_shape = is_number(mesh)
     if any_shape and options.plan is not None:
         devices, shape, any_shape = shape.size, Mesh.of(options.plan.mesh), False
         if shape.size != devices:
@@ -99,7 +112,7 @@ def make_request(mesh: MeshLike, options: Options, device_type: str | None = Non
         symbolic=chosen.symbolic and options.plan is None,
     )
     micro_batches, recompute, zero = _choices(options, chosen.objective)
-    pipeline = _pipeline(options, shape, any_shape=any_shape)
+    pipeline = _pipeline(options, shape, chosen.objective, any_shape=any_shape)
     if chosen.compiled and pipeline is not None and pipeline.schedule in SPLITTING:
         raise PipelineError(
             f"the schedule {pipeline.schedule} computes gradients of weights apart, which code compiled by torch "
@@ -147,14 +160,14 @@ def _choices(options: Options, objective: str) -> tuple[int | None, Mapping[str,
     return count, None if given is None else levels, stage
 
 
-def _pipeline(options: Options, mesh: Mesh, *, any_shape: bool) -> PipelineChoices | None:
+def _pipeline(options: Options, mesh: Mesh, objective: str, *, any_shape: bool) -> PipelineChoices | None:
     """The pipelines that may be chosen; None for one stage.
 
     Raises PipelineError for an axis that cannot be a pipeline's, and PlanMismatchError where a plan has another one.
     """
     asked, plan = options.pipeline, options.plan
-    if asked is not None and not isinstance(asked, Pipeline):
-        raise InputError(f"pipeline is {asked!r}: give an autopar.Pipeline, or None")
+    if asked not in (None, False, "auto") and not isinstance(asked, Pipeline):
+        raise InputError(f"pipeline is {asked!r}: give an autopar.Pipeline, 'auto', False or None")
     if plan is not None:
         if asked is not None:
             raise PlanMismatchError(
@@ -162,9 +175,11 @@ def _pipeline(options: Options, mesh: Mesh, *, any_shape: bool) -> PipelineChoic
             )
         axis = plan.pipeline_axis
         return PipelineChoices(axis, mesh.by_name[axis]) if axis in mesh.names else None
-    if asked is None and (any_shape or PIPELINE_AXIS not in mesh.names):
+    if asked == "auto" and any_shape:
+        return PipelineChoices(PIPELINE_AXIS, 1, required=False) if objective == "train" else None
+    if asked is False or (not isinstance(asked, Pipeline) and (any_shape or PIPELINE_AXIS not in mesh.names)):
         return None
-    asked = asked or Pipeline()
+    asked = asked if isinstance(asked, Pipeline) else Pipeline()
     axis = asked.axis or PIPELINE_AXIS
     if any_shape:
         return PipelineChoices(axis, 1, asked.cuts, asked.schedule, asked.virtual_stages)

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 from ortools.math_opt.python import mathopt
 
-from passes.cost.schedules import SCHEDULES
 from passes.ir.arrays import Floats
+from passes.ir.configuration import SPLITTING
 from passes.search.cuts.pieces import Path, Pipeline
 from passes.solve.integer_program import MixedIntegerModel
 
@@ -72,7 +72,7 @@ def simple_least_step(schedule: str, ranks: int, stages: int, micro_batches: int
     fall by 1 - 1/m from stage to stage, and their sum is (1 - (1 - 1/m)^p) times the step.
     """
     least = micro_batches / ranks
-    if stages == ranks and not SCHEDULES[schedule].splits:
+    if stages == ranks and schedule not in SPLITTING:
         least = 1 / (1 - (1 - 1 / micro_batches) ** ranks)
     return LeastStep(max(least, 1.0), max(least, 1.0))
 

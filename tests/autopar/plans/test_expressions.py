@@ -12,7 +12,7 @@ import autopar
 from autopar import ExpressionError, Plan
 from autopar.models.info import read_model, tracing
 from autopar.options import Options
-from autopar.planner import PlannedModel, plan_model, simulated_memory
+from autopar.planner import PlannedModel, StepMemory, plan_model
 from autopar.request import make_request
 from passes.capture import capture
 from passes.clock import Clock
@@ -96,7 +96,7 @@ def planned_at(
     if mesh == case.mesh:
         decisions = replace(decisions, methods=None, strategies=done.decided[name], stored=done.stored)
     space = replace(request.space(info.casts(request.precision), decisions), memory_limit=float("inf"))
-    found = search(program, space, partial(simulated_memory, info, request), Clock())
+    found = search(program, space, StepMemory(info, request), Clock())
     use = memory_use(found.problem, found.solution, space.optimizer_states)
     return use.peak, found.seconds.total
 
