@@ -1,6 +1,7 @@
 """Plans of models at the sizes that people train: `python benchmarks/sizes.py [--rows NAME,NAME] [--json]`.
 
-Each row is a published configuration, from its model card, planned from `meta` on H100s with a searched mesh. It says
+Each row is a published configuration, from its model card, planned from `meta` with a searched mesh, on H100s where it
+does not say otherwise. The planner decides whether there is a pipeline, unless the row has a number of stages. It says
 whether the plan fits, the CPU seconds of planning (tracing included), the peak memory of the process, and of the plan
 its step, gap, memory and tokens/s per device. Every row runs in a process of its own, which may take `--seconds` and
 `--gib`. Needs no accelerator and no weights.
@@ -29,7 +30,8 @@ CAUSAL = "{}ForCausalLM"
 @dataclass(frozen=True)
 class Row:
     """A published model (`kind` names its classes, `head` the class of its task), the number of devices, and the batch:
-    samples, and tokens of each."""
+    samples, and tokens of each. `stages` is the size of a pipeline that is given, with the other devices in one axis; 0
+    leaves it to the planner."""
 
     name: str
     kind: str
@@ -39,6 +41,9 @@ class Row:
     length: int
     head: str = CAUSAL
     dtype: torch.dtype = torch.bfloat16
+    cluster: str = "h100"
+    outputs: str | None = None
+    stages: int = 0
 
 
 def _decoder(hidden: int, ffn: int, layers: int, heads: int, kv_heads: int, vocab: int, **more: Any) -> dict[str, Any]:
@@ -74,6 +79,7 @@ _VIT = {"hidden_size": 1280, "intermediate_size": 5120, "num_hidden_layers": 32,
         "patch_size": 14, "image_size": 224}  # fmt: skip
 _FALCON = {"hidden_size": 8192, "num_hidden_layers": 60, "num_attention_heads": 128, "num_kv_heads": 8,
            "new_decoder_architecture": True, "vocab_size": 65024}  # fmt: skip
+_BLOOM = {"hidden_size": 14336, "n_layer": 70, "n_head": 112, "vocab_size": 250880}
 _MAMBA2 = {"hidden_size": 2560, "num_hidden_layers": 64, "vocab_size": 50288, "state_size": 128, "expand": 2,
            "head_dim": 64, "num_heads": 80, "n_groups": 1}  # fmt: skip
 
@@ -101,8 +107,9 @@ ROWS = (
     Row("phi-4", "Phi3", _decoder(5120, 17920, 40, 40, 10, 100352), 64, 256, 4096),
     Row("gpt-oss-20b", "GptOss", _decoder(2880, 2880, 24, 64, 8, 201088, **_GPT_OSS), 64, 256, 4096),
     Row("falcon-40b", "Falcon", _FALCON, 128, 512, 2048),
-    Row("bloom-176b", "Bloom", {"hidden_size": 14336, "n_layer": 70, "n_head": 112, "vocab_size": 250880}, 384, 2304,
-        2048),
+    Row("bloom-176b", "Bloom", _BLOOM, 384, 2304, 2048),
+    Row("bloom-176b-a100", "Bloom", _BLOOM, 384, 2048, 2048, cluster="a100", outputs="scalars"),
+    Row("llama-3.1-70b-pp8", "Llama", _decoder(8192, 28672, 80, 64, 8, 128256), 512, 512, 8192, stages=8),
     Row("opt-66b", "OPT", _OPT, 256, 1024, 2048),
     Row("gpt-neox-20b", "GPTNeoX", _decoder(6144, 24576, 44, 64, 64, 50432), 96, 1536, 2048),
     Row("olmo-2-7b", "Olmo2", _decoder(4096, 11008, 32, 32, 32, 100352), 64, 256, 4096),
@@ -146,7 +153,8 @@ def measure(row: Row) -> dict[str, object]:
     start, cpu = time.perf_counter(), time.process_time()
     found: dict[str, object]
     try:
-        plan = autopar.plan(model_of(row), row.devices, batch_of(row), cluster="h100")
+        mesh = {"pp": row.stages, "inner": row.devices // row.stages} if row.stages else row.devices
+        plan = autopar.plan(model_of(row), mesh, batch_of(row), cluster=row.cluster, outputs=row.outputs)
     except (autopar.AutoparError, MemoryError) as error:
         found = {"fits": False, "error": f"{type(error).__name__}: {error}"}
     else:
@@ -202,7 +210,7 @@ def line(found: Mapping[str, Any]) -> str:
     rate = f"{found['tokens_per_second_per_device']:,.0f} tokens"
     if not found["tokens_per_second_per_device"]:
         rate = f"{found['samples_per_second_per_device']:,.0f} samples"
-    axes = " x ".join(map(str, found["mesh"].values()))
+    axes = " x ".join(f"pp {size}" if name == "pp" else str(size) for name, size in found["mesh"].items())
     step, memory = f"{found['step_s']:.3g} s", f"{found['memory_gib']:.1f} GiB"
     how = f"{axes}, {found['micro_batches']}"
     return f"{head}| yes {spent}| {how} | {step} | {memory} | {found['gap']:.2%} | {rate}, {found['mfu']:.0%} |"
