@@ -4,7 +4,8 @@ import random
 
 import pytest
 
-from passes.cost.schedules import SCHEDULES, StageSeconds, rank_of_stage, schedule_actions, simulate
+from passes.cost.schedules import StageSeconds, rank_of_stage, schedule_actions, simulate
+from passes.ir.configuration import SPLITTING
 from passes.ir.errors import PipelineError
 from passes.search.cuts import least_step, simple_least_step
 
@@ -44,7 +45,7 @@ def test_no_stages_take_less(schedule, ranks, stages, count):
     assert bound <= step_s(schedule, ranks, count, equal) * (1 + 1e-9)
     for _ in range(40):
         ahead, back = divided(forward, stages, draw), divided(backward, stages, draw)
-        weight = [part * draw.random() if SCHEDULES[schedule].splits else 0.0 for part in back]
+        weight = [part * draw.random() if schedule in SPLITTING else 0.0 for part in back]
         seconds = [StageSeconds(one, two - later, later) for one, two, later in zip(ahead, back, weight, strict=True)]
         assert bound <= step_s(schedule, ranks, count, seconds) * (1 + 1e-9)
 
