@@ -112,21 +112,29 @@ def parallelize(
     - `compiled`: whether torch compiles regions, fusing chains of cheap ops. Predicted memory leaves this out.
     - `outputs`: "full" returns whole plain tensors, the same on every rank, as a loss outside of the model needs them;
       "scalars" the loss alone, so that no logits are kept; None and "planned" each as a `DTensor` in the plan's layout.
-    - `aux_loss`: what micro-batches do with a term of the loss that couples samples, such as the balance of experts
-      that `output_router_logits=True` adds: "micro_batch" computes it in each for its own samples and averages it over
-      them, as software that accumulates gradients does; "batch" (None) computes it over the batch, which then is not
-      cut.
+    - `aux_loss`: whether a term of the loss that couples samples, such as the balance of experts that
+      `output_router_logits=True` adds, is computed over the "batch" (None), which then is not cut, or in each
+      "micro_batch" and averaged, as software that accumulates gradients does.
     - `loss`: a function of the model's output, called as `loss(output, **arguments)`, that returns a scalar. It is
       traced and planned with the model, so that a cross entropy runs on the split vocabulary. Forward and loss get the
       arguments in their signatures; calls return a named tuple `(loss, output)`. The loss may hold no parameters.
-    - `pipeline`: an `autopar.Pipeline` of stages on different ranks; None means one over an axis called "pp", and none
-      with a number of devices; False means none at all. "auto" lets the planner decide with a number of devices: its
-      first axis is then "pp" if a pipeline is much faster, or nothing else fits. A module in a pipeline trains with
-      `forward_backward`, as its plain calls have no gradients.
+    - `pipeline`: an `autopar.Pipeline` of stages on different ranks; None means one over an axis called "pp", False
+      none. "auto" lets the planner decide with a number of devices: the first axis is then "pp" if a pipeline is much
+      faster, or nothing else fits. Such a module trains with `forward_backward`: plain calls have no gradients.
 
     Raises a subclass of `autopar.AutoparError`, on every rank alike.
     """
-    options = Options.among(locals())
+    return _distributed(model, mesh, example_inputs, Options.among(locals()), loss)
+
+
+def _distributed(
+    model: nn.Module,
+    mesh: DeviceMesh | int | Cluster,
+    example_inputs: ExampleInputs | None,
+    options: Options,
+    loss: Loss | None,
+) -> DistributedModule:
+    """The distributed module of `parallelize`."""
     ranks = requested_ranks(mesh, device_type_of(model))
     with together(ranks, "checking the arguments"):
         model = with_loss(model, loss)

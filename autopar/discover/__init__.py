@@ -6,7 +6,7 @@ split that always gives the result of the whole op is a factor. EasyDist (ShardC
 
 Sampling is no proof: such rules test the written ones, and are suggestions for ops without a rule. They contain plain
 splits only (no local forms, no collectives inside, no splits inside a dim), and no costs. They hold for the sizes of a
-call; `passes/micro_batches.py` derives those for a micro-batch from them.
+call; `passes/micro_batches/` derives those for a micro-batch from them.
 """
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence

@@ -11,7 +11,7 @@ So the loss is a sum over the samples (`P`), and the gradients of all micro-batc
 Sizes that a trace has as numbers are those of the whole batch, so a mean divides by the size of the whole batch.
 
 A term of the loss that couples the samples (the balance of experts) is refused, or computed in each micro-batch for its
-own samples and averaged over them, where that is asked for (`micro_batch_draft`).
+own samples and averaged over them, where that is asked for (`draft`).
 """
 
 from collections import Counter
@@ -34,7 +34,7 @@ from passes.ir.program import (
     without_unused,
 )
 from passes.ir.rule import Dims, Role, Rule
-from passes.micro_batch_draft import Calls, Draft, totals_program
+from passes.micro_batches.draft import Calls, Draft, totals_program
 from passes.rules import signature
 from passes.rules.strategies import Choice, digit, local_arguments, on_part, passing, split
 
