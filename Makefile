@@ -15,7 +15,7 @@ demo-pipeline: $(STAMP)
 	OMP_NUM_THREADS=1 PYTHONPATH=. $(RUN) -m torch.distributed.run --standalone --nproc-per-node 4 examples/pipeline.py
 
 test: $(STAMP)
-	OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n 2 --dist worksteal --durations=15
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n 3 --dist worksteal --durations=15
 
 nightly: $(STAMP)
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n 2 --dist worksteal --durations=30 -m "slow or not slow"

@@ -162,7 +162,8 @@ def test_numbers_of_micro_batches_that_divide_over_an_axis() -> None:
 FOUR = {"a": 2, "b": 2, "c": 2, "d": 2}
 
 
-@pytest.mark.parametrize("limit", [None, pytest.param(150e6, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("limit", [None, 150e6])
 def test_axes_that_are_cut_up_have_the_best_of_all(limit: float | None) -> None:
     """On four axes, where not everything is looked at, what is found is what looking at everything finds."""
     expected = _all_at_once(_residual(FOUR, memory_limit=limit))
@@ -289,7 +290,8 @@ def test_recompute_that_was_forbidden_would_fit() -> None:
         planned(320e3, micro_batches=2, recompute="none", cluster="h100")
 
 
-@pytest.mark.parametrize("mesh", [{"dp": 2}, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [{"dp": 2}, 2])
 def test_more_devices_would_fit(mesh: object) -> None:
     """The error names a mesh on which it fits indeed."""
     with pytest.raises(InfeasibleError, match=rf"{TERMS}; it would fit on 4 devices \(") as caught:
