@@ -97,6 +97,9 @@ def crossings(stage: Stage, flowing: frozenset[str], mesh: Mesh) -> tuple[Crossi
 def named_starts(stage: Stage, cuts: Sequence[str]) -> tuple[int, ...]:
     """The numbers of the positions with the names `cuts`.
 
+    A mean over samples is a sum and a quotient in micro-batches, and one op in other programs: there a stage of the sum
+    alone is empty.
+
     Raises PipelineError for a name that begins no position, and for names out of order.
     """
     names = [item.name for item in positions(stage)]
@@ -106,18 +109,15 @@ def named_starts(stage: Stage, cuts: Sequence[str]) -> tuple[int, ...]:
         within = (at for at, other in enumerate(names) if other.startswith((f"{name}/", f"{name}.")))
         number = names.index(name) if name in names else next(within, None)
         if number is None and name.endswith(".sum") and name.removesuffix(".sum") in names:
-            # A mean over samples, which is a sum and a quotient in micro-batches, and one op in other programs.
             number = names.index(name.removesuffix(".sum"))
             whole_means.add(number)
-        elif number in whole_means:
-            number += 1
         if not number:
             known = list(dict.fromkeys(item.name for item in positions(stage)[1:] if item.copy is not None))
             raise PipelineError(
                 f"the cut {name!r} names no module or op that a stage can begin with"
                 + (f": take one of {', '.join(known[:3])}, …" if known else "")
             )
-        if found and number <= found[-1]:
+        if found and number <= found[-1] and not (number in whole_means and cuts[len(found) - 1] == f"{name}.sum"):
             raise PipelineError(f"the cut {name!r} does not come after {cuts[len(found) - 1]!r}: give cuts in order")
         found.append(number)
     return tuple(found)

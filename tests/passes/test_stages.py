@@ -12,11 +12,11 @@ from passes.codegen import Naming, emit
 from passes.cost.liveness import MACHINES, MemoryPeak, Stored, peak_memory
 from passes.cost.walk import Optimizer, block_seconds, walk
 from passes.ir.configuration import Configuration, Staging
-from passes.ir.errors import PlanMismatchError
+from passes.ir.errors import PipelineError, PlanMismatchError
 from passes.ir.lowered import Lowered, Stage, only_stage
 from passes.ir.plan import ParameterPlan, Plan
 from passes.ir.work import Work
-from passes.lower.stages import cut, named_starts
+from passes.lower.stages import cut, named_starts, positions
 from passes.lower.units import fsdp_units
 from passes.record import decisions_of, layout_texts, record, record_stage
 from passes.solve import solve
@@ -224,3 +224,26 @@ def test_damaged_stages_are_named(plan: Plan, field: str, change: object) -> Non
     change(data)  # type: ignore[operator]
     with pytest.raises(PlanMismatchError, match=f"the plan is damaged.*{field}"):
         Plan.from_json(json.dumps(data))
+
+
+def test_sums_and_quotients_of_samples_are_cut_alike_in_whole_means() -> None:
+    """Micro-batches make two ops of a mean over samples; a stage of the first alone is empty where it is one op."""
+
+    class Mean(nn.Module):
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            """x: [rows, width]."""
+            return {"loss": x.sin().mean().exp()}
+
+    planned = planning(Mean(), {"x": torch.ones(8, WIDTH, requires_grad=True)}, MESH, "ideal")
+    solution = solve(planned.problem, planned.cluster, Limits(1e30, STATES), Configuration(MESH))
+    stage = planned.lowered(solution)
+    keys = [item.name for item in positions(stage)]
+    at = keys.index("/mean")
+    assert named_starts(stage, ["/mean.sum", "/mean", "/exp"]) == (at, at, at + 1)
+    assert named_starts(stage, ["/mean.sum", "/exp"]) == named_starts(stage, ["/mean", "/exp"]) == (at, at + 1)
+    stages = cut(stage, (at, at, at + 1), planned.folded.flowing, MESH)
+    assert [len(own.body.statements) > 0 for own in stages] == [True, False, True, True]
+    assert stages[1].sent == stages[0].sent
+    for wrong in (["/mean.sum", "/mean.sum"], ["/mean", "/mean"], ["/exp", "/mean"]):
+        with pytest.raises(PipelineError, match="give cuts in order"):
+            named_starts(stage, wrong)
