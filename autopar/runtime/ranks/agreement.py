@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from autopar._torch import collectives, group_timeout
 from autopar.runtime.ranks.failures import naming_collectives
 from autopar.runtime.ranks.groups import cpu_group, ranks_of
+from passes._torch import without_function_modes
 from passes.ir.errors import AutoparError, InputError, RankFailedError
 
 T = TypeVar("T")
@@ -305,8 +306,8 @@ def from_first(mesh: DeviceMesh, run: Callable[[], T], phase: str) -> T:
 
 
 def unpickled(sent: bytes) -> object:
-    """Unpickle an object from another process."""
-    with warnings.catch_warnings():
+    """Unpickle an object from another process. Its tensors are as they were sent, whatever modes are active."""
+    with warnings.catch_warnings(), without_function_modes():
         # A tree's specification warns about its own parts when it is unpickled.
         warnings.simplefilter("ignore", FutureWarning)
         return cast(object, pickle.loads(sent))
