@@ -302,6 +302,12 @@ def _of_all_ranks(errors: Mapping[str, float], expected: object, model: nn.Modul
     wanted += [f"buffer {name}" for name, _ in model.named_buffers()]
     if any(name.startswith("gradient of ") for name in merged):
         wanted += [f"gradient of {name}" for name, _ in model.named_parameters()]
+    # Objects that are made of tensors of several stages, as caches, are None on every rank.
+    parts, _ = pytree.tree_flatten_with_path(
+        expected, is_leaf=lambda item: item is not expected and type(item) not in pytree.BUILTIN_TYPES
+    )
+    objects = tuple(f"output {pytree.keystr(path)}[" for path, item in parts if not isinstance(item, Tensor))
+    wanted = [name for name in wanted if name in merged or not name.startswith(objects)]
     return {name: merged.get(name, float("inf")) for name in dict.fromkeys([*wanted, *merged])}
 
 

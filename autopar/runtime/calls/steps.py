@@ -164,10 +164,29 @@ def _as_dtensor(tensor: Tensor) -> DTensor:
 
 def output_of(program: GeneratedProgram, leaves: Sequence[object], mesh: DeviceMesh, *, whole: bool) -> object:
     """The model's output, from this rank's parts of its leaves: scalars as plain tensors, others as `DTensor`, or, with
-    `whole`, as plain tensors too."""
+    `whole`, as plain tensors too. Tensors of the pipeline stages of other ranks are None, and so are objects that are
+    made of some of them, as caches of keys and values."""
     shape = mesh_of(mesh)
     outputs = [_at_surface(leaf, item, mesh, shape, whole) for leaf, item in zip(leaves, program.outputs, strict=True)]
-    return pytree.tree_unflatten(outputs, program.output_tree)
+    missing = [leaf is None and item.layout is not None for leaf, item in zip(leaves, program.outputs, strict=True)]
+    if not any(missing):
+        return pytree.tree_unflatten(outputs, program.output_tree)
+    return _nested(program.output_tree, outputs, missing, is_output=True)
+
+
+def _nested(tree: pytree.TreeSpec, leaves: Sequence[object], missing: Sequence[bool], *, is_output: bool) -> object:
+    """`leaves` in `tree`, some of which are `missing`. The output itself may be of a class that takes None, as those of
+    `transformers` are."""
+    if tree.is_leaf():
+        return leaves[0]
+    if any(missing) and not is_output and tree.type not in pytree.BUILTIN_TYPES:
+        return None
+    children, at = [], 0
+    for child in tree.children():
+        own = slice(at, at + child.num_leaves)
+        children.append(_nested(child, leaves[own], missing[own], is_output=False))
+        at = own.stop
+    return pytree.SUPPORTED_NODES[tree.type].unflatten_fn(children, tree.context)
 
 
 def _at_surface(leaf: object, item: PlannedOutput, mesh: DeviceMesh, shape: Mesh, whole: bool) -> object:
