@@ -1,7 +1,7 @@
 """Digits that follow each other: axes that split a factor at one place take its digits in mesh order, also where they
 have other methods, as the queries of attention have in a ring and alone."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from passes.ir.rule import Rule
 
@@ -22,14 +22,15 @@ def parsed(method: str) -> tuple[str, int]:
 
 def begun_tokens(methods: Sequence[str], sizes: Sequence[int], rule: Rule | None = None) -> list[frozenset[str]]:
     """The names of the methods of an op's strategy among allowed methods, for each axis, with the majors that digits
-    may begin at: axes that split a factor one after the other begin at one major."""
+    may begin at: axes that split a factor one after the other begin at one major. On axes of 2, 8 and 4 the digits at
+    1, 2 and 16 may all begin at 1, or the last two at 2, as those of a sequence after two samples do."""
     taken: list[tuple[str, int, int]] = []
     found = []
     for method, size in zip(methods, sizes, strict=True):
         name, major = parsed(method)
-        begun = next((first for first, ways in _taken(taken, name, rule).items() if first * ways == major), major)
-        taken.append((name, begun, size))
-        found.append(frozenset({f"{name}@{begun}", f"{name}@{major}"}))
+        begun = {first for first, ways in _taken(taken, name, rule).items() if first * ways == major} | {major}
+        taken += [(name, first, size) for first in sorted(begun)]
+        found.append(frozenset(f"{name}@{first}" for first in begun))
     return found
 
 
@@ -43,6 +44,17 @@ def following(rule: Rule | None, methods: Mapping[int, str], sizes: Sequence[int
         ways = _taken(taken, name, rule).get(major, 1) if rule is not None and rule.method(name) else 1
         taken.append((name, major, sizes[axis]))
         found[axis] = method if ways == 1 else f"{name}@{major * ways}"
+    return found
+
+
+def ranks_by_start(methods: Sequence[str], sizes: Sequence[int], axes: Iterable[int]) -> dict[int, int]:
+    """The number of ranks of those `axes` whose digits follow each other, by the major that they begin at; the methods
+    of all of them split one factor."""
+    found: dict[int, int] = {}
+    for axis in axes:
+        _, major = parsed(methods[axis])
+        start = next((first for first, ranks in found.items() if first * ranks == major), major)
+        found[start] = found.get(start, 1) * sizes[axis]
     return found
 
 
