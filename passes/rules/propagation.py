@@ -2,7 +2,7 @@
 redistribution."""
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import chain
 
 from passes.ir.grouping import grouped, representatives
@@ -20,14 +20,14 @@ def propagate(
     required: Mapping[str, Iterable[Placement]],
     size: int,
     *,
-    in_stripes: bool = False,
+    stripes_over: Collection[int] = (),
 ) -> tuple[list[list[Digit]], dict[str, set[Placement]]]:
     """The digits at which each op can be split on an axis of `size`, and the splits of each tensor.
 
     Propagation starts from the first digit of each factor of every op. A split of one tensor becomes a digit of the ops
     that compute or read it, and so a split of their other tensors, until a fixed point. Tensors in a tuple of `same`
-    share their splits; `required` are additional splits to start from, with `in_stripes` also stripes. An op has at
-    most 16 digits of its factors, and as many of its joint methods.
+    share their splits; `required` are additional splits to start from, and so are stripes over each of these numbers of
+    ranks. An op has at most 16 digits of its factors, and as many of its joint methods.
     """
     alias = representatives(same)
     placements: dict[str, set[Placement]] = {}
@@ -61,7 +61,7 @@ def propagate(
         if rule is None:
             continue
         tensors = [*zip(op.operands, rule.operands, strict=True), *zip(op.results, rule.results, strict=True)]
-        new = _first_digits(rule, size, in_stripes) if position in first else []
+        new = _first_digits(rule, stripes_over) if position in first else []
         first.discard(position)
         for name, dims in tensors:
             for placement in sorted(placements.get(alias.get(name, name), ())):
@@ -84,5 +84,5 @@ def propagate(
     return [list(digits) for digits in found], spread
 
 
-def _first_digits(rule: Rule, size: int, in_stripes: bool) -> list[Digit]:
-    return [*starts(rule), *(stripes(rule, size) if in_stripes else ())]
+def _first_digits(rule: Rule, stripes_over: Collection[int]) -> list[Digit]:
+    return [*starts(rule), *(digit for ranks in stripes_over for digit in stripes(rule, ranks))]

@@ -171,19 +171,30 @@ def digit(dims: Dims, placement: Placement, ways: int) -> tuple[str, int] | None
     return None
 
 
-def stripes(rule: Rule, size: int) -> Iterator[tuple[str, int]]:
-    """The splits of an op in stripes on an axis of `size`, as method and major."""
+def stripes(rule: Rule, ranks: int) -> Iterator[tuple[str, int]]:
+    """The splits of an op in stripes over so many ranks, of one axis or of several, as method and major."""
     for name, method in rule.joint.items():
-        if method.in_stripes:
-            yield name, rule.factors[method.factors[0]].size // size
+        size = rule.factors[method.factors[0]].size
+        if method.in_stripes and size % ranks == 0:
+            yield name, size // ranks
 
 
 def is_uneven(rule: Rule, methods: Iterable[str]) -> bool:
     """Whether stripes would even out the work of ranks under these methods: they split a factor of a method in
     stripes, in order."""
+    return any(_may_be_in_stripes(rule, name) for name in methods if "@" not in name)
+
+
+def axes_for_stripes(rule: Rule, methods: Sequence[str]) -> tuple[int, ...]:
+    """The axes on which an op with these methods splits a factor of a method in stripes, in whatever order."""
+    return tuple(axis for axis, name in enumerate(methods) if _may_be_in_stripes(rule, name.partition("@")[0]))
+
+
+def _may_be_in_stripes(rule: Rule, name: str) -> bool:
+    """Whether the method called `name` splits a factor of a method in stripes."""
     factors = {factor for method in rule.joint.values() if method.in_stripes for factor in method.factors}
-    methods_in_order = (rule.method(name) for name in methods if "@" not in name)
-    return any(method is not None and not factors.isdisjoint(method.factors) for method in methods_in_order)
+    method = rule.method(name)
+    return method is not None and not factors.isdisjoint(method.factors)
 
 
 def starts(rule: Rule) -> Iterator[tuple[str, int]]:

@@ -38,6 +38,7 @@ from passes.search.pipeline_search import best_pipeline
 from passes.search.refinement import best_choice
 from passes.search.restrict import planned_methods, planned_solution, regathered, restricted
 from passes.search.space import PipelineChoices, Space
+from passes.search.stripes import decided_together, offering
 from passes.search.subproblems import Choice, MicroBatchProgram, MicroBatchPrograms, Subproblems, levels_key
 from passes.solve import solve
 
@@ -76,11 +77,17 @@ def _either(subproblems: Subproblems, asked: PipelineChoices, simulate: MemorySi
     alone = replace(subproblems, space=replace(subproblems.space, pipeline=None))
     single: Found | None = None
     refused: InfeasibleError | None = None
+    in_stripes = False
     try:
-        single = _fitting(*choose(alone, hints=False), simulate)
+        chosen, choice = choose(alone, hints=False)
+        in_stripes = chosen.space.in_stripes
+        single = _fitting(chosen, choice, simulate)
     except InfeasibleError as error:
         refused = error
     step_s = float("inf") if single is None else single.seconds.total
+    if in_stripes:
+        # A limit that stripes have set is for choices in stripes.
+        subproblems = offering(subproblems)
     staged: Found | None = None
     with suppress(InfeasibleError, PipelineError, MicroBatchError, ConstraintError):
         staged = best_pipeline(subproblems, asked, simulate, step_s * (1 - _WORTH))
@@ -150,6 +157,7 @@ def _decided(subproblems: Subproblems, configuration: Configuration, simulate: M
     methods = subproblems.space.decisions.methods
     try:
         program = subproblems.programs.given(configuration.micro_batches)
+        subproblems = _with_decided_stripes(subproblems, program, configuration)
         if methods is None:
             chosen = _carried_over(subproblems, program, configuration)
         else:
@@ -159,6 +167,16 @@ def _decided(subproblems: Subproblems, configuration: Configuration, simulate: M
         if methods is None:
             raise
         raise PlanMismatchError(f"the plan does not fit the model as it is traced now: {error}") from error
+
+
+def _with_decided_stripes(
+    subproblems: Subproblems, program: MicroBatchProgram, configuration: Configuration
+) -> Subproblems:
+    """The subproblems with the stripes over several axes together that were decided."""
+    decisions = subproblems.space.decisions
+    methods = decisions.methods or {key: each.strategy.methods for key, each in decisions.strategies.items()}
+    together = dict.fromkeys(decided_together(program, methods, configuration.mesh.sizes))
+    return replace(subproblems, space=replace(subproblems.space, together=tuple(together)))
 
 
 def _carried_over(

@@ -6,13 +6,12 @@ from passes.ir.errors import ConstraintError, InfeasibleError
 from passes.ir.log import logger
 from passes.ir.mesh import Mesh
 from passes.lower.recompute import check_patterns
-from passes.rules.parts import find_rule
-from passes.rules.strategies import is_uneven
 from passes.search.best_first import Progress
 from passes.search.configurations import configuration_text
-from passes.search.refinement import best_choice
+from passes.search.refinement import all_choices, best_choice, first_choice
 from passes.search.space import Space
-from passes.search.subproblems import Choice, Memo, Subproblems
+from passes.search.stripes import has_uneven_work, in_stripes, offering, together
+from passes.search.subproblems import Choice, Subproblems
 from passes.solve.gap import PROVEN
 
 
@@ -34,27 +33,32 @@ def choose(subproblems: Subproblems, *, hints: bool = True) -> tuple[Subproblems
 
 
 def searched(subproblems: Subproblems, limit_s: float = float("inf")) -> tuple[Subproblems, Progress]:
-    """The search of all subproblems for choices of less than `limit_s` seconds, and these. Stripes are one layout more
-    for most ops, which only uneven work pays for: where the best choice without them has that, all is searched with
-    them, too."""
-    progress = best_choice(subproblems, Progress(limit_s=limit_s))
-    if progress.incumbent is not None and _is_uneven(progress.incumbent):
-        wider = replace(subproblems.space, in_stripes=True)
-        subproblems = replace(subproblems, space=wider, memo=Memo(costs=subproblems.memo.costs))
-        progress = best_choice(subproblems, Progress(progress.incumbent, limit_s))
-    return subproblems, progress
+    """The search of all subproblems for choices of less than `limit_s` seconds, and these.
+
+    Stripes are one layout more for most ops, which only uneven work pays for: where the first good choice without them
+    has that, or the best one, all is searched with them, first of all that choice. At last come stripes over several
+    axes together, where these have uneven work.
+    """
+    progress, seen = Progress(limit_s=limit_s), list[Choice]()
+    if not subproblems.space.in_stripes:
+        progress = first_choice(subproblems, progress)
+        if not _is_uneven(progress):
+            progress = all_choices(subproblems, progress)
+        if not _is_uneven(progress):
+            return subproblems, progress
+        assert progress.incumbent is not None
+        seen.append(progress.incumbent)
+        subproblems = offering(subproblems)
+        progress = in_stripes(subproblems, progress.incumbent, Progress(progress.incumbent, limit_s))
+    progress = replace(progress, closed_bound=float("inf"))
+    progress = all_choices(subproblems, first_choice(subproblems, progress))
+    if progress.incumbent is not None:
+        seen.append(progress.incumbent)
+    return together(subproblems, seen, progress)
 
 
-def _is_uneven(choice: Choice) -> bool:
-    """Whether some op of a choice splits in order what stripes would split evenly."""
-    folded, problem = choice.subproblem.program.folded, choice.subproblem.problem
-    for op in folded.ops:
-        rule = find_rule(op, folded.types, folded.program.rules)
-        if rule is not None and rule.joint:
-            index = problem.index[folded.alike.get(op.key, op.key)]
-            if is_uneven(rule, choice.solution.strategy(problem, index).methods):
-                return True
-    return False
+def _is_uneven(progress: Progress) -> bool:
+    return progress.incumbent is not None and has_uneven_work(progress.incumbent)
 
 
 def check_recompute(subproblems: Subproblems) -> None:

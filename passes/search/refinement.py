@@ -40,31 +40,62 @@ _BRIEFLY = 700.0
 
 def best_choice(subproblems: Subproblems, progress: Progress) -> Progress:
     """Search the given mesh, or all shapes of as many devices. `best` of the progress is None where nothing fits."""
+    begun = first_choice(subproblems, progress)
+    return all_choices(subproblems, begun) if progress.incumbent is None else _rest(subproblems, begun)
+
+
+def first_choice(subproblems: Subproblems, progress: Progress) -> Progress:
+    """Begin to search the given mesh, or all shapes of as many devices, until there is a good choice: on shapes of up
+    to two axes, whose gaps are left open, and on a given mesh of more from coarser ones."""
     mesh = subproblems.space.mesh
     if subproblems.space.any_shape:
-        return _search_shapes(subproblems, mesh.size, progress)
-    axes = sum(size > 1 for size in mesh.sizes)
-    if axes > 2:
-        progress = close(subproblems, progress)
-        if progress.incumbent is None:
-            progress = _refine(subproblems, mesh, progress)
-    if axes <= _SEARCHED_WHOLLY:
-        # All that was searched before is part of this.
-        progress = replace(progress, closed_bound=float("inf"), errors=())
-        progress = _search(subproblems, [mesh], progress)
-    elif progress.incumbent is not None:
+        return _search_shapes(subproblems, progress)
+    if _axes(mesh) <= 2:
+        return _search_wholly(subproblems, progress)
+    progress = close(subproblems, progress)
+    return _refine(subproblems, mesh, progress) if progress.incumbent is None else progress
+
+
+def all_choices(subproblems: Subproblems, progress: Progress) -> Progress:
+    """Search what `first_choice` has left out, and close all gaps."""
+    space = subproblems.space
+    if not space.any_shape and _axes(space.mesh) > 2 and progress.incumbent is not None:
+        progress = _exchange(subproblems, space.mesh, progress)
+    return _rest(subproblems, progress)
+
+
+def _rest(subproblems: Subproblems, progress: Progress) -> Progress:
+    """Search what was not begun, and close all gaps."""
+    mesh = subproblems.space.mesh
+    if subproblems.space.any_shape:
+        return _near_to_best(subproblems, progress)
+    if _SEARCHED_WHOLLY >= _axes(mesh) > 2:
+        progress = _search_wholly(subproblems, progress)
+    elif _axes(mesh) > 2 and progress.incumbent is not None:
         logger.info("on %s the plan is the best of those near to it; not all plans were searched", mesh)
     return close(subproblems, progress)
 
 
+def _axes(mesh: Mesh) -> int:
+    """The number of axes of several devices."""
+    return sum(size > 1 for size in mesh.sizes)
+
+
+def _search_wholly(subproblems: Subproblems, progress: Progress) -> Progress:
+    """Search all strategies on the given mesh, of which all that was searched before is part."""
+    progress = replace(progress, closed_bound=float("inf"), errors=())
+    return _search(subproblems, [subproblems.space.mesh], progress)
+
+
 def covers_all(space: Space, folded: Folded) -> bool:
     """Whether `best_choice` searches everything that `space` offers: all shapes of the devices, on them all strategies,
-    and all levels of recompute of the regions of `folded`."""
+    and all levels of recompute of the regions of `folded`. Stripes over several axes together are searched wholly on
+    meshes of two axes alone."""
     if not chooses_recompute_apart(space, folded):
         return False
     if space.any_shape:
         return is_searched_wholly(space.mesh.size)
-    return sum(size > 1 for size in space.mesh.sizes) <= _SEARCHED_WHOLLY
+    return _axes(space.mesh) <= (2 if space.together else _SEARCHED_WHOLLY)
 
 
 def _search(subproblems: Subproblems, meshes: Sequence[Mesh], progress: Progress) -> Progress:
@@ -73,13 +104,19 @@ def _search(subproblems: Subproblems, meshes: Sequence[Mesh], progress: Progress
     return explore([OnMesh(0.0, mesh, counts) for mesh in meshes], subproblems, progress)
 
 
-def _search_shapes(subproblems: Subproblems, devices: int, progress: Progress) -> Progress:
-    """Search shapes of up to two axes, then, if the space says so, what is next to the best choice as long as that
-    helps."""
-    meshes = shapes(devices, subproblems.space.cluster.node_size)
+def _search_shapes(subproblems: Subproblems, progress: Progress) -> Progress:
+    """Search shapes of up to two axes of the space, which has any shape. Gaps are left open."""
+    space = subproblems.space
+    meshes = shapes(space.mesh.size, space.cluster.node_size)
     # Meshes of two axes offer what that of one does. It is searched in no time, and its best choice excludes much.
     for some in ([mesh for mesh in meshes if len(mesh.sizes) == count] for count in (1, 2)):
         progress = _search(subproblems, some, progress)
+    return progress
+
+
+def _near_to_best(subproblems: Subproblems, progress: Progress) -> Progress:
+    """Close the gaps of a search of shapes, and search, if the space says so, what is next to the best choice as long
+    as that helps."""
     if not subproblems.space.near:
         return close(subproblems, progress)
     seen: set[Hashable] = set()
@@ -234,7 +271,7 @@ def _pairs_free(mesh: Mesh) -> Iterator[tuple[int | None, ...]]:
 
 
 def _refine(subproblems: Subproblems, mesh: Mesh, progress: Progress) -> Progress:
-    """Find a good choice on a mesh of more than two axes, from the best ones on coarse meshes: of two axes, or where
+    """Find a choice on a mesh of more than two axes, from the best ones on coarse meshes: of two axes, or where
     nothing fits there, of more."""
     for count in range(2, len(mesh.sizes)):
         choices, progress = _coarse(subproblems, mesh, count, progress)
@@ -245,7 +282,7 @@ def _refine(subproblems: Subproblems, mesh: Mesh, progress: Progress) -> Progres
                 # The constraints need more than a choice without them offers.
                 logger.debug("no refinement: %s", error)
             if progress.incumbent is not None:
-                return _exchange(subproblems, mesh, progress)
+                return progress
     return progress
 
 

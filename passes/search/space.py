@@ -45,7 +45,8 @@ class Space:
     - `pipeline`: None for one stage. `in_flight` are the micro-batches whose saved tensors are counted at a time.
     - `couples`: terms of the loss that couple samples are computed in each micro-batch for its own.
     - `near`: with a free shape, whether meshes of more than two axes near the best choice are searched.
-    - `in_stripes`: whether methods are offered in stripes too; where something is decided, they are in any case.
+    - `in_stripes`: whether methods are offered in stripes too, on each axis by itself; where something is decided, they
+      are in any case. `together`: numbers of ranks of several axes that may be in stripes together.
     """
 
     mesh: Mesh
@@ -62,6 +63,7 @@ class Space:
     decisions: Decisions = field(default_factory=Decisions)
     zero: int | None = None
     in_stripes: bool = False
+    together: tuple[int, ...] = ()
     pipeline: PipelineChoices | None = None
     in_flight: int = 1
     couples: bool = False
@@ -81,7 +83,14 @@ class Space:
     def setting(self, mesh: Mesh, allowed: Mapping[str, AllowedMethods] | None = None) -> Setting:
         """The setting in which strategies are made on `mesh`; nodes in `allowed` have only these methods."""
         master, reduce = self.casts.master, self.casts.reduce
-        in_stripes = self.in_stripes or self.decisions.configuration is not None
         return Setting(
-            mesh, self.cluster, self.optimizer_states, master, reduce, allowed or {}, self.full_outputs, in_stripes
+            mesh,
+            self.cluster,
+            self.optimizer_states,
+            master,
+            reduce,
+            allowed or {},
+            self.full_outputs,
+            self.in_stripes or self.decisions.configuration is not None,
+            self.together,
         )

@@ -268,7 +268,11 @@ class Subproblems:
                 None if origin is None or axis in constrained else others.union(*(tokens[origin] for tokens in done))
                 for axis, origin in enumerate(origins)
             ]
-        solver = self._solver(self.problem(mesh, program, allowed), self.limits(configuration), configuration)
+        return self.subproblem(program, self.problem(mesh, program, allowed), configuration)
+
+    def subproblem(self, program: MicroBatchProgram, problem: Problem, configuration: Configuration) -> Subproblem:
+        """The subproblem of a problem with a part of the strategies, within the memory limit."""
+        solver = self._solver(problem, self.limits(configuration), configuration)
         return Subproblem(program, solver, has_all_strategies=False)
 
     def least_step_s(self, devices: int) -> float:

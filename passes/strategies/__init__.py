@@ -25,7 +25,7 @@ def planning_problem(
     none of its allowed methods.
     """
     analysis = analysis or analyze(folded)
-    splits = find_splits(analysis, demands, setting.mesh, in_stripes=setting.in_stripes)
+    splits = find_splits(analysis, demands, setting)
     nodes = list(Nodes(analysis, demands, setting, splits, Sizes(folded.types, setting.mesh)).all())
     index = {node.key: number for number, node in enumerate(nodes)}
     edges, groups = connect(analysis, nodes, index, setting.reduce, setting.cluster.device.overlaps)

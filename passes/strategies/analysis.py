@@ -31,7 +31,8 @@ class Setting:
     `optimizer_states` is the number of tensors of its size that the optimizer keeps per parameter; `master` the dtype
     that parameters are stored in (None: as they are), `reduce` the one that their gradients are reduced in. `allowed`
     are the allowed methods of nodes on each axis, by key; nodes without an entry are unrestricted. With `full_outputs`
-    outputs are replicated, and used the same way on every rank. With `in_stripes` methods are offered in stripes too.
+    outputs are replicated, and used the same way on every rank. With `in_stripes` methods are offered in stripes too,
+    on each axis by itself; `together` are numbers of ranks of several axes that may be in stripes together.
     """
 
     mesh: Mesh
@@ -42,6 +43,11 @@ class Setting:
     allowed: Mapping[str, AllowedMethods] = field(default_factory=dict)
     full_outputs: bool = False
     in_stripes: bool = False
+    together: tuple[int, ...] = ()
+
+    def stripes(self, size: int) -> tuple[int, ...]:
+        """The numbers of ranks that axes of `size` may be in stripes over, by themselves or with others."""
+        return (*((size,) if self.in_stripes else ()), *(ranks for ranks in self.together if ranks % size == 0))
 
 
 @dataclass(frozen=True)

@@ -19,12 +19,13 @@ from passes.ir.grouping import grouped
 from passes.ir.layout import I, Layout, Placement, R, S, Shape, digits, fits, is_dtensor, is_storable, local_shape
 from passes.ir.mesh import Mesh
 from passes.ir.program import TensorType
-from passes.rules.following import following
+from passes.rules.following import following, ranks_by_start
 from passes.rules.propagation import propagate
 from passes.rules.strategies import (
     AllowedMethods,
     Digit,
     OpContext,
+    axes_for_stripes,
     combine,
     op_strategies,
     parse_choice,
@@ -168,9 +169,10 @@ def _in_mesh_order(layout: Layout, mesh: Mesh) -> Layout:
     return tuple(found)
 
 
-def find_splits(analysis: Analysis, demands: PlacedConstraints, mesh: Mesh, *, in_stripes: bool) -> Splits:
+def find_splits(analysis: Analysis, demands: PlacedConstraints, setting: Setting) -> Splits:
     """All splits that ops have or constraints require, propagated. Tensors that a region carries or exports have the
     same splits inside and outside, and those of equal layers have the same."""
+    mesh = setting.mesh
     same: list[tuple[str, ...]] = []
     for region in analysis.folded.regions:
         same += [(carry.argument, carry.initial, carry.next) for carry in region.carries]
@@ -186,7 +188,7 @@ def find_splits(analysis: Analysis, demands: PlacedConstraints, mesh: Mesh, *, i
     for size in set(mesh.sizes) - {1}:
         required = demanded_splits(analysis.placed, demands, analysis.names, mesh, size)
         found, placements[size] = propagate(
-            [(item.op, item.rule) for item in first.values()], same, required, size, in_stripes=in_stripes
+            [(item.op, item.rule) for item in first.values()], same, required, size, stripes_over=setting.stripes(size)
         )
         own = dict(zip(first, found, strict=True))
         digits[size] = {op.key: own[alike.get(op.key, op.key)] for op in ops}
@@ -427,9 +429,23 @@ class Nodes:
         digits = {size: splits[key] for size, splits in self.splits.digits.items()}
         found = like.strategies if like else op_strategies(context, digits, mesh, allowed)
         met = meeting(context, list(found), self.demands, analysis.names, mesh, followed)
+        if setting.together:
+            met = [each for each in met if self._has_whole_stripes(context, each)] or met
         if like is not None and len(met) == len(found):
             return like
         return op_costs(analysis, placed, {strategy: found[strategy] for strategy in met}, self.sizes, setting.cluster)
+
+    def _has_whole_stripes(self, context: OpContext, strategy: Strategy) -> bool:
+        """Whether what an op has in stripes is so over all ranks that these are offered for together."""
+        rule, sizes = context.rule, self.setting.mesh.sizes
+        own = [] if rule is None else [each for each in rule.joint.values() if each.in_stripes]
+        if rule is None or not own:
+            return True
+        size = rule.factors[own[0].factors[0]].size
+        starts = ranks_by_start(strategy.methods, sizes, axes_for_stripes(rule, strategy.methods))
+        return all(
+            size // start not in self.setting.together or start * ranks == size for start, ranks in starts.items()
+        )
 
     def parameters(self) -> Iterator[Node]:
         """Parameters can be stored in any layout that torch stores exactly, independent of the layouts in which ops use

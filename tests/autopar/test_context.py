@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Mapping
+from math import prod
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from transformers import (
 )
 
 import autopar
+from benchmarks.context import methods_of
 from tests.autopar.comparing import exact
 from tests.autopar.plans.test_dynamic_shapes import on_ranks
 from tests.autopar.test_other_inputs import off
@@ -228,6 +230,55 @@ def test_rings_that_cannot_be_are_refused(op: str, build: Callable[[], nn.Module
     """In a sentence that says why the op has none."""
     with pytest.raises(autopar.ConstraintError, match=re.escape(said)):
         autopar.plan(build(), {"cp": 2}, inputs(), cluster="ideal", constraints={op: {"method": {"cp": "ring"}}})
+
+
+def test_dropout_is_planned_without_a_ring() -> None:
+    """A ring is refused in one sentence that names the op, the method and the reason; left free, another is planned."""
+    said = (
+        "constraint '@scaled_dot_product_attention', method ring on axis 'cp' cannot be met at transformer.h.*.attn/"
+        "scaled_dot_product_attention: it has dropout of 0.25, which blocks cannot draw as the whole does"
+    )
+    model, constraints = gpt2(attn_pdrop=0.25), {ATTENTION: {"method": {"cp": "ring"}}}
+    with pytest.raises(autopar.ConstraintError, match=f"^{re.escape(said)}"):
+        autopar.plan(model, {"cp": 2}, tokens(), cluster="ideal", constraints=constraints)
+    method = methods_of(autopar.plan(model, {"cp": 2}, tokens(), cluster="ideal"))["cp"]
+    assert method in ("batch", "heads")
+
+
+def _single_head(length: int) -> nn.Module:
+    """Attention that only samples and the sequence can split."""
+    return llama(num_attention_heads=1, num_key_value_heads=1, num_hidden_layers=1, max_position_embeddings=length)
+
+
+@pytest.mark.parametrize("axes", [{"a": 2, "b": 2}, pytest.param({"a": 2, "b": 2, "c": 2}, marks=pytest.mark.slow)])
+def test_stripes_over_several_axes_are_planned(axes: dict[str, int]) -> None:
+    """Together they leave all ranks the same work. No forced plan is faster, and the plan is replayed."""
+    with torch.device("meta"):
+        model, ids = _single_head(4096), torch.empty(1, 4096, dtype=torch.long)
+    batch, size = {"input_ids": ids, "labels": ids}, prod(axes.values())
+    plan = autopar.plan(model, axes, batch, cluster="h100")
+    majors = [4096 // size * 2**number for number in range(len(axes))]
+    assert [int(name.partition("@")[2]) for name in methods_of(plan).values()] == majors
+    for forced in ({"a": "ring"}, {"b": "queries"}, {"b": "queries@2048"}):
+        other = autopar.plan(model, axes, batch, cluster="h100", constraints={ATTENTION: {"method": forced}})
+        assert plan.programs["train"].step_s <= other.programs["train"].step_s * (1 + 1e-6)
+    again = autopar.plan(model, axes, batch, cluster="h100", plan=autopar.Plan.from_json(plan.to_json()))
+    assert methods_of(again) == methods_of(plan)
+    assert again.programs["train"].step_s == pytest.approx(plan.programs["train"].step_s, rel=1e-9)
+
+
+@pytest.mark.slow
+def test_planned_stripes_over_two_axes_are_exact() -> None:
+    """As planned, without constraints, and at other lengths."""
+    found = on_ranks(_in_planned_stripes, mesh="2x2")
+    assert all(not wrong for wrong in found), found
+
+
+def _in_planned_stripes(mesh: DeviceMesh) -> dict[int, float]:
+    model = _single_head(1024).double()
+    dist_model = autopar.parallelize(model, mesh, tokens(1, 512), cluster="ideal")
+    assert all("@" in name for name in methods_of(dist_model.plan).values())
+    return off(dist_model, model, [tokens(1, 512), tokens(1, 256), tokens(1, 510)], True)
 
 
 def _flags() -> Tensor:

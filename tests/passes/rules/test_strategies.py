@@ -11,10 +11,11 @@ from passes.ir.mesh import Mesh
 from passes.ir.program import Op
 from passes.ir.rule import Method, Role, Rule
 from passes.regions import fold
-from passes.rules.following import begun_tokens, following
+from passes.rules.following import begun_tokens, following, ranks_by_start
 from passes.rules.propagation import propagate
 from passes.rules.strategies import (
     Choice,
+    axes_for_stripes,
     combine,
     is_uneven,
     named_choices,
@@ -60,7 +61,7 @@ def test_allowed_methods_keep_where_digits_begin() -> None:
     digits = {2: [("in", 1), ("in", 6), ("out", 1)], 3: [("in", 1), ("in", 2), ("out", 1)]}
     context = op_context(one.op, one.rule, one.folded.types, one.folded.flowing, {"x1", "x2"}, set())
     every = op_strategies(context, digits, mesh)
-    assert begun_tokens(("in", "in@2", "in@6"), mesh.sizes) == [{"in@1"}, {"in@1", "in@2"}, {"in@1", "in@6"}]
+    assert begun_tokens(("in", "in@2", "in@6"), mesh.sizes) == [{"in@1"}, {"in@1", "in@2"}, {"in@1", "in@2", "in@6"}]
     for strategy in every:
         tokens = begun_tokens(strategy.methods, mesh.sizes)
         allowed = op_strategies(context, digits, mesh, tokens)
@@ -126,11 +127,24 @@ def test_stripes_are_offered_where_that_is_asked_for() -> None:
     op, rule = _attention_with_a_ring()
     striped = replace(rule, joint={"ring": replace(rule.joint["ring"], in_stripes=True)})
     for own, asked, offered in ((striped, True, True), (striped, False, False), (rule, True, False)):
-        (digits,), placements = propagate([(op, own)], [], {}, 2, in_stripes=asked)
+        (digits,), placements = propagate([(op, own)], [], {}, 2, stripes_over=(2,) if asked else ())
         assert (("ring", 4) in digits) == offered
         assert (S(2, 4) in placements[op.operands[0]]) == offered
     assert [is_uneven(striped, [name]) for name in ("queries", "ring", "ring@4", "heads", "R")] == [1, 1, 0, 0, 0]
     assert not is_uneven(rule, ["queries"])
+    assert axes_for_stripes(striped, ["queries", "heads", "ring@4", "R"]) == (0, 2)
+
+
+def test_ranks_whose_digits_follow_each_other() -> None:
+    """By the major that they begin at: stripes over two axes together begin at one."""
+    assert ranks_by_start(["ring@4", "queries@8"], (2, 3), (0, 1)) == {4: 6}
+    assert ranks_by_start(["ring@4", "heads", "queries"], (2, 5, 3), (0, 2)) == {4: 2, 1: 3}
+
+
+def test_digits_may_begin_at_several_majors() -> None:
+    """On axes of 2, 8 and 4 the digits at 1, 2 and 16 all begin at 1, or the last two at 2."""
+    tokens = begun_tokens(("d0", "d0@2", "d0@16"), (2, 8, 4))
+    assert tokens == [{"d0@1"}, {"d0@1", "d0@2"}, {"d0@1", "d0@2", "d0@16"}]
 
 
 def test_joint_methods_do_not_take_the_place_of_digits() -> None:
