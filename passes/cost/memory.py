@@ -28,7 +28,7 @@ from passes.cost.live_ranges import (
     unsharded_bytes,
 )
 from passes.ir.arrays import Flags, Floats, Integers
-from passes.ir.choices import Edge, EdgeGroup, Node, Problem, Solution
+from passes.ir.choices import Edge, EdgeGroup, Node, Problem, Solution, Strategy
 from passes.ir.configuration import Configuration
 from passes.ir.figures import Figure, Number, as_float
 from passes.ir.grouping import grouped
@@ -159,15 +159,15 @@ class _Known:
 
 
 def _alike(problem: Problem) -> list[int]:
-    """For each node the first one that is alike and has the same strategies."""
-    first: dict[str, list[int]] = {}
+    """For each node the first one that has the same strategies."""
+    # Most nodes that have the same ones share them.
+    shared: dict[int, int] = {}
+    first: dict[tuple[Strategy, ...], int] = {}
     found = []
     for number, node in enumerate(problem.nodes):
-        alike = first.setdefault(problem.alike.get(node.key, node.key), [])
-        same = next((each for each in alike if problem.nodes[each].strategies == node.strategies), None)
-        if same is None:
-            alike.append(number)
-        found.append(number if same is None else same)
+        if id(node.strategies) not in shared:
+            shared[id(node.strategies)] = first.setdefault(node.strategies, number)
+        found.append(shared[id(node.strategies)])
     return found
 
 

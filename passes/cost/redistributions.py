@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 import numpy as np
@@ -13,6 +13,7 @@ from passes.cost.cluster import Cluster
 from passes.cost.step_costs import Sent, StepCosts
 from passes.ir.arrays import Flags, Floats, Integers
 from passes.ir.choices import EdgeGroup
+from passes.ir.grouping import grouped
 from passes.ir.layout import Layout
 from passes.ir.mesh import Mesh
 from passes.ir.redistributions import KINDS, Pairs, Steps, all_steps
@@ -32,11 +33,11 @@ class TensorLayouts:
     in_unit: bool = False
 
     @property
-    def key(self) -> Hashable:
-        """Everything that the costs of one occurrence depend on."""
+    def key(self) -> tuple[Hashable, Hashable, Hashable]:
+        """Everything that the costs of one occurrence depend on: the tensor, its sources and its targets."""
         group = self.group
         tensor = group.type.shape, group.type.dtype.itemsize, group.gradient_itemsize, group.gradient, group.strided
-        return *tensor, group.joined, self.in_unit, tuple(self.sources), tuple(self.targets)
+        return (*tensor, group.joined, group.parameter, self.in_unit), tuple(self.sources), tuple(self.targets)
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,11 @@ class RedistributionSeconds:
     backward: Floats
     exchange: Floats
     inline: Flags
+
+    def take(self, sources: Sequence[int], targets: Sequence[int]) -> "RedistributionSeconds":
+        """The seconds from these sources to these targets, by number."""
+        rows = np.ix_(np.array(sources, dtype=np.int64), np.array(targets, dtype=np.int64))
+        return RedistributionSeconds(self.forward[rows], self.backward[rows], self.exchange[rows], self.inline[rows])
 
     def __mul__(self, times: float) -> "RedistributionSeconds":
         return RedistributionSeconds(self.forward * times, self.backward * times, self.exchange * times, self.inline)
@@ -67,10 +73,19 @@ class RedistributionCosts:
         """The seconds of all redistributions of `tensors`."""
         keys = [each.key for each in tensors]
         new = {key: each for key, each in zip(keys, tensors, strict=True) if key not in self.found}
+        # Tensors that differ in their layouts alone have most pairs of layouts in common: each is priced once.
+        alike = grouped((key[0], key) for key in new)
+        whole = {tensor: _together([new[key] for key in each]) for tensor, each in alike.items()}
+        priced: dict[Hashable, RedistributionSeconds] = {}
         for gradient, parameter in product((False, True), repeat=2):
             kind = gradient, parameter
-            some = {key: each for key, each in new.items() if (each.group.gradient, each.group.parameter) == kind}
-            self.found.update(zip(some, self._new(list(some.values()), *kind), strict=True))
+            some = {key: each for key, each in whole.items() if (each.group.gradient, each.group.parameter) == kind}
+            priced.update(zip(some, self._new(list(some.values()), *kind), strict=True))
+        for tensor, own_keys in alike.items():
+            sources, targets = _numbers(whole[tensor].sources), _numbers(whole[tensor].targets)
+            for key in own_keys:
+                own = [sources[each] for each in new[key].sources], [targets[each] for each in new[key].targets]
+                self.found[key] = priced[tensor].take(*own)
         return [self.found[key] for key in keys]
 
     def _new(
@@ -114,6 +129,19 @@ class RedistributionCosts:
         forward = np.where(taken, in_unit[0], later[0] + alone[0])
         backward = np.where(taken, in_unit[1] + joint[1] * sent.flows, later[1] + alone[1])
         return forward, backward, joint[0] * taken, exchanges & ~taken
+
+
+def _together(tensors: Sequence[TensorLayouts]) -> TensorLayouts:
+    """One tensor with the sources and targets of all of `tensors`, which differ in these alone."""
+    sources, targets = (
+        tuple(dict.fromkeys(layout for layouts in every for layout in layouts))
+        for every in ([each.sources for each in tensors], [each.targets for each in tensors])
+    )
+    return replace(tensors[0], sources=sources, targets=targets)
+
+
+def _numbers(layouts: Sequence[Layout]) -> dict[Layout, int]:
+    return {layout: number for number, layout in enumerate(layouts)}
 
 
 def _sent(tensors: Sequence[TensorLayouts], counts: Sequence[int], flows: bool) -> Sent:

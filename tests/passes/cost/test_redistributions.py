@@ -1,6 +1,7 @@
 """Costs of all pairs of layouts at once, against the steps of each pair."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 from math import prod
 
 import numpy as np
@@ -105,6 +106,26 @@ def test_every_pair_costs_what_its_steps_do(mesh: Mesh, cluster: str, strided: b
             for joined in (1, 9) if gradient else (1,):
                 group = _group(shape, dtype, gradient, gradient_itemsize, strided, joined)
                 _assert_costs(costs, CLUSTERS[cluster], group, layouts, layouts)
+
+
+@pytest.mark.parametrize("parameter", [False, True])
+def test_tensors_priced_together_cost_what_they_do_alone(parameter: bool) -> None:
+    """Tensors of one type with other layouts, in another order, and one of another type."""
+    mesh = mesh_of(a=2, b=3)
+    layouts = list(layouts_on((12, 36), PLACEMENTS, mesh))
+    group = replace(_group((12, 36), torch.bfloat16, True, 4, False), parameter=parameter)
+    other = replace(group, type=TensorType((12, 36), torch.float32))
+    tensors = [
+        TensorLayouts(group, layouts[:9], layouts[4:20], parameter),
+        TensorLayouts(group, layouts[12:3:-1], layouts[30:10:-2], parameter),
+        TensorLayouts(other, layouts[:9], layouts[4:20], parameter),
+    ]
+    together = RedistributionCosts(CLUSTERS["h100"], mesh).seconds(tensors)
+    for tensor, found in zip(tensors, together, strict=True):
+        alone = RedistributionCosts(CLUSTERS["h100"], mesh).seconds([tensor])[0]
+        assert found.forward.shape == (len(tensor.sources), len(tensor.targets))
+        for name in ("forward", "backward", "exchange", "inline"):
+            np.testing.assert_array_equal(getattr(found, name), getattr(alone, name))
 
 
 # The mesh, what all digits divide, and shapes from few bytes to many; some of them are not divided.
