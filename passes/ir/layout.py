@@ -16,6 +16,7 @@ P      a pending sum over the ranks                         R
 
 import re
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import pairwise
 from math import prod
 from typing import NamedTuple
@@ -103,8 +104,13 @@ def digits(layout: Layout, dim: int, mesh: Mesh) -> list[tuple[int, int, int]]:
 
 def fits(shape: Shape, layout: Layout, mesh: Mesh) -> bool:
     """Whether every split divides and no two digits of one dim overlap."""
+    return _fits(shape, layout, mesh.sizes)
+
+
+@lru_cache(maxsize=1 << 16)
+def _fits(shape: Shape, layout: Layout, sizes: tuple[int, ...]) -> bool:
     taken: dict[int, list[tuple[int, int]]] = {}
-    for placement, size in zip(layout, mesh.sizes, strict=True):
+    for placement, size in zip(layout, sizes, strict=True):
         if placement.kind == "S":
             taken.setdefault(placement.dim, []).append((placement.major, size))
     for dim, found in taken.items():

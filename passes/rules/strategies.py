@@ -329,18 +329,16 @@ def named_choices(context: OpContext, methods: Sequence[str], mesh: Mesh) -> Cho
 
 @dataclass(frozen=True, slots=True)
 class _Option:
-    """An option of one axis: the choice, the placements of all tensors, operands first, and the digit that its split
-    begins from."""
+    """An option of one axis: the choice, and the placements of all tensors, operands first."""
 
     choice: Choice
     placements: tuple[Placement, ...]
-    begun: Digit | None = None
 
 
-def _option(context: OpContext, choice: Choice, begun: Digit | None = None) -> _Option:
+def _option(context: OpContext, choice: Choice) -> _Option:
     flowing = (*context.flowing_operands, *context.flowing_results)
     pairs = zip((*choice.operands, *choice.results), flowing, strict=True)
-    return _Option(choice, tuple(R if placement == I and not flows else placement for placement, flows in pairs), begun)
+    return _Option(choice, tuple(R if placement == I and not flows else placement for placement, flows in pairs))
 
 
 def _combinations(
@@ -361,26 +359,23 @@ def _combinations(
     def split_further(begun: Digit, taken: int, ways: int) -> _Option | None:
         name, major = begun
         choice = None if rule is None else split(rule, name, major * taken, ways)
-        return None if choice is None else _option(context, choice, begun)
+        return None if choice is None else _option(context, choice)
 
-    found: list[tuple[_Option, ...]] = [()]
+    # Combinations of options on the axes so far, with the digits that their splits begin from and the axes' sizes.
+    found: list[tuple[tuple[_Option, ...], tuple[tuple[Digit, int], ...]]] = [((), ())]
     for size, names in zip(mesh.sizes, allowed, strict=True):
         whole = [_option(context, choice) for choice in _unsplit(context, size) if _is_allowed(names, choice.name)]
         begins = [] if rule is None or size == 1 else _begins(rule, digits.get(size, ()), names)
-        longer: list[tuple[_Option, ...]] = []
-        for chosen in found:
-            longer += [(*chosen, option) for option in whole]
+        longer = []
+        for chosen, splits in found:
+            longer += [((*chosen, option), splits) for option in whole]
             for begun in begins:
-                taken = prod(
-                    other
-                    for other, option in zip(mesh.sizes, chosen, strict=False)
-                    if option.begun and option.begun[1] == begun[1] and follows(option.begun[0], begun[0])
-                )
+                taken = prod(other for (name, major), other in splits if major == begun[1] and follows(name, begun[0]))
                 further = split_further(begun, taken, size)
                 if further is not None and _may_run(further.choice.form, chosen):
-                    longer.append((*chosen, further))
+                    longer.append(((*chosen, further), (*splits, (begun, size))))
         found = longer
-    return found
+    return [chosen for chosen, _ in found]
 
 
 def _may_run(form: str, chosen: Iterable[_Option]) -> bool:

@@ -2,9 +2,9 @@
 of its ops, the tensors that autograd saves, and those that recompute needs instead. A planning problem has a setting
 besides, on whose mesh tensors take bytes."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from functools import cache, cached_property, partial
 from math import prod
 
 import torch
@@ -15,13 +15,14 @@ from passes.cost.price import OpPrices, OpSeconds, workspace
 from passes.ir.choices import Node, Strategy, StrategyBytes
 from passes.ir.figures import as_float
 from passes.ir.folded import Folded, Region, dependents
-from passes.ir.layout import Layout, local_shape
+from passes.ir.layout import Layout, Placement, local_shape
 from passes.ir.mesh import Mesh
 from passes.ir.program import Op, TensorType
 from passes.ir.rule import Rule, Saved
 from passes.rules import find_rule
 from passes.rules.cheap import Cheap, how_cheap, is_cheap, is_view, second_products, with_viewed
-from passes.rules.strategies import AllowedMethods, Choices, OpContext, must_copy, op_context, strided
+from passes.rules.parts import signature
+from passes.rules.strategies import AllowedMethods, Choices, Digit, OpContext, must_copy, op_context, strided
 
 
 @dataclass(frozen=True)
@@ -195,7 +196,9 @@ class Analysis:
     that are used outside of a region to their names inside. `depends` and `strided` are names of tensors
     (`dependents` and `strided` say which). By keys of ops: their contexts (`contexts`), their saved
     tensors (`saved`), and whether they are `cheap` to recompute. `second` are the keys of the products that recompute
-    of "ops" recomputes, `fused` ops that are compiled together with others, by their first result.
+    of "ops" recomputes, `fused` ops that are compiled together with others, by their first result. `same` maps the key
+    of each op to that of the first one that does the same to tensors of the same types, in the same context.
+    `propagated` caches the digits of ops and the splits of tensors, which are equal on all meshes with axes of a size.
     """
 
     folded: Folded
@@ -212,6 +215,10 @@ class Analysis:
     cheap: Mapping[str, Cheap]
     second: Set[str]
     fused: Mapping[str, Fused]
+    same: Mapping[str, str]
+    propagated: dict[Hashable, tuple[Mapping[str, Sequence[Digit]], Mapping[str, Set[Placement]]]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def inside(self, name: str) -> str:
         """The name of a tensor in the region or program that computes it."""
@@ -228,6 +235,8 @@ def analyze(folded: Folded) -> Analysis:
         for item in placed
     }
     given = passed_on(folded, placed, moved)
+    saved = {key: saved_tensors(context) for key, context in contexts.items()}
+    fused = joined(folded)
     return Analysis(
         folded=folded,
         placed=placed,
@@ -246,7 +255,7 @@ def analyze(folded: Folded) -> Analysis:
         depends=dependents(folded),
         strided=moved,
         contexts=contexts,
-        saved={key: saved_tensors(context) for key, context in contexts.items()},
+        saved=saved,
         cheap={
             item.op.key: Cheap.NEVER
             if item.op.results[0] in given
@@ -259,8 +268,31 @@ def analyze(folded: Folded) -> Analysis:
             for key in second_products((item.op, item.rule) for item in placed if item.region is region)
             if contexts[key].op.results[0] not in given
         },
-        fused=joined(folded),
+        fused=fused,
+        same=_same_ops(folded, contexts, saved, fused),
     )
+
+
+def _same_ops(
+    folded: Folded,
+    contexts: Mapping[str, OpContext],
+    saved: Mapping[str, Sequence[Saved]],
+    fused: Mapping[str, Fused],
+) -> dict[str, str]:
+    """For each op the key of the first one with the same arguments, types and rule, of whose tensors the same ones have
+    gradients, are parameters, are saved and are fused."""
+    first: dict[Hashable, list[str]] = {}
+    found = {}
+    for key, context in contexts.items():
+        op = context.op
+        types = context.operands, context.results, context.flowing_operands, context.flowing_results
+        kept = context.parameters, context.copies, tuple(saved[key]), fused.get(op.results[0])
+        alike = first.setdefault((signature(op, folded.types), *types, *kept), [])
+        same = next((other for other in alike if contexts[other].rule == context.rule), key)
+        if same == key:
+            alike.append(key)
+        found[key] = same
+    return found
 
 
 def _owned(folded: Folded) -> tuple[dict[str, Training], set[str]]:
@@ -289,21 +321,20 @@ def is_negligible(context: OpContext, depends: Set[str], device: Device) -> bool
 @dataclass(frozen=True)
 class OpCosts:
     """Costs of one run of an op under each of its `strategies`: `seconds`, bytes of `results`, of the `copies` that
-    autograd saves, and of the workspace of the backward pass (`transient`). They depend on the `context`, the `saved`
-    tensors, and those that are `fused`."""
+    autograd saves, and of the workspace of the backward pass (`transient`); `saved` are the saved tensors. Ops that do
+    the same (`Analysis.same`) and have the same strategies have the same costs."""
 
-    context: OpContext
     saved: Sequence[Saved]
-    fused: Fused | None
     strategies: Mapping[Strategy, Choices]
     seconds: Sequence[OpSeconds]
     results: Sequence[float]
     copies: Sequence[float]
     transient: Sequence[float]
 
-    def are_of(self, analysis: Analysis, placed: Placed) -> bool:
-        """Whether these are the costs of `placed` too, an op that does the same in an equal layer."""
-        return (replace(self.context, op=placed.op), self.saved, self.fused) == _basis(analysis, placed)
+    @cached_property
+    def listed(self) -> tuple[Strategy, ...]:
+        """The strategies in order."""
+        return tuple(self.strategies)
 
 
 def op_costs(
@@ -311,35 +342,32 @@ def op_costs(
 ) -> OpCosts:
     """The costs of an op with the given `strategies` and their choices on every axis."""
     op = placed.op
-    context, saved, fused = _basis(analysis, placed)
-    prices = OpPrices(context, cluster, sizes.mesh, fused)
-    needs = [
-        workspace(context, choices, strategy, sizes.mesh, cluster.device.type)
-        for strategy, choices in strategies.items()
-    ]
+    context, saved = analysis.contexts[op.key], analysis.saved[op.key]
+    prices = OpPrices(context, cluster, sizes.mesh, analysis.fused.get(op.results[0]))
+    # Work and workspace depend on the splits of tensors alone: not on which whole ones have pending sums, say.
+    splits = [tuple(choice.name if choice.factors else "" for choice in choices) for choices in strategies.values()]
+    first = dict(zip(splits, strategies.items(), strict=True))
+    seconds = {key: prices.seconds(choices, strategy) for key, (strategy, choices) in first.items()}
+    needs = {
+        key: workspace(context, choices, strategy, sizes.mesh, cluster.device.type)
+        for key, (strategy, choices) in first.items()
+    }
     copied = [item.index for item in saved if item.copy]
     copies = [sizes.total(op.operands, strategy.operands, copied) for strategy in strategies]
     return OpCosts(
-        context,
         saved,
-        fused,
         strategies,
-        [prices.seconds(choices, strategy) for strategy, choices in strategies.items()],
+        [seconds[key] for key in splits],
         [sizes.total(op.results, strategy.results) for strategy in strategies],
-        [size + kept for size, (kept, _) in zip(copies, needs, strict=True)],
-        [backward for _, backward in needs],
+        [size + needs[key][0] for size, key in zip(copies, splits, strict=True)],
+        [needs[key][1] for key in splits],
     )
-
-
-def _basis(analysis: Analysis, placed: Placed) -> tuple[OpContext, Sequence[Saved], Fused | None]:
-    """The context of an op, its saved tensors and those that are fused, on which its costs depend."""
-    key = placed.op.key
-    return analysis.contexts[key], analysis.saved[key], analysis.fused.get(placed.op.results[0])
 
 
 def op_node(analysis: Analysis, placed: Placed, costs: OpCosts) -> Node:
     """The node of an op with these costs."""
     op, count = placed.op, placed.count
+    memory = {backward: StrategyBytes(transient=backward) for backward in costs.transient}
     forms = [tuple(choice.form for choice in choices) for choices in costs.strategies.values()]
     return Node(
         op.key,
@@ -347,9 +375,9 @@ def op_node(analysis: Analysis, placed: Placed, costs: OpCosts) -> Node:
         op.results[0],
         count,
         placed.block,
-        tuple(costs.strategies),
+        costs.listed,
         tuple(count * sum(each) for each in costs.seconds),
-        tuple(StrategyBytes(transient=backward) for backward in costs.transient),
+        tuple(memory[backward] for backward in costs.transient),
         any(item.result for item in costs.saved),
         tuple(count * size for size in costs.results),
         tuple(count * size for size in costs.copies),

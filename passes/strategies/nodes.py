@@ -3,7 +3,7 @@
 Their strategies come from splits that are propagated through the program, and meet the constraints; errors say which
 constraint no strategy meets. Every layout of a tensor has its cost and memory."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import chain, product
 from math import prod
@@ -183,15 +183,19 @@ def find_splits(analysis: Analysis, demands: PlacedConstraints, setting: Setting
     for op in (op for op in ops if op.key in alike):
         other = first[alike[op.key]].op
         same += zip((*other.operands, *other.results), (*op.operands, *op.results), strict=True)
-    digits: dict[int, dict[str, list[Digit]]] = {}
-    placements: dict[int, dict[str, set[Placement]]] = {}
+    digits: dict[int, Mapping[str, Sequence[Digit]]] = {}
+    placements: dict[int, Mapping[str, Set[Placement]]] = {}
     for size in set(mesh.sizes) - {1}:
         required = demanded_splits(analysis.placed, demands, analysis.names, mesh, size)
-        found, placements[size] = propagate(
-            [(item.op, item.rule) for item in first.values()], same, required, size, stripes_over=setting.stripes(size)
-        )
-        own = dict(zip(first, found, strict=True))
-        digits[size] = {op.key: own[alike.get(op.key, op.key)] for op in ops}
+        stripes = setting.stripes(size)
+        known = (size, stripes, tuple((name, tuple(some)) for name, some in required.items()))
+        if known not in analysis.propagated:
+            found, spread = propagate(
+                [(item.op, item.rule) for item in first.values()], same, required, size, stripes_over=stripes
+            )
+            own = dict(zip(first, found, strict=True))
+            analysis.propagated[known] = {op.key: own[alike.get(op.key, op.key)] for op in ops}, spread
+        digits[size], placements[size] = analysis.propagated[known]
     return Splits(mesh, digits, placements)
 
 
@@ -406,34 +410,35 @@ class Nodes:
     def ops(self) -> Iterator[Node]:
         """Ops have the strategies that their rules allow and that meet the constraints."""
         followed: dict[Constraint, set[str]] = {}
-        first: dict[str, OpCosts] = {}
+        known: dict[Hashable, OpCosts] = {}
         for placed in self.analysis.placed:
-            key = self.analysis.folded.alike.get(placed.op.key, placed.op.key)
-            costs = self._costs(placed, first.get(key), followed)
-            first.setdefault(key, costs)
-            yield op_node(self.analysis, placed, costs)
+            yield op_node(self.analysis, placed, self._costs(placed, known, followed))
         refuse_unfollowed(followed, self.setting.mesh)
 
-    def _costs(self, placed: Placed, like: OpCosts | None, followed: dict[Constraint, set[str]]) -> OpCosts:
-        """The strategies of one op with their costs: those of the op `like` it in an equal layer, where these hold for
-        it."""
+    def _costs(self, placed: Placed, known: dict[Hashable, OpCosts], followed: dict[Constraint, set[str]]) -> OpCosts:
+        """The strategies of one op with their costs; those of ops that do the same are `known`."""
         analysis, mesh, setting, key = self.analysis, self.setting.mesh, self.setting, placed.op.key
         context, allowed = analysis.contexts[key], setting.allowed.get(key)
         if is_negligible(context, analysis.depends, setting.cluster.device):
             whole = (replicated(len(context.operands), len(context.results), R),) * len(mesh.sizes)
             return op_costs(analysis, placed, {combine(context, whole): whole}, self.sizes, setting.cluster)
-        if like is not None and not (
-            like.are_of(analysis, placed) and setting.allowed.get(like.context.op.key) == allowed
-        ):
-            like = None
         digits = {size: splits[key] for size, splits in self.splits.digits.items()}
-        found = like.strategies if like else op_strategies(context, digits, mesh, allowed)
+        basis = (
+            analysis.same[key],
+            tuple(tuple(own) for own in digits.values()),
+            None if allowed is None else tuple(None if names is None else frozenset(names) for names in allowed),
+        )
+        like = known.get(basis)
+        found = op_strategies(context, digits, mesh, allowed) if like is None else like.strategies
         met = meeting(context, list(found), self.demands, analysis.names, mesh, followed)
         if setting.together:
             met = [each for each in met if self._has_whole_stripes(context, each)] or met
         if like is not None and len(met) == len(found):
             return like
-        return op_costs(analysis, placed, {strategy: found[strategy] for strategy in met}, self.sizes, setting.cluster)
+        costs = op_costs(analysis, placed, {strategy: found[strategy] for strategy in met}, self.sizes, setting.cluster)
+        if len(met) == len(found):
+            known[basis] = costs
+        return costs
 
     def _has_whole_stripes(self, context: OpContext, strategy: Strategy) -> bool:
         """Whether what an op has in stripes is so over all ranks that these are offered for together."""
