@@ -288,8 +288,7 @@ def _begin(subproblem: Subproblem, subproblems: Subproblems, progress: Progress)
     """Let the solver of a subproblem find its first bound and choice, if it has not."""
     try:
         if not subproblem.solver.has_begun:
-            with subproblems.clock("solve"):
-                subproblem.solver.begin(progress.cutoff)
+            subproblems.begin(subproblem, progress.cutoff)
     except InfeasibleError as error:
         subproblem.solver.gap.bound = float("inf")
         return progress.failing([error])
@@ -306,4 +305,5 @@ def _raise_bound(subproblem: Subproblem, subproblems: Subproblems, progress: Pro
     except InfeasibleError as error:
         subproblem.solver.gap.bound = float("inf")
         return False, progress.failing([error])
+    subproblems.remember(subproblem)
     return goes_on, progress.considering(subproblem, subproblems) if goes_on else progress

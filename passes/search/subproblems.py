@@ -25,7 +25,7 @@ from passes.search.configurations import relaxed_configuration
 from passes.search.space import Space
 from passes.solve.arrays import least_seconds
 from passes.solve.limits import Limits
-from passes.solve.solver import Solver
+from passes.solve.solver import Guess, Solver
 from passes.strategies import Analysis, analyze, planning_problem
 
 
@@ -155,17 +155,25 @@ class Choice:
 class Memo:
     """Results that hold for all spaces over one program: costs of redistributions by mesh, problems by mesh and number
     of micro-batches, subproblems without memory limit by these, and lower bounds by the key of their
-    configuration. A bound found within a memory limit holds within any smaller one."""
+    configuration. A bound found within a memory limit holds within any smaller one. `guesses` are the last multipliers
+    of bounds by the levels of recompute and the number of micro-batches, with and without a limit."""
 
     costs: dict[Mesh, RedistributionCosts] = field(default_factory=dict)
     problems: dict[tuple[Mesh, int], Problem] = field(default_factory=dict)
     relaxed: dict[tuple[Mesh, int], Subproblem] = field(default_factory=dict)
     bounds: dict[Hashable, float] = field(default_factory=dict)
+    guesses: dict[Hashable, Guess] = field(default_factory=dict)
 
 
 def levels_key(configuration: Configuration) -> Hashable:
     """A key that is equal for configurations with the same levels of recompute."""
     return tuple(sorted(configuration.recompute.items()))
+
+
+def _kind(subproblem: Subproblem) -> Hashable:
+    """Equal for subproblems whose best multipliers are likely to be near."""
+    configuration, has_limit = subproblem.configuration, subproblem.solver.limits.memory < float("inf")
+    return levels_key(configuration), configuration.micro_batches, has_limit
 
 
 def _tokens(methods: Sequence[str], sizes: Sequence[int], is_op: bool, rule: Rule | None) -> list[frozenset[str]]:
@@ -279,6 +287,16 @@ class Subproblems:
         """A lower bound on the seconds of a step on so many devices, whatever the mesh and the configuration."""
         return least_step_s(self.programs.given(1).folded, self.space.cluster, self.space.optimizer, devices)
 
+    def begin(self, subproblem: Subproblem, cutoff: float) -> None:
+        """Let the solver of a subproblem find its first bound on choices of less than `cutoff` seconds. The multipliers
+        of the last one like it may exclude them. Raises InfeasibleError where no choice fits."""
+        with self.clock("solve"):
+            subproblem.solver.begin(cutoff, self.memo.guesses.get(_kind(subproblem)))
+
+    def remember(self, subproblem: Subproblem) -> None:
+        """Keep the multipliers of a subproblem whose bound was raised, to exclude others."""
+        self.memo.guesses[_kind(subproblem)] = subproblem.solver.guess
+
     def fits(self, subproblem: Subproblem) -> bool:
         """Whether the best choice that the solver has found keeps the memory limit."""
         solver, limit = subproblem.solver, self.limits(subproblem.configuration).memory
@@ -299,7 +317,11 @@ class Subproblems:
     def _solver(self, problem: Problem, limits: Limits, configuration: Configuration) -> Solver:
         """A solver that shares the costs of redistributions with all others for the same mesh."""
         cluster, mesh = self.space.cluster, configuration.mesh
-        if mesh not in self.memo.costs:
-            self.memo.costs[mesh] = RedistributionCosts(cluster, mesh)
+        costs = self.memo.costs
+        if mesh not in costs:
+            # Meshes of more axes are near to a choice, searched one after the other, and have most pairs of layouts.
+            for other in [other for other in costs if len(other.sizes) > 2]:
+                del costs[other]
+            costs[mesh] = RedistributionCosts(cluster, mesh)
         with self.clock("solve"):
-            return Solver(problem, cluster, limits, configuration, self.memo.costs[mesh])
+            return Solver(problem, cluster, limits, configuration, costs[mesh])

@@ -4,9 +4,9 @@ Dual iterations find multipliers by cutting planes, at which the relaxation rais
 closed exactly: by Pareto frontiers in increasing intervals above the bound, then by branch and bound, and on small
 branches by integer programs."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -24,8 +24,8 @@ from passes.solve.active_constraints import (
     solution_of,
     with_violated,
 )
-from passes.solve.arrays import Uses, arrays, find_uses, shared_decisions
-from passes.solve.gap import Gap
+from passes.solve.arrays import Overlap, Uses, arrays, find_uses, shared_decisions
+from passes.solve.gap import PROVEN, Gap
 from passes.solve.instance import NOTHING, Branch, Instance, refuse_if_hopeless, refuse_if_impossible, smallest, split
 from passes.solve.integer_program import best_by_program
 from passes.solve.lagrangian.relaxation import ROUNDING, Cut, CuttingPlanes, Multipliers
@@ -38,6 +38,20 @@ ROUNDS = 30
 TRIES = 6
 # Multipliers rise until the bytes of the limit cost so many times as much as the step.
 DEAREST = 1e4
+
+
+@dataclass(frozen=True)
+class Guess:
+    """Multipliers at which the bound of a problem was highest, `bound` seconds: of bytes by the name of the program
+    point, and of overlap terms by their block and the traffic that counts in them. They may exclude another problem."""
+
+    bytes: Mapping[str, float]
+    overlaps: Mapping[Hashable, float]
+    bound: float
+
+
+def _traffic_of(overlap: Overlap) -> Hashable:
+    return overlap.block, overlap.gather, overlap.rerun, overlap.reduce, overlap.forced
 
 
 class DualAscent:
@@ -173,17 +187,48 @@ class Solver:
         mixture = [found for found, part in self.root.mixture if part > NOTHING]
         return [self.instance.shared.expanded(found.picks, ())[0] for found in mixture]
 
-    def begin(self, cutoff: float = np.inf) -> None:
-        """Solve the problem without limits, which gives the first bound.
+    @property
+    def guess(self) -> Guess:
+        """The multipliers at which the bound is highest so far."""
+        found, instance = self.root.multipliers, self.instance
+        points = [instance.bytes.points[point].name for point in instance.points]
+        names = map(_traffic_of, instance.arrays.overlaps)
+        # Points that were found later have no multiplier.
+        bytes, overlaps = zip(points, found.bytes, strict=False), zip(names, found.overlaps, strict=True)
+        return Guess(dict(bytes), dict(overlaps), self.gap.bound)
+
+    def begin(self, cutoff: float = np.inf, guess: Guess | None = None) -> None:
+        """Solve the problem without limits, which gives the first bound. Where a guess has excluded all choices of
+        another problem, it is tried before.
 
         Raises InfeasibleError where the least bytes of each node by itself do not fit.
         """
         self.gap.cutoff = cutoff
         refuse_if_hopeless(self.instance)
         self.root.alive = self.instance.all_alive
+        if guess is not None and guess.bound >= cutoff * (1 - PROVEN) and self._is_excluded(guess):
+            return
         first = self.dual.at(self.root, self.root.multipliers)
         self.dual.cutting_planes.unit = first.seconds / self.limits.memory
         self.gap.bound = max(self.gap.bound, self.root.bound)
+
+    def _is_excluded(self, guess: Guess) -> bool:
+        """Whether no choice takes less than the cutoff, by the bound at the multipliers of a guess. Then nothing is
+        begun: with a higher cutoff it is later."""
+        instance = self.instance
+        dear = {name: price for name, price in guess.bytes.items() if price > 0 and self.limits.memory < np.inf}
+        points = [number for number, point in enumerate(instance.bytes.points) if point.name in dear]
+        bytes = [dear[instance.bytes.points[point].name] for point in points]
+        overlaps = [guess.overlaps.get(_traffic_of(overlap), 0.0) for overlap in instance.arrays.overlaps]
+        if not any(bytes) and not any(overlaps):
+            return False
+        multipliers = Multipliers(1.0, bytes, overlaps)
+        # What is found otherwise must not depend on the guess, so that it changes no plan.
+        found, _, _ = replace(instance, points=points).at(multipliers, self.root.alive, self.gap.cutoff)
+        if self.gap.is_open(found.bound):
+            return False
+        self.gap.bound = max(self.gap.bound, found.bound)
+        return True
 
     def climb(self, cutoff: float = np.inf) -> bool:
         """Raise the bound by one dual iteration. Returns whether further iterations are worthwhile.

@@ -1,5 +1,7 @@
 """Effort is counted, so that it is the same on every machine and in every run."""
 
+from dataclasses import replace
+
 import pytest
 
 from passes.ir.configuration import Configuration
@@ -54,3 +56,25 @@ def test_allowed_effort_ends_the_search(monkeypatch: pytest.MonkeyPatch) -> None
     blind.gap.best = None
     with pytest.raises(InfeasibleError, match="with the effort allowed no plan was found"):
         blind.close(allowance=0.0)
+
+
+@pytest.mark.parametrize("seed", [3, 4])
+def test_a_guess_excludes_what_it_proves_and_changes_nothing_else(seed: int) -> None:
+    """The multipliers of a problem exclude choices below its bound at once. Where they do not exclude all, the solver
+    begins as without them."""
+    case, memory = tight(seed)
+    known = solver(case, memory)
+    bound, guess = known.gap.bound, known.guess
+    assert any(guess.bytes.values())
+    limits, configuration = Limits(memory, STATES), Configuration(case.mesh)
+    excluded, plain, guessed = (Solver(case.problem, case.cluster, limits, configuration) for _ in range(3))
+    excluded.begin(bound * (1 - 1e-6), guess)
+    assert not excluded.has_begun
+    assert bound * (1 - 3e-6) <= excluded.gap.bound <= bound * (1 + 1e-9)
+    cutoff = known.gap.least * (1 + 1e-3)
+    plain.begin(cutoff)
+    guessed.begin(cutoff, replace(guess, bound=cutoff))
+    while plain.climb(cutoff):
+        assert guessed.climb(cutoff)
+    assert not guessed.climb(cutoff)
+    assert (guessed.gap.bound, guessed.guess, guessed.gap.least) == (plain.gap.bound, plain.guess, plain.gap.least)
