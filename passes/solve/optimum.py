@@ -23,7 +23,7 @@ _PASSES = 12
 @dataclass
 class _Link:
     """A use of a tensor, or a pair: the layouts (rows, columns) of both ends, its remaining costs, and the costs moved
-    to its ends."""
+    to its ends. `each_made` and `each_wanted` say that every layout has one label, in order."""
 
     producer: int
     consumer: int
@@ -32,6 +32,8 @@ class _Link:
     rest: Floats
     to_producer: Floats
     to_consumer: Floats
+    each_made: bool
+    each_wanted: bool
 
 
 class MessagePassing:
@@ -72,7 +74,8 @@ class MessagePassing:
 
     def _link(self, producer: int, consumer: int, made: Integers, wanted: Integers, costs: Floats) -> int:
         rows, columns = costs.shape
-        self.links.append(_Link(producer, consumer, made, wanted, costs, np.zeros(rows), np.zeros(columns)))
+        each = _is_each(made, rows), _is_each(wanted, columns)
+        self.links.append(_Link(producer, consumer, made, wanted, costs, np.zeros(rows), np.zeros(columns), *each))
         for node in (producer, consumer):
             self.around[node].append(len(self.links) - 1)
         return len(self.links) - 1
@@ -208,8 +211,9 @@ class MessagePassing:
         for index in following:
             link = self.links[index]
             at_producer = link.producer == node
-            layouts, size = (link.made, link.rest.shape[0]) if at_producer else (link.wanted, link.rest.shape[1])
-            moved = part * _above_least(before, layouts, size, self.large)
+            layouts, each = (link.made, link.each_made) if at_producer else (link.wanted, link.each_wanted)
+            size = link.rest.shape[0 if at_producer else 1]
+            moved = part * _above_least(before, layouts, each, size, self.large)
             self._move(index, moved, at_producer)
             own -= moved[layouts]
         self.least[node] = float(own.min())
@@ -231,7 +235,9 @@ class MessagePassing:
             for index, _ in share:
                 link = self.links[index]
                 self._absorb(link.consumer)
-                moved = _above_least(self.own[link.consumer], link.wanted, link.rest.shape[1], self.large)
+                moved = _above_least(
+                    self.own[link.consumer], link.wanted, link.each_wanted, link.rest.shape[1], self.large
+                )
                 self._move(index, moved, False)
                 self.own[link.consumer] -= moved[link.wanted]
                 self.least[link.consumer] = float(self.own[link.consumer].min())
@@ -256,13 +262,20 @@ class MessagePassing:
                 self._unsettle(index)
 
 
-def _above_least(costs: Floats, layouts: Integers, size: int, none: float) -> Floats:
-    """The least cost of each layout's labels minus the least of all; `none` for layouts without a label alive."""
-    least = np.full(size, np.inf)
-    np.minimum.at(least, layouts, costs)
-    living = np.isfinite(least)
-    above: Floats = np.where(living, least - least[living].min(initial=np.inf), none)
+def _above_least(costs: Floats, layouts: Integers, each: bool, size: int, none: float) -> Floats:
+    """The least cost of each layout's labels minus the least of all; `none` for layouts without a label alive. `each`
+    says that every layout has one label, in order."""
+    least = costs
+    if not each:
+        least = np.full(size, np.inf)
+        np.minimum.at(least, layouts, costs)
+    above: Floats = np.where(np.isfinite(least), least - np.minimum.reduce(least), none)
     return above
+
+
+def _is_each(layouts: Integers, size: int) -> bool:
+    """Whether labels have these layouts, one of `size` each, in order."""
+    return len(layouts) == size and bool((layouts == np.arange(size)).all())
 
 
 # Relative cost of each unusual method or change, to choose among equals.
