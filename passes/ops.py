@@ -15,6 +15,10 @@ cap of scores before that, and a sink, a score of every query that no value belo
 Scores of hidden keys are the least number, so that a query without any keys attends to all alike. Of such a query alone
 `fills` says what passes no gradients on: "" (nothing), "bias" (the mask fills it), or "scores" (the mask fills these).
 
+`autopar::linear_cross_entropy` is a linear layer and the sum of the cross entropies of its result, which is multiplied
+with `scale`, soft-capped, and cast to `dtype` before. Generated code calls a function of the runtime that makes logits
+of some tokens at a time.
+
 `autopar::delta_scan` is in `passes/scans.py`.
 
 `autopar::padded_conv1d` is a convolution of stride 1 with as many zeros before and after as its padding says of each,
@@ -40,7 +44,7 @@ from functools import cache, reduce
 import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
-from torch.nn.functional import conv1d, scaled_dot_product_attention
+from torch.nn.functional import conv1d, cross_entropy, linear, scaled_dot_product_attention
 
 import passes.scans  # noqa: F401  (registers an operator)
 from passes._torch import OpOverload
@@ -392,3 +396,31 @@ _library.define(  # type: ignore[no-untyped-call]
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _library.impl("padded_conv1d", _padded_conv1d, "CompositeImplicitAutograd")  # type: ignore[no-untyped-call]
+
+
+def _linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    bias: Tensor | None = None,
+    *,
+    ignore_index: int = -100,
+    scale: float = 1.0,
+    soft_cap: float | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """hidden: [tokens, width]; weight: [classes, width]; labels: [tokens]; bias: [classes]; result: a scalar."""
+    logits = linear(hidden, weight, bias) * scale
+    if soft_cap is not None:
+        logits = torch.tanh(logits / soft_cap) * soft_cap
+    logits = logits if dtype is None else logits.to(dtype)
+    return cross_entropy(logits, labels, reduction="sum", ignore_index=ignore_index)
+
+
+LINEAR_LOSS = "autopar.linear_cross_entropy.default"
+_library.define(  # type: ignore[no-untyped-call]
+    "linear_cross_entropy(Tensor hidden, Tensor weight, Tensor labels, Tensor? bias=None, *, SymInt ignore_index=-100, "
+    "float scale=1.0, float? soft_cap=None, ScalarType? dtype=None) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_library.impl("linear_cross_entropy", _linear_cross_entropy, "CompositeImplicitAutograd")  # type: ignore[no-untyped-call]

@@ -21,6 +21,7 @@ from autopar._torch import collectives
 from autopar.plans.cuda_attention import CudaAttention
 from autopar.runtime import Axis
 from autopar.runtime.generated.chunked_attention import largest_chunk
+from autopar.runtime.generated.linear_loss import first_chunks
 from autopar.runtime.state import spanning
 from passes._torch import FakeTensorMode, TorchDispatchMode, pytree, storage_id, storage_number
 from passes.codegen.expressions import Scope, computed
@@ -80,6 +81,7 @@ class FakeProber:
             "F": functional,
             **vars(runtime),
             "chunked_attention": largest_chunk,
+            "linear_cross_entropy": first_chunks,
             **dict(zip(self._axes, spanning(axes, mesh.spans, lambda _: "0"), strict=True)),
         }
         self._fake = FakeTensorMode()

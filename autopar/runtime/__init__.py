@@ -31,6 +31,7 @@ from autopar.runtime.generated.forms import (
     vocabulary_embedding,
     with_halo,
 )
+from autopar.runtime.generated.linear_loss import linear_cross_entropy
 from autopar.runtime.generated.ring_attention import ring_attention
 from autopar.runtime.generated.saving import recomputed
 from autopar.runtime.module import DistributedModule
@@ -59,6 +60,7 @@ __all__ = [
     "chunked_attention",
     "convert",
     "gathered",
+    "linear_cross_entropy",
     "local",
     "named_arguments",
     "recomputed",

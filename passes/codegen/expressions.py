@@ -13,6 +13,7 @@ import torch
 
 from passes._torch import schema_of
 from passes.ir.arguments import Argument, Ref, freeze, integer, listed
+from passes.ir.linear_loss import AT_ONCE, SPLIT, SPLIT_AT_ONCE
 from passes.ir.lowered import Compute, Split
 from passes.ir.program import Op, TensorType
 
@@ -256,6 +257,14 @@ def _in_chunks(code: Scope, arguments: Mapping[str, Argument], **more: Argument)
     return _in_blocks(code, "chunked_attention", arguments, **added, **fills, **more)
 
 
+def _linear_loss(code: Scope, arguments: Mapping[str, Argument], **more: Argument) -> str:
+    """A linear layer and its cross entropy; `more` are arguments besides those of the op."""
+    given = [arguments[name] for name in ("hidden", "weight", "labels")]
+    defaults = {"bias": None, "ignore_index": -100, "scale": 1.0, "soft_cap": None, "dtype": None}
+    options = {name: arguments[name] for name, default in defaults.items() if arguments[name] != default}
+    return _called(code, "linear_cross_entropy", given, **options, **more)
+
+
 def _padded_convolution(code: Scope, arguments: Mapping[str, Argument]) -> str | None:
     """The convolution with the larger padding on both sides, of whose result the ends are cut off."""
     before, after = map(integer, listed(arguments["padding"]))
@@ -324,6 +333,7 @@ _WRITERS: dict[str, Writer] = {
     "relu": _functional("relu", "self"),
     "scaled_dot_product_attention": _attention,
     "chunked_attention": _in_chunks,
+    "linear_cross_entropy": _linear_loss,
     **{name: _method(name) for name in ("rsqrt", "sqrt", "tanh", "exp", "cos", "sin", "sigmoid", "abs", "log", "erf")},
 }
 
@@ -400,6 +410,15 @@ def _attention_form(code: Scope, statement: Compute) -> str:
 
 def _chunks_form(code: Scope, statement: Compute) -> str:
     return _in_chunks(code, statement.op.arguments, digits=_digits(code, _one(statement)))
+
+
+def _linear_loss_form(code: Scope, statement: Compute) -> str:
+    """The form of split classes, or of logits at once, whose tokens and classes may be split."""
+    classes = statement.splits.get("classes")
+    options: dict[str, Argument] = {} if statement.body == SPLIT else {"at_once": True}
+    if classes is not None:
+        options = {"size": classes.size, "digits": _digits(code, classes), **options}
+    return _linear_loss(code, statement.op.arguments, **options)
 
 
 def _ring_form(code: Scope, statement: Compute) -> str:
@@ -491,6 +510,7 @@ WRITERS: dict[str, Callable[[Scope, Compute], str]] = {
     "blockwise_attention": _attention_form,
     "chunked_attention": _chunks_form,
     "ring_attention": _ring_form,
+    **dict.fromkeys((SPLIT, AT_ONCE, SPLIT_AT_ONCE), _linear_loss_form),
     "haloed": _haloed_form,
     "layer_norm": _layer_norm_form,
     "rms_norm": _layer_norm_form,

@@ -12,6 +12,7 @@ the same bytes and multiplications with results that are no larger; for m < p on
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from math import sqrt
+from typing import NamedTuple
 
 import torch
 
@@ -37,11 +38,11 @@ class LeastWork:
 def least_work(folded: Folded, cluster: Cluster, devices: int) -> LeastWork:
     """Lower bounds on the work of one pass of `folded` on so many devices."""
     by_op = _least_phases(folded, cluster, devices)
-    runs = [(count, *by_op[op.key]) for op, count in folded.runs if op.key in by_op]
+    runs = [(count, by_op[op.key]) for op, count in folded.runs if op.key in by_op]
     return LeastWork(
-        sum(count * forward for count, forward, _ in runs),
-        sum(count * backward for count, _, backward in runs),
-        max((forward + backward for _, forward, backward in runs), default=0.0),
+        sum(count * least.forward_s for count, least in runs),
+        sum(count * least.backward_s for count, least in runs),
+        max((sum(least) for _, least in runs), default=0.0),
     )
 
 
@@ -70,9 +71,17 @@ def least_by_op(folded: Folded, cluster: Cluster, devices: int) -> dict[str, flo
     return found
 
 
-def _least_phases(folded: Folded, cluster: Cluster, devices: int) -> dict[str, tuple[float, float]]:
-    """A lower bound on the seconds of each op in one copy of its region, forward and backward, by key."""
-    found: dict[str, tuple[float, float]] = {}
+class _LeastSeconds(NamedTuple):
+    """Lower bounds on the seconds of an op, forward, backward, and in either pass."""
+
+    forward_s: float
+    backward_s: float
+    either_s: float = 0.0
+
+
+def _least_phases(folded: Folded, cluster: Cluster, devices: int) -> dict[str, _LeastSeconds]:
+    """A lower bound on the seconds of each op in one copy of its region, by key."""
+    found: dict[str, _LeastSeconds] = {}
     fused = joined(folded)
     for op in folded.ops:
         own = fused.get(op.results[0]) if op.results else None
@@ -81,11 +90,23 @@ def _least_phases(folded: Folded, cluster: Cluster, devices: int) -> dict[str, t
             if op.kind == "scaled_dot_product_attention":
                 query, _, value = (folded.types[name].shape for name in op.operands[:3])
                 work = replace(work, width=(query[-1] + value[-1]) / 2)
-            found[op.key] = _least_seconds(work, cluster.device, devices)
+            if op.kind == "linear_cross_entropy":
+                hidden, weight = (folded.types[name].shape for name in op.operands[:2])
+                found[op.key] = _least_loss(work, hidden[0] * weight[0], cluster.device, devices)
+            else:
+                found[op.key] = _least_seconds(work, cluster.device, devices)
     return found
 
 
-def _least_seconds(work: Work, device: Device, devices: int) -> tuple[float, float]:
+def _least_loss(work: Work, logits: int, device: Device, devices: int) -> _LeastSeconds:
+    """Those of a linear layer with its loss, of so many `logits`: its gradients are computed in either pass."""
+    alone = _least_seconds(replace(work, elements=logits, backward=(), gradients=()), device, devices)
+    gradients = zip(work.backward, work.gradients, strict=True)
+    either = sum(_multiplying(flops, elements, work, device, devices) for flops, elements in gradients if flops)
+    return alone._replace(either_s=either)
+
+
+def _least_seconds(work: Work, device: Device, devices: int) -> _LeastSeconds:
     """A lower bound on the seconds of an op, forward and backward, on the busiest of so many devices; `work` is that of
     one alone."""
     backward = zip(work.backward, work.gradients, strict=True)
@@ -95,7 +116,9 @@ def _least_seconds(work: Work, device: Device, devices: int) -> tuple[float, flo
         multiplied = sum(_multiplying(*product, work, device, devices) for product in products)
         return kernels * device.launch + max(touched / devices / device.stream, multiplied)
 
-    return least(work.reads + work.writes, forward, work.kernels[0]), least(work.back, backward, work.kernels[1])
+    return _LeastSeconds(
+        least(work.reads + work.writes, forward, work.kernels[0]), least(work.back, backward, work.kernels[1])
+    )
 
 
 def _multiplying(flops: float, elements: float, work: Work, device: Device, devices: int) -> float:

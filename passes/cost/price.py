@@ -18,10 +18,12 @@ from passes.cost.cluster import Cluster
 from passes.cost.compute import Work, compute_seconds
 from passes.cost.fusion import Fused
 from passes.cost.hardware import ALIGNMENT
+from passes.cost.linear_loss import linear_loss_seconds
 from passes.cost.step_costs import StepCosts
 from passes.ir.choices import Cover, Strategy
 from passes.ir.figures import least
 from passes.ir.layout import Layout, R, Shape, local_shape
+from passes.ir.linear_loss import LinearLoss
 from passes.ir.mesh import Mesh
 from passes.ir.program import Op, TensorType
 from passes.ir.rule import Role, Rule, Rules
@@ -38,6 +40,7 @@ from passes.rules.local_forms import (
     attention_workspace,
     block_attention,
     form_that_runs,
+    linear_loss,
     runs_in_blocks,
     runs_in_chunks,
 )
@@ -148,6 +151,18 @@ def local_attention(
     return Attention(kernel, shapes, masked or bool(context.op.arguments["is_causal"]))
 
 
+def local_loss(context: OpContext, choices: Sequence[Choice], strategy: Strategy, mesh: Mesh) -> LinearLoss | None:
+    """The linear layer with its cross entropy that a rank computes; None for other ops."""
+    if context.op.kind != _LINEAR_LOSS:
+        return None
+    shapes = [
+        local_shape(type.shape, layout, mesh) for type, layout in zip(context.operands, strategy.operands, strict=True)
+    ]
+    flows = context.flowing_operands if context.flows else (False,) * len(shapes)
+    form = form_that_runs(choice.form for choice in choices)
+    return linear_loss(context.op, shapes, context.operands[0].dtype, flows, form)
+
+
 def attention_work(work: Work, attention: Attention) -> Work:
     """`work` as the kernel does it: without a fused one as products and passes over whole scores, at least in single
     precision. Tiles of fused ones are as wide as the widths on average."""
@@ -201,6 +216,9 @@ def workspace(context: OpContext, choices: Sequence[Choice], strategy: Strategy,
     `mesh` of devices of the type `device`."""
     if not context.flows or not context.operands:
         return 0.0, 0.0
+    loss = local_loss(context, choices, strategy, mesh)
+    if loss is not None:
+        return loss.workspace()
     for form, about in form_contexts(context, choices, strategy, mesh, device):
         return form.workspace(about)
     if context.op.kind not in _KINDS:
@@ -236,6 +254,7 @@ def _alone_in_blocks(context: OpContext, shapes: tuple[Shape, ...], device: str)
 
 
 _ATTENTION = ("scaled_dot_product_attention", "chunked_attention")
+_LINEAR_LOSS = "linear_cross_entropy"
 _KINDS = frozenset((*TEMPORARIES, *REPEATED, *_ATTENTION))
 
 
@@ -260,13 +279,14 @@ class Inside(NamedTuple):
 class Parts(NamedTuple):
     """The part of an op on the busiest rank: its `shares` of the multiplications forward and backward, the number of
     parts that each operand and result is split into, whether rows of these are `unaligned` in a product, and the local
-    `attention`."""
+    `attention`, or the linear layer with its `loss`."""
 
     shares: tuple[float, float]
     operands: tuple[int, ...]
     results: tuple[int, ...]
     unaligned: bool
     attention: Attention | None
+    loss: LinearLoss | None = None
 
 
 class OpPrices:
@@ -296,11 +316,18 @@ class OpPrices:
             return OpSeconds(0.0, 0.0, inside.forward, inside.backward)
         parts = self.parts(choices, strategy)
         if parts not in self.computed:
-            self.computed[parts] = compute_seconds(self.work(parts), self.cluster.device)
+            self.computed[parts] = self._computing(parts)
         forward, backward = self.computed[parts]
         part = inside.overlap * self.cluster.device.overlaps
         exposed = max(0.0, inside.forward - part * forward), max(0.0, inside.backward - part * backward)
         return OpSeconds(forward, backward, *exposed)
+
+    def _computing(self, parts: Parts) -> tuple[float, float]:
+        """Seconds of the computation of these parts, forward and backward."""
+        device = self.cluster.device
+        if parts.loss is not None:
+            return linear_loss_seconds(parts.loss, device)
+        return compute_seconds(self.work(parts), device)
 
     def _inside(self, choices: Sequence[Choice], strategy: Strategy) -> Inside:
         """Seconds of the collectives inside local forms."""
@@ -309,7 +336,8 @@ class OpPrices:
             if form.communicates:
                 itemsize = form.itemsize(about)
                 there, back = form.shifts(about) if form.shifts else ((), ())
-                forward += self.steps.total(form.steps(about), itemsize)
+                repeats = form.repeats(about) if form.repeats else 1
+                forward += repeats * self.steps.total(form.steps(about), itemsize)
                 forward += sum(count * self.steps.shift_seconds(about.span, size) for count, size in there)
                 if self.context.flows:
                     backward += self.steps.total(form.backward_steps(about), itemsize)
@@ -327,6 +355,7 @@ class OpPrices:
             tuple(_ways(layout, sizes) for layout in strategy.results),
             bool(multiplies) and context.op.kind in _PRODUCTS and _unaligned(context, strategy, sizes),
             local_attention(context, choices, strategy, self.mesh, self.cluster.device.type),
+            local_loss(context, choices, strategy, self.mesh),
         )
 
     def work(self, parts: Parts) -> Work:
@@ -356,7 +385,8 @@ class OpPrices:
         back = written + gradients + _saved(context, reads, writes, fused) if flowing else 0
         if fused is None and rule is not None and flowing:
             written += sum(reads[item.index] for item in rule.saved if item.copy)
-        dtype = (context.results or context.operands)[0].dtype
+        # A loss may be in another dtype than the product that it is computed from.
+        dtype = (context.operands or context.results)[0].dtype
         if rule is None or not rule.multiplications:
             return Work(dtype, read, written, back, kernels)
         forward, back_share = (rule.multiplications * share for share in parts.shares)

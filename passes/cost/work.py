@@ -44,7 +44,7 @@ def work_of(program: Program, folded: Folded, samples: int, configuration: Confi
         own = configuration.micro_batches * count * _flops(op, folded)
         flops += own
         if own:
-            peak_s += own / cluster.device.peak(folded.types[(*op.results, *op.operands)[0]].dtype)
+            peak_s += own / cluster.device.peak(folded.types[op.operands[0]].dtype)
     whole = {
         item.name: item.type for item in program.inputs if len(item.type.shape) == 2 and item.type.dtype in _TOKENS
     }

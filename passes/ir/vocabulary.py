@@ -8,6 +8,7 @@ COLLECTIVES = ("all_gather", "all_reduce", "all_to_all", "convert", "reduce_scat
 FORMS = (
     "blockwise_attention",
     "chunked_attention",
+    "linear_cross_entropy",
     "ring_attention",
     "split_batch_norm",
     "split_cumsum",

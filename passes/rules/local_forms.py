@@ -17,6 +17,7 @@ import torch
 from passes.ir.bands import CHUNK, TILE, kernel_width
 from passes.ir.figures import least
 from passes.ir.layout import I, P, Placement, R, S, Shape
+from passes.ir.linear_loss import AT_ONCE, SPLIT, SPLIT_AT_ONCE, LinearLoss, token_chunks
 from passes.ir.program import Op
 from passes.ir.redistribution import RedistributionStep
 from passes.ir.rule import Factor
@@ -320,6 +321,27 @@ def _chunks(context: FormContext) -> Workspace:
     return 0.0, max(chunk + sums * (_single(context) - itemsize), sums * _single(context) * context.is_half)
 
 
+def linear_loss(
+    op: Op, operands: Sequence[Shape], dtype: torch.dtype, flows: Sequence[bool], form: str | None
+) -> LinearLoss:
+    """A linear layer and its cross entropy with operands of these local shapes, in a local form."""
+    (tokens, width), (classes, _) = operands[:2]
+    given = op.arguments
+    own = given["dtype"] if isinstance(given["dtype"], torch.dtype) else dtype
+    return LinearLoss(
+        tokens,
+        width,
+        classes,
+        1 if form in (AT_ONCE, SPLIT_AT_ONCE) else token_chunks(tokens, width),
+        dtype,
+        torch.promote_types(own, torch.float32),
+        (flows[0], flows[1], any(flows[3:])),
+        given["scale"] != 1.0,
+        given["soft_cap"] is not None,
+        form in (SPLIT, SPLIT_AT_ONCE),
+    )
+
+
 def _ring_blocks(context: FormContext) -> Workspace:
     """In the backward pass keys and values are held and received while the first block has gradients, and from three
     ranks on those of others are sent and received meanwhile, which of two are at the second block. Or at the end
@@ -375,6 +397,7 @@ class LocalForm:
 
     - `forward`: the collectives inside its forward pass on one axis, in order.
     - `backward`: those of its backward pass; None: the conjugates of those that a gradient flows through, in reverse.
+    - `repeats`: how often those of the forward pass run; None: once.
     - `shifts`: those to the next rank on one axis, forward and backward.
     - `share`: the part of the op's work that the busiest rank has, by the splits of a factor.
     - `overlap`: the part of its own computation beside which its collectives run.
@@ -385,6 +408,7 @@ class LocalForm:
 
     forward: Callable[[FormContext], Steps] = _none
     backward: Callable[[FormContext], tuple[RedistributionStep, ...]] | None = None
+    repeats: Callable[[FormContext], float] | None = None
     shifts: Callable[[FormContext], tuple[Shifts, Shifts]] | None = None
     share: Callable[[Sequence[Split], Factor], float] = _share
     overlap: Callable[[FormContext], float] | None = None
@@ -412,6 +436,22 @@ class LocalForm:
         return torch.float32.itemsize if self.is_wide and context.is_half else context.dtype.itemsize
 
 
+def _split_loss(form: str, includes: Iterable[str] = ()) -> LocalForm:
+    """The form of a loss with split classes. Of each chunk ranks exchange the largest log-sum-exps, and the sums of
+    exponentials with the logits of labels; gradients need nothing. Its workspace is that of `LinearLoss`."""
+
+    def sizes(context: FormContext) -> LinearLoss:
+        return linear_loss(context.op, context.operands, context.dtype, (False,) * len(context.operands), form)
+
+    def inside(context: FormContext) -> Steps:
+        loss = sizes(context)
+        rows = -(-loss.tokens // loss.chunks)
+        steps = (RedistributionStep(context.span, P, I, (count, rows), (count, rows)) for count in (1, 2))
+        return tuple(FormStep(step, flows=False) for step in steps)
+
+    return LocalForm(inside, repeats=lambda context: sizes(context).chunks, is_wide=True, includes=frozenset(includes))
+
+
 _MOMENTS = LocalForm(_statistics(R, True, True), workspace=_norm, is_wide=True)
 # Their maximum has no gradient.
 _SOFTMAX = _statistics(R, False, True)
@@ -421,6 +461,9 @@ LOCAL_FORMS: Mapping[str, LocalForm] = {
     # The largest logit, the sum of exponentials and the logit of the label. It saves differences and their
     # exponentials, of which the rule counts one.
     "vocabulary_cross_entropy": LocalForm(_statistics(I, False, True, True), workspace=_multiples(1, 1)),
+    SPLIT: _split_loss(SPLIT),
+    AT_ONCE: LocalForm(),
+    SPLIT_AT_ONCE: _split_loss(SPLIT_AT_ONCE, includes=[AT_ONCE]),
     "blockwise_attention": LocalForm(share=_banded, workspace=_blocks),
     "chunked_attention": LocalForm(share=_banded, workspace=_chunks),
     # Of a ring's queries each rank may have a part.

@@ -2,8 +2,9 @@
 
 from collections.abc import Mapping
 
+from passes.ir.linear_loss import AT_ONCE, SPLIT, SPLIT_AT_ONCE
 from passes.ir.program import Op, TensorType
-from passes.ir.rule import Dims, Role, Rule, Saved
+from passes.ir.rule import Dims, Method, Role, Rule, Saved, parts_of
 from passes.rules.parts import factors, is_tensor, one, rule_for
 
 _NONE, _SUM = 0, 2
@@ -47,6 +48,35 @@ def cross_entropy(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
         forms={"classes": "vocabulary_cross_entropy"} if plain and logits.shape[1] != 1 else {},
         saved=saved,
     )
+
+
+@rule_for("linear_cross_entropy")
+def linear_cross_entropy(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
+    """tokens width, classes width, tokens, classes -> a sum over tokens.
+
+    It runs in chunks of tokens, unless an axis has a method "at once". The logits of split classes are reduced inside
+    the local form, and gradients of hidden states are pending sums over them. The width stays whole. What is saved is
+    not among the operands, or depends on the form: it is workspace.
+    """
+    hidden, weight = (types[name].shape for name in op.operands[:2])
+    tokens, classes, width = one("tokens", hidden[0]), one("classes", weight[0]), one("width", hidden[1])
+    operands: tuple[Dims, ...] = ((tokens, width), (classes, width), (tokens,))
+    if is_tensor(op, "bias"):
+        operands = (*operands, (classes,))
+    at_once = {"tokens_at_once": Method(("tokens",), AT_ONCE), "classes_at_once": Method(("classes",), SPLIT_AT_ONCE)}
+    return Rule(
+        factors(*operands, roles={"tokens": Role.SUM, "classes": Role.INSIDE, "width": Role.WHOLE}),
+        operands,
+        ((),),
+        forms={"classes": SPLIT},
+        joint={name: method for name, method in at_once.items() if method.factors[0] in _names(*operands)},
+        multiplications=2.0 * hidden[0] * hidden[1] * weight[0],
+        backward=(1.0, 1.0, *(0.0,) * (len(operands) - 2)),
+    )
+
+
+def _names(*tensors: Dims) -> set[str]:
+    return {part.factor for part in parts_of(*tensors)}
 
 
 @rule_for("ctc_loss")

@@ -74,6 +74,7 @@ _KINDS = {
     "all": "every",
     "any": "some",
     "cross_entropy_loss": "loss",
+    "linear_cross_entropy": "loss",
     "chunked_attention": "attention",
     "eq": "mask",
     "ge": "mask",
@@ -91,7 +92,8 @@ _KINDS = {
 }
 
 # Operators whose result never takes over the variable of an operand.
-_OWN = {"chunked_attention", "cos", "cross_entropy_loss", "scaled_dot_product_attention", "sin", "softmax"}
+_LOSSES = {"cross_entropy_loss", "linear_cross_entropy"}
+_OWN = {"chunked_attention", "cos", "scaled_dot_product_attention", "sin", "softmax", *_LOSSES}
 
 # Suffixes for views of a value that is still read later.
 _VIEWS = {

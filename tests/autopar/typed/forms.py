@@ -44,6 +44,34 @@ def vocabulary_cross_entropy(
     return _located(Call("vocabulary_cross_entropy", compute, rule), logits, target)
 
 
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    bias: Tensor | None = None,
+    digits: Sequence[tuple[Axis, int]] = (),
+    **options: object,
+) -> Tensor:
+    """Width, tokens and classes are summed over, and the sum is the same on the axes of classes: tokens width, classes
+    width, tokens -> ."""
+
+    def rule(hidden: Tensor, weight: Tensor, labels: Tensor, *bias: Tensor) -> object:
+        terms = ",".join(("td", "vd", "t", *("v" for _ in bias)))
+        others = (beside(each, hidden) for each in (labels, *bias))
+        result = rules.einsum(f"{terms}->t", hidden, weight, *others)
+        for name in (name for axis, _ in digits for name in axis.name.split(" * ")):
+            pending = spmd.get_axis_local_type(result, name)
+            result = rules.all_reduce(result, name, src=pending, dst=spmd.I)
+        return rules.einsum("t->", result, linear_in=(0,))
+
+    def compute(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None = None) -> Tensor:
+        return runtime.linear_cross_entropy(hidden, weight, labels, bias=bias, digits=digits, **options)
+
+    given = hidden, weight, labels, *(() if bias is None else (bias,))
+    return _located(Call("linear_cross_entropy", compute, rule), *given)
+
+
 def blockwise_attention(
     query: Tensor,
     key: Tensor,
@@ -165,6 +193,7 @@ def ring_attention(
 FORM_RULES = {
     "blockwise_attention": blockwise_attention,
     "chunked_attention": chunked_attention,
+    "linear_cross_entropy": linear_cross_entropy,
     "ring_attention": ring_attention,
     "split_layer_norm": split_layer_norm,
     "split_softmax": split_softmax,

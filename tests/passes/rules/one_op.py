@@ -363,7 +363,8 @@ def check_sent(one: OneOp, case: Case, mesh: Mesh) -> None:
     forward: list[Sent] = []
     backward: list[Sent] = []
     for form, about in form_contexts(context, choices, case.strategy, mesh, "cpu"):
-        forward += _priced(form.steps(about), form.itemsize(about))
+        repeats = int(form.repeats(about)) if form.repeats else 1
+        forward += _priced(form.steps(about), form.itemsize(about)) * repeats
         backward += _priced(form.backward_steps(about), form.itemsize(about))
         there, back = form.shifts(about) if form.shifts else ((), ())
         forward += [("all_to_all", int(size)) for count, size in there for _ in range(int(count))]

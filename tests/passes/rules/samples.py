@@ -186,6 +186,12 @@ def _losses_and_norms(make: Maker, call: Make) -> Iterator[Sample]:
     yield call("aten.cross_entropy_loss.default", make.normal(12, 24), labels, None, 2)
     yield call("aten.cross_entropy_loss.default", make.normal(12, 24), make.integers(12, high=24), None, 2, 5)
     yield call("aten.cross_entropy_loss.default", make.normal(12, 24), labels, None, 2, -100, 0.1)
+    # Of 24 tokens of width 4, in chunks of 4 tokens or less on every mesh; whole chunks of ignored labels.
+    states, head, many = make.normal(24, 4), make.normal(12, 4), make.integers(24, high=12)
+    many[[1, 4, 5, 6, 7, 12, 13, 14, 15, 16, 17, 23]] = -100
+    yield call("autopar.linear_cross_entropy.default", states, head, many)
+    options = {"ignore_index": 3, "scale": 0.5, "soft_cap": 2.0}
+    yield call("autopar.linear_cross_entropy.default", states, head, many.clamp_min(0), make.normal(12), **options)
     for reduction in (0, 2):
         yield call("aten.nll_loss.default", make.normal(12, 24), labels, None, reduction)
         lengths = make.integers(12, high=6) + 1

@@ -10,7 +10,7 @@ from tests.passes.rules.samples import Sample, samples
 from tests.passes.rules.sizes import redrawn, wide
 
 # On CPU these run as other operators than on the devices that plans are for, and keep what those need.
-ELSEWHERE = {"scaled_dot_product_attention", "rms_norm", "matmul"}
+ELSEWHERE = {"scaled_dot_product_attention", "rms_norm", "matmul", "linear_cross_entropy"}
 
 
 def _kept(one: OneOp) -> set[str]:
