@@ -19,6 +19,7 @@ from autopar.plans.programs import (
     generated_program,
     micro_batch_inputs,
     planned_outputs,
+    returned_program,
     totals_name,
     undivided,
 )
@@ -39,7 +40,7 @@ from passes.ir.log import logger
 from passes.ir.lowered import FSDPUnit, Lowered, Variables
 from passes.ir.mesh import Mesh
 from passes.ir.plan import Plan, ProgramPlan
-from passes.ir.program import Program, with_scalars_alone
+from passes.ir.program import Program
 from passes.ir.work import IdleAxes
 from passes.micro_batches import MicroBatches, batch_size
 from passes.record import idle_axes, record, record_stage
@@ -150,8 +151,7 @@ def plan_program(
     program: Program, info: ModelInfo, request: Request, name: str, decisions: Decisions, clock: Clock
 ) -> PlannedProgram:
     """Run the passes after normalize on the program called `name`. `decisions` restrict the search."""
-    if request.outputs == "scalars":
-        program = with_scalars_alone(program)
+    program = returned_program(program, request, decisions.methods or decisions.strategies)
     program = replace(program, rules=rules_for(program) if request.discover else {}, compiled=request.compiled)
     space = request.space(info.casts(request.precision), decisions)
     simulate = StepMemory(info, request)

@@ -104,6 +104,12 @@ def _printed(name: str) -> str:
     return _NUMBER.sub(".*", name)
 
 
+def is_named(op: Op, constraints: Constraints) -> bool:
+    """Whether a constraint on ops or modules names `op`, or a module around it."""
+    patterns = (pattern for pattern, whats in constraints.items() if set(whats) & {"in", "out", "method"})
+    return any(_is_itself(op, pattern) or _around(op.module, pattern) for pattern in patterns)
+
+
 def stored_as(program: Program, layouts: Mapping[str, Layout]) -> PlacedConstraints:
     """The constraint that parameters are stored in `layouts`: one for all, so that layers that are stored alike remain
     equal."""
@@ -152,7 +158,7 @@ def _places(program: Program, demand: Constraint, names: _Names) -> list[Constra
 def _op_places(op: Op, demand: Constraint, names: _Names) -> Iterator[ConstraintTarget]:
     """The places of `op` that a constraint on ops or modules applies to."""
     pattern = demand.pattern
-    itself = pattern == f"@{op.kind}" or _matches(op.key, pattern)
+    itself = _is_itself(op, pattern)
     around = _around(op.module, pattern)
     if not itself and not around:
         return
@@ -167,6 +173,11 @@ def _op_places(op: Op, demand: Constraint, names: _Names) -> Iterator[Constraint
             enters = any(not _inside(names.made.get(name, ""), path) for path in around)
             if name in names.data and (itself or enters):
                 yield ("in", op.results[0], str(slot))
+
+
+def _is_itself(op: Op, pattern: str) -> bool:
+    """Whether a pattern names the op, by its kind or its key."""
+    return pattern == f"@{op.kind}" or _matches(op.key, pattern)
 
 
 # Modules have many ops, and programs of one model are constrained many times.

@@ -17,7 +17,7 @@ import sympy
 import torch
 
 from autopar.models.info import ModelInfo, TracedSizes
-from autopar.plans.programs import PlannedProgram
+from autopar.plans.programs import PlannedProgram, returned_program
 from autopar.request import Request
 from passes.clock import Clock
 from passes.constrain import constrain
@@ -131,6 +131,7 @@ class _Samples:
         own = tuple((name, size) for name, size in sorted(sizes.items()) if size != self.sizes.named[name][0])
         if own not in self.made:
             program = normalize(specialize(self.sizes.program, self._shapes(sizes)))
+            program = returned_program(program, self.request, self.planned.decided)
             if self.planned.record.micro_batches > 1:
                 program = micro_batches(
                     program,

@@ -7,9 +7,11 @@ from math import lcm, prod
 import torch
 
 from autopar.models.info import ModelInfo
+from autopar.request import Request
 from autopar.runtime import GeneratedProgram, PlannedInput, PlannedOutput
 from autopar.runtime.generated.bases import Cut, GeneratedStage, MicroBatching, Received
 from passes.codegen import Naming
+from passes.constrain import is_named
 from passes.cost.liveness import MicroBatchInputs
 from passes.ir.arguments import references
 from passes.ir.configuration import Configuration
@@ -21,9 +23,24 @@ from passes.ir.leaves import Inputs, input_leaves
 from passes.ir.lowered import Lowered, Stage
 from passes.ir.mesh import Mesh
 from passes.ir.plan import ProgramPlan
-from passes.ir.program import Input, Parameter, Program, TensorType
+from passes.ir.program import Input, Parameter, Program, TensorType, with_scalars_alone
 from passes.ir.redistribution import RedistributionStep, redistribution
 from passes.micro_batches import MicroBatches, batch_dims
+from passes.normalize.linear_loss import with_linear_losses
+from passes.ops import LINEAR_LOSS
+
+
+def returned_program(program: Program, request: Request, planned: Collection[str]) -> Program:
+    """`program` with the outputs that are asked for, and linear layers with their losses as one op where logits are not
+    among them. `planned` are the nodes of decisions, if there are any: what these have as two ops stays.
+
+    Raises InputError where scalars are asked for, and there is none.
+    """
+    if request.outputs == "scalars":
+        program = with_scalars_alone(program)
+    if planned and not any(LINEAR_LOSS.split(".")[1] in key for key in planned):
+        return program
+    return with_linear_losses(program, lambda op: is_named(op, request.constraints))
 
 
 @dataclass(frozen=True)
