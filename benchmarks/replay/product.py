@@ -150,6 +150,10 @@ def _constraints(run: Run, family: Family, mesh: Mapping[str, int]) -> Constrain
     return found
 
 
+# The runs made whole logits: a constraint on the loss, on no axis, keeps it and the linear layer before it apart.
+_WHOLE_LOGITS: Mapping[str, Mapping[str, Mapping[str, str]]] = {"@cross_entropy_loss": {"method": {}}}
+
+
 @lru_cache(maxsize=4)
 def _captured(model: Model) -> CapturedModel:
     built = build(model.family, model.dimensions, model.dimensions.layers, model.flash, model.dropout)
@@ -180,7 +184,7 @@ def planned(inputs: Inputs, *, any_shape: bool = False) -> Made:
         cluster=inputs.cluster,
         memory_limit=inputs.memory_limit,
         precision=inputs.precision,
-        constraints=inputs.constraints,
+        constraints=inputs.constraints if any_shape else {**(inputs.constraints or {}), **_WHOLE_LOGITS},
         micro_batches=inputs.micro_batches,
         recompute=inputs.recompute,
         zero=inputs.zero,

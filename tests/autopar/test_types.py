@@ -55,11 +55,14 @@ def _compiled(
     layers: int = 2,
     padding: bool = False,
     constraints: Constraints | None = None,
+    outputs: str | None = None,
+    vocabulary: int = 64,
+    dtype: torch.dtype = torch.float64,
 ) -> tuple[nn.Module, dict[str, Tensor], PlannedModel]:
     """A model, its inputs and its program: under the best plan for free links, or under a random one."""
-    model = MODELS[name](num_hidden_layers=layers, **_SIZES[name]).double()
+    model = MODELS[name](num_hidden_layers=layers, vocab_size=vocabulary, **_SIZES[name]).to(dtype)
     inputs = tokens(batch=8, length=8, padding=padding)
-    options = Options(cluster="ideal", memory_limit=1e15, constraints=constraints)
+    options = Options(cluster="ideal", memory_limit=1e15, constraints=constraints, outputs=outputs)
     request = make_request(_mesh(sizes), options)
     info = read_model(model, inputs, request)
     if seed is None:
@@ -103,6 +106,18 @@ def test_rings_beside_queries(methods):
     assert "queries=((" in compiled.programs["train"].source
     report = _run(model, compiled)
     assert len(report.told) <= 2, report.told
+    assert None not in report.gradients.values()
+
+
+@pytest.mark.parametrize("methods", [{"dp": "tokens", "tp": "classes"}, {"dp": "classes_at_once", "tp": "tokens"}])
+def test_losses_in_chunks(methods):
+    """Gradients of hidden states are pending sums over classes, those of the head over tokens."""
+    options = {"constraints": {"@linear_cross_entropy": {"method": methods}}, "outputs": "scalars"}
+    # In float64 the model would compute the loss in less precision than logits, which stays as it is written.
+    model, _, compiled = _compiled("llama", (2, 2), layers=1, vocabulary=256, dtype=torch.float32, **options)
+    assert "linear_cross_entropy(" in compiled.programs["train"].source
+    report = _run(model, compiled)
+    assert report.told == []
     assert None not in report.gradients.values()
 
 
