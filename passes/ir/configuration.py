@@ -29,7 +29,8 @@ class Staging:
 
     `ranks` is the size of the pipeline's axis: every rank of it has `stages / ranks` stages. `cuts` are the names of
     the positions that each stage but the first begins with (see `passes.lower.stages`). `in_flight` is the number of
-    micro-batches whose saved tensors the solver counts at a time, before there are cuts.
+    micro-batches whose saved tensors the solver counts at a time, before there are cuts. `recompute` has the level of
+    each region, by name, for the copies of each stage; where it is empty, that of the configuration holds.
     """
 
     stages: int = 1
@@ -37,6 +38,7 @@ class Staging:
     ranks: int = 1
     cuts: tuple[str, ...] = ()
     in_flight: int = 1
+    recompute: tuple[tuple[tuple[str, str], ...], ...] = ()
 
     @property
     def splits(self) -> bool:
@@ -62,7 +64,8 @@ class Configuration:
     - `micro_batches`: the number of equal parts that the batch is processed in.
     - `recompute`: by name of region, the part of its forward pass that the backward pass recomputes: "none",
       "selective" (everything but multiplications and collectives, whose results are saved), "ops" (also every second
-      matrix product) or "full" (everything: only the inputs of a copy are saved).
+      matrix product) or "full" (everything: only the inputs of a copy are saved); or "full" of the first copies and
+      another level of the others, as `passes.ir.levels` writes it.
     - `gather_once`: sharded parameters are gathered in the first micro-batch and stay gathered until the last;
       otherwise they are gathered in each.
     - `reduce_once`: gradients accumulate unsharded and are reduced after the last micro-batch; otherwise after each.
@@ -94,7 +97,7 @@ class Configuration:
     def for_evaluation(self) -> "Configuration":
         """The configuration of a program without a backward pass beside this one: the same mesh and stages, which run
         one after the other, and the whole batch at once."""
-        return Configuration(self.mesh, pipeline=self.in_sequence().pipeline)
+        return Configuration(self.mesh, pipeline=replace(self.in_sequence().pipeline, recompute=()))
 
     def in_sequence(self) -> "Configuration":
         """This configuration with its stages one after the other."""

@@ -142,6 +142,7 @@ class Loop:
     and their names outside, for each copy that runs. `recompute` says the part that the backward pass recomputes:
     nothing ("none"), the statements marked `recomputed` ("selective", "ops"), or every copy, of which only the inputs
     are saved ("full"). A pipeline stage that begins or ends within a copy runs that `part` of it, in a loop of its own.
+    Copies with different levels of recompute are in loops of their own, too; `title` names those of one level.
     """
 
     region: Region
@@ -153,11 +154,12 @@ class Loop:
     exports: tuple[tuple[str, tuple[str | None, ...]], ...]
     recompute: str = "none"
     part: PartOfCopy | None = None
+    title: str = ""
 
     @property
     def block(self) -> str:
         """The name of its block."""
-        return self.region.name if self.part is None else self.part.name
+        return self.title or self.region.name if self.part is None else self.part.name
 
     @property
     def layers(self) -> int:

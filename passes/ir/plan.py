@@ -4,7 +4,7 @@ import json
 import os
 from bisect import bisect_right
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from functools import partial
 from types import UnionType
 from typing import TypeVar, get_args, get_origin, get_type_hints
@@ -15,6 +15,8 @@ from passes.ir.configuration import Configuration, Staging, stage_places
 from passes.ir.errors import ExpressionError, InfeasibleError, PlanMismatchError
 from passes.ir.files import write_atomically
 from passes.ir.formulas import formula_at, read_formula
+from passes.ir.grouping import grouped
+from passes.ir.levels import of_all, of_runs
 from passes.ir.mesh import Mesh, stage_mesh
 from passes.ir.plan_contents import check_contents
 from passes.ir.plan_text import plan_table, plan_text
@@ -76,7 +78,7 @@ def _type_text(kind: object) -> str:
 
 T = TypeVar("T")
 
-FORMAT_VERSION = 15
+FORMAT_VERSION = 16
 
 # Symbols of the first and the second dim of inputs in formulas.
 BATCH, SEQUENCE = "batch", "sequence"
@@ -136,7 +138,8 @@ class Block:
 
     `seconds` are those of a step, all copies and micro-batches together: those of all blocks, of inputs and of the
     optimizer make the step. `bytes` are those that it has on one device at the peak of the step: parameters, optimizer
-    states and gradients, and what it has allocated. `region` is the name of the region, empty outside of all.
+    states and gradients, and what it has allocated. `region` is the name of the region, empty outside of all, and
+    `recompute` the level of its copies.
     """
 
     name: str
@@ -145,6 +148,7 @@ class Block:
     seconds: float = 0.0
     bytes: float = 0.0
     region: str = ""
+    recompute: str = "none"
 
 
 @dataclass(frozen=True)
@@ -152,7 +156,8 @@ class StagePlan:
     """The ops between two stage boundaries, which may lie between the copies of a region.
 
     `decisions` are the methods of every node by its key; `regathered` the uses (op, operand) that the backward pass
-    redistributes again; `recompute` the level of each region that recomputes anything. These suffice for replay;
+    redistributes again; `recompute` the level of each region that recomputes anything, of all copies that the stage
+    has or of some (`passes.ir.levels`); a part of a copy counts as one. These suffice for replay;
     `blocks` are for printing. `memory` is the predicted bytes per device by kind at the peak, which is at
     `peak_moment`. In a pipeline, `forward_s` and `backward_s` are the seconds of one micro-batch, and `weight_s` those
     of its gradients of weights that are computed apart. At the peak, `in_flight` micro-batches are between their
@@ -218,12 +223,23 @@ class ProgramPlan:
     def configuration(self, mesh: Mesh) -> Configuration:
         """The decisions about a step but its layouts."""
         pipeline = Staging(len(self.stages), self.schedule, self.ranks, self.cuts)
-        return Configuration(mesh, self.micro_batches, self.recompute, self.gather_once, self.reduce_once, pipeline)
+        recompute = self.stages[0].recompute
+        if len(self.stages) > 1:
+            of_stages = tuple(tuple(sorted(stage.recompute.items())) for stage in self.stages)
+            recompute, pipeline = of_all(map(dict, of_stages)), replace(pipeline, recompute=of_stages)
+        return Configuration(mesh, self.micro_batches, recompute, self.gather_once, self.reduce_once, pipeline)
 
     @property
     def recompute(self) -> Mapping[str, str]:
-        """The level of each region that recomputes anything."""
-        return {name: level for stage in self.stages for name, level in stage.recompute.items()}
+        """The level of each region that recomputes anything, of all copies together. Where stages of a pipeline differ
+        more than one level of the first copies and another one of the others say, "full" of as many copies."""
+        runs = grouped(
+            (block.region, (block.recompute, block.count))
+            for stage in self.stages
+            for block in stage.blocks
+            if block.region
+        )
+        return {name: level for name, own in runs.items() if (level := of_runs(own)) != "none"}
 
     @property
     def regathered(self) -> tuple[tuple[str, int], ...]:

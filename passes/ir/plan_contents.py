@@ -15,6 +15,7 @@ from passes.ir.configuration import IN_A_V, RECOMPUTE
 from passes.ir.errors import MeshError, PlanMismatchError
 from passes.ir.formulas import formula_at
 from passes.ir.layout import fits, parse_placement
+from passes.ir.levels import read_level
 from passes.ir.mesh import Mesh
 
 if TYPE_CHECKING:
@@ -138,9 +139,10 @@ def _check_stage(stage: StagePlan, place: str, mesh: Mesh) -> None:
         _require(operand >= 0, f"{place}.regathered[{number}]", operand)
     _check_amounts(stage.memory, f"{place}.memory")
     for name, level in stage.recompute.items():
-        _require(level in RECOMPUTE, f"{place}.recompute[{name!r}]", level)
+        _require(read_level(level) is not None, f"{place}.recompute[{name!r}]", level)
     for number, block in enumerate(stage.blocks):
         _require(block.count >= 1, f"{place}.blocks[{number}].count", block.count)
+        _require(block.recompute in RECOMPUTE, f"{place}.blocks[{number}].recompute", block.recompute)
         for position, row in enumerate(block.rows):
             _require(row.kind in _ROWS, f"{place}.blocks[{number}].rows[{position}].kind", row.kind)
 

@@ -130,7 +130,7 @@ def _program(name: str, program: ProgramPlan, plan: Plan, width: int | None) -> 
             lines += ["", f"stage {number}: memory per device {memory} at its peak ({stage.peak_moment})"]
         for block in stage.blocks:
             if block.rows or block.bytes:
-                lines += ["", *_block(block, stage.recompute.get(block.region, "none"), width)]
+                lines += ["", *_block(block, width)]
     rest = sum(program.memory.values()) - sum(block.bytes for stage in program.fullest for block in stage.blocks)
     beside = sum(program.seconds.get(what, 0.0) for what in ("inputs", "optimizer"))
     return [*lines, "", f"inputs and optimizer step: {_costs(beside, rest)}"]
@@ -147,9 +147,12 @@ def _pipeline(program: ProgramPlan, plan: Plan) -> Iterator[str]:
         start = f"from {begin}, " if begin is not None else ""
         each += f", weights {seconds_text(stage.weight_s)}" if stage.weight_s else ""
         left = f", weights of {stage.weights_left} left" if stage.weights_left else ""
+        kinds = dict.fromkeys(stage.recompute.values())
+        again = f", recompute {' and '.join(kinds)}" if kinds else ""
         yield (
             f"    stage {number}: {start}{stage.layers} layer{'' if stage.layers == 1 else 's'}, "
-            f"{_count_text(stage.parameters)} parameters, {each} a micro-batch, {stage.in_flight} in flight{left}, "
+            f"{_count_text(stage.parameters)} parameters, {each} a micro-batch, {stage.in_flight} in flight{left}"
+            f"{again}, "
             f"{bytes_text(sum(stage.memory.values()))}"
         )
     yield from (f"    {line}" for line in program.drawn)
@@ -189,10 +192,10 @@ def _costs(seconds: float, size: float) -> str:
     return f"{seconds_text(seconds)}, {bytes_text(size)} at the peak"
 
 
-def _block(block: Block, recompute: str, width: int | None) -> list[str]:
+def _block(block: Block, width: int | None) -> list[str]:
     """The rows of a block under its name."""
     times = f" x {block.count}" if block.count > 1 else ""
-    times += f", recompute {recompute}" if recompute != "none" else ""
+    times += f", recompute {block.recompute}" if block.recompute != "none" else ""
     rows: list[tuple[str, ...]] = []
     owner = block.region or block.name
     for row in block.rows:

@@ -37,7 +37,7 @@ def example() -> Plan:
         {"x": ("S(0)", "R"), "layers.*/linear": ("d0", "out")},
         (("head/linear", 0),),
         {"layers.*": "selective"},
-        (Block("layers.*", 3, rows, 1.2e-3, 2**29, "layers.*"),),
+        (Block("layers.*", 3, rows, 1.2e-3, 2**29, "layers.*", "selective"),),
         {"parameters": 2**30, "activations": 0.5},
         "optimizer step",
     )
