@@ -10,7 +10,9 @@ from passes.ir.choices import Problem, Solution
 from passes.ir.decisions import Decisions
 from passes.ir.errors import PlanMismatchError
 from passes.ir.folded import Folded, dependents
+from passes.ir.grouping import grouped
 from passes.ir.layout import Layout, S, format_layout
+from passes.ir.levels import of_runs
 from passes.ir.lowered import BEFORE, Body, Compute, Loop, Redistribution, Stage, after
 from passes.ir.mesh import Mesh
 from passes.ir.plan import Block, ProgramPlan, Row, StagePlan
@@ -64,11 +66,12 @@ def record_stage(
     decisions = {
         node.key: node.strategies[pick].methods for node, pick in zip(problem.nodes, solution.picks, strict=True)
     }
-    recompute = {loop.region.name: loop.recompute for loop in stage.loops if loop.recompute != "none"}
+    runs = grouped((loop.region.name, (loop.recompute, len(loop.copies))) for loop in stage.loops)
+    levels = {name: of_runs(own) for name, own in runs.items()}
     return StagePlan(
         decisions,
         tuple(_regathered(problem, solution)),
-        recompute,
+        {name: level for name, level in levels.items() if level != "none"},
         tuple(
             replace(block, seconds=spent, bytes=float(memory.bytes_by_block.get(block.name, 0)))
             for block, spent in blocks
@@ -172,7 +175,8 @@ def _blocks(body: Body, mesh: Mesh) -> Iterator[Block]:
         inner = makers | {carry.argument: f"{statement.region.name}/carry" for carry in statement.region.carries}
         inside = (item for item in (*statement.body.statements, *statement.between) if item is not None)
         region_rows = [_row(item, statement.body, mesh, inner) for item in inside if not isinstance(item, Loop)]
-        yield Block(statement.block, len(statement.copies), tuple(region_rows), region=statement.region.name)
+        count, level = len(statement.copies), statement.recompute
+        yield Block(statement.block, count, tuple(region_rows), region=statement.region.name, recompute=level)
         for value, names in statement.exports:
             makers.update({name: inner[value.partition("~")[0]] for name in names if name})
         last, rows = after(statement.block), []

@@ -9,6 +9,7 @@ read the result.
 """
 
 from collections.abc import Sequence, Set
+from dataclasses import replace
 from itertools import combinations
 
 from passes.clock import Clock
@@ -43,7 +44,7 @@ def lower(
     Raises PipelineError for cuts that the program does not have.
     """
     configuration = solution.configuration
-    mesh, cuts = configuration.mesh, configuration.pipeline.cuts
+    mesh, cuts, by_stage = configuration.mesh, configuration.pipeline.cuts, configuration.pipeline.recompute
     with clock("lower"):
         whole = whole_code(folded, problem, solution, casts)
         stages = cut(whole, named_starts(whole, cuts), folded.flowing, mesh) if cuts else (whole,)
@@ -52,8 +53,16 @@ def lower(
     return Lowered(
         folded.program,
         tuple(
-            finished(stage, own, configuration, folded.flowing, cluster, clock, apart)
-            for stage, own in zip(stages, existing, strict=True)
+            finished(
+                stage,
+                own,
+                replace(configuration, recompute=dict(by_stage[number])) if by_stage else configuration,
+                folded.flowing,
+                cluster,
+                clock,
+                apart,
+            )
+            for number, (stage, own) in enumerate(zip(stages, existing, strict=True))
         ),
     )
 

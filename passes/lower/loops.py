@@ -45,6 +45,21 @@ def some_copies(loop: Loop, copies: range) -> Loop:
     return replace(loop, copies=copies, initial=initial, exports=kept)
 
 
+def carried_before(loop: Loop, copy: int) -> Iterator[tuple[str, str, Redistribution | None]]:
+    """The values that are carried into `copy`, where it is in another loop than the copy before: for each its name
+    there, its name in the body of that copy, and the redistribution between both, if there is one."""
+    for place, (carry, change) in enumerate(zip(loop.region.carries, loop.between, strict=True)):
+        name = leaving(loop, place, copy)
+        yield name, carry.next, change and replace(change, source=name, result=f"{name}~carried")
+
+
+def titled(loop: Loop) -> Loop:
+    """Some copies of a region, named by the first and the last of them."""
+    first, last = (loop.region.copies[copy] for copy in (loop.copies[0], loop.copies[-1]))
+    title = first[0] if first[0] == last[-1] else f"{first[0]}-{last[-1].rpartition('.')[2]}"
+    return replace(loop, title=title)
+
+
 def part_of_copy(loop: Loop, copy: int, inside: range) -> Loop:
     """The loop over the statements `inside` of one copy. Values of earlier statements are carried into it, and those
     that later ones read are among its exports; parameters are redistributed in each part that reads them."""

@@ -1,11 +1,12 @@
-"""recompute: marks the tensors of a stage that the backward pass recomputes, by a level for each region.
+"""recompute: marks the tensors of a stage that the backward pass recomputes, by a level for each region, or for some of
+its copies.
 
 - "none": autograd saves all tensors that it needs.
 - "selective": cheap ops are recomputed: those without matrix products, collectives and random numbers. Results of
   products, attention and collectives are saved.
 - "ops": every second matrix product is recomputed too.
 - "full": only the inputs of a copy of the region are saved; the backward pass runs the copy once more, collectives
-  included.
+  included. "full:20" is that of the first 20 copies alone, which are put into a loop of their own (`ir.levels`).
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -14,19 +15,30 @@ from fnmatch import fnmatchcase
 
 from passes.ir.errors import ConstraintError
 from passes.ir.folded import Region
-from passes.ir.lowered import Body, Compute, Loop, Redistribution, Stage
+from passes.ir.levels import level_of
+from passes.ir.lowered import Body, Compute, Loop, Redistribution, Stage, Statement
 from passes.ir.rule import Rules
+from passes.lower.loops import carried_before, some_copies, titled
 from passes.rules import find_rule
 from passes.rules.cheap import is_cheap, is_view, second_products, with_viewed
 
 
-def check_patterns(regions: Iterable[Region], asked: Iterable[str]) -> None:
-    """Raise ConstraintError for a pattern that matches no region, except "*", which matches all of any number."""
-    names = [region.name for region in regions]
+def check_patterns(regions: Iterable[Region], asked: Mapping[str, str]) -> None:
+    """Raise ConstraintError for a pattern that matches no region, except "*", which matches all of any number, and for
+    more copies of a region than it has."""
+    counts = {region.name: (region.count, len(region.copies[0])) for region in regions}
     for pattern in asked:
-        if pattern != "*" and not any(_matches(name, pattern) for name in names):
-            repeating = f"these repeat: {', '.join(names)}" if names else "nothing repeats in the model"
+        if pattern != "*" and not any(_matches(name, pattern) for name in counts):
+            repeating = f"these repeat: {', '.join(counts)}" if counts else "nothing repeats in the model"
             raise ConstraintError(f"recompute for {pattern!r} matches no region: {repeating}")
+    for name, level in levels(counts, asked).items():
+        count, size = counts[name]
+        full = level_of(level).full
+        if full > count:
+            each = f" of {size} layers each" if size > 1 else ""
+            raise ConstraintError(
+                f"recompute of {name!r} is {level!r}, but it has {count} copies{each}: give a number of at most {count}"
+            )
 
 
 def levels(regions: Iterable[str], asked: Mapping[str, str]) -> dict[str, str]:
@@ -39,12 +51,32 @@ def levels(regions: Iterable[str], asked: Mapping[str, str]) -> dict[str, str]:
 
 
 def recompute(stage: Stage, chosen: Mapping[str, str]) -> Stage:
-    """`stage` with the regions marked as `chosen` by their names; the others save all that autograd needs."""
-    statements = tuple(
-        _marked(item, chosen.get(item.region.name, "none"), stage.program.rules) if isinstance(item, Loop) else item
-        for item in stage.body.statements
-    )
-    return replace(stage, body=replace(stage.body, statements=statements))
+    """`stage` with the regions marked as `chosen` by their names, from the first of the copies that it has; the others
+    save all that autograd needs."""
+    types, layouts = dict(stage.body.types), dict(stage.body.layouts)
+    found: list[Statement] = []
+    seen: dict[str, int] = {}
+    for item in stage.body.statements:
+        if not isinstance(item, Loop):
+            found.append(item)
+            continue
+        name, count = item.region.name, len(item.copies)
+        level = level_of(chosen.get(name, "none"))
+        before = seen.get(name, 0)
+        seen[name] = before + count
+        full = min(max(level.full - before, 0), count)
+        if not 0 < full < count:
+            found.append(_marked(item, "full" if full else level.rest, stage.program.rules))
+            continue
+        first, second = item.copies[:full], item.copies[full:]
+        found.append(_marked(titled(some_copies(item, first)), "full", stage.program.rules))
+        for carried, value, change in carried_before(item, second.start):
+            types[carried], layouts[carried] = item.body.types[value], item.body.layouts[value]
+            if change is not None:
+                types[change.result], layouts[change.result] = change.type, change.after
+                found.append(change)
+        found.append(_marked(titled(some_copies(item, second)), level.rest, stage.program.rules))
+    return replace(stage, body=replace(stage.body, statements=tuple(found), types=types, layouts=layouts))
 
 
 def _matches(name: str, pattern: str) -> bool:

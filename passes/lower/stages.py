@@ -20,7 +20,7 @@ from passes.ir.layout import local_shape
 from passes.ir.lowered import Body, Compute, Loop, Redistribution, Returned, Stage, Statement
 from passes.ir.mesh import Mesh
 from passes.ir.program import Buffer, Input, Parameter, Program, has_gradient
-from passes.lower.loops import copy_pieces, leaving, part_of_copy, piece_name, some_copies
+from passes.lower.loops import carried_before, copy_pieces, part_of_copy, piece_name, some_copies
 
 
 @dataclass(frozen=True)
@@ -243,15 +243,13 @@ class _Cutter:
         all of them where both copies are of one stage, but in different loops (`entering` is None)."""
         if copy in (loop.copies.start, loop.copies.stop):
             return
-        for place, (carry, change) in enumerate(zip(loop.region.carries, loop.between, strict=True)):
-            name, type = leaving(loop, place, copy), loop.body.types[carry.next]
-            self.types[name], self.layouts[name] = type, loop.body.layouts[carry.next]
+        for name, value, change in carried_before(loop, copy):
+            self.types[name], self.layouts[name] = loop.body.types[value], loop.body.layouts[value]
             if change is None:
                 continue
-            after = f"{name}~carried"
-            self.types[after], self.layouts[after] = type, change.after
-            if entering is None or entering != (self.bytes_of(after) <= self.bytes_of(name)):
-                yield replace(change, source=name, result=after)
+            self.types[change.result], self.layouts[change.result] = loop.body.types[value], change.after
+            if entering is None or entering != (self.bytes_of(change.result) <= self.bytes_of(name)):
+                yield change
 
     def bytes_of(self, name: str) -> int:
         """Bytes of a rank's part of a tensor."""

@@ -172,11 +172,15 @@ def plan(case: Planning, configuration: Configuration, whole: Stage, lowered: Lo
     return replace(example(), mesh=MESH.by_name, inputs={}, parameters=parameters, programs=programs)
 
 
+# A plan says the level of each stage.
+_WITH_LEVELS = replace(STAGING, recompute=((("layers.*", "selective"),),) * 2)
+
+
 def test_plans_have_stages(plan: Plan, configuration: Configuration, lowered: Lowered) -> None:
     """A plan of several stages is saved, loaded and printed; parameters say which stages hold them."""
     assert Plan.from_json(plan.to_json()) == plan
     written = plan.programs["train"].configuration(MESH)
-    assert written == replace(configuration, pipeline=STAGING)
+    assert written == replace(configuration, pipeline=_WITH_LEVELS)
     in_sequence = replace(STAGING, schedule="sequential")
     assert written.for_evaluation() == Configuration(MESH, pipeline=in_sequence)
     peaks = [simulated(stage).kinds() for stage in lowered.stages]
@@ -195,7 +199,7 @@ def test_plans_have_stages(plan: Plan, configuration: Configuration, lowered: Lo
 def test_stages_have_the_decisions_of_the_program(plan: Plan, configuration: Configuration) -> None:
     """All stages of a plan are replayed by the same decisions; a plan whose stages differ is damaged."""
     decisions = decisions_of(plan.programs["train"], MESH)
-    assert decisions.configuration == replace(configuration, pipeline=STAGING)
+    assert decisions.configuration == replace(configuration, pipeline=_WITH_LEVELS)
     first, second = plan.programs["train"].stages
     assert decisions.methods == first.decisions == second.decisions
     other = replace(plan.programs["train"], stages=(first, replace(second, decisions={})))

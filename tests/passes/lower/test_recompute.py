@@ -128,7 +128,41 @@ def test_the_longest_pattern_holds() -> None:
 def test_patterns_that_match_nothing_are_refused() -> None:
     """By name, with those that there are; all there are may be none."""
     with pytest.raises(ConstraintError, match=r"'layer' matches no region: these repeat: layers\.\*"):
-        check_patterns(_regions("layers.*"), ["layer"])
+        check_patterns(_regions("layers.*"), {"layer": "full"})
     with pytest.raises(ConstraintError, match="nothing repeats in the model"):
-        check_patterns([], ["layers.*"])
-    check_patterns([], ["*"])
+        check_patterns([], {"layers.*": "full"})
+    check_patterns([], {"*": "full"})
+
+
+def test_some_copies_are_a_loop_of_their_own() -> None:
+    """The first two of three layers are recomputed; the third takes what the second gives. Both loops together run what
+    one did, and other statements stay as they are."""
+    lowered = _lowered()
+    some = recompute(lowered, {"layers.*": "full:2, selective"})
+    first, second = (item for item in some.body.statements if isinstance(item, Loop))
+    whole = _loop(lowered)
+    assert [(each.block, list(each.copies), each.recompute) for each in (first, second)] == [
+        ("layers.0-1", [0, 1], "full"),
+        ("layers.2", [2], "selective"),
+    ]
+    assert first.initial == whole.initial
+    carried = dict(first.exports)[whole.region.carries[0].next][-1]
+    assert second.initial in ((carried,), (f"{carried}~carried",))
+    assert carried in some.body.types
+    assert some.body.layouts[second.initial[0]] == second.body.layouts[second.body.arguments[0]]
+    assert second.exports == tuple((value, names[2:]) for value, names in whole.exports)
+    others = [[item for item in each.body.statements if not isinstance(item, Loop)] for each in (lowered, some)]
+    assert [item for item in others[1] if item in others[0]] == others[0]
+    assert recompute(lowered, {"layers.*": "full:3"}) == recompute(lowered, {"layers.*": "full"})
+    text = source_of(some, MESH)
+    assert text.count(" = self.recomputed(copy, ") == 1
+    assert "# layers.0-1 x 2" in text
+    assert "# layers.2 x 1" in text
+
+
+def test_more_copies_than_there_are_are_refused() -> None:
+    """The sentence says how many there are."""
+    regions = [item.region for item in _lowered().body.statements if isinstance(item, Loop)]
+    check_patterns(regions, {"layers.*": "full:3"})
+    with pytest.raises(ConstraintError, match=r"recompute of 'layers.\*' is 'full:4', but it has 3 copies"):
+        check_patterns(regions, {"layers.*": "full:4"})
