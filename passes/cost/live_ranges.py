@@ -7,10 +7,10 @@ sharded source until its first use there, and whole from then to its last. Of re
 running copy are live. A gradient is live from the backward pass of the last op that reads its tensor to that of the op
 that makes it."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
-from functools import cached_property
+from functools import cached_property, partial
 from math import prod
 
 import numpy as np
@@ -21,6 +21,7 @@ from passes.ir.configuration import Configuration
 from passes.ir.figures import as_float
 from passes.ir.grouping import grouped
 from passes.ir.layout import Layout, local_shape
+from passes.ir.levels import is_mixed, level_of, pure
 from passes.ir.mesh import Mesh
 
 # Before all ops of a block, and after all of them.
@@ -46,12 +47,17 @@ _PHASES = tuple(Phase)
 
 @dataclass(frozen=True)
 class LiveRange:
-    """A phase of the step, of one block; `first` and `last` are ops of the block, as numbers of nodes."""
+    """A phase of the step, of one block; `first` and `last` are ops of the block, as numbers of nodes.
+
+    Where copies of a region have different levels of recompute, `block` is the place of those with one level among all
+    such runs of copies (see `runs_of`), and `share` the part of the bytes of all copies that these have.
+    """
 
     phase: Phase
     block: int = -1
     first: int = START
     last: int = END
+    share: float = 1.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,6 +65,7 @@ class ProgramPoint:
     """A point of the step: the backward pass of op `op` in one copy of `block` (None: the optimizer step).
 
     Fractions of all copies: `own` is the running copy, those `left` have not run backward yet, those `done` have.
+    Copies of the same region that are in another run run backward right `before` it or right `after` it.
     """
 
     name: str
@@ -67,6 +74,8 @@ class ProgramPoint:
     own: float = 1.0
     left: float = 0.0
     done: float = 0.0
+    before: bool = False
+    after: bool = False
 
 
 class LiveFractions:
@@ -89,6 +98,10 @@ class LiveFractions:
         places = [(_OVER if point.block is None else point.block, point.op) for point in points]
         self.block, self.op = np.array(places, dtype=np.int64).T
         self.own, self.left, self.done = np.array([(point.own, point.left, point.done) for point in points]).T
+        self.follows = (self.done > 0) | np.array([point.before for point in points])
+        self.goes_on = (self.left > 0) | np.array([point.after for point in points])
+        shares = np.array([item.share for item in ranges])
+        self.shares = None if (shares == 1.0).all() else shares
         # Saved tensors of the other micro-batches in flight are live at all points.
         self.others = configuration.pipeline.in_flight - 1
 
@@ -109,7 +122,7 @@ class LiveFractions:
         for number in set(phases.tolist()):
             columns = np.flatnonzero(phases == number)
             found[:, columns] = self._of_phase(_PHASES[number], points, ranges[columns])
-        return found
+        return found if self.shares is None else found * self.shares[ranges]
 
     def _of_phase(self, phase: Phase, points: Integers, ranges: Integers) -> Floats:
         """The fractions of some ranges of one phase at some points: `[point, range]`, or a broadcast of it."""
@@ -119,6 +132,7 @@ class LiveFractions:
         where, first, last = self.where[ranges], self.first[ranges], self.last[ranges]
         block, op = self.block[points, None], self.op[points, None]
         own, left, done = (share[points, None] for share in (self.own, self.left, self.done))
+        follows, goes_on = self.follows[points, None], self.goes_on[points, None]
         here = where == block
         runs: Floats = here * own
         match phase:
@@ -127,9 +141,9 @@ class LiveFractions:
             case Phase.COPY:
                 found = runs * ((first <= op) & (op <= last))
             case Phase.PREVIOUS_COPY:
-                found = runs * (done > 0)
+                found = runs * follows
             case Phase.NEXT_COPY:
-                found = runs * (left > 0)
+                found = runs * goes_on
             case _:
                 found = (where > block) + here * done + runs * (op <= first)
         return found
@@ -138,6 +152,8 @@ class LiveFractions:
         """The bytes at each point, from those of each range."""
         start, stop, reached, before, ended = self._counts
         own, left, done = self.own, self.left, self.done
+        if self.shares is not None:
+            sizes = sizes * self.shares
 
         def sums(phase: Phase, order: Integers) -> Floats:
             """The bytes of the first ranges in `order`, by their number."""
@@ -154,7 +170,7 @@ class LiveFractions:
         total += self.others * forward[-1]
         total += forward[start] + left * (forward[stop] - forward[start]) + own * (forward[reached] - forward[start])
         total += own * ((copy[reached] - copy[start]) - (copy_end[ended] - copy_end[start]))
-        for phase, runs in ((Phase.PREVIOUS_COPY, done > 0), (Phase.NEXT_COPY, left > 0)):
+        for phase, runs in ((Phase.PREVIOUS_COPY, self.follows), (Phase.NEXT_COPY, self.goes_on)):
             whole = sums(phase, self._by_first)
             total += own * runs * (whole[stop] - whole[start])
         for phase in (Phase.GRADIENT, Phase.ACCUMULATED):
@@ -188,8 +204,30 @@ class LiveFractions:
         )
 
 
-def program_points(problem: Problem) -> list[ProgramPoint]:
-    """The points of a step: every op that has a backward pass, in the first, the second and the last copy of its block
+@dataclass(frozen=True)
+class CopyRun:
+    """Copies of a block that follow each other and have one `level` of recompute ("": it is undecided); their number,
+    their `share` of all copies, and the `place` of the run among those of all blocks."""
+
+    level: str
+    copies: int
+    share: float
+    place: int
+
+
+def runs_of(problem: Problem, configuration: Configuration) -> list[list[CopyRun]]:
+    """The runs of the copies of each block, in order."""
+    found: list[list[CopyRun]] = []
+    place = 0
+    for name, count in zip(problem.blocks, problem.counts, strict=True):
+        runs = level_of(configuration.recompute.get(name, "none")).runs(count)
+        found.append([CopyRun(level, own, own / count, place + at) for at, (level, own) in enumerate(runs)])
+        place += len(runs)
+    return found
+
+
+def program_points(problem: Problem, configuration: Configuration) -> list[ProgramPoint]:
+    """The points of a step: every op that has a backward pass, in the first, the second and the last copy of its run
     to run backward (bytes are linear in between), and the optimizer step."""
     ops: dict[int, list[int]] = {block: [] for block in range(len(problem.blocks))}
     flowing = {
@@ -199,10 +237,16 @@ def program_points(problem: Problem) -> list[ProgramPoint]:
         if problem.nodes[index].kind == "op":
             ops[problem.nodes[index].block].append(index)
     found = []
-    for block, name in enumerate(problem.blocks):
-        for op in ops[block] or [START]:
-            of = f"backward of {name if op == START else problem.nodes[op].key}"
-            found += [ProgramPoint(of + where, block, op, *parts) for where, *parts in _copies(problem.counts[block])]
+    for block, (name, runs) in enumerate(zip(problem.blocks, runs_of(problem, configuration), strict=True)):
+        for run in (run for run in runs if run.level):
+            ends = run is not runs[-1], run is not runs[0]
+            again = f", recompute {run.level}" if len(runs) > 1 else ""
+            for op in ops[block] or [START]:
+                of = f"backward of {name if op == START else problem.nodes[op].key}"
+                found += [
+                    ProgramPoint(of + where + again, run.place, op, own, left, done, *ends)
+                    for where, own, left, done in _copies(run.copies)
+                ]
     return [*found, ProgramPoint("optimizer step")]
 
 
@@ -264,13 +308,24 @@ class GroupRanges:
     flow: tuple[LiveRange, LiveRange, LiveRange] | None
     gathered: GradientRanges | None
 
+    def map(self, change: Callable[[LiveRange], LiveRange]) -> "GroupRanges":
+        """The same ranges, each changed."""
+        sources, flow, gathered = self.sources, self.flow, self.gathered
+        return GroupRanges(
+            None if sources is None else (change(sources[0]), change(sources[1])),
+            tuple(map(change, self.target)),
+            tuple(map(change, self.rerun)),
+            None if flow is None else (change(flow[0]), change(flow[1]), change(flow[2])),
+            None if gathered is None else GradientRanges(*map(change, vars(gathered).values())),
+        )
+
 
 @dataclass(frozen=True)
 class LiveRanges:
-    """Live ranges by node, by group, and for some uses."""
+    """Live ranges by node, by group and run of copies, and for some uses."""
 
     nodes: Sequence[Sequence[NodeAllocation]]
-    groups: Sequence[GroupRanges]
+    groups: Sequence[Sequence[GroupRanges]]
     edges: Sequence[EdgeAllocation]
 
     def all(self) -> Iterator[LiveRange]:
@@ -278,7 +333,7 @@ class LiveRanges:
         yield LiveRange(Phase.STEP)
         yield from (item.range for items in self.nodes for item in items)
         yield from (item.range for item in self.edges)
-        for group in self.groups:
+        for group in (item for items in self.groups for item in items):
             yield from (*(group.sources or ()), *group.target, *group.rerun, *(group.flow or ()))
             if group.gathered is not None:
                 found = group.gathered
@@ -291,8 +346,9 @@ def layout_bytes(group: EdgeGroup, layout: Layout, mesh: Mesh) -> float:
 
 
 def recompute_of(problem: Problem, configuration: Configuration, block: int) -> str:
-    """The recompute level of a block."""
-    return configuration.recompute.get(problem.blocks[block], "none")
+    """The recompute level of the copies of a block, or of the last ones where the first are recomputed fully: these
+    save what the others save."""
+    return level_of(configuration.recompute.get(problem.blocks[block], "none")).rest
 
 
 def is_made_again(problem: Problem, configuration: Configuration, group: EdgeGroup) -> bool:
@@ -339,6 +395,63 @@ def unsharded_bytes(group: EdgeGroup, layout: Layout, configuration: Configurati
 
 def live_ranges(problem: Problem, configuration: Configuration) -> LiveRanges:
     """The live ranges of everything that a step of `problem` allocates."""
+    if not is_mixed(configuration.recompute):
+        return _of_whole_blocks(problem, configuration)
+    levels = (pure(configuration.recompute, full=full) for full in (True, False))
+    full, rest = (_of_whole_blocks(problem, replace(configuration, recompute=each)) for each in levels)
+    return _Runs(problem, configuration, full, rest).ranges()
+
+
+class _Runs:
+    """The live ranges of blocks whose copies have different levels, from those with all copies at the level of the
+    first ones (`full`), and at that of the others (`rest`).
+
+    Copies whose level is undecided keep what they keep if they are recomputed, and no point lies in them: that is the
+    least that they take, wherever a copy keeps no more when it is recomputed than otherwise."""
+
+    def __init__(self, problem: Problem, configuration: Configuration, full: LiveRanges, rest: LiveRanges) -> None:
+        self.problem, self.full, self.rest = problem, full, rest
+        self.runs = runs_of(problem, configuration)
+
+    def ranges(self) -> LiveRanges:
+        """All of them."""
+        problem = self.problem
+        nodes = [list(self._node(index)) for index in range(len(problem.nodes))]
+        blocks = sorted({edge.group for edge in problem.edges})
+        groups = [list(self._group(at, problem.groups[number].block)) for at, number in enumerate(blocks)]
+        edges = [
+            replace(item, range=self._at(item.range, run, item.range.block))
+            for item in self.rest.edges
+            for run in self.runs[item.range.block]
+        ]
+        return LiveRanges(nodes, groups, edges)
+
+    def _of(self, run: CopyRun) -> LiveRanges:
+        return self.full if run.level in ("full", "") else self.rest
+
+    def _at(self, range: LiveRange, run: CopyRun, block: int) -> LiveRange:
+        """A range of copies of `block` as that of one run of them."""
+        if range.phase is Phase.STEP:
+            return range
+        if range.block != block:
+            return replace(range, block=self.runs[range.block][-1].place)
+        return replace(range, block=run.place, share=run.share)
+
+    def _node(self, index: int) -> Iterator[NodeAllocation]:
+        block = self.problem.nodes[index].block
+        for run in self.runs[block]:
+            for item in self._of(run).nodes[index]:
+                # What lies there throughout the step is that of all copies.
+                if item.range.phase is not Phase.STEP or run is self.runs[block][-1]:
+                    yield replace(item, range=self._at(item.range, run, block))
+
+    def _group(self, at: int, block: int) -> Iterator[GroupRanges]:
+        for run in self.runs[block]:
+            yield self._of(run).groups[at][0].map(partial(self._at, run=run, block=block))
+
+
+def _of_whole_blocks(problem: Problem, configuration: Configuration) -> LiveRanges:
+    """The live ranges where all copies of a block have one level of recompute."""
     uses = grouped((edge.group, index) for index, edge in enumerate(problem.edges))
     readers = grouped((edge.producer, edge) for edge in problem.edges)
     made_first = _made_first(problem, configuration, readers)
@@ -346,7 +459,7 @@ def live_ranges(problem: Problem, configuration: Configuration) -> LiveRanges:
         _node(problem, configuration, index, readers.get(index, []), made_first) for index in range(len(problem.nodes))
     ]
     groups = [
-        _group(problem, configuration, number, [problem.edges[index] for index in own], made_first)
+        [_group(problem, configuration, number, [problem.edges[index] for index in own], made_first)]
         for number, own in sorted(uses.items())
     ]
     edges = [item for own in uses.values() for item in _sums(problem, own)]

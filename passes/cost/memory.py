@@ -343,7 +343,7 @@ class MemoryModel:
         optimizer: float = 0.0
         for item in allocations:
             if self.ranges[item.range].phase is Phase.ACCUMULATED:
-                optimizer += states * item.size
+                optimizer += states * item.size * self.ranges[item.range].share
             part = float(fractions[item.range])
             if part:
                 live[item.kind] = live.get(item.kind, 0.0) + part * item.size
@@ -374,7 +374,7 @@ def memory_model(
     """The bytes of `problem` under a configuration; `uses` are those of the problem, if they have been found
     already."""
     uses = find_tensor_uses(problem, configuration.mesh) if uses is None else uses
-    found, points = live_ranges(problem, configuration), program_points(problem)
+    found, points = live_ranges(problem, configuration), program_points(problem, configuration)
     numbers: dict[LiveRange, int] = {}
     for item in found.all():
         numbers.setdefault(item, len(numbers))
@@ -389,7 +389,7 @@ def memory_model(
         _node_bytes(items, sums.get(index, []), len(problem.nodes[index].strategies), numbers)
         for index, items in enumerate(found.nodes)
     ]
-    groups = [_group_bytes(own, item, numbers, configuration) for own, item in zip(uses, found.groups, strict=True)]
+    groups = [_group_bytes(own, items, numbers, configuration) for own, items in zip(uses, found.groups, strict=True)]
     return MemoryModel(
         points, list(numbers), LiveFractions(points, list(numbers), configuration), nodes, groups, uses, saved
     )
@@ -408,15 +408,20 @@ def _node_bytes(
 
 
 def _group_bytes(
-    uses: TensorUses, item: GroupRanges, numbers: dict[LiveRange, int], configuration: Configuration
+    uses: TensorUses, items: Sequence[GroupRanges], numbers: dict[LiveRange, int], configuration: Configuration
 ) -> GroupBytes:
-    found = list(_parameter_bytes(uses, item.gathered, configuration)) if uses.group.parameter else []
-    if item.flow is not None:
-        found += [("transient", range, size) for range, size in zip(item.flow, uses.on_the_way, strict=True)]
+    found = [_unsharded_parameter(uses, configuration)] if uses.group.parameter else []
+    for item in items:
+        if item.gathered is not None:
+            found += _gradient_bytes(uses, item.gathered, configuration)
+        if item.flow is not None:
+            found += [("transient", range, size) for range, size in zip(item.flow, uses.on_the_way, strict=True)]
     found = [(kind, range, sizes) for kind, range, sizes in found if sizes.any()]
+    kept = [item.sources for item in items if item.sources is not None]
     sources = None
-    if item.sources is not None:
-        sources = np.array([numbers[range] for range in item.sources])[None, uses.rerun.astype(np.int64)]
+    if kept:
+        places = np.array([[numbers[range] for range in pair] for pair in kept])
+        sources = places[:, uses.rerun.astype(np.int64)]
     gathered_throughout = uses.group.parameter and configuration.gather_once
     return GroupBytes(
         [kind for kind, _, _ in found],
@@ -424,21 +429,23 @@ def _group_bytes(
         [sizes for _, _, sizes in found],
         uses.same,
         sources,
-        np.array([numbers[range] for range in item.target]),
-        np.array([numbers[range] for range in item.rerun]),
+        np.array([numbers[range] for item in items for range in item.target]),
+        np.array([numbers[range] for item in items for range in item.rerun]),
         np.zeros(len(uses.sources)) if sources is None else uses.source_bytes,
         np.zeros(len(uses.targets)) if gathered_throughout else uses.target_bytes,
     )
 
 
-def _parameter_bytes(
-    uses: TensorUses, item: GradientRanges | None, configuration: Configuration
-) -> Iterator[tuple[str, LiveRange, Floats]]:
-    """Bytes of a parameter that is used in another layout than it is stored in, and of its gradient."""
+def _unsharded_parameter(uses: TensorUses, configuration: Configuration) -> tuple[str, LiveRange, Floats]:
+    """Bytes of a parameter that is used in another layout than it is stored in, throughout the step."""
     unsharded = np.array([unsharded_bytes(uses.group, layout, configuration) for layout in uses.targets])
-    yield "parameter", LiveRange(Phase.STEP), np.where(uses.same, 0.0, unsharded)
-    if item is None:
-        return
+    return "parameter", LiveRange(Phase.STEP), np.where(uses.same, 0.0, unsharded)
+
+
+def _gradient_bytes(
+    uses: TensorUses, item: GradientRanges, configuration: Configuration
+) -> Iterator[tuple[str, LiveRange, Floats]]:
+    """Bytes of the gradient of a parameter that is used in another layout than it is stored in."""
     in_unit = _unsharded_on_an_axis(uses, configuration.mesh, ("S", "I"))
     replicated = _unsharded_on_an_axis(uses, configuration.mesh, ("I",))
     several = configuration.micro_batches > 1

@@ -20,7 +20,8 @@ from passes.ir.figures import largest
 
 @dataclass(frozen=True)
 class BlockSeconds:
-    """Seconds of one block of a program in one micro-batch, its `count` copies together.
+    """Seconds of one block of a program in one micro-batch, its copies together: they are some of `count` copies of a
+    region that run one after the other.
 
     `exchange` are the all-to-alls that run once before a forward pass: they bring parameters to the layout that is
     gathered. `gather` is the gathering of parameters in the forward pass, `regather` their regathering in the
@@ -139,8 +140,8 @@ def uncovered(count: int) -> tuple[float, float]:
 
 
 def exposed(traffic: float, cover: float, count: int, share: float = 0.0) -> float:
-    """Seconds of `traffic` that `cover` seconds of computation, both of `count` copies, do not hide, and the slowdown
-    of that computation in seconds."""
+    """Seconds of `traffic` that `cover` seconds of computation do not hide, both of the same copies among `count` that
+    run one after the other, and the slowdown of that computation in seconds."""
     first, others = uncovered(count)
     alone = share * traffic + (1 - share) * largest(0.0, traffic - cover)
     return traffic * first + alone * others
@@ -188,6 +189,11 @@ class Phases:
     weight: float = 0.0
     before: float = 0.0
     after: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """The seconds of the passes of one micro-batch."""
+        return self.forward + self.backward + self.weight
 
     def __add__(self, other: "Phases") -> "Phases":
         return Phases(*(getattr(self, item.name) + getattr(other, item.name) for item in fields(self)))

@@ -78,13 +78,25 @@ def stage_parts(stage: Stage, folded: Folded, cluster: Cluster, mesh: Mesh) -> t
 
 def statement_seconds(stage: Stage, folded: Folded, cluster: Cluster, mesh: Mesh) -> list[BlockSeconds]:
     """Seconds of each statement of a stage; those of a loop are of all copies together."""
-    fused, costs = joined(folded), StepCosts(cluster, mesh)
+    fused, costs, together = joined(folded), StepCosts(cluster, mesh), _copies_together(stage)
     return [
-        _loop(statement, folded, costs, fused)
+        replace(_loop(statement, folded, costs, fused), count=together.get(number, len(statement.copies)))
         if isinstance(statement, Loop)
         else _statement(statement, stage.body, folded, costs, "none", fused)
-        for statement in stage.body.statements
+        for number, statement in enumerate(stage.body.statements)
     ]
+
+
+def _copies_together(stage: Stage) -> dict[int, int]:
+    """For each loop over copies that have a level of recompute of their own, by its number among the statements, the
+    number of copies of the region that run one after the other, with those of its other loops."""
+    counts: dict[str, int] = {}
+    loops = [
+        (number, item) for number, item in enumerate(stage.body.statements) if isinstance(item, Loop) and item.title
+    ]
+    for _, loop in loops:
+        counts[loop.region.name] = counts.get(loop.region.name, 0) + len(loop.copies)
+    return {number: counts[loop.region.name] for number, loop in loops}
 
 
 def _statement(

@@ -5,9 +5,9 @@ problem of layers that alternate, or of which some stand outside of a region, ha
 layers."""
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Sequence, Set
+from collections.abc import Callable, Hashable, Iterable, Sequence, Set
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TypeVar
 
 import numpy as np
@@ -21,6 +21,7 @@ from passes.ir.arrays import Flags, Floats, Integers
 from passes.ir.choices import EdgeGroup, Node, Problem
 from passes.ir.configuration import Configuration
 from passes.ir.layout import Layout, R
+from passes.ir.levels import is_mixed, level_of, pure
 from passes.solve.limits import Effort
 
 # Seconds in place of those of a redistribution that is not allowed: above all steps, and still exact to a nanosecond.
@@ -149,10 +150,41 @@ class Arrays:
 
 def arrays(problem: Problem, uses: Sequence[Uses], configuration: Configuration) -> Arrays:
     """The arrays of `problem`, in seconds and bytes of a step in `configuration`."""
-    groups = [_group(problem, each, configuration) for each in uses]
     costs = [_seconds(problem, node, configuration) for node in problem.nodes]
     tie_break = [np.array([_tie_break(strategy.methods) for strategy in node.strategies]) for node in problem.nodes]
-    return Arrays(costs, tie_break, groups, _overlaps(problem, configuration, groups))
+    if not is_mixed(configuration.recompute):
+        groups = [_group(problem, each, configuration) for each in uses]
+        return Arrays(costs, tie_break, groups, _overlaps(problem, configuration, groups))
+    shares = _full_shares(problem, configuration)
+    levels = (pure(configuration.recompute, full=full) for full in (True, False))
+    of_full, of_rest = (replace(configuration, recompute=each) for each in levels)
+    groups = [
+        _mixed_group(_group(problem, each, of_rest), partial(_group, problem, each, of_full), shares) for each in uses
+    ]
+    overlaps = [
+        *(replace(each, weight=each.weight * shares[each.block]) for each in _overlaps(problem, of_full, groups)),
+        *(replace(each, weight=each.weight * (1 - shares[each.block])) for each in _overlaps(problem, of_rest, groups)),
+    ]
+    return Arrays(costs, tie_break, groups, [each for each in overlaps if each.weight])
+
+
+def _full_shares(problem: Problem, configuration: Configuration) -> list[float]:
+    """For each block the part of its copies that are recomputed fully where others are not."""
+    levels = (level_of(configuration.recompute.get(name, "none")) for name in problem.blocks)
+    return [level.full / count for level, count in zip(levels, problem.counts, strict=True)]
+
+
+def _mixed_group(rest: GroupArrays, full: Callable[[], GroupArrays], shares: Sequence[float]) -> GroupArrays:
+    """A group whose copies are recomputed fully in part. A step is linear in the number of these."""
+    share = shares[rest.group.block]
+    if not share:
+        return rest
+    other = full()
+    return replace(
+        rest,
+        seconds=share * other.seconds + (1 - share) * rest.seconds,
+        rerun=share * other.rerun + (1 - share) * rest.rerun,
+    )
 
 
 def least_seconds(problem: Problem, configuration: Configuration) -> float:
@@ -168,11 +200,19 @@ def _seconds(problem: Problem, node: Node, configuration: Configuration) -> Floa
 
 def _recompute(problem: Problem, node: Node, configuration: Configuration) -> Floats:
     """Seconds of the forward pass that are recomputed in the backward pass of one micro-batch."""
-    recompute = recompute_of(problem, configuration, node.block)
-    if node.kind == "op" and recompute != "none":
-        every = recompute == "full" or (recompute == "ops" and node.second)
-        return np.array(node.forward) * (1.0 if every else np.array(node.light))
-    return np.zeros(len(node.strategies))
+    level = level_of(configuration.recompute.get(problem.blocks[node.block], "none"))
+    if node.kind != "op" or (level.rest == "none" and not level.full):
+        return np.zeros(len(node.strategies))
+    share, forward = level.full / problem.counts[node.block], np.array(node.forward)
+    found: Floats = share * forward + (1 - share) * _again(node, level.rest) * forward
+    return found
+
+
+def _again(node: Node, level: str) -> Floats:
+    """The part of the forward pass of each strategy of an op that a level recomputes."""
+    if level in ("none", "full"):
+        return np.full(len(node.strategies), float(level == "full"))
+    return np.array([float(again or (level == "ops" and node.second)) for again in node.light])
 
 
 def _overlaps(problem: Problem, configuration: Configuration, groups: Sequence[GroupArrays]) -> list[Overlap]:

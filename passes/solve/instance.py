@@ -279,7 +279,8 @@ def _least(instance: Instance, point: int) -> MemoryUse:
         for kind, number, sizes in zip(size.kinds, size.ranges.tolist(), size.sizes, strict=True):
             live[kind] = live.get(kind, 0.0) + float(fractions[number] * sizes[pick])
             is_gradient = model.ranges[number].phase is Phase.ACCUMULATED
-            optimizer += instance.limits.optimizer_states * float(sizes[pick]) * is_gradient
+            share = model.ranges[number].share
+            optimizer += instance.limits.optimizer_states * share * float(sizes[pick]) * is_gradient
     for group, saving in zip(model.groups, model.saved, strict=True):
         if saving:
             saved = group.saved(fractions)

@@ -145,12 +145,14 @@ class Solver:
         configuration: Configuration,
         costs: RedistributionCosts | None = None,
         uses: Sequence[Uses] | None = None,
+        held: Configuration | None = None,
     ) -> None:
-        """Build the arrays of a problem; `costs` on the mesh and `uses` of the problem are reused if given."""
+        """Build the arrays of a problem; `costs` on the mesh and `uses` of the problem are reused if given. The bytes
+        are those of the configuration `held`, if it is given: for bounds on several configurations at once."""
         self.cluster = cluster
         self.limits = limits
         self.uses = uses or find_uses(problem, costs or RedistributionCosts(cluster, configuration.mesh))
-        sizes = memory_model(problem, configuration, [each.tensor for each in self.uses])
+        sizes = memory_model(problem, held or configuration, [each.tensor for each in self.uses])
         found = arrays(problem, self.uses, configuration)
         shared = shared_decisions(problem, found, sizes)
         own = shared.arrays(found), shared.bytes(sizes)
@@ -162,9 +164,9 @@ class Solver:
         self.active: ActiveConstraints | None = None
         self.allowed = np.inf
 
-    def other(self, limits: Limits, configuration: Configuration) -> "Solver":
+    def other(self, limits: Limits, configuration: Configuration, held: Configuration | None = None) -> "Solver":
         """A solver for the same problem within other limits, in another configuration."""
-        return Solver(self.instance.problem, self.cluster, limits, configuration, uses=self.uses)
+        return Solver(self.instance.problem, self.cluster, limits, configuration, uses=self.uses, held=held)
 
     @property
     def has_begun(self) -> bool:

@@ -97,6 +97,9 @@ def test_statistics_of_norms() -> None:
         ("llama", "2", "full"),
         pytest.param("llama", "2x2", "full", marks=pytest.mark.slow),
         pytest.param("llama", "2", "selective", marks=pytest.mark.slow),
+        pytest.param("llama", "2", "full:3", marks=pytest.mark.slow),
+        pytest.param("llama", "2x2", "full:5, selective", marks=pytest.mark.slow),
+        pytest.param("llama", "2", "full:2, ops", marks=pytest.mark.slow),
     ],
 )
 def test_recompute(name: str, mesh: str, level: str) -> None:

@@ -21,6 +21,7 @@ from passes.ir.configuration import RECOMPUTE, Configuration
 from passes.ir.folded import Folded
 from passes.ir.grouping import grouped
 from passes.ir.layout import I, Layout, R
+from passes.ir.levels import Level
 from passes.ir.lowered import Stage
 from passes.ir.mesh import Mesh
 from passes.lower.recompute import recompute
@@ -214,17 +215,27 @@ class Steps(nn.Module):
         return seen[-1]
 
 
+def _some_level(case: Planning, choose: random.Random, seed: int) -> dict[str, str]:
+    """A level of recompute for each region, for some of which the first copies have another one than the others."""
+    found = {region.name: choose.choice(RECOMPUTE) for region in case.folded.regions}
+    some = random.Random(f"some {seed}")
+    for region in case.folded.regions:
+        if some.random() < 0.3:
+            found[region.name] = str(Level(some.choice(RECOMPUTE[:-1]), some.randrange(1, region.count)))
+    return found
+
+
 def random_configuration(case: Planning, seed: int) -> Configuration:
     """Some micro-batches, something to compute again of each region, and parameters that travel once or each time."""
     choose = random.Random(seed)
-    again = {region.name: choose.choice(RECOMPUTE) for region in case.folded.regions}
+    again = _some_level(case, choose, seed)
     return Configuration(case.mesh, choose.choice([1, 1, 2, 4]), again, choose.random() < 0.3, choose.random() < 0.3)
 
 
 def zero_configuration(case: Planning, seed: int) -> Configuration:
     """Two or four micro-batches, one of the ways in which parameters travel, and something to compute again."""
     choose = random.Random(seed)
-    again = {region.name: choose.choice(RECOMPUTE) for region in case.folded.regions}
+    again = _some_level(case, choose, seed)
     once = [(False, False), (True, False), (True, True), (False, True)][seed % 4]
     return Configuration(case.mesh, choose.choice([2, 4]), again, *once)
 
