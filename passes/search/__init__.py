@@ -14,7 +14,6 @@ not fit the program.
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 
 from passes.clock import Clock
 from passes.cost.cluster import GIB
@@ -31,10 +30,12 @@ from passes.ir.errors import (
 )
 from passes.ir.mesh import Mesh
 from passes.ir.program import Program
-from passes.search.best_first import Progress, Unbounded, close, explore
+from passes.search.best_first import close, explore, under
 from passes.search.choosing import check_recompute, choose, searched, with_hint
+from passes.search.configurations import any_number
 from passes.search.found import Found, MemorySimulator, lowered_choice
 from passes.search.pipeline_search import best_pipeline
+from passes.search.progress import Progress
 from passes.search.refinement import best_choice
 from passes.search.restrict import planned_methods, planned_solution, regathered, restricted
 from passes.search.space import PipelineChoices, Space
@@ -217,8 +218,9 @@ def _replayed(
 def _next(subproblems: Subproblems, choice: Choice, bound: float) -> Choice | None:
     """The best choice in less memory than `choice` was found with: under its configuration where that is near `bound`,
     a lower bound on the step time of all choices, else under all. None where there is none."""
-    node = Unbounded(0.0, partial(subproblems.limited, choice.subproblem, choice.subproblem.configuration))
-    progress = close(subproblems, explore([node], subproblems, Progress()))
+    configuration, folded = choice.subproblem.configuration, choice.subproblem.program.folded
+    same = [under(0.0, lambda: choice.subproblem, each, subproblems) for each in any_number(configuration, folded)]
+    progress = close(subproblems, explore(same, subproblems, Progress()))
     if progress.cutoff <= bound * (1 + _NEAR):
         return progress.best
     return best_choice(subproblems, progress).best

@@ -8,6 +8,7 @@ the solvers behind subproblems have a state: how far their bounds were raised.
 
 import heapq
 from abc import ABC, abstractmethod
+from bisect import bisect_left
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,66 +17,20 @@ from itertools import count
 from passes.ir.configuration import Configuration
 from passes.ir.errors import InfeasibleError
 from passes.ir.mesh import Mesh
-from passes.search.configurations import is_monotone_in_micro_batches, limited_configurations
-from passes.search.recomputing import recompute_bounds
-from passes.search.subproblems import Choice, Subproblem, Subproblems, levels_key
-from passes.solve.gap import PROVEN
+from passes.search.configurations import (
+    between,
+    is_monotone_in_micro_batches,
+    is_undecided,
+    limited_configurations,
+    numbers,
+)
+from passes.search.progress import Progress
+from passes.search.recomputing import RecomputeBounds, least_per_copy_s, recompute_bounds
+from passes.search.subproblems import Subproblem, Subproblems, levels_key
 
 # Units of effort for closing gaps (`passes/solve/limits`): in all, and for each subproblem at least.
 ALLOWANCE = 4000.0
 LEAST_ALLOWANCE = 2500.0
-
-
-@dataclass(frozen=True)
-class Progress:
-    """The state of a search between two expansions.
-
-    `incumbent` is the best choice so far that fits; choices of `limit_s` seconds or more are of no interest. `open` are
-    the subproblems whose bound is below that and whose gap is not closed; `closed_bound` is a lower bound (seconds) on
-    all that were closed. `effort` was spent on closing gaps.
-    `errors` say why subproblems have no choice that fits.
-    """
-
-    incumbent: Choice | None = None
-    limit_s: float = float("inf")
-    open: tuple[Subproblem, ...] = ()
-    closed_bound: float = float("inf")
-    effort: float = 0.0
-    errors: tuple[InfeasibleError, ...] = ()
-
-    @property
-    def cutoff(self) -> float:
-        """Step time of the incumbent, or the limit (seconds)."""
-        return self.limit_s if self.incumbent is None else min(self.limit_s, self.incumbent.seconds)
-
-    @property
-    def best(self) -> Choice | None:
-        """The incumbent, whose bound is that of all subproblems that were closed."""
-        if self.incumbent is None:
-            return None
-        solution = self.incumbent.solution
-        return replace(self.incumbent, solution=replace(solution, bound=min(self.closed_bound, solution.seconds)))
-
-    def may_improve(self, bound: float) -> bool:
-        """Whether a choice of at least `bound` seconds may be better than the incumbent."""
-        return bound < self.cutoff * (1 - PROVEN)
-
-    def considering(self, subproblem: Subproblem, subproblems: Subproblems) -> "Progress":
-        """The progress with the best choice that the solver of a subproblem has found, if it is better and fits."""
-        best = subproblem.solver.gap.best
-        if best is None or best.seconds >= self.cutoff or not subproblems.fits(subproblem):
-            return self
-        return replace(self, incumbent=Choice(subproblem, best))
-
-    def opening(self, subproblem: Subproblem, subproblems: Subproblems) -> "Progress":
-        """The progress with a subproblem whose gap may hold something better."""
-        if not self.may_improve(subproblem.bound):
-            return self
-        return replace(self, open=(*self.open, subproblem)).considering(subproblem, subproblems)
-
-    def failing(self, errors: Iterable[InfeasibleError]) -> "Progress":
-        """The progress with further errors, without tracebacks: their frames would keep the arrays of solvers."""
-        return replace(self, errors=(*self.errors, *(error.with_traceback(None) for error in errors)))
 
 
 @dataclass(frozen=True)
@@ -176,6 +131,113 @@ class Bounding(SearchNode):
 
 
 @dataclass(frozen=True)
+class SomeCopies(SearchNode):
+    """All choices of layouts of the subproblem that `make` gives, under configurations that leave open how many copies
+    are recomputed fully, and differ in their ZeRO stages alone, the one that takes least memory first.
+
+    They are bounded by the seconds of the least number and the last stage, and the bytes of the largest number and the
+    first stage. `least_s` gives a lower bound on the seconds of each number, which grows with it: the numbers end where
+    it exceeds the incumbent's.
+    """
+
+    make: Callable[[], Subproblem]
+    configurations: tuple[Configuration, ...]
+    least_s: Callable[[int], float]
+
+    def expand(self, subproblems: Subproblems, progress: Progress) -> tuple[Sequence[SearchNode], Progress]:
+        """Begin to bound them."""
+        made = self.make()
+        least, most = numbers(self.configurations[0])
+        most = (
+            bisect_left(range(least + 1, most + 1), True, key=lambda n: not progress.may_improve(self.least_s(n)))
+            + least
+        )
+        configurations = tuple(between(each, least, most) for each in self.configurations)
+        if least == most and len(configurations) == 1:
+            return Unbounded(self.bound, partial(subproblems.limited, made, *configurations)).expand(
+                subproblems, progress
+            )
+        subproblem = subproblems.limited(made, configurations[-1], configurations[0])
+        node = BoundingCopies(self.bound, subproblem, made, configurations, self.least_s)
+        if _has_begun(subproblem, subproblems, progress):
+            subproblem.solver.gap.bound = max(self.bound, subproblem.bound)
+            return (replace(node, bound=subproblem.bound),), progress
+        return (), progress
+
+
+@dataclass(frozen=True)
+class BoundingCopies(SearchNode):
+    """All choices under `configurations`, as in `SomeCopies`, while `subproblem`, a relaxation of all of them, is being
+    bounded; `made` has the same choices of layouts."""
+
+    subproblem: Subproblem
+    made: Subproblem
+    configurations: tuple[Configuration, ...]
+    least_s: Callable[[int], float]
+
+    def expand(self, subproblems: Subproblems, progress: Progress) -> tuple[Sequence[SearchNode], Progress]:
+        """Raise the bound. At its end go on with each stage; of one stage begin with the number of copies that the best
+        choice needs, and divide the others: those below it and above it, or where it needs more than there are, in
+        halves."""
+        solver = self.subproblem.solver
+        try:
+            with subproblems.clock("solve"):
+                goes_on = solver.climb(progress.cutoff)
+        except InfeasibleError:
+            return (), progress
+        if goes_on:
+            return (replace(self, bound=self.subproblem.bound),), progress
+        least, most = numbers(self.configurations[0])
+        if len(self.configurations) > 1:
+            return [self._part(each, least, most) for each in self.configurations], progress
+        (configuration,) = self.configurations
+        best = solver.gap.best
+        needed = None if best is None else subproblems.least_copies(self.subproblem, best)
+        if needed is None:
+            middle = (least + most) // 2
+            return [self._part(configuration, *ends) for ends in ((least, middle), (middle + 1, most))], progress
+        found, progress = self._part(configuration, needed, needed).expand(subproblems, progress)
+        others = [(first, last) for first, last in ((least, needed - 1), (needed + 1, most)) if first <= last]
+        return [*found, *(self._part(configuration, *ends) for ends in others)], progress
+
+    def _part(self, configuration: Configuration, least: int, most: int) -> SomeCopies:
+        """Those of one stage with some of the numbers of copies."""
+        first, _ = numbers(configuration)
+        bound, each_s = self.subproblem.bound, least_per_copy_s(self.subproblem.solver)
+
+        def least_s(number: int) -> float:
+            return max(self.least_s(number), bound + (number - first) * each_s)
+
+        return SomeCopies(least_s(least), lambda: self.made, (between(configuration, least, most),), least_s)
+
+
+def _has_begun(subproblem: Subproblem, subproblems: Subproblems, progress: Progress) -> bool:
+    """Let the solver of a relaxation find its first bound. False where nothing fits."""
+    try:
+        with subproblems.clock("solve"):
+            subproblem.solver.begin(progress.cutoff)
+    except InfeasibleError:
+        # What a relaxation lacks is not what any of its configurations lacks.
+        return False
+    return True
+
+
+def under(
+    bound: float, make: Callable[[], Subproblem], configuration: Configuration, subproblems: Subproblems
+) -> SearchNode:
+    """All choices of layouts of the subproblem that `make` gives, under a configuration."""
+    if is_undecided(configuration):
+        return SomeCopies(bound, make, (configuration,), lambda _: bound)
+
+    def limited() -> Subproblem:
+        made = make()
+        is_same = made.configuration == configuration and made.solver.limits == subproblems.limits(configuration)
+        return made if is_same else subproblems.limited(made, configuration)
+
+    return Unbounded(bound, limited)
+
+
+@dataclass(frozen=True)
 class ByStage(SearchNode):
     """All choices of `relaxed` under configurations that differ in their ZeRO stages alone, the one that takes least
     memory first."""
@@ -197,6 +259,18 @@ class ByStage(SearchNode):
         return (*following, *others), progress
 
 
+def by_stage(
+    relaxed: Subproblem, configurations: tuple[Configuration, ...], bound: float, least: RecomputeBounds
+) -> SearchNode:
+    """All choices of `relaxed` under configurations that differ in their ZeRO stages alone, the one that takes least
+    memory first, with lower bounds on all of them and on each."""
+    bound = max(bound, least.of(configurations[0]))
+    if is_undecided(configurations[0]):
+        own = configurations[-1]
+        return SomeCopies(bound, lambda: relaxed, configurations, lambda n: max(bound, least.of(between(own, n, n))))
+    return ByStage(bound, relaxed, configurations)
+
+
 @dataclass(frozen=True)
 class Unlimited(SearchNode):
     """All choices of the subproblem that `make` gives under each of `configurations`, of as many micro-batches, those
@@ -213,7 +287,7 @@ class Unlimited(SearchNode):
         alike: dict[Hashable, list[Configuration]] = {}
         for each in self.configurations:
             alike.setdefault((each.pipeline, levels_key(each)), []).append(each)
-        return [ByStage(max(bound, least.of(some[0])), relaxed, tuple(some)) for some in alike.values()], progress
+        return [by_stage(relaxed, tuple(some), bound, least) for some in alike.values()], progress
 
 
 def within_limit(
@@ -228,11 +302,11 @@ def within_limit(
     for each in limited_configurations(subproblems.space, relaxed.mesh, count, folded):
         own = max(bound, least.of(each), known.get(each.key, 0.0))
         if each.key in known and each.key not in seen:
-            found.append(Unbounded(own, partial(subproblems.limited, relaxed, each)))
+            found.append(under(own, lambda: relaxed, each, subproblems))
         elif each.key not in seen:
             unknown.setdefault((each.pipeline, levels_key(each)), []).append(each)
         seen.add(each.key)
-    found += [ByStage(max(bound, least.of(each[0])), relaxed, tuple(each)) for each in unknown.values()]
+    found += [by_stage(relaxed, tuple(each), bound, least) for each in unknown.values()]
     return tuple(found)
 
 

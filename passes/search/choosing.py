@@ -6,8 +6,8 @@ from passes.ir.errors import ConstraintError, InfeasibleError
 from passes.ir.log import logger
 from passes.ir.mesh import Mesh
 from passes.lower.recompute import check_patterns
-from passes.search.best_first import Progress
 from passes.search.configurations import configuration_text
+from passes.search.progress import Progress
 from passes.search.refinement import all_choices, best_choice, first_choice
 from passes.search.space import Space
 from passes.search.stripes import has_uneven_work, in_stripes, offering, together

@@ -6,6 +6,7 @@ from itertools import product
 
 from passes.ir.configuration import RECOMPUTE, ZERO_STAGES, Configuration, Staging, zero_timing
 from passes.ir.folded import Folded
+from passes.ir.levels import Level, is_mixed, level_of, over
 from passes.ir.mesh import Mesh
 from passes.ir.program import Program
 from passes.lower.recompute import levels
@@ -31,8 +32,10 @@ def micro_batch_counts(space: Space, program: Program) -> Iterator[int]:
 
 
 def limited_configurations(space: Space, mesh: Mesh, count: int, folded: Folded) -> Iterator[Configuration]:
-    """All configurations of `count` micro-batches on `mesh`, those that take least memory first; ZeRO stage 3, 2, 1."""
-    for pipeline, recompute in product(PIPELINES, _recompute_levels(space, folded)):
+    """All configurations of `count` micro-batches on `mesh`, those that take least memory first; ZeRO stage 3, 2, 1.
+    Those that recompute some copies of a region have all numbers of these at once, as undecided."""
+    levels = (*_recompute_levels(space, folded), *_levels_of_some(space, folded))
+    for pipeline, recompute in product(PIPELINES, levels):
         own = replace(pipeline, in_flight=space.in_flight)
         for stage in _zero_stages(space, count):
             yield Configuration(mesh, count, recompute, *zero_timing(stage, count), own, space.zero)
@@ -66,8 +69,43 @@ def configuration_text(configuration: Configuration) -> str:
     """A configuration for people: "4 micro-batches, full recompute of model.layers.*"; "" for the default one."""
     count = configuration.micro_batches
     parts = [f"{count} micro-batches"] if count > 1 else []
-    parts += [f"{level} recompute of {name}" for name, level in configuration.recompute.items() if level != "none"]
+    for name, text in configuration.recompute.items():
+        level = level_of(text)
+        if level.is_mixed:
+            others = f" and {level.rest} of the others" if level.rest != "none" else ""
+            parts.append(f"full recompute of {level.full} copies of {name}{others}")
+        elif level.rest != "none":
+            parts.append(f"{text} recompute of {name}")
     return ", ".join(parts)
+
+
+def any_number(configuration: Configuration, folded: Folded) -> tuple[Configuration, ...]:
+    """The configurations that differ from one in the number of copies that they recompute fully alone: none of them, or
+    some, as undecided. The configuration itself where all copies of a region have one level."""
+    counts = {region.name: region.count for region in folded.regions}
+    levels = {name: level_of(text) for name, text in configuration.recompute.items()}
+    if not is_mixed(configuration.recompute):
+        return (configuration,)
+    some = {name: _some(level.rest, counts[name]) if level.is_mixed else level.rest for name, level in levels.items()}
+    none = {name: level.rest for name, level in levels.items()}
+    return tuple(replace(configuration, recompute=each) for each in (some, none))
+
+
+def between(configuration: Configuration, least: int, most: int) -> Configuration:
+    """A configuration with these numbers of copies that are recomputed fully in place of its own."""
+    levels = {name: level_of(text) for name, text in configuration.recompute.items()}
+    own = {
+        name: str(replace(level, full=least, undecided=most - least) if level.is_mixed else level)
+        for name, level in levels.items()
+    }
+    return replace(configuration, recompute=own)
+
+
+def numbers(configuration: Configuration) -> tuple[int, int]:
+    """The least and the largest number of copies that are recomputed fully where others are not; zeros where all copies
+    have one level."""
+    levels = (level_of(text) for text in configuration.recompute.values())
+    return next(((level.full, level.full + level.undecided) for level in levels if level.is_mixed), (0, 0))
 
 
 def chooses_recompute_apart(space: Space, folded: Folded) -> bool:
@@ -103,10 +141,39 @@ def _sharing(folded: Folded) -> dict[str, str]:
     return {name: first if first in apart else largest for name, first in names.items()}
 
 
+def is_undecided(configuration: Configuration) -> bool:
+    """Whether a configuration leaves a number of copies open."""
+    least, most = numbers(configuration)
+    return least < most
+
+
+def _some(rest: str, count: int) -> str:
+    """Full recompute of any number of `count` copies, but none and all."""
+    return str(Level(rest, 1, count - 2))
+
+
+def _levels_of_some(space: Space, folded: Folded) -> Iterator[Mapping[str, str]]:
+    """The levels of recompute where some copies of the largest region are recomputed fully, and the others, like the
+    other regions, have the other levels."""
+    if _is_recompute_given(space) or not space.some_copies or not folded.regions:
+        return
+    names = _sharing(folded)
+    largest = max(folded.regions, key=lambda region: region.count * len(region.ops))
+    if largest.count < 2:
+        return
+    apart = list(dict.fromkeys(names.values()))
+    for each in product(RECOMPUTE[::-1], repeat=len(apart)):
+        own = dict(zip(apart, each, strict=True))
+        rest = own[names[largest.name]]
+        if rest != "full":
+            yield {name: own[first] for name, first in names.items()} | {largest.name: _some(rest, largest.count)}
+
+
 def _recompute_levels(space: Space, folded: Folded) -> Iterator[Mapping[str, str]]:
     """The level of recompute of each region, those that take least memory first."""
     if _is_recompute_given(space):
-        yield levels([region.name for region in folded.regions], space.recompute or {})
+        counts = {region.name: region.count for region in folded.regions}
+        yield {name: over(level, counts[name]) for name, level in levels(counts, space.recompute or {}).items()}
         return
     names = _sharing(folded)
     apart = list(dict.fromkeys(names.values()))

@@ -6,20 +6,22 @@ in flight. All schedules and numbers of stages cut that choice (`pipelines`). Wh
 by its bound (`pipeline_bounds`) is not solved, and solutions that could not are pruned.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from passes.cost.cluster import GIB
 from passes.ir.configuration import Staging
 from passes.ir.errors import ConstraintError, InfeasibleError, MicroBatchError, PipelineError
+from passes.ir.levels import level_of
 from passes.ir.mesh import Mesh
 from passes.search.choosing import searched
 from passes.search.configurations import micro_batch_counts
 from passes.search.cuts import NotBetterError
 from passes.search.found import Found, MemorySimulator
 from passes.search.pipeline_bounds import PipelineBounds
-from passes.search.pipelines import ZERO_BUBBLE, StagedProgram, offered_pipelines, staged
+from passes.search.pipelines import ZERO_BUBBLE, offered_pipelines, staged
 from passes.search.space import PipelineChoices, Space
+from passes.search.staged_program import StagedProgram
 from passes.search.subproblems import Choice, Memo, Subproblems
 
 # Ranks of a pipeline that are tried where their number is free.
@@ -173,6 +175,8 @@ class _Search:
             space,
             pipeline=None,
             micro_batches=candidate.count,
+            recompute=_of_all_stages(space.recompute, asked),
+            some_copies=False,
             in_flight=in_flight,
             memory_limit=space.memory_limit * asked.ranks * share,
             near=candidate.near,
@@ -241,10 +245,21 @@ def _chosen(subproblems: Subproblems, inner: Space, limit_s: float) -> tuple[Sub
     own, progress = searched(subproblems.over(inner), limit_s)
     best = progress.best
     if best is not None:
-        return replace(own, space=replace(own.space, memory_limit=subproblems.space.memory_limit)), best
+        given = subproblems.space
+        space = replace(own.space, memory_limit=given.memory_limit, recompute=given.recompute)
+        return replace(own, space=space), best
     if progress.errors:
         raise min(progress.errors, key=lambda error: error.missing)
     return None
+
+
+def _of_all_stages(recompute: Mapping[str, str] | None, asked: PipelineChoices) -> Mapping[str, str] | None:
+    """The levels of the whole program, from those that are asked for, whose numbers of copies are those of a stage."""
+    if recompute is None:
+        return None
+    stages = asked.ranks * (asked.per_rank or 1)
+    found = {pattern: level_of(text) for pattern, text in recompute.items()}
+    return {pattern: str(replace(level, full=level.full * stages)) for pattern, level in found.items()}
 
 
 def _refusal(errors: Sequence[Exception]) -> Exception:

@@ -5,29 +5,24 @@ many micro-batches in flight as the schedule has. The step is that of the stages
 the schedule.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 
 from passes.cost.cluster import GIB
-from passes.cost.pipeline import transfer_s
-from passes.cost.schedules import SCHEDULES, Held, StageSeconds, check_schedule
-from passes.cost.step import Phases, phases
-from passes.cost.walk import statement_seconds
-from passes.ir.configuration import Configuration, Staging
+from passes.cost.schedules import (
+    SCHEDULES,
+    check_schedule,
+)
+from passes.ir.configuration import Staging
 from passes.ir.errors import InfeasibleError, PipelineError
-from passes.ir.lowered import Loop, Lowered, Stage
-from passes.lower import finished, whole_code
-from passes.lower.loops import copy_pieces, part_of_copy
-from passes.lower.stages import Crossing, crossings, cut, positions
-from passes.search.cuts import Boundary, NotBetterError, best_cuts
-from passes.search.cuts import Position as Piece
-from passes.search.found import Found, MemorySimulator, lowered_choice
-from passes.search.pipeline_bounds import PipelineBounds
+from passes.ir.levels import of_all
+from passes.lower.stages import named_starts
+from passes.search.cuts import NotBetterError
+from passes.search.found import Found, lowered_choice
 from passes.search.space import PipelineChoices
-from passes.search.stage_memory import StageMemory
-from passes.search.subproblems import Choice, Subproblems
-from passes.variables import name_variables
+from passes.search.stage_levels import StageLevels
+from passes.search.staged_program import StagedProgram
 
 # Schedules that are tried where none is given, by whether ranks have several stages.
 _OFFERED = {False: ("1f1b",), True: ("interleaved_1f1b",)}
@@ -37,8 +32,8 @@ _FEW = ("gpipe",)
 ZERO_BUBBLE = ("zb_h1", "interleaved_zero_bubble", "zbv")
 # Stages of a rank that are tried where their number is not given.
 _PER_RANK = (1, 2)
-# Effort for the cuts of each pipeline (see `best_cuts`).
-_EFFORT = 150_000
+# Moves of cuts that are made for stages with levels of recompute of their own, at most.
+_MOVES = 8
 
 
 def offered_pipelines(asked: PipelineChoices, count: int) -> Iterator[Staging]:
@@ -65,188 +60,85 @@ def offered_pipelines(asked: PipelineChoices, count: int) -> Iterator[Staging]:
         yield from (Staging(per_rank * asked.ranks, name, asked.ranks) for name in names)
 
 
-def staged(program: "StagedProgram", pipeline: Staging, limit_s: float) -> Found:
+def staged(program: StagedProgram, pipeline: Staging, limit_s: float) -> Found:
     """A choice in the best cuts, or those that are asked for, for `pipeline`.
 
     Raises PipelineError where it cannot be cut so, InfeasibleError where no cuts fit, and NotBetterError where the step
     takes `limit_s` or more.
     """
-    subproblems, choice = program.subproblems, program.choice
-    space, chosen, simulate = subproblems.space, choice.subproblem, program.simulate
-    configuration = replace(program.configured(pipeline.schedule), pipeline=pipeline)
+    configuration = program.configured(pipeline.schedule)
     check_schedule(pipeline.schedule, pipeline.ranks, pipeline.stages, configuration.micro_batches)
     cuts = program.asked.cuts
-    if cuts is None:
-        cuts = program.cuts(pipeline, limit_s)
-    solution = replace(choice.solution, configuration=replace(configuration, pipeline=replace(pipeline, cuts=cuts)))
-    found = lowered_choice(subproblems, chosen.program, chosen.problem, solution, simulate)
-    # A rank takes what its stages take at their own peaks, at most.
-    peaks = [memory.peak for memory in found.memory]
-    places = pipeline.places
-    of_ranks = [sum(peaks[number] for number, place in enumerate(places) if place == rank) for rank in set(places)]
-    over = max(of_ranks) - space.memory_limit
-    if over > 0:
-        rank = of_ranks.index(max(of_ranks))
-        stages = ", ".join(str(number) for number, place in enumerate(places) if place == rank)
-        raise InfeasibleError(
-            f"stage {stages} of {pipeline.stages} exceeds the memory limit of {space.memory_limit / GIB:.3g} GiB per "
-            f"device by {over / GIB:.3g} GiB: cut elsewhere, recompute more, or take more stages",
-            over,
-        )
+    starts = program.cuts(pipeline, limit_s) if cuts is None else named_starts(program.whole, cuts)
+    found = _lowered(program, pipeline, starts, ())
+    _check_memory(found, program.space.memory_limit)
+    if program.trims(configuration):
+        found = _trimmed(program, pipeline, starts, found)
     if found.seconds.total >= limit_s:
         raise NotBetterError
     return found
 
 
-class StagedProgram:
-    """One choice as a whole, and its cuts into pipelines that are `asked` for: the seconds of its positions, what
-    crosses their boundaries, and the memory of its stages. The memory limit of `subproblems` is that of one rank."""
+def _lowered(
+    program: StagedProgram, pipeline: Staging, starts: Sequence[int], recompute: Sequence[Mapping[str, str]]
+) -> Found:
+    """A choice in the stages that begin at these positions, with a level of recompute for each; () for that of the
+    choice."""
+    choice, cuts = program.choice, program.asked.cuts
+    configuration = program.configured(pipeline.schedule)
+    names = tuple(program.positions[start].name for start in starts) if cuts is None else cuts
+    of_stages = tuple(tuple(sorted(levels.items())) for levels in recompute)
+    if recompute:
+        configuration = replace(configuration, recompute=of_all(recompute))
+    own = replace(configuration, pipeline=replace(pipeline, cuts=names, recompute=of_stages))
+    solution, chosen = replace(choice.solution, configuration=own), choice.subproblem
+    return lowered_choice(program.subproblems, chosen.program, chosen.problem, solution, program.simulate)
 
-    def __init__(
-        self,
-        subproblems: Subproblems,
-        choice: Choice,
-        asked: PipelineChoices,
-        bounds: PipelineBounds,
-        simulate: MemorySimulator,
-    ) -> None:
-        chosen, space = choice.subproblem, subproblems.space
-        self.subproblems, self.choice, self.asked, self.bounds = subproblems, choice, asked, bounds
-        self.space, self.clock, self.simulate = space, subproblems.clock, simulate
-        self.mesh = choice.solution.configuration.mesh
-        self.folded, self.micro = chosen.program.folded, chosen.program.micro
-        self.whole = whole_code(self.folded, chosen.problem, choice.solution, space.casts)
-        self.positions = positions(self.whole)
-        self._memory: dict[bool, StageMemory] = {}
 
-    def configured(self, schedule: str) -> Configuration:
-        """The configuration of the choice in one stage, under a schedule: where gradients of weights are computed
-        apart, they are reduced once."""
-        configuration = replace(self.choice.solution.configuration, pipeline=Staging(schedule=schedule))
-        return replace(configuration, reduce_once=True) if configuration.pipeline.splits else configuration
-
-    def cuts(self, pipeline: Staging, limit_s: float) -> tuple[str, ...]:
-        """The names of the positions that the stages of the best cuts begin with. Stages of one rank have the same
-        share of its memory.
-
-        Raises PipelineError where there are fewer boundaries than cuts, InfeasibleError where no cuts fit, and
-        NotBetterError where the step takes `limit_s` or more.
-        """
-        boundaries = self._boundaries(pipeline.ranks)
-        offered = sum(boundary is not None for boundary in boundaries)
-        if offered < pipeline.stages - 1:
-            raise PipelineError(
-                f"{pipeline.stages} stages are asked for, but the model can be cut at {offered} places: take fewer "
-                "stages"
-            )
-        configuration = self.configured(pipeline.schedule)
-        pieces, count = self._pieces(configuration), configuration.micro_batches
-        memory = self._memory_of(configuration)
-        memory_limit = self.space.memory_limit * pipeline.ranks / pipeline.stages
-        total = sum(pieces, Phases())
-        # What all ranks do before and after the schedule, on average.
-        schedule_s = limit_s - (total.before + total.after) / pipeline.ranks
-        if self.bounds.staged_s(pipeline, count, total.forward, total.backward + total.weight) >= schedule_s:
-            raise NotBetterError
-        missing: list[float] = []
-
-        def fits(first: int, last: int, stage: int, held: Sequence[Held]) -> bool:
-            over = memory.excess(first, last, held, memory_limit)
-            missing.extend([over] * (over > 0))
-            return over <= 0
-
-        found = best_cuts(
-            [Piece(StageSeconds(own.forward, own.backward, own.weight)) for own in pieces],
-            boundaries,
-            pipeline.schedule,
-            pipeline.ranks,
-            pipeline.stages,
-            count,
-            fits,
-            _EFFORT,
-            schedule_s,
+def _check_memory(found: Found, limit: float) -> None:
+    """Raise InfeasibleError where the stages of a rank exceed the limit (bytes): it takes what they take at their own
+    peaks, at most."""
+    peaks, places = [memory.peak for memory in found.memory], found.configuration.pipeline.places
+    of_ranks = [sum(peaks[number] for number, place in enumerate(places) if place == rank) for rank in set(places)]
+    excess = max(of_ranks) - limit
+    if excess > 0:
+        rank = of_ranks.index(max(of_ranks))
+        stages = ", ".join(str(number) for number, place in enumerate(places) if place == rank)
+        raise InfeasibleError(
+            f"stage {stages} of {len(places)} exceeds the memory limit of {limit / GIB:.3g} GiB per "
+            f"device by {excess / GIB:.3g} GiB: cut elsewhere, recompute more, or take more stages",
+            excess,
         )
-        if found is None:
-            raise InfeasibleError(
-                f"no cuts into {pipeline.stages} stages fit the memory limit of {memory_limit / GIB:.3g} "
-                f"GiB per device: {min(missing, default=0.0) / GIB:.3g} GiB are missing at least",
-                min(missing, default=0.0),
-            )
-        return tuple(self.positions[start].name for start in found.starts)
 
-    def _memory_of(self, configuration: Configuration) -> StageMemory:
-        """The memory of stages; that of all schedules which compute gradients of weights apart is the same, and that of
-        all others."""
-        found = StageMemory(self.positions, partial(self._peak, configuration))
-        return self._memory.setdefault(configuration.pipeline.splits, found)
 
-    def _pieces(self, configuration: Configuration) -> list[Phases]:
-        """The seconds of each position."""
-        priced = finished(self.whole, None, configuration, self.folded.flowing, self.space.cluster, self.clock)
-        seconds = statement_seconds(priced, self.folded, self.space.cluster, self.mesh)
-        shares = self._shares(priced, configuration)
-        found = []
-        for position in self.positions:
-            total = Phases()
-            for number in range(position.first, position.last):
-                own = phases([seconds[number]], configuration, 0.0, 0.0)
-                total += own * shares.get((number, position.inside), 1.0)
-            found.append(total)
-        return found
+def _trimmed(program: StagedProgram, pipeline: Staging, starts: Sequence[int], found: Found) -> Found:
+    """The best of a choice in stages that share a level of recompute, and of those in which each stage recomputes no
+    more than its memory needs, in cuts that are chosen with that.
 
-    def _shares(self, priced: Stage, configuration: Configuration) -> dict[tuple[int, range], float]:
-        """The share of a loop's seconds that each piece of one of its copies takes, by the number of the statement and
-        the statements of the piece."""
-        found: dict[tuple[int, range], float] = {}
-        for number, statement in enumerate(priced.body.statements):
-            if not isinstance(statement, Loop):
-                continue
-            inner = copy_pieces(statement)
-            parts = [part_of_copy(statement, statement.copies.start, inside) for inside in inner]
-            alone = replace(priced, body=replace(priced.body, statements=tuple(parts)))
-            each = statement_seconds(alone, self.folded, self.space.cluster, self.mesh)
-            spent = [phases([own], configuration, 0.0, 0.0) for own in each]
-            taken = [own.forward + own.backward + own.weight for own in spent]
-            total = sum(taken) * len(statement.copies)
-            found |= {(number, inside): own / total for inside, own in zip(inner, taken, strict=True)}
-        return found
+    The latter begin with the cuts of the former, and with those that are best without recompute; a cut is moved to the
+    next place as long as the step so gets shorter, by the seconds of positions.
+    """
+    levels, begun = StageLevels(program, pipeline), {tuple(starts)}
+    if program.asked.cuts is None:
+        with suppress(InfeasibleError, NotBetterError):
+            begun.add(program.cuts(pipeline, float("inf"), levels.without()))
+        with suppress(InfeasibleError, NotBetterError):
+            begun.add(program.cuts(pipeline, float("inf"), levels.pieces(starts, levels.levels(starts))))
+        begun.add(min(_moved(levels, each) for each in sorted(begun))[1])
+    for each in sorted(begun):
+        with suppress(InfeasibleError):
+            trimmed = _lowered(program, pipeline, each, levels.levels(each))
+            _check_memory(trimmed, program.space.memory_limit)
+            found = min(found, trimmed, key=lambda item: item.seconds.total)
+    return found
 
-    def _boundaries(self, ranks: int) -> list[Boundary | None]:
-        """What crosses the boundary before each position; None where no stage but the first may begin."""
-        found: list[Boundary | None] = [None]
-        sent = crossings(self.whole, self.folded.flowing, self.mesh)
-        for number, crossing in enumerate(sent, 1):
-            if not self._is_offered(number, crossing):
-                found.append(None)
-                continue
-            seconds = (
-                transfer_s(size, self.space.cluster, self.mesh, ranks)
-                for size in (crossing.bytes, crossing.gradient_bytes)
-            )
-            found.append(Boundary(*seconds))
-        return found
 
-    def _is_offered(self, number: int, crossing: Crossing) -> bool:
-        """Whether a stage may begin with a position: with a copy of a region, or with the first op of a module; and in
-        training only where a gradient comes back."""
-        before, position = self.positions[number - 1], self.positions[number]
-        module, earlier = (
-            item.name.rpartition("/")[0] if item.copy is None else item.name for item in (position, before)
-        )
-        begins = position.copy is not None or (bool(module) and module != earlier)
-        return begins and bool(crossing.flowing if self.space.trains else crossing.names)
-
-    def _peak(self, configuration: Configuration, first: int, last: int, held: Sequence[Held]) -> float:
-        """The peak memory of a stage (bytes)."""
-        starts = [start for start in (first, last) if 0 < start < len(self.positions)]
-        stages = cut(self.whole, starts, self.folded.flowing, self.mesh)
-        number = int(first > 0)
-        made = finished(stages[number], None, configuration, self.folded.flowing, self.space.cluster, self.clock)
-        stages = tuple(made if at == number else other for at, other in enumerate(stages))
-        variables = [name_variables(made, self.mesh) if at == number else None for at in range(len(stages))]
-        counts = [held] * len(stages)
-        with self.clock("memory"):
-            (memory,) = self.simulate(
-                Lowered(self.folded.program, stages), variables, self.micro, configuration, counts
-            )
-        return memory.peak
+def _moved(levels: StageLevels, starts: tuple[int, ...]) -> tuple[float, tuple[int, ...]]:
+    """Cuts that no move of one of them improves, or that of `_MOVES` moves, and their step (seconds)."""
+    step_s = levels.step_s(starts)
+    for _ in range(_MOVES):
+        tried = [(levels.step_s(each), each) for each in levels.neighbours(starts)]
+        if not tried or min(tried)[0] >= step_s:
+            break
+        step_s, starts = min(tried)
+    return step_s, starts

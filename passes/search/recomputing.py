@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from passes.cost.live_ranges import is_recomputed
 from passes.ir.choices import Node, Problem
 from passes.ir.configuration import RECOMPUTE, Configuration
+from passes.ir.levels import Level, level_of
 from passes.solve.arrays import Overlap
 from passes.solve.solver import Solver
 
@@ -14,15 +15,25 @@ from passes.solve.solver import Solver
 class RecomputeBounds:
     """Lower bounds on the step times of all configurations with as many micro-batches as one without recompute.
 
-    `bound` is one on the latter, `added` what the levels of recompute add to it (seconds), by block and level.
+    `bound` is one on the latter, `added` what the levels of recompute add to it (seconds), by block and level; `counts`
+    are the copies of each block.
     """
 
     bound: float
     added: Mapping[tuple[str, str], float]
+    counts: Mapping[str, int]
 
     def of(self, configuration: Configuration) -> float:
         """A lower bound on the step time of a configuration (seconds)."""
-        return self.bound + sum(self.added.get(level, 0.0) for level in configuration.recompute.items())
+        return self.bound + sum(self._added(name, level_of(text)) for name, text in configuration.recompute.items())
+
+    def _added(self, name: str, level: Level) -> float:
+        """Seconds that the level of a block adds at least: they are linear in the number of copies."""
+        rest = self.added.get((name, level.rest), 0.0)
+        if not level.is_mixed:
+            return rest
+        share = level.full / self.counts[name]
+        return share * self.added.get((name, "full"), 0.0) + (1 - share) * rest
 
 
 def recompute_bounds(relaxed: Solver) -> RecomputeBounds:
@@ -41,7 +52,39 @@ def recompute_bounds(relaxed: Solver) -> RecomputeBounds:
             if level != "none" and given.get(name) == "none":
                 hidden = _hidden(problem, block, level, overlaps, exposed)
                 added[name, level] = times * sum(_least_again(node, level) for node in ops) - hidden
-    return RecomputeBounds(root.bound, added)
+    return RecomputeBounds(root.bound, added, dict(zip(problem.blocks, problem.counts, strict=True)))
+
+
+def least_per_copy_s(solver: Solver) -> float:
+    """The fewest seconds by which the bound of a solver is higher where one copy more is recomputed fully, in a
+    configuration in which some are.
+
+    The bound counts a part of the traffic that computation leaves exposed, which what is computed again may hide. Where
+    that part is not the same in all copies, all that is computed again is taken to hide traffic.
+    """
+    problem, configuration = solver.instance.problem, solver.configuration
+    pairs = zip(solver.instance.arrays.overlaps, solver.root.multipliers.overlaps, strict=True)
+    backward = [(each, part) for each, part in pairs if not each.gather]
+    found = 0.0
+    for block, name in enumerate(problem.blocks):
+        level = level_of(configuration.recompute.get(name, "none"))
+        if level.is_mixed:
+            ops = [node for node in problem.nodes if node.kind == "op" and node.block == block]
+            parts = {part for each, part in backward if each.block == block}
+            weight = sum(each.weight for each, _ in backward if each.block == block)
+            longer = problem.covers[block].again("full") - problem.covers[block].again(level.rest)
+            again = configuration.micro_batches * sum(_least_more(node, level.rest) for node in ops)
+            part = parts.pop() if len(parts) == 1 else 1.0
+            found += max(0.0, again - part * weight * longer) / problem.counts[block]
+    return found
+
+
+def _least_more(node: Node, rest: str) -> float:
+    """The fewest seconds by which an op takes longer in one micro-batch at full recompute than at another level."""
+    if rest == "none":
+        return min(node.forward)
+    kept = [not (node.light[pick] or (rest == "ops" and node.second)) for pick in range(len(node.forward))]
+    return min(own * each for own, each in zip(node.forward, kept, strict=True))
 
 
 def _least_again(node: Node, level: str) -> float:

@@ -15,9 +15,15 @@ from passes.ir.configuration import Configuration
 from passes.ir.errors import ConstraintError
 from passes.ir.folded import Folded
 from passes.ir.mesh import Mesh
-from passes.search.best_first import OnMesh, Progress, SearchNode, Unbounded, Unlimited, close, explore
-from passes.search.configurations import chooses_recompute_apart, limited_configurations, micro_batch_counts
+from passes.search.best_first import OnMesh, SearchNode, Unlimited, close, explore, under
+from passes.search.configurations import (
+    any_number,
+    chooses_recompute_apart,
+    limited_configurations,
+    micro_batch_counts,
+)
 from passes.search.meshes import Axes, cut_one, finer, is_searched_wholly, merged, partitions, shapes, shifted
+from passes.search.progress import Progress
 from passes.search.space import Space
 from passes.search.subproblems import Choice, Subproblem, Subproblems
 
@@ -178,16 +184,17 @@ class Near:
 
     def nodes(self, subproblems: Subproblems) -> Iterator[SearchNode]:
         """The nodes of the search for them: one configuration as it is, several from a bound on all of them."""
-        if len(self.configurations) == 1:
-            yield Unbounded(0.0, partial(_under, self.make, self.configurations[0], subproblems))
-        elif self.configurations:
-            yield Unlimited(0.0, self.make, self.configurations)
+        return _nodes(self.make, self.configurations, subproblems)
 
 
-def _under(make: Callable[[], Subproblem], configuration: Configuration, subproblems: Subproblems) -> Subproblem:
-    """The subproblem that `make` gives, under `configuration`."""
-    made = make()
-    return made if made.configuration == configuration else subproblems.limited(made, configuration)
+def _nodes(
+    make: Callable[[], Subproblem], configurations: tuple[Configuration, ...], subproblems: Subproblems
+) -> Iterator[SearchNode]:
+    """The nodes of the search for the choices of the subproblem that `make` gives, under each configuration."""
+    if len(configurations) == 1:
+        yield under(0.0, make, configurations[0], subproblems)
+    elif configurations:
+        yield Unlimited(0.0, make, configurations)
 
 
 def _on_other_meshes(subproblems: Subproblems, parent: Choice) -> Iterator[Near]:
@@ -247,7 +254,7 @@ def _near(
     for mesh, origins in meshes:
         configuration = replace(parent.subproblem.configuration, mesh=mesh)
         make = partial(subproblems.refined, parent, configuration, tuple(origins))
-        yield Near(make, (configuration,), _free(origins))
+        yield Near(make, any_number(configuration, parent.subproblem.program.folded), _free(origins))
 
 
 def _free(origins: Sequence[int | None]) -> tuple[int, ...]:
@@ -315,10 +322,10 @@ def _cut(subproblems: Subproblems, mesh: Mesh, groups: Sequence[Axes], choice: C
     while len(groups) < len(mesh.sizes):
         groups, origins = cut_one(groups)
         if len(groups) == len(mesh.sizes):
-            nodes = [Unbounded(0.0, _refining(subproblems, choice, mesh, origins))]
+            nodes = _refining(subproblems, choice, mesh, origins)
             return close(subproblems, explore(nodes, subproblems, progress))
         coarse = subproblems.over(_with_merged_axes(subproblems.space, groups))
-        nodes = [Unbounded(0.0, _refining(coarse, choice, coarse.space.mesh, origins))]
+        nodes = _refining(coarse, choice, coarse.space.mesh, origins)
         found = close(coarse, explore(nodes, coarse, Progress()))
         if found.best is None:
             return progress.failing(found.errors)
@@ -328,9 +335,10 @@ def _cut(subproblems: Subproblems, mesh: Mesh, groups: Sequence[Axes], choice: C
 
 def _refining(
     subproblems: Subproblems, parent: Choice, mesh: Mesh, origins: Sequence[int | None]
-) -> Callable[[], Subproblem]:
+) -> Iterator[SearchNode]:
     configuration = replace(parent.solution.configuration, mesh=mesh)
-    return partial(subproblems.refined, parent, configuration, tuple(origins))
+    make = partial(subproblems.refined, parent, configuration, tuple(origins))
+    return _nodes(make, any_number(configuration, parent.subproblem.program.folded), subproblems)
 
 
 def _exchange(subproblems: Subproblems, mesh: Mesh, progress: Progress) -> Progress:
@@ -339,7 +347,7 @@ def _exchange(subproblems: Subproblems, mesh: Mesh, progress: Progress) -> Progr
     while True:
         parent = progress.incumbent
         assert parent is not None
-        nodes = [Unbounded(0.0, _refining(subproblems, parent, mesh, each)) for each in _pairs_free(mesh)]
+        nodes = [node for each in _pairs_free(mesh) for node in _refining(subproblems, parent, mesh, each)]
         progress = explore(nodes, subproblems, progress)
         if progress.incumbent is parent:
             progress = close(subproblems, progress, _BRIEFLY)

@@ -71,12 +71,13 @@ def regathered(
 def gathered_again(problem: Problem, solution: Solution) -> frozenset[tuple[int, Layout]]:
     """The gathers of the parameters of copies that are not recomputed anyway, which ZeRO stage 3 runs again in the
     backward pass."""
-    found = set()
+    found, configuration = set(), solution.configuration
+    by_stage = configuration.pipeline.recompute
     for edge in problem.edges:
         group = problem.groups[edge.group]
         source = solution.strategy(problem, edge.producer).results[edge.result]
         target = solution.strategy(problem, edge.consumer).operands[edge.operand]
-        full = solution.configuration.recompute.get(problem.blocks[group.block]) == "full"
+        full = configuration.recompute.get(problem.blocks[group.block]) == "full" and not by_stage
         if group.parameter and group.inside and not full and source != target:
             found.add((edge.group, target))
     return frozenset(found)

@@ -2,6 +2,7 @@
 every number of micro-batches.
 """
 
+from bisect import bisect_left
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -14,6 +15,7 @@ from passes.ir.choices import Problem, Solution
 from passes.ir.configuration import Configuration
 from passes.ir.errors import MicroBatchError
 from passes.ir.folded import Folded
+from passes.ir.levels import level_of
 from passes.ir.mesh import Mesh
 from passes.ir.program import Program
 from passes.ir.rule import Rule
@@ -21,7 +23,7 @@ from passes.micro_batches import Batch, MicroBatches
 from passes.regions import fold
 from passes.rules.following import begun_tokens
 from passes.rules.strategies import AllowedMethods, method_token
-from passes.search.configurations import relaxed_configuration
+from passes.search.configurations import between, numbers, relaxed_configuration
 from passes.search.space import Space
 from passes.solve.arrays import least_seconds
 from passes.solve.limits import Limits
@@ -166,8 +168,9 @@ class Memo:
 
 
 def levels_key(configuration: Configuration) -> Hashable:
-    """A key that is equal for configurations with the same levels of recompute."""
-    return tuple(sorted(configuration.recompute.items()))
+    """A key that is equal for configurations with the same levels of recompute, in whatever number of copies."""
+    levels = ((name, level_of(text)) for name, text in sorted(configuration.recompute.items()))
+    return tuple((name, level.rest, level.is_mixed) for name, level in levels)
 
 
 def _kind(subproblem: Subproblem) -> Hashable:
@@ -235,9 +238,12 @@ class Subproblems:
         configuration = relaxed_configuration(self.space, mesh, count, program.folded)
         return least_seconds(self._whole(mesh, count, program), configuration)
 
-    def limited(self, subproblem: Subproblem, configuration: Configuration) -> Subproblem:
-        """The same choices of layouts within the memory limit, under `configuration`."""
-        return replace(subproblem, solver=subproblem.solver.other(self.limits(configuration), configuration))
+    def limited(
+        self, subproblem: Subproblem, configuration: Configuration, held: Configuration | None = None
+    ) -> Subproblem:
+        """The same choices of layouts within the memory limit, under `configuration`; with the bytes of `held`, if that
+        is given."""
+        return replace(subproblem, solver=subproblem.solver.other(self.limits(configuration), configuration, held))
 
     def unlimited(self, subproblem: Subproblem) -> Subproblem:
         """The same choices of layouts without memory limit, under the configuration that is fastest then."""
@@ -307,6 +313,22 @@ class Subproblems:
         if abs(most - limit) > _ROUNDING * most:
             return most <= limit
         return memory_use(subproblem.problem, best, self.space.optimizer_states).peak <= limit
+
+    def least_copies(self, subproblem: Subproblem, solution: Solution) -> int | None:
+        """The least number of copies, among those that the configuration of `subproblem` leaves open, that have to be
+        recomputed fully for the layouts of a solution to fit; None where none does."""
+        configuration, problem = subproblem.configuration, subproblem.problem.only(solution.picks)
+        least, most = numbers(configuration)
+        picks = (0,) * len(problem.nodes)
+
+        def fits(count: int) -> bool:
+            own = between(configuration, count, count)
+            chosen = replace(solution, picks=picks, configuration=own)
+            return memory_use(problem, chosen, self.space.optimizer_states).peak <= self.limits(own).memory
+
+        if not fits(most):
+            return None
+        return bisect_left(range(least, most), True, key=fits) + least
 
     def _whole(self, mesh: Mesh, count: int, program: MicroBatchProgram) -> Problem:
         """The problem of `count` micro-batches on `mesh` with all strategies."""

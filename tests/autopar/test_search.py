@@ -24,9 +24,10 @@ from passes.ir.layout import I
 from passes.ir.mesh import Mesh
 from passes.ir.plan import ProgramPlan
 from passes.normalize import normalize
-from passes.search.best_first import OnMesh, Progress, close, explore
+from passes.search.best_first import OnMesh, close, explore
 from passes.search.configurations import micro_batch_counts
 from passes.search.meshes import finer, shapes
+from passes.search.progress import Progress
 from passes.search.refinement import best_choice
 from passes.search.subproblems import Choice, MicroBatchPrograms, Subproblems
 from passes.solve.gap import PROVEN

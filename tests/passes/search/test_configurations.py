@@ -19,11 +19,15 @@ from passes.normalize import normalize
 from passes.regions import fold
 from passes.search import Space
 from passes.search.configurations import (
+    any_number,
+    between,
     chooses_recompute_apart,
     configuration_text,
     is_monotone_in_micro_batches,
+    is_undecided,
     limited_configurations,
     micro_batch_counts,
+    numbers,
     relaxed_configuration,
 )
 from passes.solve import solve
@@ -52,20 +56,25 @@ def test_micro_batches_divide_the_batch(asked: tuple[Space, Program, Folded]) ->
 
 
 def test_configurations_of_one_micro_batch_are_levels_of_recompute(asked: tuple[Space, Program, Folded]) -> None:
-    """One batch in one piece has nothing to gather or reduce once."""
+    """One batch in one piece has nothing to gather or reduce once; of two layers one may be recomputed fully, of more
+    any number."""
     space, _, folded = asked
     configurations = list(limited_configurations(space, space.mesh, 1, folded))
-    assert [list(configuration.recompute.values()) for configuration in configurations] == [
-        ["full"],
-        ["ops"],
-        ["selective"],
-        ["none"],
-    ]
+    texts = [text for each in configurations for text in each.recompute.values()]
+    assert texts == ["full", "ops", "selective", "none", "full:1, ops", "full:1, selective", "full:1"]
+    (region,) = folded.regions
+    deep = replace(folded, items=(replace(region, copies=region.copies * 5),))
+    (*_, last) = limited_configurations(space, space.mesh, 1, deep)
+    assert list(last.recompute.values()) == ["full:1-9"]
+    assert is_undecided(last)
+    assert numbers(last) == (1, 9)
+    assert [list(each.recompute.values()) for each in any_number(between(last, 3, 3), deep)] == [["full:1-9"], ["none"]]
+    assert any_number(configurations[0], folded) == (configurations[0],)
     assert not any(configuration.gather_once or configuration.reduce_once for configuration in configurations)
 
 
 def test_configurations_of_micro_batches_are_stages_of_zero_too(asked: tuple[Space, Program, Folded]) -> None:
-    """Every level of recompute with ZeRO-3, 2 and 1; no two are the same."""
+    """Every level of recompute, of all copies or of some, with ZeRO-3, 2 and 1; no two are the same."""
     space, _, folded = asked
     configurations = list(limited_configurations(space, space.mesh, 4, folded))
     assert [(configuration.gather_once, configuration.reduce_once) for configuration in configurations[:3]] == [
@@ -73,7 +82,7 @@ def test_configurations_of_micro_batches_are_stages_of_zero_too(asked: tuple[Spa
         (True, False),
         (True, True),
     ]
-    assert len({configuration.key for configuration in configurations}) == len(configurations) == 12
+    assert len({configuration.key for configuration in configurations}) == len(configurations) == 21
 
 
 @pytest.mark.parametrize(
@@ -86,7 +95,7 @@ def test_a_stage_of_zero_that_is_asked_for_is_the_only_one(
     space, _, folded = asked
     space = replace(space, zero=stage)
     configurations = list(limited_configurations(space, space.mesh, count, folded))
-    assert len(configurations) == 4
+    assert len(configurations) == 7
     for found in (*configurations, relaxed_configuration(space, space.mesh, count, folded)):
         assert (found.gather_once, found.reduce_once, found.zero) == (*timing, stage)
 
@@ -138,6 +147,9 @@ def test_configurations_for_people() -> None:
         configuration_text(Configuration(mesh, 4, {"a.*": "full", "b.*": "none"}))
         == "4 micro-batches, full recompute of a.*"
     )
+    some = Configuration(mesh, 1, {"a.*": "full:3, selective", "b.*": "full:2"})
+    text = "full recompute of 3 copies of a.* and selective of the others, full recompute of 2 copies of b.*"
+    assert configuration_text(some) == text
 
 
 def test_small_regions_share_the_level_of_the_largest(asked: tuple[Space, Program, Folded]) -> None:
@@ -151,7 +163,9 @@ def test_small_regions_share_the_level_of_the_largest(asked: tuple[Space, Progra
         second = replace(region, copies=region.copies[:1] * 20)
         both = replace(folded, items=(first, second))
         assert chooses_recompute_apart(space, both) is (copies > 2)
-        return {tuple(each.recompute.values()) for each in limited_configurations(space, space.mesh, 1, both)}
+        found = list(limited_configurations(space, space.mesh, 1, both))
+        assert all(numbers(each) in ((0, 0), (1, 19)) for each in found)
+        return {tuple(each.recompute.values()) for each in found if not is_undecided(each)}
 
     assert levels(2) == {(level, level) for level in RECOMPUTE}
     assert levels(3) == {(one, other) for one in RECOMPUTE for other in RECOMPUTE}

@@ -22,8 +22,9 @@ from passes.ir.errors import InfeasibleError
 from passes.ir.mesh import Mesh
 from passes.normalize import normalize
 from passes.search import refinement
-from passes.search.best_first import ByStage, Progress, Unlimited, close, explore
+from passes.search.best_first import ByStage, Unlimited, close, explore
 from passes.search.configurations import limited_configurations
+from passes.search.progress import Progress
 from passes.search.refinement import Near, _climb, best_choice
 from passes.search.subproblems import Choice, MicroBatchPrograms, Subproblem, Subproblems
 from passes.solve import solve

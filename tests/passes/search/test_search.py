@@ -19,7 +19,8 @@ from passes.ir.mesh import Mesh
 from passes.ir.program import Program
 from passes.normalize import normalize
 from passes.search import Space, choose, search
-from passes.search.best_first import Progress, Unbounded, explore
+from passes.search.best_first import Unbounded, explore
+from passes.search.progress import Progress
 from passes.search.refinement import best_choice
 from passes.search.subproblems import MicroBatchPrograms, Subproblems
 from tests.models import llama, tokens

@@ -1,0 +1,252 @@
+"""One choice of layouts for a program as a whole, cut into the stages of pipelines: the best cuts for the seconds of
+its positions, and the memory of stages."""
+
+from collections import Counter
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+
+from passes.cost.cluster import GIB
+from passes.cost.pipeline import transfer_s
+from passes.cost.schedules import (
+    Held,
+    StageSeconds,
+)
+from passes.cost.step import Phases, phases
+from passes.cost.walk import statement_seconds
+from passes.ir.configuration import Configuration, Staging
+from passes.ir.errors import InfeasibleError, PipelineError
+from passes.ir.levels import is_mixed, level_of, pure
+from passes.ir.lowered import Loop, Lowered, Stage
+from passes.lower import finished, whole_code
+from passes.lower.loops import copy_pieces, part_of_copy
+from passes.lower.recompute import levels
+from passes.lower.stages import Crossing, Position, crossings, cut, positions
+from passes.search.cuts import Boundary, NotBetterError, best_cuts
+from passes.search.cuts import Position as Piece
+from passes.search.found import MemorySimulator
+from passes.search.pipeline_bounds import PipelineBounds
+from passes.search.space import PipelineChoices
+from passes.search.stage_memory import StageMemory
+from passes.search.subproblems import Choice, Subproblems
+from passes.variables import name_variables
+
+# Effort for the cuts of each pipeline (see `best_cuts`).
+_EFFORT = 150_000
+
+
+class StagedProgram:
+    """One choice as a whole, and its cuts into pipelines that are `asked` for: the seconds of its positions, what
+    crosses their boundaries, and the memory of its stages. The memory limit of `subproblems` is that of one rank."""
+
+    def __init__(
+        self,
+        subproblems: Subproblems,
+        choice: Choice,
+        asked: PipelineChoices,
+        bounds: PipelineBounds,
+        simulate: MemorySimulator,
+    ) -> None:
+        chosen, space = choice.subproblem, subproblems.space
+        self.subproblems, self.choice, self.asked, self.bounds = subproblems, choice, asked, bounds
+        self.space, self.clock, self.simulate = space, subproblems.clock, simulate
+        self.mesh = choice.solution.configuration.mesh
+        self.folded, self.micro = chosen.program.folded, chosen.program.micro
+        self.whole = whole_code(self.folded, chosen.problem, choice.solution, space.casts)
+        self.positions = positions(self.whole)
+        self._memory: dict[Hashable, StageMemory] = {}
+        self._priced: dict[Hashable, list[Phases]] = {}
+        self._crossed: dict[int, list[Boundary | None]] = {}
+        # What is asked for holds for the first copies of each stage.
+        levels_asked = levels(choice.solution.configuration.recompute, space.recompute or {})
+        self.recompute = levels_asked if space.recompute is not None else choice.solution.configuration.recompute
+
+    def configured(self, schedule: str) -> Configuration:
+        """The configuration of the choice in one stage, under a schedule: where gradients of weights are computed
+        apart, they are reduced once."""
+        configuration = self.choice.solution.configuration
+        configuration = replace(configuration, recompute=self.recompute, pipeline=Staging(schedule=schedule))
+        return replace(configuration, reduce_once=True) if configuration.pipeline.splits else configuration
+
+    def trims(self, configuration: Configuration) -> bool:
+        """Whether stages may recompute less than the choice does."""
+        levels = configuration.recompute.values()
+        return self.space.trains and self.space.recompute is None and any(level != "none" for level in levels)
+
+    def cuts(
+        self,
+        pipeline: Staging,
+        limit_s: float,
+        pieces: Sequence[Phases] | None = None,
+    ) -> tuple[int, ...]:
+        """The positions that the stages of the best cuts begin with. Stages of one rank have the same share of its
+        memory. The seconds of positions are `pieces`, if these are given.
+
+        Raises PipelineError where there are fewer boundaries than cuts, InfeasibleError where no cuts fit, and
+        NotBetterError where the step takes `limit_s` or more.
+        """
+        boundaries = self.boundaries(pipeline.ranks)
+        offered = sum(boundary is not None for boundary in boundaries)
+        if offered < pipeline.stages - 1:
+            raise PipelineError(
+                f"{pipeline.stages} stages are asked for, but the model can be cut at {offered} places: take fewer "
+                "stages"
+            )
+        configuration = self.configured(pipeline.schedule)
+        count = configuration.micro_batches
+        pieces = self._in_equal_stages(configuration, pipeline) if pieces is None else pieces
+        memory = self.memory_of(configuration)
+        memory_limit = self.space.memory_limit * pipeline.ranks / pipeline.stages
+        total = sum(pieces, Phases())
+        # What all ranks do before and after the schedule, on average.
+        schedule_s = limit_s - (total.before + total.after) / pipeline.ranks
+        if self.bounds.staged_s(pipeline, count, total.forward, total.backward + total.weight) >= schedule_s:
+            raise NotBetterError
+        missing: list[float] = []
+
+        def fits(first: int, last: int, stage: int, held: Sequence[Held]) -> bool:
+            over = memory.excess(first, last, held, memory_limit)
+            missing.extend([over] * (over > 0))
+            return over <= 0
+
+        found = best_cuts(
+            [Piece(StageSeconds(own.forward, own.backward, own.weight)) for own in pieces],
+            boundaries,
+            pipeline.schedule,
+            pipeline.ranks,
+            pipeline.stages,
+            count,
+            fits,
+            _EFFORT,
+            schedule_s,
+        )
+        if found is None:
+            raise InfeasibleError(
+                f"no cuts into {pipeline.stages} stages fit the memory limit of {memory_limit / GIB:.3g} "
+                f"GiB per device: {min(missing, default=0.0) / GIB:.3g} GiB are missing at least",
+                min(missing, default=0.0),
+            )
+        return found.starts
+
+    def memory_of(self, configuration: Configuration) -> StageMemory:
+        """The memory of stages; that of all schedules which compute gradients of weights apart is the same, and that of
+        all others."""
+        found = StageMemory(self.positions, partial(self._peak, configuration))
+        key = configuration.pipeline.splits, tuple(sorted(configuration.recompute.items()))
+        return self._memory.setdefault(key, found)
+
+    def _in_equal_stages(self, configuration: Configuration, pipeline: Staging) -> list[Phases]:
+        """The seconds of each position, of those that some stages recompute on average."""
+        if not is_mixed(configuration.recompute):
+            return self._pieces(configuration)
+        count = len(self.positions)
+        bounds = [count * stage // pipeline.stages for stage in range(pipeline.stages + 1)]
+        return [piece for ends in pairwise(bounds) for piece in self.pieces_at(configuration, *ends)]
+
+    def pieces_at(self, configuration: Configuration, first: int, last: int) -> list[Phases]:
+        """The seconds of each position of a stage, of which some of the copies of a region are recomputed fully: all
+        copies have the mean of their seconds."""
+        full, rest = (
+            self._pieces(replace(configuration, recompute=pure(configuration.recompute, full=each)))[first:last]
+            for each in (True, False)
+        )
+        loops = Counter(loop for loop, _ in self.copies_in(first, last))
+        found = []
+        for position, whole, other in zip(self.positions[first:last], full, rest, strict=True):
+            share = 0.0
+            if position.copy is not None:
+                level = level_of(configuration.recompute.get(self._region(position), "none"))
+                share = min(1.0, level.full / loops[position.last])
+            found.append(whole * share + other * (1 - share))
+        return found
+
+    def copies_in(self, first: int, last: int) -> dict[tuple[int, int], None]:
+        """The copies of loops, and parts of them, among some positions, by the number of the loop."""
+        own = ((item.last, item.copy) for item in self.positions[first:last])
+        return dict.fromkeys((loop, copy) for loop, copy in own if copy is not None)
+
+    def _region(self, position: Position) -> str:
+        """The region that a position is a copy of, or a part of one."""
+        loops = (self.whole.body.statements[number] for number in range(position.first, position.last))
+        return next(item.region.name for item in loops if isinstance(item, Loop))
+
+    def _pieces(self, configuration: Configuration) -> list[Phases]:
+        """The seconds of each position, where all copies of a region have one level of recompute."""
+        key = configuration.pipeline.splits, tuple(sorted(configuration.recompute.items()))
+        if key not in self._priced:
+            self._priced[key] = list(self._price(configuration))
+        return self._priced[key]
+
+    def _price(self, configuration: Configuration) -> Iterator[Phases]:
+        priced = finished(self.whole, None, configuration, self.folded.flowing, self.space.cluster, self.clock)
+        seconds = statement_seconds(priced, self.folded, self.space.cluster, self.mesh)
+        shares = self._shares(priced, configuration)
+        for position in self.positions:
+            total = Phases()
+            for number in range(position.first, position.last):
+                own = phases([seconds[number]], configuration, 0.0, 0.0)
+                total += own * shares.get((number, position.inside), 1.0)
+            yield total
+
+    def _shares(self, priced: Stage, configuration: Configuration) -> dict[tuple[int, range], float]:
+        """The share of a loop's seconds that each piece of one of its copies takes, by the number of the statement and
+        the statements of the piece."""
+        found: dict[tuple[int, range], float] = {}
+        for number, statement in enumerate(priced.body.statements):
+            if not isinstance(statement, Loop):
+                continue
+            inner = copy_pieces(statement)
+            parts = [part_of_copy(statement, statement.copies.start, inside) for inside in inner]
+            alone = replace(priced, body=replace(priced.body, statements=tuple(parts)))
+            each = statement_seconds(alone, self.folded, self.space.cluster, self.mesh)
+            spent = [phases([own], configuration, 0.0, 0.0) for own in each]
+            taken = [own.forward + own.backward + own.weight for own in spent]
+            total = sum(taken) * len(statement.copies)
+            found |= {(number, inside): own / total for inside, own in zip(inner, taken, strict=True)}
+        return found
+
+    def boundaries(self, ranks: int) -> list[Boundary | None]:
+        """What crosses the boundary before each position; None where no stage but the first may begin."""
+        if ranks not in self._crossed:
+            self._crossed[ranks] = self._find_boundaries(ranks)
+        return self._crossed[ranks]
+
+    def _find_boundaries(self, ranks: int) -> list[Boundary | None]:
+        found: list[Boundary | None] = [None]
+        sent = crossings(self.whole, self.folded.flowing, self.mesh)
+        for number, crossing in enumerate(sent, 1):
+            if not self._is_offered(number, crossing):
+                found.append(None)
+                continue
+            seconds = (
+                transfer_s(size, self.space.cluster, self.mesh, ranks)
+                for size in (crossing.bytes, crossing.gradient_bytes)
+            )
+            found.append(Boundary(*seconds))
+        return found
+
+    def _is_offered(self, number: int, crossing: Crossing) -> bool:
+        """Whether a stage may begin with a position: with a copy of a region, or with the first op of a module; and in
+        training only where a gradient comes back."""
+        before, position = self.positions[number - 1], self.positions[number]
+        module, earlier = (
+            item.name.rpartition("/")[0] if item.copy is None else item.name for item in (position, before)
+        )
+        begins = position.copy is not None or (bool(module) and module != earlier)
+        return begins and bool(crossing.flowing if self.space.trains else crossing.names)
+
+    def _peak(self, configuration: Configuration, first: int, last: int, held: Sequence[Held]) -> float:
+        """The peak memory of a stage (bytes)."""
+        starts = [start for start in (first, last) if 0 < start < len(self.positions)]
+        stages = cut(self.whole, starts, self.folded.flowing, self.mesh)
+        number = int(first > 0)
+        made = finished(stages[number], None, configuration, self.folded.flowing, self.space.cluster, self.clock)
+        stages = tuple(made if at == number else other for at, other in enumerate(stages))
+        variables = [name_variables(made, self.mesh) if at == number else None for at in range(len(stages))]
+        counts = [held] * len(stages)
+        with self.clock("memory"):
+            (memory,) = self.simulate(
+                Lowered(self.folded.program, stages), variables, self.micro, configuration, counts
+            )
+        return memory.peak
