@@ -104,7 +104,8 @@ def parallelize(
     - `micro_batches`: the number of micro-batches of `forward_backward`; None lets the planner choose.
     - `recompute`: the ops that the backward pass recomputes instead of saving their results: "none", "selective" (all
       but matrix products, attention and communication), "ops" (also every second product) or "full", for all repeated
-      layers, or by pattern of regions, `{"model.layers.*": "full"}`; None lets the planner choose.
+      layers, or by pattern of regions, `{"model.layers.*": "full"}`; "full:20" of the first 20 layers alone (in a
+      pipeline of each stage), "full:20, selective" with a level for the others. None lets the planner choose.
     - `zero`: the ZeRO stage, that is what is split over the axes that split the batch: optimizer states (1), also
       gradients (2), also parameters, which are gathered in each pass (3); None lets the planner choose.
     - `symbolic`: whether the plan contains formulas of its costs, for `plan.memory_expression()`,

@@ -12,12 +12,19 @@ from passes.cost.optimizers import OPTIMIZERS
 from passes.ir.configuration import RECOMPUTE, SPLITTING, ZERO_STAGES
 from passes.ir.decisions import Decisions
 from passes.ir.errors import ConstraintError, InputError, MeshError, PipelineError, PlanMismatchError
+from passes.ir.levels import read_level
 from passes.ir.mesh import Mesh, stage_mesh
 from passes.ir.plan import Plan
 from passes.ir.plan_contents import check_contents
 from passes.lower import Casts
 from passes.search import Space
 from passes.search.space import PipelineChoices
+
+# Levels of recompute, for messages.
+_LEVELS = (
+    f'one of {", ".join(RECOMPUTE)}, or "full:20" for the first 20 copies alone, or "full:20, selective" with a level '
+    "of the others"
+)
 
 MeshLike = DeviceMesh | Mapping[str, int] | int | Cluster
 
@@ -145,12 +152,14 @@ def _choices(options: Options, objective: str) -> tuple[int | None, Mapping[str,
     if count is not None and count > 1 and not trains:
         raise InputError(f"micro_batches is {count}, but only training goes through micro-batches: leave it out")
     if not isinstance(given, (str, Mapping, type(None))):
-        raise InputError(f"recompute is {given!r}: it must be one of {', '.join(RECOMPUTE)}, or these by region")
+        raise InputError(f"recompute is {given!r}: it must be {_LEVELS}, or these by region")
     levels = {"*": given} if isinstance(given, str) else dict(given or {})
     for pattern, level in levels.items():
-        if not isinstance(pattern, str) or level not in RECOMPUTE:
+        read = read_level(level) if isinstance(level, str) else None
+        if not isinstance(pattern, str) or read is None or read.undecided:
             where = "" if isinstance(given, str) else f" for {pattern!r}"
-            raise InputError(f"recompute{where} is {level!r}: it must be one of {', '.join(RECOMPUTE)}")
+            raise InputError(f"recompute{where} is {level!r}: it must be {_LEVELS}")
+        levels[pattern] = str(read)
     if not trains and any(level != "none" for level in levels.values()):
         raise InputError("recompute is given, but only training keeps anything for a backward pass: leave it out")
     if stage is not None and (isinstance(stage, bool) or stage not in ZERO_STAGES):

@@ -12,9 +12,11 @@ from autopar.runtime.calls.inputs import constant_text
 from passes.ir.configuration import zero_timing
 from passes.ir.decisions import Decisions
 from passes.ir.errors import PlanMismatchError
+from passes.ir.grouping import grouped
 from passes.ir.layout import format_layout, is_storable, parse_placement
 from passes.ir.leaves import input_leaves
-from passes.ir.plan import InputPlan, ParameterPlan, Plan, PrecisionPlan
+from passes.ir.levels import over
+from passes.ir.plan import InputPlan, ParameterPlan, Plan, PrecisionPlan, StagePlan
 from passes.ir.program import Program, dtype_name
 from passes.lower.recompute import levels
 from passes.record import decisions_of, discovered_ops, layout_texts, whole_ops
@@ -127,9 +129,7 @@ def as_planned(request: Request, info: ModelInfo) -> Request:
             f"micro_batches={planned.micro_batches}: leave micro_batches out, or plan anew"
         )
     recompute = {} if request.objective == "infer" else planned.recompute
-    repeated = [block.region for stage in planned.stages for block in stage.blocks if block.region]
-    asked = {name: level for name, level in levels(repeated, request.recompute or {}).items() if level != "none"}
-    if request.recompute is not None and asked != dict(recompute):
+    if request.recompute is not None and not all(_recomputes(stage, request.recompute) for stage in planned.stages):
         raise PlanMismatchError(
             f"recompute={dict(request.recompute)} is asked for, but the plan was made with "
             f"recompute={dict(recompute)}: leave recompute out, or plan anew"
@@ -142,6 +142,14 @@ def as_planned(request: Request, info: ModelInfo) -> Request:
             f"{reduced}: leave zero out, or plan anew"
         )
     return replace(request, micro_batches=planned.micro_batches, recompute=recompute, zero=None)
+
+
+def _recomputes(stage: StagePlan, asked: Mapping[str, str]) -> bool:
+    """Whether a stage has the levels of recompute that are asked for: numbers are those of its first copies."""
+    blocks = grouped((block.region, block.count) for block in stage.blocks if block.region)
+    counts = {name: sum(own) for name, own in blocks.items()}
+    wanted = {name: over(level, counts[name]) for name, level in levels(counts, asked).items()}
+    return {name: level for name, level in wanted.items() if level != "none"} == dict(stage.recompute)
 
 
 def planned_decisions(plan: Plan | None, name: str) -> Decisions:

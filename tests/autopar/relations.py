@@ -281,7 +281,8 @@ def _free_micro_batches(draw: Draw, case: Case) -> tuple[Case, Case]:
 
 
 def _free_recompute(draw: Draw, case: Case) -> tuple[Case, Case]:
-    options = {**case.options, "objective": "train", "recompute": draw.choice(("none", "selective", "full"))}
+    levels = ("none", "selective", "full", "full:1", "full:1, selective")
+    options = {**case.options, "objective": "train", "recompute": draw.choice(levels)}
     case = _with_limit(draw, replace(case, options=options))
     return case, replace(case, options={**case.options, "recompute": None})
 
