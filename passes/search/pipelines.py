@@ -34,6 +34,8 @@ ZERO_BUBBLE = ("zb_h1", "interleaved_zero_bubble", "zbv")
 _PER_RANK = (1, 2)
 # Moves of cuts that are made for stages with levels of recompute of their own, at most.
 _MOVES = 8
+# Times that cuts are searched for the seconds that positions take in the cuts before.
+_AGAIN = 3
 
 
 def offered_pipelines(asked: PipelineChoices, count: int) -> Iterator[Staging]:
@@ -123,7 +125,10 @@ def _trimmed(program: StagedProgram, pipeline: Staging, starts: Sequence[int], f
         with suppress(InfeasibleError, NotBetterError):
             begun.add(program.cuts(pipeline, float("inf"), levels.without()))
         with suppress(InfeasibleError, NotBetterError):
-            begun.add(program.cuts(pipeline, float("inf"), levels.pieces(starts, levels.levels(starts))))
+            again = tuple(starts)
+            for _ in range(_AGAIN):
+                again = program.cuts(pipeline, float("inf"), levels.pieces(again, levels.levels(again)))
+                begun.add(again)
         begun.add(min(_moved(levels, each) for each in sorted(begun))[1])
     for each in sorted(begun):
         with suppress(InfeasibleError):
