@@ -14,8 +14,9 @@ from passes.ir.choices import Node
 from passes.ir.rule import Rule
 from passes.rules.following import ranks_by_start
 from passes.rules.strategies import AllowedMethods, axes_for_stripes, is_uneven, method_token
-from passes.search.best_first import Progress, Unbounded, close, explore
+from passes.search.best_first import Unbounded, close, explore
 from passes.search.meshes import is_searched_wholly
+from passes.search.progress import Progress
 from passes.search.subproblems import Choice, Memo, MicroBatchProgram, Subproblem, Subproblems
 
 # The methods of an axis on which every rank computes the same.

@@ -248,7 +248,7 @@ def test_what_memory_makes_necessary_runs(limit: float, options: dict[str, objec
     if "recompute" in options:
         assert train(plan).micro_batches > 1
     else:
-        assert set(train(plan).stages[0].recompute.values()) & {"selective", "full"}
+        assert set(train(plan).stages[0].recompute.values()) - {"none"}
     assert memory(plan) <= limit
     # Twice the bytes in float64.
     exact(llama(), "2", tokens(batch=8), memory_limit=2 * limit, **options)
